@@ -65,19 +65,19 @@ def model(vocabulary: int = VOCAB) -> Qwen3ForCausalLM:
 
 
 def learner(policy: Qwen3ForCausalLM, microbatch_tokens: int = 8192) -> Learner:
-    """GRPO, one optimiser step a batch."""
-    optimiser = Optimizer(policy, OptimizerSettings(learning_rate=1e-4, total_steps=1))
+    """GRPO, one optimizer step a batch."""
+    optimizer = Optimizer(policy, OptimizerSettings(learning_rate=1e-4, total_steps=1))
     settings = LearnerSettings(microbatch_tokens=microbatch_tokens)
-    return Learner(LogprobScorer(policy), optimiser, PRESETS["grpo"], settings)
+    return Learner(LogprobScorer(policy), optimizer, PRESETS["grpo"], settings)
 
 
 def learner_with_reference(policy: Qwen3ForCausalLM) -> Learner:
-    """GRPO with a KL to a copy, and two optimiser steps a batch, so that `old` is scored before them."""
-    optimiser = Optimizer(policy, OptimizerSettings(learning_rate=1e-6, total_steps=1))
+    """GRPO with a KL to a copy, and two optimizer steps a batch, so that `old` is scored before them."""
+    optimizer = Optimizer(policy, OptimizerSettings(learning_rate=1e-6, total_steps=1))
     settings = LearnerSettings(microbatch_tokens=8192, minibatches=2)
     reference = LogprobScorer(copy.deepcopy(policy).requires_grad_(False).eval())
     scorers = {"reference": reference}
-    return Learner(LogprobScorer(policy), optimiser, PRESETS["grpo_paper"], settings, scorers)
+    return Learner(LogprobScorer(policy), optimizer, PRESETS["grpo_paper"], settings, scorers)
 
 
 def row(tokens: Sequence[int], prompt: int, sign: float) -> Row:
@@ -238,9 +238,9 @@ def shapes(repeats: int) -> list[str]:
     for name, make in SHAPES.items():
         rows = make()
         total = sum(len(r.tokens) for r in rows)
-        unique = prefix_packing.plant([r.tokens for r in rows], torch.device("cpu")).num_tokens
+        unique = prefix_packing.pack_sequences([r.tokens for r in rows], torch.device("cpu")).num_tokens
         sharing, padded = learner(model()), learner(model())
-        padded.scorer._planted = False
+        padded.scorer.shares_prefixes = False
         ways = {
             "sharing": lambda one=sharing, rows=rows: gradient(one, rows),
             "packed": lambda one=sharing, rows=rows: without_sharing(one, rows),
@@ -307,7 +307,7 @@ def forest_of(one: Row) -> prefix_packing.PrefixForest:
             path_tokens.append([])
         else:
             path_tokens[-1].append(token)
-    return prefix_packing.plant(path_tokens, torch.device("cpu"))
+    return prefix_packing.pack_sequences(path_tokens, torch.device("cpu"))
 
 
 def trees(repeats: int) -> list[str]:
@@ -343,12 +343,12 @@ def trees(repeats: int) -> list[str]:
 
 def without_sharing(one: Learner, rows: Sequence[Row]) -> None:
     """The same with a bound on shared prefixes that none reaches."""
-    before = prefix_packing.LEAST_SHARED
-    prefix_packing.LEAST_SHARED = rows.LEAST_SHARED = sys.maxsize
+    before = prefix_packing.MIN_SHARED_TOKENS
+    prefix_packing.MIN_SHARED_TOKENS = rows.MIN_SHARED_TOKENS = sys.maxsize
     try:
         gradient(one, rows)
     finally:
-        prefix_packing.LEAST_SHARED = rows.LEAST_SHARED = before
+        prefix_packing.MIN_SHARED_TOKENS = rows.MIN_SHARED_TOKENS = before
 
 
 def status_mb(name: str) -> float:

@@ -3,7 +3,7 @@
     python benchmarks/step.py                       # both works, 5 repetitions of 3 steps
     python benchmarks/step.py --only one-turn --repeats 1
 
-Both train the same model of random weights with GRPO, AdamW and one optimiser step a batch, on the same drawn
+Both train the same model of random weights with GRPO, AdamW and one optimizer step a batch, on the same drawn
 work: as many episodes, prompts, turns and observations, and each turn ends after as many tokens. Rewards are
 fixed numbers that differ within a group. Text is left out on both sides: prompts and observations are ids.
 

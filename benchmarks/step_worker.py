@@ -84,8 +84,8 @@ async def _ludus(job: Job, steps: int) -> dict[str, float]:
 
     model, plan = load(job), rollout_work.episodes(job.work)
     engine = LocalEngine(model, settings=settings(job))
-    optimiser = Optimizer(model, OptimizerSettings(learning_rate=1e-6, total_steps=steps + 1))
-    learner = Learner(LogprobScorer(model), optimiser, PRESETS["grpo"])
+    optimizer = Optimizer(model, OptimizerSettings(learning_rate=1e-6, total_steps=steps + 1))
+    learner = Learner(LogprobScorer(model), optimizer, PRESETS["grpo"])
     sync = WeightSync(model, engine, plan[0].prompt)
     counted = []
     for step in range(steps + 1):

@@ -275,8 +275,8 @@ def accumulate_gradient(model: Any, episodes: Sequence[Episode], old: Logprobs |
     return total
 
 
-def learn(model: Any, optimiser: torch.optim.Optimizer, episodes: Sequence[Episode], epochs: int) -> str:
-    """Optimiser steps on one batch; gives what to print."""
+def learn(model: Any, optimizer: torch.optim.Optimizer, episodes: Sequence[Episode], epochs: int) -> str:
+    """Optimizer steps on one batch; gives what to print."""
     old = None
     if epochs > 1:
         with torch.no_grad():
@@ -284,8 +284,8 @@ def learn(model: Any, optimiser: torch.optim.Optimizer, episodes: Sequence[Episo
     for _ in range(epochs):
         loss = accumulate_gradient(model, episodes, old)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
     return f"loss {loss:+.4f}  gradient norm {norm:.3f}"
 
 
@@ -307,7 +307,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     rng, generator = random.Random(args.seed), Generator().manual_seed(args.seed)
     model = AutoModelForCausalLM.from_pretrained(str(args.model)).float().eval()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.0)
     questions, passages = build_world()
     agent = Agent(model, AutoTokenizer.from_pretrained(str(args.model)), make_search(passages))
     train = [q for q in questions if q.split == "train"]
@@ -320,7 +320,7 @@ def main() -> None:
         rewards = [e.reward for e in episodes]
         compared = zip(episodes, advantages(rewards, args.group_size), strict=True)
         kept = [replace(e, advantage=a) for e, a in compared if a is not None]
-        learned = learn(model, optimiser, kept, args.epochs) if kept else "nothing to learn from"
+        learned = learn(model, optimizer, kept, args.epochs) if kept else "nothing to learn from"
         said = f"reward {sum(rewards) / len(rewards):.3f}  trained {len(kept)}/{len(episodes)}  {learned}"
         print(f"step {step}: {said}  {time.perf_counter() - begin:.1f} s")
     print(f"after:  {evaluate(agent, held_out)}")

@@ -79,8 +79,8 @@ def make(kind, dtype, algorithm, settings, ranks):
     ranks.split(reference)
     how = OptimizerSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=0.05)
     scorer = LogprobScorer(model, recompute=kind == "recomputed")
-    optimiser = Optimizer(model, how, ranks=ranks)
-    return Learner(scorer, optimiser, algorithm, settings, {"reference": LogprobScorer(reference)}, ranks)
+    optimizer = Optimizer(model, how, ranks=ranks)
+    return Learner(scorer, optimizer, algorithm, settings, {"reference": LogprobScorer(reference)}, ranks)
 
 
 def policy_results(kind, dtype):
@@ -122,10 +122,10 @@ def critic_results(dtype):
     return found | {f"value/{i}": values for i, values in enumerate(score_values(critic, rows, []))}
 
 
-def first_gradient(optimiser):
+def first_gradient(optimizer):
     """The gradient of the first step, which was not clipped, from its first moment."""
-    share = 1.0 - optimiser.settings.beta1
-    moments = {n: m for n, m in optimiser.state().items() if n.startswith("exp_avg/")}
+    share = 1.0 - optimizer.settings.beta1
+    moments = {n: m for n, m in optimizer.state_dict().items() if n.startswith("exp_avg/")}
     return {n.removeprefix("exp_avg/"): whole(m) / share for n, m in moments.items()}
 
 
@@ -166,13 +166,13 @@ def parts_of_run(kind, ranks, resumed=None):
         load_weights(resumed, model)
     ranks.split(model)
     ranks.split(reference)
-    optimiser = Optimizer(model, how, ranks=ranks)
+    optimizer = Optimizer(model, how, ranks=ranks)
     if resumed is not None:
-        state = load_trainer(resumed, optimiser)
+        state = load_trainer(resumed, optimizer)
         critic.load_state(load_part(resumed, "critic", critic.blank_state()), state.value_model_steps)
     scorers = {"reference": LogprobScorer(reference)}
     settings = LearnerSettings(microbatch_tokens=60)
-    return Learner(LogprobScorer(model), optimiser, WITH_ALL_TERMS, settings, scorers, ranks), critic
+    return Learner(LogprobScorer(model), optimizer, WITH_ALL_TERMS, settings, scorers, ranks), critic
 
 
 def take_step(one, critic, seed):
@@ -186,7 +186,7 @@ def everything(one, critic):
     """Weights and moments of both, whole."""
     model = one.scorer.model
     found = {f"policy/{n}": p for n, p in model.named_parameters()}
-    found |= {f"optimiser/{n}": t for n, t in one.optimiser.state().items()}
+    found |= {f"optimizer/{n}": t for n, t in one.optimizer.state_dict().items()}
     found |= {f"critic/{n}": t for n, t in critic.state().items()}
     return {n: whole(t).clone() for n, t in found.items()}
 
@@ -199,10 +199,10 @@ def saves(kind, shelf):
         take_step(one, critic, seed)
     model, parts = one.scorer.model, {"critic": critic.state()}
     if ranks.rank == 0:
-        state = TrainerState(2, one.optimiser.num_steps, Ledger().state(), critic.optimizer.num_steps)
-        save_checkpoint(shelf, model, load_tokenizer(str(COLD_START)), one.optimiser, state, Extra(parts))
+        state = TrainerState(2, one.optimizer.num_steps, Ledger().state(), critic.optimizer.num_steps)
+        save_checkpoint(shelf, model, load_tokenizer(str(COLD_START)), one.optimizer, state, Extra(parts))
     elif is_sharded(model):
-        save_shards(shelf / ".step-000002.tmp" / "trainer" / SHARDS, model, one.optimiser, parts)
+        save_shards(shelf / ".step-000002.tmp" / "trainer" / SHARDS, model, one.optimizer, parts)
     before = everything(one, critic)
     return before, take_step(one, critic, 3), everything(one, critic)
 

@@ -23,7 +23,7 @@ from ludus.tools.search import PassageIndex, search_tool
 from ludus.training.batches.rows import row_of_trajectory
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.learner.learner import CachedLogprobs, Learner, LearnerSettings
-from ludus.training.learner.logprobs import LogprobScorer, own_types
+from ludus.training.learner.logprobs import LogprobScorer, model_precision
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.types import Message, Segment, StopReason, Task, Trajectory
 from ludus.worlds.search.facts import load_facts
@@ -104,8 +104,8 @@ def as_episodes(trajectories, advantages):
 
 
 def learner(model, **settings):
-    optimiser = Optimizer(model, OptimizerSettings.of(TrainingConfig(), 10))
-    return Learner(LogprobScorer(model), optimiser, PRESETS["grpo"], LearnerSettings(microbatch_tokens=64, **settings))
+    optimizer = Optimizer(model, OptimizerSettings.from_config(TrainingConfig(), 10))
+    return Learner(LogprobScorer(model), optimizer, PRESETS["grpo"], LearnerSettings(microbatch_tokens=64, **settings))
 
 
 def gradients(model):
@@ -263,11 +263,11 @@ def test_loss_and_gradient_are_those_of_the_learner(dtype, moved):
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
-            with own_types(other):
+            with model_precision(other):
                 scores = [one().score_tokens(other, [e])[0] for e in episodes]
         old = [s.tolist() for s in scores]
         proximal = [torch.cat([s.new_zeros(1), s]) for s in scores]
-    with own_types(mine):
+    with model_precision(mine):
         loss = one().accumulate_gradient(mine, episodes, old)
     rows = [row_of_trajectory(t, a) for t, a in zip(trajectories, advantages, strict=True)]
     statistics, _ = learner(theirs).gradient(rows, CachedLogprobs(proximal))

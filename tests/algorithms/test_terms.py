@@ -22,7 +22,7 @@ from ludus.rewards.base import Reward
 from ludus.training.batches.rows import Row
 from ludus.training.credit.advantages import assign_credit, training_rows
 from ludus.training.learner.learner import LearnerSettings
-from ludus.training.learner.logprobs import own_types
+from ludus.training.learner.logprobs import model_precision
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.rl.build import load_teacher, train
 from ludus.training.rl.train_step import filter_and_estimate
@@ -46,7 +46,7 @@ def gradient_of(model, rows, algorithm, tokens=10**6, scorers=None):
 
 def plain_logprobs(model, row):
     """`[T]`, straight from the model's logits; 0 for the first token."""
-    with own_types(model):
+    with model_precision(model):
         logits = model(torch.tensor([row.tokens])).logits[0, :-1]
     found = torch.log_softmax(logits, -1).gather(1, torch.tensor(row.tokens[1:])[:, None])[:, 0]
     return torch.cat([found.new_zeros(1), found])
@@ -241,7 +241,7 @@ def test_a_student_comes_nearer_to_its_teacher():
     with torch.no_grad():
         teacher.get_input_embeddings().weight *= 20
     one = learner(student, PRESETS["distill"], scorers={"teacher": learner(teacher).scorer})
-    one.optimiser = Optimizer(student, OptimizerSettings(learning_rate=2e-2, total_steps=40))
+    one.optimizer = Optimizer(student, OptimizerSettings(learning_rate=2e-2, total_steps=40))
     costs = [one.train(played(student, step), seed=step)["distill/reverse_kl"] for step in range(40)]
     assert costs[0] > 0.3
     assert costs[-1] < 0.8 * costs[0], costs

@@ -10,7 +10,7 @@ import torch
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.training.batches.rows import row_of_trajectory, transitions_of
 from ludus.training.credit.advantages import assign_credit, training_rows
-from ludus.training.learner.logprobs import own_types
+from ludus.training.learner.logprobs import model_precision
 from ludus.types import Segment, StopReason, Trajectory
 from tests.training.batches.test_branches import PROMPT, chain, episodes, tree
 from tests.training.learner.test_learner import learner, tiny_model
@@ -85,7 +85,7 @@ def test_the_gradient_is_that_of_a_loop_over_turns(aggregation):
     algorithm = replace(PRESETS["turn_return"], aggregation=aggregation, loss="reinforce", kl_coef=0.0)
     attempts = [turns(0, 1.0, 2, 3), turns(1, 0.0, 4, 1), turns(2, 0.0, 1, 2, 5)]
     credits = assign_credit([episodes(*attempts)], algorithm)
-    with own_types(model):
+    with model_precision(model):
         total = loop(model, credits, aggregation)
         expected = torch.autograd.grad(total, list(model.parameters()))
     rows = training_rows(credits, mask_observations=True, transitions=True)

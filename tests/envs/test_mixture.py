@@ -26,7 +26,7 @@ from ludus.rollout.episode import EngineChatSession
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan, engine_scheduler
-from ludus.training.collection.reward_mixing import check_reward_settings, combiner_of
+from ludus.training.collection.reward_mixing import build_reward_mixer, check_reward_settings
 from ludus.types import Group, Segment, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from small_runs import lasting_files
 from tiny_run import RECIPE, WORLD, copy_run, ludus, refused
@@ -338,7 +338,7 @@ def test_rewards_are_normalised_by_world(world, recipe):
     for over in ("run", "batch"):
         config = load_config(recipe, [*words, over])
         check_reward_settings(config, world)
-        combiner = combiner_of(config, world, takes_turns=False)
+        combiner = build_reward_mixer(config, world, takes_turns=False)
 
         def combined(step, some, combiner=combiner):
             found = combiner.combine(step, some)
@@ -362,10 +362,10 @@ def test_shaping_of_several_worlds_does_not_add_up():
 
     mixed = MixedWorld(tuple(map(member, "xyz")))
     config = load_config(None, ["--rewards.aggregation", "gated"])
-    assert len(combiner_of(config, mixed, takes_turns=False).parts) == 4
+    assert len(build_reward_mixer(config, mixed, takes_turns=False).parts) == 4
     config = load_config(None, ["--rewards.weights", '{"x/s" = 0.7}'])
     with pytest.raises(ConfigError):
-        combiner_of(config, mixed, takes_turns=False)
+        build_reward_mixer(config, mixed, takes_turns=False)
 
 
 # runs

@@ -16,7 +16,7 @@ from ludus.rewards.registry import NAMED, RegisteredReward, named_part
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.scheduler import Episode, FailureBudget
-from ludus.training.collection.reward_mixing import add_extra_parts, check_reward_settings, combiner_of
+from ludus.training.collection.reward_mixing import add_extra_parts, build_reward_mixer, check_reward_settings
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import record_outcomes
 from ludus.training.run.session import TrainingSession
@@ -61,8 +61,8 @@ def test_parts_by_name_count_with_their_weights_and_are_on_record():
         *part("extra_calls", free=1, limit=3), *part("citation_support", weight=0.05), *part("invalid_calls", cap=2)
     )
     check_reward_settings(config, world)
-    groups = asyncio.run(add_extra_parts(ProcessRewardExecutor.of(config), world, [[attempt()]], 0.0))
-    ((found,),) = combiner_of(config, world, takes_turns=False).combine(1, groups)
+    scored = asyncio.run(add_extra_parts(ProcessRewardExecutor.of(config), world, attempt(), refuse))
+    ((found,),) = build_reward_mixer(config, world, takes_turns=False).combine(1, [[scored]])
     assert found.trajectory.rewards == {
         "exact_match": 1.0,
         "extra_calls": -1.0,
@@ -72,9 +72,13 @@ def test_parts_by_name_count_with_their_weights_and_are_on_record():
     assert found.trajectory.reward == pytest.approx(1 - 0.1 + 0.05 - 0.05)
 
 
+def refuse(error):
+    raise error
+
+
 def test_without_settings_nothing_is_added():
     config, world = settings()
-    one = combiner_of(config, world, takes_turns=False)
+    one = build_reward_mixer(config, world, takes_turns=False)
     assert not one.adds
     assert not {part.name for part in one.parts} & {"extra_calls", "citation_support"}
 
@@ -94,7 +98,7 @@ def test_parts_are_scored_in_another_process(monkeypatch):
 
     config, world = settings(*part("citation_support"))
     monkeypatch.setitem(NAMED, "citation_support", RegisteredReward(lambda: nowhere))
-    ((found,),) = asyncio.run(add_extra_parts(ProcessRewardExecutor.of(config), world, [[attempt()]], 0.0))
+    found = asyncio.run(add_extra_parts(ProcessRewardExecutor.of(config), world, attempt(), refuse))
     assert found.trajectory.rewards == {"exact_match": 1.0, "citation_support": 1.0}
     assert found.trajectory.timings.grading_s > 0
 
@@ -108,15 +112,18 @@ def test_an_episode_whose_part_fails_is_a_failed_one_and_the_ledger_knows():
     ledger = Ledger()
     for episode in (good, odd):
         ledger.start(episode.key)
-    one = combiner_of(config, world, takes_turns=False)
-    sampler = RolloutCollector(session, None, PRESETS["grpo"], None, ledger, combiner=one)
+    one = build_reward_mixer(config, world, takes_turns=False)
+    sampler = RolloutCollector(session, None, PRESETS["grpo"], None, ledger, reward_mixer=one)
     credits = asyncio.run(sampler.make_samples(1, [[good, odd]]))
     record_outcomes(ledger, credits)
     counts = ledger.close(1, trained=0)
     assert (counts.failed, counts.dropped) == (1, 1)
     assert "expected ExpectedAnswers" in credits[1].episode.trajectory.failure.error
+    strict, _ = settings(*part("token_f1"), "--rollout.max_failure_rate", "0.4")
+    sampler.session, sampler.ledger = replace(session, config=strict), Ledger()
+    sampler.ledger.start(odd.key)
     with pytest.raises(WorldError, match="expected ExpectedAnswers"):
-        asyncio.run(add_extra_parts(session.scoring, world, [[good, odd]], 0.4))
+        asyncio.run(sampler.make_samples(1, [[good, odd]]))
 
 
 def test_where_one_episode_alone_lacked_its_parts_its_failure_is_one_among_all_of_the_batch():
@@ -124,9 +131,9 @@ def test_where_one_episode_alone_lacked_its_parts_its_failure_is_one_among_all_o
     config, world = settings(*part("token_f1"), "--rollout.max_failure_rate", "0.5")
     odd, task = attempt(), replace(attempt().task, truth=ExpectedAnswers(("Paris",)))
     good = [replace(odd, key=RolloutKey(1, "t", sample), task=task) for sample in (1, 2)]
-    one = combiner_of(config, world, takes_turns=False)
+    one = build_reward_mixer(config, world, takes_turns=False)
     session = TrainingSession(config, world, None, None, None)
-    sampler = RolloutCollector(session, None, PRESETS["grpo"], None, Ledger(), combiner=one)
+    sampler = RolloutCollector(session, None, PRESETS["grpo"], None, Ledger(), reward_mixer=one)
     sampler.ledger.start(odd.key)
 
     async def credit():

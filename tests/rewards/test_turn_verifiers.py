@@ -24,7 +24,7 @@ from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line
 from ludus.rollout.scheduler import Episode
 from ludus.sandbox import open_sandbox
-from ludus.training.collection.reward_mixing import check_reward_settings, combiner_of
+from ludus.training.collection.reward_mixing import build_reward_mixer, check_reward_settings
 from ludus.training.credit.turn_rewards import events_of, with_turn_rewards
 from ludus.training.rl.validate import inactive_parts
 from ludus.types import (
@@ -271,7 +271,7 @@ def test_the_progress_of_a_run_is_found_in_a_process_of_rewards_and_reaches_the_
     found = asyncio.run(judged())
     assert found.turn_progress == (0.0, 1.0, 0.0, 0.0)
     assert events_of(found) == ["schema", "progress", "sql", "answer"]
-    (group,) = combiner_of(config, world, True).combine(1, [[Episode(RolloutKey(1, "t", 0), task, found)]])
+    (group,) = build_reward_mixer(config, world, True).combine(1, [[Episode(RolloutKey(1, "t", 0), task, found)]])
     assert group[0].trajectory.turn_rewards == pytest.approx((0.0, 0.4, 0.0, 0.0))
     paid = with_turn_rewards(found, {"progress": 0.1, "sql": -0.01}, 0.4).turn_rewards
     assert paid == pytest.approx((0.0, 0.5, -0.01, 0.0))

@@ -47,7 +47,7 @@ def mark(tmp_path):
 @pytest.fixture
 def shards(tmp_path):
     one = learner(tiny_model())
-    save_shards(tmp_path / "shards", one.scorer.model, one.optimiser, {})
+    save_shards(tmp_path / "shards", one.scorer.model, one.optimizer, {})
     return tmp_path / "shards"
 
 

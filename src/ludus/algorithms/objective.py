@@ -29,7 +29,7 @@ from ludus.algorithms.tensors import Cut, SummedFields, Tensor, TokenBatch, chec
 
 @dataclass(frozen=True, slots=True)
 class Normalizer:
-    """Counts over the global batch of one optimiser step (all microbatches, all ranks).
+    """Counts over the global batch of one optimizer step (all microbatches, all ranks).
 
     `tokens` (M) action tokens that train; `trajectories` (N) those with at least one of them; `constant` (C) the fixed
     number of tokens that `constant` divides by, as a rule the token budget of a trajectory. `observed` observation

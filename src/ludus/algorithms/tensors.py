@@ -203,7 +203,7 @@ def float_dtype(*tensors: Tensor | None) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class Outcomes:
-    """The whole batch of one optimiser step, as input of advantages.
+    """The whole batch of one optimizer step, as input of advantages.
 
     All finished members of a group belong here, also those that a filter keeps from training: group statistics count
     them, batch statistics run over `trains`. Fields that are not known are None.

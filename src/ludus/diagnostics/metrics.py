@@ -1,9 +1,8 @@
 """Metrics of a step that come from its rollouts, and alarms.
 
-Names are stable: which names appear depends on the reward parts, the tools and the trees that occur, never
-on how an episode went. A share whose denominator is 0 is 0. An episode that failed (infrastructure) is
-counted under `episode/stop/failed` and in `episodes/count`; it is not the model's fault, so no other
-number includes it. No number here depends on the clock.
+The reward parts, tools and trees of a step determine which names appear, never the outcome of an episode. A
+share whose denominator is 0 is 0. An episode with an infrastructure failure counts in `episode/stop/failed` and
+`episodes/count` only. No number depends on the clock.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final, cast
 
 from ludus.plugins import find_plugin
 from ludus.types import WORLD_TAG, Group, StopReason, ToolStatus, Trajectory
 
 ENTROPY: Final = "policy/entropy"
-"""The name under which the learner reports the mean entropy of action tokens, in nats."""
+"""The learner's mean entropy of action tokens, in nats."""
 SAMPLED_ENTROPY: Final = "policy/sampled_entropy"
 """Mean of `-logprob` over the action tokens of all episodes, dropped groups included, in nats: an unbiased
 estimate of the entropy of the distribution that was sampled."""
@@ -28,37 +26,19 @@ MIN_ENTROPY: Final = 0.02
 """Nats per action token below which a policy has collapsed onto one continuation."""
 MEAN_AGE: Final = "staleness/mean"
 LOGPROB_GAP: Final = "mismatch/logprob_diff"
-"""The name under which the learner reports the mean of `|old - beh|` over action tokens, in nats."""
+"""The learner's mean of `|old - behavior|` over action tokens, in nats."""
 
 _NO_TOOL = (ToolStatus.UNKNOWN_TOOL, ToolStatus.MALFORMED)
-"""Calls without a tool: the name is made up by the model, and a metric per name would be unbounded."""
+"""Calls without a tool: the model invents the name, so metrics by name would be unbounded."""
 
 
-@dataclass(frozen=True, slots=True)
-class AlarmLimits:
-    """Bounds beyond which `alarms` returns a sentence."""
-
-    min_entropy: float = MIN_ENTROPY
-    """Of the trained tokens, in nats per action token."""
-    max_low_entropy_groups: float = 0.5
-    """Share of groups without exploration, whether they train or are dropped."""
-    low_entropy_steps: int = 5
-    """Steps in a row beyond these two before it counts as a collapse: one may be due to its tasks."""
-    max_logprob_gap: float = 0.05
-    """Nats, mean over action tokens, between the learner's log-probabilities and the engine's, in a step on
-    policy."""
-    max_tool_error_rate: float = 0.5
-    max_cut_off: float = 0.5
-    """Share of episodes that a token limit ended."""
-    max_tool_error_stops: float = 0.5
-    """Share of episodes that a streak of tool errors ended."""
-    zero_reward_steps: int = 5
-    """Steps in a row whose every reward is 0 before it counts as stuck."""
-
-    @property
-    def reach(self) -> int:
-        """Steps that an alarm looks back at, the newest included."""
-        return max(self.low_entropy_steps, self.zero_reward_steps)
+ALARM_STEPS: Final = 5
+"""Steps in a row with low entropy, or whose rewards are all 0, that raise an alarm; `alarms` needs no more history."""
+MAX_LOGPROB_GAP: Final = 0.05
+"""Nats, mean over action tokens, between the learner's log-probabilities and the engine's in an on-policy step."""
+MAX_SHARE: Final = 0.5
+"""Share of failed tool calls, of episodes that end in tool errors or at a token limit, or of groups without
+exploration above which an alarm is raised."""
 
 
 def rollout_metrics(
@@ -66,13 +46,11 @@ def rollout_metrics(
 ) -> dict[str, float]:
     """Return the metrics of one step's groups, in a fixed order.
 
-    `success` names the reward part that is 1 if the task was solved: with it there are
-    `success/mean` (the mean of that part), `groups/solve_all` and `groups/solve_none`. A part that a
-    trajectory lacks counts as 0, as it does in its reward. Standard deviations have `ddof=0`. Lengths are
-    in tokens, and a token that several rows share counts once; tools and stop reasons are those of the paths
-    of trees, each an episode. In a mixture of worlds there is `env/NAME/`
-    for each that the groups have tasks of, and a part of one world is a mean over its own episodes. `equal`
-    holds for each group whether its members are equal for the advantage; if it is empty or None, equal rewards count.
+    `success` names the reward part that is 1 if the task was solved; it adds `success/mean`, `groups/solve_all`
+    and `groups/solve_none`. A missing part counts as 0. Standard deviations have `ddof=0`. Lengths are in tokens,
+    and a token that several rows share counts once; tools and stop reasons are those of the paths of trees. In a
+    mixture, `env/NAME/` covers each world, and a part of one world is averaged over its own episodes. `equal`
+    holds for each group whether the advantage compares equal members; if empty or None, equal rewards count.
     """
     equal = equal or [None] * len(groups)
     everyone = [t for group in groups for t in group.trajectories]
@@ -103,18 +81,20 @@ def step_metrics(names: Sequence[str]) -> tuple[Metric, ...]:
     return tuple(cast(Metric, find_plugin("metrics", name, "run.metrics", ())) for name in names)
 
 
-def alarms(history: Sequence[Mapping[str, float]], limits: AlarmLimits = AlarmLimits()) -> list[str]:
-    """Return what is wrong with a run, one sentence each, from the metrics of its steps (the newest last).
+def alarms(history: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return a sentence for each problem in the metrics of the last steps (the newest last).
 
-    A metric that is absent raises no alarm. An empty list means that nothing known is wrong.
+    A metric that is absent raises no alarm.
     """
     if not history:
         return []
-    now = history[-1]
-    found = [_odd_numbers(now), _equal_rewards(now), _stuck_at_zero(history, limits)]
-    found += _worlds_at_zero(history, limits)
-    found += [_entropy(history, limits) or _exploration(history, limits), _logprob_gap(now, limits)]
-    found += [_tool_errors(now, limits), _tool_error_stops(now, limits), _cut_off(now, limits)]
+    now, last = history[-1], history[-ALARM_STEPS:]
+    found = [_odd_numbers(now), _equal_rewards(now)]
+    if len(last) == ALARM_STEPS:
+        stuck = _stuck_at_zero(last)
+        found += [stuck] if stuck else _worlds_at_zero(last)
+        found.append(_entropy(last) or _exploration(last))
+    found += [_logprob_gap(now), _tool_errors(now), _tool_error_stops(now), _cut_off(now)]
     return [sentence for sentence in found if sentence]
 
 
@@ -282,10 +262,12 @@ def _equal_rewards(now: Mapping[str, float]) -> str:
     )
 
 
-def _stuck_at_zero(history: Sequence[Mapping[str, float]], limits: AlarmLimits) -> str:
-    last = history[-limits.zero_reward_steps :]
-    stuck = all(m.get("reward/mean") == 0 and m.get("reward/std") == 0 for m in last)
-    if len(last) < limits.zero_reward_steps or not stuck:
+def _is_zero(metrics: Mapping[str, float], mean: str, std: str) -> bool:
+    return metrics.get(mean) == 0 and metrics.get(std) == 0
+
+
+def _stuck_at_zero(last: Sequence[Mapping[str, float]]) -> str:
+    if not all(_is_zero(m, "reward/mean", "reward/std") for m in last):
         return ""
     return f"every reward of the last {len(last)} steps is 0: {_why_zero(last)}"
 
@@ -295,53 +277,46 @@ def _why_zero(last: Sequence[Mapping[str, float]]) -> str:
     cold = "make a cold start first (ludus sft RECIPE --model MODEL) and train its checkpoint"
     if all(m.get("tools/calls_per_episode") == 0 for m in last):
         return f"the model calls no tool and earns nothing. If the tasks need one, {cold}"
-    if all(_cut_share(m) > 0.5 for m in last):
+    if all(_cut_share(m) > MAX_SHARE for m in last):
         return (
             "most episodes are cut off by a token limit before they answer. "
             "Raise rollout.max_tokens_per_turn or "
-            f"rollout.max_seq_len; if the model does not know the format of an answer, {cold}"
+            f"rollout.max_seq_len; if the model has not learned the answer format, {cold}"
         )
     return (
         "the model never earns anything, or the reward never fires; read some rollouts and score one right "
-        f"answer by hand. If the model does not know the task, {cold}"
+        f"answer by hand. If the model cannot do the task yet, {cold}"
     )
 
 
-def _worlds_at_zero(history: Sequence[Mapping[str, float]], limits: AlarmLimits) -> list[str]:
+def _worlds_at_zero(last: Sequence[Mapping[str, float]]) -> list[str]:
     """Return an alarm for each world of a mixture that never earns anything while another one does."""
-    last = history[-limits.zero_reward_steps :]
-    if len(last) < limits.zero_reward_steps or _stuck_at_zero(history, limits):
-        return []
     end = "/reward_std"
     worlds = [name.removesuffix(end) for name in last[-1] if name.startswith("env/") and name.endswith(end)]
     return [
         f"every reward of the world {world.removeprefix('env/')} in the last {len(last)} steps is 0: the "
         "model never earns anything there"
         for world in worlds
-        if all(m.get(f"{world}/reward") == 0 and m.get(f"{world}/reward_std") == 0 for m in last)
+        if all(_is_zero(m, f"{world}/reward", f"{world}/reward_std") for m in last)
     ]
 
 
-def _entropy(history: Sequence[Mapping[str, float]], limits: AlarmLimits) -> str:
+def _entropy(last: Sequence[Mapping[str, float]]) -> str:
     """Return an alarm for a lasting collapse. Steps without training have no entropy and are skipped."""
-    last = history[-limits.low_entropy_steps :]
-    low = all(m.get(ENTROPY, 0.0) < limits.min_entropy for m in last)
-    if len(last) < limits.low_entropy_steps or not low or ENTROPY not in last[-1]:
+    if ENTROPY not in last[-1] or not all(m.get(ENTROPY, 0.0) < MIN_ENTROPY for m in last):
         return ""
     return (
         f"the entropy of the policy is {last[-1][ENTROPY]:.4g} nats per token, and was below "
-        f"{limits.min_entropy:g} in each of the last {len(last)} steps: it has collapsed onto one "
+        f"{MIN_ENTROPY:g} in each of the last {len(last)} steps: it has collapsed onto one "
         "continuation, and groups will stop differing"
     )
 
 
-def _exploration(history: Sequence[Mapping[str, float]], limits: AlarmLimits) -> str:
+def _exploration(last: Sequence[Mapping[str, float]]) -> str:
     """Return an alarm if most groups have no exploration.
 
     The entropy of trained tokens does not show it: groups of equal rewards are dropped, and only others train."""
-    last = history[-limits.low_entropy_steps :]
-    low = all(m.get(LOW_ENTROPY_GROUPS, 0.0) >= limits.max_low_entropy_groups for m in last)
-    if len(last) < limits.low_entropy_steps or not low:
+    if not all(m.get(LOW_ENTROPY_GROUPS, 0.0) >= MAX_SHARE for m in last):
         return ""
     now = last[-1]
     equal = now.get("groups/zero_variance", 0.0)
@@ -352,40 +327,40 @@ def _exploration(history: Sequence[Mapping[str, float]], limits: AlarmLimits) ->
     )
 
 
-def _logprob_gap(now: Mapping[str, float], limits: AlarmLimits) -> str:
+def _logprob_gap(now: Mapping[str, float]) -> str:
     value = now.get(LOGPROB_GAP, 0.0)
     off_policy = now.get(MEAN_AGE, 0.0) > 0  # older weights sampled it: they differ
-    if off_policy or not value > limits.max_logprob_gap:
+    if off_policy or not value > MAX_LOGPROB_GAP:
         return ""
     return (
-        f"the learner and the engine differ by {value:.4g} nats per token, above {limits.max_logprob_gap:g}: "
+        f"the learner and the engine differ by {value:.4g} nats per token, above {MAX_LOGPROB_GAP:g}: "
         "they do not hold the same weights, tokens, temperature or precision"
     )
 
 
-def _tool_errors(now: Mapping[str, float], limits: AlarmLimits) -> str:
+def _tool_errors(now: Mapping[str, float]) -> str:
     rate = now.get("tools/error_rate", 0.0)
-    if not rate > limits.max_tool_error_rate:
+    if not rate > MAX_SHARE:
         return ""
     kinds = {s: now.get(f"tools/status/{s}", 0.0) for s in ToolStatus if s is not ToolStatus.OK}
     worst = max(kinds, key=lambda status: kinds[status])
     return f"{rate:.0%} of the tool calls end in an error, most often {worst} ({kinds[worst]:.0%} of all calls)"
 
 
-def _tool_error_stops(now: Mapping[str, float], limits: AlarmLimits) -> str:
+def _tool_error_stops(now: Mapping[str, float]) -> str:
     share = now.get(f"episode/stop/{StopReason.TOOL_ERRORS}", 0.0)
-    if not share > limits.max_tool_error_stops:
+    if not share > MAX_SHARE:
         return ""
-    return f"{share:.0%} of the episodes end in a streak of tool errors: the model does not know how to call"
+    return f"{share:.0%} of the episodes end in a streak of tool errors: the model calls tools wrongly"
 
 
 def _cut_share(now: Mapping[str, float]) -> float:
     return sum(now.get(f"episode/stop/{r}", 0.0) for r in (StopReason.TRUNCATED, StopReason.MAX_TOKENS))
 
 
-def _cut_off(now: Mapping[str, float], limits: AlarmLimits) -> str:
+def _cut_off(now: Mapping[str, float]) -> str:
     share = _cut_share(now)
-    if not share > limits.max_cut_off:
+    if not share > MAX_SHARE:
         return ""
     return (
         f"{share:.0%} of the episodes are cut off by a token limit: raise rollout.max_tokens_per_turn or "

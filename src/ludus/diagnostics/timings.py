@@ -20,8 +20,8 @@ from ludus.types import Trajectory
 STRAGGLER = 5.0
 """A call slower than this many times the median of its tool in the step is a straggler."""
 MUCH_SCORING = 0.25
-"""The share of the step in which rewards are computed, and that of an episode in which it waits for its own,
-above which both together cause a hint."""
+"""A hint appears if rewards are computed for at least this share of the step and episodes wait for them for at
+least this share of their time."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ def _episode_metrics(trajectories: Sequence[Trajectory], scorers_s: float) -> di
 
 
 def _latencies(seconds: Sequence[float]) -> dict[str, float]:
-    """Return what the calls of a tool took; `spread` is that of the logarithm, without stragglers."""
+    """Return latency statistics of a tool's calls; `spread` is the deviation of the logarithm without stragglers."""
     median_s = statistics.median(seconds)
     slow = [s for s in seconds if s > STRAGGLER * median_s]
     return {

@@ -181,7 +181,7 @@ def _row(line: bytes) -> MetricsRow:
 
 
 def _cut_back(path: Path, resume_step: int | None) -> None:
-    """Remove from the file what a resumed run writes again."""
+    """Remove the lines that a resumed run writes again."""
     try:
         content = path.read_bytes()
     except OSError as error:

@@ -42,8 +42,8 @@ from ludus.training.batches.rows import row_of_trajectory
 from ludus.training.credit.advantages import TrainingSample, record_outcomes
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.rl.build import Comparison, make_trackers, probe_tokens, remove_after, stored_evaluation
-from ludus.training.rl.sync_trainer import Reporter
+from ludus.training.rl.build import make_trackers, probe_tokens, remove_after
+from ludus.training.rl.sync_trainer import Comparison, Reporter, stored_evaluation
 from ludus.training.rl.validate import check_trackers
 from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.checkpoint import (
@@ -147,8 +147,8 @@ class RftTrainer:
         size = settings.batch_size
         batches = [order[i : i + size] for order in orders for i in range(0, len(order), size)]
         model = self.session.config.model
-        wanted = OptimizerSettings.of(settings, len(batches))
-        optimizer = Optimizer(self.session.model, wanted, masters=model.master_weights)
+        wanted = OptimizerSettings.from_config(settings, len(batches))
+        optimizer = Optimizer(self.session.model, wanted, master_weights=model.master_weights)
         scorer = LogprobScorer(self.session.model, recompute=model.activation_checkpointing)
         total: Counter[str] = Counter()
         for batch in batches:
@@ -252,7 +252,9 @@ def run_rft(session: TrainingSession, folder: RunFolder, reporter: Reporter) -> 
     done, ledger = 0, Ledger()
     if found := list_checkpoints(folder.checkpoints):
         done, path = found[-1]
-        optimizer = Optimizer(session.model, OptimizerSettings.of(config.rft, 1), masters=config.model.master_weights)
+        optimizer = Optimizer(
+            session.model, OptimizerSettings.from_config(config.rft, 1), master_weights=config.model.master_weights
+        )
         ledger = Ledger.restore(load_trainer(path, optimizer).ledger)
         load_weights(path, session.model)
         log.info("resumed from %s", path)

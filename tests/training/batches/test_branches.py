@@ -22,7 +22,7 @@ from ludus.rewards.base import Reward
 from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line
 from ludus.rollout.scheduler import Episode
-from ludus.training.batches.rows import BREAK, microbatches, new_actions, num_distinct, row_of_trajectory
+from ludus.training.batches.rows import BREAK, microbatches, new_actions, num_unique_tokens, row_of_trajectory
 from ludus.training.collection.filters import AlgorithmState, filter_low_variance, mask_over_age, record_greso_visits
 from ludus.training.collection.prompt_stream import PromptStream
 from ludus.training.collection.replay_buffer import ReplayBuffer
@@ -91,7 +91,7 @@ def test_the_row_of_a_tree_has_each_action_once():
     assert [token for token, _ in trained] == [4, 5, 8, 9, 10, 8, 12, 11, 14, 15]
     assert [a for _, a in trained] == list(range(1, 11))
     assert [s.tokens for s in new_actions(tree())] == [(4, 5), (8, 9, 10), (8, 12), (11,), (14, 15)]
-    assert num_distinct(row.tokens) == len(PROMPT) + 4 + 3 + 1 + 4  # the paths share an 8
+    assert num_unique_tokens(row.tokens) == len(PROMPT) + 4 + 3 + 1 + 4  # the paths share an 8
     assert sum(row.observed) == 3
 
 
@@ -155,7 +155,7 @@ def test_the_groups_whose_leaves_deviate_most_are_replayed_first():
 
 
 def test_a_group_whose_leaves_alone_differ_fills_a_place_of_the_batch():
-    sampler = SimpleNamespace(algorithm=PRESETS["dapo"], combiner=None)
+    sampler = SimpleNamespace(algorithm=PRESETS["dapo"], reward_mixer=None)
     stream = PromptStream(sampler, TaskOrder([Task("a", (), None)], 0), 1)
     assert stream.counts(of_two("split", (1.0, 0.0, 0.5), (1.0, 0.0, 0.5)))
     assert not stream.counts(of_two("flat", (0.5,) * 3, (0.5,) * 3))
@@ -213,7 +213,7 @@ def test_the_gradient_is_that_of_a_loop_over_paths(aggregation, planted):
 
 def test_a_shared_prefix_counts_once_in_the_budget():
     rows = [row_of_trajectory(tree(i), 1.0) for i in range(3)]
-    assert sum(num_distinct(row.tokens) for row in rows) < 70 < 2 * len(rows[0].tokens)
+    assert sum(num_unique_tokens(row.tokens) for row in rows) < 70 < 2 * len(rows[0].tokens)
     assert len(microbatches(rows, 70, torch.device("cpu"), torch.float64)) == 1
 
 

@@ -23,7 +23,7 @@ from transformers import (
 
 from ludus.engines.base import common_prefix
 from ludus.training.batches.chunked_lm_head import LmHead, logits_to_scores
-from ludus.training.batches.prefix_packing import LEAST_SHARED, plant
+from ludus.training.batches.prefix_packing import MIN_SHARED_TOKENS, pack_sequences
 from ludus.training.batches.rows import Row, microbatches
 from ludus.training.learner.logprobs import LogprobScorer
 
@@ -95,7 +95,7 @@ def families_of_sequences(draw):
 
 @given(families_of_sequences())
 def test_a_forest_holds_every_sequence(sequences):
-    forest = plant(sequences, CPU)
+    forest = pack_sequences(sequences, CPU)
     for sequence, places in zip(sequences, forest.places, strict=True):
         assert forest.tokens[0, places].tolist() == list(sequence)
         assert forest.positions[0, places].tolist() == list(range(len(sequence)))
@@ -107,13 +107,13 @@ def test_a_forest_holds_every_sequence(sequences):
 
 @given(families_of_sequences())
 def test_what_is_shared_stands_once(sequences):
-    forest = plant(sequences, CPU)
+    forest = pack_sequences(sequences, CPU)
     order = sorted(range(len(sequences)), key=lambda i: sequences[i])
     for a, b in pairwise(order):
         left, right = sequences[a], sequences[b]
         same = next((i for i, (x, y) in enumerate(zip(left, right, strict=False)) if x != y), len(left))
         together = int((forest.places[a][:same] == forest.places[b][:same]).sum())
-        assert together > same - LEAST_SHARED
+        assert together > same - MIN_SHARED_TOKENS
 
 
 def branching_rows(seed=0):
@@ -273,7 +273,7 @@ def test_rows_that_share_stand_together_and_count_once():
     assert [{i % 2 for i in part.index} for part in parts] == [{0}, {1}]
     assert len(microbatches(rows, 120, CPU, torch.float32, shared=False)) == 6
     for part in microbatches(rows, 45, CPU, torch.float32):
-        forest = plant([rows[i].tokens for i in part.index], CPU)
+        forest = pack_sequences([rows[i].tokens for i in part.index], CPU)
         assert forest.num_tokens <= 45
 
 

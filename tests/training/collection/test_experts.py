@@ -25,10 +25,10 @@ from ludus.rewards.base import truth_of
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.rollout_files import read_rollouts
 from ludus.rollout.scheduler import Episode, episode_limits
-from ludus.training.collection.demonstrations import Demonstrations, make_experts
+from ludus.training.collection.demonstrations import Demonstrations, make_demonstrations
 from ludus.training.credit.advantages import EXPERT, assign_credit, record_outcomes, training_rows
 from ludus.training.rl.build import train
-from ludus.training.rl.train_step import filter_and_estimate
+from ludus.training.rl.train_step import check_samples, filter_and_estimate
 from ludus.training.rl.validate import check_experts
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from ludus.training.run.session import open_session
@@ -53,7 +53,8 @@ def test_an_expert_counts_in_its_group_and_trains_with_its_own_shaping():
     model, algorithm = tiny_model(), replace(PRESETS["mixed_policy"], entropy_coef=0.0)
     group = with_expert(real_group((0.0, 0.0, 0.4, 0.0))[0])
     one = learner(model, algorithm)
-    credits = filter_and_estimate(assign_credit([group], algorithm), one, 0, check=True)
+    check_samples(assign_credit([group], algorithm), one)
+    credits = filter_and_estimate(assign_credit([group], algorithm), one, 0)
     rewards = torch.tensor([0.0, 0.0, 0.4, 0.0, 1.0], dtype=torch.float64)
     index, mask = torch.zeros(5, dtype=torch.int64), torch.ones(5, 1, dtype=torch.bool)
     expected = advantages.dr_grpo(rewards=rewards, group=index, mask=mask)[:, 0].tolist()
@@ -88,7 +89,7 @@ def session(tmp_path_factory):
 
 
 def test_the_search_world_shows_its_tasks(session):
-    experts = make_experts(session, PRESETS["mixed_policy"])
+    experts = make_demonstrations(session, PRESETS["mixed_policy"])
     solved = 0
     tasks = session.world.tasks("train")[:20]
     own = [Episode(RolloutKey(3, task.id, 0), task, trajectory(0, 0.0)) for task in tasks]
@@ -114,7 +115,7 @@ def test_a_file_shows_the_tasks_that_it_names(session, tmp_path):
     settings = session.config.model_copy(
         update={"experts": session.config.experts.model_copy(update={"path": str(path)})}
     )
-    experts = make_experts(replace(session, config=settings), PRESETS["mixed_policy"])
+    experts = make_demonstrations(replace(session, config=settings), PRESETS["mixed_policy"])
     groups = [[Episode(RolloutKey(1, t.id, 0), t, trajectory(0, 0.0))] for t in (first, second)]
     joined = asyncio.run(experts.join(1, groups))
     assert [len(group) for group in joined] == [2, 1]
@@ -122,7 +123,7 @@ def test_a_file_shows_the_tasks_that_it_names(session, tmp_path):
     assert joined[0][1].trajectory.messages[0] == first.prompt[0]
     path.write_text(json.dumps({"messages": [*asked, *said]}) + "\n")
     with pytest.raises(UserError, match="has the id of a task"):
-        make_experts(replace(session, config=settings), PRESETS["mixed_policy"])
+        make_demonstrations(replace(session, config=settings), PRESETS["mixed_policy"])
 
 
 WORLDS_WITH_EXPERTS = {
@@ -172,7 +173,7 @@ def test_an_expert_earns_what_the_oracle_earns_in_an_episode(session, name):
     plan = CheckPlan(limits=episode_limits(own.config.rollout))
 
     async def both():
-        found = await joined_by(own, make_experts(own, PRESETS["mixed_policy"]), tasks)
+        found = await joined_by(own, make_demonstrations(own, PRESETS["mixed_policy"]), tasks)
         return found, [await play(own.world, task, oracle, plan) for task in tasks if task.id in shown]
 
     found, plays = asyncio.run(both())
@@ -230,7 +231,7 @@ def test_an_expert_that_does_not_fit_or_whose_environment_breaks_is_refused(sess
     own = of_world(session, "functions", {"num_tasks": 40}, max_seq_len=300, retries=0)
     tasks = own.world.tasks("train")[:2]
     short = replace(own, model=SimpleNamespace(config=GPT2Config(n_positions=20)))
-    assert asyncio.run(joined_by(short, make_experts(short, PRESETS["mixed_policy"]), tasks)) == [[], []]
+    assert asyncio.run(joined_by(short, make_demonstrations(short, PRESETS["mixed_policy"]), tasks)) == [[], []]
     assert all("exceeds rollout.max_seq_len" in record.getMessage() for record in caplog.records)
     caplog.clear()
     broken, opened = WatchedWorld(hooks={"start": breaks_first}), []

@@ -16,7 +16,7 @@ from ludus.envs.base import TaskOrder
 from ludus.recipes import recipe_folder
 from ludus.rollout.group_queue import StreamedGroup
 from ludus.rollout.ledger import Ledger
-from ludus.training.collection.filters import SETTINGS, AlgorithmState, GresoDraw, choose_tasks, record_greso_visits
+from ludus.training.collection.filters import SETTINGS, AlgorithmState, choose_tasks, record_greso_visits
 from ludus.training.collection.prompt_stream import PromptStream
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import assign_credit
@@ -31,28 +31,28 @@ from tiny_run import WORLD
 
 TASKS = [Task(f"t{i}", (), None) for i in range(12)]
 ORDER = TaskOrder(TASKS, 0, 4)
-DRAW = GresoDraw(seed=5, step=3)
+DRAW = {"seed": 5, "step": 3}
 
 
 def test_tasks_with_a_streak_are_skipped_and_the_next_ones_played():
-    memory = AlgorithmState(greso=GresoState(streaks={f"t{i}": -2 for i in range(6)}), position=2)
-    chosen = choose_tasks(ORDER, 4, memory, {ORDER.take(4, 1)[0].id}, DRAW)
-    looked = ORDER.take(2, chosen.memory.position - 2)
+    state = AlgorithmState(greso=GresoState(streaks={f"t{i}": -2 for i in range(6)}), position=2)
+    chosen = choose_tasks(ORDER, 4, state, {ORDER.take(4, 1)[0].id}, **DRAW)
+    looked = ORDER.take(2, chosen.state.position - 2)
     free = [task for task in looked if task.id != ORDER.take(4, 1)[0].id]
-    skips = [memory.greso.skips(task.id, SETTINGS, seed=5, step=3) for task in free]
+    skips = [state.greso.skips(task.id, SETTINGS, seed=5, step=3) for task in free]
     assert list(chosen.tasks) == [task for task, skip in zip(free, skips, strict=True) if not skip]
     assert (len(chosen.tasks), chosen.skipped) == (4, sum(skips))
     assert chosen.skipped > 0
-    assert chosen.memory == replace(memory, position=chosen.memory.position)
+    assert chosen.state == replace(state, position=chosen.state.position)
 
 
 def test_without_streaks_the_order_is_kept():
-    assert list(choose_tasks(ORDER, 4, AlgorithmState(), (), DRAW).tasks) == ORDER.take(0, 4)
+    assert list(choose_tasks(ORDER, 4, AlgorithmState(), (), **DRAW).tasks) == ORDER.take(0, 4)
 
 
 def test_where_all_are_skipped_the_first_are_played():
     state = GresoState(p_hard=0.0, p_easy=0.0, streaks={task.id: -1 for task in TASKS})
-    chosen = choose_tasks(ORDER, 3, AlgorithmState(greso=state), (), GresoDraw(0, 0))
+    chosen = choose_tasks(ORDER, 3, AlgorithmState(greso=state), (), seed=0, step=0)
     all_skipped = [t for t in ORDER.take(0, 12) if state.skips(t.id, SETTINGS, seed=0, step=0)]
     played = [t for t in ORDER.take(0, 12) if t not in all_skipped]
     assert list(chosen.tasks) == (played[:3] or all_skipped[:3])

@@ -14,7 +14,8 @@ from ludus.errors import ConfigError
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path, write_rollouts
 from ludus.training.collection.replay_buffer import TO_REPLAY
-from ludus.training.rl.async_trainer import StreamRunner, exclude_far_groups
+from ludus.training.rl.async_trainer import StreamRunner
+from ludus.training.rl.train_step import effective_share
 from ludus.training.rl.validate import check_replay
 from tests.training.collection.test_replay import ALGORITHM, buffer, counts, draw, group
 from tests.training.rl.test_async_run import BOUND, records, run, words
@@ -49,7 +50,7 @@ def test_groups_of_other_runs_have_no_age_and_are_as_old_as_may_be():
     again = buffer(max_age=3)
     again.restore(text, {"t1": group(1, 0)[0].episode.task})
     for one in (replay, again):
-        assert len(one.foreign(40, ALGORITHM)) == 1
+        assert [s.source for s in one._chosen(40, ALGORITHM)] == ["a/run"]
         credits = one.draw(40, ALGORITHM, 9, 1)
         assert {v for c in credits for s in c.episode.trajectory.segments for v in s.versions} == {36}
 
@@ -86,16 +87,16 @@ def adds_up(metrics: dict[str, float]) -> bool:
 
 @pytest.mark.fault
 def test_a_slow_group_holds_nobody_up_and_trains_later_from_the_buffer(tiny_run, tmp_path, monkeypatch):
-    play, slow = StreamRunner.play, []
+    play, slow = StreamRunner.run_one, []
 
     async def late(player, job):
         episode = await play(player, job)
         slow.append(job.key.task_id)
         if job.key.task_id == slow[0] and job.key.step == 1:
-            await until(lambda: (player.sampler.ledger.state().last_closed or 0) > BOUND, 60)
+            await until(lambda: (player.collector.ledger.state().last_closed or 0) > BOUND, 60)
         return episode
 
-    monkeypatch.setattr(StreamRunner, "play", late)
+    monkeypatch.setattr(StreamRunner, "run_one", late)
     settings = GIVEN | {"staleness__on_stale": "replay", "algorithm__filter_zero_variance": "false"}
     folder = run(tiny_run, tmp_path, "async", training__steps=8, **settings)
     rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
@@ -147,8 +148,12 @@ def test_a_group_that_has_become_too_far_is_left_out_and_counted():
 
     replay = buffer()
     replay.add_source("a/run", [[c.episode for c in group(1, version=0)]])
-    foreign = replay.foreign(1, ALGORITHM)
-    assert exclude_far_groups(replay, foreign, Drifted(), 0.1) == 0
-    assert exclude_far_groups(replay, foreign, Drifted(), 0.9) == 1
+
+    def share(episodes):
+        return effective_share([one.trajectory for one in episodes], Drifted())
+
+    replay.refuse_far(1, ALGORITHM, share, 0.1)
+    assert replay.metrics([])["replay/refused"] == 0
+    replay.refuse_far(1, ALGORITHM, share, 0.9)
     assert replay.metrics([])["replay/refused"] == 1
     assert draw(replay, 1) == []

@@ -309,7 +309,7 @@ def test_rewards_that_the_advantage_does_not_take_are_refused_before_a_model_is_
 def test_a_group_that_lengths_tell_apart_fills_a_place_of_the_batch_that_streams():
     shaped = combiner(length={"kind": "linear", "target": 8, "cap": 0.1})
     stream = PromptStream(
-        SimpleNamespace(algorithm=PRESETS["dapo"], combiner=shaped), TaskOrder([Task("t", (), None)], 0), 1
+        SimpleNamespace(algorithm=PRESETS["dapo"], reward_mixer=shaped), TaskOrder([Task("t", (), None)], 0), 1
     )
     uneven, even = attempts((0.5,) * 4), attempts((0.5,) * 4)[::2]
     assert stream.counts(uneven)
@@ -326,7 +326,7 @@ def test_a_part_that_does_not_count_makes_no_group_fill_a_place_of_the_batch_tha
         for i, e in enumerate(attempts((0.5,) * 4))
     ]
     for own, counts in ((None, False), (combiner(weights={"form": 0.3}), True)):
-        sampler = SimpleNamespace(algorithm=PRESETS["dapo"], combiner=own)
+        sampler = SimpleNamespace(algorithm=PRESETS["dapo"], reward_mixer=own)
         assert PromptStream(sampler, TaskOrder([Task("t", (), None)], 0), 1).counts(group) == counts
     assert {c.reason for c in assign_credit([group], PRESETS["dapo"])} == {"zero_variance"}
 
@@ -355,7 +355,7 @@ def sampled(algorithm, rounds: list[list[list[Episode]]]) -> list[TrainingSample
     one = RewardMixer(config.rewards, plan_parts(config, WORLD))
     ledger = SimpleNamespace(trained_ahead=lambda step: set())
     session = SimpleNamespace(config=config)
-    sampler = Canned(session, None, replace(algorithm, max_resample_rounds=1), None, ledger, combiner=one)
+    sampler = Canned(session, None, replace(algorithm, max_resample_rounds=1), None, ledger, reward_mixer=one)
     sampler.rounds = rounds
     order = TaskOrder([Task("t", (), None)], 0)
     return asyncio.run(sampler.sample(1, order))

@@ -32,6 +32,7 @@ from ludus.training.rl.sync_trainer import SyncTrainer
 from ludus.training.rl.train_step import (
     TrainStep,
     check_parity,
+    check_samples,
     filter_and_estimate,
     rejected_share,
     with_entropy_filter,
@@ -255,16 +256,16 @@ def test_the_share_of_equal_groups_is_what_the_filter_drops(name):
     credits = assign_credit(groups, algorithm)
     dropped = {c.group for c in credits if c.reason == "zero_variance"}
     loop = SimpleNamespace(
-        sampler=SimpleNamespace(
+        collector=SimpleNamespace(
             algorithm=algorithm,
-            experts=None,
-            combiner=None,
+            demonstrations=None,
+            reward_mixer=None,
             ledger=SimpleNamespace(close=lambda step, trained: SimpleNamespace(metrics=dict)),
         ),
         session=SimpleNamespace(
             config=load_config("search"), world=SimpleNamespace(rewards=[Reward("right", len, outcome=True)])
         ),
-        sampled=SimpleNamespace(partial={}),
+        collector_state=SimpleNamespace(partial={}),
     )
     metrics = SyncTrainer.account(loop, 1, list(credits), {})
     assert metrics["groups/zero_variance"] == pytest.approx(len(dropped) / (len(groups) - 1))
@@ -376,10 +377,10 @@ def test_the_engine_and_the_learner_are_compared_by_length_before_the_first_step
     assert measured.labels[0] == "<=512"
     assert measured.buckets[0].tokens == sum(e.trajectory.num_action_tokens for e in episodes)
     assert measured.buckets[0].gap_max < 1e-9
-    filter_and_estimate(credits, one, 0, check=True)
+    check_samples(credits, one)
     others, _ = real_group(shift=0.5)
     with pytest.raises(SyncError, match="at positions <=512"):
-        filter_and_estimate(assign_credit([others], one.algorithm), one, 0, check=True)
+        check_samples(assign_credit([others], one.algorithm), one)
 
 
 def test_gtpo_leaves_out_completions_of_high_entropy():

@@ -22,9 +22,9 @@ from ludus.errors import ConfigError
 from ludus.recipes import recipe_folder
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
-from ludus.training.collection.filters import AlgorithmState, filter_batch, with_role_baselines
+from ludus.training.collection.filters import AlgorithmState, with_role_baselines
 from ludus.training.collection.replay_buffer import ReplayBuffer
-from ludus.training.collection.rollout_collector import RolloutCollector
+from ludus.training.collection.rollout_collector import RolloutCollector, filter_batch
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.rl.build import train
 from ludus.training.rl.validate import check_roles
@@ -62,16 +62,16 @@ def test_each_role_is_compared_with_its_own_average_read_before_it_moves():
 def test_groups_that_train_again_are_compared_with_the_averages_of_now_and_move_none():
     algorithm, session = PRESETS["rae"], SimpleNamespace(config=Config(), world=SimpleNamespace(name="chess"))
     sampler = RolloutCollector(session, None, algorithm, None, Ledger())
-    sampler.memory = AlgorithmState(RoleBaselines(means={("chess", "white"): 0.7}))
+    sampler.algorithm_state = AlgorithmState(RoleBaselines(means={("chess", "white"): 0.7}))
     replay = ReplayBuffer(ReplayConfig(share=0.5, max_age=9), 1)
     replay.add(sampler.apply_batch_filters(assign_credit([played(FIRST, "a", role="white")], algorithm)))
-    before = sampler.memory
+    before = sampler.algorithm_state
     again = sampler.replay_samples(replay.draw(1, algorithm, 0, 1))
     expected, _ = with_role_baselines(again, "chess", before.averages)
     assert [credit.baseline for credit in again] == [credit.baseline for credit in expected]
     assert again[0].advantage == pytest.approx(1.0 - before.averages.means["chess", "white"])
     assert again[0].baseline > 0.5
-    assert sampler.memory == before
+    assert sampler.algorithm_state == before
 
 
 def test_the_memory_comes_back_and_takes_the_present_decay():

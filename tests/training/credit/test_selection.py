@@ -19,8 +19,8 @@ from ludus.config.load import load_config
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.envs.base import TaskOrder
 from ludus.rollout.ledger import Ledger, RolloutOutcome
-from ludus.training.collection.filters import EmptyBatchGuard, filter_batch, filter_low_variance
-from ludus.training.collection.rollout_collector import RolloutCollector, num_training_groups
+from ludus.training.collection.filters import empty_batch_guard, filter_low_variance
+from ludus.training.collection.rollout_collector import RolloutCollector, filter_batch, num_training_groups
 from ludus.training.credit.advantages import assign_credit, record_outcomes, training_rows
 from ludus.types import StopReason, Task
 from tests.training.credit.test_credit import group, same, table
@@ -105,18 +105,18 @@ def test_five_batches_in_a_row_that_the_filter_empties_stop_the_run():
     empty, full = {"ledger/trained": 0.0}, {"ledger/trained": 4.0}
 
     def verdicts(*steps, filtered=algorithm):
-        guard = EmptyBatchGuard(filtered)
-        return [bool(guard.verdict(metrics)) for metrics in steps]
+        guard = empty_batch_guard(filtered)
+        return [bool(guard.update(metrics)) for metrics in steps]
 
     assert verdicts(*[empty] * 5) == [False] * 4 + [True]
     assert verdicts(*[empty] * 4, full, *[empty] * 4) == [False] * 9
     assert verdicts(*[empty] * 9, filtered=PRESETS["ppo"]) == [False] * 9
-    guard = EmptyBatchGuard(algorithm)
+    guard = empty_batch_guard(algorithm)
     guard.recall([full, *[empty] * 4])
-    assert "5 steps in a row" in guard.verdict(empty)
-    guard = EmptyBatchGuard(algorithm)
+    assert "5 steps in a row" in guard.update(empty)
+    guard = empty_batch_guard(algorithm)
     guard.recall([empty] * 5)
-    assert not guard.verdict(empty)
+    assert not guard.update(empty)
 
 
 def test_a_group_without_variance_keeps_the_word_of_that_filter():

@@ -18,7 +18,7 @@ from torch import distributed
 import sharded_ranks
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError, StorageError, UserError
-from ludus.training.batches.rows import balanced, row_of_segments
+from ludus.training.batches.rows import balance_rows, row_of_segments
 from ludus.training.distributed.collectives import decoder_layers, is_sharded
 from ludus.training.distributed.launcher import LeaderRank, RankGroup, StopRanks
 from ludus.training.distributed.rendezvous import Rendezvous, destroy_group
@@ -140,7 +140,7 @@ def test_two_processes_try_the_longest_microbatch_together():
         assert estimate.gradients == estimate.weights
         assert clean
         assert "Not enough memory: the longest microbatch" in said
-        assert "with the 1 beside it" in said  # each alone would fit
+        assert "all 2 ranks here need" in said  # each alone would fit
     assert [estimate.weights for estimate, _, _ in found["whole"]] == [weights, weights]
     assert sum(estimate.weights for estimate, _, _ in found["split"]) == weights
 
@@ -177,7 +177,7 @@ def test_a_checkpoint_of_one_process_goes_on_in_two(tmp_path):
 @pytest.mark.parametrize("count", [1, 2, 3, 12])
 def test_rows_are_dealt_once_and_evenly(count, shared):
     rows = random_rows(num=9)
-    parts = balanced(rows, count, shared=shared)
+    parts = balance_rows(rows, count, shared=shared)
     assert len(parts) == count
     assert sorted(i for part in parts for i in part) == list(range(9))
     sizes = [sum(len(rows[i].tokens) for i in part) for part in parts]
@@ -188,7 +188,7 @@ def test_rows_are_dealt_once_and_evenly(count, shared):
 def test_rows_of_one_prompt_are_dealt_to_one_process():
     prompts = [tuple(range(k, k + 40)) for k in (0, 100, 200, 300)]
     rows = [row_of_segments([Segment("prompt", (*p, t))]) for t in (7, 8) for p in prompts]
-    for part in balanced(rows, 2):
+    for part in balance_rows(rows, 2):
         starts = [rows[i].tokens[0] for i in part]
         assert len(starts) == 4
         assert all(starts.count(start) == 2 for start in starts)

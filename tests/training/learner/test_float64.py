@@ -19,8 +19,8 @@ COLD_START = str(recipe_folder("search") / "cold_start")
 def gradient_of(dtype, tokens):
     """The gradient of one batch on the packaged cold start, in microbatches of at most `tokens`."""
     model = load_model(COLD_START, dtype, "cpu")
-    optimiser = Optimizer(model, OptimizerSettings(learning_rate=1e-3, total_steps=10))
-    one = Learner(LogprobScorer(model), optimiser, PRESETS["grpo"], LearnerSettings(microbatch_tokens=tokens))
+    optimizer = Optimizer(model, OptimizerSettings(learning_rate=1e-3, total_steps=10))
+    one = Learner(LogprobScorer(model), optimizer, PRESETS["grpo"], LearnerSettings(microbatch_tokens=tokens))
     one.gradient(random_rows(12))
     return gradients(model)
 

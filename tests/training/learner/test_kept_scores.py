@@ -57,7 +57,7 @@ def test_epochs_ask_once_and_give_the_bits_of_asking_in_each(name, algorithm):
             known = CachedLogprobs(proximal=one.score(rows))
             for _ in range(epochs):
                 one.gradient(rows, known)
-                one.optimiser.step()
+                one.optimizer.step()
             assert sum(other.passes) == epochs * len(rows)
         found.append(weights(model))
     assert equal(*found)
@@ -80,7 +80,7 @@ def test_minibatches_of_several_epochs_differ_by_rounding_alone():
     for index in ([0, 4, 7], [1, 2, 3, 5]):
         batch = [rows[i] for i in index]
         kls.append([one.gradient(batch, k.of(index))[0].kl_mean for k in (known, plain)])
-        one.optimiser.clear()
+        one.optimizer.zero_grad()
     for ours, asked in kls:
         assert ours == pytest.approx(asked, abs=1e-7)  # norms compute in float32
 

@@ -55,9 +55,9 @@ def random_rows(num=9, seed=0):
 
 
 def learner(model, algorithm=None, settings=None, scorers=None):
-    optimiser = Optimizer(model, OptimizerSettings(learning_rate=1e-3, total_steps=10))
+    optimizer = Optimizer(model, OptimizerSettings(learning_rate=1e-3, total_steps=10))
     return Learner(
-        LogprobScorer(model), optimiser, algorithm or PRESETS["grpo"], settings or LearnerSettings(), scorers or {}
+        LogprobScorer(model), optimizer, algorithm or PRESETS["grpo"], settings or LearnerSettings(), scorers or {}
     )
 
 
@@ -77,7 +77,7 @@ def test_the_metrics_of_several_updates_are_those_of_all_their_tokens():
     for minibatches in (1, 4):
         one = learner(tiny_model(), WITH_ALL_TERMS, LearnerSettings(minibatches=minibatches))
         one.scorers["reference"] = LogprobScorer(tiny_model(seed=1))
-        one.optimiser = Optimizer(one.scorer.model, OptimizerSettings(learning_rate=1e-30, total_steps=10))
+        one.optimizer = Optimizer(one.scorer.model, OptimizerSettings(learning_rate=1e-30, total_steps=10))
         found.append(one.train(random_rows(), seed=3))
     whole, parts = found
     assert parts["batch/trained_rows"] == whole["batch/trained_rows"] / 4
@@ -238,7 +238,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_weights_change():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_the_optimiser_goes_on_exactly_where_it_was():
+def test_the_optimizer_goes_on_exactly_where_it_was():
     rows = random_rows()
     model = tiny_model()
     straight = learner(model)
@@ -248,9 +248,9 @@ def test_the_optimiser_goes_on_exactly_where_it_was():
     first = learner(other)
     for step in range(2):
         first.train(rows, seed=step)
-    state = {name: tensor.clone() for name, tensor in first.optimiser.state().items()}
+    state = {name: tensor.clone() for name, tensor in first.optimizer.state_dict().items()}
     second = learner(other)
-    second.optimiser.load_state(state, 2)
+    second.optimizer.load_state_dict(state, 2)
     for step in range(2, 4):
         second.train(rows, seed=step)
     for name, parameter in model.named_parameters():
@@ -263,7 +263,7 @@ def test_the_optimiser_goes_on_exactly_where_it_was():
 )
 def test_schedules(schedule, rates):
     settings = OptimizerSettings(1.0, total_steps=4, warmup_steps=2, schedule=schedule)
-    assert [settings.rate(step) for step in range(4)] == pytest.approx(rates)
+    assert [settings.learning_rate_at(step) for step in range(4)] == pytest.approx(rates)
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])

@@ -18,11 +18,11 @@ from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.sections.model import LoraConfig
 from ludus.errors import LearnerError
 from ludus.training.learner.learner import LearnerSettings, out_of_memory
-from ludus.training.learner.logprobs import LogprobScorer, own_types
+from ludus.training.learner.logprobs import LogprobScorer, model_precision
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.rl import memory_check as dry_runs
 from ludus.training.rl.build import train
-from ludus.training.rl.memory_check import dry_run, dry_run_of, longest_rows
+from ludus.training.rl.memory_check import check_memory, dry_run, longest_rows
 from ludus.training.run.run_dir import locked, new_run
 from ludus.training.run.session import add_lora, open_session
 from small_runs import SMALLEST, Silent, config, lasting_files
@@ -110,7 +110,7 @@ def test_a_dry_run_leaves_no_trace_and_is_as_large_as_it_gets(preset):
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert torch.equal(random_state, torch.random.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
-    assert one.optimiser.state() == {}
+    assert one.optimizer.state_dict() == {}
     bytes_ = sum(p.numel() * 8 for p in model.parameters())
     assert (estimate.weights, estimate.gradients, estimate.moments) == (bytes_, bytes_, 2 * bytes_)
     assert estimate.tokens == 90
@@ -123,7 +123,7 @@ def test_a_dry_run_leaves_no_trace_and_is_as_large_as_it_gets(preset):
 def test_rows_of_a_dry_run_share_no_prefix():
     rows = longest_rows(5, 40, 61)
     scorer = LogprobScorer(tiny_model())
-    forest, _ = scorer._plant(torch.tensor([r.tokens for r in rows]), (torch.arange(5), torch.full((5,), 39)))
+    forest, _ = scorer._pack_prefixes(torch.tensor([r.tokens for r in rows]), (torch.arange(5), torch.full((5,), 39)))
     assert forest.shape == (5,)
     assert len({row.tokens[:8] for row in rows}) == 5
 
@@ -177,9 +177,9 @@ def test_too_little_memory_is_refused_with_the_numbers(monkeypatch):
 
 def test_on_the_cpu_there_is_one_only_where_it_is_asked_for(tmp_path):
     one = learner(tiny_model(), settings=LearnerSettings(microbatch_tokens=64))
-    assert dry_run_of(config(tmp_path), one) is None
+    assert check_memory(config(tmp_path), one) is None
     asked = config(tmp_path, training__learner__dry_run="always", rollout__max_seq_len="70")
-    assert dry_run_of(asked, one).tokens == 70
+    assert check_memory(asked, one).tokens == 70
 
 
 @pytest.mark.fault
@@ -213,7 +213,7 @@ def kept_bytes(scorer, rows):
     tokens = torch.tensor([(*row.tokens, *[0] * (width - len(row.tokens))) for row in rows])
     asked = torch.tensor([(*row.trains, *[False] * (width - len(row.tokens))) for row in rows])
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, own_types(scorer.model):
+    with hooks, model_precision(scorer.model):
         scores = scorer.score(tokens, asked, "gradient")
     torch.autograd.backward(scores.logprobs.sum() + scores.entropy.square().sum())
     found = {n: p.grad.clone() for n, p in scorer.model.named_parameters() if p.grad is not None}
@@ -268,7 +268,7 @@ def test_several_updates_end_at_the_same_weights():
         model = tiny_model()
         one = learner(model, settings=LearnerSettings(epochs=2, minibatches=2))
         one.scorer = LogprobScorer(model, recompute=recompute)
-        one.optimiser = Optimizer(model, OptimizerSettings(learning_rate=1e-3, total_steps=10))
+        one.optimizer = Optimizer(model, OptimizerSettings(learning_rate=1e-3, total_steps=10))
         one.train(random_rows(), seed=1)
         results.append({name: p.detach() for name, p in model.named_parameters()})
     assert largest_difference(*results) < 1e-10

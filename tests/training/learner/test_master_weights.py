@@ -15,47 +15,47 @@ from tests.training.learner.test_learner import learner, random_rows, tiny_model
 TINY = OptimizerSettings(learning_rate=1e-5, total_steps=400, max_grad_norm=1e9)
 
 
-def pushed(steps, *, masters, dtype=torch.bfloat16):
-    """A weight of 1 after steps that each take away 1e-5, and its optimiser."""
+def pushed(steps, *, master_weights, dtype=torch.bfloat16):
+    """A weight of 1 after steps that each take away 1e-5, and its optimizer."""
     layer = torch.nn.Linear(2, 2, bias=False, dtype=dtype)
     torch.nn.init.ones_(layer.weight)
-    optimiser = Optimizer(layer, TINY, masters=masters)
+    optimizer = Optimizer(layer, TINY, master_weights=master_weights)
     for _ in range(steps):
         layer.weight.grad = torch.ones_like(layer.weight)
-        optimiser.step()
-    return layer.weight.detach(), optimiser
+        optimizer.step()
+    return layer.weight.detach(), optimizer
 
 
 def test_updates_that_vanish_in_bfloat16_move_the_master():
-    pure, _ = pushed(390, masters=False)
+    pure, _ = pushed(390, master_weights=False)
     assert pure.tolist() == [[1.0, 1.0], [1.0, 1.0]]
-    exact, _ = pushed(390, masters=False, dtype=torch.float32)
-    weight, optimiser = pushed(390, masters=True)
-    assert torch.equal(optimiser.state()["master/weight"], exact)
+    exact, _ = pushed(390, master_weights=False, dtype=torch.float32)
+    weight, optimizer = pushed(390, master_weights=True)
+    assert torch.equal(optimizer.state_dict()["master/weight"], exact)
     assert torch.equal(weight, exact.bfloat16())
     assert float(weight[0, 0]) == 0.99609375
-    assert optimiser.state()["exp_avg/weight"].dtype == torch.float32
+    assert optimizer.state_dict()["exp_avg/weight"].dtype == torch.float32
 
 
 def test_weights_that_were_put_in_before_the_first_step_are_the_ones_that_move():
     layer = torch.nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
-    optimiser = Optimizer(layer, TINY)
+    optimizer = Optimizer(layer, TINY)
     torch.nn.init.constant_(layer.weight, 3.0)
-    assert optimiser.state() == {}
+    assert optimizer.state_dict() == {}
     layer.weight.grad = torch.ones_like(layer.weight)
-    optimiser.step()
-    assert float(optimiser.state()["master/weight"][0, 0]) == pytest.approx(3 - 1e-5, abs=1e-6)
+    optimizer.step()
+    assert float(optimizer.state_dict()["master/weight"][0, 0]) == pytest.approx(3 - 1e-5, abs=1e-6)
 
 
 def test_a_gradient_that_is_not_finite_leaves_weight_and_master():
     layer = torch.nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
     before = layer.weight.detach().clone()
-    optimiser = Optimizer(layer, TINY)
+    optimizer = Optimizer(layer, TINY)
     layer.weight.grad = torch.full_like(layer.weight, torch.inf)
     with pytest.raises(LearnerError):
-        optimiser.step()
+        optimizer.step()
     layer.weight.grad = torch.zeros_like(layer.weight)
-    optimiser.step()
+    optimizer.step()
     assert torch.equal(layer.weight.detach(), before)
 
 
@@ -67,19 +67,19 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
     first = learner(tiny_model(torch.bfloat16))
     for step in range(2):
         first.train(rows, seed=step)
-    state = TrainerState(2, first.optimiser.num_steps, Ledger().state())
-    folder = save_checkpoint(tmp_path, first.scorer.model, byte_tokenizer(), first.optimiser, state)
+    state = TrainerState(2, first.optimizer.num_steps, Ledger().state())
+    folder = save_checkpoint(tmp_path, first.scorer.model, byte_tokenizer(), first.optimizer, state)
     model = tiny_model(torch.bfloat16, seed=5)
     second = learner(model)
     load_weights(folder, model)
-    load_trainer(folder, second.optimiser)
+    load_trainer(folder, second.optimizer)
     for step in range(2, 4):
         second.train(rows, seed=step)
-    for name, tensor in straight.optimiser.state().items():
-        assert torch.equal(tensor, second.optimiser.state()[name]), name
+    for name, tensor in straight.optimizer.state_dict().items():
+        assert torch.equal(tensor, second.optimizer.state_dict()[name]), name
     expected = dict(straight.scorer.model.named_parameters())
     for name, parameter in model.named_parameters():
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, expected[name]), name
     with pytest.raises(LearnerError, match=r"model\.master_weights"):
-        load_trainer(folder, Optimizer(model, TINY, masters=False))
+        load_trainer(folder, Optimizer(model, TINY, master_weights=False))

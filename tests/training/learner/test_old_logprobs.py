@@ -32,7 +32,7 @@ def test_the_gradient_is_that_of_the_recorded_values(monkeypatch):
     assert largest_difference(expected, gradients(model)) > 1e-3
     one = learner(model, settings=ENGINE)
     found = {}
-    monkeypatch.setattr(one.optimiser, "step", lambda: found.update(gradients(model)) or 0.0)
+    monkeypatch.setattr(one.optimizer, "step", lambda: found.update(gradients(model)) or 0.0)
     metrics = one.train(rows, seed=0)
     assert largest_difference(expected, found) < 1e-12
     assert metrics[OLD_FROM_ENGINE] == 1.0

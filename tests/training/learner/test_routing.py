@@ -79,7 +79,7 @@ def replaying(model, settings=None, *, recompute=False):
 
 def known_of(one, rows):
     with one.scorer.routing.recording():
-        found, experts = one._score_all(rows, one.scorer)
+        found, experts = one._score_all(rows, one.scorer.score)
     return CachedLogprobs([scores.logprobs for scores in found], experts=experts)
 
 
@@ -165,7 +165,7 @@ def test_a_step_of_several_updates_keeps_to_the_experts_of_its_first_pass(recomp
     for replays in (True, False):
         model = mixture()
         one = replaying(model, LearnerSettings(epochs=3), recompute=recompute)
-        one.optimiser.settings = replace(one.optimiser.settings, learning_rate=0.05)
+        one.optimizer.settings = replace(one.optimizer.settings, learning_rate=0.05)
         one.scorer.routing = one.scorer.routing if replays else None
         taken = watched(model)
         one.train(rows, seed=0)

@@ -17,15 +17,16 @@ from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.cli.ui.progress import idle_words
 from ludus.config.load import load_config
+from ludus.config.schema import Config
 from ludus.config.sections.staleness import StalenessConfig
-from ludus.diagnostics.metrics import AlarmLimits
+from ludus.diagnostics.metrics import ALARM_STEPS
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import StorageError, WorldError
 from ludus.rewards.registry import NAMED, RegisteredReward
 from ludus.rollout.ledger import AccountingError, Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode, SchedulerLimits
-from ludus.training.collection.filters import ESS, EssGuard, mask_over_age, staleness_metrics
+from ludus.training.collection.filters import ESS, ess_guard, ess_warning, mask_over_age, staleness_metrics
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import TrainingSample, training_rows
 from ludus.training.rl import build, validate
@@ -231,7 +232,7 @@ def test_the_engine_rests_while_batches_wait_unless_its_episodes_are_to_end(
     interruptible, rests, tiny_run, tmp_path, monkeypatch
 ):
     """With a learner that takes until then."""
-    plain, learn, told = build.make_engine, TrainStep.learn, []
+    plain, learn, told = build.make_engine, TrainStep.run, []
 
     def made(session):
         engine = plain(session)
@@ -244,7 +245,7 @@ def test_the_engine_rests_while_batches_wait_unless_its_episodes_are_to_end(
         return await learn(*given)
 
     monkeypatch.setattr(build, "make_engine", made)
-    monkeypatch.setattr(TrainStep, "learn", slowly)
+    monkeypatch.setattr(TrainStep, "run", slowly)
     run(tiny_run, tmp_path, "async", staleness__in_flight_weight_updates=interruptible)
     assert any(told) == rests
     assert not told or told[-1] == 0
@@ -403,15 +404,15 @@ def test_replayed_groups_train_again_and_are_no_episodes_of_the_step(tiny_run, t
 
 
 def test_a_run_keeps_the_metrics_of_as_many_steps_as_an_alarm_looks_at(tiny_run, tmp_path, monkeypatch):
-    plain, loops = build.build_loop, []
+    plain, trainers = build.build_trainer, []
 
     def built(*parts):
-        loops.append(plain(*parts))
-        return loops[-1]
+        trainers.append(plain(*parts))
+        return trainers[-1]
 
-    monkeypatch.setattr(build, "build_loop", built)
-    run(tiny_run, tmp_path / "long", "async", training__steps=AlarmLimits().reach + 2)
-    assert len(loops[0][0].history) == AlarmLimits().reach
+    monkeypatch.setattr(build, "build_trainer", built)
+    run(tiny_run, tmp_path / "long", "async", training__steps=ALARM_STEPS + 2)
+    assert len(trainers[0][0].history) == ALARM_STEPS
 
 
 def test_no_thread_is_left_behind(streamed, threads_before):
@@ -497,26 +498,22 @@ def test_tokens_over_age_are_masked_and_counted():
 
 
 def test_a_low_effective_sample_share_warns_and_then_stops():
-    guard = EssGuard(StalenessConfig(min_ess=0.5, ess_patience=2))
-    share = "is/ess"
-    assert guard.warning({share: 0.6}) == guard.warning({}) == ""
-    assert "0.40, below staleness.min_ess" in guard.warning({share: 0.4})
-    assert guard.verdict == ""
-    assert guard.warning({share: 0.6}) == ""
-    guard.warning({share: 0.1})
-    guard.warning({share: 0.1})
-    assert "2 steps in a row" in guard.verdict
+    settings = StalenessConfig(min_ess=0.5, ess_patience=2)
+    guard = ess_guard(Config(staleness=settings))
+    assert ess_warning({ESS: 0.6}, settings) == ess_warning({}, settings) == ""
+    assert "0.40, below staleness.min_ess" in ess_warning({ESS: 0.4}, settings)
+    assert [guard.update({ESS: share}) for share in (0.6, 0.4, 0.6, 0.1)] == [""] * 4
+    assert guard.update({}) == ""
+    assert "2 steps in a row" in guard.update({ESS: 0.1})
 
 
 def test_a_resumed_run_counts_on_the_steps_of_a_low_share_and_after_a_stop_anew():
     low, whole = {ESS: 0.1}, {ESS: 0.9}
     for before, more in (([], 3), ([whole, low], 2), ([low, whole, low, low], 1), ([low, low, low], 3)):
-        guard = EssGuard(StalenessConfig(min_ess=0.5, ess_patience=3))
+        guard = ess_guard(Config(staleness=StalenessConfig(min_ess=0.5, ess_patience=3)))
         guard.recall(before)
-        for _ in range(more):
-            assert guard.verdict == ""
-            guard.warning(low)
-        assert "3 steps in a row" in guard.verdict
+        assert [guard.update(low) for _ in range(more - 1)] == [""] * (more - 1)
+        assert "3 steps in a row" in guard.update(low)
 
 
 @pytest.mark.fault

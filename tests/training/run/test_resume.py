@@ -16,7 +16,7 @@ from ludus.errors import EngineError, UserError
 from ludus.evaluation.evaluate import load_evaluation
 from ludus.training.collection import rollout_collector
 from ludus.training.resume import check_resume, describe_resume
-from ludus.training.rl.build import check_origins, origins_of
+from ludus.training.rl.build import check_reference_digests, reference_digests
 from ludus.training.run.run_dir import RunFolder
 from ludus.training.run.session import open_session
 from small_runs import lasting_files
@@ -244,6 +244,6 @@ def test_a_run_whose_reference_base_or_teacher_has_changed_is_not_resumed(kind, 
 def test_a_model_that_nothing_is_compared_with_may_change(tiny_run, tmp_path):
     model = Path(shutil.copytree(cold_start(tiny_run), tmp_path / "model"))
     session = open_session(load_config(make_recipe(tmp_path), ["--model.path", str(model)]))
-    assert origins_of(session, {}) == {}
-    check_origins({"start": "another"}, {}, session)
-    check_origins({}, {"start": "of an earlier version, which kept none"}, session)
+    assert reference_digests(session, {}) == {}
+    check_reference_digests({"start": "another"}, {}, session)
+    check_reference_digests({}, {"start": "of an earlier version, which kept none"}, session)

@@ -179,8 +179,8 @@ def moved(session):
 
 
 def step_of(model, pairs, settings, running=None):
-    optimiser = Optimizer(model, OptimizerSettings(learning_rate=1e-3, total_steps=1, max_grad_norm=1e9))
-    return preference_step(LogprobScorer(model), optimiser, pairs, settings, running or RunningMean())
+    optimizer = Optimizer(model, OptimizerSettings(learning_rate=1e-3, total_steps=1, max_grad_norm=1e9))
+    return preference_step(LogprobScorer(model), optimizer, pairs, settings, running or RunningMean())
 
 
 @pytest.mark.parametrize("loss", ["dpo", "simpo", "ipo", "kto"])

@@ -130,8 +130,8 @@ def test_a_step_does_not_depend_on_its_parts(kind, batch):
     found = []
     for tokens in (10**6, 1):
         model = model_of(kind)
-        optimiser = Optimizer(model.states.model, OptimizerSettings(learning_rate=1e-3, total_steps=1))
-        found.append(reward_step(model, optimiser, batch, tokens) | measure(model, batch, tokens))
+        optimizer = Optimizer(model.states.model, OptimizerSettings(learning_rate=1e-3, total_steps=1))
+        found.append(reward_step(model, optimizer, batch, tokens) | measure(model, batch, tokens))
     assert found[0] == pytest.approx(found[1], rel=2e-3, abs=1e-5)
     assert len(split_by_tokens(batch, 1)) == 3
     assert found[0]["optim/grad_norm"] > 0
@@ -142,9 +142,9 @@ def test_what_is_learnable_is_learned_and_measured():
     batch = [RewardExample("", 1, (ScoredSequence((1, 2, last), (2,), (float(last > 5),)),)) for last in range(2, 10)]
     before = measure(model, batch, 999)
     assert before == pytest.approx({"loss": math.log(2), "error": 0.5, "auc": 0.5})
-    optimiser = Optimizer(model.states.model, OptimizerSettings(learning_rate=1e-2, total_steps=30))
+    optimizer = Optimizer(model.states.model, OptimizerSettings(learning_rate=1e-2, total_steps=30))
     for _ in range(30):
-        reward_step(model, optimiser, batch, 999)
+        reward_step(model, optimizer, batch, 999)
     after = measure(model, batch, 999)
     assert after["auc"] == 1.0
     assert after["loss"] < 0.3

@@ -12,7 +12,7 @@ from ludus.algorithms.spec.resolve import resolve
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.training.batches.rows import last_actions
 from ludus.training.credit.advantages import assign_credit
-from ludus.training.learner.logprobs import own_types
+from ludus.training.learner.logprobs import model_precision
 from ludus.training.rl.train_step import filter_and_estimate
 from ludus.training.value_models.factory import train_value_model
 from ludus.types import StopReason
@@ -48,7 +48,7 @@ def cut_group():
 def value_after(judge, tokens):
     """V of the state after a whole sequence, by the critic's own body and head."""
     model = judge.model
-    with own_types(model):
+    with model_precision(model):
         states = model["body"](input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state
     return float(model["head"](states[0, -1]).detach())
 

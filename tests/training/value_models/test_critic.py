@@ -306,7 +306,7 @@ def test_its_loss_falls_on_what_a_run_sampled(preset, sampled):
     one = critic(session.model, rate=3e-3)
     losses = []
     for _ in range(36):
-        credits = filter_and_estimate(assign_credit(list(groups.values()), algorithm), learner, 300, one, check=False)
+        credits = filter_and_estimate(assign_credit(list(groups.values()), algorithm), learner, 300, one)
         losses.append(train_value_model(one, credits)["critic/loss"])
     print([round(x, 4) for x in losses])
     assert sum(losses[-5:]) / 5 < 0.6 * losses[0]

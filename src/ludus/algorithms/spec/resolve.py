@@ -89,7 +89,7 @@ def algorithm_of(config: Config) -> Algorithm:
 
 
 def minibatches_of(config: Config) -> int:
-    """Return the optimiser steps in one pass over a batch: the setting, or the preset's."""
+    """Return the optimizer steps in one pass over a batch: the setting, or the preset's."""
     return config.training.minibatches or resolve(config.algorithm).minibatches
 
 

@@ -207,10 +207,10 @@ def _combiner(config: Config, world: World) -> RewardMixer | None:
     if config.rewards.is_default:
         return None
     from ludus.algorithms.spec.resolve import resolve
-    from ludus.training.collection.reward_mixing import check_reward_settings, combiner_of, reads_turns
+    from ludus.training.collection.reward_mixing import build_reward_mixer, check_reward_settings, reads_turns
 
     check_reward_settings(config, world)
-    return combiner_of(config, world, reads_turns(resolve(config.algorithm)))
+    return build_reward_mixer(config, world, reads_turns(resolve(config.algorithm)))
 
 
 def _combined(

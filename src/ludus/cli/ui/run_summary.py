@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from ludus.diagnostics.metrics import ENTROPY, LOGPROB_GAP, AlarmLimits, alarms
+from ludus.diagnostics.metrics import ALARM_STEPS, ENTROPY, LOGPROB_GAP, alarms
 from ludus.diagnostics.timings import episode_shares
 from ludus.diagnostics.trackers import MetricsRow
 
@@ -136,11 +136,10 @@ def ledger_words(rows: Sequence[MetricsRow]) -> str:
 def alarm_words(rows: Sequence[MetricsRow]) -> list[str]:
     """Return each alarm of the run once, with its latest text and the number of steps at which it fired."""
     history = [row.metrics for row in rows]
-    reach = AlarmLimits().reach
     fired: dict[str, list[int]] = defaultdict(list)
     words: dict[str, str] = {}
     for number, row in enumerate(rows, start=1):
-        for text in alarms(history[max(0, number - reach) : number]):
+        for text in alarms(history[max(0, number - ALARM_STEPS) : number]):
             kind = re.sub(r"\d[\d.,e%+-]*", "", text)
             fired[kind].append(row.step)
             words[kind] = text

@@ -7,6 +7,7 @@ of the batch. A small table is kept as a whole, which is faster.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -17,7 +18,7 @@ from torch.autograd.function import FunctionCtx
 from ludus.algorithms.kl import full_forward, full_reverse
 from ludus.engines.embedded.onednn_linear import apply, linear, outer_sum, product
 
-KEPT_LOGITS = 16_777_216
+MAX_UNCHUNKED_LOGITS = 16_777_216
 """Largest number of logits that is kept as a whole (64 MiB in float32)."""
 CHUNK_LOGITS = 16_777_216
 """Logits of one chunk."""
@@ -60,13 +61,13 @@ class LmHead:
         `rows` is the chunk size; None chooses it, and keeps the logits if the table is small.
         """
         if rows is None:
-            if hidden.shape[0] * self.weight.shape[0] <= KEPT_LOGITS:
-                return self._score_kept(hidden, targets, entropy)
+            if hidden.shape[0] * self.weight.shape[0] <= MAX_UNCHUNKED_LOGITS:
+                return self._score_unchunked(hidden, targets, entropy)
             rows = max(1, CHUNK_LOGITS // self.weight.shape[0])
         how = _HeadArgs(self.temperature, rows, entropy)
         return self._apply(_ChunkedTable, hidden, targets, how)
 
-    def _score_kept(self, hidden: Tensor, targets: Tensor, entropy: Entropy) -> TokenScores:
+    def _score_unchunked(self, hidden: Tensor, targets: Tensor, entropy: Entropy) -> TokenScores:
         """Score without chunks; the probabilities are kept for the backward pass."""
         if entropy == "gradient":
             return logits_to_scores(self.logits(hidden), targets, entropy)
@@ -104,7 +105,8 @@ def _entropy_of(probabilities: Tensor, table: Tensor) -> Tensor:
 class _HeadArgs:
     temperature: float
     rows: int
-    entropy: Entropy
+    entropy: Entropy = "none"
+    against: DivergenceTarget | None = None
 
 
 class _HeadContext(FunctionCtx):
@@ -190,26 +192,36 @@ class _ChunkedTable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _HeadContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets, *rest = ctx.saved_tensors
-        bias, how = rest[0] if rest else None, ctx.how
-        head = LmHead(weight, bias, how.temperature)
-        to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        to_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        for start in range(0, hidden.shape[0], how.rows):
-            at = slice(start, start + how.rows)
+        targets, how = ctx.saved_tensors[2], ctx.how
+
+        def slope(logits: Tensor, at: slice) -> Tensor:
             of_entropy = grads[1][at] if how.entropy == "gradient" else None
-            slope = _logits_slope(head.logits(hidden[at]), targets[at], grads[0][at], of_entropy)
-            slope = slope.div_(how.temperature).to(hidden.dtype)
-            if to_hidden is not None:
-                to_hidden[at] = product(slope, weight)
-            if to_weight is not None:
-                parts = zip(torch.split(to_weight, _WORDS), torch.split(slope, _WORDS, 1), strict=True)
-                for part, of_part in parts:
-                    part += outer_sum(of_part, hidden[at])
-            if to_bias is not None:
-                to_bias += slope.sum(0)
-        return to_hidden, to_weight, to_bias, None, None
+            return _logits_slope(logits, targets[at], grads[0][at], of_entropy).div_(how.temperature)
+
+        return *_chunked_gradients(ctx, slope), None, None
+
+
+def _chunked_gradients(
+    ctx: _HeadContext, slope: Callable[[Tensor, slice], Tensor]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of states, weight and bias; `slope` returns that of the logits of some rows."""
+    hidden, weight, _, *rest = ctx.saved_tensors
+    bias = rest[0] if rest else None
+    head = LmHead(weight, bias, ctx.how.temperature)
+    to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+    to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+    to_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+    for start in range(0, hidden.shape[0], ctx.how.rows):
+        at = slice(start, start + ctx.how.rows)
+        of_logits = slope(head.logits(hidden[at]), at).to(hidden.dtype)
+        if to_hidden is not None:
+            to_hidden[at] = product(of_logits, weight)
+        if to_weight is not None:
+            for part, of_part in zip(torch.split(to_weight, _WORDS), torch.split(of_logits, _WORDS, 1), strict=True):
+                part += outer_sum(of_part, hidden[at])
+        if to_bias is not None:
+            to_bias += of_logits.sum(0)
+    return to_hidden, to_weight, to_bias
 
 
 def _logits_slope(logits: Tensor, targets: Tensor, of_logprob: Tensor, of_entropy: Tensor | None) -> Tensor:
@@ -242,19 +254,6 @@ class DivergenceTarget(NamedTuple):
     which: Divergence
 
 
-@dataclass(frozen=True, slots=True)
-class _DivergenceArgs:
-    temperature: float
-    rows: int
-    against: DivergenceTarget
-
-
-class _DivergenceContext(FunctionCtx):
-    how: _DivergenceArgs
-    saved_tensors: tuple[Tensor, ...]
-    needs_input_grad: tuple[bool, ...]
-
-
 def divergence(own: HiddenStates, against: DivergenceTarget, *, rows: int | None = None) -> Tensor:
     """Return `[A]` nats between tempered distributions, in float32 or better, with gradient to `own`.
 
@@ -263,23 +262,20 @@ def divergence(own: HiddenStates, against: DivergenceTarget, *, rows: int | None
     head = own.head
     if rows is None:
         rows = max(1, CHUNK_LOGITS // head.weight.shape[0])
-    how = _DivergenceArgs(head.temperature, rows, DivergenceTarget(_detach(against.states), against.which))
+    head_of_other = against.states.head
+    bias = None if head_of_other.bias is None else head_of_other.bias.detach()
+    other = HiddenStates(
+        against.states.hidden.detach(), LmHead(head_of_other.weight.detach(), bias, head_of_other.temperature)
+    )
+    how = _HeadArgs(head.temperature, rows, against=DivergenceTarget(other, against.which))
     (found,) = apply(_Divergence, own.hidden, head.weight, head.bias, how)
     return found
 
 
-def _detach(states: HiddenStates) -> HiddenStates:
-    """Detach the states."""
-    head = states.head
-    bias = None if head.bias is None else head.bias.detach()
-    return HiddenStates(states.hidden.detach(), LmHead(head.weight.detach(), bias, head.temperature))
-
-
 class _Divergence(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: _DivergenceContext, hidden: Tensor, weight: Tensor, bias: Tensor | None, how: _DivergenceArgs
-    ) -> Tensor:
+    def forward(ctx: _HeadContext, hidden: Tensor, weight: Tensor, bias: Tensor | None, how: _HeadArgs) -> Tensor:
+        assert how.against is not None
         head, other = LmHead(weight, bias, how.temperature), how.against.states
         function = full_reverse if how.against.which == "full_reverse" else full_forward
         parts = [
@@ -292,25 +288,16 @@ class _Divergence(torch.autograd.Function):
         return found
 
     @staticmethod
-    def backward(ctx: _DivergenceContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, found, *rest = ctx.saved_tensors
-        bias, how, other = rest[0] if rest else None, ctx.how, ctx.how.against.states
-        head = LmHead(weight, bias, how.temperature)
-        to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
-        to_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
-        for start in range(0, hidden.shape[0], how.rows):
-            at = slice(start, start + how.rows)
-            tables = (head.logits(hidden[at]), other.head.logits(other.hidden[at]))
-            slope = _divergence_slope(how.against.which, tables, found[at])
-            slope = slope.mul_((grads[0][at] / how.temperature)[:, None]).to(hidden.dtype)
-            if to_hidden is not None:
-                to_hidden[at] = product(slope, weight)
-            if to_weight is not None:
-                to_weight += outer_sum(slope, hidden[at])
-            if to_bias is not None:
-                to_bias += slope.sum(0)
-        return to_hidden, to_weight, to_bias, None
+    def backward(ctx: _HeadContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        found, how = ctx.saved_tensors[2], ctx.how
+        assert how.against is not None
+        other, which = how.against
+
+        def slope(logits: Tensor, at: slice) -> Tensor:
+            tables = (logits, other.head.logits(other.hidden[at]))
+            return _divergence_slope(which, tables, found[at]).mul_((grads[0][at] / how.temperature)[:, None])
+
+        return *_chunked_gradients(ctx, slope), None
 
 
 def _divergence_slope(which: Divergence, tables: tuple[Tensor, Tensor], found: Tensor) -> Tensor:

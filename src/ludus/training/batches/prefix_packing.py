@@ -1,6 +1,6 @@
 """Pack sequences into one row of tokens in which shared prefixes occur once.
 
-`plant` sorts sequences and splits them where they diverge into a forest whose nodes are runs of tokens. Each
+`pack_sequences` sorts sequences and splits them where they diverge into a forest whose nodes are runs of tokens. Each
 node's tokens attend to those of its ancestors and causally to their own, so every token is computed once,
 forward and backward, and sequences are isolated. This is exact, since under a causal mask a token's state
 depends only on its prefix.
@@ -26,7 +26,7 @@ from ludus.engines.embedded.attention import MaskShape, added_mask
 NAME = "ludus_forest"
 """Name of the attention implementation in transformers. Without a forest it is `sdpa`."""
 
-LEAST_SHARED = 8
+MIN_SHARED_TOKENS = 8
 """Shortest shared prefix that gets its own node."""
 
 
@@ -65,67 +65,47 @@ class PrefixForest:
         return any(node.above for node in self.nodes)
 
 
-def plant(sequences: Sequence[Sequence[int]], device: torch.device) -> PrefixForest:
+def pack_sequences(sequences: Sequence[Sequence[int]], device: torch.device) -> PrefixForest:
     """Build the forest of `sequences`; empty ones are allowed."""
     order = sorted((i for i, s in enumerate(sequences) if len(s)), key=lambda i: tuple(sequences[i]))
     common = [common_prefix(sequences[a], sequences[b]) for a, b in pairwise(order)]
-    grower = _Grower([sequences[i] for i in order], common)
-    grower.grow()
-    places: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=device)] * len(sequences)
-    for i, runs in zip(order, grower.runs, strict=True):
-        spans = [torch.arange(grower.nodes[n].start, grower.nodes[n].end) for n in runs]
-        places[i] = torch.cat(spans)[: len(sequences[i])].to(device)
+    tokens: list[int] = []
+    positions: list[int] = []
+    nodes: list[PrefixNode] = []
+    indices = [torch.empty(0, dtype=torch.int64, device=device)] * len(sequences)
+    pending: list[tuple[int, int, int, tuple[int, ...]]] = [(0, len(order), 0, ())] if order else []
+    while pending:  # depth first: sequences [first, last) share `depth` tokens, which are in the nodes `above`
+        first, last, depth, above = pending.pop()
+        sequence = sequences[order[first]]
+        length = min(common[first : last - 1], default=len(sequence))
+        if last - first > 1 and length - depth < MIN_SHARED_TOKENS:
+            length = depth
+        elif length > depth:
+            nodes.append(PrefixNode(len(tokens), len(tokens) + length - depth, above))
+            tokens += sequence[depth:length]
+            positions += range(depth, length)
+            above = (*above, len(nodes) - 1)
+        if last - first == 1:
+            spans = [torch.arange(nodes[n].start, nodes[n].end) for n in above]
+            indices[order[first]] = torch.cat(spans)[: len(sequence)].to(device)
+            continue
+        children = _split_range(common, first, last, length)
+        pending += [(a, b, length, above) for a, b in reversed(children)]
     return PrefixForest(
-        tokens=torch.tensor([grower.tokens], dtype=torch.int64, device=device),
-        positions=torch.tensor([grower.positions], dtype=torch.int64, device=device),
-        nodes=tuple(grower.nodes),
-        places=tuple(places),
+        tokens=torch.tensor([tokens], dtype=torch.int64, device=device),
+        positions=torch.tensor([positions], dtype=torch.int64, device=device),
+        nodes=tuple(nodes),
+        places=tuple(indices),
     )
 
 
-class _Grower:
-    """Split sorted sequences into nodes; sequences i and i + 1 share `common[i]` tokens."""
+def _split_range(common: Sequence[int], first: int, last: int, length: int) -> list[tuple[int, int]]:
+    """Return ranges of sequences that share enough tokens beyond `length` to stay together.
 
-    def __init__(self, sequences: Sequence[Sequence[int]], common: Sequence[int]) -> None:
-        self._sequences = sequences
-        self._common = common
-        self.tokens: list[int] = []
-        self.positions: list[int] = []
-        self.nodes: list[PrefixNode] = []
-        self.runs: list[tuple[int, ...]] = [()] * len(sequences)
-
-    def grow(self) -> None:
-        """Add nodes depth first."""
-        pending: list[tuple[int, int, int, tuple[int, ...]]] = []
-        if self._sequences:
-            pending.append((0, len(self._sequences), 0, ()))
-        while pending:
-            first, last, depth, above = pending.pop()
-            length = min(self._common[first : last - 1], default=len(self._sequences[first]))
-            if last - first > 1 and length - depth < LEAST_SHARED:
-                length = depth
-            else:
-                above = self._add(first, depth, length, above)
-            if last - first == 1:
-                self.runs[first] = above
-                continue
-            children = self._children(first, last, length)
-            pending += [(a, b, length, above) for a, b in reversed(children)]
-
-    def _children(self, first: int, last: int, length: int) -> list[tuple[int, int]]:
-        """Return ranges of sequences that share enough tokens beyond `length` to stay together."""
-        parted = (i + 1 for i in range(first, last - 1) if self._common[i] - length < LEAST_SHARED)
-        starts = [first, *parted]
-        return list(zip(starts, [*starts[1:], last], strict=True))
-
-    def _add(self, sequence: int, start: int, end: int, above: tuple[int, ...]) -> tuple[int, ...]:
-        if start == end:
-            return above
-        begin = len(self.tokens)
-        self.tokens += self._sequences[sequence][start:end]
-        self.positions += range(start, end)
-        self.nodes.append(PrefixNode(begin, len(self.tokens), above))
-        return (*above, len(self.nodes) - 1)
+    Sequences i and i + 1 share `common[i]` tokens.
+    """
+    starts = [first, *(i + 1 for i in range(first, last - 1) if common[i] - length < MIN_SHARED_TOKENS)]
+    return list(zip(starts, [*starts[1:], last], strict=True))
 
 
 def forest_attention(

@@ -3,7 +3,7 @@
 A row is one trajectory or one demonstration. The row of a tree is its concatenated paths, in the order of
 `Trajectory.rows`, separated by `BREAK`. An action token is marked in the first path through it and is context
 in the others, so that sums over marked tokens count it once; shared tokens are computed once anyway
-(`prefix_packing.plant`). A linear trajectory is its own only path. The order and grouping of rows do not
+(`prefix_packing.pack_sequences`). A linear trajectory is its own only path. The order and grouping of rows do not
 change the gradient.
 """
 
@@ -24,7 +24,7 @@ from ludus.config.sections.rewards import RewardModelConfig
 from ludus.config.sections.stages import PreferenceConfig
 from ludus.engines.base import common_prefix
 from ludus.errors import LearnerError
-from ludus.training.batches.prefix_packing import LEAST_SHARED
+from ludus.training.batches.prefix_packing import MIN_SHARED_TOKENS
 from ludus.types import Path, Segment, Trajectory
 
 BREAK: Final = -1
@@ -88,13 +88,20 @@ def turn_nodes(split: Sequence[Sequence[Path]]) -> Tensor:
             starts = [0, *accumulate(actions)][: len(actions)]
             rows.append([first + path.places[start] for start in starts])
         first += 1 + max((place for path in own for place in path.places), default=0)
-    table = torch.full((len(rows), max(map(len, rows), default=0)), -1)
+    return pad_table(rows, torch.int64, fill=-1)
+
+
+def pad_table(
+    rows: Sequence[Sequence[float] | Tensor], dtype: torch.dtype, width: int | None = None, fill: float = 0
+) -> Tensor:
+    """Right-pad the rows to `[N, width]` on the CPU; the default width is that of the longest row."""
+    table = torch.full((len(rows), max(map(len, rows), default=0) if width is None else width), fill, dtype=dtype)
     for i, row in enumerate(rows):
-        table[i, : len(row)] = torch.tensor(row)
+        table[i, : len(row)] = torch.as_tensor(row, dtype=dtype)
     return table
 
 
-def num_distinct(tokens: tuple[int, ...]) -> int:
+def num_unique_tokens(tokens: tuple[int, ...]) -> int:
     """Return the number of tokens to compute; a prefix that paths share counts once."""
     if BREAK not in tokens:
         return len(tokens)
@@ -199,7 +206,7 @@ def row_of_trajectory(
     return Row(tokens, trains, sampled, behavior, advantages, observed, name=trajectory.name)
 
 
-def without_masked(row: Row, trains: Sequence[bool] | None) -> Row:
+def apply_mask(row: Row, trains: Sequence[bool] | None) -> Row:
     """Return the row with action tokens masked where `trains` is false (None: unchanged)."""
     if trains is None:
         return row
@@ -278,7 +285,7 @@ def microbatches(
     return [_pad([rows[i] for i in part], tuple(part), device, dtype) for part in parts]
 
 
-def balanced(rows: Sequence[Row], count: int, *, shared: bool = True) -> list[list[int]]:
+def balance_rows(rows: Sequence[Row], count: int, *, shared: bool = True) -> list[list[int]]:
     """Distribute row indices over `count` processes with balanced token counts.
 
     `shared`: rows with a common prefix stay together, and each process gets its fair share up to one row's
@@ -327,7 +334,7 @@ def _by_prefix(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
         full = size + new[at] > max_tokens or size + new[at] / 2 > fair
         if not parts or full:
             parts.append([i])
-            size = num_distinct(rows[i].tokens)
+            size = num_unique_tokens(rows[i].tokens)
         else:
             parts[-1].append(i)
             size += new[at]
@@ -337,10 +344,10 @@ def _by_prefix(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
 def _in_order(rows: Sequence[Row]) -> tuple[list[int], list[int]]:
     """Return the rows sorted by tokens, and the number of tokens not shared with the previous row."""
     order = sorted(range(len(rows)), key=lambda i: rows[i].tokens)
-    new = [num_distinct(rows[i].tokens) for i in order]
+    new = [num_unique_tokens(rows[i].tokens) for i in order]
     for at, (a, b) in enumerate(pairwise(order), start=1):
         shared = common_prefix(rows[a].tokens, rows[b].tokens)
-        new[at] -= shared if shared >= LEAST_SHARED else 0
+        new[at] -= shared if shared >= MIN_SHARED_TOKENS else 0
     return order, new
 
 
@@ -348,10 +355,7 @@ def _pad(rows: Sequence[Row], index: tuple[int, ...], device: torch.device, dtyp
     length = max(len(row.tokens) for row in rows)
 
     def padded(values: list[Sequence[float]], kind: torch.dtype) -> Tensor:
-        tensor = torch.zeros(len(rows), length, dtype=kind)
-        for i, value in enumerate(values):
-            tensor[i, : len(value)] = torch.tensor(value, dtype=kind)
-        return tensor.to(device)
+        return pad_table(values, kind, length).to(device)
 
     return Microbatch(
         index=index,

@@ -186,7 +186,7 @@ class Demonstrations:
         return () if shown is None else (_assistant_messages(shown.messages, task.prompt),)
 
 
-def make_experts(session: TrainingSession, algorithm: Algorithm) -> Demonstrations | None:
+def make_demonstrations(session: TrainingSession, algorithm: Algorithm) -> Demonstrations | None:
     """Build the demonstrations, if used. Raises UserError if a file has no training task."""
     path = session.config.experts.path
     if not algorithm.loss_spec.has(Need.DEMONSTRATIONS):

@@ -11,37 +11,32 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
 from ludus.algorithms.advantages.running_baselines import RoleBaselines
 from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.filters import GresoSettings, GresoState, Visit, variance_top, variance_top_p
+from ludus.config.schema import Config
 from ludus.config.sections.staleness import StalenessConfig
 from ludus.diagnostics.metrics import MEAN_AGE
 from ludus.envs.base import TaskSequence
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.scheduler import Episode
 from ludus.training.batches.rows import new_actions
-from ludus.training.credit.advantages import (
-    Estimates,
-    TrainingSample,
-    compared_rewards,
-    role_of,
-    varied_groups,
-    with_estimates,
-)
+from ludus.training.credit.advantages import TrainingSample, compared_rewards, role_of, varied_groups
 from ludus.types import WORLD_TAG, Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmState:
-    """`averages`: moving average of rewards per role (`rae`).
+    """State of an algorithm between steps. `averages`: moving average of rewards per role (`rae`).
 
     `greso` is the state of GRESO and `position` its place in the task order. `initial_entropy` is the
-    policy's mean entropy on the first batch, nats per token (`gtpo`). `owed` are tasks of past steps whose
+    policy's mean entropy on the first batch, nats per token (`gtpo`). `untrained_tasks` are tasks of past steps whose
     groups were not trained, since the run left asynchronous training.
     """
 
@@ -76,33 +71,24 @@ class AlgorithmState:
 SETTINGS = GresoSettings()
 
 
-@dataclass(frozen=True, slots=True)
-class GresoTasks:
-    """Tasks to sample, number of skipped tasks, and the state with its new place in the order."""
+class GresoTasks(NamedTuple):
+    """Tasks to sample, number of skipped tasks, and the state with its new position in the order."""
 
     tasks: tuple[Task, ...]
     skipped: int
-    memory: AlgorithmState
-
-
-@dataclass(frozen=True, slots=True)
-class GresoDraw:
-    """Inputs that determine the random draws of a step."""
-
-    seed: int
-    step: int
+    state: AlgorithmState
 
 
 def choose_tasks(
-    order: TaskSequence, num: int, memory: AlgorithmState, taken: Collection[str], draw: GresoDraw
+    order: TaskSequence, num: int, state: AlgorithmState, taken: Collection[str], *, seed: int, step: int
 ) -> GresoTasks:
-    """Return the next `num` tasks that are neither skipped nor in `taken`.
+    """Return the next `num` tasks that are neither skipped nor in `taken`; `seed` and `step` determine the draws.
 
     Scans at most one epoch, or until it finds a task outside `taken`, which does not cover all tasks. If all
     are skipped, the first ones are returned, so that no step is empty.
     """
     seen, found, skipped = set(taken), list[Task](), list[Task]()
-    position = memory.position
+    position = state.position
     end = position + len(order.tasks)
     while len(found) < num and position < end:
         (task,) = order.take(position, 1)
@@ -112,15 +98,15 @@ def choose_tasks(
         if task.id in seen:
             continue
         seen.add(task.id)
-        skips = memory.greso.skips(task.id, SETTINGS, seed=draw.seed, step=draw.step)
+        skips = state.greso.skips(task.id, SETTINGS, seed=seed, step=step)
         (skipped if skips else found).append(task)
     if not found:
         found, skipped = skipped[:num], skipped[num:]
-    return GresoTasks(tuple(found), len(skipped), replace(memory, position=position))
+    return GresoTasks(tuple(found), len(skipped), replace(state, position=position))
 
 
 def record_greso_visits(
-    memory: AlgorithmState, samples: Sequence[TrainingSample], success: str, algorithm: Algorithm
+    state: AlgorithmState, samples: Sequence[TrainingSample], success: str, algorithm: Algorithm
 ) -> AlgorithmState:
     """Return the state updated with the groups of a step. `success` names the outcome reward part.
 
@@ -128,7 +114,7 @@ def record_greso_visits(
     """
     compared = [sample for sample in samples if sample.advantages is not None]
     if not compared:
-        return memory
+        return state
     varied = varied_groups(compared, algorithm)
     visits: dict[str, Visit] = {}
     for sample in compared:
@@ -136,20 +122,12 @@ def record_greso_visits(
         solved = sample.episode.trajectory.rewards.get(success, 0.0) >= 1
         before = visits.get(task, Visit(task, not varied[sample.group], easy=True))
         visits[task] = replace(before, easy=before.easy and solved)
-    return replace(memory, greso=memory.greso.update(list(visits.values()), SETTINGS))
+    return replace(state, greso=state.greso.update(list(visits.values()), SETTINGS))
 
 
-def greso_metrics(memory: AlgorithmState, skipped: int) -> dict[str, float]:
+def greso_metrics(state: AlgorithmState, skipped: int) -> dict[str, float]:
     """Return the number of skipped tasks and the current skip probabilities."""
-    return {"greso/skipped": float(skipped), "greso/p_easy": memory.greso.p_easy, "greso/p_hard": memory.greso.p_hard}
-
-
-def filter_batch(samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
-    """Return the samples after the variance filter, with advantages recomputed over the kept groups."""
-    kept = filter_low_variance(samples, algorithm)
-    if not any(sample.advantages is not None for sample in kept):
-        return kept
-    return with_estimates(kept, algorithm, max_length, Estimates())
+    return {"greso/skipped": float(skipped), "greso/p_easy": state.greso.p_easy, "greso/p_hard": state.greso.p_hard}
 
 
 def filter_low_variance(samples: Sequence[TrainingSample], algorithm: Algorithm) -> list[TrainingSample]:
@@ -165,33 +143,6 @@ def filter_low_variance(samples: Sequence[TrainingSample], algorithm: Algorithm)
     keep = keeps(rewards=rewards, group=groups, p=algorithm.top_variance_fraction).tolist()
     doomed = {group for group, kept in zip(groups, keep, strict=True) if not kept}
     return [_drop_sample(c) if c.advantages is not None and c.group in doomed else c for c in samples]
-
-
-EMPTY_BATCHES = 5
-"""Consecutive steps without a group after which the filter top_p ends the run (RAGEN-2)."""
-
-
-@dataclass
-class EmptyBatchGuard:
-    """Count consecutive steps in which the filter top_p kept no group; stop after five."""
-
-    algorithm: Algorithm
-    _empty: int = field(default=0, init=False)
-
-    def verdict(self, metrics: Mapping[str, float]) -> str:
-        """Return the reason to stop after a step, or an empty string."""
-        if self.algorithm.variance_filter != "top_p":
-            return ""
-        self._empty = 0 if metrics.get("ledger/trained", 0.0) else self._empty + 1
-        if self._empty < EMPTY_BATCHES:
-            return ""
-        return f"algorithm.variance_filter = top_p kept no group in {self._empty} steps in a row."
-
-    def recall(self, history: Sequence[Mapping[str, float]]) -> None:
-        """Restore the count from the steps before a resume; it restarts at 0 after a stop."""
-        for metrics in history:
-            if self.verdict(metrics):
-                self._empty = 0
 
 
 def with_role_baselines(
@@ -227,12 +178,6 @@ def ages(trajectory: Trajectory, step: int) -> list[int]:
     return [step - 1 - version for s in trajectory.segments for version in s.versions]
 
 
-def on_policy(samples: Sequence[TrainingSample], step: int) -> list[TrainingSample]:
-    """Return the training samples whose tokens were all sampled by the weights that `step` updates."""
-    trained = (sample for sample in samples if sample.outcome is RolloutOutcome.TRAINED and not sample.expert)
-    return [sample for sample in trained if not any(ages(sample.episode.trajectory, step))]
-
-
 def age_metrics(samples: Sequence[TrainingSample], step: int) -> dict[str, float]:
     """Return mean, maximum and histogram of the ages of trained tokens."""
     counts: Counter[int] = Counter()
@@ -265,14 +210,11 @@ def _mask_old_tokens(sample: TrainingSample, oldest: int) -> TrainingSample:
     """Mask tokens of versions before `oldest`; expert tokens have no version."""
     actions = new_actions(sample.episode.trajectory)
     versions = (v for action in actions for v in (action.versions or (oldest,) * len(action.tokens)))
-    young = tuple(version >= oldest for version in versions)
-    if sample.trains is not None:
-        young = tuple(a and b for a, b in zip(young, sample.trains, strict=True))
-    if all(young):
+    masked = sample.masked([version >= oldest for version in versions])
+    trains = masked.trains or ()
+    if all(trains):
         return sample
-    if not any(young):
-        return replace(sample, outcome=RolloutOutcome.MASKED, reason=OVER_AGE)
-    return replace(sample, trains=young)
+    return masked if any(trains) else replace(sample, outcome=RolloutOutcome.MASKED, reason=OVER_AGE)
 
 
 def staleness_metrics(
@@ -311,38 +253,64 @@ def _episode_metrics(name: str, episodes: Sequence[Episode], success: str) -> di
     }
 
 
+EMPTY_BATCHES = 5
+"""Consecutive steps without a group after which the filter top_p ends the run (RAGEN-2)."""
+
+
 @dataclass
-class EssGuard:
-    """Stop the run if the effective sample share is too low for too many steps."""
+class StreakGuard:
+    """Pause a run after `patience` bad steps in a row (0: never).
 
-    config: StalenessConfig
-    _low: int = field(default=0, init=False)
+    `is_bad` judges a step by its metrics; steps for which it returns None are not counted.
+    """
 
-    def warning(self, metrics: Mapping[str, float]) -> str:
-        """Return a warning if this step's share is below the bound, otherwise an empty string."""
-        share = metrics.get(ESS)
-        if share is None:
-            return ""
-        if share >= self.config.min_ess:
-            self._low = 0
-            return ""
-        self._low += 1
-        return (
-            f"the effective sample share is {share:.2f}, below staleness.min_ess = {self.config.min_ess:g}: "
-            "rollouts are too far off-policy"
-        )
+    is_bad: Callable[[Mapping[str, float]], bool | None]
+    patience: int
+    reason: str
+    remedy: str
+    _count: int = field(default=0, init=False)
+
+    def update(self, metrics: Mapping[str, float]) -> str:
+        """Count a step; return the reason to pause, or an empty string."""
+        bad = self.is_bad(metrics)
+        if bad is not None:
+            self._count = self._count + 1 if bad else 0
+        return f"{self.reason} {self._count} steps in a row." if 0 < self.patience <= self._count else ""
 
     def recall(self, history: Sequence[Mapping[str, float]]) -> None:
-        """Restore the count from the steps before a resume; it restarts at 0 after a stop."""
+        """Count the steps before a resume; the count restarts at 0 after a pause."""
         for metrics in history:
-            self.warning(metrics)
-            if self.verdict:
-                self._low = 0
+            if self.update(metrics):
+                self._count = 0
 
-    @property
-    def verdict(self) -> str:
-        """The reason to stop, or an empty string."""
-        patience = self.config.ess_patience
-        if not patience or self._low < patience:
-            return ""
-        return f"The effective sample share was below {self.config.min_ess:g} for {self._low} steps in a row."
+
+def empty_batch_guard(algorithm: Algorithm) -> StreakGuard:
+    """Return the guard against batches from which the filter top_p removes every group."""
+    return StreakGuard(
+        lambda metrics: not metrics.get("ledger/trained", 0.0),
+        EMPTY_BATCHES if algorithm.variance_filter == "top_p" else 0,
+        "algorithm.variance_filter = top_p kept no group for",
+        "tasks that are sometimes solved, or a larger algorithm.group_size",
+    )
+
+
+def ess_guard(config: Config) -> StreakGuard:
+    """Return the guard against effective sample sizes that stay below `staleness.min_ess`."""
+    least = config.staleness.min_ess
+    bound = "a lower staleness.max_staleness or " if config.training.streams else "a lower "
+    return StreakGuard(
+        lambda metrics: None if ESS not in metrics else metrics[ESS] < least,
+        config.staleness.ess_patience,
+        f"The effective sample share was below {least:g} for",
+        f"{bound}training.learning_rate, or another staleness.min_ess",
+    )
+
+
+def ess_warning(metrics: Mapping[str, float], config: StalenessConfig) -> str:
+    """Return a warning if the effective sample share of a step is below the bound, otherwise an empty string."""
+    if metrics.get(ESS, config.min_ess) >= config.min_ess:
+        return ""
+    return (
+        f"the effective sample share is {metrics[ESS]:.2f}, below staleness.min_ess = {config.min_ess:g}: "
+        "rollouts are too far off-policy"
+    )

@@ -72,18 +72,13 @@ class StreamState:
             lines = iter([json.loads(line) for line in text.splitlines()])
             next_number, groups, unwanted = int(next(lines)["next_number"]), [], []
             for head in lines:
-                own = jobs(head["group"], task := tasks[head["task"]], members := head.get("members"))
-                if "step" in head:
-                    own = [replace(job, key=replace(job.key, step=head["step"])) for job in own]
-                done = {}
-                for place in head["ended"]:
-                    greedy = own[place].greedy if members is None else place >= members
-                    done[place] = read_episode(next(lines), task, greedy)
+                own = jobs(head["group"], task := tasks[head["task"]], members := head["members"])
+                own = [replace(job, key=replace(job.key, step=head["step"])) for job in own]
+                done = {place: read_episode(next(lines), task, place >= members) for place in head["ended"]}
                 gone = [done.pop(place) for place in head["ended"] if place >= len(own)]
                 unwanted += [one for one in gone if one.trajectory.failure is None]
-                counts = head.get("counts", True)
-                begun = {place: _read_begun(next(lines)) for place in head.get("begun", ())}
-                groups.append(StreamedGroup(head["group"], own, head["version"], done, counts, begun))
+                begun = {place: _read_begun(next(lines)) for place in head["begun"]}
+                groups.append(StreamedGroup(head["group"], own, head["version"], done, head["counts"], begun))
         except (ValueError, TypeError, KeyError, IndexError, StopIteration) as error:
             raise StorageError(
                 f"The checkpoint's episodes cannot be read: {error!r}.",
@@ -110,7 +105,7 @@ def _started_line(begun: StartedEpisode, task_id: str) -> str:
 
 
 def _read_begun(data: object) -> StartedEpisode:
-    """Read the output of `_begun_line`. Raises as `read_episode`."""
+    """Read the output of `_started_line`. Raises as `read_episode`."""
     record = parse_rollout(data)
     return StartedEpisode(record.key, record.trajectory.segments)
 
@@ -137,7 +132,7 @@ class PromptStream:
     resumed run. `spare` extra members are sampled per group.
     """
 
-    sampler: RolloutCollector
+    collector: RolloutCollector
     order: TaskSequence
     per_step: int
     spare: int = 0
@@ -151,9 +146,9 @@ class PromptStream:
 
     def jobs(self, number: int) -> Sequence[RolloutRequest]:
         """Return the rollout requests of a new group."""
-        if self.sampler.algorithm.greso:
+        if self.collector.algorithm.greso:
             step = self._step(number)
-            (task,) = self.sampler.choose_tasks(step, self.order, 1, set(self._recent))
+            (task,) = self.collector.choose_tasks(step, self.order, 1, set(self._recent))
         else:
             (task,) = self.order.take(number, 1)
         self._recent.append(task.id)
@@ -161,8 +156,8 @@ class PromptStream:
 
     def jobs_of(self, number: int, task: Task, members: int | None = None) -> list[RolloutRequest]:
         """Return the rollout requests of a group; `members` overrides its size."""
-        spare = self.spare if members is None else members - self.sampler.algorithm.group_size
-        return self.sampler.jobs(self._step(number), task, spare)
+        spare = self.spare if members is None else members - self.collector.algorithm.group_size
+        return self.collector.jobs(self._step(number), task, spare)
 
     def free(self, number: int, groups: Sequence[StreamedGroup]) -> int:
         """Return the first number at or after `number` whose rollout keys do not collide with these groups.
@@ -176,7 +171,7 @@ class PromptStream:
 
     def _would_request(self, job: RolloutRequest, number: int) -> bool:
         """Return whether a group of that number would have this request; under GRESO any group may."""
-        same = self.sampler.algorithm.greso or self.order.take(number, 1)[0].id == job.key.task_id
+        same = self.collector.algorithm.greso or self.order.take(number, 1)[0].id == job.key.task_id
         return same and job.key.step == self._step(number)
 
     def counts(self, group: Sequence[Episode]) -> bool:
@@ -185,7 +180,7 @@ class PromptStream:
         If zero-variance groups are resampled (`max_resample_rounds`), they do not count either while rounds
         are left.
         """
-        algorithm = self.sampler.algorithm
+        algorithm = self.collector.algorithm
         if any(episode.trajectory.failure is not None for episode in group):
             return False
         replaces = self._uncounted < algorithm.max_resample_rounds * self.per_step
@@ -196,16 +191,16 @@ class PromptStream:
 
     def _varies(self, group: Sequence[Episode]) -> bool:
         """Return whether the members' advantages differ, or may differ once rewards are combined."""
-        sampler = self.sampler
-        if varies(group, sampler.algorithm):
+        collector = self.collector
+        if varies(group, collector.algorithm):
             return True
         members = [one.trajectory for one in group if not one.greedy]
-        return sampler.combiner is not None and sampler.combiner.tells_apart(members)
+        return collector.reward_mixer is not None and collector.reward_mixer.tells_apart(members)
 
     def begin_step(self) -> None:
         """Reset the resampling rounds for the next batch."""
         self._uncounted = 0
-        self.sampler.skipped = 0
+        self.collector.skipped = 0
 
     def _step(self, number: int) -> int:
         """Return the step that would train a group if none were dropped; it seeds the group's randomness."""

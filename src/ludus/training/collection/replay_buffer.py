@@ -8,15 +8,20 @@ metrics. The buffer is part of the checkpoint.
 from __future__ import annotations
 
 import json
+import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Final
 
 from ludus.algorithms.algorithm import Algorithm, Need
+from ludus.config.schema import Config
 from ludus.config.sections.staleness import ReplayConfig
-from ludus.errors import StorageError
-from ludus.rollout.ledger import RolloutOutcome
+from ludus.errors import ConfigError, StorageError
+from ludus.rollout.ledger import RolloutKey, RolloutOutcome
+from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
 from ludus.rollout.scheduler import Episode
 from ludus.training.collection.prompt_stream import episode_line, read_episode
 from ludus.training.credit.advantages import TrainingSample, assign_credit
@@ -28,7 +33,7 @@ REPLAY_FILE: Final = "replay.jsonl"
 """File name of the buffer in a checkpoint's trainer folder."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _StoredGroup:
     """Group in the buffer; `version` is that of its oldest token.
 
@@ -52,14 +57,13 @@ class ReplayBuffer:
 
     config: ReplayConfig
     groups_per_step: int
-    expired: int = field(default=0, init=False)
-    """Groups evicted since the start or resume because of age, size, or a missing baseline."""
-    late: int = field(default=0, init=False)
-    """Groups since then that entered the buffer past the bound, without training first."""
-    refused: int = field(default=0, init=False)
-    """Groups of other runs since then whose effective sample share was too low."""
-    used: int = field(default=0, init=False)
-    """Groups since then that were evicted after `times` replays."""
+    counts: Counter[str] = field(default_factory=Counter, init=False)
+    """Groups since the start or resume, by name in the metrics.
+
+    `expired`: evicted because of age, size, or a missing baseline. `late`: entered the buffer past the bound,
+    without training first. `refused`: of other runs, with too low an effective sample share. `used`: evicted
+    after `times` replays.
+    """
     _stored: list[_StoredGroup] = field(default_factory=list, init=False)
 
     def num_at(self, step: int) -> int:
@@ -77,8 +81,7 @@ class ReplayBuffer:
         for sample in samples:
             if sample.group in trained and not sample.replayed and not sample.expert:
                 groups.setdefault(sample.group, []).append(sample.episode)
-        self._stored += [_StoredGroup(episodes, _oldest_version(episodes)) for episodes in groups.values()]
-        self._drop_beyond()
+        self._store([_StoredGroup(episodes, _oldest_version(episodes)) for episodes in groups.values()])
 
     def take_late(self, samples: Sequence[TrainingSample], step: int, bound: int) -> list[TrainingSample]:
         """Move groups with a token older than `bound` to the buffer and return the samples.
@@ -94,9 +97,8 @@ class ReplayBuffer:
         groups: dict[int, list[Episode]] = {}
         for sample in filter(goes, samples):
             groups.setdefault(sample.group, []).append(sample.episode)
-        self.late += len(groups)
-        self._stored += [_StoredGroup(episodes, _oldest_version(episodes)) for episodes in groups.values()]
-        self._drop_beyond()
+        self.counts["late"] += len(groups)
+        self._store([_StoredGroup(episodes, _oldest_version(episodes)) for episodes in groups.values()])
         return [
             replace(sample, outcome=RolloutOutcome.DROPPED, reason=TO_REPLAY) if goes(sample) else sample
             for sample in samples
@@ -104,17 +106,39 @@ class ReplayBuffer:
 
     def add_source(self, source: str, groups: Sequence[list[Episode]]) -> None:
         """Add groups of another run."""
-        self._stored += [_StoredGroup(episodes, 0, source=source) for episodes in groups]
-        self._drop_beyond()
+        self._store([_StoredGroup(episodes, 0, source=source) for episodes in groups])
 
-    def foreign(self, step: int, algorithm: Algorithm) -> list[list[Episode]]:
-        """Return the groups of other runs that `step` would replay."""
-        return [stored.episodes for stored in self._chosen(step, algorithm) if stored.source]
+    def load_sources(
+        self, tasks: Mapping[str, Task], vocab_size: int, share: Callable[[Sequence[Episode]], float], least: float
+    ) -> None:
+        """Add the groups of the configured `sources`.
 
-    def refuse(self, episodes: list[Episode]) -> None:
-        """Remove a group whose effective sample share is too low."""
-        left = [stored for stored in self._stored if stored.episodes is not episodes]
-        self.refused, self._stored = self.refused + len(self._stored) - len(left), left
+        `share` returns the effective sample share of episodes under the policy. Raises ConfigError if a source has
+        no usable rollouts or a share below `least`; UserError if a file cannot be read.
+        """
+        for source in self.config.sources:
+            groups = _read_groups(source, tasks, vocab_size)
+            if not groups:
+                raise ConfigError(
+                    f"{source} has no usable rollouts. Needed: groups of two or more, of tasks in "
+                    "this world's train split, with log-probabilities, in this model's vocabulary.",
+                    "Remove it from staleness.replay.sources.",
+                )
+            found = share([one for group in groups[:: -(-len(groups) // _CHECKED)] for one in group])
+            if found < least:
+                raise ConfigError(
+                    f"The rollouts of {source} are too far from this policy to train on: their effective sample "
+                    f"share is {found:.2g}, below staleness.min_ess = {least:g}.",
+                    "Remove it from staleness.replay.sources, or start from weights that are closer to it.",
+                )
+            self.add_source(source, groups)
+
+    def refuse_far(
+        self, step: int, algorithm: Algorithm, share: Callable[[Sequence[Episode]], float], least: float
+    ) -> None:
+        """Evict the groups of other runs that `step` would replay and whose share is below `least`."""
+        while far := [s for s in self._chosen(step, algorithm) if s.source and share(s.episodes) < least]:
+            self._evict("refused", [stored for stored in self._stored if stored not in far])
 
     def draw(self, step: int, algorithm: Algorithm, max_length: int, first_group: int) -> list[TrainingSample]:
         """Return the samples of the groups that `step` replays, numbered from `first_group`.
@@ -122,11 +146,9 @@ class ReplayBuffer:
         `RolloutCollector.replay_samples` makes a batch of them.
         """
         chosen = self._chosen(step, algorithm)
-        fit = [stored for stored in self._stored if self._fits(stored, step, algorithm)]
-        self.expired += len(self._stored) - len(fit)
+        self._evict("expired", [stored for stored in self._stored if self._fits(stored, step, algorithm)])
         for stored in chosen:
             stored.replayed += 1
-        self._stored = fit
         self._drop_used()
         oldest = step - 1 - self.config.max_age
         groups = [
@@ -145,11 +167,7 @@ class ReplayBuffer:
             "replay/groups": float(len({sample.group for sample in again})),
             "replay/trained": float(sum(sample.outcome is RolloutOutcome.TRAINED for sample in again)),
             "replay/kept": float(len(self._stored)),
-            "replay/expired": float(self.expired),
-            "replay/late": float(self.late),
-            "replay/refused": float(self.refused),
-            "replay/used": float(self.used),
-        }
+        } | {f"replay/{name}": float(self.counts[name]) for name in ("expired", "late", "refused", "used")}
 
     def to_text(self) -> str:
         """Serialize to JSON lines: each group before its episodes, oldest first."""
@@ -170,8 +188,8 @@ class ReplayBuffer:
             for head in lines:
                 task = tasks[head["task"]]
                 episodes = [read_episode(next(lines), task, greedy) for greedy in head["greedy"]]
-                source = str(head.get("source", ""))
-                found.append(_StoredGroup(episodes, _oldest_version(episodes), int(head["replayed"]), source))
+                version = _oldest_version(episodes)
+                found.append(_StoredGroup(episodes, version, int(head["replayed"]), str(head["source"])))
         except (ValueError, TypeError, KeyError, StopIteration) as error:
             raise StorageError(
                 f"The checkpoint's replay buffer cannot be read: {error!r}.",
@@ -179,7 +197,7 @@ class ReplayBuffer:
             ) from error
         self._stored = found
         self._drop_used()
-        self._drop_beyond()
+        self._store([])
 
     def _fits(self, stored: _StoredGroup, step: int, algorithm: Algorithm) -> bool:
         """Return whether a group is young enough and has the baseline that the algorithm needs.
@@ -195,13 +213,18 @@ class ReplayBuffer:
         by_spread = sorted(fit, key=lambda stored: -stored.spread)  # stable sort: first in, first out among equals
         return (by_spread if self.config.order == "priority" else fit)[: self.num_at(step)]
 
-    def _drop_beyond(self) -> None:
-        beyond = max(0, len(self._stored) - self.config.size)
-        self._stored, self.expired = self._stored[beyond:], self.expired + beyond
+    def _store(self, groups: Sequence[_StoredGroup]) -> None:
+        """Append groups and evict the oldest ones beyond the size."""
+        self._stored = [*self._stored, *groups]
+        self._evict("expired", self._stored[max(0, len(self._stored) - self.config.size) :])
 
     def _drop_used(self) -> None:
-        left = [stored for stored in self._stored if stored.replayed < self.config.times]
-        self.used, self._stored = self.used + len(self._stored) - len(left), left
+        self._evict("used", [stored for stored in self._stored if stored.replayed < self.config.times])
+
+    def _evict(self, reason: str, left: list[_StoredGroup]) -> None:
+        """Keep the groups that are `left` and count the others."""
+        self.counts[reason] += len(self._stored) - len(left)
+        self._stored = left
 
 
 def _relabel_versions(episode: Episode, version: int) -> Episode:
@@ -214,3 +237,52 @@ def _relabel_versions(episode: Episode, version: int) -> Episode:
 def _oldest_version(episodes: Sequence[Episode], default: int = 0) -> int:
     versions = (v for e in episodes for s in e.trajectory.segments for v in s.versions)
     return min(versions, default=default)
+
+
+_CHECKED = 16
+"""Groups per source that are checked before the first step, evenly spaced."""
+_CHECKPOINT = re.compile(r"step-(\d{6,})")
+
+
+def check_sources(config: Config) -> None:
+    """Raise ConfigError for a source of `staleness.replay` without rollouts."""
+    if config.training.streams and config.staleness.replay.share:
+        for source in config.staleness.replay.sources:
+            _rollout_files(source)
+
+
+def _rollout_files(source: str) -> list[Path]:
+    """Return the rollout files of a run, of a run up to a checkpoint, or a single file."""
+    path = Path(source)
+    if path.is_file():
+        return [path]
+    match = _CHECKPOINT.fullmatch(path.name)
+    run, last = (path.parent.parent, int(match[1])) if match and path.is_dir() else (path, None)
+    found = sorted((run / "rollouts").glob("step-*.jsonl.gz"))
+    found = [one for one in found if last is None or int(one.name.split("-")[1].split(".")[0]) <= last]
+    if not found:
+        raise ConfigError(
+            f"{source} has no rollouts to replay.",
+            "staleness.replay.sources takes run folders, checkpoints of runs and files step-*.jsonl.gz.",
+        )
+    return found
+
+
+def _read_groups(source: str, tasks: Mapping[str, Task], vocab_size: int) -> list[list[Episode]]:
+    found: dict[tuple[Path, int, str], list[Episode]] = {}
+    for path in _rollout_files(source):
+        for record in read_rollouts(path):
+            if record.group in tasks and _is_trainable(record, vocab_size):
+                key = RolloutKey(record.step, record.group, record.trajectory.sample, record.attempt)
+                group = found.setdefault((path, record.step, record.group), [])
+                group.append(Episode(key, tasks[record.group], record.trajectory))
+    return [group for group in found.values() if len(group) > 1]
+
+
+def _is_trainable(record: RolloutRecord, vocab_size: int) -> bool:
+    """Return whether a rollout has the fields that corrections need, and tokens of this model."""
+    segments = record.trajectory.segments
+    actions = [segment for segment in segments if segment.kind == "action"]
+    whole = all(len(s.logprobs) == len(s.versions) == len(s.tokens) for s in actions)
+    known = all(0 <= token < vocab_size for segment in segments for token in segment.tokens)
+    return record.trajectory.failure is None and bool(actions) and whole and known

@@ -2,12 +2,11 @@
 
 Takes a step's scored episodes, including the extra parts of the settings (`add_extra_parts`), and returns them
 with a new `reward` (and `turn_rewards` if there is a process model). Parts stay recorded under their names.
-There is no combiner if the settings are the defaults. Evaluations are not affected.
+With default settings there is no mixer. Evaluations are not affected.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -184,8 +183,8 @@ def reward_warnings(config: Config) -> list[str]:
     return found
 
 
-def make_combiner(session: TrainingSession, algorithm: Algorithm) -> RewardMixer | None:
-    """Build the configured combiner; None if the settings are the defaults.
+def make_reward_mixer(session: TrainingSession, algorithm: Algorithm) -> RewardMixer | None:
+    """Build the configured reward_mixer; None if the settings are the defaults.
 
     Raises UserError if the reward model's vocabulary differs from the policy's.
     """
@@ -200,7 +199,7 @@ def make_combiner(session: TrainingSession, algorithm: Algorithm) -> RewardMixer
                 f"The reward model {path} has a different vocabulary from the policy.",
                 "Train one from this policy's model.",
             )
-    return combiner_of(config, session.world, reads_turns(algorithm))
+    return build_reward_mixer(config, session.world, reads_turns(algorithm))
 
 
 def reads_turns(algorithm: Algorithm) -> bool:
@@ -209,22 +208,6 @@ def reads_turns(algorithm: Algorithm) -> bool:
 
 
 async def add_extra_parts(
-    scoring: ProcessRewardExecutor, world: World, groups: Sequence[Sequence[Episode]], most_failures: float
-) -> list[list[Episode]]:
-    """Return the episodes of groups, each as in `add_extra_parts_to`.
-
-    Raises WorldError with the first error if more than `most_failures` fail.
-    """
-    errors: list[WorldError] = []
-    every = (add_extra_parts_to(scoring, world, one, errors.append) for group in groups for one in group)
-    found = await asyncio.gather(*every)
-    if len(errors) > most_failures + 1e-9:
-        raise errors[0]
-    following = iter(found)
-    return [[next(following) for _ in group] for group in groups]
-
-
-async def add_extra_parts_to(
     scoring: ProcessRewardExecutor, world: World, episode: Episode, on_error: Callable[[WorldError], None]
 ) -> Episode:
     """Return an episode with the extra reward parts of the settings.
@@ -244,8 +227,8 @@ async def add_extra_parts_to(
         return replace(episode, trajectory=failed)
 
 
-def combiner_of(config: Config, world: World, takes_turns: bool) -> RewardMixer:
-    """Build the combiner of the settings; loads the reward model if there is one."""
+def build_reward_mixer(config: Config, world: World, takes_turns: bool) -> RewardMixer:
+    """Build the reward_mixer of the settings; loads the reward model if there is one."""
     settings, parts = config.rewards, parts_of(config, world)
     models = settings.models
     return RewardMixer(
@@ -495,8 +478,8 @@ def _check_caps(settings: RewardsConfig) -> None:
     if MODEL_PART in settings.weights:
         raise ConfigError(f"rewards.weights names {MODEL_PART!r}.", "Its weight is rewards.model_weight.")
     if odd := [name for name, cap in settings.caps.items() if not 0 <= cap <= 1]:
-        said = f"rewards.caps.{odd[0]} is {settings.caps[odd[0]]:g}."
-        raise ConfigError(said, "Use a number from 0 to 1; no part exceeds 1.")
+        message = f"rewards.caps.{odd[0]} is {settings.caps[odd[0]]:g}."
+        raise ConfigError(message, "Use a number from 0 to 1; no part exceeds 1.")
 
 
 def _check_terms(settings: RewardsConfig, names: Sequence[str]) -> None:

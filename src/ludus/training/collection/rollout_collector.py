@@ -1,14 +1,15 @@
 """Collect rollouts: sample groups of episodes for tasks and compute the training samples of a step.
 
-Never changes weights; its only state besides GRESO's and partial rollouts is the algorithm's (`memory`).
+It never changes weights. Its state is that of the algorithm, GRESO and partial rollouts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import chain
 from typing import Protocol
 
@@ -27,14 +28,13 @@ from ludus.rollout.scheduler import CANCELLED, Attempt, Episode, FailureBudget, 
 from ludus.training.collection.demonstrations import Demonstrations
 from ludus.training.collection.filters import (
     AlgorithmState,
-    GresoDraw,
     choose_tasks,
-    filter_batch,
+    filter_low_variance,
     record_greso_visits,
     with_role_baselines,
 )
-from ludus.training.collection.reward_mixing import RewardMixer, add_extra_parts, add_extra_parts_to
-from ludus.training.credit.advantages import TrainingSample, assign_credit, compared_again, is_expert
+from ludus.training.collection.reward_mixing import RewardMixer, add_extra_parts
+from ludus.training.credit.advantages import TrainingSample, assign_credit, compared_again, is_expert, with_estimates
 from ludus.training.run.session import TrainingSession, session_scheduler
 from ludus.types import Task
 
@@ -69,7 +69,7 @@ class RemoteSampler(Protocol):
 class CollectorState:
     """State of a collector: algorithm state, skipped tasks, reward moments, and partial rollouts."""
 
-    memory: AlgorithmState
+    algorithm_state: AlgorithmState
     skipped: int
     moments: str
     waiting: tuple[StreamedGroup, ...] = ()
@@ -85,9 +85,9 @@ class RolloutCollector:
     algorithm: Algorithm
     reporter: EpisodeReporter
     ledger: Ledger
-    memory: AlgorithmState = field(default_factory=AlgorithmState)
-    combiner: RewardMixer | None = None
-    experts: Demonstrations | None = None
+    algorithm_state: AlgorithmState = field(default_factory=AlgorithmState)
+    reward_mixer: RewardMixer | None = None
+    demonstrations: Demonstrations | None = None
     remote: RemoteSampler | None = None
     partial: PartialRollouts | None = field(default=None, init=False)
     """Unfinished episodes, if a step has a budget."""
@@ -97,25 +97,44 @@ class RolloutCollector:
     """Episodes with the extra reward parts that have no credit yet."""
     _warned_short: bool = field(default=False, init=False)
 
+    @cached_property
+    def scheduler(self) -> Scheduler:
+        """Scheduler of training episodes; streamed episodes do not run in lockstep."""
+        config, rollout = self.session.config, self.session.config.rollout
+        if config.training.streams:
+            rollout = rollout.model_copy(update={"reproducible": False})
+        plan = SamplingPlan("train", rollout.temperature, config.run.seed, branches=True)
+        return self._make_scheduler(rollout, plan, self.ledger)
+
     @property
     def state(self) -> CollectorState:
         """Return the current state."""
-        moments = "" if self.combiner is None else self.combiner.moments.to_json()
+        moments = "" if self.reward_mixer is None else self.reward_mixer.moments.to_json()
         if self.partial is None:
-            return CollectorState(self.memory, self.skipped, moments)
+            return CollectorState(self.algorithm_state, self.skipped, moments)
         waiting, partial = self.partial.waiting(), self.partial.metrics()
-        return CollectorState(self.memory, self.skipped, moments, waiting, partial)
+        return CollectorState(self.algorithm_state, self.skipped, moments, waiting, partial)
 
-    def restore_partial(self, kept: Sequence[StreamedGroup]) -> None:
-        """Enable step budgets and restore the waiting episodes; call before the first step."""
-        config = self.session.config
-        if not (config.rollout.partial.is_set or kept):
+    def start(self, waiting: Sequence[StreamedGroup] = ()) -> None:
+        """Build the scheduler, enable step budgets if configured, and continue the `waiting` episodes."""
+        config, scheduler = self.session.config, self.scheduler
+        if not (config.rollout.partial.is_set or waiting):
             return
-        scheduler = self.scheduler()
+        limits = scheduler.limits
         if (room := max_sessions(self.session.world)) is not None:
-            limits = replace(scheduler.limits, concurrency=min(scheduler.limits.concurrency, room // 2))
-            scheduler = replace(scheduler, limits=limits)
-        self.partial = PartialRollouts(scheduler, step_budget(config), kept, self.reporter.episode)
+            limits = replace(limits, concurrency=min(limits.concurrency, room // 2))
+        scheduler = replace(scheduler, limits=limits)
+        self.partial = PartialRollouts(scheduler, step_budget(config), waiting, self.reporter.episode)
+
+    async def close(self) -> None:
+        """Cancel the unfinished episodes."""
+        if self.partial is not None:
+            await self.partial.close()
+
+    def add_untrained_tasks(self, tasks: Iterable[str]) -> None:
+        """Add tasks of past steps whose groups were not trained, so that later steps sample them."""
+        state = self.algorithm_state
+        self.algorithm_state = replace(state, untrained_tasks=(*state.untrained_tasks, *tasks))
 
     async def sample(self, step: int, order: TaskSequence) -> list[TrainingSample]:
         """Roll out groups in rounds until enough can train or the rounds are used up."""
@@ -151,7 +170,7 @@ class RolloutCollector:
         found = [task for task in tasks if task.id not in ahead]
         taken = ahead | {task.id for task in tasks}
         known = {task.id: task for task in order.tasks}
-        untrained_tasks = [known[name] for name in self.memory.untrained_tasks if name in known]
+        untrained_tasks = [known[name] for name in self.algorithm_state.untrained_tasks if name in known]
         for _ in range(len(tasks) - len(found)):
             one = next((task for task in (*untrained_tasks, *order.tasks) if task.id not in taken), None)
             if one is None:
@@ -160,7 +179,8 @@ class RolloutCollector:
             taken.add(one.id)
             if one in untrained_tasks:
                 untrained_tasks.remove(one)
-                self.memory = replace(self.memory, untrained_tasks=tuple(task.id for task in untrained_tasks))
+                left = tuple(task.id for task in untrained_tasks)
+                self.algorithm_state = replace(self.algorithm_state, untrained_tasks=left)
         return found
 
     @property
@@ -180,8 +200,9 @@ class RolloutCollector:
 
     def choose_tasks(self, step: int, order: TaskSequence, wanted: int, taken: set[str]) -> Sequence[Task]:
         """Return the next tasks that GRESO does not skip and that are not in `taken`."""
-        chosen = choose_tasks(order, wanted, self.memory, taken, GresoDraw(self.session.config.run.seed, step))
-        self.memory = chosen.memory
+        seed = self.session.config.run.seed
+        chosen = choose_tasks(order, wanted, self.algorithm_state, taken, seed=seed, step=step)
+        self.algorithm_state = chosen.state
         self.skipped += chosen.skipped
         return chosen.tasks
 
@@ -194,7 +215,7 @@ class RolloutCollector:
             return await self.partial.run(groups)
         jobs = [job for task in tasks for job in self.jobs(step, task)]
         self.reporter.phase(f"step {step}: episodes", len(jobs), self.engine)
-        episodes = await self.scheduler().run(jobs, self.reporter.episode)
+        episodes = await self.scheduler.run(jobs, self.reporter.episode)
         return [episodes[i : i + self.group_size] for i in range(0, len(episodes), self.group_size)]
 
     @property
@@ -214,15 +235,7 @@ class RolloutCollector:
             RolloutRequest(RolloutKey(step, task.id, i), task, i >= members) for i in range(self.group_size + spare)
         ]
 
-    def scheduler(self) -> Scheduler:
-        """Return the scheduler of training episodes; streamed episodes do not run in lockstep."""
-        config, rollout = self.session.config, self.session.config.rollout
-        if config.training.streams:
-            rollout = rollout.model_copy(update={"reproducible": False})
-        plan = SamplingPlan("train", rollout.temperature, config.run.seed, branches=True)
-        return self._scheduler(rollout, plan, self.ledger)
-
-    def _scheduler(self, rollout: RolloutConfig, plan: SamplingPlan, ledger: Ledger) -> Scheduler:
+    def _make_scheduler(self, rollout: RolloutConfig, plan: SamplingPlan, ledger: Ledger) -> Scheduler:
         """Return a scheduler in this process or on remote workers, which do not run in lockstep."""
         here = session_scheduler(self.session, self.engine, plan, ledger, rollout)
         if self.remote is None:
@@ -233,63 +246,67 @@ class RolloutCollector:
         self, step: int, groups: Sequence[Sequence[Episode]], first_group: int = 0
     ) -> list[TrainingSample]:
         """Return the training samples of the groups, experts included, numbered from `first_group`."""
-        if self.experts is not None:
-            groups = await self.experts.join(step, groups)
-        if self.combiner is not None:
-            groups = self.combiner.combine(step, await self._add_extra_parts(groups, self.combiner))
+        if self.demonstrations is not None:
+            groups = await self.demonstrations.join(step, groups)
+        if self.reward_mixer is not None:
+            groups = self.reward_mixer.combine(step, await self._add_extra_parts(groups))
         return assign_credit(groups, self.algorithm, self.overlong_limit, first_group)
 
-    async def _add_extra_parts(
-        self, groups: Sequence[Sequence[Episode]], combiner: RewardMixer
-    ) -> Sequence[Sequence[Episode]]:
-        """Add the extra reward parts; episodes that fail at this are recorded as failed in the ledger."""
-        if not combiner.adds:
-            return groups
-        session, lacking = self.session, [[e for e in group if self._needs_extra_parts(e)] for group in groups]
-        most = session.config.rollout.max_failure_rate * sum(map(len, groups))
-        following = chain(*await add_extra_parts(session.scoring, session.world, lacking, most))
-        found = [[next(following) if self._needs_extra_parts(one) else one for one in group] for group in groups]
-        for before, after in zip(chain(*groups), chain(*found), strict=True):
-            self._note_failure(before, after)
-            self._added.discard(after.key)
+    async def _add_extra_parts(self, groups: Sequence[Sequence[Episode]]) -> Sequence[Sequence[Episode]]:
+        """Add the extra reward parts to the episodes that lack them.
+
+        Raises WorldError with the first error if more than `rollout.max_failure_rate` of the episodes fail.
+        """
+        errors = list[WorldError]()
+
+        async def complete(episode: Episode) -> Episode:
+            if episode.key in self._added and not is_expert(episode):
+                return episode
+            return await self._with_extra_parts(episode, errors.append)
+
+        found = await asyncio.gather(*(asyncio.gather(*map(complete, group)) for group in groups))
+        most = self.session.config.rollout.max_failure_rate * sum(map(len, groups))
+        if len(errors) > most + 1e-9:
+            raise errors[0]
+        self._added.difference_update(episode.key for episode in chain(*groups))
         return found
 
-    def _needs_extra_parts(self, episode: Episode) -> bool:
-        return episode.key not in self._added or is_expert(episode)
-
-    def _note_failure(self, before: Episode, after: Episode) -> None:
-        """Record in the ledger that computing the extra reward parts failed."""
-        failure = after.trajectory.failure
-        if failure is not None and before.trajectory.failure is None and not is_expert(after):
-            self.ledger.finish(after.key, RolloutOutcome.FAILED, failure.part)
-            if failure.part == RewardFault.part:  # timed out, or its process has exited
-                self.ledger.note_clock_limit(after.key.step)
-
     async def add_extra_parts(self, episode: Episode, budget: FailureBudget) -> Episode:
-        """Add the extra reward parts to a streamed episode, so that `credit` does not add them again.
+        """Add the extra reward parts to a streamed episode, so that `make_samples` does not add them again.
 
         Failures count towards `budget`; a cancelled episode is recorded as dropped.
         """
-        if self.combiner is None or not self.combiner.adds or episode.trajectory.failure is not None:
+        errors = list[WorldError]()
+        if episode.trajectory.failure is not None:
             return episode
-        session, errors = self.session, list[WorldError]()
         try:
-            found = await add_extra_parts_to(session.scoring, session.world, episode, errors.append)
+            found = await self._with_extra_parts(episode, errors.append)
         except asyncio.CancelledError:
             self.ledger.finish(episode.key, RolloutOutcome.DROPPED, CANCELLED)
             raise
-        self._note_failure(episode, found)
         for error in errors:
-            budget.add(error, session.config.rollout.max_failure_rate)
+            budget.add(error, self.session.config.rollout.max_failure_rate)
         if not errors:
             self._added.add(found.key)
         return found
 
+    async def _with_extra_parts(self, episode: Episode, on_error: Callable[[WorldError], None]) -> Episode:
+        """Return the episode with the extra reward parts; a failure is recorded in the ledger."""
+        if self.reward_mixer is None or not self.reward_mixer.adds:
+            return episode
+        found = await add_extra_parts(self.session.scoring, self.session.world, episode, on_error)
+        failure = found.trajectory.failure
+        if failure is not None and episode.trajectory.failure is None and not is_expert(found):
+            self.ledger.finish(found.key, RolloutOutcome.FAILED, failure.part)
+            if failure.part == RewardFault.part:  # timed out, or its process has exited
+                self.ledger.note_clock_limit(found.key.step)
+        return found
+
     def normalize_batch(self, samples: list[TrainingSample]) -> list[TrainingSample]:
         """Normalize the rewards over the batch if `rewards.normalise_over` is "batch"."""
-        if self.combiner is None or self.combiner.settings.normalise_over != "batch":
+        if self.reward_mixer is None or self.reward_mixer.settings.normalise_over != "batch":
             return samples
-        episodes = self.combiner.over_batch([sample.episode for sample in samples])
+        episodes = self.reward_mixer.over_batch([sample.episode for sample in samples])
         found = [replace(c, episode=one) for c, one in zip(samples, episodes, strict=True)]
         return compared_again(found, self.algorithm, self.overlong_limit)
 
@@ -297,22 +314,22 @@ class RolloutCollector:
         """Apply the filters and state updates that need all groups of a step."""
         if self.algorithm.greso:
             success = self.session.world.rewards[0].name
-            self.memory = record_greso_visits(self.memory, samples, success, self.algorithm)
+            self.algorithm_state = record_greso_visits(self.algorithm_state, samples, success, self.algorithm)
         if self.algorithm.advantage_spec.has(Need.ROLE_BASELINES):
-            samples, averages = with_role_baselines(samples, self.session.world.name, self.memory.averages)
-            self.memory = replace(self.memory, averages=averages)
+            samples, averages = with_role_baselines(samples, self.session.world.name, self.algorithm_state.averages)
+            self.algorithm_state = replace(self.algorithm_state, averages=averages)
         return filter_batch(samples, self.algorithm, self.overlong_limit)
 
     def replay_samples(self, samples: list[TrainingSample]) -> list[TrainingSample]:
         """Return replayed samples as a separate batch, without updating any state."""
         if samples and self.algorithm.advantage_spec.has(Need.ROLE_BASELINES):
-            samples, _ = with_role_baselines(samples, self.session.world.name, self.memory.averages)
+            samples, _ = with_role_baselines(samples, self.session.world.name, self.algorithm_state.averages)
         return filter_batch(samples, self.algorithm, self.overlong_limit)
 
     async def evaluate(self, plan: EvaluationPlan) -> tuple[Evaluation, list[Episode]]:
         """Run an evaluation with the engine's current weights."""
         session, sampling = self.session, SamplingPlan("evaluate", plan.temperature, plan.seed)
-        scheduler = self._scheduler(session.config.rollout, sampling, Ledger())
+        scheduler = self._make_scheduler(session.config.rollout, sampling, Ledger())
         if self.partial is not None and (room := max_sessions(session.world)) is not None:
             left = min(scheduler.limits.concurrency, room - self.partial.num_open)
             scheduler = replace(scheduler, limits=replace(scheduler.limits, concurrency=left))
@@ -320,6 +337,13 @@ class RolloutCollector:
         name = f"step {plan.step}: evaluation episodes, {plan.split}"
         self.reporter.phase(name, plan.episodes_of(tasks), self.engine)
         return await evaluate(scheduler, tasks, plan, self.reporter.episode)
+
+
+def filter_batch(samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
+    """Return the samples after the variance filter, with advantages recomputed over the remaining groups."""
+    if algorithm.filters_groups:
+        samples = filter_low_variance(samples, algorithm)
+    return with_estimates(samples, algorithm, max_length)
 
 
 def max_sessions(world: World) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 from typing import NamedTuple
 
 import torch
@@ -27,14 +28,15 @@ from ludus.rollout.rollout_files import RolloutRecord
 from ludus.rollout.scheduler import Episode
 from ludus.training.batches.rows import (
     Row,
+    apply_mask,
     check_estimates,
     check_trajectories,
     new_actions,
+    pad_table,
     row_of_trajectory,
     transitions_of,
     turn_nodes,
     where_any,
-    without_masked,
 )
 from ludus.types import Path, StopReason, Task, Trajectory
 
@@ -141,6 +143,11 @@ class TrainingSample:
         """Whether an expert produced it; experts are excluded from ledger and episode metrics."""
         return is_expert(self.episode)
 
+    def masked(self, keep: Sequence[bool]) -> TrainingSample:
+        """Return the sample with the action tokens masked where `keep` is false."""
+        before = self.trains or (True,) * len(keep)
+        return replace(self, trains=tuple(a and b for a, b in zip(before, keep, strict=True)))
+
     @property
     def advantage(self) -> float | None:
         """The mean advantage over action tokens."""
@@ -186,7 +193,7 @@ def assign_credit(
     compared: list[TrainingSample] = []
     for place, group in enumerate(groups, start=first_group):
         if any(episode.trajectory.failure for episode in group):
-            samples += [_drop_partial_group(episode, place) for episode in group]
+            samples += [_dropped_sample(episode, place) for episode in group]
         else:
             check_trajectories([episode.trajectory for episode in group])
             if algorithm.advantage_spec.has(Need.BINARY_REWARDS):
@@ -233,16 +240,15 @@ def varies(group: Sequence[Episode], algorithm: Algorithm) -> bool:
 def _check_binary(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> None:
     """Raise LearnerError for a reward that is neither 0 nor 1."""
     for one in trajectories:
-        for reward in one.row_rewards:
-            if reward not in (0.0, 1.0):
-                raise LearnerError(
-                    f"The reward of {one.name} is {reward:g}, but the advantage {algorithm.advantage} needs 0 or 1.",
-                    "Use another advantage or a binary outcome.",
-                )
+        if odd := [reward for reward in one.row_rewards if reward not in (0.0, 1.0)]:
+            raise LearnerError(
+                f"The reward of {one.name} is {odd[0]:g}, but the advantage {algorithm.advantage} needs 0 or 1.",
+                "Use another advantage or a binary outcome.",
+            )
 
 
 def with_estimates(
-    samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int, estimates: Estimates
+    samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int, estimates: Estimates = UNKNOWN
 ) -> list[TrainingSample]:
     """Return the samples with advantages that include the KL, as placed by `algorithm`, and the critic.
 
@@ -250,26 +256,22 @@ def with_estimates(
     `reference`. Raises LearnerError if an estimate is not finite.
     """
     compared = [sample for sample in samples if sample.advantages is not None]
+    if not compared:
+        return list(samples)
     check_estimates(
         dict(zip(ESTIMATE_NAMES, estimates, strict=True)), [sample.episode.trajectory.name for sample in compared]
     )
-    advantages = _advantages(compared, algorithm, max_length, estimates)
-    found = [replace(sample, advantages=a) for sample, a in zip(compared, advantages, strict=True)]
+    columns = {"advantages": _advantages(compared, algorithm, max_length, estimates)}
     if estimates.ref_logprobs is not None:
-        found = [
-            replace(sample, reference=tuple(row.tolist()))
-            for sample, row in zip(found, estimates.ref_logprobs, strict=True)
-        ]
+        columns["reference"] = [tuple(row.tolist()) for row in estimates.ref_logprobs]
     if estimates.values is not None:
         raw = _advantages(compared, _critic_algorithm(algorithm), max_length, estimates)
         values = [v.double().cpu() for v in estimates.values]
+        columns["values"] = [tuple(v.tolist()) for v in values]
         targets = [torch.tensor(a, dtype=v.dtype) + v for a, v in zip(raw, values, strict=True)]
-        found = [
-            replace(sample, values=tuple(v.tolist()), targets=tuple(t.tolist()))
-            for sample, v, t in zip(found, values, targets, strict=True)
-        ]
-    following = iter(found)
-    return [sample if sample.advantages is None else next(following) for sample in samples]
+        columns["targets"] = [tuple(t.tolist()) for t in targets]
+    rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+    return [sample if sample.advantages is None else replace(sample, **next(rows)) for sample in samples]
 
 
 def _critic_algorithm(algorithm: Algorithm) -> Algorithm:
@@ -288,7 +290,7 @@ def _critic_algorithm(algorithm: Algorithm) -> Algorithm:
     return replace(algorithm.without_token_weights(), options=replace(algorithm.options, advantage=own))
 
 
-def _drop_partial_group(episode: Episode, place: int) -> TrainingSample:
+def _dropped_sample(episode: Episode, place: int) -> TrainingSample:
     if (failure := episode.trajectory.failure) is not None:
         return TrainingSample(episode, RolloutOutcome.FAILED, failure.part, place)
     return TrainingSample(episode, RolloutOutcome.DROPPED, "partial_group", place)
@@ -446,20 +448,14 @@ def _make_outcomes(samples: Sequence[TrainingSample], estimates: Estimates) -> O
     turns = [turns_of_actions(t) for t in trajectories]
     most = max((max(row, default=0) + 1 for row in turns), default=1)
     proposer, proposals = role_tables([sample.episode.task for sample in samples])
-    turn = torch.zeros(len(turns), width, dtype=torch.int64)
-    turn_rewards = torch.zeros(len(turns), most, dtype=torch.float64)
-    for i, row in enumerate(turns):
-        turn[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
-        given = trajectories[i].turn_rewards[:most]
-        turn_rewards[i, : len(given)] = torch.tensor(given, dtype=torch.float64)
     mask = torch.arange(width)[None, :] < lengths[:, None]
     return Outcomes(
         rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float64),
         group=torch.tensor([sample.group for sample in samples]),
         mask=mask,
         trains=_training_tokens(samples, mask),
-        turn=turn,
-        turn_rewards=turn_rewards,
+        turn=pad_table(turns, torch.int64, width),
+        turn_rewards=pad_table([t.turn_rewards[:most] for t in trajectories], torch.float64, most),
         kl=_table(estimates.kl, width),
         values=_table(estimates.values, width),
         bootstrap_values=None if estimates.bootstrap is None else torch.cat(list(estimates.bootstrap)),
@@ -518,17 +514,12 @@ def _baselines(samples: Sequence[TrainingSample]) -> Tensor | None:
 
 def _table(values: Sequence[Tensor] | None, width: int) -> Tensor | None:
     """Pad to `[N, width]` float64 on the CPU."""
-    if values is None:
-        return None
-    table = torch.zeros(len(values), width, dtype=torch.float64)
-    for i, row in enumerate(values):
-        table[i, : len(row)] = row.double().cpu()
-    return table
+    return None if values is None else pad_table(values, torch.float64, width)
 
 
 def turns_of_actions(trajectory: Trajectory) -> list[int]:
     """Return the turn of each action token, counted from 0 without gaps."""
-    of_actions = [t for t, action in zip(trajectory.turn_index, trajectory.action_mask, strict=True) if action]
+    of_actions = list(compress(trajectory.turn_index, trajectory.action_mask))
     numbers = {turn: number for number, turn in enumerate(dict.fromkeys(of_actions))}
     return [numbers[turn] for turn in of_actions]
 
@@ -537,13 +528,10 @@ def _conflict_token_weights(
     samples: Sequence[TrainingSample], outcomes: Outcomes, advantages: Tensor, algorithm: Algorithm
 ) -> Tensor:
     """Return GTPO's weights of conflict tokens."""
-    ids = torch.zeros(outcomes.mask.shape, dtype=torch.int64)
-    for i, sample in enumerate(samples):
-        trajectory = sample.episode.trajectory
-        actions = [token for token, action in zip(trajectory.token_ids, trajectory.action_mask, strict=True) if action]
-        ids[i, : len(actions)] = torch.tensor(actions, dtype=torch.int64)
+    trajectories = [sample.episode.trajectory for sample in samples]
+    ids = [list(compress(trajectory.token_ids, trajectory.action_mask)) for trajectory in trajectories]
     return conflict_weights(
-        token_ids=ids,
+        token_ids=pad_table(ids, torch.int64, outcomes.mask.shape[1]),
         group=outcomes.group,
         advantages=advantages,
         mask=outcomes.mask,
@@ -587,7 +575,7 @@ def training_rows(
         if sample.outcome is RolloutOutcome.TRAINED:
             one = sample.episode.trajectory
             row = row_of_trajectory(one, sample.advantages or (), mask_observations=mask_observations)
-            row = without_masked(row, sample.trains)
+            row = apply_mask(row, sample.trains)
             parts = [one.rewards.get(reward.name, 0.0) for reward in rewards if reward.outcome]
             sampled = (False,) * len(row.tokens) if sample.expert else row.sampled
             positive = max(parts, default=one.reward) > 0

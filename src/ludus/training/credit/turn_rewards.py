@@ -25,6 +25,7 @@ from ludus.algorithms.spec.presets import TURN_LEVEL
 from ludus.config.sections.rewards import PROGRESS, LengthConfig, RewardsConfig
 from ludus.rewards.code.turns import turn_of_call
 from ludus.rollout.scheduler import Episode
+from ludus.training.batches.rows import pad_table
 from ludus.training.credit.advantages import assign_credit, turns_of_actions
 from ludus.types import ToolOutcome, ToolStatus, Trajectory
 
@@ -135,9 +136,8 @@ def calibrate(
     events = [events_of(trajectory) for trajectory, _ in attempts]
     counts = dict(sorted(Counter(event for own in events for event in own).items()))
     numbers = {event: number for number, event in enumerate(counts)}
-    tiers = torch.full((len(events), max(map(len, events)) or 1), -1)
-    for i, own in enumerate(events):
-        tiers[i, : len(own)] = torch.tensor([numbers[event] for event in own], dtype=torch.int64)
+    width = max(map(len, events)) or 1
+    tiers = pad_table([[numbers[event] for event in own] for own in events], torch.int64, width, fill=-1)
     won = torch.tensor([float(success) for _, success in attempts])
     whole = calibrate_tiers(tiers=tiers, success=won, num_tiers=len(counts), threshold=threshold)
     values = [0.0, *whole.reward.tolist()]
@@ -178,12 +178,12 @@ def measure(groups: Sequence[Sequence[Episode]], rewards: Mapping[str, float], a
     trajectories = [sample.episode.trajectory for sample in samples]
     own = [events_of(trajectory) for trajectory in trajectories]
     names = sorted({event for events in own for event in events})
-    advantages = _pad_rows([list(sample.advantages or ()) for sample in samples], 0.0)
-    turn = _pad_rows([turns_of_actions(trajectory) for trajectory in trajectories], 0)
+    advantages = pad_table([sample.advantages or () for sample in samples], torch.float64)
+    turn = pad_table([turns_of_actions(trajectory) for trajectory in trajectories], torch.int64)
     lengths = torch.tensor([trajectory.num_action_tokens for trajectory in trajectories])
     found = tier_advantages(
         advantages=advantages,
-        tiers=_pad_rows([[names.index(event) for event in events] for events in own], -1),
+        tiers=pad_table([[names.index(event) for event in events] for events in own], torch.int64, fill=-1),
         turn=turn,
         mask=torch.arange(turn.shape[1])[None, :] < lengths[:, None],
         num_tiers=len(names),
@@ -203,12 +203,3 @@ def align(groups: Sequence[Sequence[Episode]], rewards: Mapping[str, float], alg
 def calibration_algorithm(algorithm: Algorithm) -> Algorithm:
     """Return the run's algorithm if its advantage compares turns, otherwise `turn_return_hybrid`."""
     return algorithm if algorithm.advantage_spec.has(Need.TURN_REWARDS) else TURN_LEVEL
-
-
-def _pad_rows(rows: Sequence[Sequence[float]], fill: float) -> torch.Tensor:
-    """Right-pad the rows to `[N, K]`: float64, or int64 for integers."""
-    kind = torch.float64 if isinstance(fill, float) else torch.int64
-    table = torch.full((len(rows), max(map(len, rows)) or 1), fill, dtype=kind)
-    for i, row in enumerate(rows):
-        table[i, : len(row)] = torch.tensor(row, dtype=kind)
-    return table

@@ -32,10 +32,11 @@ from ludus.training.batches.rows import (
     FiniteChecks,
     Microbatch,
     Row,
-    balanced,
+    balance_rows,
     blank_microbatch,
     find_row_fault,
     microbatches,
+    pad_table,
     scored_mask,
 )
 from ludus.training.distributed.collectives import (
@@ -51,12 +52,12 @@ from ludus.training.distributed.launcher import ScoreRows, TrainRows
 from ludus.training.learner.logprobs import (
     AuxLogprobs,
     AuxScorers,
-    FullKl,
     LogprobScorer,
     ScoredTokens,
-    SumPiSquared,
+    ScoreFunction,
     TokenScorer,
-    own_types,
+    full_kl,
+    model_precision,
     pad_rows,
     score_dtype,
 )
@@ -137,7 +138,6 @@ class TokenBudget:
 
 _MAX_CACHED = 8
 """Maximum number of cached entries; a step needs fewer."""
-_RowKeys = tuple[str, list[tuple[tuple[int, ...], tuple[bool, ...]]]]
 
 
 @dataclass
@@ -147,24 +147,23 @@ class LogprobCache:
     Rounding depends on how rows are batched, so values are only returned for the same list of rows.
     """
 
-    _found: deque[tuple[_RowKeys, list[Tensor]]] = field(default_factory=lambda: deque(maxlen=_MAX_CACHED))
+    _found: deque[tuple[str, Sequence[Row], list[Tensor]]] = field(default_factory=lambda: deque(maxlen=_MAX_CACHED))
 
     def add(self, name: str, rows: Sequence[Row], logprobs: Sequence[Tensor]) -> None:
         """Cache a scorer's values of the rows."""
-        self._found.append((_row_keys(name, rows), list(logprobs)))
+        self._found.append((name, rows, list(logprobs)))
 
     def get(self, name: str, rows: Sequence[Row]) -> list[Tensor] | None:
-        """Return the values of exactly these rows in this order, or None."""
-        key = _row_keys(name, rows)
-        return next((logprobs for known, logprobs in self._found if known == key), None)
+        """Return the values of rows with exactly these tokens and masks in this order, or None."""
+        wanted = [(row.tokens, row.trains) for row in rows]
+        for known, known_rows, logprobs in self._found:
+            if known == name and [(row.tokens, row.trains) for row in known_rows] == wanted:
+                return logprobs
+        return None
 
     def clear(self) -> None:
         """Drop all entries because the weights have changed."""
         self._found.clear()
-
-
-def _row_keys(name: str, rows: Sequence[Row]) -> _RowKeys:
-    return name, [(row.tokens, row.trains) for row in rows]
 
 
 OldLogprobs = Literal["recomputed", "engine"]
@@ -211,12 +210,12 @@ class CachedLogprobs:
 
     def of(self, index: Sequence[int]) -> CachedLogprobs:
         """Return the values of these rows."""
-        return CachedLogprobs(
-            None if self.proximal is None else [self.proximal[i] for i in index],
-            None if self.chosen is None else [self.chosen[i] for i in index],
-            None if self.experts is None else [self.experts[i] for i in index],
-            {name: [scores[i] for i in index] for name, scores in self.others.items()},
-        )
+
+        def select(values: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
+            return None if values is None else [values[i] for i in index]
+
+        others = {name: [scores[i] for i in index] for name, scores in self.others.items()}
+        return CachedLogprobs(select(self.proximal), select(self.chosen), select(self.experts), others)
 
 
 @dataclass
@@ -224,7 +223,7 @@ class Learner:
     """Take optimizer steps on `scorer.model` with one algorithm."""
 
     scorer: LogprobScorer
-    optimiser: Optimizer
+    optimizer: Optimizer
     algorithm: Algorithm
     settings: LearnerSettings = field(default_factory=LearnerSettings)
     scorers: Mapping[str, TokenScorer] = field(default_factory=dict)
@@ -255,20 +254,20 @@ class Learner:
     ) -> list[ScoredTokens]:
         """Return the scores `[T]` of each row by the policy ("") or another scorer; `keep` as in `score`."""
         with self.ranks.together(ScoreRows(name, rows, entropy, keep)):
-            found = self._score_all(rows, self._scorer_of(name), entropy)[0]
+            found = self._score_all(rows, self._score_function(name), entropy)[0]
             if keep:
                 self._cache.add(name, rows, [scores.logprobs for scores in found])
             return found
 
-    def _scorer_of(self, name: str) -> TokenScorer:
-        """Return a scorer by name. Raises LearnerError without a reference if it is needed."""
+    def _score_function(self, name: str) -> ScoreFunction:
+        """Return the scores of a scorer by name. Raises LearnerError without a reference if it is needed."""
         if name == SUM_PI_SQUARED:
-            return SumPiSquared(self.scorer)
+            return self.scorer.sum_pi_squared
         if name in ("reference", FULL_KL) and "reference" not in self.scorers:
-            raise LearnerError("There is no reference model.")
+            raise LearnerError("The run has no reference model.")
         if name == FULL_KL:
-            return FullKl(self.scorer, self._aux)
-        return self.scorers[name] if name else self.scorer
+            return functools.partial(full_kl, self.scorer, self._aux)
+        return self.scorers[name].score if name else self.scorer.score
 
     def reference(self, rows: Sequence[Row]) -> list[Tensor]:
         """Return reference log-probabilities `[T]` of each row's training tokens, cached for `train`.
@@ -322,11 +321,12 @@ class Learner:
                 if any(self.ranks.gather(len(chosen))):
                     updates.append(self._update([rows[i] for i in chosen], known.of(chosen)))
         metrics = _token_metrics([statistics for statistics, _ in updates])
-        metrics |= _mean_metrics([report for _, report in updates])
+        reports = [report for _, report in updates]
+        metrics |= {name: sum(report[name] for report in reports) / len(reports) for name in reports[0]}
         return metrics | {OLD_FROM_ENGINE: float(settings.old_logprobs == "engine")}
 
     def _start(self, rows: Sequence[Row], seed: int) -> CachedLogprobs:
-        """Compute what the updates need from the weights at the start of the step."""
+        """Return the log-probabilities of the step's initial weights, as far as the updates need them."""
         settings, experts, others = self.settings, None, self._aux_logprobs(rows)
         if settings.old_logprobs == "engine":
             proximal = [torch.tensor(row.behavior, dtype=torch.float64) for row in rows]
@@ -334,7 +334,7 @@ class Learner:
             known = None if self.scorer.routing is not None else self._known("", rows)
             if known is None:
                 with nullcontext() if self.scorer.routing is None else self.scorer.routing.recording():
-                    found, experts = self._score_all(rows, self.scorer)
+                    found, experts = self._score_all(rows, self.scorer.score)
                 known = [scores.logprobs for scores in found]
             proximal = known
         else:
@@ -357,7 +357,7 @@ class Learner:
         for name in self._aux.per_token:
             known = self._known(name, rows)
             if known is None and self.settings.epochs > 1:
-                known = [scores.logprobs for scores in self._score_all(rows, self.scorers[name])[0]]
+                known = [scores.logprobs for scores in self._score_all(rows, self.scorers[name].score)[0]]
             if known is not None:
                 found[name] = known
         return found
@@ -389,15 +389,15 @@ class Learner:
         def undo() -> None:
             found.clear()
             self._finite.clear()
-            self.optimiser.clear()
+            self.optimizer.zero_grad()
 
         self._finite.clear()
         self._check_finite(find_row_fault(rows))
-        with own_types(self.scorer.model):
+        with model_precision(self.scorer.model):
             self.budget.each(lambda limit: self._split(rows, limit), backward, undo, self.ranks)
         self._check_finite(self._finite.fault)
         self._finite.clear()
-        sum_gradients(self.optimiser.parameters, self.ranks)
+        sum_gradients(self.optimizer.parameters, self.ranks)
         everything = [statistics for part in self.ranks.gather(found) for statistics in part]
         if not everything:
             raise ValueError("a batch needs at least one row")
@@ -407,7 +407,7 @@ class Learner:
         """Return the indices of this rank's rows."""
         if not self.ranks.whole or self.ranks.count == 1:
             return range(len(rows))
-        return balanced(rows, self.ranks.count, shared=self.scorer.shares_prefixes)[self.ranks.rank]
+        return balance_rows(rows, self.ranks.count, shared=self.scorer.shares_prefixes)[self.ranks.rank]
 
     def _split(self, rows: Sequence[Row], limit: int) -> list[Microbatch]:
         """Split into microbatches; equally many on every rank if weights are sharded."""
@@ -423,13 +423,13 @@ class Learner:
         try:
             raise_together(fault, "Look for extreme rewards or log-probabilities in this step.", self.ranks)
         except LearnerError:
-            self.optimiser.clear()
+            self.optimizer.zero_grad()
             raise
 
     def _update(self, batch: Sequence[Row], known: CachedLogprobs) -> tuple[Statistics, dict[str, float]]:
         statistics, tokens = self.gradient(batch, known)
-        rate = self.optimiser.settings.rate(self.optimiser.num_steps)
-        norm = self.optimiser.step()
+        rate = self.optimizer.settings.learning_rate_at(self.optimizer.num_steps)
+        norm = self.optimizer.step()
         return statistics, {
             "optim/grad_norm": norm,
             "optim/learning_rate": rate,
@@ -485,7 +485,7 @@ class Learner:
 
     @torch.no_grad()
     def _score_all(
-        self, rows: Sequence[Row], scorer: TokenScorer, entropy: Entropy = "none"
+        self, rows: Sequence[Row], function: ScoreFunction, entropy: Entropy = "none"
     ) -> tuple[list[ScoredTokens], list[Tensor] | None]:
         """Return the scores of each row, `[T]`, and its routed experts if they are recorded."""
         found: dict[int, ScoredTokens] = {}
@@ -496,7 +496,7 @@ class Learner:
         own = [rows[i] for i in mine]
 
         def score(part: Microbatch) -> None:
-            scores = scorer.score(part.tokens, part.trains, entropy)
+            scores = function(part.tokens, part.trains, entropy)
             for place, i in enumerate(part.index):
                 length = len(own[i].tokens)
                 spread = None if scores.entropy is None else scores.entropy[place, :length]
@@ -504,7 +504,7 @@ class Learner:
             if part.index and routing is not None and routing.records:
                 experts.update(zip((mine[i] for i in part.index), routing.taken(), strict=True))
 
-        with own_types(self.scorer.model):
+        with model_precision(self.scorer.model):
             self.budget.each(lambda limit: self._split(own, limit), score, found.clear, self.ranks)
         found, experts = merged(found, self.ranks), merged(experts, self.ranks)
         return [found[i] for i in range(len(rows))], [experts[i] for i in range(len(rows))] if experts else None
@@ -539,16 +539,9 @@ def choose_tokens(
     if choose is None:
         return None
     order = sorted(range(len(rows)), key=lambda i: (rows[i].name, rows[i].tokens, rows[i].advantages))
-    width = max(len(row.tokens) for row in rows)
-    old = torch.zeros(len(rows), width, dtype=torch.float64)
-    advantages = torch.zeros(len(rows), width, dtype=torch.float64)
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for place, i in enumerate(order):
-        row = rows[i]
-        old[place, : len(row.tokens)] = proximal[i].double().cpu()
-        advantages[place, : len(row.tokens)] = torch.tensor(row.advantages, dtype=torch.float64)
-        mask[place, : len(row.tokens)] = torch.tensor(row.trains)
-    mask = scored_mask(mask)
+    old = pad_table([proximal[i] for i in order], torch.float64)
+    advantages = pad_table([rows[i].advantages for i in order], torch.float64)
+    mask = scored_mask(pad_table([rows[i].trains for i in order], torch.bool))
     means = CovarianceMeans.of(old_logprobs=old, advantages=advantages, mask=mask)
     covariance = token_covariance(old_logprobs=old, advantages=advantages, mask=mask, means=means)
     chosen = algorithm.call(choose, "loss", {"covariance": covariance, "mask": mask, "seed": seed})
@@ -578,19 +571,11 @@ def _token_metrics(updates: Sequence[Statistics]) -> dict[str, float]:
         for label, bucket in zip(statistics.by_length.labels, statistics.by_length.buckets, strict=True)
         if bucket.tokens
     }
-    if statistics.entropy_mean is not None:
-        metrics[ENTROPY] = statistics.entropy_mean
-    if statistics.kl_mean is not None:
-        metrics["policy/kl_reference"] = statistics.kl_mean
-    if statistics.chosen_share is not None:
-        metrics["policy/chosen_share"] = statistics.chosen_share
-    if statistics.teacher_mean is not None:
-        metrics["distill/reverse_kl"] = statistics.teacher_mean
+    optional = {
+        ENTROPY: statistics.entropy_mean,
+        "policy/kl_reference": statistics.kl_mean,
+        "policy/chosen_share": statistics.chosen_share,
+        "distill/reverse_kl": statistics.teacher_mean,
+    }
+    metrics |= {name: value for name, value in optional.items() if value is not None}
     return metrics | {f"loss/{name}": value / len(updates) for name, value in statistics.terms.items()}
-
-
-def _mean_metrics(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for name, value in (item for report in reports for item in report.items()):
-        values.setdefault(name, []).append(value)
-    return {name: sum(own) / len(own) for name, own in values.items()}

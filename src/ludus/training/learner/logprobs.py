@@ -27,7 +27,7 @@ from ludus.algorithms.kl import FULL_KL_NAMES
 from ludus.engines.embedded.onednn_linear import OneDnnLinear, use_onednn
 from ludus.engines.models.lora import is_peft
 from ludus.errors import LearnerError, UserError
-from ludus.training.batches import prefix_packing as forests
+from ludus.training.batches import prefix_packing
 from ludus.training.batches.chunked_lm_head import (
     CHUNK_LOGITS,
     Divergence,
@@ -82,7 +82,7 @@ class Checkpointable(Protocol):
     _gradient_checkpointing_func: Callable[..., object]
 
 
-def recomputable_layers(model: PreTrainedModel) -> list[Checkpointable]:
+def checkpointable_layers(model: PreTrainedModel) -> list[Checkpointable]:
     """Return the layers that support checkpointing. Raises UserError if there are none."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -96,7 +96,7 @@ def recomputable_layers(model: PreTrainedModel) -> list[Checkpointable]:
 
 
 @contextmanager
-def recomputing(layers: Sequence[Checkpointable]) -> Iterator[None]:
+def checkpointed(layers: Sequence[Checkpointable]) -> Iterator[None]:
     """Checkpoint `layers` in forward passes within the block; passes without gradient are unchanged."""
     if not layers or not torch.is_grad_enabled():
         yield
@@ -145,19 +145,16 @@ class LogprobScorer:
     temperature: float = 1.0
     recompute: bool = False
     routing: RoutingReplay | None = None
+    shares_prefixes: bool = field(default=False, init=False)
+    """Whether rows are packed as a forest; otherwise they are padded."""
 
     def __post_init__(self) -> None:
-        self._layers = recomputable_layers(self.model) if self.recompute else []
-        forests.register()
+        self._layers = checkpointable_layers(self.model) if self.recompute else []
+        prefix_packing.register()
         use_onednn(self.model)
         self._body = _body(self.model)
         self._head = _linear_head(self.model)
-        self._planted = self._body is not None and self._head is not None and self._trial()
-
-    @property
-    def shares_prefixes(self) -> bool:
-        """Whether rows are packed as a forest; otherwise they are padded."""
-        return self._planted
+        self.shares_prefixes = self._body is not None and self._head is not None and self._trial()
 
     def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens:
         """Return log-probabilities (natural, float32 or better) of the tokens `[B, L]` marked in `scored`.
@@ -187,7 +184,7 @@ class LogprobScorer:
         if against:
             scores, found = self._scores_and_divergences(tokens, (rows, columns), entropy, against)
         else:
-            score = self._planted_scores if self._planted else self._padded_scores
+            score = self._packed_scores if self.shares_prefixes else self._padded_scores
             scores, found = score(tokens, (rows, columns), entropy), {}
         spread = None if scores.entropy is None else _scatter(scores.entropy, at, tokens)
         divergences = {name: _scatter(values, at, tokens) for name, values in found.items()}
@@ -205,6 +202,15 @@ class LogprobScorer:
             return HiddenStates(head.weight.new_zeros(0, head.weight.shape[1]), head)
         return HiddenStates(self.states(tokens, (rows, columns)), head)
 
+    @torch.no_grad()
+    def sum_pi_squared(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens:
+        """Return the sum of squared probabilities at each scored token, instead of log-probabilities."""
+        states = self.distributions(tokens, scored)
+        rows, columns = torch.nonzero(scored[:, 1:], as_tuple=True)
+        parts = torch.split(states.hidden, max(1, CHUNK_LOGITS // states.head.weight.shape[0]))
+        sums = [torch.softmax(states.head.logits(part), -1).square().sum(-1) for part in parts]
+        return ScoredTokens(_scatter(torch.cat(sums), (rows, columns + 1), tokens), None)
+
     def _scores_and_divergences(
         self, tokens: Tensor, at: Positions, entropy: Entropy, against: Mapping[str, DivergenceTarget]
     ) -> tuple[TokenScores, dict[str, Tensor]]:
@@ -216,12 +222,17 @@ class LogprobScorer:
 
     def _whole_head(self) -> LmHead:
         """Return the output layer. Raises LearnerError if full distributions are unavailable."""
-        if not self._planted or self._head is None or is_sharded(self.model):
+        if not self.shares_prefixes or self._head is None or is_sharded(self.model):
             raise LearnerError(
                 f"Full distributions of {type(self.model).__name__} are unavailable: its hidden states "
                 "cannot be read, or its weights are sharded.",
                 "Use algorithm.kl = k3, the loss distill, or training.learner.shard = false.",
             )
+        return self._lm_head
+
+    @property
+    def _lm_head(self) -> LmHead:
+        assert self._head is not None
         return LmHead(self._head.weight, self._head.bias, self.temperature)
 
     def _check_routing(self, tokens: Tensor) -> None:
@@ -235,14 +246,14 @@ class LogprobScorer:
     def _idle(self, device: torch.device) -> Tensor:
         """Return 0 after a pass of one token: with sharded weights all ranks make every pass."""
         nowhere = torch.zeros(1, dtype=torch.int64, device=device)
-        found = self._planted_scores if self._planted else self._padded_scores
+        found = self._packed_scores if self.shares_prefixes else self._padded_scores
         scores = found(torch.zeros(1, 2, dtype=torch.int64, device=device), (nowhere, nowhere))
         return 0.0 * scores.logprobs.sum()
 
-    def _planted_scores(self, tokens: Tensor, at: tuple[Tensor, Tensor], entropy: Entropy = "none") -> TokenScores:
+    def _packed_scores(self, tokens: Tensor, at: tuple[Tensor, Tensor], entropy: Entropy = "none") -> TokenScores:
         """Return scores `[A]` of the tokens after the positions `at` (rows, columns), using a forest."""
         rows, columns = at
-        index, forest = self._plant(tokens, at)
+        index, forest = self._pack_prefixes(tokens, at)
         states, targets = index, tokens[rows, columns + 1]
         back: Tensor | None = None
         if forest.branches:
@@ -250,9 +261,7 @@ class LogprobScorer:
             (states, targets), back = torch.unique(pairs, dim=1, return_inverse=True)
 
         def score_hidden() -> TokenScores:
-            assert self._head is not None
-            head = LmHead(self._head.weight, self._head.bias, self.temperature)
-            found = head.score(self._hidden(forest)[states], targets, entropy)
+            found = self._lm_head.score(self._hidden(forest)[states], targets, entropy)
             return TokenScores(found.logprobs.clone(), found.entropy)  # hooks may not return a view
 
         scores = within(self.model, score_hidden)
@@ -265,7 +274,7 @@ class LogprobScorer:
 
         For models that share prefixes.
         """
-        index, forest = self._plant(tokens, at)
+        index, forest = self._pack_prefixes(tokens, at)
         return self._hidden(forest)[index]
 
     @property
@@ -274,23 +283,23 @@ class LogprobScorer:
         assert self._body is not None
         return self._body
 
-    def _plant(self, tokens: Tensor, at: tuple[Tensor, Tensor]) -> tuple[Tensor, forests.PrefixForest]:
+    def _pack_prefixes(self, tokens: Tensor, at: tuple[Tensor, Tensor]) -> tuple[Tensor, prefix_packing.PrefixForest]:
         """Return the forest of the rows up to the last scored position, and the positions in it."""
         tokens, (rows, columns) = split_paths(tokens, at)
         lengths = torch.zeros(tokens.shape[0], dtype=torch.int64, device=tokens.device)
         lengths.scatter_reduce_(0, rows, columns + 1, "amax")
         given = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
-        forest = forests.plant(given, tokens.device)
+        forest = prefix_packing.pack_sequences(given, tokens.device)
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         return torch.cat(forest.places)[offsets[rows] + columns], forest
 
-    def _hidden(self, forest: forests.PrefixForest) -> Tensor:
+    def _hidden(self, forest: prefix_packing.PrefixForest) -> Tensor:
         """Return the hidden states `[T, H]`."""
         assert self._body is not None
         if self.routing is not None:
             self.routing.place(forest.places, forest.num_tokens)
         unused = torch.zeros(1, 1, 1, 1, device=forest.tokens.device)  # a 4-D mask is passed through unchanged
-        with recomputing(self._layers):
+        with checkpointed(self._layers):
             states: Tensor = self._body(
                 input_ids=forest.tokens,
                 position_ids=forest.positions,
@@ -307,7 +316,7 @@ class LogprobScorer:
         if self.routing is not None:
             every = torch.arange(tokens.shape[0] * used, device=tokens.device)
             self.routing.place(torch.split(every, used), len(every))
-        with recomputing(self._layers):
+        with checkpointed(self._layers):
             logits = self.model(input_ids=tokens[:, :used], use_cache=False).logits[rows, columns]
         logits = (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
         return logits_to_scores(logits, targets, entropy)
@@ -319,21 +328,21 @@ class LogprobScorer:
         Sets the model's attention to the forest implementation, which equals its own without a forest.
         """
         before = self.model.config._attn_implementation
-        if before not in ("sdpa", forests.NAME):
+        if before not in ("sdpa", prefix_packing.NAME):
             return False
         vocabulary = self.model.get_input_embeddings().weight.shape[0]
         device = next(self.model.parameters()).device
         line = torch.arange(_TRIAL_TOKENS, device=device) * 7 % vocabulary
         tokens = torch.stack([line, line, line.flip(0)])
-        tokens[1, forests.LEAST_SHARED + 4 :] = line[: _TRIAL_TOKENS - forests.LEAST_SHARED - 4]
+        tokens[1, prefix_packing.MIN_SHARED_TOKENS + 4 :] = line[: _TRIAL_TOKENS - prefix_packing.MIN_SHARED_TOKENS - 4]
         rows, columns = torch.nonzero(torch.ones_like(tokens[:, 1:]), as_tuple=True)
         at = (rows, columns)
         training = self.model.training
         self.model.eval()
         try:
             plain = self._padded_scores(tokens, at).logprobs
-            self.model.set_attn_implementation(forests.NAME)
-            planted = self._planted_scores(tokens, at).logprobs
+            self.model.set_attn_implementation(prefix_packing.NAME)
+            planted = self._packed_scores(tokens, at).logprobs
         except (AttributeError, TypeError, ValueError, RuntimeError):
             planted = plain = torch.full((), torch.nan)
         finally:
@@ -347,7 +356,7 @@ class LogprobScorer:
 
 
 @contextmanager
-def own_types(model: nn.Module) -> Iterator[None]:
+def model_precision(model: nn.Module) -> Iterator[None]:
     """Run passes in the model's own types, also under a caller's autocast.
 
     Mixing passes with and without autocast would give an unchanged policy a ratio other than 1. A float64
@@ -382,7 +391,9 @@ def _linear_head(model: PreTrainedModel) -> nn.Linear | None:
 
 
 FROZEN_SCORERS = ("reference", "teacher")
-"""Frozen scorers."""
+
+ScoreFunction = Callable[[Tensor, Tensor, Entropy], ScoredTokens]
+"""Score tokens as `LogprobScorer.score`."""
 
 
 class TokenScorer(Protocol):
@@ -450,21 +461,12 @@ class AuxScorers:
         return AuxLogprobs(found.get("reference"), found.get("teacher"), self.against(part.tokens, scored))
 
 
-@dataclass(frozen=True, slots=True)
-class FullKl:
-    """Scorer that returns the full KL to the reference instead of log-probabilities."""
-
-    policy: LogprobScorer
-    aux: AuxScorers
-
-    def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens:
-        """Return the divergence at each scored token."""
-        found, divergences = self.policy.compare(tokens, scored, entropy, self.aux.against(tokens, scored))
-        return ScoredTokens(divergences["reference"], found.entropy)
-
-    def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates:
-        """Return the policy's distributions."""
-        return self.policy.distributions(tokens, scored)
+def full_kl(
+    policy: LogprobScorer, aux: AuxScorers, tokens: Tensor, scored: Tensor, entropy: Entropy = "none"
+) -> ScoredTokens:
+    """Return the full KL to the reference at each scored token, instead of log-probabilities."""
+    found, divergences = policy.compare(tokens, scored, entropy, aux.against(tokens, scored))
+    return ScoredTokens(divergences["reference"], found.entropy)
 
 
 def pad_rows(values: Sequence[Tensor], part: Microbatch, like: Tensor) -> Tensor:
@@ -473,26 +475,3 @@ def pad_rows(values: Sequence[Tensor], part: Microbatch, like: Tensor) -> Tensor
     for place, i in enumerate(part.index):
         table[place, : len(values[i])] = values[i].to(table)
     return table.detach()
-
-
-@dataclass(frozen=True, slots=True)
-class SumPiSquared:
-    """Scorer that returns the sum of squared probabilities instead of log-probabilities."""
-
-    policy: LogprobScorer
-
-    @torch.no_grad()
-    def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens:
-        """Return the sum at each scored token."""
-        states = self.policy.distributions(tokens, scored)
-        rows, columns = torch.nonzero(scored[:, 1:], as_tuple=True)
-        size = max(1, CHUNK_LOGITS // states.head.weight.shape[0])
-        parts = torch.split(states.hidden, size)
-        sums = [torch.softmax(states.head.logits(part), -1).square().sum(-1) for part in parts]
-        found = torch.zeros(tokens.shape, dtype=sums[0].dtype, device=tokens.device)
-        found[rows, columns + 1] = torch.cat(sums)
-        return ScoredTokens(found, None)
-
-    def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates:
-        """Return the policy's distributions."""
-        return self.policy.distributions(tokens, scored)

@@ -11,9 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from ludus.config.sections.rewards import RewardModelConfig
-from ludus.config.sections.stages import PreferenceConfig, RftConfig, SftConfig
-from ludus.config.sections.training import TrainingConfig
+from ludus.config.sections.section import OptimizerSection
 from ludus.errors import LearnerError
 from ludus.training.distributed.collectives import (
     Collectives,
@@ -26,9 +24,6 @@ from ludus.training.distributed.collectives import (
 )
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
-
-SectionOfOptimiser = TrainingConfig | SftConfig | PreferenceConfig | RftConfig | RewardModelConfig
-"""Config sections with optimizer settings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,20 +40,11 @@ class OptimizerSettings:
     max_grad_norm: float = 1.0
 
     @classmethod
-    def of(cls, config: SectionOfOptimiser, total_steps: int) -> OptimizerSettings:
+    def from_config(cls, config: OptimizerSection, total_steps: int) -> OptimizerSettings:
         """Build from a configuration section."""
-        return cls(
-            learning_rate=config.learning_rate,
-            total_steps=total_steps,
-            warmup_steps=config.warmup_steps,
-            schedule=config.schedule,
-            weight_decay=config.weight_decay,
-            beta1=config.beta1,
-            beta2=config.beta2,
-            max_grad_norm=config.max_grad_norm,
-        )
+        return cls(total_steps=total_steps, **config.model_dump(include=set(OptimizerSection.model_fields)))
 
-    def rate(self, step: int) -> float:
+    def learning_rate_at(self, step: int) -> float:
         """Return the learning rate of optimizer step `step`, counted from 0."""
         if step < self.warmup_steps:
             return self.learning_rate * (step + 1) / self.warmup_steps
@@ -76,12 +62,17 @@ class Optimizer:
 
     `ranks` train the same model; sharded parameters have sharded state.
 
-    With `masters` a parameter of less than 32 bits is updated through a float32 master copy with float32
+    With `master_weights` a parameter of less than 32 bits is updated through a float32 master copy with float32
     moments, so that updates below its resolution accumulate.
     """
 
     def __init__(
-        self, model: nn.Module, settings: OptimizerSettings, *, masters: bool = True, ranks: Collectives | None = None
+        self,
+        model: nn.Module,
+        settings: OptimizerSettings,
+        *,
+        master_weights: bool = True,
+        ranks: Collectives | None = None,
     ) -> None:
         self.settings = settings
         self.ranks: Collectives = SingleProcess() if ranks is None else ranks
@@ -90,11 +81,11 @@ class Optimizer:
         self._masters = {
             name: p.detach().float()
             for name, p in self._named.items()
-            if masters and p.dtype in (torch.bfloat16, torch.float16)
+            if master_weights and p.dtype in (torch.bfloat16, torch.float16)
         }
-        self._moved: dict[str, torch.Tensor] = {**self._named, **self._masters}
-        matrices = [p for p in self._moved.values() if p.ndim > 1]
-        vectors = [p for p in self._moved.values() if p.ndim <= 1]
+        self._updated: dict[str, torch.Tensor] = {**self._named, **self._masters}
+        matrices = [p for p in self._updated.values() if p.ndim > 1]
+        vectors = [p for p in self._updated.values() if p.ndim <= 1]
         groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self._adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
@@ -107,44 +98,44 @@ class Optimizer:
         """Return the trained parameters."""
         return self._named.values()
 
-    def clear(self) -> None:
+    def zero_grad(self) -> None:
         """Drop the gradients."""
         for parameter in [*self.parameters, *self._masters.values()]:
             parameter.grad = None
 
     @property
-    def bytes_to_come(self) -> int:
+    def unallocated_bytes(self) -> int:
         """Return the memory that the first step will allocate for moments; 0 once they exist.
 
         Gradients of master weights are excluded: activations are freed before they are allocated.
         """
         if self._adamw.state:
             return 0
-        return sum(2 * local(p).numel() * p.element_size() for p in self._moved.values())
+        return sum(2 * local(p).numel() * p.element_size() for p in self._updated.values())
 
     def step(self) -> float:
         """Clip the gradients, take one step and clear them; return the norm before clipping.
 
         Raises LearnerError, leaving the weights unchanged, if the norm is not finite.
         """
-        self._hand_over()
-        moved = [p for p in self._moved.values() if p.grad is not None]
+        self._move_gradients_to_masters()
+        moved = [p for p in self._updated.values() if p.grad is not None]
         total = whole(get_total_norm([p.grad for p in moved if p.grad is not None]))
         clip_grads_with_norm_(moved, self.settings.max_grad_norm, total)
         norm = float(total)
         if not math.isfinite(norm):
-            self.clear()
+            self.zero_grad()
             raise LearnerError(
                 f"The gradient norm is {norm} at optimizer step {self.num_steps}.",
                 "Lower the learning rate, or look for extreme rewards in the rollouts of this step.",
             )
         for group in self._adamw.param_groups:
-            group["lr"] = self.settings.rate(self.num_steps)
+            group["lr"] = self.settings.learning_rate_at(self.num_steps)
         self._adamw.step()
         with torch.no_grad():
             for name, master in self._masters.items():
                 self._named[name].copy_(master)
-        self.clear()
+        self.zero_grad()
         self.num_steps += 1
         return norm
 
@@ -156,12 +147,12 @@ class Optimizer:
         try:
             raise_together(fault, hint, self.ranks)
         except LearnerError:
-            self.clear()
+            self.zero_grad()
             raise
         sum_gradients(self.parameters, self.ranks)
         return self.step()
 
-    def _hand_over(self) -> None:
+    def _move_gradients_to_masters(self) -> None:
         """Move the gradients to the master weights, which are created before the first step."""
         for name, master in self._masters.items():
             parameter = self._named[name]
@@ -170,23 +161,23 @@ class Optimizer:
             if parameter.grad is not None:
                 master.grad, parameter.grad = parameter.grad.float(), None
 
-    def state(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, torch.Tensor]:
         """Return the moments by parameter name, and the master weights, as plain tensors."""
         moments = {
             f"{kind}/{name}": self._adamw.state[moved][kind]
-            for name, moved in self._moved.items()
+            for name, moved in self._updated.items()
             if moved in self._adamw.state
             for kind in _MOMENTS
         }
         return moments | {f"master/{name}": m for name, m in self._masters.items() if self.num_steps}
 
-    def blank_state(self) -> dict[str, torch.Tensor]:
-        """Return zeros in the shapes, types and sharding of `state` after a step."""
-        moments = {f"{kind}/{name}": torch.zeros_like(m) for name, m in self._moved.items() for kind in _MOMENTS}
+    def zero_state_dict(self) -> dict[str, torch.Tensor]:
+        """Return zeros in the shapes, types and sharding of `state_dict` after a step."""
+        moments = {f"{kind}/{name}": torch.zeros_like(m) for name, m in self._updated.items() for kind in _MOMENTS}
         return moments | {f"master/{name}": torch.zeros_like(m) for name, m in self._masters.items()}
 
-    def load_state(self, state: dict[str, torch.Tensor], num_steps: int) -> None:
-        """Restore `state` saved after `num_steps` steps. Raises LearnerError if parameters differ."""
+    def load_state_dict(self, state: dict[str, torch.Tensor], num_steps: int) -> None:
+        """Restore a `state_dict` saved after `num_steps` steps. Raises LearnerError if parameters differ."""
         self.num_steps = num_steps
         if num_steps == 0:
             return
@@ -198,7 +189,7 @@ class Optimizer:
                 f"The optimizer state does not match the model: {odd}.",
                 "Resume with the run's original model.master_weights." if odd.startswith("master/") else "",
             )
-        for name, moved in self._moved.items():
+        for name, moved in self._updated.items():
             moments = {kind: torch.zeros_like(moved) for kind in _MOMENTS}
             for kind, moment in moments.items():
                 put(moment, state[f"{kind}/{name}"])

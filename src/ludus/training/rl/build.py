@@ -1,14 +1,14 @@
-"""Build and validate the parts of a training run, then evaluate, train and evaluate again."""
+"""Build the parts of a training run from its settings, restore a checkpoint, and run it."""
 
 from __future__ import annotations
 
 import asyncio
 import copy
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,15 +21,13 @@ from ludus.config.schema import Config
 from ludus.diagnostics.trackers import Tracker, make_tracker, read_metrics
 from ludus.engines.models.fingerprint import fingerprint_adapted
 from ludus.engines.models.loading import load_model, load_tokenizer
-from ludus.envs.registry import closing
 from ludus.errors import ConfigError, UserError
-from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, load_evaluation, plans
 from ludus.rollout.ledger import Ledger
 from ludus.training.batches.chunked_lm_head import Entropy, HiddenStates
-from ludus.training.collection.demonstrations import make_experts
+from ludus.training.collection.demonstrations import make_demonstrations
 from ludus.training.collection.filters import AlgorithmState
 from ludus.training.collection.prompt_stream import STREAM_FILE, WAITING_FILE, PromptStream, StreamState
-from ludus.training.collection.reward_mixing import make_combiner
+from ludus.training.collection.reward_mixing import make_reward_mixer
 from ludus.training.collection.rollout_collector import RemoteSampler, RolloutCollector
 from ludus.training.datasets.token_limits import rollout_warnings
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, same_weights
@@ -38,10 +36,10 @@ from ludus.training.learner.learner import Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens, TokenScorer
 from ludus.training.learner.moe_routing_replay import RoutingReplay
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.rl.async_trainer import TOO_LATE, AsyncTrainer
-from ludus.training.rl.memory_check import dry_run_of
+from ludus.training.rl.async_trainer import TOO_LATE, run_async
+from ludus.training.rl.memory_check import check_memory
 from ludus.training.rl.one_step_trainer import run_one_step
-from ludus.training.rl.sync_trainer import Reporter, SyncTrainer, task_order
+from ludus.training.rl.sync_trainer import Comparison, Reporter, SyncTrainer, task_order
 from ludus.training.rl.train_step import TrainStep
 from ludus.training.rl.validate import config_warnings, inactive_parts, updates_of
 from ludus.training.rl.weight_sync import WeightSync
@@ -67,18 +65,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("ludus.start")
 
 PROBE_TOKENS = 64
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Evaluations before and after training, on one split with one sampling setting.
-
-    `before` is None if there is none. The number of tasks or other conditions differ if the run was resumed
-    with other settings.
-    """
-
-    before: Evaluation | None
-    after: Evaluation
 
 
 @dataclass(frozen=True)
@@ -111,50 +97,61 @@ def train(
     Episodes run in this process unless `remote` is set.
     """
     config = session.config
-    algorithm = algorithm_of(config)
     warnings = (*config_warnings(config), *inactive_parts(config, session.world), *rollout_warnings(session))
     for text in filter(None, [*warnings, busy_warning(config)]):
         log.warning(text)
         reporter.alarm(text)
     with leading(config, next(session.model.parameters()).device) as ranks:
-        loop, done = build_loop(session, folder, algorithm, reporter, ranks, remote)
-        with _closing(loop):
-            dry_run_of(config, loop.learning.learner)
-            return asyncio.run(_run(loop, done, stream_before(loop, done), waiting_before(loop, done)))
+        trainer, done = build_trainer(session, folder, reporter, ranks, remote)
+        with _closing(trainer):
+            check_memory(config, trainer.train_step.learner)
+            return asyncio.run(trainer.run(done, training_loop(trainer, done)))
 
 
-def stream_before(loop: SyncTrainer, done: int) -> StreamState:
-    """Return the stream of the checkpoint of step `done`, or a new one if there is none."""
-    training, sampler = loop.session.config.training, loop.sampler
+def training_loop(trainer: SyncTrainer, done: int) -> Callable[[int], Awaitable[None]]:
+    """Return the loop of the configured `training.mode`; it trains from the given step to the last.
+
+    Restored episodes are dropped if the mode does not use them.
+    """
+    training, collector = trainer.session.config.training, trainer.collector
+    order = task_order(trainer.session.config, trainer.session.world)
+    source = PromptStream(collector, order, training.prompts_per_step, trainer.session.config.staleness.oversample)
+    stream, waiting = restore_stream(trainer.folder, source, done), restore_groups(trainer.folder, source, done)
+    dropped = (waiting if training.streams else stream).num_ended
+    if dropped:
+        collector.ledger.drop_restored(done + 1, dropped, TOO_LATE)
+    if training.streams:
+        return partial(run_async, trainer, stream)
+    late = [group.jobs[0] for group in stream.groups if group.jobs[0].key.step <= done]
+    collector.add_untrained_tasks(job.task.id for job in late)
+    collector.start(waiting.groups)
+    return partial(run_one_step, trainer) if training.one_step_behind else trainer.train
+
+
+def restore_groups(folder: RunFolder, source: PromptStream, done: int, file: str = WAITING_FILE) -> StreamState:
+    """Return the groups in a file of the checkpoint of step `done`; empty if there is no such file."""
+    text = load_text(checkpoint_path(folder.checkpoints, done), file) if done else None
+    if text is None:
+        return StreamState()
+    return StreamState.from_text(text, {task.id: task for task in source.order.tasks}, source.jobs_of)
+
+
+def restore_stream(folder: RunFolder, source: PromptStream, done: int) -> StreamState:
+    """Return the stream of the checkpoint of step `done`, or a new one after the tasks of the steps so far."""
+    path = checkpoint_path(folder.checkpoints, done)
     if done == 0:
         return StreamState()
-    text = load_text(checkpoint_path(loop.folder.checkpoints, done), STREAM_FILE)
-    order = task_order(loop.session.config, loop.session.world)
-    path = checkpoint_path(loop.folder.checkpoints, done)
-    if text is None and read_state(path).mode == "async":
-        raise broken(path, f"trainer/{STREAM_FILE} is missing")
-    if text is None:  # the checkpoint was not written by asynchronous training
-        return StreamState(max([done, *sampler.ledger.steps_ahead]) * order.chunk)
-    source = PromptStream(sampler, order, training.prompts_per_step, loop.session.config.staleness.oversample)
-    state = StreamState.from_text(text, {task.id: task for task in order.tasks}, source.jobs_of)
+    if load_text(path, STREAM_FILE) is None:
+        if read_state(path).mode == "async":
+            raise broken(path, f"trainer/{STREAM_FILE} is missing")
+        return StreamState(max([done, *source.collector.ledger.steps_ahead]) * source.order.chunk)
+    state = restore_groups(folder, source, done, STREAM_FILE)
     return replace(state, next_number=source.free(state.next_number, state.groups))
 
 
-def waiting_before(loop: SyncTrainer, done: int) -> StreamState:
-    """Return the leftover episodes in the checkpoint of step `done` for the next step."""
-    path = checkpoint_path(loop.folder.checkpoints, done)
-    text = load_text(path, WAITING_FILE) if done else None
-    if text is None:
-        return StreamState()
-    order = task_order(loop.session.config, loop.session.world)
-    source = PromptStream(loop.sampler, order, loop.session.config.training.prompts_per_step)
-    return StreamState.from_text(text, {task.id: task for task in order.tasks}, source.jobs_of)
-
-
-def build_loop(
+def build_trainer(
     session: TrainingSession,
     folder: RunFolder,
-    algorithm: Algorithm,
     reporter: Reporter,
     ranks: Collectives = ONE_PROCESS,
     remote: RemoteSampler | None = None,
@@ -163,30 +160,30 @@ def build_loop(
 
     The run folder is not changed until all parts are built.
     """
-    config, model = session.config, session.model
+    config, model, algorithm = session.config, session.model, algorithm_of(session.config)
     control = control_of(config, algorithm.kl_coef)
-    experts = make_experts(session, algorithm)
-    combiner = make_combiner(session, algorithm)
+    demonstrations, reward_mixer = make_demonstrations(session, algorithm), make_reward_mixer(session, algorithm)
     found = list_checkpoints(folder.checkpoints)
-    waits = bool(found) and (found[-1][1] / "trainer" / WAITING_FILE).is_file()
+    done, path = found[-1] if found else (0, None)
+    waits = path is not None and (path / "trainer" / WAITING_FILE).is_file()
     spanning = config.training.streams or config.rollout.partial.is_set or waits
-    done, ledger, memory = 0, Ledger(spanning=spanning), AlgorithmState.start(algorithm)
+    ledger = Ledger(spanning=spanning)
+    state = AlgorithmState.start(algorithm)
     engine = None
     if remote is not None:
         engine = remote.engine()
     elif ranks.count > 1:  # before the weights are sharded
         engine = make_engine(session)
-    with ranks.together(StartRanks(config, folder.path, found[-1][1] if found else None)):
-        parts = make_parts(session, algorithm, ranks, found[-1][1] if found else None)
+    with ranks.together(StartRanks(config, folder.path, path)):
+        parts = make_parts(session, algorithm, ranks, path)
     stored = parts.stored
     if stored is not None:
-        done, path = found[-1]
-        check_origins(stored.reference_digests, parts.origins, session)
+        check_reference_digests(stored.reference_digests, parts.reference_digests, session)
         ledger = Ledger.restore(stored.ledger, spanning=spanning)
-        memory = AlgorithmState.start(algorithm, stored.algorithm_state)
+        state = AlgorithmState.start(algorithm, stored.algorithm_state)
         control = control.restored(stored.kl)
-        if combiner is not None:
-            combiner.restore(stored.reward_moments)
+        if reward_mixer is not None:
+            reward_mixer.restore(stored.reward_moments)
         log.info("resumed from %s", path)
     engine = engine or make_engine(session)
     probe = probe_tokens(session)
@@ -195,26 +192,22 @@ def build_loop(
     warmup = warmup_steps(parts.value_model, config, None if stored is None else stored.warmup_steps)
     if warmup > done:
         log.info("only the critic is trained until step %d (critic.warmup_steps)", warmup)
-    bound, entropy = over_age_bound(config), memory.initial_entropy
-    sampler = RolloutCollector(session, engine, algorithm, reporter, ledger, memory, combiner, experts, remote)
-    loop = SyncTrainer(
+    masks = config.training.streams and config.staleness.on_stale == "mask"
+    max_age, entropy = config.staleness.max_staleness if masks else None, state.initial_entropy
+    trainer = SyncTrainer(
         session=session,
         folder=folder,
-        sampler=sampler,
-        learning=TrainStep(session, parts.learner, control, ledger, parts.value_model, bound, warmup, entropy),
-        origins=parts.origins,
-        sync=WeightSync.of(config, model, engine, probe, ranks),
+        collector=RolloutCollector(
+            session, engine, algorithm, reporter, ledger, state, reward_mixer, demonstrations, remote
+        ),
+        train_step=TrainStep(session, parts.learner, control, ledger, parts.value_model, max_age, warmup, entropy),
+        reference_digests=parts.reference_digests,
+        weight_sync=WeightSync.of(config, model, engine, probe, ranks),
         trackers=make_trackers(config, folder, done),
         reporter=reporter,
         history=[row.metrics for row in read_metrics(folder.metrics)] if done else [],
     )
-    return loop, done
-
-
-def over_age_bound(config: Config) -> int | None:
-    """Return the age in versions beyond which tokens are masked, or None if episodes wait instead."""
-    masks = config.training.streams and config.staleness.on_stale == "mask"
-    return config.staleness.max_staleness if masks else None
+    return trainer, done
 
 
 @dataclass(frozen=True)
@@ -224,7 +217,7 @@ class LearnerParts:
     learner: Learner
     value_model: ValueModel | None
     stored: TrainerState | None
-    origins: Mapping[str, str] = field(default_factory=dict)
+    reference_digests: Mapping[str, str] = field(default_factory=dict)
     """On rank 0: digests of models and data outside the checkpoint."""
 
 
@@ -238,7 +231,7 @@ def make_parts(
     config, model = session.config, session.model
     same_weights(model, ranks)
     scorers = _scorers(session, algorithm, control_of(config, algorithm.kl_coef))
-    origins = origins_of(session, scorers) if ranks.rank == 0 else {}
+    digests = reference_digests(session, scorers) if ranks.rank == 0 else {}
     value_model = make_value_model(config, algorithm, model, session.world.rewards[0].name, ranks)
     if resumed is not None:
         load_weights(resumed, model)
@@ -247,19 +240,19 @@ def make_parts(
         if isinstance(scorer, LogprobScorer):
             ranks.split(scorer.model)
     updates = config.training.steps * updates_of(config)
-    how = OptimizerSettings.of(config.training, updates)
-    optimiser = Optimizer(model, how, masters=config.model.master_weights, ranks=ranks)
+    how = OptimizerSettings.from_config(config.training, updates)
+    optimizer = Optimizer(model, how, master_weights=config.model.master_weights, ranks=ranks)
     stored = None
     if resumed is not None:
-        stored = load_trainer(resumed, optimiser)
+        stored = load_trainer(resumed, optimizer)
         if value_model is not None:
             part = load_part(resumed, part_name(value_model), value_model.blank_state())
             value_model.load_state(part, stored.value_model_steps)
-    return LearnerParts(make_learner(session, algorithm, optimiser, scorers), value_model, stored, origins)
+    return LearnerParts(make_learner(session, algorithm, optimizer, scorers), value_model, stored, digests)
 
 
 def make_learner(
-    session: TrainingSession, algorithm: Algorithm, optimiser: Optimizer, scorers: Mapping[str, TokenScorer]
+    session: TrainingSession, algorithm: Algorithm, optimizer: Optimizer, scorers: Mapping[str, TokenScorer]
 ) -> Learner:
     """Build the learner of the session's model from the configuration."""
     config, training = session.config, session.config.training
@@ -277,64 +270,12 @@ def make_learner(
         config.model.activation_checkpointing,
         RoutingReplay.of(session.model) if training.learner.replay_routing else None,
     )
-    return Learner(scorer, optimiser, algorithm, settings, scorers, optimiser.ranks)
+    return Learner(scorer, optimizer, algorithm, settings, scorers, optimizer.ranks)
 
 
 def make_trackers(config: Config, folder: RunFolder, done: int) -> list[Tracker]:
     """Build the configured trackers, truncated to the resumed step."""
     return [make_tracker(name, folder.path, done) for name in config.run.trackers]
-
-
-async def _run(loop: SyncTrainer, done: int, before: StreamState, waiting: StreamState) -> list[Comparison]:
-    config = loop.session.config
-    async with closing(loop.session.world):
-        await loop.sync.publish(done)
-        if done == 0:
-            for plan in plans(config, 0):
-                await _evaluate_once(loop, plan)
-        await run_trainer(loop, done, before, waiting)
-        after = [await _evaluate_once(loop, plan) for plan in plans(config, config.training.steps)]
-    untrained = [stored_evaluation(loop.folder, plan) for plan in plans(config, 0)]
-    return [Comparison(b, a) for b, a in zip(untrained, after, strict=True)]
-
-
-async def run_trainer(loop: SyncTrainer, done: int, before: StreamState, waiting: StreamState) -> None:
-    """Train from step `done` to the last in the configured `training.mode`.
-
-    `before` and `waiting` are the restored stream and the restored leftover episodes. They are dropped if the
-    mode does not use them.
-    """
-    training, ledger = loop.session.config.training, loop.sampler.ledger
-    gone = waiting if training.streams else before
-    if gone.num_ended:
-        ledger.drop_restored(done + 1, gone.num_ended, TOO_LATE)
-    if training.streams:
-        await AsyncTrainer.of(loop, done, before).run(done, before)
-        return
-    late = [group.jobs[0] for group in before.groups if group.jobs[0].key.step <= done]
-    memory = loop.sampler.memory
-    loop.sampler.memory = replace(memory, untrained_tasks=(*memory.untrained_tasks, *(job.task.id for job in late)))
-    loop.sampler.restore_partial(waiting.groups)
-    try:
-        await (run_one_step(loop, done) if training.one_step_behind else loop.run(done))
-    finally:
-        if loop.sampler.partial is not None:
-            await loop.sampler.partial.close()
-
-
-async def _evaluate_once(loop: SyncTrainer, plan: EvaluationPlan) -> Evaluation:
-    """Run an evaluation plan unless an evaluation of that name exists."""
-    kept = stored_evaluation(loop.folder, plan)
-    if kept is None:
-        return await loop.evaluate(plan)
-    log.info("evaluation %s already exists, skipping it", plan.name)
-    return kept
-
-
-def stored_evaluation(folder: RunFolder, plan: EvaluationPlan) -> Evaluation | None:
-    """Return the stored evaluation of a plan, or None."""
-    path = folder.evaluations / f"{plan.name}.json"
-    return load_evaluation(path) if path.is_file() else None
 
 
 def _scorers(session: TrainingSession, algorithm: Algorithm, control: KlControl) -> dict[str, TokenScorer]:
@@ -366,13 +307,13 @@ def remove_after(folder: RunFolder, done: int) -> None:
 
 
 @contextmanager
-def _closing(loop: SyncTrainer) -> Iterator[None]:
+def _closing(trainer: SyncTrainer) -> Iterator[None]:
     """Close engine and trackers on exit."""
     try:
         yield
     finally:
-        asyncio.run(loop.engine.close())
-        for tracker in loop.trackers:
+        asyncio.run(trainer.engine.close())
+        for tracker in trainer.trackers:
             tracker.close()
 
 
@@ -398,7 +339,7 @@ def load_teacher(session: TrainingSession) -> LogprobScorer:
 START, TEACHER = "start", "teacher"
 
 
-def origins_of(session: TrainingSession, scorers: Mapping[str, TokenScorer]) -> dict[str, str]:
+def reference_digests(session: TrainingSession, scorers: Mapping[str, TokenScorer]) -> dict[str, str]:
     """Return the digests of the fixed models by name, before a checkpoint is loaded.
 
     `start` is the initial model, if it is the reference or the base of adapters.
@@ -412,7 +353,7 @@ def origins_of(session: TrainingSession, scorers: Mapping[str, TokenScorer]) -> 
     return found
 
 
-def check_origins(stored: Mapping[str, str], now: Mapping[str, str], session: TrainingSession) -> None:
+def check_reference_digests(stored: Mapping[str, str], now: Mapping[str, str], session: TrainingSession) -> None:
     """Raise UserError if a model differs from the checkpoint's digest.
 
     Models without a stored digest are not compared.

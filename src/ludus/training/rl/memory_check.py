@@ -32,11 +32,11 @@ _CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
-    """Memory in bytes for the longest microbatch of `tokens` tokens, and what is `available`.
+    """Memory in bytes for the longest microbatch of `tokens` tokens, and the `available` memory.
 
-    `others` is all prior memory besides the policy's weights: engine, reference, libraries. `activations` is
-    the memory of the pass without gradients. `moments` is what the first optimizer step will allocate. On the
-    CPU the numbers use the process's high-water mark, so an earlier peak can hide `activations`.
+    `others` is all prior memory besides the policy's weights: engine, reference, libraries. `activations`
+    excludes gradients. The first optimizer step allocates `moments`. On the CPU the numbers use the process's
+    high-water mark, so an earlier peak can hide `activations`.
     """
 
     tokens: int
@@ -61,7 +61,7 @@ class MemoryEstimate:
         )
 
 
-def dry_run_of(config: Config, learner: Learner) -> MemoryEstimate | None:
+def check_memory(config: Config, learner: Learner) -> MemoryEstimate | None:
     """Run the memory check if configured.
 
     `auto` runs it on a GPU only: on the CPU it may take as long as a step.
@@ -82,7 +82,7 @@ def dry_run(learner: Learner, longest: int) -> MemoryEstimate:
     All tokens but the first train, and no prefix is shared. All ranks have equally many rows. Raises
     LearnerError on all ranks if the pass or the following step runs out of memory.
     """
-    parameters, model, ranks = list(learner.optimiser.parameters), learner.scorer.model, learner.ranks
+    parameters, model, ranks = list(learner.optimizer.parameters), learner.scorer.model, learner.ranks
     device = parameters[0].device
     vocabulary = model.get_input_embeddings().weight.shape[0]
     num = max(1, learner.budget.tokens // longest)
@@ -96,14 +96,14 @@ def dry_run(learner: Learner, longest: int) -> MemoryEstimate:
             gradients = sum(_size(p.grad) for p in parameters if p.grad is not None)
             peak = _peak(device)
         finally:
-            learner.optimiser.clear()
+            learner.optimizer.zero_grad()
     estimate = MemoryEstimate(
         tokens=min(num * longest, max(learner.budget.tokens, longest)),
         weights=weights,
         others=max(0, before - weights),
         gradients=gradients,
         activations=max(0, peak - before - gradients),
-        moments=learner.optimiser.bytes_to_come,
+        moments=learner.optimizer.unallocated_bytes,
         available=_available(device),
     )
     log.info("dry run: %s", estimate)
@@ -118,8 +118,8 @@ def _check_fits(estimate: MemoryEstimate, ranks: Collectives, device: torch.devi
     here = [total for where, total in found if where == place]
     fault = ""
     if sum(here) > estimate.available:
-        beside = f"; with the {len(here) - 1} beside it {_gib(sum(here))} GiB" if len(here) > 1 else ""
-        fault = f"Not enough memory: {estimate}{beside}."
+        together = f"; all {len(here)} ranks here need {_gib(sum(here))} GiB" if len(here) > 1 else ""
+        fault = f"Not enough memory: {estimate}{together}."
     raise_together(fault, f"Lower training.microbatch_tokens. {REMEDY}", ranks)
 
 
@@ -156,7 +156,7 @@ def _peak(device: torch.device) -> int:
     """Return the peak in bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if own := peak_memory("self"):  # what getrusage says may be that of the process that started this one
+    if own := peak_memory("self"):  # getrusage may report the peak of the parent process
         return own
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

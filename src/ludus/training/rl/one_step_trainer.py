@@ -13,37 +13,36 @@ import torch
 from ludus.diagnostics.timings import StepTimings
 from ludus.engines.base import drain_stats
 from ludus.training.credit.advantages import TrainingSample
-from ludus.training.rl.sync_trainer import SyncTrainer, proof_metrics, task_order
+from ludus.training.rl.sync_trainer import SyncTrainer, task_order
 from ludus.training.rl.train_step import LearnerThread, cancel_and_wait
 
 
-async def run_one_step(loop: SyncTrainer, done: int) -> None:
+async def run_one_step(trainer: SyncTrainer, done: int) -> None:
     """Train on each batch while the next one is sampled; sync weights after both."""
-    last = loop.session.config.training.steps
-    order = task_order(loop.session.config, loop.session.world)
-    await loop.sync.publish(done)
+    last = trainer.session.config.training.steps
+    order = task_order(trainer.session.config, trainer.session.world)
+    await trainer.weight_sync.publish(done)
     if done >= last:
         return
     thread = LearnerThread(torch.get_num_threads())
     sampling: asyncio.Task[list[TrainingSample]] | None = None
     try:
-        samples = await loop.sampler.sample(done + 1, order)
+        samples = await trainer.collector.sample(done + 1, order)
         for step in range(done + 1, last + 1):
             clock = StepTimings(concurrent=True)
-            loop.sampled = loop.sampler.state
-            await drain_stats(loop.engine)
+            trainer.collector_state = trainer.collector.state
+            await drain_stats(trainer.engine)
             if step < last:
-                sampling = asyncio.create_task(loop.sampler.sample(step + 1, order))
+                sampling = asyncio.create_task(trainer.collector.sample(step + 1, order))
             with clock.phase("train"):
-                samples, learned = await loop.learning.learn(step, samples, thread)
+                samples, learned = await trainer.train_step.run(step, samples, thread)
             with clock.phase("rollout"):
                 following = await sampling if sampling is not None else []
-            clock.engine = (await drain_stats(loop.engine)).metrics()
+            clock.engine = (await drain_stats(trainer.engine)).metrics()
             with clock.phase("sync"):
-                proof = await loop.sync.publish(step)
-            learned |= proof_metrics(proof)
-            metrics = await loop.report(step, samples, learned, clock)
-            await loop.end_step(step, metrics)
+                proof = await trainer.weight_sync.publish(step)
+            metrics = await trainer.report(step, samples, learned | proof.metrics, clock)
+            await trainer.end_step(step, metrics)
             samples, sampling = following, None
     finally:
         await cancel_and_wait(sampling)

@@ -100,7 +100,7 @@ def execute(command: object, session: TrainingSession, learning: LearnerParts) -
             gathered(session.model)
         case SaveShards(folder):
             parts = {} if judge is None else {part_name(judge): judge.state()}
-            save_shards(folder, session.model, learner.optimiser, parts)
+            save_shards(folder, session.model, learner.optimizer, parts)
         case DryRun(longest):
             dry_run(learner, longest)
 

@@ -9,29 +9,38 @@ the same seed, also across a kill and resume.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
-from ludus.diagnostics.metrics import AlarmLimits, alarms, rollout_metrics, step_metrics
+from ludus.diagnostics.metrics import ALARM_STEPS, alarms, rollout_metrics, step_metrics
 from ludus.diagnostics.timings import StepTimings, scoring_hint, write_timings
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine, Sleepable, drain_stats
 from ludus.envs.base import TaskSequence, World
+from ludus.envs.registry import closing
 from ludus.errors import ConfigError, LearnerError
-from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, name_in_run, plan_during, save_evaluation
+from ludus.evaluation.evaluate import (
+    Evaluation,
+    EvaluationPlan,
+    load_evaluation,
+    name_in_run,
+    plan_during,
+    plans,
+    save_evaluation,
+)
 from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.reward_executor import scoring_concurrency
 from ludus.rollout.rollout_files import rollouts_path, write_rollouts
 from ludus.rollout.scheduler import Episode
-from ludus.training.collection.filters import EmptyBatchGuard, EssGuard, greso_metrics
+from ludus.training.collection.filters import StreakGuard, empty_batch_guard, ess_guard, ess_warning, greso_metrics
 from ludus.training.collection.prompt_stream import waiting_texts
 from ludus.training.collection.rollout_collector import CollectorState, EpisodeReporter, RolloutCollector
 from ludus.training.credit.advantages import TrainingSample, equal_groups
 from ludus.training.rl.train_step import ComputeDispatch, TrainStep, run_inline
-from ludus.training.rl.weight_sync import SyncProof, WeightSync
+from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.checkpoint import Extra, TrainerState, prune, save_checkpoint
 from ludus.training.run.run_dir import RunFolder, resume_command
 from ludus.training.run.session import TrainingSession
@@ -40,16 +49,22 @@ from ludus.types import Group
 
 log = logging.getLogger("ludus.rl")
 
-Texts = Callable[[], Mapping[str, str]]
+KL_REMEDY = "a larger algorithm.kl_coef, a lower training.learning_rate or another kl_control.guard_factor"
+
+CheckpointFiles = Callable[[], Mapping[str, str]]
 """Build a trainer's own checkpoint files by name; runs on the learner's thread."""
 
 
-@dataclass(frozen=True, slots=True)
-class PauseReason:
-    """Reason to pause a run and the settings to change before resuming."""
+@dataclass(frozen=True)
+class Comparison:
+    """Evaluations before and after training, on one split with one sampling setting.
 
-    reason: str
-    remedy: str
+    `before` is None if there is none. The number of tasks or other conditions differ if the run was resumed
+    with other settings.
+    """
+
+    before: Evaluation | None
+    after: Evaluation
 
 
 class Reporter(EpisodeReporter, Protocol):
@@ -70,39 +85,53 @@ class SyncTrainer:
 
     session: TrainingSession
     folder: RunFolder
-    sampler: RolloutCollector
-    learning: TrainStep
-    sync: WeightSync
+    collector: RolloutCollector
+    train_step: TrainStep
+    weight_sync: WeightSync
     trackers: Sequence[Tracker]
     reporter: Reporter
     history: list[Mapping[str, float]] = field(default_factory=list)
     """Metrics of the last steps that alarms use; all steps if the run was resumed."""
-    origins: Mapping[str, str] = field(default_factory=dict)
-    sampled: CollectorState = field(init=False)
+    reference_digests: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the models outside the checkpoint."""
+    collector_state: CollectorState = field(init=False)
     """State of the rollout collector right after the current step was sampled."""
-    guard: EssGuard = field(init=False)
-    empty: EmptyBatchGuard = field(init=False)
+    guards: tuple[StreakGuard, ...] = field(init=False)
     hinted: bool = field(default=False, init=False)
     """Whether the hint about slow rewards was already shown."""
 
     def __post_init__(self) -> None:
-        self.sampled = self.sampler.state
-        self.guard = EssGuard(self.session.config.staleness)
-        self.guard.recall(self.history)
-        self.empty = EmptyBatchGuard(self.sampler.algorithm)
-        self.empty.recall(self.history)
+        self.collector_state = self.collector.state
+        self.guards = (empty_batch_guard(self.collector.algorithm), ess_guard(self.session.config))
+        for guard in self.guards:
+            guard.recall(self.history)
 
     @property
     def engine(self) -> Engine:
         """The sampling engine."""
-        return self.sampler.engine
+        return self.collector.engine
 
-    async def run(self, done: int = 0) -> None:
+    async def run(self, done: int, train: Callable[[int], Awaitable[None]]) -> list[Comparison]:
+        """Evaluate, `train` from step `done` to the last, and evaluate again; existing evaluations are reused."""
+        config = self.session.config
+        async with closing(self.session.world):
+            await self.weight_sync.publish(done)
+            for plan in plans(config, 0) if done == 0 else ():
+                await self._evaluate_once(plan)
+            try:
+                await train(done)
+            finally:
+                await self.collector.close()
+            after = [await self._evaluate_once(plan) for plan in plans(config, config.training.steps)]
+        before = [stored_evaluation(self.folder, plan) for plan in plans(config, 0)]
+        return [Comparison(b, a) for b, a in zip(before, after, strict=True)]
+
+    async def train(self, done: int) -> None:
         """Train from step `done` to the last, sampling and training in turn.
 
         Raises LearnerError after writing a checkpoint if a guard pauses the run.
         """
-        await self.sync.publish(done)
+        await self.weight_sync.publish(done)
         order = task_order(self.session.config, self.session.world)
         for step in range(done + 1, self.session.config.training.steps + 1):
             await self.end_step(step, await self.step(step, order))
@@ -112,17 +141,17 @@ class SyncTrainer:
         clock = StepTimings()
         await drain_stats(self.engine)
         with clock.phase("rollout"):
-            samples = await self.sampler.sample(step, order)
-        self.sampled = self.sampler.state
+            samples = await self.collector.sample(step, order)
+        self.collector_state = self.collector.state
         clock.engine = (await drain_stats(self.engine)).metrics()
         self.reporter.phase(f"step {step}: training", None)
         if self.session.config.engine.sleep and isinstance(self.engine, Sleepable):
             await self.engine.sleep()
         with clock.phase("train"):
-            samples, learned = await self.learning.learn(step, samples)
+            samples, learned = await self.train_step.run(step, samples)
         with clock.phase("sync"):
-            proof = await self.sync.publish(step)
-        return await self.report(step, samples, learned | proof_metrics(proof), clock)
+            proof = await self.weight_sync.publish(step)
+        return await self.report(step, samples, learned | proof.metrics, clock)
 
     async def report(
         self,
@@ -130,7 +159,7 @@ class SyncTrainer:
         samples: list[TrainingSample],
         learned: Mapping[str, float],
         clock: StepTimings,
-        work: ComputeDispatch = run_inline,
+        dispatch: ComputeDispatch = run_inline,
     ) -> dict[str, float]:
         """Close the step's ledger, evaluate every `evaluation.every` steps, and write the results."""
         metrics = self.account(step, samples, learned)
@@ -138,10 +167,9 @@ class SyncTrainer:
             metrics |= await self.evaluate_during(step)
         played = [sample.episode.trajectory for sample in samples]
         timings = clock.metrics(played, scoring_concurrency(self.session.config))
-        await work(lambda: self.write(step, samples, metrics, timings))
-        limits = AlarmLimits()
-        self.history = [*self.history, metrics][-limits.reach :]
-        for text in alarms(self.history, limits):
+        await dispatch(lambda: self.write(step, samples, metrics, timings))
+        self.history = [*self.history, metrics][-ALARM_STEPS:]
+        for text in alarms(self.history):
             self.alarm(step, text)
         if not self.hinted and (hint := scoring_hint(timings, self.session.config)):
             self.hinted = True
@@ -150,71 +178,72 @@ class SyncTrainer:
         return metrics
 
     def account(self, step: int, samples: list[TrainingSample], learned: Mapping[str, float]) -> dict[str, float]:
-        """Close the ledger of a step and return its metrics. Replayed and expert samples leave `credits`."""
-        sampler, found = self.sampler, dict(learned)
+        """Close the ledger of a step and return its metrics. Remove replayed and expert samples from `samples`."""
+        collector, found = self.collector, dict(learned)
         samples[:] = [sample for sample in samples if not sample.replayed]
-        equal = equal_groups(samples, sampler.algorithm)
-        if sampler.experts is not None:
+        equal = equal_groups(samples, collector.algorithm)
+        if collector.demonstrations is not None:
             foreign = [sample for sample in samples if sample.expert]
             samples[:] = [sample for sample in samples if not sample.expert]
             found["experts/count"] = float(len(foreign))
-            found["experts/refused"] = float(sampler.experts.num_refused(step))
+            found["experts/refused"] = float(collector.demonstrations.num_refused(step))
             found["experts/trained"] = float(sum(c.outcome is RolloutOutcome.TRAINED for c in foreign))
         trained = sum(sample.outcome is RolloutOutcome.TRAINED for sample in samples)
-        counts = sampler.ledger.close(step, trained=trained)
-        groups = _metric_groups(samples)
-        known = [equal.get(number) for number in _group_numbers(samples)]
+        counts = collector.ledger.close(step, trained=trained)
+        by_number = _metric_groups(samples)
+        groups, known = list(by_number.values()), [equal.get(number) for number in by_number]
         metrics = rollout_metrics(groups, self.session.world.rewards[0].name, known)
         for metric in step_metrics(self.session.config.run.metrics):
             metrics |= metric(groups)
-        if sampler.combiner is not None:
-            metrics |= sampler.combiner.metrics(step, groups)
+        if collector.reward_mixer is not None:
+            metrics |= collector.reward_mixer.metrics(step, groups)
         probe = found.pop("sync/probe_gap", None)
         metrics |= found | counts.metrics() | ({} if probe is None else {"sync/probe_gap": probe})
-        if sampler.algorithm.greso:
-            metrics |= greso_metrics(self.sampled.memory, self.sampled.skipped)
-        return metrics | dict(self.sampled.partial)
+        if collector.algorithm.greso:
+            metrics |= greso_metrics(self.collector_state.algorithm_state, self.collector_state.skipped)
+        return metrics | dict(self.collector_state.partial)
 
     async def end_step(
-        self, step: int, metrics: Mapping[str, float], work: ComputeDispatch = run_inline, texts: Texts = dict
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        dispatch: ComputeDispatch = run_inline,
+        files: CheckpointFiles = dict,
     ) -> None:
-        """Write a checkpoint if due, with the trainer's own `texts`.
+        """Write a checkpoint if due, with the trainer's own `files`.
 
         Raises LearnerError if a guard on the KL or the effective sample share pauses the run.
         """
         training = self.session.config.training
-        verdict = self._pause_reason(step, metrics)
-        if verdict is not None or step % training.checkpoint_every == 0 or step == training.steps:
+        pause = self._pause_reason(step, metrics)
+        if pause is not None or step % training.checkpoint_every == 0 or step == training.steps:
             state = self.trainer_state(step)
-            waiting = waiting_texts(self.sampled.waiting)
-            await work(lambda: self.save(state, waiting | dict(texts())))
-        if verdict is not None:
+            waiting = waiting_texts(self.collector_state.waiting)
+            await dispatch(lambda: self.save(state, waiting | dict(files())))
+        if pause is not None:
             raise LearnerError(
-                f"{verdict.reason} Run paused after step {step}.",
-                f"Resume with {verdict.remedy}: {resume_command(self.folder)}",
+                f"{pause[0]} Run paused after step {step}.", f"Resume with {pause[1]}: {resume_command(self.folder)}"
             )
 
-    def _pause_reason(self, step: int, metrics: Mapping[str, float]) -> PauseReason | None:
-        """Return the first pause reason of the guards. Every guard receives the metrics."""
-        warning = self.guard.warning(metrics)
-        if warning:
+    def _pause_reason(self, step: int, metrics: Mapping[str, float]) -> tuple[str, str] | None:
+        """Return the first reason of the guards to pause, with its remedy. Every guard receives the metrics."""
+        if warning := ess_warning(metrics, self.session.config.staleness):
             self.alarm(step, warning)
-        empty = self.empty.verdict(metrics)
-        reason = self.learning.control_kl(metrics)
-        if reason:
-            lower = "a larger algorithm.kl_coef, a lower training.learning_rate"
-            return PauseReason(reason, f"{lower} or another kl_control.guard_factor")
-        if empty:
-            return PauseReason(empty, "tasks that are sometimes solved, or a larger algorithm.group_size")
-        if self.guard.verdict:
-            streams = self.session.config.training.streams
-            bound = "a lower staleness.max_staleness or " if streams else "a lower "
-            return PauseReason(self.guard.verdict, f"{bound}training.learning_rate, or another staleness.min_ess")
-        return None
+        found = [(self.train_step.control_kl(metrics), KL_REMEDY)]
+        found += [(guard.update(metrics), guard.remedy) for guard in self.guards]
+        return next((pair for pair in found if pair[0]), None)
+
+    async def _evaluate_once(self, plan: EvaluationPlan) -> Evaluation:
+        """Return the stored evaluation of a plan, or run it."""
+        stored = stored_evaluation(self.folder, plan)
+        if stored is None:
+            return await self.evaluate(plan)
+        log.info("evaluation %s already exists, skipping it", plan.name)
+        return stored
 
     async def evaluate(self, plan: EvaluationPlan, name: str | None = None) -> Evaluation:
         """Evaluate the engine's current weights; store the result as `name` (default: the plan's)."""
-        result, episodes = await self.sampler.evaluate(plan)
+        result, episodes = await self.collector.evaluate(plan)
         save_evaluation(self.folder.evaluations, result, episodes, name)
         return result
 
@@ -243,34 +272,37 @@ class SyncTrainer:
 
     def trainer_state(self, step: int) -> TrainerState:
         """Return the trainer state of a checkpoint, without weights and optimizer moments."""
-        learning = self.learning
+        train_step = self.train_step
         return TrainerState(
             step=step,
-            optimizer_steps=learning.learner.optimiser.num_steps,
-            ledger=self.sampler.ledger.state(),
-            value_model_steps=0 if learning.value_model is None else learning.value_model.optimizer.num_steps,
-            algorithm_state=replace(self.sampled.memory, initial_entropy=learning.initial_entropy).to_json(),
-            reward_moments=self.sampled.moments,
-            kl=learning.kl.state,
-            reference_digests=dict(self.origins),
-            warmup_steps=learning.warmup,
+            optimizer_steps=train_step.learner.optimizer.num_steps,
+            ledger=self.collector.ledger.state(),
+            value_model_steps=0 if train_step.value_model is None else train_step.value_model.optimizer.num_steps,
+            algorithm_state=replace(
+                self.collector_state.algorithm_state, initial_entropy=train_step.initial_entropy
+            ).to_json(),
+            reward_moments=self.collector_state.moments,
+            kl=train_step.kl_control.state,
+            reference_digests=dict(self.reference_digests),
+            warmup_steps=train_step.warmup_steps,
             mode=self.session.config.training.mode,
         )
 
-    def save(self, state: TrainerState, texts: Mapping[str, str]) -> None:
+    def save(self, state: TrainerState, files: Mapping[str, str]) -> None:
         """Write a checkpoint and remove the oldest ones."""
-        session, value_model, optimiser = self.session, self.learning.value_model, self.learning.learner.optimiser
+        session, value_model, optimizer = self.session, self.train_step.value_model, self.train_step.learner.optimizer
         shelf = self.folder.checkpoints
         parts = {} if value_model is None else {part_name(value_model): value_model.state()}
-        extra = Extra(parts, texts)
-        save_checkpoint(shelf, session.model, session.tokenizer, optimiser, state, extra)
+        extra = Extra(parts, files)
+        save_checkpoint(shelf, session.model, session.tokenizer, optimizer, state, extra)
         prune(shelf, session.config.training.keep_checkpoints)
         log.info("saved checkpoint of step %d", state.step)
 
 
-def proof_metrics(proof: SyncProof) -> dict[str, float]:
-    """Return the metrics of a weight check."""
-    return {"sync/probe_gap": proof.probe_gap}
+def stored_evaluation(folder: RunFolder, plan: EvaluationPlan) -> Evaluation | None:
+    """Return the stored evaluation of a plan, or None."""
+    path = folder.evaluations / f"{plan.name}.json"
+    return load_evaluation(path) if path.is_file() else None
 
 
 def task_order(config: Config, world: World) -> TaskSequence:
@@ -285,15 +317,10 @@ def task_order(config: Config, world: World) -> TaskSequence:
     return world.order(config.run.seed, chunk, config.training.steps)
 
 
-def _group_numbers(samples: Sequence[TrainingSample]) -> list[int]:
-    """Return the ids of the groups of `_groups`."""
-    return list(dict.fromkeys(sample.group for sample in samples if not sample.episode.greedy))
-
-
-def _metric_groups(samples: Sequence[TrainingSample]) -> list[Group]:
-    """Return the episodes grouped for the metrics, without greedy baselines."""
+def _metric_groups(samples: Sequence[TrainingSample]) -> dict[int, Group]:
+    """Return the episodes grouped for the metrics, by group number, without greedy baselines."""
     by_group: dict[int, list[Episode]] = {}
     for sample in samples:
         if not sample.episode.greedy:
             by_group.setdefault(sample.group, []).append(sample.episode)
-    return [Group(e[0].task, tuple(x.trajectory for x in e)) for e in by_group.values()]
+    return {n: Group(e[0].task, tuple(x.trajectory for x in e)) for n, e in by_group.items()}

@@ -25,8 +25,8 @@ from ludus.algorithms.filters import entropy_bound
 from ludus.algorithms.kl import FULL_KL_NAMES, KlControl
 from ludus.errors import SyncError
 from ludus.rollout.ledger import Ledger, RolloutOutcome
-from ludus.training.batches.rows import Row, row_of_trajectory
-from ludus.training.collection.filters import age_metrics, mask_over_age, on_policy
+from ludus.training.batches.rows import Row, pad_table, row_of_trajectory, scored_mask
+from ludus.training.collection.filters import age_metrics, mask_over_age
 from ludus.training.collection.rollout_collector import overlong_limit
 from ludus.training.credit.advantages import Estimates, TrainingSample, record_outcomes, training_rows, with_estimates
 from ludus.training.learner.learner import SUM_PI_SQUARED, Learner
@@ -112,35 +112,33 @@ async def cancel_and_wait(task: asyncio.Task[list[TrainingSample]] | asyncio.Tas
     """Cancel a task and wait for it, ignoring its errors."""
     if task is not None:
         task.cancel()
-        await asyncio.wait({task})
-        if not task.cancelled():
-            task.exception()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @dataclass
 class TrainStep:
     """Update the weights from training samples; holds the learner, the value model and the KL controller.
 
-    Tokens older than `bound` versions are masked (None: no bound). During the first `warmup` steps only the
-    judge is trained. `initial_entropy` is the policy's mean entropy on the first batch (None before it) and
-    decides whether GTPO's entropy filter applies.
+    Tokens older than `max_token_age` versions are masked (None: no bound). During the first `warmup_steps` steps
+    only the value model is trained. `initial_entropy` is the policy's mean entropy on the first batch (None before
+    it) and decides whether GTPO's entropy filter applies.
     """
 
     session: TrainingSession
     learner: Learner
-    kl: KlControl
+    kl_control: KlControl
     ledger: Ledger
     value_model: ValueModel | None = None
-    bound: int | None = None
-    warmup: int = 0
+    max_token_age: int | None = None
+    warmup_steps: int = 0
     initial_entropy: float | None = None
     _checked: bool = field(default=False, init=False)
 
-    async def learn(
-        self, step: int, samples: Sequence[TrainingSample], work: ComputeDispatch = run_inline
+    async def run(
+        self, step: int, samples: Sequence[TrainingSample], dispatch: ComputeDispatch = run_inline
     ) -> tuple[list[TrainingSample], dict[str, float]]:
         """Record outcomes and train; return the final samples and the metrics."""
-        found = await work(lambda: self._prepare(step, samples))
+        found = await dispatch(lambda: self._prepare(step, samples))
         record_outcomes(self.ledger, found)
         rows = training_rows(
             found,
@@ -148,29 +146,29 @@ class TrainStep:
             rewards=self.session.world.rewards,
             transitions=self.session.config.training.transitions,
         )
-        return found, await work(lambda: self._train(step, found, rows))
+        return found, await dispatch(lambda: self._train(step, found, rows))
 
     def control_kl(self, metrics: Mapping[str, float]) -> str:
         """Update the KL controller with a step's KL; return the reason to pause, or an empty string."""
         kl = metrics.get("policy/kl_reference")
         if kl is None:
             return ""
-        verdict = self.kl.verdict(kl)
-        self.kl = self.kl.update(kl, round(metrics["ledger/trained"]))
+        verdict = self.kl_control.verdict(kl)
+        self.kl_control = self.kl_control.update(kl, round(metrics["ledger/trained"]))
         return verdict
 
     def _prepare(self, step: int, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         """Return the samples after masking and refinement."""
-        if self.kl.acts:
-            self.learner.algorithm = replace(self.learner.algorithm, kl_coef=self.kl.coef(step))
+        if self.kl_control.acts:
+            self.learner.algorithm = replace(self.learner.algorithm, kl_coef=self.kl_control.coef(step))
         if self.learner.algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
             self._set_entropy_filter(samples)
-        if self.bound is not None:
-            samples = mask_over_age(samples, step, self.bound)
+        if self.max_token_age is not None:
+            samples = mask_over_age(samples, step, self.max_token_age)
+        if not self._checked:
+            self._checked = check_samples(samples, self.learner, step - 1) is not None
         limit = overlong_limit(self.session.config, self.learner.algorithm)
-        check = not self._checked and bool(on_policy(samples, step))
-        self._checked = self._checked or check
-        return filter_and_estimate(samples, self.learner, limit, self.value_model, check=check, version=step - 1)
+        return filter_and_estimate(samples, self.learner, limit, self.value_model)
 
     def _set_entropy_filter(self, samples: Sequence[TrainingSample]) -> None:
         """Measure the initial entropy on the first batch; switch GTPO's entropy filter off if it is high."""
@@ -183,45 +181,53 @@ class TrainStep:
 
     def _train(self, step: int, samples: Sequence[TrainingSample], rows: Sequence[Row]) -> dict[str, float]:
         metrics = {} if self.value_model is None else train_value_model(self.value_model, samples)
-        if step > self.warmup:
+        if step > self.warmup_steps:
             metrics |= self.learner.train(rows, seed=step)
         if self.learner.algorithm.correction_spec.has(Need.REJECTION):
             metrics["is/mask_frac"] = rejected_share(samples)
         metrics |= age_metrics(samples, step)
-        return metrics | ({"kl/coef": self.kl.coef(step)} if self.kl.acts else {})
+        return metrics | ({"kl/coef": self.kl_control.coef(step)} if self.kl_control.acts else {})
 
 
 def filter_and_estimate(
-    samples: Sequence[TrainingSample],
-    learner: Learner,
-    max_length: int,
-    value_model: ValueModel | None = None,
-    *,
-    check: bool = False,
-    version: int | None = None,
+    samples: Sequence[TrainingSample], learner: Learner, max_length: int, value_model: ValueModel | None = None
 ) -> list[TrainingSample]:
-    """Return the samples with filters and model estimates applied.
-
-    If `check` is set, engine and learner are compared first, on samples generated entirely by `version`
-    (None: on all). Raises SyncError if they disagree.
-    """
-    found = list(samples)
-    if check:
-        trained = [c for c in found if c.outcome is RolloutOutcome.TRAINED and not c.expert]
-        check_parity([_sample_row(sample) for sample in trained if _sampled_by(sample, version)], learner)
-    algorithm, entropies = learner.algorithm, None
+    """Return the samples with filters and model estimates applied."""
+    found, entropies = list(samples), None
+    algorithm = learner.algorithm
     if algorithm.correction_spec.has(Need.REJECTION):
         found = _reject_samples(found, learner)
     if algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
         entropies = compared_entropies(found, learner)
         found = _filter_uncertain(found, entropies, algorithm)
     # Last, so that batch means cover only the remaining samples.
-    penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
-    whitened = algorithm.advantage_spec.has(Need.BATCH_STATISTICS)
-    compares_probabilities = algorithm.advantage_spec.has(Need.DISTRIBUTIONS)
-    if value_model is not None or penalised or whitened or compares_probabilities or entropies is not None:
+    needs = (Need.BATCH_STATISTICS, Need.DISTRIBUTIONS)
+    estimated = value_model is not None or entropies is not None or _penalises_kl(algorithm)
+    if estimated or any(map(algorithm.advantage_spec.has, needs)):
         found = _add_estimates(found, learner, value_model, max_length, Estimates(entropies=entropies))
     return found
+
+
+def _penalises_kl(algorithm: Algorithm) -> bool:
+    """Return whether the KL to the reference is part of the reward or of the advantage."""
+    return algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
+
+
+def check_samples(
+    samples: Sequence[TrainingSample], learner: Learner, version: int | None = None
+) -> MismatchByLength | None:
+    """Run `check_parity` on the trained samples that `version` generated entirely (None: on all)."""
+    rows = [
+        _sample_row(sample)
+        for sample in _trained_samples(samples)
+        if version is None or {v for s in sample.episode.trajectory.segments for v in s.versions} <= {version}
+    ]
+    return check_parity(rows, learner)
+
+
+def _trained_samples(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
+    """Return the samples that train, without those of experts."""
+    return [sample for sample in samples if sample.outcome is RolloutOutcome.TRAINED and not sample.expert]
 
 
 def check_parity(rows: Sequence[Row], learner: Learner) -> MismatchByLength | None:
@@ -263,11 +269,6 @@ def effective_share(trajectories: Sequence[Trajectory], learner: Learner) -> flo
     return mismatch(old_logprobs=old, behavior_logprobs=behavior, mask=mask).effective_share
 
 
-def _sampled_by(sample: TrainingSample, version: int | None) -> bool:
-    segments = sample.episode.trajectory.segments
-    return version is None or all(v == version for segment in segments for v in segment.versions)
-
-
 def _sample_row(sample: TrainingSample) -> Row:
     return row_of_trajectory(sample.episode.trajectory, 0.0)
 
@@ -283,7 +284,7 @@ def _add_estimates(
     algorithm, estimates = learner.algorithm, known
     if value_model is not None:
         estimates = estimate_values(value_model, compared, rows, learner)._replace(entropies=known.entropies)
-    penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
+    penalised = _penalises_kl(algorithm)
     weighs_tokens = algorithm.advantage_spec.has(Need.DISTRIBUTIONS)
     compared_to_engine = algorithm.advantage_spec.has(Need.BEHAVIOR_RATIO) or weighs_tokens
     sampled_alone = penalised and algorithm.kl not in FULL_KL_NAMES
@@ -299,14 +300,14 @@ def _add_estimates(
 
 
 def _reject_samples(samples: list[TrainingSample], learner: Learner) -> list[TrainingSample]:
-    trained = [c for c in samples if c.outcome is RolloutOutcome.TRAINED and not c.expert]
+    trained = _trained_samples(samples)
     if not trained:
         return samples
     rows = [_sample_row(sample) for sample in trained]
     old, behavior, mask = _pad_scores(rows, learner.score(rows, keep=True))
     keep = _accepted_tokens(old, behavior, mask, learner.algorithm)
     thinned = {
-        id(sample): replace(sample, trains=_intersect_mask(sample, row[inside]))
+        id(sample): sample.masked(row[inside].tolist())
         for sample, row, inside in zip(trained, keep, mask, strict=True)
         if row.any() and not row[inside].all()
     }
@@ -321,19 +322,12 @@ def _accepted_tokens(old: Tensor, behavior: Tensor, mask: Tensor, algorithm: Alg
     return algorithm.call(algorithm.correction_spec.function, "correction", inputs).bool()
 
 
-def _intersect_mask(sample: TrainingSample, keep: Tensor) -> tuple[bool, ...]:
-    """Return the training mask of a sample's action tokens, intersected with `keep` [n_i]."""
-    kept: list[bool] = keep.tolist()
-    before = sample.trains or (True,) * len(kept)
-    return tuple(a and b for a, b in zip(before, kept, strict=True))
-
-
 def rejected_share(samples: Sequence[TrainingSample]) -> float:
     """Return the fraction of trainable action tokens that were rejected; 0 if there are none.
 
-    Tokens masked by another filter (`training.collection.staleness`) count as rejected.
+    Tokens masked by another filter (`mask_over_age`) count as rejected.
     """
-    trained = [c for c in samples if c.outcome is RolloutOutcome.TRAINED and not c.expert]
+    trained = _trained_samples(samples)
     rejected = [c for c in samples if c.reason == REJECTED]
     everything = sum(c.episode.trajectory.num_action_tokens for c in (*trained, *rejected))
     kept = sum(c.episode.trajectory.num_action_tokens if c.trains is None else sum(c.trains) for c in trained)
@@ -371,22 +365,18 @@ def _filter_uncertain(
 
 
 def _mask_samples(
-    samples: list[TrainingSample], estimate_values: list[TrainingSample], keep: Tensor, reason: str
+    samples: list[TrainingSample], judged: list[TrainingSample], keep: Tensor, reason: str
 ) -> list[TrainingSample]:
-    fate = dict(zip(map(id, estimate_values), keep.tolist(), strict=True))
+    """Mask the `judged` samples that `keep` [N] excludes."""
+    kept = dict(zip(map(id, judged), keep.tolist(), strict=True))
     return [
-        sample if fate.get(id(sample), True) else replace(sample, outcome=RolloutOutcome.MASKED, reason=reason)
+        sample if kept.get(id(sample), True) else replace(sample, outcome=RolloutOutcome.MASKED, reason=reason)
         for sample in samples
     ]
 
 
 def _pad_scores(rows: Sequence[Row], values: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Pad `values`, the engine's log-probabilities and the action mask to `[N, L]` on the CPU."""
-    width = max(len(row.tokens) for row in rows)
-    table, behavior = torch.zeros(2, len(rows), width, dtype=torch.float64)
-    mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        table[i, : len(row.tokens)] = values[i].double().cpu()
-        behavior[i, : len(row.tokens)] = torch.tensor(row.behavior, dtype=torch.float64)
-        mask[i, 1 : len(row.tokens)] = torch.tensor(row.sampled)[1:]
-    return table, behavior, mask
+    behavior = pad_table([row.behavior for row in rows], torch.float64)
+    mask = scored_mask(pad_table([row.sampled for row in rows], torch.bool))
+    return pad_table(values, torch.float64), behavior, mask

@@ -6,16 +6,16 @@ rewards, recurring states), so that no part is checked by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.kl import control_of
 from ludus.algorithms.spec.resolve import algorithm_of, check_observations, minibatches_of, resolve
 from ludus.config.schema import Config
-from ludus.config.sections.algorithm import CriticConfig, DemonstrationsConfig, PrimeConfig
+from ludus.config.sections.algorithm import CriticConfig, PrimeConfig
 from ludus.config.sections.cluster import ClusterConfig
-from ludus.config.sections.section import Section, changed
+from ludus.config.sections.section import changed
 from ludus.diagnostics.metrics import step_metrics
 from ludus.diagnostics.trackers import find_tracker
 from ludus.envs.base import World
@@ -27,11 +27,11 @@ from ludus.evaluation.evaluate import check_evaluation
 from ludus.rewards.registry import has_extra_rewards
 from ludus.rollout.reward_executor import ProcessRewardExecutor
 from ludus.rollout.scheduler import episode_limits, sampling_params
+from ludus.training.collection.replay_buffer import check_sources
 from ludus.training.collection.reward_mixing import check_reward_settings, reward_warnings
 from ludus.training.collection.rollout_collector import max_sessions, max_waits_of
 from ludus.training.credit.advantages import ROLE
 from ludus.training.datasets.token_limits import check_prompts
-from ludus.training.rl.async_trainer import check_sources
 from ludus.training.rl.sync_trainer import task_order
 from ludus.training.run.session import TrainingSession, open_session
 from ludus.training.value_models.factory import planned_warmup
@@ -176,13 +176,12 @@ def check_teacher(config: Config, algorithm: Algorithm) -> None:
 def check_critic(config: Config, algorithm: Algorithm) -> None:
     """Raise ConfigError for unused critic settings, and for a critic head on sharded weights."""
     read, reason = _critic_settings(algorithm)
-    given, plain = config.critic.model_dump(), CriticConfig().model_dump()
-    idle = [key for key, value in given.items() if value != plain[key] and key not in read]
-    if idle:
-        raise ConfigError(
-            f"critic.{idle[0]} = {given[idle[0]]} would have no effect: {reason}.",
-            "Unset it, or use an algorithm that reads it (ludus algorithms).",
-        )
+    for key, value in changed(config.critic).items():
+        if key not in read:
+            raise ConfigError(
+                f"critic.{key} = {value} would have no effect: {reason}.",
+                "Unset it, or use an algorithm that reads it (ludus algorithms).",
+            )
     if config.critic.model == "head" and config.training.learner.shard:
         raise ConfigError(
             "critic.model = head reads the policy's states, and training.learner.shard shards its weights.",
@@ -208,15 +207,9 @@ def _critic_settings(algorithm: Algorithm) -> tuple[set[str], str]:
 def check_experts(config: Config, algorithm: Algorithm, world: World) -> None:
     """Raise ConfigError if the loss needs experts and has none, or configured experts are unused."""
     path, reads = config.experts.path, algorithm.loss_spec.has(Need.DEMONSTRATIONS)
-    if path is not None and not reads:
+    for key, value in () if reads else changed(config.experts).items():
         raise ConfigError(
-            f"experts.path = {path} would have no effect: the loss {algorithm.loss} uses no experts.",
-            "Unset it, or set algorithm.preset = 'mixed_policy'.",
-        )
-    if config.experts.per_group != DemonstrationsConfig().per_group and not reads:
-        raise ConfigError(
-            f"experts.per_group = {config.experts.per_group} would have no effect: the loss {algorithm.loss} "
-            "uses no experts.",
+            f"experts.{key} = {value} would have no effect: the loss {algorithm.loss} uses no experts.",
             "Unset it, or set algorithm.preset = 'mixed_policy'.",
         )
     if reads and path is None and not world.implements("expert"):
@@ -263,15 +256,16 @@ def check_old_logprobs(config: Config, algorithm: Algorithm) -> None:
 def check_replay(config: Config, algorithm: Algorithm) -> None:
     """Raise ConfigError if tokens beyond the staleness bound would train without a correction."""
     bound, replays = config.staleness.max_staleness, config.staleness.replay
-    corrects = algorithm.correction != "none" or algorithm.loss_spec.off_policy
+    if not replays.share or algorithm.correction != "none" or algorithm.loss_spec.off_policy:
+        return
     mode = config.training.mode
     why = f" (with training.mode = {mode!r}, none is the default)" if not config.training.off_policy else ""
-    if replays.share and replays.sources and not corrects:
+    if replays.sources:
         raise ConfigError(
             f"staleness.replay.sources are off-policy rollouts, and algorithm.correction is 'none'{why}.",
             "Set algorithm.correction (tis).",
         )
-    if replays.share and replays.max_age > bound and not corrects:
+    if replays.max_age > bound:
         raise ConfigError(
             f"staleness.replay.max_age ({replays.max_age}) replays tokens beyond staleness.max_staleness "
             f"({bound}), and algorithm.correction is 'none'{why}.",
@@ -364,91 +358,67 @@ def staleness_warnings(config: Config) -> list[str]:
     """Return a warning for each `staleness` setting that the training mode does not use."""
     if config.training.streams:
         return []
-    mode = config.training.mode
     read = OF_EVERY_MODE + (("max_staleness",) if config.rollout.partial.is_set else ())
     return [
-        f"staleness.{key} = {value} has no effect: training.mode is {mode}, and it needs async."
+        f"staleness.{key} = {value} has no effect: training.mode is {config.training.mode}, and it needs async."
         for key, value in changed(config.staleness).items()
         if key not in read
     ]
 
 
 def unused_settings(config: Config) -> list[str]:
-    """Return a warning for each cluster, engine or staleness setting that has no effect."""
-    return [
-        *_warn_unused("cluster", config.cluster, _explain_cluster(config)),
-        *_warn_unused("engine", config.engine, _explain_engine(config)),
-        *_warn_unused("rollout", config.rollout, _explain_scoring(config)),
-        *(_warn_streams(config) if config.training.streams else ()),
-        *(_warn_partial(config) if config.training.streams else ()),
+    """Return a warning for each cluster, engine, rollout or staleness setting that has no effect."""
+    sections = {"cluster": config.cluster, "engine": config.engine, "rollout": config.rollout}
+    sections |= {"rollout.partial": config.rollout.partial}
+    sections |= {"staleness.replay": config.staleness.replay, "staleness": config.staleness}
+    reasons: dict[str, str] = {}
+    for applies, names, why in _unused(config):
+        reasons |= dict.fromkeys(names, why) if applies else {}
+    found = [
+        f"{section}.{name} = {value} has no effect: {reasons[f'{section}.{name}']}."
+        for section, own in sections.items()
+        for name, value in changed(own).items()
+        if f"{section}.{name}" in reasons
     ]
-
-
-def _warn_unused(section: str, given: Section, reasons: Mapping[str, str]) -> list[str]:
-    return [
-        f"{section}.{name} = {value} has no effect: {reasons[name]}."
-        for name, value in changed(given).items()
-        if name in reasons
-    ]
-
-
-def _explain_cluster(config: Config) -> dict[str, str]:
-    """Return why cluster settings have no effect, by name."""
-    own, reasons = config.cluster, dict[str, str]()
-    if own.kind == "none":
-        return dict.fromkeys(ClusterConfig.model_fields, "cluster.kind is none")
-    if own.kind == "local":
-        reasons |= dict.fromkeys(_RAY, "cluster.kind is local, and it needs ray")
-    if not own.reward_workers:
-        reasons |= dict.fromkeys(_REWARD_WORKERS, "cluster.reward_workers is 0")
-    if config.engine.is_external:
-        reasons |= dict.fromkeys(_ENGINE_WORKERS, "the engines are those at engine.url")
-    return reasons
-
-
-def _explain_engine(config: Config) -> dict[str, str]:
-    if config.engine.is_external:
-        return {"kv_cache_tokens": "it needs embedded engines, and engine.url is set"}
-    if not config.cluster.enabled:
-        return dict.fromkeys(_SERVERS, "this process samples, with neither engine.url nor a cluster")
-    return {}
-
-
-def _explain_scoring(config: Config) -> dict[str, str]:
-    """Return why scoring settings have no effect with reward workers.
-
-    Experts and the extra reward parts are still scored in processes.
-    """
-    own, experts = config.cluster, resolve(config.algorithm).loss_spec.has(Need.DEMONSTRATIONS)
-    if own.kind == "none" or not own.reward_workers or experts or has_extra_rewards(config.rewards):
-        return {}
-    why = "the episodes of training are scored by cluster.reward_workers, within cluster.scoring_timeout_s"
-    return dict.fromkeys(_SCORING, why)
-
-
-def _warn_partial(config: Config) -> list[str]:
-    own = config.rollout.partial
-    why = "training.mode is async, which streams episodes"
-    return _warn_unused("rollout.partial", own, dict.fromkeys(type(own).model_fields, why))
-
-
-def _warn_streams(config: Config) -> list[str]:
-    own, most = config.staleness, config.rollout.concurrency
-    if not own.replay.share:
-        reasons = dict.fromkeys(type(own.replay).model_fields, "staleness.replay.share is 0")
-    else:
-        reasons = {}
-    found = _warn_unused("staleness.replay", own.replay, reasons)
-    if own.in_flight_weight_updates:
-        found += _warn_unused("staleness", own, {"moves": "new weights take effect in the middle of episodes"})
-    elif not config.engine.is_external or config.cluster.enabled:
-        found += _warn_unused("staleness", own, {"moves": "no servers at engine.url sample for this process"})
-    if own.oversample >= most:
+    oversample, most = config.staleness.oversample, config.rollout.concurrency
+    if config.training.streams and oversample >= most:
         found.append(
-            f"staleness.oversample = {own.oversample} has no effect beyond {most - 1}: no more members "
+            f"staleness.oversample = {oversample} has no effect beyond {most - 1}: no more members "
             f"start before the trained ones have ended (rollout.concurrency = {most})."
         )
     return found
+
+
+def _unused(config: Config) -> Iterator[tuple[bool, Iterable[str], str]]:
+    """Yield whether a rule applies, the settings that then have no effect, and why; later rules take precedence.
+
+    Demonstrations and the extra reward parts are scored in processes even if there are reward workers.
+    """
+    cluster, external, streams = config.cluster, config.engine.is_external, config.training.streams
+    staleness = config.staleness
+    yield cluster.kind == "local", _names("cluster", _RAY), "cluster.kind is local, and it needs ray"
+    yield not cluster.reward_workers, _names("cluster", _REWARD_WORKERS), "cluster.reward_workers is 0"
+    yield external, _names("cluster", _ENGINE_WORKERS), "the engines are those at engine.url"
+    yield cluster.kind == "none", _names("cluster", ClusterConfig.model_fields), "cluster.kind is none"
+    yield external, ("engine.kv_cache_tokens",), "it needs embedded engines, and engine.url is set"
+    samples_here = not external and not cluster.enabled
+    yield samples_here, _names("engine", _SERVERS), "this process samples, with neither engine.url nor a cluster"
+    in_processes = resolve(config.algorithm).loss_spec.has(Need.DEMONSTRATIONS) or has_extra_rewards(config.rewards)
+    by_workers = cluster.kind != "none" and cluster.reward_workers > 0 and not in_processes
+    why = "the episodes of training are scored by cluster.reward_workers, within cluster.scoring_timeout_s"
+    yield by_workers, _names("rollout", _SCORING), why
+    why = "training.mode is async, which streams episodes"
+    yield streams, _names("rollout.partial", type(config.rollout.partial).model_fields), why
+    replay = _names("staleness.replay", type(staleness.replay).model_fields)
+    yield streams and not staleness.replay.share, replay, "staleness.replay.share is 0"
+    moves = ("staleness.moves",)
+    why = "no servers at engine.url sample for this process"
+    yield streams and (not external or cluster.enabled), moves, why
+    yield streams and staleness.in_flight_weight_updates, moves, "new weights take effect in the middle of episodes"
+
+
+def _names(section: str, names: Iterable[str]) -> list[str]:
+    return [f"{section}.{name}" for name in names]
 
 
 def inactive_parts(config: Config, world: World) -> list[str]:

@@ -42,6 +42,11 @@ class SyncProof:
     fingerprint: str | None
     probe_gap: float
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics of the check."""
+        return {"sync/probe_gap": self.probe_gap}
+
 
 @dataclass(frozen=True, slots=True)
 class Expected:
@@ -117,10 +122,10 @@ class WeightSync:
         found = await self._transfer(version, self._trainable(weights))
         return self._expected(version, weights).compare(*found)
 
-    async def copy_weights(self, version: int, work: ComputeDispatch) -> PendingWeights:
+    async def copy_weights(self, version: int, dispatch: ComputeDispatch) -> PendingWeights:
         """Copy the weights as `version` for `send_copy`. They may change once this returns.
 
-        Copying and the computation of the expected check run as `work`.
+        Copying and the computation of the expected check run with `dispatch`.
         """
         weights = self._gathered()
 
@@ -129,21 +134,21 @@ class WeightSync:
             state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in trainable.items()}
             return PendingWeights(self._expected(version, weights), state)
 
-        return await work(copy)
+        return await dispatch(copy)
 
     async def send_copy(self, kept: PendingWeights) -> SyncProof:
         """Send a copy and check it. Raises SyncError."""
         return kept.expected.compare(*await self._transfer(kept.expected.version, kept.state))
 
-    async def send_in_flight(self, version: int, work: ComputeDispatch) -> Expected:
+    async def send_in_flight(self, version: int, dispatch: ComputeDispatch) -> Expected:
         """Send the weights as `version`; they may change once this returns.
 
-        The expected check for `check` is computed as `work`, concurrently with the transfer.
+        The expected check for `check` is computed with `dispatch`, concurrently with the transfer.
         """
         weights = self._gathered()
         async with self._within_timeout(version):
             loading = self.engine.load_weights(version, self._trainable(weights))
-            expected, _ = await asyncio.gather(work(lambda: self._expected(version, weights)), loading)
+            expected, _ = await asyncio.gather(dispatch(lambda: self._expected(version, weights)), loading)
         return expected
 
     async def check(self, expected: Expected) -> SyncProof:
@@ -176,14 +181,14 @@ class WeightSync:
             raise SyncError(f"The engine rejected weights {version}: {error}") from error
 
     async def push_weights(
-        self, version: int, engines: RollingUpdate, work: ComputeDispatch, on_proof: Callable[[SyncProof], None]
+        self, version: int, engines: RollingUpdate, dispatch: ComputeDispatch, on_proof: Callable[[SyncProof], None]
     ) -> None:
         """Publish the weights as `version` for rolling updates; `on_proof` receives each engine's check.
 
-        The expected check is computed as `work`. The weights may change once this returns.
+        The expected check is computed with `dispatch`. The weights may change once this returns.
         """
         weights = self._gathered()
-        expected = await work(lambda: self._expected(version, weights))
+        expected = await dispatch(lambda: self._expected(version, weights))
 
         def check(theirs: str | None, scores: Sequence[float]) -> None:
             on_proof(expected.compare(theirs, scores))

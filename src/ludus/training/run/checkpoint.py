@@ -114,7 +114,7 @@ def save_shards(
             return StorageMeta()
 
     weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    every = {"model": weights, "optimizer": optimizer.state(), **parts}
+    every = {"model": weights, "optimizer": optimizer.state_dict(), **parts}
     tensors = {f"{part}/{name}": t for part, named in every.items() for name, t in named.items()}
     try:
         with _quiet():
@@ -277,7 +277,7 @@ def save_checkpoint(
             save_model(model, tokenizer, unfinished, weights)
         else:
             save_model(model, tokenizer, unfinished)
-            _save_tensors(trainer / "optimizer.safetensors", optimizer.state())
+            _save_tensors(trainer / "optimizer.safetensors", optimizer.state_dict())
             for name, tensors in extra.parts.items():
                 _save_tensors(trainer / f"{name}.safetensors", tensors)
         for name, text in extra.texts.items():
@@ -307,10 +307,10 @@ def load_trainer(folder: Path, optimizer: Optimizer) -> TrainerState:
     """
     state = read_state(folder)
     try:
-        moments = _read_part(folder, "optimizer", optimizer.blank_state())
+        moments = _read_part(folder, "optimizer", optimizer.zero_state_dict())
     except OSError as error:
         raise broken(folder, f"the optimizer's moments cannot be read ({error})") from error
-    optimizer.load_state(moments, state.optimizer_steps)
+    optimizer.load_state_dict(moments, state.optimizer_steps)
     return state
 
 

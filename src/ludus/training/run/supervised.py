@@ -52,7 +52,7 @@ class SupervisedTraining(ABC):
         self.session, self.folder, self.num_steps = session, folder, num_steps
         self._every, self._keep = settings.checkpoint_every, settings.keep_checkpoints
         model, masters = trained or session.model, session.config.model.master_weights
-        self.optimizer = Optimizer(model, OptimizerSettings.of(settings, num_steps), masters=masters)
+        self.optimizer = Optimizer(model, OptimizerSettings.from_config(settings, num_steps), master_weights=masters)
         self.done, self.last = 0, folder.checkpoints
         if found := list_checkpoints(folder.checkpoints):
             self.done, self.last = found[-1]
@@ -96,7 +96,7 @@ class SupervisedTraining(ABC):
 
 def step_metrics(optimizer: Optimizer) -> dict[str, float]:
     """Take an optimizer step; return the gradient norm before clipping and the learning rate."""
-    rate = optimizer.settings.rate(optimizer.num_steps)
+    rate = optimizer.settings.learning_rate_at(optimizer.num_steps)
     return {"optim/grad_norm": optimizer.step(), "optim/learning_rate": rate}
 
 

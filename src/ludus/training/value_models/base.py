@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ludus.errors import LearnerError, UserError
-from ludus.training.batches.rows import Microbatch, Row, balanced, blank_microbatch, microbatches
+from ludus.training.batches.rows import Microbatch, Row, balance_rows, blank_microbatch, microbatches
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, is_sharded, merged, put, within
 from ludus.training.learner.logprobs import LogprobScorer, score_dtype
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
@@ -115,7 +115,7 @@ class TrainedModel:
         device, dtype, shared = next(self.model.parameters()).device, score_dtype(self.model), self.shares_prefixes
         mine: Sequence[int] = range(len(rows))
         if self.ranks.count > 1:
-            mine = balanced(rows, self.ranks.count, shared=shared)[self.ranks.rank]
+            mine = balance_rows(rows, self.ranks.count, shared=shared)[self.ranks.rank]
         found = [
             replace(part, index=tuple(mine[i] for i in part.index))
             for part in microbatches([rows[i] for i in mine], self.microbatch_tokens, device, dtype, shared=shared)
@@ -137,11 +137,11 @@ class TrainedModel:
 
     def state(self) -> dict[str, Tensor]:
         """Return the trained weights and their moments for a checkpoint."""
-        return self._state({name: p.detach() for name, p in self._trained()}, self.optimizer.state())
+        return self._state({name: p.detach() for name, p in self._trained()}, self.optimizer.state_dict())
 
     def blank_state(self) -> dict[str, Tensor]:
         """Return zeros in the shapes, types and sharding of `state` after a step."""
-        return self._state({name: torch.zeros_like(p) for name, p in self._trained()}, self.optimizer.blank_state())
+        return self._state({name: torch.zeros_like(p) for name, p in self._trained()}, self.optimizer.zero_state_dict())
 
     def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
         """Restore `state`. Raises LearnerError if the model differs."""
@@ -153,7 +153,7 @@ class TrainedModel:
                 put(parameter, stored)
         prefix = "optimizer/"
         moments = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
-        self.optimizer.load_state(moments, num_steps)
+        self.optimizer.load_state_dict(moments, num_steps)
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]

@@ -13,12 +13,12 @@ from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
 from ludus.rollout.ledger import RolloutOutcome
-from ludus.training.batches.rows import Row, last_actions, row_of_trajectory, row_segments, without_masked
+from ludus.training.batches.rows import Row, apply_mask, last_actions, row_of_trajectory, row_segments
 from ludus.training.credit.advantages import CUT_OFF, Estimates, TrainingSample
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives
 from ludus.training.distributed.launcher import EvaluateValues, TrainValues
 from ludus.training.learner.learner import Learner
-from ludus.training.learner.logprobs import own_types
+from ludus.training.learner.logprobs import model_precision
 from ludus.training.learner.optimizer import OptimizerSettings
 from ludus.training.value_models.base import StateSettings
 from ludus.training.value_models.critic import Critic, CriticSettings, OutcomeCritic
@@ -139,7 +139,7 @@ def score_values(
 
     A critic scores the states before the tokens, or `after` them.
     """
-    with own_types(value_model.model):
+    with model_precision(value_model.model):
         match value_model:
             case Critic():
                 return value_model.values(rows, after=after)
@@ -162,7 +162,7 @@ def train_value_model(value_model: ValueModel, samples: Sequence[TrainingSample]
         if value_model.settings.turns:
             trajectories = [sample.episode.trajectory for sample in trained]
             rows = [at_turn_starts(row, one) for row, one in zip(rows, trajectories, strict=True)]
-        rows = [without_masked(row, sample.trains) for row, sample in zip(rows, trained, strict=True)]
+        rows = [apply_mask(row, sample.trains) for row, sample in zip(rows, trained, strict=True)]
     solved = [] if isinstance(value_model, Critic) else _is_solved(trained, value_model.settings.success)
     inputs: list[list[tuple[float, ...] | None]] = []
     if isinstance(value_model, Critic):
@@ -178,7 +178,7 @@ def train_on_tables(
     value_model: ValueModel, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool]
 ) -> dict[str, float]:
     """Train on `tables` of numbers `[T]` a row, as taken by its `train`, or on the outcomes."""
-    with own_types(value_model.model):
+    with model_precision(value_model.model):
         match value_model:
             case Critic():
                 return value_model.train(rows, tables[0], tables[1])
