@@ -38,9 +38,10 @@ from ludus.tools.base import ToolSchema
 from ludus.tools.fetch import json_lines
 from ludus.types import JSON, Message, Task
 from ludus.worlds.functions.bfcl_api import ApiTruth, Fault, described_functions, modules_of, read_schemas
+from ludus.worlds.functions.catalogue import Scene
 from ludus.worlds.functions.generate import SYSTEM
 from ludus.worlds.functions.gold_calls import GoldCall, Right, Truth
-from ludus.worlds.functions.tool_distractors import ListedTool, fits
+from ludus.worlds.functions.tools import fits
 
 BadLines = Literal["refuse", "skip"]
 T = TypeVar("T")
@@ -148,7 +149,7 @@ def _task(record: Mapping[str, JSON], answers: Mapping[str, JSON] | None, split:
             calls=tuple(call.expected for call in gold),
             right=right,
             gold=gold,
-            scene=ListedTool(tuple(schemas.values())),
+            scene=Scene(described=tuple(schemas.values())),
             shape="; ".join(sorted(call.name for call in gold)),
             form=messages[-1]["content"],
         )

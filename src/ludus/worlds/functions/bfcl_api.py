@@ -23,21 +23,20 @@ from pathlib import Path
 from typing import Final
 
 from ludus.envs.base import Environment
+from ludus.envs.messages import assistant, tool_call
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.errors import UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.unit_tests import Suite
-from ludus.rewards.extract import NotJson, last_output, read_json
+from ludus.rewards.extract import NotJson, read_json
 from ludus.rewards.paper_rewards import ExpectedCall
 from ludus.sandbox.base import MIB, Limits, Sandbox
-from ludus.tools.base import FunctionSchema, ToolError, ToolSchema, described_tool
+from ludus.tools.base import FunctionSchema, ToolError, ToolSchema
 from ludus.types import JSON, Action, Message, StepResult, Task, ToolOutcome, ToolStatus
 from ludus.worlds.functions import guest_runner
-from ludus.worlds.functions.tool_distractors import CheckedTool
+from ludus.worlds.functions.gold_calls import VERDICT
+from ludus.worlds.functions.tools import CheckedTool
 
-VERDICT: Final = "verdict"
-"""The tool name of the outcome that lists which turns agree with the gold calls."""
-read_verdict = last_output(VERDICT)
 LIMITS: Final = Limits(wall_s=20.0, cpu_s=15.0, output_bytes=8 * MIB, files_out=0)
 _PACKAGE: Final = "bfcl_eval"
 _SOURCES: Final = "eval_checker/multi_turn_eval/func_source_code"
@@ -312,12 +311,12 @@ class ApiEnv(Environment):
         return reply
 
     def _tool(self, schema: ToolSchema) -> CheckedTool:
-        tool = described_tool(schema)
+        described = schema["function"]
 
         async def call(**given: JSON) -> str:
-            return await self._call(ExpectedCall(tool.name, given))
+            return await self._call(ExpectedCall(described["name"], given))
 
-        return CheckedTool(tool.name, tool.description, call, tool.arguments, given=schema)
+        return CheckedTool(described["name"], described["description"], call, given=schema)
 
 
 def _as_json(turns: Sequence[Sequence[ExpectedCall]]) -> list[list[list[JSON]]]:
@@ -332,3 +331,17 @@ def turn_messages(turn: Sequence[Message], added: Sequence[ToolSchema]) -> tuple
     request = "\n".join(message["content"] for message in turn) or "Can you do it now?"
     content = f"From now on there are more tools:\n{described}\n\n{request}"
     return (Message(role="user", content=content),)
+
+
+def gold_messages(truth: ApiTruth) -> list[Message]:
+    """Return the gold calls of several turns as an episode, without the responses, which are unknown here."""
+    messages: list[Message] = []
+    for place, calls in enumerate(truth.gold):
+        if place:
+            messages += turn_messages(truth.turns[place], truth.added.get(place, ()))
+        for number, call in enumerate(calls):
+            made = tool_call(f"call_{place}_{number}", call.name, call.arguments)
+            messages.append(Message(role="assistant", content="", tool_calls=[made]))
+            messages.append(Message(role="tool", content="[no output]", tool_call_id=made["id"], name=call.name))
+        messages.append(assistant("Done."))
+    return messages

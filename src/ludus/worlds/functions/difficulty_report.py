@@ -12,7 +12,6 @@ from ludus.rewards.paper_rewards import ExpectedCall
 from ludus.types import Task
 from ludus.worlds.functions.gold_calls import Truth, solved
 from ludus.worlds.functions.solver import DONE, NO_TOOL, Attempt
-from ludus.worlds.functions.tool_distractors import Scene
 
 
 def looks(tasks: Sequence[Task]) -> list[TaskShape]:
@@ -34,19 +33,17 @@ def majority_rate(train: Sequence[Task], tasks: Sequence[Task]) -> float:
     for truth in (truth_of(task, Truth) for task in train):
         for gold in truth.gold:
             calls[gold.name] += 1
-            for one in truth.scene.offer(gold.name).params if isinstance(truth.scene, Scene) else ():
-                if one.name in gold.accepted and one.name not in gold.optional:
-                    value = one.decode(gold.accepted[one.name][0])
-                    values[gold.name, one.param.name][json.dumps(value)] += 1
+            for param in truth.scene.function(gold.name).params:
+                if param.offered in gold.accepted and param.offered not in gold.optional:
+                    value = param.decode(gold.accepted[param.offered][0])
+                    values[gold.name, param.name][json.dumps(value)] += 1
     common = {key: json.loads(counter.most_common(1)[0][0]) for key, counter in values.items()}
 
     def call(task: Task, attempt: Attempt) -> None:
-        scene = truth_of(task, Truth).scene
-        if isinstance(scene, Scene):
-            offer = max(scene.offers, key=lambda one: calls[one.function.name])
-            name, required = offer.function.name, [param.name for param in offer.function.required]
-            known = {param: common[name, param] for param in required if (name, param) in common}
-            attempt.call(ExpectedCall(name, offer.encode(known)))
+        function = max(truth_of(task, Truth).scene.functions, key=lambda one: calls[one.name])
+        named = [(param.name, (function.name, param.name)) for param in function.required]
+        known = {name: common[key] for name, key in named if key in common}
+        attempt.call(ExpectedCall(function.name, function.encode(known)))
         attempt.say(DONE)
 
     return _rate(tasks, call)

@@ -21,12 +21,12 @@ from ludus.rewards.code.turns import TurnVerifier
 from ludus.sandbox import Sandbox, open_sandbox
 from ludus.types import JSON, Message, Task
 from ludus.worlds.functions.bfcl import load_tasks
-from ludus.worlds.functions.bfcl_api import ApiEnv, ApiTruth
-from ludus.worlds.functions.catalogue import catalogue
+from ludus.worlds.functions.bfcl_api import ApiEnv, ApiTruth, gold_messages
+from ludus.worlds.functions.catalogue import Scene, catalogue
 from ludus.worlds.functions.generate import LEVELS, SPLITS, SYSTEM, CallMaker, make_tasks, request_of
 from ludus.worlds.functions.gold_calls import Truth, function_rewards, gold_calls_made
-from ludus.worlds.functions.solver import CallFlaws, alternative_solutions, gold_messages, play
-from ludus.worlds.functions.tool_distractors import Scene, SchemaTool, plain_offer
+from ludus.worlds.functions.solver import CallFlaws, alternative_solutions, play
+from ludus.worlds.functions.tools import SchemaTool
 
 SHARES = {"train": 1.0, "validation": 0.1, "test": 0.25, "composition": 0.2}
 """Number of tasks of each split relative to training."""
@@ -180,7 +180,7 @@ class FunctionsWorld(World):
         if isinstance(task.truth, Truth):
             return task.truth.scene.tools()
         first = {function.domain: function for function in [*catalogue().values()][::-1]}
-        return Scene(task.seed, (), tuple(map(plain_offer, first.values()))).tools()
+        return Scene(task.seed, (), tuple(first.values())).tools()
 
     def _make(self, split: str) -> tuple[Task, ...]:
         settings = self.settings
