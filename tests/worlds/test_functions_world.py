@@ -662,7 +662,7 @@ def test_a_file_may_have_tasks_without_a_call_and_its_answers_elsewhere(tmp_path
     answers = tmp_path / "answers.jsonl"
     answers.write_text(json.dumps({"id": "irrelevance_1", "ground_truth": record()["ground_truth"]}))
     settings = {"data": str(tmp_path / "tasks.jsonl"), "data_answers": str(answers)}
-    with pytest.raises(UserError, match=r"line 3.*none for 'multi_le_2'"):
+    with pytest.raises(UserError, match=r"line 3.*no \"ground_truth\" for 'multi_le_2'"):
         make_functions_world(settings, ToolLimits()).tasks("file")
     write(tmp_path / "tasks.jsonl", bare)
     (task,) = make_functions_world(settings, ToolLimits()).tasks("file")
@@ -674,14 +674,14 @@ def test_a_file_may_have_tasks_without_a_call_and_its_answers_elsewhere(tmp_path
     [
         ("{", "not JSON"),
         ("[1]", "not a JSON object"),
-        (record(id=3), '"id" is not a text'),
+        (record(id=3), '"id": Input should be a valid string'),
         (record(), "'simple_0' was there before"),
-        (record("b", question=[]), '"question" is neither'),
+        (record("b", question=[]), '"question": Value should have at least 1 item'),
         (record("b", question=[[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]), "turns"),
-        (record("b", question=[{"role": "tool", "content": "a"}]), "role 'tool'"),
-        (record("b", function=[{"description": "x"}]), "descriptions with names"),
+        (record("b", question=[{"role": "tool", "content": "a"}]), "question.0.0.role\": Input should be 'system'"),
+        (record("b", function=[{"description": "x"}]), 'function.0.name": Field required'),
         (record("b", function=[WEATHER, WEATHER]), "two functions"),
-        (record("b", ground_truth={"a": 1}), "not a list"),
+        (record("b", ground_truth={"a": 1}), '"ground_truth": Input should be a valid list'),
         (record("b", ground_truth=[{"other": {}}]), "not a function of the task"),
         (record("b", ground_truth=[{"weather.get": {"town": ["Rome"]}}]), "no argument 'town'"),
         (record("b", ground_truth=[{"weather.get": {"city": "Rome"}}]), "are not a list"),

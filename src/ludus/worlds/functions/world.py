@@ -20,8 +20,8 @@ from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.code.turns import TurnVerifier
 from ludus.sandbox import Sandbox, open_sandbox
 from ludus.types import JSON, Message, Task
-from ludus.worlds.functions.bfcl import load_tasks
-from ludus.worlds.functions.bfcl_api import ApiEnv, ApiTruth, gold_messages
+from ludus.worlds.functions.bfcl.api_env import ApiEnv, ApiTruth, gold_messages
+from ludus.worlds.functions.bfcl.reader import load_tasks
 from ludus.worlds.functions.catalogue import Scene, catalogue
 from ludus.worlds.functions.generate import LEVELS, SPLITS, SYSTEM, CallMaker, make_tasks, request_of
 from ludus.worlds.functions.gold_calls import Truth, function_rewards, gold_calls_made
