@@ -25,7 +25,7 @@ from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.tools.base import ArgumentError
 from ludus.types import Action, Message, StopReason, ToolCall
 from ludus.worlds.functions.catalogue import Scene, catalogue, change_signature
-from ludus.worlds.functions.difficulty_report import looks, majority_rate, no_tool_rate
+from ludus.worlds.functions.difficulty_report import majority_rate, no_tool_rate, task_shapes
 from ludus.worlds.functions.generate import SPLITS, looks_like, request_of
 from ludus.worlds.functions.gold_calls import GoldCall, calls_agree, equal, solved
 from ludus.worlds.functions.plans import request_specs
@@ -78,7 +78,7 @@ def test_a_function_gives_what_it_promises_and_the_same_again(name):
     first, again = (function.run(DomainState(7, known), **given) for _ in range(2))
     assert first == again
     assert json.loads(json.dumps(first)) == first
-    for field_, kind in function.gives.items():
+    for field_, kind in function.returns.items():
         types = {"string": str, "integer": int, "number": (int, float)}
         assert isinstance(first[field_], types[vocabulary().kinds[kind].type])
         assert str(first[field_]).startswith(vocabulary().kinds[kind].letter)
@@ -198,9 +198,9 @@ def test_no_request_is_in_two_splits(everything):
 
 
 def test_solutions_are_many_once_values_are_taken_away(tasks):
-    print("\n" + "\n".join(f"level {level}: {found}" for level, found in variety(looks(tasks["train"])).items()))
+    print("\n" + "\n".join(f"level {level}: {found}" for level, found in variety(task_shapes(tasks["train"])).items()))
     least = {"1": 60, "2": 70, "3": 90, "4": 90, "5": 100}
-    found = variety(looks(tasks["train"]))
+    found = variety(task_shapes(tasks["train"]))
     assert {level: found[level].num_shapes >= least[level] for level in least} == dict.fromkeys(least, True)
     assert all(one.num_forms >= one.num_shapes * 0.9 for one in found.values())
 
@@ -577,7 +577,11 @@ def test_a_question_of_ones_own_finds_tools_of_every_domain(world, tasks):
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"level": [1]}, "the nearest is"), ({"levels": [1, 6]}, "no level 6"), ({"num_tasks": "many"}, "num_tasks")],
+    [
+        ({"level": [1]}, "the nearest is"),
+        ({"levels": [1, 6]}, "levels.1 .= 6.*should be 1, 2, 3, 4 or 5"),
+        ({"num_tasks": "many"}, "num_tasks"),
+    ],
 )
 def test_bad_settings_are_named(settings, said):
     with pytest.raises(ConfigError, match=said):

@@ -88,7 +88,7 @@ class Function:
     description: str
     verbs: tuple[str, ...]
     params: tuple[Param, ...]
-    gives: Mapping[str, str] = field(compare=False)
+    returns: Mapping[str, str] = field(compare=False)
     steps: Mapping[str, JSON] = field(compare=False)
 
     @property
@@ -143,7 +143,7 @@ def catalogue() -> Mapping[str, Function]:
     for name, row in tomllib.loads(data_text("functions.toml")).items():
         params = tuple(Param(*param) for param in row["params"])
         words = row["domain"], row["description"], tuple(row["verbs"])
-        found[name] = Function(name, *words, params, row.get("gives", {}), row["run"])
+        found[name] = Function(name, *words, params, row.get("returns", {}), row["run"])
     return found
 
 

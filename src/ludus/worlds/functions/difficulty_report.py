@@ -14,7 +14,7 @@ from ludus.worlds.functions.gold_calls import Truth, solved
 from ludus.worlds.functions.solver import DONE, NO_TOOL, Attempt
 
 
-def looks(tasks: Sequence[Task]) -> list[TaskShape]:
+def task_shapes(tasks: Sequence[Task]) -> list[TaskShape]:
     """Return the shape of each task."""
     truths = [(task.tags.get("level", ""), truth_of(task, Truth)) for task in tasks]
     return [TaskShape(level, truth.form, truth.shape) for level, truth in truths]
@@ -22,7 +22,7 @@ def looks(tasks: Sequence[Task]) -> list[TaskShape]:
 
 def no_tool_rate(tasks: Sequence[Task]) -> float:
     """Return the success of a policy that never calls and always refuses."""
-    return _rate(tasks, lambda task, attempt: attempt.say(NO_TOOL))
+    return _rate(tasks, lambda attempt: attempt.say(NO_TOOL))
 
 
 def majority_rate(train: Sequence[Task], tasks: Sequence[Task]) -> float:
@@ -39,8 +39,8 @@ def majority_rate(train: Sequence[Task], tasks: Sequence[Task]) -> float:
                     values[gold.name, param.name][json.dumps(value)] += 1
     common = {key: json.loads(counter.most_common(1)[0][0]) for key, counter in values.items()}
 
-    def call(task: Task, attempt: Attempt) -> None:
-        function = max(truth_of(task, Truth).scene.functions, key=lambda one: calls[one.name])
+    def call(attempt: Attempt) -> None:
+        function = max(truth_of(attempt.task, Truth).scene.functions, key=lambda one: calls[one.name])
         named = [(param.name, (function.name, param.name)) for param in function.required]
         known = {name: common[key] for name, key in named if key in common}
         attempt.call(ExpectedCall(function.name, function.encode(known)))
@@ -49,18 +49,16 @@ def majority_rate(train: Sequence[Task], tasks: Sequence[Task]) -> float:
     return _rate(tasks, call)
 
 
-def _rate(tasks: Sequence[Task], play: Callable[[Task, Attempt], None]) -> float:
-    total = 0.0
-    for task in tasks:
-        attempt = Attempt(task)
-        play(task, attempt)
-        total += solved(task, attempt.trajectory())
-    return total / len(tasks)
+def _rate(tasks: Sequence[Task], play: Callable[[Attempt], None]) -> float:
+    attempts = [Attempt(task) for task in tasks]
+    for attempt in attempts:
+        play(attempt)
+    return sum(solved(attempt.task, attempt.trajectory()) for attempt in attempts) / len(tasks)
 
 
 def report(splits: Mapping[str, Sequence[Task]]) -> str:
     """Return the tables of the difficulty report for the generated tasks by split."""
-    table = variety_lines(((split, looks(tasks)) for split, tasks in splits.items()), "requests")
+    table = variety_lines(((split, task_shapes(tasks)) for split, tasks in splits.items()), "requests")
     rates = []
     for split, tasks in splits.items():
         null = sum(task.tags["null"] == "true" for task in tasks) / len(tasks)

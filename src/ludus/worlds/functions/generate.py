@@ -12,13 +12,12 @@ from ludus.rewards.exact_match import ExpectedAnswers
 from ludus.types import Message, Task
 from ludus.worlds.functions.catalogue import Function, Param, Scene, change_signature
 from ludus.worlds.functions.gold_calls import GoldCall, Right, Truth
-from ludus.worlds.functions.plans import Plan, PlanMaker, functions_for, request_specs
+from ludus.worlds.functions.plans import Plan, PlanSampler, functions_for, request_specs
 from ludus.worlds.functions.replies import Ask
 from ludus.worlds.functions.state import Row, vocabulary
 
 SYSTEM: Final = "Do what is asked with the tools. Ask back where something is missing; call nothing where no tool fits."
 SPLITS: Final = ("train", "validation", "test", "composition")
-LEVELS: Final = (1, 2, 3, 4, 5)
 
 
 def looks_like(function: Function) -> frozenset[str]:
@@ -74,7 +73,7 @@ class _Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class CallMaker:
+class TaskSampler:
     """Generates the tasks of one split at one level from `rng`; no signature is changed unless `changes`."""
 
     rng: random.Random
@@ -114,7 +113,7 @@ class CallMaker:
     def _draft(self, family: str, num: int) -> _Draft:
         if family == "answer":
             return self._question()
-        maker = PlanMaker(self.rng, self.split)
+        maker = PlanSampler(self.rng, self.split)
         if family == "missing":
             return self._missing(maker)
         plan = maker.plan(family, (3 if self.level == 5 else 2) if family == "chain" else num)
@@ -136,7 +135,7 @@ class CallMaker:
             said.append(text[0].upper() + text[1:])
         return said[0], said[1]
 
-    def _missing(self, maker: PlanMaker) -> _Draft:
+    def _missing(self, maker: PlanSampler) -> _Draft:
         """Return a request without one value, neither an identifier nor the only required one."""
         family = "chain" if self.level >= 4 else "single"
         while True:
@@ -170,7 +169,7 @@ class CallMaker:
         domains = {function.domain for function in needed.values()}
         near, far = list[Function](), list[Function]()
         for function in functions_for(self.split):
-            if function.name not in barred and kind not in function.gives.values():
+            if function.name not in barred and kind not in function.returns.values():
                 (near if function.domain in domains else far).append(function)
         num_others = max(num - len(chosen), 1)
         num_near = min(len(near), num_others // 2 + rng.randrange(2), num_others) if self.level > 1 else 0
@@ -192,7 +191,7 @@ def make_tasks(
 
     Without `changes` no signature is changed. Raises ConfigError if there are too few different tasks.
     """
-    makers = [CallMaker(random.Random(f"{split}/{level}/{seed}"), split, level, changes) for level in levels]
+    makers = [TaskSampler(random.Random(f"{split}/{level}/{seed}"), split, level, changes) for level in levels]
     tasks: list[Task] = []
     seen = set(taken)
     for _ in range(20 * num + 200):

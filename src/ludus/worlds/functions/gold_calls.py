@@ -111,7 +111,7 @@ def equal(given: JSON, wanted: JSON) -> bool:
     return given is None and wanted is None
 
 
-def made_well(trajectory: Trajectory) -> list[ExpectedCall]:
+def executed_calls(trajectory: Trajectory) -> list[ExpectedCall]:
     """Return the calls of an episode that fit an offered function, in order."""
     ran = {outcome.call_id for outcome in trajectory.outcomes if outcome.status not in _MISFITS}
     return [
@@ -144,9 +144,9 @@ def solved(task: Task, trajectory: Trajectory) -> float:
     if trajectory.stop_reason is not StopReason.ANSWERED or not trajectory.answer.strip():
         return 0.0
     if truth.right == "call":
-        return float(calls_agree(truth.gold, made_well(trajectory)))
+        return float(calls_agree(truth.gold, executed_calls(trajectory)))
     if truth.right == "any_call":
-        return float(bool(made_well(trajectory)))
+        return float(bool(executed_calls(trajectory)))
     return float(not trajectory.outcomes and truth.accepts_text(trajectory.answer))
 
 
@@ -154,7 +154,7 @@ def part_made(task: Task, trajectory: Trajectory) -> float:
     """Return 1 if at least one gold call was made, or one turn agrees with its gold calls; else 0."""
     if isinstance(task.truth, Suite):
         return float(_some_turns(task, trajectory) > 0)
-    made = made_well(trajectory)
+    made = executed_calls(trajectory)
     return float(any(wanted.fits(call) for wanted in truth_of(task, Truth).gold for call in made))
 
 

@@ -125,7 +125,7 @@ def fans_for(split: str) -> tuple[tuple[Function, Function, Function], ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanMaker:
+class PlanSampler:
     """Draws the plans of a split."""
 
     rng: random.Random
@@ -196,7 +196,7 @@ class PlanMaker:
 def _links(first: Function, second: Function, place: int) -> Links:
     """Return links for the required parameters of `second` from the result of `first`, which is at `place`."""
     found: dict[str, tuple[int, str]] = {}
-    left = dict(first.gives)
+    left = dict(first.returns)
     for param in second.required:
         name = next((name for name, kind in left.items() if kind == param.kind), None)
         if name is not None:

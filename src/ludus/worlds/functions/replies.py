@@ -113,9 +113,8 @@ def visible(text: str) -> str:
     """Return the text in lower case without format characters, fillers and combining marks."""
     if text.isascii() and text.isprintable():
         return text.strip().casefold()
-    plain = unicodedata.normalize("NFKD", text).replace("\u2019", "'")
-    spaced = (char if char == "\n" or not char.isspace() else " " for char in plain)
-    shown = (char for char in spaced if char == "\n" or not _is_hidden(char))
+    plain = re.sub(r"[^\S\n]", " ", unicodedata.normalize("NFKD", text).replace("\u2019", "'"))
+    shown = (char for char in plain if char == "\n" or not _is_hidden(char))
     return re.sub(" +", " ", "".join(shown)).strip().casefold()
 
 

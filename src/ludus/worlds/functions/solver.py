@@ -150,11 +150,8 @@ def _right_words(truth: Truth) -> Sequence[str]:
     if truth.ask is None:
         return NO_TOOL, "None of these functions can do that.", "Sorry, I cannot do this with the tools I have."
     name = truth.ask.param.name.replace("_", " ")
-    return (
-        f"What is the {name}?",
-        f"Happy to. Could you tell me the {name}?",
-        f"I need one more thing. Which {name} shall I use?",
-    )
+    more = f"I need one more thing. Which {name} shall I use?"
+    return f"What is the {name}?", f"Happy to. Could you tell me the {name}?", more
 
 
 def _unmended(truth: Truth, gold: GoldCall) -> ExpectedCall | None:

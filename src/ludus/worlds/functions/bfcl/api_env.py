@@ -10,10 +10,9 @@ import asyncio
 import inspect
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
-from ludus.envs.base import Environment
 from ludus.envs.messages import assistant, tool_call
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.errors import WorldError
@@ -23,7 +22,7 @@ from ludus.rewards.extract import NotJson, read_json
 from ludus.rewards.paper_rewards import ExpectedCall
 from ludus.sandbox.base import MIB, Limits, Sandbox
 from ludus.tools.base import ToolError, ToolSchema
-from ludus.types import JSON, Action, Message, StepResult, Task, ToolOutcome, ToolStatus
+from ludus.types import JSON, Action, Message, StepResult, ToolOutcome, ToolStatus
 from ludus.worlds.functions.bfcl import guest_runner
 from ludus.worlds.functions.bfcl.api_classes import archive
 from ludus.worlds.functions.gold_calls import VERDICT
@@ -61,7 +60,7 @@ class ApiTruth(Suite):
         return (Message(role="user", content=content),)
 
 
-class ApiEnv(Environment):
+class ApiEnv(ToolEnv):
     """One episode of several turns: an answer without a call is followed by the user's next turn.
 
     After the last turn, all calls are compared with the gold calls, and the verdict becomes an outcome that
@@ -76,29 +75,25 @@ class ApiEnv(Environment):
         sandbox: Sandbox,
         offers_tools: bool = True,
     ) -> None:
-        self.rewards = rewards
-        self._truth, self._limits, self._sandbox = truth, limits, sandbox
+        super().__init__(tuple(map(self._tool, truth.schemas)) if offers_tools else (), rewards, limits)
+        self._truth, self._sandbox = truth, sandbox
         self._made: list[list[ExpectedCall]] = [[]]
         self._lock = asyncio.Lock()
-        self.tools: tuple[CheckedTool, ...] = tuple(map(self._tool, truth.schemas)) if offers_tools else ()
-        self._inner = ToolEnv(self.tools, rewards, limits)
-
-    async def start(self, task: Task) -> list[Message]:
-        """Return the messages of the task."""
-        return await self._inner.start(task)
 
     async def step(self, action: Action) -> StepResult:
         """Run the calls; without any, continue with the user's next turn, or compare and end."""
-        result = await self._inner.step(action)
+        result = await super().step(action)
         if not result.done:
             return result
         place = len(self._made)
         if place == len(self._truth.turns):
             return StepResult(done=True, outcomes=(await self._verdict(),))
         self._made.append([])
-        added = self._truth.added.get(place, ()) if self.tools else ()
-        self._inner = ToolEnv((*self._inner.tools, *map(self._tool, added)), self.rewards, self._limits)
-        return StepResult(messages=self._truth.messages_of(place) if self.tools else self._truth.turns[place])
+        if not self.tools:
+            return StepResult(messages=self._truth.turns[place])
+        added = map(self._tool, self._truth.added.get(place, ()))
+        self._executor = replace(self._executor, tools=(*self._executor.tools, *added))
+        return StepResult(messages=self._truth.messages_of(place))
 
     async def grade_again(self) -> ToolOutcome | None:
         """Return the verdict of another comparison of the same calls; None before the last turn."""

@@ -1,6 +1,6 @@
 """The program in the sandbox for a task of several turns: calls on new objects of API classes.
 
-Its source text is the program. It reads an order from stdin and writes one JSON object to stdout:
+Its source text is the program. It reads the arguments of `reply` from stdin and writes one JSON object to stdout:
 
     classes    the modules of the involved classes by name; all are imported from the program's folder
     config     the arguments of their `_load_scenario` by class; a class without that method has no state
@@ -23,35 +23,24 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TypedDict
 
-Call = tuple[str, dict[str, object]]
-
-
-class CallOrder(TypedDict):
-    """The order on stdin; see the module."""
-
-    classes: dict[str, str]
-    config: dict[str, object]
-    extended: bool
-    made: list[list[Call]]
-    gold: list[list[Call]] | None
+Calls = Sequence[tuple[str, dict[str, object]]]
 
 
 class Objects:
     """One object of each involved class."""
 
-    def __init__(self, order: CallOrder) -> None:
-        self.made = {name: vars(importlib.import_module(module))[name]() for name, module in order["classes"].items()}
+    def __init__(self, classes: dict[str, str], config: dict[str, object], extended: bool) -> None:
+        self.made = {name: vars(importlib.import_module(module))[name]() for name, module in classes.items()}
         self.methods: dict[str, Callable[..., object]] = {}
         for name, one in self.made.items():
             found = dict(inspect.getmembers(one, inspect.ismethod))
             if "_load_scenario" in found:
-                config = json.loads(json.dumps(order["config"].get(name, {})))
-                found["_load_scenario"](config, long_context=order["extended"])
+                own = json.loads(json.dumps(config.get(name, {})))
+                found["_load_scenario"](own, long_context=extended)
             self.methods.update(found)
 
-    def run(self, calls: Sequence[Call]) -> list[tuple[str, bool]]:
+    def run(self, calls: Calls) -> list[tuple[str, bool]]:
         """Return the responses to calls, and whether each raised an exception."""
         return [self._call(name, arguments) for name, arguments in calls]
 
@@ -75,20 +64,22 @@ class Objects:
         }
 
 
-def reply(order: CallOrder) -> dict[str, object]:
-    """Return the reply to an order."""
+def reply(
+    classes: dict[str, str], config: dict[str, object], extended: bool, made: list[Calls], gold: list[Calls] | None
+) -> dict[str, object]:
+    """Return the reply; see the module."""
     try:
-        objects, gold = Objects(order), Objects(order)
+        objects, right = (Objects(classes, config, extended) for _ in range(2))
     except Exception as error:  # boundary: the classes are foreign, and so is their configuration
         return {"fault": f"{type(error).__name__}: {error}"}
-    if order["gold"] is None:
-        *_, last = map(objects.run, order["made"])
+    if gold is None:
+        *_, last = map(objects.run, made)
         return {"said": [text for text, _ in last], "raised": [raised for _, raised in last]}
     said, agrees = Counter[str](), list[bool]()
-    for calls, wanted in zip(order["made"], order["gold"], strict=True):
+    for calls, wanted in zip(made, gold, strict=True):
         said.update(text for text, _ in objects.run(calls))
-        due = Counter(text for text, _ in gold.run(wanted))
-        is_equal = gold.state().items() <= objects.state().items()
+        due = Counter(text for text, _ in right.run(wanted))
+        is_equal = right.state().items() <= objects.state().items()
         agrees.append(not wanted or (bool(calls) and is_equal and due <= said))
     return {"agrees": agrees}
 
@@ -98,6 +89,6 @@ def main() -> None:
     line = os.dup(1)
     os.dup2(2, 1)
     sys.path[:0] = ["apis.zip"]
-    text = json.dumps(reply(json.loads(sys.stdin.read())))
+    text = json.dumps(reply(**json.loads(sys.stdin.read())))
     with os.fdopen(line, "w") as out:
         out.write(text)
