@@ -682,6 +682,7 @@ def test_a_file_may_have_tasks_without_a_call_and_its_answers_elsewhere(tmp_path
         (record(), "'simple_0' was there before"),
         (record("b", question=[]), '"question": Value should have at least 1 item'),
         (record("b", question=[[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]), "turns"),
+        (record("b", question=[[]]), "does not end with a message of the user"),
         (record("b", question=[{"role": "tool", "content": "a"}]), "question.0.0.role\": Input should be 'system'"),
         (record("b", function=[{"description": "x"}]), 'function.0.name": Field required'),
         (record("b", function=[WEATHER, WEATHER]), "two functions"),

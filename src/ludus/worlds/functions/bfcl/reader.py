@@ -73,7 +73,7 @@ def _as_list(functions: object) -> object:
     return [functions] if isinstance(functions, dict) else functions
 
 
-class _Said(BaseModel):
+class _BfclMessage(BaseModel):
     role: Literal["system", "user", "assistant"]
     content: str
 
@@ -82,7 +82,7 @@ class _BfclRecord(BaseModel):
     """The fields of a line; see the module. `ground_truth` may be in another file."""
 
     id: str = Field(min_length=1)
-    question: Annotated[list[list[_Said]], BeforeValidator(_as_turns), Field(min_length=1)]
+    question: Annotated[list[list[_BfclMessage]], BeforeValidator(_as_turns), Field(min_length=1)]
     function: Annotated[list[Description], BeforeValidator(_as_list)] | None = None
     ground_truth: list[JsonValue] | None = None
     involved_classes: list[str] | None = Field(None, min_length=1)
@@ -97,15 +97,15 @@ def load_tasks(path: Path, answers: Path | None, split: str, bad_lines: BadLines
     is `skip`, these are logged and skipped.
     """
     faults: list[tuple[str, RecordError]] = []
-    given: dict[str, JSON] = {}
+    right: dict[str, JSON] = {}
     tasks: dict[str, Task] = {}
 
     def add_answer(record: Record) -> None:
-        given[text_field(record, "id")] = record.get("ground_truth")
+        right[text_field(record, "id")] = record.get("ground_truth")
 
     def add_task(record: Record) -> None:
         if answers is not None:
-            record = {**record, "ground_truth": given.get(text_field(record, "id"))}
+            record = {**record, "ground_truth": right.get(text_field(record, "id"))}
         task = _task(record, split)
         if task.id in tasks:
             raise RecordError(f"the id {task.id!r} was there before")
@@ -148,8 +148,8 @@ def _task(line: Record, split: str) -> Task:
     if record.ground_truth is None and not found:
         raise RecordError(f'there is no "ground_truth" for {record.id!r}')
     right: Right = "call" if record.ground_truth else "any_call" if found and not found[1] else "decline"
-    truth = _turns(record) if record.involved_classes else _single(record, right)
     messages = _messages(record.question[0])
+    truth = _turns(record) if record.involved_classes else _single(record, right)
     if messages[0]["role"] != "system":
         messages = (Message(role="system", content=SYSTEM), *messages)
     is_null = not record.involved_classes and right == "decline"
@@ -157,11 +157,11 @@ def _task(line: Record, split: str) -> Task:
     return Task(record.id, messages, truth, tags)
 
 
-def _messages(turn: Sequence[_Said]) -> tuple[Message, ...]:
+def _messages(turn: Sequence[_BfclMessage]) -> tuple[Message, ...]:
     """Return the messages of a turn, the last one from the user."""
     if not turn or turn[-1].role != "user":
         raise RecordError('a turn of "question" does not end with a message of the user')
-    return tuple(Message(role=said.role, content=said.content) for said in turn)
+    return tuple(Message(role=message.role, content=message.content) for message in turn)
 
 
 def _single(record: _BfclRecord, right: Right) -> Truth:
