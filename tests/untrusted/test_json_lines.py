@@ -8,7 +8,7 @@ import pytest
 from ludus.errors import LudusError
 from ludus.tools.fetch import load_corpus
 from ludus.worlds.code.records import load_code_tasks as code_tasks
-from ludus.worlds.functions.bfcl import load_tasks as function_tasks
+from ludus.worlds.functions.bfcl.reader import load_tasks as function_tasks
 from ludus.worlds.math.sources import load_problems
 from ludus.worlds.swe.tasks import load_instances
 

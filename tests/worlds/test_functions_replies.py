@@ -2,8 +2,8 @@
 
 import pytest
 
-from ludus.worlds.functions.catalogue import catalogue, other_words
-from ludus.worlds.functions.replies import asks_for, make_ask, refuses, speaks
+from ludus.worlds.functions.catalogue import catalogue
+from ludus.worlds.functions.replies import Ask, asks_for, refuses, speaks
 from ludus.worlds.functions.world import FunctionsSettings, FunctionsWorld
 from tables import held_out_replies
 from tables.reply_pairs import ASKS_RIGHT, ASKS_WRONG, REFUSALS_RIGHT, REFUSALS_WRONG
@@ -28,8 +28,8 @@ def ask_of(case):
     name, values, request = REQUESTS[case]
     function = catalogue()[name]
     (missing,) = (param for param in function.required if param.name not in values)
-    words = other_words(function, missing).items()
-    return make_ask(function, missing, missing.name, [(one, values[key]) for key, one in words if one], request)
+    stated = tuple((param, values[param.name]) for param in function.required if param != missing)
+    return Ask(name, missing, missing.name, request, stated)
 
 
 @pytest.mark.parametrize(("pairs", "is_right"), [(ASKS_RIGHT, True), (ASKS_WRONG, False)])

@@ -10,7 +10,7 @@ from ludus.envs.tool_env import ToolLimits
 from ludus.errors import UserError, WorldError
 from ludus.evaluation.env_audit import actions_of
 from ludus.types import Action, StopReason, ToolCall, ToolStatus, Trajectory
-from ludus.worlds.functions.bfcl import read_call
+from ludus.worlds.functions.bfcl.reader import read_gold
 from ludus.worlds.functions.world import make_functions_world
 
 SHELF = """
@@ -218,15 +218,15 @@ BROKEN = {
     "no function": ({"ground_truth": [["rm('a')"], [], []]}, "calls 'rm', which is not a function"),
     "no literal": ({"ground_truth": [["put(x)"], [], []]}, "'x' .* is not a literal"),
     "no code": ({"ground_truth": [["put("], [], []]}, "is not a call"),
-    "an unknown argument": ({"ground_truth": [["put(name='a')"], [], []]}, "'name', which does not fit"),
+    "an unknown argument": ({"ground_truth": [["put(name='a')"], [], []]}, "no argument 'name'"),
     "too many values": ({"ground_truth": [["find('a', 'b')"], [], []]}, "more values"),
-    "another type": ({"ground_truth": [["put(title=5)"], [], []]}, "'title' has another type"),
+    "another type": ({"ground_truth": [["put(title=5)"], [], []]}, "no value of 'title' is of its type"),
     "too few": ({"ground_truth": [["put(copies=5)"], [], []]}, "requires 'title'"),
     "no class": ({"involved_classes": ["CloudAPI"]}, "'CloudAPI' is not one of the installed"),
-    "no classes": ({"involved_classes": []}, "not a list of names"),
+    "no classes": ({"involved_classes": []}, "involved_classes.*at least 1 item"),
     "a foreign package": ({"involved_classes": ["OnlineAPI"]}, "needs the package 'requests'"),
-    "an empty turn": ({"question": [said("a"), [], said("b")]}, "neither a text nor a list"),
-    "no configuration": ({"initial_config": []}, "not an object"),
+    "an empty turn": ({"question": [said("a"), [], said("b")]}, "does not end with a message of the user"),
+    "no configuration": ({"initial_config": []}, "initial_config.*valid dictionary"),
     "a function that is missed": ({"missed_function": {"1": ["rm"]}}, "names 'rm', which is not"),
 }
 
@@ -250,7 +250,7 @@ def test_without_the_package_the_loader_says_how_to_install_it(tmp_path):
 
 def test_calls_as_text_hold_literals_and_sums(tmp_path):
     functions = {"f": {"function": {"parameters": {"properties": {"x": {}, "y": {}}, "required": []}}}}
-    assert read_call("f(1/4, y=[(1, -2), {'a': None}])", functions).arguments == {
+    assert read_gold("f(1/4, y=[(1, -2), {'a': None}])", functions).expected.arguments == {
         "x": 0.25,
         "y": [[1, -2], {"a": None}],
     }

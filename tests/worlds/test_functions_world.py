@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import pytest
-from generators.reports.functions import looks, majority_rate, no_tool_rate
+from generators.reports.functions import majority_rate, no_tool_rate, task_shapes
 from generators.reports.shared import variety
 
 from ludus.config.load import load_config
@@ -25,13 +25,12 @@ from ludus.rewards.registry import PUBLISHED
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.tools.base import ArgumentError
 from ludus.types import Action, Message, StopReason, ToolCall
-from ludus.worlds.functions.catalogue import catalogue
+from ludus.worlds.functions.catalogue import Scene, catalogue, change_signature
 from ludus.worlds.functions.generate import SPLITS, looks_like, request_of
 from ludus.worlds.functions.gold_calls import GoldCall, calls_agree, equal, solved
 from ludus.worlds.functions.plans import request_specs
 from ludus.worlds.functions.solver import DONE, Attempt, CallFlaws, play
-from ludus.worlds.functions.state import DomainState, KnownValues, vocabulary
-from ludus.worlds.functions.tool_distractors import Scene, changed_offer, plain_offer
+from ludus.worlds.functions.state import DomainState, vocabulary
 from ludus.worlds.functions.world import FunctionsSettings, FunctionsWorld, make_functions_world
 
 NO_FLAWS = CallFlaws()
@@ -75,11 +74,11 @@ def draw(function, rng):
 def test_a_function_gives_what_it_promises_and_the_same_again(name):
     function, rng = catalogue()[name], random.Random(name)
     given = draw(function, rng)
-    known = tuple(KnownValues(p.kind, given[p.name]) for p in function.params if p.of.letter)
+    known = tuple((p.kind, given[p.name]) for p in function.params if p.of.letter)
     first, again = (function.run(DomainState(7, known), **given) for _ in range(2))
     assert first == again
     assert json.loads(json.dumps(first)) == first
-    for field_, kind in function.gives.items():
+    for field_, kind in function.returns.items():
         types = {"string": str, "integer": int, "number": (int, float)}
         assert isinstance(first[field_], types[vocabulary().kinds[kind].type])
         assert str(first[field_]).startswith(vocabulary().kinds[kind].letter)
@@ -122,11 +121,11 @@ def test_every_parameter_has_other_names_of_which_one_is_held_out():
             assert len(set(vocabulary().aliases[param.name]) - {param.name}) >= 3
         for split in ("train", "composition"):
             for seed in range(30):
-                offer = changed_offer(function, random.Random(seed), split)
-                names = [one.name for one in offer.params]
+                offer = change_signature(function, random.Random(seed), split)
+                names = [one.offered for one in offer.params]
                 assert len(set(names)) == len(names)
-                renamed = {one.name for one in offer.params if one.name != one.param.name}
-                last = {vocabulary().aliases[one.param.name][-1] for one in offer.params}
+                renamed = {one.offered for one in offer.params if one.offered != one.name}
+                last = {vocabulary().aliases[one.name][-1] for one in offer.params}
                 assert renamed
                 assert renamed <= last if split == "composition" else not renamed & last
 
@@ -136,16 +135,16 @@ def test_a_changed_signature_takes_its_own_terms_and_refuses_the_catalogues():
     for seed in range(200):
         rng = random.Random(seed)
         function = rng.choice(list(catalogue().values()))
-        offer = changed_offer(function, rng, "train")
+        offer = change_signature(function, rng, "train")
         given = draw(function, rng)
-        known = tuple(KnownValues(p.kind, given[p.name]) for p in function.params if p.of.letter)
+        known = tuple((p.kind, given[p.name]) for p in function.params if p.of.letter)
         told = json.loads(offer.tool(DomainState(3, known)).answer(offer.encode(given)))
         assert told == function.run(DomainState(3, known), **given)
         tool = offer.tool(DomainState(3, known))
         tool.check(offer.encode(given))
         forms.update(one.form for one in offer.params)
         try:
-            tool.check(plain_offer(function).encode(given))
+            tool.check(function.encode(given))
         except ArgumentError:
             refused += 1
     assert refused == 200
@@ -163,7 +162,7 @@ def test_a_changed_signature_takes_its_own_terms_and_refuses_the_catalogues():
 )
 def test_arguments_that_do_not_fit_are_refused_in_words(arguments, said):
     with pytest.raises(ArgumentError, match=said):
-        plain_offer(catalogue()["set_timer"]).tool(DomainState(0)).check(arguments)
+        catalogue()["set_timer"].tool(DomainState(0)).check(arguments)
 
 
 # Tasks
@@ -199,9 +198,9 @@ def test_no_request_is_in_two_splits(everything):
 
 
 def test_solutions_are_many_once_values_are_taken_away(tasks):
-    print("\n" + "\n".join(f"level {level}: {found}" for level, found in variety(looks(tasks["train"])).items()))
+    print("\n" + "\n".join(f"level {level}: {found}" for level, found in variety(task_shapes(tasks["train"])).items()))
     least = {"1": 60, "2": 70, "3": 90, "4": 90, "5": 100}
-    found = variety(looks(tasks["train"]))
+    found = variety(task_shapes(tasks["train"]))
     assert {level: found[level].num_shapes >= least[level] for level in least} == dict.fromkeys(least, True)
     assert all(one.num_forms >= one.num_shapes * 0.9 for one in found.values())
 
@@ -215,7 +214,7 @@ def test_levels_and_families_are_all_there(tasks):
         assert 0.2 < changed < 0.5
     for task in tasks["train"]:
         assert (task.tags["null"] == "true") == (task.truth.right == "decline")
-        assert 2 <= len(task.truth.scene.offers) <= 6
+        assert 2 <= len(task.truth.scene.functions) <= 6
 
 
 def test_changed_signatures_can_be_held_out_of_training():
@@ -224,7 +223,7 @@ def test_changed_signatures_can_be_held_out_of_training():
     changed = {s: sum(t.tags["signature"] == "changed" for t in world.tasks(s)) for s in SPLITS}
     assert (changed["train"], changed["validation"]) == (0, 0)
     assert min(changed["test"], changed["composition"]) > 10
-    own = {name: plain_offer(function).schema for name, function in catalogue().items()}
+    own = {name: function.schema for name, function in catalogue().items()}
     for dialogue in islice(world.demonstrations(0), 60):
         assert [tool.schema for tool in dialogue.tools] == [own[tool.name] for tool in dialogue.tools]
 
@@ -241,7 +240,7 @@ def test_what_composition_asks_for_no_other_split_has(tasks):
     for split in SPLITS[:3]:
         for task in tasks[split]:
             assert not linked_domains(task) & links
-            assert request_specs().held_out_domain not in {offer.function.domain for offer in task.truth.scene.offers}
+            assert request_specs().held_out_domain not in {function.domain for function in task.truth.scene.functions}
     for task in tasks["composition"]:
         if task.truth.right == "call":
             named = {catalogue()[one.name].domain for one in task.truth.gold}
@@ -276,7 +275,7 @@ def test_where_nothing_fits_nothing_that_looks_like_it_is_on_offer(everything):
     assert len(declined) > 30
     for task in declined:
         asked = re.search(r"^decline: (\w+)", task.truth.shape)[1]
-        offered = {offer.function.name for offer in task.truth.scene.offers}
+        offered = {function.name for function in task.truth.scene.functions}
         assert not offered & looks_like(catalogue()[asked])
 
 
@@ -434,16 +433,14 @@ def made_up(task, names, seed=0):
     """An attempt that calls these functions with values from nowhere, and then says that it is done."""
     rng, attempt = random.Random(seed), Attempt(task)
     for name in names:
-        offer = task.truth.scene.offer(name)
-        values = {param.name: param.of.draw(rng, "train") for param in offer.function.required}
-        attempt.call(ExpectedCall(name, offer.encode(values)))
+        attempt.call(ExpectedCall(name, task.truth.scene.function(name).drawn(rng)))
     attempt.say(DONE)
     return attempt.trajectory()
 
 
 def test_whoever_calls_everything_or_the_first_or_the_right_one_with_other_values_solves_nothing(everything):
     def offered(task):
-        return [offer.function.name for offer in task.truth.scene.offers]
+        return [function.name for function in task.truth.scene.functions]
 
     everything = everything[::2]
     assert rate(everything, lambda task: made_up(task, offered(task))) == 0
@@ -580,7 +577,11 @@ def test_a_question_of_ones_own_finds_tools_of_every_domain(world, tasks):
 
 @pytest.mark.parametrize(
     ("settings", "said"),
-    [({"level": [1]}, "the nearest is"), ({"levels": [1, 6]}, "no level 6"), ({"num_tasks": "many"}, "num_tasks")],
+    [
+        ({"level": [1]}, "the nearest is"),
+        ({"levels": [1, 6]}, "levels.1 .= 6.*should be 1, 2, 3, 4 or 5"),
+        ({"num_tasks": "many"}, "num_tasks"),
+    ],
 )
 def test_bad_settings_are_named(settings, said):
     with pytest.raises(ConfigError, match=said):
@@ -665,7 +666,7 @@ def test_a_file_may_have_tasks_without_a_call_and_its_answers_elsewhere(tmp_path
     answers = tmp_path / "answers.jsonl"
     answers.write_text(json.dumps({"id": "irrelevance_1", "ground_truth": record()["ground_truth"]}))
     settings = {"data": str(tmp_path / "tasks.jsonl"), "data_answers": str(answers)}
-    with pytest.raises(UserError, match=r"line 3.*none for 'multi_le_2'"):
+    with pytest.raises(UserError, match=r"line 3.*no \"ground_truth\" for 'multi_le_2'"):
         make_functions_world(settings, ToolLimits()).tasks("file")
     write(tmp_path / "tasks.jsonl", bare)
     (task,) = make_functions_world(settings, ToolLimits()).tasks("file")
@@ -677,14 +678,15 @@ def test_a_file_may_have_tasks_without_a_call_and_its_answers_elsewhere(tmp_path
     [
         ("{", "not JSON"),
         ("[1]", "not a JSON object"),
-        (record(id=3), '"id" is not a text'),
+        (record(id=3), '"id": Input should be a valid string'),
         (record(), "'simple_0' was there before"),
-        (record("b", question=[]), '"question" is neither'),
+        (record("b", question=[]), '"question": Value should have at least 1 item'),
         (record("b", question=[[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]), "turns"),
-        (record("b", question=[{"role": "tool", "content": "a"}]), "role 'tool'"),
-        (record("b", function=[{"description": "x"}]), "descriptions with names"),
+        (record("b", question=[[]]), "does not end with a message of the user"),
+        (record("b", question=[{"role": "tool", "content": "a"}]), "question.0.0.role\": Input should be 'system'"),
+        (record("b", function=[{"description": "x"}]), 'function.0.name": Field required'),
         (record("b", function=[WEATHER, WEATHER]), "two functions"),
-        (record("b", ground_truth={"a": 1}), "not a list"),
+        (record("b", ground_truth={"a": 1}), '"ground_truth": Input should be a valid list'),
         (record("b", ground_truth=[{"other": {}}]), "not a function of the task"),
         (record("b", ground_truth=[{"weather.get": {"town": ["Rome"]}}]), "no argument 'town'"),
         (record("b", ground_truth=[{"weather.get": {"city": "Rome"}}]), "are not a list"),

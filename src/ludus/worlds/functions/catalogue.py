@@ -1,26 +1,38 @@
-"""The functions, the other names of their parameters, and the words by which a question asks for one."""
+"""The functions, and their signatures in a task: those of the catalogue or changed ones."""
 
 from __future__ import annotations
 
-import re
+import json
+import random
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Final
+from typing import Final, Literal
 
+from ludus.tools.base import ArgumentError, FunctionSchema, ToolSchema
 from ludus.types import JSON
 from ludus.worlds.functions.state import DomainState, Row, ValueKind, data_text, run_steps, vocabulary
+from ludus.worlds.functions.tools import SchemaTool, schema_tool
+
+Form = Literal["plain", "text", "list"]
+"""How a value is passed: unchanged, a number as text, or a text as a list of one."""
+_FORMS: Final[Mapping[str, Form]] = {"integer": "text", "number": "text", "string": "list"}
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter. `piece` is its part of a request; one with a default is optional."""
+    """A parameter. `piece` is its part of a request; one with a default is optional.
+
+    A task may offer it by the name `alias`, and take its value in another form.
+    """
 
     name: str
     kind: str
     piece: str = "{}"
     default: JSON = None
+    alias: str = ""
+    form: Form = "plain"
 
     @property
     def of(self) -> ValueKind:
@@ -32,6 +44,40 @@ class Param:
         """Whether a call must pass it."""
         return self.default is None
 
+    @property
+    def offered(self) -> str:
+        """Its name in the task."""
+        return self.alias or self.name
+
+    @property
+    def schema(self) -> dict[str, JSON]:
+        """The JSON schema of its value in the task."""
+        found: dict[str, JSON] = {"type": {"text": "string", "list": "array"}.get(self.form, self.of.type)}
+        if found["type"] == "array":
+            found["items"] = {"type": "string"}
+        if not self.is_required:
+            found["default"] = self.encode(self.default)
+        return found
+
+    def encode(self, value: JSON) -> JSON:
+        """Return a value in the form of the task."""
+        if self.form == "list":
+            return [value]
+        return f"{value:g}" if self.form == "text" and isinstance(value, int | float) else value
+
+    def decode(self, given: JSON) -> JSON:
+        """Return the value of an argument. Raises ArgumentError if its form is wrong."""
+        if self.form == "list" and isinstance(given, list):
+            if len(given) != 1 or not isinstance(given[0], str):
+                raise ArgumentError(f"the argument {self.offered!r} is wrong: it takes a list of one text")
+            return given[0]
+        if self.form == "text" and isinstance(given, str):
+            try:
+                return float(given) if self.of.type == "number" else int(given)
+            except ValueError:
+                raise ArgumentError(f"the argument {self.offered!r} is wrong: {given!r} is not a number") from None
+        return given
+
 
 @dataclass(frozen=True, slots=True)
 class Function:
@@ -42,7 +88,7 @@ class Function:
     description: str
     verbs: tuple[str, ...]
     params: tuple[Param, ...]
-    gives: Mapping[str, str] = field(compare=False)
+    returns: Mapping[str, str] = field(compare=False)
     steps: Mapping[str, JSON] = field(compare=False)
 
     @property
@@ -50,69 +96,100 @@ class Function:
         """The parameters without a default."""
         return tuple(param for param in self.params if param.is_required)
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether the signature differs from the catalogue."""
+        return self != catalogue()[self.name]
+
+    @property
+    def schema(self) -> ToolSchema:
+        """The description that the model sees."""
+        properties = {param.offered: param.schema for param in self.params}
+        required = [param.offered for param in self.required]
+        parameters = {"type": "object", "properties": properties, "required": required}
+        described = FunctionSchema(name=self.name, description=self.description, parameters=parameters)
+        return ToolSchema(type="function", function=described)
+
     def run(self, state: DomainState, **arguments: JSON) -> Row:
         """Return the result of a call. Raises LookupError or ValueError, which the model sees."""
-        for param in self.params:
+        for param in catalogue()[self.name].params:
             if param.of.letter and param.of.checked:
                 state.row(param.kind, str(arguments[param.name]))
         return run_steps(self.steps, state, arguments)
+
+    def encode(self, arguments: Mapping[str, JSON]) -> dict[str, JSON]:
+        """Return arguments, given by the names of the catalogue, in the terms of the task."""
+        return {one.offered: one.encode(arguments[one.name]) for one in self.params if one.name in arguments}
+
+    def drawn(self, rng: random.Random) -> dict[str, JSON]:
+        """Return invented arguments for the required parameters, in the terms of the task."""
+        return self.encode({param.name: param.of.draw(rng, "train") for param in catalogue()[self.name].required})
+
+    def tool(self, state: DomainState) -> SchemaTool:
+        """Return the tool on the state of an episode."""
+
+        def answer(given: Mapping[str, JSON]) -> str:
+            values = {one.name: one.default for one in self.params}
+            values |= {one.name: one.decode(given[one.offered]) for one in self.params if one.offered in given}
+            return json.dumps(self.run(state, **values), ensure_ascii=False)
+
+        return schema_tool(self.schema, answer)
 
 
 @cache
 def catalogue() -> Mapping[str, Function]:
     """Return all functions by name."""
-    rows = tomllib.loads(data_text("functions.toml"))
-    return {
-        name: Function(
-            name,
-            row["domain"],
-            row["description"],
-            tuple(row["verbs"]),
-            tuple(Param(*param) for param in row["params"]),
-            row.get("gives", {}),
-            row["run"],
-        )
-        for name, row in rows.items()
-    }
+    found = {}
+    for name, row in tomllib.loads(data_text("functions.toml")).items():
+        params = tuple(Param(*param) for param in row["params"])
+        words = row["domain"], row["description"], tuple(row["verbs"])
+        found[name] = Function(name, *words, params, row.get("returns", {}), row["run"])
+    return found
 
 
-def words_of(text: str) -> frozenset[str]:
-    """Return the words of a text in lower case."""
-    return frozenset(re.findall(r"[\w']+", text.casefold()))
+def change_signature(function: Function, rng: random.Random, split: str) -> Function:
+    """Return the function with parameters renamed, passed in another form and reordered.
 
-
-FILLERS: Final = words_of("how what which for of to in at on by the a an is it one")
-"""Words of any question, which alone ask for nothing."""
-_EMPTY: Final = words_of("of in at on by num id is a the to into what which one most send add")
-_ASKING: Final = words_of("who whom where when name called")
-"""Interrogatives and nouns of no particular topic."""
-
-
-def ask_phrases(param: Param, offered: str) -> frozenset[frozenset[str]]:
-    """Return phrases, as words, one of which a question for the parameter contains.
-
-    They are the phrases of its kind, its names and `offered`, its name in the task.
+    At least one is renamed. The last alias of each name is reserved for the split `composition`.
     """
-    said = map(words_of, vocabulary().asks.get(param.name, param.of.asks))
-    names = (frozenset(name.split("_")) - _EMPTY for name in (param.name, offered, *vocabulary().aliases[param.name]))
-    return frozenset(phrase for phrase in (*said, *names) if phrase - FILLERS or len(phrase) > 1)
+    used = {param.name for param in function.params}
+    params: list[Param] = []
+    must = rng.randrange(len(function.params))
+    for place, param in enumerate(function.params):
+        aliases = vocabulary().aliases[param.name]
+        free = [one for one in (aliases[-1:] if split == "composition" else aliases[:-1]) if one not in used]
+        renamed = free and (place == must or rng.random() < 0.6)
+        alias = rng.choice(free) if renamed else ""
+        used.add(alias)
+        form: Form = "plain" if rng.random() < 0.65 else _FORMS.get(param.of.type, "plain")
+        params.append(replace(param, alias=alias, form=form))
+    rng.shuffle(params)
+    return replace(function, params=tuple(params))
 
 
-def other_words(function: Function, missing: Param) -> dict[str, frozenset[str]]:
-    """Return words that ask for each other required parameter, without those for the missing one.
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """The functions of an episode and its initial state; generated values follow from `seed`.
 
-    Identifiers are left out, since a question may name its topic; persons have interrogatives only.
+    `known` are the kinds and identifiers that the request names. A function known only by its description, in
+    `described`, answers each call that fits with `ok`.
     """
-    taken = frozenset({"from"}).union(*ask_phrases(missing, missing.name))
-    return {
-        param.name: _words_for(param) - taken - _EMPTY
-        for param in function.required
-        if param != missing and not param.of.letter
-    }
 
+    seed: int = 0
+    known: tuple[tuple[str, str], ...] = ()
+    functions: tuple[Function, ...] = ()
+    described: tuple[ToolSchema, ...] = ()
 
-def _words_for(param: Param) -> frozenset[str]:
-    asking = frozenset(param.of.asks) & _ASKING
-    if param.kind in ("person", "people"):
-        return asking - {"name"}
-    return asking | {*param.name.split("_"), *vocabulary().aliases[param.name][0].split("_")}
+    def state(self) -> DomainState:
+        """Return the initial state of an episode."""
+        return DomainState(self.seed, self.known)
+
+    def tools(self) -> tuple[SchemaTool, ...]:
+        """Return the tools of a new episode, which share one state."""
+        state = self.state()
+        generated = (function.tool(state) for function in self.functions)
+        return (*generated, *(schema_tool(schema, lambda given: "ok") for schema in self.described))
+
+    def function(self, name: str) -> Function:
+        """Return an offered function by name."""
+        return next(function for function in self.functions if function.name == name)

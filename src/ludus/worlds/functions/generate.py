@@ -9,24 +9,15 @@ from typing import Final
 
 from ludus.errors import ConfigError
 from ludus.rewards.exact_match import ExpectedAnswers
-from ludus.types import JSON, Message, Task
-from ludus.worlds.functions.catalogue import Function, Param, other_words
+from ludus.types import Message, Task
+from ludus.worlds.functions.catalogue import Function, Param, Scene, change_signature
 from ludus.worlds.functions.gold_calls import GoldCall, Right, Truth
-from ludus.worlds.functions.plans import Plan, PlanMaker, arguments_of, functions_for, request_specs
-from ludus.worlds.functions.replies import Ask, make_ask
-from ludus.worlds.functions.state import KnownValues, vocabulary
-from ludus.worlds.functions.tool_distractors import Offer, Scene, changed_offer, plain_offer
+from ludus.worlds.functions.plans import Plan, PlanSampler, functions_for, request_specs
+from ludus.worlds.functions.replies import Ask
+from ludus.worlds.functions.state import Row, vocabulary
 
 SYSTEM: Final = "Do what is asked with the tools. Ask back where something is missing; call nothing where no tool fits."
 SPLITS: Final = ("train", "validation", "test", "composition")
-LEVELS: Final = (1, 2, 3, 4, 5)
-_JOINTS: Final = {
-    "chain": ((", then ", ", then "),),
-    "fan": ((" and ", ", then "),),
-    "mixed": ((", then ", "; besides, "),),
-}
-"""Choices of the words between the parts of a request; those of other families are parallel."""
-_PARALLEL: Final = ((" and ", " and "), ("; also ", "; also "))
 
 
 def looks_like(function: Function) -> frozenset[str]:
@@ -36,7 +27,10 @@ def looks_like(function: Function) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """A task before its tools are chosen: requests with and without values, and the right response."""
+    """A task before its tools are chosen: requests with and without values, and the right response.
+
+    `missing` is the parameter that the request leaves out, and the place of its step.
+    """
 
     plan: Plan
     request: str
@@ -45,9 +39,41 @@ class _Draft:
     missing: tuple[int, Param] | None = None
     answer: ExpectedAnswers | None = None
 
+    def truth(self, scene: Scene) -> Truth:
+        """Return the truth. Raises LookupError or ValueError if a gold call fails."""
+        gold = self._gold(scene) if self.right == "call" else ()
+        shape = f"{self.right}: " + "; ".join(sorted(step.shape for step in self.plan))
+        ask = None
+        if self.missing is not None:
+            place, param = self.missing
+            shape += f" without {place}.{param.name}"
+            function = scene.function(self.plan[place].function.name)
+            (offered,) = (one.offered for one in function.params if one.name == param.name)
+            stated = [(one, step.values.get(one.name)) for step in self.plan for one in step.function.required]
+            values = tuple((one, value) for one, value in stated if value is not None)
+            ask = Ask(function.name, param, offered, self.request, values)
+        elif self.answer is not None:
+            shape += self.form
+        calls = tuple(call.expected for call in gold)
+        return Truth(calls, self.right, gold, scene, ask, self.answer, shape, self.form)
+
+    def _gold(self, scene: Scene) -> tuple[GoldCall, ...]:
+        """Run the plan on the initial state, and return its calls in the terms of the task."""
+        state, results, found = scene.state(), list[Row](), list[GoldCall]()
+        for step in self.plan:
+            given = {**step.values, **{name: results[place][key] for name, (place, key) in step.links.items()}}
+            left = {param.name: param.default for param in step.function.params if param.name not in given}
+            results.append(step.function.run(state, **given, **left))
+            function = scene.function(step.function.name)
+            accepted = {name: (value,) for name, value in function.encode({**given, **left}).items()}
+            optional = frozenset(param.offered for param in function.params if param.name in left)
+            after = tuple(sorted({place for place, _ in step.links.values()}))
+            found.append(GoldCall(function.name, accepted, optional, after))
+        return tuple(found)
+
 
 @dataclass(frozen=True, slots=True)
-class CallMaker:
+class TaskSampler:
     """Generates the tasks of one split at one level from `rng`; no signature is changed unless `changes`."""
 
     rng: random.Random
@@ -63,9 +89,15 @@ class CallMaker:
             family = "single"  # questions have no held-out part
         draft = self._draft(family, level.calls)
         is_changed = rng.random() < level.changed and self.changes
-        scene = Scene(rng.randrange(2**32), _known_in(draft.plan), self._offers(draft, is_changed, level.tools))
+        known = tuple(
+            (param.kind, str(step.values[param.name]))
+            for step in draft.plan
+            for param in step.function.params
+            if param.of.letter and param.name in step.values
+        )
+        scene = Scene(rng.randrange(2**32), known, self._offers(draft, is_changed, level.tools))
         try:
-            gold = _gold(draft.plan, scene) if draft.right == "call" else ()
+            truth = draft.truth(scene)
         except (LookupError, ValueError):
             return None
         prompt = (Message(role="system", content=SYSTEM), Message(role="user", content=draft.request))
@@ -73,29 +105,26 @@ class CallMaker:
             "split": self.split,
             "family": family,
             "level": str(self.level),
-            "signature": "changed" if any(offer.is_changed for offer in scene.offers) else "plain",
+            "signature": "changed" if any(function.is_changed for function in scene.functions) else "plain",
             "null": "true" if draft.right == "decline" else "false",
         }
-        id_ = f"{self.split}-{self.level}-{number:04d}"
-        return Task(id_, prompt, _truth(draft, scene, gold), tags, seed=scene.seed)
+        return Task(f"{self.split}-{self.level}-{number:04d}", prompt, truth, tags, seed=scene.seed)
 
     def _draft(self, family: str, num: int) -> _Draft:
         if family == "answer":
             return self._question()
-        maker = PlanMaker(self.rng, self.split)
+        maker = PlanSampler(self.rng, self.split)
         if family == "missing":
             return self._missing(maker)
         plan = maker.plan(family, (3 if self.level == 5 else 2) if family == "chain" else num)
-        request, form = self._say(plan, family)
-        return _Draft(plan, request, form, "decline" if family == "decline" else "call")
+        return _Draft(plan, *self._say(plan, family), "decline" if family == "decline" else "call")
 
     def _say(self, plan: Plan, family: str, missing: tuple[int, Param] | None = None) -> tuple[str, str]:
         """Return the request, and the same without values."""
-        rng = self.rng
+        rng, specs = self.rng, request_specs()
         verbs = [rng.choice(step.function.verbs) for step in plan]
-        joints = rng.choice(_JOINTS.get(family, _PARALLEL))
-        styles = request_specs().styles
-        style = rng.choice(styles[:3] if missing else styles)
+        joints = rng.choice(specs.joints.get(family, specs.joints["parallel"]))
+        style = rng.choice(specs.styles[:3] if missing else specs.styles)
         said = []
         for masked in (False, True):
             parts = [
@@ -106,10 +135,11 @@ class CallMaker:
             said.append(text[0].upper() + text[1:])
         return said[0], said[1]
 
-    def _missing(self, maker: PlanMaker) -> _Draft:
+    def _missing(self, maker: PlanSampler) -> _Draft:
         """Return a request without one value, neither an identifier nor the only required one."""
+        family = "chain" if self.level >= 4 else "single"
         while True:
-            plan = maker.plan("chain" if self.level >= 4 else "single", 2)
+            plan = maker.plan(family, 2)
             free = [
                 (i, param)
                 for i, step in enumerate(plan)
@@ -118,41 +148,40 @@ class CallMaker:
             ]
             if free:
                 missing = self.rng.choice(free)
-                request, form = self._say(plan, "chain" if len(plan) > 1 else "single", missing)
-                return _Draft(plan, request, form, "ask", missing)
+                return _Draft(plan, *self._say(plan, family, missing), "ask", missing)
 
     def _question(self) -> _Draft:
+        """Return a question with the answer in it."""
         kinds = vocabulary().kinds
         text, wanted = self.rng.choice(request_specs().questions)
         values = {name: kind.draw(self.rng, self.split) for name, kind in kinds.items() if f"{{{name}}}" in text}
         said = text.format(**{name: kinds[name].say(value) for name, value in values.items()})
         return _Draft((), said, text, "answer", answer=ExpectedAnswers((str(values[wanted]),)))
 
-    def _offers(self, draft: _Draft, is_changed: bool, num: int) -> tuple[Offer, ...]:
+    def _offers(self, draft: _Draft, is_changed: bool, num: int) -> tuple[Function, ...]:
         """Return the functions of the plan (none if no call is right) and others, shuffled."""
         rng = self.rng
         needed = {step.function.name: step.function for step in draft.plan}
-        chosen = [] if draft.right == "decline" else list(needed.values())
+        declines = draft.right == "decline"
+        chosen = [] if declines else list(needed.values())
+        barred = set(needed).union(*map(looks_like, needed.values() if declines else ()))
         kind = draft.missing[1].kind if draft.missing else None
-        barred = set(needed)
-        if draft.right == "decline":
-            barred.update(*map(looks_like, needed.values()))
         domains = {function.domain for function in needed.values()}
         near, far = list[Function](), list[Function]()
         for function in functions_for(self.split):
-            if function.name not in barred and kind not in function.gives.values():
+            if function.name not in barred and kind not in function.returns.values():
                 (near if function.domain in domains else far).append(function)
         num_others = max(num - len(chosen), 1)
         num_near = min(len(near), num_others // 2 + rng.randrange(2), num_others) if self.level > 1 else 0
         chosen += rng.sample(near, num_near)
         chosen += rng.sample(far, num_others - num_near)
         rng.shuffle(chosen)
-        return tuple(self._offer(function, function.name in needed, is_changed) for function in chosen)
-
-    def _offer(self, function: Function, is_gold: bool, is_changed: bool) -> Offer:
-        if is_changed and (is_gold or self.rng.random() < 0.5):
-            return changed_offer(function, self.rng, self.split)
-        return plain_offer(function)
+        return tuple(
+            change_signature(function, rng, self.split)
+            if is_changed and (function.name in needed or rng.random() < 0.5)
+            else function
+            for function in chosen
+        )
 
 
 def make_tasks(
@@ -162,7 +191,7 @@ def make_tasks(
 
     Without `changes` no signature is changed. Raises ConfigError if there are too few different tasks.
     """
-    makers = [CallMaker(random.Random(f"{split}/{level}/{seed}"), split, level, changes) for level in levels]
+    makers = [TaskSampler(random.Random(f"{split}/{level}/{seed}"), split, level, changes) for level in levels]
     tasks: list[Task] = []
     seen = set(taken)
     for _ in range(20 * num + 200):
@@ -180,53 +209,3 @@ def make_tasks(
 def request_of(task: Task) -> str:
     """Return the request of the user."""
     return task.prompt[-1]["content"]
-
-
-def _known_in(plan: Plan) -> tuple[KnownValues, ...]:
-    """Return the identifiers that the request names."""
-    return tuple(
-        KnownValues(param.kind, str(step.values[param.name]))
-        for step in plan
-        for param in step.function.params
-        if param.of.letter and param.name in step.values
-    )
-
-
-def _gold(plan: Plan, scene: Scene) -> tuple[GoldCall, ...]:
-    """Return the gold calls in the terms of the offers, from a run of the plan on the initial state."""
-    found = []
-    for step, arguments in zip(plan, arguments_of(plan, scene.state()), strict=True):
-        offer = scene.offer(step.function.name)
-        left = {p.name: p.default for p in step.function.params if p.name not in arguments}
-        accepted: dict[str, tuple[JSON, ...]] = {
-            name: (value,) for name, value in offer.encode({**arguments, **left}).items()
-        }
-        optional = frozenset(one.name for one in offer.params if one.param.name in left)
-        after = tuple(sorted({link.place for link in step.links.values()}))
-        found.append(GoldCall(step.function.name, accepted, optional, after))
-    return tuple(found)
-
-
-def _truth(draft: _Draft, scene: Scene, gold: tuple[GoldCall, ...]) -> Truth:
-    shape = f"{draft.right}: " + "; ".join(sorted(step.shape for step in draft.plan))
-    ask = None
-    if draft.missing is not None:
-        shape += f" without {draft.missing[0]}.{draft.missing[1].name}"
-        ask = _ask(draft, scene, *draft.missing)
-    elif draft.answer is not None:
-        shape += draft.form
-    calls = tuple(call.expected for call in gold)
-    return Truth(calls, draft.right, gold, scene, ask, draft.answer, shape, draft.form)
-
-
-def _ask(draft: _Draft, scene: Scene, place: int, param: Param) -> Ask:
-    """Return the required content of a question, and the values that the request has stated."""
-    function = draft.plan[place].function
-    offered = next(one.name for one in scene.offer(function.name).params if one.param == param)
-    given: list[tuple[frozenset[str], str]] = []
-    for step in draft.plan:
-        for name, words in other_words(step.function, param).items():
-            if name in step.values and words:
-                value = step.values[name]
-                given.append((words, " and ".join(map(str, value if isinstance(value, list) else [value]))))
-    return make_ask(function, param, offered, given, draft.request)

@@ -10,22 +10,24 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.code.turns import Progress, made_calls
-from ludus.rewards.code.unit_tests import share_passed, suite_passes
+from ludus.rewards.code.unit_tests import Suite, share_passed, suite_passes
 from ludus.rewards.exact_match import ExpectedAnswers, matches, well_formed
+from ludus.rewards.extract import last_output
 from ludus.rewards.paper_rewards import ExpectedCall, ExpectedCalls
 from ludus.rewards.shaping import either, only_if
 from ludus.types import JSON, StopReason, Task, ToolStatus, Trajectory
-from ludus.worlds.functions.bfcl_api import ApiTruth, read_verdict
+from ludus.worlds.functions.catalogue import Scene
 from ludus.worlds.functions.replies import Ask, asks_for, refuses, speaks
-from ludus.worlds.functions.tool_distractors import ListedTool, Scene
 
+VERDICT: Final = "verdict"
+"""The tool name of the outcome that lists which turns of a task of several turns agree with the gold calls."""
+_all_turns = suite_passes(last_output(VERDICT))
+_some_turns = share_passed(last_output(VERDICT))
 _MISFITS = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS)
-_all_turns = suite_passes(read_verdict)
-_some_turns = share_passed(read_verdict)
 _ABSOLUTE_TOLERANCE = 1e-9
 Right = Literal["call", "any_call", "ask", "answer", "decline"]
 """The right response: the gold calls, any call, or without a call a question, an answer, or a refusal."""
@@ -44,11 +46,15 @@ class GoldCall:
     optional: frozenset[str] = frozenset()
     after: tuple[int, ...] = ()
 
+    def with_values(self, place: int) -> ExpectedCall:
+        """Return the call with the right value at `place` of each argument, without optional ones."""
+        required = {name: values for name, values in self.accepted.items() if name not in self.optional}
+        return ExpectedCall(self.name, {name: values[place] for name, values in required.items()})
+
     @property
     def expected(self) -> ExpectedCall:
-        """The call with the first value of each argument, without optional ones."""
-        arguments = {name: values[0] for name, values in self.accepted.items() if name not in self.optional}
-        return ExpectedCall(self.name, arguments)
+        """The call with the first values."""
+        return self.with_values(0)
 
     def fits(self, made: ExpectedCall) -> bool:
         """Return whether a call is this one."""
@@ -69,7 +75,7 @@ class Truth(ExpectedCalls):
 
     right: Right
     gold: tuple[GoldCall, ...]
-    scene: Scene | ListedTool
+    scene: Scene
     ask: Ask | None = None
     answer: ExpectedAnswers | None = None
     shape: str = ""
@@ -84,7 +90,7 @@ class Truth(ExpectedCalls):
             return asks_for(answer, self.ask)
         if self.answer is not None:
             return matches(answer, self.answer)
-        return refuses(answer) if isinstance(self.scene, Scene) else speaks(answer)
+        return refuses(answer) if self.scene.functions else speaks(answer)
 
 
 def equal(given: JSON, wanted: JSON) -> bool:
@@ -105,7 +111,7 @@ def equal(given: JSON, wanted: JSON) -> bool:
     return given is None and wanted is None
 
 
-def made_well(trajectory: Trajectory) -> list[ExpectedCall]:
+def executed_calls(trajectory: Trajectory) -> list[ExpectedCall]:
     """Return the calls of an episode that fit an offered function, in order."""
     ran = {outcome.call_id for outcome in trajectory.outcomes if outcome.status not in _MISFITS}
     return [
@@ -118,40 +124,37 @@ def made_well(trajectory: Trajectory) -> list[ExpectedCall]:
 
 def calls_agree(gold: Sequence[GoldCall], made: Sequence[ExpectedCall]) -> bool:
     """Return whether the calls are the gold ones, each once, none before those whose results it takes."""
-    return len(made) == len(gold) and _assign(gold, made, {})
+    return len(made) == len(gold) and _assign(gold, made, frozenset())
 
 
-def _assign(gold: Sequence[GoldCall], made: Sequence[ExpectedCall], places: dict[int, int]) -> bool:
-    """Return whether the calls from `len(places)` on match gold calls; `places` has the earlier matches."""
-    if len(places) == len(made):
-        return True
-    call = made[len(places)]
-    for number, wanted in enumerate(gold):
-        ready = number not in places and all(before in places for before in wanted.after)
-        if ready and wanted.fits(call) and _assign(gold, made, {**places, number: len(places)}):
-            return True
-    return False
+def _assign(gold: Sequence[GoldCall], made: Sequence[ExpectedCall], places: frozenset[int]) -> bool:
+    """Return whether the calls match the gold calls, of which those at `places` are matched already."""
+    return not made or any(
+        wanted.fits(made[0]) and _assign(gold, made[1:], places | {number})
+        for number, wanted in enumerate(gold)
+        if number not in places and places.issuperset(wanted.after)
+    )
 
 
 def solved(task: Task, trajectory: Trajectory) -> float:
     """Return 1 if the episode has the right response and ended with an answer; else 0."""
-    if isinstance(task.truth, ApiTruth):
+    if isinstance(task.truth, Suite):
         return _all_turns(task, trajectory)
     truth = truth_of(task, Truth)
     if trajectory.stop_reason is not StopReason.ANSWERED or not trajectory.answer.strip():
         return 0.0
     if truth.right == "call":
-        return float(calls_agree(truth.gold, made_well(trajectory)))
+        return float(calls_agree(truth.gold, executed_calls(trajectory)))
     if truth.right == "any_call":
-        return float(bool(made_well(trajectory)))
+        return float(bool(executed_calls(trajectory)))
     return float(not trajectory.outcomes and truth.accepts_text(trajectory.answer))
 
 
 def part_made(task: Task, trajectory: Trajectory) -> float:
     """Return 1 if at least one gold call was made, or one turn agrees with its gold calls; else 0."""
-    if isinstance(task.truth, ApiTruth):
+    if isinstance(task.truth, Suite):
         return float(_some_turns(task, trajectory) > 0)
-    made = made_well(trajectory)
+    made = executed_calls(trajectory)
     return float(any(wanted.fits(call) for wanted in truth_of(task, Truth).gold for call in made))
 
 

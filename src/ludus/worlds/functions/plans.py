@@ -8,10 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
+from typing import Final
 
 from ludus.types import JSON
 from ludus.worlds.functions.catalogue import Function, Param, catalogue
-from ludus.worlds.functions.state import DomainState, Row, data_text, vocabulary
+from ludus.worlds.functions.state import data_text
+
+Links = Mapping[str, tuple[int, str]]
+"""The parameters whose values come from earlier results: the place of the step, and the field of its result."""
+_NO_LINKS: Final[Links] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,7 @@ class RequestSpecs:
     held_out_domain: str
     held_out_links: Sequence[Sequence[str]]
     styles: Sequence[str]
+    joints: Mapping[str, Sequence[Sequence[str]]]
     lookalikes: Sequence[Sequence[str]]
     questions: Sequence[Sequence[str]]
     levels: Mapping[str, LevelSpec]
@@ -44,22 +50,13 @@ def request_specs() -> RequestSpecs:
     return RequestSpecs(**tables)
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
-    """An argument from the field `name`, of this kind, of the result of the step at `place`."""
-
-    place: int
-    name: str
-    kind: str
-
-
 @dataclass(frozen=True)
 class PlanStep:
     """A call with the values that the request states and links to earlier results."""
 
     function: Function
     values: Mapping[str, JSON]
-    links: Mapping[str, Link] = field(default_factory=dict)
+    links: Links = field(default_factory=dict)
 
     def say(self, verb: str, *, without: str = "", masked: bool = False) -> str:
         """Return the request for this step, without one parameter; `masked` writes kinds instead of values."""
@@ -68,7 +65,7 @@ class PlanStep:
             if param.name == without:
                 continue
             if param.name in self.links:
-                pieces.append(param.piece.format(vocabulary().kinds[self.links[param.name].kind].reference))
+                pieces.append(param.piece.format(param.of.reference))
             elif param.name in self.values:
                 value = f"<{param.kind}>" if masked else param.of.say(self.values[param.name])
                 pieces.append(param.piece.format(value))
@@ -77,26 +74,11 @@ class PlanStep:
     @property
     def shape(self) -> str:
         """The step without values: `name(argument, argument<-place)`."""
-        given = [*self.values, *(f"{name}<-{link.place}" for name, link in self.links.items())]
+        given = [*self.values, *(f"{name}<-{place}" for name, (place, _) in self.links.items())]
         return f"{self.function.name}({', '.join(sorted(given))})"
 
 
 Plan = tuple[PlanStep, ...]
-
-
-def arguments_of(plan: Plan, state: DomainState) -> list[dict[str, JSON]]:
-    """Run the plan on the state, and return the arguments of each step by the names of the catalogue.
-
-    Raises LookupError or ValueError if a call fails.
-    """
-    results: list[Row] = []
-    found: list[dict[str, JSON]] = []
-    for step in plan:
-        arguments = {**step.values, **{name: results[link.place][link.name] for name, link in step.links.items()}}
-        defaults = {param.name: param.default for param in step.function.params if not param.is_required}
-        results.append(step.function.run(state, **{**defaults, **arguments}))
-        found.append(arguments)
-    return found
 
 
 @cache
@@ -108,40 +90,42 @@ def functions_for(split: str) -> tuple[Function, ...]:
 
 @cache
 def targets_for(split: str) -> tuple[Function, ...]:
-    """Return the functions that single requests of a split need."""
+    """Return the functions of single calls: the held-out domain for `composition`, else the other domains."""
     held_out = request_specs().held_out_domain
     return tuple(one for one in functions_for(split) if (one.domain == held_out) == (split == "composition"))
 
 
 @cache
-def pairs_for(split: str) -> tuple[tuple[Function, Function], ...]:
-    """Return the pairs of functions of which the second takes a result of the first.
-
-    `composition` has the held-out pairs, every other split all others.
-    """
+def _pairs() -> tuple[tuple[Function, Function], ...]:
+    """Return all pairs of functions of which the second takes a result of the first."""
     every = tuple(catalogue().values())
-    found = [(a, b) for a in every for b in every if a != b and _links(a, b, 0)]
-    return tuple(pair for pair in found if _is_held_out(*pair) == (split == "composition"))
+    return tuple((a, b) for a in every for b in every if a != b and _links(a, b, 0))
+
+
+@cache
+def pairs_for(split: str) -> tuple[tuple[Function, Function], ...]:
+    """Return the held-out pairs for `composition`, all others for every other split."""
+    return tuple(pair for pair in _pairs() if _is_held_out(*pair) == (split == "composition"))
 
 
 @cache
 def fans_for(split: str) -> tuple[tuple[Function, Function, Function], ...]:
-    """Return the triples of which the third takes a result of the first and another kind of the second."""
-    pairs = set(pairs_for(split)) | (set(pairs_for("train")) if split == "composition" else set())
-    ordered = sorted(pairs, key=lambda pair: (pair[0].name, pair[1].name))
-    found = [
+    """Return the triples of which the third takes a result of the first and another kind of the second.
+
+    For `composition` one of these two pairs is held out, for every other split neither.
+    """
+    ordered = sorted(_pairs(), key=lambda pair: (pair[0].name, pair[1].name))
+    return tuple(
         (first, second, last)
         for first, last in ordered
         for second, other in ordered
         if other == last and second.domain != first.domain and len(_fan_links(first, second, last)) == 2
-    ]
-    if split == "composition":
-        found = [(a, b, c) for a, b, c in found if _is_held_out(a, c) or _is_held_out(b, c)]
-    return tuple(found)
+        if (_is_held_out(first, last) or _is_held_out(second, last)) == (split == "composition")
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class PlanMaker:
+class PlanSampler:
     """Draws the plans of a split."""
 
     rng: random.Random
@@ -191,15 +175,15 @@ class PlanMaker:
             else:
                 functions = list(rng.choice(pairs))
         links = [_links(first, second, place) for place, (first, second) in enumerate(pairwise(functions))]
-        return tuple(map(self._step, functions, [{}, *links]))
+        return tuple(map(self._step, functions, [_NO_LINKS, *links]))
 
-    def _step(self, function: Function, links: Mapping[str, Link] | None = None) -> PlanStep:
+    def _step(self, function: Function, links: Links = _NO_LINKS) -> PlanStep:
         """Return the function with values of the split; a parameter with a default has one two times in five."""
         values: dict[str, JSON] = {}
         for param in function.params:
-            if param.name not in (links or {}) and (param.is_required or self.rng.random() < 0.4):
+            if param.name not in links and (param.is_required or self.rng.random() < 0.4):
                 values[param.name] = self._value(param, list(values.values()))
-        return PlanStep(function, values, links or {})
+        return PlanStep(function, values, links)
 
     def _value(self, param: Param, used: Sequence[JSON]) -> JSON:
         """Return a value that no other parameter of the step has and that is not the default."""
@@ -209,18 +193,19 @@ class PlanMaker:
                 return value
 
 
-def _links(first: Function, second: Function, place: int) -> dict[str, Link]:
+def _links(first: Function, second: Function, place: int) -> Links:
     """Return links for the required parameters of `second` from the result of `first`, which is at `place`."""
-    found: dict[str, Link] = {}
-    left = dict(first.gives)
+    found: dict[str, tuple[int, str]] = {}
+    left = dict(first.returns)
     for param in second.required:
         name = next((name for name, kind in left.items() if kind == param.kind), None)
         if name is not None:
-            found[param.name] = Link(place, name, left.pop(name))
+            found[param.name] = (place, name)
+            del left[name]
     return found
 
 
-def _fan_links(first: Function, second: Function, last: Function) -> dict[str, Link]:
+def _fan_links(first: Function, second: Function, last: Function) -> Links:
     """Return one link to each of two first steps, of kinds that only one of them returns."""
     one, other = _links(first, last, 0), _links(second, last, 1)
     return {**one, **other} if len(one) == len(other) == 1 and not set(one) & set(other) else {}

@@ -5,44 +5,74 @@ from __future__ import annotations
 import re
 import tomllib
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Final
 
 from ludus.rewards.exact_match import normalise
-from ludus.worlds.functions.catalogue import FILLERS, Function, Param, ask_phrases, catalogue, words_of
+from ludus.types import JSON
+from ludus.worlds.functions.catalogue import Param, catalogue
 from ludus.worlds.functions.state import data_text, vocabulary
 
 _BLANKS: Final = frozenset("\u115f\u1160\u2800")
 """Letters and symbols without ink."""
 
 
+def words_of(text: str) -> frozenset[str]:
+    """Return the words of a text in lower case."""
+    return frozenset(re.findall(r"[\w']+", text.casefold()))
+
+
+_FILLERS: Final = words_of("how what which for of to in at on by the a an is it one")
+"""Words of any question, which alone ask for nothing."""
+_EMPTY: Final = words_of("of in at on by num id is a the to into what which one most send add")
+_ASKING: Final = words_of("who whom where when name called")
+"""Interrogatives and nouns of no particular topic."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The question for a missing argument: the parameter `name` of `function`.
+    """The question for the parameter `param` of `function`, which the task offers as `offered`.
 
-    A question has all words of one of the `phrases`. `given` has the words and the value of each argument in
-    the request. `context` are words of the request and the function, allowed in any question; `kinds` are
-    those of the function's parameters.
+    `values` are the required arguments of all calls in the request.
     """
 
     function: str
-    name: str
-    phrases: frozenset[frozenset[str]]
-    given: tuple[tuple[frozenset[str], str], ...]
+    param: Param
+    offered: str
     request: str
-    context: frozenset[str] = frozenset()
-    kinds: frozenset[str] = frozenset()
+    values: tuple[tuple[Param, JSON], ...]
+
+    @property
+    def phrases(self) -> frozenset[frozenset[str]]:
+        """Phrases, as words, one of which a question contains."""
+        return ask_phrases(self.param, self.offered)
+
+    def stated(self) -> Iterator[tuple[frozenset[str], str]]:
+        """Yield the words that ask for each other argument, and its value in the request.
+
+        The words of the missing parameter are left out, and so are identifiers, since a question may name its
+        topic; persons have interrogatives only.
+        """
+        taken = frozenset({"from"}).union(*ask_phrases(self.param, self.param.name))
+        for param, value in self.values:
+            if param == self.param or param.of.letter:
+                continue
+            words = frozenset(param.of.asks) & _ASKING
+            if param.kind in ("person", "people"):
+                words -= {"name"}
+            else:
+                words |= {*param.name.split("_"), *vocabulary().aliases[param.name][0].split("_")}
+            if words := words - taken - _EMPTY:
+                yield words, " and ".join(map(str, value if isinstance(value, list) else [value]))
 
 
-def make_ask(
-    function: Function, param: Param, offered: str, given: Sequence[tuple[frozenset[str], str]], request: str
-) -> Ask:
-    """Return the question for `param`, named `offered` in the task, which a request leaves out."""
-    context = words_of(request) | frozenset(function.name.split("_"))
-    kinds = frozenset(one.kind for one in function.params)
-    return Ask(function.name, param.name, ask_phrases(param, offered), tuple(given), request, context, kinds)
+def ask_phrases(param: Param, offered: str) -> frozenset[frozenset[str]]:
+    """Return the phrases of the kind of a parameter, and those of its names; `offered` is its name in the task."""
+    said = map(words_of, vocabulary().asks.get(param.name, param.of.asks))
+    names = (frozenset(name.split("_")) - _EMPTY for name in (param.name, offered, *vocabulary().aliases[param.name]))
+    return frozenset(phrase for phrase in (*said, *names) if phrase - _FILLERS or len(phrase) > 1)
 
 
 def asks_for(answer: str, ask: Ask) -> bool:
@@ -55,13 +85,14 @@ def asks_for(answer: str, ask: Ask) -> bool:
     plain = visible(answer)
     sentences = [(one, _asks(one)) for one in re.findall(r"[^.?!\n]+[.?!]?", plain)]
     asking, other = ("\n".join(one for one, is_asking in sentences if is_asking is which) for which in (True, False))
-    asked, own, said = words_of(asking), frozenset[str]().union(*ask.phrases), normalise(plain)
+    asked, said, params = words_of(asking), normalise(plain), catalogue()[ask.function].params
+    others = asked - words_of(ask.request) - frozenset(ask.function.split("_")).union(*ask.phrases)
     return (
         any(phrase <= asked for phrase in ask.phrases)
-        and _of_one_kind(asked - own - ask.context, ask.kinds)
+        and _of_one_kind(others, frozenset(param.kind for param in params))
         and normalise(ask.request) not in said
         and not claims_done(other)
-        and all(not asked & words or normalise(value) in said for words, value in ask.given)
+        and all(not asked & words or normalise(value) in said for words, value in ask.stated())
     )
 
 
@@ -82,9 +113,8 @@ def visible(text: str) -> str:
     """Return the text in lower case without format characters, fillers and combining marks."""
     if text.isascii() and text.isprintable():
         return text.strip().casefold()
-    plain = unicodedata.normalize("NFKD", text).replace("\u2019", "'")
-    spaced = (char if char == "\n" or not char.isspace() else " " for char in plain)
-    shown = (char for char in spaced if char == "\n" or not _is_hidden(char))
+    plain = re.sub(r"[^\S\n]", " ", unicodedata.normalize("NFKD", text).replace("\u2019", "'"))
+    shown = (char for char in plain if char == "\n" or not _is_hidden(char))
     return re.sub(" +", " ", "".join(shown)).strip().casefold()
 
 
@@ -140,11 +170,11 @@ def _of_one_kind(words: frozenset[str], takes: frozenset[str]) -> bool:
 @cache
 def _asking_words() -> Mapping[str, frozenset[str]]:
     """Return the kinds that each word of any phrase asks for."""
-    found: dict[str, set[str]] = {}
+    found: dict[str, frozenset[str]] = {}
     kinds = [kind for kind in vocabulary().kinds.values() if not kind.letter]
     params = [param for function in catalogue().values() for param in function.params if not param.of.letter]
     phrases = [(param.kind, ask_phrases(param, param.name)) for param in params]
     for kind, asks in phrases + [(kind.name, frozenset(map(words_of, kind.asks))) for kind in kinds]:
-        for word in frozenset[str]().union(*asks) - FILLERS:
-            found.setdefault(word, set()).add(kind)
-    return {word: frozenset(kinds) for word, kinds in found.items()}
+        for word in frozenset[str]().union(*asks) - _FILLERS:
+            found[word] = found.get(word, frozenset()) | {kind}
+    return found

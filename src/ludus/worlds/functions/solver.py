@@ -6,28 +6,16 @@ invented, or a function is called although none fits. A first call in the wrong 
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ludus.envs.messages import assistant, tool_call
 from ludus.rewards.base import truth_of
 from ludus.rewards.paper_rewards import ExpectedCall
 from ludus.tools.base import ArgumentError
-from ludus.types import (
-    JSON,
-    FunctionCall,
-    Message,
-    MessageToolCall,
-    StopReason,
-    Task,
-    ToolOutcome,
-    ToolStatus,
-    Trajectory,
-)
-from ludus.worlds.functions.bfcl_api import ApiTruth, turn_messages
+from ludus.types import JSON, Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from ludus.worlds.functions.gold_calls import GoldCall, Truth
-from ludus.worlds.functions.tool_distractors import ListedTool, Scene
 
 DONE = "Done."
 NO_TOOL = "No tool fits."
@@ -60,8 +48,9 @@ class Attempt:
         """Add one turn of calls and their responses."""
         ids = [f"call_{self._num_turns}_{i}" for i in range(len(calls))]
         self._num_turns += 1
-        made = Message(role="assistant", content="", tool_calls=list(map(tool_call, ids, calls)))
-        self.messages.append(made if train else Message({**made, "train": False}))
+        made = [tool_call(id_, call.name, call.arguments) for id_, call in zip(ids, calls, strict=True)]
+        message = Message(role="assistant", content="", tool_calls=made)
+        self.messages.append(message if train else Message({**message, "train": False}))
         for id_, call in zip(ids, calls, strict=True):
             status, text = self._answer(call)
             self.messages.append(Message(role="tool", content=text, tool_call_id=id_, name=call.name))
@@ -69,7 +58,7 @@ class Attempt:
 
     def say(self, text: str) -> None:
         """Add the last message."""
-        self.messages.append(Message(role="assistant", content=text))
+        self.messages.append(assistant(text))
 
     def trajectory(self) -> Trajectory:
         """Return the episode for rewards, without tokens."""
@@ -90,12 +79,6 @@ class Attempt:
             return ToolStatus.RAISED, f"Error: {type(error).__name__}: {error}"
 
 
-def tool_call(id_: str, call: ExpectedCall) -> MessageToolCall:
-    """Return a call as part of a message."""
-    function = FunctionCall(name=call.name, arguments=json.dumps(dict(call.arguments), ensure_ascii=False))
-    return MessageToolCall(id=id_, type="function", function=function)
-
-
 def play(task: Task, flaws: CallFlaws, rng: random.Random) -> Attempt:
     """Return an attempt at the task."""
     truth, attempt = truth_of(task, Truth), Attempt(task)
@@ -111,28 +94,15 @@ def play(task: Task, flaws: CallFlaws, rng: random.Random) -> Attempt:
             attempt.call(*(call.expected for call in calls))
         attempt.say(DONE)
     elif truth.right == "any_call":
-        attempt.call(_some_call(truth.scene))
+        function = truth.scene.tools()[0].schema["function"]
+        attempt.call(ExpectedCall(function["name"], _required_values(function["parameters"])))
         attempt.say(DONE)
-    elif slips and truth.answer is None and isinstance(truth.scene, Scene):
-        attempt.call(_made_up(truth, truth.scene, rng))
+    elif slips and truth.answer is None and truth.scene.functions:
+        attempt.call(_made_up(truth, rng))
         attempt.say(DONE)
     else:
         attempt.say(_right_words(truth)[0])
     return attempt
-
-
-def gold_messages(truth: ApiTruth) -> list[Message]:
-    """Return the gold calls of several turns as an episode, without the responses, which are unknown here."""
-    messages: list[Message] = []
-    for place, calls in enumerate(truth.gold):
-        if place:
-            messages += turn_messages(truth.turns[place], truth.added.get(place, ()))
-        for number, call in enumerate(calls):
-            id_ = f"call_{place}_{number}"
-            messages.append(Message(role="assistant", content="", tool_calls=[tool_call(id_, call)]))
-            messages.append(Message(role="tool", content="[no output]", tool_call_id=id_, name=call.name))
-        messages.append(Message(role="assistant", content=DONE))
-    return messages
 
 
 def turns_of(gold: Sequence[GoldCall]) -> list[list[GoldCall]]:
@@ -144,24 +114,20 @@ def turns_of(gold: Sequence[GoldCall]) -> list[list[GoldCall]]:
 
 
 def alternative_solutions(task: Task) -> Iterator[Sequence[Message]]:
-    """Yield other right episodes: calls with reordered or other arguments, one by one, or other words."""
+    """Yield other right episodes: all arguments in reverse order, other values one by one, or other words."""
     truth = truth_of(task, Truth)
-    if truth.right not in ("call", "any_call"):
-        for text in _right_words(truth)[1:]:
-            attempt = Attempt(task)
-            attempt.say(text)
-            yield attempt.messages
-    elif truth.right == "call":
+    if truth.right == "call":
         turns = turns_of(truth.gold)
         seen = [_called(task, [[gold.expected for gold in turn] for turn in turns])]
-        alone = [[gold] for turn in turns for gold in reversed(turn)]
         for way in (
             _called(task, [[_spelled_out(gold) for gold in turn] for turn in turns]),
-            _called(task, [[_other_values(gold) for gold in turn] for turn in alone]),
+            _called(task, [[gold.with_values(-1)] for turn in turns for gold in reversed(turn)]),
         ):
             if way not in seen:
                 seen.append(way)
                 yield way
+    elif truth.right != "any_call":
+        yield from ([assistant(text)] for text in _right_words(truth)[1:])
 
 
 def _called(task: Task, turns: Sequence[Sequence[ExpectedCall]]) -> Sequence[Message]:
@@ -177,58 +143,49 @@ def _spelled_out(gold: GoldCall) -> ExpectedCall:
     return ExpectedCall(gold.name, {name: gold.accepted[name][0] for name in reversed([*gold.accepted])})
 
 
-def _other_values(gold: GoldCall) -> ExpectedCall:
-    """Return the call with the last right value of each required argument."""
-    return ExpectedCall(gold.name, {name: own[-1] for name, own in gold.accepted.items() if name not in gold.optional})
-
-
 def _right_words(truth: Truth) -> Sequence[str]:
     """Return right answers if no call is right: first that of the oracle."""
     if truth.answer is not None:
         return truth.answer.accepted
     if truth.ask is None:
         return NO_TOOL, "None of these functions can do that.", "Sorry, I cannot do this with the tools I have."
-    name = truth.ask.name.replace("_", " ")
-    return (
-        f"What is the {name}?",
-        f"Happy to. Could you tell me the {name}?",
-        f"I need one more thing. Which {name} shall I use?",
-    )
+    name = truth.ask.param.name.replace("_", " ")
+    more = f"I need one more thing. Which {name} shall I use?"
+    return f"What is the {name}?", f"Happy to. Could you tell me the {name}?", more
 
 
 def _unmended(truth: Truth, gold: GoldCall) -> ExpectedCall | None:
     """Return the call with the catalogue's names if they were changed, else without its last argument."""
     call = gold.expected
-    if not isinstance(truth.scene, Scene):
+    if not truth.scene.functions:
         return None
-    plain = {one.name: one.param.name for one in truth.scene.offer(gold.name).params}
+    plain = {param.offered: param.name for param in truth.scene.function(gold.name).params}
     if any(name != plain[name] for name in call.arguments):
         return ExpectedCall(call.name, {plain[name]: value for name, value in call.arguments.items()})
     return ExpectedCall(call.name, dict(list(call.arguments.items())[:-1])) if call.arguments else None
 
 
-def _made_up(truth: Truth, scene: Scene, rng: random.Random) -> ExpectedCall:
+def _made_up(truth: Truth, rng: random.Random) -> ExpectedCall:
     """Return a call, with invented values, of the function with a missing argument or the first one."""
-    offer = scene.offer(truth.ask.function) if truth.ask is not None else scene.offers[0]
-    values = {param.name: param.of.draw(rng, "train") for param in offer.function.required}
-    return ExpectedCall(offer.function.name, offer.encode(values))
+    scene = truth.scene
+    function = scene.function(truth.ask.function) if truth.ask is not None else scene.functions[0]
+    return ExpectedCall(function.name, function.drawn(rng))
 
 
-def _some_call(scene: Scene | ListedTool) -> ExpectedCall:
-    """Return a call of the first function, with values of the right types for its required parameters."""
-    function = scene.tools()[0].schema["function"]
-    values = _value({**function["parameters"], "type": "object"})
-    return ExpectedCall(function["name"], values if isinstance(values, dict) else {})
+def _required_values(schema: Mapping[str, JSON]) -> dict[str, JSON]:
+    """Return values of the right types for the required properties of a schema."""
+    properties, required = schema.get("properties"), schema.get("required")
+    inner = properties if isinstance(properties, dict) else {}
+    return {str(name): _value(inner.get(str(name))) for name in (required if isinstance(required, list) else ())}
 
 
 def _value(schema: JSON) -> JSON:
     """Return a value that fits a schema."""
     given = schema if isinstance(schema, dict) else {}
-    choices, properties, required = given.get("enum"), given.get("properties"), given.get("required")
+    choices = given.get("enum")
     if isinstance(choices, list) and choices:
         return choices[0]
     if given.get("type") == "object":
-        inner = properties if isinstance(properties, dict) else {}
-        return {str(name): _value(inner.get(str(name))) for name in (required if isinstance(required, list) else ())}
-    kinds: dict[str, JSON] = {"integer": 1, "number": 1.0, "boolean": True, "array": []}
-    return kinds.get(str(given.get("type")), "something")
+        return _required_values(given)
+    examples: dict[str, JSON] = {"integer": 1, "number": 1.0, "boolean": True, "array": []}
+    return examples.get(str(given.get("type")), "something")

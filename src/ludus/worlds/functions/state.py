@@ -83,25 +83,17 @@ def vocabulary() -> Vocabulary:
     return Vocabulary(**tables)
 
 
-@dataclass(frozen=True, slots=True)
-class KnownValues:
-    """An identifier that exists from the start because the request names it."""
-
-    kind: str
-    id: str
-
-
 @dataclass
 class DomainState:
-    """The state of one episode: rows by kind and identifier. `known` are the initial identifiers."""
+    """The state of one episode: rows by kind and identifier. `known` are kinds and identifiers that exist initially."""
 
     seed: int
-    known: tuple[KnownValues, ...] = ()
+    known: tuple[tuple[str, str], ...] = ()
     _rows: dict[str, dict[str, Row]] = field(init=False, default_factory=lambda: defaultdict(dict))
 
     def __post_init__(self) -> None:
-        for one in self.known:
-            self._rows[one.kind][one.id] = {}
+        for kind, key in self.known:
+            self._rows[kind][key] = {}
 
     def number(self, low: int, high: int, *parts: JSON) -> int:
         """Return a number from `low` to `high`, the same for equal parts."""

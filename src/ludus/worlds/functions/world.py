@@ -16,18 +16,17 @@ from ludus.envs.difficulty_report import shipped_report
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, check_split
-from ludus.errors import ConfigError
 from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.code.turns import TurnVerifier
 from ludus.sandbox import Sandbox, open_sandbox
 from ludus.types import JSON, Message, Task
-from ludus.worlds.functions.bfcl import load_tasks
-from ludus.worlds.functions.bfcl_api import ApiEnv, ApiTruth
-from ludus.worlds.functions.catalogue import catalogue
-from ludus.worlds.functions.generate import LEVELS, SPLITS, SYSTEM, CallMaker, make_tasks, request_of
+from ludus.worlds.functions.bfcl.api_env import ApiEnv, ApiTruth, gold_messages
+from ludus.worlds.functions.bfcl.reader import load_tasks
+from ludus.worlds.functions.catalogue import Scene, catalogue
+from ludus.worlds.functions.generate import SPLITS, SYSTEM, TaskSampler, make_tasks, request_of
 from ludus.worlds.functions.gold_calls import Truth, function_rewards, gold_calls_made
-from ludus.worlds.functions.solver import CallFlaws, alternative_solutions, gold_messages, play
-from ludus.worlds.functions.tool_distractors import Scene, SchemaTool, plain_offer
+from ludus.worlds.functions.solver import CallFlaws, alternative_solutions, play
+from ludus.worlds.functions.tools import SchemaTool
 
 SHARES = {"train": 1.0, "validation": 0.1, "test": 0.25, "composition": 0.2}
 """Number of tasks of each split relative to training."""
@@ -44,8 +43,8 @@ class FunctionsSettings(BaseModel):
     """Number of training tasks; validation, test and composition have a tenth, a quarter and a fifth of it."""
     num_held_out: int | None = Field(None, ge=1)
     """Number of tasks of test and of composition, instead of those shares."""
-    levels: tuple[int, ...] = Field((1, 2, 3, 4, 5), min_length=1)
-    """Levels of the tasks, 1 to 5."""
+    levels: tuple[Literal[1, 2, 3, 4, 5], ...] = Field((1, 2, 3, 4, 5), min_length=1)
+    """Levels of the tasks."""
     changed_in_training: bool = True
     """Also change signatures in train, validation and demonstrations, as in test and composition."""
     access: Literal["tool", "none"] = "tool"
@@ -116,7 +115,7 @@ class FunctionsWorld(World):
         settings = self.settings
         rng = random.Random(f"demonstrations/{settings.seed}/{seed}")
         flaws = CallFlaws(settings.habit, settings.mended)
-        makers = [CallMaker(rng, "train", level, settings.changed_in_training) for level in settings.levels]
+        makers = [TaskSampler(rng, "train", level, settings.changed_in_training) for level in settings.levels]
         held_out = {request_of(task) for split in SPLITS[1:] for task in self.tasks(split)}
         for number in itertools.count():
             task = makers[number % len(makers)].task(number)
@@ -128,11 +127,11 @@ class FunctionsWorld(World):
 
         A dialogue of several turns has the gold calls without their responses.
         """
-        if self.settings.access == "none" or not isinstance(task.truth, Truth | ApiTruth):
+        if self.settings.access == "none":
             return None
         if isinstance(task.truth, ApiTruth):
             return Dialogue((*task.prompt, *gold_messages(task.truth)), tuple(self.environment(task).tools))
-        return _show(task, CallFlaws(), random.Random(task.id))
+        return _show(task, CallFlaws(), random.Random(task.id)) if isinstance(task.truth, Truth) else None
 
     def difficulty_report(self) -> str:
         """Return the difficulty report of the generated tasks."""
@@ -154,8 +153,7 @@ class FunctionsWorld(World):
                 yield f"{function['name']}({params}) {function['description']}"
             for message in dialogue.messages:
                 yield message["content"]
-                for call in message.get("tool_calls", []):
-                    made = call["function"]
+                for made in (call["function"] for call in message.get("tool_calls", [])):
                     yield f'{{"name": "{made["name"]}", "arguments": {made["arguments"]}}}'
 
     @property
@@ -179,7 +177,7 @@ class FunctionsWorld(World):
         if isinstance(task.truth, Truth):
             return task.truth.scene.tools()
         first = {function.domain: function for function in [*catalogue().values()][::-1]}
-        return Scene(task.seed, (), tuple(map(plain_offer, first.values()))).tools()
+        return Scene(task.seed, (), tuple(first.values())).tools()
 
     def _make(self, split: str) -> tuple[Task, ...]:
         settings = self.settings
@@ -187,9 +185,8 @@ class FunctionsWorld(World):
             answers = None if settings.data_answers is None else Path(settings.data_answers)
             return load_tasks(Path(settings.data), answers, split, settings.data_bad_lines)
         is_held_out = split in ("test", "composition")
-        num = max(round(settings.num_tasks * SHARES[split]), 1)
-        if settings.num_held_out is not None and is_held_out:
-            num = settings.num_held_out
+        share = max(round(settings.num_tasks * SHARES[split]), 1)
+        num = settings.num_held_out or share if is_held_out else share
         taken = {request_of(task) for other in SPLITS[: SPLITS.index(split)] for task in self.tasks(other)}
         changes = settings.changed_in_training or is_held_out
         return make_tasks(split, num, settings.levels, settings.seed, taken, changes)
@@ -197,10 +194,7 @@ class FunctionsWorld(World):
 
 def make_functions_world(settings: Mapping[str, object], limits: ToolLimits) -> FunctionsWorld:
     """Return the world. Raises ConfigError for invalid settings."""
-    chosen = read_settings(FunctionsSettings, settings)
-    if odd := [level for level in chosen.levels if level not in LEVELS]:
-        raise ConfigError(f"There is no level {odd[0]} (env.settings.levels).", "Levels are 1 to 5.")
-    return FunctionsWorld(chosen, limits)
+    return FunctionsWorld(read_settings(FunctionsSettings, settings), limits)
 
 
 def _show(task: Task, flaws: CallFlaws, rng: random.Random) -> Dialogue:

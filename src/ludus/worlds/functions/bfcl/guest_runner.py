@@ -1,0 +1,94 @@
+"""The program in the sandbox for a task of several turns: calls on new objects of API classes.
+
+Its source text is the program. It reads the arguments of `reply` from stdin and writes one JSON object to stdout:
+
+    classes    the modules of the involved classes by name; all are imported from the program's folder
+    config     the arguments of their `_load_scenario` by class; a class without that method has no state
+    extended   whether the long contents of `long_context` are loaded
+    made       the calls of each turn, `[name, arguments]`
+    gold       the same for the gold calls, or null
+
+Without gold calls the reply is `{"said": texts, "raised": flags}` of the calls of the last turn. With them it
+is `{"agrees": flags}`, one flag for each turn: whether calls were made, the public attributes of all objects
+equal those after the gold calls, and the responses so far contain those of the turn's gold calls. A turn
+without gold calls agrees. `{"fault": text}` reports objects that cannot be created.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+Calls = Sequence[tuple[str, dict[str, object]]]
+
+
+class Objects:
+    """One object of each involved class."""
+
+    def __init__(self, classes: dict[str, str], config: dict[str, object], extended: bool) -> None:
+        self.made = {name: vars(importlib.import_module(module))[name]() for name, module in classes.items()}
+        self.methods: dict[str, Callable[..., object]] = {}
+        for name, one in self.made.items():
+            found = dict(inspect.getmembers(one, inspect.ismethod))
+            if "_load_scenario" in found:
+                own = json.loads(json.dumps(config.get(name, {})))
+                found["_load_scenario"](own, long_context=extended)
+            self.methods.update(found)
+
+    def run(self, calls: Calls) -> list[tuple[str, bool]]:
+        """Return the responses to calls, and whether each raised an exception."""
+        return [self._call(name, arguments) for name, arguments in calls]
+
+    def _call(self, name: str, arguments: dict[str, object]) -> tuple[str, bool]:
+        try:
+            value = self.methods[name](**arguments)
+        except Exception as error:  # boundary: the classes are foreign, an error is what the model sees
+            return f"Error during execution: {error}", True
+        try:
+            return json.dumps(value) if isinstance(value, dict) else str(value), False
+        except (TypeError, ValueError):
+            return str(value), False
+
+    def state(self) -> dict[tuple[str, str], object]:
+        """Return the public attributes of all objects."""
+        return {
+            (name, key): value
+            for name, one in self.made.items()
+            for key, value in vars(one).items()
+            if not key.startswith("_")
+        }
+
+
+def reply(
+    classes: dict[str, str], config: dict[str, object], extended: bool, made: list[Calls], gold: list[Calls] | None
+) -> dict[str, object]:
+    """Return the reply; see the module."""
+    try:
+        objects, right = (Objects(classes, config, extended) for _ in range(2))
+    except Exception as error:  # boundary: the classes are foreign, and so is their configuration
+        return {"fault": f"{type(error).__name__}: {error}"}
+    if gold is None:
+        *_, last = map(objects.run, made)
+        return {"said": [text for text, _ in last], "raised": [raised for _, raised in last]}
+    said, agrees = Counter[str](), list[bool]()
+    for calls, wanted in zip(made, gold, strict=True):
+        said.update(text for text, _ in objects.run(calls))
+        due = Counter(text for text, _ in right.run(wanted))
+        is_equal = right.state().items() <= objects.state().items()
+        agrees.append(not wanted or (bool(calls) and is_equal and due <= said))
+    return {"agrees": agrees}
+
+
+def main() -> None:
+    """Read the order, and write the reply to the real stdout, on which the classes cannot print."""
+    line = os.dup(1)
+    os.dup2(2, 1)
+    sys.path[:0] = ["apis.zip"]
+    text = json.dumps(reply(**json.loads(sys.stdin.read())))
+    with os.fdopen(line, "w") as out:
+        out.write(text)

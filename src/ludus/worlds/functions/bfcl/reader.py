@@ -1,0 +1,307 @@
+"""Tasks from files in the format of BFCL: JSON lines with a question, functions and the right calls.
+
+    id
+    question      a list of messages, a list with one such list, or a text
+    function      descriptions: name, description, parameters (a JSON schema, also with BFCL's type names)
+    ground_truth  calls in any order, `{name: {argument: [right values]}}`, with "" among the values of an
+                  optional argument, or as text, `name(argument=value)`; an empty list: no call is right
+
+The categories without answers are recognised by their ids: in `irrelevance` (`live_irrelevance_0-0-0`) no
+call is right, in `relevance` any call that fits its description. No function is executed: each call that fits
+its description is answered with `ok`.
+
+Records of several turns (`multi_turn_*`) have these fields instead, and their calls are executed:
+
+    question          a list of turns, each a list of messages; an empty turn if it adds functions
+    involved_classes  the API classes whose functions are offered
+    initial_config    the initial state of an object of each class
+    missed_function   names of functions by the turn that adds them; all others are offered from the start
+    ground_truth      for each turn a list of calls as text, `mv(source='a', destination='b')`
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import logging
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Final, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, Field, JsonValue, NonNegativeInt, ValidationError
+
+from ludus.envs.task_files import Record, RecordError, parse_record, read_lines, text_field
+from ludus.errors import UserError
+from ludus.tools.base import ToolSchema
+from ludus.types import JSON, Message, Task
+from ludus.worlds.functions.bfcl.api_classes import Description, find_classes, read_schemas, schemas_of
+from ludus.worlds.functions.bfcl.api_env import ApiTruth
+from ludus.worlds.functions.catalogue import Scene
+from ludus.worlds.functions.generate import SYSTEM
+from ludus.worlds.functions.gold_calls import GoldCall, Right, Truth
+from ludus.worlds.functions.tools import fits
+
+BadLines = Literal["refuse", "skip"]
+T = TypeVar("T")
+
+_LOG: Final = logging.getLogger(__name__)
+MAX_NAMED: Final = 20
+"""Maximum number of faults in an error message."""
+MAX_CHOICES: Final = 1000
+"""Maximum number of combinations of the values of one argument."""
+_OPERATORS: Final[Mapping[type[ast.operator], Callable[[float, float], float]]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+def _as_turns(question: object) -> object:
+    """Return the question as a list of turns."""
+    if isinstance(question, str):
+        return [[{"role": "user", "content": question}]]
+    is_one = isinstance(question, list) and bool(question) and isinstance(question[0], dict)
+    return [question] if is_one else question
+
+
+def _as_list(functions: object) -> object:
+    return [functions] if isinstance(functions, dict) else functions
+
+
+class _BfclMessage(BaseModel):
+    role: Literal["system", "user", "assistant"]
+    content: str
+
+
+class _BfclRecord(BaseModel):
+    """The fields of a line; see the module. `ground_truth` may be in another file."""
+
+    id: str = Field(min_length=1)
+    question: Annotated[list[list[_BfclMessage]], BeforeValidator(_as_turns), Field(min_length=1)]
+    function: Annotated[list[Description], BeforeValidator(_as_list)] | None = None
+    ground_truth: list[JsonValue] | None = None
+    involved_classes: list[str] | None = Field(None, min_length=1)
+    initial_config: dict[str, JsonValue] = {}
+    missed_function: dict[NonNegativeInt, list[str]] = {}
+
+
+def load_tasks(path: Path, answers: Path | None, split: str, bad_lines: BadLines = "refuse") -> tuple[Task, ...]:
+    """Return the tasks of a file. `answers` is an optional separate file with `{"id", "ground_truth"}`.
+
+    Raises UserError, with the lines, for invalid records, repeated ids, and missing answers; if `bad_lines`
+    is `skip`, these are logged and skipped.
+    """
+    faults: list[tuple[str, RecordError]] = []
+    right: dict[str, JSON] = {}
+    tasks: dict[str, Task] = {}
+
+    def add_answer(record: Record) -> None:
+        right[text_field(record, "id")] = record.get("ground_truth")
+
+    def add_task(record: Record) -> None:
+        if answers is not None:
+            record = {**record, "ground_truth": right.get(text_field(record, "id"))}
+        task = _task(record, split)
+        if task.id in tasks:
+            raise RecordError(f"the id {task.id!r} was there before")
+        tasks[task.id] = task
+
+    if answers is not None:
+        _for_each(answers, add_answer, faults)
+    _for_each(path, add_task, faults)
+    if faults and bad_lines == "refuse":
+        named = [f"{place}, is not a task: {reason}" for place, reason in faults[:MAX_NAMED]]
+        more = f" And {len(faults) - MAX_NAMED} more lines." if len(faults) > MAX_NAMED else ""
+        raise UserError(
+            f"{'. '.join(named)}.{more}",
+            'A line is {"id", "question", "function", "ground_truth"} as in BFCL; '
+            "env.settings.data_bad_lines = 'skip' skips invalid lines.",
+        )
+    for place, reason in faults:
+        _LOG.warning("%s, is skipped: %s.", place, reason)
+    if not tasks:
+        raise UserError(f"{path} holds no tasks.", "It needs one JSON object a line.")
+    return tuple(tasks.values())
+
+
+def _for_each(path: Path, add: Callable[[Record], None], faults: list[tuple[str, RecordError]]) -> None:
+    """Call `add` with each record of a file, and append the records that raise RecordError to `faults`."""
+    for line, text in read_lines(path):
+        try:
+            add(parse_record(text))
+        except RecordError as error:
+            faults.append((f"{path}, line {line}", error))
+
+
+def _task(line: Record, split: str) -> Task:
+    try:
+        record = _BfclRecord.model_validate(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise RecordError(f'"{".".join(map(str, first["loc"]))}": {first["msg"]}') from None
+    found = re.search(r"(?:^|_)(ir)?relevance(?:_|$)", record.id)
+    if record.ground_truth is None and not found:
+        raise RecordError(f'there is no "ground_truth" for {record.id!r}')
+    right: Right = "call" if record.ground_truth else "any_call" if found and not found[1] else "decline"
+    messages = _messages(record.question[0])
+    truth = _turns(record) if record.involved_classes else _single(record, right)
+    if messages[0]["role"] != "system":
+        messages = (Message(role="system", content=SYSTEM), *messages)
+    is_null = not record.involved_classes and right == "decline"
+    tags = {"split": split, "family": record.id.rpartition("_")[0] or split, "null": str(is_null).lower()}
+    return Task(record.id, messages, truth, tags)
+
+
+def _messages(turn: Sequence[_BfclMessage]) -> tuple[Message, ...]:
+    """Return the messages of a turn, the last one from the user."""
+    if not turn or turn[-1].role != "user":
+        raise RecordError('a turn of "question" does not end with a message of the user')
+    return tuple(Message(role=message.role, content=message.content) for message in turn)
+
+
+def _single(record: _BfclRecord, right: Right) -> Truth:
+    """Return the truth of a record of one turn."""
+    if len(record.question) > 1:
+        raise RecordError('"question" has several turns, but no "involved_classes"')
+    if record.function is None:
+        raise RecordError('it has no "function"')
+    schemas = read_schemas(record.function)
+    gold = tuple(read_gold(one, schemas) for one in record.ground_truth or ())
+    return Truth(
+        calls=tuple(call.expected for call in gold),
+        right=right,
+        gold=gold,
+        scene=Scene(described=tuple(schemas.values())),
+        shape="; ".join(sorted(call.name for call in gold)),
+        form=record.question[0][-1].content,
+    )
+
+
+def _turns(record: _BfclRecord) -> ApiTruth:
+    """Return the truth of a record of several turns. Raises UserError if bfcl-eval is not installed."""
+    modules = find_classes(record.involved_classes or ())
+    functions = schemas_of(modules.values())
+    late = [name for names in record.missed_function.values() for name in names]
+    if odd := [name for name in late if name not in functions]:
+        raise RecordError(f'"missed_function" names {odd[0]!r}, which is not a function of the task')
+    added = {place: tuple(functions[name] for name in names) for place, names in record.missed_function.items()}
+    answer, num = record.ground_truth or [], len(record.question)
+    if len(answer) != num:
+        raise RecordError(f'"ground_truth" has {len(answer)} turns, "question" {num}')
+    turns = [calls for calls in answer if isinstance(calls, list)]
+    if len(turns) < num:
+        raise RecordError('"ground_truth" is not a list of calls for each turn')
+    gold = tuple(tuple(read_gold(call, functions).expected for call in calls) for calls in turns)
+    if not any(gold):
+        raise RecordError('"ground_truth" has no call')
+    return ApiTruth(
+        fail_to_pass=tuple(f"turn {number}" for number, calls in enumerate(gold, 1) if calls),
+        modules=modules,
+        config=record.initial_config,
+        extended="long_context" in record.id or "composite" in record.id,
+        turns=tuple(() if not t and i in added else _messages(t) for i, t in enumerate(record.question)),
+        gold=gold,
+        schemas=tuple(schema for name, schema in functions.items() if name not in late),
+        added=added,
+    )
+
+
+def read_gold(given: JSON, functions: Mapping[str, ToolSchema]) -> GoldCall:
+    """Return a gold call, given as in a record. Raises RecordError, also if no such call fits its description.
+
+    Text is `name(argument=value)`, with literals and arithmetic as values. Values without a name belong to the
+    parameters in the order of the description.
+    """
+    if isinstance(given, str):
+        node = _parse(given)
+        name = ast.unparse(node.func)
+    elif isinstance(given, dict) and len(given) == 1:
+        ((name, arguments),) = given.items()
+    else:
+        raise RecordError('a call of "ground_truth" is not {name: {argument: [values]}}')
+    if name not in functions:
+        raise RecordError(f'"ground_truth" calls {name!r}, which is not a function of the task')
+    parameters = functions[name]["function"]["parameters"]
+    known: Mapping[str, Mapping[str, JSON]] = parameters["properties"]
+    optional = frozenset[str]()
+    if isinstance(given, str):
+        accepted = _literals(node, [*known])
+    elif isinstance(arguments, dict):
+        accepted = {argument: _accepted(argument, values) for argument, values in arguments.items()}
+        optional = frozenset(name for name, values in arguments.items() if isinstance(values, list) and "" in values)
+    else:
+        raise RecordError(f"the arguments of {name!r} are not an object")
+    for argument, values in accepted.items():
+        if argument not in known:
+            raise RecordError(f"{name!r} has no argument {argument!r}")
+        if argument not in optional and not any(fits(one, known[argument]) for one in values):
+            raise RecordError(f"no value of {argument!r} is of its type, so that no call of {name!r} is right")
+    if lacking := [argument for argument in parameters["required"] if argument not in accepted]:
+        raise RecordError(f"{name!r} requires {lacking[0]!r}, which has no value")
+    return GoldCall(name, accepted, optional)
+
+
+def _accepted(argument: str, values: JSON) -> tuple[JSON, ...]:
+    """Return the right values of an argument, in all combinations of their parts."""
+    if not isinstance(values, list) or not values:
+        raise RecordError(f"the values of {argument!r} are not a list")
+    return tuple(choice for value in values if value != "" or len(values) == 1 for choice in _choices(value))
+
+
+def _choices(value: JSON) -> list[JSON]:
+    """Return all combinations of a value: each field of an object has a list of values, "" for none."""
+    if isinstance(value, list):
+        return [list(one) for one in _product([_choices(part) for part in value])]
+    if not isinstance(value, dict):
+        return [value]
+    fields: list[list[tuple[tuple[str, JSON], ...]]] = []
+    for name, options in value.items():
+        given = options if isinstance(options, list) else [options]
+        fields.append([((name, one),) for part in given if part != "" for one in _choices(part)])
+        if "" in given:
+            fields[-1].append(())
+    return [dict(itertools.chain(*chosen)) for chosen in _product(fields)]
+
+
+def _product(options: Sequence[Sequence[T]]) -> list[tuple[T, ...]]:
+    if math.prod(map(len, options)) > MAX_CHOICES:
+        raise RecordError(f"an argument may have more than {MAX_CHOICES} different values")
+    return list(itertools.product(*options))
+
+
+def _parse(text: str) -> ast.Call:
+    try:
+        node = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        node = None
+    if not isinstance(node, ast.Call):
+        raise RecordError(f'{text[:80]!r} of "ground_truth" is not a call')
+    return node
+
+
+def _literals(call: ast.Call, names: Sequence[str]) -> dict[str, tuple[JSON, ...]]:
+    """Return the arguments of a call; those without a name are those of the parameters `names`."""
+    if len(call.args) > len(names):
+        raise RecordError(f'{ast.unparse(call)[:80]!r} of "ground_truth" has more values than parameters')
+    given = [*zip(names, call.args, strict=False), *((one.arg or "**", one.value) for one in call.keywords)]
+    if len({name for name, _ in given}) < len(given):
+        raise RecordError(f'{ast.unparse(call)[:80]!r} of "ground_truth" has an argument twice')
+    return {name: (_literal(value),) for name, value in given}
+
+
+def _literal(node: ast.expr) -> JSON:
+    """Return the value of a literal, or of arithmetic on numbers."""
+    try:
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            left, right = _literal(node.left), _literal(node.right)
+            if isinstance(left, int | float) and isinstance(right, int | float):
+                return _OPERATORS[type(node.op)](left, right)
+        value: JSON = json.loads(json.dumps(ast.literal_eval(node)))
+    except (ArithmeticError, ValueError, TypeError, RecursionError, MemoryError):
+        raise RecordError(f'{ast.unparse(node)[:80]!r} of "ground_truth" is not a literal') from None
+    return value
