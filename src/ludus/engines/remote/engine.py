@@ -83,7 +83,7 @@ class ServerEngine:
             self._dialect, self._replicas, settings, self._name, tells_versions=self._facts.logprobs == "exact"
         )
         self._mode: LogprobMode | None = self._facts.logprobs
-        self._stats = ServerStats(lambda: [replica.url for replica in self._replicas])
+        self._stats = ServerStats(lambda: self.urls)
         self._rolling: RollingUpdates | None = None
 
     @property
@@ -154,22 +154,22 @@ class ServerEngine:
             return
         async with self._rolling.quiet():
             await self._weights.send(version, state)
-            self._rolling.placement.publish(version)
+            self._rolling.placement.newest = version
 
     @property
     def can_roll(self) -> bool:
         """Whether there are several replicas that receive full weights."""
         return len(self._replicas) > 1 and self._lora_scaling is None
 
-    async def roll(self, lag: int, lives: Callable[[str], Awaitable[bool]] | None = None) -> RollingUpdates:
+    async def roll(self, lag: int, is_alive: Callable[[str], Awaitable[bool]] | None = None) -> RollingUpdates:
         """Start rolling updates: pin each episode to a replica and a version; see `Placement` for `lag`."""
         placement = Placement(self._replicas, self.version, lag)
-        self._rolling = RollingUpdates(placement, self._weights.hold, self._give, lives or _always)
+        self._rolling = RollingUpdates(placement, self._weights.hold, self._push, is_alive)
         return self._rolling
 
     def pin(self, episode: str, pin: EpisodePin) -> None:
         """Pin an episode to the replica chosen by the client that sends the weights."""
-        if pin.url not in self._routes.urls():  # a replica that has just joined
+        if pin.url not in self.urls:  # a replica that has just joined
             self._replicas.append(Replica(pin.url, self._settings, restore=self._restore))
         self._weights.know(pin.version)
         self._routes.pin(episode, pin)
@@ -195,7 +195,7 @@ class ServerEngine:
         await self._weights.bring(replica)
         self._replicas.append(replica)
         if self._rolling is not None:
-            self._rolling.change()
+            self._rolling.start_due_updates()
 
     def leave(self, url: str) -> None:
         """Remove a replica; its episodes move to others."""
@@ -203,23 +203,23 @@ class ServerEngine:
         if self._weights.line is not None:
             self._weights.line.relay()
         if self._rolling is not None:
-            self._rolling.change()
+            self._rolling.start_due_updates()
 
     def follow(self, urls: Sequence[str], version: int | None, adapter: RemoteAdapter | None) -> None:
         """Sample from these replicas under weights sent by another client, last `version`.
 
         Tokens sampled under versions not announced here are rejected.
         """
-        for url in set(self._routes.urls()) - set(urls):
+        for url in set(self.urls) - set(urls):
             self._routes.leave(url)
-        for url in (url for url in urls if url not in self._routes.urls()):
+        for url in (url for url in urls if url not in self.urls):
             self._replicas.append(Replica(url, self._settings, restore=self._restore))
         self._weights.follow(version, adapter)
 
     @property
     def urls(self) -> Sequence[str]:
         """The addresses of the replicas."""
-        return self._routes.urls()
+        return [replica.url for replica in self._replicas]
 
     @property
     def adapter(self) -> RemoteAdapter | None:
@@ -292,12 +292,13 @@ class ServerEngine:
                 return _completion(sampled, before)
             replica.holds = None
             log.warning("%s sampled from unknown weights", replica.url)
+        labels = ", ".join(span.version for span in sampled.spans or ())
         raise EngineError(
-            f"{replica.url} samples from weights {_labels(sampled)}, but was sent {before}.",
+            f"{replica.url} samples from weights {labels}, but was sent {before}.",
             "Check whether it was restarted or another client updates it.",
         )
 
-    async def _give(self, replica: Replica, check: WeightCheck) -> None:
+    async def _push(self, replica: Replica, check: WeightCheck) -> None:
         """Send the held weights to one replica and verify them."""
         await self._weights.give(replica)
         theirs = await self._dialect.fingerprint(replica, BASE)
@@ -364,11 +365,6 @@ async def _of_each(replicas: Sequence[Replica], ask: Callable[[Replica], Awaitab
     return there
 
 
-async def _always(url: str) -> bool:
-    """Return True: no other process manages the servers."""
-    return True
-
-
 async def _find_mode(dialect: ApiAdapter, replica: Replica, facts: ServerFacts, name: str) -> LogprobMode:
     """Detect the mode by sampling at a high temperature: only raw log-probabilities then match scoring."""
     request = Request("", (0,), _MODE_PROBE)
@@ -433,7 +429,3 @@ def _completion(sampled: SampledTokens, before: int) -> Completion:
     return Completion(
         sampled.tokens, sampled.logprobs, tuple(versions), sampled.finish_reason, top_logprobs=sampled.top_logprobs
     )
-
-
-def _labels(sampled: SampledTokens) -> str:
-    return ", ".join(span.version for span in sampled.spans or ())

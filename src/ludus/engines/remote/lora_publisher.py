@@ -68,16 +68,14 @@ class LoraPublisher:
         EngineError if a server is unreachable or refuses; the old version then stays current.
         """
         served = await asyncio.to_thread(self._write, name, version, state, scaling)
-        kept = _Kept(served)
         try:
             await asyncio.gather(*(self._load_locked(replica, served) for replica in self.replicas))
         except BaseException:
-            kept.is_old = True
-            self._leave(kept)
+            self._retire(_Kept(served))
             raise
         old = self._current.get(name)
-        self._current[name] = kept
-        self._kept.append(kept)
+        self._current[name] = _Kept(served)
+        self._kept.append(self._current[name])
         if old is not None:
             self._retire(old)
 
@@ -129,8 +127,8 @@ class LoraPublisher:
 
     def _done_with(self, kept: _Kept) -> None:
         kept.users -= 1
-        if kept.is_old and not kept.users:
-            self._leave(kept)
+        if kept.is_old:
+            self._retire(kept)
 
     async def restore(self, replica: Replica) -> None:
         """Reload adapters that a replica lost; the caller holds its lock."""
@@ -174,12 +172,10 @@ class LoraPublisher:
             raise SyncError(f"{replica.url} accepted the adapter {served.name} but does not list it.")
 
     def _retire(self, kept: _Kept) -> None:
+        """Unload an adapter from all servers, in the background, once it has no users."""
         kept.is_old = True
-        if not kept.users:
-            self._leave(kept)
-
-    def _leave(self, kept: _Kept) -> None:
-        """Unload an adapter from all servers in the background."""
+        if kept.users:
+            return
         if kept in self._kept:
             self._kept.remove(kept)
         task = asyncio.get_running_loop().create_task(self._drop(kept.served))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -49,7 +49,10 @@ class Router:
         """
         pin = self._pins.get(episode)
         if pin is not None:
-            return self._at(pin)
+            there = next((one for one in self.replicas if one.url == pin.url), None)
+            if there is None:
+                raise EngineError(f"{pin.url} was removed, which served version {pin.version} of its episodes.")
+            return there
         known = self._by_episode.get(episode)
         if known is not None and not known.is_down:
             return known
@@ -78,16 +81,6 @@ class Router:
             self.replicas.remove(replica)
             self.left.append(replica)
             self._by_episode = {e: r for e, r in self._by_episode.items() if r is not replica}
-
-    def _at(self, pin: EpisodePin) -> Replica:
-        for replica in self.replicas:
-            if replica.url == pin.url:
-                return replica
-        raise EngineError(f"{pin.url} was removed, which served version {pin.version} of its episodes.")
-
-    def urls(self) -> Sequence[str]:
-        """Return the addresses of the replicas."""
-        return [replica.url for replica in self.replicas]
 
 
 @dataclass(eq=False)

@@ -92,7 +92,7 @@ class Broadcaster:
             await self._prepare(parcel.manifest)
         self._last = {}
         if self.delta or self.keeps:
-            self._last, self._version = await asyncio.to_thread(_copy, parcel.plain), version
+            await asyncio.to_thread(self.stage, version, parcel.plain)
         if self._has_left:
             raise EngineError("A server left the weight transfer group.")
         self._line = None
@@ -100,7 +100,7 @@ class Broadcaster:
         self.sent_bytes = sum(t.numel() * t.element_size() for t in parcel.tensors.values())
         self._line = None if self._has_left else line
 
-    def keep(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
+    def stage(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Keep a copy of weights, to bring servers up to date one at a time."""
         self._last, self._version = {n: t.detach().cpu().clone() for n, t in state.items()}, version
 
@@ -158,7 +158,7 @@ class Broadcaster:
                 if error.status != _NOT_FOUND:
                     raise
             self._by_workers.add(replica.url)
-        await tell_workers(replica, path, body)
+        await call_workers(replica, path, body)
 
     async def _line_up(self) -> WeightTransferGroup:
         """Form a group with all servers. Raises EngineError if one does not join in time."""
@@ -185,21 +185,20 @@ class Broadcaster:
         return line
 
     async def _send(self, line: WeightTransferGroup, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        asked = [
-            receive(replica, self.dialect, version)
-            if replica.url in self._by_workers
-            else replica.send("/receive_weights", {})
-            for replica in self.replicas
-        ]
+        asked = (self._receive(replica, version) for replica in self.replicas)
         await asyncio.gather(*asked, aside(partial(line.broadcast, tensors)))
+
+    async def _receive(self, replica: Replica, version: int) -> None:
+        """Have a server receive the weights; vLLM is paused meanwhile, and then labeled with the version."""
+        path = "/receive_weights"
+        if replica.url in self._by_workers:
+            await self.dialect.exchange(replica, version, partial(call_workers, replica, path, {}))
+        else:
+            await replica.send(path, {})
 
 
 def _whole(version: int, plain: dict[str, torch.Tensor]) -> _Parcel:
     return _Parcel(plain, plain, manifest_of(version, None, plain))
-
-
-def _copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def broadcaster_of(
@@ -221,7 +220,7 @@ def broadcaster_of(
     )
 
 
-async def tell_workers(replica: Replica, path: str, body: Mapping[str, object]) -> None:
+async def call_workers(replica: Replica, path: str, body: Mapping[str, object]) -> None:
     """Call the worker method of `path` (as in `ludus serve`). Raises HttpRefusal with its error."""
     method = "ludus_" + path.removeprefix("/")
     asked = {"method": method, "kwargs": {"text": json.dumps(body)}}
@@ -236,8 +235,3 @@ async def tell_workers(replica: Replica, path: str, body: Mapping[str, object]) 
     for answer in answers:
         if isinstance(answer, dict):
             raise HttpRefusal(f"{replica.url}: {answer['error']}", status=int(answer["status"]))
-
-
-async def receive(replica: Replica, dialect: VllmApi, version: int) -> None:
-    """Pause a server, have it receive broadcast weights, and set their version."""
-    await dialect.exchange(replica, version, lambda: tell_workers(replica, "/receive_weights", {}))

@@ -105,7 +105,7 @@ class WeightPublisher:
         """
         old = self.version
         if self.line is not None:
-            await asyncio.to_thread(self.line.keep, version, state)
+            await asyncio.to_thread(self.line.stage, version, state)
             self._announce(version, None)
         else:
             self._announce(version, await self._save(version, with_head(state)))

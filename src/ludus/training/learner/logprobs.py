@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from ludus.algorithms.kl import FULL_KL_NAMES
 from ludus.algorithms.parts import Need
 from ludus.algorithms.spec.algorithm import Algorithm
-from ludus.engines.embedded.onednn_linear import OneDnnLinear, use_onednn
+from ludus.engines.embedded.model_runner import OneDnnLinear, use_onednn
 from ludus.engines.models.lora import is_peft
 from ludus.errors import LearnerError, UserError
 from ludus.training.batches import prefix_packing as forests
