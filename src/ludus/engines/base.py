@@ -198,8 +198,7 @@ class Throttleable(Protocol):
 
 @runtime_checkable
 class ContinuesActions(Protocol):
-    """An engine that supports `Request.begun`: sampling resumes with the same random numbers, stop strings
-    and guide as without the interruption."""
+    """An engine that supports `Request.begun`, with the same random numbers, stop strings and guide."""
 
     @property
     def continues_actions(self) -> bool:
@@ -225,17 +224,11 @@ class RollingUpdate(Protocol):
     """A set of engines updated one at a time."""
 
     async def push_weights(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
-        """Store weights for each engine to load and verify once its episodes have ended.
-
-        The tensors may be modified after this returns.
-        """
+        """Store weights for each engine to load and verify once its episodes have ended; copies the tensors."""
         ...
 
     async def served(self, beyond: int) -> int:
-        """Return the oldest version on which an episode may start, once it exceeds `beyond`.
-
-        Raises the error of an engine that failed to load weights.
-        """
+        """Return the minimum version on which episodes may start, once above `beyond`. Raises a transfer's error."""
         ...
 
     async def wait_until_current(self) -> None:
@@ -253,18 +246,12 @@ class SupportsRollingUpdate(Protocol):
         ...
 
     async def roll(self, lag: int) -> RollingUpdate:
-        """Start rolling updates: pin each episode to an engine and a version, and update by `offer`.
-
-        All engines must hold the same weights. For `lag` see `rolling.Placement`.
-        """
+        """Pin each episode to an engine and a version and update engines one at a time; for `lag` see `Placement`."""
         ...
 
 
 class Engine(Protocol):
-    """Samples from a language model.
-
-    Raises `EngineError` if inference fails. `context_tokens` bounds prompt plus completion.
-    """
+    """Samples from a language model; `context_tokens` bounds prompt plus completion. Raises EngineError."""
 
     @property
     def context_tokens(self) -> int: ...
@@ -298,8 +285,7 @@ class Engine(Protocol):
         ...
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
-        """Return the log-probability of each token given the previous ones, at temperature 1; 0 for the
-        first."""
+        """Return the log-probability of each token given the previous ones, at temperature 1; 0 for the first."""
         ...
 
     def stats(self, *, reset: bool = False) -> EngineStats:

@@ -97,10 +97,7 @@ def register() -> None:
 
 
 class QuerySpan(NamedTuple):
-    """Tokens `first` to `last` of a pass: one sequence's, ending at position `end` (exclusive).
-
-    `pages` are those of the sequence.
-    """
+    """Tokens `first` to `last` of a pass, of one sequence with `pages`, ending at position `end` (exclusive)."""
 
     first: int
     last: int
@@ -292,10 +289,7 @@ class MaskShape(NamedTuple):
 
 
 def added_mask(shape: MaskShape, like: Tensor) -> Tensor:
-    """Return the additive mask `[group * queries, columns]`: -inf at masked positions.
-
-    The heads of a group are stacked. Dtype and device are those of `like`.
-    """
+    """Return the additive mask `[group * queries, columns]`, the heads of a group stacked: -inf where masked."""
     at = torch.arange(shape.columns - shape.queries, shape.columns, device=like.device)[:, None]
     seen = torch.arange(shape.columns, device=like.device)[None]
     mask = seen <= at
@@ -314,10 +308,7 @@ class ScoreRule:
     softcap: float
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend from `query` to `key` and `value` `[N, H, L, D]`; `[N, H, Q, D]`.
-
-        `mask` is boolean or additive.
-        """
+        """Attend from `query` to `key` and `value` `[N, H, L, D]`; `[N, H, Q, D]`. `mask` is boolean or additive."""
         if not self.softcap:
             return scaled_dot_product_attention(query, key, value, mask, scale=self.scale)
         weights = self.softcap * torch.tanh(query @ key.transpose(-1, -2) * (self.scale / self.softcap))

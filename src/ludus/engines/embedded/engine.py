@@ -148,10 +148,7 @@ class LocalEngine:
         return completion
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
-        """Sample one action per request; all are queued together, in order.
-
-        Raises RequestRefused for a request that can never be served, EngineBusy if too many are queued.
-        """
+        """Sample one action per request, queued in order. Raises RequestRefused for an invalid one, or EngineBusy."""
         pending = await self._sequences(requests)
         self._worker.submit(partial(_for_each, self._sessions.add, pending))
         try:
@@ -240,10 +237,7 @@ class LocalEngine:
         return await self._worker.call(lambda: fingerprint_adapted(self._model, self._forward.adapters.pairs(name)))
 
     async def load_adapter(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
-        """Load LoRA factors, named as in PEFT, as the adapter `name`; its tokens carry `version`.
-
-        `scaling` is alpha over rank. Raises `SyncError`, without changes, if they do not fit.
-        """
+        """Load LoRA factors, named as in PEFT; `scaling` is alpha over rank. SyncError, without changes, if unfit."""
         await self._worker.call(partial(self._load_adapter, name, version, state, scaling))
 
     async def unload_adapter(self, name: str) -> None:
@@ -467,10 +461,7 @@ Result = TypeVar("Result")
 
 
 class ComputeThread:
-    """Drives a `BatchScheduler` on its own thread with `threads` compute threads (0: torch's default).
-
-    No other thread may touch the scheduler; `submit` and `call` run functions between two passes.
-    """
+    """Runs a `BatchScheduler` on its own thread; `submit` and `call` run functions there between two passes."""
 
     def __init__(self, core: BatchScheduler, threads: int) -> None:
         self._core = core
@@ -491,10 +482,7 @@ class ComputeThread:
             self._wake.notify()
 
     async def call(self, work: Callable[[], Result]) -> Result:
-        """Run `work` on the thread and return its result.
-
-        It is skipped if the caller was cancelled before it starts.
-        """
+        """Run `work` on the thread, unless the caller is cancelled before it starts, and return its result."""
         future: Future[Result] = Future()
 
         def command() -> None:

@@ -117,10 +117,7 @@ class RadixCache:
         return list(path)
 
     def take(self, path: list[RadixNode], tokens: tuple[int, ...], *, listed: bool, adapter: str = "") -> RadixNode:
-        """Append a page to a path, shared under `tokens` if `listed` and not yet present.
-
-        Raises IndexError if no page is left; reserve pages first.
-        """
+        """Append a page to a path, shared under `tokens` if `listed`. Raises IndexError if no page is left."""
         if not self._free:
             self._evict()
         parent = path[-1] if path else self.root(adapter)
@@ -132,10 +129,7 @@ class RadixCache:
         return node
 
     def commit(self, path: list[RadixNode], place: int, tokens: tuple[int, ...]) -> None:
-        """Mark `tokens` of a path's page as computed, so that others can match them.
-
-        A full page that duplicates another sequence's is replaced by that page.
-        """
+        """Mark `tokens` of a path's page as computed and shared; a full page is replaced by its duplicate, if any."""
         node = path[place]
         parent = path[place - 1] if place else node.parent
         if parent is None or not parent.listed or node.children:
@@ -260,10 +254,7 @@ class LayerShape:
 
 
 class PagePool:
-    """Page memory: per layer keys and values `[pages, heads, PAGE, width]`.
-
-    If `transposed`, keys are `[pages, heads, width, PAGE]`, as the compiled kernel expects.
-    """
+    """Keys and values per layer, `[pages, heads, PAGE, width]`; `transposed`: keys `[pages, heads, width, PAGE]`."""
 
     def __init__(
         self,

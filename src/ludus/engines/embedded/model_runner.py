@@ -59,10 +59,7 @@ class Chunk:
 
 
 class RaggedForward:
-    """Logits of selected tokens of a pass over chunks of many sequences.
-
-    `pool` is the page memory. `max_tokens` bounds a sequence. Raises `UserError` for an unsupported model.
-    """
+    """Computes logits of a pass over chunks of many sequences. Raises UserError for an unsupported model."""
 
     def __init__(self, model: PreTrainedModel, num_pages: int, max_tokens: int, threads: int) -> None:
         self.model = model
@@ -328,10 +325,7 @@ def uses_onednn(weight: Tensor) -> bool:
 
 @functools.cache
 def is_faster() -> bool:
-    """Return whether the CPU has AVX-512 but is not from Intel, so that MKL does not use it.
-
-    Decided by hardware, not by timing, so that a run is reproducible.
-    """
+    """Return whether the CPU has AVX-512 but is not from Intel. No timing, so that runs are reproducible."""
     try:
         operator = torch.ops.mkldnn._linear_pointwise
         processor = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -350,10 +344,7 @@ class OneDnnLinear(nn.Linear):
 
 
 def use_onednn(model: nn.Module) -> list[nn.Linear]:
-    """Make a model's plain linear layers use `linear`; weights and names stay.
-
-    Returns the changed layers, for `restore_linear`.
-    """
+    """Make a model's plain linear layers use `linear` and return them, for `restore_linear`."""
     plain = [m for m in model.modules() if type(m) is nn.Linear] if is_faster() else []
     for layer in plain:
         layer.__class__ = OneDnnLinear

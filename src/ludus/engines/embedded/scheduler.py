@@ -256,10 +256,7 @@ class BatchScheduler:
         self._tree.forget(tokens, cache_root)
 
     def new_weights(self, version: int, *, recompute: bool, adapter: str | None = None) -> None:
-        """Set the version of all further tokens (or of one adapter's).
-
-        With `recompute`, discard keys and values of the older weights; otherwise keep them.
-        """
+        """Set the version of further tokens (of one adapter); `recompute` discards older keys and values."""
         if adapter is None:
             self.version = version
         else:
@@ -280,10 +277,7 @@ class BatchScheduler:
         self.adapter_versions.pop(adapter, None)
 
     def sleep(self) -> None:
-        """Clear the KV cache and free its memory until the next pass.
-
-        Raises EngineError if there are requests.
-        """
+        """Clear the KV cache and free its memory until the next pass. Raises EngineError if there are requests."""
         if self.busy:
             raise EngineError("The engine's cache is in use: it has requests.")
         self._tree.clear()
@@ -445,10 +439,7 @@ class BatchScheduler:
 
 
 def _select_rows(plan: list[tuple[SequenceState, Chunk]]) -> tuple[np.ndarray, list[SequenceState]]:
-    """Return the token indices whose logits are needed, and the sequences that sample from the first ones.
-
-    A sequence samples if the chunk contains its last token; a scored sequence needs every row.
-    """
+    """Return the tokens whose logits are needed, and the sequences, with all tokens computed, that sample first."""
     last: list[int] = []
     scored: list[int] = []
     rows: list[SequenceState] = []

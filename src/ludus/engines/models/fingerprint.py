@@ -38,10 +38,7 @@ def fingerprint_module(module: nn.Module) -> str:
 
 
 def fingerprint_adapted(module: nn.Module, pairs: Mapping[str, LowRank]) -> str:
-    """Return the digest of a model's own parameters combined with one adapter's factors by layer.
-
-    Factors are converted to the precision of their layer, scalings to float32.
-    """
+    """Return the digest of a model's own parameters with one adapter's factors in their layers' precision."""
     return _fingerprint_parts(dict(module.named_parameters()), pairs)
 
 

@@ -109,10 +109,7 @@ def num_positions(model: PreTrainedModel) -> int | None:
 
 
 def _load_adapted(folder: Path, dtype: DTypeName, device: DeviceName) -> PreTrainedModel:
-    """Load the base model of an adapter folder and merge the adapters into it.
-
-    Raises UserError if the weights' precision rounds away much of what the adapters learned.
-    """
+    """Load an adapter's base model and merge it. Raises UserError if rounding loses much of its effect."""
     from safetensors import SafetensorError
 
     try:
@@ -159,10 +156,7 @@ def _merge_adapters(adapted: PeftModel) -> tuple[PreTrainedModel, float]:
 
 
 def load_tokenizer(path: str, *, needs_template: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer from a folder or a name.
-
-    Raises `UserError` if there is none, or if `needs_template` and it has no chat template.
-    """
+    """Load a tokenizer from a folder or a name. Raises UserError if it, or a needed chat template, is missing."""
     from transformers import AutoTokenizer
 
     path = resolve_model(path)

@@ -38,10 +38,7 @@ class LowRank:
 
 
 class AdapterBank:
-    """The adapters of one model, by name. `model` may be a PEFT model; its adapter is then `DEFAULT`.
-
-    Raises UserError for a PEFT model with anything but LoRA of linear layers.
-    """
+    """The adapters of one model, by name; a PEFT model's own is `DEFAULT`. Raises UserError if it is not LoRA."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._layers: dict[str, nn.Linear] = {}
@@ -80,10 +77,7 @@ class AdapterBank:
         self._register(name, pairs)
 
     def pairs(self, name: str) -> Mapping[str, LowRank]:
-        """Return the factors of an adapter by layer; {} for "".
-
-        Raises KeyError for an unknown adapter.
-        """
+        """Return the factors of an adapter by layer; {} for "". Raises KeyError for an unknown adapter."""
         return self._pairs[name] if name else {}
 
     def unload(self, name: str) -> None:

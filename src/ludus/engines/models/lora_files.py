@@ -97,10 +97,7 @@ def write_adapter(folder: Path, state: Mapping[str, torch.Tensor], scaling: floa
 
 
 def read_adapter(folder: Path) -> AdapterFiles:
-    """Read an adapter from a folder.
-
-    Raises UserError if it is missing, broken, inconsistent, or not plain LoRA.
-    """
+    """Read an adapter from a folder. Raises UserError if it is missing, broken, inconsistent, or not plain LoRA."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -139,10 +139,7 @@ class ApiAdapter(ABC):
     async def generate(
         self, replica: Replica, facts: ServerFacts, name: str, request: Request, adapter: str
     ) -> SampledTokens:
-        """Sample one action; `name` is the request id, the same for retries.
-
-        `adapter` is the name of a loaded adapter, "" for the base model.
-        """
+        """Sample one action; `name` is the request id, the same for retries, `adapter` a loaded one, "" for none."""
 
     @abstractmethod
     async def score(self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str) -> list[float]:

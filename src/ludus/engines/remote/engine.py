@@ -186,10 +186,7 @@ class ServerEngine:
         self._weights.adapters.unload(name)
 
     async def join(self, url: str) -> None:
-        """Add a replica, after sending and verifying the last weights, if none are being sent now.
-
-        Raises EngineError, SyncError, or UserError if it serves a different model.
-        """
+        """Add a replica, after sending and verifying the last weights. Raises EngineError, SyncError or UserError."""
         replica = Replica(url, self._settings, restore=self._restore)
         _agreed([self._facts, await asyncio.to_thread(self._dialect.describe, url)])
         await self._weights.bring(replica)
@@ -206,10 +203,7 @@ class ServerEngine:
             self._rolling.start_due_updates()
 
     def follow(self, urls: Sequence[str], version: int | None, adapter: RemoteAdapter | None) -> None:
-        """Sample from these replicas under weights sent by another client, last `version`.
-
-        Tokens sampled under versions not announced here are rejected.
-        """
+        """Sample from these replicas under weights sent by another client, last `version`; reject all others."""
         for url in set(self.urls) - set(urls):
             self._routes.leave(url)
         for url in (url for url in urls if url not in self.urls):
@@ -227,10 +221,7 @@ class ServerEngine:
         return self._weights.adapters.default
 
     async def fingerprint(self) -> str | None:
-        """Return `fingerprint_module` of the current weights, including the default adapter.
-
-        None if a server does not report it. Raises `SyncError` if the replicas differ.
-        """
+        """Return `fingerprint_module` of the current weights, or None if unsupported. SyncError if replicas differ."""
         with self._weights.adapters.using(None) as adapter:
             name = adapter.name if adapter else BASE
             answers = await _of_each(self._replicas, lambda replica: self._dialect.fingerprint(replica, name))
@@ -240,8 +231,7 @@ class ServerEngine:
         return found.pop()
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
-        """Return the log-probability of each token at temperature 1; 0 for the first. The replicas must
-        agree."""
+        """Return the log-probability of each token at temperature 1; 0 for the first. The replicas must agree."""
         if not 0 < len(token_ids) < self.context_tokens:
             raise EngineError(
                 f"A sequence of {len(token_ids)} tokens cannot be scored: "

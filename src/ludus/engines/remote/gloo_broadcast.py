@@ -50,11 +50,7 @@ class TensorSpec(BaseModel):
 
 
 class WeightManifest(BaseModel):
-    """Announces the tensors to be sent, in order. `base` is the version that a delta applies to; None: all
-    weights.
-
-    `digest` is `fingerprint_tensors` of the data sent.
-    """
+    """The tensors to be sent, in order, and the version that a delta applies to (`base`, None: all weights)."""
 
     version: int = Field(ge=-1, lt=10**18)
     base: int | None = Field(ge=-1, lt=10**18)
@@ -83,10 +79,7 @@ class WeightTransferGroup:
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:
-    """Open the group's store at a free port of `host`, or of all interfaces if `host` is not a local address.
-
-    A store has no access control: anyone who can reach the port can use it.
-    """
+    """Open the store, without access control, at a free port of `host`, or of all interfaces if that is not local."""
     from torch._C._distributed_c10d import TCPStore
 
     limit = timedelta(seconds=timeout_s)
@@ -124,11 +117,7 @@ def address_towards(place: TransferAddress) -> str:
 
 
 def join_line(store: TCPStore, rank: int, count: int, timeout_s: float, address: str) -> WeightTransferGroup:
-    """Form the group with all members, who reach this one at `address` (or its host name's address if not
-    local).
-
-    Raises EngineError if a member does not join.
-    """
+    """Form the group; the others reach this member at `address`. Raises EngineError if a member does not join."""
     from torch.distributed import ProcessGroupGloo
 
     options = vars(ProcessGroupGloo)["_Options"]()
@@ -178,10 +167,7 @@ def take(line: WeightTransferGroup, manifest: WeightManifest) -> dict[str, torch
 
 
 def with_head(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Add the output head if it is tied to the embeddings, for servers that do not tie them.
-
-    A server that does tie them ignores it.
-    """
+    """Add the output head if it is tied to the embeddings; servers that tie them too ignore it."""
     tied = state.get(_EMBEDDINGS)
     return dict(state) if tied is None or _HEAD in state else {**state, _HEAD: tied}
 
@@ -206,10 +192,7 @@ def difference(state: Mapping[str, torch.Tensor], before: Mapping[str, torch.Ten
 
 
 def restored(sent: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Reconstruct the changed tensors from `difference` and the base tensors.
-
-    Raises SyncError for an unknown name.
-    """
+    """Reconstruct the changed tensors from `difference` and the base tensors. Raises SyncError for an unknown name."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in sent.items():
         if name.endswith(_VALUES):

@@ -98,11 +98,7 @@ class LoraPublisher:
 
     @contextmanager
     def using(self, adapter: str | None, episode: str = "") -> Iterator[RemoteAdapter | None]:
-        """Hold the current version of a request's or episode's adapter during the block; None for the base
-        model.
-
-        Raises RequestRefused for an unknown adapter.
-        """
+        """Hold the version of an episode's adapter (None: the base model). Raises RequestRefused for an unknown one."""
         kept = self._episodes.get(episode) or self._current.get(DEFAULT if adapter is None else adapter)
         if kept is None:
             if adapter not in (None, BASE):

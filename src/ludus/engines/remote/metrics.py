@@ -42,10 +42,7 @@ _OTHERS = {
 
 @dataclass(frozen=True, slots=True)
 class MetricsReading:
-    """Counters since a server's start.
-
-    `now` holds the running and waiting requests if the server does not count its passes, else None.
-    """
+    """Counters since a server's start; `now`: running and waiting requests of a server that reports no steps."""
 
     counts: EngineStats
     now: tuple[int, int] | None = None

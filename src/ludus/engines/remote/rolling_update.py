@@ -172,10 +172,7 @@ class RollingUpdates:
         self.start_due_updates()
 
     async def served(self, beyond: int) -> int:
-        """Return the minimum version on which episodes may start, once it exceeds `beyond`.
-
-        Raises a transfer's error.
-        """
+        """Return the minimum version on which episodes may start, once above `beyond`. Raises a transfer's error."""
         while self.placement.floor <= beyond:
             await self._change()
         return self.placement.floor

@@ -43,10 +43,7 @@ class Router:
         return self._pins.get(episode)
 
     def of(self, episode: str) -> Replica:
-        """Return the episode's replica: its previous one, otherwise the least loaded reachable one.
-
-        Raises EngineError if there is none, or if the replica it is pinned to was removed.
-        """
+        """Return the episode's replica: its previous or the least loaded one. Raises EngineError if there is none."""
         pin = self._pins.get(episode)
         if pin is not None:
             there = next((one for one in self.replicas if one.url == pin.url), None)

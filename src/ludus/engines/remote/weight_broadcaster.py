@@ -1,5 +1,4 @@
-"""Broadcast weights from the trainer to `ludus serve` and vLLM; tracks the connected replicas and their
-versions."""
+"""Broadcast weights from the trainer to `ludus serve` and vLLM; tracks the connected replicas and their versions."""
 
 from __future__ import annotations
 
@@ -78,10 +77,7 @@ class Broadcaster:
     _by_workers: set[str] = field(default_factory=set)
 
     async def send(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Send the weights to every server. Raises EngineError with a server's error.
-
-        Even after a failure, `bring` sends these weights from then on.
-        """
+        """Send the weights to every server; even after a failure, `bring` sends these. Raises EngineError."""
         self._has_left = False
         parcel = await asyncio.to_thread(self._pack, version, state)
         line = self._line if await self._ready_for(parcel.manifest) else None
@@ -105,10 +101,7 @@ class Broadcaster:
         self._last, self._version = {n: t.detach().cpu().clone() for n, t in state.items()}, version
 
     async def bring(self, replica: Replica) -> Mapping[str, torch.Tensor]:
-        """Send the last weights, if any, to a server outside the group and return them.
-
-        The next broadcast forms a new group.
-        """
+        """Send the last weights, if any, to a server outside the group and return them; the group is formed again."""
         self._line, last = None, self._last
         if last:
             await Broadcaster([replica], self.dialect, self.host, self.timeout_s).send(self._version, last)
@@ -204,10 +197,7 @@ def _whole(version: int, plain: dict[str, torch.Tensor]) -> _Parcel:
 def broadcaster_of(
     replicas: Sequence[Replica], dialect: ApiAdapter, settings: RemoteEngineSettings
 ) -> Broadcaster | None:
-    """Return a broadcaster to `replicas` if the settings name a broadcast address.
-
-    Raises EngineError for servers that do not support vLLM's API.
-    """
+    """Return a broadcaster if a broadcast address is set. Raises EngineError for servers without vLLM's API."""
     if not settings.broadcast_host:
         return None
     if not isinstance(dialect, VllmApi):

@@ -99,10 +99,7 @@ class WeightPublisher:
         await self._remove_old()
 
     async def hold(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Store full weights for `give`; each replica stays at its version until then.
-
-        Must not run during `give`. Raises StorageError.
-        """
+        """Store full weights for `give`, not during one; replicas keep their version. Raises StorageError."""
         old = self.version
         if self.line is not None:
             await asyncio.to_thread(self.line.stage, version, state)
@@ -137,10 +134,7 @@ class WeightPublisher:
         self.version = version
 
     async def _remove_old(self) -> None:
-        """Remove outdated folders once no replica is being checked.
-
-        After a failed transfer they are removed with the next successful one.
-        """
+        """Remove outdated folders once no replica is being checked; after a failure, with the next transfer."""
         while self._old:
             for replica in tuple(self._replicas):
                 async with replica.lock:
@@ -237,10 +231,7 @@ class WeightPublisher:
         return self._sent.version if stays is None else stays
 
     def knows(self, sampled: SampledTokens, adapter: RemoteAdapter | None, stays: int | None = None) -> bool:
-        """Return whether all tokens are of known versions, or the server reports none.
-
-        With `stays`, only that version is accepted.
-        """
+        """Return whether all tokens are of known versions (of `stays`, if set), or the server reports none."""
         labels = self._sent.labels if adapter is None else (str(adapter.version),)
         if stays is not None:
             labels = (str(stays),)
