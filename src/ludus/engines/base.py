@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
@@ -63,6 +64,24 @@ def check_params(params: SamplingParams) -> None:
         bound = PARAM_BOUNDS[name]
         if not bound.holds(value):
             raise RequestRefused(f"{name} is {value:.10g}; {bound.words}.")
+
+
+def check_fits(request: Request, limit: int) -> None:
+    """Raise RequestRefused if a prompt is empty or does not fit the context, or a parameter is out of range."""
+    length = len(request.token_ids)
+    if not 0 < length < limit:
+        raise RequestRefused(
+            f"Episode {request.episode} has a prompt of {length} tokens, but the engine accepts 1 to {limit - 1} "
+            f"(its context is {limit}).",
+            "Shorten the history or increase the engine's context.",
+        )
+    check_params(request.params)
+
+
+def first_line(error: object) -> str:
+    """Return an error's first line without error number and trailing punctuation, or else its type."""
+    lines = re.sub(r"\[Errno -?\d+\] ", "", str(error)).strip().splitlines()
+    return lines[0].rstrip(" .:;") if lines else type(error).__name__
 
 
 def seed_for(*parts: object) -> int:
@@ -309,12 +328,8 @@ class AdapterVersions:
             return self.current
         return self._episodes.setdefault(episode, self.current)
 
-    def name(self, version: int) -> str:
-        """Return the engine's name for a version."""
-        return f"{DEFAULT}#{version}"
-
     def renew(self, name: str) -> str | None:
-        """Use `name` for new episodes. Return the previous adapter if no episode needs it, else None."""
+        """Use adapter `name` for new episodes. Return the previous adapter if no episode needs it, else None."""
         old, self.current = self.current, name
         return self._unless_needed(old)
 

@@ -398,9 +398,10 @@ class Kernel:
             self._helpers.shutdown()
 
 
-def make_kernel(layers: list[LayerShape], query_width: int, max_tokens: int, threads: int) -> Kernel | None:
+def make_kernel(layers: list[LayerShape], max_tokens: int, threads: int) -> Kernel | None:
     """Create a kernel for float32 layers of these shapes, or return None if unavailable."""
-    fits = all(s.key_width == s.value_width == query_width and s.key_width % 8 == 0 for s in layers)
+    width = layers[0].key_width
+    fits = width % 8 == 0 and all(s.key_width == s.value_width == width for s in layers)
     library = _library() if fits else None
     return None if library is None else Kernel(library, max_tokens, threads)
 

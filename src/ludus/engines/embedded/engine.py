@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from ludus.engines.base import BASE, DEFAULT, AdapterVersions, EngineStats, Request, check_num_top, check_params
+from ludus.engines.base import BASE, DEFAULT, AdapterVersions, EngineStats, Request, check_fits, check_num_top
 from ludus.engines.embedded.guided_decoding import GuideCompiler, GuideState
 from ludus.engines.embedded.kv_cache import AT, PAGE, RadixCache
 from ludus.engines.embedded.model_runner import RaggedForward
@@ -225,7 +225,7 @@ class LocalEngine:
             await self._worker.call(partial(self._load, version, state))
             return
         scaling = next(iter(self._forward.adapters.pairs(DEFAULT).values())).scaling
-        name = self._versions.name(version)
+        name = f"{DEFAULT}#{version}"
         await self.load_adapter(name, version, state, scaling)
         if (unused := self._versions.renew(name)) is not None:
             await self.unload_adapter(unused)
@@ -342,7 +342,12 @@ class LocalEngine:
         if unknown or not state:
             shown = ", ".join(unknown[:3]) or "no tensors"
             raise SyncError(f"The weights of version {version} do not match the engine's model: {shown}.")
-        _check_shapes(version, state, own)
+        for name, tensor in state.items():
+            if own[name].shape != tensor.shape:
+                raise SyncError(
+                    f"Weight {name} of version {version} has shape {tuple(tensor.shape)}, "
+                    f"the engine's has {tuple(own[name].shape)}."
+                )
         for name, tensor in state.items():
             own[name].copy_(tensor)
         self._core.new_weights(version, recompute=self._settings.recompute_on_update)
@@ -379,29 +384,12 @@ def _check_room(num_open: int, num: int, limit: int) -> None:
 
 def _check_fits(request: Request, limit: int, vocab_size: int) -> None:
     """Raise RequestRefused for a request beyond the engine's context or vocabulary."""
-    length = len(request.token_ids)
-    if not 0 < length < limit:
-        raise RequestRefused(
-            f"Episode {request.episode} has a prompt of {length} tokens, "
-            f"but the engine accepts 1 to {limit - 1} (context_tokens is {limit}).",
-            "Shorten the history or increase the engine's context.",
-        )
-    check_params(request.params)
+    check_fits(request, limit)
     if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
         raise RequestRefused(
             f"Episode {request.episode} has token ids outside the model's vocabulary of {vocab_size}.",
             "Use the model's own tokenizer.",
         )
-
-
-def _check_shapes(version: int, state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
-    """Raise SyncError for a tensor whose shape differs from the engine's parameter."""
-    for name, tensor in state.items():
-        if own[name].shape != tensor.shape:
-            raise SyncError(
-                f"Weight {name} of version {version} has shape {tuple(tensor.shape)}, "
-                f"the engine's has {tuple(own[name].shape)}."
-            )
 
 
 def _piece(sequence: SequenceState, start: int, end: int, finish: FinishReason | None) -> Piece:

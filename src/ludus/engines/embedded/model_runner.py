@@ -28,7 +28,7 @@ from transformers import Cache
 
 from ludus.engines.base import DEFAULT
 from ludus.engines.embedded import attention
-from ludus.engines.embedded.attention import Kernel, QuerySpan, RaggedPass, TorchPass, make_kernel
+from ludus.engines.embedded.attention import QuerySpan, RaggedPass, TorchPass, make_kernel
 from ludus.engines.embedded.kv_cache import PAGE, LayerShape, PagePool
 from ludus.engines.models.lora import AdapterBank, is_peft
 from ludus.errors import EngineError, UserError
@@ -73,14 +73,15 @@ class RaggedForward:
         self._onednn_layers = use_onednn(model)
         name = type(model).__name__
         try:
-            plain, layers = self._run_plain_trial()
+            expected, layers = self._run_plain_trial()
             self.adapters = AdapterBank(model)
             self._default = DEFAULT if DEFAULT in self.adapters.names else ""
-            self._kernel = self._make_kernel(layers, max_tokens, threads)
+            plain = self.device.type == "cpu" and self.dtype == torch.float32
+            self._kernel = make_kernel(layers, max_tokens, threads) if plain else None
             self.pool = self._make_pool(layers, num_pages)
             attention.register()
             model.set_attn_implementation(attention.NAME)
-            difference = float((self._run_ragged_trial() - plain).abs().max())
+            difference = float((self._run_ragged_trial() - expected).abs().max())
             self.invariant = self._rows_are_alike()
         except (TypeError, ValueError, AttributeError, LookupError, RuntimeError, EngineError) as error:
             raise UserError(
@@ -163,11 +164,6 @@ class RaggedForward:
         self.adapters.close()
         self.model.set_attn_implementation(self._original_attention)
         restore_linear(self._onednn_layers)
-
-    def _make_kernel(self, layers: list[LayerShape], max_tokens: int, threads: int) -> Kernel | None:
-        if self.device.type != "cpu" or self.dtype != torch.float32:
-            return None
-        return make_kernel(layers, layers[0].key_width, max_tokens, threads)
 
     def _make_pool(self, layers: list[LayerShape], num_pages: int) -> PagePool:
         """Create the page memory. On a CPU, sparse products need 16-bit types stored in 32 bits."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from ludus.config.sections.model import ScratchConfig
+from ludus.engines.base import first_line
 from ludus.engines.models import smollm2
 from ludus.engines.models.lora import is_peft
 from ludus.errors import StorageError, UserError
@@ -92,7 +92,7 @@ def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "au
         raise UserError(f"The weights of {path} are pickled with more than tensors.", _SAFE) from error
     except (OSError, EOFError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise UserError(
-            f"The model {path} cannot be loaded: {_first_line(error)}.", "Check its weight files."
+            f"The model {path} cannot be loaded: {first_line(error)}.", "Check its weight files."
         ) from error
     _check_weights(path, "lacks", info["missing_keys"])
     _check_weights(path, "has unexpected", info["unexpected_keys"])
@@ -130,7 +130,7 @@ def _load_adapted(folder: Path, dtype: DTypeName, device: DeviceName) -> PreTrai
         raise UserError(f"The adapters in {folder} are pickled with more than tensors.", _SAFE) from error
     except (OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise UserError(
-            f"The adapters in {folder} cannot be loaded: {_first_line(error)}.", "Use a full model."
+            f"The adapters in {folder} cannot be loaded: {first_line(error)}.", "Use a full model."
         ) from error
     if lost > _MOST_LOST:
         raise UserError(
@@ -167,7 +167,7 @@ def load_tokenizer(path: str, *, needs_template: bool = False) -> PreTrainedToke
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(
-            f"No tokenizer can be loaded from {path}: {_first_line(error)}.",
+            f"No tokenizer can be loaded from {path}: {first_line(error)}.",
             "The folder needs tokenizer.json and tokenizer_config.json.",
         ) from error
     if needs_template and not tokenizer.chat_template:
@@ -273,7 +273,7 @@ def _load_config(path: str) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(path, local_files_only=_is_folder(path), trust_remote_code=False)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(
-            f"The model {path} cannot be read: {_first_line(error)}.",
+            f"The model {path} cannot be read: {first_line(error)}.",
             "Use a checkpoint folder or the name of a downloadable model.",
         ) from error
 
@@ -309,7 +309,7 @@ def _check_on_hub(name: str) -> None:
         ) from error
     except Exception as error:  # boundary: the hub client's network errors differ by version
         raise UserError(
-            f"The folder {name!r} does not exist, and the model hub cannot be reached: {_first_line(error)}.",
+            f"The folder {name!r} does not exist, and the model hub cannot be reached: {first_line(error)}.",
             "Check the path or the network.",
         ) from error
 
@@ -342,9 +342,3 @@ def _check_weights(path: str, fault: str, names: Iterable[str]) -> None:
 
 def _is_folder(path: str) -> bool:
     return Path(path).is_dir()
-
-
-def _first_line(error: BaseException) -> str:
-    """Return an error's first line without its error number and trailing punctuation."""
-    lines = re.sub(r"\[Errno -?\d+\] ", "", str(error)).strip().splitlines()
-    return lines[0].rstrip(" .:;") if lines else type(error).__name__

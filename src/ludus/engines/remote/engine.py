@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, WeightCheck, check_params
+from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, WeightCheck, check_fits
 from ludus.engines.remote.api_adapters import (
     ApiAdapter,
     LogprobMode,
@@ -103,7 +103,7 @@ class ServerEngine:
 
     async def generate(self, request: Request) -> Completion:
         """Sample one action on the episode's replica."""
-        _check_fits(request, self.context_tokens)
+        check_fits(request, self.context_tokens)
         if self._rolling is not None:
             await _place(self._rolling, self._routes, request.episode, moves=self._settings.moves_episodes)
         replica = self._routes.of(request.episode)
@@ -175,10 +175,7 @@ class ServerEngine:
         self._routes.pin(episode, pin)
 
     async def load_adapter(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
-        """Send LoRA factors, named as in PEFT, as the adapter `name`; `scaling` is alpha over rank.
-
-        Running requests finish on their version. Raises as `load_weights`; the old version then stays.
-        """
+        """Send LoRA factors, named as in PEFT, as `name`; `scaling` is alpha over rank. Raises as `load_weights`."""
         await self._weights.send_adapter(name, version, state, scaling)
 
     async def unload_adapter(self, name: str) -> None:
@@ -231,7 +228,7 @@ class ServerEngine:
         return found.pop()
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
-        """Return the log-probability of each token at temperature 1; 0 for the first. The replicas must agree."""
+        """Return the log-probability of each token at temperature 1, the same on all replicas; 0 for the first."""
         if not 0 < len(token_ids) < self.context_tokens:
             raise EngineError(
                 f"A sequence of {len(token_ids)} tokens cannot be scored: "
@@ -386,17 +383,6 @@ async def _place(rolling: RollingUpdates, routes: Router, episode: str, *, moves
         routes.pin(episode, await rolling.place(episode))
     elif moves and (pin := rolling.move(episode)) is not None:
         routes.pin(episode, pin)
-
-
-def _check_fits(request: Request, limit: int) -> None:
-    length = len(request.token_ids)
-    if not 0 < length < limit:
-        raise EngineError(
-            f"Episode {request.episode} has a prompt of {length} tokens, but the server accepts "
-            f"1 to {limit - 1} (its context is {limit}).",
-            "Shorten the history or increase the server's context.",
-        )
-    check_params(request.params)
 
 
 def _agreed(facts: Sequence[ServerFacts]) -> ServerFacts:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 from pydantic import BaseModel, Field
 
+from ludus.engines.base import first_line
 from ludus.errors import EngineError, SyncError
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ class WeightTransferGroup:
             for tensor in tensors.values():
                 self.group.broadcast([tensor], options).wait()
         except RuntimeError as error:
-            raise EngineError(f"The weight broadcast failed: {_first_line(error)}.") from error
+            raise EngineError(f"The weight broadcast failed: {first_line(error)}.") from error
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:
@@ -101,7 +102,7 @@ def visit_store(place: TransferAddress) -> TCPStore:
         return TCPStore(place.host, place.port, is_master=False, timeout=limit, wait_for_workers=False)
     except RuntimeError as error:
         raise EngineError(
-            f"The trainer's store at {place.host}:{place.port} is unreachable: {_first_line(error)}.",
+            f"The trainer's store at {place.host}:{place.port} is unreachable: {first_line(error)}.",
             "Set engine.broadcast_host to an address at which servers can reach the trainer.",
         ) from error
 
@@ -130,7 +131,7 @@ def join_line(store: TCPStore, rank: int, count: int, timeout_s: float, address:
         group = ProcessGroupGloo(store, rank, count, options)
         return WeightTransferGroup(store, cast("ProcessGroup", group))
     except RuntimeError as error:
-        raise EngineError(f"The weight transfer group could not be formed: {_first_line(error)}.") from error
+        raise EngineError(f"The weight transfer group could not be formed: {first_line(error)}.") from error
 
 
 def enter_line(place: TransferAddress) -> WeightTransferGroup:
@@ -244,7 +245,3 @@ def check_digest(manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) 
 
 def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _first_line(error: RuntimeError) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")
