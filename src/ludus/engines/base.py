@@ -187,7 +187,6 @@ class RemoteStats(Protocol):
 
     async def measure(self) -> None:
         """Fetch the counters."""
-        ...
 
 
 async def drain_stats(engine: Engine) -> EngineStats:
@@ -203,7 +202,6 @@ class Sleepable(Protocol):
 
     async def sleep(self) -> None:
         """Clear the cache and free its memory until the next request."""
-        ...
 
 
 @runtime_checkable
@@ -212,7 +210,6 @@ class Throttleable(Protocol):
 
     def throttle(self, factor: float) -> None:
         """Sleep after each pass for `factor` times its duration: fewer passes with larger batches."""
-        ...
 
 
 @runtime_checkable
@@ -222,7 +219,6 @@ class ContinuesActions(Protocol):
     @property
     def continues_actions(self) -> bool:
         """Whether resuming is supported."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,15 +240,12 @@ class RollingUpdate(Protocol):
 
     async def push_weights(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
         """Store weights for each engine to load and verify once its episodes have ended; copies the tensors."""
-        ...
 
     async def served(self, beyond: int) -> int:
         """Return the minimum version on which episodes may start, once above `beyond`. Raises a transfer's error."""
-        ...
 
     async def wait_until_current(self) -> None:
         """Wait until new episodes use the newest version. Raises as `served`."""
-        ...
 
 
 @runtime_checkable
@@ -262,11 +255,9 @@ class SupportsRollingUpdate(Protocol):
     @property
     def can_roll(self) -> bool:
         """Whether there are several engines and all support rolling updates."""
-        ...
 
     async def roll(self, lag: int) -> RollingUpdate:
         """Pin each episode to an engine and a version and update engines one at a time; for `lag` see `Placement`."""
-        ...
 
 
 class Engine(Protocol):
@@ -281,35 +272,27 @@ class Engine(Protocol):
     @property
     def batch_invariant(self) -> bool:
         """Whether a request's tokens and log-probabilities are bit-identical in any batch."""
-        ...
 
     async def generate(self, request: Request) -> Completion:
         """Sample one action."""
-        ...
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample one action per request, as one batch in the given order."""
-        ...
 
     def release(self, episode: str) -> None:
         """Free the cache of an episode that has ended."""
-        ...
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Load new weights; all later tokens carry `version`."""
-        ...
 
     async def fingerprint(self) -> str | None:
         """Return `fingerprint_module` of the current weights, or None if unsupported."""
-        ...
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
         """Return the log-probability of each token given the previous ones, at temperature 1; 0 for the first."""
-        ...
 
     def stats(self, *, reset: bool = False) -> EngineStats:
         """Return the counters since the start or the last reset."""
-        ...
 
     async def close(self) -> None: ...
 

@@ -1,11 +1,7 @@
 """The embedded engine: samples from a Hugging Face causal language model in this process.
 
-Accepts requests from any number of asyncio tasks. All computation and cache access runs on one worker thread,
-one forward pass at a time; requests, weight updates and cancellations take effect between two passes. It
-never retries.
-
-In batch-invariant mode a request's tokens and log-probabilities are bit-identical for any batch, cache state
-and prefill chunking (see `EngineSettings`).
+Accepts requests from any number of asyncio tasks. All computation and cache access runs on one worker thread;
+requests, weight updates and cancellations take effect between two forward passes. It never retries.
 """
 
 from __future__ import annotations
@@ -39,8 +35,7 @@ if TYPE_CHECKING:
 
 _Pending = tuple[SequenceState, Future[Completion]]
 
-_PIECE_S = 0.02
-"""Seconds between two pieces of a streamed action."""
+_STREAM_INTERVAL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +160,7 @@ class LocalEngine:
         done, given = asyncio.wrap_future(future), 0
         try:
             while not done.done():
-                await asyncio.wait({done}, timeout=_PIECE_S)
+                await asyncio.wait({done}, timeout=_STREAM_INTERVAL_S)
                 until = len(sequence.versions)  # the worker appends a token's version last
                 if until > given and not done.done():
                     yield _piece(sequence, given, until, None)

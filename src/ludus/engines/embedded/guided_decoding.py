@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 _CACHE_SIZE = 128
-"""Number of compiled guides kept (least recently used are dropped)."""
 
 
 class GuideState:

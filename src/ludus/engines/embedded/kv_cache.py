@@ -1,11 +1,9 @@
 """Paged KV cache: page memory, and a radix tree of pages shared between sequences with a common prefix.
 
 A page holds the keys and values of up to `PAGE` consecutive tokens. A node of the tree is one page; the path
-from the root to it is a prefix. Running sequences hold their path; pages held by none stay cached until
-memory runs out and are evicted least recently used first. Rollouts of a group, later turns of an episode,
-branches of a tree and prompts with a common beginning share pages this way.
-
-A page is written from left to right, so its prefix may be read while its owner extends it.
+from the root to it is a prefix. Running sequences hold their path; other pages stay cached until memory runs out
+and are evicted least recently used first. A page is written from left to right, so its prefix may be read
+while its owner extends it.
 """
 
 from __future__ import annotations
@@ -240,8 +238,7 @@ class RadixCache:
             node.listed = False
 
 
-_LINE = 64
-"""Bytes of a CPU cache line."""
+_CACHE_LINE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +296,6 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    room = np.zeros(num_bytes + _LINE, dtype=np.uint8)
-    start = -room.ctypes.data % _LINE
+    room = np.zeros(num_bytes + _CACHE_LINE_BYTES, dtype=np.uint8)
+    start = -room.ctypes.data % _CACHE_LINE_BYTES
     return torch.from_numpy(room[start : start + num_bytes]).view(dtype).view(shape)

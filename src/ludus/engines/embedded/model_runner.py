@@ -44,8 +44,7 @@ _COARSE_AGREEMENT = 0.5
 _TRIAL_TOKENS = 40
 MIN_ROWS = 16
 """Rows of oneDNN products are padded to a multiple of this; fewer rows use torch."""
-_BLOCK_ROWS = 256
-"""Rows of a block, a multiple of `MIN_ROWS`."""
+_BLOCK_ROWS = 256  # a multiple of `MIN_ROWS`
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,10 @@
 """Continuous batching: sequences join and leave between any two forward passes.
 
-Schedules `SequenceState`s (an action to sample, or tokens to score). Each `step` is one forward pass: one token
-for every decoding sequence, then chunks of prompts and observations in order of arrival, up to the token
-limit. It never waits or retries and uses no event loop; one thread calls it.
+Each `step` is one pass: one token for every decoding sequence, then chunks of prompts and observations in order
+of arrival, up to the token limit. It uses no event loop; one thread calls it.
 
-A sequence is admitted once a slot is free, the remaining pages fit its maximum length, and no other sequence
-is computing a prefix of it (it then waits to share that). Admission is first come, first served; only a
-sequence that waits for a prefix lets others pass.
+A sequence is admitted first come, first served, once a slot is free and the remaining pages fit its maximum
+length. Only a sequence that waits to share a prefix that another one computes lets others pass.
 """
 
 from __future__ import annotations
@@ -36,10 +34,8 @@ if TYPE_CHECKING:
 
 _SCORE_CHUNK = 256
 """Tokens of one scoring chunk: each needs a row of logits as wide as the vocabulary."""
-_STOP_TAIL = 512
-"""Number of last tokens searched for stop strings."""
+_STOP_TAIL_TOKENS = 512
 _STOP_CACHE_SIZE = 64
-"""Number of sets of stop strings kept (least recently used are dropped)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -81,11 +77,6 @@ class SequenceState:
         return len(self.request.token_ids)
 
     @property
-    def _action(self) -> int:
-        """Index where the action begins, including the part sampled by an earlier request."""
-        return self.num_prompt - self.request.begun
-
-    @property
     def num_drawn(self) -> int:
         """Number of action tokens so far: the counter of the random numbers."""
         return self.request.begun + len(self.logprobs)
@@ -113,13 +104,12 @@ class SequenceState:
         self.logprobs.append(logprob)
         self.cut_logprobs.append(cut_logprob)
         self.versions.append(version)
+        begin = self.num_prompt - self.request.begun
+        tail = self.tokens[max(begin, len(self.tokens) - _STOP_TAIL_TOKENS) :] if self.stops else []
         if (
             token in self.request.params.stop_token_ids
             or self._advance_guide(token)
-            or (
-                self.stops is not None
-                and self.stops.completed(self.tokens[max(self._action, len(self.tokens) - _STOP_TAIL) :])
-            )
+            or (self.stops is not None and self.stops.completed(tail))
         ):
             self.finish = "stop"
         elif self.finish is None and len(self.logprobs) >= self.limit:

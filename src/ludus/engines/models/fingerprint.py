@@ -82,15 +82,6 @@ def fingerprint_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class _CachedDigest:
-    """Digest of a tensor's content at one version of its memory."""
-
-    version: int
-    pointer: int
-    digest: bytes
-
-
 def _content_digest(tensor: torch.Tensor) -> bytes:
     """Return the digest of a tensor's raw bytes."""
     if tensor.requires_grad or tensor.is_inference():
@@ -98,14 +89,14 @@ def _content_digest(tensor: torch.Tensor) -> bytes:
     cache = _frozen_digests()
     state = (tensor._version, tensor.data_ptr())
     known = cache.get(tensor)
-    if known is None or (known.version, known.pointer) != state:
-        known = cache[tensor] = _CachedDigest(*state, hashlib.blake2b(_raw_bytes(tensor)).digest())
-    return known.digest
+    if known is None or known[0] != state:
+        known = cache[tensor] = state, hashlib.blake2b(_raw_bytes(tensor)).digest()
+    return known[1]
 
 
 @functools.cache
-def _frozen_digests() -> MutableMapping[torch.Tensor, _CachedDigest]:
-    """Return the cache of digests, whose entries are dropped with their tensors."""
+def _frozen_digests() -> MutableMapping[torch.Tensor, tuple[tuple[int, int], bytes]]:
+    """Return the cache: version and address of a tensor's memory, and the digest. It holds no tensor alive."""
     from torch.utils.weak import WeakIdKeyDictionary
 
     return WeakIdKeyDictionary()

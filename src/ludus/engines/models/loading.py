@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Literal
@@ -26,8 +28,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 _DTYPES: dict[DTypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _HUB_TIMEOUT_S = 10.0
 _ATTENTION = "sdpa"
-_MOST_LOST = 0.1
-"""Maximum fraction of the adapters' effect that merging may lose."""
+_MAX_MERGE_LOSS = 0.1
 _TRIAL_TOKENS = 24
 _SAFE = "Unpickling them could run code. Save them as safetensors."
 
@@ -67,7 +68,6 @@ def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "au
     Raises `UserError` if there is no model, if it is not a causal language model, and if tensors are missing,
     unexpected or of the wrong shape.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     target = resolve_device(device)
@@ -76,7 +76,7 @@ def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "au
         return _load_adapted(Path(path), dtype, device)
     config = _load_config(path)
     _check_causal(path, config)
-    try:
+    with _loading(f"The model {path}", "Check its weight files."):
         model, info = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
@@ -88,12 +88,6 @@ def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "au
             ignore_mismatched_sizes=True,  # reported below in one sentence
             output_loading_info=True,
         )
-    except UnpicklingError as error:
-        raise UserError(f"The weights of {path} are pickled with more than tensors.", _SAFE) from error
-    except (OSError, EOFError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        raise UserError(
-            f"The model {path} cannot be loaded: {first_line(error)}.", "Check its weight files."
-        ) from error
     _check_weights(path, "lacks", info["missing_keys"])
     _check_weights(path, "has unexpected", info["unexpected_keys"])
     _check_weights(path, "has wrongly shaped", (mismatch[0] for mismatch in info["mismatched_keys"]))
@@ -110,29 +104,22 @@ def num_positions(model: PreTrainedModel) -> int | None:
 
 def _load_adapted(folder: Path, dtype: DTypeName, device: DeviceName) -> PreTrainedModel:
     """Load an adapter's base model and merge it. Raises UserError if rounding loses much of its effect."""
-    from safetensors import SafetensorError
-
-    try:
-        base = json.loads((folder / "adapter_config.json").read_text("utf-8"))["base_model_name_or_path"]
-        from peft import PeftModel
-
-        model = load_model(base, dtype, device)
-        merged, lost = _merge_adapters(PeftModel.from_pretrained(model, str(folder)))
-    except UserError as error:
-        raise UserError(
-            f"{folder} holds only adapters, and their base model cannot be loaded: {error.message}", error.hint
-        ) from error
-    except ImportError as error:
+    if find_spec("peft") is None:
         raise UserError(
             f"{folder} holds only adapters, which need the package peft.", "Install it: pip install 'ludus[lora]'."
-        ) from error
-    except UnpicklingError as error:
-        raise UserError(f"The adapters in {folder} are pickled with more than tensors.", _SAFE) from error
-    except (OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise UserError(
-            f"The adapters in {folder} cannot be loaded: {first_line(error)}.", "Use a full model."
-        ) from error
-    if lost > _MOST_LOST:
+        )
+    from peft import PeftModel
+
+    with _loading(f"The adapters in {folder}", "Use a full model."):
+        base = json.loads((folder / "adapter_config.json").read_text("utf-8"))["base_model_name_or_path"]
+        try:
+            model = load_model(base, dtype, device)
+        except UserError as error:
+            raise UserError(
+                f"{folder} holds only adapters, and their base model cannot be loaded: {error.message}", error.hint
+            ) from error
+        merged, lost = _merge_adapters(PeftModel.from_pretrained(model, str(folder)))
+    if lost > _MAX_MERGE_LOSS:
         raise UserError(
             f"Merging the adapters in {folder} into {dtype} weights loses {lost:.0%} of their effect.",
             "Load it with model.dtype = float32, or train on the base model with model.lora.",
@@ -161,15 +148,10 @@ def load_tokenizer(path: str, *, needs_template: bool = False) -> PreTrainedToke
 
     path = resolve_model(path)
     _check_exists(path)
-    try:
+    with _loading(f"The tokenizer of {path}", "The folder needs tokenizer.json and tokenizer_config.json."):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, local_files_only=_is_folder(path), trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(
-            f"No tokenizer can be loaded from {path}: {first_line(error)}.",
-            "The folder needs tokenizer.json and tokenizer_config.json.",
-        ) from error
     if needs_template and not tokenizer.chat_template:
         raise UserError(
             f"The tokenizer of {path} has no chat template.",
@@ -259,8 +241,22 @@ def _check_scratch(scratch: ScratchConfig, vocab_size: int) -> None:
         )
 
 
-def _load_config(path: str) -> PreTrainedConfig:
+@contextmanager
+def _loading(what: str, hint: str) -> Iterator[None]:
+    """Raise a UserError for the errors by which Hugging Face's libraries reject files."""
     from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    malformed = (EOFError, KeyError, TypeError, ValueError, StrictDataclassError, SafetensorError)
+    try:
+        yield
+    except UnpicklingError as error:
+        raise UserError(f"{what} cannot be loaded: it is pickled with more than tensors.", _SAFE) from error
+    except (OSError, ImportError, RuntimeError, *malformed) as error:
+        raise UserError(f"{what} cannot be loaded: {first_line(error)}.", hint) from error
+
+
+def _load_config(path: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     _check_exists(path)
@@ -269,13 +265,8 @@ def _load_config(path: str) -> PreTrainedConfig:
             f"The folder {path} has no config.json, so it is not a model checkpoint.",
             "Set the path to the folder that holds config.json and the weights.",
         )
-    try:
+    with _loading(f"The model {path}", "Use a checkpoint folder or the name of a downloadable model."):
         return AutoConfig.from_pretrained(path, local_files_only=_is_folder(path), trust_remote_code=False)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise UserError(
-            f"The model {path} cannot be read: {first_line(error)}.",
-            "Use a checkpoint folder or the name of a downloadable model.",
-        ) from error
 
 
 def _check_exists(path: str) -> None:

@@ -1,8 +1,7 @@
-"""Adapters to the HTTP APIs of inference servers, one class per API.
+"""Adapters to the HTTP APIs of inference servers.
 
-`VllmApi` covers vLLM in development mode and `ludus serve`: completions from token ids with
-`return_token_ids`, and the endpoints to pause, reload and check weights. `SglangApi` follows SGLang's
-documentation and is untested against a real server.
+`VllmApi` covers vLLM in development mode and `ludus serve`; `SglangApi` follows SGLang's documentation and is
+untested against a real server.
 """
 
 from __future__ import annotations

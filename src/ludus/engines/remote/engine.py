@@ -1,14 +1,9 @@
 """An engine behind HTTP: one or more replicas of vLLM, SGLang or `ludus serve`.
 
-Requests are token ids; completions are token ids with log-probabilities and versions. All requests of an
-episode go to one replica, whose cache holds its history. A call times out as set in `RemoteEngineSettings`
-and raises `EngineError` with the server's error. Tokens sampled under wrong weights are never used: a replica
-that was unreachable, or that reports an unknown version, gets the weights again and is verified before it
-samples more.
-
-Weights are sent through a shared folder or broadcast (`Broadcaster`). After each transfer the server's
-digests of its tensors, if it reports any, are compared with those sent; the caller compares log-probabilities
-(`WeightSync`). LoRA adapters are sent without the base weights (`LoraPublisher`).
+All requests of an episode go to one replica, whose cache holds its history. Tokens sampled under wrong weights are
+never used: a replica that was unreachable, or that reports an unknown version, gets the weights again and is
+verified before it samples more. After each transfer the server's digests of its tensors, if it reports any, are
+compared with those sent; the caller compares log-probabilities (`WeightSync`).
 """
 
 from __future__ import annotations
@@ -80,7 +75,7 @@ class ServerEngine:
         self._name = secrets.token_hex(6)
         self._calls = InflightRequests(self._dialect, self._name)
         self._weights = WeightPublisher(
-            self._dialect, self._replicas, settings, self._name, tells_versions=self._facts.logprobs == "exact"
+            self._dialect, self._replicas, settings, self._name, reports_versions=self._facts.logprobs == "exact"
         )
         self._mode: LogprobMode | None = self._facts.logprobs
         self._stats = ServerStats(lambda: self.urls)
@@ -164,14 +159,14 @@ class ServerEngine:
     async def roll(self, lag: int, is_alive: Callable[[str], Awaitable[bool]] | None = None) -> RollingUpdates:
         """Start rolling updates: pin each episode to a replica and a version; see `Placement` for `lag`."""
         placement = Placement(self._replicas, self.version, lag)
-        self._rolling = RollingUpdates(placement, self._weights.hold, self._push, is_alive)
+        self._rolling = RollingUpdates(placement, self._weights.stage, self._push, is_alive)
         return self._rolling
 
     def pin(self, episode: str, pin: EpisodePin) -> None:
         """Pin an episode to the replica chosen by the client that sends the weights."""
         if pin.url not in self.urls:  # a replica that has just joined
             self._replicas.append(Replica(pin.url, self._settings, restore=self._restore))
-        self._weights.know(pin.version)
+        self._weights.add_version(pin.version)
         self._routes.pin(episode, pin)
 
     async def load_adapter(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
@@ -186,7 +181,7 @@ class ServerEngine:
         """Add a replica, after sending and verifying the last weights. Raises EngineError, SyncError or UserError."""
         replica = Replica(url, self._settings, restore=self._restore)
         _agreed([self._facts, await asyncio.to_thread(self._dialect.describe, url)])
-        await self._weights.bring(replica)
+        await self._weights.sync_replica(replica)
         self._replicas.append(replica)
         if self._rolling is not None:
             self._rolling.start_due_updates()
@@ -194,8 +189,8 @@ class ServerEngine:
     def leave(self, url: str) -> None:
         """Remove a replica; its episodes move to others."""
         self._routes.leave(url)
-        if self._weights.line is not None:
-            self._weights.line.relay()
+        if self._weights.broadcaster is not None:
+            self._weights.broadcaster.regroup()
         if self._rolling is not None:
             self._rolling.start_due_updates()
 
@@ -266,16 +261,16 @@ class ServerEngine:
     async def _generate(self, call: InflightRequest, request: Request, adapter: RemoteAdapter | None) -> Completion:
         """Sample from the weights that were sent; retry once if the server had others."""
         replica, pin = call.replica, self._routes.pin_of(request.episode)
-        stays = None if pin is None else pin.version
+        pinned = None if pin is None else pin.version
         for _ in range(2):
             first = self._routes.is_new(request.episode)
-            await self._weights.ready(replica, first_turn=first, stays=stays)
+            await self._weights.ensure_weights(replica, first_turn=first, pinned=pinned)
             if call.aborted:
                 return Completion((), (), (), "abort")
             self._routes.keep(request.episode, replica)
-            before = self._weights.before(adapter, stays)
+            before = self._weights.starting_version(adapter, pinned)
             sampled = await self._under(replica, adapter, partial(self._sample, call, request))
-            if self._weights.knows(sampled, adapter, stays):
+            if self._weights.accepts(sampled, adapter, pinned):
                 return _completion(sampled, before)
             replica.holds = None
             log.warning("%s sampled from unknown weights", replica.url)
@@ -287,7 +282,7 @@ class ServerEngine:
 
     async def _push(self, replica: Replica, check: WeightCheck) -> None:
         """Send the held weights to one replica and verify them."""
-        await self._weights.give(replica)
+        await self._weights.push_staged(replica)
         theirs = await self._dialect.fingerprint(replica, BASE)
         check.check(theirs, await self._score(replica, check.probe, BASE))
 
@@ -310,11 +305,11 @@ class ServerEngine:
             if error.status not in _UNKNOWN_NAME or adapter.name in await self._dialect.adapters(replica):
                 raise
         replica.holds = None
-        await self._weights.ready(replica, first_turn=False)
+        await self._weights.ensure_weights(replica, first_turn=False)
         return await call(adapter.name)
 
     async def _restore(self, replica: Replica) -> None:
-        await self._weights.ready(replica, first_turn=False)
+        await self._weights.ensure_weights(replica, first_turn=False)
 
     async def _check_logprobs(self, replica: Replica, params: SamplingParams) -> None:
         """Reject parameters under which the server would report log-probabilities of another distribution."""

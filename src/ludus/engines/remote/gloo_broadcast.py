@@ -93,7 +93,7 @@ def open_store(host: str, timeout_s: float) -> TCPStore:
     return TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def visit_store(place: TransferAddress) -> TCPStore:
+def connect_store(place: TransferAddress) -> TCPStore:
     """Connect to the trainer's store. Raises EngineError if it is unreachable."""
     from torch._C._distributed_c10d import TCPStore
 
@@ -107,7 +107,7 @@ def visit_store(place: TransferAddress) -> TCPStore:
         ) from error
 
 
-def address_towards(place: TransferAddress) -> str:
+def local_address(place: TransferAddress) -> str:
     """Return this machine's address on the route to the trainer, without sending anything."""
     with socket.socket(socket.AF_INET6 if ":" in place.host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -117,7 +117,7 @@ def address_towards(place: TransferAddress) -> str:
         return str(probe.getsockname()[0])
 
 
-def join_line(store: TCPStore, rank: int, count: int, timeout_s: float, address: str) -> WeightTransferGroup:
+def join_group(store: TCPStore, rank: int, count: int, timeout_s: float, address: str) -> WeightTransferGroup:
     """Form the group; the others reach this member at `address`. Raises EngineError if a member does not join."""
     from torch.distributed import ProcessGroupGloo
 
@@ -134,13 +134,13 @@ def join_line(store: TCPStore, rank: int, count: int, timeout_s: float, address:
         raise EngineError(f"The weight transfer group could not be formed: {first_line(error)}.") from error
 
 
-def enter_line(place: TransferAddress) -> WeightTransferGroup:
+def join_as_server(place: TransferAddress) -> WeightTransferGroup:
     """Join the trainer's group as a server. Raises EngineError if the group cannot be formed."""
-    store = visit_store(place)
-    return join_line(store, place.rank, place.count, place.timeout_s, address_towards(place))
+    store = connect_store(place)
+    return join_group(store, place.rank, place.count, place.timeout_s, local_address(place))
 
 
-async def aside(work: Callable[[], Result]) -> Result:
+async def run_in_thread(work: Callable[[], Result]) -> Result:
     """Run `work` on a separate daemon thread.
 
     Gloo cannot be cancelled: a call that waits for a missing member blocks until its timeout. Neither the
@@ -159,21 +159,21 @@ async def aside(work: Callable[[], Result]) -> Result:
     return await asyncio.wrap_future(future)
 
 
-def take(line: WeightTransferGroup, manifest: WeightManifest) -> dict[str, torch.Tensor]:
+def receive_tensors(line: WeightTransferGroup, manifest: WeightManifest) -> dict[str, torch.Tensor]:
     """Receive the tensors of a manifest. Raises EngineError if the connection fails, SyncError if corrupt."""
-    tensors = room_for(manifest)
+    tensors = empty_tensors(manifest)
     line.broadcast(tensors)
     check_digest(manifest, tensors)
     return tensors
 
 
-def with_head(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def with_lm_head(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Add the output head if it is tied to the embeddings; servers that tie them too ignore it."""
     tied = state.get(_EMBEDDINGS)
     return dict(state) if tied is None or _HEAD in state else {**state, _HEAD: tied}
 
 
-def difference(state: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def weight_delta(state: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the bitwise changes of `state` against `before` (same names and shapes), in the format sent."""
     import torch
 
@@ -192,8 +192,8 @@ def difference(state: Mapping[str, torch.Tensor], before: Mapping[str, torch.Ten
     return found
 
 
-def restored(sent: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Reconstruct the changed tensors from `difference` and the base tensors. Raises SyncError for an unknown name."""
+def apply_delta(sent: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Reconstruct the changed tensors from a delta and the base tensors. Raises SyncError for an unknown name."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in sent.items():
         if name.endswith(_VALUES):
@@ -210,7 +210,7 @@ def restored(sent: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) 
     return found
 
 
-def manifest_of(version: int, base: int | None, tensors: Mapping[str, torch.Tensor]) -> WeightManifest:
+def make_manifest(version: int, base: int | None, tensors: Mapping[str, torch.Tensor]) -> WeightManifest:
     """Return the announcement of tensors for receivers."""
     from ludus.engines.models.fingerprint import fingerprint_tensors
 
@@ -218,7 +218,7 @@ def manifest_of(version: int, base: int | None, tensors: Mapping[str, torch.Tens
     return WeightManifest(version=version, base=base, digest=fingerprint_tensors(tensors), tensors=listed)
 
 
-def room_for(manifest: WeightManifest) -> dict[str, torch.Tensor]:
+def empty_tensors(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     """Allocate tensors to receive into. Raises SyncError for an unknown dtype."""
     import torch
 

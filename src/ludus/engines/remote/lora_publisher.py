@@ -24,8 +24,7 @@ from ludus.errors import EngineError, RequestRefused, SyncError
 if TYPE_CHECKING:
     import torch
 
-_GOODBYE_S = 5.0
-"""Timeout for unloading adapters on close."""
+_UNLOAD_TIMEOUT_S = 5.0
 
 log = logging.getLogger("ludus.server")
 
@@ -48,7 +47,7 @@ class LoraPublisher:
 
     dialect: ApiAdapter
     replicas: Sequence[Replica]
-    shelf: WeightFolder
+    weight_folder: WeightFolder
     prefix: str
     keeps: bool = False
     """Whether an episode keeps the version that it started with."""
@@ -65,7 +64,7 @@ class LoraPublisher:
         """Write an adapter, load it at every replica, make it current and retire the old version.
 
         Raises SyncError if the tensors are not an adapter or a server does not list it afterwards,
-        EngineError if a server is unreachable or refuses; the old version then stays current.
+        EngineError if a server is unreachable or refuses; the old version then pinned current.
         """
         served = await asyncio.to_thread(self._write, name, version, state, scaling)
         try:
@@ -142,7 +141,7 @@ class LoraPublisher:
         self._kept, self._current = [], {}
         reached = [replica for replica in self.replicas if not replica.is_down]
         try:
-            async with asyncio.timeout(_GOODBYE_S):
+            async with asyncio.timeout(_UNLOAD_TIMEOUT_S):
                 await asyncio.gather(*self._tasks)
                 await asyncio.gather(*(self._unload(r, served) for served in gone for r in reached))
         except TimeoutError:
@@ -151,7 +150,7 @@ class LoraPublisher:
     def _write(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> RemoteAdapter:
         self._num_sent += 1
         served = f"ludus-{self.prefix}-{self._num_sent}-{name}-{version}"
-        folder = self.shelf.folder(served.replace("/", "_"), num_bytes(state))
+        folder = self.weight_folder.folder(served.replace("/", "_"), num_bytes(state))
         try:
             rank = write_adapter(folder, state, scaling)
         except OSError as error:

@@ -1,8 +1,6 @@
-"""Poll `/metrics` of inference servers: `ludus serve`, vLLM and SGLang.
+"""Poll `/metrics` of `ludus serve`, vLLM and SGLang, on request and then every second.
 
-Each server is read on request, and then every second while the event loop runs. Counts start at the first
-reading; a server without known metrics counts nothing. A server's failure never raises, and requests time out
-quickly.
+Counts start at the first reading; a server without known metrics counts nothing. A server's failure never raises.
 """
 
 from __future__ import annotations

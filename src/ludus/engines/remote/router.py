@@ -1,8 +1,6 @@
 """Route each episode's requests to a replica, and track and abort running requests.
 
-Replicas may join and leave while requests run. A server ignores an abort for a request that it has not read yet. So
-an aborted request that has not been sent is not sent, and for one that has been sent the abort is retried until the
-request ends.
+A server ignores an abort for a request that it has not read yet, so the abort is retried until the request ends.
 """
 
 from __future__ import annotations

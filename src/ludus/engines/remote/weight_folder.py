@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "ludus-weights-"
-_COPIES = 2
-"""The weights in use and the next."""
+_COPIES = 2  # the weights in use and the next
 
 
 @dataclass
