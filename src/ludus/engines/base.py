@@ -41,23 +41,6 @@ class Request:
     begun: int = 0
 
 
-def copies(request: Request, n: int) -> list[Request]:
-    """Return `n` copies of a request: the first unchanged, the others with distinct seeds and episodes."""
-    return [request] + [
-        replace(
-            request,
-            episode=f"{request.episode}/{i}",
-            params=replace(request.params, seed=seed_for(request.params.seed, i)),
-        )
-        for i in range(1, n)
-    ]
-
-
-def check_num_top(num: int) -> None:
-    """Raise RequestRefused if the number of top log-probabilities is out of range."""
-    check_params(SamplingParams(top_logprobs=num))
-
-
 def check_params(params: SamplingParams) -> None:
     """Raise RequestRefused if a parameter is outside `PARAM_BOUNDS`."""
     for name, value in params.numbers.items():
@@ -133,10 +116,8 @@ class EngineStats:
         return EngineStats(**{name: value + more[name] for name, value in asdict(self).items()})
 
     def metrics(self) -> dict[str, float]:
-        """Return rates per second of engine time, means over steps, and fractions; {} without a step.
-
-        If the times are unknown (a server), rates are per wall-clock second and time metrics are omitted.
-        """
+        """Return rates per second of engine time (of wall-clock time for a server, which omits time metrics), means
+        over steps, and fractions; {} without a step."""
         if not self.steps:
             return {}
         busy_s = self.model_s + self.sample_s + self.schedule_s
@@ -223,11 +204,8 @@ class ContinuesActions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WeightCheck:
-    """Verification that an engine serves the weights of `version`, within `deadline_s` after they were sent.
-
-    `check` receives the engine's weight digest (None if unsupported) and its log-probabilities of `probe`,
-    and raises SyncError on a mismatch.
-    """
+    """Verification of the weights of `version` within `deadline_s`: `check` receives the engine's weight digest, if
+    supported, and its log-probabilities of `probe`, and raises SyncError on a mismatch."""
 
     version: int
     probe: tuple[int, ...]

@@ -46,8 +46,7 @@ NAME = "ludus_ragged"
 
 @dataclass(frozen=True, slots=True)
 class RaggedPass:
-    """Layout of the T new tokens of a pass: each one's slot (-1: padding) and position, and `table` `[S, M]`, the
-    pages of each slot, all int32."""
+    """Slots (-1: padding) and positions of the T new tokens of a pass, and pages of each slot `[S, M]`; int32."""
 
     pool: PagePool
     slots: NDArray[np.int32]
@@ -118,10 +117,8 @@ class HeadShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """The tokens that the queries of a pass attend to, as a sparse matrix `[queries, pages * heads * PAGE]`.
-
-    A row is one head of one token. `blocks` are views of the values, `[heads, attended tokens]` per token.
-    """
+    """Sparse matrix `[queries, pages * heads * PAGE]` of the tokens that the queries attend to, one row per head and
+    token. `blocks` are views of its values, `[heads, attended tokens]` per token."""
 
     matrix: Tensor
     blocks: tuple[Tensor, ...]
@@ -163,11 +160,8 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class TorchPass:
-    """One pass over several sequences, created once and used by every layer.
-
-    Keys of `pool` are `[pages, heads, PAGE, width]`. The T new tokens go to `offsets` of `pages`, both `[T]`.
-    Padding after the last span yields zeros.
-    """
+    """One pass over several sequences, used by every layer. The T new tokens go to `offsets` of `pages`, both `[T]`;
+    padding after the last span yields zeros."""
 
     pool: PagePool
     spans: tuple[QuerySpan, ...]

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from ludus.engines.base import BASE, DEFAULT, AdapterVersions, EngineStats, Request, check_fits, check_num_top
+from ludus.engines.base import BASE, DEFAULT, AdapterVersions, EngineStats, Request, check_fits, check_params
 from ludus.engines.embedded.guided_decoding import GuideCompiler, GuideState
 from ludus.engines.embedded.kv_cache import AT, PAGE, RadixCache
 from ludus.engines.embedded.model_runner import RaggedForward
@@ -79,11 +79,8 @@ class Piece:
 
 
 class LocalEngine:
-    """An `Engine` for any causal language model with standard attention.
-
-    Works on a copy of `model` unless `copy` is False; the engine then owns the model. `tokenizer` is needed
-    only for stop strings and guides. Raises `UserError` for an unsupported model.
-    """
+    """An `Engine` for any causal language model with standard attention; it owns `model` unless it makes a `copy`.
+    `tokenizer` is needed only for stop strings and guides. Raises `UserError` for an unsupported model."""
 
     def __init__(
         self,
@@ -196,26 +193,23 @@ class LocalEngine:
         """Assign a version to the current weights; all later tokens carry it."""
         await self._worker.call(partial(self._set_version, version))
 
-    def forget_name(self, episode: str) -> None:
+    def end_episode(self, episode: str) -> None:
         """End the episode but keep its cache entries for others until evicted."""
-        self._forget_episode(episode, self._sessions.forget_name)
+        self._end_episode(episode, self._sessions.end)
 
     def release(self, episode: str) -> None:
         """End the episode and free the cache entries that it shares with no other."""
-        self._forget_episode(episode, self._sessions.release)
+        self._end_episode(episode, self._sessions.release)
 
-    def _forget_episode(self, episode: str, forget: Callable[[str], object]) -> None:
+    def _end_episode(self, episode: str, end: Callable[[str], object]) -> None:
         if not self._worker.closed:
-            self._worker.submit(partial(forget, episode))
+            self._worker.submit(partial(end, episode))
             if (unused := self._versions.release(episode)) is not None:
                 self._worker.submit(partial(self._unload_adapter, unused))
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Copy `state` (all or some parameters, by name) into the model between two passes.
-
-        Running requests continue; each token carries the version that sampled it. Raises `SyncError`, without
-        changes, for an unknown name or a different shape.
-        """
+        """Copy `state`, all or some parameters, into the model between two passes; each token carries the version that
+        sampled it. Raises `SyncError`, without changes, for an unknown name or a different shape."""
         if not self._versions.keeps:
             await self._worker.call(partial(self._load, version, state))
             return
@@ -250,14 +244,14 @@ class LocalEngine:
         self, token_ids: Sequence[int], num_top: int, *, adapter: str | None = None
     ) -> tuple[list[float], list[TopLogprobs]]:
         """Return `score` and the `num_top` most likely tokens at each position; none for the first."""
-        check_num_top(num_top)
+        params = SamplingParams(top_logprobs=num_top)
+        check_params(params)
         self._check_adapter(adapter)
         if not 0 < len(token_ids) <= self.context_tokens:
             raise EngineError(
                 f"A sequence of {len(token_ids)} tokens cannot be scored: "
                 f"the engine accepts 1 to {self.context_tokens}."
             )
-        params = SamplingParams(top_logprobs=num_top)
         sequence, future = self._sequence(Request("", tuple(token_ids), params, adapter=adapter))
         sequence.scores = [0.0]
         self._worker.submit(partial(self._sessions.add, sequence))
@@ -358,7 +352,7 @@ class LocalEngine:
                 sequence.error = EngineError(f"The adapter {name!r} was unloaded.")
                 self._core.abort(sequence)
         self._forward.adapters.unload(name)
-        self._core.forget_adapter(name)
+        self._core.drop_adapter(name)
 
 
 def _for_each(act: Callable[[SequenceState], None], pending: Sequence[_Pending]) -> None:
@@ -428,16 +422,16 @@ class SessionCache:
         if sequence.error is None and sequence.scores is None:
             self._histories[sequence.request.episode] = (sequence.cache_root, tuple(sequence.tokens[:-1]))
 
-    def forget_name(self, episode: str) -> tuple[str, tuple[int, ...]] | None:
-        """Forget the episode; return its cache branch and tokens."""
+    def end(self, episode: str) -> tuple[str, tuple[int, ...]] | None:
+        """End the episode; return its cache branch and tokens."""
         self._cache_roots.pop(episode, None)
         return self._histories.pop(episode, None)
 
     def release(self, episode: str) -> None:
-        """Forget the episode and free the cache entries that it shares with no other."""
-        history = self.forget_name(episode)
+        """End the episode and free the cache entries that it shares with no other."""
+        history = self.end(episode)
         if history is not None:
-            self.core.forget(history[1], history[0])
+            self.core.tree.free_suffix(history[1], history[0])
 
 
 Result = TypeVar("Result")

@@ -25,10 +25,8 @@ AT = "@"
 
 @dataclass(slots=True, eq=False)
 class RadixNode:
-    """One page. `tokens` are those that others may match; `ready` once they are computed.
-
-    `refs` counts the running sequences that hold it. A node that is not `listed` is private to its owner.
-    """
+    """One page, held by `refs` running sequences. `tokens` are those that others may match once `ready`; a node that is
+    not `listed` is private to its owner."""
 
     page: int
     tokens: tuple[int, ...]
@@ -42,11 +40,8 @@ class RadixNode:
 
 @dataclass(slots=True)
 class CacheMatch:
-    """Cached part of a history: whole pages, then `num_copied` tokens of `source` (moved, not copied, if
-    `owned`).
-
-    `wait` is set if another sequence is computing more of it now.
-    """
+    """Cached part of a history: whole pages, then `num_copied` tokens of `source` (moved if `owned`). `wait`: another
+    sequence is computing more of it now."""
 
     nodes: list[RadixNode]
     source: RadixNode | None = None
@@ -162,7 +157,7 @@ class RadixCache:
             else:
                 self._free_page(node)
 
-    def forget(self, tokens: tuple[int, ...], adapter: str = "") -> None:
+    def free_suffix(self, tokens: tuple[int, ...], adapter: str = "") -> None:
         """Drop the end of a finished episode's history that no other sequence holds or shares."""
         node, at = self.root(adapter), 0
         while at < len(tokens):
@@ -195,13 +190,13 @@ class RadixCache:
         for name in roots:
             self.root(name).children = {}
 
-    def forget_adapter(self, adapter: str) -> None:
+    def drop_adapter(self, adapter: str) -> None:
         """Drop all entries and roots of an unloaded adapter."""
         self.clear(adapter)
         for name in self._root_names(adapter):
             del self._roots[name]
 
-    def forget_empty(self) -> None:
+    def drop_empty_roots(self) -> None:
         """Drop roots without entries."""
         self._roots = {name: root for name, root in self._roots.items() if root.children}
 

@@ -139,11 +139,8 @@ class RaggedForward:
 
     @torch.inference_mode()
     def block_for(self, pass_tokens: int) -> int:
-        """Return the padding multiple that makes a token's logits bit-identical in any pass.
-
-        That is `pass_tokens`, the maximum size of a pass, if `ROW_BLOCK` is not enough: all passes then have
-        one shape.
-        """
+        """Return the padding multiple that makes a token's logits bit-identical in any pass: `ROW_BLOCK`, or if that is
+        not enough `pass_tokens`, the maximum size of a pass, so that all passes have one shape."""
         if not self.invariant:
             return pass_tokens
         chunks, table = [Chunk(self._trial_ids()[:1], 0, 0)], self._trial_table()

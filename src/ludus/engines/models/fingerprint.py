@@ -26,11 +26,9 @@ _EMPTY = hashlib.sha256().hexdigest()
 
 
 def fingerprint_module(module: nn.Module) -> str:
-    """Return a BLAKE2b digest (32 hex characters) of all named parameters.
+    """Return a BLAKE2b digest (32 hex characters) of all named parameters, a tied one under its first name.
 
-    A tied parameter counts once, under its first name; buffers are ignored. A PEFT model has the same digest
-    as its base model with the adapter held separately. Raises UserError for a PEFT model with anything but
-    plain LoRA.
+    A PEFT model has the digest of its base model with the adapter held separately; UserError if it is not LoRA.
     """
     from ludus.engines.models.lora import lora_layers
 
@@ -70,11 +68,8 @@ def _fingerprint_parts(tensors: Mapping[str, torch.Tensor], pairs: Mapping[str, 
 
 
 def fingerprint_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the digest of each tensor's name, dtype, shape and content, in order of name.
-
-    The digest of a tensor without gradient (such as a frozen base model) is cached until its version counter
-    or memory address changes.
-    """
+    """Return the digest of each tensor's name, dtype, shape and content, in order of name. That of a tensor without
+    gradient is cached until its version counter or memory address changes."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
@@ -128,11 +123,8 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def compare_digests(theirs: Mapping[str, str], sent: Mapping[str, torch.Tensor]) -> WeightProof:
-    """Compare a server's digests with the tensors sent, in any of the usual precisions.
-
-    Names may have a worker's prefix (`dp0:pp0:pcp0:tp0:`). With several workers, each of which holds shards,
-    nothing is verified.
-    """
+    """Compare a server's digests with the tensors sent, in any of the usual precisions. Names may have a worker's
+    prefix (`dp0:pp0:pcp0:tp0:`); with several workers, which hold shards, nothing is verified."""
     workers = {name.rpartition(":")[0] for name in theirs}
     if len(workers) > 1:
         return WeightProof(0, (), len(theirs))

@@ -43,11 +43,7 @@ def resolve_device(device: DeviceName) -> torch.device:
 
 
 def resolve_model(path: str) -> str:
-    """Return the folder of a named model; any other path is returned unchanged.
-
-    The only name is `smollm2`: its folder is created in the user's cache on the first call (see
-    `materialise_smollm2`). To use a local folder of that name, write `./smollm2`.
-    """
+    """Return the folder of the model `smollm2`, created in the user's cache on the first call; or the path."""
     if path != smollm2.NAME:
         return path
     return str(smollm2.materialise_smollm2(Path.home() / ".cache" / "ludus" / smollm2.NAME))
@@ -61,13 +57,8 @@ def hide_progress() -> None:
 
 
 def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "auto") -> PreTrainedModel:
-    """Load a causal language model from a checkpoint folder or a model name, in eval mode.
-
-    An adapter folder is merged into the base model that it names.
-
-    Raises `UserError` if there is no model, if it is not a causal language model, and if tensors are missing,
-    unexpected or of the wrong shape.
-    """
+    """Load a causal language model from a folder or a model name, in eval mode; an adapter folder is merged into its
+    base model. Raises `UserError` if there is none, or if tensors are missing, unexpected or of the wrong shape."""
     from transformers import AutoModelForCausalLM
 
     target = resolve_device(device)
@@ -166,11 +157,8 @@ def save_model(
     folder: Path,
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write a checkpoint for `from_pretrained`: safetensors (tied tensors once) and the tokenizer.
-
-    A model with adapters writes only the adapters, in PEFT's format. `weights`, by name, replace the model's
-    own. Raises `StorageError`.
-    """
+    """Write a checkpoint for `from_pretrained`, with the tokenizer; of a PEFT model only the adapters. `weights`, by
+    name, replace the model's own. Raises `StorageError`."""
     from safetensors import SafetensorError
 
     try:
@@ -192,11 +180,8 @@ def _order_adapters(model: PreTrainedModel) -> None:
 
 
 def build_tiny(scratch: ScratchConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-    """Create a small randomly initialized Qwen3 model in float32 on the CPU, deterministic in `seed`.
-
-    Its vocabulary is the tokenizer's; embeddings are tied. The global random state is unchanged. Raises
-    `UserError` for inconsistent sizes.
-    """
+    """Create a small random Qwen3 model in float32 on the CPU, with tied embeddings, deterministic in `seed`. The
+    global random state is unchanged. Raises `UserError` for inconsistent sizes."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     _check_scratch(scratch, len(tokenizer))

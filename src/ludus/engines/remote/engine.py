@@ -37,7 +37,7 @@ from ludus.types import Completion, SamplingParams
 if TYPE_CHECKING:
     import torch
 
-DIALECTS: Mapping[str, ApiAdapter] = {"vllm": VllmApi(), "sglang": SglangApi()}
+APIS: Mapping[str, ApiAdapter] = {"vllm": VllmApi(), "sglang": SglangApi()}
 
 _MODE_PROBE = SamplingParams(temperature=2.0, max_new_tokens=16, seed=1)
 _SAME_NATS = 1e-3
@@ -51,31 +51,30 @@ log = logging.getLogger("ludus.server")
 class ServerEngine:
     """An `Engine` that samples from inference servers at `urls`, one per replica.
 
-    The constructor queries each for its model and raises `EngineError` if one does not respond, `UserError`
-    for an invalid address or replicas that serve different models. With a `lora_scaling` (alpha over rank),
-    `load_weights` expects an adapter's factors and sends only these.
+    With a `lora_scaling` (alpha over rank), `load_weights` sends only an adapter's factors. Raises `EngineError` if a
+    server does not respond, `UserError` for an invalid address or replicas that serve different models.
     """
 
     def __init__(
         self,
         urls: Sequence[str],
-        dialect: str = "vllm",
+        api: str = "vllm",
         settings: RemoteEngineSettings | None = None,
         *,
         lora_scaling: float | None = None,
     ) -> None:
         settings = settings or RemoteEngineSettings()
-        self._dialect, self._settings = DIALECTS[dialect], settings
+        self._api, self._settings = APIS[api], settings
         self._replicas = [
             Replica(url.strip().rstrip("/"), settings, restore=self._restore) for url in urls if url.strip()
         ]
-        self._facts = _agreed([self._dialect.describe(replica.url) for replica in self._replicas])
+        self._facts = _agreed([self._api.describe(replica.url) for replica in self._replicas])
         self._lora_scaling = lora_scaling
         self._routes = Router(self._replicas)
         self._name = secrets.token_hex(6)
-        self._calls = InflightRequests(self._dialect, self._name)
+        self._calls = InflightRequests(self._api, self._name)
         self._weights = WeightPublisher(
-            self._dialect, self._replicas, settings, self._name, reports_versions=self._facts.logprobs == "exact"
+            self._api, self._replicas, settings, self._name, reports_versions=self._facts.logprobs == "exact"
         )
         self._mode: LogprobMode | None = self._facts.logprobs
         self._stats = ServerStats(lambda: self.urls)
@@ -122,11 +121,11 @@ class ServerEngine:
 
     async def pause(self) -> None:
         """Pause computation on all replicas until `resume`; requests stay queued."""
-        await asyncio.gather(*(self._dialect.pause(replica) for replica in self._replicas))
+        await asyncio.gather(*(self._api.pause(replica) for replica in self._replicas))
 
     async def resume(self) -> None:
         """Resume computation."""
-        await asyncio.gather(*(self._dialect.resume(replica) for replica in self._replicas))
+        await asyncio.gather(*(self._api.resume(replica) for replica in self._replicas))
 
     def release(self, episode: str) -> None:
         """Forget the episode's replica; its cache is evicted there when needed."""
@@ -136,11 +135,7 @@ class ServerEngine:
             self._rolling.release(episode)
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Send the weights, or only the adapter, to every replica.
-
-        Raises `SyncError` if a replica's digests differ from those sent, `EngineError` if one is unreachable
-        or refuses, `StorageError` if the folder cannot be written.
-        """
+        """Send the weights, or the adapter, to every replica. Raises SyncError, EngineError, StorageError."""
         if self._lora_scaling is not None:
             await self.load_adapter(DEFAULT, version, state, self._lora_scaling)
             return
@@ -180,7 +175,7 @@ class ServerEngine:
     async def join(self, url: str) -> None:
         """Add a replica, after sending and verifying the last weights. Raises EngineError, SyncError or UserError."""
         replica = Replica(url, self._settings, restore=self._restore)
-        _agreed([self._facts, await asyncio.to_thread(self._dialect.describe, url)])
+        _agreed([self._facts, await asyncio.to_thread(self._api.describe, url)])
         await self._weights.sync_replica(replica)
         self._replicas.append(replica)
         if self._rolling is not None:
@@ -216,7 +211,7 @@ class ServerEngine:
         """Return `fingerprint_module` of the current weights, or None if unsupported. SyncError if replicas differ."""
         with self._weights.adapters.using(None) as adapter:
             name = adapter.name if adapter else BASE
-            answers = await _of_each(self._replicas, lambda replica: self._dialect.fingerprint(replica, name))
+            answers = await _of_each(self._replicas, lambda replica: self._api.fingerprint(replica, name))
         found = set(answers.values())
         if len(found) > 1:
             raise SyncError(f"The replicas hold different weights: {sorted(map(str, found))}.")
@@ -260,7 +255,7 @@ class ServerEngine:
 
     async def _generate(self, call: InflightRequest, request: Request, adapter: RemoteAdapter | None) -> Completion:
         """Sample from the weights that were sent; retry once if the server had others."""
-        replica, pin = call.replica, self._routes.pin_of(request.episode)
+        replica, pin = call.replica, self._routes.pins.get(request.episode)
         pinned = None if pin is None else pin.version
         for _ in range(2):
             first = self._routes.is_new(request.episode)
@@ -283,15 +278,15 @@ class ServerEngine:
     async def _push(self, replica: Replica, check: WeightCheck) -> None:
         """Send the held weights to one replica and verify them."""
         await self._weights.push_staged(replica)
-        theirs = await self._dialect.fingerprint(replica, BASE)
+        theirs = await self._api.fingerprint(replica, BASE)
         check.check(theirs, await self._score(replica, check.probe, BASE))
 
     async def _sample(self, call: InflightRequest, request: Request, adapter: str) -> SampledTokens:
         call.name = self._calls.new_name()
-        return await self._dialect.generate(call.replica, self._facts, call.name, request, adapter)
+        return await self._api.generate(call.replica, self._facts, call.name, request, adapter)
 
     async def _score(self, replica: Replica, token_ids: Sequence[int], adapter: str) -> list[float]:
-        return await self._dialect.score(replica, self._facts, token_ids, adapter)
+        return await self._api.score(replica, self._facts, token_ids, adapter)
 
     async def _under(
         self, replica: Replica, adapter: RemoteAdapter | None, call: Callable[[str], Awaitable[Answer]]
@@ -302,7 +297,7 @@ class ServerEngine:
         try:
             return await call(adapter.name)
         except HttpRefusal as error:
-            if error.status not in _UNKNOWN_NAME or adapter.name in await self._dialect.adapters(replica):
+            if error.status not in _UNKNOWN_NAME or adapter.name in await self._api.adapters(replica):
                 raise
         replica.holds = None
         await self._weights.ensure_weights(replica, first_turn=False)
@@ -325,15 +320,12 @@ class ServerEngine:
             return
         if self._mode is None:
             name = self._calls.new_name()
-            self._mode = await _find_mode(self._dialect, replica, self._facts, name)
+            self._mode = await _find_mode(self._api, replica, self._facts, name)
         _check_mode(replica.url, self._mode, params)
 
 
 async def _of_each(replicas: Sequence[Replica], ask: Callable[[Replica], Awaitable[Answer]]) -> dict[Replica, Answer]:
-    """Call each replica in turn and return the results; replicas removed meanwhile are skipped.
-
-    Raises EngineError if all were removed.
-    """
+    """Return each replica's result without replicas removed meanwhile. Raises EngineError if none is left."""
     found: dict[Replica, Answer] = {}
     for replica in tuple(replicas):
         try:
@@ -347,11 +339,11 @@ async def _of_each(replicas: Sequence[Replica], ask: Callable[[Replica], Awaitab
     return there
 
 
-async def _find_mode(dialect: ApiAdapter, replica: Replica, facts: ServerFacts, name: str) -> LogprobMode:
+async def _find_mode(api: ApiAdapter, replica: Replica, facts: ServerFacts, name: str) -> LogprobMode:
     """Detect the mode by sampling at a high temperature: only raw log-probabilities then match scoring."""
     request = Request("", (0,), _MODE_PROBE)
-    sampled = await dialect.generate(replica, facts, name, request, BASE)
-    scores = await dialect.score(replica, facts, request.token_ids + sampled.tokens, BASE)
+    sampled = await api.generate(replica, facts, name, request, BASE)
+    scores = await api.score(replica, facts, request.token_ids + sampled.tokens, BASE)
     gaps = [abs(a - b) for a, b in zip(scores[1:], sampled.logprobs, strict=True)]
     return "raw" if max(gaps, default=math.inf) < _SAME_NATS else "processed"
 
@@ -374,7 +366,7 @@ def _check_mode(url: str, mode: LogprobMode, params: SamplingParams) -> None:
 
 async def _place(rolling: RollingUpdates, routes: Router, episode: str, *, moves: bool) -> None:
     """Pin a new episode, or move it to another replica between two turns."""
-    if routes.pin_of(episode) is None:
+    if routes.pins.get(episode) is None:
         routes.pin(episode, await rolling.place(episode))
     elif moves and (pin := rolling.move(episode)) is not None:
         routes.pin(episode, pin)

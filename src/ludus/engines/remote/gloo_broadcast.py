@@ -141,11 +141,7 @@ def join_as_server(place: TransferAddress) -> WeightTransferGroup:
 
 
 async def run_in_thread(work: Callable[[], Result]) -> Result:
-    """Run `work` on a separate daemon thread.
-
-    Gloo cannot be cancelled: a call that waits for a missing member blocks until its timeout. Neither the
-    event loop nor process exit waits for such a thread.
-    """
+    """Run `work` on a daemon thread, which does not block process exit: gloo calls cannot be cancelled."""
     future: Future[Result] = Future()
     future.set_running_or_notify_cancel()
 

@@ -1,8 +1,7 @@
 """HTTP calls to an inference server, with deadlines and retries.
 
-A call is retried if the server is unreachable, drops the connection or is busy (429, 503); never after a
-deadline, since the server may still be working on it. A server that has been unreachable for longer than
-`connect_timeout_s` fails a call at the first attempt. Environment variables, such as proxies, are ignored.
+A call is retried if the server is unreachable, drops the connection or is busy (429, 503); never after a deadline,
+since the server may still work on it. A server unreachable for `connect_timeout_s` fails a call at the first attempt.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Rolling weight updates of several engines: each episode stays on the version that it started with.
 
-Each episode is assigned an engine and a version for its whole life. An engine's update waits until its
-episodes have ended and then loads the newest weights, skipping missed versions. No episode starts on an
-engine whose weights are not verified, or on weights older than the version that `served` returned. An engine
-that leaves is forgotten; one that joins holds the newest weights.
+An engine's update waits until its episodes have ended and then loads the newest weights, skipping missed versions.
+No episode starts on an engine whose weights are not verified, or are older than the version that `served` returned.
 """
 
 from __future__ import annotations
@@ -135,11 +133,8 @@ class Placement:
 
 @dataclass
 class RollingUpdates:
-    """Places episodes and distributes weights, in one event loop.
-
-    `stage` stores weights of a version; `push` sends them to one replica and verifies them. After a failure,
-    `is_alive`, if set, returns whether the replica still exists.
-    """
+    """Places episodes and distributes weights: `stage` stores a version, `push` sends it to one replica and verifies
+    it, and `is_alive`, if set, tests after a failure whether the replica still exists."""
 
     placement: Placement
     stage: Callable[[int, Mapping[str, torch.Tensor]], Awaitable[None]]

@@ -29,20 +29,16 @@ class Router:
     replicas: list[Replica]
     left: list[Replica] = field(default_factory=list)
     _by_episode: dict[str, Replica] = field(default_factory=dict)
-    _pins: dict[str, EpisodePin] = field(default_factory=dict)
+    pins: dict[str, EpisodePin] = field(default_factory=dict)
 
     def pin(self, episode: str, pin: EpisodePin) -> None:
         """Pin an episode to a replica and version until released or pinned again."""
-        self._pins[episode] = pin
+        self.pins[episode] = pin
         self._by_episode.pop(episode, None)
-
-    def pin_of(self, episode: str) -> EpisodePin | None:
-        """Return the episode's pin, or None."""
-        return self._pins.get(episode)
 
     def of(self, episode: str) -> Replica:
         """Return the episode's replica: its previous or the least loaded one. Raises EngineError if there is none."""
-        pin = self._pins.get(episode)
+        pin = self.pins.get(episode)
         if pin is not None:
             there = next((one for one in self.replicas if one.url == pin.url), None)
             if there is None:
@@ -67,7 +63,7 @@ class Router:
     def release(self, episode: str) -> None:
         """Forget an episode."""
         self._by_episode.pop(episode, None)
-        self._pins.pop(episode, None)
+        self.pins.pop(episode, None)
 
     def leave(self, url: str) -> None:
         """Remove a replica: requests waiting for it to come back fail, and episodes move to others."""
@@ -91,8 +87,8 @@ class InflightRequest:
 class InflightRequests:
     """Running requests by episode. Their names begin with `prefix`."""
 
-    def __init__(self, dialect: ApiAdapter, prefix: str) -> None:
-        self._dialect = dialect
+    def __init__(self, api: ApiAdapter, prefix: str) -> None:
+        self._api = api
         self._prefix = prefix
         self._num_names = 0
         self._by_episode: dict[str, set[InflightRequest]] = {}
@@ -146,7 +142,7 @@ class InflightRequests:
         while not call.over.is_set():
             if call.name:
                 try:
-                    await self._dialect.abort(call.replica, call.name)
+                    await self._api.abort(call.replica, call.name)
                 except EngineError as error:
                     log.warning("failed to abort a request: %s", error.message)
                     return

@@ -63,7 +63,7 @@ class Broadcaster:
     """
 
     replicas: Sequence[Replica]
-    dialect: VllmApi
+    api: VllmApi
     host: str
     timeout_s: float
     delta: bool = False
@@ -93,7 +93,7 @@ class Broadcaster:
             raise EngineError("A server left the weight transfer group.")
         self._line = None
         await self._send(line, parcel.tensors, version)
-        self.sent_bytes = sum(t.numel() * t.element_size() for t in parcel.tensors.values())
+        self.sent_bytes = sum(t.nbytes for t in parcel.tensors.values())
         self._line = None if self._has_left else line
 
     def stage(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
@@ -104,7 +104,7 @@ class Broadcaster:
         """Send the last weights, if any, to a server outside the group and return them; the group is formed again."""
         self._line, last = None, self._last
         if last:
-            await Broadcaster([replica], self.dialect, self.host, self.timeout_s).send(self._version, last)
+            await Broadcaster([replica], self.api, self.host, self.timeout_s).send(self._version, last)
         return last
 
     def regroup(self) -> None:
@@ -185,7 +185,7 @@ class Broadcaster:
         """Have a server receive the weights; vLLM is paused meanwhile, and then labeled with the version."""
         path = "/receive_weights"
         if replica.url in self._by_workers:
-            await self.dialect.exchange(replica, version, partial(call_workers, replica, path, {}))
+            await self.api.exchange(replica, version, partial(call_workers, replica, path, {}))
         else:
             await replica.send(path, {})
 
@@ -195,18 +195,18 @@ def _whole(version: int, plain: dict[str, torch.Tensor]) -> _Parcel:
 
 
 def make_broadcaster(
-    replicas: Sequence[Replica], dialect: ApiAdapter, settings: RemoteEngineSettings
+    replicas: Sequence[Replica], api: ApiAdapter, settings: RemoteEngineSettings
 ) -> Broadcaster | None:
     """Return a broadcaster if a broadcast address is set. Raises EngineError for servers without vLLM's API."""
     if not settings.broadcast_host:
         return None
-    if not isinstance(dialect, VllmApi):
+    if not isinstance(api, VllmApi):
         raise EngineError(
             f"{replicas[0].url} does not support weight broadcasts.",
             "Unset engine.broadcast_host to send weights through a folder.",
         )
     return Broadcaster(
-        replicas, dialect, settings.broadcast_host, settings.timeout_s, settings.delta, settings.keeps_weights
+        replicas, api, settings.broadcast_host, settings.timeout_s, settings.delta, settings.keeps_weights
     )
 
 

@@ -21,7 +21,7 @@ from ludus.engines.remote.gloo_broadcast import with_lm_head
 from ludus.engines.remote.http_client import RemoteEngineSettings, Replica
 from ludus.engines.remote.lora_publisher import LoraPublisher
 from ludus.engines.remote.weight_broadcaster import make_broadcaster
-from ludus.engines.remote.weight_folder import WeightFolder, num_bytes, read_weights, save_weights
+from ludus.engines.remote.weight_folder import WeightFolder, read_weights, save_weights
 from ludus.errors import EngineError, SyncError
 
 if TYPE_CHECKING:
@@ -49,15 +49,12 @@ class _Sent:
 
 
 class WeightPublisher:
-    """Weights sent by one client to `replicas`, a list that may change in place. `name` is unique to the
-    client.
-
-    `reports_versions`: the servers label each token with its weight version.
-    """
+    """Weights sent by one client, of the unique `name`, to `replicas`, a list that may change in place.
+    `reports_versions`: the servers label each token with its weight version."""
 
     def __init__(
         self,
-        dialect: ApiAdapter,
+        api: ApiAdapter,
         replicas: list[Replica],
         settings: RemoteEngineSettings,
         name: str,
@@ -65,7 +62,7 @@ class WeightPublisher:
         reports_versions: bool,
     ) -> None:
         self.version = 0
-        self._dialect = dialect
+        self._api = api
         self._replicas = replicas
         self._name = name
         self._reports_versions = reports_versions
@@ -74,8 +71,8 @@ class WeightPublisher:
         self._sent = _Sent()
         self._outdated_folders: list[Path] = []
         self._weight_folder = WeightFolder(settings.weights_folder)
-        self.adapters = LoraPublisher(dialect, replicas, self._weight_folder, name, settings.keeps_adapters)
-        self.broadcaster = make_broadcaster(replicas, dialect, settings)
+        self.adapters = LoraPublisher(api, replicas, self._weight_folder, name, settings.keeps_adapters)
+        self.broadcaster = make_broadcaster(replicas, api, settings)
 
     async def send(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Send full weights to every replica. Raises as `ServerEngine.load_weights`."""
@@ -119,7 +116,7 @@ class WeightPublisher:
 
     async def _save(self, version: int, state: Mapping[str, torch.Tensor]) -> Path:
         """Write weights and return their folder."""
-        folder = self._weight_folder.folder(f"{self._name}-{version}", num_bytes(state))
+        folder = self._weight_folder.folder(f"{self._name}-{version}", sum(t.nbytes for t in state.values()))
         await asyncio.to_thread(save_weights, folder, state)
         return folder
 
@@ -158,10 +155,7 @@ class WeightPublisher:
         self.version = version
 
     def follow(self, version: int | None, adapter: RemoteAdapter | None) -> None:
-        """Record that another client sent `version` (None: nothing yet), as `adapter` if it sends adapters.
-
-        The last `KNOWN_LABELS` versions stay known, since requests may still run under them.
-        """
+        """Record that another client sent `version` (None: nothing yet), as `adapter` if it sends adapters."""
         self._follows = True
         self.adapters.follow(adapter)
         if version is None:
@@ -184,11 +178,8 @@ class WeightPublisher:
         await self.ensure_weights(replica, first_turn=True)
 
     async def ensure_weights(self, replica: Replica, *, first_turn: bool, pinned: int | None = None) -> None:
-        """Ensure that a replica holds the expected weights, as far as it reports them.
-
-        A replica that reports versions with its tokens is queried only when in doubt, others once per
-        episode. Raises EngineError if it does not hold the version to which the episode is pinned (`pinned`).
-        """
+        """Ensure that a replica holds the expected weights. One that reports versions with its tokens is queried only
+        when in doubt, others once per episode. Raises EngineError if it does not hold the version `pinned`."""
         if self._follows:
             if replica.holds != self.version or (first_turn and not self._reports_versions):
                 await self._check_label(replica, pinned)
@@ -211,7 +202,7 @@ class WeightPublisher:
                 return
             folder, version = self._sent.folder, self._sent.version
             expected = str(version if replica.behind is None else replica.behind)
-            if folder is not None and (label := await self._dialect.version(replica)) != expected:
+            if folder is not None and (label := await self._api.version(replica)) != expected:
                 log.warning("%s holds weights %s; sending version %d", replica.url, label, version)
                 await self._update(replica, await asyncio.to_thread(read_weights, folder))
             await self.adapters.restore(replica)
@@ -247,7 +238,7 @@ class WeightPublisher:
         """Raise EngineError if a replica holds weights that no client sent."""
         labels = self._sent.labels if pinned is None else {str(pinned)}
         if labels:
-            label = await self._dialect.version(replica)
+            label = await self._api.version(replica)
             if label not in labels:
                 raise EngineError(f"{replica.url} holds unknown weights {label}.")
         replica.holds = self.version
@@ -257,7 +248,7 @@ class WeightPublisher:
         expected = self._expected_version(replica)
         if self.broadcaster is None or not self._sent.labels or replica.holds == expected:
             return
-        if await self._dialect.version(replica) != str(expected):
+        if await self._api.version(replica) != str(expected):
             raise EngineError(
                 f"{replica.url} lost the broadcast weights of version {expected}.",
                 "Resume the run to resend them. Weights in a folder are resent automatically.",
@@ -266,13 +257,13 @@ class WeightPublisher:
 
     async def _update(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
         """Load the weights in the folder at one replica and verify its digests against `state`."""
-        await self._dialect.update(replica, str(self._sent.folder), self._sent.version)
+        await self._api.update(replica, str(self._sent.folder), self._sent.version)
         await self._verify_digests(replica, state)
         replica.holds, replica.behind = self.version, None
 
     async def _verify_digests(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
         """Compare the digests of a replica's tensors with `state`."""
-        digests = await self._dialect.digests(replica)
+        digests = await self._api.digests(replica)
         proof = await asyncio.to_thread(compare_digests, digests or {}, state)
         if not proof.proved and replica.url not in self._unverified:
             self._unverified.add(replica.url)
