@@ -20,7 +20,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ludus.engines.base import Request, seed_for
+from ludus.engines.base import Request, copies
 from ludus.errors import EngineError
 from ludus.training.rl.weight_sync import WeightSync
 from ludus.types import Guide, SamplingParams
@@ -30,18 +30,6 @@ TIE = 1e-3
 """Logits closer than this may come in either order where matrix products round differently."""
 LONG = 300
 _SAMPLED = r"^(?:ludus_decode|vllm:generation|sglang:generation)_tokens_total(?:{.*})? (\S+)$"
-
-
-def copies(request, n):
-    """Return `n` copies of a request: the first unchanged, the others with distinct seeds and episodes."""
-    return [request] + [
-        replace(
-            request,
-            episode=f"{request.episode}/{i}",
-            params=replace(request.params, seed=seed_for(request.params.seed, i)),
-        )
-        for i in range(1, n)
-    ]
 
 
 def count_sampled(url: str) -> float:

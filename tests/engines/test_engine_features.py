@@ -11,9 +11,8 @@ import torch
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from engine_conformance import copies
 from ludus.chat.parse_hermes import hermes_guide
-from ludus.engines.base import BASE, Request
+from ludus.engines.base import BASE, Request, copies
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.engines.embedded.guided_decoding import GuideCompiler
 from ludus.engines.embedded.sampler import SamplingRules, sample

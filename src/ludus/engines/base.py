@@ -41,6 +41,15 @@ class Request:
     begun: int = 0
 
 
+def copies(request: Request, n: int) -> list[Request]:
+    """Return `n` copies of a request: the first unchanged, the others with distinct seeds and episodes."""
+    found = [request]
+    for i in range(1, n):
+        params = replace(request.params, seed=seed_for(request.params.seed, i))
+        found.append(replace(request, episode=f"{request.episode}/{i}", params=params))
+    return found
+
+
 def check_params(params: SamplingParams) -> None:
     """Raise RequestRefused if a parameter is outside `PARAM_BOUNDS`."""
     for name, value in params.numbers.items():
