@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 import rollout_work
 from ludus.engines.base import Request
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
-from ludus.engines.embedded.model_runner import RaggedForward
-from ludus.engines.embedded.onednn_linear import use_onednn
+from ludus.engines.embedded.model_runner import RaggedForward, use_onednn
 from ludus.types import SamplingParams
 from rollout_hf import load
 from rollout_work import Clock, Episode, Work

@@ -9,7 +9,6 @@ from functools import cache
 from ludus.chat.render import TemplateRenderer
 from ludus.chat.tokenizer import train_tokenizer
 from ludus.engines.base import seed_for
-from ludus.engines.scripted import ScriptedEngine
 from ludus.envs.base import Environment, World
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.rewards.base import Reward
@@ -18,6 +17,7 @@ from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.scheduler import LockstepEngine, RolloutRequest, Scheduler, SchedulerLimits, episode_name
 from ludus.tools.base import Tool, tool
 from ludus.types import Message, SamplingParams, Task
+from scripted_engine import ScriptedEngine
 
 TEXTS = (
     "Answer the question. Search until you know. What is the capital of France?",

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear as plain
 
-from ludus.engines.embedded import onednn_linear
+from ludus.engines.embedded import model_runner
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="torch was built without oneDNN"
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch):
     """As on a machine where it is used."""
-    monkeypatch.setattr(onednn_linear, "is_faster", lambda: True)
+    monkeypatch.setattr(model_runner, "is_faster", lambda: True)
 
 
 def gradients(multiply, inputs):
@@ -33,7 +33,7 @@ def test_products_and_gradients_are_those_of_torch(shape, with_bias):
     torch.manual_seed(0)
     inputs = [torch.randn(*shape, 48), torch.randn(40, 48), *([torch.randn(40)] if with_bias else [])]
     exact = gradients(plain, [x.double() for x in inputs])
-    found = gradients(onednn_linear.linear, inputs)
+    found = gradients(model_runner.linear, inputs)
     assert found[0].shape == exact[0].shape
     for own, theirs in zip(found, exact, strict=True):
         torch.testing.assert_close(own.double(), theirs, rtol=1e-5, atol=2e-4)
@@ -41,57 +41,57 @@ def test_products_and_gradients_are_those_of_torch(shape, with_bias):
 
 def test_nothing_is_lost_where_only_some_need_a_gradient():
     rows, weight = torch.randn(64, 8), torch.randn(5, 8, requires_grad=True)
-    onednn_linear.linear(rows, weight).sum().backward()
+    model_runner.linear(rows, weight).sum().backward()
     torch.testing.assert_close(weight.grad, rows.sum(0).expand(5, 8))
     rows, weight = torch.randn(64, 8, requires_grad=True), torch.randn(5, 8)
-    onednn_linear.linear(rows, weight).sum().backward()
+    model_runner.linear(rows, weight).sum().backward()
     torch.testing.assert_close(rows.grad, weight.sum(0).expand(64, 8))
-    assert not onednn_linear.linear(rows.detach(), weight).requires_grad
+    assert not model_runner.linear(rows.detach(), weight).requires_grad
 
 
 def test_products_without_gradient_take_transposed_matrices():
     left, right = torch.randn(300, 24), torch.randn(24, 72)
-    torch.testing.assert_close(onednn_linear.product(left, right), left @ right, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model_runner.product(left, right), left @ right, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(
-        onednn_linear.product(left, right.t().contiguous().t()), left @ right, rtol=1e-4, atol=1e-4
+        model_runner.product(left, right.t().contiguous().t()), left @ right, rtol=1e-4, atol=1e-4
     )
     other = torch.randn(300, 56)
-    torch.testing.assert_close(onednn_linear.outer_sum(left, other), left.t() @ other, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(model_runner.outer_sum(left, other), left.t() @ other, rtol=1e-4, atol=1e-4)
 
 
 def test_a_row_gives_the_same_bits_whatever_stands_beside_it():
     rows, weight = torch.randn(600, 96), torch.randn(80, 96)
-    whole = onednn_linear.linear(rows, weight)
+    whole = model_runner.linear(rows, weight)
     for start, count in ((0, 16), (7, 17), (100, 48), (3, 256), (250, 300), (599 - 33, 33)):
-        part = onednn_linear.linear(rows[start : start + count], weight)
+        part = model_runner.linear(rows[start : start + count], weight)
         assert torch.equal(part, whole[start : start + count])
 
 
 def test_other_formats_and_a_switched_off_onednn_are_torch_s_own():
     rows, weight = torch.randn(64, 32), torch.randn(24, 32)
-    assert not torch.equal(onednn_linear.linear(rows, weight), torch.zeros(64, 24))
+    assert not torch.equal(model_runner.linear(rows, weight), torch.zeros(64, 24))
     with torch.backends.mkldnn.flags(enabled=False):
-        assert torch.equal(onednn_linear.linear(rows, weight), plain(rows, weight))
-    assert torch.equal(onednn_linear.linear(rows.double(), weight.double()), plain(rows.double(), weight.double()))
-    assert onednn_linear.uses_onednn(weight)
-    assert not onednn_linear.uses_onednn(weight.double())
-    assert not onednn_linear.uses_onednn(weight.bfloat16())
+        assert torch.equal(model_runner.linear(rows, weight), plain(rows, weight))
+    assert torch.equal(model_runner.linear(rows.double(), weight.double()), plain(rows.double(), weight.double()))
+    assert model_runner.uses_onednn(weight)
+    assert not model_runner.uses_onednn(weight.double())
+    assert not model_runner.uses_onednn(weight.bfloat16())
 
 
 def test_layers_of_a_model_multiply_by_it_and_stay_what_they_are():
     model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 8, bias=False))
     rows, names = torch.randn(40, 32), list(model.state_dict())
     before = model(rows)
-    changed = onednn_linear.use_onednn(model)
-    assert onednn_linear.use_onednn(model) == []
-    assert [type(m) for m in model] == [onednn_linear.OneDnnLinear, nn.ReLU, onednn_linear.OneDnnLinear]
+    changed = model_runner.use_onednn(model)
+    assert model_runner.use_onednn(model) == []
+    assert [type(m) for m in model] == [model_runner.OneDnnLinear, nn.ReLU, model_runner.OneDnnLinear]
     assert list(model.state_dict()) == names
     torch.testing.assert_close(model(rows), before, rtol=1e-5, atol=1e-5)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         model[0].weight.zero_()
     torch.testing.assert_close(twin(rows), before, rtol=1e-5, atol=1e-5)
-    onednn_linear.restore_linear(changed)
+    model_runner.restore_linear(changed)
     assert [type(m) for m in model] == [nn.Linear, nn.ReLU, nn.Linear]
 
 
@@ -103,8 +103,8 @@ def resident_mib():
 def test_memory_does_not_grow_with_the_numbers_of_rows_that_were_seen():
     weight, rows = torch.randn(768, 256), torch.randn(2000, 256)
     for count in range(16, 272, 16):
-        onednn_linear.linear(rows[:count], weight)
+        model_runner.linear(rows[:count], weight)
     before = resident_mib()
     for count in range(300, 1000):
-        onednn_linear.linear(rows[:count], weight)
+        model_runner.linear(rows[:count], weight)
     assert resident_mib() - before < 60  # a product for each number takes hundreds

@@ -29,7 +29,6 @@ from ludus.chat.render import _MARK, TemplateRenderer, control_ids, make_guard, 
 from ludus.chat.tags import TagsRenderer
 from ludus.chat.tokenizer import chat_template, train_tokenizer
 from ludus.config.sections.rollout import EnvConfig
-from ludus.engines.scripted import ScriptedEngine
 from ludus.envs.tool_env import ToolEnv
 from ludus.errors import ConfigError, UserError
 from ludus.rollout.episode import EngineChatSession, EpisodeLimits, run_episode
@@ -37,6 +36,7 @@ from ludus.tools.base import tool
 from ludus.training.run.session import make_renderer
 from ludus.types import Completion, Message, SamplingParams, StopReason, Task
 from ludus.worlds.search.world import SearchWorld
+from scripted_engine import ScriptedEngine
 
 OWN = byte_level()
 RENDERER = TemplateRenderer(OWN)

@@ -1,4 +1,4 @@
-"""Weights over a line of processes: whole, as a difference, damaged, late and refused."""
+"""Weights over a line of processes: whole, as a weight_delta, damaged, late and refused."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ludus.engines.remote.gloo_broadcast import (
     TransferAddress,
     WeightManifest,
     WeightTransferGroup,
+    apply_delta,
     check_digest,
-    difference,
-    enter_line,
-    join_line,
-    manifest_of,
+    connect_store,
+    empty_tensors,
+    join_as_server,
+    join_group,
+    make_manifest,
     open_store,
-    restored,
-    room_for,
-    take,
-    visit_store,
+    receive_tensors,
+    weight_delta,
 )
 from ludus.engines.remote.http_client import RemoteEngineSettings, Replica
 from ludus.engines.remote.weight_broadcaster import Broadcaster
@@ -57,8 +57,8 @@ def test_a_difference_is_exact_and_no_larger_than_it_has_to_be(values, changed, 
     after = {n: t.clone() for n, t in before.items()}
     places = torch.tensor(changed).view(4, 6)
     after["a"][places] = after["a"][places] + 1
-    sent = difference(after, before)
-    found = {n: t.clone() for n, t in before.items()} | restored(sent, before)
+    sent = weight_delta(after, before)
+    found = {n: t.clone() for n, t in before.items()} | apply_delta(sent, before)
     for name, tensor in after.items():
         assert torch.equal(found[name], tensor)
     assert not any(name.startswith("b") for name in sent)
@@ -67,42 +67,42 @@ def test_a_difference_is_exact_and_no_larger_than_it_has_to_be(values, changed, 
 
 
 def test_minus_zero_is_not_zero():
-    sent = difference({"a": torch.tensor([-0.0, 1.0, 1.0, 1.0])}, {"a": torch.tensor([0.0, 1.0, 1.0, 1.0])})
-    assert restored(sent, {"a": torch.tensor([0.0, 1.0, 1.0, 1.0])})["a"].signbit().tolist()[0]
+    sent = weight_delta({"a": torch.tensor([-0.0, 1.0, 1.0, 1.0])}, {"a": torch.tensor([0.0, 1.0, 1.0, 1.0])})
+    assert apply_delta(sent, {"a": torch.tensor([0.0, 1.0, 1.0, 1.0])})["a"].signbit().tolist()[0]
 
 
 def test_what_is_damaged_on_its_way_or_of_another_model_is_refused():
     tensors = {"a": torch.ones(3)}
-    manifest = manifest_of(1, None, tensors)
+    manifest = make_manifest(1, None, tensors)
     check_digest(manifest, tensors)
     with pytest.raises(SyncError, match="corrupted"):
         check_digest(manifest, {"a": torch.tensor([1.0, 1.0, 1.0001])})
     with pytest.raises(SyncError, match=r"do not match"):
-        restored(tensors, {"b": torch.ones(3)})
+        apply_delta(tensors, {"b": torch.ones(3)})
     manifest.tensors[0].dtype = "int8"
     with pytest.raises(SyncError, match="int8"):
-        room_for(manifest)
+        empty_tensors(manifest)
 
 
 def test_tensors_pass_a_line_and_a_broken_one_says_so():
     store = open_store("127.0.0.1", 20)
     sent = {"a": torch.randn(5, 3), "b": torch.arange(4).to(torch.bfloat16)}
-    manifest = manifest_of(1, None, sent)
-    got = room_for(manifest)
+    manifest = make_manifest(1, None, sent)
+    got = empty_tensors(manifest)
     place = TransferAddress(host="127.0.0.1", port=store.port, rank=1, count=2, timeout_s=20)
     broken = []
 
     def receive():
-        line = join_line(visit_store(place), 1, 2, 20, "127.0.0.1")
+        line = join_group(connect_store(place), 1, 2, 20, "127.0.0.1")
         line.broadcast(got)
         try:
-            line.broadcast(room_for(manifest))
+            line.broadcast(empty_tensors(manifest))
         except EngineError as error:
             broken.append(str(error))
 
     thread = threading.Thread(target=receive)
     thread.start()
-    line = join_line(store, 0, 2, 20, "127.0.0.1")
+    line = join_group(store, 0, 2, 20, "127.0.0.1")
     line.broadcast(sent)
     del line
     thread.join(30)
@@ -126,7 +126,7 @@ def test_a_server_takes_weights_from_the_line_and_then_differences(served):
                     for name, parameter in model.named_parameters():
                         parameter.copy_(original[name])
             proof = await sync.publish(version)
-            sizes.append(engine._weights.line.sent_bytes)
+            sizes.append(engine._weights.broadcaster.sent_bytes)
             assert proof.fingerprint
             assert proof.probe_gap < 1e-3
         await engine.close()
@@ -180,14 +180,14 @@ class OnLine(Fake):
 
     def answer(self, path, body):
         if path == "/join_weight_line":
-            self.line = enter_line(TransferAddress(**body))
+            self.line = join_as_server(TransferAddress(**body))
         elif path == "/prepare_weights":
             self.expected = WeightManifest(**body)
         elif path == "/receive_weights" and self.fails:
             self.line = None
             return 500, {"message": "no memory"}
         elif path == "/receive_weights":
-            take(self.line, self.expected)
+            receive_tensors(self.line, self.expected)
             self.label = str(self.expected.version)
         if path == self.waits_at:
             self.held.set()
@@ -319,12 +319,12 @@ def test_a_server_that_is_on_a_new_line_stays_there_when_the_old_one_breaks():
             CompletionService(engine, ServedModel("m", "m", 0, None, (), 8), "a-token-of-tests"), model
         )
         state = {name: p.detach() + 1 for name, p in model.named_parameters()}
-        manifest = manifest_of(7, None, state)
+        manifest = make_manifest(7, None, state)
         trainers: list[WeightTransferGroup | None] = []
         for _ in range(2):
             store = open_store("127.0.0.1", 20)
             place = TransferAddress(host="127.0.0.1", port=store.port, rank=1, count=2, timeout_s=20)
-            met = asyncio.to_thread(join_line, store, 0, 2, 20, "127.0.0.1")
+            met = asyncio.to_thread(join_group, store, 0, 2, 20, "127.0.0.1")
             line, _ = await asyncio.gather(met, desk.join(place))
             trainers.append(line)
             del line

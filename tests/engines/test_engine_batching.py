@@ -563,7 +563,7 @@ def test_kernel_sparse_and_padded_attention_agree_with_a_loop(window, softcap, m
     """Ragged lengths, grouped heads, pages out of order, padding; one turn is without MKL."""
     source = np.random.default_rng(0)
     shape, num_pages, query_heads = LayerShape(2, 16, 16), 40, 6
-    compiled = attention.make_kernel([shape], 16, 256, threads=2)
+    compiled = attention.make_kernel([shape], 256, threads=2)
     cpu = torch.device("cpu")
     pool, pools = (
         PagePool([shape], num_pages, torch.float32, cpu, transposed=True),
@@ -604,7 +604,7 @@ def test_kernel_sparse_and_padded_attention_agree_with_a_loop(window, softcap, m
         assert torch.allclose(padded, expected, atol=1e-5)
         if compiled is not None:
             ragged = RaggedPass(pool, slots, positions, table, compiled)
-            got = compiled.attend(ragged, pool.keys[0], pool.values[0], (query, *new), (0.3, window, softcap))
+            got = compiled.attend(ragged, 0, (query, *new), scores)
             assert torch.allclose(got, expected, atol=1e-5)
     if compiled is not None:
         compiled.close()
@@ -613,8 +613,8 @@ def test_kernel_sparse_and_padded_attention_agree_with_a_loop(window, softcap, m
 class Padding(TorchPass):
     """A pass whose single tokens attend as on a GPU."""
 
-    def _sparse(self, spans, query, memory, scores):
-        return self._padded(spans, query, memory, scores)
+    def _attend_sparse(self, spans, query, memory, scores):
+        return self._attend_padded(spans, query, memory, scores)
 
 
 def test_without_a_compiler_the_engine_does_the_same(monkeypatch):
@@ -670,7 +670,7 @@ def test_the_kernel_is_compiled_once_and_a_compiler_that_fails_is_no_error(tmp_p
     monkeypatch.setattr(attention.shutil, "which", lambda name: "/bin/false")
     attention._library.cache_clear()
     try:
-        assert attention.make_kernel([LayerShape(1, 8, 8)], 8, 64, 1) is None
+        assert attention.make_kernel([LayerShape(1, 8, 8)], 64, 1) is None
         assert not list(tmp_path.rglob("*.so"))
     finally:
         attention._library.cache_clear()

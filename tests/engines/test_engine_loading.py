@@ -139,7 +139,7 @@ def test_a_path_that_is_not_there_is_named(tmp_path):
 def test_a_folder_without_config_is_no_checkpoint(tmp_path):
     with pytest.raises(UserError, match=r"no config\.json"):
         load_model(str(tmp_path))
-    with pytest.raises(UserError, match="No tokenizer"):
+    with pytest.raises(UserError, match="The tokenizer of"):
         load_tokenizer(str(tmp_path))
 
 

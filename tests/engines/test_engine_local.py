@@ -674,7 +674,7 @@ def test_a_row_that_breaks_fails_alone_and_leaves_its_neighbours_their_bits(monk
     engine = LocalEngine(build(), byte_tokenizer(), EngineSettings(max_batch=8))
     good = ask(prompts(3), max_new_tokens=12, top_k=20)
     expected = batch(engine, good)
-    monkeypatch.setattr("ludus.engines.embedded.engine.check_params", lambda params: None)
+    monkeypatch.setattr("ludus.engines.base.check_params", lambda params: None)
     bad = [
         Request("bad", (1, 2, 3), SamplingParams(temperature=1e-320, max_new_tokens=5)),
         Request("bad", (1, 2, 3), SamplingParams(temperature=0.5, top_p=float("nan"), seed=-(10**30))),

@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerFast
 
 from ludus.engines.base import Engine, Request
 from ludus.engines.models.fingerprint import fingerprint_module
-from ludus.engines.scripted import Faults, ScriptedEngine
 from ludus.errors import EngineError, UserError
 from ludus.types import Completion, SamplingParams
+from scripted_engine import Faults, ScriptedEngine
 
 END = 256
 

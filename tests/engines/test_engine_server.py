@@ -386,7 +386,7 @@ def test_weights_are_sent_once_while_requests_look_for_them(caplog):
         async def looks():
             while not sent.is_set():
                 await asyncio.sleep(0)
-                await weights.ready(replica, first_turn=False)
+                await weights.ensure_weights(replica, first_turn=False)
 
         looking = [asyncio.create_task(looks()) for _ in range(8)]
         for version in (1, 2, 3):
@@ -446,14 +446,14 @@ def test_what_is_sampled_from_weights_that_are_on_their_way_over_a_line_is_known
 
         async def send(self, version, state):
             spans = (VersionRange(str(version), 0, 1),)
-            self.known = weights.knows(SampledTokens((7,), (-1.0,), "length", spans), None)
+            self.known = weights.accepts(SampledTokens((7,), (-1.0,), "length", spans), None)
 
         def close(self):
             pass
 
     with serving(Fake()) as engine:
         weights, line = engine._weights, Line()
-        weights.line = line
+        weights.broadcaster = line
         load(engine, 0)
         load(engine, 1)
     assert line.known

@@ -53,7 +53,7 @@ def publish(placement: Placement, version: int) -> list[str]:
     """New weights, which all engines that hold others are to take; gives those that may at once."""
     for one in placement.replicas:
         one.behind = placement.newest if one.behind is None else one.behind
-    placement.publish(version)
+    placement.newest = version
     return [one.url for one in placement.due_updates()]
 
 
@@ -128,7 +128,7 @@ def test_where_the_newest_weights_are_asked_for_nothing_begins_until_an_engine_h
     placement.begin("b")
     publish(placement, 1)
     assert len(placement.open) == 1
-    placement.serve_newest()
+    placement.floor = placement.newest
     assert placement.begin("c") is None
     placement.end("b")
     assert [one.url for one in placement.due_updates()] == ["http://1"]
@@ -183,7 +183,7 @@ class Fleet(World):
         if draw.random() < self.dying:
             replicas.pop(draw.randrange(len(replicas))).gone = True
             replicas.append(Replica(f"http://new-{step}", RemoteEngineSettings()))
-            self.rolling.change()
+            self.rolling.start_due_updates()
 
     async def hold(self, version, state):
         for one in self.rolling.placement.replicas:

@@ -289,12 +289,12 @@ def test_what_a_killed_process_left_in_shared_memory_goes(tmp_path):
 
 
 def test_the_labels_of_the_newest_versions_alone_stay_known():
-    sent = WeightPublisher(VllmApi(), [], RemoteEngineSettings(), "trainer", tells_versions=True)
+    sent = WeightPublisher(VllmApi(), [], RemoteEngineSettings(), "trainer", reports_versions=True)
     for version in range(KNOWN_LABELS + 5):
         sent.follow(version, None)
 
     def known(version: int) -> bool:
-        return sent.knows(SampledTokens((1,), (0.0,), "stop", (VersionRange(str(version), 0, 1),)), None)
+        return sent.accepts(SampledTokens((1,), (0.0,), "stop", (VersionRange(str(version), 0, 1),)), None)
 
     newest = KNOWN_LABELS + 4
     assert [known(version) for version in (4, 5, newest, newest + 1)] == [False, True, True, False]

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from ludus.engines.base import Request
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.engines.embedded.sampler import SamplingRules, likeliest, sample
-from ludus.engines.scripted import ScriptedEngine
 from ludus.errors import RequestRefused
 from ludus.types import Guide, SamplingParams
+from scripted_engine import ScriptedEngine
 from tests.engines.test_engine_local import VOCAB, build, byte_tokenizer
 
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from ludus.engines.remote.engine import DIALECTS, ServerEngine
+from ludus.engines.remote.engine import APIS, ServerEngine
 from ludus.engines.remote.http_client import Replica
 from ludus.engines.remote.vllm_worker_extension import LudusWorkerExtension
-from ludus.engines.remote.weight_broadcaster import broadcaster_of
+from ludus.engines.remote.weight_broadcaster import make_broadcaster
 from ludus.errors import EngineError
 from tests.engines.test_engine_server import QUICK, Fake, serving
 
@@ -77,7 +77,7 @@ def test_weights_reach_the_model_whole_with_the_head_of_a_tied_one(delta):
 
 def test_servers_of_another_dialect_take_no_line():
     with pytest.raises(EngineError, match="http://there does not support weight broadcasts"):
-        broadcaster_of([Replica("http://there", LINE)], DIALECTS["sglang"], LINE)
+        make_broadcaster([Replica("http://there", LINE)], APIS["sglang"], LINE)
 
 
 @pytest.mark.parametrize(

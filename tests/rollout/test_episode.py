@@ -10,12 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ludus.diagnostics.metrics import rollout_metrics
-from ludus.engines.scripted import Faults
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.errors import EngineError, UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.types import Completion, Group, Message, StepResult, StopReason, ToolStatus
+from scripted_engine import Faults
 from small_worlds import (
     WatchedWorld,
     call,

@@ -11,7 +11,6 @@ from ludus.config import load_config
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.engines.base import Request
-from ludus.engines.scripted import Faults, ScriptedEngine
 from ludus.envs.registry import build_world
 from ludus.errors import EngineError, UserError, WorldError
 from ludus.rollout.episode import EpisodeLimits
@@ -27,6 +26,7 @@ from ludus.rollout.scheduler import (
 )
 from ludus.sandbox import NamespacesSandbox
 from ludus.types import Group, SamplingParams, StopReason, Task
+from scripted_engine import Faults, ScriptedEngine
 from small_worlds import (
     WatchedWorld,
     call,

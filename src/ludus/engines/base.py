@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
@@ -42,19 +43,11 @@ class Request:
 
 def copies(request: Request, n: int) -> list[Request]:
     """Return `n` copies of a request: the first unchanged, the others with distinct seeds and episodes."""
-    return [request] + [
-        replace(
-            request,
-            episode=f"{request.episode}/{i}",
-            params=replace(request.params, seed=seed_for(request.params.seed, i)),
-        )
-        for i in range(1, n)
-    ]
-
-
-def check_num_top(num: int) -> None:
-    """Raise RequestRefused if the number of top log-probabilities is out of range."""
-    check_params(SamplingParams(top_logprobs=num))
+    found = [request]
+    for i in range(1, n):
+        params = replace(request.params, seed=seed_for(request.params.seed, i))
+        found.append(replace(request, episode=f"{request.episode}/{i}", params=params))
+    return found
 
 
 def check_params(params: SamplingParams) -> None:
@@ -63,6 +56,24 @@ def check_params(params: SamplingParams) -> None:
         bound = PARAM_BOUNDS[name]
         if not bound.holds(value):
             raise RequestRefused(f"{name} is {value:.10g}; {bound.words}.")
+
+
+def check_fits(request: Request, limit: int) -> None:
+    """Raise RequestRefused if a prompt is empty or does not fit the context, or a parameter is out of range."""
+    length = len(request.token_ids)
+    if not 0 < length < limit:
+        raise RequestRefused(
+            f"Episode {request.episode} has a prompt of {length} tokens, but the engine accepts 1 to {limit - 1} "
+            f"(its context is {limit}).",
+            "Shorten the history or increase the engine's context.",
+        )
+    check_params(request.params)
+
+
+def first_line(error: object) -> str:
+    """Return an error's first line without error number and trailing punctuation, or else its type."""
+    lines = re.sub(r"\[Errno -?\d+\] ", "", str(error)).strip().splitlines()
+    return lines[0].rstrip(" .:;") if lines else type(error).__name__
 
 
 def seed_for(*parts: object) -> int:
@@ -114,10 +125,8 @@ class EngineStats:
         return EngineStats(**{name: value + more[name] for name, value in asdict(self).items()})
 
     def metrics(self) -> dict[str, float]:
-        """Return rates per second of engine time, means over steps, and fractions; {} without a step.
-
-        If the times are unknown (a server), rates are per wall-clock second and time metrics are omitted.
-        """
+        """Return rates per second of engine time (of wall-clock time for a server, which omits time metrics), means
+        over steps, and fractions; {} without a step."""
         if not self.steps:
             return {}
         busy_s = self.model_s + self.sample_s + self.schedule_s
@@ -168,7 +177,6 @@ class RemoteStats(Protocol):
 
     async def measure(self) -> None:
         """Fetch the counters."""
-        ...
 
 
 async def drain_stats(engine: Engine) -> EngineStats:
@@ -184,7 +192,6 @@ class Sleepable(Protocol):
 
     async def sleep(self) -> None:
         """Clear the cache and free its memory until the next request."""
-        ...
 
 
 @runtime_checkable
@@ -193,27 +200,21 @@ class Throttleable(Protocol):
 
     def throttle(self, factor: float) -> None:
         """Sleep after each pass for `factor` times its duration: fewer passes with larger batches."""
-        ...
 
 
 @runtime_checkable
 class ContinuesActions(Protocol):
-    """An engine that supports `Request.begun`: sampling resumes with the same random numbers, stop strings
-    and guide as without the interruption."""
+    """An engine that supports `Request.begun`, with the same random numbers, stop strings and guide."""
 
     @property
     def continues_actions(self) -> bool:
         """Whether resuming is supported."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
 class WeightCheck:
-    """Verification that an engine serves the weights of `version`, within `deadline_s` after they were sent.
-
-    `check` receives the engine's weight digest (None if unsupported) and its log-probabilities of `probe`,
-    and raises SyncError on a mismatch.
-    """
+    """Verification of the weights of `version` within `deadline_s`: `check` receives the engine's weight digest, if
+    supported, and its log-probabilities of `probe`, and raises SyncError on a mismatch."""
 
     version: int
     probe: tuple[int, ...]
@@ -225,22 +226,13 @@ class RollingUpdate(Protocol):
     """A set of engines updated one at a time."""
 
     async def push_weights(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
-        """Store weights for each engine to load and verify once its episodes have ended.
-
-        The tensors may be modified after this returns.
-        """
-        ...
+        """Store weights for each engine to load and verify once its episodes have ended; copies the tensors."""
 
     async def served(self, beyond: int) -> int:
-        """Return the oldest version on which an episode may start, once it exceeds `beyond`.
-
-        Raises the error of an engine that failed to load weights.
-        """
-        ...
+        """Return the minimum version on which episodes may start, once above `beyond`. Raises a transfer's error."""
 
     async def wait_until_current(self) -> None:
         """Wait until new episodes use the newest version. Raises as `served`."""
-        ...
 
 
 @runtime_checkable
@@ -250,21 +242,13 @@ class SupportsRollingUpdate(Protocol):
     @property
     def can_roll(self) -> bool:
         """Whether there are several engines and all support rolling updates."""
-        ...
 
     async def roll(self, lag: int) -> RollingUpdate:
-        """Start rolling updates: pin each episode to an engine and a version, and update by `offer`.
-
-        All engines must hold the same weights. For `lag` see `rolling.Placement`.
-        """
-        ...
+        """Pin each episode to an engine and a version and update engines one at a time; for `lag` see `Placement`."""
 
 
 class Engine(Protocol):
-    """Samples from a language model.
-
-    Raises `EngineError` if inference fails. `context_tokens` bounds prompt plus completion.
-    """
+    """Samples from a language model; `context_tokens` bounds prompt plus completion. Raises EngineError."""
 
     @property
     def context_tokens(self) -> int: ...
@@ -275,36 +259,27 @@ class Engine(Protocol):
     @property
     def batch_invariant(self) -> bool:
         """Whether a request's tokens and log-probabilities are bit-identical in any batch."""
-        ...
 
     async def generate(self, request: Request) -> Completion:
         """Sample one action."""
-        ...
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample one action per request, as one batch in the given order."""
-        ...
 
     def release(self, episode: str) -> None:
         """Free the cache of an episode that has ended."""
-        ...
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Load new weights; all later tokens carry `version`."""
-        ...
 
     async def fingerprint(self) -> str | None:
         """Return `fingerprint_module` of the current weights, or None if unsupported."""
-        ...
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
-        """Return the log-probability of each token given the previous ones, at temperature 1; 0 for the
-        first."""
-        ...
+        """Return the log-probability of each token given the previous ones, at temperature 1; 0 for the first."""
 
     def stats(self, *, reset: bool = False) -> EngineStats:
         """Return the counters since the start or the last reset."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -323,12 +298,8 @@ class AdapterVersions:
             return self.current
         return self._episodes.setdefault(episode, self.current)
 
-    def name(self, version: int) -> str:
-        """Return the engine's name for a version."""
-        return f"{DEFAULT}#{version}"
-
     def renew(self, name: str) -> str | None:
-        """Use `name` for new episodes. Return the previous adapter if no episode needs it, else None."""
+        """Use adapter `name` for new episodes. Return the previous adapter if no episode needs it, else None."""
         old, self.current = self.current, name
         return self._unless_needed(old)
 

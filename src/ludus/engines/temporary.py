@@ -15,11 +15,8 @@ _LOCK = "in-use"
 
 @dataclass(eq=False)
 class TemporaryFolder:
-    """A new folder with name prefix `prefix` in `place` (default: the system's temporary directory).
-
-    The process holds a lock on a file inside. Creation first removes folders with the same prefix whose lock
-    is free. Raises OSError.
-    """
+    """A new folder in `place` (default: the system's) with a locked file. Folders with the same `prefix` whose lock is
+    free are removed first. Raises OSError."""
 
     prefix: str
     place: Path | None = None

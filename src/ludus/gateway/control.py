@@ -22,10 +22,10 @@ from ludus.engines.remote.gloo_broadcast import (
     TransferAddress,
     WeightManifest,
     WeightTransferGroup,
-    aside,
-    enter_line,
-    restored,
-    take,
+    apply_delta,
+    join_as_server,
+    receive_tensors,
+    run_in_thread,
 )
 from ludus.errors import EngineError, SyncError
 from ludus.gateway.endpoints import EndpointResult, NoBody, endpoint
@@ -85,7 +85,7 @@ class WeightReceiver:
         """Join a trainer's process group in place of an earlier one. Raises BadRequest if unreachable."""
         self._line = None
         try:
-            self._line = await aside(partial(enter_line, place))
+            self._line = await run_in_thread(partial(join_as_server, place))
         except EngineError as error:
             raise BadRequest(str(error)) from error
 
@@ -111,9 +111,9 @@ class WeightReceiver:
             raise BadRequest("No weights are expected.", _CONFLICT)
         self._expected = None
         try:
-            tensors = await aside(partial(take, line, manifest))
+            tensors = await run_in_thread(partial(receive_tensors, line, manifest))
             own = dict(self.model.state_dict(keep_vars=True))
-            found = await asyncio.to_thread(restored, tensors, own)
+            found = await asyncio.to_thread(apply_delta, tensors, own)
         except EngineError:
             if self._line is line:  # it may have joined another group meanwhile
                 self._line = None

@@ -401,7 +401,7 @@ class CompletionService:
         finally:
             self._under_way.difference_update(names)
             for name in names:
-                self.engine.forget_name(name)
+                self.engine.end_episode(name)
 
 
 def _requests(name: str, asked: Sequence[tuple[tuple[int, ...], SamplingParams]], adapter: str | None) -> list[Request]:

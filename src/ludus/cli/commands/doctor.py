@@ -241,9 +241,9 @@ async def _sample_and_score() -> DoctorFinding:
 
 
 def _server(url: str, api: str) -> DoctorFinding:
-    from ludus.engines.remote.engine import DIALECTS
+    from ludus.engines.remote.engine import APIS
 
-    facts = DIALECTS[api].describe(url.rstrip("/"))
+    facts = APIS[api].describe(url.rstrip("/"))
     return DoctorFinding(
         "the server", "fine", f"{url} ({api} API) serves {facts.model}, context {facts.context_tokens} tokens"
     )

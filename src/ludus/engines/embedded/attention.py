@@ -4,11 +4,9 @@ All new tokens of all sequences form one row `[1, T]`. Each layer writes the new
 each token then attends to its sequence's pages up to its position. This uses a compiled kernel on a CPU in
 float32 if a compiler is available (built once and cached per user), otherwise torch.
 
-In torch, decoding tokens, one per sequence, attend together. On a CPU this is a product with a sparse matrix:
-the tokens of all pages are the rows of the key and value matrices, and each query's row lists the tokens that
-it attends to. Nothing is gathered or padded, and shared pages are read in place. On a GPU the pages are
-gathered into one padded batch. Several tokens of one sequence use torch's dense attention, one sequence at a
-time.
+In torch, decoding tokens, one per sequence, attend together. On a CPU this is a product with a sparse matrix whose
+rows list the tokens that each query attends to: nothing is gathered or padded, and shared pages are read in place.
+On a GPU the pages are gathered into one padded batch. Several tokens of one sequence use torch's dense attention.
 """
 
 from __future__ import annotations
@@ -48,11 +46,7 @@ NAME = "ludus_ragged"
 
 @dataclass(frozen=True, slots=True)
 class RaggedPass:
-    """Layout of the T new tokens of a forward pass.
-
-    `slots` and `positions` `[T]` int32 are each token's row in `table` (-1: padding) and position in its
-    sequence; `table` `[S, M]` int32 holds the pages of each slot. `how` computes the attention.
-    """
+    """Slots (-1: padding) and positions of the T new tokens of a pass, and pages of each slot `[S, M]`; int32."""
 
     pool: PagePool
     slots: NDArray[np.int32]
@@ -81,13 +75,11 @@ def ragged_attention(
         raise EngineError("The model's attention has sinks or its own mask.")
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = options.get("scaling") or query.shape[-1] ** -0.5
-    window = options.get("sliding_window") or 0
-    softcap = options.get("softcap") or 0.0
+    scores = ScoreRule(scale, options.get("sliding_window") or 0, options.get("softcap") or 0.0)
     new = (query[0], key[0], value[0])
     if isinstance(ragged.how, TorchPass):
-        return ragged.how.attend(layer, new, ScoreRule(scale, window, softcap))[None], None
-    keys, values = ragged.pool.keys[layer], ragged.pool.values[layer]
-    return ragged.how.attend(ragged, keys, values, new, (scale, window, softcap))[None], None
+        return ragged.how.attend(layer, new, scores)[None], None
+    return ragged.how.attend(ragged, layer, new, scores)[None], None
 
 
 def register() -> None:
@@ -97,20 +89,12 @@ def register() -> None:
 
 
 class QuerySpan(NamedTuple):
-    """Tokens `first` to `last` of a pass: one sequence's, ending at position `end` (exclusive).
-
-    `pages` are those of the sequence.
-    """
+    """Tokens `first` to `last` of a pass, of one sequence with `pages`, ending at position `end` (exclusive)."""
 
     first: int
     last: int
     end: int
     pages: NDArray[np.int32]
-
-    @property
-    def start(self) -> int:
-        """Position of the first token."""
-        return self.end - (self.last - self.first)
 
     @property
     def is_single(self) -> bool:
@@ -133,10 +117,8 @@ class HeadShape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """The tokens that the queries of a pass attend to, as a sparse matrix `[queries, pages * heads * PAGE]`.
-
-    A row is one head of one token. `blocks` are views of the values, `[heads, attended tokens]` per token.
-    """
+    """Sparse matrix `[queries, pages * heads * PAGE]` of the tokens that the queries attend to, one row per head and
+    token. `blocks` are views of its values, `[heads, attended tokens]` per token."""
 
     matrix: Tensor
     blocks: tuple[Tensor, ...]
@@ -178,11 +160,8 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class TorchPass:
-    """One pass over several sequences, created once and used by every layer.
-
-    Keys of `pool` are `[pages, heads, PAGE, width]`. The T new tokens go to `offsets` of `pages`, both `[T]`.
-    Padding after the last span yields zeros.
-    """
+    """One pass over several sequences, used by every layer. The T new tokens go to `offsets` of `pages`, both `[T]`;
+    padding after the last span yields zeros."""
 
     pool: PagePool
     spans: tuple[QuerySpan, ...]
@@ -198,7 +177,6 @@ class TorchPass:
         """Store new keys and values `[H, T, D]` and attend from queries `[Hq, T, D]`; `[T, Hq, D]`."""
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         query, key, value = (tensor.to(keys.dtype) for tensor in new)
-        shape = HeadShape(key.shape[0], query.shape[0], scores.window)
         self._write(keys, key)
         self._write(values, value)
         out = query.new_zeros(query.shape[1], query.shape[0], values.shape[-1])
@@ -210,7 +188,7 @@ class TorchPass:
             out.index_copy_(0, index, attend(singles, queries, (keys, values), scores))
         for span in self.spans:
             if not span.is_single:
-                out[span.first : span.last] = self._attend_dense(span, query, (keys, values), scores, shape)
+                out[span.first : span.last] = self._attend_dense(span, query, (keys, values), scores)
         return out.to(new[0].dtype)
 
     def _write(self, memory: Tensor, new: Tensor) -> None:
@@ -244,21 +222,19 @@ class TorchPass:
         queries = query.reshape(len(spans), key.shape[1], -1, query.shape[-1])
         return scores.attend(queries, key, value, mask[:, None, None]).flatten(1, 2)
 
-    def _attend_dense(
-        self, span: QuerySpan, query: Tensor, memory: tuple[Tensor, Tensor], scores: ScoreRule, shape: HeadShape
-    ) -> Tensor:
+    def _attend_dense(self, span: QuerySpan, query: Tensor, memory: tuple[Tensor, Tensor], scores: ScoreRule) -> Tensor:
         """Attend from several tokens of one sequence, with a group's heads stacked; `[n, Hq, D]`."""
-        rows = self._rows(span, shape.heads, query.device)
+        heads = memory[0].shape[1]
+        rows = self._rows(span, heads, query.device)
         key, value = (
-            tensor.view(-1, tensor.shape[-1]).index_select(0, rows).view(1, shape.heads, span.end, -1)
-            for tensor in memory
+            tensor.view(-1, tensor.shape[-1]).index_select(0, rows).view(1, heads, span.end, -1) for tensor in memory
         )
-        queries = query[:, span.first : span.last].reshape(1, shape.heads, -1, query.shape[-1])
-        mask = MaskShape(span.last - span.first, span.end, shape.window, shape.query_heads // shape.heads)
+        queries = query[:, span.first : span.last].reshape(1, heads, -1, query.shape[-1])
+        mask = MaskShape(span.last - span.first, span.end, scores.window, len(query) // heads)
         if mask not in self._masks:
             self._masks[mask] = added_mask(mask, query)
         got = scores.attend(queries, key, value, self._masks[mask])
-        return got.view(shape.query_heads, -1, got.shape[-1]).transpose(0, 1)
+        return got.view(len(query), -1, got.shape[-1]).transpose(0, 1)
 
     def _rows(self, span: QuerySpan, heads: int, device: torch.device) -> Tensor:
         """Return the rows of all heads of a sequence, head by head."""
@@ -292,10 +268,7 @@ class MaskShape(NamedTuple):
 
 
 def added_mask(shape: MaskShape, like: Tensor) -> Tensor:
-    """Return the additive mask `[group * queries, columns]`: -inf at masked positions.
-
-    The heads of a group are stacked. Dtype and device are those of `like`.
-    """
+    """Return the additive mask `[group * queries, columns]`, the heads of a group stacked: -inf where masked."""
     at = torch.arange(shape.columns - shape.queries, shape.columns, device=like.device)[:, None]
     seen = torch.arange(shape.columns, device=like.device)[None]
     mask = seen <= at
@@ -314,10 +287,7 @@ class ScoreRule:
     softcap: float
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Attend from `query` to `key` and `value` `[N, H, L, D]`; `[N, H, Q, D]`.
-
-        `mask` is boolean or additive.
-        """
+        """Attend from `query` to `key` and `value` `[N, H, L, D]`; `[N, H, Q, D]`. `mask` is boolean or additive."""
         if not self.softcap:
             return scaled_dot_product_attention(query, key, value, mask, scale=self.scale)
         weights = self.softcap * torch.tanh(query @ key.transpose(-1, -2) * (self.scale / self.softcap))
@@ -359,29 +329,19 @@ class Kernel:
         self._scratch = torch.empty(threads, _HEADS * (max_tokens + 64))
         self._helpers = ThreadPoolExecutor(threads - 1, "ludus-attention") if threads > 1 else None
 
-    def attend(
-        self,
-        ragged: RaggedPass,
-        keys: Tensor,
-        values: Tensor,
-        new: tuple[Tensor, Tensor, Tensor],
-        how: tuple[float, int, float],
-    ) -> Tensor:
-        """Write and attend as `ragged_attention` does; return `[T, Hq, D]`.
-
-        `new` holds queries `[Hq, T, D]`, keys and values `[H, T, D]`; `how` the scale, the window (0: all)
-        and the soft cap (0: none).
-        """
+    def attend(self, ragged: RaggedPass, layer: int, new: tuple[Tensor, Tensor, Tensor], scores: ScoreRule) -> Tensor:
+        """Store new keys and values `[H, T, D]` and attend from queries `[Hq, T, D]`; `[T, Hq, D]`."""
+        keys, values = ragged.pool.keys[layer], ragged.pool.values[layer]
         query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in new)
         num_heads, tokens, width = query.shape
         out = torch.empty(tokens, num_heads, width)
         arguments = _Pass(
             *(array.ctypes.data for array in (ragged.slots, ragged.positions, ragged.table)),
             *(x.data_ptr() for x in (query, key, value, keys, values, out)),
-            *(ragged.table.shape[1], num_heads, keys.shape[1], width, how[1]),
+            *(ragged.table.shape[1], num_heads, keys.shape[1], width, scores.window),
             *(stride for x in (query, key, value) for stride in x.stride()[:2]),
-            how[0],
-            how[2],
+            scores.scale,
+            scores.softcap,
         )
         self._library.ludus_write(ctypes.byref(arguments), 0, tokens)
         self._run_parallel(arguments, tokens, num_heads * int(ragged.positions.sum()))
@@ -407,9 +367,10 @@ class Kernel:
             self._helpers.shutdown()
 
 
-def make_kernel(layers: list[LayerShape], query_width: int, max_tokens: int, threads: int) -> Kernel | None:
+def make_kernel(layers: list[LayerShape], max_tokens: int, threads: int) -> Kernel | None:
     """Create a kernel for float32 layers of these shapes, or return None if unavailable."""
-    fits = all(s.key_width == s.value_width == query_width and s.key_width % 8 == 0 for s in layers)
+    width = layers[0].key_width
+    fits = width % 8 == 0 and all(s.key_width == s.value_width == width for s in layers)
     library = _library() if fits else None
     return None if library is None else Kernel(library, max_tokens, threads)
 

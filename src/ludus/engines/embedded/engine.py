@@ -1,11 +1,7 @@
 """The embedded engine: samples from a Hugging Face causal language model in this process.
 
-Accepts requests from any number of asyncio tasks. All computation and cache access runs on one worker thread,
-one forward pass at a time; requests, weight updates and cancellations take effect between two passes. It
-never retries.
-
-In batch-invariant mode a request's tokens and log-probabilities are bit-identical for any batch, cache state
-and prefill chunking (see `EngineSettings`).
+Accepts requests from any number of asyncio tasks. All computation and cache access runs on one worker thread;
+requests, weight updates and cancellations take effect between two forward passes. It never retries.
 """
 
 from __future__ import annotations
@@ -24,7 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from ludus.engines.base import BASE, DEFAULT, AdapterVersions, EngineStats, Request, check_num_top, check_params
+from ludus.engines.base import BASE, DEFAULT, AdapterVersions, EngineStats, Request, check_fits, check_params
 from ludus.engines.embedded.guided_decoding import GuideCompiler, GuideState
 from ludus.engines.embedded.kv_cache import AT, PAGE, RadixCache
 from ludus.engines.embedded.model_runner import RaggedForward
@@ -39,8 +35,7 @@ if TYPE_CHECKING:
 
 _Pending = tuple[SequenceState, Future[Completion]]
 
-_PIECE_S = 0.02
-"""Seconds between two pieces of a streamed action."""
+_STREAM_INTERVAL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +79,8 @@ class Piece:
 
 
 class LocalEngine:
-    """An `Engine` for any causal language model with standard attention.
-
-    Works on a copy of `model` unless `copy` is False; the engine then owns the model. `tokenizer` is needed
-    only for stop strings and guides. Raises `UserError` for an unsupported model.
-    """
+    """An `Engine` for any causal language model with standard attention; it owns `model` unless it makes a `copy`.
+    `tokenizer` is needed only for stop strings and guides. Raises `UserError` for an unsupported model."""
 
     def __init__(
         self,
@@ -148,10 +140,7 @@ class LocalEngine:
         return completion
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
-        """Sample one action per request; all are queued together, in order.
-
-        Raises RequestRefused for a request that can never be served, EngineBusy if too many are queued.
-        """
+        """Sample one action per request, queued in order. Raises RequestRefused for an invalid one, or EngineBusy."""
         pending = await self._sequences(requests)
         self._worker.submit(partial(_for_each, self._sessions.add, pending))
         try:
@@ -168,7 +157,7 @@ class LocalEngine:
         done, given = asyncio.wrap_future(future), 0
         try:
             while not done.done():
-                await asyncio.wait({done}, timeout=_PIECE_S)
+                await asyncio.wait({done}, timeout=_STREAM_INTERVAL_S)
                 until = len(sequence.versions)  # the worker appends a token's version last
                 if until > given and not done.done():
                     yield _piece(sequence, given, until, None)
@@ -204,31 +193,28 @@ class LocalEngine:
         """Assign a version to the current weights; all later tokens carry it."""
         await self._worker.call(partial(self._set_version, version))
 
-    def forget_name(self, episode: str) -> None:
+    def end_episode(self, episode: str) -> None:
         """End the episode but keep its cache entries for others until evicted."""
-        self._forget_episode(episode, self._sessions.forget_name)
+        self._end_episode(episode, self._sessions.end)
 
     def release(self, episode: str) -> None:
         """End the episode and free the cache entries that it shares with no other."""
-        self._forget_episode(episode, self._sessions.release)
+        self._end_episode(episode, self._sessions.release)
 
-    def _forget_episode(self, episode: str, forget: Callable[[str], object]) -> None:
+    def _end_episode(self, episode: str, end: Callable[[str], object]) -> None:
         if not self._worker.closed:
-            self._worker.submit(partial(forget, episode))
+            self._worker.submit(partial(end, episode))
             if (unused := self._versions.release(episode)) is not None:
                 self._worker.submit(partial(self._unload_adapter, unused))
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Copy `state` (all or some parameters, by name) into the model between two passes.
-
-        Running requests continue; each token carries the version that sampled it. Raises `SyncError`, without
-        changes, for an unknown name or a different shape.
-        """
+        """Copy `state`, all or some parameters, into the model between two passes; each token carries the version that
+        sampled it. Raises `SyncError`, without changes, for an unknown name or a different shape."""
         if not self._versions.keeps:
             await self._worker.call(partial(self._load, version, state))
             return
         scaling = next(iter(self._forward.adapters.pairs(DEFAULT).values())).scaling
-        name = self._versions.name(version)
+        name = f"{DEFAULT}#{version}"
         await self.load_adapter(name, version, state, scaling)
         if (unused := self._versions.renew(name)) is not None:
             await self.unload_adapter(unused)
@@ -240,10 +226,7 @@ class LocalEngine:
         return await self._worker.call(lambda: fingerprint_adapted(self._model, self._forward.adapters.pairs(name)))
 
     async def load_adapter(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
-        """Load LoRA factors, named as in PEFT, as the adapter `name`; its tokens carry `version`.
-
-        `scaling` is alpha over rank. Raises `SyncError`, without changes, if they do not fit.
-        """
+        """Load LoRA factors, named as in PEFT; `scaling` is alpha over rank. SyncError, without changes, if unfit."""
         await self._worker.call(partial(self._load_adapter, name, version, state, scaling))
 
     async def unload_adapter(self, name: str) -> None:
@@ -261,14 +244,14 @@ class LocalEngine:
         self, token_ids: Sequence[int], num_top: int, *, adapter: str | None = None
     ) -> tuple[list[float], list[TopLogprobs]]:
         """Return `score` and the `num_top` most likely tokens at each position; none for the first."""
-        check_num_top(num_top)
+        params = SamplingParams(top_logprobs=num_top)
+        check_params(params)
         self._check_adapter(adapter)
         if not 0 < len(token_ids) <= self.context_tokens:
             raise EngineError(
                 f"A sequence of {len(token_ids)} tokens cannot be scored: "
                 f"the engine accepts 1 to {self.context_tokens}."
             )
-        params = SamplingParams(top_logprobs=num_top)
         sequence, future = self._sequence(Request("", tuple(token_ids), params, adapter=adapter))
         sequence.scores = [0.0]
         self._worker.submit(partial(self._sessions.add, sequence))
@@ -348,7 +331,12 @@ class LocalEngine:
         if unknown or not state:
             shown = ", ".join(unknown[:3]) or "no tensors"
             raise SyncError(f"The weights of version {version} do not match the engine's model: {shown}.")
-        _check_shapes(version, state, own)
+        for name, tensor in state.items():
+            if own[name].shape != tensor.shape:
+                raise SyncError(
+                    f"Weight {name} of version {version} has shape {tuple(tensor.shape)}, "
+                    f"the engine's has {tuple(own[name].shape)}."
+                )
         for name, tensor in state.items():
             own[name].copy_(tensor)
         self._core.new_weights(version, recompute=self._settings.recompute_on_update)
@@ -364,7 +352,7 @@ class LocalEngine:
                 sequence.error = EngineError(f"The adapter {name!r} was unloaded.")
                 self._core.abort(sequence)
         self._forward.adapters.unload(name)
-        self._core.forget_adapter(name)
+        self._core.drop_adapter(name)
 
 
 def _for_each(act: Callable[[SequenceState], None], pending: Sequence[_Pending]) -> None:
@@ -385,29 +373,12 @@ def _check_room(num_open: int, num: int, limit: int) -> None:
 
 def _check_fits(request: Request, limit: int, vocab_size: int) -> None:
     """Raise RequestRefused for a request beyond the engine's context or vocabulary."""
-    length = len(request.token_ids)
-    if not 0 < length < limit:
-        raise RequestRefused(
-            f"Episode {request.episode} has a prompt of {length} tokens, "
-            f"but the engine accepts 1 to {limit - 1} (context_tokens is {limit}).",
-            "Shorten the history or increase the engine's context.",
-        )
-    check_params(request.params)
+    check_fits(request, limit)
     if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
         raise RequestRefused(
             f"Episode {request.episode} has token ids outside the model's vocabulary of {vocab_size}.",
             "Use the model's own tokenizer.",
         )
-
-
-def _check_shapes(version: int, state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
-    """Raise SyncError for a tensor whose shape differs from the engine's parameter."""
-    for name, tensor in state.items():
-        if own[name].shape != tensor.shape:
-            raise SyncError(
-                f"Weight {name} of version {version} has shape {tuple(tensor.shape)}, "
-                f"the engine's has {tuple(own[name].shape)}."
-            )
 
 
 def _piece(sequence: SequenceState, start: int, end: int, finish: FinishReason | None) -> Piece:
@@ -451,26 +422,23 @@ class SessionCache:
         if sequence.error is None and sequence.scores is None:
             self._histories[sequence.request.episode] = (sequence.cache_root, tuple(sequence.tokens[:-1]))
 
-    def forget_name(self, episode: str) -> tuple[str, tuple[int, ...]] | None:
-        """Forget the episode; return its cache branch and tokens."""
+    def end(self, episode: str) -> tuple[str, tuple[int, ...]] | None:
+        """End the episode; return its cache branch and tokens."""
         self._cache_roots.pop(episode, None)
         return self._histories.pop(episode, None)
 
     def release(self, episode: str) -> None:
-        """Forget the episode and free the cache entries that it shares with no other."""
-        history = self.forget_name(episode)
+        """End the episode and free the cache entries that it shares with no other."""
+        history = self.end(episode)
         if history is not None:
-            self.core.forget(history[1], history[0])
+            self.core.tree.free_suffix(history[1], history[0])
 
 
 Result = TypeVar("Result")
 
 
 class ComputeThread:
-    """Drives a `BatchScheduler` on its own thread with `threads` compute threads (0: torch's default).
-
-    No other thread may touch the scheduler; `submit` and `call` run functions between two passes.
-    """
+    """Runs a `BatchScheduler` on its own thread; `submit` and `call` run functions there between two passes."""
 
     def __init__(self, core: BatchScheduler, threads: int) -> None:
         self._core = core
@@ -491,10 +459,7 @@ class ComputeThread:
             self._wake.notify()
 
     async def call(self, work: Callable[[], Result]) -> Result:
-        """Run `work` on the thread and return its result.
-
-        It is skipped if the caller was cancelled before it starts.
-        """
+        """Run `work` on the thread, unless the caller is cancelled before it starts, and return its result."""
         future: Future[Result] = Future()
 
         def command() -> None:

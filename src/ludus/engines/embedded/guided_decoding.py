@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ludus.chat.parse_json import JSON_STYLE
-from ludus.engines.base import Request
+from ludus.engines.base import Request, first_line
 from ludus.errors import EngineError, RequestRefused, UserError
 from ludus.types import Guide
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 _CACHE_SIZE = 128
-"""Number of compiled guides kept (least recently used are dropped)."""
 
 
 class GuideState:
@@ -42,7 +41,7 @@ class GuideState:
     def advance(self, token: int) -> None:
         """Advance by a sampled token. Raises EngineError if the guide does not allow it."""
         if token not in self._stops and not self._matcher.consume_token(token):
-            raise EngineError(f"The guide failed: {_first_line(self._matcher.get_error())}.")
+            raise EngineError(f"The guide failed: {first_line(self._matcher.get_error() or 'no reason given')}.")
 
     def allowed(self, vocab_size: int) -> np.ndarray:
         """Return the mask of allowed next tokens, `[vocab_size]` bool; with stop ids if the action may end."""
@@ -102,9 +101,5 @@ class GuideCompiler:
         except ValueError as error:
             problem = str(error)
         if problem:
-            raise RequestRefused(f"The {guide.kind.replace('_', ' ')} of the guide is invalid: {_first_line(problem)}.")
+            raise RequestRefused(f"The {guide.kind.replace('_', ' ')} of the guide is invalid: {first_line(problem)}.")
         return matcher
-
-
-def _first_line(text: str) -> str:
-    return text.strip().splitlines()[0].rstrip(".") if text.strip() else "no reason given"

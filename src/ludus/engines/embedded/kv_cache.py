@@ -1,11 +1,9 @@
 """Paged KV cache: page memory, and a radix tree of pages shared between sequences with a common prefix.
 
 A page holds the keys and values of up to `PAGE` consecutive tokens. A node of the tree is one page; the path
-from the root to it is a prefix. Running sequences hold their path; pages held by none stay cached until
-memory runs out and are evicted least recently used first. Rollouts of a group, later turns of an episode,
-branches of a tree and prompts with a common beginning share pages this way.
-
-A page is written from left to right, so its prefix may be read while its owner extends it.
+from the root to it is a prefix. Running sequences hold their path; other pages stay cached until memory runs out
+and are evicted least recently used first. A page is written from left to right, so its prefix may be read
+while its owner extends it.
 """
 
 from __future__ import annotations
@@ -27,10 +25,8 @@ AT = "@"
 
 @dataclass(slots=True, eq=False)
 class RadixNode:
-    """One page. `tokens` are those that others may match; `ready` once they are computed.
-
-    `refs` counts the running sequences that hold it. A node that is not `listed` is private to its owner.
-    """
+    """One page, held by `refs` running sequences. `tokens` are those that others may match once `ready`; a node that is
+    not `listed` is private to its owner."""
 
     page: int
     tokens: tuple[int, ...]
@@ -44,11 +40,8 @@ class RadixNode:
 
 @dataclass(slots=True)
 class CacheMatch:
-    """Cached part of a history: whole pages, then `num_copied` tokens of `source` (moved, not copied, if
-    `owned`).
-
-    `wait` is set if another sequence is computing more of it now.
-    """
+    """Cached part of a history: whole pages, then `num_copied` tokens of `source` (moved if `owned`). `wait`: another
+    sequence is computing more of it now."""
 
     nodes: list[RadixNode]
     source: RadixNode | None = None
@@ -117,10 +110,7 @@ class RadixCache:
         return list(path)
 
     def take(self, path: list[RadixNode], tokens: tuple[int, ...], *, listed: bool, adapter: str = "") -> RadixNode:
-        """Append a page to a path, shared under `tokens` if `listed` and not yet present.
-
-        Raises IndexError if no page is left; reserve pages first.
-        """
+        """Append a page to a path, shared under `tokens` if `listed`. Raises IndexError if no page is left."""
         if not self._free:
             self._evict()
         parent = path[-1] if path else self.root(adapter)
@@ -132,10 +122,7 @@ class RadixCache:
         return node
 
     def commit(self, path: list[RadixNode], place: int, tokens: tuple[int, ...]) -> None:
-        """Mark `tokens` of a path's page as computed, so that others can match them.
-
-        A full page that duplicates another sequence's is replaced by that page.
-        """
+        """Mark `tokens` of a path's page as computed and shared; a full page is replaced by its duplicate, if any."""
         node = path[place]
         parent = path[place - 1] if place else node.parent
         if parent is None or not parent.listed or node.children:
@@ -170,7 +157,7 @@ class RadixCache:
             else:
                 self._free_page(node)
 
-    def forget(self, tokens: tuple[int, ...], adapter: str = "") -> None:
+    def free_suffix(self, tokens: tuple[int, ...], adapter: str = "") -> None:
         """Drop the end of a finished episode's history that no other sequence holds or shares."""
         node, at = self.root(adapter), 0
         while at < len(tokens):
@@ -203,13 +190,13 @@ class RadixCache:
         for name in roots:
             self.root(name).children = {}
 
-    def forget_adapter(self, adapter: str) -> None:
+    def drop_adapter(self, adapter: str) -> None:
         """Drop all entries and roots of an unloaded adapter."""
         self.clear(adapter)
         for name in self._root_names(adapter):
             del self._roots[name]
 
-    def forget_empty(self) -> None:
+    def drop_empty_roots(self) -> None:
         """Drop roots without entries."""
         self._roots = {name: root for name, root in self._roots.items() if root.children}
 
@@ -246,8 +233,7 @@ class RadixCache:
             node.listed = False
 
 
-_LINE = 64
-"""Bytes of a CPU cache line."""
+_CACHE_LINE_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,10 +246,7 @@ class LayerShape:
 
 
 class PagePool:
-    """Page memory: per layer keys and values `[pages, heads, PAGE, width]`.
-
-    If `transposed`, keys are `[pages, heads, width, PAGE]`, as the compiled kernel expects.
-    """
+    """Keys and values per layer, `[pages, heads, PAGE, width]`; `transposed`: keys `[pages, heads, width, PAGE]`."""
 
     def __init__(
         self,
@@ -308,6 +291,6 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    room = np.zeros(num_bytes + _LINE, dtype=np.uint8)
-    start = -room.ctypes.data % _LINE
+    room = np.zeros(num_bytes + _CACHE_LINE_BYTES, dtype=np.uint8)
+    start = -room.ctypes.data % _CACHE_LINE_BYTES
     return torch.from_numpy(room[start : start + num_bytes]).view(dtype).view(shape)

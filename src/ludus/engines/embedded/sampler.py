@@ -1,12 +1,9 @@
 """Sample tokens from logits, vectorized over a batch, with per-request randomness.
 
 Token `t` of an action uses only the uniform number with counter (request seed, t), so a row's result does not
-depend on other rows or on the batch size.
-
-Two log-probabilities are recorded: of the tempered distribution over the whole vocabulary, and of the
-distribution sampled from, after guide, top-k, top-p and min-p. Greedy rows (temperature 0) record both at
-temperature 1, with only the guide applied. Rows with `top_logprobs` also get the most likely tokens of the
-tempered distribution.
+depend on other rows. Two log-probabilities are recorded: of the tempered distribution over the whole vocabulary,
+and of the distribution sampled from, after guide, top-k, top-p and min-p. Greedy rows (temperature 0) record both
+at temperature 1, with only the guide applied.
 """
 
 from __future__ import annotations
@@ -105,10 +102,8 @@ class SamplingRules:
 
 @dataclass(frozen=True, slots=True)
 class TokenDraw:
-    """Token ids `[B]` int64 and their log-probabilities `[B]` in the plain and the cut distribution.
-
-    `top` is `likeliest` of the plain distribution, or empty if no row requests it.
-    """
+    """Token ids `[B]` int64, their log-probabilities `[B]` in the plain and the cut distribution, and `likeliest` of
+    the plain one (empty if no row requests it)."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -150,11 +145,8 @@ def sample(
 
 
 def likeliest(logprobs: Tensor, nums: Sequence[int]) -> list[TopLogprobs]:
-    """Return the `nums[b]` most likely tokens of each row of `logprobs` `[B, V]`; some `nums` must be
-    positive.
-
-    Tokens of zero probability are omitted. The result of a row depends on that row only.
-    """
+    """Return the `nums[b]` most likely tokens of each row of `logprobs` `[B, V]`, without those of zero probability.
+    Some `nums` must be positive. The result of a row depends on that row only."""
     requested = [row for row, num in enumerate(nums) if num > 0]
     rows = logprobs if len(requested) == len(nums) else logprobs[requested]
     most = min(max(nums), rows.shape[1])
@@ -218,11 +210,8 @@ def _cut(probs: Tensor, rules: SamplingRules) -> Tensor:
 
 
 class StopStrings:
-    """Matches one set of stop strings against growing token lists.
-
-    Only the tail of an action is decoded, and only if its last token can end a stop string. The text of an
-    action is the tokenizer's decoding: SentencePiece tokenizers omit a leading space.
-    """
+    """Matches one set of stop strings against growing token lists: decodes their tail, if the last token can end a stop
+    string. SentencePiece tokenizers omit a leading space of an action's text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer

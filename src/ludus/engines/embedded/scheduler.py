@@ -1,12 +1,10 @@
 """Continuous batching: sequences join and leave between any two forward passes.
 
-Schedules `SequenceState`s (an action to sample, or tokens to score). Each `step` is one forward pass: one token
-for every decoding sequence, then chunks of prompts and observations in order of arrival, up to the token
-limit. It never waits or retries and uses no event loop; one thread calls it.
+Each `step` is one pass: one token for every decoding sequence, then chunks of prompts and observations in order
+of arrival, up to the token limit. It uses no event loop; one thread calls it.
 
-A sequence is admitted once a slot is free, the remaining pages fit its maximum length, and no other sequence
-is computing a prefix of it (it then waits to share that). Admission is first come, first served; only a
-sequence that waits for a prefix lets others pass.
+A sequence is admitted first come, first served, once a slot is free and the remaining pages fit its maximum
+length. Only a sequence that waits to share a prefix that another one computes lets others pass.
 """
 
 from __future__ import annotations
@@ -36,18 +34,13 @@ if TYPE_CHECKING:
 
 _SCORE_CHUNK = 256
 """Tokens of one scoring chunk: each needs a row of logits as wide as the vocabulary."""
-_STOP_TAIL = 512
-"""Number of last tokens searched for stop strings."""
+_STOP_TAIL_TOKENS = 512
 _STOP_CACHE_SIZE = 64
-"""Number of sets of stop strings kept (least recently used are dropped)."""
 
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """One request being processed: `tokens` is its history plus the tokens sampled so far.
-
-    `cache_root` is the cache branch on which its history is looked up and stored.
-    """
+    """One request: `tokens` is its history plus the tokens sampled so far, `cache_root` its branch of the cache."""
 
     request: Request
     limit: int
@@ -81,11 +74,6 @@ class SequenceState:
         return len(self.request.token_ids)
 
     @property
-    def _action(self) -> int:
-        """Index where the action begins, including the part sampled by an earlier request."""
-        return self.num_prompt - self.request.begun
-
-    @property
     def num_drawn(self) -> int:
         """Number of action tokens so far: the counter of the random numbers."""
         return self.request.begun + len(self.logprobs)
@@ -113,13 +101,12 @@ class SequenceState:
         self.logprobs.append(logprob)
         self.cut_logprobs.append(cut_logprob)
         self.versions.append(version)
+        begin = self.num_prompt - self.request.begun
+        tail = self.tokens[max(begin, len(self.tokens) - _STOP_TAIL_TOKENS) :] if self.stops else []
         if (
             token in self.request.params.stop_token_ids
             or self._advance_guide(token)
-            or (
-                self.stops is not None
-                and self.stops.completed(self.tokens[max(self._action, len(self.tokens) - _STOP_TAIL) :])
-            )
+            or (self.stops is not None and self.stops.completed(tail))
         ):
             self.finish = "stop"
         elif self.finish is None and len(self.logprobs) >= self.limit:
@@ -163,7 +150,7 @@ class BatchScheduler:
         """`slots` is (maximum number of running sequences, maximum length in tokens)."""
         self._forward = forward
         self._stop_strings = None if tokenizer is None else lru_cache(_STOP_CACHE_SIZE)(partial(StopStrings, tokenizer))
-        self._tree = tree
+        self.tree = tree
         self._pass_tokens = pass_tokens
         self._table = np.zeros((slots[0], -(-slots[1] // PAGE)), dtype=np.int32)
         self._free_slots = deque(range(slots[0]))
@@ -219,7 +206,7 @@ class BatchScheduler:
             prefill_tokens=stats.prefill_tokens + prefill,
             decode_tokens=stats.decode_tokens + sum(len(one.rows) for one in passes),
             batch_tokens=stats.batch_tokens + sum(len(chunk.ids) for _, chunk in plan),
-            evicted_pages=self._tree.num_evicted,
+            evicted_pages=self.tree.num_evicted,
             queue_steps=stats.queue_steps + len(self.waiting),
             running_steps=stats.running_steps + len(self.running),
             model_s=stats.model_s + model_s,
@@ -246,47 +233,37 @@ class BatchScheduler:
         for sequence in self.running[:]:
             self._release_slot(sequence)
         self.waiting.clear()
-        self._tree.clear()
+        self.tree.clear()
         for sequence in sequences:
             sequence.error = error
             sequence.done(sequence)
 
-    def forget(self, tokens: tuple[int, ...], cache_root: str) -> None:
-        """Drop the cached end of a history that no other sequence uses."""
-        self._tree.forget(tokens, cache_root)
-
     def new_weights(self, version: int, *, recompute: bool, adapter: str | None = None) -> None:
-        """Set the version of all further tokens (or of one adapter's).
-
-        With `recompute`, discard keys and values of the older weights; otherwise keep them.
-        """
+        """Set the version of further tokens (of one adapter); `recompute` discards older keys and values."""
         if adapter is None:
             self.version = version
         else:
             self.adapter_versions[adapter] = version
         if not recompute:
-            self._tree.forget_empty()
+            self.tree.drop_empty_roots()
             return
-        self._tree.clear(adapter)
+        self.tree.clear(adapter)
         stale = [s for s in self.running if adapter is None or s.adapter == adapter]
         again = sum(sequence.num_computed for sequence in stale)
         for sequence in stale:
             sequence.num_computed = sequence.num_committed = 0
         self.stats = replace(self.stats, recomputed_tokens=self.stats.recomputed_tokens + again)
 
-    def forget_adapter(self, adapter: str) -> None:
+    def drop_adapter(self, adapter: str) -> None:
         """Drop everything cached for an unloaded adapter. It must have no running sequence."""
-        self._tree.forget_adapter(adapter)
+        self.tree.drop_adapter(adapter)
         self.adapter_versions.pop(adapter, None)
 
     def sleep(self) -> None:
-        """Clear the KV cache and free its memory until the next pass.
-
-        Raises EngineError if there are requests.
-        """
+        """Clear the KV cache and free its memory until the next pass. Raises EngineError if there are requests."""
         if self.busy:
             raise EngineError("The engine's cache is in use: it has requests.")
-        self._tree.clear()
+        self.tree.clear()
         self._forward.pool.free()
 
     def expire(self) -> None:
@@ -304,9 +281,9 @@ class BatchScheduler:
             if match.wait:
                 stay.append(sequence)
                 continue
-            path = self._tree.acquire(match)
+            path = self.tree.acquire(match)
             if not self._reserve(sequence, sequence.num_pages - len(path)):
-                self._tree.release(path)
+                self.tree.release(path)
                 stay.append(sequence)
                 break
             self._start(sequence, path, match)
@@ -317,10 +294,10 @@ class BatchScheduler:
         """Look up the cached prefix; scoring matches nothing, since it needs every row of logits."""
         if sequence.scores is not None:
             return CacheMatch([])
-        return self._tree.match(tuple(sequence.tokens), sequence.cache_root)
+        return self.tree.match(tuple(sequence.tokens), sequence.cache_root)
 
     def _reserve(self, sequence: SequenceState, pages: int) -> bool:
-        if self._tree.num_available - self._reserved < pages:
+        if self.tree.num_available - self._reserved < pages:
             return False
         sequence.reserved = pages
         self._reserved += pages
@@ -345,7 +322,7 @@ class BatchScheduler:
         """Take one of the sequence's reserved pages; prompt pages are `listed` for others to share."""
         at = len(sequence.path)
         tokens = tuple(sequence.tokens[at * PAGE : (at + 1) * PAGE]) if listed else ()
-        node = self._tree.take(sequence.path, tokens, listed=listed, adapter=sequence.cache_root)
+        node = self.tree.take(sequence.path, tokens, listed=listed, adapter=sequence.cache_root)
         sequence.reserved -= 1
         self._reserved -= 1
         self._table[sequence.slot, at] = node.page
@@ -415,7 +392,7 @@ class BatchScheduler:
             elif sequence.num_computed == len(sequence.path) * PAGE:
                 self._take_page(sequence, listed=False)
         if not self.running and any(sequence.error is not None for sequence, _ in plan):
-            self._tree.clear()  # all computed results may be faulty
+            self.tree.clear()  # all computed results may be faulty
 
     def _finish(self, sequence: SequenceState) -> None:
         self._release_slot(sequence)
@@ -430,7 +407,7 @@ class BatchScheduler:
             if until % PAGE and not ended:
                 return
             tokens = tuple(sequence.tokens[place * PAGE : until])
-            self._tree.commit(sequence.path, place, tokens)
+            self.tree.commit(sequence.path, place, tokens)
             self._table[sequence.slot, place] = sequence.path[place].page
             if until % PAGE:
                 return
@@ -439,16 +416,13 @@ class BatchScheduler:
     def _release_slot(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
         self._free_slots.append(sequence.slot)
-        self._tree.release(sequence.path)
+        self.tree.release(sequence.path)
         self._reserved -= sequence.reserved
         sequence.path, sequence.slot, sequence.reserved = [], -1, 0
 
 
 def _select_rows(plan: list[tuple[SequenceState, Chunk]]) -> tuple[np.ndarray, list[SequenceState]]:
-    """Return the token indices whose logits are needed, and the sequences that sample from the first ones.
-
-    A sequence samples if the chunk contains its last token; a scored sequence needs every row.
-    """
+    """Return the tokens whose logits are needed, and the sequences, with all tokens computed, that sample first."""
     last: list[int] = []
     scored: list[int] = []
     rows: list[SequenceState] = []

@@ -26,11 +26,9 @@ _EMPTY = hashlib.sha256().hexdigest()
 
 
 def fingerprint_module(module: nn.Module) -> str:
-    """Return a BLAKE2b digest (32 hex characters) of all named parameters.
+    """Return a BLAKE2b digest (32 hex characters) of all named parameters, a tied one under its first name.
 
-    A tied parameter counts once, under its first name; buffers are ignored. A PEFT model has the same digest
-    as its base model with the adapter held separately. Raises UserError for a PEFT model with anything but
-    plain LoRA.
+    A PEFT model has the digest of its base model with the adapter held separately; UserError if it is not LoRA.
     """
     from ludus.engines.models.lora import lora_layers
 
@@ -38,10 +36,7 @@ def fingerprint_module(module: nn.Module) -> str:
 
 
 def fingerprint_adapted(module: nn.Module, pairs: Mapping[str, LowRank]) -> str:
-    """Return the digest of a model's own parameters combined with one adapter's factors by layer.
-
-    Factors are converted to the precision of their layer, scalings to float32.
-    """
+    """Return the digest of a model's own parameters with one adapter's factors in their layers' precision."""
     return _fingerprint_parts(dict(module.named_parameters()), pairs)
 
 
@@ -73,25 +68,13 @@ def _fingerprint_parts(tensors: Mapping[str, torch.Tensor], pairs: Mapping[str, 
 
 
 def fingerprint_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Return the digest of each tensor's name, dtype, shape and content, in order of name.
-
-    The digest of a tensor without gradient (such as a frozen base model) is cached until its version counter
-    or memory address changes.
-    """
+    """Return the digest of each tensor's name, dtype, shape and content, in order of name. That of a tensor without
+    gradient is cached until its version counter or memory address changes."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         digest.update(_content_digest(tensor))
     return digest.hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class _CachedDigest:
-    """Digest of a tensor's content at one version of its memory."""
-
-    version: int
-    pointer: int
-    digest: bytes
 
 
 def _content_digest(tensor: torch.Tensor) -> bytes:
@@ -101,14 +84,14 @@ def _content_digest(tensor: torch.Tensor) -> bytes:
     cache = _frozen_digests()
     state = (tensor._version, tensor.data_ptr())
     known = cache.get(tensor)
-    if known is None or (known.version, known.pointer) != state:
-        known = cache[tensor] = _CachedDigest(*state, hashlib.blake2b(_raw_bytes(tensor)).digest())
-    return known.digest
+    if known is None or known[0] != state:
+        known = cache[tensor] = state, hashlib.blake2b(_raw_bytes(tensor)).digest()
+    return known[1]
 
 
 @functools.cache
-def _frozen_digests() -> MutableMapping[torch.Tensor, _CachedDigest]:
-    """Return the cache of digests, whose entries are dropped with their tensors."""
+def _frozen_digests() -> MutableMapping[torch.Tensor, tuple[tuple[int, int], bytes]]:
+    """Return the cache: version and address of a tensor's memory, and the digest. It holds no tensor alive."""
     from torch.utils.weak import WeakIdKeyDictionary
 
     return WeakIdKeyDictionary()
@@ -140,11 +123,8 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def compare_digests(theirs: Mapping[str, str], sent: Mapping[str, torch.Tensor]) -> WeightProof:
-    """Compare a server's digests with the tensors sent, in any of the usual precisions.
-
-    Names may have a worker's prefix (`dp0:pp0:pcp0:tp0:`). With several workers, each of which holds shards,
-    nothing is verified.
-    """
+    """Compare a server's digests with the tensors sent, in any of the usual precisions. Names may have a worker's
+    prefix (`dp0:pp0:pcp0:tp0:`); with several workers, which hold shards, nothing is verified."""
     workers = {name.rpartition(":")[0] for name in theirs}
     if len(workers) > 1:
         return WeightProof(0, (), len(theirs))

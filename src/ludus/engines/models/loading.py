@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Literal
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from ludus.config.sections.model import ScratchConfig
+from ludus.engines.base import first_line
 from ludus.engines.models import smollm2
 from ludus.engines.models.lora import is_peft
 from ludus.errors import StorageError, UserError
@@ -26,8 +28,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 _DTYPES: dict[DTypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _HUB_TIMEOUT_S = 10.0
 _ATTENTION = "sdpa"
-_MOST_LOST = 0.1
-"""Maximum fraction of the adapters' effect that merging may lose."""
+_MAX_MERGE_LOSS = 0.1
 _TRIAL_TOKENS = 24
 _SAFE = "Unpickling them could run code. Save them as safetensors."
 
@@ -42,11 +43,7 @@ def resolve_device(device: DeviceName) -> torch.device:
 
 
 def resolve_model(path: str) -> str:
-    """Return the folder of a named model; any other path is returned unchanged.
-
-    The only name is `smollm2`: its folder is created in the user's cache on the first call (see
-    `materialise_smollm2`). To use a local folder of that name, write `./smollm2`.
-    """
+    """Return the folder of the model `smollm2`, created in the user's cache on the first call; or the path."""
     if path != smollm2.NAME:
         return path
     return str(smollm2.materialise_smollm2(Path.home() / ".cache" / "ludus" / smollm2.NAME))
@@ -60,14 +57,8 @@ def hide_progress() -> None:
 
 
 def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "auto") -> PreTrainedModel:
-    """Load a causal language model from a checkpoint folder or a model name, in eval mode.
-
-    An adapter folder is merged into the base model that it names.
-
-    Raises `UserError` if there is no model, if it is not a causal language model, and if tensors are missing,
-    unexpected or of the wrong shape.
-    """
-    from safetensors import SafetensorError
+    """Load a causal language model from a folder or a model name, in eval mode; an adapter folder is merged into its
+    base model. Raises `UserError` if there is none, or if tensors are missing, unexpected or of the wrong shape."""
     from transformers import AutoModelForCausalLM
 
     target = resolve_device(device)
@@ -76,7 +67,7 @@ def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "au
         return _load_adapted(Path(path), dtype, device)
     config = _load_config(path)
     _check_causal(path, config)
-    try:
+    with _loading(f"The model {path}", "Check its weight files."):
         model, info = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
@@ -88,12 +79,6 @@ def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "au
             ignore_mismatched_sizes=True,  # reported below in one sentence
             output_loading_info=True,
         )
-    except UnpicklingError as error:
-        raise UserError(f"The weights of {path} are pickled with more than tensors.", _SAFE) from error
-    except (OSError, EOFError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
-        raise UserError(
-            f"The model {path} cannot be loaded: {_first_line(error)}.", "Check its weight files."
-        ) from error
     _check_weights(path, "lacks", info["missing_keys"])
     _check_weights(path, "has unexpected", info["unexpected_keys"])
     _check_weights(path, "has wrongly shaped", (mismatch[0] for mismatch in info["mismatched_keys"]))
@@ -109,33 +94,23 @@ def num_positions(model: PreTrainedModel) -> int | None:
 
 
 def _load_adapted(folder: Path, dtype: DTypeName, device: DeviceName) -> PreTrainedModel:
-    """Load the base model of an adapter folder and merge the adapters into it.
-
-    Raises UserError if the weights' precision rounds away much of what the adapters learned.
-    """
-    from safetensors import SafetensorError
-
-    try:
-        base = json.loads((folder / "adapter_config.json").read_text("utf-8"))["base_model_name_or_path"]
-        from peft import PeftModel
-
-        model = load_model(base, dtype, device)
-        merged, lost = _merge_adapters(PeftModel.from_pretrained(model, str(folder)))
-    except UserError as error:
-        raise UserError(
-            f"{folder} holds only adapters, and their base model cannot be loaded: {error.message}", error.hint
-        ) from error
-    except ImportError as error:
+    """Load an adapter's base model and merge it. Raises UserError if rounding loses much of its effect."""
+    if find_spec("peft") is None:
         raise UserError(
             f"{folder} holds only adapters, which need the package peft.", "Install it: pip install 'ludus[lora]'."
-        ) from error
-    except UnpicklingError as error:
-        raise UserError(f"The adapters in {folder} are pickled with more than tensors.", _SAFE) from error
-    except (OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise UserError(
-            f"The adapters in {folder} cannot be loaded: {_first_line(error)}.", "Use a full model."
-        ) from error
-    if lost > _MOST_LOST:
+        )
+    from peft import PeftModel
+
+    with _loading(f"The adapters in {folder}", "Use a full model."):
+        base = json.loads((folder / "adapter_config.json").read_text("utf-8"))["base_model_name_or_path"]
+        try:
+            model = load_model(base, dtype, device)
+        except UserError as error:
+            raise UserError(
+                f"{folder} holds only adapters, and their base model cannot be loaded: {error.message}", error.hint
+            ) from error
+        merged, lost = _merge_adapters(PeftModel.from_pretrained(model, str(folder)))
+    if lost > _MAX_MERGE_LOSS:
         raise UserError(
             f"Merging the adapters in {folder} into {dtype} weights loses {lost:.0%} of their effect.",
             "Load it with model.dtype = float32, or train on the base model with model.lora.",
@@ -159,23 +134,15 @@ def _merge_adapters(adapted: PeftModel) -> tuple[PreTrainedModel, float]:
 
 
 def load_tokenizer(path: str, *, needs_template: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer from a folder or a name.
-
-    Raises `UserError` if there is none, or if `needs_template` and it has no chat template.
-    """
+    """Load a tokenizer from a folder or a name. Raises UserError if it, or a needed chat template, is missing."""
     from transformers import AutoTokenizer
 
     path = resolve_model(path)
     _check_exists(path)
-    try:
+    with _loading(f"The tokenizer of {path}", "The folder needs tokenizer.json and tokenizer_config.json."):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, local_files_only=_is_folder(path), trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(
-            f"No tokenizer can be loaded from {path}: {_first_line(error)}.",
-            "The folder needs tokenizer.json and tokenizer_config.json.",
-        ) from error
     if needs_template and not tokenizer.chat_template:
         raise UserError(
             f"The tokenizer of {path} has no chat template.",
@@ -190,11 +157,8 @@ def save_model(
     folder: Path,
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write a checkpoint for `from_pretrained`: safetensors (tied tensors once) and the tokenizer.
-
-    A model with adapters writes only the adapters, in PEFT's format. `weights`, by name, replace the model's
-    own. Raises `StorageError`.
-    """
+    """Write a checkpoint for `from_pretrained`, with the tokenizer; of a PEFT model only the adapters. `weights`, by
+    name, replace the model's own. Raises `StorageError`."""
     from safetensors import SafetensorError
 
     try:
@@ -216,11 +180,8 @@ def _order_adapters(model: PreTrainedModel) -> None:
 
 
 def build_tiny(scratch: ScratchConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-    """Create a small randomly initialized Qwen3 model in float32 on the CPU, deterministic in `seed`.
-
-    Its vocabulary is the tokenizer's; embeddings are tied. The global random state is unchanged. Raises
-    `UserError` for inconsistent sizes.
-    """
+    """Create a small random Qwen3 model in float32 on the CPU, with tied embeddings, deterministic in `seed`. The
+    global random state is unchanged. Raises `UserError` for inconsistent sizes."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     _check_scratch(scratch, len(tokenizer))
@@ -265,8 +226,22 @@ def _check_scratch(scratch: ScratchConfig, vocab_size: int) -> None:
         )
 
 
-def _load_config(path: str) -> PreTrainedConfig:
+@contextmanager
+def _loading(what: str, hint: str) -> Iterator[None]:
+    """Raise a UserError for the errors by which Hugging Face's libraries reject files."""
     from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    malformed = (EOFError, KeyError, TypeError, ValueError, StrictDataclassError, SafetensorError)
+    try:
+        yield
+    except UnpicklingError as error:
+        raise UserError(f"{what} cannot be loaded: it is pickled with more than tensors.", _SAFE) from error
+    except (OSError, ImportError, RuntimeError, *malformed) as error:
+        raise UserError(f"{what} cannot be loaded: {first_line(error)}.", hint) from error
+
+
+def _load_config(path: str) -> PreTrainedConfig:
     from transformers import AutoConfig
 
     _check_exists(path)
@@ -275,13 +250,8 @@ def _load_config(path: str) -> PreTrainedConfig:
             f"The folder {path} has no config.json, so it is not a model checkpoint.",
             "Set the path to the folder that holds config.json and the weights.",
         )
-    try:
+    with _loading(f"The model {path}", "Use a checkpoint folder or the name of a downloadable model."):
         return AutoConfig.from_pretrained(path, local_files_only=_is_folder(path), trust_remote_code=False)
-    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
-        raise UserError(
-            f"The model {path} cannot be read: {_first_line(error)}.",
-            "Use a checkpoint folder or the name of a downloadable model.",
-        ) from error
 
 
 def _check_exists(path: str) -> None:
@@ -315,7 +285,7 @@ def _check_on_hub(name: str) -> None:
         ) from error
     except Exception as error:  # boundary: the hub client's network errors differ by version
         raise UserError(
-            f"The folder {name!r} does not exist, and the model hub cannot be reached: {_first_line(error)}.",
+            f"The folder {name!r} does not exist, and the model hub cannot be reached: {first_line(error)}.",
             "Check the path or the network.",
         ) from error
 
@@ -348,9 +318,3 @@ def _check_weights(path: str, fault: str, names: Iterable[str]) -> None:
 
 def _is_folder(path: str) -> bool:
     return Path(path).is_dir()
-
-
-def _first_line(error: BaseException) -> str:
-    """Return an error's first line without its error number and trailing punctuation."""
-    lines = re.sub(r"\[Errno -?\d+\] ", "", str(error)).strip().splitlines()
-    return lines[0].rstrip(" .:;") if lines else type(error).__name__

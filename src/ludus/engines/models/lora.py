@@ -38,10 +38,7 @@ class LowRank:
 
 
 class AdapterBank:
-    """The adapters of one model, by name. `model` may be a PEFT model; its adapter is then `DEFAULT`.
-
-    Raises UserError for a PEFT model with anything but LoRA of linear layers.
-    """
+    """The adapters of one model, by name; a PEFT model's own is `DEFAULT`. Raises UserError if it is not LoRA."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._layers: dict[str, nn.Linear] = {}
@@ -71,19 +68,13 @@ class AdapterBank:
             if match is None or match[1] not in self._layers:
                 raise SyncError(f"The adapter {name} has a tensor that matches no supported linear layer: {key}.")
             factors.setdefault(match[1], {})[match[2]] = tensor
-        pairs = {}
-        for layer, parts in factors.items():
-            module = self._layers[layer]
-            pairs[layer] = _pair(name, layer, parts, module, scaling)
+        pairs = {layer: _pair(name, layer, p, self._layers[layer], scaling) for layer, p in factors.items()}
         if not pairs:
             raise SyncError(f"The adapter {name} holds no tensors.")
         self._register(name, pairs)
 
     def pairs(self, name: str) -> Mapping[str, LowRank]:
-        """Return the factors of an adapter by layer; {} for "".
-
-        Raises KeyError for an unknown adapter.
-        """
+        """Return the factors of an adapter by layer; {} for "". Raises KeyError for an unknown adapter."""
         return self._pairs[name] if name else {}
 
     def unload(self, name: str) -> None:
@@ -144,10 +135,8 @@ def _pair(name: str, layer: str, parts: dict[str, Tensor], module: nn.Linear, sc
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LowRank]]:
-    """Yield the factors of a PEFT model's adapter: the tensors themselves, so that updates reach them.
-
-    Yields nothing for a plain model. Raises UserError for anything but one LoRA of linear layers.
-    """
+    """Yield the factors of a PEFT model's adapter, as the tensors themselves, so that updates reach them; nothing for a
+    plain model. Raises UserError for anything but one LoRA of linear layers."""
     if not is_peft(model):
         return
     from peft.tuners.lora import Linear

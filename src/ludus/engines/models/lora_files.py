@@ -58,10 +58,7 @@ class _Config(BaseModel):
 
 
 def write_adapter(folder: Path, state: Mapping[str, torch.Tensor], scaling: float) -> int:
-    """Write factors, named as in PEFT's models or files; return their rank.
-
-    Raises SyncError for tensors that are not LoRA factors or differ in rank, OSError if writing fails.
-    """
+    """Write factors, named as in PEFT; return their rank. Raises SyncError if they do not fit, OSError."""
     from safetensors.torch import save_file
 
     from ludus.engines.models.lora import FACTOR
@@ -97,10 +94,7 @@ def write_adapter(folder: Path, state: Mapping[str, torch.Tensor], scaling: floa
 
 
 def read_adapter(folder: Path) -> AdapterFiles:
-    """Read an adapter from a folder.
-
-    Raises UserError if it is missing, broken, inconsistent, or not plain LoRA.
-    """
+    """Read an adapter from a folder. Raises UserError if it is missing, broken, inconsistent, or not plain LoRA."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -122,14 +116,10 @@ def read_adapter(folder: Path) -> AdapterFiles:
             f"The adapter at {folder} is not plain LoRA of a single rank.",
             "DoRA, biases, saved modules, and rank or alpha patterns are not supported.",
         )
-    _check_rank(folder, state, config.r)
-    return AdapterFiles(state, config.scaling, config.r)
-
-
-def _check_rank(folder: Path, state: Mapping[str, torch.Tensor], rank: int) -> None:
     for name, tensor in state.items():
-        own = tensor.shape[0] if ".lora_A." in name else tensor.shape[-1]
-        if tensor.ndim != 2 or own != rank:
+        rank = tensor.shape[0] if ".lora_A." in name else tensor.shape[-1]
+        if tensor.ndim != 2 or rank != config.r:
             raise UserError(
-                f"The adapter at {folder} declares rank {rank}, but {name} has shape {tuple(tensor.shape)}."
+                f"The adapter at {folder} declares rank {config.r}, but {name} has shape {tuple(tensor.shape)}."
             )
+    return AdapterFiles(state, config.scaling, config.r)

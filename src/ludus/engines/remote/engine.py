@@ -1,14 +1,9 @@
 """An engine behind HTTP: one or more replicas of vLLM, SGLang or `ludus serve`.
 
-Requests are token ids; completions are token ids with log-probabilities and versions. All requests of an
-episode go to one replica, whose cache holds its history. A call times out as set in `RemoteEngineSettings`
-and raises `EngineError` with the server's error. Tokens sampled under wrong weights are never used: a replica
-that was unreachable, or that reports an unknown version, gets the weights again and is verified before it
-samples more.
-
-Weights are sent through a shared folder or broadcast (`Broadcaster`). After each transfer the server's
-digests of its tensors, if it reports any, are compared with those sent; the caller compares log-probabilities
-(`WeightSync`). LoRA adapters are sent without the base weights (`LoraPublisher`).
+All requests of an episode go to one replica, whose cache holds its history. Tokens sampled under wrong weights are
+never used: a replica that was unreachable, or that reports an unknown version, gets the weights again and is
+verified before it samples more. After each transfer the server's digests of its tensors, if it reports any, are
+compared with those sent; the caller compares log-probabilities (`WeightSync`).
 """
 
 from __future__ import annotations
@@ -21,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, WeightCheck, check_params
+from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, WeightCheck, check_fits
 from ludus.engines.remote.api_adapters import (
     ApiAdapter,
     LogprobMode,
@@ -42,7 +37,7 @@ from ludus.types import Completion, SamplingParams
 if TYPE_CHECKING:
     import torch
 
-DIALECTS: Mapping[str, ApiAdapter] = {"vllm": VllmApi(), "sglang": SglangApi()}
+APIS: Mapping[str, ApiAdapter] = {"vllm": VllmApi(), "sglang": SglangApi()}
 
 _MODE_PROBE = SamplingParams(temperature=2.0, max_new_tokens=16, seed=1)
 _SAME_NATS = 1e-3
@@ -56,34 +51,33 @@ log = logging.getLogger("ludus.server")
 class ServerEngine:
     """An `Engine` that samples from inference servers at `urls`, one per replica.
 
-    The constructor queries each for its model and raises `EngineError` if one does not respond, `UserError`
-    for an invalid address or replicas that serve different models. With a `lora_scaling` (alpha over rank),
-    `load_weights` expects an adapter's factors and sends only these.
+    With a `lora_scaling` (alpha over rank), `load_weights` sends only an adapter's factors. Raises `EngineError` if a
+    server does not respond, `UserError` for an invalid address or replicas that serve different models.
     """
 
     def __init__(
         self,
         urls: Sequence[str],
-        dialect: str = "vllm",
+        api: str = "vllm",
         settings: RemoteEngineSettings | None = None,
         *,
         lora_scaling: float | None = None,
     ) -> None:
         settings = settings or RemoteEngineSettings()
-        self._dialect, self._settings = DIALECTS[dialect], settings
+        self._api, self._settings = APIS[api], settings
         self._replicas = [
             Replica(url.strip().rstrip("/"), settings, restore=self._restore) for url in urls if url.strip()
         ]
-        self._facts = _agreed([self._dialect.describe(replica.url) for replica in self._replicas])
+        self._facts = _agreed([self._api.describe(replica.url) for replica in self._replicas])
         self._lora_scaling = lora_scaling
         self._routes = Router(self._replicas)
         self._name = secrets.token_hex(6)
-        self._calls = InflightRequests(self._dialect, self._name)
+        self._calls = InflightRequests(self._api, self._name)
         self._weights = WeightPublisher(
-            self._dialect, self._replicas, settings, self._name, tells_versions=self._facts.logprobs == "exact"
+            self._api, self._replicas, settings, self._name, reports_versions=self._facts.logprobs == "exact"
         )
         self._mode: LogprobMode | None = self._facts.logprobs
-        self._stats = ServerStats(lambda: [replica.url for replica in self._replicas])
+        self._stats = ServerStats(lambda: self.urls)
         self._rolling: RollingUpdates | None = None
 
     @property
@@ -103,7 +97,7 @@ class ServerEngine:
 
     async def generate(self, request: Request) -> Completion:
         """Sample one action on the episode's replica."""
-        _check_fits(request, self.context_tokens)
+        check_fits(request, self.context_tokens)
         if self._rolling is not None:
             await _place(self._rolling, self._routes, request.episode, moves=self._settings.moves_episodes)
         replica = self._routes.of(request.episode)
@@ -127,11 +121,11 @@ class ServerEngine:
 
     async def pause(self) -> None:
         """Pause computation on all replicas until `resume`; requests stay queued."""
-        await asyncio.gather(*(self._dialect.pause(replica) for replica in self._replicas))
+        await asyncio.gather(*(self._api.pause(replica) for replica in self._replicas))
 
     async def resume(self) -> None:
         """Resume computation."""
-        await asyncio.gather(*(self._dialect.resume(replica) for replica in self._replicas))
+        await asyncio.gather(*(self._api.resume(replica) for replica in self._replicas))
 
     def release(self, episode: str) -> None:
         """Forget the episode's replica; its cache is evicted there when needed."""
@@ -141,11 +135,7 @@ class ServerEngine:
             self._rolling.release(episode)
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Send the weights, or only the adapter, to every replica.
-
-        Raises `SyncError` if a replica's digests differ from those sent, `EngineError` if one is unreachable
-        or refuses, `StorageError` if the folder cannot be written.
-        """
+        """Send the weights, or the adapter, to every replica. Raises SyncError, EngineError, StorageError."""
         if self._lora_scaling is not None:
             await self.load_adapter(DEFAULT, version, state, self._lora_scaling)
             return
@@ -154,31 +144,28 @@ class ServerEngine:
             return
         async with self._rolling.quiet():
             await self._weights.send(version, state)
-            self._rolling.placement.publish(version)
+            self._rolling.placement.newest = version
 
     @property
     def can_roll(self) -> bool:
         """Whether there are several replicas that receive full weights."""
         return len(self._replicas) > 1 and self._lora_scaling is None
 
-    async def roll(self, lag: int, lives: Callable[[str], Awaitable[bool]] | None = None) -> RollingUpdates:
+    async def roll(self, lag: int, is_alive: Callable[[str], Awaitable[bool]] | None = None) -> RollingUpdates:
         """Start rolling updates: pin each episode to a replica and a version; see `Placement` for `lag`."""
         placement = Placement(self._replicas, self.version, lag)
-        self._rolling = RollingUpdates(placement, self._weights.hold, self._give, lives or _always)
+        self._rolling = RollingUpdates(placement, self._weights.stage, self._push, is_alive)
         return self._rolling
 
     def pin(self, episode: str, pin: EpisodePin) -> None:
         """Pin an episode to the replica chosen by the client that sends the weights."""
-        if pin.url not in self._routes.urls():  # a replica that has just joined
+        if pin.url not in self.urls:  # a replica that has just joined
             self._replicas.append(Replica(pin.url, self._settings, restore=self._restore))
-        self._weights.know(pin.version)
+        self._weights.add_version(pin.version)
         self._routes.pin(episode, pin)
 
     async def load_adapter(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
-        """Send LoRA factors, named as in PEFT, as the adapter `name`; `scaling` is alpha over rank.
-
-        Running requests finish on their version. Raises as `load_weights`; the old version then stays.
-        """
+        """Send LoRA factors, named as in PEFT, as `name`; `scaling` is alpha over rank. Raises as `load_weights`."""
         await self._weights.send_adapter(name, version, state, scaling)
 
     async def unload_adapter(self, name: str) -> None:
@@ -186,40 +173,34 @@ class ServerEngine:
         self._weights.adapters.unload(name)
 
     async def join(self, url: str) -> None:
-        """Add a replica, after sending and verifying the last weights, if none are being sent now.
-
-        Raises EngineError, SyncError, or UserError if it serves a different model.
-        """
+        """Add a replica, after sending and verifying the last weights. Raises EngineError, SyncError or UserError."""
         replica = Replica(url, self._settings, restore=self._restore)
-        _agreed([self._facts, await asyncio.to_thread(self._dialect.describe, url)])
-        await self._weights.bring(replica)
+        _agreed([self._facts, await asyncio.to_thread(self._api.describe, url)])
+        await self._weights.sync_replica(replica)
         self._replicas.append(replica)
         if self._rolling is not None:
-            self._rolling.change()
+            self._rolling.start_due_updates()
 
     def leave(self, url: str) -> None:
         """Remove a replica; its episodes move to others."""
         self._routes.leave(url)
-        if self._weights.line is not None:
-            self._weights.line.relay()
+        if self._weights.broadcaster is not None:
+            self._weights.broadcaster.regroup()
         if self._rolling is not None:
-            self._rolling.change()
+            self._rolling.start_due_updates()
 
     def follow(self, urls: Sequence[str], version: int | None, adapter: RemoteAdapter | None) -> None:
-        """Sample from these replicas under weights sent by another client, last `version`.
-
-        Tokens sampled under versions not announced here are rejected.
-        """
-        for url in set(self._routes.urls()) - set(urls):
+        """Sample from these replicas under weights sent by another client, last `version`; reject all others."""
+        for url in set(self.urls) - set(urls):
             self._routes.leave(url)
-        for url in (url for url in urls if url not in self._routes.urls()):
+        for url in (url for url in urls if url not in self.urls):
             self._replicas.append(Replica(url, self._settings, restore=self._restore))
         self._weights.follow(version, adapter)
 
     @property
     def urls(self) -> Sequence[str]:
         """The addresses of the replicas."""
-        return self._routes.urls()
+        return [replica.url for replica in self._replicas]
 
     @property
     def adapter(self) -> RemoteAdapter | None:
@@ -227,21 +208,17 @@ class ServerEngine:
         return self._weights.adapters.default
 
     async def fingerprint(self) -> str | None:
-        """Return `fingerprint_module` of the current weights, including the default adapter.
-
-        None if a server does not report it. Raises `SyncError` if the replicas differ.
-        """
+        """Return `fingerprint_module` of the current weights, or None if unsupported. SyncError if replicas differ."""
         with self._weights.adapters.using(None) as adapter:
             name = adapter.name if adapter else BASE
-            answers = await _of_each(self._replicas, lambda replica: self._dialect.fingerprint(replica, name))
+            answers = await _of_each(self._replicas, lambda replica: self._api.fingerprint(replica, name))
         found = set(answers.values())
         if len(found) > 1:
             raise SyncError(f"The replicas hold different weights: {sorted(map(str, found))}.")
         return found.pop()
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
-        """Return the log-probability of each token at temperature 1; 0 for the first. The replicas must
-        agree."""
+        """Return the log-probability of each token at temperature 1, the same on all replicas; 0 for the first."""
         if not 0 < len(token_ids) < self.context_tokens:
             raise EngineError(
                 f"A sequence of {len(token_ids)} tokens cannot be scored: "
@@ -278,37 +255,38 @@ class ServerEngine:
 
     async def _generate(self, call: InflightRequest, request: Request, adapter: RemoteAdapter | None) -> Completion:
         """Sample from the weights that were sent; retry once if the server had others."""
-        replica, pin = call.replica, self._routes.pin_of(request.episode)
-        stays = None if pin is None else pin.version
+        replica, pin = call.replica, self._routes.pins.get(request.episode)
+        pinned = None if pin is None else pin.version
         for _ in range(2):
             first = self._routes.is_new(request.episode)
-            await self._weights.ready(replica, first_turn=first, stays=stays)
+            await self._weights.ensure_weights(replica, first_turn=first, pinned=pinned)
             if call.aborted:
                 return Completion((), (), (), "abort")
             self._routes.keep(request.episode, replica)
-            before = self._weights.before(adapter, stays)
+            before = self._weights.starting_version(adapter, pinned)
             sampled = await self._under(replica, adapter, partial(self._sample, call, request))
-            if self._weights.knows(sampled, adapter, stays):
+            if self._weights.accepts(sampled, adapter, pinned):
                 return _completion(sampled, before)
             replica.holds = None
             log.warning("%s sampled from unknown weights", replica.url)
+        labels = ", ".join(span.version for span in sampled.spans or ())
         raise EngineError(
-            f"{replica.url} samples from weights {_labels(sampled)}, but was sent {before}.",
+            f"{replica.url} samples from weights {labels}, but was sent {before}.",
             "Check whether it was restarted or another client updates it.",
         )
 
-    async def _give(self, replica: Replica, check: WeightCheck) -> None:
+    async def _push(self, replica: Replica, check: WeightCheck) -> None:
         """Send the held weights to one replica and verify them."""
-        await self._weights.give(replica)
-        theirs = await self._dialect.fingerprint(replica, BASE)
+        await self._weights.push_staged(replica)
+        theirs = await self._api.fingerprint(replica, BASE)
         check.check(theirs, await self._score(replica, check.probe, BASE))
 
     async def _sample(self, call: InflightRequest, request: Request, adapter: str) -> SampledTokens:
         call.name = self._calls.new_name()
-        return await self._dialect.generate(call.replica, self._facts, call.name, request, adapter)
+        return await self._api.generate(call.replica, self._facts, call.name, request, adapter)
 
     async def _score(self, replica: Replica, token_ids: Sequence[int], adapter: str) -> list[float]:
-        return await self._dialect.score(replica, self._facts, token_ids, adapter)
+        return await self._api.score(replica, self._facts, token_ids, adapter)
 
     async def _under(
         self, replica: Replica, adapter: RemoteAdapter | None, call: Callable[[str], Awaitable[Answer]]
@@ -319,14 +297,14 @@ class ServerEngine:
         try:
             return await call(adapter.name)
         except HttpRefusal as error:
-            if error.status not in _UNKNOWN_NAME or adapter.name in await self._dialect.adapters(replica):
+            if error.status not in _UNKNOWN_NAME or adapter.name in await self._api.adapters(replica):
                 raise
         replica.holds = None
-        await self._weights.ready(replica, first_turn=False)
+        await self._weights.ensure_weights(replica, first_turn=False)
         return await call(adapter.name)
 
     async def _restore(self, replica: Replica) -> None:
-        await self._weights.ready(replica, first_turn=False)
+        await self._weights.ensure_weights(replica, first_turn=False)
 
     async def _check_logprobs(self, replica: Replica, params: SamplingParams) -> None:
         """Reject parameters under which the server would report log-probabilities of another distribution."""
@@ -342,15 +320,12 @@ class ServerEngine:
             return
         if self._mode is None:
             name = self._calls.new_name()
-            self._mode = await _find_mode(self._dialect, replica, self._facts, name)
+            self._mode = await _find_mode(self._api, replica, self._facts, name)
         _check_mode(replica.url, self._mode, params)
 
 
 async def _of_each(replicas: Sequence[Replica], ask: Callable[[Replica], Awaitable[Answer]]) -> dict[Replica, Answer]:
-    """Call each replica in turn and return the results; replicas removed meanwhile are skipped.
-
-    Raises EngineError if all were removed.
-    """
+    """Return each replica's result without replicas removed meanwhile. Raises EngineError if none is left."""
     found: dict[Replica, Answer] = {}
     for replica in tuple(replicas):
         try:
@@ -364,16 +339,11 @@ async def _of_each(replicas: Sequence[Replica], ask: Callable[[Replica], Awaitab
     return there
 
 
-async def _always(url: str) -> bool:
-    """Return True: no other process manages the servers."""
-    return True
-
-
-async def _find_mode(dialect: ApiAdapter, replica: Replica, facts: ServerFacts, name: str) -> LogprobMode:
+async def _find_mode(api: ApiAdapter, replica: Replica, facts: ServerFacts, name: str) -> LogprobMode:
     """Detect the mode by sampling at a high temperature: only raw log-probabilities then match scoring."""
     request = Request("", (0,), _MODE_PROBE)
-    sampled = await dialect.generate(replica, facts, name, request, BASE)
-    scores = await dialect.score(replica, facts, request.token_ids + sampled.tokens, BASE)
+    sampled = await api.generate(replica, facts, name, request, BASE)
+    scores = await api.score(replica, facts, request.token_ids + sampled.tokens, BASE)
     gaps = [abs(a - b) for a, b in zip(scores[1:], sampled.logprobs, strict=True)]
     return "raw" if max(gaps, default=math.inf) < _SAME_NATS else "processed"
 
@@ -396,21 +366,10 @@ def _check_mode(url: str, mode: LogprobMode, params: SamplingParams) -> None:
 
 async def _place(rolling: RollingUpdates, routes: Router, episode: str, *, moves: bool) -> None:
     """Pin a new episode, or move it to another replica between two turns."""
-    if routes.pin_of(episode) is None:
+    if routes.pins.get(episode) is None:
         routes.pin(episode, await rolling.place(episode))
     elif moves and (pin := rolling.move(episode)) is not None:
         routes.pin(episode, pin)
-
-
-def _check_fits(request: Request, limit: int) -> None:
-    length = len(request.token_ids)
-    if not 0 < length < limit:
-        raise EngineError(
-            f"Episode {request.episode} has a prompt of {length} tokens, but the server accepts "
-            f"1 to {limit - 1} (its context is {limit}).",
-            "Shorten the history or increase the server's context.",
-        )
-    check_params(request.params)
 
 
 def _agreed(facts: Sequence[ServerFacts]) -> ServerFacts:
@@ -433,7 +392,3 @@ def _completion(sampled: SampledTokens, before: int) -> Completion:
     return Completion(
         sampled.tokens, sampled.logprobs, tuple(versions), sampled.finish_reason, top_logprobs=sampled.top_logprobs
     )
-
-
-def _labels(sampled: SampledTokens) -> str:
-    return ", ".join(span.version for span in sampled.spans or ())

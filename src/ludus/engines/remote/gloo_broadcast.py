@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 from pydantic import BaseModel, Field
 
+from ludus.engines.base import first_line
 from ludus.errors import EngineError, SyncError
 
 if TYPE_CHECKING:
@@ -50,11 +51,7 @@ class TensorSpec(BaseModel):
 
 
 class WeightManifest(BaseModel):
-    """Announces the tensors to be sent, in order. `base` is the version that a delta applies to; None: all
-    weights.
-
-    `digest` is `fingerprint_tensors` of the data sent.
-    """
+    """The tensors to be sent, in order, and the version that a delta applies to (`base`, None: all weights)."""
 
     version: int = Field(ge=-1, lt=10**18)
     base: int | None = Field(ge=-1, lt=10**18)
@@ -79,14 +76,11 @@ class WeightTransferGroup:
             for tensor in tensors.values():
                 self.group.broadcast([tensor], options).wait()
         except RuntimeError as error:
-            raise EngineError(f"The weight broadcast failed: {_first_line(error)}.") from error
+            raise EngineError(f"The weight broadcast failed: {first_line(error)}.") from error
 
 
 def open_store(host: str, timeout_s: float) -> TCPStore:
-    """Open the group's store at a free port of `host`, or of all interfaces if `host` is not a local address.
-
-    A store has no access control: anyone who can reach the port can use it.
-    """
+    """Open the store, without access control, at a free port of `host`, or of all interfaces if that is not local."""
     from torch._C._distributed_c10d import TCPStore
 
     limit = timedelta(seconds=timeout_s)
@@ -99,7 +93,7 @@ def open_store(host: str, timeout_s: float) -> TCPStore:
     return TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def visit_store(place: TransferAddress) -> TCPStore:
+def connect_store(place: TransferAddress) -> TCPStore:
     """Connect to the trainer's store. Raises EngineError if it is unreachable."""
     from torch._C._distributed_c10d import TCPStore
 
@@ -108,12 +102,12 @@ def visit_store(place: TransferAddress) -> TCPStore:
         return TCPStore(place.host, place.port, is_master=False, timeout=limit, wait_for_workers=False)
     except RuntimeError as error:
         raise EngineError(
-            f"The trainer's store at {place.host}:{place.port} is unreachable: {_first_line(error)}.",
+            f"The trainer's store at {place.host}:{place.port} is unreachable: {first_line(error)}.",
             "Set engine.broadcast_host to an address at which servers can reach the trainer.",
         ) from error
 
 
-def address_towards(place: TransferAddress) -> str:
+def local_address(place: TransferAddress) -> str:
     """Return this machine's address on the route to the trainer, without sending anything."""
     with socket.socket(socket.AF_INET6 if ":" in place.host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -123,12 +117,8 @@ def address_towards(place: TransferAddress) -> str:
         return str(probe.getsockname()[0])
 
 
-def join_line(store: TCPStore, rank: int, count: int, timeout_s: float, address: str) -> WeightTransferGroup:
-    """Form the group with all members, who reach this one at `address` (or its host name's address if not
-    local).
-
-    Raises EngineError if a member does not join.
-    """
+def join_group(store: TCPStore, rank: int, count: int, timeout_s: float, address: str) -> WeightTransferGroup:
+    """Form the group; the others reach this member at `address`. Raises EngineError if a member does not join."""
     from torch.distributed import ProcessGroupGloo
 
     options = vars(ProcessGroupGloo)["_Options"]()
@@ -141,21 +131,17 @@ def join_line(store: TCPStore, rank: int, count: int, timeout_s: float, address:
         group = ProcessGroupGloo(store, rank, count, options)
         return WeightTransferGroup(store, cast("ProcessGroup", group))
     except RuntimeError as error:
-        raise EngineError(f"The weight transfer group could not be formed: {_first_line(error)}.") from error
+        raise EngineError(f"The weight transfer group could not be formed: {first_line(error)}.") from error
 
 
-def enter_line(place: TransferAddress) -> WeightTransferGroup:
+def join_as_server(place: TransferAddress) -> WeightTransferGroup:
     """Join the trainer's group as a server. Raises EngineError if the group cannot be formed."""
-    store = visit_store(place)
-    return join_line(store, place.rank, place.count, place.timeout_s, address_towards(place))
+    store = connect_store(place)
+    return join_group(store, place.rank, place.count, place.timeout_s, local_address(place))
 
 
-async def aside(work: Callable[[], Result]) -> Result:
-    """Run `work` on a separate daemon thread.
-
-    Gloo cannot be cancelled: a call that waits for a missing member blocks until its timeout. Neither the
-    event loop nor process exit waits for such a thread.
-    """
+async def run_in_thread(work: Callable[[], Result]) -> Result:
+    """Run `work` on a daemon thread, which does not block process exit: gloo calls cannot be cancelled."""
     future: Future[Result] = Future()
     future.set_running_or_notify_cancel()
 
@@ -169,24 +155,21 @@ async def aside(work: Callable[[], Result]) -> Result:
     return await asyncio.wrap_future(future)
 
 
-def take(line: WeightTransferGroup, manifest: WeightManifest) -> dict[str, torch.Tensor]:
+def receive_tensors(line: WeightTransferGroup, manifest: WeightManifest) -> dict[str, torch.Tensor]:
     """Receive the tensors of a manifest. Raises EngineError if the connection fails, SyncError if corrupt."""
-    tensors = room_for(manifest)
+    tensors = empty_tensors(manifest)
     line.broadcast(tensors)
     check_digest(manifest, tensors)
     return tensors
 
 
-def with_head(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Add the output head if it is tied to the embeddings, for servers that do not tie them.
-
-    A server that does tie them ignores it.
-    """
+def with_lm_head(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Add the output head if it is tied to the embeddings; servers that tie them too ignore it."""
     tied = state.get(_EMBEDDINGS)
     return dict(state) if tied is None or _HEAD in state else {**state, _HEAD: tied}
 
 
-def difference(state: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def weight_delta(state: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the bitwise changes of `state` against `before` (same names and shapes), in the format sent."""
     import torch
 
@@ -205,11 +188,8 @@ def difference(state: Mapping[str, torch.Tensor], before: Mapping[str, torch.Ten
     return found
 
 
-def restored(sent: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Reconstruct the changed tensors from `difference` and the base tensors.
-
-    Raises SyncError for an unknown name.
-    """
+def apply_delta(sent: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Reconstruct the changed tensors from a delta and the base tensors. Raises SyncError for an unknown name."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in sent.items():
         if name.endswith(_VALUES):
@@ -226,7 +206,7 @@ def restored(sent: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) 
     return found
 
 
-def manifest_of(version: int, base: int | None, tensors: Mapping[str, torch.Tensor]) -> WeightManifest:
+def make_manifest(version: int, base: int | None, tensors: Mapping[str, torch.Tensor]) -> WeightManifest:
     """Return the announcement of tensors for receivers."""
     from ludus.engines.models.fingerprint import fingerprint_tensors
 
@@ -234,7 +214,7 @@ def manifest_of(version: int, base: int | None, tensors: Mapping[str, torch.Tens
     return WeightManifest(version=version, base=base, digest=fingerprint_tensors(tensors), tensors=listed)
 
 
-def room_for(manifest: WeightManifest) -> dict[str, torch.Tensor]:
+def empty_tensors(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     """Allocate tensors to receive into. Raises SyncError for an unknown dtype."""
     import torch
 
@@ -261,7 +241,3 @@ def check_digest(manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) 
 
 def _plain(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _first_line(error: RuntimeError) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")

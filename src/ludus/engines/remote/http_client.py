@@ -1,8 +1,7 @@
 """HTTP calls to an inference server, with deadlines and retries.
 
-A call is retried if the server is unreachable, drops the connection or is busy (429, 503); never after a
-deadline, since the server may still be working on it. A server that has been unreachable for longer than
-`connect_timeout_s` fails a call at the first attempt. Environment variables, such as proxies, are ignored.
+A call is retried if the server is unreachable, drops the connection or is busy (429, 503); never after a deadline,
+since the server may still work on it. A server unreachable for `connect_timeout_s` fails a call at the first attempt.
 """
 
 from __future__ import annotations
@@ -121,16 +120,15 @@ class Replica:
 
     async def get(self, path: str, reply: type[Reply]) -> Reply:
         """Send a GET and return the parsed response. Raises EngineError."""
-        return self._read(await self._call("GET", path, None, samples=False), reply)
+        return _parse(await self._call("GET", path), reply)
 
     async def post(self, path: str, body: Mapping[str, object], reply: type[Reply], *, samples: bool = False) -> Reply:
-        """POST JSON and return the parsed response; set `samples` if it depends on the weights. Raises
-        EngineError."""
-        return self._read(await self._call("POST", path, json.dumps(body).encode(), samples=samples), reply)
+        """POST JSON and return the parsed response; set `samples` if it depends on the weights."""
+        return _parse(await self._call("POST", path, body, samples=samples), reply)
 
     async def send(self, path: str, body: Mapping[str, object]) -> None:
         """POST JSON and ignore the response body. Raises EngineError."""
-        await self._call("POST", path, json.dumps(body).encode(), samples=False)
+        await self._call("POST", path, body)
 
     def part(self) -> None:
         """Stop making calls. Connections close when running calls have ended."""
@@ -143,13 +141,16 @@ class Replica:
         if line is not None and line.loop is asyncio.get_running_loop():
             await line.client.aclose()
 
-    async def _call(self, method: str, path: str, body: bytes | None, *, samples: bool) -> httpx.Response:
+    async def _call(
+        self, method: str, path: str, body: Mapping[str, object] | None = None, *, samples: bool = False
+    ) -> httpx.Response:
+        content = None if body is None else json.dumps(body).encode()
         if not self.load:  # no call is running
             self._last_answer = time.time()
         self.load += 1
         try:
             async with asyncio.timeout(self.settings.timeout_s):
-                return await self._attempts(method, path, body, samples=samples)
+                return await self._attempts(method, path, content, samples=samples)
         except TimeoutError as error:
             raise await self._late(path) from error
         finally:
@@ -205,7 +206,7 @@ class Replica:
                     continue
                 busy = response.status_code in _BUSY
                 if not busy or time.monotonic() - begin >= self.settings.connect_timeout_s:
-                    return self._checked(path, response)
+                    return _checked(response)
             await asyncio.sleep(min(self.settings.backoff_s * 2**attempt, _LONGEST_WAIT_S))
             attempt += 1
             if samples and self.holds is None and self.restore is not None:
@@ -242,36 +243,13 @@ class Replica:
             "Check its log and restart it. engine.connect_timeout_s sets how long to retry.",
         )
 
-    def _checked(self, path: str, response: httpx.Response) -> httpx.Response:
-        if response.is_success:
-            return response
-        raise HttpRefusal(
-            f"{self.url}{path} answered {response.status_code}: {server_words(response)}", status=response.status_code
-        )
-
-    def _read(self, response: httpx.Response, reply: type[Reply]) -> Reply:
-        try:
-            return reply.model_validate_json(response.content or b"{}")
-        except ValidationError as error:
-            where = ".".join(str(part) for part in error.errors()[0]["loc"])
-            raise EngineError(
-                f"{response.request.url} sent an unexpected response (at {where or 'the top'}): "
-                f"{excerpt(response.content)}",
-                "Check engine.url and engine.api.",
-            ) from error
-
 
 def ask_once(url: str, path: str, reply: type[Reply]) -> Reply:
     """Send a GET outside an event loop. Raises EngineError, UserError for an invalid address."""
     try:
         response = get_bounded(f"{url}{path}", 10.0)
-        response.raise_for_status()
-        return reply.model_validate_json(response.content)
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise UserError(f"{url!r} is not a valid URL: {error}.", "Start engine.url with http://.") from error
-    except httpx.HTTPStatusError as error:
-        status = error.response.status_code
-        raise EngineError(f"{url}{path} answered {status}: {server_words(error.response)}") from error
     except httpx.DecodingError as error:
         raise EngineError(f"{url}{path} sent an unreadable response: {error}.") from error
     except httpx.HTTPError as error:
@@ -280,8 +258,26 @@ def ask_once(url: str, path: str, reply: type[Reply]) -> Reply:
             f"Start it first, for example with: {serve_command(url, 'MODEL')}",
             url,
         ) from error
+    return _parse(_checked(response), reply)
+
+
+def _checked(response: httpx.Response) -> httpx.Response:
+    if response.is_success:
+        return response
+    status = response.status_code
+    raise HttpRefusal(f"{response.request.url} answered {status}: {server_words(response)}", status=status)
+
+
+def _parse(response: httpx.Response, reply: type[Reply]) -> Reply:
+    try:
+        return reply.model_validate_json(response.content or b"{}")
     except ValidationError as error:
-        raise EngineError(f"{url}{path} sent an unexpected response.", "Check engine.api.") from error
+        where = ".".join(str(part) for part in error.errors()[0]["loc"])
+        raise EngineError(
+            f"{response.request.url} sent an unexpected response (at {where or 'the top'}): "
+            f"{excerpt(response.content)}",
+            "Check engine.url and engine.api.",
+        ) from error
 
 
 def serve_command(url: str, model: str) -> str:

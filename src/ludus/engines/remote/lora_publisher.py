@@ -18,20 +18,19 @@ from ludus.engines.base import BASE, DEFAULT
 from ludus.engines.models.lora_files import write_adapter
 from ludus.engines.remote.api_adapters import ApiAdapter, RemoteAdapter
 from ludus.engines.remote.http_client import Replica
-from ludus.engines.remote.weight_folder import WeightFolder, num_bytes, unwritable
+from ludus.engines.remote.weight_folder import WeightFolder, unwritable
 from ludus.errors import EngineError, RequestRefused, SyncError
 
 if TYPE_CHECKING:
     import torch
 
-_GOODBYE_S = 5.0
-"""Timeout for unloading adapters on close."""
+_UNLOAD_TIMEOUT_S = 5.0
 
 log = logging.getLogger("ludus.server")
 
 
 @dataclass(eq=False)
-class _Kept:
+class _LoadedAdapter:
     """A version loaded at the servers. `users` counts its running requests or episodes."""
 
     served: RemoteAdapter
@@ -41,114 +40,99 @@ class _Kept:
 
 @dataclass
 class LoraPublisher:
-    """The adapters of one engine: the current version of each, and older ones still in use.
+    """The adapters of one engine, current and still in use; their names begin with the unique `prefix`."""
 
-    `prefix` begins the names at the servers and must be unique to this engine.
-    """
-
-    dialect: ApiAdapter
+    api: ApiAdapter
     replicas: Sequence[Replica]
-    shelf: WeightFolder
+    weight_folder: WeightFolder
     prefix: str
     keeps: bool = False
     """Whether an episode keeps the version that it started with."""
-    _episodes: dict[str, _Kept] = field(default_factory=dict)
-    _current: dict[str, _Kept] = field(default_factory=dict)
-    _kept: list[_Kept] = field(default_factory=list)
+    _episodes: dict[str, _LoadedAdapter] = field(default_factory=dict)
+    _current: dict[str, _LoadedAdapter] = field(default_factory=dict)
+    _loaded: list[_LoadedAdapter] = field(default_factory=list)
     _num_sent: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __bool__(self) -> bool:
-        return bool(self._kept)
+        return bool(self._loaded)
 
     async def send(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
-        """Write an adapter, load it at every replica, make it current and retire the old version.
-
-        Raises SyncError if the tensors are not an adapter or a server does not list it afterwards,
-        EngineError if a server is unreachable or refuses; the old version then stays current.
-        """
+        """Load an adapter at every replica and retire the old version, which stays current on an error."""
         served = await asyncio.to_thread(self._write, name, version, state, scaling)
-        kept = _Kept(served)
         try:
             await asyncio.gather(*(self._load_locked(replica, served) for replica in self.replicas))
         except BaseException:
-            kept.is_old = True
-            self._leave(kept)
+            self._retire(_LoadedAdapter(served))
             raise
-        old = self._current.get(name)
-        self._current[name] = kept
-        self._kept.append(kept)
-        if old is not None:
-            self._retire(old)
+        self.unload(name)
+        self._current[name] = _LoadedAdapter(served)
+        self._loaded.append(self._current[name])
 
     def follow(self, served: RemoteAdapter | None) -> None:
         """Use as default an adapter that another client sent and manages."""
         if served is not None:
-            self._current[DEFAULT] = _Kept(served)
+            self._current[DEFAULT] = _LoadedAdapter(served)
 
     @property
     def default(self) -> RemoteAdapter | None:
         """The default adapter of requests."""
-        kept = self._current.get(DEFAULT)
-        return None if kept is None else kept.served
+        loaded = self._current.get(DEFAULT)
+        return None if loaded is None else loaded.served
 
     def unload(self, name: str) -> None:
         """Retire an adapter; its running requests finish first. Does nothing if it is unknown."""
-        kept = self._current.pop(name, None)
-        if kept is not None:
-            self._retire(kept)
+        loaded = self._current.pop(name, None)
+        if loaded is not None:
+            self._retire(loaded)
 
     @contextmanager
     def using(self, adapter: str | None, episode: str = "") -> Iterator[RemoteAdapter | None]:
-        """Hold the current version of a request's or episode's adapter during the block; None for the base
-        model.
-
-        Raises RequestRefused for an unknown adapter.
-        """
-        kept = self._episodes.get(episode) or self._current.get(DEFAULT if adapter is None else adapter)
-        if kept is None:
+        """Hold the version of an episode's adapter (None: the base model). Raises RequestRefused for an unknown one."""
+        loaded = self._episodes.get(episode) or self._current.get(DEFAULT if adapter is None else adapter)
+        if loaded is None:
             if adapter not in (None, BASE):
                 known = ", ".join(sorted(self._current)) or "none"
                 raise RequestRefused(f"Adapter {adapter!r} is not loaded; loaded: {known}.")
             yield None
             return
         if self.keeps and episode and adapter is None and episode not in self._episodes:
-            self._episodes[episode] = kept
-            kept.users += 1
-        kept.users += 1
+            self._episodes[episode] = loaded
+            loaded.users += 1
+        loaded.users += 1
         try:
-            yield kept.served
+            yield loaded.served
         finally:
-            self._done_with(kept)
+            self._release_user(loaded)
 
     def release(self, episode: str) -> None:
         """End an episode and release its adapter."""
-        kept = self._episodes.pop(episode, None)
-        if kept is not None:
-            self._done_with(kept)
+        loaded = self._episodes.pop(episode, None)
+        if loaded is not None:
+            self._release_user(loaded)
 
-    def _done_with(self, kept: _Kept) -> None:
-        kept.users -= 1
-        if kept.is_old and not kept.users:
-            self._leave(kept)
+    def _release_user(self, loaded: _LoadedAdapter) -> None:
+        loaded.users -= 1
+        if loaded.is_old:
+            self._retire(loaded)
 
     async def restore(self, replica: Replica) -> None:
         """Reload adapters that a replica lost; the caller holds its lock."""
-        if not self._kept:
+        if not self._loaded:
             return
-        listed = await self.dialect.adapters(replica)
-        for kept in tuple(self._kept):
-            if kept.served.name not in listed:
-                log.warning("%s lost adapter %s; reloading it", replica.url, kept.served.name)
-                await self._load(replica, kept.served)
+        listed = await self.api.adapters(replica)
+        for loaded in tuple(self._loaded):
+            if loaded.served.name not in listed:
+                log.warning("%s lost adapter %s; reloading it", replica.url, loaded.served.name)
+                await self._load(replica, loaded.served)
 
     async def close(self) -> None:
         """Unload all adapters from the reachable servers."""
-        gone = [kept.served for kept in self._kept]
-        self._kept, self._current = [], {}
+        gone = [loaded.served for loaded in self._loaded]
+        self._loaded, self._current = [], {}
         reached = [replica for replica in self.replicas if not replica.is_down]
         try:
-            async with asyncio.timeout(_GOODBYE_S):
+            async with asyncio.timeout(_UNLOAD_TIMEOUT_S):
                 await asyncio.gather(*self._tasks)
                 await asyncio.gather(*(self._unload(r, served) for served in gone for r in reached))
         except TimeoutError:
@@ -157,7 +141,7 @@ class LoraPublisher:
     def _write(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> RemoteAdapter:
         self._num_sent += 1
         served = f"ludus-{self.prefix}-{self._num_sent}-{name}-{version}"
-        folder = self.shelf.folder(served.replace("/", "_"), num_bytes(state))
+        folder = self.weight_folder.folder(served.replace("/", "_"), sum(t.nbytes for t in state.values()))
         try:
             rank = write_adapter(folder, state, scaling)
         except OSError as error:
@@ -169,20 +153,18 @@ class LoraPublisher:
             await self._load(replica, served)
 
     async def _load(self, replica: Replica, served: RemoteAdapter) -> None:
-        await self.dialect.load_adapter(replica, served)
-        if served.name not in await self.dialect.adapters(replica):
+        await self.api.load_adapter(replica, served)
+        if served.name not in await self.api.adapters(replica):
             raise SyncError(f"{replica.url} accepted the adapter {served.name} but does not list it.")
 
-    def _retire(self, kept: _Kept) -> None:
-        kept.is_old = True
-        if not kept.users:
-            self._leave(kept)
-
-    def _leave(self, kept: _Kept) -> None:
-        """Unload an adapter from all servers in the background."""
-        if kept in self._kept:
-            self._kept.remove(kept)
-        task = asyncio.get_running_loop().create_task(self._drop(kept.served))
+    def _retire(self, loaded: _LoadedAdapter) -> None:
+        """Unload an adapter from all servers, in the background, once it has no users."""
+        loaded.is_old = True
+        if loaded.users:
+            return
+        if loaded in self._loaded:
+            self._loaded.remove(loaded)
+        task = asyncio.get_running_loop().create_task(self._drop(loaded.served))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -192,6 +174,6 @@ class LoraPublisher:
 
     async def _unload(self, replica: Replica, served: RemoteAdapter) -> None:
         try:
-            await self.dialect.unload_adapter(replica, served.name)
+            await self.api.unload_adapter(replica, served.name)
         except EngineError as error:
             log.info("%s failed to unload adapter %s: %s", replica.url, served.name, error)

@@ -1,8 +1,6 @@
-"""Poll `/metrics` of inference servers: `ludus serve`, vLLM and SGLang.
+"""Poll `/metrics` of `ludus serve`, vLLM and SGLang, on request and then every second.
 
-Each server is read on request, and then every second while the event loop runs. Counts start at the first
-reading; a server without known metrics counts nothing. A server's failure never raises, and requests time out
-quickly.
+Counts start at the first reading; a server without known metrics counts nothing. A server's failure never raises.
 """
 
 from __future__ import annotations
@@ -33,43 +31,16 @@ _OWN = {
     "queue_steps": "ludus_waiting_sum_total",
     "running_steps": "ludus_running_sum_total",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class _Words:
-    """Metric names of another kind of server."""
-
-    prompt: str
-    cached: str
-    sampled: str
-    running: str
-    waiting: str
-
-
-_OTHERS = (
-    _Words(
-        "vllm:prompt_tokens_total",
-        "vllm:prefix_cache_hits_total",
-        "vllm:generation_tokens_total",
-        "vllm:num_requests_running",
-        "vllm:num_requests_waiting",
-    ),
-    _Words(
-        "sglang:prompt_tokens_total",
-        "sglang:cached_tokens_total",
-        "sglang:generation_tokens_total",
-        "sglang:num_running_reqs",
-        "sglang:num_queue_reqs",
-    ),
-)
+_OTHERS = {
+    "vllm": ("prefix_cache_hits_total", "num_requests_running", "num_requests_waiting"),
+    "sglang": ("cached_tokens_total", "num_running_reqs", "num_queue_reqs"),
+}
+"""Names of the cached tokens, running and waiting requests, by prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsReading:
-    """Counters since a server's start.
-
-    `now` holds the running and waiting requests if the server does not count its passes, else None.
-    """
+    """Counters since a server's start; `now`: running and waiting requests of a server that reports no steps."""
 
     counts: EngineStats
     now: tuple[int, int] | None = None
@@ -89,15 +60,17 @@ def reading_of(text: str) -> MetricsReading | None:
             found.get(f"ludus_{part}_seconds_total", 0.0) for part in ("model", "sample", "schedule")
         )
         return MetricsReading(replace(counts, model_s=model_s, sample_s=sample_s, schedule_s=schedule_s))
-    for words in _OTHERS:
-        if words.sampled in found and words.running in found:
-            prompt, cached = found.get(words.prompt, 0.0), found.get(words.cached, 0.0)
+    for prefix, names in _OTHERS.items():
+        cached, running, waiting = (found.get(f"{prefix}:{name}") for name in names)
+        sampled = found.get(f"{prefix}:generation_tokens_total")
+        if sampled is not None and running is not None:
+            prompt = found.get(f"{prefix}:prompt_tokens_total", 0.0)
             counts = EngineStats(
-                prefill_tokens=int(max(0.0, prompt - cached)),
-                cached_tokens=int(min(prompt, cached)),
-                decode_tokens=int(found[words.sampled]),
+                prefill_tokens=int(max(0.0, prompt - (cached or 0.0))),
+                cached_tokens=int(min(prompt, cached or 0.0)),
+                decode_tokens=int(sampled),
             )
-            return MetricsReading(counts, (int(found[words.running]), int(found.get(words.waiting, 0.0))))
+            return MetricsReading(counts, (int(running), int(waiting or 0.0)))
     return None
 
 
@@ -117,8 +90,7 @@ class PolledServer:
                 new = reading.counts
             if reading.now is not None:
                 running, waiting = reading.now
-                looked = EngineStats(steps=1, running_steps=running, queue_steps=waiting, wall_s=at_s - self._at_s)
-                new += looked
+                new += EngineStats(steps=1, running_steps=running, queue_steps=waiting, wall_s=at_s - self._at_s)
             self.total += new
         self._last, self._at_s = reading.counts, at_s
 

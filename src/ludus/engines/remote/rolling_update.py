@@ -1,9 +1,7 @@
 """Rolling weight updates of several engines: each episode stays on the version that it started with.
 
-Each episode is assigned an engine and a version for its whole life. An engine's update waits until its
-episodes have ended and then loads the newest weights, skipping missed versions. No episode starts on an
-engine whose weights are not verified, or on weights older than the version that `served` returned. An engine
-that leaves is forgotten; one that joins holds the newest weights.
+An engine's update waits until its episodes have ended and then loads the newest weights, skipping missed versions.
+No episode starts on an engine whose weights are not verified, or are older than the version that `served` returned.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -84,39 +82,27 @@ class Placement:
 
     def begin(self, episode: str) -> EpisodePin | None:
         """Pin an episode to the least loaded open engine (newest version on ties); None if there is none."""
-        busy = self._busy()
-        found = self.open
-        if not found:
-            return None
-        chosen = min(found, key=lambda one: (one.is_down, busy[one.url], -self.version_of(one)))
-        self._pins[episode] = EpisodePin(chosen.url, self.version_of(chosen))
-        return self._pins[episode]
+        return self._pin(episode, self.open)
 
     def move(self, episode: str) -> EpisodePin | None:
-        """Move an episode from a draining engine to the least loaded open engine with newer weights; None if
-        it stays."""
+        """Move an episode from a draining engine to an open engine with newer weights; None if it stays."""
         pin = self._pins[episode]
-        waits = {one.url for one in self._waiting} | self.leaving
-        newer = [one for one in self.open if self.version_of(one) > pin.version]
-        if pin.url not in waits or not newer:
+        if pin.url not in {one.url for one in self._waiting} | self.leaving:
             return None
-        del self._pins[episode]
+        return self._pin(episode, [one for one in self.open if self.version_of(one) > pin.version])
+
+    def _pin(self, episode: str, engines: Sequence[Replica]) -> EpisodePin | None:
+        if not engines:
+            return None
+        self._pins.pop(episode, None)
         busy = self._busy()
-        chosen = min(newer, key=lambda one: (one.is_down, busy[one.url], -self.version_of(one)))
+        chosen = min(engines, key=lambda one: (one.is_down, busy[one.url], -self.version_of(one)))
         self._pins[episode] = EpisodePin(chosen.url, self.version_of(chosen))
         return self._pins[episode]
 
     def end(self, episode: str) -> None:
         """End an episode."""
         self._pins.pop(episode, None)
-
-    def publish(self, version: int) -> None:
-        """Set the newest version."""
-        self.newest = version
-
-    def serve_newest(self) -> None:
-        """Start episodes only on the newest version from now on."""
-        self.floor = self.newest
 
     def due_updates(self) -> list[Replica]:
         """Choose the engines to drain; return those that may update now."""
@@ -147,16 +133,13 @@ class Placement:
 
 @dataclass
 class RollingUpdates:
-    """Places episodes and distributes weights, in one event loop.
-
-    `hold` stores weights of a version; `give` sends them to one replica and verifies them. After a failure,
-    `lives` returns whether the replica still exists.
-    """
+    """Places episodes and distributes weights: `stage` stores a version, `push` sends it to one replica and verifies
+    it, and `is_alive`, if set, tests after a failure whether the replica still exists."""
 
     placement: Placement
-    hold: Callable[[int, Mapping[str, torch.Tensor]], Awaitable[None]]
-    give: Callable[[Replica, WeightCheck], Awaitable[None]]
-    lives: Callable[[str], Awaitable[bool]]
+    stage: Callable[[int, Mapping[str, torch.Tensor]], Awaitable[None]]
+    push: Callable[[Replica, WeightCheck], Awaitable[None]]
+    is_alive: Callable[[str], Awaitable[bool]] | None = None
     _check: WeightCheck | None = field(default=None, init=False)
     _transfers: dict[Replica, asyncio.Task[None]] = field(default_factory=dict, init=False)
     _paused: bool = field(default=False, init=False)
@@ -175,36 +158,33 @@ class RollingUpdates:
         """Move an episode between two turns, if its engine drains; that engine may then update."""
         pin = self.placement.move(episode)
         if pin is not None:
-            self._start_due_updates()
+            self.start_due_updates()
         return pin
 
     def release(self, episode: str) -> None:
         """End an episode."""
         self.placement.end(episode)
-        self._start_due_updates()
+        self.start_due_updates()
 
     async def served(self, beyond: int) -> int:
-        """Return the minimum version on which episodes may start, once it exceeds `beyond`.
-
-        Raises a transfer's error.
-        """
+        """Return the minimum version on which episodes may start, once above `beyond`. Raises a transfer's error."""
         while self.placement.floor <= beyond:
             await self._change()
         return self.placement.floor
 
     async def wait_until_current(self) -> None:
         """Allow only the newest weights for new episodes, and wait until one engine has them."""
-        self.placement.serve_newest()
-        self._start_due_updates()
+        self.placement.floor = self.placement.newest
+        self.start_due_updates()
         while not self.placement.open:
             await self._change()
 
     async def push_weights(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
         """Store weights for each replica to load and verify once its episodes have ended."""
         async with self.quiet():
-            await self.hold(check.version, state)
+            await self.stage(check.version, state)
             self._check = check
-            self.placement.publish(check.version)
+            self.placement.newest = check.version
 
     @asynccontextmanager
     async def quiet(self) -> AsyncIterator[None]:
@@ -215,17 +195,13 @@ class RollingUpdates:
             yield
         finally:
             self._paused = False
-            self._start_due_updates()
-
-    def change(self) -> None:
-        """Re-plan after an engine joined or left."""
-        self._start_due_updates()
+            self.start_due_updates()
 
     async def empty(self, url: str) -> None:
         """Stop new episodes at an address and wait until its episodes have ended."""
         self.placement.leaving.add(url)
         try:
-            self._start_due_updates()
+            self.start_due_updates()
             while not self.placement.is_empty(url):
                 await self._change()
         finally:
@@ -237,26 +213,26 @@ class RollingUpdates:
         for task in self._transfers.values():
             task.cancel()
 
-    def _start_due_updates(self) -> None:
+    def start_due_updates(self) -> None:
         """Start the transfers that may start, and wake all waiters."""
         for replica in () if self._paused else self.placement.due_updates():
             assert self._check is not None
             self.placement.taking.add(replica)
-            task = asyncio.get_running_loop().create_task(self._give(replica, self._check))
+            task = asyncio.get_running_loop().create_task(self._push(replica, self._check))
             self._transfers[replica] = task
             task.add_done_callback(partial(self._after, replica))
         self._changed.set()
 
-    async def _give(self, replica: Replica, check: WeightCheck) -> None:
+    async def _push(self, replica: Replica, check: WeightCheck) -> None:
         try:
             async with asyncio.timeout(check.deadline_s):
-                await self.give(replica, check)
+                await self.push(replica, check)
         except TimeoutError as error:
             raise SyncError(
                 f"Sending weights {check.version} to {replica.url} took longer than {check.deadline_s:g} s."
             ) from error
         except EngineError as error:
-            if replica.gone or not await self.lives(replica.url):
+            if replica.gone or (self.is_alive is not None and not await self.is_alive(replica.url)):
                 replica.gone = True
                 return
             raise SyncError(f"{replica.url} refused weights {check.version}: {error}") from error
@@ -269,7 +245,7 @@ class RollingUpdates:
         if error is None:
             self.placement.taking.discard(replica)
         self._failure = self._failure or error
-        self._start_due_updates()
+        self.start_due_updates()
 
     def _versions(self) -> str:
         """Return the number of engines per version as text."""

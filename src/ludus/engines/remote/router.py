@@ -1,15 +1,13 @@
 """Route each episode's requests to a replica, and track and abort running requests.
 
-Replicas may join and leave while requests run. A server ignores an abort for a request that it has not read yet. So
-an aborted request that has not been sent is not sent, and for one that has been sent the abort is retried until the
-request ends.
+A server ignores an abort for a request that it has not read yet, so the abort is retried until the request ends.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
@@ -31,25 +29,21 @@ class Router:
     replicas: list[Replica]
     left: list[Replica] = field(default_factory=list)
     _by_episode: dict[str, Replica] = field(default_factory=dict)
-    _pins: dict[str, EpisodePin] = field(default_factory=dict)
+    pins: dict[str, EpisodePin] = field(default_factory=dict)
 
     def pin(self, episode: str, pin: EpisodePin) -> None:
         """Pin an episode to a replica and version until released or pinned again."""
-        self._pins[episode] = pin
+        self.pins[episode] = pin
         self._by_episode.pop(episode, None)
 
-    def pin_of(self, episode: str) -> EpisodePin | None:
-        """Return the episode's pin, or None."""
-        return self._pins.get(episode)
-
     def of(self, episode: str) -> Replica:
-        """Return the episode's replica: its previous one, otherwise the least loaded reachable one.
-
-        Raises EngineError if there is none, or if the replica it is pinned to was removed.
-        """
-        pin = self._pins.get(episode)
+        """Return the episode's replica: its previous or the least loaded one. Raises EngineError if there is none."""
+        pin = self.pins.get(episode)
         if pin is not None:
-            return self._at(pin)
+            there = next((one for one in self.replicas if one.url == pin.url), None)
+            if there is None:
+                raise EngineError(f"{pin.url} was removed, which served version {pin.version} of its episodes.")
+            return there
         known = self._by_episode.get(episode)
         if known is not None and not known.is_down:
             return known
@@ -69,7 +63,7 @@ class Router:
     def release(self, episode: str) -> None:
         """Forget an episode."""
         self._by_episode.pop(episode, None)
-        self._pins.pop(episode, None)
+        self.pins.pop(episode, None)
 
     def leave(self, url: str) -> None:
         """Remove a replica: requests waiting for it to come back fail, and episodes move to others."""
@@ -78,16 +72,6 @@ class Router:
             self.replicas.remove(replica)
             self.left.append(replica)
             self._by_episode = {e: r for e, r in self._by_episode.items() if r is not replica}
-
-    def _at(self, pin: EpisodePin) -> Replica:
-        for replica in self.replicas:
-            if replica.url == pin.url:
-                return replica
-        raise EngineError(f"{pin.url} was removed, which served version {pin.version} of its episodes.")
-
-    def urls(self) -> Sequence[str]:
-        """Return the addresses of the replicas."""
-        return [replica.url for replica in self.replicas]
 
 
 @dataclass(eq=False)
@@ -103,8 +87,8 @@ class InflightRequest:
 class InflightRequests:
     """Running requests by episode. Their names begin with `prefix`."""
 
-    def __init__(self, dialect: ApiAdapter, prefix: str) -> None:
-        self._dialect = dialect
+    def __init__(self, api: ApiAdapter, prefix: str) -> None:
+        self._api = api
         self._prefix = prefix
         self._num_names = 0
         self._by_episode: dict[str, set[InflightRequest]] = {}
@@ -158,7 +142,7 @@ class InflightRequests:
         while not call.over.is_set():
             if call.name:
                 try:
-                    await self._dialect.abort(call.replica, call.name)
+                    await self._api.abort(call.replica, call.name)
                 except EngineError as error:
                     log.warning("failed to abort a request: %s", error.message)
                     return

@@ -13,9 +13,9 @@ from ludus.engines.remote.gloo_broadcast import (
     TransferAddress,
     WeightManifest,
     WeightTransferGroup,
-    enter_line,
-    take,
-    with_head,
+    join_as_server,
+    receive_tensors,
+    with_lm_head,
 )
 from ludus.errors import EngineError, SyncError
 
@@ -38,7 +38,7 @@ class LudusWorkerExtension:
         if self.rank:
             return _error("The server has several workers; broadcasting supports one per server.", _BAD)
         try:
-            self._ludus_line = enter_line(place)
+            self._ludus_line = join_as_server(place)
         except EngineError as error:
             return _error(str(error), _BAD)
         return None
@@ -58,7 +58,7 @@ class LudusWorkerExtension:
             return _error("No weights are expected.", _CONFLICT)
         self._ludus_expects = None
         try:
-            tensors = with_head(take(line, manifest))
+            tensors = with_lm_head(receive_tensors(line, manifest))
             self.reload_weights(weights_iterator=iter(tensors.items()))
         except EngineError as error:
             self._ludus_line = None

@@ -1,5 +1,4 @@
-"""Broadcast weights from the trainer to `ludus serve` and vLLM; tracks the connected replicas and their
-versions."""
+"""Broadcast weights to `ludus serve` and vLLM; track the connected replicas and their versions."""
 
 from __future__ import annotations
 
@@ -19,11 +18,11 @@ from ludus.engines.remote.gloo_broadcast import (
     TransferAddress,
     WeightManifest,
     WeightTransferGroup,
-    aside,
-    difference,
-    join_line,
-    manifest_of,
+    join_group,
+    make_manifest,
     open_store,
+    run_in_thread,
+    weight_delta,
 )
 from ludus.engines.remote.http_client import HttpRefusal, RemoteEngineSettings, Replica
 from ludus.errors import EngineError
@@ -31,7 +30,7 @@ from ludus.errors import EngineError
 if TYPE_CHECKING:
     import torch
 
-_NOT_FOUND, _NO_LINE = 404, 409
+_NOT_FOUND, _NO_GROUP = 404, 409
 
 EXTENSION = "ludus.engines.remote.vllm_worker_extension.LudusWorkerExtension"
 """Worker extension of vLLM that receives broadcast weights."""
@@ -64,7 +63,7 @@ class Broadcaster:
     """
 
     replicas: Sequence[Replica]
-    dialect: VllmApi
+    api: VllmApi
     host: str
     timeout_s: float
     delta: bool = False
@@ -78,43 +77,37 @@ class Broadcaster:
     _by_workers: set[str] = field(default_factory=set)
 
     async def send(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Send the weights to every server. Raises EngineError with a server's error.
-
-        Even after a failure, `bring` sends these weights from then on.
-        """
+        """Send the weights to every server; even after a failure, `sync_replica` sends these. Raises EngineError."""
         self._has_left = False
         parcel = await asyncio.to_thread(self._pack, version, state)
         line = self._line if await self._ready_for(parcel.manifest) else None
         if line is None:
             if parcel.manifest.base is not None:
                 parcel = await asyncio.to_thread(_whole, version, parcel.plain)
-            line = await self._line_up()
+            line = await self._form_group()
             await self._prepare(parcel.manifest)
         self._last = {}
         if self.delta or self.keeps:
-            self._last, self._version = await asyncio.to_thread(_copy, parcel.plain), version
+            await asyncio.to_thread(self.stage, version, parcel.plain)
         if self._has_left:
             raise EngineError("A server left the weight transfer group.")
         self._line = None
         await self._send(line, parcel.tensors, version)
-        self.sent_bytes = sum(t.numel() * t.element_size() for t in parcel.tensors.values())
+        self.sent_bytes = sum(t.nbytes for t in parcel.tensors.values())
         self._line = None if self._has_left else line
 
-    def keep(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
+    def stage(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Keep a copy of weights, to bring servers up to date one at a time."""
         self._last, self._version = {n: t.detach().cpu().clone() for n, t in state.items()}, version
 
-    async def bring(self, replica: Replica) -> Mapping[str, torch.Tensor]:
-        """Send the last weights, if any, to a server outside the group and return them.
-
-        The next broadcast forms a new group.
-        """
+    async def sync_replica(self, replica: Replica) -> Mapping[str, torch.Tensor]:
+        """Send the last weights, if any, to a server outside the group and return them; the group is formed again."""
         self._line, last = None, self._last
         if last:
-            await Broadcaster([replica], self.dialect, self.host, self.timeout_s).send(self._version, last)
+            await Broadcaster([replica], self.api, self.host, self.timeout_s).send(self._version, last)
         return last
 
-    def relay(self) -> None:
+    def regroup(self) -> None:
         """Form a new group before the next broadcast: a server left."""
         self._line, self._has_left = None, True
 
@@ -128,8 +121,8 @@ class Broadcaster:
         same = {n: t.shape for n, t in plain.items()} == {n: t.shape for n, t in self._last.items()}
         if not (same and self.delta and self._line is not None):
             return _whole(version, plain)
-        changed = difference(plain, self._last)
-        return _Parcel(plain, changed, manifest_of(version, self._version, changed))
+        changed = weight_delta(plain, self._last)
+        return _Parcel(plain, changed, make_manifest(version, self._version, changed))
 
     async def _ready_for(self, manifest: WeightManifest) -> bool:
         """Return whether all servers are in the group and accept the manifest."""
@@ -138,7 +131,7 @@ class Broadcaster:
         try:
             await self._prepare(manifest)
         except HttpRefusal as error:
-            if error.status != _NO_LINE:
+            if error.status != _NO_GROUP:
                 raise
             log.info("re-forming the weight transfer group: %s", error)
             return False
@@ -158,9 +151,9 @@ class Broadcaster:
                 if error.status != _NOT_FOUND:
                     raise
             self._by_workers.add(replica.url)
-        await tell_workers(replica, path, body)
+        await call_workers(replica, path, body)
 
-    async def _line_up(self) -> WeightTransferGroup:
+    async def _form_group(self) -> WeightTransferGroup:
         """Form a group with all servers. Raises EngineError if one does not join in time."""
         self._line = None
         store = open_store(self.host, self.timeout_s)
@@ -173,7 +166,7 @@ class Broadcaster:
             self._command(replica, "/join_weight_line", place.model_dump())
             for replica, place in zip(self.replicas, places, strict=True)
         ]
-        joined = aside(partial(join_line, store, TRAINER, count, self.timeout_s, self.host))
+        joined = run_in_thread(partial(join_group, store, TRAINER, count, self.timeout_s, self.host))
         try:
             async with asyncio.timeout(self.timeout_s):
                 line, _ = await asyncio.gather(joined, asyncio.gather(*asked))
@@ -185,43 +178,39 @@ class Broadcaster:
         return line
 
     async def _send(self, line: WeightTransferGroup, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        asked = [
-            receive(replica, self.dialect, version)
-            if replica.url in self._by_workers
-            else replica.send("/receive_weights", {})
-            for replica in self.replicas
-        ]
-        await asyncio.gather(*asked, aside(partial(line.broadcast, tensors)))
+        asked = (self._receive(replica, version) for replica in self.replicas)
+        await asyncio.gather(*asked, run_in_thread(partial(line.broadcast, tensors)))
+
+    async def _receive(self, replica: Replica, version: int) -> None:
+        """Have a server receive the weights; vLLM is paused meanwhile, and then labeled with the version."""
+        path = "/receive_weights"
+        if replica.url in self._by_workers:
+            await self.api.exchange(replica, version, partial(call_workers, replica, path, {}))
+        else:
+            await replica.send(path, {})
 
 
 def _whole(version: int, plain: dict[str, torch.Tensor]) -> _Parcel:
-    return _Parcel(plain, plain, manifest_of(version, None, plain))
+    return _Parcel(plain, plain, make_manifest(version, None, plain))
 
 
-def _copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-def broadcaster_of(
-    replicas: Sequence[Replica], dialect: ApiAdapter, settings: RemoteEngineSettings
+def make_broadcaster(
+    replicas: Sequence[Replica], api: ApiAdapter, settings: RemoteEngineSettings
 ) -> Broadcaster | None:
-    """Return a broadcaster to `replicas` if the settings name a broadcast address.
-
-    Raises EngineError for servers that do not support vLLM's API.
-    """
+    """Return a broadcaster if a broadcast address is set. Raises EngineError for servers without vLLM's API."""
     if not settings.broadcast_host:
         return None
-    if not isinstance(dialect, VllmApi):
+    if not isinstance(api, VllmApi):
         raise EngineError(
             f"{replicas[0].url} does not support weight broadcasts.",
             "Unset engine.broadcast_host to send weights through a folder.",
         )
     return Broadcaster(
-        replicas, dialect, settings.broadcast_host, settings.timeout_s, settings.delta, settings.keeps_weights
+        replicas, api, settings.broadcast_host, settings.timeout_s, settings.delta, settings.keeps_weights
     )
 
 
-async def tell_workers(replica: Replica, path: str, body: Mapping[str, object]) -> None:
+async def call_workers(replica: Replica, path: str, body: Mapping[str, object]) -> None:
     """Call the worker method of `path` (as in `ludus serve`). Raises HttpRefusal with its error."""
     method = "ludus_" + path.removeprefix("/")
     asked = {"method": method, "kwargs": {"text": json.dumps(body)}}
@@ -236,8 +225,3 @@ async def tell_workers(replica: Replica, path: str, body: Mapping[str, object]) 
     for answer in answers:
         if isinstance(answer, dict):
             raise HttpRefusal(f"{replica.url}: {answer['error']}", status=int(answer["status"]))
-
-
-async def receive(replica: Replica, dialect: VllmApi, version: int) -> None:
-    """Pause a server, have it receive broadcast weights, and set their version."""
-    await dialect.exchange(replica, version, lambda: tell_workers(replica, "/receive_weights", {}))

@@ -1,8 +1,4 @@
-"""Shared folder for weight files between trainer and server.
-
-By default it is a temporary folder, in shared memory if there is room. A folder left by a killed process is
-removed when the next one is created.
-"""
+"""Shared folder for weights between trainer and server: by default temporary, in shared memory if there is room."""
 
 from __future__ import annotations
 
@@ -22,8 +18,7 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "ludus-weights-"
-_COPIES = 2
-"""The weights in use and the next."""
+_COPIES = 2  # the weights in use and the next
 
 
 @dataclass
@@ -83,11 +78,6 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
             f"The weights for the server cannot be read from {folder}: {error}.",
             "They were removed or changed: check engine.weights_folder.",
         ) from error
-
-
-def num_bytes(state: Mapping[str, torch.Tensor]) -> int:
-    """Return the total size of tensors."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
 
 
 def unwritable(folder: Path, error: Exception) -> StorageError:

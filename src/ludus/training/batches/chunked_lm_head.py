@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from ludus.algorithms.kl import full_forward, full_reverse
-from ludus.engines.embedded.onednn_linear import apply, linear, outer_sum, product
+from ludus.engines.embedded.model_runner import apply, linear, outer_sum, product
 
 MAX_UNCHUNKED_LOGITS = 16_777_216
 """Largest number of logits that is kept as a whole (64 MiB in float32)."""

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.kl import FULL_KL_NAMES
-from ludus.engines.embedded.onednn_linear import OneDnnLinear, use_onednn
+from ludus.engines.embedded.model_runner import OneDnnLinear, use_onednn
 from ludus.engines.models.lora import is_peft
 from ludus.errors import LearnerError, UserError
 from ludus.training.batches import prefix_packing
