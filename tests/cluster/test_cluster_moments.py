@@ -16,12 +16,9 @@ import pytest
 from ludus.cluster.cluster import Cluster, ClusterEngine, EventLoopThread
 from ludus.cluster.local_launcher import LocalLauncher, attend
 from ludus.cluster.protocol import (
+    Command,
     Heartbeat,
-    Ping,
-    ResourceRequest,
-    RewardSpec,
     Started,
-    StartRole,
     WorkerDied,
     WorkerSpec,
     decode_request,
@@ -54,13 +51,13 @@ def test_a_child_that_cannot_read_what_it_is_asked_says_so_and_goes_on():
     async def scenario():
         config = load_config("search", ["--run.threads", "1"])
         launcher = LocalLauncher()
-        remote = await launcher.start("worker 0", WorkerSpec(config, str(COLD_START), os.getcwd()), ResourceRequest())
+        remote = await launcher.start("worker 0", WorkerSpec("worker", config, str(COLD_START), os.getcwd()))
         try:
             with pytest.raises(
                 UserError, match=r"cannot be unpickled by the receiving process: ValueError.*must survive pickling"
             ):
                 await remote.call(SOUR, 60)
-            assert isinstance(await remote.call(Ping(), 60), Heartbeat)
+            assert isinstance(await remote.call(Command.PING, 60), Heartbeat)
         finally:
             await launcher.close()
 
@@ -84,15 +81,15 @@ class Noting:
 
 def test_a_call_that_is_cancelled_in_the_same_breath_is_not_done():
     async def scenario():
-        host = WorkerServer(RewardSpec(load_config("search", []), "."), "127.0.0.1")
-        role = host._role = Noting()
+        host = WorkerServer(WorkerSpec("reward worker", load_config("search", []), "m", "."), "127.0.0.1")
+        role = host._worker = Noting()
         inbox, outbox = asyncio.Queue(), queue.SimpleQueue()
-        for request in ((1, encode_request(JOB)), (1, b""), (2, encode_request(StartRole()))):
+        for request in ((1, encode_request(JOB)), (1, b""), (2, encode_request(Command.PING))):
             inbox.put_nowait(request)
         attending = asyncio.create_task(attend(inbox, outbox, host))
-        await until(lambda: StartRole() in role.begun, 10)
+        await until(lambda: Command.PING in role.begun, 10)
         await until(lambda: role.begun.count(JOB) == role.ended.count(JOB), 2)
-        assert StartRole() not in role.ended
+        assert Command.PING not in role.ended
         attending.cancel()
 
     asyncio.run(scenario())
@@ -121,7 +118,7 @@ class Deaf(FakeRemote):
     hears: bool = True
 
     async def call(self, message, deadline_s):
-        if isinstance(message, Ping) and not self.hears:
+        if message is Command.PING and not self.hears:
             await asyncio.sleep(deadline_s)
             raise WorkerDied(f"{self.number} is silent.") from TimeoutError()
         return await super().call(message, deadline_s)
@@ -362,8 +359,8 @@ def test_an_attempt_that_is_given_up_while_its_worker_ends_leaves_a_pool_that_go
     """As where a group has enough members in the moment in which the worker of another one dies."""
 
     class Launcher(FakeLauncher):
-        async def start(self, name, spec, needs):
-            remote = await super().start(name, spec, needs)
+        async def start(self, name, spec):
+            remote = await super().start(name, spec)
             if name == "worker 0":
                 remote = self.made[-1] = Reluctant(remote.number)
             return remote

@@ -1,6 +1,6 @@
 """Workers as child processes on this machine, connected by sockets.
 
-The first frame to a child is its pickled `Spec`. Later ones are numbered requests, and an empty one cancels the
+The first frame to a child is its pickled `WorkerSpec`. Later ones are numbered requests, and an empty one cancels the
 request of its number; the child sends numbered responses. It exits when the parent closes the socket: a separate
 thread reads it, so this works even if the event loop hangs.
 """
@@ -23,11 +23,10 @@ from typing import BinaryIO
 from ludus.cluster.log_forwarding import listen, repeat
 from ludus.cluster.protocol import (
     Message,
-    ResourceRequest,
-    Spec,
     WorkerDied,
     WorkerHandle,
     WorkerResponse,
+    WorkerSpec,
     decode_request,
     decode_response,
     encode_request,
@@ -56,21 +55,20 @@ class LocalWorkerHandle:
     writer: asyncio.StreamWriter
     _number: int = 0
     _waiting: dict[int, asyncio.Future[WorkerResponse]] = field(default_factory=dict)
-    _reading: asyncio.Task[None] | None = None
+    _reading: asyncio.Task[None] = field(init=False)
     _tail: str | None = None
+
+    def __post_init__(self) -> None:
+        self._reading = asyncio.create_task(self._read())
 
     @property
     def is_ended(self) -> bool:
         """Whether the child was killed and cleaned up."""
         return self._tail is not None
 
-    def listen(self) -> None:
-        """Start receiving responses."""
-        self._reading = asyncio.create_task(self._read())
-
     async def call(self, message: Message, deadline_s: float) -> object:
         """Send a message and return the response; see `WorkerHandle`."""
-        if self._reading is None or self._reading.done():
+        if self._reading.done():
             raise self._lost()
         self._number += 1
         number, future = self._number, asyncio.get_running_loop().create_future()
@@ -96,9 +94,8 @@ class LocalWorkerHandle:
         with suppress(subprocess.TimeoutExpired):
             await asyncio.to_thread(self.process.wait, _END_S)
         self.writer.close()
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.wait({self._reading})
+        self._reading.cancel()
+        await asyncio.wait({self._reading})
         self._tail = self._output_tail()
         self.output.unlink(missing_ok=True)
 
@@ -140,9 +137,8 @@ class LocalLauncher:
     _started: list[LocalWorkerHandle] = field(default_factory=list)
     host: str = ""
 
-    async def start(self, name: str, spec: Spec, needs: ResourceRequest) -> WorkerHandle:
+    async def start(self, name: str, spec: WorkerSpec) -> WorkerHandle:
         """Start a child; resources are not checked."""
-        del needs
         if self._folder is None:
             self._folder = TemporaryFolder("ludus-cluster-")
         path = self._folder.path / name.replace(" ", "-")
@@ -160,7 +156,6 @@ class LocalLauncher:
         reader, writer = await asyncio.open_connection(sock=ours)
         remote = LocalWorkerHandle(name, process, path, reader, writer)
         self._started = [*(other for other in self._started if not other.is_ended), remote]
-        remote.listen()
         writer.write(frame(pickle.dumps(spec)))
         return remote
 

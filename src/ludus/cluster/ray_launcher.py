@@ -10,26 +10,28 @@ import asyncio
 import math
 import os
 import signal
-from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ludus.cluster.log_forwarding import listen, repeat
 from ludus.cluster.protocol import (
     Message,
     ResourceRequest,
-    Spec,
     Started,
     WorkerDied,
     WorkerHandle,
     WorkerResponse,
+    WorkerSpec,
     unreadable_request,
 )
 from ludus.cluster.workers import WorkerServer
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.errors import LudusError, UserError
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 
 _END_S = 60.0
 """Timeout of killing an unresponsive actor on its machine."""
@@ -37,35 +39,13 @@ _AT_ONCE = 10_000
 """Maximum concurrent messages of an actor; episodes are limited elsewhere."""
 
 
-class RayActor:
+class RayActor(WorkerServer):
     """Worker in a Ray process."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: WorkerSpec) -> None:
         import ray
 
-        self._host = WorkerServer(spec, str(ray.util.get_node_ip_address()), listen())
-
-    async def call(self, number: int, message: Message) -> WorkerResponse:
-        """Handle a message and return the response."""
-        return await self._host.call(number, message)
-
-    async def cancel(self, number: int) -> None:
-        """Cancel a message."""
-        self._host.cancel(number)
-
-
-class _Method(Protocol):
-    def remote(self, number: int, message: Message | None = None) -> Awaitable[WorkerResponse]: ...
-
-
-class _Handle(Protocol):
-    """Interface of Ray's actor handle."""
-
-    @property
-    def call(self) -> _Method: ...
-
-    @property
-    def cancel(self) -> _Method: ...
+        super().__init__(spec, str(ray.util.get_node_ip_address()), listen())
 
 
 @dataclass
@@ -73,7 +53,7 @@ class RayWorkerHandle:
     """Handle of an actor."""
 
     name: str
-    actor: _Handle
+    actor: ActorHandle
     needs: ResourceRequest
     _number: int = 0
     _where: Started | None = None
@@ -187,20 +167,21 @@ class RayLauncher:
 
         return str(ray.util.get_node_ip_address()) if len(ray.nodes()) > 1 else ""
 
-    async def start(self, name: str, spec: Spec, needs: ResourceRequest) -> WorkerHandle:
+    async def start(self, name: str, spec: WorkerSpec) -> WorkerHandle:
         """Start an actor on a machine with the required resources; placement may take a while."""
         import ray
 
-        options: dict[str, object] = {
-            "num_cpus": needs.cpus,
-            "num_gpus": needs.gpus,
-            "resources": needs.resources or None,
-            "scheduling_strategy": "SPREAD",
-            "max_concurrency": _AT_ONCE,
-            "max_restarts": 0,
-        }
+        needs = spec.needs
         try:
-            return RayWorkerHandle(name, ray.remote(RayActor).options(**options).remote(spec), needs)
+            actor = ray.remote(RayActor).options(
+                num_cpus=needs.cpus,
+                num_gpus=needs.gpus,
+                resources=needs.resources or None,
+                scheduling_strategy="SPREAD",
+                max_concurrency=_AT_ONCE,
+                max_restarts=0,
+            )
+            return RayWorkerHandle(name, actor.remote(spec), needs)
         except (ValueError, TypeError) as error:
             raise LudusError(f"Ray cannot start {name}: {_words(error)}") from error
 
@@ -235,9 +216,8 @@ def _start_here(needs: list[ResourceRequest]) -> None:
         # Ray's error if its processes take longer than its 30 s timeout
         raise UserError(
             f"Ray did not start on this machine: {_words(error)}",
-            "Ray's own timeout is 30 s, independent of cluster.startup_timeout_s. Retry with less load "
-            "on the machine, "
-            "or use --cluster local.",
+            "Ray's own timeout is 30 s, independent of cluster.startup_timeout_s. Retry with less load on the "
+            "machine, or use --cluster local.",
         ) from error
 
 

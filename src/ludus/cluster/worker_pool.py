@@ -14,11 +14,11 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 
-from ludus.cluster.protocol import Heartbeat, Ping, Shutdown, Started, StartRole, WorkerHandle, failed
+from ludus.cluster.protocol import Command, Heartbeat, Role, Started, WorkerHandle, failed
 from ludus.errors import LudusError
 
-_PULSE_S = 1.0
-_GOODBYE_S = 5.0
+_HEARTBEAT_S = 1.0
+_SHUTDOWN_S = 5.0
 _DRAIN_S = 600.0
 """Timeout of draining a member that leaves."""
 
@@ -39,7 +39,7 @@ class PoolMember:
     serial: int = -1
     leaves: bool = False
     since: float = field(default_factory=time.monotonic)
-    pulse: Heartbeat = field(default_factory=Heartbeat)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     watch: asyncio.Task[None] | None = None
 
 
@@ -62,14 +62,14 @@ class PoolLimits:
 
 @dataclass
 class WorkerPool:
-    """Workers by number. `start` launches the worker of a number."""
+    """Workers by number. `start` launches the worker of a number; `joined` and `left` are called with a member."""
 
-    kind: str
+    kind: Role
     target: int
     start: Callable[[int], Awaitable[WorkerHandle]]
     limits: PoolLimits
-    joined: Callable[[PoolMember], Awaitable[None]]
-    left: Callable[[PoolMember], Coroutine[None, None, None]]
+    joined: Callable[[PoolMember], Awaitable[None]] | None = None
+    left: Callable[[PoolMember], Coroutine[None, None, None]] | None = None
     members: dict[int, PoolMember] = field(default_factory=dict)
     num_lost: int = 0
     num_gone: int = 0
@@ -90,10 +90,7 @@ class WorkerPool:
         if self.failed is not None or self._closed:
             return
         for _ in range(self.target - len(self.members) - len(self._starting)):
-            task = asyncio.create_task(self._fill())
-            self._starting.add(task)
-            task.add_done_callback(self._starting.discard)
-            task.add_done_callback(self._failing.discard)
+            _track(self._starting, self._fill()).add_done_callback(self._failing.discard)
         too_many = max(0, len(self.members) - self.target)
         for member in sorted(self.members.values(), key=lambda m: m.busy)[:too_many]:
             self.let_go(member)
@@ -124,7 +121,7 @@ class WorkerPool:
     async def give_back(self, member: PoolMember) -> None:
         """Release a reservation."""
         member.busy -= 1
-        await self._tell()
+        await self._notify()
 
     async def check(self) -> None:
         """Ping all members now."""
@@ -135,14 +132,10 @@ class WorkerPool:
         if self.members.get(member.number) is not member:
             return
         log.warning("%s %d is lost, starting a replacement: %s", self.kind, member.number, error)
-        self._count_loss()
-        self._drop(member)
-        await self._fail_if_over(error)
-        self.later(self.left(member))
-        ending = asyncio.create_task(self._end(member))
-        self._ending.add(ending)
-        ending.add_done_callback(self._ending.discard)
-        await asyncio.shield(ending)
+        await self._record_loss(error, member)
+        if self.left is not None:
+            self.later(self.left(member))
+        await asyncio.shield(_track(self._ending, self._end(member)))
 
     def retire(self, member: PoolMember, error: LudusError) -> None:
         """Drain and replace a member that cannot take more work; not counted as a loss."""
@@ -177,7 +170,7 @@ class WorkerPool:
         assert task is not None
         while not await self._start() and self.failed is None:
             self._failing.add(task)
-            await self._tell()
+            await self._notify()
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, self.limits.longest_wait_s)
             if len(self.members) + len(self._starting) > self.target:
@@ -185,7 +178,7 @@ class WorkerPool:
         self._starting.discard(task)
         self._failing.discard(task)
         self.keep()
-        await self._tell()
+        await self._notify()
 
     async def _start(self) -> bool:
         """Start a member; return whether it succeeded."""
@@ -194,7 +187,7 @@ class WorkerPool:
         self._number += 1
         try:
             remote = await self.start(number)
-            started = await remote.call(StartRole(), self.limits.start_s)
+            started = await remote.call(Command.START, self.limits.start_s)
             assert isinstance(started, Started)
             member = PoolMember(number, remote, started)
             await self._while_it_answers(member, self._join(member))
@@ -205,7 +198,9 @@ class WorkerPool:
         except Exception as error:  # boundary: raised by callers that wait for a member
             if remote is not None:
                 await remote.kill()
-            await self._not_started(number, failed(error).error or LudusError(str(error)))
+            cause = failed(error).error or LudusError(str(error))
+            log.warning("%s %d did not start: %s", self.kind, number, cause)
+            await self._record_loss(cause)
             return False
         return True
 
@@ -225,7 +220,8 @@ class WorkerPool:
 
     async def _join(self, member: PoolMember) -> None:
         """Admit and list a member in one step, so that it misses no later message."""
-        await self.joined(member)
+        if self.joined is not None:
+            await self.joined(member)
         self._ever = True
         self.members[member.number] = member
         member.watch = asyncio.create_task(self._watch(member))
@@ -235,51 +231,45 @@ class WorkerPool:
     async def _silence(self, member: PoolMember) -> LudusError:
         """Wait until a member stops answering pings; return the error."""
         while True:
-            await asyncio.sleep(_PULSE_S)
+            await asyncio.sleep(_HEARTBEAT_S)
             try:
-                await member.remote.call(Ping(), self.limits.heartbeat_timeout_s)
+                await self._heartbeat(member)
             except LudusError as error:
                 return error
 
     async def _end(self, member: PoolMember) -> None:
         await member.remote.kill()
         self.keep()
-        await self._tell()
+        await self._notify()
 
-    async def _not_started(self, number: int, error: LudusError) -> None:
-        log.warning("%s %d did not start: %s", self.kind, number, error)
-        self._count_loss()
-        await self._fail_if_over(error)
-
-    def _count_loss(self) -> None:
+    async def _record_loss(self, error: LudusError, member: PoolMember | None = None) -> None:
+        """Count a loss. The pool fails if no member is left and losses continue, or if no first member started."""
         now = time.monotonic()
-        if any(now - member.since >= self.limits.proven_s for member in self.members.values()):
+        if any(now - other.since >= self.limits.proven_s for other in self.members.values()):
             self._lost_in_a_row = 0
         self._lost_in_a_row += 1
         self.num_lost += 1
-
-    async def _fail_if_over(self, error: LudusError) -> None:
-        """Mark the pool as failed if no member is left and losses continue, or no first member started."""
+        if member is not None:
+            self._drop(member)
         if not self._ever or (not self.members and self._lost_in_a_row > self.limits.restarts):
-            await self._fail(error)
-
-    async def _fail(self, error: LudusError) -> None:
-        self.failed = type(error)(f"The cluster has no {self.kind} left: {error.message}", error.hint)
-        await self._tell()
+            self.failed = type(error)(f"The cluster has no {self.kind} left: {error.message}", error.hint)
+            await self._notify()
 
     async def _watch(self, member: PoolMember) -> None:
         while self.members.get(member.number) is member:
             await self._ping(member)
-            await asyncio.sleep(_PULSE_S)
+            await asyncio.sleep(_HEARTBEAT_S)
 
     async def _ping(self, member: PoolMember) -> None:
         try:
-            pulse = await member.remote.call(Ping(), self.limits.heartbeat_timeout_s)
+            member.heartbeat = await self._heartbeat(member)
         except LudusError as error:
             self.later(self.lose(member, error))
-            return
-        assert isinstance(pulse, Heartbeat)
-        member.pulse = pulse
+
+    async def _heartbeat(self, member: PoolMember) -> Heartbeat:
+        heartbeat = await member.remote.call(Command.PING, self.limits.heartbeat_timeout_s)
+        assert isinstance(heartbeat, Heartbeat)
+        return heartbeat
 
     def _drop(self, member: PoolMember) -> None:
         self.members.pop(member.number, None)
@@ -297,22 +287,18 @@ class WorkerPool:
         """Wait for a member's requests in flight, then stop it."""
         try:
             async with asyncio.timeout(_DRAIN_S):
-                await self._while_it_answers(member, self.left(member))
-                while await self._under_way(member) or member.busy:
-                    await asyncio.sleep(_PULSE_S / 4)
+                if self.left is not None:
+                    await self._while_it_answers(member, self.left(member))
+                while (await self._heartbeat(member)).under_way or member.busy:
+                    await asyncio.sleep(_HEARTBEAT_S / 4)
         except (TimeoutError, LudusError) as error:
             log.warning("%s %d leaves before its work is done: %s", self.kind, member.number, error)
         finally:
             await self._stop(member.remote)
 
-    async def _under_way(self, member: PoolMember) -> int:
-        pulse = await member.remote.call(Ping(), self.limits.heartbeat_timeout_s)
-        assert isinstance(pulse, Heartbeat)
-        return pulse.under_way
-
     async def _stop(self, remote: WorkerHandle) -> None:
         try:
-            await remote.call(Shutdown(), _GOODBYE_S)
+            await remote.call(Command.SHUTDOWN, _SHUTDOWN_S)
         except LudusError as error:
             log.info("a %s did not stop in time: %s", self.kind, error)
         finally:
@@ -324,12 +310,18 @@ class WorkerPool:
         if self.failed is not None:
             raise self.failed
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
     def later(self, work: Coroutine[None, None, None]) -> None:
         """Run work in the background until the pool closes."""
-        task = asyncio.create_task(work)
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        _track(self._leaving, work)
+
+
+def _track(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    """Start work as a task that is in the set until it is done."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
@@ -98,7 +98,7 @@ class _Relabel(BaseModel):
 class _Rpc(BaseModel):
     method: str
     args: list[str] = []
-    keywords: dict[str, ServerPath] = Field({}, alias="kwargs")
+    keywords: dict[str, ServerPath] = Field({}, validation_alias=AliasChoices("kwargs"))
 
 
 class _LoadAdapter(BaseModel):
