@@ -140,14 +140,14 @@ def test_a_pool_that_grows_lets_nobody_go_and_one_that_shrinks_stops_the_rest():
     async def scenario():
         made, start = recorded()
         pool, joined, left = make_pool(start)
-        pool.keep()
-        await pool.full()
+        pool.reconcile()
+        await pool.wait_until_full()
         pool.target = 4
-        pool.keep()
-        await pool.full()
+        pool.reconcile()
+        await pool.wait_until_full()
         assert (sorted(pool.members), sorted(joined), left) == ([0, 1, 2, 3], [0, 1, 2, 3], [])
         pool.target = 1
-        pool.keep()
+        pool.reconcile()
         await until(lambda: len(left) == 3, 10)
         assert len(pool.members) == 1
         assert pool.num_lost == 0
@@ -161,8 +161,8 @@ def test_a_pool_replaces_what_dies_and_what_is_silent():
     async def scenario():
         made, start = recorded()
         pool, joined, left = make_pool(start)
-        pool.keep()
-        await pool.full()
+        pool.reconcile()
+        await pool.wait_until_full()
         made[0].dead = made[1].silent = True
         await until(lambda: sorted(pool.members) == [2, 3], 10)
         assert sorted(joined) == [0, 1, 2, 3]
@@ -182,14 +182,14 @@ def test_a_pool_that_loses_more_than_it_may_says_why():
             return FakeRemote(number)
 
         pool, _, _ = make_pool(start, target=1, restarts=1)
-        pool.keep()
-        await pool.full()
+        pool.reconcile()
+        await pool.wait_until_full()
         for _ in range(2):
-            await pool.some()
+            await pool.wait_for_any()
             (member,) = pool.members.values()
-            await pool.lose(member, WorkerDied("The machine burns."))
+            await pool.replace_dead(member, WorkerDied("The machine burns."))
         with pytest.raises(WorkerDied, match="no worker left: The machine burns") as caught:
-            await pool.some()
+            await pool.wait_for_any()
         assert caught.value.exit_code == 7
         await pool.close()
 
@@ -202,9 +202,9 @@ def test_a_pool_whose_first_member_does_not_start_raises_its_words_at_once():
             raise UserError("There is no folder.", "Make one.")
 
         pool, _, _ = make_pool(start)
-        pool.keep()
+        pool.reconcile()
         with pytest.raises(UserError, match=r"There is no folder\. Make one\."):
-            await pool.full()
+            await pool.wait_until_full()
         await pool.close()
 
     asyncio.run(scenario())
@@ -221,12 +221,12 @@ def test_a_pool_with_a_member_left_goes_on_and_tries_again_ever_more_seldom(capl
             return FakeRemote(number)
 
         pool, _, _ = make_pool(start, restarts=2, wait_s=0.02, longest_wait_s=0.08)
-        pool.keep()
-        await pool.full()
+        pool.reconcile()
+        await pool.wait_until_full()
         room.clear()
-        await pool.lose(pool.members[1], WorkerDied("Its machine is gone."))
+        await pool.replace_dead(pool.members[1], WorkerDied("Its machine is gone."))
         await until(lambda: len(tries) >= 8)
-        await pool.some()
+        await pool.wait_for_any()
         assert (list(pool.members), pool.failed) == ([0], None)
         waits = [after - before for before, after in itertools.pairwise(tries[2:])]
         assert all(wait > 0.9 * least for wait, least in zip(waits, (0.02, 0.04, 0.08, 0.08), strict=False))
@@ -247,10 +247,10 @@ def test_a_pool_that_finds_no_room_for_all_is_what_it_can_be():
             return FakeRemote(number)
 
         pool, _, _ = make_pool(start, target=0)
-        await pool.full()
+        await pool.wait_until_full()
         pool, _, _ = make_pool(start, target=4, wait_s=60.0)
-        pool.keep()
-        await asyncio.wait_for(pool.full(), 10)
+        pool.reconcile()
+        await asyncio.wait_for(pool.wait_until_full(), 10)
         assert sorted(pool.members) == [0, 1]
         await pool.close()
 
@@ -265,11 +265,11 @@ def test_a_pool_that_has_nobody_left_and_cannot_replace_them_says_why():
             return FakeRemote(number)
 
         pool, _, _ = make_pool(start, target=1, restarts=3, wait_s=0.01)
-        pool.keep()
-        await pool.full()
-        await pool.lose(pool.members[0], WorkerDied("It is gone."))
+        pool.reconcile()
+        await pool.wait_until_full()
+        await pool.replace_dead(pool.members[0], WorkerDied("It is gone."))
         with pytest.raises(UserError, match="no worker left: There is no room"):
-            await pool.some()
+            await pool.wait_for_any()
         assert pool.num_lost == 4
         await pool.close()
 
@@ -281,11 +281,11 @@ def test_losses_are_forgotten_where_a_member_has_lived_for_long(proven_s, goes_o
     async def scenario():
         _, start = recorded()
         pool, _, _ = make_pool(start, target=1, restarts=2, proven_s=proven_s)
-        pool.keep()
+        pool.reconcile()
         for _ in range(3):
-            await pool.some()
+            await pool.wait_for_any()
             (member,) = pool.members.values()
-            await pool.lose(member, WorkerDied("It is gone."))
+            await pool.replace_dead(member, WorkerDied("It is gone."))
         assert (pool.failed is None) == goes_on
         await pool.close()
 
@@ -301,23 +301,23 @@ def test_what_leaves_a_pool_ends_its_work_first():
             return made[-1]
 
         pool, _, left = make_pool(start, heartbeat_timeout_s=5)
-        pool.keep()
-        await pool.full()
+        pool.reconcile()
+        await pool.wait_until_full()
         member = await pool.take(1)
         other = await pool.take(1)
         assert {member.number, other.number} == {0, 1}
-        await pool.give_back(other)
+        await pool.release(other)
         pool.target = 1
-        pool.keep()
+        pool.reconcile()
         await until(lambda: left)
         assert left == [other.number]
         pool.target = 0
-        pool.keep()
+        pool.reconcile()
         await until(lambda: len(left) == 2)
         await asyncio.sleep(0.4)
         assert sorted(left) == [0, 1]
         assert not member.remote.killed
-        await pool.give_back(member)
+        await pool.release(member)
         await until(lambda: member.remote.killed)
         assert any(message is Command.SHUTDOWN for message in member.remote.said)
         await pool.close()

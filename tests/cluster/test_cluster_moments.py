@@ -144,14 +144,14 @@ def test_a_member_is_replaced_also_where_whoever_lost_it_is_cancelled():
             return made[-1]
 
         pool, _, _ = make_pool(start, target=1, heartbeat_timeout_s=5)
-        pool.keep()
-        await pool.full()
-        losing = asyncio.create_task(pool.lose(pool.members[0], WorkerDied("It is gone.")))
+        pool.reconcile()
+        await pool.wait_until_full()
+        losing = asyncio.create_task(pool.replace_dead(pool.members[0], WorkerDied("It is gone.")))
         await until(lambda: not pool.members, 5)
         losing.cancel()
         await asyncio.wait({losing})
         made[0].may_end.set()
-        await asyncio.wait_for(pool.some(), 5)
+        await asyncio.wait_for(pool.wait_for_any(), 5)
         assert (made[0].killed, list(pool.members)) == (True, [1])
         await pool.close()
 
@@ -167,9 +167,9 @@ def test_a_pool_that_closes_waits_for_the_end_of_what_was_lost():
             return made[-1]
 
         pool, _, _ = make_pool(start, target=1, heartbeat_timeout_s=5)
-        pool.keep()
-        await pool.full()
-        pool.later(pool.lose(pool.members[0], WorkerDied("It is gone.")))
+        pool.reconcile()
+        await pool.wait_until_full()
+        pool.run_in_background(pool.replace_dead(pool.members[0], WorkerDied("It is gone.")))
         await until(lambda: not pool.members, 5)
         closing = asyncio.create_task(pool.close())
         await asyncio.sleep(0.05)
@@ -181,7 +181,7 @@ def test_a_pool_that_closes_waits_for_the_end_of_what_was_lost():
     asyncio.run(scenario())
 
 
-def test_a_member_that_hangs_while_it_leaves_is_ended_after_its_silence():
+def test_a_member_that_hangs_while_it_leaves_is_ended_after_its_until_silent():
     async def scenario():
         made = []
 
@@ -190,13 +190,13 @@ def test_a_member_that_hangs_while_it_leaves_is_ended_after_its_silence():
             return made[-1]
 
         pool, _, left = make_pool(start, target=2)
-        pool.keep()
-        await pool.full()
+        pool.reconcile()
+        await pool.wait_until_full()
         members = [await pool.take(1), await pool.take(1)]
         working = asyncio.create_task(members[0].remote.call(JOB, 60))
-        await pool.give_back(members[1])
+        await pool.release(members[1])
         pool.target = 0
-        pool.keep()
+        pool.reconcile()
         await until(lambda: len(left) == 2, 5)
         made[members[0].number].hears = False
         with pytest.raises(WorkerDied):  # whoever waits for its work hears of it
@@ -223,9 +223,9 @@ def test_a_member_that_hangs_while_it_is_let_in_is_ended_and_another_started():
                     cancelled.append(member.number)
 
         pool.joined = joined
-        pool.keep()
-        await pool.full()
-        await pool.lose(pool.members[0], WorkerDied("It is gone."))
+        pool.reconcile()
+        await pool.wait_until_full()
+        await pool.replace_dead(pool.members[0], WorkerDied("It is gone."))
         await until(lambda: list(pool.members) == [2], 20)
         assert (made[1].killed, cancelled) == (True, [1])
         await pool.close()
@@ -312,7 +312,7 @@ def test_an_engine_that_leaves_while_the_others_prove_their_weights_proves_nothi
 def test_a_cluster_of_several_engines_rolls_while_one_of_them_is_out():
     async def scenario(group):
         await group.open()
-        await group.engines.lose(group.engines.members[0], WorkerDied("It is gone."))
+        await group.engines.replace_dead(group.engines.members[0], WorkerDied("It is gone."))
         await until(lambda: len(group.server.urls) == 1, 5)
         assert ClusterEngine(group, None, group.server).can_roll
         await group.close()

@@ -92,7 +92,7 @@ def workers(made, **changes) -> RewardWorkers:
 def test_a_scoring_whose_worker_is_lost_is_done_by_another_one_once():
     async def scenario(made):
         rewards = workers(made)
-        rewards.pool.keep()
+        rewards.pool.reconcile()
         found = await rewards.scored(TASK, PLAYED)
         await rewards.pool.close()
         return found
@@ -110,7 +110,7 @@ def test_a_late_scoring_is_a_failure_at_once_and_no_loss_of_its_worker(caplog):
     async def scenario(made):
         rewards = workers(made)
         rewards.pool.limits = PoolLimits(5, 5, 0)
-        rewards.pool.keep()
+        rewards.pool.reconcile()
         for _ in range(2):
             with pytest.raises(RewardTimeout, match=r"task t took longer than 0\.05 s") as late:
                 await rewards.scored(TASK, PLAYED)
@@ -130,12 +130,12 @@ def test_what_is_scored_beside_a_late_one_ends_before_its_worker_goes():
     async def scenario(made):
         made[0].go = asyncio.Event()
         rewards = workers(made, scorings_per_worker=2)
-        rewards.pool.keep()
-        await rewards.pool.full()
+        rewards.pool.reconcile()
+        await rewards.pool.wait_until_full()
         beside = asyncio.create_task(rewards.scored(replace(TASK, id="another"), PLAYED))
         with pytest.raises(RewardTimeout):
             await rewards.scored(TASK, PLAYED)
-        await rewards.pool.full()
+        await rewards.pool.wait_until_full()
         assert list(rewards.pool.members) == [1]
         assert not made[0].killed
         made[0].go.set()
@@ -151,7 +151,7 @@ def test_what_is_scored_beside_a_late_one_ends_before_its_worker_goes():
 def test_an_episode_that_ends_one_reward_worker_after_another_is_a_failure_of_its_own():
     async def scenario(made):
         rewards = workers(made)
-        rewards.pool.keep()
+        rewards.pool.reconcile()
         with pytest.raises(ScoringLost, match=f"{TRIES} reward workers were lost over task t: .*2 is gone"):
             await rewards.scored(TASK, PLAYED)
         made[TRIES].ends = False
@@ -166,7 +166,7 @@ def test_a_pool_of_reward_workers_that_cannot_go_on_stops_the_run_and_no_episode
     async def scenario(made):
         rewards = workers(made)
         rewards.pool.limits = PoolLimits(5, 5, 0)
-        rewards.pool.keep()
+        rewards.pool.reconcile()
         with pytest.raises(WorkerDied, match="no reward worker left"):
             await rewards.scored(TASK, PLAYED)
         await rewards.pool.close()
@@ -273,7 +273,7 @@ def test_a_scoring_that_is_given_up_keeps_its_place_until_it_has_ended(host, mon
     async def scenario():
         near = Near(host)
         rewards = workers([near], scoring_timeout_s=20)
-        rewards.pool.keep()
+        rewards.pool.reconcile()
         for place in places:
             place.mkdir()
         played = [replace(PLAYED, sample=n, tags={"waits": str(place)}) for n, place in enumerate(places)]

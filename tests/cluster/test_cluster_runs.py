@@ -219,7 +219,7 @@ def test_what_an_actor_of_ray_cannot_read_is_no_lost_actor():
     async def calls():
         remote = RayWorkerHandle("worker 1", ray.remote(Echo).options(num_cpus=0).remote(), ResourceRequest())
         first = await remote.call(Command.PING, 60)
-        with pytest.raises(LudusError, match="cannot be read there: invalid literal") as met:
+        with pytest.raises(LudusError, match="cannot be unpickled by the receiving process: invalid literal") as met:
             await remote.call(Unreadable(), 60)
         assert not isinstance(met.value, WorkerDied)
         return first, await remote.call(Command.PING, 60)

@@ -53,7 +53,7 @@ class RewardWorkers:
         for _ in range(TRIES):
             member = await self.pool.take(self.config.scorings_per_worker)
             asked = asyncio.create_task(self._asked(member, ScoreJob(task, trajectory)))
-            self.pool.later(_end_of(asked))
+            self.pool.run_in_background(_end_of(asked))
             try:
                 scores = await asyncio.shield(asked)
                 found = replace(trajectory, rewards=scores.parts, reward=scores.total)
@@ -79,10 +79,10 @@ class RewardWorkers:
             if isinstance(error.__cause__, TimeoutError):
                 self.pool.retire(member, error)
             else:
-                await self.pool.lose(member, error)
+                await self.pool.replace_dead(member, error)
             raise
         finally:
-            await self.pool.give_back(member)
+            await self.pool.release(member)
 
 
 async def _end_of(asked: asyncio.Task[RewardScores]) -> None:

@@ -123,9 +123,9 @@ class WorkerGroup:
         if self.plan.urls:
             self.server = await asyncio.to_thread(self.plan.connect, list(self.plan.urls))
         for pool in self.pools:
-            pool.keep()
+            pool.reconcile()
         for pool in self.pools:
-            await pool.full()
+            await pool.wait_until_full()
         await self._send_engines()
 
     async def scale(self, *targets: int | None) -> None:
@@ -133,9 +133,9 @@ class WorkerGroup:
         for pool, target in zip(self.pools, targets, strict=False):
             if target is not None:
                 pool.target = target
-                pool.keep()
+                pool.reconcile()
         for pool in self.pools:
-            await pool.full()
+            await pool.wait_until_full()
 
     async def change_engines(self, by: int, number: int | None = None) -> None:
         """Change the number of engines by `by`; if it is -1, `number` selects the engine to remove.
@@ -150,14 +150,14 @@ class WorkerGroup:
             raise UserError(f"The run has no engine {number}.", f"It has: {known}.")
         pool.target += by
         if number is not None:
-            pool.let_go(pool.members[number])
-        pool.keep()
-        await pool.full()
+            pool.drain(pool.members[number])
+        pool.reconcile()
+        await pool.wait_until_full()
 
     async def play(self, message: PlayJob, deadline_s: float) -> Trajectory:
         """Run an attempt on the least busy worker. Raises its error or `WorkerLost`."""
         if not self.plan.urls:
-            await self.engines.some()
+            await self.engines.wait_for_any()
         member = await self.workers.take(self.plan.config.episodes_per_worker)
         name = engine_name(message.play, message.job.key)
         try:
@@ -165,12 +165,12 @@ class WorkerGroup:
                 message = replace(message, pin=await self.rolling.place(name))
             found = await member.remote.call(message, deadline_s)
         except WorkerDied as error:
-            await self.workers.doubt(member, error)
+            await self.workers.handle_error(member, error)
             raise WorkerLost(error.message) from error
         finally:
             if self.rolling is not None:
                 self.rolling.release(name)
-            await self.workers.give_back(member)
+            await self.workers.release(member)
         assert isinstance(found, Trajectory)
         if (rewards := self.rewards) is None:
             return found
@@ -216,7 +216,7 @@ class WorkerGroup:
         """Query the engines; retry once if one is dead or was removed."""
         for attempt in range(_TRIES):
             if not self.plan.urls:
-                await self.engines.some()
+                await self.engines.wait_for_any()
             assert self.server is not None
             gone = self._departures
             try:
@@ -270,7 +270,7 @@ class WorkerGroup:
         if self.server is None or self._closing:
             return
         try:
-            if member.leaves and self.rolling is not None:
+            if member.is_draining and self.rolling is not None:
                 await self.rolling.empty(member.started.url)
         finally:
             if not self._closing:
@@ -293,7 +293,7 @@ class WorkerGroup:
         try:
             await self._send(member)
         except WorkerDied as error:
-            await self.workers.lose(member, error)
+            await self.workers.replace_dead(member, error)
         except LudusError:  # an engine in the set is already gone; the next set omits it
             return
 

@@ -29,7 +29,7 @@ log = logging.getLogger("ludus.cluster")
 class PoolMember:
     """Ready worker. `busy` counts its requests in flight.
 
-    A member that `leaves` is draining; other removed members are dead.
+    A member that `is_draining` finishes its requests; other removed members are dead.
     """
 
     number: int
@@ -37,7 +37,7 @@ class PoolMember:
     started: Started
     busy: int = 0
     serial: int = -1
-    leaves: bool = False
+    is_draining: bool = False
     since: float = field(default_factory=time.monotonic)
     heartbeat: Heartbeat = field(default_factory=Heartbeat)
     watch: asyncio.Task[None] | None = None
@@ -78,14 +78,14 @@ class WorkerPool:
     _number: int = 0
     _ever: bool = False
     _closed: bool = False
-    _lost_in_a_row: int = 0
+    _consecutive_losses: int = 0
     _starting: set[asyncio.Task[None]] = field(default_factory=set)
     _failing: set[asyncio.Task[None]] = field(default_factory=set)
     _leaving: set[asyncio.Task[None]] = field(default_factory=set)
     _ending: set[asyncio.Task[None]] = field(default_factory=set)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    def keep(self) -> None:
+    def reconcile(self) -> None:
         """Start missing members and release surplus ones."""
         if self.failed is not None or self._closed:
             return
@@ -93,9 +93,9 @@ class WorkerPool:
             _track(self._starting, self._fill()).add_done_callback(self._failing.discard)
         too_many = max(0, len(self.members) - self.target)
         for member in sorted(self.members.values(), key=lambda m: m.busy)[:too_many]:
-            self.let_go(member)
+            self.drain(member)
 
-    async def full(self) -> None:
+    async def wait_until_full(self) -> None:
         """Wait until all members are ready, or some if the others fail to start and are retried.
 
         Raises the cause if the pool has failed.
@@ -107,7 +107,7 @@ class WorkerPool:
 
         await self._until(holds)
 
-    async def some(self) -> None:
+    async def wait_for_any(self) -> None:
         """Wait until one member is ready. Raises the cause if the pool has failed."""
         await self._until(lambda: bool(self.members))
 
@@ -118,7 +118,7 @@ class WorkerPool:
         member.busy += 1
         return member
 
-    async def give_back(self, member: PoolMember) -> None:
+    async def release(self, member: PoolMember) -> None:
         """Release a reservation."""
         member.busy -= 1
         await self._notify()
@@ -127,14 +127,14 @@ class WorkerPool:
         """Ping all members now."""
         await asyncio.gather(*(self._ping(member) for member in tuple(self.members.values())))
 
-    async def lose(self, member: PoolMember, error: LudusError) -> None:
+    async def replace_dead(self, member: PoolMember, error: LudusError) -> None:
         """Kill and replace an unresponsive member, even if the caller is cancelled."""
         if self.members.get(member.number) is not member:
             return
         log.warning("%s %d is lost, starting a replacement: %s", self.kind, member.number, error)
         await self._record_loss(error, member)
         if self.left is not None:
-            self.later(self.left(member))
+            self.run_in_background(self.left(member))
         await asyncio.shield(_track(self._ending, self._end(member)))
 
     def retire(self, member: PoolMember, error: LudusError) -> None:
@@ -142,15 +142,15 @@ class WorkerPool:
         if self.members.get(member.number) is not member:
             return
         log.warning("%s %d is replaced: %s", self.kind, member.number, error)
-        self.let_go(member)
-        self.keep()
+        self.drain(member)
+        self.reconcile()
 
-    async def doubt(self, member: PoolMember, error: LudusError) -> None:
+    async def handle_error(self, member: PoolMember, error: LudusError) -> None:
         """Handle a failed request: lose the member, unless it was a timeout and the member answers a ping."""
         if isinstance(error.__cause__, TimeoutError):
             await self._ping(member)
         else:
-            await self.lose(member, error)
+            await self.replace_dead(member, error)
 
     async def close(self) -> None:
         """Stop all members; kill those that do not stop."""
@@ -177,7 +177,7 @@ class WorkerPool:
                 break
         self._starting.discard(task)
         self._failing.discard(task)
-        self.keep()
+        self.reconcile()
         await self._notify()
 
     async def _start(self) -> bool:
@@ -190,7 +190,7 @@ class WorkerPool:
             started = await remote.call(Command.START, self.limits.start_s)
             assert isinstance(started, Started)
             member = PoolMember(number, remote, started)
-            await self._while_it_answers(member, self._join(member))
+            await self._while_alive(member, self._join(member))
         except asyncio.CancelledError:
             if remote is not None:
                 await remote.kill()
@@ -204,10 +204,10 @@ class WorkerPool:
             return False
         return True
 
-    async def _while_it_answers(self, member: PoolMember, work: Coroutine[None, None, None]) -> None:
+    async def _while_alive(self, member: PoolMember, work: Coroutine[None, None, None]) -> None:
         """Run work on a member while it answers pings. Raises the error of either."""
         doing = asyncio.create_task(work)
-        silence = asyncio.create_task(self._silence(member))
+        silence = asyncio.create_task(self._until_silent(member))
         try:
             await asyncio.wait({doing, silence}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -228,7 +228,7 @@ class WorkerPool:
         where = member.started
         log.info("%s %d runs at %s (%d)", self.kind, member.number, where.host, where.pid)
 
-    async def _silence(self, member: PoolMember) -> LudusError:
+    async def _until_silent(self, member: PoolMember) -> LudusError:
         """Wait until a member stops answering pings; return the error."""
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
@@ -239,19 +239,19 @@ class WorkerPool:
 
     async def _end(self, member: PoolMember) -> None:
         await member.remote.kill()
-        self.keep()
+        self.reconcile()
         await self._notify()
 
     async def _record_loss(self, error: LudusError, member: PoolMember | None = None) -> None:
         """Count a loss. The pool fails if no member is left and losses continue, or if no first member started."""
         now = time.monotonic()
         if any(now - other.since >= self.limits.proven_s for other in self.members.values()):
-            self._lost_in_a_row = 0
-        self._lost_in_a_row += 1
+            self._consecutive_losses = 0
+        self._consecutive_losses += 1
         self.num_lost += 1
         if member is not None:
             self._drop(member)
-        if not self._ever or (not self.members and self._lost_in_a_row > self.limits.restarts):
+        if not self._ever or (not self.members and self._consecutive_losses > self.limits.restarts):
             self.failed = type(error)(f"The cluster has no {self.kind} left: {error.message}", error.hint)
             await self._notify()
 
@@ -264,7 +264,7 @@ class WorkerPool:
         try:
             member.heartbeat = await self._heartbeat(member)
         except LudusError as error:
-            self.later(self.lose(member, error))
+            self.run_in_background(self.replace_dead(member, error))
 
     async def _heartbeat(self, member: PoolMember) -> Heartbeat:
         heartbeat = await member.remote.call(Command.PING, self.limits.heartbeat_timeout_s)
@@ -277,18 +277,18 @@ class WorkerPool:
         if member.watch is not None and member.watch is not asyncio.current_task():
             member.watch.cancel()
 
-    def let_go(self, member: PoolMember) -> None:
+    def drain(self, member: PoolMember) -> None:
         """Drain and stop a member."""
-        member.leaves = True
+        member.is_draining = True
         self._drop(member)
-        self.later(self._drain(member))
+        self.run_in_background(self._drain(member))
 
     async def _drain(self, member: PoolMember) -> None:
         """Wait for a member's requests in flight, then stop it."""
         try:
             async with asyncio.timeout(_DRAIN_S):
                 if self.left is not None:
-                    await self._while_it_answers(member, self.left(member))
+                    await self._while_alive(member, self.left(member))
                 while (await self._heartbeat(member)).under_way or member.busy:
                     await asyncio.sleep(_HEARTBEAT_S / 4)
         except (TimeoutError, LudusError) as error:
@@ -314,7 +314,7 @@ class WorkerPool:
         async with self._changed:
             self._changed.notify_all()
 
-    def later(self, work: Coroutine[None, None, None]) -> None:
+    def run_in_background(self, work: Coroutine[None, None, None]) -> None:
         """Run work in the background until the pool closes."""
         _track(self._leaving, work)
 

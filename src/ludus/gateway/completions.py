@@ -6,14 +6,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ludus.gateway.protocol.detokenize import (
-    GrowingText,
-    Scored,
-    TextRules,
-    prompt_logprobs,
-    text_logprobs,
-    token_texts,
-)
+from ludus.chat.render import decode_exactly
+from ludus.gateway.protocol.detokenize import GrowingText, Scored, TextRules, prompt_logprobs, text_logprobs
 from ludus.gateway.protocol.requests import BadRequest, CompletionRequest
 from ludus.gateway.protocol.responses import JsonBody, response_body, version_spans
 from ludus.gateway.service import CompletionService, choices
@@ -126,7 +120,7 @@ def _choice(
         text = TextRules(tokenizer, skip_special=request.skip_special_tokens).text(echoed, "length")
         text += rules.text(done.tokens, done.finish_reason)
     else:
-        text = "".join(token_texts(tokenizer, echoed))
+        text = "".join(decode_exactly(tokenizer, [token]) for token in echoed)
     choice = _bare_choice(index, text, done.finish_reason)
     choice["stop_reason"] = rules.stop_reason(done, asked.params, service.model.end_ids)
     names = service.token_names(request)

@@ -184,7 +184,7 @@ class _Body:
             self._ended = True
             words = "The body did not arrive in time"
             raise HTTPException(_TIMEOUT, words, {"Connection": "close"}) from error
-        self._ended = message["type"] != "http.request" or not message.get("more_body", False)
+        self._ended = not message.get("more_body", False)
         if message["type"] == "http.request":
             self.gate.take(self, len(message.get("body", b"")))
         return message
@@ -195,8 +195,7 @@ class _Body:
         with suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_S):
                 while not self._ended:
-                    more = await self._receive()
-                    self._ended = more["type"] != "http.request" or not more.get("more_body", False)
+                    self._ended = not (await self._receive()).get("more_body", False)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

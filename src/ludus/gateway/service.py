@@ -119,21 +119,13 @@ class AdapterTable:
             if not adapter.users:
                 await self.engine.unload_adapter(adapter.key)
 
-    @contextmanager
-    def using(self, adapter: GatewayAdapter | None) -> Iterator[str | None]:
-        """Hold an adapter during the block; yield its name in the engine."""
-        if adapter is None:
-            yield None
-            return
-        adapter.users += 1
-        try:
-            yield adapter.key
-        finally:
-            adapter.users -= 1
-            if adapter.is_leaving and not adapter.users:
-                task = asyncio.get_running_loop().create_task(self.engine.unload_adapter(adapter.key))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+    def release(self, adapter: GatewayAdapter) -> None:
+        """Note the end of a request; unload an adapter that is leaving once it is unused."""
+        adapter.users -= 1
+        if adapter.is_leaving and not adapter.users:
+            task = asyncio.get_running_loop().create_task(self.engine.unload_adapter(adapter.key))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -306,16 +298,23 @@ class CompletionService:
 
     @contextmanager
     def under(self, model: str | None) -> Iterator[str | None]:
-        """Hold the engine's adapter for a request's `model` during the block."""
-        with self.adapters.using(self.adapter(model)) as key:
-            yield key
+        """Hold the adapter of a request's `model` during the block; yield its name in the engine."""
+        adapter = self.adapter(model)
+        if adapter is None:
+            yield None
+            return
+        adapter.users += 1
+        try:
+            yield adapter.key
+        finally:
+            self.adapters.release(adapter)
 
     async def sample(
         self, name: str, asked: Sequence[tuple[tuple[int, ...], SamplingParams]], adapter: str | None
     ) -> list[Completion]:
         """Sample a completion per prompt concurrently; choice `i` has the id `NAME-i`."""
         requests = _requests(name, asked, adapter)
-        with self._noted(requests):
+        with self._registered(requests):
             return await self.engine.generate_batch(requests)
 
     async def stream(
@@ -332,7 +331,7 @@ class CompletionService:
             except Exception as error:  # boundary: raised by the consumer of the pieces
                 queue.put_nowait((index, error))
 
-        with self._noted(requests):
+        with self._registered(requests):
             tasks = [asyncio.create_task(follow(i, request)) for i, request in enumerate(requests)]
             left = len(tasks)
             try:
@@ -370,7 +369,7 @@ class CompletionService:
         self.is_paused = False
 
     @contextmanager
-    def _noted(self, requests: Sequence[Request]) -> Iterator[None]:
+    def _registered(self, requests: Sequence[Request]) -> Iterator[None]:
         """Register requests as running during the block."""
         names = [request.episode for request in requests]
         self.num_requests += len(names)

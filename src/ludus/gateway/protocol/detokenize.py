@@ -102,11 +102,6 @@ class GrowingText:
         return text
 
 
-def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """Decode each token separately."""
-    return [decode_exactly(tokenizer, [token]) for token in tokens]
-
-
 @dataclass
 class TokenNames:
     """Token names: the token's text or, with `as_ids`, `token_id:N` as in vLLM."""
@@ -120,8 +115,7 @@ class TokenNames:
         """Return the token's text."""
         known = self._texts.get(token)
         if known is None:
-            (known,) = token_texts(self.tokenizer, [token])
-            self._texts[token] = known
+            known = self._texts[token] = decode_exactly(self.tokenizer, [token])
         return known
 
     def name(self, token: int) -> str:
