@@ -324,3 +324,10 @@ def test_an_episode_that_only_its_environment_can_score_is_refused_and_not_score
         scheduler.scores = False
         with pytest.raises(ConfigError, match=words):
             asyncio.run(scheduler.attempt(make_jobs(1)[0]))
+
+
+def test_reward_workers_do_not_get_the_token_of_the_engines():
+    own = plan()
+    own = replace(own, spec=replace(own.spec, token="secret"))
+    assert own.spec_of("engine").token == own.spec_of("worker").token == "secret"
+    assert own.spec_of("reward worker").token == ""

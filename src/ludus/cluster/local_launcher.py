@@ -39,9 +39,9 @@ from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import UserError
 from ludus.ipc import LENGTH, frame, numbered, python_command, read_frame, split_number
 
-_HERE = "127.0.0.1"
+_LOCALHOST = "127.0.0.1"
 _TAIL_CHARS = 2000
-_END_S = 10.0
+_KILL_TIMEOUT_S = 10.0
 
 
 @dataclass
@@ -63,13 +63,13 @@ class LocalWorkerHandle:
 
     @property
     def is_ended(self) -> bool:
-        """Whether the child was killed and cleaned up."""
+        """Whether the child was killed and its output deleted."""
         return self._tail is not None
 
     async def call(self, message: Message, deadline_s: float) -> object:
         """Send a message and return the response; see `WorkerHandle`."""
         if self._reading.done():
-            raise self._lost()
+            raise self._death()
         self._number += 1
         number, future = self._number, asyncio.get_running_loop().create_future()
         self._waiting[number] = future
@@ -92,7 +92,7 @@ class LocalWorkerHandle:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self.process.wait, _END_S)
+            await asyncio.to_thread(self.process.wait, _KILL_TIMEOUT_S)
         self.writer.close()
         self._reading.cancel()
         await asyncio.wait({self._reading})
@@ -115,9 +115,9 @@ class LocalWorkerHandle:
         finally:
             for future in self._waiting.values():
                 if not future.done():
-                    future.set_exception(self._lost())
+                    future.set_exception(self._death())
 
-    def _lost(self) -> WorkerDied:
+    def _death(self) -> WorkerDied:
         code, text = self.process.poll(), self._output_tail()
         how = "is gone" if code is None else f"has exited ({code})"
         return WorkerDied(f"{self.name} {how}{': ' + text if text else '.'}")
@@ -174,7 +174,7 @@ def run_worker(descriptor: str) -> None:
     stream = line.makefile("rb")
     if (spec := read_frame(stream)) is not None:
         hide_progress()
-        asyncio.run(_serve(line, stream, WorkerServer(pickle.loads(spec), _HERE, listen())))
+        asyncio.run(_serve(line, stream, WorkerServer(pickle.loads(spec), _LOCALHOST, listen())))
 
 
 async def _serve(line: socket.socket, stream: BinaryIO, host: WorkerServer) -> None:

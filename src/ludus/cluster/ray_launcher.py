@@ -33,9 +33,9 @@ from ludus.errors import LudusError, UserError
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
-_END_S = 60.0
+_KILL_TIMEOUT_S = 60.0
 """Timeout of killing an unresponsive actor on its machine."""
-_AT_ONCE = 10_000
+_MAX_CONCURRENCY = 10_000
 """Maximum concurrent messages of an actor; episodes are limited elsewhere."""
 
 
@@ -74,7 +74,7 @@ class RayWorkerHandle:
             self.actor.cancel.remote(number)
             raise
         except RayError as error:
-            raise _why_no_answer(self.name, error) from error
+            raise _convert_error(self.name, error) from error
         repeat(self.name, answer.records)
         value = answer.take()
         if isinstance(value, Started):
@@ -99,28 +99,28 @@ class RayWorkerHandle:
         if where is None:
             return
         if where.host == ray.util.get_node_ip_address():
-            _end(where.pid)
+            _kill_process(where.pid)
         else:
-            await _end_there(where)
+            await _kill_on_node(where)
 
 
-def _why_no_answer(name: str, error: BaseException) -> LudusError:
+def _convert_error(name: str, error: BaseException) -> LudusError:
     """Convert a Ray error. Errors of the worker itself arrive as responses, so others concern decoding."""
     from ray.exceptions import RaySystemError, RayTaskError
 
     if isinstance(error, RayTaskError) and isinstance(error.cause, RaySystemError):
         return unreadable_request(str(error.cause).splitlines()[0].removeprefix("System error: "))
-    return WorkerDied(f"{name} is lost: {_words(error)}")
+    return WorkerDied(f"{name} is lost: {_one_line(error)}")
 
 
-def _end(pid: int) -> None:
+def _kill_process(pid: int) -> None:
     """Kill an actor's process, unless its id has been reused."""
     with suppress(OSError):
         if b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
 
 
-async def _end_there(where: Started) -> None:
+async def _kill_on_node(where: Started) -> None:
     """Kill an actor through a task on its machine, if it still exists."""
     import ray
     from ray.exceptions import RayError
@@ -130,9 +130,9 @@ async def _end_there(where: Started) -> None:
     found = [n["NodeID"] for n in nodes if n["Alive"] and n["NodeManagerAddress"] == where.host]
     for node in found[:1]:
         there = NodeAffinitySchedulingStrategy(node, soft=False)
-        task = ray.remote(_end).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+        task = ray.remote(_kill_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
         with suppress(RayError, TimeoutError):
-            async with asyncio.timeout(_END_S):
+            async with asyncio.timeout(_KILL_TIMEOUT_S):
                 await task.remote(where.pid)
 
 
@@ -153,10 +153,10 @@ class RayLauncher:
             if config.address is not None:
                 ray.init(address=config.address, log_to_driver=False, logging_level="warning")
             else:
-                _start_here(needs)
+                _start_local_cluster(needs)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             raise UserError(
-                f"Cannot connect to the Ray cluster {config.address or 'of this machine'}: {_words(error)}",
+                f"Cannot connect to the Ray cluster {config.address or 'of this machine'}: {_one_line(error)}",
                 "Start it with `ray start --head`, and check cluster.address.",
             ) from error
 
@@ -178,12 +178,12 @@ class RayLauncher:
                 num_gpus=needs.gpus,
                 resources=needs.resources or None,
                 scheduling_strategy="SPREAD",
-                max_concurrency=_AT_ONCE,
+                max_concurrency=_MAX_CONCURRENCY,
                 max_restarts=0,
             )
             return RayWorkerHandle(name, actor.remote(spec), needs)
         except (ValueError, TypeError) as error:
-            raise LudusError(f"Ray cannot start {name}: {_words(error)}") from error
+            raise LudusError(f"Ray cannot start {name}: {_one_line(error)}") from error
 
     async def close(self) -> None:
         """Leave the cluster, which ends the actors; stop it if it was started here."""
@@ -193,7 +193,7 @@ class RayLauncher:
             await asyncio.to_thread(ray.shutdown)
 
 
-def _start_here(needs: list[ResourceRequest]) -> None:
+def _start_local_cluster(needs: list[ResourceRequest]) -> None:
     """Start a private cluster on this machine with resources for all workers."""
     import ray
 
@@ -215,12 +215,12 @@ def _start_here(needs: list[ResourceRequest]) -> None:
             raise
         # Ray's error if its processes take longer than its 30 s timeout
         raise UserError(
-            f"Ray did not start on this machine: {_words(error)}",
+            f"Ray did not start on this machine: {_one_line(error)}",
             "Ray's own timeout is 30 s, independent of cluster.startup_timeout_s. Retry with less load on the "
             "machine, or use --cluster local.",
         ) from error
 
 
-def _words(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines)[:1000] or type(error).__name__
