@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -23,16 +23,11 @@ from ludus.cluster.cluster import check_cluster
 from ludus.cluster.local_launcher import LocalLauncher, LocalWorkerHandle
 from ludus.cluster.log_forwarding import MOST, ForwardedRecords, LogForwarder, repeat
 from ludus.cluster.protocol import (
+    Command,
     EngineSet,
-    EngineSpec,
     Heartbeat,
-    Ping,
     PlayJob,
-    ResourceRequest,
-    Shutdown,
     Started,
-    StartRole,
-    UpdateEngines,
     WorkerDied,
     WorkerResponse,
     WorkerSpec,
@@ -89,9 +84,9 @@ class FakeRemote:
                 raise WorkerDied(f"{self.number} is silent.") from error
             raise WorkerDied(f"{self.number} is gone.")
         match message:
-            case StartRole():
+            case Command.START:
                 return Started("here", self.number, self.url)
-            case Ping():
+            case Command.PING:
                 return Heartbeat(under_way=self.under_way)
         return None
 
@@ -108,8 +103,8 @@ class FakeLauncher:
         self.urls = list(urls)
         self.made: list[FakeRemote] = []
 
-    async def start(self, name, spec, needs):
-        url = self.urls.pop(0) if isinstance(spec, EngineSpec) else ""
+    async def start(self, name, spec):
+        url = self.urls.pop(0) if spec.role == "engine" else ""
         self.made.append(FakeRemote(len(self.made), url))
         return self.made[-1]
 
@@ -145,14 +140,14 @@ def test_a_pool_that_grows_lets_nobody_go_and_one_that_shrinks_stops_the_rest():
     async def scenario():
         made, start = recorded()
         pool, joined, left = make_pool(start)
-        pool.keep()
-        await pool.full()
+        pool.reconcile()
+        await pool.wait_until_full()
         pool.target = 4
-        pool.keep()
-        await pool.full()
+        pool.reconcile()
+        await pool.wait_until_full()
         assert (sorted(pool.members), sorted(joined), left) == ([0, 1, 2, 3], [0, 1, 2, 3], [])
         pool.target = 1
-        pool.keep()
+        pool.reconcile()
         await until(lambda: len(left) == 3, 10)
         assert len(pool.members) == 1
         assert pool.num_lost == 0
@@ -166,8 +161,8 @@ def test_a_pool_replaces_what_dies_and_what_is_silent():
     async def scenario():
         made, start = recorded()
         pool, joined, left = make_pool(start)
-        pool.keep()
-        await pool.full()
+        pool.reconcile()
+        await pool.wait_until_full()
         made[0].dead = made[1].silent = True
         await until(lambda: sorted(pool.members) == [2, 3], 10)
         assert sorted(joined) == [0, 1, 2, 3]
@@ -187,14 +182,14 @@ def test_a_pool_that_loses_more_than_it_may_says_why():
             return FakeRemote(number)
 
         pool, _, _ = make_pool(start, target=1, restarts=1)
-        pool.keep()
-        await pool.full()
+        pool.reconcile()
+        await pool.wait_until_full()
         for _ in range(2):
-            await pool.some()
+            await pool.wait_for_any()
             (member,) = pool.members.values()
-            await pool.lose(member, WorkerDied("The machine burns."))
+            await pool.replace_dead(member, WorkerDied("The machine burns."))
         with pytest.raises(WorkerDied, match="no worker left: The machine burns") as caught:
-            await pool.some()
+            await pool.wait_for_any()
         assert caught.value.exit_code == 7
         await pool.close()
 
@@ -207,9 +202,9 @@ def test_a_pool_whose_first_member_does_not_start_raises_its_words_at_once():
             raise UserError("There is no folder.", "Make one.")
 
         pool, _, _ = make_pool(start)
-        pool.keep()
+        pool.reconcile()
         with pytest.raises(UserError, match=r"There is no folder\. Make one\."):
-            await pool.full()
+            await pool.wait_until_full()
         await pool.close()
 
     asyncio.run(scenario())
@@ -226,12 +221,12 @@ def test_a_pool_with_a_member_left_goes_on_and_tries_again_ever_more_seldom(capl
             return FakeRemote(number)
 
         pool, _, _ = make_pool(start, restarts=2, wait_s=0.02, longest_wait_s=0.08)
-        pool.keep()
-        await pool.full()
+        pool.reconcile()
+        await pool.wait_until_full()
         room.clear()
-        await pool.lose(pool.members[1], WorkerDied("Its machine is gone."))
+        await pool.replace_dead(pool.members[1], WorkerDied("Its machine is gone."))
         await until(lambda: len(tries) >= 8)
-        await pool.some()
+        await pool.wait_for_any()
         assert (list(pool.members), pool.failed) == ([0], None)
         waits = [after - before for before, after in itertools.pairwise(tries[2:])]
         assert all(wait > 0.9 * least for wait, least in zip(waits, (0.02, 0.04, 0.08, 0.08), strict=False))
@@ -252,10 +247,10 @@ def test_a_pool_that_finds_no_room_for_all_is_what_it_can_be():
             return FakeRemote(number)
 
         pool, _, _ = make_pool(start, target=0)
-        await pool.full()
+        await pool.wait_until_full()
         pool, _, _ = make_pool(start, target=4, wait_s=60.0)
-        pool.keep()
-        await asyncio.wait_for(pool.full(), 10)
+        pool.reconcile()
+        await asyncio.wait_for(pool.wait_until_full(), 10)
         assert sorted(pool.members) == [0, 1]
         await pool.close()
 
@@ -270,11 +265,11 @@ def test_a_pool_that_has_nobody_left_and_cannot_replace_them_says_why():
             return FakeRemote(number)
 
         pool, _, _ = make_pool(start, target=1, restarts=3, wait_s=0.01)
-        pool.keep()
-        await pool.full()
-        await pool.lose(pool.members[0], WorkerDied("It is gone."))
+        pool.reconcile()
+        await pool.wait_until_full()
+        await pool.replace_dead(pool.members[0], WorkerDied("It is gone."))
         with pytest.raises(UserError, match="no worker left: There is no room"):
-            await pool.some()
+            await pool.wait_for_any()
         assert pool.num_lost == 4
         await pool.close()
 
@@ -286,11 +281,11 @@ def test_losses_are_forgotten_where_a_member_has_lived_for_long(proven_s, goes_o
     async def scenario():
         _, start = recorded()
         pool, _, _ = make_pool(start, target=1, restarts=2, proven_s=proven_s)
-        pool.keep()
+        pool.reconcile()
         for _ in range(3):
-            await pool.some()
+            await pool.wait_for_any()
             (member,) = pool.members.values()
-            await pool.lose(member, WorkerDied("It is gone."))
+            await pool.replace_dead(member, WorkerDied("It is gone."))
         assert (pool.failed is None) == goes_on
         await pool.close()
 
@@ -306,39 +301,40 @@ def test_what_leaves_a_pool_ends_its_work_first():
             return made[-1]
 
         pool, _, left = make_pool(start, heartbeat_timeout_s=5)
-        pool.keep()
-        await pool.full()
+        pool.reconcile()
+        await pool.wait_until_full()
         member = await pool.take(1)
         other = await pool.take(1)
         assert {member.number, other.number} == {0, 1}
-        await pool.give_back(other)
+        await pool.release(other)
         pool.target = 1
-        pool.keep()
+        pool.reconcile()
         await until(lambda: left)
         assert left == [other.number]
         pool.target = 0
-        pool.keep()
+        pool.reconcile()
         await until(lambda: len(left) == 2)
         await asyncio.sleep(0.4)
         assert sorted(left) == [0, 1]
         assert not member.remote.killed
-        await pool.give_back(member)
+        await pool.release(member)
         await until(lambda: member.remote.killed)
-        assert any(isinstance(message, Shutdown) for message in member.remote.said)
+        assert any(message is Command.SHUTDOWN for message in member.remote.said)
         await pool.close()
 
     asyncio.run(scenario())
 
 
-def plan(engines=2, workers=2, connect=None) -> ClusterPlan:
+def plan(engines=2, workers=2, connect=None, **changes) -> ClusterPlan:
     config = load_config("search", ["--cluster.kind", "local"])
-    own = ClusterConfig(engines=engines, workers=workers, heartbeat_timeout_s=5, episodes_per_worker=1)
+    sizes = {"engines": engines, "workers": workers, "heartbeat_timeout_s": 5, "episodes_per_worker": 1}
+    own = ClusterConfig(**sizes | changes)
     client = connect or (lambda urls: ServerEngine(urls, "vllm", QUICK))
-    return ClusterPlan(own, EngineSpec(config, "m", "."), WorkerSpec(config, "m", "."), (), client)
+    return ClusterPlan(WorkerSpec("worker", config.model_copy(update={"cluster": own}), "m", "."), client)
 
 
 def views(remote: FakeRemote) -> list[EngineSet]:
-    return [message.view for message in remote.said if isinstance(message, UpdateEngines)]
+    return [message for message in remote.said if isinstance(message, EngineSet)]
 
 
 STATE = {"w": torch.zeros(2)}
@@ -406,8 +402,7 @@ def test_an_attempt_at_a_worker_that_dies_fails_as_the_workers():
 def test_an_attempt_that_is_late_is_lost_alone_where_its_worker_answers():
     async def scenario(url):
         launcher = FakeLauncher([url])
-        own = plan(engines=1, workers=1)
-        group = WorkerGroup(replace(own, config=own.config.model_copy(update={"episodes_per_worker": 2})), launcher)
+        group = WorkerGroup(plan(engines=1, workers=1, episodes_per_worker=2), launcher)
         await group.open()
         other = asyncio.create_task(group.play(JOB, 60))
         with pytest.raises(WorkerLost, match="is silent"):
@@ -431,13 +426,12 @@ def test_what_is_late_is_cancelled_over_there(tmp_path):
         line = await asyncio.open_connection(sock=ours)
         with subprocess.Popen(["sleep", "60"], start_new_session=True) as process, theirs:
             remote = LocalWorkerHandle("worker 0", process, tmp_path / "said", *line)
-            remote.listen()
             with pytest.raises(WorkerDied, match=r"did not respond within 0\.05 s"):
-                await remote.call(Ping(), 0.05)
+                await remote.call(Command.PING, 0.05)
             await asyncio.sleep(0)
             sent = theirs.makefile("rb")
             (number, body), cancelled = (split_number(read_frame(sent)) for _ in range(2))
-            assert (number, decode_request(body), cancelled) == (1, Ping(), (1, b""))
+            assert (number, decode_request(body), cancelled) == (1, Command.PING, (1, b""))
             await remote.kill()
 
     asyncio.run(scenario())
@@ -572,9 +566,9 @@ def test_a_real_child_begins_logs_answers_raises_and_dies(tmp_path, caplog):
     async def scenario(url):
         config = load_config("search", ["--run.threads", "1", "--env.name", str(world)])
         launcher = LocalLauncher()
-        remote = await launcher.start("worker 0", WorkerSpec(config, str(COLD_START), os.getcwd()), ResourceRequest())
+        remote = await launcher.start("worker 0", WorkerSpec("worker", config, str(COLD_START), os.getcwd()))
         try:
-            started = await remote.call(StartRole(), 120)
+            started = await remote.call(Command.START, 120)
             assert started.pid != os.getpid()
             (record,) = [one for one in caplog.records if one.name == "ludus.prices"]
             assert record.getMessage() == "worker 0: the index is from yesterday"
@@ -582,11 +576,11 @@ def test_a_real_child_begins_logs_answers_raises_and_dies(tmp_path, caplog):
             assert time.time() - 120 < record.created < time.time()
             with pytest.raises(WorldError, match="before the worker received engines"):
                 await remote.call(JOB, 30)
-            await remote.call(UpdateEngines(EngineSet(0, (url,), None, None)), 30)
+            await remote.call(EngineSet(0, (url,), None, None), 30)
             os.kill(started.pid, signal.SIGSTOP)
             with pytest.raises(WorkerDied, match=r"did not respond within 0\.3 s"):
-                await remote.call(Ping(), 0.3)
-            waits = asyncio.create_task(remote.call(Ping(), 60))
+                await remote.call(Command.PING, 0.3)
+            waits = asyncio.create_task(remote.call(Command.PING, 60))
             await asyncio.sleep(0.05)
             os.kill(started.pid, signal.SIGKILL)
             with pytest.raises(WorkerDied, match=r"has exited \(-9\)"):
@@ -595,7 +589,7 @@ def test_a_real_child_begins_logs_answers_raises_and_dies(tmp_path, caplog):
             await remote.kill()
             assert not remote.output.exists()
             with pytest.raises(WorkerDied, match="has exited") as lost:
-                await remote.call(Ping(), 60)
+                await remote.call(Command.PING, 60)
             assert said.strip() in str(lost.value)
         finally:
             await launcher.close()
@@ -670,7 +664,7 @@ def test_each_worker_makes_its_share_of_the_calls_that_a_tool_allows_at_once(bou
     world = WatchedWorld(tools=(tool_of(searches, "search", concurrency=bound),))
     said = f"Search. {call('search')}", "Paris"
     config = load_config("search", ["--cluster.kind", "local", "--cluster.workers", str(workers)])
-    role = RolloutWorker(WorkerSpec(config, "m", "."), "here")
+    role = RolloutWorker(WorkerSpec("worker", config, "m", "."), world, None, None)
     role._schedulers[JOB.play] = make_scheduler(scripted(said), world)
 
     async def plays():

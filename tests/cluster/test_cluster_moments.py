@@ -16,12 +16,9 @@ import pytest
 from ludus.cluster.cluster import Cluster, ClusterEngine, EventLoopThread
 from ludus.cluster.local_launcher import LocalLauncher, attend
 from ludus.cluster.protocol import (
+    Command,
     Heartbeat,
-    Ping,
-    ResourceRequest,
-    RewardSpec,
     Started,
-    StartRole,
     WorkerDied,
     WorkerSpec,
     decode_request,
@@ -54,13 +51,13 @@ def test_a_child_that_cannot_read_what_it_is_asked_says_so_and_goes_on():
     async def scenario():
         config = load_config("search", ["--run.threads", "1"])
         launcher = LocalLauncher()
-        remote = await launcher.start("worker 0", WorkerSpec(config, str(COLD_START), os.getcwd()), ResourceRequest())
+        remote = await launcher.start("worker 0", WorkerSpec("worker", config, str(COLD_START), os.getcwd()))
         try:
             with pytest.raises(
                 UserError, match=r"cannot be unpickled by the receiving process: ValueError.*must survive pickling"
             ):
                 await remote.call(SOUR, 60)
-            assert isinstance(await remote.call(Ping(), 60), Heartbeat)
+            assert isinstance(await remote.call(Command.PING, 60), Heartbeat)
         finally:
             await launcher.close()
 
@@ -84,15 +81,15 @@ class Noting:
 
 def test_a_call_that_is_cancelled_in_the_same_breath_is_not_done():
     async def scenario():
-        host = WorkerServer(RewardSpec(load_config("search", []), "."), "127.0.0.1")
-        role = host._role = Noting()
+        host = WorkerServer(WorkerSpec("reward worker", load_config("search", []), "m", "."), "127.0.0.1")
+        role = host._worker = Noting()
         inbox, outbox = asyncio.Queue(), queue.SimpleQueue()
-        for request in ((1, encode_request(JOB)), (1, b""), (2, encode_request(StartRole()))):
+        for request in ((1, encode_request(JOB)), (1, b""), (2, encode_request(Command.PING))):
             inbox.put_nowait(request)
         attending = asyncio.create_task(attend(inbox, outbox, host))
-        await until(lambda: StartRole() in role.begun, 10)
+        await until(lambda: Command.PING in role.begun, 10)
         await until(lambda: role.begun.count(JOB) == role.ended.count(JOB), 2)
-        assert StartRole() not in role.ended
+        assert Command.PING not in role.ended
         attending.cancel()
 
     asyncio.run(scenario())
@@ -121,7 +118,7 @@ class Deaf(FakeRemote):
     hears: bool = True
 
     async def call(self, message, deadline_s):
-        if isinstance(message, Ping) and not self.hears:
+        if message is Command.PING and not self.hears:
             await asyncio.sleep(deadline_s)
             raise WorkerDied(f"{self.number} is silent.") from TimeoutError()
         return await super().call(message, deadline_s)
@@ -147,14 +144,14 @@ def test_a_member_is_replaced_also_where_whoever_lost_it_is_cancelled():
             return made[-1]
 
         pool, _, _ = make_pool(start, target=1, heartbeat_timeout_s=5)
-        pool.keep()
-        await pool.full()
-        losing = asyncio.create_task(pool.lose(pool.members[0], WorkerDied("It is gone.")))
+        pool.reconcile()
+        await pool.wait_until_full()
+        losing = asyncio.create_task(pool.replace_dead(pool.members[0], WorkerDied("It is gone.")))
         await until(lambda: not pool.members, 5)
         losing.cancel()
         await asyncio.wait({losing})
         made[0].may_end.set()
-        await asyncio.wait_for(pool.some(), 5)
+        await asyncio.wait_for(pool.wait_for_any(), 5)
         assert (made[0].killed, list(pool.members)) == (True, [1])
         await pool.close()
 
@@ -170,9 +167,9 @@ def test_a_pool_that_closes_waits_for_the_end_of_what_was_lost():
             return made[-1]
 
         pool, _, _ = make_pool(start, target=1, heartbeat_timeout_s=5)
-        pool.keep()
-        await pool.full()
-        pool.later(pool.lose(pool.members[0], WorkerDied("It is gone.")))
+        pool.reconcile()
+        await pool.wait_until_full()
+        pool.run_in_background(pool.replace_dead(pool.members[0], WorkerDied("It is gone.")))
         await until(lambda: not pool.members, 5)
         closing = asyncio.create_task(pool.close())
         await asyncio.sleep(0.05)
@@ -184,7 +181,7 @@ def test_a_pool_that_closes_waits_for_the_end_of_what_was_lost():
     asyncio.run(scenario())
 
 
-def test_a_member_that_hangs_while_it_leaves_is_ended_after_its_silence():
+def test_a_member_that_hangs_while_it_leaves_is_ended_after_its_until_silent():
     async def scenario():
         made = []
 
@@ -193,13 +190,13 @@ def test_a_member_that_hangs_while_it_leaves_is_ended_after_its_silence():
             return made[-1]
 
         pool, _, left = make_pool(start, target=2)
-        pool.keep()
-        await pool.full()
+        pool.reconcile()
+        await pool.wait_until_full()
         members = [await pool.take(1), await pool.take(1)]
         working = asyncio.create_task(members[0].remote.call(JOB, 60))
-        await pool.give_back(members[1])
+        await pool.release(members[1])
         pool.target = 0
-        pool.keep()
+        pool.reconcile()
         await until(lambda: len(left) == 2, 5)
         made[members[0].number].hears = False
         with pytest.raises(WorkerDied):  # whoever waits for its work hears of it
@@ -226,9 +223,9 @@ def test_a_member_that_hangs_while_it_is_let_in_is_ended_and_another_started():
                     cancelled.append(member.number)
 
         pool.joined = joined
-        pool.keep()
-        await pool.full()
-        await pool.lose(pool.members[0], WorkerDied("It is gone."))
+        pool.reconcile()
+        await pool.wait_until_full()
+        await pool.replace_dead(pool.members[0], WorkerDied("It is gone."))
         await until(lambda: list(pool.members) == [2], 20)
         assert (made[1].killed, cancelled) == (True, [1])
         await pool.close()
@@ -315,7 +312,7 @@ def test_an_engine_that_leaves_while_the_others_prove_their_weights_proves_nothi
 def test_a_cluster_of_several_engines_rolls_while_one_of_them_is_out():
     async def scenario(group):
         await group.open()
-        await group.engines.lose(group.engines.members[0], WorkerDied("It is gone."))
+        await group.engines.replace_dead(group.engines.members[0], WorkerDied("It is gone."))
         await until(lambda: len(group.server.urls) == 1, 5)
         assert ClusterEngine(group, None, group.server).can_roll
         await group.close()
@@ -362,8 +359,8 @@ def test_an_attempt_that_is_given_up_while_its_worker_ends_leaves_a_pool_that_go
     """As where a group has enough members in the moment in which the worker of another one dies."""
 
     class Launcher(FakeLauncher):
-        async def start(self, name, spec, needs):
-            remote = await super().start(name, spec, needs)
+        async def start(self, name, spec):
+            remote = await super().start(name, spec)
             if name == "worker 0":
                 remote = self.made[-1] = Reluctant(remote.number)
             return remote

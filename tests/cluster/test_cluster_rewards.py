@@ -7,18 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from ludus.cluster.protocol import (
-    Heartbeat,
-    Ping,
-    PlayJob,
-    RewardScores,
-    RewardSpec,
-    ScoreJob,
-    Shutdown,
-    Started,
-    StartRole,
-    WorkerDied,
-)
+from ludus.cluster.protocol import Command, Heartbeat, PlayJob, RewardScores, ScoreJob, Started, WorkerDied, WorkerSpec
 from ludus.cluster.reward_pool import TRIES, RewardWorkers, ScoringLost
 from ludus.cluster.supervisor import WorkerGroup
 from ludus.cluster.worker_pool import PoolLimits
@@ -72,9 +61,9 @@ class Judging:
 
     async def call(self, message, deadline_s):
         match message:
-            case StartRole():
+            case Command.START:
                 return Started("here", self.number)
-            case Ping():
+            case Command.PING:
                 return Heartbeat()
             case ScoreJob():
                 self.scored.append(message)
@@ -97,14 +86,13 @@ def workers(made, **changes) -> RewardWorkers:
         return made[number]
 
     config = ClusterConfig(**{"reward_workers": 1, "scoring_timeout_s": 0.05} | changes)
-    spec = RewardSpec(load_config("search", []), ".")
-    return RewardWorkers(config, spec, start, PoolLimits(5, 5, 10))
+    return RewardWorkers(config, start, PoolLimits(5, 5, 10))
 
 
 def test_a_scoring_whose_worker_is_lost_is_done_by_another_one_once():
     async def scenario(made):
         rewards = workers(made)
-        rewards.pool.keep()
+        rewards.pool.reconcile()
         found = await rewards.scored(TASK, PLAYED)
         await rewards.pool.close()
         return found
@@ -122,7 +110,7 @@ def test_a_late_scoring_is_a_failure_at_once_and_no_loss_of_its_worker(caplog):
     async def scenario(made):
         rewards = workers(made)
         rewards.pool.limits = PoolLimits(5, 5, 0)
-        rewards.pool.keep()
+        rewards.pool.reconcile()
         for _ in range(2):
             with pytest.raises(RewardTimeout, match=r"task t took longer than 0\.05 s") as late:
                 await rewards.scored(TASK, PLAYED)
@@ -142,12 +130,12 @@ def test_what_is_scored_beside_a_late_one_ends_before_its_worker_goes():
     async def scenario(made):
         made[0].go = asyncio.Event()
         rewards = workers(made, scorings_per_worker=2)
-        rewards.pool.keep()
-        await rewards.pool.full()
+        rewards.pool.reconcile()
+        await rewards.pool.wait_until_full()
         beside = asyncio.create_task(rewards.scored(replace(TASK, id="another"), PLAYED))
         with pytest.raises(RewardTimeout):
             await rewards.scored(TASK, PLAYED)
-        await rewards.pool.full()
+        await rewards.pool.wait_until_full()
         assert list(rewards.pool.members) == [1]
         assert not made[0].killed
         made[0].go.set()
@@ -163,7 +151,7 @@ def test_what_is_scored_beside_a_late_one_ends_before_its_worker_goes():
 def test_an_episode_that_ends_one_reward_worker_after_another_is_a_failure_of_its_own():
     async def scenario(made):
         rewards = workers(made)
-        rewards.pool.keep()
+        rewards.pool.reconcile()
         with pytest.raises(ScoringLost, match=f"{TRIES} reward workers were lost over task t: .*2 is gone"):
             await rewards.scored(TASK, PLAYED)
         made[TRIES].ends = False
@@ -178,7 +166,7 @@ def test_a_pool_of_reward_workers_that_cannot_go_on_stops_the_run_and_no_episode
     async def scenario(made):
         rewards = workers(made)
         rewards.pool.limits = PoolLimits(5, 5, 0)
-        rewards.pool.keep()
+        rewards.pool.reconcile()
         with pytest.raises(WorkerDied, match="no reward worker left"):
             await rewards.scored(TASK, PLAYED)
         await rewards.pool.close()
@@ -189,11 +177,11 @@ def test_a_pool_of_reward_workers_that_cannot_go_on_stops_the_run_and_no_episode
 class Playing(FakeLauncher):
     """Starts a worker that plays at once, and reward workers."""
 
-    async def start(self, name, spec, needs):
-        if isinstance(spec, RewardSpec):
+    async def start(self, name, spec):
+        if spec.role == "reward worker":
             self.made.append(Judging(len(self.made)))
             return self.made[-1]
-        remote = await super().start(name, spec, needs)
+        remote = await super().start(name, spec)
         inner = remote.call
 
         async def call(message, deadline_s):
@@ -206,9 +194,7 @@ class Playing(FakeLauncher):
 def test_what_a_worker_played_comes_back_scored_by_a_reward_worker():
     async def scenario(url):
         launcher = Playing([url])
-        own = plan(engines=1, workers=1)
-        config = own.config.model_copy(update={"reward_workers": 2})
-        group = WorkerGroup(type(own)(config, own.engine, own.worker, (), own.connect, reward=spec), launcher)
+        group = WorkerGroup(plan(engines=1, workers=1, reward_workers=2), launcher)
         assert [need.cpus for need in group.plan.needs] == [1, 1, 1, 1]
         await group.open()
         found = await group.play(JOB, 5)
@@ -220,7 +206,6 @@ def test_what_a_worker_played_comes_back_scored_by_a_reward_worker():
         await group.close()
         assert all(one.killed for one in launcher.made)
 
-    spec = RewardSpec(load_config("search", []), ".")
     fake = Fake()
     with serving(fake):
         asyncio.run(scenario(fake.url))
@@ -231,18 +216,18 @@ def host(tmp_path):
     world = tmp_path / "judged.py"
     world.write_text(WORLD)
     words = ["--env.name", str(world), "--cluster.scorings_per_worker", "2", "--run.threads", "1"]
-    return WorkerServer(RewardSpec(load_config("search", words), str(tmp_path)), "127.0.0.1")
+    return WorkerServer(WorkerSpec("reward worker", load_config("search", words), "m", str(tmp_path)), "127.0.0.1")
 
 
 def test_a_reward_worker_scores_with_its_world_and_answers_while_it_does(host, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     async def scenario():
-        assert isinstance((await host.call(0, StartRole())).take(), Started)
+        assert isinstance((await host.call(0, Command.START)).take(), Started)
         played = [replace(PLAYED, sample=n, tags={"waits": str(tmp_path)}) for n in (1, 2)]
         both = [asyncio.create_task(host.call(one.sample, ScoreJob(TASK, one))) for one in played]
         await until(lambda: len(list(tmp_path.glob("begun-*"))) == 2)  # two at once, as set
-        assert (await host.call(3, Ping())).take() == Heartbeat(under_way=2)
+        assert (await host.call(3, Command.PING)).take() == Heartbeat(under_way=2)
         (tmp_path / "go").touch()
         for one in both:
             found = (await one).take()
@@ -250,7 +235,7 @@ def test_a_reward_worker_scores_with_its_world_and_answers_while_it_does(host, m
             assert found.seconds > 0
         with pytest.raises(WorldError, match=r"A reward of task broken raised .*no such verdict"):
             (await host.call(4, ScoreJob(Task("broken", (), None), played[0]))).take()
-        (await host.call(5, Shutdown())).take()
+        (await host.call(5, Command.SHUTDOWN)).take()
 
     asyncio.run(scenario())
 
@@ -263,7 +248,7 @@ class Near:
     scored: list[ScoreJob] = field(default_factory=list)
 
     async def call(self, message, deadline_s):
-        number = len(self.scored) + 1000 * isinstance(message, Ping)
+        number = len(self.scored) + 1000 * (message is Command.PING)
         if isinstance(message, ScoreJob):
             self.scored.append(message)
         try:
@@ -288,7 +273,7 @@ def test_a_scoring_that_is_given_up_keeps_its_place_until_it_has_ended(host, mon
     async def scenario():
         near = Near(host)
         rewards = workers([near], scoring_timeout_s=20)
-        rewards.pool.keep()
+        rewards.pool.reconcile()
         for place in places:
             place.mkdir()
         played = [replace(PLAYED, sample=n, tags={"waits": str(place)}) for n, place in enumerate(places)]
@@ -339,3 +324,10 @@ def test_an_episode_that_only_its_environment_can_score_is_refused_and_not_score
         scheduler.scores = False
         with pytest.raises(ConfigError, match=words):
             asyncio.run(scheduler.attempt(make_jobs(1)[0]))
+
+
+def test_reward_workers_do_not_get_the_token_of_the_engines():
+    own = plan()
+    own = replace(own, spec=replace(own.spec, token="secret"))
+    assert own.spec_of("engine").token == own.spec_of("worker").token == "secret"
+    assert own.spec_of("reward worker").token == ""

@@ -34,7 +34,8 @@ from ludus.engines.remote.gloo_broadcast import (
 from ludus.engines.remote.http_client import RemoteEngineSettings, Replica
 from ludus.engines.remote.weight_broadcaster import Broadcaster
 from ludus.errors import EngineError, SyncError
-from ludus.gateway.control import WeightReceiver
+from ludus.gateway.control import Control
+from ludus.gateway.endpoints import NoBody
 from ludus.gateway.service import CompletionService, ServedModel
 from ludus.training.rl.weight_sync import WeightSync
 from served import COLD_START
@@ -315,9 +316,7 @@ def test_a_server_that_is_on_a_new_line_stays_there_when_the_old_one_breaks():
     async def scenario():
         model = tiny_model(torch.float32)
         engine = LocalEngine(model, copy=False)
-        desk = WeightReceiver(
-            CompletionService(engine, ServedModel("m", "m", 0, None, (), 8), "a-token-of-tests"), model
-        )
+        desk = Control(CompletionService(engine, ServedModel("m", "m", 0, None, (), 8), "a-token-of-tests"), model)
         state = {name: p.detach() + 1 for name, p in model.named_parameters()}
         manifest = make_manifest(7, None, state)
         trainers: list[WeightTransferGroup | None] = []
@@ -325,17 +324,17 @@ def test_a_server_that_is_on_a_new_line_stays_there_when_the_old_one_breaks():
             store = open_store("127.0.0.1", 20)
             place = TransferAddress(host="127.0.0.1", port=store.port, rank=1, count=2, timeout_s=20)
             met = asyncio.to_thread(join_group, store, 0, 2, 20, "127.0.0.1")
-            line, _ = await asyncio.gather(met, desk.join(place))
+            line, _ = await asyncio.gather(met, desk.join(None, place))
             trainers.append(line)
             del line
-            desk.prepare(manifest)
+            await desk.prepare(None, manifest)
             if len(trainers) == 1:
-                waiting = asyncio.create_task(desk.receive())
+                waiting = asyncio.create_task(desk.receive(None, NoBody()))
                 await asyncio.sleep(0.05)
         trainers[0] = None
         with pytest.raises(EngineError, match="failed"):
             await waiting
-        await asyncio.gather(desk.receive(), asyncio.to_thread(trainers[1].broadcast, state))
+        await asyncio.gather(desk.receive(None, NoBody()), asyncio.to_thread(trainers[1].broadcast, state))
         assert engine.version == 7
         await engine.close()
 

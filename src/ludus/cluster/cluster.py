@@ -7,7 +7,7 @@ import math
 import os
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ludus.cluster.local_launcher import LocalLauncher
-from ludus.cluster.protocol import EngineSpec, Launcher, PlayJob, RewardSpec, WorkerSpec
+from ludus.cluster.protocol import Launcher, PlayJob, WorkerSpec
 from ludus.cluster.supervisor import ClusterPlan, WorkerGroup
 from ludus.cluster.worker_pool import PoolMember
 from ludus.config.schema import Config
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import EngineStats, Request, RollingUpdate, WeightCheck, combined
 from ludus.engines.remote.engine import ServerEngine
-from ludus.engines.remote.http_client import RemoteEngineSettings
 from ludus.engines.remote.rolling_update import RollingUpdates
 from ludus.envs.base import World
 from ludus.errors import ConfigError, UserError
@@ -122,7 +121,7 @@ class ClusterEngine:
     def can_roll(self) -> bool:
         """Whether there are several engines (one may be out) and they support rolling updates."""
         plan = self.group.plan
-        return self.server.can_roll if plan.engine is None else plan.config.engines > 1
+        return self.server.can_roll if plan.urls else plan.config.engines > 1
 
     async def roll(self, lag: int) -> RollingUpdate:
         """Start rolling updates; see `ServerEngine.roll`."""
@@ -142,7 +141,7 @@ class ClusterEngine:
 
     def stats(self, *, reset: bool = False) -> EngineStats:
         """Return the engines' total statistics as of the last `measure` or heartbeat (at most 1 s old)."""
-        if self.group.plan.engine is None:
+        if self.group.plan.urls:
             return self.server.stats(reset=reset)
         now = self.group.stats()
         found = combined(now, self._before)
@@ -230,7 +229,7 @@ class Cluster:
         return sorted(self.group.engines.members.values(), key=lambda member: member.number)
 
     def _check_starts_engines(self) -> None:
-        if self.group.plan.engine is None:
+        if self.group.plan.urls:
             raise UserError("This run did not start the engines at engine.url.", "Change the number of workers only.")
 
     def deadline_s(self, task: Task) -> float:
@@ -264,7 +263,7 @@ def open_cluster(session: TrainingSession) -> Iterator[Cluster]:
         launcher = _launcher(plan)
         if launcher.host and not (config.engine.broadcast_host or config.engine.weights_folder):
             plan = plan_of(session, launcher.host)
-        group = background.wait(_make_group(plan, launcher))
+        group = WorkerGroup(plan, launcher)
         try:
             yield Cluster(config, session.world, group, background)
         finally:
@@ -286,38 +285,18 @@ def check_cluster(config: Config) -> None:
 
 def plan_of(session: TrainingSession, broadcast_host: str = "") -> ClusterPlan:
     """Return the cluster plan of a session; weights are broadcast from `broadcast_host` if it is set."""
-    config = session.config
-    folder, source = os.getcwd(), session.source
+    config, engine, source = session.config, session.config.engine, session.source
     if Path(source).is_dir():
         source = str(Path(source).resolve())
-    settings = server_settings(config.engine)
-    token = settings.token if config.engine.is_external else secrets.token_urlsafe(24)
-    worker = WorkerSpec(config, source, folder, token)
-    reward = RewardSpec(config, folder) if config.cluster.reward_workers else None
-    if config.engine.is_external:
-        return ClusterPlan(
-            config.cluster,
-            None,
-            worker,
-            tuple(config.engine.urls),
-            _at_urls(config),
-            sends_adapters=config.model.lora is not None,
-            reward=reward,
-        )
-    engine = config.engine
     if broadcast_host:
         engine = engine.model_copy(update={"broadcast_host": broadcast_host})
-    settings = replace(server_settings(engine), keeps_weights=True, token=token)
-    engines = EngineSpec(config, source, folder, token)
-    return ClusterPlan(config.cluster, engines, worker, (), _client(settings), reward=reward)
-
-
-def _client(settings: RemoteEngineSettings) -> Callable[[list[str]], ServerEngine]:
-    return lambda urls: ServerEngine(urls, "vllm", settings)
-
-
-def _at_urls(config: Config) -> Callable[[list[str]], ServerEngine]:
-    return lambda _: server_engine(config)
+    settings = server_settings(engine)
+    token = settings.token if engine.is_external else secrets.token_urlsafe(24)
+    spec = WorkerSpec("worker", config, source, os.getcwd(), token)
+    if engine.is_external:
+        return ClusterPlan(spec, lambda _: server_engine(config), tuple(engine.urls), config.model.lora is not None)
+    settings = replace(settings, keeps_weights=True, token=token)
+    return ClusterPlan(spec, lambda urls: ServerEngine(urls, "vllm", settings))
 
 
 def _launcher(plan: ClusterPlan) -> Launcher:
@@ -326,8 +305,3 @@ def _launcher(plan: ClusterPlan) -> Launcher:
     from ludus.cluster.ray_launcher import RayLauncher
 
     return RayLauncher(plan.config, plan.needs)
-
-
-async def _make_group(plan: ClusterPlan, launcher: Launcher) -> WorkerGroup:
-    """Create the worker group in its event loop."""
-    return WorkerGroup(plan, launcher)

@@ -134,7 +134,7 @@ def _done(cluster: Cluster, asked: object) -> ControlReply:
         case _:
             return ControlReply(error="This version of Ludus does not support the request.")
     rows = [
-        EngineRow(number=one.number, url=one.started.url, pid=one.started.pid, under_way=one.pulse.under_way)
+        EngineRow(number=one.number, url=one.started.url, pid=one.started.pid, under_way=one.heartbeat.under_way)
         for one in cluster.engines()
     ]
     return ControlReply(engines=rows, workers=len(cluster.group.workers.members))

@@ -1,6 +1,6 @@
 """Workers as child processes on this machine, connected by sockets.
 
-The first frame to a child is its pickled `Spec`. Later ones are numbered requests, and an empty one cancels the
+The first frame to a child is its pickled `WorkerSpec`. Later ones are numbered requests, and an empty one cancels the
 request of its number; the child sends numbered responses. It exits when the parent closes the socket: a separate
 thread reads it, so this works even if the event loop hangs.
 """
@@ -23,11 +23,10 @@ from typing import BinaryIO
 from ludus.cluster.log_forwarding import listen, repeat
 from ludus.cluster.protocol import (
     Message,
-    ResourceRequest,
-    Spec,
     WorkerDied,
     WorkerHandle,
     WorkerResponse,
+    WorkerSpec,
     decode_request,
     decode_response,
     encode_request,
@@ -40,9 +39,9 @@ from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import UserError
 from ludus.ipc import LENGTH, frame, numbered, python_command, read_frame, split_number
 
-_HERE = "127.0.0.1"
+_LOCALHOST = "127.0.0.1"
 _TAIL_CHARS = 2000
-_END_S = 10.0
+_KILL_TIMEOUT_S = 10.0
 
 
 @dataclass
@@ -56,22 +55,21 @@ class LocalWorkerHandle:
     writer: asyncio.StreamWriter
     _number: int = 0
     _waiting: dict[int, asyncio.Future[WorkerResponse]] = field(default_factory=dict)
-    _reading: asyncio.Task[None] | None = None
+    _reading: asyncio.Task[None] = field(init=False)
     _tail: str | None = None
+
+    def __post_init__(self) -> None:
+        self._reading = asyncio.create_task(self._read())
 
     @property
     def is_ended(self) -> bool:
-        """Whether the child was killed and cleaned up."""
+        """Whether the child was killed and its output deleted."""
         return self._tail is not None
-
-    def listen(self) -> None:
-        """Start receiving responses."""
-        self._reading = asyncio.create_task(self._read())
 
     async def call(self, message: Message, deadline_s: float) -> object:
         """Send a message and return the response; see `WorkerHandle`."""
-        if self._reading is None or self._reading.done():
-            raise self._lost()
+        if self._reading.done():
+            raise self._death()
         self._number += 1
         number, future = self._number, asyncio.get_running_loop().create_future()
         self._waiting[number] = future
@@ -94,11 +92,10 @@ class LocalWorkerHandle:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
-            await asyncio.to_thread(self.process.wait, _END_S)
+            await asyncio.to_thread(self.process.wait, _KILL_TIMEOUT_S)
         self.writer.close()
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.wait({self._reading})
+        self._reading.cancel()
+        await asyncio.wait({self._reading})
         self._tail = self._output_tail()
         self.output.unlink(missing_ok=True)
 
@@ -118,9 +115,9 @@ class LocalWorkerHandle:
         finally:
             for future in self._waiting.values():
                 if not future.done():
-                    future.set_exception(self._lost())
+                    future.set_exception(self._death())
 
-    def _lost(self) -> WorkerDied:
+    def _death(self) -> WorkerDied:
         code, text = self.process.poll(), self._output_tail()
         how = "is gone" if code is None else f"has exited ({code})"
         return WorkerDied(f"{self.name} {how}{': ' + text if text else '.'}")
@@ -140,9 +137,8 @@ class LocalLauncher:
     _started: list[LocalWorkerHandle] = field(default_factory=list)
     host: str = ""
 
-    async def start(self, name: str, spec: Spec, needs: ResourceRequest) -> WorkerHandle:
+    async def start(self, name: str, spec: WorkerSpec) -> WorkerHandle:
         """Start a child; resources are not checked."""
-        del needs
         if self._folder is None:
             self._folder = TemporaryFolder("ludus-cluster-")
         path = self._folder.path / name.replace(" ", "-")
@@ -160,7 +156,6 @@ class LocalLauncher:
         reader, writer = await asyncio.open_connection(sock=ours)
         remote = LocalWorkerHandle(name, process, path, reader, writer)
         self._started = [*(other for other in self._started if not other.is_ended), remote]
-        remote.listen()
         writer.write(frame(pickle.dumps(spec)))
         return remote
 
@@ -179,7 +174,7 @@ def run_worker(descriptor: str) -> None:
     stream = line.makefile("rb")
     if (spec := read_frame(stream)) is not None:
         hide_progress()
-        asyncio.run(_serve(line, stream, WorkerServer(pickle.loads(spec), _HERE, listen())))
+        asyncio.run(_serve(line, stream, WorkerServer(pickle.loads(spec), _LOCALHOST, listen())))
 
 
 async def _serve(line: socket.socket, stream: BinaryIO, host: WorkerServer) -> None:

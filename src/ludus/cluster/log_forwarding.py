@@ -74,7 +74,6 @@ def repeat(who: str, records: Iterable[ForwardedRecords]) -> None:
     for one in records:
         logger = logging.getLogger(one.name)
         if logger.isEnabledFor(one.level):
-            fields = {"name": one.name, "levelno": one.level, "msg": f"{who}: {one.text}"}
-            record = logging.makeLogRecord(fields | {"levelname": logging.getLevelName(one.level)})
-            record.created, record.msecs = one.created, one.created % 1 * 1000
-            logger.handle(record)
+            fields = {"name": one.name, "levelno": one.level, "levelname": logging.getLevelName(one.level)}
+            fields |= {"msg": f"{who}: {one.text}", "created": one.created, "msecs": one.created % 1 * 1000}
+            logger.handle(logging.makeLogRecord(fields))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 import traceback
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from enum import Enum
+from typing import Literal, Protocol
 
 from ludus.cluster.log_forwarding import ForwardedRecords
 from ludus.config.schema import Config
@@ -20,38 +21,42 @@ _RESPONSE_HINT = "All data of episodes and rewards must survive pickling and unp
 _REQUEST_HINT = "Tasks and their truth must survive pickling and unpickling."
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """Engine of the model at `source`, a folder or name relative to `folder`; `token` authorizes control."""
+Role = Literal["engine", "worker", "reward worker"]
 
-    config: Config
-    source: str
-    folder: str
-    token: str = field(default="", repr=False)
+
+@dataclass(frozen=True, slots=True)
+class ResourceRequest:
+    """Resources of a machine that a worker needs."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+    resources: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """Rollout worker with the tokenizer at `source`, a folder or name relative to `folder`.
+    """Worker of a run, of the model at `source`: a folder or name relative to `folder`, as are all paths.
 
-    `token` is that of the engines.
+    `token` authorizes control of the engines.
     """
 
+    role: Role
     config: Config
     source: str
     folder: str
     token: str = field(default="", repr=False)
 
-
-@dataclass(frozen=True, slots=True)
-class RewardSpec:
-    """Reward worker: computes the rewards of the configured world; paths are relative to `folder`."""
-
-    config: Config
-    folder: str
-
-
-Spec = EngineSpec | WorkerSpec | RewardSpec
+    @property
+    def needs(self) -> ResourceRequest:
+        """Resources of the worker."""
+        own = self.config.cluster
+        match self.role:
+            case "engine":
+                return ResourceRequest(own.engine_cpus, own.engine_gpus, dict(own.engine_resources))
+            case "worker":
+                return ResourceRequest(own.worker_cpus, 0.0, dict(own.worker_resources))
+            case "reward worker":
+                return ResourceRequest(own.reward_cpus, own.reward_gpus, dict(own.reward_resources))
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,29 +68,25 @@ class Started:
     url: str = ""
 
 
+class Command(Enum):
+    """Messages without data: initialize the worker (returns `Started`), send a `Heartbeat`, stop."""
+
+    START = "start"
+    PING = "ping"
+    SHUTDOWN = "shutdown"
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSet:
-    """Connected replicas and their weight versions.
+    """The engines to sample from, replacing an earlier set with a lower `serial`.
 
-    `version` is None before the first weights. Later sets have a higher `serial`.
+    `version` of their weights is None before the first ones.
     """
 
     serial: int
     urls: tuple[str, ...]
     version: int | None
     adapter: RemoteAdapter | None
-
-
-@dataclass(frozen=True, slots=True)
-class StartRole:
-    """Initialize the worker; returns `Started`."""
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateEngines:
-    """Replace the set of engines to sample from."""
-
-    view: EngineSet
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,24 +116,14 @@ class RewardScores:
 
 
 @dataclass(frozen=True, slots=True)
-class Ping:
-    """Request a `Heartbeat`."""
-
-
-@dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Heartbeat: engine statistics since its start, and the number of requests in flight."""
+    """Statistics of an engine since its start, and the number of requests in flight."""
 
     stats: EngineStats = field(default_factory=EngineStats)
     under_way: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Shutdown:
-    """Stop the worker."""
-
-
-Message = StartRole | UpdateEngines | PlayJob | ScoreJob | Ping | Shutdown
+Message = Command | EngineSet | PlayJob | ScoreJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,16 +155,11 @@ def failed(error: Exception) -> WorkerResponse:
     late = isinstance(error.__cause__, TimeoutError)
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # boundary: an unpicklable class is sent as its nearest base class
-        return WorkerResponse(error=_plain(error), late=late)
+    except Exception:  # boundary: an unpicklable class is sent as its nearest base class in Ludus
+        family = (kind for kind in type(error).__mro__ if kind.__module__ == LudusError.__module__)
+        nearest: type[LudusError] = next(family)
+        error = nearest(error.message, error.hint)
     return WorkerResponse(error=error, late=late)
-
-
-def _plain(error: LudusError) -> LudusError:
-    """Return the same message in the nearest Ludus error class, which every process can unpickle."""
-    family = (kind for kind in type(error).__mro__ if kind.__module__ == LudusError.__module__)
-    nearest: type[LudusError] = next(family)
-    return nearest(error.message, error.hint)
 
 
 def encode_request(message: Message) -> bytes:
@@ -233,20 +219,9 @@ class WorkerHandle(Protocol):
         Raises the worker's error, or WorkerDied if the process exits or the deadline passes. On cancellation
         or timeout the remote work is cancelled.
         """
-        ...
 
     async def kill(self) -> None:
         """Kill the process immediately."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ResourceRequest:
-    """Resources of a machine that a worker needs."""
-
-    cpus: float = 1.0
-    gpus: float = 0.0
-    resources: dict[str, float] = field(default_factory=dict)
 
 
 class Launcher(Protocol):
@@ -255,12 +230,9 @@ class Launcher(Protocol):
     @property
     def host(self) -> str:
         """The address of this process as seen by workers; empty if all are on this machine."""
-        ...
 
-    async def start(self, name: str, spec: Spec, needs: ResourceRequest) -> WorkerHandle:
+    async def start(self, name: str, spec: WorkerSpec) -> WorkerHandle:
         """Start a worker process without initializing it. Raises LudusError if it cannot be started."""
-        ...
 
     async def close(self) -> None:
         """Stop everything."""
-        ...

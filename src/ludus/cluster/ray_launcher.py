@@ -10,62 +10,42 @@ import asyncio
 import math
 import os
 import signal
-from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ludus.cluster.log_forwarding import listen, repeat
 from ludus.cluster.protocol import (
     Message,
     ResourceRequest,
-    Spec,
     Started,
     WorkerDied,
     WorkerHandle,
     WorkerResponse,
+    WorkerSpec,
     unreadable_request,
 )
 from ludus.cluster.workers import WorkerServer
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.errors import LudusError, UserError
 
-_END_S = 60.0
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
+_KILL_TIMEOUT_S = 60.0
 """Timeout of killing an unresponsive actor on its machine."""
-_AT_ONCE = 10_000
+_MAX_CONCURRENCY = 10_000
 """Maximum concurrent messages of an actor; episodes are limited elsewhere."""
 
 
-class RayActor:
+class RayActor(WorkerServer):
     """Worker in a Ray process."""
 
-    def __init__(self, spec: Spec) -> None:
+    def __init__(self, spec: WorkerSpec) -> None:
         import ray
 
-        self._host = WorkerServer(spec, str(ray.util.get_node_ip_address()), listen())
-
-    async def call(self, number: int, message: Message) -> WorkerResponse:
-        """Handle a message and return the response."""
-        return await self._host.call(number, message)
-
-    async def cancel(self, number: int) -> None:
-        """Cancel a message."""
-        self._host.cancel(number)
-
-
-class _Method(Protocol):
-    def remote(self, number: int, message: Message | None = None) -> Awaitable[WorkerResponse]: ...
-
-
-class _Handle(Protocol):
-    """Interface of Ray's actor handle."""
-
-    @property
-    def call(self) -> _Method: ...
-
-    @property
-    def cancel(self) -> _Method: ...
+        super().__init__(spec, str(ray.util.get_node_ip_address()), listen())
 
 
 @dataclass
@@ -73,7 +53,7 @@ class RayWorkerHandle:
     """Handle of an actor."""
 
     name: str
-    actor: _Handle
+    actor: ActorHandle
     needs: ResourceRequest
     _number: int = 0
     _where: Started | None = None
@@ -94,7 +74,7 @@ class RayWorkerHandle:
             self.actor.cancel.remote(number)
             raise
         except RayError as error:
-            raise _why_no_answer(self.name, error) from error
+            raise _convert_error(self.name, error) from error
         repeat(self.name, answer.records)
         value = answer.take()
         if isinstance(value, Started):
@@ -119,28 +99,28 @@ class RayWorkerHandle:
         if where is None:
             return
         if where.host == ray.util.get_node_ip_address():
-            _end(where.pid)
+            _kill_process(where.pid)
         else:
-            await _end_there(where)
+            await _kill_on_node(where)
 
 
-def _why_no_answer(name: str, error: BaseException) -> LudusError:
+def _convert_error(name: str, error: BaseException) -> LudusError:
     """Convert a Ray error. Errors of the worker itself arrive as responses, so others concern decoding."""
     from ray.exceptions import RaySystemError, RayTaskError
 
     if isinstance(error, RayTaskError) and isinstance(error.cause, RaySystemError):
         return unreadable_request(str(error.cause).splitlines()[0].removeprefix("System error: "))
-    return WorkerDied(f"{name} is lost: {_words(error)}")
+    return WorkerDied(f"{name} is lost: {_one_line(error)}")
 
 
-def _end(pid: int) -> None:
+def _kill_process(pid: int) -> None:
     """Kill an actor's process, unless its id has been reused."""
     with suppress(OSError):
         if b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes():
             os.kill(pid, signal.SIGKILL)
 
 
-async def _end_there(where: Started) -> None:
+async def _kill_on_node(where: Started) -> None:
     """Kill an actor through a task on its machine, if it still exists."""
     import ray
     from ray.exceptions import RayError
@@ -150,9 +130,9 @@ async def _end_there(where: Started) -> None:
     found = [n["NodeID"] for n in nodes if n["Alive"] and n["NodeManagerAddress"] == where.host]
     for node in found[:1]:
         there = NodeAffinitySchedulingStrategy(node, soft=False)
-        task = ray.remote(_end).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+        task = ray.remote(_kill_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
         with suppress(RayError, TimeoutError):
-            async with asyncio.timeout(_END_S):
+            async with asyncio.timeout(_KILL_TIMEOUT_S):
                 await task.remote(where.pid)
 
 
@@ -173,10 +153,10 @@ class RayLauncher:
             if config.address is not None:
                 ray.init(address=config.address, log_to_driver=False, logging_level="warning")
             else:
-                _start_here(needs)
+                _start_local_cluster(needs)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
             raise UserError(
-                f"Cannot connect to the Ray cluster {config.address or 'of this machine'}: {_words(error)}",
+                f"Cannot connect to the Ray cluster {config.address or 'of this machine'}: {_one_line(error)}",
                 "Start it with `ray start --head`, and check cluster.address.",
             ) from error
 
@@ -187,22 +167,23 @@ class RayLauncher:
 
         return str(ray.util.get_node_ip_address()) if len(ray.nodes()) > 1 else ""
 
-    async def start(self, name: str, spec: Spec, needs: ResourceRequest) -> WorkerHandle:
+    async def start(self, name: str, spec: WorkerSpec) -> WorkerHandle:
         """Start an actor on a machine with the required resources; placement may take a while."""
         import ray
 
-        options: dict[str, object] = {
-            "num_cpus": needs.cpus,
-            "num_gpus": needs.gpus,
-            "resources": needs.resources or None,
-            "scheduling_strategy": "SPREAD",
-            "max_concurrency": _AT_ONCE,
-            "max_restarts": 0,
-        }
+        needs = spec.needs
         try:
-            return RayWorkerHandle(name, ray.remote(RayActor).options(**options).remote(spec), needs)
+            actor = ray.remote(RayActor).options(
+                num_cpus=needs.cpus,
+                num_gpus=needs.gpus,
+                resources=needs.resources or None,
+                scheduling_strategy="SPREAD",
+                max_concurrency=_MAX_CONCURRENCY,
+                max_restarts=0,
+            )
+            return RayWorkerHandle(name, actor.remote(spec), needs)
         except (ValueError, TypeError) as error:
-            raise LudusError(f"Ray cannot start {name}: {_words(error)}") from error
+            raise LudusError(f"Ray cannot start {name}: {_one_line(error)}") from error
 
     async def close(self) -> None:
         """Leave the cluster, which ends the actors; stop it if it was started here."""
@@ -212,7 +193,7 @@ class RayLauncher:
             await asyncio.to_thread(ray.shutdown)
 
 
-def _start_here(needs: list[ResourceRequest]) -> None:
+def _start_local_cluster(needs: list[ResourceRequest]) -> None:
     """Start a private cluster on this machine with resources for all workers."""
     import ray
 
@@ -234,13 +215,12 @@ def _start_here(needs: list[ResourceRequest]) -> None:
             raise
         # Ray's error if its processes take longer than its 30 s timeout
         raise UserError(
-            f"Ray did not start on this machine: {_words(error)}",
-            "Ray's own timeout is 30 s, independent of cluster.startup_timeout_s. Retry with less load "
-            "on the machine, "
-            "or use --cluster local.",
+            f"Ray did not start on this machine: {_one_line(error)}",
+            "Ray's own timeout is 30 s, independent of cluster.startup_timeout_s. Retry with less load on the "
+            "machine, or use --cluster local.",
         ) from error
 
 
-def _words(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines)[:1000] or type(error).__name__

@@ -15,7 +15,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
-from ludus.cluster.protocol import RewardScores, RewardSpec, ScoreJob, WorkerDied, WorkerHandle
+from ludus.cluster.protocol import RewardScores, ScoreJob, WorkerDied, WorkerHandle
 from ludus.cluster.worker_pool import PoolLimits, PoolMember, WorkerPool
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.errors import WorldError
@@ -39,15 +39,12 @@ class RewardWorkers:
     """Pool of reward workers; `start` launches one. Belongs to the worker group's event loop."""
 
     config: ClusterConfig
-    spec: RewardSpec
     start: Callable[[int], Awaitable[WorkerHandle]]
     limits: PoolLimits
     pool: WorkerPool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pool = WorkerPool(
-            "reward worker", self.config.reward_workers, self.start, self.limits, _comes_or_goes, _comes_or_goes
-        )
+        self.pool = WorkerPool("reward worker", self.config.reward_workers, self.start, self.limits)
 
     async def scored(self, task: Task, trajectory: Trajectory) -> Trajectory:
         """Return the trajectory with rewards, computed by the least busy worker."""
@@ -56,24 +53,21 @@ class RewardWorkers:
         for _ in range(TRIES):
             member = await self.pool.take(self.config.scorings_per_worker)
             asked = asyncio.create_task(self._asked(member, ScoreJob(task, trajectory)))
-            self.pool.later(_end_of(asked))
+            self.pool.run_in_background(_end_of(asked))
             try:
                 scores = await asyncio.shield(asked)
                 found = replace(trajectory, rewards=scores.parts, reward=scores.total)
                 return waited(graded(found, scores.seconds), time.perf_counter() - begin)
             except WorkerDied as error:
                 if isinstance(error.__cause__, TimeoutError):
-                    raise self._late(task) from TimeoutError()
+                    raise RewardTimeout(
+                        f"The rewards of task {task.id} took longer than {self.config.scoring_timeout_s:g} s.",
+                        "Bound what they do, or see cluster.scoring_timeout_s.",
+                    ) from TimeoutError()
                 lost = error
                 log.warning("the scoring of task %s, sample %d, was lost", task.id, trajectory.sample)
         assert lost is not None
         raise ScoringLost(f"{TRIES} reward workers were lost over task {task.id}: {lost.message}", lost.hint) from lost
-
-    def _late(self, task: Task) -> RewardTimeout:
-        return RewardTimeout(
-            f"The rewards of task {task.id} took longer than {self.config.scoring_timeout_s:g} s.",
-            "Bound what they do, or see cluster.scoring_timeout_s.",
-        )
 
     async def _asked(self, member: PoolMember, job: ScoreJob) -> RewardScores:
         """Send a job to a worker and free its slot; replace the worker on timeout or loss."""
@@ -85,10 +79,10 @@ class RewardWorkers:
             if isinstance(error.__cause__, TimeoutError):
                 self.pool.retire(member, error)
             else:
-                await self.pool.lose(member, error)
+                await self.pool.replace_dead(member, error)
             raise
         finally:
-            await self.pool.give_back(member)
+            await self.pool.release(member)
 
 
 async def _end_of(asked: asyncio.Task[RewardScores]) -> None:
@@ -98,7 +92,3 @@ async def _end_of(asked: asyncio.Task[RewardScores]) -> None:
     finally:
         asked.cancel()
         asked.add_done_callback(lambda task: task.cancelled() or task.exception())
-
-
-async def _comes_or_goes(member: PoolMember) -> None:
-    """Do nothing: only the trainer talks to reward workers."""

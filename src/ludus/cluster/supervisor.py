@@ -12,16 +12,15 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from ludus.cluster.protocol import (
     EngineSet,
-    EngineSpec,
     Launcher,
     PlayJob,
     ResourceRequest,
-    RewardSpec,
-    UpdateEngines,
+    Role,
     WorkerDied,
     WorkerHandle,
     WorkerSpec,
@@ -55,39 +54,35 @@ class WorkerLost(WorldError):
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """Workers to run. `connect` creates the client of engines at given addresses."""
+    """Workers to run, with the settings of `spec`. `connect` creates the client of engines at given addresses.
 
-    config: ClusterConfig
-    engine: EngineSpec | None
-    worker: WorkerSpec
-    urls: tuple[str, ...]
+    The engines at `urls` are external; without urls the cluster starts its own.
+    """
+
+    spec: WorkerSpec
     connect: Callable[[list[str]], ServerEngine]
+    urls: tuple[str, ...] = ()
     sends_adapters: bool = False
-    reward: RewardSpec | None = None
 
     @property
-    def engine_needs(self) -> ResourceRequest:
-        """Resources of an engine."""
-        own = self.config
-        return ResourceRequest(own.engine_cpus, own.engine_gpus, dict(own.engine_resources))
+    def config(self) -> ClusterConfig:
+        """Settings of the cluster."""
+        return self.spec.config.cluster
 
     @property
-    def worker_needs(self) -> ResourceRequest:
-        """Resources of a rollout worker."""
-        return ResourceRequest(self.config.worker_cpus, 0.0, dict(self.config.worker_resources))
+    def sizes(self) -> dict[Role, int]:
+        """Number of workers by role."""
+        engines = 0 if self.urls else self.config.engines
+        return {"engine": engines, "worker": self.config.workers, "reward worker": self.config.reward_workers}
 
-    @property
-    def reward_needs(self) -> ResourceRequest:
-        """Resources of a reward worker."""
-        own = self.config
-        return ResourceRequest(own.reward_cpus, own.reward_gpus, dict(own.reward_resources))
+    def spec_of(self, role: Role) -> WorkerSpec:
+        """Return the settings of a worker. Reward workers need no access to the engines."""
+        return replace(self.spec, role=role, token="" if role == "reward worker" else self.spec.token)
 
     @property
     def needs(self) -> list[ResourceRequest]:
         """Resources of all workers."""
-        engines = [] if self.engine is None else [self.engine_needs] * self.config.engines
-        rewards = [] if self.reward is None else [self.reward_needs] * self.config.reward_workers
-        return engines + [self.worker_needs] * self.config.workers + rewards
+        return [self.spec_of(role).needs for role, count in self.sizes.items() for _ in range(count)]
 
 
 @dataclass
@@ -110,11 +105,13 @@ class WorkerGroup:
     def __post_init__(self) -> None:
         config = self.plan.config
         limits = PoolLimits(config.startup_timeout_s, config.heartbeat_timeout_s, config.restarts)
-        count = 0 if self.plan.engine is None else config.engines
-        self.engines = WorkerPool("engine", count, self._start_engine, limits, self._engine_joined, self._engine_left)
-        self.workers = WorkerPool("worker", config.workers, self._start_worker, limits, self._worker_joined, _gone)
-        if self.plan.reward is not None:
-            self.rewards = RewardWorkers(config, self.plan.reward, self._start_rewards, limits)
+        sizes, start = self.plan.sizes, self._start
+        self.engines = WorkerPool(
+            "engine", sizes["engine"], partial(start, "engine"), limits, self._engine_joined, self._engine_left
+        )
+        self.workers = WorkerPool("worker", sizes["worker"], partial(start, "worker"), limits, self._worker_joined)
+        if config.reward_workers:
+            self.rewards = RewardWorkers(config, partial(start, "reward worker"), limits)
 
     @property
     def pools(self) -> list[WorkerPool]:
@@ -126,19 +123,19 @@ class WorkerGroup:
         if self.plan.urls:
             self.server = await asyncio.to_thread(self.plan.connect, list(self.plan.urls))
         for pool in self.pools:
-            pool.keep()
+            pool.reconcile()
         for pool in self.pools:
-            await pool.full()
-        await self._tell_all()
+            await pool.wait_until_full()
+        await self._send_engines()
 
     async def scale(self, *targets: int | None) -> None:
         """Apply the sizes of `pools` and wait for new members; removed ones drain first."""
         for pool, target in zip(self.pools, targets, strict=False):
             if target is not None:
                 pool.target = target
-                pool.keep()
+                pool.reconcile()
         for pool in self.pools:
-            await pool.full()
+            await pool.wait_until_full()
 
     async def change_engines(self, by: int, number: int | None = None) -> None:
         """Change the number of engines by `by`; if it is -1, `number` selects the engine to remove.
@@ -153,14 +150,14 @@ class WorkerGroup:
             raise UserError(f"The run has no engine {number}.", f"It has: {known}.")
         pool.target += by
         if number is not None:
-            pool.let_go(pool.members[number])
-        pool.keep()
-        await pool.full()
+            pool.drain(pool.members[number])
+        pool.reconcile()
+        await pool.wait_until_full()
 
     async def play(self, message: PlayJob, deadline_s: float) -> Trajectory:
         """Run an attempt on the least busy worker. Raises its error or `WorkerLost`."""
-        if self.plan.engine is not None:
-            await self.engines.some()
+        if not self.plan.urls:
+            await self.engines.wait_for_any()
         member = await self.workers.take(self.plan.config.episodes_per_worker)
         name = engine_name(message.play, message.job.key)
         try:
@@ -168,12 +165,12 @@ class WorkerGroup:
                 message = replace(message, pin=await self.rolling.place(name))
             found = await member.remote.call(message, deadline_s)
         except WorkerDied as error:
-            await self.workers.doubt(member, error)
+            await self.workers.handle_error(member, error)
             raise WorkerLost(error.message) from error
         finally:
             if self.rolling is not None:
                 self.rolling.release(name)
-            await self.workers.give_back(member)
+            await self.workers.release(member)
         assert isinstance(found, Trajectory)
         if (rewards := self.rewards) is None:
             return found
@@ -186,17 +183,17 @@ class WorkerGroup:
             async with self._lock:
                 self._version = version
                 if not self.plan.sends_adapters:
-                    await self._tell_all()
+                    await self._send_engines()
                 await server.load_weights(version, state)
                 if self.plan.sends_adapters:
-                    await self._tell_all()
+                    await self._send_engines()
 
         await self.ask(send)
 
     async def roll(self, lag: int) -> RollingUpdates:
         """Start rolling updates."""
         assert self.server is not None
-        self.rolling = await self.server.roll(lag, self._lives)
+        self.rolling = await self.server.roll(lag, self._is_alive)
         return self.rolling
 
     async def push_weights(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
@@ -204,12 +201,12 @@ class WorkerGroup:
         assert self.rolling is not None
         async with self._lock:
             self._version = check.version
-            await self._tell_all()
+            await self._send_engines()
             await self.rolling.push_weights(check, state)
 
-    async def _lives(self, url: str) -> bool:
+    async def _is_alive(self, url: str) -> bool:
         """Return whether the engine at an address is alive, after a failure."""
-        if self.plan.engine is None:
+        if self.plan.urls:
             return True
         await self.engines.check()
         await asyncio.sleep(0)
@@ -218,8 +215,8 @@ class WorkerGroup:
     async def ask(self, what: Callable[[ServerEngine], Awaitable[Result]]) -> Result:
         """Query the engines; retry once if one is dead or was removed."""
         for attempt in range(_TRIES):
-            if self.plan.engine is not None:
-                await self.engines.some()
+            if not self.plan.urls:
+                await self.engines.wait_for_any()
             assert self.server is not None
             gone = self._departures
             try:
@@ -238,7 +235,7 @@ class WorkerGroup:
 
     async def measure(self) -> None:
         """Refresh the engines' statistics, as far as they respond at once."""
-        if self.plan.engine is None and self.server is not None:
+        if self.plan.urls and self.server is not None:
             await self.server.measure()
             return
         with suppress(TimeoutError):
@@ -248,7 +245,7 @@ class WorkerGroup:
     def stats(self) -> dict[int, EngineStats]:
         """Return each engine's statistics since its start, as of the last heartbeat."""
         members = tuple(self.engines.members.items())  # may be called from another thread
-        return {number: member.pulse.stats for number, member in members}
+        return {number: member.heartbeat.stats for number, member in members}
 
     async def close(self) -> None:
         """Stop everything."""
@@ -258,16 +255,8 @@ class WorkerGroup:
         await asyncio.gather(*(pool.close() for pool in self.pools))
         await self.launcher.close()
 
-    async def _start_engine(self, number: int) -> WorkerHandle:
-        assert self.plan.engine is not None
-        return await self.launcher.start(f"engine {number}", self.plan.engine, self.plan.engine_needs)
-
-    async def _start_worker(self, number: int) -> WorkerHandle:
-        return await self.launcher.start(f"worker {number}", self.plan.worker, self.plan.worker_needs)
-
-    async def _start_rewards(self, number: int) -> WorkerHandle:
-        assert self.plan.reward is not None
-        return await self.launcher.start(f"reward worker {number}", self.plan.reward, self.plan.reward_needs)
+    async def _start(self, role: Role, number: int) -> WorkerHandle:
+        return await self.launcher.start(f"{role} {number}", self.plan.spec_of(role))
 
     async def _engine_joined(self, member: PoolMember) -> None:
         async with self._lock:
@@ -275,40 +264,40 @@ class WorkerGroup:
                 self.server = await asyncio.to_thread(self.plan.connect, [member.started.url])
             else:
                 await self.server.join(member.started.url)
-            await self._tell_all()
+            await self._send_engines()
 
     async def _engine_left(self, member: PoolMember) -> None:
         if self.server is None or self._closing:
             return
         try:
-            if member.leaves and self.rolling is not None:
+            if member.is_draining and self.rolling is not None:
                 await self.rolling.empty(member.started.url)
         finally:
             if not self._closing:
                 self._num_left += 1
                 self.server.leave(member.started.url)
-                await self._tell_all()
+                await self._send_engines()
 
     async def _worker_joined(self, member: PoolMember) -> None:
         """Admit a worker once it has the current set of engines."""
-        await self._tell(member)
+        await self._send(member)
         while member.serial != self._serial:
-            await self._tell(member)
+            await self._send(member)
 
-    async def _tell_all(self) -> None:
+    async def _send_engines(self) -> None:
         """Send the current set of engines to all workers."""
         self._serial += 1
-        await asyncio.gather(*(self._tell_or_lose(member) for member in tuple(self.workers.members.values())))
+        await asyncio.gather(*(self._send_or_lose(member) for member in tuple(self.workers.members.values())))
 
-    async def _tell_or_lose(self, member: PoolMember) -> None:
+    async def _send_or_lose(self, member: PoolMember) -> None:
         try:
-            await self._tell(member)
+            await self._send(member)
         except WorkerDied as error:
-            await self.workers.lose(member, error)
+            await self.workers.replace_dead(member, error)
         except LudusError:  # an engine in the set is already gone; the next set omits it
             return
 
-    async def _tell(self, member: PoolMember) -> None:
+    async def _send(self, member: PoolMember) -> None:
         """Send the engines, rotated per worker for load balancing."""
         serial = self._serial
         if self.server is None:
@@ -316,10 +305,6 @@ class WorkerGroup:
             return
         urls = tuple(self.server.urls)
         first = member.number % max(1, len(urls))
-        view = EngineSet(serial, urls[first:] + urls[:first], self._version, self.server.adapter)
-        await member.remote.call(UpdateEngines(view), self.plan.config.heartbeat_timeout_s)
+        engines = EngineSet(serial, urls[first:] + urls[:first], self._version, self.server.adapter)
+        await member.remote.call(engines, self.plan.config.heartbeat_timeout_s)
         member.serial = serial
-
-
-async def _gone(member: PoolMember) -> None:
-    """Do nothing when a worker leaves."""

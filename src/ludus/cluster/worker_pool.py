@@ -14,11 +14,11 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 
-from ludus.cluster.protocol import Heartbeat, Ping, Shutdown, Started, StartRole, WorkerHandle, failed
+from ludus.cluster.protocol import Command, Heartbeat, Role, Started, WorkerHandle, failed
 from ludus.errors import LudusError
 
-_PULSE_S = 1.0
-_GOODBYE_S = 5.0
+_HEARTBEAT_S = 1.0
+_SHUTDOWN_S = 5.0
 _DRAIN_S = 600.0
 """Timeout of draining a member that leaves."""
 
@@ -29,7 +29,7 @@ log = logging.getLogger("ludus.cluster")
 class PoolMember:
     """Ready worker. `busy` counts its requests in flight.
 
-    A member that `leaves` is draining; other removed members are dead.
+    A member that `is_draining` finishes its requests; other removed members are dead.
     """
 
     number: int
@@ -37,9 +37,9 @@ class PoolMember:
     started: Started
     busy: int = 0
     serial: int = -1
-    leaves: bool = False
+    is_draining: bool = False
     since: float = field(default_factory=time.monotonic)
-    pulse: Heartbeat = field(default_factory=Heartbeat)
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     watch: asyncio.Task[None] | None = None
 
 
@@ -62,14 +62,14 @@ class PoolLimits:
 
 @dataclass
 class WorkerPool:
-    """Workers by number. `start` launches the worker of a number."""
+    """Workers by number. `start` launches the worker of a number; `joined` and `left` are called with a member."""
 
-    kind: str
+    kind: Role
     target: int
     start: Callable[[int], Awaitable[WorkerHandle]]
     limits: PoolLimits
-    joined: Callable[[PoolMember], Awaitable[None]]
-    left: Callable[[PoolMember], Coroutine[None, None, None]]
+    joined: Callable[[PoolMember], Awaitable[None]] | None = None
+    left: Callable[[PoolMember], Coroutine[None, None, None]] | None = None
     members: dict[int, PoolMember] = field(default_factory=dict)
     num_lost: int = 0
     num_gone: int = 0
@@ -78,27 +78,24 @@ class WorkerPool:
     _number: int = 0
     _ever: bool = False
     _closed: bool = False
-    _lost_in_a_row: int = 0
+    _consecutive_losses: int = 0
     _starting: set[asyncio.Task[None]] = field(default_factory=set)
     _failing: set[asyncio.Task[None]] = field(default_factory=set)
     _leaving: set[asyncio.Task[None]] = field(default_factory=set)
     _ending: set[asyncio.Task[None]] = field(default_factory=set)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    def keep(self) -> None:
+    def reconcile(self) -> None:
         """Start missing members and release surplus ones."""
         if self.failed is not None or self._closed:
             return
         for _ in range(self.target - len(self.members) - len(self._starting)):
-            task = asyncio.create_task(self._fill())
-            self._starting.add(task)
-            task.add_done_callback(self._starting.discard)
-            task.add_done_callback(self._failing.discard)
+            _track(self._starting, self._fill()).add_done_callback(self._failing.discard)
         too_many = max(0, len(self.members) - self.target)
         for member in sorted(self.members.values(), key=lambda m: m.busy)[:too_many]:
-            self.let_go(member)
+            self.drain(member)
 
-    async def full(self) -> None:
+    async def wait_until_full(self) -> None:
         """Wait until all members are ready, or some if the others fail to start and are retried.
 
         Raises the cause if the pool has failed.
@@ -110,7 +107,7 @@ class WorkerPool:
 
         await self._until(holds)
 
-    async def some(self) -> None:
+    async def wait_for_any(self) -> None:
         """Wait until one member is ready. Raises the cause if the pool has failed."""
         await self._until(lambda: bool(self.members))
 
@@ -121,43 +118,39 @@ class WorkerPool:
         member.busy += 1
         return member
 
-    async def give_back(self, member: PoolMember) -> None:
+    async def release(self, member: PoolMember) -> None:
         """Release a reservation."""
         member.busy -= 1
-        await self._tell()
+        await self._notify()
 
     async def check(self) -> None:
         """Ping all members now."""
         await asyncio.gather(*(self._ping(member) for member in tuple(self.members.values())))
 
-    async def lose(self, member: PoolMember, error: LudusError) -> None:
+    async def replace_dead(self, member: PoolMember, error: LudusError) -> None:
         """Kill and replace an unresponsive member, even if the caller is cancelled."""
         if self.members.get(member.number) is not member:
             return
         log.warning("%s %d is lost, starting a replacement: %s", self.kind, member.number, error)
-        self._count_loss()
-        self._drop(member)
-        await self._fail_if_over(error)
-        self.later(self.left(member))
-        ending = asyncio.create_task(self._end(member))
-        self._ending.add(ending)
-        ending.add_done_callback(self._ending.discard)
-        await asyncio.shield(ending)
+        await self._record_loss(error, member)
+        if self.left is not None:
+            self.run_in_background(self.left(member))
+        await asyncio.shield(_track(self._ending, self._end(member)))
 
     def retire(self, member: PoolMember, error: LudusError) -> None:
         """Drain and replace a member that cannot take more work; not counted as a loss."""
         if self.members.get(member.number) is not member:
             return
         log.warning("%s %d is replaced: %s", self.kind, member.number, error)
-        self.let_go(member)
-        self.keep()
+        self.drain(member)
+        self.reconcile()
 
-    async def doubt(self, member: PoolMember, error: LudusError) -> None:
+    async def handle_error(self, member: PoolMember, error: LudusError) -> None:
         """Handle a failed request: lose the member, unless it was a timeout and the member answers a ping."""
         if isinstance(error.__cause__, TimeoutError):
             await self._ping(member)
         else:
-            await self.lose(member, error)
+            await self.replace_dead(member, error)
 
     async def close(self) -> None:
         """Stop all members; kill those that do not stop."""
@@ -177,15 +170,15 @@ class WorkerPool:
         assert task is not None
         while not await self._start() and self.failed is None:
             self._failing.add(task)
-            await self._tell()
+            await self._notify()
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, self.limits.longest_wait_s)
             if len(self.members) + len(self._starting) > self.target:
                 break
         self._starting.discard(task)
         self._failing.discard(task)
-        self.keep()
-        await self._tell()
+        self.reconcile()
+        await self._notify()
 
     async def _start(self) -> bool:
         """Start a member; return whether it succeeded."""
@@ -194,10 +187,10 @@ class WorkerPool:
         self._number += 1
         try:
             remote = await self.start(number)
-            started = await remote.call(StartRole(), self.limits.start_s)
+            started = await remote.call(Command.START, self.limits.start_s)
             assert isinstance(started, Started)
             member = PoolMember(number, remote, started)
-            await self._while_it_answers(member, self._join(member))
+            await self._while_alive(member, self._join(member))
         except asyncio.CancelledError:
             if remote is not None:
                 await remote.kill()
@@ -205,14 +198,16 @@ class WorkerPool:
         except Exception as error:  # boundary: raised by callers that wait for a member
             if remote is not None:
                 await remote.kill()
-            await self._not_started(number, failed(error).error or LudusError(str(error)))
+            cause = failed(error).error or LudusError(str(error))
+            log.warning("%s %d did not start: %s", self.kind, number, cause)
+            await self._record_loss(cause)
             return False
         return True
 
-    async def _while_it_answers(self, member: PoolMember, work: Coroutine[None, None, None]) -> None:
+    async def _while_alive(self, member: PoolMember, work: Coroutine[None, None, None]) -> None:
         """Run work on a member while it answers pings. Raises the error of either."""
         doing = asyncio.create_task(work)
-        silence = asyncio.create_task(self._silence(member))
+        silence = asyncio.create_task(self._until_silent(member))
         try:
             await asyncio.wait({doing, silence}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -225,61 +220,56 @@ class WorkerPool:
 
     async def _join(self, member: PoolMember) -> None:
         """Admit and list a member in one step, so that it misses no later message."""
-        await self.joined(member)
+        if self.joined is not None:
+            await self.joined(member)
         self._ever = True
         self.members[member.number] = member
         member.watch = asyncio.create_task(self._watch(member))
         where = member.started
         log.info("%s %d runs at %s (%d)", self.kind, member.number, where.host, where.pid)
 
-    async def _silence(self, member: PoolMember) -> LudusError:
+    async def _until_silent(self, member: PoolMember) -> LudusError:
         """Wait until a member stops answering pings; return the error."""
         while True:
-            await asyncio.sleep(_PULSE_S)
+            await asyncio.sleep(_HEARTBEAT_S)
             try:
-                await member.remote.call(Ping(), self.limits.heartbeat_timeout_s)
+                await self._heartbeat(member)
             except LudusError as error:
                 return error
 
     async def _end(self, member: PoolMember) -> None:
         await member.remote.kill()
-        self.keep()
-        await self._tell()
+        self.reconcile()
+        await self._notify()
 
-    async def _not_started(self, number: int, error: LudusError) -> None:
-        log.warning("%s %d did not start: %s", self.kind, number, error)
-        self._count_loss()
-        await self._fail_if_over(error)
-
-    def _count_loss(self) -> None:
+    async def _record_loss(self, error: LudusError, member: PoolMember | None = None) -> None:
+        """Count a loss. The pool fails if no member is left and losses continue, or if no first member started."""
         now = time.monotonic()
-        if any(now - member.since >= self.limits.proven_s for member in self.members.values()):
-            self._lost_in_a_row = 0
-        self._lost_in_a_row += 1
+        if any(now - other.since >= self.limits.proven_s for other in self.members.values()):
+            self._consecutive_losses = 0
+        self._consecutive_losses += 1
         self.num_lost += 1
-
-    async def _fail_if_over(self, error: LudusError) -> None:
-        """Mark the pool as failed if no member is left and losses continue, or no first member started."""
-        if not self._ever or (not self.members and self._lost_in_a_row > self.limits.restarts):
-            await self._fail(error)
-
-    async def _fail(self, error: LudusError) -> None:
-        self.failed = type(error)(f"The cluster has no {self.kind} left: {error.message}", error.hint)
-        await self._tell()
+        if member is not None:
+            self._drop(member)
+        if not self._ever or (not self.members and self._consecutive_losses > self.limits.restarts):
+            self.failed = type(error)(f"The cluster has no {self.kind} left: {error.message}", error.hint)
+            await self._notify()
 
     async def _watch(self, member: PoolMember) -> None:
         while self.members.get(member.number) is member:
             await self._ping(member)
-            await asyncio.sleep(_PULSE_S)
+            await asyncio.sleep(_HEARTBEAT_S)
 
     async def _ping(self, member: PoolMember) -> None:
         try:
-            pulse = await member.remote.call(Ping(), self.limits.heartbeat_timeout_s)
+            member.heartbeat = await self._heartbeat(member)
         except LudusError as error:
-            self.later(self.lose(member, error))
-            return
-        assert isinstance(pulse, Heartbeat)
-        member.pulse = pulse
+            self.run_in_background(self.replace_dead(member, error))
+
+    async def _heartbeat(self, member: PoolMember) -> Heartbeat:
+        heartbeat = await member.remote.call(Command.PING, self.limits.heartbeat_timeout_s)
+        assert isinstance(heartbeat, Heartbeat)
+        return heartbeat
 
     def _drop(self, member: PoolMember) -> None:
         self.members.pop(member.number, None)
@@ -287,32 +277,28 @@ class WorkerPool:
         if member.watch is not None and member.watch is not asyncio.current_task():
             member.watch.cancel()
 
-    def let_go(self, member: PoolMember) -> None:
+    def drain(self, member: PoolMember) -> None:
         """Drain and stop a member."""
-        member.leaves = True
+        member.is_draining = True
         self._drop(member)
-        self.later(self._drain(member))
+        self.run_in_background(self._drain(member))
 
     async def _drain(self, member: PoolMember) -> None:
         """Wait for a member's requests in flight, then stop it."""
         try:
             async with asyncio.timeout(_DRAIN_S):
-                await self._while_it_answers(member, self.left(member))
-                while await self._under_way(member) or member.busy:
-                    await asyncio.sleep(_PULSE_S / 4)
+                if self.left is not None:
+                    await self._while_alive(member, self.left(member))
+                while (await self._heartbeat(member)).under_way or member.busy:
+                    await asyncio.sleep(_HEARTBEAT_S / 4)
         except (TimeoutError, LudusError) as error:
             log.warning("%s %d leaves before its work is done: %s", self.kind, member.number, error)
         finally:
             await self._stop(member.remote)
 
-    async def _under_way(self, member: PoolMember) -> int:
-        pulse = await member.remote.call(Ping(), self.limits.heartbeat_timeout_s)
-        assert isinstance(pulse, Heartbeat)
-        return pulse.under_way
-
     async def _stop(self, remote: WorkerHandle) -> None:
         try:
-            await remote.call(Shutdown(), _GOODBYE_S)
+            await remote.call(Command.SHUTDOWN, _SHUTDOWN_S)
         except LudusError as error:
             log.info("a %s did not stop in time: %s", self.kind, error)
         finally:
@@ -324,12 +310,18 @@ class WorkerPool:
         if self.failed is not None:
             raise self.failed
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
-    def later(self, work: Coroutine[None, None, None]) -> None:
+    def run_in_background(self, work: Coroutine[None, None, None]) -> None:
         """Run work in the background until the pool closes."""
-        task = asyncio.create_task(work)
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        _track(self._leaving, work)
+
+
+def _track(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+    """Start work as a task that is in the set until it is done."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task

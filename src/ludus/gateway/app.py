@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -21,21 +20,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 
 from ludus.errors import EngineBusy, EngineError, RequestRefused
 from ludus.gateway import chat, completions
-from ludus.gateway.control import Control, WeightReceiver
-from ludus.gateway.endpoints import (
-    FAILED,
-    ControlAccess,
-    EndpointResult,
-    HttpRouter,
-    NoBody,
-    endpoint,
-    error_body,
-    error_response,
-    json_bytes,
-    json_response,
-)
+from ludus.gateway.control import Control
+from ludus.gateway.endpoints import ControlAccess, HttpRouter, NoBody, error_response, json_response
 from ludus.gateway.protocol.requests import BadRequest, ChatRequest, CompletionRequest, Sampling
-from ludus.gateway.protocol.responses import ModelCard, ModelList
+from ludus.gateway.protocol.responses import JsonBody, error_body, json_bytes
 from ludus.gateway.service import CompletionService
 
 if TYPE_CHECKING:
@@ -44,24 +32,17 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _CLIENT_GONE = 499
-_REFUSED, _BUSY = 400, 429
+_REFUSED, _BUSY, _FAILED = 400, 429, 500
 
 
 def make_app(service: CompletionService, model: PreTrainedModel) -> Starlette:
     """Create the application; `model` is the engine's, whose parameters are hashed."""
     access = ControlAccess(service.control_token, service.control_hosts) if service.control_token else None
     router = HttpRouter(service.threads, service.engine.context_tokens, access)
-    routes = [router.public(endpoint) for endpoint in Public(service).endpoints()]
-    routes += [router.control(one) for one in Control(service, WeightReceiver(service, model)).endpoints()]
-    handlers = {
-        BadRequest: _refuse,
-        RequestRefused: _refuse_in_words,
-        EngineBusy: _put_off,
-        EngineError: _fail,
-        HTTPException: _http_error,
-        Exception: _fail,
-    }
-    return Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+    Public(service).add_to(router)
+    Control(service, model).add_to(router)
+    kinds = (BadRequest, EngineError, HTTPException, Exception)
+    return Starlette(routes=router.routes, exception_handlers=dict.fromkeys(kinds, _error))
 
 
 @dataclass(frozen=True)
@@ -70,60 +51,55 @@ class Public:
 
     service: CompletionService
 
-    def endpoints(self) -> list[EndpointResult]:
-        """List the endpoints."""
-        return [
-            endpoint("/v1/models", NoBody, self.models, method="GET"),
-            endpoint("/v1/completions", CompletionRequest, self.completions),
-            endpoint("/v1/chat/completions", ChatRequest, self.chat),
-            endpoint("/health", NoBody, self.health, method="GET"),
-            endpoint("/metrics", NoBody, self.metrics, method="GET"),
-            endpoint("/weight_info", NoBody, self.weight_info, method="GET"),
-            endpoint("/is_paused", NoBody, self.is_paused, method="GET"),
-        ]
+    def add_to(self, router: HttpRouter) -> None:
+        """Add the endpoints to a router."""
+        router.add("/v1/models", NoBody, self.models, method="GET")
+        router.add("/v1/completions", CompletionRequest, self.completions)
+        router.add("/v1/chat/completions", ChatRequest, self.chat)
+        router.add("/health", NoBody, self.health, method="GET")
+        router.add("/metrics", NoBody, self.metrics, method="GET")
+        router.add("/weight_info", NoBody, self.weight_info, method="GET")
+        router.add("/is_paused", NoBody, self.is_paused, method="GET")
 
     async def models(self, _: Request, __: NoBody) -> Response:
         model, engine = self.service.model, self.service.engine
-        named: list[tuple[str, str, str | None, str]]
-        named = [(model.name, model.root, None, str(engine.version))]
-        named += [(a.name, a.root, model.name, str(a.version)) for a in self.service.adapters.listed]
+        adapters = self.service.adapters.by_name.values()
+        named = [
+            (model.name, model.root, None, engine.version),
+            *((a.name, a.root, model.name, a.version) for a in adapters),
+        ]
         cards = [
-            ModelCard(
-                id=name,
-                created=model.created,
-                root=root,
-                parent=parent,
-                weight_version=version,
-                max_model_len=engine.context_tokens,
-                batch_invariant=engine.batch_invariant,
-            )
+            {
+                "id": name,
+                "object": "model",
+                "created": model.created,
+                "owned_by": "ludus",
+                "root": root,
+                "parent": parent,
+                "weight_version": str(version),
+                "max_model_len": engine.context_tokens,
+                "batch_invariant": engine.batch_invariant,
+            }
             for name, root, parent, version in named
         ]
-        return json_response(ModelList(data=cards))
+        return json_response({"object": "list", "data": cards})
 
     async def completions(self, request: Request, asked: CompletionRequest) -> Response:
-        self.service.adapter(asked.model)
-        name = f"cmpl-{asked.request_id or secrets.token_hex(12)}"
+        name = self._name("cmpl", asked)
         if asked.stream:
             return await _streamed(completions.stream(self.service, name, asked))
-
-        async def work() -> bytes:
-            answer = await completions.complete(self.service, name, asked)
-            return await self.service.threads.do(partial(json_bytes, answer))
-
-        return await self._answer(request, asked, work)
+        return await self._answer(request, asked, partial(completions.complete, self.service, name, asked))
 
     async def chat(self, request: Request, asked: ChatRequest) -> Response:
-        self.service.adapter(asked.model)
-        name = f"chatcmpl-{asked.request_id or secrets.token_hex(12)}"
+        name = self._name("chatcmpl", asked)
         if asked.stream:
             return await _streamed(chat.stream(self.service, name, asked))
+        return await self._answer(request, asked, partial(chat.complete, self.service, name, asked))
 
-        async def work() -> bytes:
-            answer = await chat.complete(self.service, name, asked)
-            return await self.service.threads.do(partial(json_bytes, answer))
-
-        return await self._answer(request, asked, work)
+    def _name(self, kind: str, asked: Sampling) -> str:
+        """Return a request's id. Raises BadRequest if its model is not served."""
+        self.service.adapter(asked.model)
+        return f"{kind}-{asked.request_id or secrets.token_hex(12)}"
 
     async def health(self, _: Request, __: NoBody) -> Response:
         return JSONResponse({"status": "paused" if self.service.is_paused else "ok"})
@@ -137,15 +113,19 @@ class Public:
     async def is_paused(self, _: Request, __: NoBody) -> Response:
         return JSONResponse({"is_paused": self.service.is_paused})
 
-    async def _answer(self, request: Request, asked: Sampling, work: Callable[[], Awaitable[bytes]]) -> Response:
+    async def _answer(self, request: Request, asked: Sampling, complete: Callable[[], Awaitable[JsonBody]]) -> Response:
         """Compute a response, once per client-chosen request id, until the client disconnects."""
+
+        async def work() -> bytes:
+            return await self.service.threads.do(partial(json_bytes, await complete()))
+
         name = asked.request_id
-        doing = work() if name is None else self.service.answers.once(name, await request.body(), work)
+        doing = work() if name is None else self.service.responses.once(name, await request.body(), work)
         done = await _while_there(request, doing)
         if done is None:
             return Response(status_code=_CLIENT_GONE)
         if name is not None and b'"finish_reason":"abort"' in done:
-            self.service.answers.forget(name)
+            self.service.responses.forget(name)
         return Response(done, media_type="application/json")
 
 
@@ -165,7 +145,7 @@ async def _hung_up(request: Request) -> None:
         pass
 
 
-async def _streamed(pieces: AsyncIterator[BaseModel]) -> Response:
+async def _streamed(pieces: AsyncIterator[JsonBody]) -> Response:
     """Send server-sent events. Invalid requests are rejected before the first byte."""
     first = await anext(pieces)
 
@@ -175,35 +155,29 @@ async def _streamed(pieces: AsyncIterator[BaseModel]) -> Response:
             async for piece in pieces:
                 yield b"data: " + json_bytes(piece) + b"\n\n"
         except EngineError as error:
-            yield b"data: " + json_bytes(error_body(str(error), FAILED)) + b"\n\n"
+            yield b"data: " + json_bytes(error_body(str(error), _FAILED)) + b"\n\n"
         yield b"data: [DONE]\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream")
 
 
-async def _refuse(_: Request, error: BadRequest) -> Response:
-    return json_response(error_body(error.message, error.status, error.code), error.status)
-
-
-async def _fail(_: Request, error: Exception) -> Response:
-    words = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-    return json_response(error_body(words, FAILED), FAILED)
-
-
-async def _refuse_in_words(_: Request, error: RequestRefused) -> Response:
-    return json_response(error_body(str(error), _REFUSED), _REFUSED)
-
-
-async def _put_off(_: Request, error: EngineBusy) -> Response:
-    answer = json_response(error_body(str(error), _BUSY), _BUSY)
-    answer.headers["Retry-After"] = "1"
-    return answer
-
-
-async def _http_error(_: Request, error: HTTPException) -> Response:
-    answer = error_response(error.status_code, f"{error.detail}.")
-    answer.headers.update(error.headers or {})
-    return answer
+async def _error(_: Request, error: Exception) -> Response:
+    match error:
+        case BadRequest():
+            return error_response(error.status, error.message, error.code)
+        case HTTPException():
+            response = error_response(error.status_code, f"{error.detail}.")
+            response.headers.update(error.headers or {})
+            return response
+        case RequestRefused():
+            return error_response(_REFUSED, str(error))
+        case EngineBusy():
+            response = error_response(_BUSY, str(error))
+            response.headers["Retry-After"] = "1"
+            return response
+        case EngineError():
+            return error_response(_FAILED, str(error))
+    return error_response(_FAILED, f"{type(error).__name__}: {error}")
 
 
 def prometheus_text(service: CompletionService) -> str:

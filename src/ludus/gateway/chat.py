@@ -13,103 +13,79 @@ from functools import partial
 
 from ludus.chat.render import TemplateRenderer
 from ludus.errors import UserError
-from ludus.gateway.completions import version_spans
 from ludus.gateway.protocol.detokenize import GrowingText, Scored, TextRules, chat_logprobs
 from ludus.gateway.protocol.requests import BadRequest, ChatRequest
-from ludus.gateway.protocol.responses import (
-    CalledFunction,
-    CallPiece,
-    CallReply,
-    ChatAnswer,
-    ChatChoice,
-    ChatDelta,
-    ChatPiece,
-    ChatPieceChoice,
-    ChatReply,
-    Usage,
-)
+from ludus.gateway.protocol.responses import JsonBody, response_body, version_spans
 from ludus.gateway.service import CompletionService, choices
 from ludus.tools.base import described_tool
-from ludus.types import Action, Completion, FinishReason, MessageToolCall, SamplingParams
+from ludus.types import Action, Completion, FinishReason, SamplingParams
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Dialogue:
     """A rendered dialogue. `turn` counts the model's previous messages."""
 
+    renderer: TemplateRenderer
     prompt: tuple[int, ...]
     params: SamplingParams
     ends: tuple[int, ...]
     turn: int
 
 
-async def complete(service: CompletionService, name: str, request: ChatRequest) -> ChatAnswer:
+async def complete(service: CompletionService, name: str, request: ChatRequest) -> JsonBody:
     """Return the complete response. Raises BadRequest, EngineError."""
-    asked, renderer = await _asked(service, request), _renderer(service)
+    asked = await _dialogue(service, request)
     parts = [(asked.prompt, params) for params in choices(asked.params, request.n)]
     with service.under(request.model) as adapter:
         done = await service.sample(name, parts, adapter)
 
-    def choices_made() -> list[ChatChoice]:
-        made = [_choice(service, request, i, asked, completion) for i, completion in enumerate(done)]
-        for choice, completion in zip(made, done, strict=True):
-            action = renderer.parse(completion.tokens, asked.turn, completion.finish_reason)
-            choice.message = _reply(action)
-            choice.finish_reason = _finish(action, completion.finish_reason)
-        return made
+    def choices_made() -> list[JsonBody]:
+        return [_choice(service, request, i, asked, completion) for i, completion in enumerate(done)]
 
     made = await service.threads.do(choices_made)
-    return ChatAnswer(
-        id=name,
-        model=request.model or service.model.name,
-        choices=made,
-        usage=Usage.of(len(asked.prompt), sum(len(completion.tokens) for completion in done)),
-        prompt_token_ids=list(asked.prompt) if request.return_token_ids else None,
-    )
+    usage = len(asked.prompt), sum(len(completion.tokens) for completion in done)
+    body = response_body("chat.completion", name, request.model or service.model.name, made, usage)
+    return body | {"prompt_token_ids": list(asked.prompt) if request.return_token_ids else None}
 
 
-async def stream(service: CompletionService, name: str, request: ChatRequest) -> AsyncIterator[ChatPiece]:
+async def stream(service: CompletionService, name: str, request: ChatRequest) -> AsyncIterator[JsonBody]:
     """Stream the response. Raises BadRequest before the first chunk, EngineError."""
-    asked, renderer = await _asked(service, request), _renderer(service)
+    asked = await _dialogue(service, request)
     rules = TextRules(service.model.tokenizer, request.stops, keep_stop=True)
     texts = [GrowingText(rules, plain_only=True) for _ in range(request.n)]
     names = service.token_names(request)
-    head = ChatDelta(role="assistant", content="")
-    opening = [ChatPieceChoice(index=i, delta=head) for i in range(request.n)]
-    ids = list(asked.prompt) if request.return_token_ids else None
-    served = request.model or service.model.name
+    chunk = partial(response_body, "chat.completion.chunk", name, request.model or service.model.name)
     with service.under(request.model) as adapter:
-        yield ChatPiece(id=name, model=served, choices=opening, prompt_token_ids=ids)
+        opening = [_delta_choice(i, {"role": "assistant", "content": ""}) for i in range(request.n)]
+        yield chunk(opening) | {"prompt_token_ids": list(asked.prompt) if request.return_token_ids else None}
         parts = [(asked.prompt, params) for params in choices(asked.params, request.n)]
         async for i, piece in service.stream(name, parts, adapter):
-            new = texts[i].add(piece.tokens, piece.finish_reason)
-            choice = ChatPieceChoice(index=i, delta=ChatDelta(content=new))
-            if piece.finish_reason is not None:
-                parse = partial(renderer.parse, texts[i].tokens, asked.turn, piece.finish_reason)
+            new, finish = texts[i].add(piece.tokens, piece.finish_reason), piece.finish_reason
+            choice = _delta_choice(i, {"content": new})
+            if finish is not None:
+                parse = partial(asked.renderer.parse, texts[i].tokens, asked.turn, finish)
                 action = await service.threads.do(parse)
-                choice.delta = _rest(action, texts[i].shown, new)
-                choice.finish_reason = _finish(action, piece.finish_reason)
+                choice |= {"delta": _rest(action, texts[i].shown, new), "finish_reason": _finish(action, finish)}
             if request.logprobs:
-                scored = Scored(piece.tokens, piece.logprobs, piece.top_logprobs)
-                choice.logprobs = chat_logprobs(names, scored)
+                choice["logprobs"] = chat_logprobs(names, Scored.of(piece))
             if request.return_token_ids:
-                choice.token_ids = list(piece.tokens)
-            if _says_something(choice):
-                yield ChatPiece(id=name, model=served, choices=[choice])
+                choice["token_ids"] = list(piece.tokens)
+            if new or finish is not None or request.logprobs or request.return_token_ids:
+                yield chunk([choice]) | {"prompt_token_ids": None}
     if request.stream_options is not None and request.stream_options.include_usage:
-        usage = Usage.of(len(asked.prompt), sum(len(text.tokens) for text in texts))
-        yield ChatPiece(id=name, model=served, choices=[], usage=usage)
+        usage = len(asked.prompt), sum(len(text.tokens) for text in texts)
+        yield chunk([], usage) | {"prompt_token_ids": None}
 
 
-def _renderer(service: CompletionService) -> TemplateRenderer:
+def _delta_choice(index: int, delta: JsonBody) -> JsonBody:
+    rest = dict.fromkeys(("logprobs", "finish_reason", "stop_reason", "token_ids"))
+    return {"index": index, "delta": delta, **rest}
+
+
+async def _dialogue(service: CompletionService, request: ChatRequest) -> _Dialogue:
     renderer = service.model.renderer
     if renderer is None:
         raise BadRequest("This model has no chat template; use /v1/completions.")
-    return renderer
-
-
-async def _asked(service: CompletionService, request: ChatRequest) -> _Asked:
-    renderer = _renderer(service)
     prompt = await service.encoded(await service.threads.do(partial(_text, renderer, request)), add_special=False)
     service.check_room(prompt, sample=True)
     room = service.engine.context_tokens - len(prompt)
@@ -117,7 +93,7 @@ async def _asked(service: CompletionService, request: ChatRequest) -> _Asked:
     ends = tuple(dict.fromkeys([*renderer.stop_token_ids, *service.model.end_ids]))
     turn = sum(message.role == "assistant" for message in request.messages)
     params = request.params(min(wanted, room), ends, request.top_logprobs or 0)
-    return _Asked(prompt, params, ends, turn)
+    return _Dialogue(renderer, prompt, params, ends, turn)
 
 
 def _text(renderer: TemplateRenderer, request: ChatRequest) -> str:
@@ -133,57 +109,37 @@ def _text(renderer: TemplateRenderer, request: ChatRequest) -> str:
 
 
 def _choice(
-    service: CompletionService, request: ChatRequest, index: int, asked: _Asked, done: Completion
-) -> ChatChoice:
+    service: CompletionService, request: ChatRequest, index: int, asked: _Dialogue, done: Completion
+) -> JsonBody:
     rules = TextRules(service.model.tokenizer, request.stops)
-    choice = ChatChoice(
-        index=index,
-        message=ChatReply(content=None),
-        finish_reason=done.finish_reason,
-        stop_reason=rules.stop_reason(done, asked.params, asked.ends),
-    )
-    if request.logprobs:
-        scored = Scored(done.tokens, done.logprobs, done.top_logprobs)
-        choice.logprobs = chat_logprobs(service.token_names(request), scored)
-    if request.return_token_ids:
-        choice.token_ids = list(done.tokens)
-        choice.weight_versions = version_spans(done.versions)
-    return choice
+    action = asked.renderer.parse(done.tokens, asked.turn, done.finish_reason)
+    message, with_ids = action.message, request.return_token_ids
+    calls = message.get("tool_calls") or None
+    return {
+        "index": index,
+        "message": {
+            "role": "assistant",
+            "content": message["content"] or (None if calls else ""),
+            "reasoning_content": message.get("reasoning_content"),
+            "tool_calls": calls,
+        },
+        "logprobs": chat_logprobs(service.token_names(request), Scored.of(done)) if request.logprobs else None,
+        "finish_reason": _finish(action, done.finish_reason),
+        "stop_reason": rules.stop_reason(done, asked.params, asked.ends),
+        "token_ids": list(done.tokens) if with_ids else None,
+        "weight_versions": version_spans(done.versions) if with_ids else None,
+    }
 
 
-def _reply(action: Action) -> ChatReply:
-    message = action.message
-    calls = [CallReply(id=call["id"], function=_called(call)) for call in message.get("tool_calls", [])]
-    return ChatReply(
-        content=message["content"] or (None if calls else ""),
-        reasoning_content=message.get("reasoning_content"),
-        tool_calls=calls or None,
-    )
-
-
-def _called(call: MessageToolCall) -> CalledFunction:
-    return CalledFunction(name=call["function"]["name"], arguments=call["function"]["arguments"])
-
-
-def _rest(action: Action, shown: str, new: str) -> ChatDelta:
+def _rest(action: Action, shown: str, new: str) -> JsonBody:
     """Build the last chunk: unsent content, thinking and tool calls."""
-    before = shown[: len(shown) - len(new)] if new else shown
-    content = action.message["content"]
-    calls = [
-        CallPiece(index=i, id=call["id"], function=_called(call))
-        for i, call in enumerate(action.message.get("tool_calls", []))
-    ]
-    return ChatDelta(
-        content=content.removeprefix(before) or None,
-        reasoning_content=action.message.get("reasoning_content"),
-        tool_calls=calls or None,
-    )
-
-
-def _says_something(choice: ChatPieceChoice) -> bool:
-    """Return whether a chunk has anything to send; text of an unfinished call is held back."""
-    ended = choice.finish_reason is not None
-    return ended or bool(choice.delta.content) or choice.logprobs is not None or choice.token_ids is not None
+    message = action.message
+    delta = {
+        "content": message["content"].removeprefix(shown.removesuffix(new)) or None,
+        "reasoning_content": message.get("reasoning_content"),
+        "tool_calls": [{**call, "index": i} for i, call in enumerate(message.get("tool_calls", []))] or None,
+    }
+    return {name: value for name, value in delta.items() if value is not None}
 
 
 def _finish(action: Action, finish: FinishReason) -> str:

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from functools import partial
 
-from ludus.gateway.protocol.detokenize import (
-    GrowingText,
-    Scored,
-    TextRules,
-    prompt_logprobs,
-    text_logprobs,
-    token_texts,
-)
-from ludus.gateway.protocol.requests import CompletionRequest
-from ludus.gateway.protocol.responses import TextAnswer, TextChoice, Usage, VersionSpan
+from ludus.chat.render import decode_exactly
+from ludus.gateway.protocol.detokenize import GrowingText, Scored, TextRules, prompt_logprobs, text_logprobs
+from ludus.gateway.protocol.requests import BadRequest, CompletionRequest
+from ludus.gateway.protocol.responses import JsonBody, response_body, version_spans
 from ludus.gateway.service import CompletionService, choices
 from ludus.types import Completion, SamplingParams
 
+_MAX_CHOICES = 4096
+"""Maximum number of choices of one request over all its prompts."""
+
 
 @dataclass(frozen=True)
-class _Asked:
+class _Sample:
     """One choice to sample: prompt, parameters, and the prompt's log-probabilities if requested."""
 
     prompt: tuple[int, ...]
@@ -29,12 +26,12 @@ class _Asked:
     scores: Scored | None = None
 
 
-async def complete(service: CompletionService, name: str, request: CompletionRequest) -> TextAnswer:
+async def complete(service: CompletionService, name: str, request: CompletionRequest) -> JsonBody:
     """Return the complete response. Raises BadRequest, EngineError."""
     prompts = await _prompts(service, request)
     with service.under(request.model) as adapter:
         asked = [
-            _Asked(ids, params, scores)
+            _Sample(ids, params, scores)
             for ids in prompts
             for scores in [await _scores(service, request, ids, adapter)]
             for params in choices(_params(service, request, ids), request.n)
@@ -44,42 +41,42 @@ async def complete(service: CompletionService, name: str, request: CompletionReq
         else:
             done = await service.sample(name, [(one.prompt, one.params) for one in asked], adapter)
 
-    def choices_made() -> list[TextChoice]:
+    def choices_made() -> list[JsonBody]:
         return [_choice(service, request, i, *both) for i, both in enumerate(zip(asked, done, strict=True))]
 
     made = await service.threads.do(choices_made)
-    num_prompt, num_sampled = sum(map(len, prompts)), sum(len(completion.tokens) for completion in done)
-    served = request.model or service.model.name
-    return TextAnswer(id=name, model=served, choices=made, usage=Usage.of(num_prompt, num_sampled))
+    usage = sum(map(len, prompts)), sum(len(completion.tokens) for completion in done)
+    return response_body("text_completion", name, request.model or service.model.name, made, usage)
 
 
-async def stream(service: CompletionService, name: str, request: CompletionRequest) -> AsyncIterator[TextAnswer]:
+async def stream(service: CompletionService, name: str, request: CompletionRequest) -> AsyncIterator[JsonBody]:
     """Stream the response. Raises BadRequest before the first chunk, EngineError."""
     prompts = await _prompts(service, request)
     asked = [(ids, p) for ids in prompts for p in choices(_params(service, request, ids), request.n)]
-    rules = text_rules(service, request)
+    rules = _text_rules(service, request)
     texts = [GrowingText(rules) for _ in asked]
     names = service.token_names(request)
-    served = request.model or service.model.name
+    chunk = partial(response_body, "text_completion", name, request.model or service.model.name)
     with service.under(request.model) as adapter:
         async for i, piece in service.stream(name, asked, adapter):
             offset, first = len(texts[i].shown), not texts[i].tokens
-            choice = TextChoice(index=i, text=texts[i].add(piece.tokens, piece.finish_reason))
+            choice = _bare_choice(i, texts[i].add(piece.tokens, piece.finish_reason), piece.finish_reason)
             if request.logprobs is not None:
-                scored = Scored(piece.tokens, piece.logprobs, piece.top_logprobs)
-                choice.logprobs = text_logprobs(names, scored, offset)
+                choice["logprobs"] = text_logprobs(names, Scored.of(piece), offset)
             if request.return_token_ids:
-                choice.token_ids = list(piece.tokens)
-                choice.prompt_token_ids = list(asked[i][0]) if first else None
-            choice.finish_reason = piece.finish_reason
-            yield TextAnswer(id=name, model=served, choices=[choice])
+                choice["token_ids"] = list(piece.tokens)
+                choice["prompt_token_ids"] = list(asked[i][0]) if first else None
+            yield chunk([choice])
     if request.stream_options is not None and request.stream_options.include_usage:
-        usage = Usage.of(sum(map(len, prompts)), sum(len(text.tokens) for text in texts))
-        yield TextAnswer(id=name, model=served, choices=[], usage=usage)
+        yield chunk([], (sum(map(len, prompts)), sum(len(text.tokens) for text in texts)))
 
 
-def text_rules(service: CompletionService, request: CompletionRequest) -> TextRules:
-    """Return the request's text options."""
+def _bare_choice(index: int, text: str, finish: str | None) -> JsonBody:
+    head = {"index": index, "text": text, "logprobs": None, "finish_reason": finish, "stop_reason": None}
+    return head | dict.fromkeys(("token_ids", "prompt_logprobs", "prompt_token_ids", "weight_versions"))
+
+
+def _text_rules(service: CompletionService, request: CompletionRequest) -> TextRules:
     return TextRules(
         service.model.tokenizer,
         request.stops,
@@ -88,18 +85,9 @@ def text_rules(service: CompletionService, request: CompletionRequest) -> TextRu
     )
 
 
-def version_spans(versions: Sequence[int]) -> list[VersionSpan]:
-    """Group consecutive tokens by version."""
-    lengths = [(version, len(list(run))) for version, run in groupby(versions)]
-    ends = list(accumulate(num for _, num in lengths))
-    return [
-        VersionSpan(version=str(version), start=end - num, end=end)
-        for (version, num), end in zip(lengths, ends, strict=True)
-    ]
-
-
 async def _prompts(service: CompletionService, request: CompletionRequest) -> list[tuple[int, ...]]:
-    service.check_num(len(request.prompts) * request.n)
+    if (num := len(request.prompts) * request.n) > _MAX_CHOICES:
+        raise BadRequest(f"The request asks for {num} choices; the maximum is {_MAX_CHOICES}.")
     prompts = [await service.prompt_ids(p, add_special=request.add_special_tokens) for p in request.prompts]
     for ids in prompts:
         service.check_room(ids, sample=request.max_tokens != 0)
@@ -124,27 +112,24 @@ async def _scores(
 
 
 def _choice(
-    service: CompletionService, request: CompletionRequest, index: int, asked: _Asked, done: Completion
-) -> TextChoice:
-    rules, tokenizer = text_rules(service, request), service.model.tokenizer
+    service: CompletionService, request: CompletionRequest, index: int, asked: _Sample, done: Completion
+) -> JsonBody:
+    rules, tokenizer = _text_rules(service, request), service.model.tokenizer
     echoed = asked.prompt if request.echo else ()
-    choice = TextChoice(
-        index=index,
-        text="".join(token_texts(tokenizer, echoed)) if echoed and not done.tokens else "",
-        finish_reason=done.finish_reason,
-        stop_reason=rules.stop_reason(done, asked.params, service.model.end_ids),
-    )
     if done.tokens:
-        before = TextRules(tokenizer, skip_special=request.skip_special_tokens).text(echoed, "length")
-        choice.text = before + rules.text(done.tokens, done.finish_reason)
+        text = TextRules(tokenizer, skip_special=request.skip_special_tokens).text(echoed, "length")
+        text += rules.text(done.tokens, done.finish_reason)
+    else:
+        text = "".join(decode_exactly(tokenizer, [token]) for token in echoed)
+    choice = _bare_choice(index, text, done.finish_reason)
+    choice["stop_reason"] = rules.stop_reason(done, asked.params, service.model.end_ids)
     names = service.token_names(request)
     if request.logprobs is not None:
-        own = Scored(done.tokens, done.logprobs, done.top_logprobs)
         echo = asked.scores.cut(request.logprobs) if echoed and asked.scores is not None else Scored()
-        choice.logprobs = text_logprobs(names, echo.then(own), 0)
+        choice["logprobs"] = text_logprobs(names, echo.then(Scored.of(done)), 0)
     if request.return_token_ids:
-        choice.token_ids, choice.prompt_token_ids = list(done.tokens), list(asked.prompt)
-        choice.weight_versions = version_spans(done.versions)
+        choice |= {"token_ids": list(done.tokens), "prompt_token_ids": list(asked.prompt)}
+        choice["weight_versions"] = version_spans(done.versions)
     if request.prompt_logprobs is not None and asked.scores is not None:
-        choice.prompt_logprobs = prompt_logprobs(names, asked.scores.cut(request.prompt_logprobs))
+        choice["prompt_logprobs"] = prompt_logprobs(names, asked.scores.cut(request.prompt_logprobs))
     return choice

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, Field
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
@@ -28,7 +28,7 @@ from ludus.engines.remote.gloo_broadcast import (
     run_in_thread,
 )
 from ludus.errors import EngineError, SyncError
-from ludus.gateway.endpoints import EndpointResult, NoBody, endpoint
+from ludus.gateway.endpoints import HttpRouter, NoBody
 from ludus.gateway.protocol.requests import BadRequest
 from ludus.gateway.service import CompletionService, PauseMode
 
@@ -39,105 +39,9 @@ if TYPE_CHECKING:
 
 _CONFLICT = 409
 _SPARE = 2**20
+_VERSION_DIGITS = 18
 _WORKER = "dp0:pp0:pcp0:tp0:"
 """vLLM's prefix of tensor names with one worker."""
-
-
-@dataclass
-class WeightReceiver:
-    """Loads new weights into the engine.
-
-    `start`, any number of `update`s and `finish` replace all weights between two passes; `reload` does so in
-    one call; `prepare` and `receive` receive a trainer's broadcast. Requests may run meanwhile: their later
-    tokens use the new weights and carry the new version.
-    """
-
-    service: CompletionService
-    model: PreTrainedModel
-    _parts: dict[str, torch.Tensor] | None = field(init=False, default=None)
-    _line: WeightTransferGroup | None = field(init=False, default=None)
-    _expected: WeightManifest | None = field(init=False, default=None)
-
-    def start(self) -> None:
-        """Open an update. Raises BadRequest if one is open."""
-        if self._parts is not None:
-            raise BadRequest("A weight update is open already; finish it first.", _CONFLICT)
-        self._parts = {}
-
-    async def update(self, path: str) -> None:
-        """Add the tensors of a folder or file to the open update."""
-        if self._parts is None:
-            raise BadRequest("No weight update is open; start one first.", _CONFLICT)
-        self._parts |= await asyncio.to_thread(read_weights, path)
-
-    async def finish(self, version: int | None) -> None:
-        """Load the open update into the engine, which keeps its weights on an error."""
-        if self._parts is None:
-            raise BadRequest("No weight update is open; start one first.", _CONFLICT)
-        parts, self._parts = self._parts, None
-        await self._load(parts, version)
-
-    async def reload(self, path: str) -> None:
-        """Load the tensors of a folder or file under the current version."""
-        await self._load(await asyncio.to_thread(read_weights, path), None)
-
-    async def join(self, place: TransferAddress) -> None:
-        """Join a trainer's process group in place of an earlier one. Raises BadRequest if unreachable."""
-        self._line = None
-        try:
-            self._line = await run_in_thread(partial(join_as_server, place))
-        except EngineError as error:
-            raise BadRequest(str(error)) from error
-
-    def prepare(self, manifest: WeightManifest) -> None:
-        """Announce the next weights. Raises BadRequest without a group or with a different base version."""
-        version = self.service.engine.version
-        if self._line is None:
-            raise BadRequest("This server has not joined a weight transfer group.", _CONFLICT)
-        if manifest.base is not None and manifest.base != version:
-            raise BadRequest(f"The delta's base is version {manifest.base}, but {version} is loaded.", _CONFLICT)
-        most = 2 * sum(parameter.numel() for parameter in self.model.state_dict(keep_vars=True).values())
-        if sum(math.prod(tensor.shape) for tensor in manifest.tensors) > most + _SPARE:
-            raise BadRequest("tensors: they have more than twice as many elements as the model.")
-        self._expected = manifest
-
-    async def receive(self) -> None:
-        """Receive the trainer's weights.
-
-        Raises EngineError on a lost connection, BadRequest for weights that do not fit.
-        """
-        line, manifest = self._line, self._expected
-        if line is None or manifest is None:
-            raise BadRequest("No weights are expected.", _CONFLICT)
-        self._expected = None
-        try:
-            tensors = await run_in_thread(partial(receive_tensors, line, manifest))
-            own = dict(self.model.state_dict(keep_vars=True))
-            found = await asyncio.to_thread(apply_delta, tensors, own)
-        except EngineError:
-            if self._line is line:  # it may have joined another group meanwhile
-                self._line = None
-            raise
-        except SyncError as error:
-            raise BadRequest(str(error)) from error
-        if found:
-            await self._load(found, manifest.version)
-        else:
-            await self.service.engine.relabel(manifest.version)
-
-    async def digests(self) -> dict[str, str]:
-        """Return the SHA-256 of each parameter by name, with vLLM's worker prefix."""
-        return await asyncio.to_thread(self._digests)
-
-    def _digests(self) -> dict[str, str]:
-        return {f"{_WORKER}{name}": tensor_digest(parameter) for name, parameter in self.model.named_parameters()}
-
-    async def _load(self, state: Mapping[str, torch.Tensor], version: int | None) -> None:
-        engine = self.service.engine
-        try:
-            await engine.load_weights(engine.version if version is None else version, state)
-        except SyncError as error:
-            raise BadRequest(str(error)) from error
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
@@ -158,23 +62,20 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     return found
 
 
-_LONGEST_PATH, _LONGEST_VERSION = 4096, 18
-
-
 def _path(text: str) -> str:
-    if "\0" in text or not text.isprintable():
+    if not text.isprintable():
         raise ValueError("it must be a path without control characters")
     return text
 
 
-def _version(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or len(text) > _LONGEST_VERSION:
-        raise ValueError(f"it must be an integer of at most {_LONGEST_VERSION} digits")
-    return int(text)
+def _version(given: object) -> int:
+    if not (isinstance(given, str) and given.isascii() and given.isdecimal() and len(given) <= _VERSION_DIGITS):
+        raise ValueError(f"it must be a string that is an integer of at most {_VERSION_DIGITS} digits")
+    return int(given)
 
 
-ServerPath = Annotated[str, Field(min_length=1, max_length=_LONGEST_PATH), AfterValidator(_path)]
-Version = Annotated[str, AfterValidator(lambda text: str(_version(text)))]
+ServerPath = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_path)]
+Version = Annotated[int, BeforeValidator(_version)]
 AdapterName = Annotated[str, Field(min_length=1, max_length=512)]
 
 
@@ -217,39 +118,46 @@ class _Check(BaseModel):
 
 
 class _Abort(BaseModel):
-    request_ids: list[str] | None = Field(None)
+    request_ids: list[str] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Control:
-    """The control endpoints."""
+    """The control endpoints. Weight updates load new weights into the engine of `model`.
+
+    `/start_weight_update`, any number of `/update_weights` and `/finish_weight_update` replace all weights between
+    two passes; `/collective_rpc` does so in one call; `/prepare_weights` and `/receive_weights` receive a trainer's
+    broadcast. Requests may run meanwhile: their later tokens use the new weights and carry the new version.
+    """
 
     service: CompletionService
-    weights: WeightReceiver
+    model: PreTrainedModel
+    _parts: dict[str, torch.Tensor] | None = field(init=False, default=None)
+    _group: WeightTransferGroup | None = field(init=False, default=None)
+    _expected: WeightManifest | None = field(init=False, default=None)
 
-    def endpoints(self) -> list[EndpointResult]:
-        """List the endpoints."""
-        return [
-            endpoint("/pause", NoBody, self.pause),
-            endpoint("/resume", NoBody, self.resume),
-            endpoint("/abort", _Abort, self.abort),
-            endpoint("/abort_requests", _Abort, self.abort),
-            endpoint("/start_weight_update", NoBody, self.start),
-            endpoint("/update_weights", _Update, self.update),
-            endpoint("/finish_weight_update", _Finish, self.finish),
-            endpoint("/collective_rpc", _Rpc, self.rpc),
-            endpoint("/join_weight_line", TransferAddress, self.join_line),
-            endpoint("/prepare_weights", WeightManifest, self.prepare),
-            endpoint("/receive_weights", NoBody, self.receive),
-            endpoint("/update_weight_version", _Relabel, self.relabel),
-            endpoint("/reset_prefix_cache", NoBody, self.reset_cache),
-            endpoint("/weight_checker", _Check, self.check),
-            endpoint("/fingerprint", NoBody, self.fingerprint, method="GET"),
-            endpoint("/v1/load_lora_adapter", _LoadAdapter, self.load_adapter),
-            endpoint("/v1/unload_lora_adapter", _UnloadAdapter, self.unload_adapter),
-        ]
+    def add_to(self, router: HttpRouter) -> None:
+        """Add the endpoints to a router."""
+        add = partial(router.add, control=True)
+        add("/pause", NoBody, self.pause)
+        add("/resume", NoBody, self.resume)
+        add("/abort", _Abort, self.abort)
+        add("/abort_requests", _Abort, self.abort)
+        add("/start_weight_update", NoBody, self.start)
+        add("/update_weights", _Update, self.update)
+        add("/finish_weight_update", _Finish, self.finish)
+        add("/collective_rpc", _Rpc, self.rpc)
+        add("/join_weight_line", TransferAddress, self.join)
+        add("/prepare_weights", WeightManifest, self.prepare)
+        add("/receive_weights", NoBody, self.receive)
+        add("/update_weight_version", _Relabel, self.relabel)
+        add("/reset_prefix_cache", NoBody, self.reset_cache)
+        add("/weight_checker", _Check, self.check)
+        add("/fingerprint", NoBody, self.fingerprint, method="GET")
+        add("/v1/load_lora_adapter", _LoadAdapter, self.load_adapter)
+        add("/v1/unload_lora_adapter", _UnloadAdapter, self.unload_adapter)
 
-    async def pause(self, request: Request, __: NoBody) -> Response:
+    async def pause(self, request: Request, _: NoBody) -> Response:
         mode = request.query_params.get("mode", "abort")
         modes: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "keep"}
         if mode not in modes:
@@ -265,49 +173,105 @@ class Control:
         return JSONResponse({"status": "aborted", "aborted": self.service.abort(asked.request_ids or ())})
 
     async def start(self, _: Request, __: NoBody) -> Response:
-        self.weights.start()
+        """Open an update. Raises BadRequest if one is open."""
+        if self._parts is not None:
+            raise BadRequest("A weight update is open already; finish it first.", _CONFLICT)
+        self._parts = {}
         return JSONResponse({"message": "Weight update started"})
 
     async def update(self, _: Request, asked: _Update) -> Response:
-        await self.weights.update(asked.update_info.weights_path)
+        """Add the tensors of a folder or file to the open update. Raises BadRequest if it is finished meanwhile."""
+        parts = self._parts
+        if parts is None:
+            raise BadRequest("No weight update is open; start one first.", _CONFLICT)
+        found = await asyncio.to_thread(read_weights, asked.update_info.weights_path)
+        if self._parts is not parts:
+            raise BadRequest("The weight update was finished while the file was read.", _CONFLICT)
+        parts |= found
         return JSONResponse({"message": "Weights updated"})
 
     async def finish(self, _: Request, asked: _Finish) -> Response:
-        await self.weights.finish(None if asked.weight_version is None else int(asked.weight_version))
+        """Load the open update into the engine, which keeps its weights on an error."""
+        if self._parts is None:
+            raise BadRequest("No weight update is open; start one first.", _CONFLICT)
+        parts, self._parts = self._parts, None
+        await self._load(parts, asked.weight_version)
         return JSONResponse({"message": "Weight update finished"})
 
-    async def join_line(self, _: Request, asked: TransferAddress) -> Response:
-        await self.weights.join(asked)
-        return JSONResponse({"message": "Joined the weight transfer group"})
-
-    async def prepare(self, _: Request, asked: WeightManifest) -> Response:
-        self.weights.prepare(asked)
-        return JSONResponse({"message": "Ready to receive weights"})
-
-    async def receive(self, _: Request, __: NoBody) -> Response:
-        await self.weights.receive()
-        return JSONResponse({"message": "Weights received"})
-
     async def rpc(self, _: Request, asked: _Rpc) -> Response:
+        """Load the tensors of a folder or file under the current version."""
         path = asked.keywords.get("weights_path")
         if asked.method != "reload_weights" or path is None or asked.args or len(asked.keywords) > 1:
             raise BadRequest("The only method is reload_weights, with kwargs = {weights_path: ...}.")
-        await self.weights.reload(path)
+        await self._load(await asyncio.to_thread(read_weights, path), None)
         return JSONResponse({"results": [None]})
 
+    async def join(self, _: Request | None, address: TransferAddress) -> Response:
+        """Join a trainer's process group in place of an earlier one. Raises BadRequest if unreachable."""
+        self._group = None
+        try:
+            self._group = await run_in_thread(partial(join_as_server, address))
+        except EngineError as error:
+            raise BadRequest(str(error)) from error
+        return JSONResponse({"message": "Joined the weight transfer group"})
+
+    async def prepare(self, _: Request | None, manifest: WeightManifest) -> Response:
+        """Announce the next weights. Raises BadRequest without a group or with a different base version."""
+        version = self.service.engine.version
+        if self._group is None:
+            raise BadRequest("This server has not joined a weight transfer group.", _CONFLICT)
+        if manifest.base is not None and manifest.base != version:
+            raise BadRequest(f"The delta's base is version {manifest.base}, but {version} is loaded.", _CONFLICT)
+        most = 2 * sum(parameter.numel() for parameter in self.model.state_dict(keep_vars=True).values())
+        if sum(math.prod(tensor.shape) for tensor in manifest.tensors) > most + _SPARE:
+            raise BadRequest("tensors: they have more than twice as many elements as the model.")
+        self._expected = manifest
+        return JSONResponse({"message": "Ready to receive weights"})
+
+    async def receive(self, _: Request | None, __: NoBody) -> Response:
+        """Receive the trainer's weights.
+
+        Raises EngineError on a lost connection, BadRequest for weights that do not fit.
+        """
+        group, manifest = self._group, self._expected
+        if group is None or manifest is None:
+            raise BadRequest("No weights are expected.", _CONFLICT)
+        self._expected = None
+        try:
+            tensors = await run_in_thread(partial(receive_tensors, group, manifest))
+            found = await asyncio.to_thread(apply_delta, tensors, dict(self.model.state_dict(keep_vars=True)))
+        except EngineError:
+            if self._group is group:  # it may have joined another group meanwhile
+                self._group = None
+            raise
+        except SyncError as error:
+            raise BadRequest(str(error)) from error
+        if found:
+            await self._load(found, manifest.version)
+        else:
+            await self.service.engine.relabel(manifest.version)
+        return JSONResponse({"message": "Weights received"})
+
+    async def _load(self, state: Mapping[str, torch.Tensor], version: int | None) -> None:
+        engine = self.service.engine
+        try:
+            await engine.load_weights(engine.version if version is None else version, state)
+        except SyncError as error:
+            raise BadRequest(str(error)) from error
+
     async def relabel(self, _: Request, asked: _Relabel) -> Response:
-        version = asked.new_version
-        await self.service.engine.relabel(int(version))
-        return JSONResponse({"success": True, "new_version": version})
+        await self.service.engine.relabel(asked.new_version)
+        return JSONResponse({"success": True, "new_version": str(asked.new_version)})
 
     async def reset_cache(self, _: Request, __: NoBody) -> Response:
         """Do nothing: weight updates already clear the cache."""
         return JSONResponse({"success": True})
 
     async def check(self, _: Request, asked: _Check) -> Response:
+        """Return or compare the SHA-256 of each parameter by name, with vLLM's worker prefix."""
         if asked.action not in ("checksum", "compare"):
             raise BadRequest(f"action is {asked.action!r}, but must be checksum or compare.")
-        own = await self.weights.digests()
+        own = await asyncio.to_thread(self._digests)
         if asked.action == "checksum":
             return JSONResponse({"checksums": own})
         if asked.baseline is None:
@@ -316,16 +280,19 @@ class Control:
         wrong = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
         return JSONResponse({"match": not wrong, "mismatches": wrong})
 
-    async def fingerprint(self, request: Request, __: NoBody) -> Response:
+    def _digests(self) -> dict[str, str]:
+        return {f"{_WORKER}{name}": tensor_digest(parameter) for name, parameter in self.model.named_parameters()}
+
+    async def fingerprint(self, request: Request, _: NoBody) -> Response:
         with self.service.under(request.query_params.get("model")) as adapter:
             return JSONResponse({"fingerprint": await self.service.engine.fingerprint(adapter=adapter)})
 
     async def load_adapter(self, _: Request, asked: _LoadAdapter) -> Response:
-        if asked.lora_name == self.service.model.name:
-            raise BadRequest(f"{asked.lora_name!r} is the name of the base model.")
-        version = None if asked.weight_version is None else int(asked.weight_version)
-        await self.service.adapters.load(asked.lora_name, asked.lora_path, version, in_place=asked.load_inplace)
-        return PlainTextResponse(f"Success: LoRA adapter {asked.lora_name!r} added successfully.")
+        name = asked.lora_name
+        if name == self.service.model.name:
+            raise BadRequest(f"{name!r} is the name of the base model.")
+        await self.service.adapters.load(name, asked.lora_path, asked.weight_version, in_place=asked.load_inplace)
+        return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
 
     async def unload_adapter(self, _: Request, asked: _UnloadAdapter) -> Response:
         await self.service.adapters.unload(asked.lora_name)

@@ -107,17 +107,14 @@ class LimitsMiddleware:
             await self.app(scope, receive, self._timed(send))
             return
         body = _Body(self, receive)
-        reason = self._reason(Headers(scope=scope))
-        if reason is not None:
-            await self._answer(body, scope, self._timed(send), *reason)
-            return
-        self._num_requests += 1
+        refusal = self._refusal(Headers(scope=scope))
+        self._num_requests += refusal is None
         try:
-            await self.app(scope, body.receive, self._timed(send, body))
+            await (refusal or self.app)(scope, body.receive, self._timed(send, body))
         except TimeoutError:  # the client does not read: the server closes the connection
             return
         finally:
-            self._num_requests -= 1
+            self._num_requests -= refusal is None
             self._num_bytes -= body.num_bytes
 
     def take(self, body: _Body, num: int) -> None:
@@ -133,26 +130,18 @@ class LimitsMiddleware:
     def _too_large(self) -> str:
         return f"The body exceeds the limit of {self.limits.body_bytes} bytes"
 
-    def _reason(self, headers: Headers) -> tuple[int, str] | None:
-        """Return status and message of a refusal that needs no body, or None."""
+    def _refusal(self, headers: Headers) -> Response | None:
+        """Return the response to a request that is refused before its body is read, or None."""
         declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared[:20]) > self.limits.body_bytes:
-            return _TOO_LARGE, self._too_large
-        return (_BUSY, _FULL) if self._num_requests >= self.limits.requests else None
-
-    async def _answer(self, body: _Body, scope: Scope, send: Send, status: int, words: str) -> None:
-        response = self.refuse(status, f"{words}.")
-        response.headers["Connection"] = "close"
-        if status == _BUSY:
+            response = self.refuse(_TOO_LARGE, f"{self._too_large}.")
+        elif self._num_requests >= self.limits.requests:
+            response = self.refuse(_BUSY, f"{_FULL}.")
             response.headers["Retry-After"] = "1"
-
-        async def drained(message: Message) -> None:
-            if message["type"] == "http.response.body" and not message.get("more_body"):
-                await body.drain(send, message)
-            else:
-                await send(message)
-
-        await response(scope, body.receive, drained)
+        else:
+            return None
+        response.headers["Connection"] = "close"
+        return response
 
     def _timed(self, send: Send, body: _Body | None = None) -> Send:
         """Wrap `send` with a timeout; before a refusal is completed, unread request data is drained."""
@@ -195,7 +184,7 @@ class _Body:
             self._ended = True
             words = "The body did not arrive in time"
             raise HTTPException(_TIMEOUT, words, {"Connection": "close"}) from error
-        self._ended = message["type"] != "http.request" or not message.get("more_body", False)
+        self._ended = not message.get("more_body", False)
         if message["type"] == "http.request":
             self.gate.take(self, len(message.get("body", b"")))
         return message
@@ -206,8 +195,7 @@ class _Body:
         with suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_S):
                 while not self._ended:
-                    more = await self._receive()
-                    self._ended = more["type"] != "http.request" or not more.get("more_body", False)
+                    self._ended = not (await self._receive()).get("more_body", False)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

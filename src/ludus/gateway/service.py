@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -58,10 +57,10 @@ class RequestThreads:
             raise EngineBusy(f"The server is already processing {_MOST_LONG} long texts.", "Retry later.")
         self._num_long += 1
         future = loop.run_in_executor(self._long, work)
-        future.add_done_callback(self._one_less)
+        future.add_done_callback(self._release_long)
         return await future
 
-    def _one_less(self, _: object) -> None:
+    def _release_long(self, _: object) -> None:
         self._num_long -= 1
 
 
@@ -79,22 +78,13 @@ class GatewayAdapter:
 
 @dataclass
 class AdapterTable:
-    """The loaded adapters."""
+    """The loaded adapters that requests may name, oldest first."""
 
     engine: LocalEngine
-    _by_name: dict[str, GatewayAdapter] = field(default_factory=dict)
+    by_name: dict[str, GatewayAdapter] = field(default_factory=dict)
     _num_loaded: int = 0
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-
-    @property
-    def listed(self) -> tuple[GatewayAdapter, ...]:
-        """Adapters that requests may name, oldest first."""
-        return tuple(self._by_name.values())
-
-    def find(self, name: str) -> GatewayAdapter | None:
-        """Return the adapter with that name, or None."""
-        return self._by_name.get(name)
 
     async def load(self, name: str, root: str, version: int | None, *, in_place: bool) -> None:
         """Load an adapter from a folder; with `in_place` replace a loaded one of that name.
@@ -102,7 +92,7 @@ class AdapterTable:
         `version` None counts up from 0. Raises BadRequest, without changes, if it cannot be loaded.
         """
         async with self._lock:
-            known = self._by_name.get(name)
+            known = self.by_name.get(name)
             if known is not None and not in_place:
                 raise BadRequest(f"The adapter {name!r} is already loaded; set load_inplace to replace it.")
             if version is None:
@@ -115,42 +105,32 @@ class AdapterTable:
             except (UserError, SyncError) as error:
                 raise BadRequest(str(error)) from error
             if known is None:
-                self._by_name[name] = GatewayAdapter(name, key, root, version)
+                self.by_name[name] = GatewayAdapter(name, key, root, version)
             else:
                 known.root, known.version = root, version
 
     async def unload(self, name: str) -> None:
         """Unload an adapter. Raises BadRequest if the name is unknown."""
         async with self._lock:
-            adapter = self._by_name.pop(name, None)
+            adapter = self.by_name.pop(name, None)
             if adapter is None:
                 raise BadRequest(f"Adapter {name!r} is not loaded.", _NOT_FOUND)
             adapter.is_leaving = True
             if not adapter.users:
                 await self.engine.unload_adapter(adapter.key)
 
-    @contextmanager
-    def using(self, adapter: GatewayAdapter | None) -> Iterator[str | None]:
-        """Hold an adapter during the block; yield its name in the engine."""
-        if adapter is None:
-            yield None
-            return
-        adapter.users += 1
-        try:
-            yield adapter.key
-        finally:
-            adapter.users -= 1
-            if adapter.is_leaving and not adapter.users:
-                task = asyncio.get_running_loop().create_task(self.engine.unload_adapter(adapter.key))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+    def release(self, adapter: GatewayAdapter) -> None:
+        """Note the end of a request; unload an adapter that is leaving once it is unused."""
+        adapter.users -= 1
+        if adapter.is_leaving and not adapter.users:
+            task = asyncio.get_running_loop().create_task(self.engine.unload_adapter(adapter.key))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
 
 PauseMode = Literal["abort", "wait", "keep"]
 
-_KEPT_ANSWERS, _KEPT_BYTES = 1024, 64 * 2**20
-_MOST_CHOICES = 4096
-"""Maximum number of choices of one request over all its prompts."""
+_MAX_CACHED_RESPONSES, _MAX_CACHED_BYTES = 1024, 64 * 2**20
 _NOT_FOUND, _CONFLICT = 404, 409
 
 
@@ -172,66 +152,63 @@ class ServedModel:
 
 
 @dataclass
-class _Answer:
+class _CachedResponse:
     digest: bytes
     task: asyncio.Task[bytes]
     waiting: int = 0
 
     @property
-    def num_bytes(self) -> int:
-        """Size of a finished response, 0 if it failed."""
+    def num_bytes(self) -> int | None:
+        """Size of a finished response, 0 if it failed; None if it is running."""
+        if not self.task.done():
+            return None
         failed = self.task.cancelled() or self.task.exception() is not None
         return 0 if failed else len(self.task.result())
 
 
 @dataclass
-class FinishedRequests:
+class ResponseCache:
     """Running and recent responses by request id."""
 
-    _by_name: OrderedDict[str, _Answer] = field(default_factory=OrderedDict)
+    _by_name: dict[str, _CachedResponse] = field(default_factory=dict)
 
-    async def once(self, name: str, body: bytes, work: Callable[[], Awaitable[bytes]]) -> bytes:
+    async def once(self, name: str, body: bytes, work: Callable[[], Coroutine[None, None, bytes]]) -> bytes:
         """Return the response to `body`, computed once. Raises BadRequest if the id had another body."""
         digest = hashlib.sha256(body).digest()
-        answer = self._by_name.get(name)
-        if answer is not None and answer.digest != digest:
+        response = self._by_name.get(name)
+        if response is not None and response.digest != digest:
             raise BadRequest(f"The request_id {name} was used for another request.", _CONFLICT)
-        if answer is None:
-            answer = self._by_name[name] = _Answer(digest, asyncio.ensure_future(_run(work)))
-            self._trim()
-        answer.waiting += 1
+        if response is None:
+            response = self._by_name[name] = _CachedResponse(digest, asyncio.create_task(work()))
+            self._evict()
+        response.waiting += 1
         try:
-            return await asyncio.shield(answer.task)
+            return await asyncio.shield(response.task)
         finally:
-            answer.waiting -= 1
-            self._settle(name, answer)
+            response.waiting -= 1
+            self._settle(name, response)
 
     def forget(self, name: str) -> None:
         """Drop a response, so that a retry is recomputed."""
         self._by_name.pop(name, None)
 
-    def _settle(self, name: str, answer: _Answer) -> None:
+    def _settle(self, name: str, response: _CachedResponse) -> None:
         """Cancel a request without waiting clients, and drop failures."""
-        if not answer.task.done():
-            if answer.waiting:
-                return
-            answer.task.cancel()
-        elif not answer.task.cancelled() and answer.task.exception() is None:
+        if response.num_bytes is None and not response.waiting:
+            response.task.cancel()
+        elif response.num_bytes != 0:
             return
-        if self._by_name.get(name) is answer:
+        if self._by_name.get(name) is response:
             del self._by_name[name]
 
-    def _trim(self) -> None:
-        done = [name for name, answer in self._by_name.items() if answer.task.done()]
-        num_bytes = sum(self._by_name[name].num_bytes for name in done)
-        for name in done:
-            if len(self._by_name) <= _KEPT_ANSWERS and num_bytes <= _KEPT_BYTES:
+    def _evict(self) -> None:
+        done = {name: num for name, response in self._by_name.items() if (num := response.num_bytes) is not None}
+        num_bytes = sum(done.values())
+        for name, num in done.items():
+            if len(self._by_name) <= _MAX_CACHED_RESPONSES and num_bytes <= _MAX_CACHED_BYTES:
                 return
-            num_bytes -= self._by_name.pop(name).num_bytes
-
-
-async def _run(work: Callable[[], Awaitable[bytes]]) -> bytes:
-    return await work()
+            num_bytes -= num
+            del self._by_name[name]
 
 
 @dataclass
@@ -247,7 +224,7 @@ class CompletionService:
     control_token: str = ""
     control_hosts: frozenset[str] = frozenset()
     threads: RequestThreads = field(default_factory=RequestThreads)
-    answers: FinishedRequests = field(default_factory=FinishedRequests)
+    responses: ResponseCache = field(default_factory=ResponseCache)
     num_requests: int = 0
     is_paused: bool = False
     adapters: AdapterTable = field(init=False)
@@ -299,11 +276,6 @@ class CompletionService:
         except UnicodeEncodeError as error:
             raise BadRequest("The prompt has an unpaired surrogate, which is not valid text.") from error
 
-    def check_num(self, num: int) -> None:
-        """Raise BadRequest if one request asks for too many choices."""
-        if num > _MOST_CHOICES:
-            raise BadRequest(f"The request asks for {num} choices; the maximum is {_MOST_CHOICES}.")
-
     def check_room(self, ids: Sequence[int], *, sample: bool) -> None:
         """Raise BadRequest for a prompt that leaves no room to sample."""
         limit = self.engine.context_tokens
@@ -318,25 +290,31 @@ class CompletionService:
         """Resolve a request's `model`; None is the base model. Raises BadRequest for an unknown name."""
         if model in (None, self.model.name):
             return None
-        found = self.adapters.find(model)
+        found = self.adapters.by_name.get(model)
         if found is None:
-            names = [self.model.name, *(adapter.name for adapter in self.adapters.listed)]
-            served = ", ".join(map(repr, names))
+            served = ", ".join(map(repr, [self.model.name, *self.adapters.by_name]))
             raise BadRequest(f"The model {model!r} is not served; available: {served}.", _NOT_FOUND)
         return found
 
     @contextmanager
     def under(self, model: str | None) -> Iterator[str | None]:
-        """Hold the engine's adapter for a request's `model` during the block."""
-        with self.adapters.using(self.adapter(model)) as key:
-            yield key
+        """Hold the adapter of a request's `model` during the block; yield its name in the engine."""
+        adapter = self.adapter(model)
+        if adapter is None:
+            yield None
+            return
+        adapter.users += 1
+        try:
+            yield adapter.key
+        finally:
+            self.adapters.release(adapter)
 
     async def sample(
         self, name: str, asked: Sequence[tuple[tuple[int, ...], SamplingParams]], adapter: str | None
     ) -> list[Completion]:
         """Sample a completion per prompt concurrently; choice `i` has the id `NAME-i`."""
         requests = _requests(name, asked, adapter)
-        with self._noted(requests):
+        with self._registered(requests):
             return await self.engine.generate_batch(requests)
 
     async def stream(
@@ -353,7 +331,7 @@ class CompletionService:
             except Exception as error:  # boundary: raised by the consumer of the pieces
                 queue.put_nowait((index, error))
 
-        with self._noted(requests):
+        with self._registered(requests):
             tasks = [asyncio.create_task(follow(i, request)) for i, request in enumerate(requests)]
             left = len(tasks)
             try:
@@ -391,7 +369,7 @@ class CompletionService:
         self.is_paused = False
 
     @contextmanager
-    def _noted(self, requests: Sequence[Request]) -> Iterator[None]:
+    def _registered(self, requests: Sequence[Request]) -> Iterator[None]:
         """Register requests as running during the block."""
         names = [request.episode for request in requests]
         self.num_requests += len(names)
@@ -432,6 +410,5 @@ def served_model(
 def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the tokens that end a text, from the generation settings and the tokenizer."""
     given = model.generation_config.eos_token_id if model.generation_config is not None else None
-    listed = [given] if isinstance(given, int) else list(given or ())
-    own = tokenizer.eos_token_id
-    return tuple(dict.fromkeys([*listed, *([own] if isinstance(own, int) else [])]))
+    ids = [*([given] if isinstance(given, int) else given or ()), tokenizer.eos_token_id]
+    return tuple(dict.fromkeys(token for token in ids if isinstance(token, int)))

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from ludus.chat.render import Tokenizer, decode_exactly
-from ludus.gateway.protocol.responses import EncodedJson, PromptLogprob, TextLogprobs
+from ludus.engines.embedded.engine import Piece
+from ludus.gateway.protocol.responses import EncodedJson, JsonBody
 from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 
 _TORN = "\ufffd"
@@ -101,11 +102,6 @@ class GrowingText:
         return text
 
 
-def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """Decode each token separately."""
-    return [decode_exactly(tokenizer, [token]) for token in tokens]
-
-
 @dataclass
 class TokenNames:
     """Token names: the token's text or, with `as_ids`, `token_id:N` as in vLLM."""
@@ -119,8 +115,7 @@ class TokenNames:
         """Return the token's text."""
         known = self._texts.get(token)
         if known is None:
-            (known,) = token_texts(self.tokenizer, [token])
-            self._texts[token] = known
+            known = self._texts[token] = decode_exactly(self.tokenizer, [token])
         return known
 
     def name(self, token: int) -> str:
@@ -147,6 +142,11 @@ class Scored:
     logprobs: Sequence[float | None] = ()
     top: Sequence[TopLogprobs] = ()
 
+    @classmethod
+    def of(cls, sampled: Completion | Piece) -> Scored:
+        """Return the log-probabilities of sampled tokens."""
+        return cls(sampled.tokens, sampled.logprobs, sampled.top_logprobs)
+
     @property
     def rows(self) -> list[tuple[int, float | None, TopLogprobs]]:
         """Token, log-probability and top tokens per position."""
@@ -165,7 +165,7 @@ class Scored:
         return self.top or [()] * len(self.tokens)
 
 
-def text_logprobs(names: TokenNames, scored: Scored, offset: int) -> TextLogprobs:
+def text_logprobs(names: TokenNames, scored: Scored, offset: int) -> JsonBody:
     """Return the completions format. The token itself is always among its top tokens.
 
     If two tokens have the same text, the more likely one is kept.
@@ -177,12 +177,12 @@ def text_logprobs(names: TokenNames, scored: Scored, offset: int) -> TextLogprob
         for other, value in (*likeliest, *(() if logprob is None else ((token, logprob),))):
             row.setdefault(names.name(other), value)
         top.append(None if logprob is None else row)
-    return TextLogprobs(
-        text_offset=list(accumulate(lengths, initial=offset))[:-1],
-        token_logprobs=list(scored.logprobs),
-        tokens=[names.name(token) for token in scored.tokens],
-        top_logprobs=top,
-    )
+    return {
+        "text_offset": list(accumulate(lengths, initial=offset))[:-1],
+        "token_logprobs": list(scored.logprobs),
+        "tokens": [names.name(token) for token in scored.tokens],
+        "top_logprobs": top,
+    }
 
 
 def chat_logprobs(names: TokenNames, scored: Scored) -> EncodedJson:
@@ -198,16 +198,15 @@ def chat_logprobs(names: TokenNames, scored: Scored) -> EncodedJson:
     return EncodedJson(f'{{"content":[{",".join(content)}]}}'.encode())
 
 
-def prompt_logprobs(names: TokenNames, scored: Scored) -> list[dict[int, PromptLogprob] | None]:
-    """Return vLLM's prompt format: the token itself, then its top tokens. None for the first token."""
-    found: list[dict[int, PromptLogprob] | None] = []
+def prompt_logprobs(names: TokenNames, scored: Scored) -> list[dict[int, JsonBody] | None]:
+    """Return vLLM's prompt format: the token itself, then its top tokens by `rank`. None for the first token."""
+    found: list[dict[int, JsonBody] | None] = []
     for token, logprob, likeliest in scored.rows:
         if logprob is None:
             found.append(None)
             continue
-        own = PromptLogprob(logprob=logprob, decoded_token=names.text(token))
-        row = {token: own}
-        for rank, (other, value) in enumerate(likeliest, start=1):
-            row[other] = PromptLogprob(logprob=value, rank=rank, decoded_token=names.text(other))
+        row: dict[int, JsonBody] = {}
+        for rank, (other, value) in enumerate([(token, logprob), *likeliest]):
+            row[other] = {"logprob": value, "rank": rank or None, "decoded_token": names.text(other)}
         found.append(row)
     return found

@@ -72,15 +72,10 @@ class StructuredOutputs(BaseModel):
 
     def guides(self) -> list[Guide]:
         """All guides that are set."""
-        found = []
-        if self.json_ is not None:
-            text = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)
-            found.append(Guide("json_schema", text))
-        if self.regex is not None:
-            found.append(Guide("regex", self.regex))
-        if self.grammar is not None:
-            found.append(Guide("lark", self.grammar))
-        return found
+        schema = self.json_ if self.json_ is None or isinstance(self.json_, str) else json.dumps(self.json_)
+        guides: list[tuple[Literal["json_schema", "regex", "lark"], str | None]]
+        guides = [("json_schema", schema), ("regex", self.regex), ("lark", self.grammar)]
+        return [Guide(kind, text) for kind, text in guides if text is not None]
 
 
 class ResponseFormat(BaseModel):
@@ -90,7 +85,7 @@ class ResponseFormat(BaseModel):
     json_schema: dict[str, JsonValue] | None = None
 
 
-def _few_enough(num: int) -> int:
+def _check_num_top(num: int) -> int:
     if num > MAX_TOP_LOGPROBS:
         raise ValueError(f"at most {MAX_TOP_LOGPROBS} top_logprobs are supported, {num} requested")
     return num
@@ -108,7 +103,7 @@ def _within(name: str, *, also: int | None = None) -> AfterValidator:
     return AfterValidator(check)
 
 
-NumTop = Annotated[int, Field(ge=0), AfterValidator(_few_enough)]
+NumTop = Annotated[int, Field(ge=0), AfterValidator(_check_num_top)]
 """Number of top log-probabilities per position."""
 
 
@@ -138,7 +133,7 @@ class Sampling(BaseModel):
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
-    def _only_what_is_served(self) -> Self:
+    def _reject_unsupported_fields(self) -> Self:
         for name, value in (self.__pydantic_extra__ or {}).items():
             if name in _LABELS or value is None or value in _NEUTRAL.get(name, ()):
                 continue
@@ -154,7 +149,7 @@ class Sampling(BaseModel):
         guides = [] if asked is None else asked.guides()
         if form is not None and form.type == "json_object":
             guides.append(Guide("json_schema", '{"type": "object"}'))
-        if form is not None and form.type == "json_schema":
+        elif form is not None and form.type == "json_schema":
             if form.json_schema is None or "schema" not in form.json_schema:
                 raise BadRequest("response_format needs json_schema.schema.")
             guides.append(Guide("json_schema", json.dumps(form.json_schema["schema"])))
@@ -199,7 +194,7 @@ class CompletionRequest(Sampling):
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
-    def _something_to_do(self) -> Self:
+    def _check_max_tokens_and_echo(self) -> Self:
         if self.max_tokens == 0 and not self.echo:
             raise ValueError("max_tokens = 0 samples nothing; set echo, or increase max_tokens")
         if self.stream and (self.echo or self.prompt_logprobs is not None):
@@ -300,7 +295,7 @@ class ChatRequest(Sampling):
     top_logprobs: NumTop | None = None
 
     @model_validator(mode="after")
-    def _alternatives_to_something(self) -> Self:
+    def _check_top_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs = true")
         return self
