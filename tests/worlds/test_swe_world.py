@@ -554,7 +554,8 @@ def test_the_worst_cheats_earn_nothing(catalogue):
 def test_masked_tests_alone_stop_every_forgery(catalogue, monkeypatch):
     text = package_text("guest_runner.py").replace("event not in watched", "True")
     assert text != package_text("guest_runner.py")
-    texts = {"guest_runner.py": text, "data/leak_tests.txt": package_text("data/leak_tests.txt")}
+    texts = {path: package_text(path) for path in ("data/leak_tests.txt", "data/watched.toml")}
+    texts["guest_runner.py"] = text
     monkeypatch.setattr("ludus.worlds.swe.grader.package_text", texts.__getitem__)
     grades = cheated(catalogue, [*forgeries(), "a plugin that marks all as passed"])
     assert "must fail" in grades["a plugin that marks all as passed"].doubt

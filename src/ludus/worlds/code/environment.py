@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final, Literal
 
 from ludus.envs.tool_env import ToolEnv, ToolLimits
@@ -21,16 +21,6 @@ from ludus.worlds.code.tools import RUN_TESTS, program_of
 REPORT: Final = "report"
 """Tool name in the outcome that holds the report."""
 _read = last_output(REPORT)
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Weights of the reward parts, relative to passing all tests."""
-
-    share: float = 0.25
-    loads: float = 0.05
-    well_formed: float = 0.05
-    thrift: float = 0.0
 
 
 def loads(task: Task, trajectory: Trajectory) -> float:
@@ -51,21 +41,16 @@ def loads(task: Task, trajectory: Trajectory) -> float:
     return float(loaded and bool(read_report(text).passed - silent))
 
 
-def code_rewards(outcome: Literal["all", "share"], weights: Weights) -> tuple[Reward, ...]:
-    """Return the reward parts; those of weight 0 are omitted, and a share counts only if the program loads.
+def code_rewards(outcome: Literal["all", "share"], weights: Mapping[str, float]) -> tuple[Reward, ...]:
+    """Return the outcome and the parts with a weight; a share counts only if the program loads.
 
-    The outcome is 1 if all tests pass, or the share that passes.
+    The outcome is 1 if all tests pass, or the share that passes; then the share of hidden tests is left out.
     """
+    share = {"hidden_share": only_if(share_passed(_read, "hidden"), loads)} if outcome == "all" else {}
+    parts = {**share, "loads": loads, "well_formed": only_if(well_formed, loads), "thrift": thrift(_read)}
     passes = suite_passes(_read) if outcome == "all" else only_if(share_passed(_read), loads)
-    parts = [Reward("tests", passes, outcome=True)]
-    if outcome == "all":
-        parts.append(Reward("hidden_share", only_if(share_passed(_read, "hidden"), loads), weight=weights.share))
-    parts += [
-        Reward("loads", loads, weight=weights.loads),
-        Reward("well_formed", only_if(well_formed, loads), weight=weights.well_formed),
-        Reward("thrift", thrift(_read), weight=weights.thrift),
-    ]
-    return tuple(part for part in parts if part.weight or part.outcome)
+    rewards = [Reward(name, part, weight=weights[name]) for name, part in parts.items() if weights[name]]
+    return (Reward("tests", passes, outcome=True), *rewards)
 
 
 class CodeEnv(ToolEnv):
@@ -83,8 +68,7 @@ class CodeEnv(ToolEnv):
         check_turns: bool = False,
     ) -> None:
         super().__init__(tools, rewards, limits)
-        self._grader = grader
-        self._check_turns = check_turns
+        self._grader, self._check_turns = grader, check_turns
         self._measured = any(part.name == "thrift" for part in rewards)
         self._truth = CodeTruth(())
         self._program: str | None = None
@@ -99,11 +83,12 @@ class CodeEnv(ToolEnv):
         """Run the calls, or grade the answer."""
         result = await super().step(action)
         self._turns += 1
-        if not result.done:
+        if result.done:
+            self._program = program_of(_answer(action))
+            reports = [await self._graded(self._program)]
+        else:
             reports = await self._turn_reports(action, result) if self._check_turns else []
-            return replace(result, outcomes=(*result.outcomes, *reports))
-        self._program = program_of(_answer(action))
-        return replace(result, outcomes=(*result.outcomes, await self._graded(self._program)))
+        return replace(result, outcomes=(*result.outcomes, *reports))
 
     async def grade_again(self) -> ToolOutcome | None:
         """Return the report of another run of all tests on the answer."""

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from functools import partial
 from typing import Final
 
 from ludus.tools.base import Tool, Traits, tool
-from ludus.worlds.code.grader import CodeGrader, CodeTruth, CodeVerdict, Grading, TestCase
+from ludus.worlds.code.grader import CodeGrader, CodeTruth, CodeVerdict, Grading, shorten
 
 RUN_TESTS: Final = "run_tests"
 _FENCE = "```"
 _LANGUAGE = re.compile(r"[ \t]*(\w*)")
 _PYTHON = ("", "python", "py", "python3")
 _WAIT_S = 50.0
-_MAX_SHOWN = 300
+_cut = partial(shorten, longest=300)
 
 
 def program_of(answer: str) -> str:
@@ -76,11 +77,6 @@ def grading_text(grading: Grading, truth: CodeTruth) -> str:
     return "\n".join([*lines, *(_line(one, truth) for one in grading.verdicts)])
 
 
-def success_text(cases: Sequence[TestCase], truth: CodeTruth) -> str:
-    """Return the text for a program that passes these tests."""
-    return grading_text(Grading(tuple(CodeVerdict(case, True) for case in cases)), truth)
-
-
 def _line(verdict: CodeVerdict, truth: CodeTruth) -> str:
     case = verdict.case
     if truth.style == "function" and isinstance(case.given, tuple):
@@ -91,7 +87,3 @@ def _line(verdict: CodeVerdict, truth: CodeTruth) -> str:
         return f"passed: {given}"
     due = "" if truth.style == "checks" else f", expected {_cut(repr(case.due))}"
     return f"FAILED: {given}: {verdict.said}{due}"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs.base import World
 from ludus.envs.difficulty_report import shipped_report
+from ludus.envs.messages import assistant, tool_turn
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import Dialogue, split_of
@@ -24,12 +25,11 @@ from ludus.sandbox import Sandbox, open_sandbox
 from ludus.tools.base import Tool
 from ludus.tools.python import python_tool
 from ludus.types import Message, Task
-from ludus.worlds.code.environment import REPORT, CodeEnv, Weights, code_rewards
-from ludus.worlds.code.grader import LIMITS, CodeGrader, CodeTruth
+from ludus.worlds.code.environment import REPORT, CodeEnv, code_rewards
+from ludus.worlds.code.grader import LIMITS, CodeGrader, CodeTruth, CodeVerdict, Grading
 from ludus.worlds.code.problems import FAMILIES, NUM_TESTS, SPLITS, CodeProblem, problems
 from ludus.worlds.code.records import Format, load_code_tasks
-from ludus.worlds.code.solver import solve, solve_without_a_step
-from ludus.worlds.code.tools import run_tests_tool, submit_tool
+from ludus.worlds.code.tools import RUN_TESTS, grading_text, run_tests_tool, submit_tool
 
 SYSTEM = {
     "tools": (
@@ -100,9 +100,10 @@ class CodeWorld(World):
     @cached_property
     def rewards(self) -> tuple[Reward, ...]:
         """The outcome of the tests, and small parts that lead to it."""
-        chosen = self.settings
-        weights = Weights(chosen.share_weight, chosen.loads_weight, chosen.well_formed_weight, chosen.thrift_weight)
-        return code_rewards(chosen.outcome, weights)
+        given = self.settings
+        weights = {"hidden_share": given.share_weight, "loads": given.loads_weight}
+        weights |= {"well_formed": given.well_formed_weight, "thrift": given.thrift_weight}
+        return code_rewards(given.outcome, weights)
 
     @property
     def turn_verifier(self) -> TurnVerifier | None:
@@ -156,8 +157,9 @@ class CodeWorld(World):
         while tasks:
             task = rng.choice(tasks)
             if self.settings.data is None and rng.random() < self.settings.habit:
-                messages = solve_without_a_step(self._by_id[task.id], rng)
-                yield Dialogue((*task.prompt, *messages), self._tools(task))
+                problem = self._by_id[task.id]
+                flawed = rng.choice(problem.flawed) if len(problem.steps) > 1 else problem.flawed[0]
+                yield Dialogue((*task.prompt, _answer(flawed)), self._tools(task))
             else:
                 yield self._solution(task)
 
@@ -166,8 +168,13 @@ class CodeWorld(World):
         return self._solution(task) if truth_of(task, CodeTruth).reference else None
 
     def _solution(self, task: Task) -> Dialogue:
-        messages = solve(truth_of(task, CodeTruth), self.settings.tools)
-        return Dialogue((*task.prompt, *messages), self._tools(task))
+        """Return a test of the program, whose output is computed without running it, and the program."""
+        truth, messages = truth_of(task, CodeTruth), list(task.prompt)
+        cases = truth.chosen("visible")
+        if cases and self.settings.tools:
+            passed = Grading([CodeVerdict(case, True) for case in cases])
+            messages += tool_turn(0, RUN_TESTS, {"code": truth.reference}, grading_text(passed, truth))
+        return Dialogue((*messages, _answer(truth.reference)), self._tools(task))
 
     def difficulty_report(self) -> str:
         """Return how many tasks differ, and how many are solved without skill; empty for tasks of a file."""
@@ -192,14 +199,13 @@ class CodeWorld(World):
         await self.grader.sandbox.close()
 
 
+def _answer(program: str) -> Message:
+    return assistant(f"```python\n{program}```")
+
+
 def _task(problem: CodeProblem, split: str, system: str, num_tests: int) -> Task:
-    tags = {
-        "split": split,
-        "family": problem.family,
-        "level": str(problem.level),
-        "style": problem.style,
-        "steps": str(len(problem.steps)),
-    }
+    tags = {"split": split, "family": problem.family, "level": str(problem.level)}
+    tags |= {"style": problem.style, "steps": str(len(problem.steps))}
     prompt = (Message(role="system", content=system), Message(role="user", content=problem.text))
     return Task(problem.id, prompt, problem.truth(num_tests), tags)
 

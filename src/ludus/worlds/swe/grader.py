@@ -17,6 +17,7 @@ import ast
 import asyncio
 import json
 import secrets
+import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -81,14 +82,6 @@ class TestRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
-    """Results of the repaired repository: the reproducible masked `values`, and the `reaches` of its own code."""
-
-    values: Values
-    reaches: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
 class SweProblem:
     """A repository to repair. `shown` is what the model sees; `pristine` also has the hidden tests.
 
@@ -105,7 +98,7 @@ class SweProblem:
     fixed: Mapping[str, bytes]
     cases: Mapping[str, int] = field(default_factory=dict)
     seconds: float = SECONDS
-    known: list[Reference] = field(default_factory=list, compare=False)
+    known: list[TestRun] = field(default_factory=list, compare=False)
 
     @property
     def broken(self) -> tuple[str, ...]:
@@ -144,9 +137,8 @@ async def grade(sandbox: Sandbox, problem: SweProblem, theirs: Mapping[str, byte
     passed = {test: not doubt and _passed(test, run, problem) for test in tests}
     forged = sorted({test.partition("[")[0] for test in broken if passed[test]} & other_values(known.values, found))
     if forged:
-        return Grade(
-            dict.fromkeys(tests, False), f"tests passed whose values are not those of the repaired code: {forged[0]}"
-        )
+        doubt = f"tests passed whose values are not those of the repaired code: {forged[0]}"
+        return Grade(dict.fromkeys(tests, False), doubt)
     return Grade(passed, doubt)
 
 
@@ -165,8 +157,11 @@ def _whole(problem: SweProblem, tree: Mapping[str, bytes], allowed: frozenset[st
     return TestTrial(tree, problem.layout, problem.files, tests, allowed=allowed)
 
 
-async def reference(sandbox: Sandbox, problem: SweProblem) -> Reference:
-    """Return the results of the repaired repository, computed once per problem. Raises WorldError."""
+async def reference(sandbox: Sandbox, problem: SweProblem) -> TestRun:
+    """Return the reproducible masked values of the repaired repository, and the reaches of its own code.
+
+    They are computed once per problem. Raises WorldError.
+    """
     if not problem.known:
         tree = {**problem.pristine, **problem.fixed}
         masks = [mask_tests(problem, tree, None) for _ in range(2)]
@@ -178,7 +173,8 @@ async def reference(sandbox: Sandbox, problem: SweProblem) -> Reference:
             for number, many in probes.items():  # values of built-in types that are equal in two runs
                 if all(many) and again.get(test, {}).get(number) == many:
                     values.setdefault(test, {})[number] = many
-        problem.known[:] = [Reference(values, frozenset[str]().union(*(run.reaches for run in runs)))]
+        reaches = frozenset[str]().union(*(run.reaches for run in runs))
+        problem.known[:] = [TestRun(values=values, reaches=reaches)]
     return problem.known[0]
 
 
@@ -248,6 +244,7 @@ async def run_trial(sandbox: Sandbox, trial: TestTrial, seconds: float = SECONDS
         frozen=[*(path for path in trial.tree if is_test(path)), canary],
         seconds=seconds,
         probe=trial.probe,
+        watched=tomllib.loads(package_text("data/watched.toml")),
         allowed=None if trial.allowed is None else sorted(trial.allowed),
     )
     held = {f"{name}/{path}": content for path, content in trial.tree.items()}
