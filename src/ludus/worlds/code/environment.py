@@ -14,7 +14,7 @@ from ludus.rewards.exact_match import well_formed
 from ludus.rewards.extract import NotJson, last_output, read_json
 from ludus.rewards.shaping import only_if
 from ludus.tools.base import Tool
-from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
+from ludus.types import Action, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
 from ludus.worlds.code.grader import CodeGrader, CodeTruth
 from ludus.worlds.code.tools import RUN_TESTS, program_of
 
@@ -64,20 +64,15 @@ class CodeEnv(ToolEnv):
         tools: Sequence[Tool],
         rewards: Sequence[Reward],
         grader: CodeGrader,
+        truth: CodeTruth,
         limits: ToolLimits | None = None,
         check_turns: bool = False,
     ) -> None:
         super().__init__(tools, rewards, limits)
-        self._grader, self._check_turns = grader, check_turns
+        self._grader, self._truth, self._check_turns = grader, truth, check_turns
         self._measured = any(part.name == "thrift" for part in rewards)
-        self._truth = CodeTruth(())
         self._program: str | None = None
         self._turns = 0
-
-    async def start(self, task: Task) -> list[Message]:
-        """Return the task's messages."""
-        self._truth = truth_of(task, CodeTruth)
-        return await super().start(task)
 
     async def step(self, action: Action) -> StepResult:
         """Run the calls, or grade the answer."""

@@ -140,7 +140,8 @@ class CodeWorld(World):
 
     def environment(self, task: Task) -> CodeEnv:
         """Return a new episode."""
-        return CodeEnv(self._tools(task), self.rewards, self.grader, self.limits, self.settings.check_turns)
+        truth, check_turns = truth_of(task, CodeTruth), self.settings.check_turns
+        return CodeEnv(self._tools(task), self.rewards, self.grader, truth, self.limits, check_turns)
 
     def _tools(self, task: Task) -> tuple[Tool, ...]:
         """Return `python`, `run_tests` and `submit`, which are stateless."""

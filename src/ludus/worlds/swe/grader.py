@@ -32,7 +32,7 @@ from ludus.rewards.code.unit_tests import Suite
 from ludus.sandbox.base import MIB, Limits, Sandbox
 from ludus.types import ToolOutcome, ToolStatus
 from ludus.worlds.swe.guest_runner import ARCHIVE, READY, TOP, Run, digest_of
-from ludus.worlds.swe.masking import Masked, functions_of, masked
+from ludus.worlds.swe.masking import functions_of, masked
 from ludus.worlds.swe.repository import RepositoryLayout, is_test, merged, pytest_archive
 
 REPORT: Final = "report"
@@ -183,15 +183,16 @@ def mask_tests(
 ) -> tuple[TestTrial, Mapping[str, frozenset[int]]]:
     """Return a run of the masked broken tests on a tree, and its negated probes by test file."""
     probe = f"_{secrets.token_hex(6)}"
-    modules: dict[str, Masked] = {}
+    texts = dict.fromkeys(problem.files, b"")
+    negated: dict[str, frozenset[int]] = {}
     for file in problem.files:
         names = [test.partition("::")[2] for test in problem.broken if test.startswith(f"{file}::")]
         if names and file in tree:
             with suppress(SyntaxError, ValueError):  # an unreadable module has no values to compare
-                modules[file] = masked(tree[file].decode("utf-8"), names, probe)
-    texts = {file: modules[file].text.encode() if file in modules else b"" for file in problem.files}
-    trial = TestTrial({**tree, **texts}, problem.layout, tuple(modules), problem.broken, probe, allowed)
-    return trial, {file: module.negated for file, module in modules.items()}
+                text, negated[file] = masked(tree[file].decode("utf-8"), names, probe)
+                texts[file] = text.encode()
+    tested = tuple(negated)
+    return TestTrial({**tree, **texts}, problem.layout, tested, problem.broken, probe, allowed), negated
 
 
 def values_of(run: TestRun, negated: Mapping[str, frozenset[int]]) -> Values:

@@ -11,7 +11,7 @@ from typing import Final
 
 from ludus.envs.messages import calling_message, tool_turn
 from ludus.tools.files import lines_of
-from ludus.types import Message
+from ludus.types import JSON, Message
 from ludus.worlds.swe.grader import SweProblem, package_text
 
 WORST: Final = ("gc", "frames", "recorder", "reports", "an early end", "lines")
@@ -30,7 +30,7 @@ def solution(problem: SweProblem) -> tuple[Message, ...]:
         if not new:
             first, last = _place(before, after)
             shown = lines_of(before, first, last)
-            place = {"path": path, "first": first, "last": last}
+            place: dict[str, JSON] = {"path": path, "first": first, "last": last}
             messages += tool_turn(len(messages), "read_file", place, shown, content=_LOOK)
         patch, result = unified(path, before, after, new), f"{'made' if new else 'changed'} {path}"
         messages += tool_turn(len(messages), "apply_patch", {"patch": patch}, result, content=_FOUND)
@@ -41,8 +41,9 @@ def written(texts: Mapping[str, str]) -> tuple[Message, ...]:
     """Return the messages after the prompt of an episode that writes these files."""
     messages: list[Message] = []
     for path, text in texts.items():
-        given = {"path": path, "text": text}
-        messages += tool_turn(len(messages), "write_file", given, f"wrote {path}", content=_FOUND)
+        messages += tool_turn(
+            len(messages), "write_file", {"path": path, "text": text}, f"wrote {path}", content=_FOUND
+        )
     return (*messages, _submit(len(messages)))
 
 
