@@ -19,10 +19,10 @@ from ludus.envs.tool_env import ToolExecutor
 from ludus.errors import LudusError, did_you_mean
 from ludus.rewards.code.sql_rows import Rows, read_rows, same_rows
 from ludus.rollout.openai_client import OpenAIClient, OpenAIClientSettings
-from ludus.sandbox.base import Outcome, Snapshot
+from ludus.sandbox.base import Outcome, SandboxSettings, Snapshot
 from ludus.sandbox.guest.wire import unpack_frame
 from ludus.sandbox.remote import client as sandbox_client
-from ludus.sandbox.remote.client import RemoteSandbox, RemoteSettings
+from ludus.sandbox.remote.client import RemoteSandbox
 from ludus.sandbox.remote.services import FusionSandbox, PistonSandbox
 from ludus.tools.mcp.client import ServedTool
 from ludus.types import Action, ToolCall, ToolStatus
@@ -324,9 +324,9 @@ CLIENTS = {
     "an inference server": lambda url: Replica(url, RemoteEngineSettings()).post("/x", {}, Health),
     "before there is a loop": lambda url: asyncio.to_thread(ask_once, url, "/x", Health),
     "an endpoint": ask_endpoint,
-    "sandbox serve": lambda url: RemoteSandbox(RemoteSettings(url, "t")).run("print()"),
-    "SandboxFusion": lambda url: FusionSandbox(RemoteSettings(url)).run("print()"),
-    "Piston": lambda url: PistonSandbox(RemoteSettings(url)).run("print()"),
+    "sandbox serve": lambda url: RemoteSandbox(SandboxSettings(url=url, token="t")).run("print()"),
+    "SandboxFusion": lambda url: FusionSandbox(SandboxSettings(url=url)).run("print()"),
+    "Piston": lambda url: PistonSandbox(SandboxSettings(url=url)).run("print()"),
 }
 
 

@@ -3,16 +3,25 @@
 See docs/use/sandbox.md.
 """
 
-from ludus.sandbox.base import FileChange, Limits, Outcome, Process, Sandbox, SandboxSession, SessionKind, Snapshot
-from ludus.sandbox.factory import BACKENDS, SERVICES, SandboxSettings, open_sandbox
-from ludus.sandbox.local.namespaces import NamespaceSettings, NamespacesSandbox
+from ludus.sandbox.base import (
+    FileChange,
+    Limits,
+    Outcome,
+    Process,
+    Sandbox,
+    SandboxSession,
+    SandboxSettings,
+    SessionKind,
+    Snapshot,
+)
+from ludus.sandbox.factory import BACKENDS, SERVICES, open_sandbox
+from ludus.sandbox.local.namespaces import NamespacesSandbox
 
 __all__ = [
     "BACKENDS",
     "SERVICES",
     "FileChange",
     "Limits",
-    "NamespaceSettings",
     "NamespacesSandbox",
     "Outcome",
     "Process",
