@@ -87,14 +87,14 @@ RETURNED = {
 def test_whatever_a_program_returns_has_a_verdict_in_time(returned):
     verdict = judged({1, 2}, json.dumps({"number": 0, "value": returned}))
     assert not verdict.passed
-    assert len(verdict.said) < 300
+    assert len(verdict.failure) < 300
 
 
 RECORDS = {
     "numbers with one hash": [json.dumps({"number": n}) for n in SAME_HASH[:15_000]],
     "a record of 5,000 digits": [f'{{"number": {"9" * 5_000}}}'],
     "deep": ["[" * 100_000, '{"number": 0, "value": ' + "[" * 900 + "]" * 900 + "}"],
-    "deeper than the words of a message": ['{"number": 0, "says": ' + "[" * 900 + "]" * 900 + "}"],
+    "deeper than the words of a message": ['{"number": 0, "error": ' + "[" * 900 + "]" * 900 + "}"],
     "numbers that are none": ['{"number": true}', '{"number": 0.0}', '{"number": []}', '{"number": 1e999}'],
 }
 
@@ -154,7 +154,7 @@ def test_a_long_number_is_right_where_it_is_due():
     due = 3**20_000
     line = json.dumps({"number": 0, "value": guest_runner.encode(due)})
     assert judged(due, line).passed
-    assert judged(due + 1, line).said.startswith("it gave 0x")
+    assert judged(due + 1, line).failure.startswith("it gave 0x")
 
 
 def many_objects(count):

@@ -65,9 +65,10 @@ class CodeTruth(Suite):
     reference: str = ""
     shape: str = ""
 
-    def chosen(self, which: Literal["visible", "all"]) -> tuple[TestCase, ...]:
-        """Return all tests, or those that the model sees."""
-        return self.cases if which == "all" else tuple(c for c in self.cases if c.name not in self.hidden)
+    @property
+    def visible(self) -> tuple[TestCase, ...]:
+        """The tests that the model sees."""
+        return tuple(case for case in self.cases if case.name not in self.hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ class CodeVerdict:
 
     case: TestCase
     passed: bool
-    said: str = ""
+    failure: str = ""
 
 
 @dataclass
@@ -149,16 +150,16 @@ class CodeGrader:
                 if number not in done:
                     if not any("loaded" in one for one in records) and not grading.broken:
                         grading.broken = _end_of(outcome, self.limits)
-                    results.append({"says": _end_of(outcome, self.limits)})
+                    results.append({"error": _end_of(outcome, self.limits)})
                     break
                 results.append(done[number])
-        rest: Record = {"says": grading.broken or "not run: the program kept ending before its tests were done"}
+        rest: Record = {"error": grading.broken or "not run: the program kept ending before its tests were done"}
         return [*results, *([rest] * (len(calls) - len(results)))]
 
     async def _stdin(self, program: str, truth: CodeTruth, cases: Sequence[TestCase], grading: Grading) -> None:
         verdicts = grading.verdicts
         for case in cases:
-            late = sum(one.said.startswith(_TOO_LONG) for one in verdicts) > 1
+            late = sum(one.failure.startswith(_TOO_LONG) for one in verdicts) > 1
             if late or grading.broken:
                 verdicts.append(CodeVerdict(case, False, grading.broken or "not run: an earlier test took too long"))
                 continue
@@ -203,7 +204,7 @@ class CodeGrader:
 
 def _verdict(case: TestCase, record: Record, loose: bool) -> CodeVerdict:
     if "value" not in record:
-        return CodeVerdict(case, False, str(record.get("says", "it gave nothing")))
+        return CodeVerdict(case, False, str(record.get("error", "it gave nothing")))
     try:
         value = read_value(record["value"])
     except ValueError:
@@ -215,7 +216,7 @@ def _verdict(case: TestCase, record: Record, loose: bool) -> CodeVerdict:
 
 def _assert_verdict(case: TestCase, record: Record) -> CodeVerdict:
     passed = record.get("verdict") is True and record.get("open") is False
-    return CodeVerdict(case, passed, "" if passed else str(record.get("says") or "it could not be decided"))
+    return CodeVerdict(case, passed, "" if passed else str(record.get("error") or "it could not be decided"))
 
 
 def _end_of(outcome: Outcome, limits: Limits) -> str:

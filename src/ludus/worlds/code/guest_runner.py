@@ -104,11 +104,11 @@ def describe(error: BaseException, file: str) -> str:
     if isinstance(error, SyntaxError):
         line = error.lineno or 0
     try:
-        said = str(error)
+        text = str(error)
     except BaseException:  # boundary: `str` of a program's exception runs its code
-        said = ""
+        text = ""
     where = f" (line {line})" if line else ""
-    return f"{type(error).__name__}: {said}"[:300] + where
+    return f"{type(error).__name__}: {text}"[:300] + where
 
 
 class Results:
@@ -154,9 +154,9 @@ def _called(function: Callable[..., object], line: str) -> dict[str, object]:
         assert isinstance(arguments, list)
         return {"value": encode(function(*arguments))}
     except NotPlain as error:
-        return {"says": f"it gave {error}"}
+        return {"error": f"it gave {error}"}
     except BaseException as error:  # boundary: exceptions of the program are results
-        return {"raises": type(error).__name__, "says": describe(error, "solution.py")}
+        return {"raises": type(error).__name__, "error": describe(error, "solution.py")}
 
 
 def run_checks() -> None:
@@ -174,14 +174,14 @@ def run_checks() -> None:
         random.seed(0)
         proxy = Proxy(results, name, given["known"].get(name, []))
         names: dict[str, object] = {"__name__": "tests"}
-        verdict, said = True, ""
+        verdict, failure = True, ""
         try:
             exec(compile(given["setup"], "setup.py", "exec", dont_inherit=True), names)
             names |= {given["entry"]: proxy, "candidate": proxy, "_open_": proxy.is_open}
             exec(compile(code, "tests.py", "exec", dont_inherit=True), names)
         except BaseException as error:  # boundary: a test fails by any exception
-            verdict, said = False, describe(error, "tests.py")
-        results.send({"test": name, "verdict": verdict, "open": proxy.is_open(), "says": said})
+            verdict, failure = False, describe(error, "tests.py")
+        results.send({"test": name, "verdict": verdict, "open": proxy.is_open(), "error": failure})
 
 
 class Placeholder:
@@ -247,5 +247,5 @@ class Proxy:
             return decode(record["value"])
         error = vars(builtins).get(str(record.get("raises")))
         if isinstance(error, type) and issubclass(error, Exception):
-            raise error(record.get("says"))
-        raise RuntimeError(str(record.get("says")))
+            raise error(record.get("error"))
+        raise RuntimeError(str(record.get("error")))

@@ -38,7 +38,7 @@ def _blocks(text: str) -> Iterator[tuple[str, str]]:
 
 def run_tests_tool(grader: CodeGrader, truth: CodeTruth) -> Tool:
     """Return the tool `run_tests(code)`, which runs the visible tests."""
-    cases = truth.chosen("visible")
+    cases = truth.visible
 
     async def run_tests(code: str) -> str:
         """Run a whole program against the tests that the task shows. The hidden tests are not among them.
@@ -86,4 +86,4 @@ def _line(verdict: CodeVerdict, truth: CodeTruth) -> str:
     if verdict.passed:
         return f"passed: {given}"
     due = "" if truth.style == "checks" else f", expected {_cut(repr(case.due))}"
-    return f"FAILED: {given}: {verdict.said}{due}"
+    return f"FAILED: {given}: {verdict.failure}{due}"

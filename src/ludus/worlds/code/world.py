@@ -171,7 +171,7 @@ class CodeWorld(World):
     def _solution(self, task: Task) -> Dialogue:
         """Return a test of the program, whose output is computed without running it, and the program."""
         truth, messages = truth_of(task, CodeTruth), list(task.prompt)
-        cases = truth.chosen("visible")
+        cases = truth.visible
         if cases and self.settings.tools:
             passed = Grading([CodeVerdict(case, True) for case in cases])
             messages += tool_turn(0, RUN_TESTS, {"code": truth.reference}, grading_text(passed, truth))
