@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from ludus.errors import LudusError, UserError
+from ludus.sandbox import SERVICES
 from ludus.sandbox.base import MIB, Limits, Sandbox
-from ludus.sandbox.factory import SERVICES
 
 _LATE_S = 10.0
 """A program that runs this much longer than its 1 s limit was not stopped by the limit."""

@@ -14,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs.base import World
 from ludus.envs.difficulty_report import shipped_report
-from ludus.envs.messages import assistant, tool_turn
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import Dialogue, split_of
@@ -23,13 +22,11 @@ from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.code.turns import TurnVerifier, suite_progress
 from ludus.sandbox import Sandbox, open_sandbox
 from ludus.tools.base import Tool
-from ludus.tools.python import python_tool
 from ludus.types import Message, Task
-from ludus.worlds.code.environment import REPORT, CodeEnv, code_rewards
-from ludus.worlds.code.grader import LIMITS, CodeGrader, CodeTruth, CodeVerdict, Grading
+from ludus.worlds.code.environment import REPORT, CodeEnv, code_rewards, code_tools, program_message, solution
+from ludus.worlds.code.grader import LIMITS, CodeGrader, CodeTruth
 from ludus.worlds.code.problems import FAMILIES, NUM_TESTS, SPLITS, CodeProblem, problems
 from ludus.worlds.code.records import Format, load_code_tasks
-from ludus.worlds.code.tools import RUN_TESTS, grading_text, run_tests_tool, submit_tool
 
 SYSTEM = {
     "tools": (
@@ -144,12 +141,7 @@ class CodeWorld(World):
         return CodeEnv(self._tools(task), self.rewards, self.grader, truth, self.limits, check_turns)
 
     def _tools(self, task: Task) -> tuple[Tool, ...]:
-        """Return `python`, `run_tests` and `submit`, which are stateless."""
-        if not self.settings.tools:
-            return ()
-        limits = replace(self.grader.limits, output_bytes=64 * 1024)
-        run_tests = run_tests_tool(self.grader, truth_of(task, CodeTruth))
-        return python_tool(self.grader.sandbox, limits), run_tests, submit_tool()
+        return code_tools(self.grader, truth_of(task, CodeTruth)) if self.settings.tools else ()
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """Yield solutions of training tasks without end; some are flawed, unless the tasks are from a file."""
@@ -160,7 +152,7 @@ class CodeWorld(World):
             if self.settings.data is None and rng.random() < self.settings.habit:
                 problem = self._by_id[task.id]
                 flawed = rng.choice(problem.flawed) if len(problem.steps) > 1 else problem.flawed[0]
-                yield Dialogue((*task.prompt, _answer(flawed)), self._tools(task))
+                yield Dialogue((*task.prompt, program_message(flawed)), self._tools(task))
             else:
                 yield self._solution(task)
 
@@ -169,13 +161,8 @@ class CodeWorld(World):
         return self._solution(task) if truth_of(task, CodeTruth).reference else None
 
     def _solution(self, task: Task) -> Dialogue:
-        """Return a test of the program, whose output is computed without running it, and the program."""
-        truth, messages = truth_of(task, CodeTruth), list(task.prompt)
-        cases = truth.visible
-        if cases and self.settings.tools:
-            passed = Grading([CodeVerdict(case, True) for case in cases])
-            messages += tool_turn(0, RUN_TESTS, {"code": truth.reference}, grading_text(passed, truth))
-        return Dialogue((*messages, _answer(truth.reference)), self._tools(task))
+        messages = solution(truth_of(task, CodeTruth), self.settings.tools)
+        return Dialogue((*task.prompt, *messages), self._tools(task))
 
     def difficulty_report(self) -> str:
         """Return how many tasks differ, and how many are solved without skill; empty for tasks of a file."""
@@ -198,10 +185,6 @@ class CodeWorld(World):
     async def close(self) -> None:
         """Close the sandbox."""
         await self.grader.sandbox.close()
-
-
-def _answer(program: str) -> Message:
-    return assistant(f"```python\n{program}```")
 
 
 def _task(problem: CodeProblem, split: str, system: str, num_tests: int) -> Task:
