@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-from ludus.sandbox import NamespaceSettings, NamespacesSandbox
+from ludus.sandbox import NamespacesSandbox, SandboxSettings
 from ludus.sandbox.local.namespaces import find_python
 
 PROGRAM = "print(1)"
@@ -46,7 +46,7 @@ async def fresh(sandbox: NamespacesSandbox, program: str | list[str]) -> float:
 
 async def cold() -> float:
     """Seconds from nothing to the first answer."""
-    sandbox = NamespacesSandbox(NamespaceSettings(concurrency=1))
+    sandbox = NamespacesSandbox(SandboxSettings(concurrency=1))
     seconds = await fresh(sandbox, PROGRAM)
     await sandbox.close()
     return seconds
@@ -85,7 +85,7 @@ def bare_throughput(python: str, repeats: int) -> float:
 async def measure(repeats: int) -> list[str]:
     """The lines of the table."""
     python = find_python("")
-    sandbox = NamespacesSandbox(NamespaceSettings(concurrency=2))
+    sandbox = NamespacesSandbox(SandboxSettings(concurrency=2))
     await sandbox.warm()
     rows: dict[str, list[float]] = {"bare": [], "python": [], "true": []}
     for _ in range(repeats):

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ludus.errors import WorldError
-from ludus.sandbox import Limits, NamespaceSettings, NamespacesSandbox, Outcome
+from ludus.sandbox import Limits, NamespacesSandbox, Outcome, SandboxSettings
 
 HERE = Path(__file__).parent
 PROGRAMS = sorted((HERE / "battery").glob("*.py"))
@@ -169,7 +169,7 @@ def judge(expected: str, outcome: Outcome, token: str) -> list[str]:
 async def run_battery(programs: list[Path], host: Host) -> list[str]:
     """All findings, each with the program's name. The programs run beside each other."""
     before, state = descendants(), host.state()
-    sandbox = NamespacesSandbox(NamespaceSettings(concurrency=CONCURRENCY))
+    sandbox = NamespacesSandbox(SandboxSettings(concurrency=CONCURRENCY))
     shared = {"trying.py": (HERE / "battery_trying.py").read_bytes(), "target.json": host.target}
 
     async def one(program: Path) -> list[str]:

@@ -180,7 +180,7 @@ class OnLine(Fake):
     expected: WeightManifest | None = None
 
     def answer(self, path, body):
-        if path == "/join_weight_line":
+        if path == "/join_weight_group":
             self.line = join_as_server(TransferAddress(**body))
         elif path == "/prepare_weights":
             self.expected = WeightManifest(**body)
@@ -265,7 +265,7 @@ def test_a_server_may_take_the_place_of_one_that_went_with_the_weights_on_their_
 def test_nobody_waits_at_the_end_for_a_line_that_did_not_come_about():
     class Refuses(Fake):
         def answer(self, path, body):
-            return (400, {"message": "No."}) if path == "/join_weight_line" else super().answer(path, body)
+            return (400, {"message": "No."}) if path == "/join_weight_group" else super().answer(path, body)
 
     async def scenario(fake):
         engine = on_line((fake,))

@@ -38,7 +38,7 @@ class Vllm(Fake):
     worker: object = field(default_factory=Worker)
 
     def answer(self, path, body):
-        if path in ("/join_weight_line", "/prepare_weights", "/receive_weights"):
+        if path in ("/join_weight_group", "/prepare_weights", "/receive_weights"):
             return 404, {"detail": "Not Found"}
         if path != "/collective_rpc":
             return super().answer(path, body)
@@ -85,7 +85,7 @@ def test_servers_of_another_dialect_take_no_line():
     [
         (Worker(rank=1), "several workers"),
         (Worker(broken=True), "no parameter of that name"),
-        (object(), "no method ludus_join_weight_line"),
+        (object(), "no method ludus_join_weight_group"),
     ],
 )
 def test_what_a_worker_cannot_do_is_said_in_its_own_words(worker, words):

@@ -29,16 +29,9 @@ from ludus.gateway.protocol.detokenize import Scored, TokenNames, chat_logprobs
 from ludus.gateway.protocol.requests import BadRequest
 from ludus.gateway.protocol.responses import error_body, json_bytes, response_body
 from ludus.gateway.service import CompletionService, ServedModel
-from ludus.sandbox.base import Limits, Outcome, Snapshot, make_request, validate_files
+from ludus.sandbox.base import FileChange, Limits, Outcome, Snapshot, make_request, validate_files
 from ludus.sandbox.local.unsafe_process import ProcessSandbox
-from ludus.sandbox.remote.messages import (
-    CallMessage,
-    ChangeMessage,
-    EmptyMessage,
-    RunMessage,
-    SessionMessage,
-    SnapshotMessage,
-)
+from ludus.sandbox.remote.client import Payload, RunMessage, SessionMessage
 from ludus.sandbox.remote.server import SandboxServerSettings
 from ludus.sandbox.remote.server import make_app as make_sandbox_app
 from tests.engines.test_engine_local import VOCAB, build, byte_tokenizer
@@ -384,7 +377,7 @@ GOOD = {
     "/update_weights": {"update_info": {"weights_path": "/none"}},
     "/finish_weight_update": {},
     "/collective_rpc": {"method": "reload_weights", "kwargs": {"weights_path": "/none"}},
-    "/join_weight_line": {"host": "127.0.0.1", "port": 1, "rank": 1, "count": 2, "timeout_s": 0.01},
+    "/join_weight_group": {"host": "127.0.0.1", "port": 1, "rank": 1, "count": 2, "timeout_s": 0.01},
     "/prepare_weights": {"version": 1, "base": None, "digest": "", "tensors": []},
     "/update_weight_version": {"new_version": "0"},
     "/weight_checker": {"action": "compare", "baseline": {}},
@@ -505,13 +498,13 @@ def test_no_value_of_any_field_breaks_the_server_or_a_neighbour():
 
 
 SESSION_ACTS = {
-    "run": (CallMessage, {"code": "eD0x"}),
-    "change": (ChangeMessage, {"change": {"write": {"a": "YQ=="}, "executable": {"a": True}, "remove": ["b"]}}),
-    "restore": (SnapshotMessage, {"snapshot": {"files": {"a": "YQ=="}, "executable": ["a"], "skipped": 0}}),
-    "snapshot": (EmptyMessage, {}),
-    "processes": (EmptyMessage, {}),
-    "reset": (EmptyMessage, {}),
-    "no such act": (EmptyMessage, {}),
+    "run": (Payload[bytes], {"content": "eD0x"}),
+    "change": (Payload[FileChange], {"content": {"write": {"a": "YQ=="}, "executable": {"a": True}, "remove": ["b"]}}),
+    "restore": (Payload[Snapshot], {"content": {"files": {"a": "YQ=="}, "executable": ["a"], "skipped": 0}}),
+    "snapshot": (Payload[None], {"content": None}),
+    "processes": (Payload[None], {"content": None}),
+    "reset": (Payload[None], {"content": None}),
+    "no such act": (Payload[None], {"content": None}),
 }
 PATHS = ["/etc/x", "../x", "a/../../x", "a\x00b", "", ".", "a" * 5000, "a/" * 3000 + "a", "x\ny", "é"]
 
@@ -573,7 +566,7 @@ async def fuzz_sandbox(values, picked):
         async def post(path, content):
             return await client.post(path, content=content, headers=AUTHORIZED | JSON)
 
-        neighbour, own = [(await post("/sessions", json.dumps(opening))).json()["session"] for _ in range(2)]
+        neighbour, own = [(await post("/sessions", json.dumps(opening))).json()["content"] for _ in range(2)]
         cases = [("/runs", RunMessage, run), ("/sessions", SessionMessage, opening)]
         cases += [(f"/sessions/{own}/{act}", kind, body) for act, (kind, body) in SESSION_ACTS.items()]
         for path, kind, body in cases:
@@ -591,7 +584,7 @@ async def fuzz_sandbox(values, picked):
                 fine = answer.status_code == 200 or (answer.status_code == 400 and said["kind"] == "input")
                 if not fine or (answer.status_code == 400 and not said["message"]):
                     wrong.append((path, place, content[:60], answer.status_code, answer.text[:200]))
-        files = (await post(f"/sessions/{neighbour}/snapshot", b"{}")).json()["snapshot"]["files"]
+        files = (await post(f"/sessions/{neighbour}/snapshot", b"{}")).json()["content"]["files"]
         assert files == {"kept": "a2VwdA=="}
         assert (await post(f"/sessions/{own}/close", b"?")).status_code == 200
         gone = await post(f"/sessions/{own}/run", b"?")

@@ -19,7 +19,7 @@ import pytest
 
 from battery_run import a_folder, descendants
 from ludus.errors import UserError, WorldError
-from ludus.sandbox import FileChange, Limits, NamespaceSettings, NamespacesSandbox, Snapshot
+from ludus.sandbox import FileChange, Limits, NamespacesSandbox, SandboxSettings, Snapshot
 from ludus.sandbox.guest.streams import BoundedOutput
 from ludus.sandbox.guest.wire import as_json, frame_sizes, pack_request, pack_response, unpack_frame
 from ludus.sandbox.local import namespaces, supervisor_client
@@ -31,11 +31,11 @@ from waiting import until
 BOX = NamespacesSandbox
 
 
-def inside(act, settings: NamespaceSettings | None = None):
+def inside(act, settings: SandboxSettings | None = None, **more):
     """What `act(sandbox)` gives; nothing may be left after it."""
 
     async def whole():
-        sandbox = BOX(settings or NamespaceSettings(concurrency=2))
+        sandbox = BOX(settings or SandboxSettings(concurrency=2), **more)
         try:
             return await act(sandbox)
         finally:
@@ -115,7 +115,7 @@ def test_programs_end_as_in_an_interpreter(program, code, words, shared_box):
 def shared_box():
     """Runs programs in one sandbox."""
     with asyncio.Runner() as runner:
-        box = BOX(NamespaceSettings(concurrency=2))
+        box = BOX(SandboxSettings(concurrency=2))
         yield lambda program, **given: runner.run(box.run(program, **given))
         runner.run(box.close())
 
@@ -179,7 +179,7 @@ def test_runs_beside_each_other_share_nothing():
     async def act(box):
         return await asyncio.gather(*(box.run(program, stdin=b"%d\n" % n) for n in range(6)))
 
-    outcomes = inside(act, NamespaceSettings(concurrency=3))
+    outcomes = inside(act, SandboxSettings(concurrency=3))
     assert [o.text for o in outcomes] == [f"['mine'] {n}\n" for n in range(6)]
 
 
@@ -556,17 +556,17 @@ def test_an_interpreter_that_is_not_there_is_named():
     with pytest.raises(UserError, match="no-python"):
         find_python("/no-python")
     with pytest.raises(UserError, match="absolute"):
-        make_zygote_spec(NamespaceSettings(binds=("relative",)), find_python(""))
+        make_zygote_spec(SandboxSettings(binds=("relative",)), find_python(""))
     with pytest.raises(UserError, match="/tmp:/shown"):
-        make_zygote_spec(NamespaceSettings(binds=("/tmp",)), find_python(""))
+        make_zygote_spec(SandboxSettings(binds=("/tmp",)), find_python(""))
 
 
 def test_bound_folders_can_be_read_and_not_written():
     program = "import helper; print(helper.VALUE)\nopen('/shown/x', 'w')"
     with a_folder() as folder:
         (folder / "helper.py").write_text("VALUE = 42")
-        settings = NamespaceSettings(binds=(f"{folder}:/shown",), paths=("/shown",), preload=("helper",))
-        outcome = inside(lambda box: box.run(program), settings)
+        settings = SandboxSettings(binds=(f"{folder}:/shown",), paths=("/shown",))
+        outcome = inside(lambda box: box.run(program), settings, preload=("helper",))
         assert os.listdir(folder) == ["helper.py"]
     assert (outcome.text, outcome.exit) == ("42\n", 1)
     assert "Read-only" in outcome.error_text
@@ -609,7 +609,7 @@ def test_a_zygote_starts_without_modules_that_take_long_to_import():
     async def act(box):
         return await box.run("import sys; print(*sys.modules)")
 
-    modules = set(inside(act, NamespaceSettings(preload=())).text.split())
+    modules = set(inside(act, preload=()).text.split())
     assert modules & {"json", "re", "enum", "signal", "contextlib", "functools", "collections"} == set()
     assert {"ctypes", "site", "os"} <= modules
 

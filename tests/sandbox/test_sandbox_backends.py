@@ -21,9 +21,9 @@ from ludus.errors import UserError, WorldError
 from ludus.gateway.limits import HttpLimits, http_server
 from ludus.sandbox import BACKENDS, Limits, NamespacesSandbox, SandboxSettings, Snapshot, open_sandbox
 from ludus.sandbox.local import container
-from ludus.sandbox.local.container import ContainerSandbox, ContainerSettings
+from ludus.sandbox.local.container import ContainerSandbox
 from ludus.sandbox.local.unsafe_process import ProcessSandbox
-from ludus.sandbox.remote.client import RemoteSandbox, RemoteSettings
+from ludus.sandbox.remote.client import RemoteSandbox
 from ludus.sandbox.remote.server import MAX_BODY_BYTES, SandboxServerSettings, error_response, make_app
 
 pytestmark = pytest.mark.security
@@ -98,7 +98,7 @@ def engine(tmp_path, monkeypatch):
 
 
 def contained(program, settings=None, **given):
-    return asyncio.run(ContainerSandbox(settings or ContainerSettings(image="image")).run(program, **given))
+    return asyncio.run(ContainerSandbox(settings or SandboxSettings("docker", image="image")).run(program, **given))
 
 
 def test_a_container_is_started_with_every_wall(engine):
@@ -145,7 +145,7 @@ def cancelled(log):
     """Cancel a run in a container; gives what the engine was told after it."""
 
     async def act():
-        task = asyncio.create_task(ContainerSandbox(ContainerSettings(image="image")).run("while True: pass"))
+        task = asyncio.create_task(ContainerSandbox(SandboxSettings("docker", image="image")).run("while True: pass"))
         while not log.read_text():
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.3)
@@ -172,7 +172,7 @@ def test_a_container_that_does_not_end_is_removed_by_force(engine, monkeypatch):
 
 def test_gvisor_is_asked_for_and_never_silently_left_out(engine, tmp_path):
     log = engine()
-    settings = ContainerSettings(image="image", runtime="runsc")
+    settings = SandboxSettings("docker", image="image", runtime="runsc")
     with pytest.raises(UserError, match="runsc"):
         contained("print(1)", settings)
     (tmp_path / "runsc").write_text("")
@@ -186,7 +186,7 @@ def test_without_an_engine_nothing_runs(monkeypatch):
     with pytest.raises(UserError, match="apt-get install podman"):
         open_sandbox(SandboxSettings(backend="podman"))
     with pytest.raises(UserError, match="docker, podman"):
-        ContainerSandbox(ContainerSettings(engine="lxc"))
+        ContainerSandbox(SandboxSettings("lxc"))
 
 
 @contextmanager
@@ -209,7 +209,7 @@ def serving(sandbox=None, **settings):
 
 def remotely(url, act, token=TOKEN):
     async def whole():
-        sandbox = RemoteSandbox(RemoteSettings(url, token))
+        sandbox = RemoteSandbox(SandboxSettings(url=url, token=token))
         try:
             return await act(sandbox)
         finally:
@@ -286,7 +286,7 @@ def test_a_server_out_of_reach_is_named_and_a_silent_one_has_a_deadline():
         remotely("http://127.0.0.1:9", lambda box: box.run("print(1)"))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        sandbox = RemoteSandbox(RemoteSettings(url, TOKEN, margin_s=0.2))
+        sandbox = RemoteSandbox(SandboxSettings(url=url, token=TOKEN), margin_s=0.2)
         with pytest.raises(WorldError, match="did not respond within"):
             asyncio.run(sandbox.run("print(1)", limits=Limits(wall_s=0.1)))
 

@@ -15,7 +15,7 @@ import pytest
 import battery_run
 import ludus
 from battery_run import PROGRAMS, a_folder, a_host, judge, run_battery
-from ludus.sandbox import NamespaceSettings, NamespacesSandbox, Outcome
+from ludus.sandbox import NamespacesSandbox, Outcome, SandboxSettings
 from ludus.sandbox.local.namespaces import find_python
 from ludus.worlds.code.grader import CodeGrader, CodeTruth, TestCase
 
@@ -81,7 +81,7 @@ def verdicts(programs: list[Path]) -> dict[str, tuple[bool, ...]]:
     async def all_of_them(target: bytes):
         stub = f"open('trying.py', 'w').write({shared!r})\nopen('target.json', 'wb').write({target!r})\n"
         task = replace(TASK, stub=stub)
-        sandbox = NamespacesSandbox(NamespaceSettings(concurrency=battery_run.CONCURRENCY))
+        sandbox = NamespacesSandbox(SandboxSettings(concurrency=battery_run.CONCURRENCY))
         judge = CodeGrader(sandbox, replace(battery_run.ENDLESS, files_out=0))
         try:
             graded = await asyncio.gather(*(judge.grade(program.read_text(), task, task.cases) for program in programs))

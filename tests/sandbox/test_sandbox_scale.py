@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from battery_run import HERE, LIMITS, a_host, descendants, expectation, judge
-from ludus.sandbox import NamespaceSettings, NamespacesSandbox
+from ludus.sandbox import NamespacesSandbox, SandboxSettings
 
 RUNS, CONCURRENCY, HOSTILE = 10_000, 16, 0.05
 HOSTILE_ONES = (
@@ -34,7 +34,7 @@ def shared_memory() -> int:
 
 
 async def many(host, count: int) -> list[str]:
-    sandbox, rng = NamespacesSandbox(NamespaceSettings(concurrency=CONCURRENCY)), random.Random(0)
+    sandbox, rng = NamespacesSandbox(SandboxSettings(concurrency=CONCURRENCY)), random.Random(0)
     shared = {"trying.py": (HERE / "battery_trying.py").read_bytes(), "target.json": host.target}
     limits = replace(LIMITS, wall_s=30.0, cpu_s=10.0)
     numbers, found = iter(range(count)), []

@@ -22,7 +22,6 @@ from ludus.config.sections.sandbox import SandboxConfig
 from ludus.envs.registry import sandbox_settings
 from ludus.errors import UserError, WorldError
 from ludus.sandbox import Limits, SandboxSettings, open_sandbox
-from ludus.sandbox.remote.client import RemoteSettings
 from ludus.sandbox.remote.services import FusionSandbox, PistonSandbox
 from ludus.worlds.code.grader import CodeGrader, CodeTruth, TestCase
 from tiny_run import ludus, refused
@@ -266,9 +265,9 @@ def test_a_world_whose_episodes_hold_sessions_is_refused_where_there_are_none():
 def test_services_have_no_sessions_and_need_an_address(tmp_path):
     for backend in (FusionSandbox, PistonSandbox):
         with pytest.raises(UserError, match="no sessions"):
-            asyncio.run(backend(RemoteSettings("http://127.0.0.1:9")).session())
+            asyncio.run(backend(SandboxSettings(url="http://127.0.0.1:9")).session())
         with pytest.raises(UserError, match="URL"):
-            backend(RemoteSettings("127.0.0.1:9"))
+            backend(SandboxSettings(url="127.0.0.1:9"))
     with pytest.raises(ValidationError, match=r"needs sandbox\.url"):
         SandboxConfig(backend="piston")
     (tmp_path / "token").write_text("secret\n")

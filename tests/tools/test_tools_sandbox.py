@@ -9,7 +9,7 @@ from ludus.envs.tool_env import ToolEnv, ToolExecutor, ToolLimits
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
 from ludus.rollout.episode import EpisodeLimits, run_episode
-from ludus.sandbox import Limits, NamespaceSettings, NamespacesSandbox
+from ludus.sandbox import Limits, NamespacesSandbox, SandboxSettings
 from ludus.tools.base import Traits, submit_tool, tool
 from ludus.tools.calculator import calculator_tool
 from ludus.tools.python import python_session_tool, python_tool, shell_tool
@@ -24,7 +24,7 @@ def inside(act, **options):
     """What `act(sandbox, workspace)` gives; both are closed after it."""
 
     async def whole():
-        sandbox = NamespacesSandbox(NamespaceSettings(concurrency=2))
+        sandbox = NamespacesSandbox(SandboxSettings(concurrency=2))
         workspace = Workspace(sandbox, **options)
         try:
             return await act(sandbox, workspace)
@@ -181,7 +181,7 @@ class OneWorld(World):
 
 
 def test_an_environment_opens_its_workspace_and_submit_ends_the_episode_with_an_answer():
-    sandbox = NamespacesSandbox(NamespaceSettings(concurrency=2))
+    sandbox = NamespacesSandbox(SandboxSettings(concurrency=2))
     world = OneWorld(sandbox)
     script = [call("python", code="x = 'Par'"), call("submit"), call("submit", answer="Paris")]
     trajectory = play(scripted(script), world)

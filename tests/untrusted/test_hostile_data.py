@@ -19,10 +19,10 @@ from ludus.envs.tool_env import ToolExecutor
 from ludus.errors import LudusError, did_you_mean
 from ludus.rewards.code.sql_rows import Rows, read_rows, same_rows
 from ludus.rollout.openai_client import OpenAIClient, OpenAIClientSettings
-from ludus.sandbox.base import Outcome
+from ludus.sandbox.base import Outcome, SandboxSettings
 from ludus.sandbox.guest.wire import unpack_frame
 from ludus.sandbox.remote import client as sandbox_client
-from ludus.sandbox.remote.client import RemoteSandbox, RemoteSettings
+from ludus.sandbox.remote.client import RemoteSandbox
 from ludus.sandbox.remote.services import FusionSandbox, PistonSandbox
 from ludus.tools.mcp.client import ServedTool
 from ludus.types import Action, ToolCall, ToolStatus
@@ -30,9 +30,9 @@ from ludus.untrusted import replies, worker
 from ludus.untrusted.replies import bounded_replies
 from ludus.untrusted.worker import LimitExceeded, call_bounded
 from ludus.worlds.code import guest_runner
+from ludus.worlds.code.environment import program_of
 from ludus.worlds.code.grader import CodeGrader, CodeTruth, TestCase
 from ludus.worlds.code.results import read_value, same_value, show_value
-from ludus.worlds.code.tools import program_of
 from ludus.worlds.terminal.checks import SessionState, git_files, gzip_has_text
 from ludus.worlds.terminal.git import MAX_OBJECT_BYTES
 from ludus.worlds.terminal.task import check_bounded
@@ -87,14 +87,14 @@ RETURNED = {
 def test_whatever_a_program_returns_has_a_verdict_in_time(returned):
     verdict = judged({1, 2}, json.dumps({"number": 0, "value": returned}))
     assert not verdict.passed
-    assert len(verdict.said) < 300
+    assert len(verdict.failure) < 300
 
 
 RECORDS = {
     "numbers with one hash": [json.dumps({"number": n}) for n in SAME_HASH[:15_000]],
     "a record of 5,000 digits": [f'{{"number": {"9" * 5_000}}}'],
     "deep": ["[" * 100_000, '{"number": 0, "value": ' + "[" * 900 + "]" * 900 + "}"],
-    "deeper than the words of a message": ['{"number": 0, "says": ' + "[" * 900 + "]" * 900 + "}"],
+    "deeper than the words of a message": ['{"number": 0, "error": ' + "[" * 900 + "]" * 900 + "}"],
     "numbers that are none": ['{"number": true}', '{"number": 0.0}', '{"number": []}', '{"number": 1e999}'],
 }
 
@@ -154,7 +154,7 @@ def test_a_long_number_is_right_where_it_is_due():
     due = 3**20_000
     line = json.dumps({"number": 0, "value": guest_runner.encode(due)})
     assert judged(due, line).passed
-    assert judged(due + 1, line).said.startswith("it gave 0x")
+    assert judged(due + 1, line).failure.startswith("it gave 0x")
 
 
 def many_objects(count):
@@ -324,9 +324,9 @@ CLIENTS = {
     "an inference server": lambda url: Replica(url, RemoteEngineSettings()).post("/x", {}, Health),
     "before there is a loop": lambda url: asyncio.to_thread(ask_once, url, "/x", Health),
     "an endpoint": ask_endpoint,
-    "sandbox serve": lambda url: RemoteSandbox(RemoteSettings(url, "t")).run("print()"),
-    "SandboxFusion": lambda url: FusionSandbox(RemoteSettings(url)).run("print()"),
-    "Piston": lambda url: PistonSandbox(RemoteSettings(url)).run("print()"),
+    "sandbox serve": lambda url: RemoteSandbox(SandboxSettings(url=url, token="t")).run("print()"),
+    "SandboxFusion": lambda url: FusionSandbox(SandboxSettings(url=url)).run("print()"),
+    "Piston": lambda url: PistonSandbox(SandboxSettings(url=url)).run("print()"),
 }
 
 

@@ -40,11 +40,11 @@ from ludus.rewards.base import check_rewards, score, success
 from ludus.sandbox import open_sandbox
 from ludus.types import StopReason, Trajectory
 from ludus.worlds.code import guest_runner
+from ludus.worlds.code.environment import program_of, run_tests_tool
 from ludus.worlds.code.grader import LIMITS, CodeGrader, CodeTruth, TestCase, same_output
 from ludus.worlds.code.problems import _rows
 from ludus.worlds.code.records import load_code_tasks
 from ludus.worlds.code.results import read_value, same_value
-from ludus.worlds.code.tools import program_of, run_tests_tool
 from ludus.worlds.code.world import CodeSettings, CodeWorld, make_code_world
 from tables.check_tasks import CHEATS, TASKS
 
@@ -359,9 +359,9 @@ def test_each_test_has_its_verdict_whatever_the_program_does(sandbox):
     assert broken == {"no such function", "no syntax", "it fails on its way"}
     said = dict(zip(FLAWED, gradings, strict=True))
     assert "SyntaxError" in said["no syntax"].broken
-    assert "line 2" in said["it raises at the second"].verdicts[1].said
-    assert "longer than" in said["it hangs at the second"].verdicts[1].said
-    assert "no plain value" in said["nothing plain"].verdicts[0].said
+    assert "line 2" in said["it raises at the second"].verdicts[1].failure
+    assert "longer than" in said["it hangs at the second"].verdicts[1].failure
+    assert "no plain value" in said["nothing plain"].verdicts[0].failure
 
 
 def test_programs_that_read_and_print(sandbox):
@@ -371,7 +371,7 @@ def test_programs_that_read_and_print(sandbox):
     gradings = grade(sandbox, printer(), *programs)
     assert [sum(passed(one)) for one in gradings] == [3, 1, 0, 0, 0, 0]
     assert [bool(one.broken) for one in gradings] == [False, False, True, True, False, False]
-    assert gradings[4].verdicts[2].said == "not run: an earlier test took too long"
+    assert gradings[4].verdicts[2].failure == "not run: an earlier test took too long"
 
 
 @dataclass
@@ -414,7 +414,7 @@ def test_solutions_pass_in_the_sandbox(sandbox, world, every):
     for problem in chosen:
         task = next(t for t in world.tasks(split_of_chain(problem.chain)) if t.id == problem.id)
         (grading,) = grade(sandbox, task.truth, problem.solution, limits=LIMITS)
-        assert all(passed(grading)), [one.said for one in grading.verdicts if not one.passed]
+        assert all(passed(grading)), [one.failure for one in grading.verdicts if not one.passed]
         assert grading.seconds > 0
 
 
@@ -441,7 +441,7 @@ def test_tasks_in_the_manner_of_human_eval(sandbox, tmp_path):
     bare = {task.truth.entry: row["canonical_solution"] for task, row in zip(tasks, TASKS, strict=True)}
     for right in (lambda truth: truth.reference, lambda truth: bare[truth.entry]):
         gradings = asyncio.run(run(right, LIMITS))
-        assert [passed(one) for one in gradings] == [[True]] * len(TASKS), [g.verdicts[0].said for g in gradings]
+        assert [passed(one) for one in gradings] == [[True]] * len(TASKS), [g.verdicts[0].failure for g in gradings]
     for name in ("always equal", "os._exit", "prints the protocol", "reads the tests", "empty body"):
         cheat = CHEATS[name]
         gradings = asyncio.run(run(lambda truth, cheat=cheat: cheat.format(entry=truth.entry), QUICK))
@@ -541,7 +541,7 @@ def test_public_layouts_are_read(sandbox, tmp_path, layout, rows, split, wrong):
     world = make_code_world({"data": str(write(tmp_path / "x.jsonl", rows)), "format": layout}, ToolLimits())
     (task,) = world.tasks(split)
     right, other, empty = grade(sandbox, task.truth, task.truth.reference, wrong, "pass")
-    assert all(passed(right)), [one.said for one in right.verdicts]
+    assert all(passed(right)), [one.failure for one in right.verdicts]
     assert not all(passed(other))
     assert not any(passed(empty))
     assert task.truth.hidden < set(task.truth.fail_to_pass) or layout == "own"

@@ -276,25 +276,25 @@ def test_other():
 
 def test_masked_tests_hold_nothing_of_what_they_expect():
     names = ["test_names", "test_rows", "test_inputs", "TestA::test_one"]
-    module = masked(MASKED, names, "probe")
+    text, _ = masked(MASKED, names, "probe")
     for word in ("[1, 2]", "{'a': 1}", "one", "two", "none", "some", "deep", "why", "KeyError", "asked"):
-        assert repr(word) not in module.text
-        assert f"= {word}" not in module.text
+        assert repr(word) not in text
+        assert f"= {word}" not in text
     sent, rows = [], {"value": 0}
     held = {"probe": lambda number, value: sent.append((number, value)), "make": lambda *a, **b: a[0]}
-    exec(module.text, held)
+    exec(text, held)
     held["test_names"]()
     held["test_inputs"](5)
     held["test_rows"](held=None, **rows)
     held["TestA"]().test_one()
     assert [number for number, _ in sent] == [0, 1, 2, 3, 3, 5, 4, 6, 7, 8]
     assert [value for _, value in sent] == [3, 1, 2, 1, 2, 5, 0, 7, None, None]
-    assert module.closed == {0, 1, 2, 3, 4, 6}
+    assert [text.count(word) for word in ("[5, 7]", "WANT = None", "expected = None", "make(7)")] == [1, 1, 1, 1]
 
 
 def test_assertions_of_truth_are_negated_by_chance():
     source = "def test_a():\n    assert make()\n    self.assertIn(1, [2])\n    assert f(1) < g(1)\n"
-    negated = {masked(source, ["test_a"], "probe").negated for _ in range(100)}
+    negated = {masked(source, ["test_a"], "probe")[1] for _ in range(100)}
     assert frozenset() in negated
     assert frozenset({0, 1, 2}) in negated
 
@@ -554,7 +554,8 @@ def test_the_worst_cheats_earn_nothing(catalogue):
 def test_masked_tests_alone_stop_every_forgery(catalogue, monkeypatch):
     text = package_text("guest_runner.py").replace("event not in watched", "True")
     assert text != package_text("guest_runner.py")
-    texts = {"guest_runner.py": text, "data/leak_tests.txt": package_text("data/leak_tests.txt")}
+    texts = {path: package_text(path) for path in ("data/leak_tests.txt", "data/watched.toml")}
+    texts["guest_runner.py"] = text
     monkeypatch.setattr("ludus.worlds.swe.grader.package_text", texts.__getitem__)
     grades = cheated(catalogue, [*forgeries(), "a plugin that marks all as passed"])
     assert "must fail" in grades["a plugin that marks all as passed"].doubt

@@ -147,7 +147,7 @@ class Control:
         add("/update_weights", _Update, self.update)
         add("/finish_weight_update", _Finish, self.finish)
         add("/collective_rpc", _Rpc, self.rpc)
-        add("/join_weight_line", TransferAddress, self.join)
+        add("/join_weight_group", TransferAddress, self.join)
         add("/prepare_weights", WeightManifest, self.prepare)
         add("/receive_weights", NoBody, self.receive)
         add("/update_weight_version", _Relabel, self.relabel)

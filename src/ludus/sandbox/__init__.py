@@ -3,16 +3,27 @@
 See docs/use/sandbox.md.
 """
 
-from ludus.sandbox.base import FileChange, Limits, Outcome, Process, Sandbox, SandboxSession, SessionKind, Snapshot
-from ludus.sandbox.factory import BACKENDS, SERVICES, SandboxSettings, open_sandbox
-from ludus.sandbox.local.namespaces import NamespaceSettings, NamespacesSandbox
+from ludus.errors import UserError
+from ludus.sandbox.base import (
+    FileChange,
+    Limits,
+    Outcome,
+    Process,
+    Sandbox,
+    SandboxSession,
+    SandboxSettings,
+    SessionKind,
+    Snapshot,
+)
+from ludus.sandbox.local.container import ContainerSandbox
+from ludus.sandbox.local.namespaces import NamespacesSandbox
+from ludus.sandbox.local.unsafe_process import ProcessSandbox
 
 __all__ = [
     "BACKENDS",
     "SERVICES",
     "FileChange",
     "Limits",
-    "NamespaceSettings",
     "NamespacesSandbox",
     "Outcome",
     "Process",
@@ -23,3 +34,27 @@ __all__ = [
     "Snapshot",
     "open_sandbox",
 ]
+
+SERVICES = ("sandbox_fusion", "piston")
+BACKENDS = ("namespaces", "docker", "podman", "remote", *SERVICES, "process")
+
+
+def open_sandbox(settings: SandboxSettings | None = None) -> Sandbox:
+    """Create the backend of the settings. Raises UserError if it cannot run on this machine."""
+    chosen = settings or SandboxSettings()
+    match chosen.backend:
+        case "namespaces":
+            return NamespacesSandbox(chosen)
+        case "docker" | "podman":
+            return ContainerSandbox(chosen)
+        case "remote":
+            from ludus.sandbox.remote.client import RemoteSandbox
+
+            return RemoteSandbox(chosen)
+        case "sandbox_fusion" | "piston":
+            from ludus.sandbox.remote.services import FusionSandbox, PistonSandbox
+
+            return (FusionSandbox if chosen.backend == "sandbox_fusion" else PistonSandbox)(chosen)
+        case "process":
+            return ProcessSandbox(unsafe=chosen.unsafe)
+    raise UserError(f"Unknown sandbox backend {chosen.backend!r}.", f"Backends: {', '.join(BACKENDS)}.")

@@ -18,6 +18,31 @@ SessionKind = Literal["python", "shell"]
 
 
 @dataclass(frozen=True, slots=True)
+class SandboxSettings:
+    """Name of the backend, and options of some backends.
+
+    namespaces: `concurrency` is the maximum of concurrent runs (0: one per CPU, at least 2), `python` the interpreter
+    inside (empty: this one, else the system's). `binds` are host folders that programs may read, at the same path or,
+    as `folder:target`, at another; `paths` are added to `sys.path`. namespaces, docker and podman: `sessions` is the
+    maximum of open sessions (0: as many as fit in half of the memory). docker and podman: `image` needs Python 3.10 or
+    newer, `runtime` is a container runtime (runsc). remote and public services: `url`, and `token`, sent as a bearer
+    token. process: `unsafe`.
+    """
+
+    backend: str = "namespaces"
+    concurrency: int = 0
+    sessions: int = 0
+    python: str = ""
+    binds: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+    image: str = "python:3.12-slim"
+    runtime: str = ""
+    url: str = ""
+    token: str = ""
+    unsafe: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """Resource limits of one run, or of one call of a session. Raises UserError unless positive.
 

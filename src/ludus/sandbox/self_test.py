@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from ludus.errors import LudusError, UserError
+from ludus.sandbox import SERVICES
 from ludus.sandbox.base import MIB, Limits, Sandbox
-from ludus.sandbox.factory import SERVICES
 
 _LATE_S = 10.0
 """A program that runs this much longer than its 1 s limit was not stopped by the limit."""
@@ -105,9 +105,9 @@ async def _command(sandbox: Sandbox) -> tuple[str, bool]:
 async def _exit(sandbox: Sandbox) -> tuple[str, bool]:
     exited = await sandbox.run("import sys; sys.exit(5)")
     crashed = await sandbox.run("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
-    passed = exited.exit == 5 and not crashed.ok
-    wrong = f"are wrong: {exited.exit} instead of 5, {crashed.exit} after a crash"
-    return "are reported" if passed else wrong, not passed
+    if exited.exit == 5 and not crashed.ok:
+        return "are reported", False
+    return f"are wrong: {exited.exit} instead of 5, {crashed.exit} after a crash", True
 
 
 async def _clock(sandbox: Sandbox) -> tuple[str, bool]:

@@ -32,7 +32,7 @@ class LudusWorkerExtension:
     _ludus_line: WeightTransferGroup | None = None
     _ludus_expects: WeightManifest | None = None
 
-    def ludus_join_weight_line(self, text: str) -> Answer:
+    def ludus_join_weight_group(self, text: str) -> Answer:
         """Join the trainer's process group at a `TransferAddress`, replacing an earlier one."""
         place, self._ludus_line = TransferAddress.model_validate_json(text), None
         if self.rank:

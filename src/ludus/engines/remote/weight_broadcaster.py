@@ -163,7 +163,7 @@ class Broadcaster:
             for i in range(1, count)
         ]
         asked = [
-            self._command(replica, "/join_weight_line", place.model_dump())
+            self._command(replica, "/join_weight_group", place.model_dump())
             for replica, place in zip(self.replicas, places, strict=True)
         ]
         joined = run_in_thread(partial(join_group, store, TRAINER, count, self.timeout_s, self.host))

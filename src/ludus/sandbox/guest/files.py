@@ -86,28 +86,18 @@ def resize_box(limits: ResourceLimits) -> None:
 def write_files(files: dict[str, bytes], executable: set[str], box: str = BOX) -> None:
     """Write files under the box without following links. Raises OSError."""
     for path, content in files.items():
-        folder, name = _open_parent(path, box, create=True)
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
-            fd = os.open(name, flags, 0o644, dir_fd=folder)
-        finally:
-            os.close(folder)
-        with open(fd, "wb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
+        with open(_open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, box), "wb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError(errno.EPERM, "not a regular file")
             file.write(content)
             if path in executable:
-                os.fchmod(fd, 0o755)
+                os.fchmod(file.fileno(), 0o755)
 
 
 def set_executable(flags: dict[str, bool]) -> None:
     """Set or clear the executable flag of files of the box without following links. Raises OSError."""
     for path, executable in flags.items():
-        folder, name = _open_parent(path, BOX)
-        try:
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-        finally:
-            os.close(folder)
+        fd = _open_file(path, os.O_RDONLY)
         try:
             mode = os.fstat(fd).st_mode
             os.fchmod(fd, (mode | 0o111 if executable else mode & ~0o111) & 0o777)
@@ -123,6 +113,14 @@ def remove_files(paths: list[str]) -> None:
             os.unlink(name, dir_fd=folder)
         finally:
             os.close(folder)
+
+
+def _open_file(path: str, flags: int, box: str = BOX) -> int:
+    folder, name = _open_parent(path, box, create=bool(flags & os.O_CREAT))
+    try:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644, dir_fd=folder)
+    finally:
+        os.close(folder)
 
 
 def _open_parent(path: str, box: str, create: bool = False) -> tuple[int, str]:

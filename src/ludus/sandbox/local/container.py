@@ -15,15 +15,20 @@ import secrets
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import IO
 
 from ludus.errors import UserError, WorldError
-from ludus.sandbox.base import Limits, Outcome, RunRequest, Sandbox, SandboxSession, SessionKind, sessions_in_memory
+from ludus.sandbox.base import Limits, Outcome, RunRequest, SandboxSettings
 from ludus.sandbox.guest.wire import pack_request
 from ludus.sandbox.local.seccomp import seccomp_filter
-from ludus.sandbox.local.supervisor_client import GRACE_S, SupervisedSession, SupervisorSocket, run_request
+from ludus.sandbox.local.supervisor_client import (
+    GRACE_S,
+    SupervisorHost,
+    SupervisorSandbox,
+    SupervisorSocket,
+    run_request,
+)
 from ludus.sandbox.local.zygote import bootstrap, guest_modules, open_errors, read_errors, wait_exit
 
 _PACKAGES = {"docker": "docker.io", "podman": "podman"}
@@ -36,25 +41,12 @@ _SUPERVISOR_BYTES = 64 * 2**20
 """Memory of the supervisor itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class ContainerSettings:
-    """`engine` is docker or podman, `image` needs Python 3.10 or newer, `runtime` is a container runtime (runsc).
-
-    `sessions` is the maximum of open sessions (0: as many as fit in half of the memory).
-    """
-
-    engine: str = "docker"
-    image: str = "python:3.12-slim"
-    runtime: str = ""
-    sessions: int = 0
-
-
 @dataclass(eq=False)
-class Container:
+class Container(SupervisorHost):
     """Runs supervisors as process 1 of containers, one new container per supervisor."""
 
     engine: str
-    settings: ContainerSettings
+    settings: SandboxSettings
     limits: Limits
     _name: str = field(default="", init=False)
     _client: subprocess.Popen[bytes] | None = field(default=None, init=False)
@@ -119,7 +111,7 @@ class Container:
         except OSError as error:
             ours.close()
             errors.close()
-            raise WorldError(f"{self.settings.engine} cannot be started: {error}.") from error
+            raise WorldError(f"{self.settings.backend} cannot be started: {error}.") from error
         finally:
             theirs.close()
         ours.setblocking(False)
@@ -134,53 +126,34 @@ class Container:
 
 
 @dataclass(eq=False)
-class ContainerSandbox(Sandbox):
+class ContainerSandbox(SupervisorSandbox[Container]):
     """The container backend. Raises UserError if the engine or runtime is not installed."""
 
-    settings: ContainerSettings = field(default_factory=ContainerSettings)
-    _open: set[Container] = field(default_factory=set, init=False)
-
     def __post_init__(self) -> None:
-        self.name, self._engine = self.settings.engine, find_engine(self.settings)
-
-    @property
-    def max_sessions(self) -> int:
-        """Maximum number of open sessions."""
-        return self.settings.sessions or sessions_in_memory()
+        self.name, self._engine = self.settings.backend, find_engine(self.settings)
 
     async def _run(self, request: RunRequest) -> Outcome:
-        container = self._new_container(request.limits)
+        container = await self._new_host(request.limits)
         try:
             return await run_request(container, request)
         finally:
             await asyncio.shield(self._kill(container))
 
-    async def _open_session(self, kind: SessionKind, files: Mapping[str, bytes], limits: Limits) -> SandboxSession:
-        return await SupervisedSession.start(self._new_container(limits), kind, files, limits, self._kill)
-
-    async def close(self) -> None:
-        """End all containers."""
-        await asyncio.gather(*map(self._kill, list(self._open)))
-
-    def _new_container(self, limits: Limits) -> Container:
+    async def _new_host(self, limits: Limits) -> Container:
         container = Container(self._engine, self.settings, limits)
         self._open.add(container)
         return container
 
-    async def _kill(self, container: Container) -> None:
-        self._open.discard(container)
-        await container.kill()
 
-
-def find_engine(settings: ContainerSettings) -> str:
+def find_engine(settings: SandboxSettings) -> str:
     """Return the path of the engine. Raises UserError if it is not installed."""
-    if settings.engine not in _PACKAGES:
-        raise UserError(f"Unknown container engine {settings.engine!r}.", "Engines: docker, podman.")
-    engine = shutil.which(settings.engine)
+    if settings.backend not in _PACKAGES:
+        raise UserError(f"Unknown container engine {settings.backend!r}.", "Engines: docker, podman.")
+    engine = shutil.which(settings.backend)
     if engine is None:
         raise UserError(
-            f"The {settings.engine} backend needs {settings.engine}, which is not installed.",
-            f"Install it: on Debian `apt-get install {_PACKAGES[settings.engine]}`.",
+            f"The {settings.backend} backend needs {settings.backend}, which is not installed.",
+            f"Install it: on Debian `apt-get install {_PACKAGES[settings.backend]}`.",
         )
     if settings.runtime and shutil.which(settings.runtime) is None:
         raise UserError(
@@ -190,7 +163,7 @@ def find_engine(settings: ContainerSettings) -> str:
     return engine
 
 
-def run_arguments(settings: ContainerSettings, limits: Limits, name: str) -> list[str]:
+def run_arguments(settings: SandboxSettings, limits: Limits, name: str) -> list[str]:
     """Return the engine's arguments, ending with the image."""
     memory = str(limits.memory_bytes + limits.disk_bytes + _SUPERVISOR_BYTES)
     tmpfs = f"rw,nosuid,nodev,exec,mode=1777,size={limits.disk_bytes},nr_inodes={limits.disk_files}"

@@ -12,16 +12,15 @@ import random
 import shutil
 import stat
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from ludus.errors import UserError
-from ludus.sandbox.base import Limits, Outcome, RunRequest, Sandbox, SandboxSession, SessionKind, sessions_in_memory
+from ludus.sandbox.base import Limits, Outcome, RunRequest, SandboxSettings
 from ludus.sandbox.local.pausable_timeout import paused_in_queue
 from ludus.sandbox.local.seccomp import seccomp_filter
-from ludus.sandbox.local.supervisor_client import SupervisedSession, run_request
+from ludus.sandbox.local.supervisor_client import SupervisorSandbox, run_request
 from ludus.sandbox.local.zygote import GUEST_ID, Zygote, ZygoteSpec, start_zygote
 
 _PRELOAD = """
@@ -36,32 +35,13 @@ _FIRST_UID, _NUM_UIDS = 1_900_000_000, 100_000_000
 _RUNS_PER_ZYGOTE = 2000
 
 
-@dataclass(frozen=True, slots=True)
-class NamespaceSettings:
-    """`concurrency` is the maximum of concurrent runs (0: one per CPU, at least 2), `sessions` that of open sessions
-    (0: as many as fit in half of the memory).
-
-    `python` is the interpreter inside (empty: this one, else the system's). `binds` are host folders that programs may
-    read, at the same path or, as `folder:target`, at another. `paths` are added to `sys.path`; `preload` are modules
-    imported in advance.
-    """
-
-    concurrency: int = 0
-    sessions: int = 0
-    python: str = ""
-    binds: tuple[str, ...] = ()
-    paths: tuple[str, ...] = ()
-    preload: tuple[str, ...] = tuple(_PRELOAD.split())
-
-
 @dataclass(eq=False)
-class NamespacesSandbox(Sandbox):
-    """The namespaces backend. Use and close it on one event loop."""
+class NamespacesSandbox(SupervisorSandbox[Zygote]):
+    """The namespaces backend. Use and close it on one event loop. `preload` are modules imported in advance."""
 
     name = "namespaces"
-    settings: NamespaceSettings = field(default_factory=NamespaceSettings)
+    preload: tuple[str, ...] = tuple(_PRELOAD.split())
     _idle: list[Zygote] = field(default_factory=list, init=False)
-    _open: set[Zygote] = field(default_factory=set, init=False)
     _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(
         default_factory=WeakKeyDictionary, init=False
     )
@@ -72,17 +52,12 @@ class NamespacesSandbox(Sandbox):
         """Maximum number of concurrent runs."""
         return self.settings.concurrency or max(2, os.cpu_count() or 2)
 
-    @property
-    def max_sessions(self) -> int:
-        """Maximum number of open sessions."""
-        return self.settings.sessions or sessions_in_memory()
-
     async def _run(self, request: RunRequest) -> Outcome:
         slots = self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.concurrency))
         with paused_in_queue():
             await slots.acquire()
         try:
-            zygote = await self._acquire_zygote()
+            zygote = await self._new_host(request.limits)
             try:
                 outcome = await run_request(zygote, request)
             except BaseException:
@@ -96,10 +71,6 @@ class NamespacesSandbox(Sandbox):
         finally:
             slots.release()
 
-    async def _open_session(self, kind: SessionKind, files: Mapping[str, bytes], limits: Limits) -> SandboxSession:
-        """Open a session in a separate zygote."""
-        return await SupervisedSession.start(await self._acquire_zygote(), kind, files, limits, self._kill)
-
     async def warm(self, count: int = 0) -> None:
         """Start zygotes in advance (0: as many as `concurrency`). Raises UserError."""
         self._idle += [await self._start_zygote() for _ in range((count or self.concurrency) - len(self._idle))]
@@ -107,9 +78,9 @@ class NamespacesSandbox(Sandbox):
     async def close(self) -> None:
         """Kill all zygotes, including those of sessions."""
         self._idle.clear()
-        await asyncio.gather(*map(self._kill, list(self._open)))
+        await super().close()
 
-    async def _acquire_zygote(self) -> Zygote:
+    async def _new_host(self, _: Limits) -> Zygote:
         """Return an idle zygote, or a new one."""
         while self._idle:
             zygote = self._idle.pop(0)
@@ -120,16 +91,12 @@ class NamespacesSandbox(Sandbox):
 
     async def _start_zygote(self) -> Zygote:
         self._python = self._python or find_python(self.settings.python)
-        zygote = await start_zygote(make_zygote_spec(self.settings, self._python))
+        zygote = await start_zygote(make_zygote_spec(self.settings, self._python, self.preload))
         self._open.add(zygote)
         return zygote
 
-    async def _kill(self, zygote: Zygote) -> None:
-        self._open.discard(zygote)
-        await zygote.kill()
 
-
-def make_zygote_spec(settings: NamespaceSettings, python: str) -> ZygoteSpec:
+def make_zygote_spec(settings: SandboxSettings, python: str, preload: tuple[str, ...] = ()) -> ZygoteSpec:
     """Build the command of a zygote. Raises UserError if a requirement is missing."""
     if sys.platform != "linux":
         raise UserError(f"The namespaces backend needs Linux; this is {sys.platform}.", "Use docker or remote.")
@@ -156,7 +123,7 @@ def make_zygote_spec(settings: NamespaceSettings, python: str) -> ZygoteSpec:
     args += [arg for folder in ("/dev/shm", "/box", "/tmp", "/store") for arg in ("--dir", folder)]
     args += ["--remount-ro", "/dev", "--chdir", "/"]
     same = Path(python).name == f"python{sys.version_info.major}.{sys.version_info.minor}"
-    return ZygoteSpec(tuple(args), python, same, settings.paths, settings.preload, seccomp)
+    return ZygoteSpec(tuple(args), python, same, settings.paths, preload, seccomp)
 
 
 def _drop_root() -> list[str]:
@@ -172,7 +139,7 @@ def _drop_root() -> list[str]:
     return [setpriv, "--reuid", uid, "--regid", uid, "--clear-groups", "--"]
 
 
-def _bind_mounts(settings: NamespaceSettings, python: str) -> list[tuple[str, str]]:
+def _bind_mounts(settings: SandboxSettings, python: str) -> list[tuple[str, str]]:
     """Return the readable host folders and their mount points: /usr, the interpreter's, the settings'."""
     folders = [("/usr", "/usr")]
     prefix = str(Path(python).resolve().parent.parent)

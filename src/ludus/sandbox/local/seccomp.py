@@ -29,7 +29,7 @@ _SELF = 0
 
 @dataclass(frozen=True)
 class _Architecture:
-    """A CPU architecture: its audit number and system call numbers."""
+    """A CPU architecture: its audit number, and numbers of system calls whose arguments are checked."""
 
     audit: int
     clone: int
@@ -38,7 +38,6 @@ class _Architecture:
     setsockopt: int
     ioctl: int
     prlimit64: int
-    denied: tuple[int, ...]
 
 
 # From 424 on numbers are equal on all architectures: io_uring, mount API, pidfd_getfd, memfd_secret.
@@ -46,45 +45,33 @@ _COMMON = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 440, 442, 443, 447)
 _CLONE3 = 435
 
 _ARCHITECTURES = {
-    "x86_64": _Architecture(
-        audit=0xC000003E,
-        clone=56,
-        socket=41,
-        socketpair=53,
-        setsockopt=54,
-        ioctl=16,
-        prlimit64=302,
-        denied=(
-            *(101, 310, 311, 312, 298),  # ptrace, process_vm_*, kcmp, perf_event_open
-            *(165, 166, 155, 161, 272, 308),  # mount, umount2, pivot_root, chroot, unshare, setns
-            *(321, 323, 248, 249, 250, 319),  # bpf, userfaultfd, keyrings, memfd_create
-            *(29, 30, 31, 67, 64, 65, 66, 220, 68, 69, 70, 71),  # System V shared memory, semaphores, queues
-            *(240, 241, 242, 243, 244, 245),  # POSIX message queues
-            *(174, 175, 176, 313, 246, 320, 169, 167, 168),  # modules, kexec, reboot, swap
-            *(164, 227, 305, 159, 170, 171, 172, 173, 163, 179),  # clocks, host name, io ports, acct, quota
-            *(103, 135, 303, 304, 212, 180, 134, 136, 153, 154),  # syslog, personality, file handles, old ones
-            *(300, 279, 256, 237, 238, 278),  # fanotify, page moving, vmsplice
-        ),
-    ),
+    "x86_64": _Architecture(0xC000003E, clone=56, socket=41, socketpair=53, setsockopt=54, ioctl=16, prlimit64=302),
     "aarch64": _Architecture(
-        audit=0xC00000B7,
-        clone=220,
-        socket=198,
-        socketpair=199,
-        setsockopt=208,
-        ioctl=29,
-        prlimit64=261,
-        denied=(
-            *(117, 270, 271, 272, 241),
-            *(40, 39, 41, 51, 97, 268),
-            *(280, 282, 217, 218, 219, 279),
-            *(194, 195, 196, 197, 190, 191, 192, 193, 186, 187, 188, 189),
-            *(180, 181, 182, 183, 184, 185),
-            *(105, 106, 273, 104, 294, 142, 224, 225),
-            *(170, 112, 266, 171, 161, 162, 89, 60),
-            *(116, 92, 264, 265, 18, 42, 58),
-            *(262, 239, 238, 235, 237, 75),
-        ),
+        0xC00000B7, clone=220, socket=198, socketpair=199, setsockopt=208, ioctl=29, prlimit64=261
+    ),
+}
+_DENIED = {
+    "x86_64": (
+        *(101, 310, 311, 312, 298),  # ptrace, process_vm_*, kcmp, perf_event_open
+        *(165, 166, 155, 161, 272, 308),  # mount, umount2, pivot_root, chroot, unshare, setns
+        *(321, 323, 248, 249, 250, 319),  # bpf, userfaultfd, keyrings, memfd_create
+        *(29, 30, 31, 67, 64, 65, 66, 220, 68, 69, 70, 71),  # System V shared memory, semaphores, queues
+        *(240, 241, 242, 243, 244, 245),  # POSIX message queues
+        *(174, 175, 176, 313, 246, 320, 169, 167, 168),  # modules, kexec, reboot, swap
+        *(164, 227, 305, 159, 170, 171, 172, 173, 163, 179),  # clocks, host name, io ports, acct, quota
+        *(103, 135, 303, 304, 212, 180, 134, 136, 153, 154),  # syslog, personality, file handles, old ones
+        *(300, 279, 256, 237, 238, 278),  # fanotify, page moving, vmsplice
+    ),
+    "aarch64": (
+        *(117, 270, 271, 272, 241),
+        *(40, 39, 41, 51, 97, 268),
+        *(280, 282, 217, 218, 219, 279),
+        *(194, 195, 196, 197, 190, 191, 192, 193, 186, 187, 188, 189),
+        *(180, 181, 182, 183, 184, 185),
+        *(105, 106, 273, 104, 294, 142, 224, 225),
+        *(170, 112, 266, 171, 161, 162, 89, 60),
+        *(116, 92, 264, 265, 18, 42, 58),
+        *(262, 239, 238, 235, 237, 75),
     ),
 }
 
@@ -106,7 +93,7 @@ def seccomp_filter(architecture: str | None = None) -> bytes:
     ]
     if name == "x86_64":
         code += [_instruction(_AT_LEAST, _X32, 0, 1), _instruction(_RETURN, _KILL)]
-    for number in (*calls.denied, *_COMMON):
+    for number in (*_DENIED[name], *_COMMON):
         code += [_instruction(_EQUAL, number, 0, 1), _deny(errno.EPERM)]
     code += [_instruction(_EQUAL, _CLONE3, 0, 1), _deny(errno.ENOSYS)]
     code += _check_argument(calls.clone, 0, [_instruction(_ANY_BIT, _NEW_NAMESPACES, 0, 1), _deny(errno.EPERM)])

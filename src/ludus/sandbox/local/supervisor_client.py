@@ -11,9 +11,10 @@ import json
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ludus.errors import UserError, WorldError
 from ludus.sandbox.base import (
@@ -22,9 +23,12 @@ from ludus.sandbox.base import (
     Outcome,
     Process,
     RunRequest,
+    Sandbox,
     SandboxSession,
+    SandboxSettings,
     SessionKind,
     Snapshot,
+    sessions_in_memory,
     validate_files,
 )
 from ludus.sandbox.guest.files import MAX_PATH_CHARS
@@ -96,24 +100,24 @@ class SupervisorSocket:
         return data
 
 
-class SupervisorHost(Protocol):
+class SupervisorHost(ABC):
     """Starts supervisors, one at a time: a zygote, or a series of containers."""
 
+    @abstractmethod
     async def start_supervisor(self) -> SupervisorSocket:
         """Return a new supervisor, isolated from earlier ones, for one request. Raises WorldError."""
-        ...
 
+    @abstractmethod
     def prefork(self) -> None:
         """Start the next supervisor in advance, if supported."""
-        ...
 
+    @abstractmethod
     async def survives(self) -> bool:
         """Return whether the host still works after a supervisor was lost: then the program broke it."""
-        ...
 
+    @abstractmethod
     async def kill(self) -> None:
         """Kill all processes inside and wait for them. Idempotent."""
-        ...
 
 
 async def run_request(host: SupervisorHost, request: RunRequest) -> Outcome:
@@ -124,64 +128,99 @@ async def run_request(host: SupervisorHost, request: RunRequest) -> Outcome:
     """
     sock = await host.start_supervisor()
     limits, begin = request.limits, time.monotonic()
+    header = {"op": "run", "argv": list(request.argv), **_start_header(limits, request.files)}
+    blobs = [request.stdin, request.source_bytes, *request.files.values()]
     try:
-        async with asyncio.timeout(limits.wall_s + GRACE_S):
-            header = {"op": "run", "argv": list(request.argv), **_start_header(limits, request.files)}
-            await sock.send(header, [request.stdin, request.source_bytes, *request.files.values()])
-            response = await sock.receive(_max_body(limits), _max_header(limits))
-    except TimeoutError:
+        response = await _exchange(host, sock, limits, header, blobs, limits.wall_s + GRACE_S)
+    except _BlamedError as error:
         await host.kill()
-        return Outcome(timed_out=True, wall_s=time.monotonic() - begin)
-    except SupervisorLostError as error:
-        if not await host.survives():
-            raise
-        await host.kill()
-        return _broken_outcome(error.message)
+        return error.outcome(time.monotonic() - begin)
     finally:
         sock.close()
     host.prefork()
     return _parse_outcome(*response)
 
 
-class _NoResponseError(WorldError):
-    """The supervisor did not respond in time, and its host was killed."""
+class _BlamedError(WorldError):
+    """The program prevented a response: the supervisor is late, or lost although its host survives."""
+
+    def outcome(self, wall_s: float) -> Outcome:
+        """Return the outcome of the program."""
+        if isinstance(self.__cause__, TimeoutError):
+            return Outcome(timed_out=True, wall_s=wall_s)
+        return _broken_outcome(self.message)
 
 
-class _BrokenError(WorldError):
-    """The supervisor of a surviving host was lost, and the host was then killed."""
+async def _exchange(
+    host: SupervisorHost, sock: SupervisorSocket, limits: Limits, header: Header, blobs: list[bytes], deadline_s: float
+) -> tuple[Header, list[bytes]]:
+    """Send a request and return the response. Raises WorldError."""
+    try:
+        async with asyncio.timeout(deadline_s):
+            await sock.send(header, blobs)
+            return await sock.receive(_max_body(limits), _max_header(limits))
+    except TimeoutError as error:
+        raise _BlamedError("The supervisor of a session did not respond; the session was closed.") from error
+    except SupervisorLostError as error:
+        if await host.survives():
+            raise _BlamedError(error.message) from error
+        raise
 
 
 Host = TypeVar("Host", bound=SupervisorHost)
 
 
 @dataclass(eq=False)
-class SupervisedSession(SandboxSession):
+class SupervisorSandbox(Sandbox, Generic[Host]):
+    """Common part of the backends whose programs have a supervisor. `_open` are all hosts in use."""
+
+    settings: SandboxSettings = field(default_factory=SandboxSettings)
+    _open: set[Host] = field(default_factory=set, init=False)
+
+    @property
+    def max_sessions(self) -> int:
+        """Maximum number of open sessions."""
+        return self.settings.sessions or sessions_in_memory()
+
+    async def close(self) -> None:
+        """Kill all hosts, including those of sessions."""
+        await asyncio.gather(*map(self._kill, list(self._open)))
+
+    @abstractmethod
+    async def _new_host(self, limits: Limits) -> Host:
+        """Return a host for a run or session, which is in `_open`."""
+
+    async def _kill(self, host: Host) -> None:
+        self._open.discard(host)
+        await host.kill()
+
+    async def _open_session(self, kind: SessionKind, files: Mapping[str, bytes], limits: Limits) -> SandboxSession:
+        """Open a session in a separate host, which is killed with it, also if the start fails."""
+        host = await self._new_host(limits)
+        try:
+            session = SupervisedSession(self, host, await host.start_supervisor(), kind, limits)
+            await session.start(files)
+        except BaseException:
+            await asyncio.shield(self._kill(host))
+            raise
+        return session
+
+
+@dataclass(eq=False)
+class SupervisedSession(SandboxSession, Generic[Host]):
     """A session of a supervisor. A failure of the supervisor ends the session and its host."""
 
-    host: SupervisorHost
+    sandbox: SupervisorSandbox[Host]
+    host: Host
     sock: SupervisorSocket
     kind: SessionKind
     limits: Limits
-    _kill: Callable[[], Awaitable[None]]
     _closed: bool = False
 
-    @classmethod
-    async def start(
-        cls,
-        host: Host,
-        kind: SessionKind,
-        files: Mapping[str, bytes],
-        limits: Limits,
-        kill: Callable[[Host], Awaitable[None]],
-    ) -> SupervisedSession:
-        """Start a session in `host`, which is killed by `kill`, also if the start fails. Raises WorldError."""
-        try:
-            session = cls(host, await host.start_supervisor(), kind, limits, lambda: kill(host))
-            await session._start(files)
-        except BaseException:
-            await asyncio.shield(kill(host))
-            raise
-        return session
+    async def start(self, files: Mapping[str, bytes]) -> None:
+        """Start the interpreter with these files. Raises WorldError."""
+        header = {"op": "session", "kind": self.kind, **_start_header(self.limits, files)}
+        await self._request(header, [*files.values()])
 
     async def run(self, code: str) -> Outcome:
         """Run a call; see `SandboxSession`.
@@ -194,10 +233,8 @@ class SupervisedSession(SandboxSession):
         deadline_s = self.limits.wall_s + GRACE_S
         try:
             header, blobs = await self._request({"op": "call"}, [code.encode("utf-8", "surrogatepass")], deadline_s)
-        except _NoResponseError:
-            return Outcome(timed_out=True, wall_s=deadline_s)
-        except _BrokenError as error:
-            return _broken_outcome(error.message)
+        except _BlamedError as error:
+            return error.outcome(deadline_s)
         if "broken" in header:
             await self.close()
         return _parse_outcome(header, blobs)
@@ -238,35 +275,23 @@ class SupervisedSession(SandboxSession):
         self.sock.close()
         self.host.prefork()
         self.sock = await self.host.start_supervisor()
-        await self._start({})
+        await self.start({})
 
     async def close(self) -> None:
         if not self._closed:
             self._closed = True
             self.sock.close()
-            await self._kill()
-
-    async def _start(self, files: Mapping[str, bytes]) -> None:
-        header = {"op": "session", "kind": self.kind, **_start_header(self.limits, files)}
-        await self._request(header, [*files.values()])
+            await self.sandbox._kill(self.host)
 
     async def _request(
-        self, header: Mapping[str, object], blobs: list[bytes], deadline_s: float = 4 * GRACE_S
+        self, header: Header, blobs: list[bytes], deadline_s: float = 4 * GRACE_S
     ) -> tuple[Header, list[bytes]]:
         """Send a request and return the response. Raises WorldError; without a response the session is closed."""
         self._check_open()
         answered = False
         try:
-            async with asyncio.timeout(deadline_s):
-                await self.sock.send(header, blobs)
-                response = await self.sock.receive(_max_body(self.limits), _max_header(self.limits))
-                answered = True
-        except TimeoutError as error:
-            raise _NoResponseError("The supervisor of a session did not respond; the session was closed.") from error
-        except SupervisorLostError as error:
-            if await self.host.survives():
-                raise _BrokenError(error.message) from error
-            raise
+            response = await _exchange(self.host, self.sock, self.limits, header, blobs, deadline_s)
+            answered = True
         except WorldError as error:
             answered = error.message.startswith("The sandbox failed")
             raise
@@ -280,7 +305,7 @@ class SupervisedSession(SandboxSession):
             raise WorldError("The session is closed.", "Open a new one.")
 
 
-def _start_header(limits: Limits, files: Mapping[str, bytes]) -> dict[str, object]:
+def _start_header(limits: Limits, files: Mapping[str, bytes]) -> Header:
     """Return the part of a header common to runs and sessions."""
     return {"limits": asdict(limits), "names": list(files)}
 

@@ -17,7 +17,7 @@ from typing import IO
 
 from ludus.errors import UserError, WorldError
 from ludus.sandbox.guest.wire import pack_request
-from ludus.sandbox.local.supervisor_client import CHUNK, GRACE_S, SupervisorSocket
+from ludus.sandbox.local.supervisor_client import CHUNK, GRACE_S, SupervisorHost, SupervisorSocket
 
 _START_S = 20.0
 _SURVIVAL_S = 0.5
@@ -79,7 +79,7 @@ class ZygoteSpec:
 
 
 @dataclass(eq=False)
-class Zygote:
+class Zygote(SupervisorHost):
     """A running zygote. `runs` counts the supervisors it started."""
 
     process: subprocess.Popen[bytes]

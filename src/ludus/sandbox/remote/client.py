@@ -1,6 +1,7 @@
-"""Backend that runs programs on another machine through `ludus sandbox serve`, and its HTTP client.
+"""Backend that runs programs on another machine through `ludus sandbox serve`, its HTTP client and its messages.
 
-Every request has a deadline: the limits plus a margin. Requests are never retried.
+Every request has a deadline: the limits plus a margin. Requests are never retried. Messages are JSON, with bytes as
+base64; dataclasses of the sandbox interface are encoded by their fields.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import httpx
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ludus.errors import UserError, WorldError
 from ludus.sandbox.base import (
@@ -22,16 +23,53 @@ from ludus.sandbox.base import (
     RunRequest,
     Sandbox,
     SandboxSession,
+    SandboxSettings,
     SessionKind,
     Snapshot,
     validate_files,
 )
-from ludus.sandbox.remote import messages
 from ludus.untrusted.replies import PLAIN, bounded_replies
 
 MAX_RESPONSE_BYTES = 256 * 2**20
 """Maximum size of a response with all files of a run."""
 Reply = TypeVar("Reply", bound=BaseModel)
+Content = TypeVar("Content")
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", ser_json_bytes="base64", val_json_bytes="base64")
+
+
+class Payload(_Message, Generic[Content]):
+    """Any other content: an outcome, the code of a call, files of a session or changes to them, or nothing."""
+
+    content: Content
+
+
+class RunMessage(_Message):
+    """One run: `source` (Python, UTF-8) or `argv`."""
+
+    source: bytes | None = None
+    argv: list[str] = []
+    files: dict[str, bytes] = {}
+    stdin: bytes = b""
+    limits: Limits
+
+
+class SessionMessage(_Message):
+    """A new session."""
+
+    kind: SessionKind
+    files: dict[str, bytes] = {}
+    limits: Limits
+
+
+class ErrorMessage(_Message):
+    """Error response; `kind` is input, environment or token."""
+
+    kind: str
+    message: str
+    hint: str = ""
 
 
 @dataclass(eq=False)
@@ -83,22 +121,24 @@ class HttpClient:
         return self._client
 
 
-@dataclass(frozen=True, slots=True)
-class RemoteSettings:
-    """`url` of a server or service; `token` is sent as a bearer token; `margin_s` is added to a run's limits."""
+@dataclass(eq=False)
+class HttpSandbox(Sandbox):
+    """Common part of the backends behind a URL. `margin_s` is added to the limits of a request."""
 
-    url: str
-    token: str = ""
+    settings: SandboxSettings
     margin_s: float = 30.0
+    http: HttpClient = field(init=False)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.http.close()
 
 
 @dataclass(eq=False)
-class RemoteSandbox(Sandbox):
+class RemoteSandbox(HttpSandbox):
     """The remote backend. Use and close it on one event loop."""
 
     name = "remote"
-    settings: RemoteSettings
-    _http: HttpClient = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.settings.url.startswith(("http://", "https://")) or not self.settings.token:
@@ -107,34 +147,30 @@ class RemoteSandbox(Sandbox):
                 "Start a server with `ludus sandbox serve`; then set sandbox.url and sandbox.token.",
             )
         hint = "Check its log, or start it with `ludus sandbox serve`."
-        self._http = HttpClient(self.settings.url, self.settings.token, hint, MAX_RESPONSE_BYTES)
+        self.http = HttpClient(self.settings.url, self.settings.token, hint, MAX_RESPONSE_BYTES)
 
     async def _run(self, request: RunRequest) -> Outcome:
-        message = messages.RunMessage.model_construct(
+        message = RunMessage.model_construct(
             source=None if request.source is None else request.source_bytes,
             argv=list(request.argv),
             files=dict(request.files),
             stdin=request.stdin,
             limits=request.limits,
         )
-        return (await self.post("/v1/runs", message, messages.OutcomeMessage, request.limits)).outcome
+        return (await self.post("/v1/runs", message, Payload[Outcome], request.limits)).content
 
     async def _open_session(self, kind: SessionKind, files: Mapping[str, bytes], limits: Limits) -> SandboxSession:
-        message = messages.SessionMessage.model_construct(kind=kind, files=dict(files), limits=limits)
-        created = await self.post("/v1/sessions", message, messages.SessionCreated, limits)
-        return RemoteSession(self, created.session, limits)
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._http.close()
+        message = SessionMessage.model_construct(kind=kind, files=dict(files), limits=limits)
+        created = await self.post("/v1/sessions", message, Payload[str], limits)
+        return RemoteSession(self, created.content, limits)
 
     async def post(self, path: str, message: BaseModel, reply: type[Reply], limits: Limits) -> Reply:
         """POST a message and parse the response. Raises UserError if refused, WorldError on failures."""
-        response = await self._http.post(path, message.model_dump_json(), limits.wall_s + self.settings.margin_s)
+        response = await self.http.post(path, message.model_dump_json(), limits.wall_s + self.margin_s)
         try:
             if response.status_code == httpx.codes.OK:
                 return reply.model_validate_json(response.content)
-            refused = messages.ErrorMessage.model_validate_json(response.content)
+            refused = ErrorMessage.model_validate_json(response.content)
         except ValidationError as error:
             raise WorldError(f"{response.url} returned {response.status_code} with an unreadable body.") from error
         kind = WorldError if refused.kind == "environment" else UserError
@@ -150,28 +186,29 @@ class RemoteSession(SandboxSession):
     limits: Limits
 
     async def run(self, code: str) -> Outcome:
-        message = messages.CallMessage.model_construct(code=code.encode("utf-8", "surrogatepass"))
-        return (await self._post("run", message, messages.OutcomeMessage)).outcome
+        message = Payload[bytes].model_construct(content=code.encode("utf-8", "surrogatepass"))
+        return await self._post("run", message, Payload[Outcome])
 
     async def change(self, change: FileChange) -> None:
         validate_files(change.write)
-        await self._post("change", messages.ChangeMessage.model_construct(change=change), messages.EmptyMessage)
+        await self._post("change", Payload[FileChange].model_construct(content=change), Payload[None])
 
     async def snapshot(self) -> Snapshot:
-        return (await self._post("snapshot", messages.EmptyMessage(), messages.SnapshotMessage)).snapshot
+        return await self._post("snapshot", Payload[None](content=None), Payload[Snapshot])
 
     async def processes(self) -> tuple[Process, ...]:
-        return (await self._post("processes", messages.EmptyMessage(), messages.ProcessesMessage)).processes
+        return await self._post("processes", Payload[None](content=None), Payload[tuple[Process, ...]])
 
     async def restore(self, snapshot: Snapshot) -> None:
         validate_files(snapshot.files)
-        await self._post("restore", messages.SnapshotMessage.model_construct(snapshot=snapshot), messages.EmptyMessage)
+        await self._post("restore", Payload[Snapshot].model_construct(content=snapshot), Payload[None])
 
     async def reset(self) -> None:
-        await self._post("reset", messages.EmptyMessage(), messages.EmptyMessage)
+        await self._post("reset", Payload[None](content=None), Payload[None])
 
     async def close(self) -> None:
-        await self._post("close", messages.EmptyMessage(), messages.EmptyMessage)
+        await self._post("close", Payload[None](content=None), Payload[None])
 
-    async def _post(self, operation: str, message: BaseModel, reply: type[Reply]) -> Reply:
-        return await self.sandbox.post(f"/v1/sessions/{self.session}/{operation}", message, reply, self.limits)
+    async def _post(self, operation: str, message: BaseModel, reply: type[Payload[Content]]) -> Content:
+        path = f"/v1/sessions/{self.session}/{operation}"
+        return (await self.sandbox.post(path, message, reply, self.limits)).content

@@ -22,8 +22,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ludus.errors import LudusError, UserError, WorldError
-from ludus.sandbox.base import Limits, Sandbox, SandboxSession
-from ludus.sandbox.remote import messages
+from ludus.sandbox.base import FileChange, Limits, Outcome, Process, Sandbox, SandboxSession, Snapshot
+from ludus.sandbox.remote.client import ErrorMessage, Payload, RunMessage, SessionMessage
 
 MAX_BODY_BYTES = 64 * 2**20
 _BAD_REQUEST, _UNAUTHORIZED, _INTERNAL_ERROR, _BAD_GATEWAY = 400, 401, 500, 502
@@ -56,14 +56,14 @@ class _Service:
     starting: int = 0
 
     async def run(self, _: Request, body: bytes) -> BaseModel:
-        message = await _parse(messages.RunMessage, body)
+        message = await _parse(RunMessage, body)
         self._check_limits(message.limits)
         program = message.argv if message.source is None else _decode("source", message.source)
         outcome = await self.sandbox.run(program, files=message.files, stdin=message.stdin, limits=message.limits)
-        return messages.OutcomeMessage.model_construct(outcome=outcome)
+        return Payload[Outcome].model_construct(content=outcome)
 
     async def open_session(self, _: Request, body: bytes) -> BaseModel:
-        message = await _parse(messages.SessionMessage, body)
+        message = await _parse(SessionMessage, body)
         self._check_limits(message.limits)
         await self.close_idle()
         num = len(self.sessions) + self.starting
@@ -76,7 +76,7 @@ class _Service:
             self.starting -= 1
         name = secrets.token_urlsafe(16)
         self.sessions[name] = _OpenSession(session, asyncio.Lock(), time.monotonic())
-        return messages.SessionCreated(session=name)
+        return Payload[str](content=name)
 
     async def use_session(self, request: Request, body: bytes) -> BaseModel:
         name = request.path_params["name"]
@@ -121,23 +121,23 @@ async def _use(session: SandboxSession, operation: str, body: bytes) -> BaseMode
     """Run an operation of a session."""
     match operation:
         case "run":
-            code = _decode("code", (await _parse(messages.CallMessage, body)).code)
-            return messages.OutcomeMessage.model_construct(outcome=await session.run(code))
+            code = _decode("code", (await _parse(Payload[bytes], body)).content)
+            return Payload[Outcome].model_construct(content=await session.run(code))
         case "snapshot":
-            return messages.SnapshotMessage.model_construct(snapshot=await session.snapshot())
+            return Payload[Snapshot].model_construct(content=await session.snapshot())
         case "processes":
-            return messages.ProcessesMessage.model_construct(processes=await session.processes())
+            return Payload[tuple[Process, ...]].model_construct(content=await session.processes())
         case "change":
-            await session.change((await _parse(messages.ChangeMessage, body)).change)
+            await session.change((await _parse(Payload[FileChange], body)).content)
         case "restore":
-            await session.restore((await _parse(messages.SnapshotMessage, body)).snapshot)
+            await session.restore((await _parse(Payload[Snapshot], body)).content)
         case "reset":
             await session.reset()
         case "close":
             await session.close()
         case _:
             raise UserError(f"Unknown session operation {operation!r}.")
-    return messages.EmptyMessage()
+    return Payload[None](content=None)
 
 
 def make_app(sandbox: Sandbox, settings: SandboxServerSettings) -> Starlette:
@@ -172,23 +172,20 @@ async def _respond(request: Request, token: str, handler: Handler) -> Response:
     """Check the token, call the handler, and convert errors to responses."""
     authorization = request.headers.get("authorization", "")
     if not secrets.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
-        return _response(_UNAUTHORIZED, messages.ErrorMessage(kind="token", message="Invalid sandbox server token."))
+        return _response(_UNAUTHORIZED, ErrorMessage(kind="token", message="Invalid sandbox server token."))
     body = await request.body()
     try:
         message = await handler(request, body)
         return await asyncio.to_thread(_response, 200, message)
-    except UserError as error:
-        return _response(_BAD_REQUEST, messages.ErrorMessage(kind="input", message=error.message, hint=error.hint))
     except LudusError as error:
-        return _response(
-            _BAD_GATEWAY, messages.ErrorMessage(kind="environment", message=error.message, hint=error.hint)
-        )
+        status, kind = (_BAD_REQUEST, "input") if isinstance(error, UserError) else (_BAD_GATEWAY, "environment")
+        return _response(status, ErrorMessage(kind=kind, message=error.message, hint=error.hint))
 
 
 def error_response(status: int, message: str) -> Response:
     """Return the response to a request that failed with a status code."""
     kind = "input" if status < _INTERNAL_ERROR else "environment"
-    return _response(status, messages.ErrorMessage(kind=kind, message=message))
+    return _response(status, ErrorMessage(kind=kind, message=message))
 
 
 async def _handle_error(_: Request, error: Exception) -> Response:

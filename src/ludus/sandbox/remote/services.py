@@ -11,16 +11,16 @@ import json
 import shlex
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import ceil
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ValidationError
 
 from ludus.errors import UserError, WorldError
-from ludus.sandbox.base import MIB, Outcome, RunRequest, Sandbox
+from ludus.sandbox.base import MIB, Outcome, RunRequest
 from ludus.sandbox.guest.streams import BoundedOutput
-from ludus.sandbox.remote.client import HttpClient, RemoteSettings, Reply
+from ludus.sandbox.remote.client import HttpClient, HttpSandbox, Reply
 
 _SETUP_HINT = "See docs/use/sandbox.md for the required setup of the service."
 Text = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
@@ -65,29 +65,22 @@ class PistonResponse(BaseModel):
 
 
 @dataclass(eq=False)
-class _Service(Sandbox):
+class _Service(HttpSandbox):
     """Common part of the services: one request per run.
 
     Raises UserError if the service refuses or stdin is not UTF-8, WorldError if the service fails.
     """
 
-    settings: RemoteSettings
-    _http: HttpClient = field(init=False)
-
     def __post_init__(self) -> None:
         if not self.settings.url.startswith(("http://", "https://")):
             raise UserError(f"The {self.name} backend needs the URL of its service.", "Set sandbox.url.")
-        self._http = HttpClient(self.settings.url, self.settings.token, _SETUP_HINT)
-
-    async def close(self) -> None:
-        """Close the connections."""
-        await self._http.close()
+        self.http = HttpClient(self.settings.url, self.settings.token, _SETUP_HINT)
 
     async def _post(self, path: str, request: RunRequest, message: Mapping[str, object], kind: type[Reply]) -> Reply:
         """POST a run and parse the response."""
         language = "bash" if request.source is None else "python"
         content = json.dumps({"language": language, "stdin": _decode_stdin(request.stdin), **message})
-        response = await self._http.post(path, content, request.limits.wall_s + self.settings.margin_s)
+        response = await self.http.post(path, content, request.limits.wall_s + self.margin_s)
         if response.is_client_error:
             raise UserError(f"{self.name} refused the run: {response.text[:500]}", _SETUP_HINT)
         if response.is_error:
@@ -98,7 +91,6 @@ class _Service(Sandbox):
             raise WorldError(f"{self.name} sent an unreadable response: {response.text[:300]}") from error
 
 
-@dataclass(eq=False)
 class FusionSandbox(_Service):
     """SandboxFusion (`POST /run_code`)."""
 
@@ -119,7 +111,6 @@ class FusionSandbox(_Service):
         return _outcome(request, result.stdout, result.stderr, code, timed_out, wall_s=result.execution_time or 0.0)
 
 
-@dataclass(eq=False)
 class PistonSandbox(_Service):
     """Piston (`POST /api/v2/execute`); the service needs the packages `python` and `bash`."""
 

@@ -15,6 +15,7 @@ import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Final, Literal
@@ -64,9 +65,10 @@ class CodeTruth(Suite):
     reference: str = ""
     shape: str = ""
 
-    def chosen(self, which: Literal["visible", "all"]) -> tuple[TestCase, ...]:
-        """Return all tests, or those that the model sees."""
-        return self.cases if which == "all" else tuple(c for c in self.cases if c.name not in self.hidden)
+    @property
+    def visible(self) -> tuple[TestCase, ...]:
+        """The tests that the model sees."""
+        return tuple(case for case in self.cases if case.name not in self.hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +77,22 @@ class CodeVerdict:
 
     case: TestCase
     passed: bool
-    said: str = ""
+    failure: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Grading:
-    """Verdicts on a program. `broken` is the reason why it does not load, or empty."""
+    """Verdicts on a program, and the time and memory of its runs. `broken` is the reason why it does not load."""
 
-    verdicts: tuple[CodeVerdict, ...]
+    verdicts: list[CodeVerdict] = field(default_factory=list)
     broken: str = ""
     seconds: float = 0.0
     memory_bytes: int = 0
+
+    def add(self, outcome: Outcome) -> None:
+        """Add the usage of a run."""
+        self.seconds += outcome.cpu_s
+        self.memory_bytes = max(self.memory_bytes, outcome.peak_memory_bytes)
 
     def report(self, measured: bool) -> str:
         """Return JSON for `ludus.rewards.code.unit_tests.read_report`; `measured` adds time and memory, which are
@@ -94,19 +101,6 @@ class Grading:
         if measured:
             report |= {"seconds": round(self.seconds, 4), "memory_bytes": self.memory_bytes}
         return json.dumps(report)
-
-
-@dataclass
-class _Usage:
-    """Time and memory of the runs of a grading, and why the program does not load."""
-
-    seconds: float = 0.0
-    memory_bytes: int = 0
-    broken: str = field(default="", init=False)
-
-    def add(self, outcome: Outcome) -> None:
-        self.seconds += outcome.cpu_s
-        self.memory_bytes = max(self.memory_bytes, outcome.peak_memory_bytes)
 
 
 @dataclass(frozen=True)
@@ -120,29 +114,23 @@ class CodeGrader:
         """Return a verdict for each test."""
         if not program.strip() or len(program) > MAX_CHARACTERS:
             reason = "there is no program" if not program.strip() else "the program is too long"
-            return Grading(tuple(CodeVerdict(case, False, reason) for case in cases), reason)
-        usage, program = _Usage(), truth.stub + program
-        match truth.style:
-            case "function":
-                verdicts = await self._function(program, truth, cases, usage)
-            case "stdin":
-                verdicts = await self._stdin(program, truth, cases, usage)
-            case "checks":
-                verdicts = await self._checks(program, truth, cases, usage)
-        return Grading(tuple(verdicts), usage.broken, usage.seconds, usage.memory_bytes)
+            return Grading([CodeVerdict(case, False, reason) for case in cases], reason)
+        styles = {"function": self._function, "stdin": self._stdin, "checks": self._checks}
+        grading = Grading()
+        await styles[truth.style](truth.stub + program, truth, cases, grading)
+        return grading
 
-    async def _function(
-        self, program: str, truth: CodeTruth, cases: Sequence[TestCase], usage: _Usage
-    ) -> list[CodeVerdict]:
-        calls = [[guest_runner.encode(one) for one in _arguments(case)] for case in cases]
-        results = await self._results(program, truth.entry, calls, usage)
-        return await asyncio.to_thread(_verdicts, cases, results, truth)
+    async def _function(self, program: str, truth: CodeTruth, cases: Sequence[TestCase], grading: Grading) -> None:
+        calls = [[guest_runner.encode(one) for one in case.given] for case in cases if isinstance(case.given, tuple)]
+        results = await self._results(program, truth.entry, calls, grading)
+        verdicts = (_verdict(case, one, truth.loose) for case, one in zip(cases, results, strict=True))
+        grading.verdicts = await asyncio.to_thread(list, verdicts)
 
-    async def _results(self, program: str, entry: str, calls: Sequence[list[object]], usage: _Usage) -> list[Record]:
+    async def _results(self, program: str, entry: str, calls: Sequence[list[object]], grading: Grading) -> list[Record]:
         """Return a record for each call; a program that exits early is restarted after the call where it exited."""
         results: list[Record] = []
         for _ in range(_MAX_RUNS):
-            if len(results) == len(calls) or usage.broken:
+            if len(results) == len(calls) or grading.broken:
                 break
             nonce = secrets.token_hex(16)
             lines = [nonce, entry, *(json.dumps(call) for call in calls[len(results) :])]
@@ -152,44 +140,39 @@ class CodeGrader:
                 stdin="\n".join(lines).encode(),
                 limits=self.limits,
             )
-            usage.add(outcome)
+            grading.add(outcome)
             records = await asyncio.to_thread(_records, outcome, nonce)
-            usage.broken = next((str(one["broken"]) for one in records if "broken" in one), "")
+            grading.broken = next((str(one["broken"]) for one in records if "broken" in one), "")
             left = range(len(calls) - len(results))
             numbered = [one for one in records if type(one.get("number")) is int]
             done = {one["number"]: one for one in numbered if one["number"] in left}
             for number in left:
                 if number not in done:
-                    if not any("loaded" in one for one in records) and not usage.broken:
-                        usage.broken = _end_of(outcome, self.limits)
-                    results.append({"says": _end_of(outcome, self.limits)})
+                    if not any("loaded" in one for one in records) and not grading.broken:
+                        grading.broken = _end_of(outcome, self.limits)
+                    results.append({"error": _end_of(outcome, self.limits)})
                     break
                 results.append(done[number])
-        rest: Record = {"says": usage.broken or "not run: the program kept ending before its tests were done"}
+        rest: Record = {"error": grading.broken or "not run: the program kept ending before its tests were done"}
         return [*results, *([rest] * (len(calls) - len(results)))]
 
-    async def _stdin(
-        self, program: str, truth: CodeTruth, cases: Sequence[TestCase], usage: _Usage
-    ) -> list[CodeVerdict]:
-        verdicts: list[CodeVerdict] = []
+    async def _stdin(self, program: str, truth: CodeTruth, cases: Sequence[TestCase], grading: Grading) -> None:
+        verdicts = grading.verdicts
         for case in cases:
-            late = sum(one.said.startswith(_TOO_LONG) for one in verdicts) > 1
-            if late or usage.broken:
-                verdicts.append(CodeVerdict(case, False, usage.broken or "not run: an earlier test took too long"))
+            late = sum(one.failure.startswith(_TOO_LONG) for one in verdicts) > 1
+            if late or grading.broken:
+                verdicts.append(CodeVerdict(case, False, grading.broken or "not run: an earlier test took too long"))
                 continue
             stdin = str(case.given).encode("utf-8", "surrogatepass")
             outcome = await self.sandbox.run(program, stdin=stdin, limits=self.limits)
-            usage.add(outcome)
+            grading.add(outcome)
             passed = outcome.ok and same_output(outcome.text, str(case.due), truth.loose)
             error = (outcome.error_text.strip().splitlines() or [""])[-1]
             if not outcome.ok and error.startswith(("SyntaxError", "IndentationError", "TabError")):
-                usage.broken = error
+                grading.broken = error
             verdicts.append(CodeVerdict(case, passed, "" if passed else _printed(outcome, error, self.limits)))
-        return verdicts
 
-    async def _checks(
-        self, program: str, truth: CodeTruth, cases: Sequence[TestCase], usage: _Usage
-    ) -> list[CodeVerdict]:
+    async def _checks(self, program: str, truth: CodeTruth, cases: Sequence[TestCase], grading: Grading) -> None:
         """Run the asserts, run the program for the results that they lack, and repeat until all are known."""
         tests = {case.name: _with_open_asserts(str(case.given)) for case in cases}
         known: dict[str, list[Record]] = {name: [] for name in tests}
@@ -201,53 +184,39 @@ class CodeGrader:
             calls = [(name, call) for name, call in requested if name in tests and isinstance(call, list)]
             if not calls:
                 break
-            results = await self._results(program, truth.entry, [call for _, call in calls], usage)
+            results = await self._results(program, truth.entry, [call for _, call in calls], grading)
             for (name, _), result in zip(calls, results, strict=True):
                 known[name].append(result)
             tests = {name: code for name, code in tests.items() if name in dict(calls)}
-        return [_assert_verdict(case, found.get(case.name, {})) for case in cases]
+        grading.verdicts = [_assert_verdict(case, found.get(case.name, {})) for case in cases]
 
     async def _run_asserts(
         self, tests: Mapping[str, str], known: Mapping[str, list[Record]], truth: CodeTruth
     ) -> list[Record]:
         nonce = secrets.token_hex(16)
-        given = {
-            "nonce": nonce,
-            "setup": truth.setup,
-            "entry": truth.entry,
-            "tests": tests,
-            "known": {name: known[name] for name in tests},
-        }
+        given = {"nonce": nonce, "setup": truth.setup, "entry": truth.entry, "tests": tests}
+        given["known"] = {name: known[name] for name in tests}
         outcome = await self.sandbox.run(
             f"{_guest_code()}\nrun_checks()\n", stdin=json.dumps(given).encode(), limits=self.limits
         )
         return await asyncio.to_thread(_records, outcome, nonce)
 
 
-def _verdicts(cases: Sequence[TestCase], results: Sequence[Record], truth: CodeTruth) -> list[CodeVerdict]:
-    return [_verdict(case, one, truth) for case, one in zip(cases, results, strict=True)]
-
-
-def _verdict(case: TestCase, record: Record, truth: CodeTruth) -> CodeVerdict:
+def _verdict(case: TestCase, record: Record, loose: bool) -> CodeVerdict:
     if "value" not in record:
-        return CodeVerdict(case, False, str(record.get("says", "it gave nothing")))
+        return CodeVerdict(case, False, str(record.get("error", "it gave nothing")))
     try:
         value = read_value(record["value"])
     except ValueError:
         return CodeVerdict(case, False, "it gave something that cannot be read")
-    if same_value(value, case.due, truth.loose):
+    if same_value(value, case.due, loose):
         return CodeVerdict(case, True)
     return CodeVerdict(case, False, f"it gave {show_value(value, _MAX_SHOWN)}")
 
 
 def _assert_verdict(case: TestCase, record: Record) -> CodeVerdict:
     passed = record.get("verdict") is True and record.get("open") is False
-    return CodeVerdict(case, passed, "" if passed else str(record.get("says") or "it could not be decided"))
-
-
-def _arguments(case: TestCase) -> tuple[object, ...]:
-    assert isinstance(case.given, tuple)
-    return case.given
+    return CodeVerdict(case, passed, "" if passed else str(record.get("error") or "it could not be decided"))
 
 
 def _end_of(outcome: Outcome, limits: Limits) -> str:
@@ -263,12 +232,13 @@ def _printed(outcome: Outcome, error: str, limits: Limits) -> str:
     if outcome.timed_out or outcome.memory_exceeded:
         return _end_of(outcome, limits)
     if not outcome.ok:
-        return f"it ended with exit code {outcome.exit}: {_short(error)}"
-    return f"it printed {_short(outcome.text.rstrip())!r}"
+        return f"it ended with exit code {outcome.exit}: {shorten(error)}"
+    return f"it printed {shorten(outcome.text.rstrip())!r}"
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+def shorten(text: str, longest: int = _MAX_SHOWN) -> str:
+    """Return a text, cut if it is longer."""
+    return text if len(text) <= longest else f"{text[:longest]}..."
 
 
 def _records(outcome: Outcome, nonce: str) -> list[Record]:
@@ -276,13 +246,9 @@ def _records(outcome: Outcome, nonce: str) -> list[Record]:
     found = []
     for line in outcome.text.split("\n"):
         if line.startswith(nonce):
-            try:
-                record = json.loads(line.removeprefix(nonce))
-            except (ValueError, RecursionError):
-                continue
-            if isinstance(record, dict):
-                found.append(record)
-    return found
+            with suppress(ValueError, RecursionError):
+                found.append(json.loads(line.removeprefix(nonce)))
+    return [record for record in found if isinstance(record, dict)]
 
 
 @cache

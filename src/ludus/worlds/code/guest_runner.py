@@ -7,6 +7,7 @@ records as untrusted data (`ludus.worlds.code.results`); `decode` is for the san
 
 from __future__ import annotations
 
+import builtins
 import json
 import math
 import os
@@ -53,59 +54,34 @@ def _encode_one(value: complex | str | None) -> object:
     return {"complex": [_encode_one(value.real), _encode_one(value.imag)]}
 
 
-def decode(value: object, depth: int = 0) -> object:
+Makers = dict[str, Callable[..., object]]
+MAKERS: Makers = {
+    **{kind.__name__: kind for kind in (tuple, set, frozenset, dict)},
+    "complex": lambda parts: complex(*parts),
+}
+"""How containers are made of the lists of their decoded items."""
+_TEXTS: Makers = {"float": float, "int": lambda text: int(text, 16), "bytes": bytes.fromhex}
+
+
+def decode(value: object, makers: Makers = MAKERS, depth: int = 0) -> object:
     """Return the plain value of JSON written by `encode`. Raises ValueError for other JSON."""
     if depth > 2 * MAX_DEPTH:
         raise ValueError("nested too deep")
     if isinstance(value, list):
-        return [decode(one, depth + 1) for one in value]
+        return [decode(one, makers, depth + 1) for one in value]
     if not isinstance(value, dict):
         return value
     if len(value) != 1:
         raise ValueError("an object of one key was expected")
     ((kind, inner),) = value.items()
-    if kind == "float" and isinstance(inner, str):
-        return float(inner)
-    if kind == "int" and isinstance(inner, str):
-        return int(inner, 16)
-    if kind == "bytes" and isinstance(inner, str):
-        return bytes.fromhex(inner)
-    if isinstance(inner, list):
-        return _decode_many(kind, [decode(one, depth + 1) for one in inner])
-    raise ValueError(f"there is no kind {kind!r}")
-
-
-def _decode_many(kind: str, inner: list[object]) -> object:
     try:
-        if kind == "tuple":
-            return tuple(inner)
-        if kind == "set":
-            return set(inner)
-        if kind == "frozenset":
-            return frozenset(inner)
-        if kind == "dict":
-            return _as_dict(inner)
-        if kind == "complex":
-            return _as_complex(inner)
+        if isinstance(inner, str) and kind in _TEXTS:
+            return _TEXTS[kind](inner)
+        if isinstance(inner, list) and kind in makers:
+            return makers[kind]([decode(one, makers, depth + 1) for one in inner])
     except (TypeError, OverflowError) as error:
         raise ValueError(str(error)) from error
     raise ValueError(f"there is no kind {kind!r}")
-
-
-def _as_dict(pairs: list[object]) -> dict[object, object]:
-    made: dict[object, object] = {}
-    for pair in pairs:
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise ValueError("a dictionary is made of pairs")
-        made[pair[0]] = pair[1]
-    return made
-
-
-def _as_complex(parts: list[object]) -> complex:
-    numbers = [float(part) for part in parts if isinstance(part, int | float)]
-    if len(numbers) != 2 or len(parts) != 2:
-        raise ValueError("a complex number has two parts")
-    return complex(numbers[0], numbers[1])
 
 
 def find_function(names: dict[str, object], wanted: str) -> Callable[..., object]:
@@ -128,11 +104,11 @@ def describe(error: BaseException, file: str) -> str:
     if isinstance(error, SyntaxError):
         line = error.lineno or 0
     try:
-        said = str(error)
+        text = str(error)
     except BaseException:  # boundary: `str` of a program's exception runs its code
-        said = ""
+        text = ""
     where = f" (line {line})" if line else ""
-    return f"{type(error).__name__}: {said}"[:300] + where
+    return f"{type(error).__name__}: {text}"[:300] + where
 
 
 class Results:
@@ -178,9 +154,9 @@ def _called(function: Callable[..., object], line: str) -> dict[str, object]:
         assert isinstance(arguments, list)
         return {"value": encode(function(*arguments))}
     except NotPlain as error:
-        return {"says": f"it gave {error}"}
+        return {"error": f"it gave {error}"}
     except BaseException as error:  # boundary: exceptions of the program are results
-        return {"raises": type(error).__name__, "says": describe(error, "solution.py")}
+        return {"raises": type(error).__name__, "error": describe(error, "solution.py")}
 
 
 def run_checks() -> None:
@@ -190,29 +166,22 @@ def run_checks() -> None:
     known results of each test. For a further call the arguments are sent and a `Placeholder` is returned; from
     then on failing asserts are ignored, and the verdict of the test is open.
     """
+    import random
+
     given = json.loads(sys.stdin.read())
     results = Results(given["nonce"])
     for name, code in given["tests"].items():
-        _run_check(results, given, name, code)
-
-
-def _run_check(results: Results, given: dict[str, object], name: str, code: str) -> None:
-    import random
-
-    random.seed(0)
-    known = given["known"]
-    assert isinstance(known, dict)
-    proxy = Proxy(results, name, known.get(name, []))
-    names: dict[str, object] = {"__name__": "tests"}
-    verdict, said = True, ""
-    try:
-        exec(compile(str(given["setup"]), "setup.py", "exec", dont_inherit=True), names)
-        names[str(given["entry"])] = names["candidate"] = proxy
-        names["_open_"] = proxy.is_open
-        exec(compile(code, "tests.py", "exec", dont_inherit=True), names)
-    except BaseException as error:  # boundary: a test fails by any exception
-        verdict, said = False, describe(error, "tests.py")
-    results.send({"test": name, "verdict": verdict, "open": proxy.is_open(), "says": said})
+        random.seed(0)
+        proxy = Proxy(results, name, given["known"].get(name, []))
+        names: dict[str, object] = {"__name__": "tests"}
+        verdict, failure = True, ""
+        try:
+            exec(compile(given["setup"], "setup.py", "exec", dont_inherit=True), names)
+            names |= {given["entry"]: proxy, "candidate": proxy, "_open_": proxy.is_open}
+            exec(compile(code, "tests.py", "exec", dont_inherit=True), names)
+        except BaseException as error:  # boundary: a test fails by any exception
+            verdict, failure = False, describe(error, "tests.py")
+        results.send({"test": name, "verdict": verdict, "open": proxy.is_open(), "error": failure})
 
 
 class Placeholder:
@@ -276,13 +245,7 @@ class Proxy:
         assert isinstance(record, dict)
         if "value" in record:
             return decode(record["value"])
-        error = _builtins().get(str(record.get("raises")))
+        error = vars(builtins).get(str(record.get("raises")))
         if isinstance(error, type) and issubclass(error, Exception):
-            raise error(record.get("says"))
-        raise RuntimeError(str(record.get("says")))
-
-
-def _builtins() -> dict[str, object]:
-    import builtins
-
-    return vars(builtins)
+            raise error(record.get("error"))
+        raise RuntimeError(str(record.get("error")))

@@ -10,6 +10,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from ludus.worlds.code.grader import LIMITS, CodeTruth, TestCase
 
 Style = Literal["function", "stdin"]
@@ -76,10 +78,12 @@ def problems(
 
     A problem has the style that the data specifies, if it is among `styles`.
     """
+    reader = TypeAdapter(CodeProblem)
     found: dict[str, list[CodeProblem]] = {split: [] for split in SPLITS}
     chosen = (row for row in _rows() if row["level"] in levels and row["family"] in families)
     for row, _ in zip(chosen, range(num), strict=False):
-        found[row["split"]].append(_problem(row, row["style"] if row["style"] in styles else styles[0]))
+        style = row["style"] if row["style"] in styles else styles[0]
+        found[row["split"]].append(reader.validate_python(row | row["styles"][style] | {"style": style}))
     return {split: tuple(own) for split, own in found.items()}
 
 
@@ -87,18 +91,3 @@ def problems(
 def _rows() -> list[dict[str, Any]]:
     data = (files("ludus.worlds.code") / "data/problems.jsonl.xz").read_bytes()
     return [json.loads(line) for line in lzma.decompress(data).decode("utf-8").splitlines()]
-
-
-def _problem(row: Mapping[str, Any], style: Style) -> CodeProblem:
-    own = row["styles"][style]
-    plain = {key: row[key] for key in ("id", "split", "level", "family", "shape")}
-    return CodeProblem(
-        **plain,
-        style=style,
-        text=own["text"],
-        reference=own["reference"],
-        flawed=tuple(own["flawed"]),
-        steps=tuple(row["steps"]),
-        values=tuple((tuple(given), due) for given, due in row["values"]),
-        texts=tuple((given, due) for given, due in row["texts"]),
-    )

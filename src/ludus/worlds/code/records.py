@@ -48,6 +48,8 @@ def load_code_tasks(path: Path, layout: Format, system: str) -> dict[str, tuple[
 
 _Draft = tuple[str, str, CodeTruth, str, str]
 """A task: its id, prompt, truth, default split and family."""
+_Pair = tuple[object, object]
+"""Arguments and result of a call, or input and output of a program."""
 
 
 def _own(record: Record, line: int) -> _Draft:
@@ -60,34 +62,25 @@ def _own(record: Record, line: int) -> _Draft:
     if not isinstance(num_shown, int) or not 0 <= num_shown <= len(tests):
         raise RecordError('"shown" is not a number of tests')
     given = [_object(test) for test in tests]
-    if isinstance(entry, str):
-        pairs: list[tuple[object, object]] = [(_arguments(one), one.get("result")) for one in given]
-    else:
-        pairs = [(text_field(one, "stdin"), text_field(one, "stdout")) for one in given]
+    pairs = [_call(one) if entry else (text_field(one, "stdin"), text_field(one, "stdout")) for one in given]
     weights = [_weight(one) for one in given]
-    truth = replace(_truth(pairs, num_shown, entry, _optional(record, "solution")), loose=False)
+    truth = replace(_pair_truth(pairs, num_shown, entry, _optional(record, "solution")), loose=False)
     truth = replace(truth, weights=dict(zip(truth.fail_to_pass, weights, strict=True)))
     name, family = str(record.get("id", f"line-{line}")), str(record.get("family", "file"))
     return name, prompt, truth, split_by_hash(prompt), family
 
 
-def _human_eval(record: Record, line: int) -> _Draft:
-    del line
-    prompt = text_field(record, "prompt")
+def _human_eval(record: Record, _: int) -> _Draft:
+    prompt, entry = text_field(record, "prompt"), text_field(record, "entry_point")
     case = TestCase("check", _python(f"{text_field(record, 'test')}\n\ncheck(candidate)\n", "test"))
-    truth = _check_truth(
-        text_field(record, "entry_point"),
-        (case,),
-        setup=_python(prompt, "prompt"),
-        reference=prompt + _optional(record, "canonical_solution"),
-    )
-    truth = replace(truth, hidden=frozenset({"check"}), stub=prompt + "\n")
+    solution = prompt + _optional(record, "canonical_solution")
+    truth = _truth("checks", entry, [case], 0, solution)
+    truth = replace(truth, setup=_python(prompt, "prompt"), stub=prompt + "\n")
     shown = f"Complete this function. The program is the whole of it.\n\n{prompt}"
     return text_field(record, "task_id"), shown, truth, "test", "humaneval"
 
 
-def _mbpp(record: Record, line: int) -> _Draft:
-    del line
+def _mbpp(record: Record, _: int) -> _Draft:
     number = record.get("task_id")
     if not isinstance(number, int):
         raise RecordError('"task_id" is not a number')
@@ -96,9 +89,9 @@ def _mbpp(record: Record, line: int) -> _Draft:
     if not checks:
         raise RecordError('"test_list" is empty')
     solution = _python(text_field(record, "code"), "code")
-    cases = tuple(TestCase(f"assert {i}", _python(check, "test_list")) for i, check in enumerate(checks, 1))
+    cases = [TestCase(f"assert {i}", _python(check, "test_list")) for i, check in enumerate(checks, 1)]
     setup = "\n".join([*_texts(record, "test_imports"), _optional(record, "test_setup_code")])
-    truth = _check_truth(_called_function(checks[0], solution), cases, setup, solution)
+    truth = replace(_truth("checks", _called_function(checks[0], solution), cases, 1, solution), setup=setup)
     split = "train" if number > 600 else "validation" if number > 510 else "test" if number > 10 else "train"
     return f"MBPP/{number}", _with_test(prompt, checks[0]), truth, split, "mbpp"
 
@@ -110,15 +103,13 @@ def _apps(record: Record, line: int) -> _Draft:
         raise RecordError('"input_output" has no inputs and outputs')
     if len(inputs) != len(outputs):
         raise RecordError(f"it has {len(inputs)} inputs and {len(outputs)} outputs")
-    pairs: list[tuple[object, object]] = []
-    for given, due in zip(inputs, outputs, strict=True):
-        if isinstance(entry, str):
-            pairs.append((tuple(given) if isinstance(given, list) else (given,), due))
-        else:
-            pairs.append((_joined(given), _joined(due)))
+    pairs: list[_Pair] = [(_joined(given), _joined(due)) for given, due in zip(inputs, outputs, strict=True)]
+    if isinstance(entry, str):
+        arguments = [tuple(given) if isinstance(given, list) else (given,) for given in inputs]
+        pairs = list(zip(arguments, outputs, strict=True))
     solutions = _parsed(record, "solutions") if record.get("solutions") else []
     first = solutions[0] if isinstance(solutions, list) and solutions else ""
-    truth = _truth(pairs, min(_NUM_SHOWN, len(pairs) - 1), entry, str(first))
+    truth = _pair_truth(pairs, min(_NUM_SHOWN, len(pairs) - 1), entry, str(first))
     prompt = _with_interface(text_field(record, "question"), record, entry)
     name = record.get("problem_id", record.get("id", f"line-{line}"))
     return f"APPS/{name}", prompt, truth, split_by_hash(prompt), str(record.get("difficulty", "apps"))
@@ -129,14 +120,11 @@ def _live_code_bench(record: Record, line: int) -> _Draft:
     if not shown + hidden:
         raise RecordError("it has no test cases")
     entry = _object(_parsed(record, "metadata") if record.get("metadata") else {}).get("func_name")
-    pairs: list[tuple[object, object]] = []
-    for test in shown + hidden:
-        given, due = text_field(test, "input"), text_field(test, "output")
-        if isinstance(entry, str):
-            pairs.append((tuple(_json(one) for one in given.split("\n") if one.strip()), _json(due)))
-        else:
-            pairs.append((given, due))
-    truth = _truth(pairs, len(shown), entry, _optional(record, "solution"))
+    pairs: list[_Pair] = [(text_field(test, "input"), text_field(test, "output")) for test in shown + hidden]
+    if isinstance(entry, str):
+        lines = [(str(given).split("\n"), str(due)) for given, due in pairs]
+        pairs = [(tuple(_json(one) for one in given if one.strip()), _json(due)) for given, due in lines]
+    truth = _pair_truth(pairs, len(shown), entry, _optional(record, "solution"))
     prompt = _with_interface(text_field(record, "question_content"), record, entry)
     name, family = record.get("question_id", f"line-{line}"), str(record.get("difficulty", "livecodebench"))
     return f"LCB/{name}", prompt, truth, "test", family
@@ -150,15 +138,9 @@ def _kod_code(record: Record, line: int) -> _Draft:
     names = _imported_names(imports, module, solution)
     if not tests:
         raise RecordError('"test" has no test function without fixtures, parameters and pytest')
-    setup = [
-        node
-        for node in module.body
-        if node not in imports
-        and not (isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.lower().startswith("test"))
-        and not _uses_pytest(node)
-    ]
-    cases = tuple(TestCase(test.name, f"{ast.unparse(test)}\n\n{test.name}()") for test in tests)
-    truth = _check_truth(names[0], cases, "\n".join(map(ast.unparse, setup)), solution)
+    setup = [node for node in module.body if node not in imports and not (_is_named_test(node) or _uses_pytest(node))]
+    cases = [TestCase(test.name, f"{ast.unparse(test)}\n\n{test.name}()") for test in tests]
+    truth = replace(_truth("checks", names[0], cases, 1, solution), setup="\n".join(map(ast.unparse, setup)))
     prompt = f"{text_field(record, 'question')}\n\n{_declarations(record, names)}"
     name, family = record.get("question_id", f"line-{line}"), str(record.get("subset", "kodcode"))
     if skipped := sum(_is_test(node) for node in module.body) - len(tests):
@@ -212,31 +194,27 @@ def _is_test(node: ast.stmt) -> bool:
     return isinstance(node, ast.FunctionDef) and node.name.startswith("test")
 
 
+def _is_named_test(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.lower().startswith("test")
+
+
 def _uses_pytest(node: ast.AST) -> bool:
     named = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
     return "pytest" in named | {one.name for one in ast.walk(node) if isinstance(one, ast.alias)}
 
 
-def _truth(pairs: Sequence[tuple[object, object]], num_shown: int, entry: JSON, reference: str) -> CodeTruth:
+def _pair_truth(pairs: Sequence[_Pair], num_shown: int, entry: JSON, reference: str) -> CodeTruth:
     """Return tests of the function `entry`, or without one of a program that reads and prints."""
-    cases = tuple(TestCase(f"test {number}", given, due) for number, (given, due) in enumerate(pairs, 1))
-    names = tuple(case.name for case in cases)
-    return CodeTruth(
-        fail_to_pass=names,
-        hidden=frozenset(names[num_shown:]),
-        style="function" if entry else "stdin",
-        entry=str(entry or ""),
-        cases=cases,
-        loose=True,
-        reference=reference,
-    )
+    cases = [TestCase(f"test {number}", given, due) for number, (given, due) in enumerate(pairs, 1)]
+    return replace(_truth("function" if entry else "stdin", str(entry or ""), cases, num_shown, reference), loose=True)
 
 
-def _check_truth(entry: str, cases: tuple[TestCase, ...], setup: str, reference: str) -> CodeTruth:
-    """Return tests that are code, of which the first is shown."""
+def _truth(
+    style: Literal["function", "stdin", "checks"], entry: str, cases: Sequence[TestCase], num_shown: int, reference: str
+) -> CodeTruth:
     names = tuple(case.name for case in cases)
-    hidden = frozenset(names[1:])
-    return CodeTruth(names, hidden=hidden, style="checks", entry=entry, cases=cases, setup=setup, reference=reference)
+    hidden = frozenset(names[num_shown:])
+    return CodeTruth(names, hidden=hidden, style=style, entry=entry, cases=tuple(cases), reference=reference)
 
 
 def _with_test(prompt: str, test: str) -> str:
@@ -316,11 +294,11 @@ def _object(value: JSON) -> Record:
     return value
 
 
-def _arguments(test: Record) -> tuple[JSON, ...]:
+def _call(test: Record) -> _Pair:
     given = test.get("args")
     if not isinstance(given, list) or "result" not in test:
         raise RecordError('a test is {"args": [...], "result": ...}')
-    return tuple(given)
+    return tuple(given), test["result"]
 
 
 def _weight(test: Record) -> float:

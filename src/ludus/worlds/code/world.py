@@ -22,14 +22,11 @@ from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.code.turns import TurnVerifier, suite_progress
 from ludus.sandbox import Sandbox, open_sandbox
 from ludus.tools.base import Tool
-from ludus.tools.python import python_tool
 from ludus.types import Message, Task
-from ludus.worlds.code.environment import REPORT, CodeEnv, Weights, code_rewards
+from ludus.worlds.code.environment import REPORT, CodeEnv, code_rewards, code_tools, program_message, solution
 from ludus.worlds.code.grader import LIMITS, CodeGrader, CodeTruth
 from ludus.worlds.code.problems import FAMILIES, NUM_TESTS, SPLITS, CodeProblem, problems
 from ludus.worlds.code.records import Format, load_code_tasks
-from ludus.worlds.code.solver import solve, solve_without_a_step
-from ludus.worlds.code.tools import run_tests_tool, submit_tool
 
 SYSTEM = {
     "tools": (
@@ -100,9 +97,10 @@ class CodeWorld(World):
     @cached_property
     def rewards(self) -> tuple[Reward, ...]:
         """The outcome of the tests, and small parts that lead to it."""
-        chosen = self.settings
-        weights = Weights(chosen.share_weight, chosen.loads_weight, chosen.well_formed_weight, chosen.thrift_weight)
-        return code_rewards(chosen.outcome, weights)
+        given = self.settings
+        weights = {"hidden_share": given.share_weight, "loads": given.loads_weight}
+        weights |= {"well_formed": given.well_formed_weight, "thrift": given.thrift_weight}
+        return code_rewards(given.outcome, weights)
 
     @property
     def turn_verifier(self) -> TurnVerifier | None:
@@ -139,15 +137,11 @@ class CodeWorld(World):
 
     def environment(self, task: Task) -> CodeEnv:
         """Return a new episode."""
-        return CodeEnv(self._tools(task), self.rewards, self.grader, self.limits, self.settings.check_turns)
+        truth, check_turns = truth_of(task, CodeTruth), self.settings.check_turns
+        return CodeEnv(self._tools(task), self.rewards, self.grader, truth, self.limits, check_turns)
 
     def _tools(self, task: Task) -> tuple[Tool, ...]:
-        """Return `python`, `run_tests` and `submit`, which are stateless."""
-        if not self.settings.tools:
-            return ()
-        limits = replace(self.grader.limits, output_bytes=64 * 1024)
-        run_tests = run_tests_tool(self.grader, truth_of(task, CodeTruth))
-        return python_tool(self.grader.sandbox, limits), run_tests, submit_tool()
+        return code_tools(self.grader, truth_of(task, CodeTruth)) if self.settings.tools else ()
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """Yield solutions of training tasks without end; some are flawed, unless the tasks are from a file."""
@@ -156,8 +150,9 @@ class CodeWorld(World):
         while tasks:
             task = rng.choice(tasks)
             if self.settings.data is None and rng.random() < self.settings.habit:
-                messages = solve_without_a_step(self._by_id[task.id], rng)
-                yield Dialogue((*task.prompt, *messages), self._tools(task))
+                problem = self._by_id[task.id]
+                flawed = rng.choice(problem.flawed) if len(problem.steps) > 1 else problem.flawed[0]
+                yield Dialogue((*task.prompt, program_message(flawed)), self._tools(task))
             else:
                 yield self._solution(task)
 
@@ -166,7 +161,7 @@ class CodeWorld(World):
         return self._solution(task) if truth_of(task, CodeTruth).reference else None
 
     def _solution(self, task: Task) -> Dialogue:
-        messages = solve(truth_of(task, CodeTruth), self.settings.tools)
+        messages = solution(truth_of(task, CodeTruth), self.settings.tools)
         return Dialogue((*task.prompt, *messages), self._tools(task))
 
     def difficulty_report(self) -> str:
@@ -193,13 +188,8 @@ class CodeWorld(World):
 
 
 def _task(problem: CodeProblem, split: str, system: str, num_tests: int) -> Task:
-    tags = {
-        "split": split,
-        "family": problem.family,
-        "level": str(problem.level),
-        "style": problem.style,
-        "steps": str(len(problem.steps)),
-    }
+    tags = {"split": split, "family": problem.family, "level": str(problem.level)}
+    tags |= {"style": problem.style, "steps": str(len(problem.steps))}
     prompt = (Message(role="system", content=system), Message(role="user", content=problem.text))
     return Task(problem.id, prompt, problem.truth(num_tests), tags)
 

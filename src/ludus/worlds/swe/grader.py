@@ -17,6 +17,7 @@ import ast
 import asyncio
 import json
 import secrets
+import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +32,7 @@ from ludus.rewards.code.unit_tests import Suite
 from ludus.sandbox.base import MIB, Limits, Sandbox
 from ludus.types import ToolOutcome, ToolStatus
 from ludus.worlds.swe.guest_runner import ARCHIVE, READY, TOP, Run, digest_of
-from ludus.worlds.swe.masking import Masked, functions_of, masked
+from ludus.worlds.swe.masking import functions_of, masked
 from ludus.worlds.swe.repository import RepositoryLayout, is_test, merged, pytest_archive
 
 REPORT: Final = "report"
@@ -81,14 +82,6 @@ class TestRun:
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
-    """Results of the repaired repository: the reproducible masked `values`, and the `reaches` of its own code."""
-
-    values: Values
-    reaches: frozenset[str]
-
-
-@dataclass(frozen=True, slots=True)
 class SweProblem:
     """A repository to repair. `shown` is what the model sees; `pristine` also has the hidden tests.
 
@@ -105,7 +98,7 @@ class SweProblem:
     fixed: Mapping[str, bytes]
     cases: Mapping[str, int] = field(default_factory=dict)
     seconds: float = SECONDS
-    known: list[Reference] = field(default_factory=list, compare=False)
+    known: list[TestRun] = field(default_factory=list, compare=False)
 
     @property
     def broken(self) -> tuple[str, ...]:
@@ -144,9 +137,8 @@ async def grade(sandbox: Sandbox, problem: SweProblem, theirs: Mapping[str, byte
     passed = {test: not doubt and _passed(test, run, problem) for test in tests}
     forged = sorted({test.partition("[")[0] for test in broken if passed[test]} & other_values(known.values, found))
     if forged:
-        return Grade(
-            dict.fromkeys(tests, False), f"tests passed whose values are not those of the repaired code: {forged[0]}"
-        )
+        doubt = f"tests passed whose values are not those of the repaired code: {forged[0]}"
+        return Grade(dict.fromkeys(tests, False), doubt)
     return Grade(passed, doubt)
 
 
@@ -165,8 +157,11 @@ def _whole(problem: SweProblem, tree: Mapping[str, bytes], allowed: frozenset[st
     return TestTrial(tree, problem.layout, problem.files, tests, allowed=allowed)
 
 
-async def reference(sandbox: Sandbox, problem: SweProblem) -> Reference:
-    """Return the results of the repaired repository, computed once per problem. Raises WorldError."""
+async def reference(sandbox: Sandbox, problem: SweProblem) -> TestRun:
+    """Return the reproducible masked values of the repaired repository, and the reaches of its own code.
+
+    They are computed once per problem. Raises WorldError.
+    """
     if not problem.known:
         tree = {**problem.pristine, **problem.fixed}
         masks = [mask_tests(problem, tree, None) for _ in range(2)]
@@ -178,7 +173,8 @@ async def reference(sandbox: Sandbox, problem: SweProblem) -> Reference:
             for number, many in probes.items():  # values of built-in types that are equal in two runs
                 if all(many) and again.get(test, {}).get(number) == many:
                     values.setdefault(test, {})[number] = many
-        problem.known[:] = [Reference(values, frozenset[str]().union(*(run.reaches for run in runs)))]
+        reaches = frozenset[str]().union(*(run.reaches for run in runs))
+        problem.known[:] = [TestRun(values=values, reaches=reaches)]
     return problem.known[0]
 
 
@@ -187,15 +183,16 @@ def mask_tests(
 ) -> tuple[TestTrial, Mapping[str, frozenset[int]]]:
     """Return a run of the masked broken tests on a tree, and its negated probes by test file."""
     probe = f"_{secrets.token_hex(6)}"
-    modules: dict[str, Masked] = {}
+    texts = dict.fromkeys(problem.files, b"")
+    negated: dict[str, frozenset[int]] = {}
     for file in problem.files:
         names = [test.partition("::")[2] for test in problem.broken if test.startswith(f"{file}::")]
         if names and file in tree:
             with suppress(SyntaxError, ValueError):  # an unreadable module has no values to compare
-                modules[file] = masked(tree[file].decode("utf-8"), names, probe)
-    texts = {file: modules[file].text.encode() if file in modules else b"" for file in problem.files}
-    trial = TestTrial({**tree, **texts}, problem.layout, tuple(modules), problem.broken, probe, allowed)
-    return trial, {file: module.negated for file, module in modules.items()}
+                text, negated[file] = masked(tree[file].decode("utf-8"), names, probe)
+                texts[file] = text.encode()
+    tested = tuple(negated)
+    return TestTrial({**tree, **texts}, problem.layout, tested, problem.broken, probe, allowed), negated
 
 
 def values_of(run: TestRun, negated: Mapping[str, frozenset[int]]) -> Values:
@@ -248,6 +245,7 @@ async def run_trial(sandbox: Sandbox, trial: TestTrial, seconds: float = SECONDS
         frozen=[*(path for path in trial.tree if is_test(path)), canary],
         seconds=seconds,
         probe=trial.probe,
+        watched=tomllib.loads(package_text("data/watched.toml")),
         allowed=None if trial.allowed is None else sorted(trial.allowed),
     )
     held = {f"{name}/{path}": content for path, content in trial.tree.items()}

@@ -39,26 +39,6 @@ READY = "ready\n"
 _SET_DUMPABLE = 4
 _MAX_BYTES = 1 << 25
 _MAX_DEPTH = 60
-_WATCHED = frozenset(
-    [
-        *("sys._getframe", "sys._getframemodulename", "sys._current_frames", "sys._current_exceptions"),
-        *("sys.settrace", "sys.setprofile", "sys.monitoring.register_callback", "sys.addaudithook"),
-        *("gc.get_objects", "gc.get_referrers", "gc.get_referents"),
-        *("object.__getattr__", "object.__setattr__", "code.__new__", "function.__new__", "marshal.loads"),
-        *("os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.spawn", "os.system", "subprocess.Popen"),
-        *("os.kill", "os.link", "os.symlink", "os.rename", "shutil.copyfile", "pty.spawn"),
-        *("ctypes.dlopen", "ctypes.dlsym", "ctypes.cdata", "ctypes.call_function", "ctypes.addressof"),
-        *("import", "open", "compile", "cpython.PyInterpreterState_New", "mmap.__new__"),
-    ]
-)
-"""Audit events (PEP 578) that a repair does not need."""
-_MODULES = frozenset({"_ctypes", "ctypes", "_xxsubinterpreters", "_interpreters", "_testcapi", "_testinternalcapi"})
-_ATTRIBUTES = frozenset({"__code__", "f_code", "tb_frame", "gi_frame", "cr_frame", "ag_frame", "gi_code", "cr_code"})
-_HARMLESS = (
-    *("collections/__init__.py:namedtuple", "typing.py:_caller", "inspect.py:_signature_from_function"),
-    *("inspect.py:_has_code_flag", "logging/__init__.py:<lambda>", "logging/__init__.py:currentframe"),
-)
-"""Functions of the standard library that access frames and code objects and do not return them."""
 _SCALARS: tuple[tuple[type, Callable[..., str]], ...] = (
     (type(None), lambda value: "None"),
     (int, lambda value: f"n{int.__index__(value):x}"),
@@ -78,7 +58,8 @@ _PYTEST = ("_pytest/", "pytest/", "pluggy/", "iniconfig/", "packaging/", "pygmen
 class Run(TypedDict):
     """A run of tests. An empty `tests` selects all tests of the `files`; `probe` is the name that masked tests call.
 
-    `allowed` are the reaches that do not end the child; with None no reach ends it, and all are reported.
+    `watched` are the tables of `data/watched.toml`. `allowed` are the reaches that do not end the child; with None no
+    reach ends it, and all are reported.
     """
 
     key: str
@@ -89,6 +70,7 @@ class Run(TypedDict):
     frozen: list[str]
     seconds: float
     probe: str
+    watched: dict[str, list[str]]
     allowed: list[str] | None
 
 
@@ -156,10 +138,12 @@ def canonical(value: object, depth: int = 0) -> str:
     raise ValueError
 
 
-def make_details(tests: frozenset[str], trusted: tuple[str, ...]) -> Callable[[str, tuple[object, ...]], str | None]:
+def make_details(
+    run: Run, tests: frozenset[str], trusted: tuple[str, ...]
+) -> Callable[[str, tuple[object, ...]], str | None]:
     """Return a function that names the object of an audit event, or returns None if the event is not reported."""
     names = frozenset(os.path.basename(path) for path in tests)
-    modules, attributes = _MODULES, _ATTRIBUTES
+    modules, attributes = frozenset(run["watched"]["modules"]), frozenset(run["watched"]["attributes"])
 
     def detail_of(event: str, given: tuple[object, ...]) -> str | None:
         texts = [str.__str__(one) for one in given if isinstance(one, str)]
@@ -183,7 +167,8 @@ def make_watch(recorder: Recorder, run: Run, bottom: FrameType) -> Callable[[str
     """Return an audit hook that reports reaches of the repository's code and ends the process unless allowed."""
     tests = frozenset(f"{run['folder']}/{path}" for path in run["frozen"])
     trusted = (*_PYTEST, f"{os.path.dirname(os.__file__)}/", "<frozen ")
-    watched, harmless, detail_of = _WATCHED, _HARMLESS, make_details(tests, trusted)
+    watched, harmless = frozenset(run["watched"]["events"]), tuple(run["watched"]["harmless"])
+    detail_of = make_details(run, tests, trusted)
     busy, seen = set[int](), set[str]()
     allowed = None if run["allowed"] is None else frozenset(run["allowed"])
     tell, leave, frame_at, ident = recorder.tell, os._exit, sys._getframe, _thread.get_ident

@@ -3,9 +3,9 @@
 `assert f(2) == 3` becomes `probe(0, f(2))`. The expected side is dropped if it is *given*, that is, made of literals
 only; so are the variables, module constants and parameters that only dropped sides read. `with pytest.raises(E)`
 becomes a probe of the type of the exception. Any other assertion becomes a probe of its truth value, negated by a
-random bit per probe and run; an equality of two computed values also a probe of its truth for a third value. A probe is
-*closed* if all of its expected side has left the module: no code in the process of the tests can then read the expected
-value from a frame, an object or a file. Tests that are not named lose their bodies.
+random bit per probe and run; an equality of two computed values also a probe of its truth for a third value. Code in
+the process of the tests cannot read an expected value that has left the module from a frame, an object or a file. Tests
+that are not named lose their bodies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import ast
 import secrets
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 _EQUALITIES: Final = ("", "List", "Dict", "Tuple", "Set", "Sequence", "MultiLine")
@@ -85,47 +84,40 @@ def without_tests(source: str, names: Collection[str]) -> str:
     return "".join(lines)
 
 
-@dataclass(frozen=True, slots=True)
-class Masked:
-    """A masked module. The expected values of `closed` probes have left it; `negated` probes send a negated truth."""
+def masked(source: str, names: Collection[str], probe: str) -> tuple[str, frozenset[int]]:
+    """Return a module with these tests masked, and the probes that send a negated truth.
 
-    text: str
-    closed: frozenset[int]
-    negated: frozenset[int]
-
-
-def masked(source: str, names: Collection[str], probe: str) -> Masked:
-    """Mask the tests of these names. `probe` is the name that the masked tests call."""
+    `probe` is the name that the masked tests call.
+    """
     tree = ast.parse(source)
     meant = definers(tree, names)
-    functions = [(node, name in meant) for name, node, _ in functions_of(tree)]
-    for node, named in functions:
-        if not named and node.name.startswith("test"):
-            node.body = [ast.Pass()]
     world = _givens(tree.body, frozenset())
     mask = _Mask(probe)
-    tests = [node for node, named in functions if named]
+    tests = []
+    for name, node, _ in functions_of(tree):
+        if name in meant:
+            tests.append(node)
+        elif node.name.startswith("test"):
+            node.body = [ast.Pass()]
     for node in tests:
         mask.given = _givens(node.body, world | _parameters(node))
         node.body = mask.block(node.body)
-    gone: set[str] = set()
     for _ in range(_PASSES):
         read = _read(tree)
         for block in (tree.body, *(node.body for node in tests)):
-            gone |= set(_blank(block, read))
+            _blank(block, read)
         for node in tests:
-            gone |= {name for name, column in _columns(node) if not read.get(name) and _empty(column)}
-    gone -= _read(tree).keys()
-    closed = frozenset(number for number, side in mask.dropped.items() if _names(side) <= gone)
-    return Masked(ast.unparse(ast.fix_missing_locations(tree)), closed, frozenset(mask.negated))
+            for name, column in _columns(node):
+                if not read.get(name):
+                    _empty(column)
+    return ast.unparse(ast.fix_missing_locations(tree)), frozenset(mask.negated)
 
 
 class _Mask:
-    """Replace assertions by probes. `dropped` maps probes to expected sides; `given` are the literal names in scope."""
+    """Replace assertions by probes. `given` are the literal names in scope."""
 
     def __init__(self, probe: str) -> None:
         self.probe, self.given = probe, frozenset[str]()
-        self.dropped: dict[int, ast.expr] = {}
         self.negated: set[int] = set()
         self.count = 0
 
@@ -159,7 +151,6 @@ class _Mask:
             case ast.Compare(left=left, ops=[ast.Eq() | ast.Is()], comparators=[right]):
                 for value, side in ((left, right), (right, left)):
                     if is_given(side, self.given) and (not is_given(value, self.given) or not _names(side)):
-                        self.dropped[self.count] = side
                         return [self._probed(value)]
         if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq) and len(test.ops) == 1:
             another = ast.parse("_left == ('another value', _right)", mode="eval").body
@@ -287,27 +278,24 @@ def _parameters(node: ast.FunctionDef) -> frozenset[str]:
     return frozenset(name for name, column in columns if all(is_given(cells[i], ()) for cells, i in column))
 
 
-def _blank(body: Iterable[ast.stmt], read: Mapping[str, int]) -> Iterator[str]:
-    """Replace given values that are bound to unread names by None; yield these names."""
+def _blank(body: Iterable[ast.stmt], read: Mapping[str, int]) -> None:
+    """Replace given values that are bound to unread names by None."""
     for statement in body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)]) if not read.get(name) and is_given(statement.value, read):
                 statement.value = ast.Constant(None)
-                yield name
             case ast.For(target=ast.Tuple(elts=targets)):
                 for i, target in enumerate(targets):
-                    unread = isinstance(target, ast.Name) and not read.get(target.id)
-                    if unread and _empty(_column(statement.iter, i, len(targets))):
-                        yield from _names(target)
+                    if isinstance(target, ast.Name) and not read.get(target.id):
+                        _empty(_column(statement.iter, i, len(targets)))
         if not isinstance(statement, ast.FunctionDef | ast.ClassDef):
             for part in ("body", "orelse"):
-                yield from _blank(statement.__dict__.get(part, ()), read)
+                _blank(statement.__dict__.get(part, ()), read)
 
 
-def _empty(column: _Column) -> bool:
+def _empty(column: _Column) -> None:
     for cells, place in column:
         cells[place] = ast.Constant(None)
-    return bool(column)
 
 
 def _read(tree: ast.AST) -> Counter[str]:

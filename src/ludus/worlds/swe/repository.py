@@ -146,10 +146,7 @@ def _packed(objects: GitObjects) -> tuple[bytes, bytes]:
     body = bytearray(b"PACK" + struct.pack(">II", 2, len(objects.held)))
     places: dict[bytes, tuple[int, int]] = {}
     for digest, (kind, content) in objects.held.items():
-        head, rest = (
-            [_KINDS[kind] << 4 | len(content) & 15],
-            len(content) >> 4,
-        )  # the type, then the size, low bits first
+        head, rest = [_KINDS[kind] << 4 | len(content) & 15], len(content) >> 4  # type, then size, low bits first
         while rest:
             head[-1] |= 0x80
             head.append(rest & 0x7F)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import difflib
-import json
+import io
 import tomllib
 from collections.abc import Mapping
 from functools import cache
 from typing import Final
 
+from ludus.envs.messages import calling_message, tool_turn
 from ludus.tools.files import lines_of
-from ludus.types import JSON, FunctionCall, Message, MessageToolCall
+from ludus.types import JSON, Message
 from ludus.worlds.swe.grader import SweProblem, package_text
 
 WORST: Final = ("gc", "frames", "recorder", "reports", "an early end", "lines")
 """The forgeries that `ludus env check` plays."""
 _AROUND: Final = 12
 """Lines that the solver reads before and after the place."""
+_LOOK: Final = "I look at the code that the issue is about."
 _FOUND: Final = "This is where it goes wrong."
 
 
@@ -27,11 +29,11 @@ def solution(problem: SweProblem) -> tuple[Message, ...]:
         before, after, new = text_before(problem, path), content.decode("utf-8"), path not in problem.shown
         if not new:
             first, last = _place(before, after)
-            look: dict[str, JSON] = {"path": path, "first": first, "last": last}
-            thought = "I look at the code that the issue is about."
-            messages += _turn(len(messages), thought, "read_file", look, lines_of(before, first, last))
+            shown = lines_of(before, first, last)
+            place: dict[str, JSON] = {"path": path, "first": first, "last": last}
+            messages += tool_turn(len(messages), "read_file", place, shown, content=_LOOK)
         patch, result = unified(path, before, after, new), f"{'made' if new else 'changed'} {path}"
-        messages += _turn(len(messages), _FOUND, "apply_patch", {"patch": patch}, result)
+        messages += tool_turn(len(messages), "apply_patch", {"patch": patch}, result, content=_FOUND)
     return (*messages, _submit(len(messages)))
 
 
@@ -39,9 +41,14 @@ def written(texts: Mapping[str, str]) -> tuple[Message, ...]:
     """Return the messages after the prompt of an episode that writes these files."""
     messages: list[Message] = []
     for path, text in texts.items():
-        given: dict[str, JSON] = {"path": path, "text": text}
-        messages += _turn(len(messages), _FOUND, "write_file", given, f"wrote {path}")
+        messages += tool_turn(
+            len(messages), "write_file", {"path": path, "text": text}, f"wrote {path}", content=_FOUND
+        )
     return (*messages, _submit(len(messages)))
+
+
+def _submit(number: int) -> Message:
+    return calling_message(number, "submit", {"answer": "Mended."}, content="The issue is mended.")
 
 
 def text_before(problem: SweProblem, path: str) -> str:
@@ -57,8 +64,7 @@ def unified(path: str, before: str, after: str, new: bool = False) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    *lines, last = text.split("\n")
-    return [f"{line}\n" for line in lines] + ([last] if last else [])
+    return list(io.StringIO(text))
 
 
 def _place(before: str, after: str) -> tuple[int, int]:
@@ -68,21 +74,6 @@ def _place(before: str, after: str) -> tuple[int, int]:
     same = zip(reversed(old), reversed(new), strict=False)
     tail = next((i for i, (one, other) in enumerate(same) if one != other), 0)
     return max(1, head + 1 - _AROUND), min(len(old), max(head, len(old) - tail) + _AROUND)
-
-
-def _turn(number: int, text: str, name: str, given: Mapping[str, JSON], result: str) -> tuple[Message, Message]:
-    call = _call(number, text, name, given)
-    return call, Message(role="tool", content=result, tool_call_id=call["tool_calls"][0]["id"], name=name)
-
-
-def _submit(number: int) -> Message:
-    return _call(number, "The issue is mended.", "submit", {"answer": "Mended."})
-
-
-def _call(number: int, text: str, name: str, given: Mapping[str, JSON]) -> Message:
-    function = FunctionCall(name=name, arguments=json.dumps(dict(given), ensure_ascii=False))
-    call = MessageToolCall(id=f"call_{number}_0", type="function", function=function)
-    return Message(role="assistant", content=text, tool_calls=[call])
 
 
 @cache

@@ -184,10 +184,13 @@ def case_of(bug: Bug, package: Package, sources: Path, seconds: float) -> SweCas
     return SweCase(_task(bug.id, f"{package.name} {package.version}", bug.issue, suite, tags), load)
 
 
+def _missing(packages: Iterable[Package], folder: Path) -> list[Package]:
+    return [one for one in packages if not (folder / one.archive).is_file()]
+
+
 def require(packages: Iterable[Package], folder: Path) -> None:
     """Raise UserError, with the command that fetches them, if sources are missing."""
-    names = sorted(one.name for one in packages if not (folder / one.archive).is_file())
-    if names:
+    if names := sorted(one.name for one in _missing(packages, folder)):
         named = ", ".join(names if len(names) < 5 else [*names[:4], "..."])
         raise UserError(
             f"The sources of {len(names)} packages ({named}) are not in {folder}.",
@@ -198,17 +201,17 @@ def require(packages: Iterable[Package], folder: Path) -> None:
 def fetch(packages: Iterable[Package], folder: Path, tell: Callable[[str], None]) -> None:
     """Download missing sources. Raises UserError if pip fails or an archive is not the pinned one."""
     folder.mkdir(parents=True, exist_ok=True)
-    for package in (one for one in packages if not (folder / one.archive).is_file()):
+    for package in _missing(packages, folder):
         tell(f"{package.name} {package.version}")
         with tempfile.TemporaryDirectory() as room:
             archive = download(f"{package.name}=={package.version}", Path(room))
             content = archive.read_bytes()
-            if archive.name != package.archive or hashlib.sha256(content).hexdigest() != package.sha256:
-                raise UserError(
-                    f"{archive.name} is not the pinned source of {package.name} {package.version}.",
-                    f"Expected: {package.archive}, SHA-256 {package.sha256}.",
-                )
-            (folder / archive.name).write_bytes(content)
+        if archive.name != package.archive or hashlib.sha256(content).hexdigest() != package.sha256:
+            raise UserError(
+                f"{archive.name} is not the pinned source of {package.name} {package.version}.",
+                f"Expected: {package.archive}, SHA-256 {package.sha256}.",
+            )
+        (folder / archive.name).write_bytes(content)
 
 
 def download(requirement: str, folder: Path) -> Path:
