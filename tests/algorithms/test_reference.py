@@ -78,7 +78,7 @@ def test_a_critic_values_states_without_dropout():
     rows = random_rows()
     one = Critic(dropping_model(), OptimizerSettings(learning_rate=1e-2, total_steps=10))
     with torch.no_grad():
-        one.states.head.weight.normal_()
+        one.head.weight.normal_()
     first, second = one.values(rows), one.values(rows)
     assert all(torch.equal(a, b) and a.any() for a, b in zip(first, second, strict=True))
 

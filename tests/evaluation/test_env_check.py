@@ -488,8 +488,9 @@ def test_show_prints_how_many_tasks_differ_and_what_baselines_solve():
     assert "Settings of sql and the command line: " in shown
     assert "levels = [1, 2]" in shown
     told = shown.partition("and baselines:\n")[2].splitlines()
-    assert told[0].split() == ["level", "tasks", "shapes", "no", "tool", "majority"]
-    assert [line.split()[0] for line in told[1:3]] == ["1", "2"]
+    assert told[0].split() == ["train", "20", "tasks"]  # those of the settings, then the table of the default tasks
+    assert told[6].split() == ["level", "tasks", "shapes", "no", "tool", "majority"]
+    assert [line.split()[0] for line in told[7:9]] == ["1", "2"]
 
 
 def test_training_stops_before_it_writes_anything(tmp_path):
