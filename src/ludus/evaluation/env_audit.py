@@ -185,26 +185,21 @@ class CheckReport:
     def problems(self) -> list[str]:
         """One sentence for each agent that is wrongly rewarded or not rewarded, and for each cause that failed all
         episodes of agents."""
-        return problems_of(self.rows)
+        causes_seen = [row.broke for row in self.rows if row.broke]
+        causes: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.broke:
+                cause = min((other for other in causes_seen if other in row.broke), key=len)
+                causes.setdefault(cause, []).append(row.agent.name)
+        what = "The environment failed in every episode of the agent"
+        found = [f"{what}{'s' * (len(names) > 1)} {', '.join(names)}: {cause}" for cause, names in causes.items()]
+        return [*found, *(row.problem for row in self.rows if row.problem and not row.broke)]
 
     @property
     def shaped(self) -> Mapping[str, float]:
         """The largest shaping reward of each cheat, by name, if positive."""
         cheats = [row for row in self.rows if row.agent.kind is AgentKind.CHEAT]
         return {row.agent.name: row.max_shaping for row in cheats if row.max_shaping > 0}
-
-
-def problems_of(rows: Sequence[AuditRow]) -> list[str]:
-    """Return the problems of the rows. A cause that fails all episodes of several agents is reported once."""
-    causes_seen = [row.broke for row in rows if row.broke]
-    causes: dict[str, list[str]] = {}
-    for row in rows:
-        if row.broke:
-            cause = min((other for other in causes_seen if other in row.broke), key=len)
-            causes.setdefault(cause, []).append(row.agent.name)
-    what = "The environment failed in every episode of the agent"
-    found = {f"{what}{'s' * (len(names) > 1)} {', '.join(names)}: {cause}": None for cause, names in causes.items()}
-    return [*found, *(row.problem for row in rows if row.problem and not row.broke)]
 
 
 def check_world(world: World, plan: CheckPlan) -> CheckReport:
@@ -252,15 +247,13 @@ def some_tasks(world: World, plan: CheckPlan) -> list[Task]:
 
 def _own_cheats(world: World, tasks: Sequence[Task]) -> tuple[Agent, ...]:
     """Return the cheats that the world defines."""
-    plans: dict[str, dict[str, Sequence[Action]]] = {}
-    for task in tasks:
-        for name, messages in world.cheats(task).items():
-            plans.setdefault(name, {})[task.id] = actions_of(messages)
-    return tuple(_scripted(name, plan) for name, plan in plans.items())
+    own = {task.id: world.cheats(task) for task in tasks}
 
+    def agent(name: str) -> Agent:
+        plans = {id_: actions_of(cheats[name]) for id_, cheats in own.items() if name in cheats}
+        return Agent(name, AgentKind.CHEAT, "a cheat of this world", lambda task, _: plans.get(task.id))
 
-def _scripted(name: str, plan: Mapping[str, Sequence[Action]]) -> Agent:
-    return Agent(name, AgentKind.CHEAT, "a cheat of this world", lambda task, _: plan.get(task.id))
+    return tuple(map(agent, dict.fromkeys(name for cheats in own.values() for name in cheats)))
 
 
 def vocabulary(tasks: Sequence[Task]) -> list[str]:
@@ -336,29 +329,20 @@ async def play(world: World, task: Task, agent: Agent, plan: CheckPlan) -> Audit
         actions = agent.plan(task, environment.tools)
         if not actions:
             return None
-        conversation = ScriptedChatSession(actions)
-        played = await run_unscored(task, 0, environment, conversation, plan.limits)
+        played = await run_unscored(task, 0, environment, ScriptedChatSession(actions), plan.limits)
         trajectory = await plan.scoring.scored(world, environment, task, played)
     except LudusError as error:
         return AuditEpisode(task, None, failure=str(error), late=isinstance(error, RewardTimeout))
-    rewards = environment.rewards
-    share = outcome_share(rewards, trajectory)
-    shaped = shaping_of(rewards, trajectory)
+    parts = environment.rewards
+    outcome, shaping = (_weighted(trajectory, [p for p in parts if p.outcome is kind]) for kind in (True, False))
+    share = outcome / sum(part.weight for part in parts if part.outcome)
     again = environment if environment.implements("grade_again") else None
-    solved = success(rewards, trajectory)
-    return AuditEpisode(task, trajectory, solved, share, shaping=shaped, environment=again)
+    return AuditEpisode(task, trajectory, success(parts, trajectory), share, shaping=shaping, environment=again)
 
 
-def outcome_share(rewards: Sequence[Reward], trajectory: Trajectory) -> float:
-    """Return the weighted outcome as a fraction of its maximum, 1 per outcome part."""
-    weights = {part.name: part.weight for part in rewards if part.outcome}
-    earned = sum(weight * trajectory.rewards.get(name, 0.0) for name, weight in weights.items())
-    return earned / sum(weights.values())
-
-
-def shaping_of(rewards: Sequence[Reward], trajectory: Trajectory) -> float:
-    """Return the weighted sum of the parts other than outcomes."""
-    return sum(part.weight * trajectory.rewards.get(part.name, 0.0) for part in rewards if not part.outcome)
+def _weighted(trajectory: Trajectory, parts: Sequence[Reward]) -> float:
+    """Return the weighted sum of some reward parts."""
+    return sum(part.weight * trajectory.rewards.get(part.name, 0.0) for part in parts)
 
 
 def _named(plays: Sequence[AuditEpisode]) -> str:

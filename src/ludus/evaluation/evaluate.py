@@ -16,15 +16,8 @@ from ludus.config.schema import Config
 from ludus.config.sections.rollout import EnvConfig
 from ludus.envs.base import World, check_tasks
 from ludus.errors import UserError
-from ludus.evaluation.stats import (
-    Interval,
-    bootstrap_mean,
-    detectable_difference,
-    pass_at_k,
-    pass_hat_k,
-    smoothed,
-    wilson,
-)
+from ludus.evaluation import stats
+from ludus.evaluation.stats import Interval, detectable_difference, smoothed, wilson
 from ludus.rewards.base import Reward, success
 from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord, replaced_file, write_rollouts
@@ -145,7 +138,7 @@ class Evaluation:
         if len(successes) == 1:
             return Interval(0.0, 1.0)
         shares = [s / self.plan.samples for s in successes]
-        return bootstrap_mean(shares, seed=self.plan.seed).interval
+        return stats.bootstrap_mean(shares, seed=self.plan.seed).interval
 
     @property
     def detectable(self) -> float:
@@ -178,11 +171,11 @@ class Evaluation:
 
     def pass_at(self, k: int) -> float:
         """Return the unbiased pass@k, averaged over tasks; `k` is at most `plan.samples`."""
-        return sum(pass_at_k(self.plan.samples, c, k) for c in self.successes) / len(self.successes)
+        return sum(stats.pass_at_k(self.plan.samples, c, k) for c in self.successes) / len(self.successes)
 
     def pass_hat(self, k: int) -> float:
         """Return pass^k, the probability that k attempts all succeed, averaged over tasks."""
-        return sum(pass_hat_k(self.plan.samples, c, k) for c in self.successes) / len(self.successes)
+        return sum(stats.pass_hat_k(self.plan.samples, c, k) for c in self.successes) / len(self.successes)
 
     def by_family(self) -> dict[str, tuple[float, int]]:
         """Return success rate and number of tasks of each family, in alphabetical order."""
@@ -213,16 +206,9 @@ def plans(config: Config, step: int, policy: str = "") -> list[EvaluationPlan]:
 
 def plan_during(config: Config, step: int) -> EvaluationPlan:
     """Return the evaluation during training."""
-    settings = config.evaluation
-    return EvaluationPlan(
-        split=settings.split_during,
-        num_tasks=settings.tasks_during,
-        samples=1,
-        temperature=settings.temperatures[0],
-        seed=config.run.seed,
-        step=step,
-        conditions=Conditions.of(config),
-    )
+    settings, conditions = config.evaluation, Conditions.of(config)
+    sampling = (1, settings.temperatures[0], config.run.seed)
+    return EvaluationPlan(settings.split_during, settings.tasks_during, *sampling, step, conditions=conditions)
 
 
 def name_in_run(plan: EvaluationPlan, config: Config) -> str:
@@ -275,12 +261,8 @@ async def evaluate(
     """
     check_split(scheduler.world, plan.split)
     chosen = tasks[: plan.num_tasks]
-    jobs = [
-        RolloutRequest(RolloutKey(plan.step, task.id, sample), task)
-        for task in chosen
-        for sample in range(plan.samples)
-    ]
-    episodes = await scheduler.run(jobs, on_done)
+    keys = ((RolloutKey(plan.step, task.id, sample), task) for task in chosen for sample in range(plan.samples))
+    episodes = await scheduler.run([RolloutRequest(key, task) for key, task in keys], on_done)
     for episode in episodes:
         if episode.trajectory.failure is None:
             scheduler.ledger.finish(episode.key, RolloutOutcome.DROPPED, "evaluation")
@@ -335,8 +317,7 @@ def save_evaluation(folder: Path, result: Evaluation, episodes: Sequence[Episode
         data |= {"macro": result.macro, "by_world": by_world, "worlds": list(result.worlds)}
     if result.notices:
         data["notices"] = list(result.notices)
-    records = [_record(episode) for episode in episodes]
-    write_rollouts(path.with_suffix(".jsonl.gz"), records)
+    write_rollouts(path.with_suffix(".jsonl.gz"), [_record(episode) for episode in episodes])
     with replaced_file(path) as file:
         file.write((json.dumps(data, indent=1) + "\n").encode())
     return path
@@ -363,15 +344,11 @@ def load_evaluation(path: Path) -> Evaluation:
 
 
 def _record(episode: Episode) -> RolloutRecord:
-    failure = episode.trajectory.failure
-    return RolloutRecord(
-        step=episode.key.step,
-        group=episode.task.id,
-        outcome=RolloutOutcome.DROPPED if failure is None else RolloutOutcome.FAILED,
-        reason="evaluation" if failure is None else failure.part,
-        trajectory=episode.trajectory,
-        attempt=episode.key.attempt,
-    )
+    key, task, trajectory = episode.key, episode.task, episode.trajectory
+    outcome, reason = RolloutOutcome.DROPPED, "evaluation"
+    if trajectory.failure is not None:
+        outcome, reason = RolloutOutcome.FAILED, trajectory.failure.part
+    return RolloutRecord(key.step, task.id, outcome, reason, trajectory, attempt=key.attempt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,13 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command; settings follow as --section.key value."""
     parser.add_argument("recipe", nargs="?", help="a recipe name, a .toml file or a run folder")
     parser.add_argument("--model", metavar="PATH_OR_NAME", help="the model, as `ludus train` takes it")
-    parser.add_argument(
-        "--keys",
-        nargs="?",
-        const="",
-        metavar="SECTION",
-        help="list every setting (or those of SECTION) with type, default and meaning",
-    )
+    keys = "list every setting (or those of SECTION) with type, default and meaning"
+    parser.add_argument("--keys", nargs="?", const="", metavar="SECTION", help=keys)
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -17,7 +17,6 @@ from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from ludus.chat.render import Tokenizer
 from ludus.cli.arguments import no_settings, run_config
@@ -32,7 +31,7 @@ from ludus.cli.ui.run_summary import (
     time_words,
 )
 from ludus.cli.ui.tables import sampling_words, success_words
-from ludus.cli.ui.terminal import make_console, print_line, silence_libraries
+from ludus.cli.ui.terminal import make_console, make_table, print_line, silence_libraries
 from ludus.cli.ui.transcripts import print_record
 from ludus.config.schema import Config
 from ludus.diagnostics.trackers import METRICS_FILE, MetricsRow, read_metrics
@@ -130,14 +129,13 @@ def print_evaluations(folder: RunFolder, console: Console) -> None:
     files = sorted(folder.evaluations.glob("*.json"))
     if not files:
         return
-    columns = ("name", "step", "split", "sampling", "tasks", "success")
-    table = Table(*columns, title="Evaluations, with 95 % intervals")
+    rows: list[tuple[object, ...]] = []
     for file in files:
         result = load_evaluation(file)
-        plan = result.plan
-        number = str(len(result.task_ids))
-        table.add_row(file.stem, str(plan.step), plan.split, sampling_words(plan), number, success_words(result))
-    console.print(table)
+        plan, number = result.plan, len(result.task_ids)
+        rows.append((file.stem, plan.step, plan.split, sampling_words(plan), number, success_words(result)))
+    columns = ("name", "step", "split", "sampling", "tasks", "success")
+    console.print(make_table(columns, rows, "Evaluations, with 95 % intervals"))
 
 
 def print_episodes(

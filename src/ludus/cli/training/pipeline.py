@@ -146,16 +146,11 @@ def source_of(stage: Stage, config: Config) -> PreferenceConfig | RewardModelCon
     return config.preference if stage.kind == "preference" else config.reward_model
 
 
-def has_source(stage: Stage, config: Config) -> bool:
-    """Return whether the settings of a stage name its training data."""
-    settings = source_of(stage, config)
-    return settings.run is not None or settings.data is not None
-
-
 def is_fed(stage: Stage, stages: Sequence[Stage], config: Config) -> bool:
     """Return whether a stage has training data: a named source, or an earlier stage that sampled."""
-    sampled = any(before.kind in SAMPLES for before in stages[: stage.number - 1])
-    return sampled or has_source(stage, config)
+    settings = source_of(stage, config)
+    named = settings.run is not None or settings.data is not None
+    return named or any(before.kind in SAMPLES for before in stages[: stage.number - 1])
 
 
 def reward_models_before(stage: Stage, stages: Sequence[Stage]) -> list[Stage]:
@@ -180,10 +175,10 @@ def run_stage(stage: Stage, stages: Sequence[Stage], folder: Path, overrides: Se
     """Start or resume a stage; a complete one is left unchanged."""
     config = stage_config(stage, stages, folder, overrides)
     own = RunFolder(folder / stage.name)
-    if not own.config.is_file():
+    if own.config.is_file():
+        STAGES[stage.kind].resume(own, ())
+    else:
         STAGES[stage.kind].start(config, recipe_stem(stage.recipe), stage.recipe)
-        return
-    STAGES[stage.kind].resume(own, ())
 
 
 def stage_config(stage: Stage, stages: Sequence[Stage], folder: Path, overrides: Sequence[str]) -> Config:
@@ -196,11 +191,10 @@ def stage_config(stage: Stage, stages: Sequence[Stage], folder: Path, overrides:
     sampled = [earlier for earlier in before if earlier.kind in SAMPLES]
     reward_models = reward_models_before(stage, stages)
     if stage.kind == "rl" and reward_models and config.rewards.model is None:
-        config = load_config(stage.recipe, [*words, "--rewards.model", str(folder / reward_models[-1].name)])
-    if stage.kind in LEARNS and sampled and not has_source(stage, config):
-        name = f"--{LEARNS[stage.kind]}.run"
-        config = load_config(stage.recipe, [*words, name, str(folder / sampled[-1].name)])
-    return config
+        words += ["--rewards.model", str(folder / reward_models[-1].name)]
+    elif stage.kind in LEARNS and sampled and not is_fed(stage, (), config):
+        words += [f"--{LEARNS[stage.kind]}.run", str(folder / sampled[-1].name)]
+    return load_config(stage.recipe, words)
 
 
 def check_same(stage: Stage, own: RunFolder, config: Config) -> None:

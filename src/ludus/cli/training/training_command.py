@@ -18,7 +18,7 @@ from ludus.cli.ui.terminal import make_console, print_line, silence_libraries
 from ludus.config.pipeline import StageKind
 from ludus.config.schema import Config
 from ludus.errors import LudusError, UserError
-from ludus.training.run.run_dir import RunFolder, locked, new_run, remove_unstarted, resume_command
+from ludus.training.run.run_dir import RunFolder, kind_of, locked, new_run, remove_unstarted, resume_command
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +95,21 @@ class TrainingStage:
         return 0
 
 
+def print_run_done(folder: RunFolder, config: Config) -> None:
+    """Print that all steps or rounds of a run are complete, and the next commands."""
+    from ludus.cli.ui.progress import print_commands
+
+    count = f"{config.rft.rounds} rounds" if kind_of(folder) == "rft" else f"{config.training.steps} steps"
+    print_line(make_console(), f"The run is complete: all {count} are done and evaluated.")
+    print_commands(make_console(), folder, config)
+
+
 def resumed_folder(args: argparse.Namespace) -> RunFolder:
     """Return the folder of --resume. Raises UserError if it is not a run, or if other options are set."""
     if args.run is not None:
-        raise UserError("--resume reads everything from the run folder.", "Remove --run.")
+        raise UserError("--resume reads all settings from the run folder.", "Remove --run.")
     if args.recipe or args.model or args.from_scratch:
-        raise UserError("--resume reads everything from the run folder.", "Remove recipe and model.")
+        raise UserError("--resume reads all settings from the run folder.", "Remove recipe and model.")
     folder = RunFolder(args.resume)
     check_run(folder)
     return folder
@@ -125,11 +134,8 @@ class ResumeHint:
     def __init__(self, what: RunFolder | str, new: bool = False) -> None:
         self._folder = None if isinstance(what, str) else what
         self._new = self._folder if new else None
-        if isinstance(what, str):
-            self._command, self._hint = what, f"Resume the pipeline with: {what}"
-        else:
-            self._command = resume_command(what)
-            self._hint = f"Resume the run with: {self._command}"
+        self._command = what if isinstance(what, str) else resume_command(what)
+        self._hint = f"Resume the {'run' if self._folder else 'pipeline'} with: {self._command}"
         self._interrupts = WatchedInterrupts(self._hint)
 
     def __enter__(self) -> None:

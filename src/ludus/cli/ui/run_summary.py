@@ -8,8 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rich.table import Table
+from rich.table import Column, Table
 
+from ludus.cli.ui.terminal import make_table
 from ludus.diagnostics.metrics import ALARM_STEPS, ENTROPY, LOGPROB_GAP, alarms
 from ludus.diagnostics.timings import episode_shares
 from ludus.diagnostics.trackers import MetricsRow
@@ -94,15 +95,12 @@ def _block(share: float) -> str:
 def curve_table(curves: Sequence[Curve]) -> Table:
     """Return a table with one row per curve: first, last, minimum and maximum value."""
     first, last = min(c.steps[0] for c in curves), max(c.steps[-1] for c in curves)
-    table = Table(title=f"Steps {first} to {last}")
-    table.add_column("metric")
-    table.add_column("curve", no_wrap=True)
-    for column in ("first", "last", "min", "max"):
-        table.add_column(column, justify="right", no_wrap=True)
+    numbers = (Column(name, justify="right", no_wrap=True) for name in ("first", "last", "min", "max"))
+    rows = []
     for curve in curves:
         ends = (curve.values[0], curve.values[-1], min(curve.values), max(curve.values))
-        table.add_row(curve.name, sparkline(curve.values), *(f"{value:.4g}" for value in ends))
-    return table
+        rows.append((curve.name, sparkline(curve.values), *(f"{value:.4g}" for value in ends)))
+    return make_table(("metric", Column("curve", no_wrap=True), *numbers), rows, f"Steps {first} to {last}")
 
 
 NEAR_ZERO = 1e-6

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,9 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="PATH_OR_NAME", help="evaluate this model")
     parser.add_argument("--endpoint", metavar="URL", help="evaluate the --model of this OpenAI-compatible server")
     parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="a file with the API key of the server")
-    parser.add_argument(
-        "--baseline", choices=("none", "once"), help="no tools, or a single retrieval before the answer"
-    )
+    baselines = "no tools, or a single retrieval before the answer"
+    parser.add_argument("--baseline", choices=("none", "once"), help=baselines)
     parser.add_argument("--out", metavar="FOLDER", help="write the results to this folder")
 
 
@@ -141,31 +139,24 @@ async def _evaluate(
 ) -> tuple[list[EvaluatedEpisodes], list[SavedEvaluation]]:
     """Run all evaluations, and save each when it ends."""
     label = f"baseline-{args.baseline}" if args.baseline else ""
-    played, saved = [], []
+    played, saved, folder = [], [], None
     backend = await make_backend(args, config, world)
     try:
         folder = result_folder(args, config)
         print_line(console, headline(args, config, backend))
-        async with removing_empty_folder(folder, args.run), closing(world):
+        async with closing(world):
             for plan in plans(config, backend.step, policy_name(args)):
                 result, episodes = await play(backend, plan, console)
                 result = replace(result, notices=backend.notices())
                 saved.append(save_or_compare(folder.evaluations, result, episodes, label))
                 played.append(EvaluatedEpisodes(result, [episode.trajectory for episode in episodes]))
+    except LudusError as error:
+        if folder is not None and folder.path != args.run and remove_unstarted(folder):
+            error.hint = f"{error.hint}\nThere is no result: the folder {folder.path} was removed."
+        raise
     finally:
         await backend.close()
     return played, saved
-
-
-@asynccontextmanager
-async def removing_empty_folder(folder: RunFolder, run: Path | None) -> AsyncIterator[None]:
-    """Remove a new result folder if the evaluation fails before its first result."""
-    try:
-        yield
-    except LudusError as error:
-        if folder.path != run and remove_unstarted(folder):
-            error.hint = f"{error.hint}\nThere is no result: the folder {folder.path} was removed."
-        raise
 
 
 def headline(args: argparse.Namespace, config: Config, backend: EvalBackend) -> str:
