@@ -91,11 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not line:
             raise
         log.exception("a plug-in failed")
-        _print_error(
-            UserError(
-                f"The plug-in {line}: {type(error).__name__}: {error}.", " ".join(vars(error).get("__notes__", ()))
-            )
-        )
+        notes = " ".join(vars(error).get("__notes__", ()))
+        _print_error(UserError(f"The plug-in {line}: {type(error).__name__}: {error}.", notes))
         return UserError.exit_code
     except KeyboardInterrupt as interrupt:  # an interrupted run names its resume command
         print(f"\nInterrupted. {interrupt}".rstrip(), file=sys.stderr)

@@ -19,7 +19,7 @@ from typing import Literal
 from ludus.envs.base import Environment, World, check_tasks
 from ludus.errors import ConfigError, LudusError, UserError, WorldError
 from ludus.evaluation.scripted_agents import Agent, AgentKind, ScriptedChatSession, actions_of, asked, cheats, knowing
-from ludus.evaluation.stats import Interval, wilson
+from ludus.evaluation.stats import wilson
 from ludus.rewards.base import Reward, success
 from ludus.rollout.episode import EpisodeLimits, fresh_environment, run_unscored
 from ludus.rollout.reward_executor import RewardExecutor, RewardTimeout, ThreadRewardExecutor
@@ -138,11 +138,6 @@ class AuditRow:
         return sum(play.succeeded for play in self.counted)
 
     @property
-    def interval(self) -> Interval:
-        """95 % interval of the success rate. Raises ValueError without episodes."""
-        return wilson(self.num_successes, len(self.counted))
-
-    @property
     def problem(self) -> str:
         """The problem in one sentence; empty if there is none."""
         cheats = self.agent.kind is AgentKind.CHEAT
@@ -246,7 +241,6 @@ def some_tasks(world: World, plan: CheckPlan) -> list[Task]:
 
 
 def _own_cheats(world: World, tasks: Sequence[Task]) -> tuple[Agent, ...]:
-    """Return the cheats that the world defines."""
     own = {task.id: world.cheats(task) for task in tasks}
 
     def agent(name: str) -> Agent:
@@ -299,20 +293,18 @@ async def play_all(world: World, tasks: Sequence[Task], agents: Sequence[Agent],
     Raises WorldError after `MAX_LATE` reward timeouts.
     """
     places = asyncio.Semaphore(plan.concurrency)
-    late: list[AuditEpisode] = []
+    late: list[str] = []
 
     async def one(agent: Agent, task: Task) -> AuditEpisode | None:
         async with places:
             played = await play(world, task, agent, plan)
         plan.watch.done(agent.name)
         if played is not None and played.late:
-            late.append(played)
+            late.append(played.failure)
             if len(late) >= MAX_LATE:
-                raise WorldError(
-                    f"{len(late)} rewards of the world {world.name!r} timed out, and its check was aborted. "
-                    f"{late[0].failure}",
-                    "To skip the check before training, set env.check to false.",
-                )
+                text = f"{len(late)} rewards of the world {world.name!r} timed out, and its check was aborted."
+                hint = "To skip the check before training, set env.check to false."
+                raise WorldError(f"{text} {late[0]}", hint)
         return played
 
     rows = []
@@ -341,7 +333,6 @@ async def play(world: World, task: Task, agent: Agent, plan: CheckPlan) -> Audit
 
 
 def _weighted(trajectory: Trajectory, parts: Sequence[Reward]) -> float:
-    """Return the weighted sum of some reward parts."""
     return sum(part.weight * trajectory.rewards.get(part.name, 0.0) for part in parts)
 
 

@@ -154,7 +154,6 @@ class Evaluation:
         return {world: WorldResult(self._rate(c), len(c), self._interval(c)) for world, c in counts.items()}
 
     def _counts(self, keys: Sequence[str]) -> dict[str, list[int]]:
-        """Return the successes of the tasks by key."""
         counts: dict[str, list[int]] = {}
         for key, count in zip(keys, self.successes, strict=True):
             counts.setdefault(key, []).append(count)
@@ -184,14 +183,12 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Return the metrics for the row of a training step."""
         prefix = f"eval/{self.plan.split}/{'greedy' if self.plan.temperature == 0 else 'sampled'}"
-        found = {
-            f"{prefix}/success": self.rate,
-            f"{prefix}/low": self.interval.low,
-            f"{prefix}/high": self.interval.high,
-        } | {f"{prefix}/part/{name}": value for name, value in self.parts.items()}
+        found = {"success": self.rate, "low": self.interval.low, "high": self.interval.high}
+        found |= {f"part/{name}": value for name, value in self.parts.items()}
         if self.worlds:
-            found[f"{prefix}/macro"] = self.macro
-        return found | {f"{prefix}/env/{name}": one.rate for name, one in self.by_world().items()}
+            found["macro"] = self.macro
+        found |= {f"env/{name}": one.rate for name, one in self.by_world().items()}
+        return {f"{prefix}/{name}": value for name, value in found.items()}
 
 
 def plans(config: Config, step: int, policy: str = "") -> list[EvaluationPlan]:
@@ -246,10 +243,8 @@ def short_split(world: World, split: str, num: int) -> str:
     if size >= num:
         return ""
     points = 100 * detectable_difference(0.5, size)  # 2 p (1 - p) at p = 0.5
-    return (
-        f"The split {split!r} has {size} tasks, fewer than evaluation.tasks = {num}: all are evaluated. Their minimum "
-        f"detectable difference is {points:.1f} points at 50 % success."
-    )
+    fewer = f"The split {split!r} has {size} tasks, fewer than evaluation.tasks = {num}: all are evaluated."
+    return f"{fewer} Their minimum detectable difference is {points:.1f} points at 50 % success."
 
 
 async def evaluate(
@@ -300,6 +295,7 @@ def save_evaluation(folder: Path, result: Evaluation, episodes: Sequence[Episode
     The default name is that of the plan.
     """
     path = folder / f"{name or result.plan.name}.json"
+    tasks = zip(result.task_ids, result.families, result.successes, strict=True)
     data = {
         "plan": asdict(result.plan),
         "success": result.rate,
@@ -307,10 +303,7 @@ def save_evaluation(folder: Path, result: Evaluation, episodes: Sequence[Episode
         "parts": dict(result.parts),
         "failed": result.failed,
         "by_family": {family: list(pair) for family, pair in result.by_family().items()},
-        "tasks": [
-            {"id": task_id, "family": family, "successes": count}
-            for task_id, family, count in zip(result.task_ids, result.families, result.successes, strict=True)
-        ],
+        "tasks": [dict(zip(("id", "family", "successes"), task, strict=True)) for task in tasks],
     }
     if result.worlds:
         by_world = {name: [one.rate, one.num_tasks] for name, one in result.by_world().items()}
@@ -327,18 +320,13 @@ def load_evaluation(path: Path) -> Evaluation:
     """Load an evaluation that `save_evaluation` wrote. Raises UserError for any other file."""
     try:
         data = json.loads(path.read_text("utf-8"))
-        tasks, plan = data["tasks"], data["plan"]
+        plan = data["plan"]
         conditions = plan.pop("conditions", None)
-        return Evaluation(
-            plan=EvaluationPlan(**plan, conditions=Conditions(**conditions) if conditions else None),
-            task_ids=tuple(task["id"] for task in tasks),
-            successes=tuple(task["successes"] for task in tasks),
-            families=tuple(task["family"] for task in tasks),
-            parts=data["parts"],
-            failed=data["failed"],
-            worlds=tuple(data.get("worlds", ())),
-            notices=tuple(data.get("notices", ())),
-        )
+        plan = EvaluationPlan(**plan, conditions=Conditions(**conditions) if conditions else None)
+        names = ("id", "successes", "family")
+        ids, successes, families = (tuple(task[name] for task in data["tasks"]) for name in names)
+        worlds, notices = (tuple(data.get(name, ())) for name in ("worlds", "notices"))
+        return Evaluation(plan, ids, successes, families, data["parts"], data["failed"], worlds, notices)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not an evaluation: {error}.", "Name a file that `ludus eval` wrote.") from error
 

@@ -238,17 +238,10 @@ def _forged(task: Task) -> dict[str, str]:
 
 
 def _in_python(files: Mapping[str, str]) -> str:
-    """Return a program that writes the files."""
-    return (
-        f"import pathlib\n\nfor name, text in {dict(files)!r}.items():\n"
-        "    path = pathlib.Path(name)\n"
-        "    path.parent.mkdir(parents=True, exist_ok=True)\n"
-        "    path.write_text(text)\n"
-    )
+    return TESTS["writer"].replace("{files}", repr(dict(files)))
 
 
 def _in_shell(files: Mapping[str, str]) -> str:
-    """Return shell commands that write the files."""
     quoted = [(shlex.quote(name), shlex.quote(text)) for name, text in files.items()]
     return "\n".join(f'mkdir -p "$(dirname {path})"; printf %s {text} > {path}' for path, text in quoted)
 
@@ -288,7 +281,6 @@ def _rng(seed: int, purpose: str, task: Task) -> random.Random:
 
 
 def _texts(tool: Tool) -> list[str]:
-    """Return the string arguments of a tool."""
     properties = tool.schema["function"]["parameters"].get("properties", {})
     return [name for name, schema in properties.items() if schema.get("type", "string") == "string"]
 

@@ -69,10 +69,8 @@ def find_pairs(a: Path, b: Path) -> list[Pair]:
     in_a, in_b = newest_evaluations(a), newest_evaluations(b)
     pairs = [(in_a[key], in_b[key]) for key in in_a if key in in_b]
     if not pairs:
-        raise UserError(
-            f"{a} and {b} have no evaluation in common: {_listing(in_a)} there, {_listing(in_b)} here.",
-            "Evaluate both in the same way, with `ludus eval --run RUN`.",
-        )
+        text = f"{a} and {b} have no evaluation in common: {_listing(in_a)} there, {_listing(in_b)} here."
+        raise UserError(text, "Evaluate both in the same way, with `ludus eval --run RUN`.")
     return pairs
 
 
@@ -107,16 +105,13 @@ def compare(a: Evaluation, b: Evaluation) -> PairedDifference:
     try:
         return paired_difference(_scores(b), _scores(a), seed=a.plan.seed)
     except ValueError as error:
-        raise UserError(
-            f"{a.plan.name} and {b.plan.name} cannot be compared: {error}.",
-            "Compare evaluations of the same split, tasks and world settings.",
-        ) from error
+        text = f"{a.plan.name} and {b.plan.name} cannot be compared: {error}."
+        raise UserError(text, "Compare evaluations of the same split, tasks and world settings.") from error
 
 
 def _scores(evaluation: Evaluation) -> dict[str, float]:
-    samples = evaluation.plan.samples
     pairs = zip(evaluation.task_ids, evaluation.successes, strict=True)
-    return {task_id: count / samples for task_id, count in pairs}
+    return {task_id: count / evaluation.plan.samples for task_id, count in pairs}
 
 
 def differing_conditions(a: Evaluation, b: Evaluation) -> list[str]:

@@ -100,14 +100,12 @@ def algorithm_lines(algorithm: Algorithm, config: Config) -> Iterator[str]:
     """Yield the parts of the algorithm as comments, with their origin."""
     yield f"# algorithm as resolved: {algorithm.name} ({algorithm.source})"
     chosen = config.algorithm.model_dump(exclude_none=True)
-    for name, value in asdict(algorithm).items():
-        if name not in ("name", "summary", "source", "options"):
-            origin = "set" if name in chosen else "from the preset"
-            yield f"#   {name} = {value_text(value)}   ({origin})"
-    for part, options in asdict(algorithm.options).items():
-        for name, value in options.items():
-            origin = "set" if name in chosen["options"][part] else "from the preset"
-            yield f"#   options.{part}.{name} = {value_text(value)}   ({origin})"
+    fields = {n: v for n, v in asdict(algorithm).items() if n not in ("name", "summary", "source", "options")}
+    groups = [("", fields, chosen)]
+    groups += [(f"options.{p}.", options, chosen["options"][p]) for p, options in asdict(algorithm.options).items()]
+    for prefix, values, given in groups:
+        for name, value in values.items():
+            yield f"#   {prefix}{name} = {value_text(value)}   ({'set' if name in given else 'from the preset'})"
 
 
 def key_lines(section: str, config: Config) -> Iterator[str]:

@@ -30,6 +30,7 @@ from ludus.envs.registry import WORLDS, build_world, check_sandbox
 from ludus.errors import UserError
 from ludus.evaluation.env_audit import AuditProgress, AuditRow, CheckPlan, CheckReport, check_world
 from ludus.evaluation.scripted_agents import AgentKind
+from ludus.evaluation.stats import wilson
 from ludus.evaluation.verifier_report import ScorecardVerdict, problems_in, scorecard, verdicts
 from ludus.recipes import list_recipes
 from ludus.rewards.registry import added_parts, check_task_fits, has_extra_rewards
@@ -104,10 +105,8 @@ def process_world(args: argparse.Namespace, console: Console, world: World, conf
         most = ", ".join(f"{name} {value:g}" for name, value in report.shaped.items())
         print_line(console, f"Largest shaping rewards of agents that do not attempt the task: {most}.")
     if problems := [*report.problems, *problems_in(rows)]:
-        raise UserError(
-            f"The world {world.name!r} failed its check. {' '.join(problems)}",
-            "docs/extend/environment.md describes each agent.",
-        )
+        text = f"The world {world.name!r} failed its check. {' '.join(problems)}"
+        raise UserError(text, "docs/extend/environment.md describes each agent.")
     print_line(console, f"The world {world.name!r} rewards no agent that does not solve its tasks.")
 
 
@@ -148,9 +147,9 @@ def agents_table(report: CheckReport) -> Table:
 def _cells(row: AuditRow) -> tuple[str, ...]:
     if not row.counted:
         return (row.agent.name, "", "", "", "0", "", "broke" if row.problem else "not applicable")
-    rate, interval = row.num_successes / len(row.counted), row.interval
-    told = f"{rate:.0%} [{interval.low:.0%}, {interval.high:.0%}]"
-    apart = f"{sum(play.succeeded for play in row.excused)} of {len(row.excused)}" if row.excused else ""
+    rate, interval = row.num_successes / len(row.counted), wilson(row.num_successes, len(row.counted))
+    success = f"{rate:.0%} [{interval.low:.0%}, {interval.high:.0%}]"
+    excused = f"{sum(play.succeeded for play in row.excused)} of {len(row.excused)}" if row.excused else ""
     verdict: str = row.mark
     if row.mark == "fail":
         verdict = f"fail: {'REWARDED' if row.agent.kind in (AgentKind.CHEAT, AgentKind.CHANCE) else 'NOT REWARDED'}"
@@ -159,7 +158,7 @@ def _cells(row: AuditRow) -> tuple[str, ...]:
     if row.failures:
         verdict += f", {len(row.failures)} broke"
     rewards = (f"{row.mean_reward:.3f}", f"{row.max_shaping:.3f}")
-    return row.agent.name, *rewards, told, str(len(row.counted)), apart, verdict
+    return row.agent.name, *rewards, success, str(len(row.counted)), excused, verdict
 
 
 def scorecard_table(rows: Sequence[ScorecardVerdict]) -> Table:

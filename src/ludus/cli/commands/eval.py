@@ -81,17 +81,18 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise UserError for arguments that exclude or require each other."""
-    if args.run is not None and (args.recipe or args.model or args.endpoint):
-        raise UserError(
-            "--run takes world and weights from the run; it excludes a recipe, --model and --endpoint.",
-            "Remove them, or remove --run.",
-        )
-    if args.run is None and not args.recipe:
-        raise UserError("Name a recipe, or a run with --run.", "`ludus recipes` lists the recipes.")
-    if args.endpoint and not args.model:
-        raise UserError("--endpoint needs --model, the name of the model on the server.", "Add it.")
-    if args.api_key_file and not args.endpoint:
-        raise UserError("--api-key-file needs --endpoint.", "Add --endpoint, or remove it.")
+    clash = args.run is not None and (args.recipe or args.model or args.endpoint)
+    takes = "--run takes world and weights from the run; it excludes a recipe, --model and --endpoint."
+    name = "--endpoint needs --model, the name of the model on the server."
+    checks = (
+        (clash, takes, "Remove them, or remove --run."),
+        (args.run is None and not args.recipe, "Name a recipe, or a run with --run.", "`ludus recipes` lists recipes."),
+        (args.endpoint and not args.model, name, "Add it."),
+        (args.api_key_file and not args.endpoint, "--api-key-file needs --endpoint.", "Add --endpoint, or remove it."),
+    )
+    for broken, message, hint in checks:
+        if broken:
+            raise UserError(message, hint)
 
 
 def evaluation_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
@@ -99,8 +100,8 @@ def evaluation_config(args: argparse.Namespace, overrides: Sequence[str]) -> Con
     if args.run is not None:
         config = policy_config(RunFolder(args.run), overrides)
     else:
-        model = None if args.endpoint else args.model
-        config = recipe_config(args.recipe, model_settings(model, args.recipe), overrides)
+        shortcuts = [] if args.endpoint else model_settings(args.model, args.recipe)
+        config = recipe_config(args.recipe, shortcuts, overrides)
     if not config.evaluation.splits or not config.evaluation.temperatures:
         raise ConfigError(
             "There is nothing to evaluate: evaluation.splits or evaluation.temperatures is empty.",
@@ -265,10 +266,9 @@ async def play(backend: EvalBackend, plan: EvaluationPlan, console: Console) -> 
 def verdict_line(saved: SavedEvaluation, reproducible: bool) -> str:
     """Describe in a sentence how the results were saved."""
     name = saved.path.stem
-    if saved.verdict == "new":
-        return f"{name}: saved."
-    if saved.verdict == "same":
-        return f"{name}: reproduces the existing evaluation, bit for bit."
+    if saved.verdict != "differs":
+        what = "saved" if saved.verdict == "new" else "reproduces the existing evaluation, bit for bit"
+        return f"{name}: {what}."
     why = "" if reproducible else " (rollout.reproducible is off, or an endpoint was used)"
     earlier = saved.earlier.stem if saved.earlier else ""
     return f"{name}: does not reproduce {earlier}: {saved.note}{why}."

@@ -311,9 +311,8 @@ def parts_table(replay: Replay) -> Table:
 
 def _means(pairs: Sequence[tuple[float | None, float | None]]) -> list[str]:
     columns = list(zip(*pairs, strict=True))
-    return [
-        "none" if all(v is None for v in column) else f"{_mean(v or 0.0 for v in column):.4f}" for column in columns
-    ]
+    means = [None if all(v is None for v in column) else _mean(v or 0.0 for v in column) for column in columns]
+    return ["none" if mean is None else f"{mean:.4f}" for mean in means]
 
 
 def files_table(replay: Replay) -> Table:

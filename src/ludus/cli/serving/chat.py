@@ -249,8 +249,7 @@ async def _in_world(what: str, work: Awaitable[Result]) -> Result:
 
 def reply_parts(action: Action) -> Iterator[ReplyPart]:
     """Yield the parts of one turn of the model."""
-    thought = action.message.get("reasoning_content", "")
-    if thought:
+    if thought := action.message.get("reasoning_content", ""):
         yield ReplyPart("thinking", thought)
     text = action.message["content"]
     for error in action.errors:

@@ -47,17 +47,13 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Check, or serve until interrupted. Raises UserError if the backend cannot run here."""
     no_settings(overrides, "sandbox")
     if args.url and args.backend not in _BEHIND_A_URL:
-        raise UserError(
-            f"--url is the address of a service, and --backend is {args.backend}.",
-            f"Name one of {', '.join(_BEHIND_A_URL)}.",
-        )
+        text = f"--url is the address of a service, and --backend is {args.backend}."
+        raise UserError(text, f"Name one of {', '.join(_BEHIND_A_URL)}.")
     if args.act == "check":
         return _check(args)
     if args.backend in _BEHIND_A_URL:
-        raise UserError(
-            f"The {args.backend} backend is remote and cannot be served from here.",
-            "Name a backend of this machine, or check it: ludus sandbox check.",
-        )
+        text = f"The {args.backend} backend is remote and cannot be served from here."
+        raise UserError(text, "Name a backend of this machine, or check it: ludus sandbox check.")
     settings = _settings(args)
     asyncio.run(_tested(open_sandbox(settings), all_tests=False))
     return _serve(args, open_sandbox(settings))
@@ -90,10 +86,8 @@ def _check(args: argparse.Namespace) -> int:
     console.print(table)
     print_line(console, f"Not judged: {untested_properties(args.backend)}.")
     if wrong := [one.test for one in found if one.failed]:
-        raise UserError(
-            f"The {args.backend} backend lacks properties that graders need: {', '.join(wrong)}.",
-            "docs/use/sandbox.md lists them.",
-        )
+        text = f"The {args.backend} backend lacks properties that graders need: {', '.join(wrong)}."
+        raise UserError(text, "docs/use/sandbox.md lists them.")
     return 0
 
 

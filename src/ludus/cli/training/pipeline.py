@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ludus.cli.arguments import recipe_stem
 from ludus.cli.training import preference, reward_model, rft, sft, train
-from ludus.cli.training.training_command import ResumeHint, TrainingStage
+from ludus.cli.training.training_command import TrainingStage, resume_hint
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.config.load import load_config
 from ludus.config.pipeline import Stage, StageKind, load_pipeline
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             check_same(stage, own, stage_config(stage, stages, folder, overrides))
     console = make_console()
     words = ["ludus", "pipeline", str(args.file), *(["--folder", str(folder)] if args.folder else [])]
-    with ResumeHint(shlex.join([*words, *overrides])):
+    with resume_hint(shlex.join([*words, *overrides])):
         for stage in stages:
             print_line(console, f"Stage {stage.number} of {len(stages)}: {stage.kind} {stage.recipe}")
             run_stage(stage, stages, folder, overrides)
@@ -78,10 +78,8 @@ def check_stages(stages: Sequence[Stage], overrides: Sequence[str], file: Path) 
             config = load_config(stage.recipe, [*stage.settings, *overrides], overrides_origin=origin)
             added_parts(config.rewards)
         if stage.kind == "reward-model" and not is_fed(stage, stages, config):
-            raise ConfigError(
-                f"Stage {stage.number} ({stage.kind}) has no training data.",
-                "Add a stage of rft or rl before it, or set reward_model.run or reward_model.data.",
-            )
+            hint = "Add a stage of rft or rl before it, or set reward_model.run or reward_model.data."
+            raise ConfigError(f"Stage {stage.number} ({stage.kind}) has no training data.", hint)
 
 
 def check_ahead(stages: Sequence[Stage], folder: Path, overrides: Sequence[str]) -> None:
@@ -204,10 +202,8 @@ def check_same(stage: Stage, own: RunFolder, config: Config) -> None:
     found = [change for change in changes(own.load_config(), config) if change.key not in _FREE]
     if found:
         has = ", ".join(f"{c.key} = {value_text(c.old)} (not {value_text(c.new)})" for c in found)
-        raise UserError(
-            f"Stage {stage.number} was started with other settings: {own.path} has {has}.",
-            "Revert the change, or choose another --folder.",
-        )
+        text = f"Stage {stage.number} was started with other settings: {own.path} has {has}."
+        raise UserError(text, "Revert the change, or choose another --folder.")
 
 
 def checkpoint_of(stage: Stage, folder: Path) -> Path:

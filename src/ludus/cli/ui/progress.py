@@ -281,9 +281,7 @@ def print_examples(console: Console, folder: RunFolder, comparisons: Sequence[Co
         if task_id in old:
             console.rule("before training")
             print_transcript(console, old[task_id].trajectory)
-            console.rule("after training: the same task")
-        else:
-            console.rule("after training")
+        console.rule("after training: the same task" if task_id in old else "after training")
         print_transcript(console, new[task_id].trajectory)
 
 

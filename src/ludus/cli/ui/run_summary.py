@@ -125,9 +125,8 @@ def ledger_words(rows: Sequence[MetricsRow]) -> str:
         parts.append(f"{total[outcome]} {outcome}" + (f" ({shown})" if shown else ""))
     text = f"{total['started']} rollouts started: {', '.join(parts)}."
     if total["clock_limited"]:
-        text += (
-            f" A wall-clock limit fired in {total['clock_limited']} of {len(rows)} steps: the run is not reproducible."
-        )
+        steps = f"{total['clock_limited']} of {len(rows)} steps"
+        text += f" A wall-clock limit fired in {steps}: the run is not reproducible."
     return text
 
 
@@ -141,10 +140,8 @@ def alarm_words(rows: Sequence[MetricsRow]) -> list[str]:
             kind = re.sub(r"\d[\d.,e%+-]*", "", text)
             fired[kind].append(row.step)
             words[kind] = text
-    return [
-        f"{words[kind]} (at {len(steps)} of {len(rows)} steps, last at step {steps[-1]})"
-        for kind, steps in fired.items()
-    ]
+    places = {kind: f"at {len(steps)} of {len(rows)} steps, last at step {steps[-1]}" for kind, steps in fired.items()}
+    return [f"{words[kind]} ({place})" for kind, place in places.items()]
 
 
 def loss_words(rows: Sequence[MetricsRow]) -> str:
@@ -180,10 +177,8 @@ def mean_timings(rows: Sequence[MetricsRow]) -> dict[str, float]:
     for row in rows:
         for name, value in row.metrics.items():
             found[name].append(value)
-    return {
-        name: max(values) if name == "scoring/slowest_s" else sum(values) / len(values)
-        for name, values in found.items()
-    }
+    means = {name: sum(values) / len(values) for name, values in found.items()}
+    return means | {name: max(values) for name, values in found.items() if name == "scoring/slowest_s"}
 
 
 def time_words(timings: Mapping[str, float]) -> str:
@@ -194,8 +189,7 @@ def time_words(timings: Mapping[str, float]) -> str:
     phases = {name: timings.get(f"time/{name}_s", 0.0) for name in PHASES}
     named = ", ".join(f"{name} {seconds / total_s:.0%}" for name, seconds in phases.items() if seconds)
     text = f"Mean step time {total_s:.3g} s: {named}."
-    shares = episode_shares(timings)
-    if shares:
+    if shares := episode_shares(timings):
         model, tools, scoring = shares["model"], shares["tools"], shares["scoring"]
         text += f" Episode time: model {model:.0%}, tools {tools:.0%}, rewards {scoring:.0%}."
     return text

@@ -21,12 +21,6 @@ class EvaluatedEpisodes:
     result: Evaluation
     trajectories: Sequence[Trajectory]
 
-    @property
-    def title(self) -> str:
-        """Split and sampling, as a column header."""
-        plan = self.result.plan
-        return f"{plan.split}, {sampling_words(plan)}"
-
 
 def temperature_words(temperature: float) -> str:
     """Describe a temperature."""
@@ -113,4 +107,5 @@ def stop_table(played: Sequence[EvaluatedEpisodes]) -> Table:
     counts = [Counter(t.stop_reason for t in one.trajectories) for one in played]
     reasons = dict.fromkeys(reason for count in counts for reason, _ in count.most_common())
     rows = ((reason, *(f"{count[reason] / max(1, count.total()):.1%}" for count in counts)) for reason in reasons)
-    return make_table(("stop reason", *(one.title for one in played)), rows, "Stop reasons")
+    titles = (f"{one.result.plan.split}, {sampling_words(one.result.plan)}" for one in played)
+    return make_table(("stop reason", *titles), rows, "Stop reasons")
