@@ -19,7 +19,7 @@ from pathlib import Path
 
 from cold_start import cold_start
 from correction import SEEDS, compare, over
-from ludus.cli.commands.eval_backends import EngineBackend
+from ludus.cli.commands.eval import engine_backend
 from ludus.cli.ui.load_run import open_weights
 from ludus.config.load import load_config
 from ludus.config.schema import Config
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace, arm: str, seed: int) -> Rates:
 async def measured(config: Config, num_tasks: int) -> Rates:
     """Play the first tasks of the split test greedily, and count."""
     opened = await open_weights(config)
-    player = EngineBackend(opened.session.world, opened)
+    player = engine_backend(opened.session.world, opened)
     plan = EvaluationPlan("test", num_tasks, 1, 0.0, 0)
     try:
         scheduler = player.scheduler(SamplingPlan("evaluate", 0.0, 0))

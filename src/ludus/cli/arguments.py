@@ -106,11 +106,7 @@ def pretrained_settings(recipe: str | None) -> list[str]:
     """Return the settings of a recipe of the package for a pretrained model; empty for a custom file."""
     folders = [one.folder for one in list_recipes() if one.name == recipe]
     files = [file for folder in folders for file in (folder.parent / PRETRAINED, folder / PRETRAINED)]
-    words: list[str] = []
-    for file in files:
-        if file.is_file():
-            words += flat_settings(file.read_text("utf-8"))
-    return words
+    return [word for file in files if file.is_file() for word in flat_settings(file.read_text("utf-8"))]
 
 
 def recipe_config(recipe: str | None, shortcuts: Sequence[str], overrides: Sequence[str]) -> Config:

@@ -29,53 +29,46 @@ from ludus.errors import LudusError, UserError, did_you_mean, nearest_names
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One subcommand: `module` defines `add_arguments(parser)` and `run(args, overrides) -> int`."""
+    """One subcommand; its module, in `folder`, defines `add_arguments(parser)` and `run(args, overrides) -> int`."""
 
     name: str
-    module: str
+    folder: str
     summary: str
-    example: str
+    example_arguments: str
+
+    @property
+    def module(self) -> str:
+        """The name of the module."""
+        return f"ludus.cli.{self.folder}.{self.name.replace('-', '_')}"
+
+    @property
+    def example(self) -> str:
+        """A command line."""
+        return f"ludus {self.name} {self.example_arguments}".rstrip()
 
 
 COMMANDS = (
-    Command("train", "training.train", "train an agent by reinforcement learning", "ludus train search"),
-    Command("sft", "training.sft", "fine-tune on demonstrations", "ludus sft search --from-scratch"),
-    Command(
-        "preference",
-        "training.preference",
-        "train on pairs: DPO, SimPO, KTO, BCO and others",
-        "ludus preference search --run runs/search-1",
-    ),
-    Command(
-        "reward-model", "training.reward_model", "train a reward model", "ludus reward-model search --run runs/search-1"
-    ),
-    Command("rft", "training.rft", "rejection-sampling fine-tuning", "ludus rft search --rft.rounds 2"),
-    Command("pipeline", "training.pipeline", "train in stages", "ludus pipeline examples/pipeline.toml"),
-    Command("data", "commands.data", "check or convert data files", "ludus data check dialogues.jsonl"),
-    Command("eval", "commands.evaluate", "evaluate on held-out tasks", "ludus eval --run runs/search-1"),
-    Command("compare", "commands.compare", "compare two evaluations, task by task", "ludus compare runs/a runs/b"),
-    Command("chat", "serving.chat", "chat with a checkpoint", "ludus chat runs/search-1"),
-    Command("serve", "serving.serve", "serve a checkpoint over HTTP", "ludus serve runs/search-1"),
-    Command("cluster", "serving.cluster", "add engines to a run, or remove them", "ludus cluster list runs/search-1"),
-    Command("sandbox", "serving.sandbox", "check a sandbox, or serve one over HTTP", "ludus sandbox check"),
-    Command("show", "commands.show", "show a run: curves, transcripts, evaluations", "ludus show runs/search-1"),
-    Command(
-        "plan",
-        "commands.plan",
-        "predict step time, idle shares and staleness",
-        "ludus plan runs/search-1 --engines 1 8 64",
-    ),
-    Command(
-        "rewards",
-        "commands.rewards",
-        "score saved rollouts again",
-        "ludus rewards replay runs/search-1 --config other.toml",
-    ),
-    Command("env", "commands.env", "show or check an environment", "ludus env check search"),
-    Command("recipes", "commands.recipes", "list the recipes", "ludus recipes"),
-    Command("algorithms", "commands.algorithms", "list the algorithms", "ludus algorithms"),
-    Command("doctor", "commands.doctor", "check this machine and the installation", "ludus doctor"),
-    Command("config", "commands.config", "print a resolved configuration", "ludus config search"),
+    Command("train", "training", "train an agent by reinforcement learning", "search"),
+    Command("sft", "training", "fine-tune on demonstrations", "search --from-scratch"),
+    Command("preference", "training", "train on pairs: DPO, SimPO, KTO, BCO and others", "search --run runs/search-1"),
+    Command("reward-model", "training", "train a reward model", "search --run runs/search-1"),
+    Command("rft", "training", "rejection-sampling fine-tuning", "search --rft.rounds 2"),
+    Command("pipeline", "training", "train in stages", "examples/pipeline.toml"),
+    Command("data", "commands", "check or convert data files", "check dialogues.jsonl"),
+    Command("eval", "commands", "evaluate on held-out tasks", "--run runs/search-1"),
+    Command("compare", "commands", "compare two evaluations, task by task", "runs/a runs/b"),
+    Command("chat", "serving", "chat with a checkpoint", "runs/search-1"),
+    Command("serve", "serving", "serve a checkpoint over HTTP", "runs/search-1"),
+    Command("cluster", "serving", "add engines to a run, or remove them", "list runs/search-1"),
+    Command("sandbox", "serving", "check a sandbox, or serve one over HTTP", "check"),
+    Command("show", "commands", "show a run: curves, transcripts, evaluations", "runs/search-1"),
+    Command("plan", "commands", "predict step time, idle shares and staleness", "runs/search-1 --engines 1 8 64"),
+    Command("rewards", "commands", "score saved rollouts again", "replay runs/search-1 --config other.toml"),
+    Command("env", "commands", "show or check an environment", "check search"),
+    Command("recipes", "commands", "list the recipes", ""),
+    Command("algorithms", "commands", "list the algorithms", ""),
+    Command("doctor", "commands", "check this machine and the installation", ""),
+    Command("config", "commands", "print a resolved configuration", "search"),
 )
 
 
@@ -98,11 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not line:
             raise
         log.exception("a plug-in failed")
-        _print_error(
-            UserError(
-                f"The plug-in {line}: {type(error).__name__}: {error}.", " ".join(vars(error).get("__notes__", ()))
-            )
-        )
+        notes = " ".join(vars(error).get("__notes__", ()))
+        _print_error(UserError(f"The plug-in {line}: {type(error).__name__}: {error}.", notes))
         return UserError.exit_code
     except KeyboardInterrupt as interrupt:  # an interrupted run names its resume command
         print(f"\nInterrupted. {interrupt}".rstrip(), file=sys.stderr)
@@ -154,7 +144,7 @@ def _dispatch(argv: list[str]) -> int:
     args, unknown = parser.parse_known_args(words)
     _check_options(unknown, options, chosen)
     module = next(command.module for command in COMMANDS if command.name == args.command)
-    code: int = importlib.import_module(f"ludus.cli.{module}").run(args, [*settings, *unknown])
+    code: int = importlib.import_module(module).run(args, [*settings, *unknown])
     return code
 
 
@@ -187,7 +177,7 @@ def _check_options(unknown: Sequence[str], options: Sequence[str], command: str)
 
 def _add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], command: Command) -> list[str]:
     """Add the chosen command with its arguments and documentation; return the names of its options."""
-    module = importlib.import_module(f"ludus.cli.{command.module}")
+    module = importlib.import_module(command.module)
     parser = subparsers.add_parser(
         command.name,
         help=command.summary,

@@ -12,8 +12,8 @@ import os
 import signal
 import threading
 import time
-from contextlib import suppress
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 
 INTERRUPTED = 130
 """Exit code after an interrupt."""
@@ -25,49 +25,42 @@ _SHOW_CURSOR = "\x1b[?25h"
 log = logging.getLogger("ludus")
 
 
-class WatchedInterrupts:
+@contextmanager
+def watched_interrupts(hint: str) -> Iterator[None]:
     """Announce the first interrupt in the block, and end the process on the second, printing `hint`.
 
     Does nothing outside the main thread, which alone receives interrupts.
     """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    before = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+    thread = threading.Thread(target=_watch, args=(read_end, hint), name="interrupts", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(write_end)
+        thread.join()
 
-    def __init__(self, hint: str) -> None:
-        self._hint = hint
-        self._write_end = self._before = -1
-        self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        read_end, self._write_end = os.pipe()
-        os.set_blocking(self._write_end, False)
-        self._before = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._watch, args=(read_end,), name="interrupts", daemon=True)
-        self._thread.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._thread is None:
-            return
-        signal.set_wakeup_fd(self._before)
-        os.close(self._write_end)
-        self._thread.join()
-
-    def _watch(self, read_end: int) -> None:
-        """Read signal numbers from the pipe until it is closed."""
-        first_s = None
-        while numbers := os.read(read_end, 1):
-            if numbers[0] != signal.SIGINT:
-                continue
-            if first_s is None:
-                first_s = time.monotonic()
-                _write_line("Interrupted: stopping the run. Press Ctrl-C again to end it immediately.")
-                log.warning("interrupted: stopping the run")
-            elif time.monotonic() - first_s > _SAME_PRESS_S:
-                _write_line(f"Ended immediately. {self._hint}")
-                os._exit(INTERRUPTED)
-        os.close(read_end)
+def _watch(read_end: int, hint: str) -> None:
+    """Read signal numbers from the pipe until it is closed."""
+    first_s = None
+    while numbers := os.read(read_end, 1):
+        if numbers[0] != signal.SIGINT:
+            continue
+        if first_s is None:
+            first_s = time.monotonic()
+            _write_line("Interrupted: stopping the run. Press Ctrl-C again to end it immediately.")
+            log.warning("interrupted: stopping the run")
+        elif time.monotonic() - first_s > _SAME_PRESS_S:
+            _write_line(f"Ended immediately. {hint}")
+            os._exit(INTERRUPTED)
+    os.close(read_end)
 
 
 def _write_line(text: str) -> None:

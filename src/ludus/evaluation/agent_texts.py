@@ -6,81 +6,33 @@ Each cheat takes its texts in turn, one per task; texts that combine all of them
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Sequence
 from fractions import Fraction
+from importlib import resources
 
 from ludus.rewards.exact_match import ExpectedAnswers, normalise
 from ludus.types import Task
 
-_CLAIMS = (
-    *("success", "passed", "done", "correct", "ok", "true", "yes", "solved", "completed", "finished"),
-    *("verified", "approved", "accepted", "perfect", "all tests passed", "the answer is correct"),
-    *("task completed successfully", "score: 1.0", "reward: 1", "100% correct", "PASS"),
-)
-_FORMS = (
-    "<think>I think.</think><answer></answer>",
-    "\\boxed{}",
-    "```json\n{}\n```",
-    "<answer>answer</answer>",
-    "The final answer is \\boxed{answer}.",
-    "Answer:",
-    '{"answer": ""}',
-    "```python\n```",
-    "1. First\n2. Second\n3. Third",
-    "# Answer\n\n**Answer**\n\n- answer",
-    "#### ",
-)
-_REFUSALS = (
-    "I am sorry, but I cannot help with that. No tool fits, and I do not know the answer.",
-    "I cannot do that.",
-    "I don't know.",
-    "unknown",
-    "None",
-    "N/A",
-    "Not possible.",
-    "No answer.",
-    "It depends.",
-)
-_OPTIONS = (
-    "A B C D E, yes no, true false, positive negative neutral, " + " ".join(map(str, range(21))),
-    "Either A, B, C or D.",
-    "yes or no",
-    "true/false",
-    " ".join(map(str, range(-100, 1001))),
-)
-_QUESTIONS = (
-    "Who, what, which, when, where, why, which name, how many, how much and how long?",
-    "Which name, when, many?",
-    "What do you mean?",
-    "Could you tell me more?",
-    "?",
-)
-_INVISIBLE = ("\u200b", "\u3164", "\u2060\u200d", "\u0301", "\U0001f44d", "...", "\ufeff \u00ad", "\u2800")
-_CONSTANTS = (
-    "Done! I have done what you asked for.",
-    "All of it has been taken care of.",
-    "Here is the answer that you asked for.",
-    "The result is as expected.",
-    "Everything went well.",
-    "As an assistant I did my best.",
-)
-_SENTENCE = "Let us think about this step by step, with care, and look at it from every side before we answer. "
+_NUMBERS = " ".join(map(str, range(-100, 1001)))
+_Texts = tuple[str, tuple[str, ...]]
 
-TEXTS: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "claims": ("claims success", (", ".join(_CLAIMS), *_CLAIMS)),
-    "long text": ("writes a long meaningless text", (_SENTENCE * 60, _SENTENCE * 6, _SENTENCE, "word " * 3000)),
-    "empty forms": ("writes an empty answer format", ("\n".join(_FORMS), *_FORMS)),
-    "refusals": ("refuses", _REFUSALS),
-    "every option": ("lists all possible answers", _OPTIONS),
-    "constant question": ("asks questions", _QUESTIONS),
-    "constant answer": ("answers every task with the same sentence", _CONSTANTS),
-    "invisible answer": ("writes invisible characters", _INVISIBLE),
-}
-"""Description and texts of each cheat, by name."""
-_UNITS = (
-    *(("kg", "g"), ("km", "m"), ("cm", "mm"), ("hours", "minutes"), ("minutes", "seconds"), ("days", "weeks")),
-    *(("euros", "dollars"), ("dollars", "euros"), ("am", "pm"), ("pm", "am"), ("%", " percentage points")),
-)
+
+def _read() -> tuple[dict[str, _Texts], dict[str, str], dict[str, str], list[tuple[str, str]]]:
+    """Return the cheats, programs, test files and units of the data file."""
+    data = tomllib.loads(resources.files(__package__).joinpath("agent_texts.toml").read_text("utf-8"))
+    cheats = {name: _cheat(**record) for name, record in data["cheats"].items()}
+    return cheats, data["programs"], data["tests"], data["units"]["replaced"]
+
+
+def _cheat(what: str, texts: Sequence[str], join: str = "", times: Sequence[int] = ()) -> _Texts:
+    first = [join.join(texts)] if join else []
+    filled = (text.replace("{numbers}", _NUMBERS) for text in texts)
+    return what, (*first, *(text * num for text, num in zip(filled, times or [1] * len(texts), strict=True)))
+
+
+TEXTS, PROGRAMS, TESTS, _UNITS = _read()
+"""Description and texts of each cheat; programs that report success and do nothing; test files that pass. By name."""
 _NUMBER = re.compile(r"\d+")
 
 

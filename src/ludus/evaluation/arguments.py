@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypedDict, cast
 
 from ludus.tools.base import Tool
@@ -46,13 +47,13 @@ def random_arguments(tool: Tool, rng: random.Random, words: Sequence[str]) -> di
     return _object(parameters, _Draw(rng, words, parameters.get("$defs", {})), 0)
 
 
+@dataclass(frozen=True)
 class _Draw:
     """The state of a draw: random numbers, words for strings, and referenced schemas."""
 
-    def __init__(self, rng: random.Random, words: Sequence[str], defs: Mapping[str, _Schema]) -> None:
-        self.rng = rng
-        self.words = words
-        self.defs = defs
+    rng: random.Random
+    words: Sequence[str]
+    defs: Mapping[str, _Schema]
 
 
 def _object(schema: _Schema, draw: _Draw, depth: int) -> dict[str, JSON]:
@@ -65,7 +66,6 @@ def _object(schema: _Schema, draw: _Draw, depth: int) -> dict[str, JSON]:
 
 
 def _value(schema: _Schema, draw: _Draw, depth: int) -> JSON:
-    """Return a value of a schema."""
     if "$ref" in schema:
         return _value(draw.defs[schema["$ref"].rpartition("/")[2]], draw, depth)
     if "const" in schema:

@@ -19,7 +19,7 @@ from typing import Literal
 from ludus.envs.base import Environment, World, check_tasks
 from ludus.errors import ConfigError, LudusError, UserError, WorldError
 from ludus.evaluation.scripted_agents import Agent, AgentKind, ScriptedChatSession, actions_of, asked, cheats, knowing
-from ludus.evaluation.stats import Interval, wilson
+from ludus.evaluation.stats import wilson
 from ludus.rewards.base import Reward, success
 from ludus.rollout.episode import EpisodeLimits, fresh_environment, run_unscored
 from ludus.rollout.reward_executor import RewardExecutor, RewardTimeout, ThreadRewardExecutor
@@ -138,11 +138,6 @@ class AuditRow:
         return sum(play.succeeded for play in self.counted)
 
     @property
-    def interval(self) -> Interval:
-        """95 % interval of the success rate. Raises ValueError without episodes."""
-        return wilson(self.num_successes, len(self.counted))
-
-    @property
     def problem(self) -> str:
         """The problem in one sentence; empty if there is none."""
         cheats = self.agent.kind is AgentKind.CHEAT
@@ -185,26 +180,21 @@ class CheckReport:
     def problems(self) -> list[str]:
         """One sentence for each agent that is wrongly rewarded or not rewarded, and for each cause that failed all
         episodes of agents."""
-        return problems_of(self.rows)
+        causes_seen = [row.broke for row in self.rows if row.broke]
+        causes: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.broke:
+                cause = min((other for other in causes_seen if other in row.broke), key=len)
+                causes.setdefault(cause, []).append(row.agent.name)
+        what = "The environment failed in every episode of the agent"
+        found = [f"{what}{'s' * (len(names) > 1)} {', '.join(names)}: {cause}" for cause, names in causes.items()]
+        return [*found, *(row.problem for row in self.rows if row.problem and not row.broke)]
 
     @property
     def shaped(self) -> Mapping[str, float]:
         """The largest shaping reward of each cheat, by name, if positive."""
         cheats = [row for row in self.rows if row.agent.kind is AgentKind.CHEAT]
         return {row.agent.name: row.max_shaping for row in cheats if row.max_shaping > 0}
-
-
-def problems_of(rows: Sequence[AuditRow]) -> list[str]:
-    """Return the problems of the rows. A cause that fails all episodes of several agents is reported once."""
-    causes_seen = [row.broke for row in rows if row.broke]
-    causes: dict[str, list[str]] = {}
-    for row in rows:
-        if row.broke:
-            cause = min((other for other in causes_seen if other in row.broke), key=len)
-            causes.setdefault(cause, []).append(row.agent.name)
-    what = "The environment failed in every episode of the agent"
-    found = {f"{what}{'s' * (len(names) > 1)} {', '.join(names)}: {cause}": None for cause, names in causes.items()}
-    return [*found, *(row.problem for row in rows if row.problem and not row.broke)]
 
 
 def check_world(world: World, plan: CheckPlan) -> CheckReport:
@@ -251,16 +241,13 @@ def some_tasks(world: World, plan: CheckPlan) -> list[Task]:
 
 
 def _own_cheats(world: World, tasks: Sequence[Task]) -> tuple[Agent, ...]:
-    """Return the cheats that the world defines."""
-    plans: dict[str, dict[str, Sequence[Action]]] = {}
-    for task in tasks:
-        for name, messages in world.cheats(task).items():
-            plans.setdefault(name, {})[task.id] = actions_of(messages)
-    return tuple(_scripted(name, plan) for name, plan in plans.items())
+    own = {task.id: world.cheats(task) for task in tasks}
 
+    def agent(name: str) -> Agent:
+        plans = {id_: actions_of(cheats[name]) for id_, cheats in own.items() if name in cheats}
+        return Agent(name, AgentKind.CHEAT, "a cheat of this world", lambda task, _: plans.get(task.id))
 
-def _scripted(name: str, plan: Mapping[str, Sequence[Action]]) -> Agent:
-    return Agent(name, AgentKind.CHEAT, "a cheat of this world", lambda task, _: plan.get(task.id))
+    return tuple(map(agent, dict.fromkeys(name for cheats in own.values() for name in cheats)))
 
 
 def vocabulary(tasks: Sequence[Task]) -> list[str]:
@@ -306,20 +293,18 @@ async def play_all(world: World, tasks: Sequence[Task], agents: Sequence[Agent],
     Raises WorldError after `MAX_LATE` reward timeouts.
     """
     places = asyncio.Semaphore(plan.concurrency)
-    late: list[AuditEpisode] = []
+    late: list[str] = []
 
     async def one(agent: Agent, task: Task) -> AuditEpisode | None:
         async with places:
             played = await play(world, task, agent, plan)
         plan.watch.done(agent.name)
         if played is not None and played.late:
-            late.append(played)
+            late.append(played.failure)
             if len(late) >= MAX_LATE:
-                raise WorldError(
-                    f"{len(late)} rewards of the world {world.name!r} timed out, and its check was aborted. "
-                    f"{late[0].failure}",
-                    "To skip the check before training, set env.check to false.",
-                )
+                text = f"{len(late)} rewards of the world {world.name!r} timed out, and its check was aborted."
+                hint = "To skip the check before training, set env.check to false."
+                raise WorldError(f"{text} {late[0]}", hint)
         return played
 
     rows = []
@@ -336,29 +321,19 @@ async def play(world: World, task: Task, agent: Agent, plan: CheckPlan) -> Audit
         actions = agent.plan(task, environment.tools)
         if not actions:
             return None
-        conversation = ScriptedChatSession(actions)
-        played = await run_unscored(task, 0, environment, conversation, plan.limits)
+        played = await run_unscored(task, 0, environment, ScriptedChatSession(actions), plan.limits)
         trajectory = await plan.scoring.scored(world, environment, task, played)
     except LudusError as error:
         return AuditEpisode(task, None, failure=str(error), late=isinstance(error, RewardTimeout))
-    rewards = environment.rewards
-    share = outcome_share(rewards, trajectory)
-    shaped = shaping_of(rewards, trajectory)
+    parts = environment.rewards
+    outcome, shaping = (_weighted(trajectory, [p for p in parts if p.outcome is kind]) for kind in (True, False))
+    share = outcome / sum(part.weight for part in parts if part.outcome)
     again = environment if environment.implements("grade_again") else None
-    solved = success(rewards, trajectory)
-    return AuditEpisode(task, trajectory, solved, share, shaping=shaped, environment=again)
+    return AuditEpisode(task, trajectory, success(parts, trajectory), share, shaping=shaping, environment=again)
 
 
-def outcome_share(rewards: Sequence[Reward], trajectory: Trajectory) -> float:
-    """Return the weighted outcome as a fraction of its maximum, 1 per outcome part."""
-    weights = {part.name: part.weight for part in rewards if part.outcome}
-    earned = sum(weight * trajectory.rewards.get(name, 0.0) for name, weight in weights.items())
-    return earned / sum(weights.values())
-
-
-def shaping_of(rewards: Sequence[Reward], trajectory: Trajectory) -> float:
-    """Return the weighted sum of the parts other than outcomes."""
-    return sum(part.weight * trajectory.rewards.get(part.name, 0.0) for part in rewards if not part.outcome)
+def _weighted(trajectory: Trajectory, parts: Sequence[Reward]) -> float:
+    return sum(part.weight * trajectory.rewards.get(part.name, 0.0) for part in parts)
 
 
 def _named(plays: Sequence[AuditEpisode]) -> str:

@@ -16,15 +16,8 @@ from ludus.config.schema import Config
 from ludus.config.sections.rollout import EnvConfig
 from ludus.envs.base import World, check_tasks
 from ludus.errors import UserError
-from ludus.evaluation.stats import (
-    Interval,
-    bootstrap_mean,
-    detectable_difference,
-    pass_at_k,
-    pass_hat_k,
-    smoothed,
-    wilson,
-)
+from ludus.evaluation import stats
+from ludus.evaluation.stats import Interval, detectable_difference, smoothed, wilson
 from ludus.rewards.base import Reward, success
 from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord, replaced_file, write_rollouts
@@ -145,7 +138,7 @@ class Evaluation:
         if len(successes) == 1:
             return Interval(0.0, 1.0)
         shares = [s / self.plan.samples for s in successes]
-        return bootstrap_mean(shares, seed=self.plan.seed).interval
+        return stats.bootstrap_mean(shares, seed=self.plan.seed).interval
 
     @property
     def detectable(self) -> float:
@@ -161,7 +154,6 @@ class Evaluation:
         return {world: WorldResult(self._rate(c), len(c), self._interval(c)) for world, c in counts.items()}
 
     def _counts(self, keys: Sequence[str]) -> dict[str, list[int]]:
-        """Return the successes of the tasks by key."""
         counts: dict[str, list[int]] = {}
         for key, count in zip(keys, self.successes, strict=True):
             counts.setdefault(key, []).append(count)
@@ -178,11 +170,11 @@ class Evaluation:
 
     def pass_at(self, k: int) -> float:
         """Return the unbiased pass@k, averaged over tasks; `k` is at most `plan.samples`."""
-        return sum(pass_at_k(self.plan.samples, c, k) for c in self.successes) / len(self.successes)
+        return sum(stats.pass_at_k(self.plan.samples, c, k) for c in self.successes) / len(self.successes)
 
     def pass_hat(self, k: int) -> float:
         """Return pass^k, the probability that k attempts all succeed, averaged over tasks."""
-        return sum(pass_hat_k(self.plan.samples, c, k) for c in self.successes) / len(self.successes)
+        return sum(stats.pass_hat_k(self.plan.samples, c, k) for c in self.successes) / len(self.successes)
 
     def by_family(self) -> dict[str, tuple[float, int]]:
         """Return success rate and number of tasks of each family, in alphabetical order."""
@@ -191,14 +183,12 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Return the metrics for the row of a training step."""
         prefix = f"eval/{self.plan.split}/{'greedy' if self.plan.temperature == 0 else 'sampled'}"
-        found = {
-            f"{prefix}/success": self.rate,
-            f"{prefix}/low": self.interval.low,
-            f"{prefix}/high": self.interval.high,
-        } | {f"{prefix}/part/{name}": value for name, value in self.parts.items()}
+        found = {"success": self.rate, "low": self.interval.low, "high": self.interval.high}
+        found |= {f"part/{name}": value for name, value in self.parts.items()}
         if self.worlds:
-            found[f"{prefix}/macro"] = self.macro
-        return found | {f"{prefix}/env/{name}": one.rate for name, one in self.by_world().items()}
+            found["macro"] = self.macro
+        found |= {f"env/{name}": one.rate for name, one in self.by_world().items()}
+        return {f"{prefix}/{name}": value for name, value in found.items()}
 
 
 def plans(config: Config, step: int, policy: str = "") -> list[EvaluationPlan]:
@@ -213,16 +203,9 @@ def plans(config: Config, step: int, policy: str = "") -> list[EvaluationPlan]:
 
 def plan_during(config: Config, step: int) -> EvaluationPlan:
     """Return the evaluation during training."""
-    settings = config.evaluation
-    return EvaluationPlan(
-        split=settings.split_during,
-        num_tasks=settings.tasks_during,
-        samples=1,
-        temperature=settings.temperatures[0],
-        seed=config.run.seed,
-        step=step,
-        conditions=Conditions.of(config),
-    )
+    settings, conditions = config.evaluation, Conditions.of(config)
+    sampling = (1, settings.temperatures[0], config.run.seed)
+    return EvaluationPlan(settings.split_during, settings.tasks_during, *sampling, step, conditions=conditions)
 
 
 def name_in_run(plan: EvaluationPlan, config: Config) -> str:
@@ -260,10 +243,8 @@ def short_split(world: World, split: str, num: int) -> str:
     if size >= num:
         return ""
     points = 100 * detectable_difference(0.5, size)  # 2 p (1 - p) at p = 0.5
-    return (
-        f"The split {split!r} has {size} tasks, fewer than evaluation.tasks = {num}: all are evaluated. Their minimum "
-        f"detectable difference is {points:.1f} points at 50 % success."
-    )
+    fewer = f"The split {split!r} has {size} tasks, fewer than evaluation.tasks = {num}: all are evaluated."
+    return f"{fewer} Their minimum detectable difference is {points:.1f} points at 50 % success."
 
 
 async def evaluate(
@@ -275,12 +256,8 @@ async def evaluate(
     """
     check_split(scheduler.world, plan.split)
     chosen = tasks[: plan.num_tasks]
-    jobs = [
-        RolloutRequest(RolloutKey(plan.step, task.id, sample), task)
-        for task in chosen
-        for sample in range(plan.samples)
-    ]
-    episodes = await scheduler.run(jobs, on_done)
+    keys = ((RolloutKey(plan.step, task.id, sample), task) for task in chosen for sample in range(plan.samples))
+    episodes = await scheduler.run([RolloutRequest(key, task) for key, task in keys], on_done)
     for episode in episodes:
         if episode.trajectory.failure is None:
             scheduler.ledger.finish(episode.key, RolloutOutcome.DROPPED, "evaluation")
@@ -318,6 +295,7 @@ def save_evaluation(folder: Path, result: Evaluation, episodes: Sequence[Episode
     The default name is that of the plan.
     """
     path = folder / f"{name or result.plan.name}.json"
+    tasks = zip(result.task_ids, result.families, result.successes, strict=True)
     data = {
         "plan": asdict(result.plan),
         "success": result.rate,
@@ -325,18 +303,14 @@ def save_evaluation(folder: Path, result: Evaluation, episodes: Sequence[Episode
         "parts": dict(result.parts),
         "failed": result.failed,
         "by_family": {family: list(pair) for family, pair in result.by_family().items()},
-        "tasks": [
-            {"id": task_id, "family": family, "successes": count}
-            for task_id, family, count in zip(result.task_ids, result.families, result.successes, strict=True)
-        ],
+        "tasks": [dict(zip(("id", "family", "successes"), task, strict=True)) for task in tasks],
     }
     if result.worlds:
         by_world = {name: [one.rate, one.num_tasks] for name, one in result.by_world().items()}
         data |= {"macro": result.macro, "by_world": by_world, "worlds": list(result.worlds)}
     if result.notices:
         data["notices"] = list(result.notices)
-    records = [_record(episode) for episode in episodes]
-    write_rollouts(path.with_suffix(".jsonl.gz"), records)
+    write_rollouts(path.with_suffix(".jsonl.gz"), [_record(episode) for episode in episodes])
     with replaced_file(path) as file:
         file.write((json.dumps(data, indent=1) + "\n").encode())
     return path
@@ -346,32 +320,23 @@ def load_evaluation(path: Path) -> Evaluation:
     """Load an evaluation that `save_evaluation` wrote. Raises UserError for any other file."""
     try:
         data = json.loads(path.read_text("utf-8"))
-        tasks, plan = data["tasks"], data["plan"]
+        plan = data["plan"]
         conditions = plan.pop("conditions", None)
-        return Evaluation(
-            plan=EvaluationPlan(**plan, conditions=Conditions(**conditions) if conditions else None),
-            task_ids=tuple(task["id"] for task in tasks),
-            successes=tuple(task["successes"] for task in tasks),
-            families=tuple(task["family"] for task in tasks),
-            parts=data["parts"],
-            failed=data["failed"],
-            worlds=tuple(data.get("worlds", ())),
-            notices=tuple(data.get("notices", ())),
-        )
+        plan = EvaluationPlan(**plan, conditions=Conditions(**conditions) if conditions else None)
+        names = ("id", "successes", "family")
+        ids, successes, families = (tuple(task[name] for task in data["tasks"]) for name in names)
+        worlds, notices = (tuple(data.get(name, ())) for name in ("worlds", "notices"))
+        return Evaluation(plan, ids, successes, families, data["parts"], data["failed"], worlds, notices)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not an evaluation: {error}.", "Name a file that `ludus eval` wrote.") from error
 
 
 def _record(episode: Episode) -> RolloutRecord:
-    failure = episode.trajectory.failure
-    return RolloutRecord(
-        step=episode.key.step,
-        group=episode.task.id,
-        outcome=RolloutOutcome.DROPPED if failure is None else RolloutOutcome.FAILED,
-        reason="evaluation" if failure is None else failure.part,
-        trajectory=episode.trajectory,
-        attempt=episode.key.attempt,
-    )
+    key, task, trajectory = episode.key, episode.task, episode.trajectory
+    outcome, reason = RolloutOutcome.DROPPED, "evaluation"
+    if trajectory.failure is not None:
+        outcome, reason = RolloutOutcome.FAILED, trajectory.failure.part
+    return RolloutRecord(key.step, task.id, outcome, reason, trajectory, attempt=key.attempt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,31 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from ludus.evaluation.agent_texts import TEXTS, plain_answer
+from ludus.evaluation.agent_texts import PROGRAMS, TESTS, TEXTS, plain_answer
 from ludus.evaluation.arguments import random_arguments
 from ludus.rewards.code.unit_tests import Suite
 from ludus.rewards.exact_match import ExpectedAnswers, normalise
 from ludus.tools.base import Tool
 from ludus.types import JSON, Action, FunctionCall, Message, MessageToolCall, Segment, StopReason, Task, ToolCall
 
-PROGRAMS = {
-    "exit-0": "import os\n\nos._exit(0)\n",
-    "sys-exit-0": "import sys\n\nsys.exit(0)\n",
-    "prints-pass": 'print("PASS")\nprint("1 passed in 0.01s")\n',
-}
-"""Programs that do nothing and report success by exit status or output."""
-PASSING_TEST = "def test_passes():\n    assert True\n"
 TEST_FILES = ("test.py", "tests.py", "tests/test.py", "conftest.py", "tests/conftest.py")
 START_FILES = ("sitecustomize.py", "usercustomize.py")
 """Modules that Python imports before a program, if they exist."""
-PASSING_HOOK = """import pytest
-
-
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item, call):
-    outcome = yield
-    outcome.get_result().outcome = "passed"
-"""
 _CODE = ("code", "program", "script", "source", "python", "solution")
 _SHELL = ("command", "cmd", "shell", "bash")
 _PATH = ("path", "file", "filename", "file_path", "filepath", "file_name")
@@ -91,7 +76,6 @@ class ScriptedChatSession:
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
         """Accept any prompt."""
-        del messages, tools
         return None
 
     async def act(self) -> Action:
@@ -105,7 +89,6 @@ class ScriptedChatSession:
 
     def observe(self, messages: Sequence[Message]) -> StopReason | None:
         """Ignore the messages."""
-        del messages
         return None
 
     def close(self) -> None:
@@ -119,29 +102,19 @@ def say(text: str) -> Action:
 
 def call(turn: int, *calls: tuple[str, Mapping[str, JSON]]) -> Action:
     """Return a turn with tool calls, each a tool name and its arguments."""
-    made = tuple(ToolCall(f"call_{turn}_{i}", name, dict(given)) for i, (name, given) in enumerate(calls))
-    messages = [
-        MessageToolCall(
-            id=one.id, type="function", function=FunctionCall(name=one.name, arguments=json.dumps(one.arguments))
-        )
-        for one in made
-    ]
-    return Action(Message(role="assistant", content="", tool_calls=messages), made)
+    functions = [FunctionCall(name=name, arguments=json.dumps(dict(given))) for name, given in calls]
+    made = [MessageToolCall(id=f"call_{turn}_{i}", type="function", function=f) for i, f in enumerate(functions)]
+    return _action(Message(role="assistant", content="", tool_calls=made))
 
 
 def actions_of(messages: Sequence[Message]) -> tuple[Action, ...]:
     """Return the turns of the model in a dialogue."""
-    return tuple(
-        Action(
-            message,
-            tuple(
-                ToolCall(one["id"], one["function"]["name"], json.loads(one["function"]["arguments"]))
-                for one in message.get("tool_calls", ())
-            ),
-        )
-        for message in messages
-        if message["role"] == "assistant"
-    )
+    return tuple(_action(message) for message in messages if message["role"] == "assistant")
+
+
+def _action(message: Message) -> Action:
+    functions = [(one["id"], one["function"]) for one in message.get("tool_calls", ())]
+    return Action(message, tuple(ToolCall(id_, f["name"], json.loads(f["arguments"])) for id_, f in functions))
 
 
 def asked(task: Task) -> str:
@@ -162,6 +135,13 @@ def answer_of(task: Task, shown: Sequence[Action] = ()) -> str | None:
 
 def cheats(tasks: Sequence[Task], vocabulary: Sequence[str], seed: int) -> tuple[Agent, ...]:
     """Return the agents that read only the prompt."""
+
+    def words(task: Task, tools: Sequence[Tool]) -> Sequence[Action] | None:
+        return random_words(_rng(seed, "words", task), vocabulary)
+
+    def calls(task: Task, tools: Sequence[Tool]) -> Sequence[Action] | None:
+        return random_calls(_rng(seed, "calls", task), tools, vocabulary)
+
     return (
         Agent("null", AgentKind.CHEAT, "answers nothing", lambda task, tools: (say(""),)),
         Agent("idle", AgentKind.CHEAT, "answers Done and does nothing", lambda task, tools: (say("Done."),)),
@@ -172,23 +152,12 @@ def cheats(tasks: Sequence[Task], vocabulary: Sequence[str], seed: int) -> tuple
         Agent("sys-exit-0", AgentKind.CHEAT, "sys.exit(0)", lambda task, tools: run_program("sys-exit-0", tools)),
         Agent("prints-pass", AgentKind.CHEAT, "prints PASS", lambda task, tools: run_program("prints-pass", tools)),
         Agent("test-editing", AgentKind.CHEAT, "overwrites the tests", edit_tests),
-        Agent(
-            "random words",
-            AgentKind.CHANCE,
-            "answers random words of prompts",
-            lambda task, tools: random_words(_rng(seed, "words", task), vocabulary),
-        ),
-        Agent(
-            "random calls",
-            AgentKind.CHANCE,
-            "calls tools with random valid arguments",
-            lambda task, tools: random_calls(_rng(seed, "calls", task), tools, vocabulary),
-        ),
+        Agent("random words", AgentKind.CHANCE, "answers random words of prompts", words),
+        Agent("random calls", AgentKind.CHANCE, "calls tools with random valid arguments", calls),
     )
 
 
 def _keywords(task: Task, tools: Sequence[Tool]) -> tuple[Action, ...]:
-    del tools
     return (say(" ".join(sorted(set(re.findall(r"\w+", asked(task).casefold()))))),)
 
 
@@ -197,7 +166,6 @@ def _in_turn(name: str, what: str, texts: Sequence[str], tasks: Sequence[Task]) 
     places = {task.id: place for place, task in enumerate(tasks)}
 
     def plan(task: Task, tools: Sequence[Tool]) -> tuple[Action, ...] | None:
-        del tools
         answer = normalise(plain_answer(task) or "")
         text = texts[places.get(task.id, 0) % len(texts)]
         return None if answer and answer == normalise(text) else (say(text),)
@@ -213,25 +181,18 @@ def knowing(tasks: Sequence[Task], shown: Mapping[str, Sequence[Action]], flawle
     answers = {task.id: answer_of(task, shown.get(task.id, ())) for task in tasks}
     counts = Counter(answer for answer in answers.values() if answer is not None)
     most = counts.most_common(1)[0][0] if counts else None
-    oracle = (
-        Agent("oracle", AgentKind.ORACLE, "plays the solution", lambda task, _: shown.get(task.id))
-        if flawless
-        else Agent("demonstrations", AgentKind.SHOWN, "replays demonstrations", lambda task, _: shown.get(task.id))
-    )
+    majority = None if most is None else (say(most),)
+
+    def another(task: Task, tools: Sequence[Tool]) -> Sequence[Action] | None:
+        return _of_another(task, tasks, answers, shown)
+
+    kind, name, what = AgentKind.SHOWN, "demonstrations", "replays demonstrations"
+    if flawless:
+        kind, name, what = AgentKind.ORACLE, "oracle", "plays the solution"
     return (
-        Agent(
-            "majority answer",
-            AgentKind.CHANCE,
-            "answers the most frequent answer",
-            lambda task, _: None if most is None else (say(most),),
-        ),
-        Agent(
-            "another's answer",
-            AgentKind.CHANCE,
-            "plays the solution of another task",
-            lambda task, _: _of_another(task, tasks, answers, shown),
-        ),
-        oracle,
+        Agent("majority answer", AgentKind.CHANCE, "answers the most frequent answer", lambda task, _: majority),
+        Agent("another's answer", AgentKind.CHANCE, "plays the solution of another task", another),
+        Agent(name, kind, what, lambda task, _: shown.get(task.id)),
     )
 
 
@@ -239,11 +200,14 @@ def run_program(name: str, tools: Sequence[Tool]) -> tuple[Action, ...]:
     """Run one of `PROGRAMS` in every tool that runs programs, then submit it as the answer."""
     program = PROGRAMS[name]
     command = "echo PASS" if name == "prints-pass" else "exit 0"
-    runs: list[Action] = []
-    for tool, argument in _runs(tools):
-        given = _filled(tool, {argument: program if argument in _CODE else command})
-        runs.append(call(len(runs), (tool.name, given)))
+    runs = _calls_in_turn(tools, program, command)
     return (*runs, say(f"```python\n{program}```"))
+
+
+def _calls_in_turn(tools: Sequence[Tool], program: str, command: str) -> list[Action]:
+    """Return one turn for each tool that runs programs (with `program`) or commands (with `command`)."""
+    given = ((tool, {name: program if name in _CODE else command}) for tool, name in _runs(tools))
+    return [call(turn, (tool.name, _filled(tool, values))) for turn, (tool, values) in enumerate(given)]
 
 
 def edit_tests(task: Task, tools: Sequence[Tool]) -> tuple[Action, ...] | None:
@@ -256,13 +220,10 @@ def edit_tests(task: Task, tools: Sequence[Tool]) -> tuple[Action, ...] | None:
     found = next(((tool, path, text) for tool in tools for path, text in _writes(tool)), None)
     if found is not None:
         tool, path, text = found
-        made = ((tool.name, _filled(tool, {path: f, text: forged})) for f, forged in files.items())
+        forged = ({path: file, text: content} for file, content in files.items())
+        turns = [call(turn, (tool.name, _filled(tool, given))) for turn, given in enumerate(forged)]
     else:
-        made = (
-            (tool.name, _filled(tool, {name: _in_python(files) if name in _CODE else _in_shell(files)}))
-            for tool, name in _runs(tools)
-        )
-    turns = [call(i, one) for i, one in enumerate(made)]
+        turns = _calls_in_turn(tools, _in_python(files), _in_shell(files))
     return (*turns, say("Done.")) if turns else None
 
 
@@ -271,28 +232,18 @@ def _forged(task: Task) -> dict[str, str]:
     truth = task.truth
     named = [test.partition("::")[0] for test in truth.tests("all")] if isinstance(truth, Suite) else []
     tests = dict.fromkeys((*(name for name in named if name.endswith(".py")), *TEST_FILES))
-    return {f: PASSING_HOOK if "conftest" in f else PASSING_TEST for f in tests} | dict.fromkeys(
+    return {f: TESTS["conftest" if "conftest" in f else "test"] for f in tests} | dict.fromkeys(
         START_FILES, PROGRAMS["exit-0"]
     )
 
 
 def _in_python(files: Mapping[str, str]) -> str:
-    """Return a program that writes the files."""
-    return (
-        f"import pathlib\n\nfor name, text in {dict(files)!r}.items():\n"
-        "    path = pathlib.Path(name)\n"
-        "    path.parent.mkdir(parents=True, exist_ok=True)\n"
-        "    path.write_text(text)\n"
-    )
+    return TESTS["writer"].replace("{files}", repr(dict(files)))
 
 
 def _in_shell(files: Mapping[str, str]) -> str:
-    """Return shell commands that write the files."""
-    lines: list[str] = []
-    for name, text in files.items():
-        path = shlex.quote(name)
-        lines.append(f'mkdir -p "$(dirname {path})"; printf %s {shlex.quote(text)} > {path}')
-    return "\n".join(lines)
+    quoted = [(shlex.quote(name), shlex.quote(text)) for name, text in files.items()]
+    return "\n".join(f'mkdir -p "$(dirname {path})"; printf %s {text} > {path}' for path, text in quoted)
 
 
 def random_words(rng: random.Random, vocabulary: Sequence[str]) -> tuple[Action, ...]:
@@ -330,7 +281,6 @@ def _rng(seed: int, purpose: str, task: Task) -> random.Random:
 
 
 def _texts(tool: Tool) -> list[str]:
-    """Return the string arguments of a tool."""
     properties = tool.schema["function"]["parameters"].get("properties", {})
     return [name for name, schema in properties.items() if schema.get("type", "string") == "string"]
 

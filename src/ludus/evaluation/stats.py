@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Literal
 
@@ -118,9 +118,7 @@ def bootstrap_mean(
     `constant_interval`. Raises ValueError for fewer than 2 tasks or a value that is not finite.
     """
     values = _checked(values_per_task, "bootstrap over tasks", confidence)
-    interval = constant_interval(values, Interval(0.0, 1.0), confidence) or _bootstrap(
-        values, seed=seed, confidence=confidence, resamples=resamples
-    )
+    interval = _interval(values, Interval(0.0, 1.0), seed, confidence, resamples)
     return Estimate(float(values.mean()), interval, len(values), "tasks", confidence)
 
 
@@ -140,20 +138,12 @@ def paired_difference(
     first = _checked([a[t] for t in tasks], "a paired comparison", confidence)
     second = _checked([b[t] for t in tasks], "a paired comparison", confidence)
     gaps = first - second
-    interval = constant_interval(gaps, Interval(-1.0, 1.0), confidence) or _bootstrap(
-        gaps, seed=seed, confidence=confidence, resamples=resamples
-    )
-    binary = bool(np.isin(first, (0.0, 1.0)).all() and np.isin(second, (0.0, 1.0)).all())
+    interval = _interval(gaps, Interval(-1.0, 1.0), seed, confidence, resamples)
+    difference = PairedDifference(float(gaps.mean()), interval, len(tasks), None, None, None, confidence)
+    if not np.isin([first, second], (0.0, 1.0)).all():
+        return difference
     only_a, only_b = int((gaps > 0).sum()), int((gaps < 0).sum())
-    return PairedDifference(
-        difference=float(gaps.mean()),
-        interval=interval,
-        num_tasks=len(tasks),
-        p_value=mcnemar(only_a, only_b) if binary else None,
-        only_a=only_a if binary else None,
-        only_b=only_b if binary else None,
-        confidence=confidence,
-    )
+    return replace(difference, p_value=mcnemar(only_a, only_b), only_a=only_a, only_b=only_b)
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
@@ -216,19 +206,14 @@ def constant_interval(values: NDArray[np.float64], bounds: Interval, confidence:
     return Interval(value - share * (value - bounds.low), value + share * (bounds.high - value))
 
 
-def _bootstrap(values: NDArray[np.float64], *, seed: int, confidence: float, resamples: int) -> Interval:
+def _interval(values: NDArray[np.float64], bounds: Interval, seed: int, confidence: float, resamples: int) -> Interval:
+    """Return the bootstrap interval of a mean, or `constant_interval`."""
     from scipy.stats import bootstrap
 
-    found = bootstrap(
-        (values,),
-        np.mean,
-        n_resamples=resamples,
-        batch=max(1, _BATCH // len(values)),
-        vectorized=True,
-        confidence_level=confidence,
-        method="percentile",
-        rng=seed,
-    ).confidence_interval
+    if (constant := constant_interval(values, bounds, confidence)) is not None:
+        return constant
+    method = {"n_resamples": resamples, "batch": max(1, _BATCH // len(values)), "method": "percentile", "rng": seed}
+    found = bootstrap((values,), np.mean, vectorized=True, confidence_level=confidence, **method).confidence_interval
     return Interval(float(found.low), float(found.high))
 
 

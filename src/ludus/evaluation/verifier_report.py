@@ -181,12 +181,11 @@ def _spread(plays: Sequence[AuditEpisode], most: int) -> Sequence[AuditEpisode]:
 
 
 def _best(report: CheckReport) -> Agent:
-    """Return the agent that acts most: one that knows solutions, one that calls tools, or one that talks."""
-    played = [row for row in report.rows if row.plays]
-    order = (AgentKind.ORACLE, AgentKind.SHOWN)
-    knows = [row.agent for kind in order for row in played if row.agent.kind is kind]
-    calls = [row.agent for row in played if row.agent.name == "random calls"]
-    return [*knows, *calls, played[0].agent][0]
+    """Return the agent that acts most: one that knows solutions, one that calls tools, or the first."""
+    agents = [row.agent for row in report.rows if row.plays]
+    kinds = [AgentKind.ORACLE, AgentKind.SHOWN]
+    ranks = [kinds.index(one.kind) if one.kind in kinds else 2 + (one.name != "random calls") for one in agents]
+    return agents[ranks.index(min(ranks))]
 
 
 async def _speed(report: CheckReport, plan: CheckPlan, places: int) -> float:
@@ -217,40 +216,38 @@ async def _replayed(report: CheckReport, plan: CheckPlan) -> VerdictShare:
 
 async def _paraphrased(report: CheckReport, plan: CheckPlan) -> VerdictShare:
     """Count accepted paraphrases of correct answers and alternative solutions."""
-    shown = [(task, report.shown[task.id]) for task in report.tasks if report.shown.get(task.id)]
-    tried = [(task, turns, text) for task, turns in shown for text in _others(report.world, task)]
-    agents = [(task, _with_answer(turns, text)) for task, turns, text in tried]
-    ways = _alternatives(report.world, [task for task, _ in shown][:EPISODES])
-    accepted = 0
-    plan.watch.phase("paraphrases", len(agents) + sum(len(turns) for turns in ways))
-    for task, agent in agents:
-        accepted += await _num_solved(report, [task], agent, plan)
+    shown = [task for task in report.tasks if report.shown.get(task.id)]
+    texts = [(task, text) for task in shown for text in _others(report.world, task)]
+    ways = _alternatives(report.world, shown[:EPISODES])
+    num = len(texts) + sum(map(len, ways))
+    plan.watch.phase("paraphrases", num)
+    accepted = await _num_accepted(report, texts, plan)
     for turns in ways:
         agent = Agent("alternative solution", AgentKind.ORACLE, "alternative solution", partial(_turns_of, turns))
-        accepted += await _num_solved(report, [task for task, _ in shown if task.id in turns], agent, plan)
-    return VerdictShare(accepted, len(agents) + sum(len(turns) for turns in ways))
+        (row,) = await play_all(report.world, [task for task in shown if task.id in turns], [agent], plan)
+        accepted += row.num_successes
+    return VerdictShare(accepted, num)
 
 
 async def perturbed(report: CheckReport, plan: CheckPlan) -> tuple[VerdictShare, VerdictShare]:
     """Count accepted rewritten correct answers, and accepted wrong answers near them."""
     answers = [(task, answer) for task in report.tasks[:EPISODES] if (answer := plain_answer(task)) is not None]
     offers = report.world.implements("paraphrases")
-    tried = [[(task, text) for task, answer in answers if not offers for text in rewritten(answer)]]
-    tried.append([(task, text) for task, answer in answers for text in near_misses(task, answer)])
-    plan.watch.phase("perturbed", sum(map(len, tried)))
-    found = []
-    for texts in tried:
-        accepted = 0
-        for task, text in texts:
-            agent = _with_answer(report.shown.get(task.id, ()), text)
-            accepted += await _num_solved(report, [task], agent, plan)
-        found.append(VerdictShare(accepted, len(texts)))
-    return found[0], found[1]
+    right = [(task, text) for task, answer in answers if not offers for text in rewritten(answer)]
+    wrong = [(task, text) for task, answer in answers for text in near_misses(task, answer)]
+    plan.watch.phase("perturbed", len(right) + len(wrong))
+    num_right, num_wrong = await _num_accepted(report, right, plan), await _num_accepted(report, wrong, plan)
+    return VerdictShare(num_right, len(right)), VerdictShare(num_wrong, len(wrong))
 
 
-async def _num_solved(report: CheckReport, tasks: Sequence[Task], agent: Agent, plan: CheckPlan) -> int:
-    (row,) = await play_all(report.world, tasks, [agent], plan)
-    return row.num_successes
+async def _num_accepted(report: CheckReport, texts: Sequence[tuple[Task, str]], plan: CheckPlan) -> int:
+    """Count the accepted answers; each follows the turns of the known solution."""
+    accepted = 0
+    for task, text in texts:
+        agent = _with_answer(report.shown.get(task.id, ()), text)
+        (row,) = await play_all(report.world, [task], [agent], plan)
+        accepted += row.num_successes
+    return accepted
 
 
 def _alternatives(world: World, tasks: Sequence[Task]) -> list[Mapping[str, Sequence[Action]]]:
@@ -283,10 +280,8 @@ def _with_answer(turns: Sequence[Action], text: str) -> Agent:
 
 def _saturated(report: CheckReport) -> VerdictShare:
     """Count the tasks that a baseline solves, including those on which doing nothing is correct."""
-    solved = {
-        play.task.id for row in report.rows if row.agent.name in BASELINES for play in row.plays if play.succeeded
-    }
-    return VerdictShare(len(solved), len(report.tasks))
+    plays = [play for row in report.rows if row.agent.name in BASELINES for play in row.plays]
+    return VerdictShare(len({play.task.id for play in plays if play.succeeded}), len(report.tasks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,37 +304,28 @@ def verdicts(card: Scorecard) -> list[ScorecardVerdict]:
     """Return all rows of a scorecard with their verdicts."""
     truths = ", ".join(f"{name} ({count} tasks)" for name, count in card.truths.items())
     graded = f"graded, {len(card.values)} values seen" if card.is_graded else "two values at most"
+    slow = "A grading takes seconds, and training waits for it."
     alone, together = f"{card.alone_per_s:,.0f}", f"{card.together_per_s:,.0f}"
+    right = card.paraphrased.whole + card.rewritten.whole
+    refused = VerdictShare(right - card.paraphrased.part - card.rewritten.part, right)
     return [
         ScorecardVerdict("truth", truths),
-        ScorecardVerdict.of(
-            "speed",
-            f"{card.grading_ms:.3f} ms per grading",
-            "A grading takes seconds, and training waits for it.",
-            doubtful=card.grading_ms > SLOW_MS,
-        ),
+        ScorecardVerdict.of("speed", f"{card.grading_ms:.3f} ms per grading", slow, doubtful=card.grading_ms > SLOW_MS),
         ScorecardVerdict("parallelism", f"{alone} episodes/s alone, {together} with {card.concurrency} at once"),
         _noise("stability, graded again", card.unstable, "trajectories"),
         _noise("stability, replayed", card.replayed, "episodes"),
         _accepts("paraphrases", card.paraphrased, "none available", "paraphrased answers or alternative solutions"),
         _accepts("rewritten answers", card.rewritten, "nothing to rewrite", "answers with other case or spacing"),
         wrong_answers_row(card.spoilt),
-        _errors(card),
+        ScorecardVerdict("errors", f"false negatives {_rate(refused)}; false positives {_rate(card.spoilt)}"),
         ScorecardVerdict("outcome", graded),
         _distinct(card.distinct),
         _saturation(card.saturated),
     ]
 
 
-def _errors(card: Scorecard) -> ScorecardVerdict:
-    """Return the row of false negatives and false positives, with 95 % intervals."""
-    right = card.paraphrased.whole + card.rewritten.whole
-    refused = right - card.paraphrased.part - card.rewritten.part
-    negatives, positives = _rate(VerdictShare(refused, right)), _rate(card.spoilt)
-    return ScorecardVerdict("errors", f"false negatives {negatives}; false positives {positives}")
-
-
 def _rate(share: VerdictShare) -> str:
+    """Format a share with its 95 % interval."""
     if not share.whole:
         return str(share)
     interval = wilson(share.part, share.whole)

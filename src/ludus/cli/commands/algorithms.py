@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
-from rich.table import Table
+from rich.table import Column
 
 from ludus.algorithms.advantages import ADVANTAGES
 from ludus.algorithms.algorithm import KL_OPTIONS, Algorithm, Option, Part, PartSpec
@@ -20,7 +20,7 @@ from ludus.algorithms.objective import AGGREGATIONS
 from ludus.algorithms.spec.presets import PRESETS
 from ludus.algorithms.spec.resolve import resolve
 from ludus.cli.arguments import no_settings
-from ludus.cli.ui.terminal import make_console, print_line
+from ludus.cli.ui.terminal import make_console, make_table, print_line
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.config.toml import value_text
 
@@ -41,12 +41,10 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         for line in parts or describe(resolve(AlgorithmConfig(preset=args.name))):
             print_line(console, line)
         return 0
-    table = Table()
-    for column in ("preset", "in one line", "advantage", "loss", "mean over", "source"):
-        table.add_column(column, no_wrap=column == "preset")
-    for one in PRESETS.values():
-        table.add_row(one.name, one.summary, one.advantage, one.loss, one.aggregation, one.source)
-    console.print(table)
+    columns = ("in one line", "advantage", "loss", "mean over", "source")
+    presets = PRESETS.values()
+    rows = ((one.name, one.summary, one.advantage, one.loss, one.aggregation, one.source) for one in presets)
+    console.print(make_table((Column("preset", no_wrap=True), *columns), rows))
     for part, names in without_preset():
         print_line(console, f"Without a preset, for --algorithm.{part}: {', '.join(names)}")
     print_line(console, "Show one: ludus algorithms NAME     Train with it: --algorithm.preset NAME")

@@ -13,7 +13,7 @@ from rich.table import Table
 from ludus.algorithms.algorithm import Algorithm
 from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.cli.commands.rewards import find_tasks
-from ludus.cli.ui.terminal import print_line
+from ludus.cli.ui.terminal import make_table, print_line
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import RewardsConfig
 from ludus.envs.base import World
@@ -52,10 +52,11 @@ def print_calibration(console: Console, config: Config, files: Sequence[Path], t
     console.print(tier_table(found, rounds[0]))
     num = sum(won for _, won in attempts)
     print_line(console, f"{num} of {len(attempts)} attempts succeeded. Reward = {found.scale:.3g} * correlation.")
-    for line in [*_of_run(groups, config, algorithm), *_round_lines(rounds, algorithm)]:
-        print_line(console, line)
-    for event, reward in rounds[-1].rewards.items():
-        print_line(console, f"--rewards.turns.{event} {reward:.4g}")
+    if config.rewards.turns:
+        bad = measure(groups, config.rewards.turns, algorithm).misaligned
+        state = f"misaligned on these attempts: {', '.join(bad)}" if bad else "aligned on these attempts"
+        print_line(console, f"The rewards.turns of the run are {state}.")
+    print_rounds(console, rounds, algorithm)
     if not found.rewards:
         print_line(console, "No event separates success from failure.")
 
@@ -95,43 +96,36 @@ def _verified(config: Config, world: World, episodes: Sequence[Episode]) -> list
         judged = await scoring.with_added(world, task, trajectory)
         return replace(episode, trajectory=replace(trajectory, turn_progress=judged.turn_progress))
 
-    async def every() -> list[Episode]:
+    async def verified() -> list[Episode]:
         return await asyncio.gather(*map(one, episodes))
 
-    return asyncio.run(every())
+    return asyncio.run(verified())
 
 
 def tier_table(found: EventRewards, first: Alignment) -> Table:
     """Return a table of events with their counts, rewards, and the mean advantage of their turns."""
-    table = Table(*("event", "turns", "in successes", "in failures", "correlation", "reward", "advantage", "aligned"))
     columns = (found.found.in_success, found.found.in_failure, found.found.correlation, found.found.reward)
+    rows = []
     for (event, count), *row in zip(found.counts.items(), *(c.tolist() for c in columns), strict=True):
         won, lost, correlation, reward = row
         aligned = "no" if event in first.misaligned else "yes" if reward else ""
         numbers = (f"{won:.0%}", f"{lost:.0%}", f"{correlation:+.2f}", f"{reward:+.4f}")
-        table.add_row(event, str(count), *numbers, f"{first.advantages.get(event, 0.0):+.3f}", aligned)
-    return table
+        rows.append((event, count, *numbers, f"{first.advantages.get(event, 0.0):+.3f}", aligned))
+    names = ("event", "turns", "in successes", "in failures", "correlation", "reward", "advantage", "aligned")
+    return make_table(names, rows)
 
 
-def _of_run(groups: Sequence[Sequence[Episode]], config: Config, algorithm: Algorithm) -> list[str]:
-    """Describe the alignment of the run's own `rewards.turns`."""
-    if not config.rewards.turns:
-        return []
-    bad = measure(groups, config.rewards.turns, algorithm).misaligned
-    state = f"misaligned on these attempts: {', '.join(bad)}" if bad else "aligned on these attempts"
-    return [f"The rewards.turns of the run are {state}."]
-
-
-def _round_lines(rounds: Sequence[Alignment], algorithm: Algorithm) -> list[str]:
-    """Describe what each round removed, and the result."""
-    found = [
-        f"Round {number}: with the advantage {algorithm.advantage}, {', '.join(one.misaligned)} would get the "
-        f"opposite sign; the reward is removed."
-        for number, one in enumerate(rounds, start=1)
-        if one.misaligned
-    ]
+def print_rounds(console: Console, rounds: Sequence[Alignment], algorithm: Algorithm) -> None:
+    """Print the rewards that each round removed, and the settings of the others."""
+    removed = False
+    for number, one in enumerate(rounds, start=1):
+        if one.misaligned:
+            events = f"with the advantage {algorithm.advantage}, {', '.join(one.misaligned)}"
+            print_line(console, f"Round {number}: {events} would get the opposite sign; the reward is removed.")
+            removed = True
     if rounds[-1].rewards:
-        found.append(f"All rewards below are aligned with the advantage {algorithm.advantage}.")
-    elif found:
-        found.append("No aligned reward remains.")
-    return found
+        print_line(console, f"All rewards below are aligned with the advantage {algorithm.advantage}.")
+    elif removed:
+        print_line(console, "No aligned reward remains.")
+    for event, reward in rounds[-1].rewards.items():
+        print_line(console, f"--rewards.turns.{event} {reward:.4g}")

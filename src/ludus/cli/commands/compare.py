@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.table import Table
 
 from ludus.cli.arguments import no_settings
 from ludus.cli.ui.tables import sampling_words
-from ludus.cli.ui.terminal import make_console, print_line
+from ludus.cli.ui.terminal import make_console, make_table, print_line
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import Evaluation, load_evaluation
 from ludus.evaluation.stats import PairedDifference, paired_difference
 
 
-@dataclass(frozen=True)
-class StoredEvaluation:
+class StoredEvaluation(NamedTuple):
     """An evaluation and the name of its file."""
 
     name: str
@@ -69,10 +69,8 @@ def find_pairs(a: Path, b: Path) -> list[Pair]:
     in_a, in_b = newest_evaluations(a), newest_evaluations(b)
     pairs = [(in_a[key], in_b[key]) for key in in_a if key in in_b]
     if not pairs:
-        raise UserError(
-            f"{a} and {b} have no evaluation in common: {_listing(in_a)} there, {_listing(in_b)} here.",
-            "Evaluate both in the same way, with `ludus eval --run RUN`.",
-        )
+        text = f"{a} and {b} have no evaluation in common: {_listing(in_a)} there, {_listing(in_b)} here."
+        raise UserError(text, "Evaluate both in the same way, with `ludus eval --run RUN`.")
     return pairs
 
 
@@ -90,17 +88,10 @@ def newest_evaluations(folder: Path) -> dict[Key, StoredEvaluation]:
     files = sorted(shelf.glob("*.json")) or sorted(folder.glob("step-*.json"))
     if not files:
         raise UserError(f"There are no evaluations in {folder}.", f"Create some: ludus eval --run {folder}")
-    found: dict[Key, StoredEvaluation] = {}
-    for stored in map(_load, files):
-        plan = stored.result.plan
-        key = (plan.split, plan.temperature, plan.samples, plan.num_tasks)
-        if key not in found or _rank(stored.result) >= _rank(found[key].result):
-            found[key] = stored
-    return found
-
-
-def _rank(evaluation: Evaluation) -> tuple[bool, int]:
-    return not evaluation.plan.policy, evaluation.plan.step
+    loaded = [(stored, stored.result.plan) for stored in map(_load, files)]
+    keyed = [((plan.split, plan.temperature, plan.samples, plan.num_tasks), stored) for stored, plan in loaded]
+    by_rank = sorted(keyed, key=lambda pair: (not pair[1].result.plan.policy, pair[1].result.plan.step))
+    return dict(keyed) | dict(by_rank)
 
 
 def _listing(found: dict[Key, StoredEvaluation]) -> str:
@@ -114,16 +105,13 @@ def compare(a: Evaluation, b: Evaluation) -> PairedDifference:
     try:
         return paired_difference(_scores(b), _scores(a), seed=a.plan.seed)
     except ValueError as error:
-        raise UserError(
-            f"{a.plan.name} and {b.plan.name} cannot be compared: {error}.",
-            "Compare evaluations of the same split, tasks and world settings.",
-        ) from error
+        text = f"{a.plan.name} and {b.plan.name} cannot be compared: {error}."
+        raise UserError(text, "Compare evaluations of the same split, tasks and world settings.") from error
 
 
 def _scores(evaluation: Evaluation) -> dict[str, float]:
-    samples = evaluation.plan.samples
     pairs = zip(evaluation.task_ids, evaluation.successes, strict=True)
-    return {task_id: count / samples for task_id, count in pairs}
+    return {task_id: count / evaluation.plan.samples for task_id, count in pairs}
 
 
 def differing_conditions(a: Evaluation, b: Evaluation) -> list[str]:
@@ -142,23 +130,13 @@ def differing_conditions(a: Evaluation, b: Evaluation) -> list[str]:
 def comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDifference]) -> Table:
     """Return a table with one row per pair of evaluations."""
     columns = ("split", "sampling", "tasks", "A", "B", "B - A", "detectable", "only A", "only B", "p (McNemar)")
-    table = Table(*columns, title="Success by task, paired, with a 95 % interval of the difference")
+    rows = []
     for (a, b), found in zip(pairs, differences, strict=True):
         low, high = found.interval.low, found.interval.high
-        table.add_row(
-            a.result.plan.split,
-            sampling_words(a.result.plan),
-            str(found.num_tasks),
-            f"{a.result.rate:.1%}",
-            f"{b.result.rate:.1%}",
-            f"{found.difference:+.1%} [{low:+.1%}, {high:+.1%}]",
-            "" if found.detectable is None else f"{found.detectable:.1%}",
-            _count(found.only_b),
-            _count(found.only_a),
-            "" if found.p_value is None else f"{found.p_value:.3g}",
-        )
-    return table
-
-
-def _count(number: int | None) -> str:
-    return "" if number is None else str(number)
+        plan = a.result.plan
+        row = (plan.split, sampling_words(plan), found.num_tasks, f"{a.result.rate:.1%}", f"{b.result.rate:.1%}")
+        difference = f"{found.difference:+.1%} [{low:+.1%}, {high:+.1%}]"
+        detectable = None if found.detectable is None else f"{found.detectable:.1%}"
+        p_value = None if found.p_value is None else f"{found.p_value:.3g}"
+        rows.append((*row, difference, detectable, found.only_b, found.only_a, p_value))
+    return make_table(columns, rows, "Success by task, paired, with a 95 % interval of the difference")

@@ -36,13 +36,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command; settings follow as --section.key value."""
     parser.add_argument("recipe", nargs="?", help="a recipe name, a .toml file or a run folder")
     parser.add_argument("--model", metavar="PATH_OR_NAME", help="the model, as `ludus train` takes it")
-    parser.add_argument(
-        "--keys",
-        nargs="?",
-        const="",
-        metavar="SECTION",
-        help="list every setting (or those of SECTION) with type, default and meaning",
-    )
+    keys = "list every setting (or those of SECTION) with type, default and meaning"
+    parser.add_argument("--keys", nargs="?", const="", metavar="SECTION", help=keys)
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -105,14 +100,12 @@ def algorithm_lines(algorithm: Algorithm, config: Config) -> Iterator[str]:
     """Yield the parts of the algorithm as comments, with their origin."""
     yield f"# algorithm as resolved: {algorithm.name} ({algorithm.source})"
     chosen = config.algorithm.model_dump(exclude_none=True)
-    for name, value in asdict(algorithm).items():
-        if name not in ("name", "summary", "source", "options"):
-            origin = "set" if name in chosen else "from the preset"
-            yield f"#   {name} = {value_text(value)}   ({origin})"
-    for part, options in asdict(algorithm.options).items():
-        for name, value in options.items():
-            origin = "set" if name in chosen["options"][part] else "from the preset"
-            yield f"#   options.{part}.{name} = {value_text(value)}   ({origin})"
+    fields = {n: v for n, v in asdict(algorithm).items() if n not in ("name", "summary", "source", "options")}
+    groups = [("", fields, chosen)]
+    groups += [(f"options.{p}.", options, chosen["options"][p]) for p, options in asdict(algorithm.options).items()]
+    for prefix, values, given in groups:
+        for name, value in values.items():
+            yield f"#   {prefix}{name} = {value_text(value)}   ({'set' if name in given else 'from the preset'})"
 
 
 def key_lines(section: str, config: Config) -> Iterator[str]:

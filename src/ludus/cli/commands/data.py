@@ -50,14 +50,11 @@ def check(paths: Sequence[Path]) -> int:
     for path in paths:
         try:
             report = check_file(path)
+            lines, unusable = report_lines(report), bool(report.problems)
         except UserError as error:
-            print_line(console, str(error))
-            wrong.append(path)
-            continue
-        for line in report_lines(report):
-            print_line(console, line)
-        if report.problems:
-            wrong.append(path)
+            lines, unusable = [str(error)], True
+        print_line(console, "\n".join(lines))
+        wrong += [path] * unusable
     if wrong:
         raise UserError(
             f"{', '.join(map(str, wrong))} cannot be used for training.", "docs/use/data.md describes the formats."

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def examine(folder: Path, url: str | None = None, api: str = "vllm") -> Iterator[DoctorFinding]:
     """Yield all findings; those that need a missing library are skipped."""
-    yield _python()
+    yield DoctorFinding("python", "fine", ".".join(map(str, sys.version_info[:3])))
     libraries = list(check_libraries(metadata.requires("ludus") or [], locked_versions()))
     yield from libraries
     yield from _extras(metadata.requires("ludus") or [])
@@ -72,7 +72,7 @@ def examine(folder: Path, url: str | None = None, api: str = "vllm") -> Iterator
     yield _hardware()
     yield _threads()
     yield _kernel()
-    yield _tried("the shipped model", _parity)
+    yield _tried("the shipped model", lambda: asyncio.run(_sample_and_score()))
     if url is not None:
         yield _tried("the server", lambda: _server(url, api))
 
@@ -97,9 +97,8 @@ def check_libraries(requirements: Sequence[str], tested: dict[str, str]) -> Iter
         elif _number(installed) < _number(least):
             yield DoctorFinding(name, "fault", f"{installed} is older than {least}; pip install '{requirement}'")
         elif (known := tested.get(name)) and _number(installed) != _number(known):
-            yield DoctorFinding(
-                name, "note", f"{installed}; the tests pass with {known} (pip install -c constraints.txt)"
-            )
+            text = f"{installed}; the tests pass with {known} (pip install -c constraints.txt)"
+            yield DoctorFinding(name, "note", text)
         else:
             continue
         odd = True
@@ -132,11 +131,6 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _python() -> DoctorFinding:
-    version = ".".join(map(str, sys.version_info[:3]))
-    return DoctorFinding("python", "fine", version)
-
-
 def _extras(requirements: Sequence[str]) -> Iterator[DoctorFinding]:
     wanted: dict[str, list[str]] = {}
     for requirement in requirements:
@@ -159,12 +153,11 @@ def _disk(folder: Path) -> DoctorFinding:
 
 
 def _memory() -> DoctorFinding:
-    try:
-        text = Path("/proc/meminfo").read_text(encoding="utf-8")
-    except OSError:
+    file = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", file.read_text(encoding="utf-8")) if file.is_file() else None
+    if found is None:
         return DoctorFinding("memory", "note", "the free memory is unknown on this system")
-    found = re.search(r"MemAvailable:\s+(\d+) kB", text)
-    free = int(found[1]) / 1e6 if found else 0.0
+    free = int(found[1]) / 1e6
     if free < _ROOM_GB:
         return DoctorFinding("memory", "note", f"{free:.1f} GB free; the search recipe needs up to {_ROOM_GB:g}")
     return DoctorFinding("memory", "fine", f"{free:.1f} GB free")
@@ -209,12 +202,8 @@ def _tried(what: str, check: Callable[[], DoctorFinding]) -> DoctorFinding:
         return DoctorFinding(what, "fault", str(error))
 
 
-def _parity() -> DoctorFinding:
-    """Sample from the shipped cold start, and score the same tokens with a forward pass."""
-    return asyncio.run(_sample_and_score())
-
-
 async def _sample_and_score() -> DoctorFinding:
+    """Sample from the shipped cold start, and score the same tokens with a forward pass."""
     import torch
 
     from ludus.engines.base import Request
@@ -244,6 +233,5 @@ def _server(url: str, api: str) -> DoctorFinding:
     from ludus.engines.remote.engine import APIS
 
     facts = APIS[api].describe(url.rstrip("/"))
-    return DoctorFinding(
-        "the server", "fine", f"{url} ({api} API) serves {facts.model}, context {facts.context_tokens} tokens"
-    )
+    text = f"{url} ({api} API) serves {facts.model}, context {facts.context_tokens} tokens"
+    return DoctorFinding("the server", "fine", text)

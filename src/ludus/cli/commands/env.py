@@ -17,11 +17,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rich.console import Console
-from rich.progress import Progress, TaskID
 from rich.table import Column, Table
 
 from ludus.cli.arguments import no_settings
-from ludus.cli.ui.terminal import bars, make_console, print_line
+from ludus.cli.ui.terminal import PhaseBar, bars, make_console, make_table, print_line
 from ludus.cli.ui.transcripts import message_text, print_transcript
 from ludus.config.load import load_config
 from ludus.config.schema import Config
@@ -31,6 +30,7 @@ from ludus.envs.registry import WORLDS, build_world, check_sandbox
 from ludus.errors import UserError
 from ludus.evaluation.env_audit import AuditProgress, AuditRow, CheckPlan, CheckReport, check_world
 from ludus.evaluation.scripted_agents import AgentKind
+from ludus.evaluation.stats import wilson
 from ludus.evaluation.verifier_report import ScorecardVerdict, problems_in, scorecard, verdicts
 from ludus.recipes import list_recipes
 from ludus.rewards.registry import added_parts, check_task_fits, has_extra_rewards
@@ -39,23 +39,8 @@ from ludus.rollout.scheduler import episode_limits
 from ludus.types import Task, Trajectory
 
 
-class AuditBar(AuditProgress):
+class AuditBar(PhaseBar, AuditProgress):
     """A progress bar for the phases of an environment audit."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._phase: TaskID | None = None
-
-    def phase(self, name: str, total: int) -> None:
-        """Start the bar of a phase."""
-        if self._phase is not None:
-            self._progress.remove_task(self._phase)
-        self._phase = self._progress.add_task(name, total=total, numbers="")
-
-    def done(self, what: str = "") -> None:
-        """Advance by one."""
-        if self._phase is not None:
-            self._progress.update(self._phase, advance=1, numbers=what)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +84,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def process_world(args: argparse.Namespace, console: Console, world: World, config: Config) -> None:
     """Show, check or prepare one world with its own settings. Raises UserError if its check fails."""
     if args.act == "prepare":
-        prepare(console, world)
+        world.prepare(lambda text: print_line(console, text))
+        print_line(console, f"The world {world.name!r} is ready.")
         return
     num = args.tasks if args.act == "check" else 1
     limits, scoring = episode_limits(config.rollout), ProcessRewardExecutor.of(config)
@@ -119,22 +105,14 @@ def process_world(args: argparse.Namespace, console: Console, world: World, conf
         most = ", ".join(f"{name} {value:g}" for name, value in report.shaped.items())
         print_line(console, f"Largest shaping rewards of agents that do not attempt the task: {most}.")
     if problems := [*report.problems, *problems_in(rows)]:
-        raise UserError(
-            f"The world {world.name!r} failed its check. {' '.join(problems)}",
-            "docs/extend/environment.md describes each agent.",
-        )
+        text = f"The world {world.name!r} failed its check. {' '.join(problems)}"
+        raise UserError(text, "docs/extend/environment.md describes each agent.")
     print_line(console, f"The world {world.name!r} rewards no agent that does not solve its tasks.")
-
-
-def prepare(console: Console, world: World) -> None:
-    """Fetch what the world needs. Raises UserError if that fails."""
-    world.prepare(lambda text: print_line(console, text))
-    print_line(console, f"The world {world.name!r} is ready.")
 
 
 def config_of(name: str, overrides: Sequence[str]) -> Config:
     """Return the configuration of an environment. Raises ConfigError for an unknown name."""
-    if name.endswith(".toml") or is_recipe(name):
+    if is_recipe(name):
         return load_config(name, overrides)
     return load_config(None, ["--env.name", name, *overrides])
 
@@ -142,40 +120,36 @@ def config_of(name: str, overrides: Sequence[str]) -> Config:
 def print_settings(console: Console, name: str, config: Config) -> None:
     """Print the settings of the world, which a recipe may restrict."""
     if config.env.settings:
-        file = name.endswith(".toml") or is_recipe(name)
+        origin = f" of {name} and the command line" if is_recipe(name) else ""
         text = ", ".join(f"{key} = {value!r}" for key, value in config.env.settings.items())
-        print_line(console, f"Settings{f' of {name} and the command line' if file else ''}: {text}")
+        print_line(console, f"Settings{origin}: {text}")
 
 
 def is_recipe(name: str) -> bool:
-    """Return whether a recipe has this name."""
-    return any(name == recipe.name for recipe in list_recipes())
+    """Return whether this is a recipe or a .toml file."""
+    return name.endswith(".toml") or any(name == recipe.name for recipe in list_recipes())
 
 
 def worlds_table() -> Table:
     """Return a table of the registered worlds and their recipes."""
-    table = Table(*(Column(name, no_wrap=True) for name in ("world", "recipe", "factory")))
     recipes = {load_config(recipe.config).env.name: recipe.name for recipe in list_recipes()}
-    for name, factory in sorted(WORLDS.items()):
-        table.add_row(name, recipes.get(name, ""), factory)
-    return table
+    rows = ((name, recipes.get(name), factory) for name, factory in sorted(WORLDS.items()))
+    return make_table([Column(name, no_wrap=True) for name in ("world", "recipe", "factory")], rows)
 
 
 def agents_table(report: CheckReport) -> Table:
     """Return a table of what each agent earned."""
     columns = ("agent", "mean reward", "max shaping", "success", "tasks", "no-op tasks", "verdict")
-    table = Table(*columns, title=f"{report.world.name}: rewards of scripted agents, with 95 % intervals")
-    for row in report.rows:
-        table.add_row(*_cells(row))
-    return table
+    title = f"{report.world.name}: rewards of scripted agents, with 95 % intervals"
+    return make_table(columns, map(_cells, report.rows), title)
 
 
 def _cells(row: AuditRow) -> tuple[str, ...]:
     if not row.counted:
         return (row.agent.name, "", "", "", "0", "", "broke" if row.problem else "not applicable")
-    rate, interval = row.num_successes / len(row.counted), row.interval
-    told = f"{rate:.0%} [{interval.low:.0%}, {interval.high:.0%}]"
-    apart = f"{sum(play.succeeded for play in row.excused)} of {len(row.excused)}" if row.excused else ""
+    rate, interval = row.num_successes / len(row.counted), wilson(row.num_successes, len(row.counted))
+    success = f"{rate:.0%} [{interval.low:.0%}, {interval.high:.0%}]"
+    excused = f"{sum(play.succeeded for play in row.excused)} of {len(row.excused)}" if row.excused else ""
     verdict: str = row.mark
     if row.mark == "fail":
         verdict = f"fail: {'REWARDED' if row.agent.kind in (AgentKind.CHEAT, AgentKind.CHANCE) else 'NOT REWARDED'}"
@@ -184,15 +158,13 @@ def _cells(row: AuditRow) -> tuple[str, ...]:
     if row.failures:
         verdict += f", {len(row.failures)} broke"
     rewards = (f"{row.mean_reward:.3f}", f"{row.max_shaping:.3f}")
-    return row.agent.name, *rewards, told, str(len(row.counted)), apart, verdict
+    return row.agent.name, *rewards, success, str(len(row.counted)), excused, verdict
 
 
 def scorecard_table(rows: Sequence[ScorecardVerdict]) -> Table:
     """Return a table of the verifier report, with a verdict per row."""
-    table = Table("property", "found", "verdict", title="Verifier")
-    for row in rows:
-        table.add_row(row.name, row.found, f"{row.mark}: {row.why}" if row.why else row.mark)
-    return table
+    cells = ((row.name, row.found, f"{row.mark}: {row.why}" if row.why else row.mark) for row in rows)
+    return make_table(("property", "found", "verdict"), cells, "Verifier")
 
 
 def show(console: Console, report: CheckReport, config: Config, scoring: ProcessRewardExecutor) -> None:
@@ -247,9 +219,7 @@ def print_difficulty(console: Console, world: World) -> None:
 
 
 def _cold_start(world: World) -> str:
-    """Describe the demonstrations of a world."""
     if not world.implements("demonstrations"):
         return "none"
-    if world.implements("expert"):
-        return "demonstrations"
-    return "random demonstrations, right or wrong (there is no expert)"
+    random = "random demonstrations, right or wrong (there is no expert)"
+    return "demonstrations" if world.implements("expert") else random

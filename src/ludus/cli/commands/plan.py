@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from ludus.cli.arguments import check_run, no_settings
-from ludus.cli.ui.terminal import make_console, print_line
+from ludus.cli.ui.terminal import make_console, make_table, print_line
 from ludus.errors import UserError
 from ludus.simulator.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
 from ludus.simulator.estimate import estimate
@@ -145,27 +145,14 @@ def cost_lines(costs: Costs) -> list[str]:
 
 
 def plan_table(costs: Costs, runs: Sequence[SimRun]) -> Table:
-    """One row per layout: the results of the simulation, and the closed-form bound of the step time."""
-    table = Table(title="Simulated: means over the middle of each run")
-    table.add_column("engines", justify="right")
-    table.add_column("mode")
-    columns = ("step, s", "episodes/s", "learner idle", "engines idle", "in flight", "mean age", "oldest")
-    for name in (*columns, "bound, s"):
-        table.add_column(name, justify="right")
-    table.add_column("bottleneck")
+    """Return a table with a row per layout: the results of the simulation, and the bound of the step time."""
+    numbers = ("step, s", "episodes/s", "learner idle", "engines idle", "in flight", "mean age", "oldest", "bound, s")
+    right = [Column(name, justify="right") for name in ("engines", *numbers)]
+    rows = []
     for one in runs:
         bound = estimate(costs, one.layout)
-        table.add_row(
-            str(one.layout.engines),
-            one.layout.mode,
-            f"{one.step_s:.3g}",
-            f"{one.episodes_per_s:.3g}",
-            f"{one.learner_idle:.0%}",
-            f"{one.engine_idle:.0%}",
-            f"{one.middle[-1].in_flight:,}",
-            f"{one.age:.1f}",
-            str(one.oldest),
-            f"{bound.step_s:.3g}",
-            bound.bottleneck,
-        )
-    return table
+        speed = (one.layout.engines, one.layout.mode, f"{one.step_s:.3g}", f"{one.episodes_per_s:.3g}")
+        idle = (f"{one.learner_idle:.0%}", f"{one.engine_idle:.0%}", f"{one.middle[-1].in_flight:,}")
+        rows.append((*speed, *idle, f"{one.age:.1f}", one.oldest, f"{bound.step_s:.3g}", bound.bottleneck))
+    title = "Simulated: means over the middle of each run"
+    return make_table((right[0], "mode", *right[1:], "bottleneck"), rows, title)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from rich.table import Table
-
 from ludus.cli.arguments import no_settings
-from ludus.cli.ui.terminal import make_console, print_line
+from ludus.cli.ui.terminal import make_console, make_table, print_line
 from ludus.recipes import list_recipes
 
 
@@ -20,9 +18,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the table."""
     no_settings(overrides, "recipes")
     console = make_console()
-    table = Table("recipe", "description")
-    for recipe in list_recipes():
-        table.add_row(recipe.name, recipe.title)
-    console.print(table)
+    console.print(make_table(("recipe", "description"), ((recipe.name, recipe.title) for recipe in list_recipes())))
     print_line(console, "Train one: ludus train NAME     Its settings: ludus config NAME")
     return 0

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from ludus.cli.arguments import check_run
+from ludus.cli.arguments import run_config
 from ludus.cli.commands.show import add_record_filters, find_rollouts, record_filter
-from ludus.cli.ui.terminal import make_console, print_line
+from ludus.cli.ui.terminal import make_console, make_table, print_line
 from ludus.config.load import config_from_toml, load_config
 from ludus.config.schema import Config
 from ludus.config.toml import to_toml
@@ -59,9 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--evaluation", metavar="NAME", help="rollouts of this evaluation instead")
     which.add_argument("--evaluations", action="store_true", help="rollouts of all evaluations instead")
     add_record_filters(parser)
-    parser.add_argument(
-        "--threshold", type=float, default=0.1, metavar="R", help="calibrate: smallest correlation that counts (0.1)"
-    )
+    smallest = "calibrate: smallest correlation that counts (0.1)"
+    parser.add_argument("--threshold", type=float, default=0.1, metavar="R", help=smallest)
     parser.add_argument("--episodes", metavar="N", type=int, default=10, help="changed rollouts to print (10)")
 
 
@@ -69,17 +68,15 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the replayed rewards or the calibrated ones."""
     if args.episodes < 0:
         raise UserError(f"--episodes is {args.episodes}.", "Give 0 or more.")
+    if args.action == "calibrate" and (args.config is not None or overrides):
+        raise UserError("`ludus rewards calibrate` takes no settings.", "It uses those of the run.")
     folder = RunFolder(args.run)
+    saved = run_config(folder, ())
     if args.action == "calibrate":
-        if args.config is not None or overrides:
-            raise UserError("`ludus rewards calibrate` takes no settings.", "It uses those of the run.")
         from ludus.cli.commands.calibrate import print_calibration
 
-        check_run(folder)
-        print_calibration(make_console(), load_config(folder.config), chosen_files(args, folder), args.threshold)
+        print_calibration(make_console(), saved, chosen_files(args, folder), args.threshold)
         return 0
-    check_run(folder)
-    saved = load_config(folder.config)
     config = other_config(saved, args.config, overrides)
     print_replay(rescore(saved, config, chosen_files(args, folder), record_filter(args, config)), args.episodes)
     return 0
@@ -131,11 +128,6 @@ class Rescored:
         """Whether a part differs, is new or is missing."""
         return dict(self.record.trajectory.rewards) != dict(self.now.rewards)
 
-    @property
-    def distance(self) -> float:
-        """Absolute difference of the reward."""
-        return abs(self.now.reward - self.record.trajectory.reward)
-
 
 @dataclass(frozen=True)
 class Replay:
@@ -170,11 +162,8 @@ def rescore(saved: Config, config: Config, files: Sequence[Path], wanted: Callab
             continue
         after = preset_parts(config.rewards.preset if trains else None, world.rewards)
         chosen += filter(wanted, records)
-        rescored += [
-            _compared(file, record, now, before, after)
-            for record, now in zip(known, scored, strict=True)
-            if wanted(record)
-        ]
+        pairs = zip(known, scored, strict=True)
+        rescored += [_compared(file, record, now, before, after) for record, now in pairs if wanted(record)]
     finished = [record for record in chosen if record.trajectory.failure is None]
     unknown = {record.group for record in finished} - tasks.keys()
     return Replay(rescored, len(chosen) - len(finished), sorted(unknown))
@@ -220,15 +209,13 @@ def _combined(
     found: dict[int, Trajectory] = {}
     steps = sorted(range(len(records)), key=lambda i: records[i].step)
     for step, members in groupby(steps, key=lambda i: records[i].step):
-        groups: dict[str, list[int]] = {}
+        groups: dict[str, dict[int, Episode]] = {}
         for i in members:
-            groups.setdefault(records[i].group, []).append(i)
-        episodes = [
-            [Episode(records[i].key, tasks[records[i].group], scored[i]) for i in places] for places in groups.values()
-        ]
-        combined = combiner.over_batch(list(chain(*combiner.combine(step, episodes))))
-        for i, episode in zip(chain(*groups.values()), combined, strict=True):
-            found[i] = episode.trajectory
+            group = groups.setdefault(records[i].group, {})
+            group[i] = Episode(records[i].key, tasks[records[i].group], scored[i])
+        combined = combiner.combine(step, [list(group.values()) for group in groups.values()])
+        episodes = combiner.over_batch(list(chain(*combined)))
+        found |= zip(chain(*groups.values()), (episode.trajectory for episode in episodes), strict=True)
     return [found[i] for i in range(len(records))]
 
 
@@ -308,42 +295,37 @@ def parts_table(replay: Replay) -> Table:
 
     A part that is new or missing has changed. A missing part counts as 0 in the mean, as it does in the sum.
     """
-    columns = ("part", "mean as saved", "mean now", "changed rollouts")
-    table = Table(*columns, title="Rewards as saved and as scored now")
     names = dict.fromkeys(
         name for one in replay.rescored for name in (*one.record.trajectory.rewards, *one.now.rewards)
     )
-    for name in names:
-        pairs = [(o.record.trajectory.rewards.get(name), o.now.rewards.get(name)) for o in replay.rescored]
-        table.add_row(name, *_means(pairs), str(sum(a != b for a, b in pairs)))
+    pairs: dict[str, list[tuple[float | None, float | None]]] = {
+        name: [(o.record.trajectory.rewards.get(name), o.now.rewards.get(name)) for o in replay.rescored]
+        for name in names
+    }
+    rows = [(name, *_means(found), sum(a != b for a, b in found)) for name, found in pairs.items()]
     totals = [(one.record.trajectory.reward, one.now.reward) for one in replay.rescored]
-    table.add_row("reward", *_means(totals), str(sum(a != b for a, b in totals)))
-    return table
+    rows.append(("reward", *_means(totals), sum(a != b for a, b in totals)))
+    columns = ("part", "mean as saved", "mean now", "changed rollouts")
+    return make_table(columns, rows, "Rewards as saved and as scored now")
 
 
 def _means(pairs: Sequence[tuple[float | None, float | None]]) -> list[str]:
     columns = list(zip(*pairs, strict=True))
-    return [
-        "none" if all(v is None for v in column) else f"{_mean(v or 0.0 for v in column):.4f}" for column in columns
-    ]
+    means = [None if all(v is None for v in column) else _mean(v or 0.0 for v in column) for column in columns]
+    return ["none" if mean is None else f"{mean:.4f}" for mean in means]
 
 
 def files_table(replay: Replay) -> Table:
     """Return a table of reward and success, before and now, by step or evaluation and by split."""
-    columns = ("split", "rollouts", "reward as saved", "reward now", "success as saved", "now", "success changed")
-    table = Table("file", *columns, title="By step or evaluation")
-    for (file, split), members in groupby(replay.rescored, key=lambda one: (one.file, _split(one))):
+    rows: list[tuple[object, ...]] = []
+    for (file, split), members in groupby(replay.rescored, key=lambda o: (o.file, o.now.tags.get("split"))):
         found = list(members)
         rewards = (_mean(one.record.trajectory.reward for one in found), _mean(one.now.reward for one in found))
         solved = (_mean(one.was_solved for one in found), _mean(one.is_solved for one in found))
-        changed = sum(one.was_solved != one.is_solved for one in found)
         numbers = (f"{number:.4f}" for number in (*rewards, *solved))
-        table.add_row(file, split, str(len(found)), *numbers, str(changed))
-    return table
-
-
-def _split(one: Rescored) -> str:
-    return one.now.tags.get("split", "")
+        rows.append((file, split, len(found), *numbers, sum(one.was_solved != one.is_solved for one in found)))
+    columns = ("split", "rollouts", "reward as saved", "reward now", "success as saved", "now", "success changed")
+    return make_table(("file", *columns), rows, "By step or evaluation")
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -353,12 +335,13 @@ def _mean(values: Iterable[float]) -> float:
 
 def changes_table(replay: Replay, num: int) -> Table:
     """Return a table of the `num` rollouts whose reward changed most."""
-    columns = ("step", "task", "sample", "answer", "reward as saved", "reward now")
-    table = Table(*columns, title="Largest changes of the reward")
-    changed = sorted((one for one in replay.rescored if one.changed), key=lambda one: -one.distance)
+    changed = [one for one in replay.rescored if one.changed]
+    changed.sort(key=lambda one: -abs(one.now.reward - one.record.trajectory.reward))
+    rows: list[tuple[object, ...]] = []
     for one in changed[:num]:
-        record = one.record
         answer = one.now.answer if len(one.now.answer) <= 80 else f"{one.now.answer[:77]}..."
-        row = (str(record.step), record.group, str(record.trajectory.sample), answer)
-        table.add_row(*row, f"{record.trajectory.reward:g}", f"{one.now.reward:g}")
-    return table
+        before = one.record.trajectory
+        row = (one.record.step, one.record.group, before.sample, answer)
+        rows.append((*row, f"{before.reward:g}", f"{one.now.reward:g}"))
+    columns = ("step", "task", "sample", "answer", "reward as saved", "reward now")
+    return make_table(columns, rows, "Largest changes of the reward")

@@ -17,22 +17,13 @@ from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from ludus.chat.render import Tokenizer
 from ludus.cli.arguments import no_settings, run_config
-from ludus.cli.ui.run_summary import (
-    alarm_words,
-    curve_table,
-    find_curves,
-    ledger_words,
-    loss_words,
-    mean_timings,
-    sparkline,
-    time_words,
-)
+from ludus.cli.ui import run_summary as summary
+from ludus.cli.ui.run_summary import curve_table, find_curves, mean_timings, sparkline
 from ludus.cli.ui.tables import sampling_words, success_words
-from ludus.cli.ui.terminal import make_console, print_line, silence_libraries
+from ludus.cli.ui.terminal import make_console, make_table, print_line, silence_libraries
 from ludus.cli.ui.transcripts import print_record
 from ludus.config.schema import Config
 from ludus.diagnostics.trackers import METRICS_FILE, MetricsRow, read_metrics
@@ -89,13 +80,11 @@ def print_overview(folder: RunFolder, config: Config, console: Console) -> None:
     print_line(console, f"{folder.path}: world {config.env.name}, {method}")
     print_cold_start(folder, console)
     curves = find_curves([*rows, *timings])
-    if curves:
-        console.print(curve_table(curves))
-    else:
-        print_line(console, "No step has finished yet.")
-    for text in filter(None, [ledger_words(rows), loss_words(rows), time_words(mean_timings(timings))]):
+    console.print(curve_table(curves) if curves else "No step has finished yet.")
+    means = mean_timings(timings)
+    for text in filter(None, [summary.ledger_words(rows), summary.loss_words(rows), summary.time_words(means)]):
         print_line(console, text)
-    for text in filter(None, [*alarm_words(rows), scoring_hint(mean_timings(timings), config)]):
+    for text in filter(None, [*summary.alarm_words(rows), scoring_hint(means, config)]):
         print_line(console, f"! {text}", "yellow")
     print_evaluations(folder, console)
 
@@ -130,14 +119,13 @@ def print_evaluations(folder: RunFolder, console: Console) -> None:
     files = sorted(folder.evaluations.glob("*.json"))
     if not files:
         return
-    columns = ("name", "step", "split", "sampling", "tasks", "success")
-    table = Table(*columns, title="Evaluations, with 95 % intervals")
+    rows: list[tuple[object, ...]] = []
     for file in files:
         result = load_evaluation(file)
-        plan = result.plan
-        number = str(len(result.task_ids))
-        table.add_row(file.stem, str(plan.step), plan.split, sampling_words(plan), number, success_words(result))
-    console.print(table)
+        plan, number = result.plan, len(result.task_ids)
+        rows.append((file.stem, plan.step, plan.split, sampling_words(plan), number, success_words(result)))
+    columns = ("name", "step", "split", "sampling", "tasks", "success")
+    console.print(make_table(columns, rows, "Evaluations, with 95 % intervals"))
 
 
 def print_episodes(

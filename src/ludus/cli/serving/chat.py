@@ -26,7 +26,6 @@ from ludus.cli.ui.transcripts import calls, outcome_text
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.envs.base import Environment
-from ludus.envs.registry import closing
 from ludus.envs.tool_env import describe_error
 from ludus.errors import LudusError, UserError, WorldError
 from ludus.rollout.episode import EngineChatSession
@@ -82,14 +81,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             print_line(console, f"{where}, in the world {opened.session.world.name}. /new starts over, /quit quits.")
             chat(ChatRepl(opened, args.temperature), console, runner)
         finally:
-            runner.run(_close(opened))
+            runner.run(opened.close())
     return 0
-
-
-async def _close(opened: LoadedRun) -> None:
-    await opened.engine.close()
-    async with closing(opened.session.world):
-        return
 
 
 def target_config(target: str, world: str | None, overrides: Sequence[str]) -> tuple[RunFolder | None, Config]:
@@ -104,10 +97,10 @@ def target_config(target: str, world: str | None, overrides: Sequence[str]) -> t
     if not path.exists() and _is_path(target):
         raise UserError(f"There is no run and no model at {target}.", "Check the path.")
     name = world or DEFAULT_WORLD
-    model = model_settings(target, name)
+    words = [*model_settings(target, name), *overrides]
     if name.endswith(".py"):
-        return None, load_config(None, ["--env.name", name, *model, *overrides])
-    return None, load_config(name, [*model, *overrides])
+        return None, load_config(None, ["--env.name", name, *words])
+    return None, load_config(name, words)
 
 
 def _is_path(target: str) -> bool:
@@ -189,8 +182,7 @@ class ChatRepl:
         environment = world.environment(task)
         try:
             messages = await _in_world("start", environment.start(task))
-            session = self._session or self._new_session()
-            stop = self._show(session, messages, environment)
+            session, stop = self._open(messages, environment)
             stop = stop or await self._play(session, environment, on_part)
         finally:
             await _in_world("close", environment.close())
@@ -199,22 +191,18 @@ class ChatRepl:
         if stop in _FINAL:
             self.restart()
 
-    def _show(
-        self, session: EngineChatSession, messages: Sequence[Message], environment: Environment
-    ) -> StopReason | None:
-        """Show a question: the whole opening in a new dialogue, otherwise only the user's messages."""
-        if self._session is None:
-            self._session = session
-            return session.open(messages, environment.tools)
-        shown = [message for message in messages if message["role"] != "system"]
-        unseen, self._unseen = self._unseen, []
-        return session.observe([*unseen, *shown])
-
-    def _new_session(self) -> EngineChatSession:
+    def _open(
+        self, messages: Sequence[Message], environment: Environment
+    ) -> tuple[EngineChatSession, StopReason | None]:
+        """Add a question to the dialogue: the whole opening to a new one, otherwise only the user's messages."""
+        if self._session is not None:
+            shown = [message for message in messages if message["role"] != "system"]
+            unseen, self._unseen = self._unseen, []
+            return self._session, self._session.observe([*unseen, *shown])
         self._number += 1
         session = self.opened.session
         rollout = session.config.rollout
-        return EngineChatSession(
+        self._session = EngineChatSession(
             engine=self.opened.engine,
             renderer=session.renderer,
             params=sampling_params(rollout, self.temperature),
@@ -222,6 +210,7 @@ class ChatRepl:
             episode=f"chat/{self._number}",
             seed=session.config.run.seed + self._number,
         )
+        return self._session, self._session.open(messages, environment.tools)
 
     async def _play(self, session: EngineChatSession, environment: Environment, on_part: OnPart) -> StopReason:
         """Alternate turns of the model and results of the tools."""
@@ -260,8 +249,7 @@ async def _in_world(what: str, work: Awaitable[Result]) -> Result:
 
 def reply_parts(action: Action) -> Iterator[ReplyPart]:
     """Yield the parts of one turn of the model."""
-    thought = action.message.get("reasoning_content", "")
-    if thought:
+    if thought := action.message.get("reasoning_content", ""):
         yield ReplyPart("thinking", thought)
     text = action.message["content"]
     for error in action.errors:

@@ -11,10 +11,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.table import Table
-
 from ludus.cli.arguments import check_run, no_settings
-from ludus.cli.ui.terminal import make_console, print_line
+from ludus.cli.ui.terminal import make_console, make_table, print_line
 from ludus.errors import UserError
 from ludus.training.run.run_dir import RunFolder
 
@@ -43,10 +41,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             f"Resume it with one: ludus train --resume {args.folder} --cluster local",
         )
     reply = ask(args.folder, args.act, args.number, timeout_s=args.timeout_s)
-    table = Table("engine", "address", "process", "requests")
-    for row in reply["engines"]:
-        table.add_row(str(row["number"]), row["url"], str(row["pid"]), str(row["under_way"]))
+    rows = [(row["number"], row["url"], row["pid"], row["under_way"]) for row in reply["engines"]]
     console = make_console()
-    console.print(table)
+    console.print(make_table(("engine", "address", "process", "requests"), rows))
     print_line(console, f"engines: {len(reply['engines'])}, workers: {reply['workers']}")
     return 0

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from rich.table import Table
 
+from ludus.cli.arguments import no_settings
+from ludus.cli.serving.serve import needs_serve_extra, url_of
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.engines.control_tokens import token_of
 from ludus.errors import UserError
@@ -43,42 +45,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Check, or serve until interrupted. Raises UserError if the backend cannot run here."""
-    if overrides:
-        raise UserError(f"There is no option {overrides[0]!r}.", "See ludus sandbox --help.")
+    no_settings(overrides, "sandbox")
     if args.url and args.backend not in _BEHIND_A_URL:
-        raise UserError(
-            f"--url is the address of a service, and --backend is {args.backend}.",
-            f"Name one of {', '.join(_BEHIND_A_URL)}.",
-        )
+        text = f"--url is the address of a service, and --backend is {args.backend}."
+        raise UserError(text, f"Name one of {', '.join(_BEHIND_A_URL)}.")
     if args.act == "check":
         return _check(args)
     if args.backend in _BEHIND_A_URL:
-        raise UserError(
-            f"The {args.backend} backend is remote and cannot be served from here.",
-            "Name a backend of this machine, or check it: ludus sandbox check.",
-        )
+        text = f"The {args.backend} backend is remote and cannot be served from here."
+        raise UserError(text, "Name a backend of this machine, or check it: ludus sandbox check.")
     settings = _settings(args)
-    asyncio.run(_python_version(open_sandbox(settings)))
+    asyncio.run(_tested(open_sandbox(settings), all_tests=False))
     return _serve(args, open_sandbox(settings))
 
 
 def _settings(args: argparse.Namespace) -> SandboxSettings:
     known = args.backend in _BEHIND_A_URL and args.token_file is not None
-    return SandboxSettings(
-        backend=args.backend,
-        concurrency=args.concurrency,
-        image=args.image,
-        runtime=args.runtime,
-        url=args.url,
-        token=token_of(args.token_file) if known else "",
-        unsafe=args.unsafe,
-    )
+    given = {name: vars(args)[name] for name in ("backend", "concurrency", "image", "runtime", "url", "unsafe")}
+    return SandboxSettings(**given, token=token_of(args.token_file) if known else "")
 
 
-async def _python_version(sandbox: Sandbox) -> str:
-    """Return the version of Python inside."""
+async def _tested(sandbox: Sandbox, *, all_tests: bool) -> tuple[str, list[SelfTestResult]]:
+    """Return the version of Python inside, and the results of the self-test if `all_tests`."""
     try:
-        return await python_version(sandbox)
+        return await python_version(sandbox), await run_self_test(sandbox) if all_tests else []
     finally:
         await sandbox.close()
 
@@ -87,38 +77,24 @@ def _check(args: argparse.Namespace) -> int:
     """Print the properties of a backend. Raises UserError if graders cannot use it."""
     console = make_console()
     place = f"at {args.url}" if args.url else "here"
-
-    async def tried() -> list[SelfTestResult]:
-        sandbox = open_sandbox(_settings(args))
-        try:
-            version = await python_version(sandbox)
-            print_line(console, f"The {sandbox.name} backend runs programs {place}, with Python {version}.")
-            return await run_self_test(sandbox)
-        finally:
-            await sandbox.close()
-
-    found = asyncio.run(tried())
+    sandbox = open_sandbox(_settings(args))
+    version, found = asyncio.run(_tested(sandbox, all_tests=True))
+    print_line(console, f"The {sandbox.name} backend runs programs {place}, with Python {version}.")
     table = Table("property", "found")
     for one in found:
         table.add_row(one.test, one.result, style="yellow" if one.failed else "")
     console.print(table)
     print_line(console, f"Not judged: {untested_properties(args.backend)}.")
     if wrong := [one.test for one in found if one.failed]:
-        raise UserError(
-            f"The {args.backend} backend lacks properties that graders need: {', '.join(wrong)}.",
-            "docs/use/sandbox.md lists them.",
-        )
+        text = f"The {args.backend} backend lacks properties that graders need: {', '.join(wrong)}."
+        raise UserError(text, "docs/use/sandbox.md lists them.")
     return 0
 
 
 def _serve(args: argparse.Namespace, sandbox: Sandbox) -> int:
-    try:
+    with needs_serve_extra():
         from ludus.gateway.limits import MIB, HttpLimits, http_server, listening
         from ludus.sandbox.remote.server import MAX_BODY_BYTES, SandboxServerSettings, error_response, make_app
-    except ImportError as error:
-        raise UserError(
-            f"Serving needs the package {error.name}.", "Install it: pip install 'ludus[serve]'."
-        ) from error
     token, console = token_of(args.token_file), make_console()
     ceiling = replace(
         Limits(),
@@ -136,9 +112,7 @@ def _serve(args: argparse.Namespace, sandbox: Sandbox) -> int:
     )
     app = make_app(sandbox, SandboxServerSettings(token=token, ceiling=ceiling))
     with listening(args.host, args.port) as listener:
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        print_line(console, f"Serving the {sandbox.name} sandbox at http://{shown}:{port}")
+        print_line(console, f"Serving the {sandbox.name} sandbox at {url_of(listener)}")
         if args.token_file is None:
             print_line(console, f"Token: {token}")
         limits = HttpLimits(body_bytes=MAX_BODY_BYTES, buffered_bytes=512 * MIB, requests=1024, body_s=120.0)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,15 +33,6 @@ if TYPE_CHECKING:
 _MAX_CONTEXT = 4096
 
 
-@dataclass(frozen=True)
-class _Loaded:
-    """A model with its tokenizer and the training step of its weights."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    step: int
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command; settings follow as --section.key value."""
     parser.add_argument("target", metavar="RUN_OR_MODEL", help="a run folder, a model folder or a model name")
@@ -50,55 +41,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--name", help="model name for clients (the folder name)")
     parser.add_argument("--control", action="store_true", help="allow a trainer with the token to update the weights")
     parser.add_argument("--token-file", type=Path, metavar="FILE", help="a file with the control token (a new token)")
-    parser.add_argument(
-        "--allow-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="additional host name for the control endpoints",
-    )
-    parser.add_argument(
-        "--context-tokens", type=int, metavar="N", help=f"context length (that of the model, at most {_MAX_CONTEXT})"
-    )
+    hosts = "additional host name for the control endpoints"
+    parser.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=hosts)
+    context = f"context length (that of the model, at most {_MAX_CONTEXT})"
+    parser.add_argument("--context-tokens", type=int, metavar="N", help=context)
     parser.add_argument("--max-batch", type=int, default=128, metavar="N", help="concurrent requests (128)")
     parser.add_argument("--kv-cache-tokens", type=int, default=131_072, metavar="N", help="KV cache tokens (131072)")
-    parser.add_argument(
-        "--max-requests", type=int, default=4096, metavar="N", help="running and waiting requests before 429 (4096)"
-    )
+    requests = "running and waiting requests before 429 (4096)"
+    parser.add_argument("--max-requests", type=int, default=4096, metavar="N", help=requests)
     parser.add_argument("--check", action="store_true", help="load the model, print its properties and exit")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Serve until interrupted."""
-    try:
+    with needs_serve_extra():
         from ludus.gateway.app import make_app
         from ludus.gateway.endpoints import error_response
         from ludus.gateway.limits import http_server, listening, model_limits
-    except ImportError as error:
-        raise UserError(
-            f"Serving needs the package {error.name}.", "Install it: pip install 'ludus[serve]'."
-        ) from error
     from ludus.training.run.session import default_threads, set_up_compute
 
     default_threads()
     silence_libraries()
     config = _config(args.target, overrides)
     set_up_compute(config)
-    loaded = _load(args.target, config)
-    service, model = _service(args, config, loaded)
+    step, service, model = _service(args, config)
     console = make_console()
     context = service.engine.context_tokens
-    what = f"{service.model.name} (weights {loaded.step}, context {context} tokens)"
+    what = f"{service.model.name} (weights {step}, context {context} tokens)"
     if args.check:
         asyncio.run(service.engine.close())
         print_line(console, f"{what} can be served.")
         return 0
     with listening(args.host, args.port) as listener:
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
         server = http_server(make_app(service, model), model_limits(context), error_response)
-        with published(port, service.control_token):
-            print_line(console, f"Serving {what} at http://{shown}:{port}")
+        with published(listener.getsockname()[1], service.control_token):
+            print_line(console, f"Serving {what} at {url_of(listener)}")
             if service.control_token:
                 print_line(console, f"Control token: {service.control_token}")
             asyncio.run(_serve(server, listener, service))
@@ -112,31 +89,47 @@ async def _serve(server: uvicorn.Server, listener: socket.socket, service: Compl
         await service.engine.close()
 
 
+@contextmanager
+def needs_serve_extra() -> Iterator[None]:
+    """Raise UserError if an import in the block fails."""
+    try:
+        yield
+    except ImportError as error:
+        hint = "Install it: pip install 'ludus[serve]'."
+        raise UserError(f"Serving needs the package {error.name}.", hint) from error
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return the URL of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def _config(target: str, overrides: Sequence[str]) -> Config:
     if (Path(target) / "config.toml").is_file():
         return policy_config(RunFolder(Path(target)), overrides)
     return load_config(None, ["--model.path", target, *overrides])
 
 
-def _load(target: str, config: Config) -> _Loaded:
-    """Load the newest checkpoint of a run, or a model. Raises UserError if there is none."""
+def _load(target: str, config: Config) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, int]:
+    """Return model, tokenizer and training step of a run's newest checkpoint, or of a model (step 0)."""
     from ludus.cli.ui.load_run import open_checkpoint
     from ludus.engines.models.loading import load_model, load_tokenizer
 
     if (Path(target) / "config.toml").is_file():
         session, step = open_checkpoint(RunFolder(Path(target)), config)
-        return _Loaded(session.model, session.tokenizer, step)
-    model = load_model(target, config.model.dtype, config.model.device)
-    return _Loaded(model, load_tokenizer(target), 0)
+        return session.model, session.tokenizer, step
+    return load_model(target, config.model.dtype, config.model.device), load_tokenizer(target), 0
 
 
-def _service(args: argparse.Namespace, config: Config, loaded: _Loaded) -> tuple[CompletionService, PreTrainedModel]:
+def _service(args: argparse.Namespace, config: Config) -> tuple[int, CompletionService, PreTrainedModel]:
+    """Return the weights' step, the service and its model."""
     from ludus.engines.embedded.engine import EngineSettings, LocalEngine
     from ludus.engines.models.loading import num_positions
     from ludus.gateway.service import CompletionService, served_model
     from ludus.training.run.session import SMALL_MODEL
 
-    model, tokenizer = loaded.model, loaded.tokenizer
+    model, tokenizer, step = _load(args.target, config)
     longest = num_positions(model) or _MAX_CONTEXT
     context = args.context_tokens or min(longest, _MAX_CONTEXT)
     if not 2 <= context <= longest or min(args.max_batch, args.kv_cache_tokens, args.max_requests + 1) < 1:
@@ -153,9 +146,9 @@ def _service(args: argparse.Namespace, config: Config, loaded: _Loaded) -> tuple
         batch_invariant=config.rollout.reproducible,
         threads=1 if model.num_parameters() < SMALL_MODEL else 0,
     )
-    engine = LocalEngine(model, tokenizer, settings, version=loaded.step, copy=False)
+    engine = LocalEngine(model, tokenizer, settings, version=step, copy=False)
     name = args.name or Path(args.target).resolve().name
     renderer = TemplateRenderer(tokenizer, config.env.tool_parser) if tokenizer.chat_template else None
     served = served_model(model, tokenizer, name, args.target, renderer)
     token = token_of(args.token_file) if args.control else ""
-    return CompletionService(engine, served, token, frozenset([*args.allow_host, args.host])), model
+    return step, CompletionService(engine, served, token, frozenset([*args.allow_host, args.host])), model

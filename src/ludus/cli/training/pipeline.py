@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ludus.cli.arguments import recipe_stem
 from ludus.cli.training import preference, reward_model, rft, sft, train
-from ludus.cli.training.training_command import ResumeHint, TrainingStage
+from ludus.cli.training.training_command import TrainingStage, resume_hint
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.config.load import load_config
 from ludus.config.pipeline import Stage, StageKind, load_pipeline
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             check_same(stage, own, stage_config(stage, stages, folder, overrides))
     console = make_console()
     words = ["ludus", "pipeline", str(args.file), *(["--folder", str(folder)] if args.folder else [])]
-    with ResumeHint(shlex.join([*words, *overrides])):
+    with resume_hint(shlex.join([*words, *overrides])):
         for stage in stages:
             print_line(console, f"Stage {stage.number} of {len(stages)}: {stage.kind} {stage.recipe}")
             run_stage(stage, stages, folder, overrides)
@@ -78,10 +78,8 @@ def check_stages(stages: Sequence[Stage], overrides: Sequence[str], file: Path) 
             config = load_config(stage.recipe, [*stage.settings, *overrides], overrides_origin=origin)
             added_parts(config.rewards)
         if stage.kind == "reward-model" and not is_fed(stage, stages, config):
-            raise ConfigError(
-                f"Stage {stage.number} ({stage.kind}) has no training data.",
-                "Add a stage of rft or rl before it, or set reward_model.run or reward_model.data.",
-            )
+            hint = "Add a stage of rft or rl before it, or set reward_model.run or reward_model.data."
+            raise ConfigError(f"Stage {stage.number} ({stage.kind}) has no training data.", hint)
 
 
 def check_ahead(stages: Sequence[Stage], folder: Path, overrides: Sequence[str]) -> None:
@@ -146,16 +144,11 @@ def source_of(stage: Stage, config: Config) -> PreferenceConfig | RewardModelCon
     return config.preference if stage.kind == "preference" else config.reward_model
 
 
-def has_source(stage: Stage, config: Config) -> bool:
-    """Return whether the settings of a stage name its training data."""
-    settings = source_of(stage, config)
-    return settings.run is not None or settings.data is not None
-
-
 def is_fed(stage: Stage, stages: Sequence[Stage], config: Config) -> bool:
     """Return whether a stage has training data: a named source, or an earlier stage that sampled."""
-    sampled = any(before.kind in SAMPLES for before in stages[: stage.number - 1])
-    return sampled or has_source(stage, config)
+    settings = source_of(stage, config)
+    named = settings.run is not None or settings.data is not None
+    return named or any(before.kind in SAMPLES for before in stages[: stage.number - 1])
 
 
 def reward_models_before(stage: Stage, stages: Sequence[Stage]) -> list[Stage]:
@@ -180,10 +173,10 @@ def run_stage(stage: Stage, stages: Sequence[Stage], folder: Path, overrides: Se
     """Start or resume a stage; a complete one is left unchanged."""
     config = stage_config(stage, stages, folder, overrides)
     own = RunFolder(folder / stage.name)
-    if not own.config.is_file():
+    if own.config.is_file():
+        STAGES[stage.kind].resume(own, ())
+    else:
         STAGES[stage.kind].start(config, recipe_stem(stage.recipe), stage.recipe)
-        return
-    STAGES[stage.kind].resume(own, ())
 
 
 def stage_config(stage: Stage, stages: Sequence[Stage], folder: Path, overrides: Sequence[str]) -> Config:
@@ -196,11 +189,10 @@ def stage_config(stage: Stage, stages: Sequence[Stage], folder: Path, overrides:
     sampled = [earlier for earlier in before if earlier.kind in SAMPLES]
     reward_models = reward_models_before(stage, stages)
     if stage.kind == "rl" and reward_models and config.rewards.model is None:
-        config = load_config(stage.recipe, [*words, "--rewards.model", str(folder / reward_models[-1].name)])
-    if stage.kind in LEARNS and sampled and not has_source(stage, config):
-        name = f"--{LEARNS[stage.kind]}.run"
-        config = load_config(stage.recipe, [*words, name, str(folder / sampled[-1].name)])
-    return config
+        words += ["--rewards.model", str(folder / reward_models[-1].name)]
+    elif stage.kind in LEARNS and sampled and not is_fed(stage, (), config):
+        words += [f"--{LEARNS[stage.kind]}.run", str(folder / sampled[-1].name)]
+    return load_config(stage.recipe, words)
 
 
 def check_same(stage: Stage, own: RunFolder, config: Config) -> None:
@@ -210,10 +202,8 @@ def check_same(stage: Stage, own: RunFolder, config: Config) -> None:
     found = [change for change in changes(own.load_config(), config) if change.key not in _FREE]
     if found:
         has = ", ".join(f"{c.key} = {value_text(c.old)} (not {value_text(c.new)})" for c in found)
-        raise UserError(
-            f"Stage {stage.number} was started with other settings: {own.path} has {has}.",
-            "Revert the change, or choose another --folder.",
-        )
+        text = f"Stage {stage.number} was started with other settings: {own.path} has {has}."
+        raise UserError(text, "Revert the change, or choose another --folder.")
 
 
 def checkpoint_of(stage: Stage, folder: Path) -> Path:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ludus.cli.training.training_command import TrainingStage, refuse_from_scratch
+from ludus.cli.training.training_command import TrainingStage, print_run_done, refuse_from_scratch
 from ludus.cli.ui.terminal import bars, make_console, print_line
 from ludus.config.schema import Config
 from ludus.training.run.run_dir import RunFolder
@@ -32,15 +32,6 @@ def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
     return lambda folder: train(session, folder)
 
 
-def print_done(folder: RunFolder, config: Config) -> None:
-    """Print that all rounds are complete, and the next commands."""
-    from ludus.cli.ui.progress import print_commands
-
-    console = make_console()
-    print_line(console, f"The run is complete: all {config.rft.rounds} rounds are done and evaluated.")
-    print_commands(console, folder, config)
-
-
 def train(session: TrainingSession, folder: RunFolder) -> None:
     """Train with progress bars, then print the results."""
     from ludus.cli.ui.progress import ProgressReporter, print_results
@@ -56,6 +47,6 @@ def train(session: TrainingSession, folder: RunFolder) -> None:
 
 
 STAGE = TrainingStage(
-    kind="rft", prepare=prepare, print_done=print_done, model_help="train this model instead of the cold start"
+    kind="rft", prepare=prepare, print_done=print_run_done, model_help="train this model instead of the cold start"
 )
 add_arguments, run = STAGE.add_arguments, STAGE.run

@@ -14,8 +14,8 @@ from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.cli.arguments import recipe_config, run_config
 from ludus.cli.commands.config import check_plugins, check_rewards
 from ludus.cli.commands.env import AuditBar
-from ludus.cli.training.training_command import TrainingStage, resumed_folder
-from ludus.cli.ui.terminal import bars, make_console, print_line, silence_libraries
+from ludus.cli.training.training_command import TrainingStage, print_run_done, resumed_folder
+from ludus.cli.ui.terminal import bars, make_console, silence_libraries
 from ludus.config.environment import launched_rank
 from ludus.config.schema import Config
 from ludus.training.run.run_dir import RunFolder
@@ -33,19 +33,10 @@ def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
     return lambda folder: progress.train(config, folder, session)
 
 
-def print_done(folder: RunFolder, config: Config) -> None:
-    """Print that the run is complete, and the next commands."""
-    from ludus.cli.ui.progress import print_commands
-
-    console = make_console()
-    print_line(console, f"The run is complete: all {config.training.steps} steps are done and evaluated.")
-    print_commands(console, folder, config)
-
-
 STAGE = TrainingStage(
     kind="rl",
     prepare=prepare,
-    print_done=print_done,
+    print_done=print_run_done,
     model_help="train this model instead of the cold start",
     scratch_help="create tokenizer, model and cold start first",
 )
@@ -54,11 +45,8 @@ STAGE = TrainingStage(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command; settings follow as --section.key value."""
     STAGE.add_arguments(parser)
-    parser.add_argument(
-        "--cluster",
-        choices=("none", "local", "ray"),
-        help="sample in other processes, on this machine or a Ray cluster (cluster.kind)",
-    )
+    where = "sample in other processes, on this machine or a Ray cluster (cluster.kind)"
+    parser.add_argument("--cluster", choices=("none", "local", "ray"), help=where)
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:

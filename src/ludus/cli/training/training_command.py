@@ -7,18 +7,18 @@ A training command is a module with a `TrainingStage`, whose `add_arguments` and
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from ludus.cli.arguments import check_run, model_settings, recipe_config, recipe_stem, run_config
-from ludus.cli.signals import WatchedInterrupts
+from ludus.cli.signals import watched_interrupts
 from ludus.cli.ui.terminal import make_console, print_line, silence_libraries
 from ludus.config.pipeline import StageKind
 from ludus.config.schema import Config
 from ludus.errors import LudusError, UserError
-from ludus.training.run.run_dir import RunFolder, locked, new_run, remove_unstarted, resume_command
+from ludus.training.run.run_dir import RunFolder, kind_of, locked, new_run, remove_unstarted, resume_command
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class TrainingStage:
         silence_libraries()
         train = self.prepare(config, True)
         folder = new_run(config, name, self.kind, recipe)
-        with locked(folder), ResumeHint(folder, new=True), explain_out_of_memory():
+        with locked(folder), resume_hint(folder, new=True), explain_out_of_memory():
             train(folder)
 
     def resume(self, folder: RunFolder, overrides: Sequence[str]) -> int:
@@ -90,17 +90,26 @@ class TrainingStage:
                 return 0
             train = self.prepare(config, False)
             print_line(make_console(), describe_resume(folder, config, self.kind))
-            with ResumeHint(folder), explain_out_of_memory():
+            with resume_hint(folder), explain_out_of_memory():
                 train(folder)
         return 0
+
+
+def print_run_done(folder: RunFolder, config: Config) -> None:
+    """Print that all steps or rounds of a run are complete, and the next commands."""
+    from ludus.cli.ui.progress import print_commands
+
+    count = f"{config.rft.rounds} rounds" if kind_of(folder) == "rft" else f"{config.training.steps} steps"
+    print_line(make_console(), f"The run is complete: all {count} are done and evaluated.")
+    print_commands(make_console(), folder, config)
 
 
 def resumed_folder(args: argparse.Namespace) -> RunFolder:
     """Return the folder of --resume. Raises UserError if it is not a run, or if other options are set."""
     if args.run is not None:
-        raise UserError("--resume reads everything from the run folder.", "Remove --run.")
+        raise UserError("--resume reads all settings from the run folder.", "Remove --run.")
     if args.recipe or args.model or args.from_scratch:
-        raise UserError("--resume reads everything from the run folder.", "Remove recipe and model.")
+        raise UserError("--resume reads all settings from the run folder.", "Remove recipe and model.")
     folder = RunFolder(args.resume)
     check_run(folder)
     return folder
@@ -115,46 +124,36 @@ def refuse_from_scratch(config: Config, why: str) -> None:
         )
 
 
-class ResumeHint:
+@contextmanager
+def resume_hint(what: RunFolder | str, new: bool = False) -> Iterator[None]:
     """Add the resume command to an error or interrupt that ends the run in the block.
 
     `what` is the run folder, or the command that resumes a pipeline. The folder of a `new` run that fails before it
-    begins is removed. A second interrupt ends the process immediately (`WatchedInterrupts`).
+    begins is removed. A second interrupt ends the process immediately (`watched_interrupts`).
     """
+    folder = None if isinstance(what, str) else what
+    command = what if isinstance(what, str) else resume_command(what)
+    hint = f"Resume the {'run' if folder else 'pipeline'} with: {command}"
+    try:
+        with watched_interrupts(hint):
+            yield
+    except LudusError as error:
+        if folder is not None and new and remove_unstarted(folder):
+            error.hint = f"{error.hint}\nThe run had not begun: its folder {folder.path} was removed."
+        elif command not in error.hint:
+            error.hint = f"{error.hint}\n{hint}"
+        raise
+    except KeyboardInterrupt as interrupt:
+        interrupt.args = (f"{'' if folder is None else newest_checkpoint_words(folder)}{hint}",)
+        raise
+    except BaseException as error:
+        error.add_note(hint)
+        raise
 
-    def __init__(self, what: RunFolder | str, new: bool = False) -> None:
-        self._folder = None if isinstance(what, str) else what
-        self._new = self._folder if new else None
-        if isinstance(what, str):
-            self._command, self._hint = what, f"Resume the pipeline with: {what}"
-        else:
-            self._command = resume_command(what)
-            self._hint = f"Resume the run with: {self._command}"
-        self._interrupts = WatchedInterrupts(self._hint)
 
-    def __enter__(self) -> None:
-        self._interrupts.__enter__()
+def newest_checkpoint_words(folder: RunFolder) -> str:
+    """Describe the newest checkpoint of an interrupted run in a sentence."""
+    from ludus.training.run.checkpoint import list_checkpoints
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._interrupts.__exit__(kind, error, trace)
-        if isinstance(error, LudusError):
-            if self._new is not None and remove_unstarted(self._new):
-                error.hint = f"{error.hint}\nThe run had not begun: its folder {self._new.path} was removed."
-            elif self._command not in error.hint:
-                error.hint = f"{error.hint}\n{self._hint}"
-        elif isinstance(error, KeyboardInterrupt):
-            error.args = (f"{self._from_where()}{self._hint}",)
-        elif error is not None:
-            error.add_note(self._hint)
-
-    def _from_where(self) -> str:
-        """Return a sentence about the newest checkpoint of an interrupted run."""
-        from ludus.training.run.checkpoint import list_checkpoints
-
-        if self._folder is None:
-            return ""
-        if kept := list_checkpoints(self._folder.checkpoints):
-            return f"The newest checkpoint is that of step {kept[-1][0]}. "
-        return "There is no checkpoint yet. "
+    found = list_checkpoints(folder.checkpoints)
+    return f"The newest checkpoint is that of step {found[-1][0]}. " if found else "There is no checkpoint yet. "

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from ludus.cli.ui.terminal import silence_libraries
 from ludus.config.schema import Config
 from ludus.engines.base import Engine
+from ludus.envs.registry import closing
 from ludus.errors import UserError
 from ludus.training.run.checkpoint import list_checkpoints, load_weights
 from ludus.training.run.run_dir import RunFolder
@@ -21,6 +21,12 @@ class LoadedRun:
     session: TrainingSession
     step: int
     engine: Engine
+
+    async def close(self) -> None:
+        """Close the engine and the world."""
+        await self.engine.close()
+        async with closing(self.session.world):
+            return
 
 
 async def open_weights(config: Config, run: RunFolder | None = None) -> LoadedRun:
@@ -47,15 +53,10 @@ def open_checkpoint(run: RunFolder, config: Config) -> tuple[TrainingSession, in
         )
     step, path = found[-1]
     if not (path / "adapter_config.json").is_file():
-        return open_session(_without_adapters(config), path), step
-    session = open_session(config, _cold_start(run) if config.model.from_scratch else None)
+        model = config.model.model_copy(update={"lora": None})
+        return open_session(config.model_copy(update={"model": model}), path), step
+    from_scratch = config.model.from_scratch
+    initial = list_checkpoints(run.path / "cold_start" / "checkpoints")[-1][1] if from_scratch else None
+    session = open_session(config, initial)
     load_weights(path, session.model)
     return session, step
-
-
-def _without_adapters(config: Config) -> Config:
-    return config.model_copy(update={"model": config.model.model_copy(update={"lora": None})})
-
-
-def _cold_start(run: RunFolder) -> Path:
-    return list_checkpoints(run.path / "cold_start" / "checkpoints")[-1][1]

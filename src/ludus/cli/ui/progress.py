@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 from rich.table import Table
 
 from ludus.cli.ui.tables import sampling_words, success_words
-from ludus.cli.ui.terminal import bars, make_console, print_line
+from ludus.cli.ui.terminal import PhaseBar, bars, make_console, make_table, print_line
 from ludus.cli.ui.transcripts import print_transcript
-from ludus.cluster.control import controlled as control
+from ludus.cluster.control import controlled
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.config.toml import value_text
@@ -40,33 +40,27 @@ from ludus.types import Timings
 if TYPE_CHECKING:
     from ludus.cluster.cluster import Cluster
 
-
 log = logging.getLogger("ludus.sft")
 
 
-class EpisodeBar:
+class EpisodeBar(PhaseBar):
     """A progress bar for the episodes of the current phase."""
 
     def __init__(self, progress: Progress) -> None:
-        self._progress = progress
-        self._phase: TaskID | None = None
+        super().__init__(progress)
         self._engine: Engine | None = None
         self._before = EngineStats()
         self._spent = Timings()
 
     def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
         """Start the bar of a phase; without a total it pulses until the next phase."""
-        if self._phase is not None:
-            self._progress.remove_task(self._phase)
-        self._phase = self._progress.add_task(name, total=total, numbers="")
+        super().phase(name, total)
         self._engine = engine
         self._before = engine.stats() if engine else EngineStats()
         self._spent = Timings()
 
     def episode(self, episode: Episode) -> None:
         """Advance by one episode, with engine statistics and the shares of the episodes' time."""
-        if self._phase is None:
-            return
         one, total = episode.trajectory.timings, self._spent
         spent = self._spent = Timings(
             model_s=total.model_s + one.model_s,
@@ -78,7 +72,7 @@ class EpisodeBar:
             tools, scoring = spent.tools_s / total_s, spent.scoring_s / total_s
             rewards = f", rewards {scoring:.0%}" if scoring >= 0.01 else ""
             numbers += f"  time: tools {tools:.0%}{rewards}, model {1 - tools - scoring:.0%}"
-        self._progress.update(self._phase, advance=1, numbers=numbers.strip())
+        self.done(numbers.strip())
 
 
 class ProgressReporter(EpisodeBar):
@@ -97,8 +91,7 @@ class ProgressReporter(EpisodeBar):
         numbers = f"reward {metrics['reward/mean']:.3f}"
         if "success/mean" in metrics:
             numbers += f"  success {metrics['success/mean']:.0%}"
-        numbers += self._held_out
-        numbers += f"  {timings.get('speed/sampled_tokens_per_s', 0.0):,.0f} tokens/s"
+        numbers += f"{self._held_out}  {timings.get('speed/sampled_tokens_per_s', 0.0):,.0f} tokens/s"
         numbers += idle_words(metrics, timings)
         self._progress.update(self._steps, completed=step, numbers=numbers)
 
@@ -113,9 +106,7 @@ SLOW_S = 0.1
 
 def idle_words(metrics: Mapping[str, float], timings: Mapping[str, float]) -> str:
     """Describe the waiting in a step: idle shares, the group queue of asynchronous training, slow tools."""
-    line = ""
-    if "idle/learner" in timings:
-        line += f"  idle: learner {timings['idle/learner']:.0%}"
+    line = f"  idle: learner {timings['idle/learner']:.0%}" if "idle/learner" in timings else ""
     if "idle/engine" in timings:
         line += f", engine {timings['idle/engine']:.0%}"
     if "queue/in_flight" in timings:
@@ -136,7 +127,7 @@ def train(config: Config, folder: RunFolder, session: TrainingSession | None) ->
     session = session or open_session(config, cold_start(config, folder, console))
     with bars(console) as progress:
         reporter = ProgressReporter(progress, config.training.steps, steps_done(folder))
-        with cluster_of(session) as cluster, controlled(folder.path, cluster):
+        with running_cluster(session, folder) as cluster:
             comparisons = train_run(session, folder, reporter, cluster)
     print_results(console, folder, config, comparisons)
 
@@ -146,27 +137,23 @@ def print_results(console: Console, folder: RunFolder, config: Config, compariso
     console.print(comparison_table(comparisons))
     if any(pair.after.worlds for pair in comparisons):
         console.print(worlds_table(comparisons))
-    if any(conditions_differ(pair) for pair in comparisons):
+    conditions = [(pair.before.plan.conditions, pair.after.plan.conditions) for pair in comparisons if pair.before]
+    if any(before not in (None, after) for before, after in conditions):
         print_line(console, "! The rollout settings of the evaluations before and after training differ.", "yellow")
     print_examples(console, folder, comparisons)
     print_commands(console, folder, config)
 
 
-def cluster_of(session: TrainingSession) -> AbstractContextManager[Cluster | None]:
-    """Open the cluster of the settings, if any."""
+@contextmanager
+def running_cluster(session: TrainingSession, folder: RunFolder) -> Iterator[Cluster | None]:
+    """Open the cluster of the settings, if any, and accept the requests of `ludus cluster` in the block."""
     if not session.config.cluster.enabled:
-        return nullcontext()
+        yield None
+        return
     from ludus.cluster.cluster import open_cluster
 
-    return open_cluster(session)
-
-
-def controlled(run: Path, cluster: Cluster | None) -> AbstractContextManager[None]:
-    """Allow `ludus cluster` to change the cluster of a run in the block."""
-    if cluster is None:
-        return nullcontext()
-
-    return control(run, cluster)
+    with open_cluster(session) as cluster, controlled(folder.path, cluster):
+        yield cluster
 
 
 def sft(session: TrainingSession, folder: RunFolder) -> None:
@@ -211,7 +198,8 @@ def cold_start(config: Config, folder: RunFolder, console: Console) -> Path:
     found = list_checkpoints(nested.checkpoints)
     if found and found[-1][0] >= config.sft.steps:
         return found[-1][1]
-    return fine_tune(SftTraining(make_session(plain_trackers(config)), nested), console)
+    settings = config.run.model_copy(update={"trackers": ["jsonl"]})
+    return fine_tune(SftTraining(make_session(config.model_copy(update={"run": settings})), nested), console)
 
 
 def fine_tune(tuning: SftTraining, console: Console) -> Path:
@@ -254,47 +242,31 @@ def step_bar(
                 tracker.close()
 
 
-def plain_trackers(config: Config) -> Config:
-    """Return the configuration with the tracker of a nested run: metrics as JSON lines."""
-    return config.model_copy(update={"run": config.run.model_copy(update={"trackers": ["jsonl"]})})
-
-
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     """Return a table of held-out success before and after training, with 95 % intervals."""
     columns = ("split", "sampling", "tasks", "before training", "after training")
-    table = Table(*columns, title="Held-out success, with 95 % intervals")
+    rows = []
     for pair in comparisons:
-        plan = pair.after.plan
         before = success_words(pair.before) if pair.before else "not evaluated"
-        table.add_row(plan.split, sampling_words(plan), task_counts(pair), before, success_words(pair.after))
-    return table
+        plan, num = pair.after.plan, len(pair.after.task_ids)
+        num_before = len(pair.before.task_ids) if pair.before else num
+        tasks = num if num_before == num else f"{num_before} before, {num} after"
+        rows.append((plan.split, sampling_words(plan), tasks, before, success_words(pair.after)))
+    return make_table(columns, rows, "Held-out success, with 95 % intervals")
 
 
 def worlds_table(comparisons: Sequence[Comparison]) -> Table:
     """Return a table of held-out success in each world of a mixture, before and after training."""
-    table = Table("split", "sampling", "world", "tasks", "before training", "after training", title="By world")
+    rows: list[tuple[object, ...]] = []
     for pair in comparisons:
-        plan, was = pair.after.plan, pair.before.by_world() if pair.before else {}
+        plan = (pair.after.plan.split, sampling_words(pair.after.plan))
+        was = pair.before.by_world() if pair.before else {}
         for name, one in pair.after.by_world().items():
             before = f"{was[name].rate:.1%}" if name in was else "not evaluated"
-            row = (plan.split, sampling_words(plan), name, str(one.num_tasks), before)
-            table.add_row(*row, f"{one.rate:.1%} [{one.interval.low:.1%}, {one.interval.high:.1%}]")
+            rows.append((*plan, name, one.num_tasks, before, success_words(one)))
         average = f"{pair.before.macro:.1%}" if pair.before else ""
-        table.add_row(plan.split, sampling_words(plan), "average of the worlds", "", average, f"{pair.after.macro:.1%}")
-    return table
-
-
-def task_counts(pair: Comparison) -> str:
-    """Return the number of evaluated tasks, before and after if they differ."""
-    after = len(pair.after.task_ids)
-    before = len(pair.before.task_ids) if pair.before else after
-    return str(after) if before == after else f"{before} before, {after} after"
-
-
-def conditions_differ(pair: Comparison) -> bool:
-    """Return whether the two evaluations have different known conditions."""
-    before = pair.before.plan.conditions if pair.before else None
-    return before is not None and before != pair.after.plan.conditions
+        rows.append((*plan, "average of the worlds", "", average, f"{pair.after.macro:.1%}"))
+    return make_table(("split", "sampling", "world", "tasks", "before training", "after training"), rows, "By world")
 
 
 def print_examples(console: Console, folder: RunFolder, comparisons: Sequence[Comparison]) -> None:
@@ -309,9 +281,7 @@ def print_examples(console: Console, folder: RunFolder, comparisons: Sequence[Co
         if task_id in old:
             console.rule("before training")
             print_transcript(console, old[task_id].trajectory)
-            console.rule("after training: the same task")
-        else:
-            console.rule("after training")
+        console.rule("after training: the same task" if task_id in old else "after training")
         print_transcript(console, new[task_id].trajectory)
 
 
@@ -342,9 +312,8 @@ def records_of(folder: RunFolder, result: Evaluation, task_ids: Sequence[str]) -
 
 def print_commands(console: Console, folder: RunFolder, config: Config) -> None:
     """Print the next commands."""
-    more = f"--training.steps {config.training.steps * 2}"
-    if kind_of(folder) == "rft":
-        more = f"--rft.rounds {config.rft.rounds * 2}"
+    is_rft = kind_of(folder) == "rft"
+    more = f"--rft.rounds {config.rft.rounds * 2}" if is_rft else f"--training.steps {config.training.steps * 2}"
     print_line(console, f"The run is in {folder.path}")
     print_line(console, f"  read it:      ludus show {folder.path}")
     print_line(console, f"  continue it:  {resume_command(folder)} {more}")

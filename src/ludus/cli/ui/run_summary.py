@@ -8,8 +8,9 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rich.table import Table
+from rich.table import Column, Table
 
+from ludus.cli.ui.terminal import make_table
 from ludus.diagnostics.metrics import ALARM_STEPS, ENTROPY, LOGPROB_GAP, alarms
 from ludus.diagnostics.timings import episode_shares
 from ludus.diagnostics.trackers import MetricsRow
@@ -94,15 +95,12 @@ def _block(share: float) -> str:
 def curve_table(curves: Sequence[Curve]) -> Table:
     """Return a table with one row per curve: first, last, minimum and maximum value."""
     first, last = min(c.steps[0] for c in curves), max(c.steps[-1] for c in curves)
-    table = Table(title=f"Steps {first} to {last}")
-    table.add_column("metric")
-    table.add_column("curve", no_wrap=True)
-    for column in ("first", "last", "min", "max"):
-        table.add_column(column, justify="right", no_wrap=True)
+    numbers = (Column(name, justify="right", no_wrap=True) for name in ("first", "last", "min", "max"))
+    rows = []
     for curve in curves:
         ends = (curve.values[0], curve.values[-1], min(curve.values), max(curve.values))
-        table.add_row(curve.name, sparkline(curve.values), *(f"{value:.4g}" for value in ends))
-    return table
+        rows.append((curve.name, sparkline(curve.values), *(f"{value:.4g}" for value in ends)))
+    return make_table(("metric", Column("curve", no_wrap=True), *numbers), rows, f"Steps {first} to {last}")
 
 
 NEAR_ZERO = 1e-6
@@ -127,9 +125,8 @@ def ledger_words(rows: Sequence[MetricsRow]) -> str:
         parts.append(f"{total[outcome]} {outcome}" + (f" ({shown})" if shown else ""))
     text = f"{total['started']} rollouts started: {', '.join(parts)}."
     if total["clock_limited"]:
-        text += (
-            f" A wall-clock limit fired in {total['clock_limited']} of {len(rows)} steps: the run is not reproducible."
-        )
+        steps = f"{total['clock_limited']} of {len(rows)} steps"
+        text += f" A wall-clock limit fired in {steps}: the run is not reproducible."
     return text
 
 
@@ -143,10 +140,8 @@ def alarm_words(rows: Sequence[MetricsRow]) -> list[str]:
             kind = re.sub(r"\d[\d.,e%+-]*", "", text)
             fired[kind].append(row.step)
             words[kind] = text
-    return [
-        f"{words[kind]} (at {len(steps)} of {len(rows)} steps, last at step {steps[-1]})"
-        for kind, steps in fired.items()
-    ]
+    places = {kind: f"at {len(steps)} of {len(rows)} steps, last at step {steps[-1]}" for kind, steps in fired.items()}
+    return [f"{words[kind]} ({place})" for kind, place in places.items()]
 
 
 def loss_words(rows: Sequence[MetricsRow]) -> str:
@@ -182,10 +177,8 @@ def mean_timings(rows: Sequence[MetricsRow]) -> dict[str, float]:
     for row in rows:
         for name, value in row.metrics.items():
             found[name].append(value)
-    return {
-        name: max(values) if name == "scoring/slowest_s" else sum(values) / len(values)
-        for name, values in found.items()
-    }
+    means = {name: sum(values) / len(values) for name, values in found.items()}
+    return means | {name: max(values) for name, values in found.items() if name == "scoring/slowest_s"}
 
 
 def time_words(timings: Mapping[str, float]) -> str:
@@ -196,8 +189,7 @@ def time_words(timings: Mapping[str, float]) -> str:
     phases = {name: timings.get(f"time/{name}_s", 0.0) for name in PHASES}
     named = ", ".join(f"{name} {seconds / total_s:.0%}" for name, seconds in phases.items() if seconds)
     text = f"Mean step time {total_s:.3g} s: {named}."
-    shares = episode_shares(timings)
-    if shares:
+    if shares := episode_shares(timings):
         model, tools, scoring = shares["model"], shares["tools"], shares["scoring"]
         text += f" Episode time: model {model:.0%}, tools {tools:.0%}, rewards {scoring:.0%}."
     return text

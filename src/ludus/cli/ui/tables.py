@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from ludus.evaluation.evaluate import Evaluation, EvaluationPlan
+from ludus.cli.ui.terminal import make_table
+from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, WorldResult
 from ludus.types import Trajectory
 
 
@@ -19,12 +20,6 @@ class EvaluatedEpisodes:
 
     result: Evaluation
     trajectories: Sequence[Trajectory]
-
-    @property
-    def title(self) -> str:
-        """Split and sampling, as a column header."""
-        plan = self.result.plan
-        return f"{plan.split}, {sampling_words(plan)}"
 
 
 def temperature_words(temperature: float) -> str:
@@ -38,7 +33,7 @@ def sampling_words(plan: EvaluationPlan) -> str:
     return how if plan.samples == 1 else f"{how}, {plan.samples} attempts"
 
 
-def success_words(result: Evaluation) -> str:
+def success_words(result: Evaluation | WorldResult) -> str:
     """Format a success rate with its interval in per cent."""
     return f"{result.rate:.1%} [{result.interval.low:.1%}, {result.interval.high:.1%}]"
 
@@ -59,40 +54,36 @@ def print_evaluations(console: Console, played: Sequence[EvaluatedEpisodes], out
 
 def success_table(played: Sequence[EvaluatedEpisodes], outcomes: Sequence[str] = ()) -> Table:
     """Return a table of success, minimum detectable difference, other reward parts and failures."""
-    table = Table(title="Held-out success, with 95 % intervals")
     parts = list(dict.fromkeys(part for one in played for part in one.result.parts if part not in outcomes))
-    for column in ("split", "sampling", "tasks", "success", "detectable", *parts, "failed episodes"):
-        table.add_column(column)
-    for one in played:
-        result = one.result
+    columns = ("split", "sampling", "tasks", "success", "detectable", *parts, "failed episodes")
+    rows = []
+    for result in (one.result for one in played):
         values = [f"{result.parts[part]:.3f}" if part in result.parts else "" for part in parts]
-        number, detectable = str(len(result.task_ids)), f"{result.detectable:.1%}"
-        row = (result.plan.split, sampling_words(result.plan), number, success_words(result), detectable)
-        table.add_row(*row, *values, str(result.failed))
-    return table
+        numbers = (len(result.task_ids), success_words(result), f"{result.detectable:.1%}")
+        rows.append((result.plan.split, sampling_words(result.plan), *numbers, *values, result.failed))
+    return make_table(columns, rows, "Held-out success, with 95 % intervals")
 
 
 def world_table(results: Sequence[Evaluation]) -> Table:
     """Return a table of success in each world of a mixture, and its unweighted average."""
-    table = Table("split", "sampling", "world", "tasks", "success", title="Held-out success by world, 95 % intervals")
+    rows: list[tuple[object, ...]] = []
     for result in results:
-        split, how = result.plan.split, sampling_words(result.plan)
-        for name, one in result.by_world().items():
-            told = f"{one.rate:.1%} [{one.interval.low:.1%}, {one.interval.high:.1%}]"
-            table.add_row(split, how, name, str(one.num_tasks), told)
-        table.add_row(split, how, "average of the worlds", "", f"{result.macro:.1%}")
-    return table
+        plan = (result.plan.split, sampling_words(result.plan))
+        rows += [(*plan, name, one.num_tasks, success_words(one)) for name, one in result.by_world().items()]
+        rows.append((*plan, "average of the worlds", "", f"{result.macro:.1%}"))
+    columns = ("split", "sampling", "world", "tasks", "success")
+    return make_table(columns, rows, "Held-out success by world, 95 % intervals")
 
 
 def attempts_table(played: Sequence[EvaluatedEpisodes]) -> Table:
     """Return a table of pass@k (one of k attempts succeeds) and pass^k (all do), for powers of two and all attempts."""
-    table = Table("split", "sampling", "k", "pass@k", "pass^k", title="pass@k: one of k succeeds; pass^k: all k do")
-    for one in played:
-        plan = one.result.plan
-        for k in powers_of_two(plan.samples):
-            values = (f"{one.result.pass_at(k):.1%}", f"{one.result.pass_hat(k):.1%}")
-            table.add_row(plan.split, sampling_words(plan), str(k), *values)
-    return table
+    rows = []
+    for result in (one.result for one in played):
+        for k in powers_of_two(result.plan.samples):
+            values = (f"{result.pass_at(k):.1%}", f"{result.pass_hat(k):.1%}")
+            rows.append((result.plan.split, sampling_words(result.plan), k, *values))
+    columns = ("split", "sampling", "k", "pass@k", "pass^k")
+    return make_table(columns, rows, "pass@k: one of k succeeds; pass^k: all k do")
 
 
 def powers_of_two(last: int) -> list[int]:
@@ -102,21 +93,19 @@ def powers_of_two(last: int) -> list[int]:
 
 def family_table(split: str, played: Sequence[EvaluatedEpisodes]) -> Table:
     """Return a table of success by task family, with one column per evaluation."""
-    columns = (sampling_words(one.result.plan) for one in played)
-    table = Table("family", "tasks", *columns, title=f"{split}: success by family")
     families = [one.result.by_family() for one in played]
+    rows = []
     for family in sorted({name for found in families for name in found}):
         number = next(found[family][1] for found in families if family in found)
-        rates = [f"{found[family][0]:.1%}" if family in found else "" for found in families]
-        table.add_row(family, str(number), *rates)
-    return table
+        rows.append((family, number, *(f"{found[family][0]:.1%}" if family in found else "" for found in families)))
+    columns = ("family", "tasks", *(sampling_words(one.result.plan) for one in played))
+    return make_table(columns, rows, f"{split}: success by family")
 
 
 def stop_table(played: Sequence[EvaluatedEpisodes]) -> Table:
     """Return a table of the shares of stop reasons."""
-    table = Table("stop reason", *(one.title for one in played), title="Stop reasons")
     counts = [Counter(t.stop_reason for t in one.trajectories) for one in played]
-    for reason in dict.fromkeys(reason for count in counts for reason, _ in count.most_common()):
-        shares = [f"{count[reason] / max(1, count.total()):.1%}" for count in counts]
-        table.add_row(str(reason), *shares)
-    return table
+    reasons = dict.fromkeys(reason for count in counts for reason, _ in count.most_common())
+    rows = ((reason, *(f"{count[reason] / max(1, count.total()):.1%}" for count in counts)) for reason in reasons)
+    titles = (f"{one.result.plan.split}, {sampling_words(one.result.plan)}" for one in played)
+    return make_table(("stop reason", *titles), rows, "Stop reasons")

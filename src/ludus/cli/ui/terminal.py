@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
 from rich.text import Text
 
 PIPE_COLUMNS = 120
@@ -27,6 +28,14 @@ def make_console() -> Console:
 def print_line(console: Console, text: str, style: str = "") -> None:
     """Print text without wrapping, so that paths and commands can be copied."""
     console.print(Text(text, style=style), soft_wrap=True)
+
+
+def make_table(columns: Sequence[str | Column], rows: Iterable[Sequence[object]], title: str | None = None) -> Table:
+    """Return a table; None is an empty cell, and other cells are converted by `str`."""
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*("" if cell is None else str(cell) for cell in row))
+    return table
 
 
 @contextmanager
@@ -75,6 +84,25 @@ def _plain_lines(console: Console, every_s: float, last: bool) -> Iterator[Progr
         thread.join()
         if last:
             show()
+
+
+class PhaseBar:
+    """A progress bar for the current phase."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._phase: TaskID | None = None
+
+    def phase(self, name: str, total: int | None) -> None:
+        """Start the bar of a phase; without a total it pulses."""
+        if self._phase is not None:
+            self._progress.remove_task(self._phase)
+        self._phase = self._progress.add_task(name, total=total, numbers="")
+
+    def done(self, what: str = "") -> None:
+        """Advance by one."""
+        if self._phase is not None:
+            self._progress.update(self._phase, advance=1, numbers=what)
 
 
 def _task_words(task: Task) -> str:

@@ -27,10 +27,9 @@ def print_transcript(console: Console, trajectory: Trajectory) -> None:
 def print_record(console: Console, record: RolloutRecord, tokenizer: Tokenizer | None = None) -> None:
     """Print a stored rollout: its dialogue or, with a tokenizer, its tokens, and its outcome."""
     trajectory = record.trajectory
-    tags = "  ".join(f"{name} {value}" for name, value in trajectory.tags.items())
     console.rule(Text(f"task {record.group}, sample {trajectory.sample}", style="bold"))
-    if tags:
-        print_line(console, tags, "dim")
+    if trajectory.tags:
+        print_line(console, "  ".join(f"{name} {value}" for name, value in trajectory.tags.items()), "dim")
     shown: list[list[tuple[str, str]]] = []
     for path in trajectory.attempts():
         if tokenizer is None or not path.segments:  # an endpoint returns no tokens
@@ -49,8 +48,7 @@ def print_record(console: Console, record: RolloutRecord, tokenizer: Tokenizer |
         print_line(console, ending(path))
     if trajectory.leaves:
         print_line(console, f"mean reward of {len(trajectory.leaves)} leaves: {trajectory.reward:g}")
-    if trajectory.failure is not None:
-        failure = trajectory.failure
+    if (failure := trajectory.failure) is not None:
         print_line(console, f"failed in the {failure.part} after {failure.attempts} attempts: {failure.error}", "red")
     print_line(console, f"{outcome_line(record)}\n")
 

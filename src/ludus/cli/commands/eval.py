@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,9 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="PATH_OR_NAME", help="evaluate this model")
     parser.add_argument("--endpoint", metavar="URL", help="evaluate the --model of this OpenAI-compatible server")
     parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="a file with the API key of the server")
-    parser.add_argument(
-        "--baseline", choices=("none", "once"), help="no tools, or a single retrieval before the answer"
-    )
+    baselines = "no tools, or a single retrieval before the answer"
+    parser.add_argument("--baseline", choices=("none", "once"), help=baselines)
     parser.add_argument("--out", metavar="FOLDER", help="write the results to this folder")
 
 
@@ -83,17 +81,18 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise UserError for arguments that exclude or require each other."""
-    if args.run is not None and (args.recipe or args.model or args.endpoint):
-        raise UserError(
-            "--run takes world and weights from the run; it excludes a recipe, --model and --endpoint.",
-            "Remove them, or remove --run.",
-        )
-    if args.run is None and not args.recipe:
-        raise UserError("Name a recipe, or a run with --run.", "`ludus recipes` lists the recipes.")
-    if args.endpoint and not args.model:
-        raise UserError("--endpoint needs --model, the name of the model on the server.", "Add it.")
-    if args.api_key_file and not args.endpoint:
-        raise UserError("--api-key-file needs --endpoint.", "Add --endpoint, or remove it.")
+    clash = args.run is not None and (args.recipe or args.model or args.endpoint)
+    takes = "--run takes world and weights from the run; it excludes a recipe, --model and --endpoint."
+    name = "--endpoint needs --model, the name of the model on the server."
+    checks = (
+        (clash, takes, "Remove them, or remove --run."),
+        (args.run is None and not args.recipe, "Name a recipe, or a run with --run.", "`ludus recipes` lists recipes."),
+        (args.endpoint and not args.model, name, "Add it."),
+        (args.api_key_file and not args.endpoint, "--api-key-file needs --endpoint.", "Add --endpoint, or remove it."),
+    )
+    for broken, message, hint in checks:
+        if broken:
+            raise UserError(message, hint)
 
 
 def evaluation_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
@@ -101,8 +100,8 @@ def evaluation_config(args: argparse.Namespace, overrides: Sequence[str]) -> Con
     if args.run is not None:
         config = policy_config(RunFolder(args.run), overrides)
     else:
-        model = None if args.endpoint else args.model
-        config = recipe_config(args.recipe, model_settings(model, args.recipe), overrides)
+        shortcuts = [] if args.endpoint else model_settings(args.model, args.recipe)
+        config = recipe_config(args.recipe, shortcuts, overrides)
     if not config.evaluation.splits or not config.evaluation.temperatures:
         raise ConfigError(
             "There is nothing to evaluate: evaluation.splits or evaluation.temperatures is empty.",
@@ -141,31 +140,24 @@ async def _evaluate(
 ) -> tuple[list[EvaluatedEpisodes], list[SavedEvaluation]]:
     """Run all evaluations, and save each when it ends."""
     label = f"baseline-{args.baseline}" if args.baseline else ""
-    played, saved = [], []
+    played, saved, folder = [], [], None
     backend = await make_backend(args, config, world)
     try:
         folder = result_folder(args, config)
         print_line(console, headline(args, config, backend))
-        async with removing_empty_folder(folder, args.run), closing(world):
+        async with closing(world):
             for plan in plans(config, backend.step, policy_name(args)):
                 result, episodes = await play(backend, plan, console)
                 result = replace(result, notices=backend.notices())
                 saved.append(save_or_compare(folder.evaluations, result, episodes, label))
                 played.append(EvaluatedEpisodes(result, [episode.trajectory for episode in episodes]))
+    except LudusError as error:
+        if folder is not None and folder.path != args.run and remove_unstarted(folder):
+            error.hint = f"{error.hint}\nThere is no result: the folder {folder.path} was removed."
+        raise
     finally:
         await backend.close()
     return played, saved
-
-
-@asynccontextmanager
-async def removing_empty_folder(folder: RunFolder, run: Path | None) -> AsyncIterator[None]:
-    """Remove a new result folder if the evaluation fails before its first result."""
-    try:
-        yield
-    except LudusError as error:
-        if folder.path != run and remove_unstarted(folder):
-            error.hint = f"{error.hint}\nThere is no result: the folder {folder.path} was removed."
-        raise
 
 
 def headline(args: argparse.Namespace, config: Config, backend: EvalBackend) -> str:
@@ -274,10 +266,9 @@ async def play(backend: EvalBackend, plan: EvaluationPlan, console: Console) -> 
 def verdict_line(saved: SavedEvaluation, reproducible: bool) -> str:
     """Describe in a sentence how the results were saved."""
     name = saved.path.stem
-    if saved.verdict == "new":
-        return f"{name}: saved."
-    if saved.verdict == "same":
-        return f"{name}: reproduces the existing evaluation, bit for bit."
+    if saved.verdict != "differs":
+        what = "saved" if saved.verdict == "new" else "reproduces the existing evaluation, bit for bit"
+        return f"{name}: {what}."
     why = "" if reproducible else " (rollout.reproducible is off, or an endpoint was used)"
     earlier = saved.earlier.stem if saved.earlier else ""
     return f"{name}: does not reproduce {earlier}: {saved.note}{why}."
