@@ -178,10 +178,7 @@ class MixedWorld(World):
         return MixtureOrder(pools, seed, chunk, num_chunks)
 
     def demonstrations(self, seed: int) -> Iterator[Demonstration]:
-        """Yield dialogues of all worlds, by the weights of the first step.
-
-        Raises UserError if a world has none.
-        """
+        """Yield dialogues of all worlds, by the weights of the first step. Raises UserError if a world has none."""
         streams = []
         for member in self.members:
             if not member.world.implements("demonstrations"):
