@@ -53,7 +53,6 @@ def config_from_toml(text: str, origin: str = "the text", overrides: Sequence[st
 
 
 def _locate(source: str | Path) -> Path:
-    """Return the file of a recipe name or path."""
     if isinstance(source, Path) or source.endswith(".toml") or "/" in source:
         return Path(source)
     return recipe_folder(source) / "config.toml"
@@ -65,21 +64,19 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise _missing(path) from None
+        raise ConfigError(f"The file {path} does not exist.", _recipe_hint(path.stem)) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text, as TOML requires.") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
 
 
-def _missing(path: Path) -> ConfigError:
-    """Return the error for a missing file, with similar recipe names."""
-    message = f"The file {path} does not exist."
+def _recipe_hint(name: str) -> str:
     try:
-        recipe_folder(path.stem)
+        recipe_folder(name)
     except ConfigError as near:
-        return ConfigError(message, str(near))
-    return ConfigError(message, f'To use the recipe of that name, write "{path.stem}".')
+        return str(near)
+    return f'To use the recipe of that name, write "{name}".'
 
 
 def _parse(text: str, origin: str) -> dict[str, object]:

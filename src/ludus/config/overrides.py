@@ -15,12 +15,8 @@ def apply_overrides(data: dict[str, object], words: Sequence[str]) -> list[str]:
     settings, where it may be a choice (`ludus.envs.settings` reads it). Return one sentence for each word that is not a
     setting; values are validated later.
     """
-    problems: list[str] = []
-    for item in _pairs(words):
-        problem = item if isinstance(item, str) else _apply(data, *item)
-        if problem:
-            problems.append(problem)
-    return problems
+    problems = [item if isinstance(item, str) else _apply(data, *item) for item in _pairs(words)]
+    return [problem for problem in problems if problem]
 
 
 def unknown_key(key: str, shown: str) -> str:
@@ -49,13 +45,12 @@ def _apply(data: dict[str, object], key: str, text: str | None) -> str:
     setting = find(key)
     if setting is None and not is_section(key):
         return unknown_key(key, text if text is not None else "true")
-    if text is None:
-        if setting is None or bool not in setting.accepts:
-            expected = f" ({setting.type_text})" if setting is not None else ""
-            return f"{key} needs a value{expected}: write --{key} VALUE."
-        _write(data, key.split("."), True)
-        return ""
-    value = _value(text, setting, free=setting is not None and is_inside(key, setting))
+    value: object = True
+    if text is not None:
+        value = _value(text, setting, free=setting is not None and is_inside(key, setting))
+    elif setting is None or bool not in setting.accepts:
+        expected = f" ({setting.type_text})" if setting is not None else ""
+        return f"{key} needs a value{expected}: write --{key} VALUE."
     _write(data, key.split("."), value)
     return ""
 

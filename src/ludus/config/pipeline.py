@@ -64,7 +64,6 @@ def load_pipeline(path: Path) -> tuple[Stage, ...]:
 
 
 def _faults(table: object, number: int) -> Iterator[str]:
-    """Yield an error message for each mistake in a stage."""
     if not isinstance(table, dict):
         yield f"Stage {number} is not a table."
         return

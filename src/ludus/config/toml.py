@@ -74,7 +74,6 @@ def value_text(value: object) -> str:
 
 
 def _section(path: str, section: Section) -> Iterator[str]:
-    """Yield the lines of a section: its own values, then its tables."""
     yield f"[{path}]"
     tables: list[str] = []
     for name, value in section:

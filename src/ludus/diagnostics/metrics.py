@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, cast
 
 from ludus.plugins import find_plugin
@@ -30,8 +30,6 @@ LOGPROB_GAP: Final = "mismatch/logprob_diff"
 
 _NO_TOOL = (ToolStatus.UNKNOWN_TOOL, ToolStatus.MALFORMED)
 """Calls without a tool: the model invents the name, so metrics by name would be unbounded."""
-
-
 ALARM_STEPS: Final = 5
 """Steps in a row with low entropy, or whose rewards are all 0, that raise an alarm; `alarms` needs no more history."""
 MAX_LOGPROB_GAP: Final = 0.05
@@ -91,11 +89,9 @@ def alarms(history: Sequence[Mapping[str, float]]) -> list[str]:
     now, last = history[-1], history[-ALARM_STEPS:]
     found = [_odd_numbers(now), _equal_rewards(now)]
     if len(last) == ALARM_STEPS:
-        stuck = _stuck_at_zero(last)
-        found += [stuck] if stuck else _worlds_at_zero(last)
+        found += _zero_rewards(last)
         found.append(_entropy(last) or _exploration(last))
-    found += [_logprob_gap(now), _tool_errors(now), _tool_error_stops(now), _cut_off(now)]
-    return [sentence for sentence in found if sentence]
+    return [sentence for sentence in (*found, *_thresholds(now)) if sentence]
 
 
 def _finished(trajectory: Trajectory) -> bool:
@@ -139,7 +135,6 @@ def _entropy_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _tree_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
-    """Return how many leaves the trees have, and how much rewards differ within a tree."""
     trees = [t for t in finished if t.leaves]
     if not trees:
         return {}
@@ -191,13 +186,11 @@ def _group_metrics(groups: Sequence[Group], success: str | None, equal: Sequence
 
 
 def _is_equal(group: Group) -> bool:
-    """Return whether the finished members have one reward."""
     finished = [t for t in group.trajectories if _finished(t)]
     return len({r for t in finished for r in t.leaf_rewards or (t.reward,)}) == 1
 
 
 def _world_metrics(groups: Sequence[Group], success: str | None, equal: Sequence[bool | None]) -> dict[str, float]:
-    """Return the metrics of each world of a mixture that the step has tasks of."""
     by_world: dict[str, list[tuple[Group, bool | None]]] = {}
     for group, known in zip(groups, equal, strict=True):
         if (world := group.task.tags.get(WORLD_TAG)) is not None:
@@ -252,24 +245,16 @@ def _equal_rewards(now: Mapping[str, float]) -> str:
     learns_otherwise = "distill/reverse_kl" in now or now.get("experts/trained", 0.0) > 0
     if now.get("groups/zero_variance", 0.0) < 1 or learns_otherwise:
         return ""
-    why = "the tasks are too easy (all right) or too hard (all wrong)"
-    if now.get("groups/solve_all", 0.0) >= 1:
-        why = "the tasks are too easy (all right)"
-    elif now.get("groups/solve_none", 0.0) >= 1:
-        why = "the tasks are too hard (all wrong)"
+    easy, hard = "too easy (all right)", "too hard (all wrong)"
+    why = easy if now.get("groups/solve_all", 0.0) >= 1 else hard if now.get("groups/solve_none", 0.0) >= 1 else ""
     return (
-        f"every group earned equal rewards, so the policy loss is exactly 0 and nothing is learned from rewards: {why}"
+        "every group earned equal rewards, so the policy loss is exactly 0 and nothing is learned from rewards: "
+        f"the tasks are {why or f'{easy} or {hard}'}"
     )
 
 
 def _is_zero(metrics: Mapping[str, float], mean: str, std: str) -> bool:
     return metrics.get(mean) == 0 and metrics.get(std) == 0
-
-
-def _stuck_at_zero(last: Sequence[Mapping[str, float]]) -> str:
-    if not all(_is_zero(m, "reward/mean", "reward/std") for m in last):
-        return ""
-    return f"every reward of the last {len(last)} steps is 0: {_why_zero(last)}"
 
 
 def _why_zero(last: Sequence[Mapping[str, float]]) -> str:
@@ -279,8 +264,7 @@ def _why_zero(last: Sequence[Mapping[str, float]]) -> str:
         return f"the model calls no tool and earns nothing. If the tasks need one, {cold}"
     if all(_cut_share(m) > MAX_SHARE for m in last):
         return (
-            "most episodes are cut off by a token limit before they answer. "
-            "Raise rollout.max_tokens_per_turn or "
+            "most episodes are cut off by a token limit before they answer. Raise rollout.max_tokens_per_turn or "
             f"rollout.max_seq_len; if the model has not learned the answer format, {cold}"
         )
     return (
@@ -289,8 +273,10 @@ def _why_zero(last: Sequence[Mapping[str, float]]) -> str:
     )
 
 
-def _worlds_at_zero(last: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return an alarm for each world of a mixture that never earns anything while another one does."""
+def _zero_rewards(last: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return an alarm if all rewards are 0, or for each world of a mixture with only rewards of 0."""
+    if all(_is_zero(m, "reward/mean", "reward/std") for m in last):
+        return [f"every reward of the last {len(last)} steps is 0: {_why_zero(last)}"]
     end = "/reward_std"
     worlds = [name.removesuffix(end) for name in last[-1] if name.startswith("env/") and name.endswith(end)]
     return [
@@ -313,9 +299,7 @@ def _entropy(last: Sequence[Mapping[str, float]]) -> str:
 
 
 def _exploration(last: Sequence[Mapping[str, float]]) -> str:
-    """Return an alarm if most groups have no exploration.
-
-    The entropy of trained tokens does not show it: groups of equal rewards are dropped, and only others train."""
+    """Return an alarm if most groups have no exploration: dropped groups do not count in the trained entropy."""
     if not all(m.get(LOW_ENTROPY_GROUPS, 0.0) >= MAX_SHARE for m in last):
         return ""
     now = last[-1]
@@ -327,42 +311,26 @@ def _exploration(last: Sequence[Mapping[str, float]]) -> str:
     )
 
 
-def _logprob_gap(now: Mapping[str, float]) -> str:
-    value = now.get(LOGPROB_GAP, 0.0)
-    off_policy = now.get(MEAN_AGE, 0.0) > 0  # older weights sampled it: they differ
-    if off_policy or not value > MAX_LOGPROB_GAP:
-        return ""
-    return (
-        f"the learner and the engine differ by {value:.4g} nats per token, above {MAX_LOGPROB_GAP:g}: "
-        "they do not hold the same weights, tokens, temperature or precision"
-    )
-
-
-def _tool_errors(now: Mapping[str, float]) -> str:
-    rate = now.get("tools/error_rate", 0.0)
-    if not rate > MAX_SHARE:
-        return ""
-    kinds = {s: now.get(f"tools/status/{s}", 0.0) for s in ToolStatus if s is not ToolStatus.OK}
-    worst = max(kinds, key=lambda status: kinds[status])
-    return f"{rate:.0%} of the tool calls end in an error, most often {worst} ({kinds[worst]:.0%} of all calls)"
-
-
-def _tool_error_stops(now: Mapping[str, float]) -> str:
-    share = now.get(f"episode/stop/{StopReason.TOOL_ERRORS}", 0.0)
-    if not share > MAX_SHARE:
-        return ""
-    return f"{share:.0%} of the episodes end in a streak of tool errors: the model calls tools wrongly"
+def _thresholds(now: Mapping[str, float]) -> Iterator[str]:
+    """Yield an alarm for each metric of the newest step above its limit."""
+    gap, off_policy = now.get(LOGPROB_GAP, 0.0), now.get(MEAN_AGE, 0.0) > 0  # older weights sampled it: they differ
+    if gap > MAX_LOGPROB_GAP and not off_policy:
+        yield (
+            f"the learner and the engine differ by {gap:.4g} nats per token, above {MAX_LOGPROB_GAP:g}: "
+            "they do not hold the same weights, tokens, temperature or precision"
+        )
+    if (rate := now.get("tools/error_rate", 0.0)) > MAX_SHARE:
+        kinds = {s: now.get(f"tools/status/{s}", 0.0) for s in ToolStatus if s is not ToolStatus.OK}
+        worst = max(kinds, key=lambda status: kinds[status])
+        yield f"{rate:.0%} of the tool calls end in an error, most often {worst} ({kinds[worst]:.0%} of all calls)"
+    if (share := now.get(f"episode/stop/{StopReason.TOOL_ERRORS}", 0.0)) > MAX_SHARE:
+        yield f"{share:.0%} of the episodes end in a streak of tool errors: the model calls tools wrongly"
+    if (share := _cut_share(now)) > MAX_SHARE:
+        yield (
+            f"{share:.0%} of the episodes are cut off by a token limit: raise rollout.max_tokens_per_turn or "
+            "rollout.max_seq_len, or reward shorter answers"
+        )
 
 
 def _cut_share(now: Mapping[str, float]) -> float:
     return sum(now.get(f"episode/stop/{r}", 0.0) for r in (StopReason.TRUNCATED, StopReason.MAX_TOKENS))
-
-
-def _cut_off(now: Mapping[str, float]) -> str:
-    share = _cut_share(now)
-    if not share > MAX_SHARE:
-        return ""
-    return (
-        f"{share:.0%} of the episodes are cut off by a token limit: raise rollout.max_tokens_per_turn or "
-        "rollout.max_seq_len, or reward shorter answers"
-    )

@@ -111,7 +111,6 @@ class TensorBoardTracker:
         self._file.close()
 
     def _write(self, **fields: object) -> None:
-        """Write one event with these fields of TensorBoard's `Event`."""
         buffer = BytesIO()
         event = self._events.Event(wall_time=time.time(), **fields)
         self._records.RecordWriter(buffer).write(event.SerializeToString())
@@ -225,9 +224,7 @@ def _next_event_file(folder: Path) -> Path:
 
 def _to_json(value: float) -> float | str:
     number = float(value)
-    if math.isfinite(number):
-        return number
-    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+    return number if math.isfinite(number) else json.dumps(number)
 
 
 def _from_json(value: object) -> float:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.resources import files
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -199,6 +200,15 @@ class World(ABC):
     async def close(self) -> None:
         """Release what all episodes share, on the event loop where it was used."""
         return
+
+
+def shipped_report(world: World, is_default: bool) -> str:
+    """Return the report that ships with the default tasks of a world; otherwise preceded by the sizes of its splits."""
+    text = (files(f"ludus.worlds.{world.name}") / "data/difficulty_report.txt").read_text("utf-8").rstrip("\n")
+    if is_default:
+        return text
+    sizes = "\n".join(f"{split:12} {len(world.tasks(split))} tasks" for split in world.splits)
+    return f"{sizes}\n\nThe default tasks:\n{text}"
 
 
 class TaskSequence(Protocol):

@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from ludus.config.schema import Config
 from ludus.config.sections.mixture import BUDGETS, MIXTURE, MemberConfig
@@ -125,8 +125,7 @@ class MixedWorld(World):
     @property
     def emits_turn_rewards(self) -> bool:
         """Whether some world emits turn rewards."""
-        worlds = (member.world for member in self.members)
-        return any(one.emits_turn_rewards for one in worlds)
+        return any(member.world.emits_turn_rewards for member in self.members)
 
     @property
     def turn_verifier(self) -> TurnVerifier | None:
@@ -178,10 +177,7 @@ class MixedWorld(World):
         return MixtureOrder(pools, seed, chunk, num_chunks)
 
     def demonstrations(self, seed: int) -> Iterator[Demonstration]:
-        """Yield dialogues of all worlds, by the weights of the first step.
-
-        Raises UserError if a world has none.
-        """
+        """Yield dialogues of all worlds, by the weights of the first step. Raises UserError if a world has none."""
         streams = []
         for member in self.members:
             if not member.world.implements("demonstrations"):
@@ -284,7 +280,6 @@ def check_tools(world: MixedWorld, rendering: str) -> None:
 
 
 def _full(rewards: Sequence[Reward]) -> float:
-    """Return the total outcome weight, the return of a solved task."""
     return sum(part.weight for part in rewards if part.outcome)
 
 
@@ -301,15 +296,8 @@ def _own_parts(member: MixtureMember) -> Iterator[Reward]:
     for part in rewards:
         if not part.outcome or several:
             weight = 0.0 if part.outcome else part.weight / full
-            yield Reward(f"{member.name}/{part.name}", _Own(member, part), weight, world=member.name)
+            yield Reward(f"{member.name}/{part.name}", partial(_score_own, member, part), weight, world=member.name)
 
 
-@dataclass(frozen=True)
-class _Own:
-    """A world's reward function, called with the original task."""
-
-    member: MixtureMember
-    part: Reward
-
-    def __call__(self, task: Task, trajectory: Trajectory) -> float:
-        return self.part.function(self.member.own(task), _own_view(self.member, task, trajectory))
+def _score_own(member: MixtureMember, part: Reward, task: Task, trajectory: Trajectory) -> float:
+    return part.function(member.own(task), _own_view(member, task, trajectory))

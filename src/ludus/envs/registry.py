@@ -96,19 +96,8 @@ def sandbox_settings(config: SandboxConfig) -> SandboxSettings:
             raise ConfigError(
                 f"The token cannot be read from {config.token_file}: {error}.", "Check sandbox.token_file."
             ) from error
-    return SandboxSettings(
-        backend=config.backend,
-        concurrency=config.concurrency,
-        sessions=config.sessions,
-        python=config.python,
-        binds=tuple(config.binds),
-        paths=tuple(config.paths),
-        image=config.image,
-        runtime=config.runtime,
-        url=config.url,
-        token=token,
-        unsafe=config.unsafe,
-    )
+    own = config.model_dump(exclude={"token_file", "binds", "paths"})
+    return SandboxSettings(**own, token=token, binds=tuple(config.binds), paths=tuple(config.paths))
 
 
 def check_sandbox(config: SandboxConfig, world: World) -> None:

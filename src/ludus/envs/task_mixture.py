@@ -56,8 +56,7 @@ class Shares:
 
     def turns(self) -> Iterator[int]:
         """Yield pool indices endlessly."""
-        everyone = range(len(self.pools))
-        taken = [0] * len(self.pools)
+        everyone, taken = range(len(self.pools)), [0] * len(self.pools)
         places = [0] * len(self.pools)  # chunks in which the next turns are due
         due = [self._due(i, 1, places) for i in everyone]
         for number in count():
@@ -142,15 +141,11 @@ class MixtureOrder:
 
     def take(self, start: int, num: int) -> list[Task]:
         """Return the tasks at positions `start` to `start + num`, counted over all epochs."""
-        return [self._chunk(p // self.chunk)[p % self.chunk] for p in range(start, start + num)]
+        while len(self._chunks) * self.chunk < start + num:
+            self._chunks.append(self._next_chunk())
+        return [self._chunks[p // self.chunk][p % self.chunk] for p in range(start, start + num)]
 
-    def _chunk(self, number: int) -> list[Task]:
-        while len(self._chunks) <= number:
-            self._chunks.append(self._next())
-        return self._chunks[number]
-
-    def _next(self) -> list[Task]:
-        """Return the tasks of the next chunk."""
+    def _next_chunk(self) -> list[Task]:
         turns = list(islice(self._turns, self.chunk))
         found: list[Iterator[Task]] = []
         for i, pool in enumerate(self.pools):

@@ -199,7 +199,6 @@ def _multiple_of(judge: object, step: float, value: JSON, schema: object) -> Ite
 
 
 def _convert_patterns(schema: Mapping[str, JSON]) -> Mapping[str, JSON]:
-    """Return the schema with its patterns converted to Python's syntax."""
     from referencing.jsonschema import DRAFT202012
 
     own = copy.deepcopy(dict(schema))

@@ -69,8 +69,7 @@ def match_calls(expected: Sequence[ExpectedCall], made: Sequence[ExpectedCall]) 
     left = list(made)
     argument_names = argument_values = 0.0
     for call in expected:
-        same = [(place, other) for place, other in enumerate(left) if other.name == call.name]
-        scored = [(_arguments(call, other), place) for place, other in same]
+        scored = [(_arguments(call, other), place) for place, other in enumerate(left) if other.name == call.name]
         if not scored:
             continue
         (shared, right), place = max(scored, key=lambda found: (sum(found[0]), -found[1]))

@@ -195,7 +195,6 @@ def tool_use(task: Task, trajectory: Trajectory) -> float:
 
 
 def _normalise_numbers(value: JSON) -> JSON:
-    """Return the value with integral floats as integers."""
     if isinstance(value, dict):
         return {name: _normalise_numbers(inner) for name, inner in value.items()}
     if isinstance(value, list):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Final
 
@@ -33,6 +33,15 @@ Truth = Quantity | Expression | ExpectedAnswers | Choice | Value | Schema | Matc
 TYPES: Final = ("number", "expression", "text", "choice", "json", "schema", "state")
 _CLOSE: Final = 1e-9
 """How far off, relatively, a number may be that is not whole."""
+_VERIFIERS: Mapping[type, Callable[..., bool]] = {
+    Quantity: numeric.is_close,
+    Expression: math_verify.is_equal,
+    ExpectedAnswers: is_answer,
+    Choice: multiple_choice.is_right,
+    Value: json_match.is_value,
+    Schema: json_match.fits_schema,
+    MatchState: json_match.is_state,
+}
 
 
 def read_truth(record: Mapping[str, JSON]) -> Truth:
@@ -65,21 +74,7 @@ def read_truth(record: Mapping[str, JSON]) -> Truth:
 
 def is_right(answer: str, truth: Truth) -> bool:
     """Whether an answer is right, by the verifier that fits the truth."""
-    match truth:
-        case Quantity():
-            return numeric.is_close(answer, truth)
-        case Expression():
-            return math_verify.is_equal(answer, truth)
-        case ExpectedAnswers():
-            return is_answer(answer, truth)
-        case Choice():
-            return multiple_choice.is_right(answer, truth)
-        case Value():
-            return json_match.is_value(answer, truth)
-        case Schema():
-            return json_match.fits_schema(answer, truth)
-        case MatchState():
-            return json_match.is_state(answer, truth)
+    return next(verify(answer, truth) for kind, verify in _VERIFIERS.items() if isinstance(truth, kind))
 
 
 def by_record(task: Task, trajectory: Trajectory) -> float:
@@ -106,9 +101,9 @@ def _short(text: str, type_: JSON) -> Quantity | Expression | ExpectedAnswers:
         raise ValueError('"answer" holds no single answer')
     (answer,) = found
     value = read_quantity(answer, Quantity(0.0))
-    if type_ == "text" and not normalise(answer):
-        raise ValueError(f"{answer[:60]!r} has no words to compare")
     if type_ == "text":
+        if not normalise(answer):
+            raise ValueError(f"{answer[:60]!r} has no words to compare")
         return ExpectedAnswers((answer,))
     if type_ == "expression" or (type_ is None and value is None):
         return Expression(answer)

@@ -9,29 +9,13 @@ from pydantic import Field, model_validator
 from ludus.config.sections.section import EpochsSection, Section, check_choice
 from ludus.errors import nearest_names
 
-PARTS = (
-    "citation_support",
-    "extra_calls",
-    "extra_turns",
-    "format_kept",
-    "format_score",
-    "invalid_calls",
-    "json_schema",
-    "json_value",
-    "language_consistency",
-    "long_answer",
-    "multiple_choice",
-    "patch_similarity",
-    "repeated_calls",
-    "same_state",
-    "think_format",
-    "token_f1",
-    "tool_use",
-    "well_formed",
+_PARTS = (
+    "citation_support extra_calls extra_turns format_kept format_score invalid_calls json_schema json_value "
+    "language_consistency long_answer multiple_choice patch_similarity repeated_calls same_state think_format "
+    "token_f1 tool_use well_formed"
 )
+PARTS = tuple(_PARTS.split())
 """The built-in names of `rewards.extra` (`ludus.rewards.registry.NAMED`)."""
-
-
 PROGRESS = "progress"
 """The turn event of a new milestone of the world's turn verifier (`rewards.turns`)."""
 
@@ -133,21 +117,13 @@ class RewardsConfig(Section):
     """Weight of the part reward_model."""
 
     @model_validator(mode="after")
-    def _has_parts(self) -> Self:
+    def _is_consistent(self) -> Self:
         if odd := [name for name, part in self.extra.items() if name not in PARTS and part.source is None]:
             near = " or ".join(f"rewards.extra.{name}" for name in nearest_names(odd[0], PARTS))
             hint = f"the nearest is {near}" if near else f"the rewards are {', '.join(PARTS)}"
             raise ValueError(f"rewards.extra.{odd[0]} is not a reward; {hint}")
-        return self
-
-    @model_validator(mode="after")
-    def _normalises(self) -> Self:
         if self.normalise_over != "run" and self.normalise_by is None:
             raise ValueError("rewards.normalise_over needs rewards.normalise_by, which is none")
-        return self
-
-    @model_validator(mode="after")
-    def _has_ensemble(self) -> Self:
         if self.model is not None and not self.models:
             raise ValueError("rewards.model is an empty list; name at least one reward model, or unset it")
         if len(set(self.models)) < len(self.models):

@@ -124,7 +124,7 @@ class PreferenceConfig(EpochsSection):
     """Attempts per task, at rollout.temperature."""
 
     @model_validator(mode="after")
-    def _has_one_source(self) -> Self:
+    def _is_consistent(self) -> Self:
         if self.run is not None and self.data is not None:
             raise ValueError(f'preference.run ("{self.run}") and preference.data are mutually exclusive')
         if (self.pairs != "groups" or self.min_reward_gap) and self.data is not None:
@@ -132,10 +132,6 @@ class PreferenceConfig(EpochsSection):
             raise ValueError(f"preference.{key} applies to rollouts, but preference.data is set")
         if (self.tasks, self.samples) != (64, 8) and (self.run or self.data) is not None:
             raise ValueError("preference.tasks and samples need attempts of the model, but run or data is set")
-        return self
-
-    @model_validator(mode="after")
-    def _has_what_the_loss_reads(self) -> Self:
         needed = {"gamma": ("simpo",), "tau": ("discopop",), "undesirable_weight": ("kto",)}
         check_choice(self, "preference", "loss", {**needed, "label_smoothing": SMOOTHED})
         if self.loss == "robust" and self.label_smoothing == 0:

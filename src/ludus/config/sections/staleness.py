@@ -60,16 +60,12 @@ class StalenessConfig(Section):
     replay: ReplayConfig = ReplayConfig()
 
     @model_validator(mode="after")
-    def _has_room_for_what_is_late(self) -> Self:
+    def _fits_replay(self) -> Self:
         if self.on_stale == "replay" and not (self.replay.share and self.replay.max_age > self.max_staleness):
             raise ValueError(
                 "staleness.on_stale = replay needs staleness.replay.share above 0 and a "
                 f"staleness.replay.max_age ({self.replay.max_age}) above max_staleness ({self.max_staleness})"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _masks_what_it_replays(self) -> Self:
         if self.on_stale == "mask" and self.replay.share and self.replay.max_age > self.max_staleness:
             raise ValueError(
                 f"staleness.replay.max_age ({self.replay.max_age}) admits groups whose tokens "

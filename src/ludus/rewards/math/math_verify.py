@@ -200,7 +200,6 @@ def _same_items(gold: ExpressionNode, given: ExpressionNode) -> bool:
 
 
 def _signs(node: ExpressionNode) -> str:
-    """Return the signs of the relations of a list."""
     return "".join(item.name for item in node.args if item.op == "relation")
 
 
@@ -278,7 +277,6 @@ def _same_two_sided(gold: ExpressionNode, given: ExpressionNode) -> bool:
 
 
 def _same_regions(gold: ExpressionNode, given: ExpressionNode) -> bool:
-    """Whether both are regions of the same spans."""
     due, found = region_of(gold), region_of(given)
     if due is None or found is None or len(due.spans) != len(found.spans):
         return False

@@ -146,15 +146,10 @@ _short_number = lru_cache(_number)
 
 def _is_numeral(node: ExpressionNode) -> bool:
     if node.op == "neg":
-        return node.args[0].op != "neg" and not _is_negative(node.args[0]) and _is_numeral(node.args[0])
+        (inner,) = node.args
+        is_signed = inner.op == "neg" or (inner.op == "div" and any(arg.op == "neg" for arg in inner.args))
+        return not is_signed and _is_numeral(inner)
     if node.op != "div":
         return node.op == "number"
-    return all(arg.op == "number" and arg.name == "whole" for arg in map(_drop_sign, node.args))
-
-
-def _is_negative(node: ExpressionNode) -> bool:
-    return node.op == "div" and any(arg.op == "neg" for arg in node.args)
-
-
-def _drop_sign(node: ExpressionNode) -> ExpressionNode:
-    return node.args[0] if node.op == "neg" else node
+    bare = [arg.args[0] if arg.op == "neg" else arg for arg in node.args]
+    return all(arg.op == "number" and arg.name == "whole" for arg in bare)

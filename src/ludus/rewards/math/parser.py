@@ -138,12 +138,9 @@ class _Structures(ABC):
         """Parse the elements between braces, or those of a condition: `{x | x > 1}`."""
         if self._accept("\\}"):
             return ExpressionNode("set")
-        if condition := self._condition("\\}"):
-            self._expect("\\}")
-            return condition
-        items = self._separated(self._relation, ",", ";")
+        found = self._condition("\\}") or ExpressionNode("set", tuple(self._separated(self._relation, ",", ";")))
         self._expect("\\}")
-        return ExpressionNode("set", tuple(items))
+        return found
 
     def _condition(self, closing: str) -> ExpressionNode | None:
         """Parse the condition of `x | x > 1` and `x ∈ R : x > 1` between braces; None for anything else."""
@@ -243,10 +240,7 @@ class _Parser(_Structures):
     def _sum(self) -> ExpressionNode:
         terms = [self._term()]
         while sign := self._accept("+", "-", "±", "∓"):
-            term = self._term()
-            terms.append(
-                term if sign == "+" else ExpressionNode("neg" if sign == "-" else "plusminus", (term,), sign.strip("-"))
-            )
+            terms.append(_with_sign(sign, self._term()))
         return terms[0] if len(terms) == 1 else ExpressionNode("add", tuple(terms))
 
     def _term(self) -> ExpressionNode:
@@ -254,9 +248,7 @@ class _Parser(_Structures):
             self._deeper(1)
             inner = self._term()
             self._deeper(-1)
-            if sign == "+":
-                return inner
-            return ExpressionNode("neg" if sign == "-" else "plusminus", (inner,), sign.strip("-"))
+            return _with_sign(sign, inner)
         found = self._power()
         while True:
             if self._accept("*"):
@@ -311,10 +303,9 @@ class _Parser(_Structures):
         base = self._postfix(self._atom())
         if not self._accept("^"):
             return base
-        if self._accept("°"):
-            return self._postfix(ExpressionNode("degree", (base,)))
-        if self._peek().text == "{" and self._peek(1).text == "°" and self._peek(2).text == "}":
-            self.at += 3
+        degrees = [self._peek(ahead).text for ahead in range(3)] == ["{", "°", "}"]
+        self.at += 3 * degrees
+        if degrees or self._accept("°"):
             return self._postfix(ExpressionNode("degree", (base,)))
         if base.op == "pow" and base.name == "raised":
             raise NotationError("two exponents")
@@ -375,14 +366,12 @@ class _Parser(_Structures):
         """Parse an argument of a command: a group in braces, one digit, or one atom."""
         token = self._peek()
         if token.kind == "number" and token.text == "whole" and token.value is not None:
-            digits = str(token.value)
-            rest = digits[1:]
-            head = ExpressionNode("number", (), "whole", Fraction(int(digits[0])))
+            digit, rest = str(token.value)[0], str(token.value)[1:]
             if rest:
                 self.tokens[self.at] = Token("number", "whole", Fraction(int(rest)))
             else:
                 self.at += 1
-            return head
+            return ExpressionNode("number", (), "whole", Fraction(int(digit)))
         return self._atom()
 
     def _command(self, name: str) -> ExpressionNode:
@@ -454,6 +443,12 @@ class _Parser(_Structures):
 
 
 _TEN = ExpressionNode("number", (), "whole", Fraction(10))
+
+
+def _with_sign(sign: str, term: ExpressionNode) -> ExpressionNode:
+    if sign == "+":
+        return term
+    return ExpressionNode("neg" if sign == "-" else "plusminus", (term,), sign.strip("-"))
 
 
 def _is_whole(token: Token) -> bool:

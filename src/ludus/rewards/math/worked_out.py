@@ -145,18 +145,21 @@ def _scan_power(base: ExpressionNode, exponent: ExpressionNode) -> Iterator[str]
     if base.op == "add" and power is not None and power > 1:
         yield "product of a sum"
     value = _rational(base)
-    if value is not None and power is not None and (power.denominator == 1 or _root(value, power.denominator)):
+    if (
+        value is not None
+        and power is not None
+        and (power.denominator == 1 or _has_rational_root(value, power.denominator))
+    ):
         yield "power of a number"
 
 
 def _scan_root(inner: ExpressionNode, degree: ExpressionNode) -> Iterator[str]:
     value, order = _rational(inner), _rational(degree)
-    if value is not None and order is not None and order.denominator == 1 and _root(value, int(order)):
+    if value is not None and order is not None and order.denominator == 1 and _has_rational_root(value, int(order)):
         yield "root of a number"
 
 
-def _root(value: Fraction, order: int) -> bool:
-    """Whether a number has a rational root of this order."""
+def _has_rational_root(value: Fraction, order: int) -> bool:
     return order > 0 and all(_is_power(part, order) for part in (abs(value.numerator), value.denominator))
 
 
@@ -171,7 +174,6 @@ def _is_power(number: int, order: int) -> bool:
 
 
 def _factors(node: ExpressionNode) -> tuple[list[ExpressionNode], list[ExpressionNode]]:
-    """Return the factors of the numerator and of the denominator."""
     if node.op == "mul":
         found = [_factors(arg) for arg in node.args]
         return [f for above, _ in found for f in above], [f for _, below in found for f in below]

@@ -12,8 +12,7 @@ from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ludus.envs.base import World
-from ludus.envs.difficulty_report import shipped_report
+from ludus.envs.base import World, shipped_report
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import Dialogue, split_of

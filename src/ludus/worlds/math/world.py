@@ -11,8 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs import task_files
-from ludus.envs.base import World
-from ludus.envs.difficulty_report import shipped_report
+from ludus.envs.base import World, shipped_report
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, check_split
