@@ -498,20 +498,20 @@ class EngineChatSession:
 
         A partial one becomes the start of the turn. Raises RestoreError.
         """
-        places = [place for place, segment in enumerate(self.recorded) if segment.kind == "action"]
-        if self._turn > len(places) or not places:
+        indices = [index for index, segment in enumerate(self.recorded) if segment.kind == "action"]
+        if self._turn > len(indices) or not indices:
             return None
-        place = places[self._turn] if self._turn < len(places) else len(self.recorded)
-        history = [token for segment in self.recorded[:place] for token in segment.tokens]
-        whole = place < len(self.recorded) or self.recorded[-1].kind != "action"
+        index = indices[self._turn] if self._turn < len(indices) else len(self.recorded)
+        history = [token for segment in self.recorded[:index] for token in segment.tokens]
+        whole = index < len(self.recorded) or self.recorded[-1].kind != "action"
         if history != (self._tokens if whole else self._tokens[: len(history)]):
             raise RestoreError(
                 f"The world is not deterministic: turn {self._turn} of episode {self.episode} differs from its record.",
                 "Restoring an episode needs a world that responds equally to equal actions.",
             )
-        if place == len(self.recorded):
+        if index == len(self.recorded):
             return None
-        action = self.recorded[place]
+        action = self.recorded[index]
         made = Completion(action.tokens, action.logprobs, action.versions, action.finish_reason or "stop")
         if self.allowance is None or action.finish_reason is not None:
             return made

@@ -401,9 +401,9 @@ def endpoint_chat_factory(
     if parser and parser not in PARSERS:
         raise ConfigError(f"There is no tool parser {parser!r}.", f"Parsers: {', '.join(PARSERS)}.")
 
-    def make_chat(job: RolloutRequest) -> ChatSession:
-        key = job.key
-        own = rollout if world is None else rollout_for(world, rollout, job.task)
+    def make_chat(request: RolloutRequest) -> ChatSession:
+        key = request.key
+        own = rollout if world is None else rollout_for(world, rollout, request.task)
         return OpenAIChatSession(
             endpoint=endpoint,
             params=sampling_params(own, plan.temperature),

@@ -183,7 +183,7 @@ def _first_non_finite(data: object, where: str = "") -> str:
         parts = ((f"{where}[{i}]", value) for i, value in enumerate(data))
     else:
         return ""
-    return next((found for place, value in parts if (found := _first_non_finite(value, place))), "")
+    return next((found for name, value in parts if (found := _first_non_finite(value, name))), "")
 
 
 def parse_rollout(value: object) -> RolloutRecord:

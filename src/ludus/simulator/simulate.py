@@ -126,7 +126,7 @@ class _GroupSource:
 
     layout: RunLayout
 
-    def jobs(self, number: int) -> list[RolloutRequest]:
+    def requests(self, number: int) -> list[RolloutRequest]:
         """Return the requests of a group."""
         task, step = Task(str(number), (), None), number // self.layout.groups + 1
         return [RolloutRequest(RolloutKey(step, task.id, member), task) for member in range(self.layout.members)]
@@ -249,7 +249,7 @@ class _Simulation:
 
     async def _sample(self, step: int) -> list[Episode]:
         numbers = range((step - 1) * self.layout.groups, step * self.layout.groups)
-        return await self.scheduler.run([request for number in numbers for request in self.source.jobs(number)])
+        return await self.scheduler.run([request for number in numbers for request in self.source.requests(number)])
 
     async def _train(self, episodes: Sequence[Episode]) -> None:
         tokens = sum(num_sampled(episode.trajectory) for episode in episodes)
