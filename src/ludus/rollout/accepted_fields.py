@@ -94,12 +94,10 @@ def _adaptable(sent: Mapping[str, object]) -> Iterator[str]:
 
 
 def _mentions(refusal: bytes, field: str) -> bool:
-    """Return whether the rejection contains the field's name as a whole word."""
     return re.search(rf"(?<![\w]){field}(?![\w])".encode(), refusal) is not None
 
 
 def _error_param(refusal: bytes) -> str:
-    """Return `error.param` of an OpenAI error response, or ""."""
     try:
         error = json.loads(refusal)["error"]
         param = error["param"]

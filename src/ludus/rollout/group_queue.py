@@ -227,7 +227,6 @@ class GroupQueue:
         return found
 
     def _count(self) -> None:
-        """Update the throughput before the number in flight changes."""
         now = asyncio.get_running_loop().time()
         self._flown_s += len(self._running) * (now - self._since)
         self._since = now
@@ -250,7 +249,6 @@ class GroupQueue:
             task.add_done_callback(self._after)
 
     def _admit(self) -> None:
-        """Admit the next group."""
         if self._restarts:
             number, requests = self._restarts[0].number, self._restarts.popleft().requests
         else:
@@ -272,11 +270,12 @@ class GroupQueue:
 
     def _end_group(self, group: StreamedGroup) -> None:
         """Finish a group that has enough members: cancel the rest and decide whether it counts."""
-        if not self._is_complete(group) or group.number not in self._groups:
+        has_all, has_needed = len(group.done) == len(group.requests), self._has_needed(group)
+        if not (has_all or has_needed) or group.number not in self._groups:
             return
-        if len(group.done) < len(group.requests):
+        if not has_all:
             self._stop_rest(group)
-        if self._has_needed(group):  # failures were retried and are in the ledger
+        if has_needed:  # failures were retried and are in the ledger
             group.done = {i: e for i, e in group.done.items() if e.trajectory.failure is None}
         if self.source.counts(group.episodes):
             self.admission.ready(group.number)
@@ -288,14 +287,10 @@ class GroupQueue:
             self._others.append(self._groups.pop(group.number))
 
     def _stop_rest(self, group: StreamedGroup) -> None:
-        """Cancel the unfinished members."""
         self._pending = deque((g, index) for g, index in self._pending if g is not group)
         for task, (of, index) in self._running.items():
             if of is group and index not in group.done:
                 task.cancel()
-
-    def _is_complete(self, group: StreamedGroup) -> bool:
-        return len(group.done) == len(group.requests) or self._has_needed(group)
 
     def _has_needed(self, group: StreamedGroup) -> bool:
         """Return whether enough members, and the baseline, have ended successfully."""
@@ -319,7 +314,6 @@ class GroupQueue:
 
 
 def _restart_group(group: StreamedGroup) -> StreamedGroup:
-    """Return the group without results; finished members become new attempts."""
     requests = list(group.requests)
     for index, episode in group.done.items():
         requests[index] = replace(requests[index], key=replace(requests[index].key, attempt=episode.key.attempt + 1))

@@ -246,7 +246,6 @@ class OpenAIClient:
         return json.dumps({key: value for key, value in whole.items() if value is not None}).encode()
 
     async def _send(self, body: bytes) -> httpx.Response:
-        """Send a request with retries."""
         attempt = 0
         while True:
             last = attempt >= self.settings.retries
@@ -299,7 +298,6 @@ class OpenAIClient:
         )
 
     def _response_error(self, response: httpx.Response) -> EngineError | UserError:
-        """Convert an error response."""
         status, target, model = response.status_code, self.settings.target, self.settings.model
         detail = f"{status}: {_error_message(response)}"
         if status in (401, 403):
@@ -472,7 +470,6 @@ def _decode_reply(body: bytes) -> _Reply:
 
 
 def _read_message(message: _ReplyMessage, turn: int, parser: ToolCallParser | None) -> tuple[Action, WireMessage]:
-    """Return the action, and the message for the history."""
     content = message.content or ""
     if parser is not None and not message.tool_calls:
         action = parser.parse(content, turn=turn)
@@ -524,7 +521,6 @@ def _read_function(function: Mapping[str, JsonValue]) -> tuple[str, dict[str, JS
 
 
 def _is_retryable(response: httpx.Response) -> bool:
-    """Return whether the same request may succeed later."""
     if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
         return True
     return response.is_server_error and not _TOO_LONG.search(response.text)

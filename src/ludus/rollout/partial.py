@@ -194,7 +194,6 @@ class PartialRollouts:
         return self._last or self._step - self._groups[number].requests[0].key.step >= self.budget.max_waits
 
     def _can_continue(self) -> bool:
-        """Return whether the step has more to sample. Raises errors of episodes."""
         if self._failure is not None:
             raise self._failure
         if self._is_late and self.num_unfinished:
@@ -268,7 +267,6 @@ class PartialRollouts:
             self._changed.set()
 
     def _resume_session(self, request: RolloutRequest, session: ChatSession) -> ChatSession:
-        """Return the chat session of an attempt with its episode's allowance and recorded segments."""
         assert isinstance(session, EngineChatSession)
         one = next(o for o in self._open.values() if _same_episode(o.request.key, request.key))
         recorded = one.begun.segments if one.begun is not None and one.begun.key == request.key else ()
@@ -276,7 +274,6 @@ class PartialRollouts:
         return one.session
 
     def _update_lockstep(self, one: _Member, waits: bool) -> None:
-        """Remove a waiting episode from the lockstep, or add a continuing one."""
         name = episode_name(one.request.key)
         self._swap(name if waits else None, None if waits else name)
         self._changed.set()
@@ -287,5 +284,4 @@ class PartialRollouts:
 
 
 def _same_episode(one: RolloutKey, other: RolloutKey) -> bool:
-    """Return whether two keys are attempts at the same episode."""
     return (one.step, one.task_id, one.sample) == (other.step, other.task_id, other.sample)

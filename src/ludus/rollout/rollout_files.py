@@ -201,7 +201,6 @@ def parse_rollout(value: object) -> RolloutRecord:
 
 
 def _check_trajectory(trajectory: Trajectory) -> None:
-    """Raise ValueError if the segments do not form a tree, or the rewards do not match its leaves."""
     for number, segment in enumerate(trajectory.segments):
         if fault := _segment_fault(segment, number):
             raise ValueError(f"segments[{number}] {fault}")

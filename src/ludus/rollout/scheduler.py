@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ludus.chat.render import Renderer
@@ -149,7 +150,6 @@ class LockstepEngine:
 
     @staticmethod
     def _fail(entries: list[_Entry], error: Exception) -> None:
-        """Raise an error in the episodes that still wait."""
         for _, future in entries:
             if not future.done():
                 future.set_exception(error)
@@ -275,11 +275,7 @@ class Scheduler:
     ) -> None:
         while taken is not None:
             position, request = taken
-
-            def joins(leaving: str, joining: str) -> None:
-                self._swap(run, leaving, joining)
-
-            episode = run.done[position] = await self.run_one(request, run.budget, joins)
+            episode = run.done[position] = await self.run_one(request, run.budget, partial(self._swap, run))
             if on_done is not None:
                 on_done(episode)
             taken = self._take(run, episode_name(episode.key))
@@ -304,7 +300,9 @@ class Scheduler:
                 self.ledger.finish(request.key, RolloutOutcome.DROPPED, CANCELLED)
                 raise
             except (WorldError, EngineError) as error:
-                self._note_failure(request.key, error)
+                self.ledger.finish(request.key, RolloutOutcome.FAILED, error.part)
+                if isinstance(error.__cause__, TimeoutError):
+                    self.ledger.note_clock_limit(request.key.step)
                 last = max(last, planned + isinstance(error, RestoreError))  # one restart is not a retry
                 if is_being_cancelled():
                     raise asyncio.CancelledError from error
@@ -318,7 +316,9 @@ class Scheduler:
     async def attempt(self, request: RolloutRequest) -> Trajectory:
         """Run one attempt in this process, in a fresh environment, without ledger."""
         async with self._slot():
-            return await self._attempt(request)
+            if self.branch is None or request.greedy:
+                return await self._path(request, (), 0)
+            return await run_tree(self.branch, partial(self._path, request))
 
     def _slot(self) -> AbstractAsyncContextManager[None]:
         """Return a slot among the episodes that may be open at once.
@@ -329,11 +329,6 @@ class Scheduler:
             return nullcontext()
         self._slots = self._slots or asyncio.Semaphore(self.limits.concurrency)
         return self._slots
-
-    async def _attempt(self, request: RolloutRequest) -> Trajectory:
-        if self.branch is None or request.greedy:
-            return await self._path(request, (), 0)
-        return await run_tree(self.branch, lambda recorded, number: self._path(request, recorded, number))
 
     async def _path(self, request: RolloutRequest, recorded: tuple[Segment, ...], number: int) -> Trajectory:
         """Run a path of the episode's tree; 0 is the whole episode."""
@@ -359,11 +354,6 @@ class Scheduler:
         if late or any(one.stop_reason is StopReason.TIMEOUT for one in every):
             self.ledger.note_clock_limit(request.key.step)
         return trajectory
-
-    def _note_failure(self, key: RolloutKey, error: InfrastructureError) -> None:
-        self.ledger.finish(key, RolloutOutcome.FAILED, error.part)
-        if isinstance(error.__cause__, TimeoutError):
-            self.ledger.note_clock_limit(key.step)
 
     def _give_up(self, budget: FailureBudget, request: RolloutRequest, error: InfrastructureError) -> Episode:
         budget.add(error, self.limits.max_failure_rate)

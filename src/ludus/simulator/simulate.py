@@ -122,8 +122,6 @@ def simulate(costs: Costs, layout: RunLayout) -> SimRun:
 
 @dataclass
 class _GroupSource:
-    """The groups that a `GroupQueue` plays."""
-
     layout: RunLayout
 
     def requests(self, number: int) -> list[RolloutRequest]:
@@ -138,8 +136,6 @@ class _GroupSource:
 
 @dataclass
 class _Simulation:
-    """The parts of a run, idle and at weight version 0."""
-
     costs: Costs
     layout: RunLayout
     steps: list[SimStep] = field(default_factory=list)
