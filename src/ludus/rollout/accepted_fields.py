@@ -37,7 +37,8 @@ class AcceptedFields:
 
     def apply(self, body: Mapping[str, object]) -> dict[str, object]:
         """Return the body adapted to this server."""
-        adapted = {self._name(key): self._value(key, value) for key, value in body.items()}
+        names = {"max_tokens": self.max_tokens_name}
+        adapted = {names.get(key, key): self._value(key, value) for key, value in body.items()}
         return {key: value for key, value in adapted.items() if key not in self.dropped}
 
     def after_refusal(self, body: Mapping[str, object], refusal: bytes) -> AcceptedFields | None:
@@ -71,9 +72,6 @@ class AcceptedFields:
         if name == "temperature" and sent[name] == 0:
             return replace(self, zero_as=NEAR_ZERO)
         return replace(self, dropped=self.dropped | {name})
-
-    def _name(self, key: str) -> str:
-        return self.max_tokens_name if key == "max_tokens" else key
 
     def _value(self, key: str, value: object) -> object:
         if key == "temperature" and value == 0:

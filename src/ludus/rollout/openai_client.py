@@ -58,6 +58,7 @@ WireMessage = Mapping[str, object]
 _PATH = "/chat/completions"
 _EXCERPT_CHARS = 300
 _LENGTH_STATUS = (400, 413, 422, 500)
+_RETRYABLE = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)
 _TOO_LONG = re.compile(
     r"context_length_exceeded|exceed_context_size|maximum context length|maximum model length"
     r"|context (length|size|window)|prompt is too long|max_tokens must be at least 1, got -"
@@ -233,17 +234,14 @@ class OpenAIClient:
         fields: AcceptedFields | None = self.accepted
         while fields is not None:
             tried = fields
-            response = await self._send(self._encoded(tried.apply(body)))
+            whole = {**tried.apply(body), **self.settings.extra}
+            sent = {key: value for key, value in whole.items() if value is not None}
+            response = await self._send(json.dumps(sent).encode())  # ASCII, so that any text can be sent
             if response.status_code == httpx.codes.OK:
                 self.accepted = self.accepted.merged(tried)
             refused = response.status_code in REFUSED and not _TOO_LONG.search(response.text)
             fields = tried.after_refusal(body, response.content) if refused else None
         return response
-
-    def _encoded(self, body: Mapping[str, object]) -> bytes:
-        """Return the request as ASCII JSON, so that any text can be sent."""
-        whole = {**body, **self.settings.extra}
-        return json.dumps({key: value for key, value in whole.items() if value is not None}).encode()
 
     async def _send(self, body: bytes) -> httpx.Response:
         attempt = 0
@@ -251,12 +249,15 @@ class OpenAIClient:
             last = attempt >= self.settings.retries
             try:
                 response = await self._post(body)
-            except (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError) as error:
-                if last:
-                    raise self._unreachable(error, attempt + 1) from error
-                wait_s = self.settings.wait_s(attempt)
             except httpx.HTTPError as error:
-                raise self._unreachable(error, attempt + 1) from error
+                if last or not isinstance(error, _RETRYABLE):
+                    times = "attempts" if attempt else "attempt"
+                    raise EngineError(
+                        f"{self.settings.target} did not answer ({attempt + 1} {times}): "
+                        f"{type(error).__name__}: {error}.",
+                        "Check that the server runs and that the URL is right.",
+                    ) from error
+                wait_s = self.settings.wait_s(attempt)
             else:
                 if last or not _is_retryable(response):
                     return response
@@ -289,13 +290,6 @@ class OpenAIClient:
                 limits=limits, trust_env=False, headers=PLAIN, event_hooks=bounded_replies()
             )
         return self._owned
-
-    def _unreachable(self, error: httpx.HTTPError, attempts: int) -> EngineError:
-        times = "attempt" if attempts == 1 else "attempts"
-        return EngineError(
-            f"{self.settings.target} did not answer ({attempts} {times}): {type(error).__name__}: {error}.",
-            "Check that the server runs and that the URL is right.",
-        )
 
     def _response_error(self, response: httpx.Response) -> EngineError | UserError:
         status, target, model = response.status_code, self.settings.target, self.settings.model

@@ -145,20 +145,16 @@ def replaced_file(path: Path) -> Iterator[BinaryIO]:
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
-        _sync_folder(path.parent)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except OSError as error:
         raise StorageError(
             f"{path} could not be written: {error.strerror or error}.",
             "Free some space or choose another run folder; what was there before is unchanged.",
         ) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def rollout_line(record: RolloutRecord) -> str:

@@ -125,6 +125,7 @@ def _whole_power(base: Fraction, exponent: int) -> Fraction:
 
 
 def _check_bounds(value: Number | int) -> Number:
+    """Return the value unless it is too large, infinite or NaN."""
     if isinstance(value, float):
         if not math.isfinite(value):
             raise ToolError("a number is too large or not a number")
