@@ -203,9 +203,9 @@ def pure(args: argparse.Namespace, sizes: Sizes) -> Pure:
         scheduler = session_scheduler(session, engine, SamplingPlan("pure", 1.0, 0), Ledger())
         warm = [RolloutRequest(RolloutKey(0, task.id, 99), task) for task in tasks[:2]]
         await scheduler.run(warm)
-        jobs = [RolloutRequest(RolloutKey(1, task.id, i), task) for task in tasks for i in range(args.members)]
+        requests = [RolloutRequest(RolloutKey(1, task.id, i), task) for task in tasks for i in range(args.members)]
         begin = time.perf_counter()
-        episodes = await scheduler.run(jobs)
+        episodes = await scheduler.run(requests)
         seconds = time.perf_counter() - begin
         await engine.close()
         return seconds, episodes

@@ -165,15 +165,15 @@ def play(engine, world=None, limits=EPISODE, task=None, **conversation):
 def make_scheduler(engine, world, limits=SCHEDULER, *, lockstep=False, episodes=EPISODE):
     joint = LockstepEngine(engine) if lockstep else None
 
-    def conversation(job):
-        key = job.key
+    def conversation(request):
+        key = request.key
         seed = seed_for(key.step, key.task_id, key.sample)
         return make_chat(joint or engine, episode_name(key), seed=seed)
 
     return Scheduler(world, conversation, episodes, limits, Ledger(), joint)
 
 
-def make_jobs(num, samples=1, step=0) -> list[RolloutRequest]:
+def make_requests(num, samples=1, step=0) -> list[RolloutRequest]:
     return [
         RolloutRequest(RolloutKey(step, f"t{i:03d}", sample), make_task(f"t{i:03d}"))
         for i in range(num)

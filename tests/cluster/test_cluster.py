@@ -51,7 +51,7 @@ from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.scheduler import RolloutRequest, SamplingPlan
 from ludus.types import SamplingParams, StopReason, Task, Trajectory
 from served import COLD_START
-from small_worlds import WatchedWorld, call, make_jobs, make_scheduler, scripted, tool_of
+from small_worlds import WatchedWorld, call, make_requests, make_scheduler, scripted, tool_of
 from tests.engines.test_engine_server import Fake, serving
 from waiting import until
 
@@ -668,7 +668,7 @@ def test_each_worker_makes_its_share_of_the_calls_that_a_tool_allows_at_once(bou
     role._schedulers[JOB.play] = make_scheduler(scripted(said), world)
 
     async def plays():
-        return await asyncio.gather(*(role.do(PlayJob(job, JOB.play)) for job in make_jobs(6)))
+        return await asyncio.gather(*(role.do(PlayJob(job, JOB.play)) for job in make_requests(6)))
 
     found = asyncio.run(plays())
     assert all(len(one.outcomes) == 1 for one in found)

@@ -18,7 +18,7 @@ from ludus.errors import ConfigError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rollout.reward_executor import RewardTimeout
 from ludus.types import StopReason, Task, Trajectory
-from small_worlds import WatchedEnv, WatchedWorld, make_jobs, make_scheduler, scripted
+from small_worlds import WatchedEnv, WatchedWorld, make_requests, make_scheduler, scripted
 from tests.cluster.test_cluster import JOB, FakeLauncher, plan
 from tests.engines.test_engine_server import Fake, serving
 from waiting import until
@@ -294,7 +294,7 @@ def test_a_scoring_that_is_given_up_keeps_its_place_until_it_has_ended(host, mon
 
 def test_a_worker_whose_run_has_reward_workers_leaves_the_scoring_to_them():
     scheduler = make_scheduler(scripted(lambda request, turn: "Paris"), WatchedWorld())
-    (job,) = make_jobs(1)
+    (job,) = make_requests(1)
     assert asyncio.run(scheduler.attempt(job)).rewards
     scheduler.scores = False
     assert asyncio.run(scheduler.attempt(job)).rewards == {}
@@ -323,7 +323,7 @@ def test_an_episode_that_only_its_environment_can_score_is_refused_and_not_score
         scheduler = make_scheduler(scripted(lambda request, turn: "Paris"), World())
         scheduler.scores = False
         with pytest.raises(ConfigError, match=words):
-            asyncio.run(scheduler.attempt(make_jobs(1)[0]))
+            asyncio.run(scheduler.attempt(make_requests(1)[0]))
 
 
 def test_reward_workers_do_not_get_the_token_of_the_engines():

@@ -69,7 +69,7 @@ class World:
     size: int = 2
     greedy: bool = False
 
-    def jobs(self, number):
+    def requests(self, number):
         return [
             RolloutRequest(RolloutKey(number, "t", i), TASK, self.greedy and i == self.size - 1)
             for i in range(self.size)
@@ -83,23 +83,23 @@ class World:
     def draw(self, *parts):
         return random.Random(f"{self.seed}/{parts}")
 
-    async def play(self, job):
-        draw = self.draw(job.key)
+    async def play(self, request):
+        draw = self.draw(request.key)
         seconds = draw.lognormvariate(0, 1) * (20 if draw.random() < 0.1 else 1)
         begun = self.version
         try:
             await asyncio.sleep(seconds)
         except asyncio.CancelledError:
-            self.cancelled.append(job.key)
+            self.cancelled.append(request.key)
             raise
-        self.lengths[job.key] = seconds
-        self.plays[job.key] += 1
+        self.lengths[request.key] = seconds
+        self.plays[request.key] += 1
         failure = Failure("engine", "broken", 1) if draw.random() < self.failing else None
         if failure is not None:
-            self.failed.add(job.key)
+            self.failed.add(request.key)
         action = Segment("action", (1, 2), logprobs=(0.0, 0.0), versions=(begun, self.version))
-        one = Trajectory("t", job.key.sample, (action,), (), StopReason.ANSWERED, failure=failure)
-        return Episode(job.key, TASK, one, job.greedy)
+        one = Trajectory("t", request.key.sample, (action,), (), StopReason.ANSWERED, failure=failure)
+        return Episode(request.key, TASK, one, request.greedy)
 
 
 @dataclass
@@ -164,7 +164,7 @@ async def resumed(stream, world, pace, way) -> GroupQueue:
     """A stream that goes on from the checkpoint of this one, which ends."""
     text = StreamState(stream.next_number, tuple(stream.in_progress())).to_text()
     await stream.close()
-    state = StreamState.from_text(text, {"t": TASK}, lambda number, *_: world.jobs(number))
+    state = StreamState.from_text(text, {"t": TASK}, lambda number, *_: world.requests(number))
     admission = StalenessController(pace, world.version)
     again = GroupQueue(
         admission, world, world.play, way.in_flight, way.needed, state.next_number, restored=state.groups
@@ -306,10 +306,10 @@ def test_the_oldest_train_first_and_a_slow_group_is_waited_for():
 
 def test_a_stream_says_what_keeps_more_episodes_from_starting():
     class Slow(World):
-        async def play(self, job):
-            await asyncio.sleep(50.0 if job.key.step == 0 else 1.0)
+        async def play(self, request):
+            await asyncio.sleep(50.0 if request.key.step == 0 else 1.0)
             action = Segment("action", (1,), logprobs=(0.0,), versions=(self.version,))
-            return Episode(job.key, TASK, Trajectory("t", 0, (action,), (), StopReason.ANSWERED))
+            return Episode(request.key, TASK, Trajectory("t", 0, (action,), (), StopReason.ANSWERED))
 
     async def run(in_flight):
         world, found = Slow(0, size=1), []
@@ -361,10 +361,10 @@ def test_a_stream_counts_the_seconds_in_flight_and_the_batches_made_ready():
     async def run():
         world, lengths = World(0), []
 
-        async def play(job):
+        async def play(request):
             begin = asyncio.get_running_loop().time()
             try:
-                return await world.play(job)
+                return await world.play(request)
             finally:
                 lengths.append(asyncio.get_running_loop().time() - begin)
 
@@ -409,12 +409,12 @@ def test_the_engine_rests_while_a_batch_waits_and_only_while_the_learner_compute
 
 def test_a_resumed_run_goes_on_with_what_can_still_be_in_time_and_plays_the_rest_anew():
     world, pace = World(9), StalenessSchedule(2, 1, 12)
-    kept = [StreamedGroup(n, world.jobs(n), version) for n, version in ((3, 2), (5, 3), (6, 3), (7, 4), (8, 4))]
+    kept = [StreamedGroup(n, world.requests(n), version) for n, version in ((3, 2), (5, 3), (6, 3), (7, 4), (8, 4))]
 
     async def run():
         world.version = 4
         for group in kept[:3]:
-            group.done[0] = await world.play(group.jobs[0])
+            group.done[0] = await world.play(group.requests[0])
         stream = GroupQueue(StalenessController(pace, 4), world, world.play, 8, next_number=9, restored=kept)
         stayed = {episode.key.step for episode in stream.start()}
         late = [episode.key for episode in stream.late]
@@ -428,7 +428,7 @@ def test_a_resumed_run_goes_on_with_what_can_still_be_in_time_and_plays_the_rest
 
     stayed, late, found = on_made_up_time(run())
     assert stayed == {5, 6}  # group 3 was due at step 4
-    assert late == [kept[0].jobs[0].key]
+    assert late == [kept[0].requests[0].key]
     anew = [e.key for _, group in found if group.number == 3 for e in group.episodes]
     assert [key.attempt for key in anew] == [1, *[0] * (len(anew) - 1)]  # another attempt than the late one
     assert {group.number for _, group in found} >= {3, 5, 6, 7, 8}
@@ -441,23 +441,23 @@ def test_a_resumed_run_goes_on_with_what_can_still_be_in_time_and_plays_the_rest
 def read_again(world, greedy, counts=True):
     """A whole group of this world, and what a checkpoint gives again of it; `greedy` members are wanted."""
 
-    def jobs(number, task, members):
+    def requests(number, task, members):
         size = members + greedy
-        return World(0, size=size, greedy=greedy).jobs(number)
+        return World(0, size=size, greedy=greedy).requests(number)
 
-    group = StreamedGroup(0, world.jobs(0), 0, counts=counts)
+    group = StreamedGroup(0, world.requests(0), 0, counts=counts)
     loop = FakeLoop()
     try:
-        for place, job in enumerate(group.jobs):
-            group.done[place] = loop.run_until_complete(world.play(job))
+        for index, request in enumerate(group.requests):
+            group.done[index] = loop.run_until_complete(world.play(request))
     finally:
         loop.close()
-    return group, StreamState.from_text(StreamState(1, (group,)).to_text(), {"t": TASK}, jobs)
+    return group, StreamState.from_text(StreamState(1, (group,)).to_text(), {"t": TASK}, requests)
 
 
 def test_a_group_from_before_keeps_the_members_that_it_began_with():
     group, state = read_again(World(1, size=5, greedy=True), greedy=True)
-    assert state.groups[0].jobs == group.jobs
+    assert state.groups[0].requests == group.requests
     assert state.groups[0].episodes == group.episodes
     assert state.unwanted == ()
 
@@ -465,7 +465,7 @@ def test_a_group_from_before_keeps_the_members_that_it_began_with():
 def test_a_greedy_member_that_nobody_wants_any_more_is_left_over():
     group, state = read_again(World(1, size=5, greedy=True), greedy=False)
     assert state.groups[0].episodes == group.episodes[:4]
-    assert [episode.key for episode in state.unwanted] == [group.jobs[4].key]
+    assert [episode.key for episode in state.unwanted] == [group.requests[4].key]
 
 
 def test_one_that_had_failed_is_in_the_totals_and_not_left_over():
@@ -518,7 +518,7 @@ def test_a_greedy_member_is_always_waited_for():
 
 def test_what_an_episode_raises_reaches_whoever_waits_for_a_batch():
     class Broken(World):
-        async def play(self, job):
+        async def play(self, request):
             await asyncio.sleep(1)
             raise RuntimeError("no such luck")
 
@@ -591,10 +591,10 @@ def test_what_a_checkpoint_gets_of_the_stream_does_not_change_any_more():
 
 def test_what_a_source_raises_reaches_whoever_waits_for_a_batch():
     class Short(World):
-        def jobs(self, number):
+        def requests(self, number):
             if number > 2:
                 raise RuntimeError("there are no more tasks")
-            return super().jobs(number)
+            return super().requests(number)
 
     async def run():
         world = Short(0)
@@ -639,13 +639,13 @@ def test_a_group_from_before_keeps_its_names_and_no_new_one_has_them():
     order = TaskOrder([Task(name, (), None) for name in "abcdefghijkl"], 0, 2)
     sampler = RolloutCollector(None, None, PRESETS["grpo"], None, Ledger())
     old, new = PromptStream(sampler, order, 2), PromptStream(sampler, order, 6)
-    groups = tuple(StreamedGroup(number, old.jobs(number), 3) for number in (20, 21))
+    groups = tuple(StreamedGroup(number, old.requests(number), 3) for number in (20, 21))
     text = StreamState(22, groups).to_text()
     state = StreamState.from_text(text, {task.id: task for task in order.tasks}, new.jobs_of)
-    assert [group.jobs for group in state.groups] == [group.jobs for group in groups]
-    taken = {job.key for group in groups for job in group.jobs}
+    assert [group.requests for group in state.groups] == [group.requests for group in groups]
+    taken = {request.key for group in groups for request in group.requests}
     first = new.free(state.next_number, state.groups)
-    assert not taken & {job.key for number in range(first, first + 60) for job in new.jobs(number)}
+    assert not taken & {request.key for number in range(first, first + 60) for request in new.requests(number)}
     assert old.free(22, groups) == 22
 
 
@@ -656,10 +656,10 @@ def test_no_new_group_has_the_name_of_one_from_before_where_the_order_has_other_
     old, new = (PromptStream(sampler, TaskOrder(tasks, 0, chunk), 2) for chunk in (2, 4))
     met = 0
     for number in range(11, 99, 2):
-        kept = StreamedGroup(number - 1, old.jobs(number - 1), 3)
-        met += new.jobs(number) == kept.jobs
+        kept = StreamedGroup(number - 1, old.requests(number - 1), 3)
+        met += new.requests(number) == kept.requests
         first = new.free(number, [kept])
-        taken = {job.key for job in kept.jobs}
-        assert not taken & {job.key for n in range(first, first + 20) for job in new.jobs(n)}
+        taken = {request.key for request in kept.requests}
+        assert not taken & {request.key for n in range(first, first + 20) for request in new.requests(n)}
         assert old.free(number, [kept]) == number
     assert met  # it would have

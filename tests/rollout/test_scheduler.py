@@ -31,7 +31,7 @@ from small_worlds import (
     WatchedWorld,
     call,
     end_token,
-    make_jobs,
+    make_requests,
     make_scheduler,
     make_task,
     renderer,
@@ -46,8 +46,8 @@ NO_FAULTS = Faults()
 BROKE = RuntimeError("it broke")
 
 
-def run(scheduler, jobs, on_done=None):
-    return asyncio.run(scheduler.run(jobs, on_done))
+def run(scheduler, requests, on_done=None):
+    return asyncio.run(scheduler.run(requests, on_done))
 
 
 def answers(request, turn):
@@ -82,19 +82,19 @@ def account_of(scheduler, episodes, step=0):
     return scheduler.ledger.close(step)
 
 
-# Takes jobs in order, gives episodes in their order, with a bounded number in flight
+# Takes requests in order, gives episodes in their order, with a bounded number in flight
 
 
-def test_episodes_come_in_the_order_of_the_jobs_however_long_they_take():
-    jobs = make_jobs(12, samples=2)
+def test_episodes_come_in_the_order_of_the_requests_however_long_they_take():
+    requests = make_requests(12, samples=2)
     scheduler = make_scheduler(scripted(answers), WatchedWorld(hooks=naps()), SchedulerLimits(concurrency=5))
     ended = []
-    episodes = run(scheduler, jobs, on_done=ended.append)
-    assert [e.key for e in episodes] == [job.key for job in jobs]
+    episodes = run(scheduler, requests, on_done=ended.append)
+    assert [e.key for e in episodes] == [request.key for request in requests]
     assert [(e.trajectory.task_id, e.trajectory.sample) for e in episodes] == [
-        (job.key.task_id, job.key.sample) for job in jobs
+        (request.key.task_id, request.key.sample) for request in requests
     ]
-    assert sorted(e.key for e in ended) == [job.key for job in jobs]
+    assert sorted(e.key for e in ended) == [request.key for request in requests]
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 20])
@@ -107,7 +107,7 @@ def test_never_more_in_flight_than_allowed_and_as_many_as_allowed(concurrency):
         most = max(most, len(world.open))
 
     world.hooks["step"] = watch
-    run(make_scheduler(scripted(answers), world, SchedulerLimits(concurrency)), make_jobs(10))
+    run(make_scheduler(scripted(answers), world, SchedulerLimits(concurrency)), make_requests(10))
     assert most == min(concurrency, 10)
     assert world.open == []
 
@@ -126,11 +126,11 @@ def test_the_next_job_starts_when_one_ends_and_not_when_all_do():
             everyone_else.set()
 
     world = WatchedWorld(hooks={"step": wait})
-    run(make_scheduler(scripted(answers), world, SchedulerLimits(concurrency=2)), make_jobs(6), note)
+    run(make_scheduler(scripted(answers), world, SchedulerLimits(concurrency=2)), make_requests(6), note)
     assert done == ["t001", "t002", "t003", "t004", "t005", "t000"]
 
 
-def test_no_jobs_no_episodes():
+def test_no_requests_no_episodes():
     assert run(make_scheduler(scripted(answers), WatchedWorld()), []) == []
 
 
@@ -141,7 +141,7 @@ def test_an_engine_that_fails_once_is_asked_again_in_a_fresh_environment_with_th
     engine = scripted([SEARCH, "Paris"], faults=Faults(fail_at={1}))
     world = WatchedWorld()
     scheduler = make_scheduler(engine, world)
-    (episode,) = run(scheduler, make_jobs(1))
+    (episode,) = run(scheduler, make_requests(1))
     assert episode.trajectory.answer == "Paris"
     assert episode.key.attempt == 1
     assert [env.events[-1] for env in world.made] == ["close", "close"]
@@ -158,7 +158,7 @@ def test_an_engine_that_fails_once_is_asked_again_in_a_fresh_environment_with_th
 def test_an_environment_that_breaks_is_replaced(what):
     world = WatchedWorld(hooks=unstable(lambda number: number < 2, what=what))
     scheduler = make_scheduler(scripted(answers), world, SchedulerLimits(retries=2))
-    (episode,) = run(scheduler, make_jobs(1))
+    (episode,) = run(scheduler, make_requests(1))
     assert (episode.trajectory.answer, episode.key.attempt) == ("Paris", 2)
     assert world.open == []
     assert scheduler.ledger.summary(0).by_reason == {"failed/environment": 2}
@@ -174,15 +174,15 @@ def test_an_environment_that_cannot_be_made_is_a_failure_too():
             return super().environment(task)
 
     scheduler = make_scheduler(scripted(answers), Fragile())
-    (episode,) = run(scheduler, make_jobs(1))
+    (episode,) = run(scheduler, make_requests(1))
     assert (episode.trajectory.answer, episode.key.attempt) == ("Paris", 1)
     assert scheduler.ledger.summary(0).by_reason == {"failed/environment": 1}
 
 
 def test_a_job_that_begins_with_a_later_attempt_has_all_its_retries():
     """As one that is played anew after a resume."""
-    (job,) = make_jobs(1)
-    later = replace(job, key=replace(job.key, attempt=3))
+    (request,) = make_requests(1)
+    later = replace(request, key=replace(request.key, attempt=3))
     scheduler = make_scheduler(scripted(answers, faults=Faults(fail_at={0, 1})), WatchedWorld())
     episode = asyncio.run(scheduler.run_one(later, FailureBudget(1)))
     assert (episode.trajectory.answer, episode.key.attempt) == ("Paris", 5)
@@ -193,7 +193,7 @@ def test_what_the_model_does_wrong_is_not_tried_again():
     for script, stop in ((lines, StopReason.TOOL_ERRORS), ([""], StopReason.EMPTY_ANSWER)):
         world = WatchedWorld()
         scheduler = make_scheduler(scripted(script), world)
-        (episode,) = run(scheduler, make_jobs(1))
+        (episode,) = run(scheduler, make_requests(1))
         assert (episode.trajectory.stop_reason, episode.key.attempt) == (stop, 0)
         assert len(world.made) == 1
 
@@ -203,8 +203,8 @@ def test_a_job_that_fails_for_good_comes_back_as_failed():
     scheduler = make_scheduler(
         scripted(answers), WatchedWorld(hooks=broken), SchedulerLimits(concurrency=1, retries=2, max_failure_rate=0.5)
     )
-    jobs = make_jobs(2)
-    failed, fine = run(scheduler, jobs)
+    requests = make_requests(2)
+    failed, fine = run(scheduler, requests)
     t = failed.trajectory
     assert (t.stop_reason, t.segments, t.messages, t.reward) == (StopReason.FAILED, (), (), 0.0)
     assert (t.failure.part, t.failure.attempts) == ("environment", 3)
@@ -225,16 +225,16 @@ def test_a_job_that_fails_for_good_comes_back_as_failed():
     [(0.0, 1, True), (0.2, 2, False), (0.2, 3, True), (0.29, 29, False), (1.0, 10, False)],
 )
 def test_too_many_failures_end_the_run(rate, num_broken, aborts):
-    num_jobs = 100 if rate == 0.29 else 10
+    num_requests = 100 if rate == 0.29 else 10
     world = WatchedWorld(hooks=unstable(lambda number: number < num_broken))
     scheduler = make_scheduler(scripted(answers), world, SchedulerLimits(1, 0, rate))
     if not aborts:
-        episodes = run(scheduler, make_jobs(num_jobs))
+        episodes = run(scheduler, make_requests(num_requests))
         assert sum(e.trajectory.failure is not None for e in episodes) == num_broken
         return
     with pytest.raises(WorldError) as failure:
-        run(scheduler, make_jobs(num_jobs))
-    assert f"{num_broken} of {num_jobs} episodes failed for good" in str(failure.value)
+        run(scheduler, make_requests(num_requests))
+    assert f"{num_broken} of {num_requests} episodes failed for good" in str(failure.value)
     assert "The environment's start raised RuntimeError: it broke" in str(failure.value)
     assert "max_failure_rate" in str(failure.value)
 
@@ -245,7 +245,7 @@ def test_the_error_is_that_of_the_first_failure_with_its_kind_and_hint():
 
     world = WatchedWorld(hooks={"start": start})
     with pytest.raises(EngineError) as failure:
-        run(make_scheduler(scripted(answers), world, SchedulerLimits(1, 0, 0.1)), make_jobs(10))
+        run(make_scheduler(scripted(answers), world, SchedulerLimits(1, 0, 0.1)), make_requests(10))
     assert failure.value.message.endswith("The first failure: The judge is down.")
     assert failure.value.hint == "Start it."
     assert failure.value.exit_code == EngineError.exit_code
@@ -254,7 +254,7 @@ def test_the_error_is_that_of_the_first_failure_with_its_kind_and_hint():
 def test_errors_of_the_user_end_the_run_at_once_and_as_one_plain_error():
     world = WatchedWorld(hooks=unstable(lambda number: number >= 2, UserError("Bad task.", "Mend it.")))
     with pytest.raises(UserError, match=r"^Bad task\. Mend it\.$") as failure:
-        run(make_scheduler(scripted(answers), world, SchedulerLimits(concurrency=3)), make_jobs(9))
+        run(make_scheduler(scripted(answers), world, SchedulerLimits(concurrency=3)), make_requests(9))
     assert not isinstance(failure.value, BaseExceptionGroup)
     assert len(world.made) <= 5
     assert world.open == []
@@ -266,7 +266,7 @@ def test_a_bug_of_our_own_is_not_taken_for_infrastructure():
 
     world = WatchedWorld()
     with pytest.raises(KeyError):
-        run(make_scheduler(scripted(broken), world), make_jobs(3))
+        run(make_scheduler(scripted(broken), world), make_requests(3))
     assert world.open == []
 
 
@@ -283,7 +283,7 @@ def test_giving_up_closes_the_episodes_in_flight_first():
     world = WatchedWorld(hooks={"start": start, "step": hang})
     scheduler = make_scheduler(scripted(answers), world, SchedulerLimits(5, 0, 0.0))
     with pytest.raises(WorldError, match="it broke"):
-        run(scheduler, make_jobs(20))
+        run(scheduler, make_requests(20))
     assert len(world.made) == 5
     assert [env.events[-1] for env in world.made] == ["close"] * 5
 
@@ -300,7 +300,7 @@ def test_cancelling_closes_everything_and_tries_nothing_again(lockstep, close_br
 
     async def cancel():
         scheduler = make_scheduler(engine, world, SchedulerLimits(4, 9), lockstep=lockstep)
-        running = asyncio.create_task(scheduler.run(make_jobs(9)))
+        running = asyncio.create_task(scheduler.run(make_requests(9)))
         await until(lambda: sum("step" in env.events for env in world.made) == 4)
         running.cancel()
         await running
@@ -322,7 +322,7 @@ def test_an_environment_that_turns_its_cancellation_into_an_error_is_not_played_
     world = WatchedWorld(hooks={"step": step})
 
     async def cancel():
-        running = asyncio.create_task(make_scheduler(scripted(answers), world).run(make_jobs(2)))
+        running = asyncio.create_task(make_scheduler(scripted(answers), world).run(make_requests(2)))
         await until(lambda: sum("step" in env.events for env in world.made) == 2)
         running.cancel()
         await asyncio.wait_for(running, 10)
@@ -341,7 +341,7 @@ def test_an_episode_whose_environment_ignores_that_it_is_cancelled_is_none():
     scheduler = make_scheduler(scripted(answers), world)
 
     async def cancel():
-        playing = asyncio.create_task(scheduler.run_one(*make_jobs(1), FailureBudget(1)))
+        playing = asyncio.create_task(scheduler.run_one(*make_requests(1), FailureBudget(1)))
         await until(lambda: any("step" in env.events for env in world.made))
         playing.cancel()
         await asyncio.wait({playing}, timeout=10)
@@ -351,7 +351,7 @@ def test_an_episode_whose_environment_ignores_that_it_is_cancelled_is_none():
     assert scheduler.ledger.close(0).by_reason == {"dropped/cancelled": 1}
 
 
-# Never drops a job silently: the account adds up
+# Never drops a request silently: the account adds up
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
@@ -371,9 +371,9 @@ def test_the_account_adds_up_whatever_breaks(seed, lockstep):
     world = WatchedWorld(hooks={what: hook(what) for what in ("start", "step", "close")})
     engine = scripted([SEARCH, "Paris"], faults=Faults(fail_at=set(source.sample(range(100), 10))))
     scheduler = make_scheduler(engine, world, SchedulerLimits(7, 2, 1.0), lockstep=lockstep)
-    jobs = make_jobs(20, samples=2, step=3)
-    episodes = run(scheduler, jobs)
-    assert [(e.key.task_id, e.key.sample) for e in episodes] == [(j.key.task_id, j.key.sample) for j in jobs]
+    requests = make_requests(20, samples=2, step=3)
+    episodes = run(scheduler, requests)
+    assert [(e.key.task_id, e.key.sample) for e in episodes] == [(j.key.task_id, j.key.sample) for j in requests]
     account = account_of(scheduler, episodes, step=3)
     finished = [e for e in episodes if e.trajectory.failure is None]
     assert account.running == 0
@@ -405,7 +405,7 @@ def test_a_wall_clock_limit_that_fires_is_in_the_account():
     ]
     for world, script, limits, fired in cases:
         scheduler = make_scheduler(scripted(script), world, episodes=limits)
-        run(scheduler, make_jobs(1))
+        run(scheduler, make_requests(1))
         assert scheduler.ledger.summary(0).clock_limited is fired
 
 
@@ -431,7 +431,7 @@ def uneven(request, turn):
     return "Paris" if turn >= length else SEARCH
 
 
-def lockstep_run(naps_seed, *, concurrency=4, num_jobs=14, faults=NO_FAULTS):
+def lockstep_run(naps_seed, *, concurrency=4, num_requests=14, faults=NO_FAULTS):
     """The batches of a run whose tools take random times, and its episodes."""
     source = random.Random(naps_seed)
     engine = RecordingEngine(uneven, faults=faults)
@@ -444,7 +444,7 @@ def lockstep_run(naps_seed, *, concurrency=4, num_jobs=14, faults=NO_FAULTS):
     hooks = dict.fromkeys(("start", "step", "close"), nap)
     limits = SchedulerLimits(concurrency, 3, 1.0)
     scheduler = make_scheduler(engine, WatchedWorld(hooks=hooks), limits, lockstep=True)
-    episodes = run(scheduler, make_jobs(num_jobs))
+    episodes = run(scheduler, make_requests(num_requests))
     assert not scheduler.lockstep._joined
     return engine, [(e.key, e.trajectory) for e in episodes]
 
@@ -490,11 +490,11 @@ def test_every_job_is_played_whatever_the_concurrency(concurrency):
 
 def test_the_first_round_holds_everyone_even_if_some_end_before_it():
     long = Task("t000", make_task(said="word " * 900).prompt, "Paris")
-    jobs = make_jobs(3)
-    jobs[0] = type(jobs[0])(jobs[0].key, long)
+    requests = make_requests(3)
+    requests[0] = type(requests[0])(requests[0].key, long)
     engine = RecordingEngine(uneven)
     scheduler = make_scheduler(engine, WatchedWorld(), SchedulerLimits(2), lockstep=True)
-    episodes = run(scheduler, jobs)
+    episodes = run(scheduler, requests)
     assert [e.trajectory.stop_reason for e in episodes] == [
         StopReason.PROMPT_TOO_LONG,
         StopReason.ANSWERED,
@@ -506,7 +506,7 @@ def test_the_first_round_holds_everyone_even_if_some_end_before_it():
 def test_an_engine_error_reaches_every_episode_of_the_round():
     engine = RecordingEngine(answers, faults=Faults(fail_at={1}))
     scheduler = make_scheduler(engine, WatchedWorld(), SchedulerLimits(5), lockstep=True)
-    episodes = run(scheduler, make_jobs(5))
+    episodes = run(scheduler, make_requests(5))
     assert [e.key.attempt for e in episodes] == [1] * 5
     assert [len(batch) for batch in engine.batches] == [5, 5]
     assert scheduler.ledger.summary(0).by_reason == {"failed/engine": 5}
@@ -525,7 +525,7 @@ class Partial(RecordingEngine):
 def test_an_engine_that_answers_too_few_fails_the_round_and_leaves_nobody_waiting():
     scheduler = make_scheduler(Partial(), WatchedWorld(), SchedulerLimits(3, 0, 0.0), lockstep=True)
     with pytest.raises(EngineError, match="answered 2 of 3 requests"):
-        run(scheduler, make_jobs(3))
+        run(scheduler, make_requests(3))
 
 
 def test_a_broken_run_leaves_the_lock_step_free_for_the_next():
@@ -535,8 +535,8 @@ def test_a_broken_run_leaves_the_lock_step_free_for_the_next():
 
     async def twice():
         with pytest.raises(UserError):
-            await scheduler.run(make_jobs(6))
-        return await asyncio.wait_for(scheduler.run(make_jobs(4, step=1)), 10)
+            await scheduler.run(make_requests(6))
+        return await asyncio.wait_for(scheduler.run(make_requests(4, step=1)), 10)
 
     assert [e.trajectory.answer for e in asyncio.run(twice())] == ["Paris"] * 4
 
@@ -548,7 +548,7 @@ def test_an_episode_that_times_out_while_it_waits_holds_nobody_up():
     world = WatchedWorld(hooks={"step": slow})
     limits = EpisodeLimits(timeout_s=0.05)
     scheduler = make_scheduler(RecordingEngine(uneven), world, SchedulerLimits(2), lockstep=True, episodes=limits)
-    stops = [e.trajectory.stop_reason for e in run(scheduler, make_jobs(2))]
+    stops = [e.trajectory.stop_reason for e in run(scheduler, make_requests(2))]
     assert StopReason.TIMEOUT in stops
 
 
@@ -638,7 +638,7 @@ def test_everything_else_is_the_inner_engines():
 
 
 def test_names_sort_by_step_task_and_sample_and_differ_by_attempt():
-    keys = [job.key for step in (2, 10) for job in make_jobs(12, samples=11, step=step)]
+    keys = [request.key for step in (2, 10) for request in make_requests(12, samples=11, step=step)]
     names = [episode_name(key) for key in keys]
     assert names == sorted(names)
     assert len(set(names)) == len(names)
@@ -672,7 +672,7 @@ def test_no_more_episodes_are_open_than_there_is_room_for_sessions_and_all_get_o
     world, engine = HoldingWorld(), scripted(uneven)
     limits = SchedulerLimits(episodes_at_once(world, 8))
     scheduler = make_scheduler(engine, world, limits, lockstep=lockstep)
-    episodes = run(scheduler, make_jobs(9))
+    episodes = run(scheduler, make_requests(9))
     assert [e.trajectory.answer for e in episodes] == ["Paris"] * 9
     assert (world.most, world.open) == (2, 0)
 
@@ -683,7 +683,7 @@ def test_episodes_that_are_started_one_by_one_wait_for_room_too():
 
     async def all_at_once():
         budget = FailureBudget(9)
-        return await asyncio.gather(*(scheduler.run_one(job, budget) for job in make_jobs(9)))
+        return await asyncio.gather(*(scheduler.run_one(request, budget) for request in make_requests(9)))
 
     assert len(asyncio.run(all_at_once())) == 9
     assert (world.most, world.open) == (2, 0)
@@ -705,5 +705,5 @@ def test_an_engine_knows_a_task_that_is_evaluated_from_the_same_one_that_is_trai
     for purpose in ("train", "evaluate"):
         play = SamplingPlan(purpose, 1.0, 0)
         one = engine_scheduler(WatchedWorld(), engine, renderer(), rollout, play, Ledger())
-        run(one, make_jobs(1))
+        run(one, make_requests(1))
     assert len({request.episode for request in engine.requests}) == len(set(engine.released)) == 2

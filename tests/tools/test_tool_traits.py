@@ -13,7 +13,7 @@ from ludus.rollout.ledger import RolloutOutcome
 from ludus.rollout.scheduler import SchedulerLimits
 from ludus.tools.base import Traits, tool
 from ludus.types import Action, Group, Message, ToolCall, ToolStatus
-from small_worlds import WatchedWorld, make_jobs, make_scheduler, make_task, play, scripted, tool_of
+from small_worlds import WatchedWorld, make_requests, make_scheduler, make_task, play, scripted, tool_of
 from small_worlds import call as write
 from waiting import until
 
@@ -112,7 +112,7 @@ def test_a_tool_that_fails_for_good_fails_the_episode_and_is_played_again_in_a_f
     failing = Failing(2)
     world = WatchedWorld(tools=(failing.tool(),))
     scheduler = make_scheduler(scripted([write("it"), "Paris"]), world, SchedulerLimits(retries=2))
-    (episode,) = asyncio.run(scheduler.run(make_jobs(1)))
+    (episode,) = asyncio.run(scheduler.run(make_requests(1)))
     assert (failing.called, episode.key.attempt, episode.trajectory.answer) == (3, 2, "Paris")
     scheduler.ledger.finish(episode.key, RolloutOutcome.TRAINED, "used")
     account = scheduler.ledger.close(0)
@@ -124,7 +124,7 @@ def test_a_tool_that_fails_for_good_fails_the_episode_and_is_played_again_in_a_f
 def test_an_episode_whose_tool_never_works_is_failed_and_earns_nothing():
     world = WatchedWorld(tools=(Failing(99).tool(),))
     limits = SchedulerLimits(retries=1, max_failure_rate=1.0)
-    (episode,) = asyncio.run(make_scheduler(scripted([write("it"), "Paris"]), world, limits).run(make_jobs(1)))
+    (episode,) = asyncio.run(make_scheduler(scripted([write("it"), "Paris"]), world, limits).run(make_requests(1)))
     failure = episode.trajectory.failure
     assert (failure.part, failure.attempts) == ("tool", 2)
     assert "The server is gone." in failure.error
@@ -248,6 +248,6 @@ def test_the_bound_of_a_tool_holds_over_the_episodes_of_a_scheduler(is_async):
 
     bounded = tool_of(coroutine if is_async else plain, concurrency=3, traits=Traits(latency="slow"))
     scheduler = make_scheduler(scripted([write("it") + write("it"), "Paris"]), WatchedWorld(tools=(bounded,)))
-    episodes = asyncio.run(scheduler.run(make_jobs(8)))
+    episodes = asyncio.run(scheduler.run(make_requests(8)))
     assert [e.trajectory.answer for e in episodes] == ["Paris"] * 8
     assert most == 3

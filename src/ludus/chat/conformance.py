@@ -123,7 +123,6 @@ def _difference(
 
 
 def _text_is_same(renderer: TemplateRenderer, whole: str, got: Sequence[int]) -> bool:
-    """Return whether only the tokens differ, not the text."""
     decode, encode = renderer.tokenizer.decode, renderer.tokenizer.encode
     return decode(encode(whole, add_special_tokens=False)).startswith(decode(got))
 
@@ -169,7 +168,6 @@ def _check_actions(
 
 
 def _find_unparsed(renderer: TemplateRenderer, message: Message, segment: Segment) -> tuple[str, str, str] | None:
-    """Return the first part of a message that does not parse back, with both versions; or None."""
     text = decode_exactly(renderer.tokenizer, segment.tokens)
     read = renderer.parse(segment.tokens, segment.turn, "stop").message
     thought, content = message.get("reasoning_content", ""), message["content"].strip()
@@ -230,7 +228,6 @@ def _assistant_at(messages: Sequence[Message]) -> list[int]:
 
 
 def _segment_at(segments: Sequence[Segment], position: int) -> Segment:
-    """Return the segment that contains the token at a position of the joined segments."""
     for segment in segments:
         if position < len(segment.tokens):
             return segment
@@ -239,7 +236,6 @@ def _segment_at(segments: Sequence[Segment], position: int) -> Segment:
 
 
 def _common(left: Sequence[int], right: Sequence[int]) -> int:
-    """Return the length of the common prefix."""
     pairs = zip(left, right, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NoReturn, Protocol, cast
 
 from ludus.tools.base import ToolSchema
@@ -130,16 +131,11 @@ def deeper_than(value: object, limit: int) -> bool:
     """Return whether lists and dicts in `value` nest in more than `limit` levels."""
     level = [value]
     for _ in range(limit + 1):
-        level = [child for node in level for child in _children(node)]
+        lists = [node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list)]
+        level = list(chain.from_iterable(lists))
         if not level:
             return False
     return True
-
-
-def _children(node: object) -> list[object]:
-    if isinstance(node, dict):
-        return list(node.values())
-    return node if isinstance(node, list) else []
 
 
 def check_plain(arguments: dict[str, JSON]) -> dict[str, JSON]:

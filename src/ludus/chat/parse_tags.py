@@ -102,7 +102,6 @@ def _fill(draft: ParsedDraft, rest: str, whole: str, protocol: TagProtocol) -> N
 
 
 def _program(text: str) -> str:
-    """Return a program without surrounding empty lines and fence."""
     inner = unfence(text)
     if inner != text.strip():
         return inner

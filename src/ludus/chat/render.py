@@ -222,7 +222,6 @@ class TemplateRenderer:
     def _apply(
         self, conversation: Sequence[Mapping[str, object]], tools: Sequence[ToolSchema] = (), *, generate: bool
     ) -> str:
-        """Call the template, a program that came with the model."""
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -236,7 +235,6 @@ class TemplateRenderer:
             ) from error
 
     def _shows(self, conversation: Sequence[Mapping[str, object]], tools: Sequence[ToolSchema] = ()) -> bool:
-        """Return whether the template outputs the mark in the dialogue or its tools."""
         try:
             return _MARK in self._apply(conversation, tools, generate=conversation[-1]["role"] == "user")
         except UserError:
@@ -338,7 +336,6 @@ def _write_calls(message: Message) -> Message:
 
 
 def _write_thinking(message: Message) -> Message:
-    """Move the message's thinking to the beginning of its content."""
     if not message.get("reasoning_content"):
         return message
     merged = message.copy()
@@ -348,7 +345,6 @@ def _write_thinking(message: Message) -> Message:
 
 
 def _merge_system_message(messages: Sequence[Message]) -> list[Message]:
-    """Merge a leading system message into the first user message."""
     if not messages or messages[0]["role"] != "system":
         return list(messages)
     system, rest = messages[0]["content"], messages[1:]

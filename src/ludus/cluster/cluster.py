@@ -189,8 +189,8 @@ class Cluster:
     def attempts(self, play: SamplingPlan) -> Attempt:
         """Return a function that runs an attempt on a worker and returns its trajectory."""
 
-        async def attempt(job: RolloutRequest) -> Trajectory:
-            message, deadline_s = PlayJob(job, play), self.deadline_s(job.task)
+        async def attempt(request: RolloutRequest) -> Trajectory:
+            message, deadline_s = PlayJob(request, play), self.deadline_s(request.task)
             return await self.background.do(self.group.play(message, deadline_s))
 
         return attempt

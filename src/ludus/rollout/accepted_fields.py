@@ -37,7 +37,8 @@ class AcceptedFields:
 
     def apply(self, body: Mapping[str, object]) -> dict[str, object]:
         """Return the body adapted to this server."""
-        adapted = {self._name(key): self._value(key, value) for key, value in body.items()}
+        names = {"max_tokens": self.max_tokens_name}
+        adapted = {names.get(key, key): self._value(key, value) for key, value in body.items()}
         return {key: value for key, value in adapted.items() if key not in self.dropped}
 
     def after_refusal(self, body: Mapping[str, object], refusal: bytes) -> AcceptedFields | None:
@@ -72,9 +73,6 @@ class AcceptedFields:
             return replace(self, zero_as=NEAR_ZERO)
         return replace(self, dropped=self.dropped | {name})
 
-    def _name(self, key: str) -> str:
-        return self.max_tokens_name if key == "max_tokens" else key
-
     def _value(self, key: str, value: object) -> object:
         if key == "temperature" and value == 0:
             return self.zero_as
@@ -94,12 +92,10 @@ def _adaptable(sent: Mapping[str, object]) -> Iterator[str]:
 
 
 def _mentions(refusal: bytes, field: str) -> bool:
-    """Return whether the rejection contains the field's name as a whole word."""
     return re.search(rf"(?<![\w]){field}(?![\w])".encode(), refusal) is not None
 
 
 def _error_param(refusal: bytes) -> str:
-    """Return `error.param` of an OpenAI error response, or ""."""
     try:
         error = json.loads(refusal)["error"]
         param = error["param"]

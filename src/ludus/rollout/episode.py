@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol, TypeVar
 
 from ludus.chat.render import Renderer
@@ -65,8 +66,6 @@ class EpisodeLimits:
 
 @dataclass
 class _Record:
-    """Data gathered during an episode."""
-
     messages: list[Message] = field(default_factory=list)
     outcomes: list[ToolOutcome] = field(default_factory=list)
     turn_rewards: list[float | None] = field(default_factory=list)
@@ -175,16 +174,20 @@ async def _run_turns(
         record.messages.append(action.message)
         if action.finish_reason == "length":
             return StopReason.TRUNCATED
-        if _is_empty(action):
+        if not (action.calls or action.errors or action.message["content"].strip()):
             return StopReason.EMPTY_ANSWER
-        result = await _timed_step(environment, action, limits, record)
+        begin = time.perf_counter()
+        result = await _world("step", partial(environment.step, action), StepResult, limits)
+        record.tools_s += time.perf_counter() - begin
         turn += 1
-        stop = _stop_after(result, turn, limits, record) or _observe(chat, result)
+        stop = _stop_after(result, turn, limits, record)
+        if stop is None:
+            with _world_errors(_NOT_RENDERED):
+                stop = chat.observe(result.messages)
     return stop
 
 
 def _stop_after(result: StepResult, turn: int, limits: EpisodeLimits, record: _Record) -> StopReason | None:
-    """Return the stop reason of the environment's response, or None."""
     if result.reward is not None and not math.isfinite(result.reward):
         raise WorldError(f"The environment's step returned the reward {result.reward}.")
     record.messages += result.messages
@@ -214,10 +217,6 @@ async def _anchor(environment: Environment, record: _Record, limits: EpisodeLimi
     return hashlib.blake2b(state.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-def _is_empty(action: Action) -> bool:
-    return not (action.calls or action.errors or action.message["content"].strip())
-
-
 async def _timed_act(chat: ChatSession, record: _Record) -> Action | StopReason:
     begin = time.perf_counter()
     try:
@@ -228,13 +227,6 @@ async def _timed_act(chat: ChatSession, record: _Record) -> Action | StopReason:
         raise EngineError("The policy's turn was cancelled from inside the engine.") from error
     finally:
         record.model_s += time.perf_counter() - begin
-
-
-async def _timed_step(environment: Environment, action: Action, limits: EpisodeLimits, record: _Record) -> StepResult:
-    begin = time.perf_counter()
-    result = await _world("step", lambda: environment.step(action), StepResult, limits)
-    record.tools_s += time.perf_counter() - begin
-    return result
 
 
 async def _world(what: str, call: Callable[[], Awaitable[T]], expected: type[T], limits: EpisodeLimits) -> T:
@@ -258,11 +250,6 @@ async def _world(what: str, call: Callable[[], Awaitable[T]], expected: type[T],
     if not isinstance(result, expected):
         raise WorldError(f"The environment's {what} returned {type(result).__name__}, not {expected.__name__}.")
     return result
-
-
-def _observe(chat: ChatSession, result: StepResult) -> StopReason | None:
-    with _world_errors(_NOT_RENDERED):
-        return chat.observe(result.messages)
 
 
 async def _close(environment: Environment, chat: ChatSession, limits: EpisodeLimits) -> None:
@@ -426,21 +413,11 @@ class EngineChatSession:
             stop_token_ids=self.renderer.stop_token_ids,
             seed=seed_for(self.seed, self._turn),
         )
-        completion = self._recorded_action()
-        if completion is None:
-            completion = await self._sample(params)
+        completion = self._recorded_action() or await self._sample(params)
         _check(completion, self.episode)
         turn, self._turn = self._turn, self._turn + 1
-        self._append(
-            Segment(
-                "action",
-                completion.tokens,
-                turn,
-                logprobs=completion.logprobs,
-                versions=completion.versions,
-                finish_reason=completion.finish_reason,
-            )
-        )
+        segment = Segment("action", completion.tokens, turn, logprobs=completion.logprobs, versions=completion.versions)
+        self._append(replace(segment, finish_reason=completion.finish_reason))
         if completion.finish_reason == "length" and room < self.params.max_new_tokens:
             return StopReason.MAX_TOKENS
         return self.renderer.parse(completion.tokens, turn, completion.finish_reason)
@@ -459,15 +436,18 @@ class EngineChatSession:
 
     async def _sample(self, params: SamplingParams) -> Completion:
         """Sample an action, or its rest, in parts as the allowance permits."""
-        parts = self._in_parts(params)
+        continues = isinstance(self.engine, ContinuesActions) and self.engine.continues_actions
+        parts = continues or (not params.stop and params.guide is None)
         while True:
             grant = Grant() if self.allowance is None else await self.allowance.granted()
             begun, left = len(self._part.tokens), params.max_new_tokens - len(self._part.tokens)
             most = left if not parts or grant.tokens is None else min(left, grant.tokens)
+            # an engine that treats parts as new actions needs a seed per part
+            seed = params.seed if continues or not begun else seed_for(params.seed, begun)
             request = Request(
                 self.episode,
                 (*self._tokens, *self._part.tokens),
-                replace(params, max_new_tokens=most, seed=self._seed(params, begun)),
+                replace(params, max_new_tokens=most, seed=seed),
                 timeout_s=grant.left_s if parts else None,
                 begun=begun,
             )
@@ -482,36 +462,25 @@ class EngineChatSession:
                 self._part = NOTHING
                 return part
 
-    def _in_parts(self, params: SamplingParams) -> bool:
-        """Return whether an action may be interrupted."""
-        if isinstance(self.engine, ContinuesActions) and self.engine.continues_actions:
-            return True
-        return not params.stop and params.guide is None
-
-    def _seed(self, params: SamplingParams, begun: int) -> int:
-        """Return the seed of a part; it differs per part if the engine treats parts as new actions."""
-        goes_on = isinstance(self.engine, ContinuesActions) and self.engine.continues_actions
-        return params.seed if goes_on or not begun else seed_for(params.seed, begun)
-
     def _recorded_action(self) -> Completion | None:
         """Return the complete recorded action of this turn, or None.
 
         A partial one becomes the start of the turn. Raises RestoreError.
         """
-        places = [place for place, segment in enumerate(self.recorded) if segment.kind == "action"]
-        if self._turn > len(places) or not places:
+        indices = [index for index, segment in enumerate(self.recorded) if segment.kind == "action"]
+        if self._turn > len(indices) or not indices:
             return None
-        place = places[self._turn] if self._turn < len(places) else len(self.recorded)
-        history = [token for segment in self.recorded[:place] for token in segment.tokens]
-        whole = place < len(self.recorded) or self.recorded[-1].kind != "action"
+        index = indices[self._turn] if self._turn < len(indices) else len(self.recorded)
+        history = [token for segment in self.recorded[:index] for token in segment.tokens]
+        whole = index < len(self.recorded) or self.recorded[-1].kind != "action"
         if history != (self._tokens if whole else self._tokens[: len(history)]):
             raise RestoreError(
                 f"The world is not deterministic: turn {self._turn} of episode {self.episode} differs from its record.",
                 "Restoring an episode needs a world that responds equally to equal actions.",
             )
-        if place == len(self.recorded):
+        if index == len(self.recorded):
             return None
-        action = self.recorded[place]
+        action = self.recorded[index]
         made = Completion(action.tokens, action.logprobs, action.versions, action.finish_reason or "stop")
         if self.allowance is None or action.finish_reason is not None:
             return made
@@ -524,7 +493,6 @@ class EngineChatSession:
 
 
 def _join_parts(part: Completion, more: Completion) -> Completion:
-    """Join two parts of an action."""
     return Completion(
         part.tokens + more.tokens, part.logprobs + more.logprobs, part.versions + more.versions, more.finish_reason
     )

@@ -41,7 +41,7 @@ class StreamedGroup:
     """
 
     number: int
-    jobs: Sequence[RolloutRequest]
+    requests: Sequence[RolloutRequest]
     version: int
     done: dict[int, Episode] = field(default_factory=dict)
     counts: bool = True
@@ -49,13 +49,13 @@ class StreamedGroup:
 
     @property
     def episodes(self) -> list[Episode]:
-        return [self.done[place] for place in sorted(self.done)]
+        return [self.done[index] for index in sorted(self.done)]
 
 
 class GroupSource(Protocol):
     """Source of groups, which also decides which of them count."""
 
-    def jobs(self, number: int) -> Sequence[RolloutRequest]:
+    def requests(self, number: int) -> Sequence[RolloutRequest]:
         """Return the requests of a new group."""
         ...
 
@@ -227,7 +227,6 @@ class GroupQueue:
         return found
 
     def _count(self) -> None:
-        """Update the throughput before the number in flight changes."""
         now = asyncio.get_running_loop().time()
         self._flown_s += len(self._running) * (now - self._since)
         self._since = now
@@ -243,28 +242,27 @@ class GroupQueue:
                 self._admit()
             if not self._pending:
                 return
-            group, place = self._pending.popleft()
+            group, index = self._pending.popleft()
             self._count()
-            task = asyncio.get_running_loop().create_task(self._run(group, place))
-            self._running[task] = (group, place)
+            task = asyncio.get_running_loop().create_task(self._run(group, index))
+            self._running[task] = (group, index)
             task.add_done_callback(self._after)
 
     def _admit(self) -> None:
-        """Admit the next group."""
         if self._restarts:
-            number, jobs = self._restarts[0].number, self._restarts.popleft().jobs
+            number, requests = self._restarts[0].number, self._restarts.popleft().requests
         else:
             number, self.next_number = self.next_number, self.next_number + 1
-            jobs = self.source.jobs(number)
-        self._enter(StreamedGroup(number, jobs, self.admission.admit(number).version))
+            requests = self.source.requests(number)
+        self._enter(StreamedGroup(number, requests, self.admission.admit(number).version))
 
     def _enter(self, group: StreamedGroup) -> None:
         self._groups[group.number] = group
-        places = (place for place in range(len(group.jobs)) if place not in group.done)
-        self._pending.extend((group, place) for place in places)
+        indices = (index for index in range(len(group.requests)) if index not in group.done)
+        self._pending.extend((group, index) for index in indices)
 
-    async def _run(self, group: StreamedGroup, place: int) -> None:
-        episode = group.done[place] = await self.run_request(group.jobs[place])
+    async def _run(self, group: StreamedGroup, index: int) -> None:
+        episode = group.done[index] = await self.run_request(group.requests[index])
         self.ended.append(episode)
         if self.on_done is not None:
             self.on_done(episode)
@@ -272,11 +270,12 @@ class GroupQueue:
 
     def _end_group(self, group: StreamedGroup) -> None:
         """Finish a group that has enough members: cancel the rest and decide whether it counts."""
-        if not self._is_complete(group) or group.number not in self._groups:
+        has_all, has_needed = len(group.done) == len(group.requests), self._has_needed(group)
+        if not (has_all or has_needed) or group.number not in self._groups:
             return
-        if len(group.done) < len(group.jobs):
+        if not has_all:
             self._stop_rest(group)
-        if self._has_needed(group):  # failures were retried and are in the ledger
+        if has_needed:  # failures were retried and are in the ledger
             group.done = {i: e for i, e in group.done.items() if e.trajectory.failure is None}
         if self.source.counts(group.episodes):
             self.admission.ready(group.number)
@@ -288,19 +287,15 @@ class GroupQueue:
             self._others.append(self._groups.pop(group.number))
 
     def _stop_rest(self, group: StreamedGroup) -> None:
-        """Cancel the unfinished members."""
-        self._pending = deque((g, place) for g, place in self._pending if g is not group)
-        for task, (of, place) in self._running.items():
-            if of is group and place not in group.done:
+        self._pending = deque((g, index) for g, index in self._pending if g is not group)
+        for task, (of, index) in self._running.items():
+            if of is group and index not in group.done:
                 task.cancel()
-
-    def _is_complete(self, group: StreamedGroup) -> bool:
-        return len(group.done) == len(group.jobs) or self._has_needed(group)
 
     def _has_needed(self, group: StreamedGroup) -> bool:
         """Return whether enough members, and the baseline, have ended successfully."""
         whole = [episode for episode in group.done.values() if episode.trajectory.failure is None]
-        baselines = sum(job.greedy for job in group.jobs)
+        baselines = sum(request.greedy for request in group.requests)
         if not self.needed or sum(episode.greedy for episode in whole) < baselines:
             return False
         return len(whole) - baselines >= self.needed
@@ -319,9 +314,7 @@ class GroupQueue:
 
 
 def _restart_group(group: StreamedGroup) -> StreamedGroup:
-    """Return the group without results; finished members become new attempts."""
-    jobs = [
-        replace(job, key=replace(job.key, attempt=group.done[i].key.attempt + 1)) if i in group.done else job
-        for i, job in enumerate(group.jobs)
-    ]
-    return replace(group, jobs=jobs, done={})
+    requests = list(group.requests)
+    for index, episode in group.done.items():
+        requests[index] = replace(requests[index], key=replace(requests[index].key, attempt=episode.key.attempt + 1))
+    return replace(group, requests=requests, done={})

@@ -217,7 +217,8 @@ class Ledger:
         self._closed[step] = counts
         if len(self._closed) > KEPT_STEPS:
             del self._closed[min(self._closed)]
-        self._state = LedgerState(self._state.total.plus(counts), step, self._ahead(step))
+        ahead = tuple(sorted(key for key in self._trained if key.step > step))
+        self._state = LedgerState(self._state.total.plus(counts), step, ahead)
         for key in running:
             self._page(key.step).endings[key] = None
         return counts
@@ -285,9 +286,6 @@ class Ledger:
         ledger = cls(spanning=spanning)
         ledger._state, ledger._trained = state, set(state.ahead)
         return ledger
-
-    def _ahead(self, step: int) -> tuple[RolloutKey, ...]:
-        return tuple(sorted(key for key in self._trained if key.step > step))
 
     def _page(self, step: int) -> _Page:
         if not self._spanning:

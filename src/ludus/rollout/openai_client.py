@@ -58,6 +58,7 @@ WireMessage = Mapping[str, object]
 _PATH = "/chat/completions"
 _EXCERPT_CHARS = 300
 _LENGTH_STATUS = (400, 413, 422, 500)
+_RETRYABLE = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)
 _TOO_LONG = re.compile(
     r"context_length_exceeded|exceed_context_size|maximum context length|maximum model length"
     r"|context (length|size|window)|prompt is too long|max_tokens must be at least 1, got -"
@@ -233,31 +234,30 @@ class OpenAIClient:
         fields: AcceptedFields | None = self.accepted
         while fields is not None:
             tried = fields
-            response = await self._send(self._encoded(tried.apply(body)))
+            whole = {**tried.apply(body), **self.settings.extra}
+            sent = {key: value for key, value in whole.items() if value is not None}
+            response = await self._send(json.dumps(sent).encode())  # ASCII, so that any text can be sent
             if response.status_code == httpx.codes.OK:
                 self.accepted = self.accepted.merged(tried)
             refused = response.status_code in REFUSED and not _TOO_LONG.search(response.text)
             fields = tried.after_refusal(body, response.content) if refused else None
         return response
 
-    def _encoded(self, body: Mapping[str, object]) -> bytes:
-        """Return the request as ASCII JSON, so that any text can be sent."""
-        whole = {**body, **self.settings.extra}
-        return json.dumps({key: value for key, value in whole.items() if value is not None}).encode()
-
     async def _send(self, body: bytes) -> httpx.Response:
-        """Send a request with retries."""
         attempt = 0
         while True:
             last = attempt >= self.settings.retries
             try:
                 response = await self._post(body)
-            except (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError) as error:
-                if last:
-                    raise self._unreachable(error, attempt + 1) from error
-                wait_s = self.settings.wait_s(attempt)
             except httpx.HTTPError as error:
-                raise self._unreachable(error, attempt + 1) from error
+                if last or not isinstance(error, _RETRYABLE):
+                    times = "attempts" if attempt else "attempt"
+                    raise EngineError(
+                        f"{self.settings.target} did not answer ({attempt + 1} {times}): "
+                        f"{type(error).__name__}: {error}.",
+                        "Check that the server runs and that the URL is right.",
+                    ) from error
+                wait_s = self.settings.wait_s(attempt)
             else:
                 if last or not _is_retryable(response):
                     return response
@@ -291,15 +291,7 @@ class OpenAIClient:
             )
         return self._owned
 
-    def _unreachable(self, error: httpx.HTTPError, attempts: int) -> EngineError:
-        times = "attempt" if attempts == 1 else "attempts"
-        return EngineError(
-            f"{self.settings.target} did not answer ({attempts} {times}): {type(error).__name__}: {error}.",
-            "Check that the server runs and that the URL is right.",
-        )
-
     def _response_error(self, response: httpx.Response) -> EngineError | UserError:
-        """Convert an error response."""
         status, target, model = response.status_code, self.settings.target, self.settings.model
         detail = f"{status}: {_error_message(response)}"
         if status in (401, 403):
@@ -401,9 +393,9 @@ def endpoint_chat_factory(
     if parser and parser not in PARSERS:
         raise ConfigError(f"There is no tool parser {parser!r}.", f"Parsers: {', '.join(PARSERS)}.")
 
-    def make_chat(job: RolloutRequest) -> ChatSession:
-        key = job.key
-        own = rollout if world is None else rollout_for(world, rollout, job.task)
+    def make_chat(request: RolloutRequest) -> ChatSession:
+        key = request.key
+        own = rollout if world is None else rollout_for(world, rollout, request.task)
         return OpenAIChatSession(
             endpoint=endpoint,
             params=sampling_params(own, plan.temperature),
@@ -472,7 +464,6 @@ def _decode_reply(body: bytes) -> _Reply:
 
 
 def _read_message(message: _ReplyMessage, turn: int, parser: ToolCallParser | None) -> tuple[Action, WireMessage]:
-    """Return the action, and the message for the history."""
     content = message.content or ""
     if parser is not None and not message.tool_calls:
         action = parser.parse(content, turn=turn)
@@ -524,7 +515,6 @@ def _read_function(function: Mapping[str, JsonValue]) -> tuple[str, dict[str, JS
 
 
 def _is_retryable(response: httpx.Response) -> bool:
-    """Return whether the same request may succeed later."""
     if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
         return True
     return response.is_server_error and not _TOO_LONG.search(response.text)

@@ -41,7 +41,7 @@ class _Member:
     `on_change` is called when it starts to wait (True) and when it continues (False).
     """
 
-    job: RolloutRequest
+    request: RolloutRequest
     begun: StartedEpisode | None
     grant: Grant
     on_change: Callable[[_Member, bool], None]
@@ -82,7 +82,7 @@ class _Member:
     def state(self) -> StartedEpisode | None:
         """Return the attempt so far, None before its first token."""
         recorded = () if self.session is None else self.session.so_far
-        return StartedEpisode(self.job.key, recorded) if recorded else self.begun
+        return StartedEpisode(self.request.key, recorded) if recorded else self.begun
 
     @property
     def _is_used_up(self) -> bool:
@@ -117,9 +117,9 @@ class PartialRollouts:
 
     def __post_init__(self) -> None:
         make_chat = self.scheduler.make_chat
-        self.scheduler.make_chat = lambda job: self._resume_session(job, make_chat(job))
+        self.scheduler.make_chat = lambda request: self._resume_session(request, make_chat(request))
         for group in self.kept:
-            self._enter(group.jobs, dict(group.done), dict(group.begun))
+            self._enter(group.requests, dict(group.done), dict(group.begun))
             for episode in group.episodes:
                 self.scheduler.ledger.start(episode.key)
 
@@ -147,8 +147,8 @@ class PartialRollouts:
 
     async def run(self, groups: Sequence[Sequence[RolloutRequest]]) -> list[list[Episode]]:
         """Start these groups and continue the others; return all complete groups."""
-        for jobs in groups:
-            self._enter(jobs, {}, {})
+        for requests in groups:
+            self._enter(requests, {}, {})
         self._failures = FailureBudget(self.num_unfinished)
         try:
             while self._can_continue():
@@ -157,15 +157,15 @@ class PartialRollouts:
         except BaseException:
             await self.close()
             raise
-        complete = [n for n, group in sorted(self._groups.items()) if len(group.done) == len(group.jobs)]
+        complete = [n for n, group in sorted(self._groups.items()) if len(group.done) == len(group.requests)]
         return [self._groups.pop(number).episodes for number in complete]
 
     def waiting(self) -> tuple[StreamedGroup, ...]:
         """Return copies of the incomplete groups, with their finished and partial episodes."""
         found = []
         for number, group in sorted(self._groups.items()):
-            open_ = {place: one.state() for (n, place), one in self._open.items() if n == number}
-            begun = group.begun | {place: state for place, state in open_.items() if state is not None}
+            open_ = {index: one.state() for (n, index), one in self._open.items() if n == number}
+            begun = group.begun | {index: state for index, state in open_.items() if state is not None}
             found.append(replace(group, done=dict(group.done), begun=begun))
         return tuple(found)
 
@@ -191,10 +191,9 @@ class PartialRollouts:
         return self._until is not None and time.monotonic() >= self._until
 
     def _is_due(self, number: int) -> bool:
-        return self._last or self._step - self._groups[number].jobs[0].key.step >= self.budget.max_waits
+        return self._last or self._step - self._groups[number].requests[0].key.step >= self.budget.max_waits
 
     def _can_continue(self) -> bool:
-        """Return whether the step has more to sample. Raises errors of episodes."""
         if self._failure is not None:
             raise self._failure
         if self._is_late and self.num_unfinished:
@@ -228,56 +227,54 @@ class PartialRollouts:
             self._left -= tokens
 
     def _enter(
-        self, jobs: Sequence[RolloutRequest], done: dict[int, Episode], begun: dict[int, StartedEpisode]
+        self, requests: Sequence[RolloutRequest], done: dict[int, Episode], begun: dict[int, StartedEpisode]
     ) -> None:
         number, self._next_number = self._next_number, self._next_number + 1
-        self._groups[number] = StreamedGroup(number, jobs, jobs[0].key.step - 1, done, begun=begun)
-        self._pending.extend((number, place) for place in range(len(jobs)) if place not in done)
+        self._groups[number] = StreamedGroup(number, requests, requests[0].key.step - 1, done, begun=begun)
+        self._pending.extend((number, index) for index in range(len(requests)) if index not in done)
 
     def _begin(self) -> None:
         """Start episodes, oldest first, while slots are free and their grant is not empty."""
         while self._pending and len(self._open) < self.scheduler.limits.concurrency:
-            number, place = self._pending[0]
+            number, index = self._pending[0]
             grant = self._grant_of(number)
             if grant.tokens == 0 or grant.is_over:
                 return
             self._pending.popleft()
             group = self._groups[number]
-            begun = group.begun.pop(place, None)
-            job = group.jobs[place] if begun is None else replace(group.jobs[place], key=begun.key)
-            one = self._open[number, place] = _Member(job, begun, grant, self._update_lockstep)
-            self._swap(None, episode_name(job.key))
-            one.task = asyncio.get_running_loop().create_task(self._run_episode(number, place, job))
+            begun = group.begun.pop(index, None)
+            request = group.requests[index] if begun is None else replace(group.requests[index], key=begun.key)
+            one = self._open[number, index] = _Member(request, begun, grant, self._update_lockstep)
+            self._swap(None, episode_name(request.key))
+            one.task = asyncio.get_running_loop().create_task(self._run_episode(number, index, request))
 
-    async def _run_episode(self, number: int, place: int, job: RolloutRequest) -> None:
+    async def _run_episode(self, number: int, index: int, request: RolloutRequest) -> None:
         """Run an episode to its end, possibly over several steps, and start the next one."""
-        one = self._open[number, place]
+        one = self._open[number, index]
         try:
-            episode = await self.scheduler.run_one(job, self._failures, self._swap)
-            self._groups[number].done[place] = episode
+            episode = await self.scheduler.run_one(request, self._failures, self._swap)
+            self._groups[number].done[index] = episode
             if self.on_done is not None:
                 self.on_done(episode)
         except Exception as error:  # boundary: `run` raises it
             self._failure = self._failure or error
         finally:
             self._count(one.take_spent())
-            del self._open[number, place]
+            del self._open[number, index]
             if self._failure is None:
                 self._begin()
-            self._swap(episode_name(one.job.key), None)
+            self._swap(episode_name(one.request.key), None)
             self._changed.set()
 
-    def _resume_session(self, job: RolloutRequest, session: ChatSession) -> ChatSession:
-        """Return the chat session of an attempt with its episode's allowance and recorded segments."""
+    def _resume_session(self, request: RolloutRequest, session: ChatSession) -> ChatSession:
         assert isinstance(session, EngineChatSession)
-        one = next(o for o in self._open.values() if _same_episode(o.job.key, job.key))
-        recorded = one.begun.segments if one.begun is not None and one.begun.key == job.key else ()
-        one.job, one.session = job, replace(session, allowance=one, recorded=recorded)
+        one = next(o for o in self._open.values() if _same_episode(o.request.key, request.key))
+        recorded = one.begun.segments if one.begun is not None and one.begun.key == request.key else ()
+        one.request, one.session = request, replace(session, allowance=one, recorded=recorded)
         return one.session
 
     def _update_lockstep(self, one: _Member, waits: bool) -> None:
-        """Remove a waiting episode from the lockstep, or add a continuing one."""
-        name = episode_name(one.job.key)
+        name = episode_name(one.request.key)
         self._swap(name if waits else None, None if waits else name)
         self._changed.set()
 
@@ -287,5 +284,4 @@ class PartialRollouts:
 
 
 def _same_episode(one: RolloutKey, other: RolloutKey) -> bool:
-    """Return whether two keys are attempts at the same episode."""
     return (one.step, one.task_id, one.sample) == (other.step, other.task_id, other.sample)

@@ -154,7 +154,6 @@ def _run_in_thread(verifiers: Verifiers, request: ScoreRequest) -> Future[Scored
 
 
 def _timeout_error(task: Task, timeout_s: float, stack: str = "") -> RewardTimeout:
-    """Return the timeout error; `stack` holds the Python frames of the process, innermost first."""
     found = [_FRAME.search(line) for line in stack.splitlines()]
     frames = [frame.groups() for frame in found if frame]
     score = next((i for i, (_, _, name) in enumerate(frames) if name == "score"), 0)
@@ -350,7 +349,6 @@ class ProcessRewardExecutor:
             self._slots = asyncio.Semaphore(max(1, self.processes) * _DEPTH)
 
     async def _connection(self, world: World) -> _Connection | UnreadableRequest:
-        """Return the least busy process, or a new one if all are busy."""
         async with self._starting:
             self._connections[:] = [one for one in self._connections if not one.closed]
             best = min(self._connections, key=lambda one: one.num_requests, default=None)
@@ -406,8 +404,6 @@ def _fork_server(pid: int) -> _ForkServer:
 
 @dataclass
 class _ForkServer:
-    """The process that forks the reward processes, started on demand."""
-
     _control: socket.socket | None = None
     _process: subprocess.Popen[bytes] | None = None
     _lock: Lock = field(default_factory=Lock)

@@ -127,7 +127,6 @@ def fork_on_demand(control: str) -> None:
 
 
 def _exit_with_parent() -> None:
-    """End with the process that forked this one, even while scoring."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     with suppress(AttributeError, OSError):  # not on Linux: it ends with its next response
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)

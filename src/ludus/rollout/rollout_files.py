@@ -145,20 +145,16 @@ def replaced_file(path: Path) -> Iterator[BinaryIO]:
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)
-        _sync_folder(path.parent)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except OSError as error:
         raise StorageError(
             f"{path} could not be written: {error.strerror or error}.",
             "Free some space or choose another run folder; what was there before is unchanged.",
         ) from error
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def rollout_line(record: RolloutRecord) -> str:
@@ -183,7 +179,7 @@ def _first_non_finite(data: object, where: str = "") -> str:
         parts = ((f"{where}[{i}]", value) for i, value in enumerate(data))
     else:
         return ""
-    return next((found for place, value in parts if (found := _first_non_finite(value, place))), "")
+    return next((found for name, value in parts if (found := _first_non_finite(value, name))), "")
 
 
 def parse_rollout(value: object) -> RolloutRecord:
@@ -201,7 +197,6 @@ def parse_rollout(value: object) -> RolloutRecord:
 
 
 def _check_trajectory(trajectory: Trajectory) -> None:
-    """Raise ValueError if the segments do not form a tree, or the rewards do not match its leaves."""
     for number, segment in enumerate(trajectory.segments):
         if fault := _segment_fault(segment, number):
             raise ValueError(f"segments[{number}] {fault}")

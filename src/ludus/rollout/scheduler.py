@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ludus.chat.render import Renderer
@@ -149,7 +150,6 @@ class LockstepEngine:
 
     @staticmethod
     def _fail(entries: list[_Entry], error: Exception) -> None:
-        """Raise an error in the episodes that still wait."""
         for _, future in entries:
             if not future.done():
                 future.set_exception(error)
@@ -184,7 +184,7 @@ class SchedulerLimits:
 
 
 ChatSessionFactory = Callable[[RolloutRequest], ChatSession]
-"""Build the chat session of an attempt, whose episode in a lockstep is `episode_name(job.key)`."""
+"""Build the chat session of an attempt, whose episode in a lockstep is `episode_name(request.key)`."""
 
 Attempt = Callable[[RolloutRequest], Awaitable[Trajectory]]
 """Run one attempt at a request. Raises WorldError or EngineError if the infrastructure fails."""
@@ -202,16 +202,16 @@ def episode_name(key: RolloutKey) -> str:
 
 @dataclass
 class FailureBudget:
-    """Permanent failures among `num_jobs` requests, or among the `begun` ones if these are more."""
+    """Permanent failures among `num_requests` requests, or among the `begun` ones if these are more."""
 
-    num_jobs: int
+    num_requests: int
     failures: list[InfrastructureError] = field(default_factory=list)
     begun: int = 0
 
     def add(self, error: InfrastructureError, max_failure_rate: float) -> None:
         """Add a failure. Raises an error of the first failure's type if the rate is exceeded."""
         self.failures.append(error)
-        num = max(self.num_jobs, self.begun)
+        num = max(self.num_requests, self.begun)
         if len(self.failures) > max_failure_rate * num + 1e-9:
             first = self.failures[0]
             raise type(first)(
@@ -254,11 +254,11 @@ class Scheduler:
     _slots: asyncio.Semaphore | None = field(default=None, init=False)
 
     async def run(
-        self, jobs: Sequence[RolloutRequest], on_done: Callable[[Episode], None] | None = None
+        self, requests: Sequence[RolloutRequest], on_done: Callable[[Episode], None] | None = None
     ) -> list[Episode]:
         """Run all requests; `on_done` is called as each ends."""
-        run = _Run(iter(enumerate(jobs)), FailureBudget(len(jobs)))
-        first = [self._take(run, None) for _ in range(min(self.limits.concurrency, len(jobs)))]
+        run = _Run(iter(enumerate(requests)), FailureBudget(len(requests)))
+        first = [self._take(run, None) for _ in range(min(self.limits.concurrency, len(requests)))]
         try:
             async with asyncio.TaskGroup() as group:
                 for taken in first:
@@ -268,57 +268,57 @@ class Scheduler:
         finally:
             for name in tuple(run.joined):
                 self._swap(run, name, None)
-        return [run.done[i] for i in range(len(jobs))]
+        return [run.done[i] for i in range(len(requests))]
 
     async def _work(
         self, run: _Run, taken: tuple[int, RolloutRequest] | None, on_done: Callable[[Episode], None] | None
     ) -> None:
         while taken is not None:
-            position, job = taken
-
-            def joins(leaving: str, joining: str) -> None:
-                self._swap(run, leaving, joining)
-
-            episode = run.done[position] = await self.run_one(job, run.budget, joins)
+            position, request = taken
+            episode = run.done[position] = await self.run_one(request, run.budget, partial(self._swap, run))
             if on_done is not None:
                 on_done(episode)
             taken = self._take(run, episode_name(episode.key))
 
     async def run_one(
-        self, job: RolloutRequest, budget: FailureBudget, on_retry: Callable[[str, str], None] | None = None
+        self, request: RolloutRequest, budget: FailureBudget, on_retry: Callable[[str, str], None] | None = None
     ) -> Episode:
         """Run a request until an attempt succeeds or retries are exhausted, which counts as a failure of `budget`.
 
         `on_retry` receives the names of the failed attempt and of the next one. A cancelled attempt is recorded in
         the ledger as dropped.
         """
-        last = planned = job.key.attempt + self.limits.retries
+        last = planned = request.key.attempt + self.limits.retries
         while True:
-            self.ledger.start(job.key)
+            self.ledger.start(request.key)
             try:
-                trajectory = await self._play(job)
+                trajectory = await self._play(request)
                 if is_being_cancelled():  # and the world suppressed it
                     raise asyncio.CancelledError
-                return Episode(job.key, job.task, trajectory, job.greedy)
+                return Episode(request.key, request.task, trajectory, request.greedy)
             except asyncio.CancelledError:
-                self.ledger.finish(job.key, RolloutOutcome.DROPPED, CANCELLED)
+                self.ledger.finish(request.key, RolloutOutcome.DROPPED, CANCELLED)
                 raise
             except (WorldError, EngineError) as error:
-                self._note_failure(job.key, error)
+                self.ledger.finish(request.key, RolloutOutcome.FAILED, error.part)
+                if isinstance(error.__cause__, TimeoutError):
+                    self.ledger.note_clock_limit(request.key.step)
                 last = max(last, planned + isinstance(error, RestoreError))  # one restart is not a retry
                 if is_being_cancelled():
                     raise asyncio.CancelledError from error
-                if job.key.attempt >= last:
-                    return self._give_up(budget, job, error)
-                again = replace(job.key, attempt=job.key.attempt + 1)
+                if request.key.attempt >= last:
+                    return self._give_up(budget, request, error)
+                again = replace(request.key, attempt=request.key.attempt + 1)
                 if on_retry is not None:
-                    on_retry(episode_name(job.key), episode_name(again))
-                job = replace(job, key=again)
+                    on_retry(episode_name(request.key), episode_name(again))
+                request = replace(request, key=again)
 
-    async def attempt(self, job: RolloutRequest) -> Trajectory:
+    async def attempt(self, request: RolloutRequest) -> Trajectory:
         """Run one attempt in this process, in a fresh environment, without ledger."""
         async with self._slot():
-            return await self._attempt(job)
+            if self.branch is None or request.greedy:
+                return await self._path(request, (), 0)
+            return await run_tree(self.branch, partial(self._path, request))
 
     def _slot(self) -> AbstractAsyncContextManager[None]:
         """Return a slot among the episodes that may be open at once.
@@ -330,47 +330,37 @@ class Scheduler:
         self._slots = self._slots or asyncio.Semaphore(self.limits.concurrency)
         return self._slots
 
-    async def _attempt(self, job: RolloutRequest) -> Trajectory:
-        if self.branch is None or job.greedy:
-            return await self._path(job, (), 0)
-        return await run_tree(self.branch, lambda recorded, number: self._path(job, recorded, number))
-
-    async def _path(self, job: RolloutRequest, recorded: tuple[Segment, ...], number: int) -> Trajectory:
+    async def _path(self, request: RolloutRequest, recorded: tuple[Segment, ...], number: int) -> Trajectory:
         """Run a path of the episode's tree; 0 is the whole episode."""
-        session = self.make_chat(job)
+        session = self.make_chat(request)
         if number:
             assert isinstance(session, EngineChatSession)
             seed = seed_for(session.seed, "branch", number)
             session = replace(session, recorded=recorded, seed=seed)
-        environment = fresh_environment(self.world, job.task)
-        limits = self.episode_limits if self.limits_of is None else self.limits_of(job.task)
-        trajectory = await run_unscored(job.task, job.key.sample, environment, session, limits)
+        environment = fresh_environment(self.world, request.task)
+        limits = self.episode_limits if self.limits_of is None else self.limits_of(request.task)
+        trajectory = await run_unscored(request.task, request.key.sample, environment, session, limits)
         if self.scores:
             begin = time.perf_counter()
-            found = await self.scoring.scored(self.world, environment, job.task, trajectory)
+            found = await self.scoring.scored(self.world, environment, request.task, trajectory)
             return waited(found, time.perf_counter() - begin)
         check_scored_elsewhere(self.world.rewards, environment.rewards, environment)
         return trajectory
 
-    async def _play(self, job: RolloutRequest) -> Trajectory:
-        trajectory = await (self.remote or self.attempt)(job)
+    async def _play(self, request: RolloutRequest) -> Trajectory:
+        trajectory = await (self.remote or self.attempt)(request)
         every = trajectory.attempts()
         late = any(outcome.status is ToolStatus.TIMED_OUT for one in every for outcome in one.outcomes)
         if late or any(one.stop_reason is StopReason.TIMEOUT for one in every):
-            self.ledger.note_clock_limit(job.key.step)
+            self.ledger.note_clock_limit(request.key.step)
         return trajectory
 
-    def _note_failure(self, key: RolloutKey, error: InfrastructureError) -> None:
-        self.ledger.finish(key, RolloutOutcome.FAILED, error.part)
-        if isinstance(error.__cause__, TimeoutError):
-            self.ledger.note_clock_limit(key.step)
-
-    def _give_up(self, budget: FailureBudget, job: RolloutRequest, error: InfrastructureError) -> Episode:
+    def _give_up(self, budget: FailureBudget, request: RolloutRequest, error: InfrastructureError) -> Episode:
         budget.add(error, self.limits.max_failure_rate)
-        failure = Failure(error.part, str(error), job.key.attempt + 1)
-        tags = dict(job.task.tags)
-        nothing = Trajectory(job.task.id, job.key.sample, (), (), StopReason.FAILED, failure=failure, tags=tags)
-        return Episode(job.key, job.task, nothing, job.greedy)
+        failure = Failure(error.part, str(error), request.key.attempt + 1)
+        tags = dict(request.task.tags)
+        nothing = Trajectory(request.task.id, request.key.sample, (), (), StopReason.FAILED, failure=failure, tags=tags)
+        return Episode(request.key, request.task, nothing, request.greedy)
 
     def _take(self, run: _Run, leaving: str | None) -> tuple[int, RolloutRequest] | None:
         """Return the next request; its episode joins the lockstep as the previous one leaves."""
@@ -447,12 +437,12 @@ def engine_scheduler(
     if rollout.guided_tools:
         renderer.guide(())
 
-    def make_chat(job: RolloutRequest) -> ChatSession:
-        key, own = job.key, rollout_for(world, rollout, job.task)
+    def make_chat(request: RolloutRequest) -> ChatSession:
+        key, own = request.key, rollout_for(world, rollout, request.task)
         return EngineChatSession(
             engine=lockstep or engine,
             renderer=renderer,
-            params=sampling_params(own, 0.0 if job.greedy else plan.temperature),
+            params=sampling_params(own, 0.0 if request.greedy else plan.temperature),
             max_tokens=own.max_seq_len,
             episode=episode_name(key) if lockstep else engine_name(plan, key),
             seed=seed_for(plan.seed, plan.purpose, key.step, key.task_id, key.sample),

@@ -148,7 +148,6 @@ class StalenessController:
         self.begins = max(self.begins, version)
 
     def _next_batch(self) -> list[int] | None:
-        """Return the groups that the next step may train, oldest first, or None."""
         if self.num_ready < self.pace.groups_per_step:
             return None
         ready = sorted((t for t in self._tickets.values() if t.ready), key=lambda t: (t.version, t.number))
@@ -159,11 +158,9 @@ class StalenessController:
         return list(chosen)
 
     def _due(self, version: int) -> int:
-        """Return the last step that may train a group of this version."""
         return min(version + self.pace.max_staleness + 1, self.pace.last_step)
 
     def _feasible(self, tickets: Collection[GroupTicket], first: int) -> bool:
-        """Return whether the steps from `first` on can take all tickets in time."""
         due = Counter(self._due(ticket.version) for ticket in tickets)
         total = 0
         for step in sorted(due):

@@ -33,8 +33,6 @@ _ROUNDING = 1e-9
 
 
 class _VirtualClock(selectors.SelectSelector):
-    """A selector that advances a clock instead of waiting."""
-
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -46,8 +44,6 @@ class _VirtualClock(selectors.SelectSelector):
 
 
 class _VirtualLoop(asyncio.SelectorEventLoop):
-    """An asyncio loop in virtual time, which starts at 0 s."""
-
     def __init__(self) -> None:
         self._clock = _VirtualClock()
         super().__init__(self._clock)
@@ -118,8 +114,6 @@ def _at_another_speed(devices: Sequence[SimEngine | SimLearner]) -> Iterator[Non
 
 @dataclass
 class _Request:
-    """Tokens to sample and to prefill."""
-
     tokens: int
     prefill: float
     done: asyncio.Future[list[Span]]
@@ -208,7 +202,6 @@ class SimEngine:
             self._timer = loop.call_later(seconds / self.overlap.engine_speed, self._complete)
 
     def _admit(self) -> None:
-        """Start waiting requests while slots are free."""
         while self._waiting and len(self._running) < self.cost.slots:
             request = self._waiting.popleft()
             request.started_pass = self._passes

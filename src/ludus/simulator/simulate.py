@@ -122,11 +122,9 @@ def simulate(costs: Costs, layout: RunLayout) -> SimRun:
 
 @dataclass
 class _GroupSource:
-    """The groups that a `GroupQueue` plays."""
-
     layout: RunLayout
 
-    def jobs(self, number: int) -> list[RolloutRequest]:
+    def requests(self, number: int) -> list[RolloutRequest]:
         """Return the requests of a group."""
         task, step = Task(str(number), (), None), number // self.layout.groups + 1
         return [RolloutRequest(RolloutKey(step, task.id, member), task) for member in range(self.layout.members)]
@@ -138,8 +136,6 @@ class _GroupSource:
 
 @dataclass
 class _Simulation:
-    """The parts of a run, idle and at weight version 0."""
-
     costs: Costs
     layout: RunLayout
     steps: list[SimStep] = field(default_factory=list)
@@ -249,7 +245,7 @@ class _Simulation:
 
     async def _sample(self, step: int) -> list[Episode]:
         numbers = range((step - 1) * self.layout.groups, step * self.layout.groups)
-        return await self.scheduler.run([request for number in numbers for request in self.source.jobs(number)])
+        return await self.scheduler.run([request for number in numbers for request in self.source.requests(number)])
 
     async def _train(self, episodes: Sequence[Episode]) -> None:
         tokens = sum(num_sampled(episode.trajectory) for episode in episodes)

@@ -113,9 +113,9 @@ def fuse(rankings: Sequence[Sequence[int]]) -> list[int]:
     """Fuse rankings of indices by reciprocal rank. Ties go to the lower index."""
     scores: dict[int, float] = {}
     for ranking in rankings:
-        for rank, place in enumerate(ranking, start=1):
-            scores[place] = scores.get(place, 0.0) + 1 / (RRF_K + rank)
-    return sorted(scores, key=lambda place: (-round(scores[place], 12), place))
+        for rank, passage in enumerate(ranking, start=1):
+            scores[passage] = scores.get(passage, 0.0) + 1 / (RRF_K + rank)
+    return sorted(scores, key=lambda passage: (-round(scores[passage], 12), passage))
 
 
 def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -120,7 +120,6 @@ def _key(url: str) -> str:
 
 
 def _near(url: str, by_key: Mapping[str, str]) -> str:
-    """Describe the nearest URLs to the model."""
     key = _key(url)
     near = difflib.get_close_matches(key, by_key, n=NEAR, cutoff=0.4)
     last = key.rpartition("/")[2]

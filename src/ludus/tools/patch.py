@@ -123,7 +123,6 @@ def patched(text: str, hunks: Sequence[Hunk], path: str) -> str:
 
 
 def _line_starts(text: str) -> list[int]:
-    """Return the offset of each line, and of the end of the text."""
     starts = [0]
     for line in text.split("\n")[:-1]:
         starts.append(starts[-1] + len(line) + 1)
@@ -131,7 +130,6 @@ def _line_starts(text: str) -> list[int]:
 
 
 def _stands(text: str, old: str, place: int) -> bool:
-    """Return whether `old` matches whole lines at `place`."""
     ends = old.endswith("\n") or not old or place + len(old) == len(text)
     return ends and text.startswith(old, place)
 

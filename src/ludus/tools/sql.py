@@ -156,7 +156,6 @@ class Database:
             return result, connection.serialize() if self.writable else self.image
 
     def _hint(self, message: str) -> str:
-        """Return the nearest names for an unknown one."""
         found = NO_SUCH.search(message)
         if found is None:
             return ""
@@ -187,7 +186,7 @@ class Database:
         }
         for limit, bound in bounds.items():
             connection.setlimit(limit, bound)
-        connection.text_factory = _decode
+        connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
         return connection
 
 
@@ -283,10 +282,6 @@ def _describe_error(error: Exception) -> str:
     if isinstance(error, UnicodeError):
         return "the query is not valid text"
     return str(error) or type(error).__name__
-
-
-def _decode(raw: bytes) -> str:
-    return raw.decode("utf-8", "replace")
 
 
 def _quote(name: str) -> str:

@@ -88,10 +88,10 @@ def test_no_step_of_a_stream_meets_a_task_twice(size, per_step):
     sampler = RolloutCollector(session, None, PRESETS["dapo"], None, Ledger(), AlgorithmState(greso=state))
     sampler.algorithm = replace(sampler.algorithm, greso=True)
     stream = PromptStream(sampler, order, per_step)
-    groups = [StreamedGroup(number, stream.jobs(number), 0) for number in range(199)]
-    resumed = PromptStream(sampler, order, per_step, before=[g.jobs[0].task.id for g in groups[-per_step:]])
-    groups += [StreamedGroup(number, resumed.jobs(number), 0) for number in range(199, 300)]
-    keys = [job.key for group in groups for job in group.jobs]
+    groups = [StreamedGroup(number, stream.requests(number), 0) for number in range(199)]
+    resumed = PromptStream(sampler, order, per_step, before=[g.requests[0].task.id for g in groups[-per_step:]])
+    groups += [StreamedGroup(number, resumed.requests(number), 0) for number in range(199, 300)]
+    keys = [request.key for group in groups for request in group.requests]
     assert len(set(keys)) == len(keys)
 
 

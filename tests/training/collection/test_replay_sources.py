@@ -89,10 +89,10 @@ def adds_up(metrics: dict[str, float]) -> bool:
 def test_a_slow_group_holds_nobody_up_and_trains_later_from_the_buffer(tiny_run, tmp_path, monkeypatch):
     play, slow = StreamRunner.run_one, []
 
-    async def late(player, job):
-        episode = await play(player, job)
-        slow.append(job.key.task_id)
-        if job.key.task_id == slow[0] and job.key.step == 1:
+    async def late(player, request):
+        episode = await play(player, request)
+        slow.append(request.key.task_id)
+        if request.key.task_id == slow[0] and request.key.step == 1:
             await until(lambda: (player.collector.ledger.state().last_closed or 0) > BOUND, 60)
         return episode
 

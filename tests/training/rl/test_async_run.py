@@ -35,7 +35,7 @@ from ludus.training.rl.train_step import LearnerThread, TrainStep
 from ludus.training.run.checkpoint import checkpoint_path, list_checkpoints
 from ludus.types import Segment, StopReason, Task, Trajectory
 from small_runs import lasting_files
-from small_worlds import WatchedWorld, make_jobs, make_scheduler, scripted
+from small_worlds import WatchedWorld, make_requests, make_scheduler, scripted
 from tiny_run import cold_start, ludus, make_recipe, refused
 from waiting import until
 
@@ -669,7 +669,7 @@ def test_failures_are_counted_among_all_episodes_that_began_since_the_last_batch
     player = StreamRunner(RolloutCollector(None, None, PRESETS["grpo"], None, scheduler.ledger), scheduler, 10)
 
     async def play():
-        return await asyncio.gather(*(player.run_one(job) for job in make_jobs(40)))
+        return await asyncio.gather(*(player.run_one(request) for request in make_requests(40)))
 
     if stops:
         with pytest.raises(WorldError, match="episodes failed for good"):

@@ -85,12 +85,12 @@ def test_recorded_logprobs_are_those_of_a_fresh_forward_and_ids_those_of_the_eng
 
     engine.generate_batch = recording
     tasks = session.world.tasks("train")[:12]
-    jobs = [RolloutRequest(RolloutKey(1, task.id, i), task) for task in tasks for i in range(4)]
+    requests = [RolloutRequest(RolloutKey(1, task.id, i), task) for task in tasks for i in range(4)]
     rollout = session.config.rollout
     scheduler = engine_scheduler(
         session.world, engine, session.renderer, rollout, SamplingPlan("test", 1.0, 0), Ledger()
     )
-    episodes = asyncio.run(scheduler.run(jobs))
+    episodes = asyncio.run(scheduler.run(requests))
     asyncio.run(engine.close())
     recorded = [[s.tokens for s in e.trajectory.segments if s.kind == "action"] for e in episodes]
     assert sorted(map(tuple, recorded)) == sorted(map(tuple, sampled.values()))

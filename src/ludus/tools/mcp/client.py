@@ -140,8 +140,6 @@ def misfits(schema: Mapping[str, JSON], arguments: Mapping[str, JSON]) -> list[s
 
 @dataclass(eq=False)
 class _Connection:
-    """One connection, from start to end."""
-
     up: asyncio.Future[tuple[types.Tool, ...]]
     """The server's tools, set once it is connected."""
     task: asyncio.Task[None] | None = None
@@ -206,7 +204,6 @@ class McpServer:
         await asyncio.to_thread(self.disconnect)
 
     def _submit(self, work: Coroutine[object, None, T]) -> Future[T]:
-        """Run a coroutine on the server's event loop."""
         if not self._stop.alive:
             work.close()
             raise WorldError(f"The MCP server {self.settings.name} is closed.", "Create a new one.")
@@ -345,7 +342,6 @@ async def _transport(settings: McpSettings, errors: IO[str], stack: AsyncExitSta
 
 
 def _find_program(settings: McpSettings, path: str | None) -> str:
-    """Find the command on the path or next to the interpreter. Raises UserError if it is missing."""
     if settings.cwd and "/" in settings.command:
         return settings.command
     interpreter_dir = str(Path(sys.executable).parent)
@@ -383,7 +379,6 @@ async def _watch(transport: Transport, ended: asyncio.Event) -> AsyncIterator[Tr
 
 
 async def _all_tools(client: mcp.Client) -> tuple[types.Tool, ...]:
-    """List the tools of all pages."""
     found: list[types.Tool] = []
     cursor: str | None = None
     while True:
@@ -395,7 +390,6 @@ async def _all_tools(client: mcp.Client) -> tuple[types.Tool, ...]:
 
 
 def _start_error(settings: McpSettings, error: BaseException, errors: IO[str]) -> LudusError:
-    """Return the error of a failed start, with the end of the server's stderr."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, LudusError):
@@ -411,7 +405,6 @@ def _start_error(settings: McpSettings, error: BaseException, errors: IO[str]) -
 
 
 def _select_tools(listed: Sequence[types.Tool], settings: McpSettings) -> list[types.Tool]:
-    """Select the requested tools. Raises UserError for a missing one."""
     by_name = {tool.name: tool for tool in listed}
     for name in settings.only:
         if name not in by_name:
@@ -447,7 +440,6 @@ def _describe(error: ValidationError) -> str:
 
 
 def _result_text(result: types.CallToolResult) -> str:
-    """Convert a result to text. Raises ToolError with that text if the server marks it as an error."""
     parts = [_content_text(block) for block in result.content]
     text = "\n".join(part for part in parts if part) or "[no output]"
     if result.is_error:
@@ -473,5 +465,4 @@ def _content_text(block: types.ContentBlock) -> str:
 
 
 def _decoded_size(base64: str) -> int:
-    """Return the decoded size of base64 text."""
     return len(base64.rstrip("=")) * 3 // 4

@@ -153,7 +153,6 @@ def _reduced_result(result: dict[str, JSON]) -> dict[str, JSON]:
 
 
 def _joined_texts(content: list[JSON]) -> list[JSON]:
-    """Merge adjacent text items."""
     made: list[JSON] = []
     texts: list[str] = []
     for block in [*content, None]:

@@ -179,6 +179,5 @@ def screened_client(headers: Mapping[str, str], screen: Screen) -> httpx2.AsyncC
 
 
 def _request_id(request: bytes) -> bytes | None:
-    """Return the JSON id of a request, or None."""
     number = json.loads(request).get("id") if request else None
     return None if number is None else json.dumps(number).encode()

@@ -146,9 +146,9 @@ class Demonstrations:
         session, rollout = self.session, self.session.config.rollout
         positions = num_positions(session.model) or rollout.max_seq_len
 
-        def make_chat(job: RolloutRequest) -> DemonstrationSession:
-            budget = min(positions, rollout_for(session.world, rollout, job.task).max_seq_len)
-            _, messages = dialogues[replace(job.key, attempt=0)]
+        def make_chat(request: RolloutRequest) -> DemonstrationSession:
+            budget = min(positions, rollout_for(session.world, rollout, request.task).max_seq_len)
+            _, messages = dialogues[replace(request.key, attempt=0)]
             return DemonstrationSession(session.renderer, messages, budget)
 
         made = scheduler(session.world, make_chat, rollout, Ledger())

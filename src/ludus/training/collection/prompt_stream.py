@@ -27,7 +27,7 @@ STREAM_FILE: Final = "stream.jsonl"
 WAITING_FILE: Final = "waiting.jsonl"
 """File name of episodes waiting for the next step's budget (`rollout.partial`)."""
 
-JobsOf = Callable[[int, Task, int | None], Sequence[RolloutRequest]]
+RequestsOf = Callable[[int, Task, int | None], Sequence[RolloutRequest]]
 """Return a group's requests by number, task and member count without the greedy one (None: default)."""
 
 
@@ -52,18 +52,18 @@ class StreamState:
         """Serialize to JSON lines: the next number, then each group before its episodes."""
         lines = [json.dumps({"next_number": self.next_number})]
         for group in self.groups:
-            task = group.jobs[0].task.id
+            task = group.requests[0].task.id
             ended = [i for i in sorted(group.done) if _is_stored(group, i)]
             head = {"group": group.number, "task": task, "version": group.version, "ended": ended}
-            members, step = sum(not job.greedy for job in group.jobs), group.jobs[0].key.step
+            members, step = sum(not request.greedy for request in group.requests), group.requests[0].key.step
             head |= {"counts": group.counts, "members": members, "step": step, "begun": sorted(group.begun)}
             lines.append(json.dumps(head))
-            lines += [episode_line(group.done[place]) for place in ended]
-            lines += [_started_line(group.begun[place], task) for place in sorted(group.begun)]
+            lines += [episode_line(group.done[index]) for index in ended]
+            lines += [_started_line(group.begun[index], task) for index in sorted(group.begun)]
         return "\n".join(lines) + "\n"
 
     @classmethod
-    def from_text(cls, text: str, tasks: Mapping[str, Task], jobs: JobsOf) -> StreamState:
+    def from_text(cls, text: str, tasks: Mapping[str, Task], requests: RequestsOf) -> StreamState:
         """Restore from `to_text`. A group keeps the size and step that it started with.
 
         Raises StorageError if the text is invalid or a task is unknown.
@@ -72,12 +72,12 @@ class StreamState:
             lines = iter([json.loads(line) for line in text.splitlines()])
             next_number, groups, unwanted = int(next(lines)["next_number"]), [], []
             for head in lines:
-                own = jobs(head["group"], task := tasks[head["task"]], members := head["members"])
-                own = [replace(job, key=replace(job.key, step=head["step"])) for job in own]
-                done = {place: read_episode(next(lines), task, place >= members) for place in head["ended"]}
-                gone = [done.pop(place) for place in head["ended"] if place >= len(own)]
+                own = requests(head["group"], task := tasks[head["task"]], members := head["members"])
+                own = [replace(request, key=replace(request.key, step=head["step"])) for request in own]
+                done = {index: read_episode(next(lines), task, index >= members) for index in head["ended"]}
+                gone = [done.pop(index) for index in head["ended"] if index >= len(own)]
                 unwanted += [one for one in gone if one.trajectory.failure is None]
-                begun = {place: _read_begun(next(lines)) for place in head["begun"]}
+                begun = {index: _read_begun(next(lines)) for index in head["begun"]}
                 groups.append(StreamedGroup(head["group"], own, head["version"], done, head["counts"], begun))
         except (ValueError, TypeError, KeyError, IndexError, StopIteration) as error:
             raise StorageError(
@@ -92,9 +92,9 @@ def waiting_texts(groups: Sequence[StreamedGroup]) -> dict[str, str]:
     return {WAITING_FILE: StreamState(0, tuple(groups)).to_text()} if groups else {}
 
 
-def _is_stored(group: StreamedGroup, place: int) -> bool:
+def _is_stored(group: StreamedGroup, index: int) -> bool:
     """Return whether a finished episode is kept; failed ones are retried if the group continues."""
-    return not group.counts or group.done[place].trajectory.failure is None
+    return not group.counts or group.done[index].trajectory.failure is None
 
 
 def _started_line(begun: StartedEpisode, task_id: str) -> str:
@@ -126,7 +126,7 @@ def read_episode(data: object, task: Task, greedy: bool) -> Episode:
 
 @dataclass
 class PromptStream:
-    """Group `n` uses the task at place `n` of the order, `per_step` of them for each step.
+    """Group `n` uses the task at index `n` of the order, `per_step` of them for each step.
 
     With GRESO it is the next task that is neither skipped nor recent; `before` are the recent ones of a
     resumed run. `spare` extra members are sampled per group.
@@ -144,7 +144,7 @@ class PromptStream:
         wanted = min(2 * self.per_step, len(self.order.tasks) // 2)
         self._recent = deque(self.before, max(wanted, self.per_step - 1))  # no task occurs twice in a step
 
-    def jobs(self, number: int) -> Sequence[RolloutRequest]:
+    def requests(self, number: int) -> Sequence[RolloutRequest]:
         """Return the rollout requests of a new group."""
         if self.collector.algorithm.greso:
             step = self._step(number)
@@ -157,22 +157,22 @@ class PromptStream:
     def jobs_of(self, number: int, task: Task, members: int | None = None) -> list[RolloutRequest]:
         """Return the rollout requests of a group; `members` overrides its size."""
         spare = self.spare if members is None else members - self.collector.algorithm.group_size
-        return self.collector.jobs(self._step(number), task, spare)
+        return self.collector.requests(self._step(number), task, spare)
 
     def free(self, number: int, groups: Sequence[StreamedGroup]) -> int:
         """Return the first number at or after `number` whose rollout keys do not collide with these groups.
 
         They can collide if an earlier run had a different group count per step or task order.
         """
-        first = [group.jobs[0] for group in groups]
-        if all(self._would_request(job, group.number) for job, group in zip(first, groups, strict=True)):
+        first = [group.requests[0] for group in groups]
+        if all(self._would_request(request, group.number) for request, group in zip(first, groups, strict=True)):
             return number
-        return max(number, *(job.key.step * self.per_step for job in first))
+        return max(number, *(request.key.step * self.per_step for request in first))
 
-    def _would_request(self, job: RolloutRequest, number: int) -> bool:
+    def _would_request(self, request: RolloutRequest, number: int) -> bool:
         """Return whether a group of that number would have this request; under GRESO any group may."""
-        same = self.collector.algorithm.greso or self.order.take(number, 1)[0].id == job.key.task_id
-        return same and job.key.step == self._step(number)
+        same = self.collector.algorithm.greso or self.order.take(number, 1)[0].id == request.key.task_id
+        return same and request.key.step == self._step(number)
 
     def counts(self, group: Sequence[Episode]) -> bool:
         """Return whether a group counts towards a batch: no member may have failed permanently.

@@ -209,13 +209,13 @@ class RolloutCollector:
     async def roll_out(self, step: int, tasks: Sequence[Task]) -> list[list[Episode]]:
         """Return a group of episodes per task, the greedy baseline (if any) last."""
         if self.partial is not None:
-            groups = [self.jobs(step, task) for task in tasks]
+            groups = [self.requests(step, task) for task in tasks]
             total = self.partial.num_unfinished + sum(map(len, groups))
             self.reporter.phase(f"step {step}: episodes", total, self.engine)
             return await self.partial.run(groups)
-        jobs = [job for task in tasks for job in self.jobs(step, task)]
-        self.reporter.phase(f"step {step}: episodes", len(jobs), self.engine)
-        episodes = await self.scheduler.run(jobs, self.reporter.episode)
+        requests = [request for task in tasks for request in self.requests(step, task)]
+        self.reporter.phase(f"step {step}: episodes", len(requests), self.engine)
+        episodes = await self.scheduler.run(requests, self.reporter.episode)
         return [episodes[i : i + self.group_size] for i in range(0, len(episodes), self.group_size)]
 
     @property
@@ -228,7 +228,7 @@ class RolloutCollector:
         """Return `overlong_limit` of this run."""
         return overlong_limit(self.session.config, self.algorithm)
 
-    def jobs(self, step: int, task: Task, spare: int = 0) -> list[RolloutRequest]:
+    def requests(self, step: int, task: Task, spare: int = 0) -> list[RolloutRequest]:
         """Return the rollout requests of a group with `spare` extra ones; a greedy one is last."""
         members = self.algorithm.group_size + spare
         return [

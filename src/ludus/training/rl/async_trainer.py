@@ -41,14 +41,14 @@ TOO_LATE = "too_late"
 
 @dataclass
 class StreamRunner:
-    """Run the rollout requests of a stream, with a failure budget for each step of `num_jobs`.
+    """Run the rollout requests of a stream, with a failure budget for each step of `num_requests`.
 
     Requests of several steps may start during one learner step; the budget covers all of them.
     """
 
     collector: RolloutCollector
     scheduler: Scheduler
-    num_jobs: int
+    num_requests: int
     budget: FailureBudget = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,13 +56,13 @@ class StreamRunner:
 
     def begin_step(self) -> None:
         """Reset the failure budget."""
-        self.budget = FailureBudget(self.num_jobs)
+        self.budget = FailureBudget(self.num_requests)
 
-    async def run_one(self, job: RolloutRequest) -> Episode:
+    async def run_one(self, request: RolloutRequest) -> Episode:
         """Run a request to its end, rewards included."""
         budget = self.budget
         budget.begun += 1
-        return await self.collector.add_extra_parts(await self.scheduler.run_one(job, budget), budget)
+        return await self.collector.add_extra_parts(await self.scheduler.run_one(request, budget), budget)
 
 
 @dataclass
@@ -95,11 +95,11 @@ class AsyncTrainer:
             training.prompts_per_step, staleness.max_staleness, training.steps, staleness.on_stale == "wait"
         )
         order = task_order(config, trainer.session.world)
-        tasks = [group.jobs[0].task.id for group in before.groups]
+        tasks = [group.requests[0].task.id for group in before.groups]
         source = PromptStream(collector, order, pace.groups_per_step, staleness.oversample, tasks)
         runner = StreamRunner(collector, collector.scheduler, pace.groups_per_step * collector.group_size)
         limit = ConcurrencyController(
-            first_in_flight(runner.num_jobs),
+            first_in_flight(runner.num_requests),
             min(collector.group_size, config.rollout.concurrency),
             config.rollout.concurrency,
         )

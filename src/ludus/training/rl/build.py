@@ -122,8 +122,8 @@ def training_loop(trainer: SyncTrainer, done: int) -> Callable[[int], Awaitable[
         collector.ledger.drop_restored(done + 1, dropped, TOO_LATE)
     if training.streams:
         return partial(run_async, trainer, stream)
-    late = [group.jobs[0] for group in stream.groups if group.jobs[0].key.step <= done]
-    collector.add_untrained_tasks(job.task.id for job in late)
+    late = [group.requests[0] for group in stream.groups if group.requests[0].key.step <= done]
+    collector.add_untrained_tasks(request.task.id for request in late)
     collector.start(waiting.groups)
     return partial(run_one_step, trainer) if training.one_step_behind else trainer.train
 
