@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from ludus.errors import LearnerError, UserError
 from ludus.training.batches.rows import Microbatch, Row, balance_rows, blank_microbatch, microbatches
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, is_sharded, merged, put, within
-from ludus.training.learner.logprobs import LogprobScorer, score_dtype
+from ludus.training.learner.logprobs import LogprobScorer, model_precision, score_dtype
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 
 if TYPE_CHECKING:
@@ -97,15 +98,45 @@ class StateSettings:
     on_policy: bool = False
 
 
-class TrainedModel:
-    """Model that trains next to the policy, on all of `ranks`; `name` is used in messages."""
+class TrainedModel(ABC):
+    """Model that trains next to the policy, on all of `ranks`.
+
+    `name` is used in messages; `part` is its name in a checkpoint.
+    """
 
     name: str
+    part: str
     model: nn.Module
     optimizer: Optimizer
     ranks: Collectives
     microbatch_tokens: int
     shares_prefixes: bool = True
+
+    def score(self, rows: Sequence[Row], solved: Sequence[bool] = (), after: bool = False) -> list[Tensor]:
+        """Return the output at each training token, `[T]` a row, 0 elsewhere.
+
+        `solved` are the rows' outcomes. A critic scores the states before the tokens, or `after` them.
+        """
+        with model_precision(self.model):
+            return self._score(rows, solved, after)
+
+    def train(
+        self, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool] = ()
+    ) -> dict[str, float]:
+        """Train on `tables` of numbers, `[T]` a row, and on the outcomes; return metrics.
+
+        Raises LearnerError if the loss is not finite.
+        """
+        with model_precision(self.model):
+            return self._train(rows, tables, solved)
+
+    @abstractmethod
+    def _score(self, rows: Sequence[Row], solved: Sequence[bool], after: bool) -> list[Tensor]: ...
+
+    @abstractmethod
+    def _train(
+        self, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool]
+    ) -> dict[str, float]: ...
 
     def parts(self, rows: Sequence[Row]) -> list[Microbatch]:
         """Return this rank's microbatches; `index` refers to all rows. Every rank calls it with all rows.
@@ -171,7 +202,7 @@ class StateModel(TrainedModel):
     The body is a trained copy of the policy's, or the policy's own, left unchanged.
     """
 
-    name = "critic"
+    name = part = "critic"
 
     def __init__(
         self,

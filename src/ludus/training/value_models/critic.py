@@ -61,16 +61,14 @@ class Critic(StateModel):
         super().__init__(policy, 1, optimizer, settings.states, ranks)
         self.settings = settings
 
-    def values(self, rows: Sequence[Row], *, after: bool = False) -> list[Tensor]:
-        """Return V before (or after) each training token, `[T]` a row, 0 elsewhere."""
+    def _score(self, rows: Sequence[Row], solved: Sequence[bool], after: bool) -> list[Tensor]:
         return self.score_rows(rows, lambda part: self.read(part, after=after)[:, :, 0])
 
-    def train(self, rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]) -> dict[str, float]:
-        """Train on `targets` `[T]` a row; `old` are the previous values.
-
-        Return the loss and the explained variance of the old values. Raises LearnerError if the loss is not
-        finite.
-        """
+    def _train(
+        self, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool]
+    ) -> dict[str, float]:
+        """Train on the tables of targets and old values; return loss and explained variance of the old values."""
+        targets, old = tables
         settings, taken = self.settings, self.optimizer.num_steps
         start = _mean(_trained(targets, rows)) if taken == 0 else 0.0
         if taken == 0:
@@ -141,8 +139,8 @@ class OutcomeCritic(StateModel):
         super().__init__(policy, CLASSES, optimizer, settings.states, ranks)
         self.settings = settings
 
-    def probabilities(self, rows: Sequence[Row], solved: Sequence[bool]) -> list[Tensor]:
-        """Return the probability of each row's outcome at each training token, `[T]`, 0 elsewhere."""
+    def _score(self, rows: Sequence[Row], solved: Sequence[bool], after: bool) -> list[Tensor]:
+        """Return the probability of each row's outcome at each training token."""
 
         def score(part: Microbatch) -> Tensor:
             chances = torch.softmax(self.read(part, after=True), -1)
@@ -151,11 +149,13 @@ class OutcomeCritic(StateModel):
 
         return self.score_rows(rows, score)
 
-    def train(self, rows: Sequence[Row], solved: Sequence[bool]) -> dict[str, float]:
+    def _train(
+        self, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool]
+    ) -> dict[str, float]:
         """Train with cross-entropy, averaged over tokens.
 
         Return loss and accuracy (fraction of tokens that predict the row's outcome) of the first epoch, each
-        minibatch before its gradient step. Raises LearnerError if the loss is not finite.
+        minibatch before its gradient step.
         """
         settings = self.settings
         tokens = sum(sum(row.trains[1:]) for row in rows)
