@@ -22,7 +22,6 @@ from ludus.training.rl.build import train
 from ludus.training.rl.train_step import filter_and_estimate
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from ludus.training.run.session import add_lora, open_session
-from ludus.training.value_models.base import StateSettings
 from ludus.training.value_models.critic import CriticSettings, OutcomeCritic
 from ludus.training.value_models.factory import train_value_model
 from ludus.training.value_models.prime import ProcessReward, ProcessRewardSettings
@@ -110,7 +109,7 @@ def test_it_learns_and_leaves_the_policy_alone(make):
 @pytest.mark.parametrize("make", [process_reward, outcome_critic])
 def test_microbatches_do_not_change_what_it_learns(make):
     rows = random_rows(10)
-    small = {"microbatch_tokens": 20} if make is process_reward else {"states": StateSettings(20)}
+    small = {"microbatch_tokens": 20}
     whole, parts = make(), make(**small)
     for one in (whole, parts):
         learn(one, rows)

@@ -29,7 +29,7 @@ from ludus.training.rl.train_step import filter_and_estimate
 from ludus.training.rl.validate import check_critic
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from ludus.training.run.session import open_session
-from ludus.training.value_models.base import StateSettings, batches
+from ludus.training.value_models.base import batches
 from ludus.training.value_models.critic import Critic, CriticSettings
 from ludus.training.value_models.factory import make_value_model, planned_warmup, train_value_model, warmup_steps
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
@@ -41,11 +41,9 @@ from tiny_run import cold_start, ludus, make_recipe
 PPO = SMALLEST | {"algorithm__preset": "ppo"}
 
 
-def critic(model=None, rate=6e-3, states=None, **settings):
+def critic(model=None, rate=6e-3, **settings):
     return Critic(
-        model or tiny_model(),
-        OptimizerSettings(learning_rate=rate, total_steps=100),
-        CriticSettings(states=states or StateSettings(), **settings),
+        model or tiny_model(), OptimizerSettings(learning_rate=rate, total_steps=100), CriticSettings(**settings)
     )
 
 
@@ -89,7 +87,7 @@ def test_it_learns_and_leaves_the_policy_alone():
 
 def test_microbatches_do_not_change_what_it_learns():
     rows = random_rows(12)
-    whole, parts = critic(), critic(states=StateSettings(20))
+    whole, parts = critic(), critic(microbatch_tokens=20)
     for one in (whole, parts):
         one.train(rows, (targets_of(rows), one.score(rows)))
     for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
@@ -179,7 +177,7 @@ def test_its_state_comes_back_bit_for_bit():
 def test_a_head_alone_learns_on_the_policys_states_and_leaves_it_alone():
     model, rows = tiny_model(), random_rows(16)
     before = copy.deepcopy(model.state_dict())
-    one = critic(model, rate=0.05, clip=None, states=StateSettings(on_policy=True))
+    one = critic(model, rate=0.05, clip=None, on_policy=True)
     assert {name for name, _ in one.model.named_parameters()} == {"head.weight", "head.bias"}
     reports = [one.train(rows, (targets_of(rows), one.score(rows))) for _ in range(30)]
     assert reports[-1]["critic/loss"] < 0.7 * reports[0]["critic/loss"]

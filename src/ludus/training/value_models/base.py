@@ -5,11 +5,10 @@ Also defines the checkpoint format of all models that train next to the policy.
 
 from __future__ import annotations
 
-import copy
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,9 +16,9 @@ from torch import Tensor, nn
 
 from ludus.errors import LearnerError, UserError
 from ludus.training.batches.rows import Microbatch, Row, balance_rows, blank_microbatch, microbatches
-from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, is_sharded, merged, put, within
+from ludus.training.distributed.collectives import Collectives, is_sharded, merged, put, within
 from ludus.training.learner.logprobs import LogprobScorer, model_precision, score_dtype
-from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
+from ludus.training.learner.optimizer import Optimizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -84,18 +83,6 @@ class HeadModel:
                 if found is None or found.shape != parameter.shape:
                     raise LearnerError(f"The stored head does not match the model: {name}.")
                 parameter.copy_(found)
-
-
-@dataclass(frozen=True, slots=True)
-class StateSettings:
-    """Settings of a value model: `microbatch_tokens` per pass; `recompute` is activation checkpointing.
-
-    `on_policy`: the states are those of the current policy, and only the head is trained.
-    """
-
-    microbatch_tokens: int = 4096
-    recompute: bool = False
-    on_policy: bool = False
 
 
 class TrainedModel(ABC):
@@ -194,52 +181,6 @@ class TrainedModel(ABC):
         return {f"model/{name}": t for name, t in weights.items()} | {
             f"optimizer/{name}": t for name, t in moments.items()
         }
-
-
-class StateModel(TrainedModel):
-    """Body, zero-initialized head with `outputs` values, and optimizer.
-
-    The body is a trained copy of the policy's, or the policy's own, left unchanged.
-    """
-
-    name = part = "critic"
-
-    def __init__(
-        self,
-        policy: PreTrainedModel,
-        outputs: int,
-        optimizer: OptimizerSettings,
-        settings: StateSettings = StateSettings(),
-        ranks: Collectives = ONE_PROCESS,
-    ) -> None:
-        """Raise UserError if the model's hidden states are unavailable."""
-        hint = "Use an algorithm without a critic."
-        body = policy if settings.on_policy else copy.deepcopy(policy)
-        self._states = HeadModel(body.eval(), "critic", hint, outputs, recompute=settings.recompute)
-        self.head = self._states.head
-        self.model = self._states.model
-        if settings.on_policy:
-            self.model = nn.ModuleDict({"head": self.head})
-        else:
-            self.model.requires_grad_(True)
-            ranks.split(self.model)
-        self.ranks = ranks
-        self.optimizer = Optimizer(self.model, optimizer, ranks=ranks)
-        self.microbatch_tokens = settings.microbatch_tokens
-        self._on_policy = settings.on_policy
-
-    def read(self, part: Microbatch, *, after: bool = False) -> Tensor:
-        """Return values `[B, L, outputs]` of states before (or after) the training tokens, 0 elsewhere.
-
-        The first token of a row is never scored.
-        """
-        rows, columns = torch.nonzero(part.trains[:, 1:], as_tuple=True)
-        if not rows.numel():
-            nothing = torch.zeros(*part.tokens.shape, self.head.out_features, device=part.tokens.device)
-            return nothing + self._states.idle() if is_sharded(self.model) else nothing
-        wide = self._states.read(part.tokens, (rows, columns + after), frozen=self._on_policy)
-        empty = torch.zeros(*part.tokens.shape, wide.shape[1], dtype=wide.dtype, device=wide.device)
-        return empty.index_put((rows, columns + 1), wide)
 
 
 def batches(num_rows: int, epochs: int, minibatches: int, seed: int) -> Iterator[list[int]]:

@@ -18,7 +18,6 @@ from ludus.training.credit.advantages import CUT_OFF, Estimates, TrainingSample
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives
 from ludus.training.learner.learner import Learner
 from ludus.training.learner.optimizer import OptimizerSettings
-from ludus.training.value_models.base import StateSettings
 from ludus.training.value_models.critic import Critic, CriticSettings, OutcomeCritic
 from ludus.training.value_models.prime import ProcessReward, ProcessRewardSettings
 from ludus.types import Trajectory
@@ -53,15 +52,20 @@ def make_value_model(
         learning_rate=critic.learning_rate or CRITIC_RATE * training.learning_rate,
         total_steps=training.steps * critic.epochs * critic.minibatches,
     )
-    states = StateSettings(size, recompute, on_policy=critic.model == "head")
-    if algorithm.advantage_spec.has(Need.OUTCOME_CRITIC):
-        outcome = CriticSettings(critic.epochs, critic.minibatches, success=success, states=states)
-        return OutcomeCritic(model, optimizer, outcome, ranks)
-    if algorithm.advantage_spec.has(Need.CRITIC):
-        turns = algorithm.advantage_spec.has(Need.TURN_VALUES)
-        settings = CriticSettings(critic.epochs, critic.minibatches, critic.clip or None, states, turns)
-        return Critic(model, optimizer, settings, ranks)
-    return None
+    outcome = algorithm.advantage_spec.has(Need.OUTCOME_CRITIC)
+    if not (outcome or algorithm.advantage_spec.has(Need.CRITIC)):
+        return None
+    settings = CriticSettings(
+        epochs=critic.epochs,
+        minibatches=critic.minibatches,
+        clip=critic.clip or None,
+        turns=algorithm.advantage_spec.has(Need.TURN_VALUES),
+        success=success,
+        microbatch_tokens=size,
+        recompute=recompute,
+        on_policy=critic.model == "head",
+    )
+    return (OutcomeCritic if outcome else Critic)(model, optimizer, settings, ranks)
 
 
 def checkpoint_parts(value_model: ValueModel | None) -> dict[str, dict[str, Tensor]]:
