@@ -90,7 +90,7 @@ def logits_to_scores(logits: Tensor, targets: Tensor, entropy: Entropy = "none")
 
 
 def _entropy(table: Tensor) -> Tensor:
-    return -(table.exp() * table.masked_fill(table == -torch.inf, 0.0)).sum(-1)
+    return -(table.exp() * table.masked_fill(table == -torch.inf, 0.0)).sum(-1)  # a masked token contributes 0
 
 
 def _entropy_of(probabilities: Tensor, table: Tensor) -> Tensor:
