@@ -13,7 +13,7 @@ from ludus.algorithms.spec.presets import PRESETS
 from ludus.engines.models.loading import load_tokenizer
 from ludus.errors import LearnerError
 from ludus.rollout.ledger import Ledger
-from ludus.training.distributed.collectives import SharedBatch, SingleProcess, is_sharded, whole
+from ludus.training.distributed.collectives import Collectives, SharedBatch, is_sharded, whole
 from ludus.training.learner.learner import CachedLogprobs, Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
@@ -29,9 +29,7 @@ from ludus.training.run.checkpoint import (
     save_checkpoint,
     save_shards,
 )
-from ludus.training.value_models.base import StateSettings
 from ludus.training.value_models.critic import Critic, CriticSettings
-from ludus.training.value_models.factory import score_values, train_on_tables
 from rank_processes import work
 from served import COLD_START
 from tests.training.batches.test_forest import in_double
@@ -68,7 +66,7 @@ def policy(kind, dtype):
 def ranks_here():
     """All processes, with split weights; one where there is no group."""
     if not distributed.is_initialized():
-        return SingleProcess()
+        return Collectives()
     return SharedBatch(torch.device("cpu"))
 
 
@@ -110,16 +108,16 @@ def critic_results(dtype):
     ranks, rows, found = ranks_here(), random_rows(), {}
     targets = [torch.linspace(0, 1, len(row.tokens), dtype=dtype) for row in rows]
     unclipped = OptimizerSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=1e9)
-    critic = Critic(tiny_model(dtype), unclipped, CriticSettings(states=StateSettings(60)), ranks)
-    old = score_values(critic, rows, [])
-    found |= {f"first/{n}": torch.tensor(v) for n, v in train_on_tables(critic, rows, (targets, old), []).items()}
+    critic = Critic(tiny_model(dtype), unclipped, CriticSettings(microbatch_tokens=60), ranks)
+    old = critic.score(rows)
+    found |= {f"first/{n}": torch.tensor(v) for n, v in critic.train(rows, (targets, old)).items()}
     found |= {f"old/{i}": values for i, values in enumerate(old)}
     found |= {f"gradient/{n}": g for n, g in first_gradient(critic.optimizer).items()}
     how = replace(unclipped, max_grad_norm=0.05)
-    critic = Critic(tiny_model(dtype), how, CriticSettings(minibatches=2, states=StateSettings(60)), ranks)
-    found |= {f"metrics/{n}": torch.tensor(v) for n, v in train_on_tables(critic, rows, (targets, old), []).items()}
+    critic = Critic(tiny_model(dtype), how, CriticSettings(minibatches=2, microbatch_tokens=60), ranks)
+    found |= {f"metrics/{n}": torch.tensor(v) for n, v in critic.train(rows, (targets, old)).items()}
     found |= {f"weights/{n}": whole(p).clone() for n, p in critic.model.named_parameters()}
-    return found | {f"value/{i}": values for i, values in enumerate(score_values(critic, rows, []))}
+    return found | {f"value/{i}": values for i, values in enumerate(critic.score(rows))}
 
 
 def first_gradient(optimizer):
@@ -161,7 +159,7 @@ def parts_of_run(kind, ranks, resumed=None):
     """A learner and a critic, brought to a checkpoint where there is one; float64."""
     model, reference = policy(kind, torch.float64), tiny_model(seed=1).requires_grad_(False)
     how = OptimizerSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=0.05)
-    critic = Critic(tiny_model(seed=2), how, CriticSettings(states=StateSettings(60)), ranks)
+    critic = Critic(tiny_model(seed=2), how, CriticSettings(microbatch_tokens=60), ranks)
     if resumed is not None:
         load_weights(resumed, model)
     ranks.split(model)
@@ -179,7 +177,7 @@ def take_step(one, critic, seed):
     """A step of both; gives its metrics."""
     rows = random_rows(seed=seed)
     targets = [torch.linspace(0, 1, len(row.tokens), dtype=torch.float64) for row in rows]
-    return train_on_tables(critic, rows, (targets, score_values(critic, rows, [])), []) | one.train(rows, seed)
+    return critic.train(rows, (targets, critic.score(rows))) | one.train(rows, seed)
 
 
 def everything(one, critic):

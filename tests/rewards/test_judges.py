@@ -22,9 +22,8 @@ from ludus.training.rl.build import train
 from ludus.training.rl.train_step import filter_and_estimate
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from ludus.training.run.session import add_lora, open_session
-from ludus.training.value_models.base import StateSettings
 from ludus.training.value_models.critic import CriticSettings, OutcomeCritic
-from ludus.training.value_models.factory import score_values, train_on_tables, train_value_model
+from ludus.training.value_models.factory import train_value_model
 from ludus.training.value_models.prime import ProcessReward, ProcessRewardSettings
 from small_runs import SMALLEST, Cut, Cutting, config, lasting_files
 from tests.training.credit.test_credit import REWARDS, real_group, same, table
@@ -50,17 +49,17 @@ def labels(rows):
 def learn(one, rows):
     """One step of either; gives its metrics."""
     if isinstance(one, OutcomeCritic):
-        return one.train(rows, labels(rows))
+        return one.train(rows, (), labels(rows))
     reference = [torch.zeros(len(row.tokens)) for row in rows]
-    first = process_reward().logprobs(rows)
-    return one.train(rows, [f + r for f, r in zip(first, reference, strict=True)], labels(rows))
+    first = process_reward().score(rows)
+    return one.train(rows, [[f + r for f, r in zip(first, reference, strict=True)]], labels(rows))
 
 
 def test_the_implicit_reward_learns_by_cross_entropy_of_its_sum_over_action_tokens():
     rows, model = random_rows(6), tiny_model()
     one, other = process_reward(model, beta=2.0), tiny_model(seed=1)
     references = learner(other, PRESETS["grpo"]).score(rows)
-    own = one.logprobs(rows)
+    own = one.score(rows)
     sums = []
     for row, a, b in zip(rows, own, references, strict=True):
         trains = torch.tensor(row.trains)
@@ -68,7 +67,7 @@ def test_the_implicit_reward_learns_by_cross_entropy_of_its_sum_over_action_toke
         sums.append(2.0 * (a - b)[trains].sum())
     wanted = torch.tensor([float(x) for x in labels(rows)], dtype=torch.float64)
     loss = binary_cross_entropy_with_logits(torch.stack(sums).double(), wanted)
-    metrics = one.train(rows, references, labels(rows))
+    metrics = one.train(rows, [references], labels(rows))
     assert metrics["prime/loss"] == pytest.approx(float(loss), rel=1e-5)
     right = [(s > 0) == (w > 0.5) for s, w in zip(sums, wanted, strict=True)]
     assert metrics["prime/accuracy"] == pytest.approx(sum(map(bool, right)) / 6)
@@ -77,7 +76,7 @@ def test_the_implicit_reward_learns_by_cross_entropy_of_its_sum_over_action_toke
 def test_the_outcome_is_predicted_at_each_action_token_from_the_state_after_it():
     rows, one = random_rows(6), outcome_critic()
     learn(one, rows)
-    solved, failed = one.probabilities(rows, [True] * 6), one.probabilities(rows, [False] * 6)
+    solved, failed = one.score(rows, [True] * 6), one.score(rows, [False] * 6)
     for row, yes, no in zip(rows, solved, failed, strict=True):
         trains = torch.tensor(row.trains)
         torch.testing.assert_close((yes + no)[trains], torch.ones(int(trains.sum()), dtype=yes.dtype))
@@ -91,7 +90,7 @@ def test_the_outcome_is_predicted_at_each_action_token_from_the_state_after_it()
     first = rows[0]
     last = max(i for i, trains in enumerate(first.trains) if trains)
     changed = replace(first, tokens=(*first.tokens[:last], (first.tokens[last] + 1) % 50, *first.tokens[last + 1 :]))
-    assert one.probabilities([first], [True])[0][last] != one.probabilities([changed], [True])[0][last]
+    assert one.score([first], [True])[0][last] != one.score([changed], [True])[0][last]
 
 
 @pytest.mark.parametrize("make", [process_reward, outcome_critic])
@@ -110,7 +109,7 @@ def test_it_learns_and_leaves_the_policy_alone(make):
 @pytest.mark.parametrize("make", [process_reward, outcome_critic])
 def test_microbatches_do_not_change_what_it_learns(make):
     rows = random_rows(10)
-    small = {"microbatch_tokens": 20} if make is process_reward else {"states": StateSettings(20)}
+    small = {"microbatch_tokens": 20}
     whole, parts = make(), make(**small)
     for one in (whole, parts):
         learn(one, rows)
@@ -144,7 +143,7 @@ def test_with_adapters_it_is_they_that_learn_rewards():
     assert all(torch.equal(a, b) for a, b in zip(frozen, still, strict=True))
     other = process_reward(model, beta=1.0)
     other.load_state(one.state(), one.optimizer.num_steps)
-    for a, b in zip(one.logprobs(rows), other.logprobs(rows), strict=True):
+    for a, b in zip(one.score(rows), other.score(rows), strict=True):
         assert torch.equal(a, b)
 
 
@@ -163,7 +162,7 @@ def test_prime_adds_the_implicit_rewards_to_the_outcome():
     rows = [row_of_trajectory(e.trajectory, 0.0) for e in episodes]
     _, mask = table(credits)
     prm, ref = (torch.zeros(mask.shape, dtype=torch.float64) for _ in range(2))
-    said = score_values(judge, rows, [])
+    said = judge.score(rows, [])
     for i, (row, p, r) in enumerate(zip(rows, said, one.reference(rows), strict=True)):
         trains = torch.tensor(row.trains)
         prm[i, : int(trains.sum())], ref[i, : int(trains.sum())] = p[trains].double(), r[trains].double()
@@ -173,10 +172,10 @@ def test_prime_adds_the_implicit_rewards_to_the_outcome():
     found, _ = table(credits)
     same(found, expected)
     assert not torch.allclose(found, advantages.rloo(rewards=rewards, group=ids, mask=mask))
-    before = judge.logprobs(rows)
+    before = judge.score(rows)
     metrics = train_value_model(judge, credits)
     assert metrics["prime/loss"] > 0
-    grown = [float((a - b).sum()) for a, b in zip(judge.logprobs(rows), before, strict=True)]
+    grown = [float((a - b).sum()) for a, b in zip(judge.score(rows), before, strict=True)]
     assert grown[0] > max(grown[1:])
 
 
@@ -194,7 +193,7 @@ def test_coderl_weighs_reward_minus_greedy_by_the_chance_of_the_true_outcome():
         train_value_model(judge, first)
     credits = [c for c in filter_and_estimate(assign_credit(groups, algorithm), one, 0, judge) if not c.episode.greedy]
     rows = [row_of_trajectory(e.trajectory, 0.0) for e in episodes]
-    chances = score_values(judge, rows, [r >= 1 for r in REWARDS])
+    chances = judge.score(rows, [r >= 1 for r in REWARDS])
     for credit, reward, chance, row in zip(credits, REWARDS, chances, rows, strict=True):
         expected = (reward - REWARDS[1]) * chance[torch.tensor(row.trains)].double()
         assert credit.advantages == pytest.approx(expected.tolist(), abs=1e-12)
@@ -211,7 +210,7 @@ def test_only_what_trains_is_learned_from():
     train_value_model(judge, credits)
     own = outcome_critic(one.scorer.model)
     rows = [row_of_trajectory(e.trajectory, 0.0) for e in episodes]
-    train_on_tables(own, rows, [], [r >= 1 for r in REWARDS])
+    own.train(rows, [], [r >= 1 for r in REWARDS])
     for a, b in zip(judge.model.parameters(), own.model.parameters(), strict=True):
         assert torch.equal(a, b)
 

@@ -17,33 +17,21 @@ from dataclasses import dataclass, field, replace
 from ludus.algorithms.filters import rft as keep_solved
 from ludus.config.schema import Config
 from ludus.diagnostics.metrics import rollout_metrics
-from ludus.diagnostics.timings import StepTimings, write_timings
-from ludus.diagnostics.trackers import Tracker
-from ludus.engines.base import Engine, drain_stats
+from ludus.diagnostics.timings import StepTimings
+from ludus.engines.base import drain_stats
 from ludus.envs.base import World
-from ludus.envs.registry import closing
 from ludus.errors import ConfigError
-from ludus.evaluation.evaluate import (
-    Evaluation,
-    EvaluationPlan,
-    check_evaluation,
-    evaluate,
-    name_in_run,
-    plan_during,
-    plans,
-    save_evaluation,
-)
+from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_evaluation, evaluate, plan_during
 from ludus.rewards.base import success
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollout.reward_executor import scoring_concurrency
-from ludus.rollout.rollout_files import rollouts_path, write_rollouts
 from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan
 from ludus.training.batches.rows import row_of_trajectory
 from ludus.training.credit.advantages import TrainingSample, record_outcomes
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.rl.build import make_trackers, probe_tokens, remove_after
-from ludus.training.rl.sync_trainer import Comparison, Reporter, stored_evaluation
+from ludus.training.rl.build import closing_parts, make_trackers, probe_tokens, remove_after
+from ludus.training.rl.sync_trainer import Comparison, EvaluatedTrainer, Reporter
 from ludus.training.rl.validate import check_trackers
 from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.checkpoint import (
@@ -76,29 +64,20 @@ def check_rft(config: Config, world: World) -> None:
 
 
 @dataclass
-class RftTrainer:
-    """Parts and rounds of a run. Rounds count from 1; 0 is the model before training."""
+class RftTrainer(EvaluatedTrainer):
+    """Parts and rounds of a run; a step is a round."""
 
-    session: TrainingSession
-    folder: RunFolder
-    engine: Engine
-    sync: WeightSync
-    trackers: Sequence[Tracker]
-    reporter: Reporter
     ledger: Ledger = field(default_factory=Ledger)
 
-    async def run(self, done: int) -> list[Comparison]:
-        """Run all rounds after `done`; return the evaluations before and after."""
-        config = self.session.config
-        await self.sync.publish(done)
-        if done == 0:
-            for plan in plans(config, 0):
-                await self.evaluate_once(plan)
-        for number in range(done + 1, config.rft.rounds + 1):
+    @property
+    def num_steps(self) -> int:
+        """The number of rounds."""
+        return self.session.config.rft.rounds
+
+    async def train(self, done: int) -> None:
+        """Run all rounds after `done`."""
+        for number in range(done + 1, self.num_steps + 1):
             await self.round(number)
-        after = [await self.evaluate_once(plan) for plan in plans(config, config.rft.rounds)]
-        before = [stored_evaluation(self.folder, plan) for plan in plans(config, 0)]
-        return [Comparison(b, a) for b, a in zip(before, after, strict=True)]
 
     async def round(self, number: int) -> dict[str, float]:
         """Run one round: sample, filter, train, publish, evaluate, save."""
@@ -113,7 +92,7 @@ class RftTrainer:
         with clock.phase("train"):
             optimizer, learned = self.learn(number, samples)
         with clock.phase("sync"):
-            proof = await self.sync.publish(number)
+            proof = await self.weight_sync.publish(number)
         counts = self.ledger.close(number, trained=sum(c.outcome is RolloutOutcome.TRAINED for c in samples))
         trajectories = [Group(group[0].task, tuple(e.trajectory for e in group)) for group in groups]
         metrics = rollout_metrics(trajectories, self.session.world.rewards[0].name)
@@ -158,33 +137,23 @@ class RftTrainer:
         counts = {"rft/kept": len(selected), "rft/tasks_kept": len(tasks), "rft/updates": len(batches)}
         return optimizer, dict(total) | {name: float(count) for name, count in counts.items()}
 
-    async def evaluate_once(self, plan: EvaluationPlan) -> Evaluation:
-        """Run an evaluation plan unless an evaluation of that name exists."""
-        return stored_evaluation(self.folder, plan) or await self.evaluate(plan)
-
-    async def evaluate(self, plan: EvaluationPlan) -> Evaluation:
-        """Evaluate the engine's current weights, and store result and rollouts."""
+    async def sample_evaluation(self, plan: EvaluationPlan) -> tuple[Evaluation, list[Episode]]:
+        """Evaluate the engine's current weights."""
         session = self.session
         sampling = SamplingPlan("evaluate", plan.temperature, plan.seed)
         scheduler = session_scheduler(session, self.engine, sampling, Ledger())
         name = f"round {plan.step}: evaluation episodes, {plan.split}"
         tasks = session.world.tasks(plan.split)
         self.reporter.phase(name, plan.episodes_of(tasks), self.engine)
-        result, episodes = await evaluate(scheduler, tasks, plan, self.reporter.episode)
-        save_evaluation(self.folder.evaluations, result, episodes, name_in_run(plan, session.config))
-        return result
+        return await evaluate(scheduler, tasks, plan, self.reporter.episode)
 
     def record(
         self, number: int, samples: Sequence[TrainingSample], metrics: Mapping[str, float], clock: StepTimings
     ) -> None:
         """Write rollouts, metrics and timings of a round."""
-        if self.session.config.run.save_rollouts:
-            write_rollouts(rollouts_path(self.folder.path, number), [sample.record for sample in samples])
-        for tracker in self.trackers:
-            tracker.log(number, metrics)
         trajectories = [sample.episode.trajectory for sample in samples]
         timings = clock.metrics(trajectories, scoring_concurrency(self.session.config))
-        write_timings(self.folder.timings, number, timings)
+        self.write(number, samples, metrics, timings)
         if not metrics["rft/kept"]:
             text = f"Round {number} has no successful attempts to train on: the weights are unchanged."
             log.warning(text)
@@ -241,11 +210,6 @@ def _order(num: int, seed: int, number: int, epoch: int) -> list[int]:
     return order
 
 
-async def _run(loop: RftTrainer, done: int) -> list[Comparison]:
-    async with closing(loop.session.world):
-        return await loop.run(done)
-
-
 def run_rft(session: TrainingSession, folder: RunFolder, reporter: Reporter) -> list[Comparison]:
     """Run or resume the rounds in `folder`; return the evaluations before and after."""
     config = session.config
@@ -262,10 +226,6 @@ def run_rft(session: TrainingSession, folder: RunFolder, reporter: Reporter) -> 
     sync = WeightSync.of(config, session.model, engine, probe_tokens(session))
     save_config(folder, config)
     remove_after(folder, done)
-    trackers = make_trackers(config, folder, done)
-    try:
-        return asyncio.run(_run(RftTrainer(session, folder, engine, sync, trackers, reporter, ledger), done))
-    finally:
-        asyncio.run(engine.close())
-        for tracker in trackers:
-            tracker.close()
+    trainer = RftTrainer(session, folder, sync, make_trackers(config, folder, done), reporter, ledger)
+    with closing_parts(trainer):
+        return asyncio.run(trainer.run(done, trainer.train))

@@ -154,10 +154,7 @@ def batches(session: TrainingSession, settings: SftConfig) -> Iterator[SftBatch]
 
 
 def dialogue_row(renderer: Renderer, dialogue: Demonstration) -> Row:
-    """Return a dialogue as a row; the tokens of trained messages are trained.
-
-    Raises UserError if there are none.
-    """
+    """Return a dialogue as a row; the tokens of trained messages are trained. Raises UserError if there are none."""
     segments = dialogue_segments(renderer, dialogue)
     marked = zip(dialogue.messages, dialogue.trains, strict=True)
     trains = [trained for message, trained in marked if message["role"] == "assistant"]

@@ -20,7 +20,7 @@ from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError, StorageError, UserError
 from ludus.training.batches.rows import balance_rows, row_of_segments
 from ludus.training.distributed.collectives import decoder_layers, is_sharded
-from ludus.training.distributed.launcher import LeaderRank, RankGroup, StopRanks
+from ludus.training.distributed.launcher import LeaderRank, RankGroup
 from ludus.training.distributed.rendezvous import Rendezvous, destroy_group
 from ludus.types import Segment
 from rank_processes import in_processes
@@ -228,7 +228,7 @@ def test_what_an_ended_process_said_is_raised_in_the_leader(group_of_one):
     with pytest.raises(LearnerError, match=r"rank 1 .* the disk is full"):
         others.gather(Rendezvous.create(2, 60.0))  # nobody waits to meet it
     leader = LeaderRank(group_of_one, others, None)
-    with pytest.raises(LearnerError, match=r"rank 1 .* the disk is full"), leader.together(StopRanks()):
+    with pytest.raises(LearnerError, match=r"rank 1 .* the disk is full"), leader.together("stop"):
         raise RuntimeError("Connection closed by peer")
     others.close()
 

@@ -29,7 +29,7 @@ from ludus.training.rl.train_step import filter_and_estimate
 from ludus.training.rl.validate import check_critic
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from ludus.training.run.session import open_session
-from ludus.training.value_models.base import StateSettings, batches
+from ludus.training.value_models.base import batches
 from ludus.training.value_models.critic import Critic, CriticSettings
 from ludus.training.value_models.factory import make_value_model, planned_warmup, train_value_model, warmup_steps
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
@@ -41,11 +41,9 @@ from tiny_run import cold_start, ludus, make_recipe
 PPO = SMALLEST | {"algorithm__preset": "ppo"}
 
 
-def critic(model=None, rate=6e-3, states=None, **settings):
+def critic(model=None, rate=6e-3, **settings):
     return Critic(
-        model or tiny_model(),
-        OptimizerSettings(learning_rate=rate, total_steps=100),
-        CriticSettings(states=states or StateSettings(), **settings),
+        model or tiny_model(), OptimizerSettings(learning_rate=rate, total_steps=100), CriticSettings(**settings)
     )
 
 
@@ -57,9 +55,9 @@ def targets_of(rows):
 def test_first_values_are_zero_and_stand_on_training_tokens_alone():
     rows = random_rows()
     one = critic()
-    assert all(not values.any() for values in one.values(rows))
-    one.train(rows, targets_of(rows), one.values(rows))
-    for values, row in zip(one.values(rows), rows, strict=True):
+    assert all(not values.any() for values in one.score(rows))
+    one.train(rows, (targets_of(rows), one.score(rows)))
+    for values, row in zip(one.score(rows), rows, strict=True):
         trains = torch.tensor(row.trains)
         assert values[trains].all()
         assert not values[~trains].any()
@@ -68,20 +66,20 @@ def test_first_values_are_zero_and_stand_on_training_tokens_alone():
 def test_a_value_does_not_see_its_own_token():
     rows = random_rows()
     one = critic()
-    one.train(rows, targets_of(rows), one.values(rows))
+    one.train(rows, (targets_of(rows), one.score(rows)))
     first = rows[0]
     last = max(i for i, trains in enumerate(first.trains) if trains)
     other = replace(first, tokens=(*first.tokens[:last], (first.tokens[last] + 1) % 50, *first.tokens[last + 1 :]))
-    assert one.values([first])[0][last] == one.values([other])[0][last]
+    assert one.score([first])[0][last] == one.score([other])[0][last]
     changed = replace(first, tokens=((first.tokens[0] + 1) % 50, *first.tokens[1:]))
-    assert one.values([first])[0][last] != one.values([changed])[0][last]
+    assert one.score([first])[0][last] != one.score([changed])[0][last]
 
 
 def test_it_learns_and_leaves_the_policy_alone():
     model, rows = tiny_model(), random_rows(16)
     before = copy.deepcopy(model.state_dict())
     one = critic(model, clip=None)
-    reports = [one.train(rows, targets_of(rows), one.values(rows)) for _ in range(30)]
+    reports = [one.train(rows, (targets_of(rows), one.score(rows))) for _ in range(30)]
     assert reports[-1]["critic/loss"] < 0.3 * reports[0]["critic/loss"]
     assert reports[-1]["critic/explained_variance"] > 0.5 > reports[0]["critic/explained_variance"]
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
@@ -89,9 +87,9 @@ def test_it_learns_and_leaves_the_policy_alone():
 
 def test_microbatches_do_not_change_what_it_learns():
     rows = random_rows(12)
-    whole, parts = critic(), critic(states=StateSettings(20))
+    whole, parts = critic(), critic(microbatch_tokens=20)
     for one in (whole, parts):
-        one.train(rows, targets_of(rows), one.values(rows))
+        one.train(rows, (targets_of(rows), one.score(rows)))
     for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
 
@@ -100,7 +98,7 @@ def test_a_value_moves_no_further_than_the_clip_in_one_step():
     rows = random_rows(12)
     one = critic(rate=1.0, clip=0.1, epochs=3)
     far = [100 * values for values in targets_of(rows)]
-    loss = one.train(rows, far, one.values(rows))["critic/loss"]
+    loss = one.train(rows, (far, one.score(rows)))["critic/loss"]
     assert loss > 100
 
 
@@ -108,13 +106,13 @@ def test_the_first_batch_sets_the_scale_of_the_values():
     """Values of 0 under returns of 7 would be learned over many steps, and the clip of 0.2 slows that."""
     rows = random_rows(16)
     one = critic(rate=1e-4)
-    one.train(rows, [7 + values for values in targets_of(rows)], one.values(rows))
-    found = torch.cat([v[torch.tensor(r.trains)] for v, r in zip(one.values(rows), rows, strict=True)])
+    one.train(rows, ([7 + values for values in targets_of(rows)], one.score(rows)))
+    found = torch.cat([v[torch.tensor(r.trains)] for v, r in zip(one.score(rows), rows, strict=True)])
     assert 7 < float(found.mean()) < 8
     before = found.mean()
     for _ in range(2):
-        one.train(rows, [values - 50 for values in targets_of(rows)], one.values(rows))
-    after = torch.cat([v[torch.tensor(r.trains)] for v, r in zip(one.values(rows), rows, strict=True)])
+        one.train(rows, ([values - 50 for values in targets_of(rows)], one.score(rows)))
+    after = torch.cat([v[torch.tensor(r.trains)] for v, r in zip(one.score(rows), rows, strict=True)])
     assert abs(float(after.mean() - before)) < 0.1  # it is set once
 
 
@@ -124,12 +122,12 @@ def test_each_pass_takes_a_gradient_step_per_minibatch(make):
     one = make(epochs=2, minibatches=4)
     for taken in (8, 16):
         if make is critic:
-            one.train(rows, targets_of(rows), one.values(rows))
+            one.train(rows, (targets_of(rows), one.score(rows)))
         else:
-            one.train(rows, solved)
+            one.train(rows, (), solved)
         assert one.optimizer.num_steps == taken
     few = make(minibatches=8)
-    few.train(rows[:3], *((solved[:3],) if make is outcome_critic else (targets_of(rows[:3]),) * 2))
+    few.train(rows[:3], (targets_of(rows[:3]),) * 2, solved[:3])
     assert few.optimizer.num_steps == 3
 
 
@@ -149,7 +147,7 @@ def test_more_gradient_steps_per_batch_explain_more_after_as_many_batches():
     found = []
     for minibatches in (1, 8):
         one = critic(rate=1e-3, minibatches=minibatches)
-        reports = [one.train(rows, targets_of(rows), one.values(rows)) for rows in stream]
+        reports = [one.train(rows, (targets_of(rows), one.score(rows))) for rows in stream]
         found.append(reports[-1]["critic/explained_variance"])
     assert found[1] > found[0] + 0.2
 
@@ -157,7 +155,7 @@ def test_more_gradient_steps_per_batch_explain_more_after_as_many_batches():
 def test_its_loss_is_that_of_the_values_before_whatever_the_minibatches():
     rows = random_rows(12)
     targets = targets_of(rows)
-    losses = [critic(minibatches=n).train(rows, targets, [0.0 * v for v in targets])["critic/loss"] for n in (1, 5)]
+    losses = [critic(minibatches=n).train(rows, (targets, [0.0 * v for v in targets]))["critic/loss"] for n in (1, 5)]
     wanted = torch.cat([t[torch.tensor(r.trains)] for t, r in zip(targets, rows, strict=True)])
     assert losses == pytest.approx([0.5 * float(wanted.square().mean())] * 2)
 
@@ -166,11 +164,11 @@ def test_its_state_comes_back_bit_for_bit():
     rows = random_rows()
     one, other = critic(), critic(tiny_model(seed=1))
     for _ in range(3):
-        one.train(rows, targets_of(rows), one.values(rows))
+        one.train(rows, (targets_of(rows), one.score(rows)))
     other.load_state(one.state(), one.optimizer.num_steps)
     for each in (one, other):
-        each.train(rows, targets_of(rows), each.values(rows))
-    for a, b in zip(one.values(rows), other.values(rows), strict=True):
+        each.train(rows, (targets_of(rows), each.score(rows)))
+    for a, b in zip(one.score(rows), other.score(rows), strict=True):
         assert torch.equal(a, b)
     with pytest.raises(LearnerError, match="does not match"):
         other.load_state({}, 1)
@@ -179,16 +177,16 @@ def test_its_state_comes_back_bit_for_bit():
 def test_a_head_alone_learns_on_the_policys_states_and_leaves_it_alone():
     model, rows = tiny_model(), random_rows(16)
     before = copy.deepcopy(model.state_dict())
-    one = critic(model, rate=0.05, clip=None, states=StateSettings(on_policy=True))
+    one = critic(model, rate=0.05, clip=None, on_policy=True)
     assert {name for name, _ in one.model.named_parameters()} == {"head.weight", "head.bias"}
-    reports = [one.train(rows, targets_of(rows), one.values(rows)) for _ in range(30)]
+    reports = [one.train(rows, (targets_of(rows), one.score(rows))) for _ in range(30)]
     assert reports[-1]["critic/loss"] < 0.7 * reports[0]["critic/loss"]
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert all(p.grad is None and p.requires_grad for p in model.parameters())
-    values = one.values(rows)[0]
+    values = one.score(rows)[0]
     with torch.no_grad():
         next(model.parameters()).mul_(1.5)
-    assert not torch.equal(values, one.values(rows)[0])
+    assert not torch.equal(values, one.score(rows)[0])
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,6 @@ class LmHead:
         return self._apply(_ChunkedTable, hidden, targets, how)
 
     def _score_unchunked(self, hidden: Tensor, targets: Tensor, entropy: Entropy) -> TokenScores:
-        """Score without chunks; the probabilities are kept for the backward pass."""
         if entropy == "gradient":
             return logits_to_scores(self.logits(hidden), targets, entropy)
         how = _HeadArgs(self.temperature, len(hidden), entropy)
@@ -91,8 +90,7 @@ def logits_to_scores(logits: Tensor, targets: Tensor, entropy: Entropy = "none")
 
 
 def _entropy(table: Tensor) -> Tensor:
-    """Return the entropy `[A]` of log-probabilities `[A, V]`; a masked token (-inf) contributes 0."""
-    return -(table.exp() * table.masked_fill(table == -torch.inf, 0.0)).sum(-1)
+    return -(table.exp() * table.masked_fill(table == -torch.inf, 0.0)).sum(-1)  # a masked token contributes 0
 
 
 def _entropy_of(probabilities: Tensor, table: Tensor) -> Tensor:
@@ -225,7 +223,6 @@ def _chunked_gradients(
 
 
 def _logits_slope(logits: Tensor, targets: Tensor, of_logprob: Tensor, of_entropy: Tensor | None) -> Tensor:
-    """Return the gradient of tempered logits."""
     table = torch.log_softmax(logits, -1)
     slope = table.exp()
     if of_entropy is None:

@@ -76,10 +76,7 @@ def where_any(own: Sequence[Path], marked: Sequence[bool]) -> tuple[bool, ...]:
 
 
 def turn_nodes(split: Sequence[Sequence[Path]]) -> Tensor:
-    """Return action ids of each path of each trajectory, `[P, K]`; shared actions have equal ids.
-
-    Padded with -1.
-    """
+    """Return action ids of each path of each trajectory, `[P, K]`; shared actions have equal ids. Padded with -1."""
     rows: list[list[int]] = []
     first = 0
     for own in split:
@@ -110,7 +107,6 @@ def num_unique_tokens(tokens: tuple[int, ...]) -> int:
 
 
 def _spans(tokens: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Return the start and end of each path in a row."""
     gaps = [i for i, token in enumerate(tokens) if token == BREAK]
     return list(zip([0, *(i + 1 for i in gaps)], [*gaps, len(tokens)], strict=True))
 
@@ -313,7 +309,6 @@ def blank_microbatch(device: torch.device, dtype: torch.dtype) -> Microbatch:
 
 
 def _by_length(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
-    """Group rows by length, longest first."""
     parts: list[list[int]] = []
     for i in sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens)):
         if parts and len(rows[parts[-1][0]].tokens) * (len(parts[-1]) + 1) <= max_tokens:
@@ -324,7 +319,6 @@ def _by_length(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
 
 
 def _by_prefix(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
-    """Group rows in token order."""
     order, new = _in_order(rows)
     num_parts = max(1, -(-sum(new) // max_tokens))
     fair = sum(new) / num_parts

@@ -84,7 +84,6 @@ class DemonstrationSession:
         """Do nothing."""
 
     def _append(self, segment: Segment) -> bool:
-        """Append the segment if it fits into the token budget."""
         fits = sum(len(one.tokens) for one in (*self._segments, segment)) <= self.max_tokens
         if fits:
             self._segments.append(segment)
@@ -178,7 +177,6 @@ class Demonstrations:
         return [part for part in self.session.world.rewards if part.outcome and part.weight > 0]
 
     def _task_dialogues(self, task: Task) -> Sequence[Sequence[Message]]:
-        """Return the assistant messages of each dialogue."""
         if self.given is not None:
             return self.given.get(task.id, ())
         world = self.session.world

@@ -208,13 +208,11 @@ class ReplayBuffer:
         return whole and (bool(stored.source) or step - 1 - stored.version <= self.config.max_age)
 
     def _chosen(self, step: int, algorithm: Algorithm) -> list[_StoredGroup]:
-        """Return the groups that a step would replay."""
         fit = [stored for stored in self._stored if self._fits(stored, step, algorithm)]
         by_spread = sorted(fit, key=lambda stored: -stored.spread)  # stable sort: first in, first out among equals
         return (by_spread if self.config.order == "priority" else fit)[: self.num_at(step)]
 
     def _store(self, groups: Sequence[_StoredGroup]) -> None:
-        """Append groups and evict the oldest ones beyond the size."""
         self._stored = [*self._stored, *groups]
         self._evict("expired", self._stored[max(0, len(self._stored) - self.config.size) :])
 
@@ -228,7 +226,6 @@ class ReplayBuffer:
 
 
 def _relabel_versions(episode: Episode, version: int) -> Episode:
-    """Return the episode with all tokens labelled with one version."""
     trajectory = episode.trajectory
     segments = tuple(replace(s, versions=(version,) * len(s.versions)) for s in trajectory.segments)
     return replace(episode, trajectory=replace(trajectory, segments=segments))

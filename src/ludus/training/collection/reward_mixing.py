@@ -281,7 +281,6 @@ class RewardMixer:
         return found
 
     def _combine(self, step: int, groups: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
-        """Combine episodes without trees."""
         places = [
             (g, i)
             for g, group in enumerate(groups)
@@ -312,8 +311,7 @@ class RewardMixer:
         return found
 
     def over_batch(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """Normalize combined rewards over the batch if `normalise_over` is "batch"; failed ones are
-        unchanged."""
+        """Normalize combined rewards over the batch if `normalise_over` is "batch"; failed ones are unchanged."""
         tag = self.settings.normalise_by
         if tag is None or self.settings.normalise_over != "batch":
             return list(episodes)
@@ -413,7 +411,6 @@ class RewardMixer:
         return bool(self._gate_values([trajectory])[0] > FULL)
 
     def _gate_values(self, trajectories: Sequence[Trajectory]) -> Tensor:
-        """Return the gate values, `[N]`."""
         gate = self.settings.gate
         opens = [part for part in self.parts if part.name == gate or (part.outcome and gate == "outcome")]
         names = [part.name for part in opens]
@@ -442,7 +439,6 @@ class RewardMixer:
         return (self._part_values(trajectories) * weights.sign())[:, weights != 0]
 
     def _combine_parts(self, trajectories: Sequence[Trajectory], group: Tensor, step: int) -> Tensor:
-        """Return the combined rewards, `[N]` float64."""
         if self.settings.aggregation == "pareto":
             return pareto(parts=self._signed_parts(trajectories, step), group=group)
         values, weights = self._part_values(trajectories), self._weights(step)
@@ -455,7 +451,6 @@ class RewardMixer:
 
 
 def _merge_paths(episode: Episode, paths: Sequence[Episode]) -> Episode:
-    """Merge the combined paths back into the episode."""
     whole = episode.trajectory
     if whole.failure is not None:
         return episode
@@ -465,7 +460,6 @@ def _merge_paths(episode: Episode, paths: Sequence[Episode]) -> Episode:
 
 
 def _check_leaves(episodes: Sequence[Episode]) -> None:
-    """Raise LearnerError if leaf rewards have no parts and would bypass the combination."""
     for one in (episode.trajectory for episode in episodes):
         if one.leaf_rewards:
             raise LearnerError(
@@ -483,7 +477,6 @@ def _check_caps(settings: RewardsConfig) -> None:
 
 
 def _check_terms(settings: RewardsConfig, names: Sequence[str]) -> None:
-    """Raise ConfigError if length or turn rewards cannot be added."""
     shapes_length = settings.length.kind != "none"
     if shapes_length and LENGTH_PART in names:
         raise ConfigError(f"The world already has a reward called {LENGTH_PART}.", "Give it another name.")

@@ -219,7 +219,6 @@ def compared_again(samples: Sequence[TrainingSample], algorithm: Algorithm, max_
 
 
 def _members(group: Sequence[Episode], algorithm: Algorithm, max_length: int, place: int) -> list[TrainingSample]:
-    """Return the samples of a group's members, before comparison."""
     greedy = next((episode.trajectory for episode in group if episode.greedy), None)
     baseline = None if greedy is None else greedy.reward + _punishment(greedy, algorithm, max_length)
     if algorithm.advantage_spec.has(Need.ROLE_BASELINES):
@@ -238,7 +237,6 @@ def varies(group: Sequence[Episode], algorithm: Algorithm) -> bool:
 
 
 def _check_binary(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> None:
-    """Raise LearnerError for a reward that is neither 0 nor 1."""
     for one in trajectories:
         if odd := [reward for reward in one.row_rewards if reward not in (0.0, 1.0)]:
             raise LearnerError(
@@ -384,7 +382,6 @@ def _path_sample(sample: TrainingSample, path: Path) -> TrainingSample:
 
 
 def _mean_of_paths(own: Sequence[Path], values: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Return the mean over the paths through each action token."""
     through: dict[int, list[float]] = {}
     for path, row in zip(own, values, strict=True):
         for place, value in zip(path.places, row, strict=True):
@@ -507,13 +504,11 @@ def _anchors(trajectories: Sequence[Trajectory], width: int) -> Tensor:
 
 
 def _baselines(samples: Sequence[TrainingSample]) -> Tensor | None:
-    """Return the baselines `[N]`, or None unless all samples have one."""
     found = [sample.baseline for sample in samples if sample.baseline is not None]
     return torch.tensor(found, dtype=torch.float64) if len(found) == len(samples) else None
 
 
 def _table(values: Sequence[Tensor] | None, width: int) -> Tensor | None:
-    """Pad to `[N, width]` float64 on the CPU."""
     return None if values is None else pad_table(values, torch.float64, width)
 
 
@@ -527,7 +522,6 @@ def turns_of_actions(trajectory: Trajectory) -> list[int]:
 def _conflict_token_weights(
     samples: Sequence[TrainingSample], outcomes: Outcomes, advantages: Tensor, algorithm: Algorithm
 ) -> Tensor:
-    """Return GTPO's weights of conflict tokens."""
     trajectories = [sample.episode.trajectory for sample in samples]
     ids = [list(compress(trajectory.token_ids, trajectory.action_mask)) for trajectory in trajectories]
     return conflict_weights(

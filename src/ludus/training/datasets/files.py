@@ -203,7 +203,6 @@ def read_records(path: Path) -> list[Record]:
 
 
 def _first_kind(path: Path) -> DataKind:
-    """Return the kind of the first valid record."""
     return next((_kind(found) for _, found in _records(path) if not isinstance(found, FileProblem)), "dialogue")
 
 

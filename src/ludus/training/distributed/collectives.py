@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -28,67 +28,47 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Collectives(Protocol):
-    """The ranks of a run. Every rank calls every method in the same order."""
+RankMethod = Literal[
+    "start", "score", "train", "score_values", "train_values", "gather_weights", "probe", "save", "dry_run", "stop"
+]
+"""Method that rank 0 calls on the other ranks (`rl.rank_worker`)."""
+
+
+class Collectives:
+    """The ranks of a run, here a single process. Every rank calls every method in the same order."""
+
+    whole = True
+    """Whether each rank receives all rows and selects its part; otherwise it receives its part."""
 
     @property
     def count(self) -> int:
         """The world size."""
-        ...
+        return 1
 
     @property
     def rank(self) -> int:
         """The rank of this process."""
-        ...
-
-    @property
-    def whole(self) -> bool:
-        """Whether each rank receives all rows and selects its part; otherwise it receives its part."""
-        ...
+        return 0
 
     def sum(self, tensor: Tensor) -> None:
         """All-reduce `tensor` in place (sum)."""
-        ...
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in order."""
-        ...
-
-    def split(self, model: torch.nn.Module) -> None:
-        """Shard a model's weights in place, if the ranks use sharding."""
-        ...
-
-    def together(self, command: object) -> AbstractContextManager[None]:
-        """Run `command` on the other ranks during the block, if this is rank 0 (`distributed.launcher`)."""
-        ...
-
-
-class SingleProcess:
-    """Collectives of a single process."""
-
-    count = 1
-    rank = 0
-    whole = True
-
-    def sum(self, tensor: Tensor) -> None:
-        """Do nothing."""
-
-    def gather(self, value: T) -> list[T]:
-        """Return the value in a list."""
         return [value]
 
     def split(self, model: torch.nn.Module) -> None:
-        """Do nothing."""
+        """Shard a model's weights in place, if the ranks use sharding."""
 
-    def together(self, command: object) -> AbstractContextManager[None]:
-        """Return a null context."""
+    def together(self, method: RankMethod, *arguments: object) -> AbstractContextManager[None]:
+        """Call `method` on the other ranks during the block, if this is rank 0 (`distributed.launcher`)."""
         return nullcontext()
 
 
-ONE_PROCESS = SingleProcess()
+ONE_PROCESS = Collectives()
 
 
-class ProcessGroup:
+class ProcessGroup(Collectives):
     """Ranks of torch's default group. Each receives its own part of the rows."""
 
     whole = False
@@ -113,13 +93,6 @@ class ProcessGroup:
         distributed.all_gather_object(found, value)
         return found
 
-    def split(self, model: torch.nn.Module) -> None:
-        """Do nothing: weights are replicated."""
-
-    def together(self, command: object) -> AbstractContextManager[None]:
-        """Return a null context: every rank runs the same program."""
-        return nullcontext()
-
 
 class SharedBatch(ProcessGroup):
     """Process group in which every rank receives all rows and selects its part.
@@ -142,7 +115,7 @@ class SharedBatch(ProcessGroup):
 
 def current_ranks() -> Collectives:
     """Return the process group if `torch.distributed` is initialized, otherwise a single process."""
-    return ProcessGroup() if distributed.is_available() and distributed.is_initialized() else SingleProcess()
+    return ProcessGroup() if distributed.is_available() and distributed.is_initialized() else ONE_PROCESS
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Collectives) -> None:

@@ -11,25 +11,21 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 
-from ludus.algorithms.algorithm import Algorithm
 from ludus.config.environment import extended, launched_rank
 from ludus.config.schema import Config
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError, UserError
 from ludus.ipc import python_command
-from ludus.training.batches.chunked_lm_head import Entropy
-from ludus.training.batches.rows import Row
-from ludus.training.distributed.collectives import Collectives, SharedBatch, SingleProcess
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, RankMethod, SharedBatch
 from ludus.training.distributed.rendezvous import HEARTBEAT_TIMEOUT_S, Rendezvous, destroy_group, rendezvous_error
 
 if TYPE_CHECKING:
@@ -42,95 +38,8 @@ _END_S = 20.0
 _GLANCE_S = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class StartRanks:
-    """Build the learner of the run in `folder`; `resumed` is its newest checkpoint."""
-
-    config: Config
-    folder: Path
-    resumed: Path | None
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreRows:
-    """Run `Learner.score` or a variant; `name` is another scorer, empty for the policy."""
-
-    name: str
-    rows: Sequence[Row]
-    entropy: Entropy
-    keep: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TrainRows:
-    """Run `Learner.train`."""
-
-    rows: Sequence[Row]
-    seed: int
-    algorithm: Algorithm
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluateValues:
-    """Query the value model; `solved` are outcomes, if used; `after` selects the states after tokens."""
-
-    rows: Sequence[Row]
-    solved: Sequence[bool]
-    after: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TrainValues:
-    """Train the value model; `tables` are numbers `[T]` a row, as taken by its `train`."""
-
-    rows: Sequence[Row]
-    tables: tuple[Sequence[Tensor], ...]
-    solved: Sequence[bool]
-
-
-@dataclass(frozen=True, slots=True)
-class GatherWeights:
-    """Gather the policy's weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeTokens:
-    """Score tokens at temperature 1."""
-
-    tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SaveShards:
-    """Write this rank's part of a checkpoint to `folder`."""
-
-    folder: Path
-
-
-@dataclass(frozen=True, slots=True)
-class DryRun:
-    """Run the memory check with rows of this many tokens."""
-
-    longest: int
-
-
-@dataclass(frozen=True, slots=True)
-class StopRanks:
-    """End the run."""
-
-
-Command = (
-    StartRanks
-    | ScoreRows
-    | TrainRows
-    | EvaluateValues
-    | TrainValues
-    | GatherWeights
-    | ProbeTokens
-    | SaveShards
-    | DryRun
-    | StopRanks
-)
+Command = tuple[RankMethod, tuple[Any, ...]]
+"""Method with its arguments."""
 
 
 class WorkerRank(SharedBatch):
@@ -159,18 +68,15 @@ class LeaderRank(SharedBatch):
         self._others = others
         self._lock = threading.RLock()
 
-    def together(self, command: object) -> AbstractContextManager[None]:
-        """Run a command on the other ranks during the block.
+    @contextmanager
+    def together(self, method: RankMethod, *arguments: object) -> Iterator[None]:
+        """Call a method on the other ranks during the block.
 
         Raises LearnerError if a rank has exited, or the timeout expires.
         """
-        return self._lead(command)
-
-    @contextmanager
-    def _lead(self, command: object) -> Iterator[None]:
         try:
             with self._lock:
-                _broadcast(command, self._control)
+                _broadcast((method, arguments), self._control)
                 yield
         except RuntimeError as error:
             ended = self._others.exit_message()
@@ -278,7 +184,7 @@ def leading(config: Config, device: torch.device) -> Iterator[Collectives]:
     """
     learner, launched = config.training.learner, launched_rank() is not None
     if learner.ranks == 1 and not launched:
-        yield SingleProcess()
+        yield ONE_PROCESS
         return
     if learner.replay_routing:
         raise UserError("Routing replay needs a single process.", "Unset training.learner.replay_routing.")
@@ -295,7 +201,7 @@ def leading(config: Config, device: torch.device) -> Iterator[Collectives]:
         try:
             yield leader
         finally:
-            with suppress(LearnerError), leader.together(StopRanks()):
+            with suppress(LearnerError), leader.together("stop"):
                 pass
     finally:
         destroy_group()
@@ -325,17 +231,15 @@ def check_devices(device: torch.device, count: int) -> None:
 
 
 def _control_group(patience: timedelta) -> ProcessGroup:
-    """Return a gloo group for commands with this timeout."""
     return cast("ProcessGroup", distributed.new_group(backend="gloo", timeout=patience))
 
 
-def _broadcast(command: object, group: ProcessGroup) -> Command:
+def _broadcast(command: Command | None, group: ProcessGroup) -> Command:
     holder = [command]
     distributed.broadcast_object_list(holder, src=0, group=group, device=torch.device("cpu"))
     return cast(Command, holder[0])
 
 
 def _broken(error: RuntimeError) -> bool:
-    """Return whether an error means a lost connection or a timeout."""
     text = str(error)
     return any(word in text for word in ("gloo", "NCCL", "Connection", "ncclRemoteError", "timeout"))

@@ -32,10 +32,7 @@ HEARTBEAT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Rank `rank` of `count` at the common store.
-
-    Waits time out after `limit_s`.
-    """
+    """Rank `rank` of `count` at the common store. Waits time out after `limit_s`."""
 
     store: Store
     rank: int

@@ -48,7 +48,6 @@ from ludus.training.distributed.collectives import (
     raise_together,
     sum_gradients,
 )
-from ludus.training.distributed.launcher import ScoreRows, TrainRows
 from ludus.training.learner.logprobs import (
     AuxLogprobs,
     AuxScorers,
@@ -250,10 +249,10 @@ class Learner:
         return [scores.logprobs if scores.entropy is None else scores.entropy for scores in found]
 
     def score_with(
-        self, name: str, rows: Sequence[Row], entropy: Entropy = "none", *, keep: bool = False
+        self, name: str, rows: Sequence[Row], entropy: Entropy = "none", keep: bool = False
     ) -> list[ScoredTokens]:
         """Return the scores `[T]` of each row by the policy ("") or another scorer; `keep` as in `score`."""
-        with self.ranks.together(ScoreRows(name, rows, entropy, keep)):
+        with self.ranks.together("score", name, rows, entropy, keep):
             found = self._score_all(rows, self._score_function(name), entropy)[0]
             if keep:
                 self._cache.add(name, rows, [scores.logprobs for scores in found])
@@ -295,7 +294,7 @@ class Learner:
         those of the last good step. With several ranks `rows` are all rows or this rank's part (possibly
         empty), see `Collectives.whole`; metrics are global.
         """
-        with self.ranks.together(TrainRows(rows, seed, self.algorithm)):
+        with self.ranks.together("train", rows, seed, self.algorithm):
             try:
                 return self._train(rows, seed)
             finally:
@@ -404,7 +403,6 @@ class Learner:
         return functools.reduce(operator.add, everything), normaliser.tokens
 
     def _mine(self, rows: Sequence[Row]) -> Sequence[int]:
-        """Return the indices of this rank's rows."""
         if not self.ranks.whole or self.ranks.count == 1:
             return range(len(rows))
         return balance_rows(rows, self.ranks.count, shared=self.scorer.shares_prefixes)[self.ranks.rank]

@@ -236,7 +236,6 @@ class LogprobScorer:
         return LmHead(self._head.weight, self._head.bias, self.temperature)
 
     def _check_routing(self, tokens: Tensor) -> None:
-        """Raise LearnerError for branching trajectories if experts are replayed."""
         if self.routing is not None and bool((tokens == BREAK).any()):
             raise LearnerError(
                 "Routing replay does not support branching trajectories.",
@@ -294,7 +293,6 @@ class LogprobScorer:
         return torch.cat(forest.places)[offsets[rows] + columns], forest
 
     def _hidden(self, forest: prefix_packing.PrefixForest) -> Tensor:
-        """Return the hidden states `[T, H]`."""
         assert self._body is not None
         if self.routing is not None:
             self.routing.place(forest.places, forest.num_tokens)

@@ -14,8 +14,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from ludus.config.sections.section import OptimizerSection
 from ludus.errors import LearnerError
 from ludus.training.distributed.collectives import (
+    ONE_PROCESS,
     Collectives,
-    SingleProcess,
     local,
     put,
     raise_together,
@@ -75,7 +75,7 @@ class Optimizer:
         ranks: Collectives | None = None,
     ) -> None:
         self.settings = settings
-        self.ranks: Collectives = SingleProcess() if ranks is None else ranks
+        self.ranks: Collectives = ONE_PROCESS if ranks is None else ranks
         self.num_steps = 0
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._masters = {

@@ -161,7 +161,6 @@ def _steps(records: Sequence[RolloutRecord], max_tokens: int) -> Steps:
 
 
 def _groups(name: str, records: Iterable[RolloutRecord]) -> Iterator[tuple[str, list[RolloutRecord]]]:
-    """Yield the groups of a file with their names."""
     groups: dict[str, list[RolloutRecord]] = {}
     for record in records:
         groups.setdefault(record.group, []).append(record)

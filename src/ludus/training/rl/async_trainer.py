@@ -270,8 +270,7 @@ class AsyncTrainer:
             await self.sending
 
     def _proof_metrics(self, now: tuple[SyncProof, ...]) -> dict[str, float]:
-        """Return the largest probe difference since the last step and the number of engines updated one by
-        one."""
+        """Return the largest probe difference since the last step and the number of engines updated one by one."""
         before, self.proofs[:] = tuple(self.proofs), ()
         found = {} if self.rolling is None else {"sync/engines": float(len(before))}
         if before or now:

@@ -31,7 +31,7 @@ from ludus.training.collection.reward_mixing import make_reward_mixer
 from ludus.training.collection.rollout_collector import RemoteSampler, RolloutCollector
 from ludus.training.datasets.token_limits import rollout_warnings
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, same_weights
-from ludus.training.distributed.launcher import StartRanks, leading
+from ludus.training.distributed.launcher import leading
 from ludus.training.learner.learner import Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens, TokenScorer
 from ludus.training.learner.moe_routing_replay import RoutingReplay
@@ -39,7 +39,7 @@ from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.rl.async_trainer import TOO_LATE, run_async
 from ludus.training.rl.memory_check import check_memory
 from ludus.training.rl.one_step_trainer import run_one_step
-from ludus.training.rl.sync_trainer import Comparison, Reporter, SyncTrainer, task_order
+from ludus.training.rl.sync_trainer import Comparison, EvaluatedTrainer, Reporter, SyncTrainer, task_order
 from ludus.training.rl.train_step import TrainStep
 from ludus.training.rl.validate import config_warnings, inactive_parts, updates_of
 from ludus.training.rl.weight_sync import WeightSync
@@ -56,7 +56,7 @@ from ludus.training.run.checkpoint import (
 )
 from ludus.training.run.run_dir import RunFolder, save_config
 from ludus.training.run.session import TrainingSession, busy_warning, make_engine
-from ludus.training.value_models.factory import ValueModel, make_value_model, part_name, warmup_steps
+from ludus.training.value_models.factory import ValueModel, make_value_model, warmup_steps
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -103,7 +103,7 @@ def train(
         reporter.alarm(text)
     with leading(config, next(session.model.parameters()).device) as ranks:
         trainer, done = build_trainer(session, folder, reporter, ranks, remote)
-        with _closing(trainer):
+        with closing_parts(trainer):
             check_memory(config, trainer.train_step.learner)
             return asyncio.run(trainer.run(done, training_loop(trainer, done)))
 
@@ -174,7 +174,7 @@ def build_trainer(
         engine = remote.engine()
     elif ranks.count > 1:  # before the weights are sharded
         engine = make_engine(session)
-    with ranks.together(StartRanks(config, folder.path, path)):
+    with ranks.together("start", config, folder.path, path):
         parts = make_parts(session, algorithm, ranks, path)
     stored = parts.stored
     if stored is not None:
@@ -246,7 +246,7 @@ def make_parts(
     if resumed is not None:
         stored = load_trainer(resumed, optimizer)
         if value_model is not None:
-            part = load_part(resumed, part_name(value_model), value_model.blank_state())
+            part = load_part(resumed, value_model.part, value_model.blank_state())
             value_model.load_state(part, stored.value_model_steps)
     return LearnerParts(make_learner(session, algorithm, optimizer, scorers), value_model, stored, digests)
 
@@ -307,7 +307,7 @@ def remove_after(folder: RunFolder, done: int) -> None:
 
 
 @contextmanager
-def _closing(trainer: SyncTrainer) -> Iterator[None]:
+def closing_parts(trainer: EvaluatedTrainer) -> Iterator[None]:
     """Close engine and trackers on exit."""
     try:
         yield

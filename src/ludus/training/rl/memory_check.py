@@ -22,7 +22,6 @@ from ludus.engines.models.loading import num_positions
 from ludus.sandbox.guest.procfs import peak_memory
 from ludus.training.batches.rows import Row
 from ludus.training.distributed.collectives import Collectives, local, raise_together
-from ludus.training.distributed.launcher import DryRun
 from ludus.training.learner.learner import REMEDY, CachedLogprobs, Learner
 
 log = logging.getLogger("ludus.learner")
@@ -62,17 +61,14 @@ class MemoryEstimate:
 
 
 def check_memory(config: Config, learner: Learner) -> MemoryEstimate | None:
-    """Run the memory check if configured.
-
-    `auto` runs it on a GPU only: on the CPU it may take as long as a step.
-    """
+    """Run the memory check if configured. `auto` runs it on a GPU only: on the CPU it may take as long as a step."""
     wanted = config.training.learner.dry_run
     device = next(learner.scorer.model.parameters()).device
     if wanted == "never" or (wanted == "auto" and device.type != "cuda"):
         return None
     context = num_positions(learner.scorer.model) or config.rollout.max_seq_len
     longest = min(config.rollout.max_seq_len, context)
-    with learner.ranks.together(DryRun(longest)):
+    with learner.ranks.together("dry_run", longest):
         return dry_run(learner, longest)
 
 
@@ -124,7 +120,6 @@ def _check_fits(estimate: MemoryEstimate, ranks: Collectives, device: torch.devi
 
 
 def _size(tensor: torch.Tensor) -> int:
-    """Return the local bytes of a tensor."""
     return local(tensor).numel() * tensor.element_size()
 
 
@@ -153,7 +148,6 @@ def _in_use(device: torch.device) -> int:
 
 
 def _peak(device: torch.device) -> int:
-    """Return the peak in bytes."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if own := peak_memory("self"):  # getrusage may report the peak of the parent process
@@ -163,7 +157,6 @@ def _peak(device: torch.device) -> int:
 
 
 def _available(device: torch.device) -> int:
-    """Return the total bytes available to this process."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,7 +1,7 @@
 """Learner process of a rank other than 0.
 
-It joins the rendezvous of rank 0, receives the run's configuration, builds the learner and executes broadcast
-commands until `StopRanks`. A rank that rank 0 started (`main`) exits when rank 0 ends, even before the rendezvous.
+It joins the rendezvous of rank 0, receives the run's configuration, builds the learner and runs the methods called by
+rank 0 until `stop`. A rank that rank 0 started (`main`) exits when rank 0 ends, even before the rendezvous.
 """
 
 from __future__ import annotations
@@ -10,28 +10,20 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import cast
 
 import torch
 
+from ludus.algorithms.algorithm import Algorithm
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
 from ludus.engines.models.loading import hide_progress
 from ludus.errors import LearnerError
-from ludus.training.distributed.collectives import gathered
-from ludus.training.distributed.launcher import (
-    DryRun,
-    EvaluateValues,
-    GatherWeights,
-    ProbeTokens,
-    SaveShards,
-    ScoreRows,
-    StartRanks,
-    StopRanks,
-    TrainRows,
-    TrainValues,
-    WorkerRank,
-)
+from ludus.training.batches.rows import Row
+from ludus.training.distributed.collectives import RankMethod, gathered
+from ludus.training.distributed.launcher import WorkerRank
 from ludus.training.distributed.rendezvous import Rendezvous, destroy_group
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.rl.build import LearnerParts, make_parts
@@ -40,7 +32,7 @@ from ludus.training.rl.weight_sync import probe_logprobs
 from ludus.training.run.checkpoint import list_checkpoints, save_shards
 from ludus.training.run.run_dir import RunFolder, log_into
 from ludus.training.run.session import TrainingSession, open_session
-from ludus.training.value_models.factory import part_name, score_values, train_on_tables
+from ludus.training.value_models.factory import checkpoint_parts
 
 _LOOK_S = 1.0
 
@@ -63,46 +55,45 @@ def run_rank(device: torch.device, limit_s: float) -> None:
 
 def _execute_commands(rendezvous: Rendezvous, device: torch.device) -> None:
     follower = WorkerRank()
-    command = follower.receive()
-    if not isinstance(command, StartRanks):
+    method, arguments = follower.receive()
+    if method != "start":
         return
-    if command.folder.is_dir():  # missing on a machine without the shared disk
-        log_into(RunFolder(command.folder), f"rank {rendezvous.rank}")
+    config, folder, resumed = cast("tuple[Config, Path, Path | None]", arguments)
+    if folder.is_dir():  # missing on a machine without the shared disk
+        log_into(RunFolder(folder), f"rank {rendezvous.rank}")
     log.info("ready (process %d)", os.getpid())
-    if command.config.training.learner.shard:
+    if config.training.learner.shard:
         follower.split_on(device)
-    session = open_session(command.config, cold_start(command.config, command.folder))
-    learning = make_parts(session, resolve(command.config.algorithm), follower, command.resumed)
-    while not isinstance(command := follower.receive(), StopRanks):
+    session = open_session(config, cold_start(config, folder))
+    methods = rank_methods(session, make_parts(session, resolve(config.algorithm), follower, resumed))
+    while (command := follower.receive())[0] != "stop":
+        method, arguments = command
         try:
-            execute(command, session, learning)
+            methods[method](*arguments)
         except LearnerError as error:  # rank 0 raises it as well and handles it
             log.warning("%s", error)
             rendezvous.store_error(str(error))
 
 
-def execute(command: object, session: TrainingSession, learning: LearnerParts) -> None:
-    """Execute this rank's part of a command."""
-    learner, judge = learning.learner, learning.value_model
-    match command:
-        case ScoreRows(name, rows, entropy, keep):
-            learner.score_with(name, rows, entropy, keep=keep)
-        case TrainRows(rows, seed, algorithm):
-            learner.algorithm = algorithm
-            learner.train(rows, seed)
-        case EvaluateValues(rows, solved, after) if judge is not None:
-            score_values(judge, rows, solved, after)
-        case TrainValues(rows, tables, solved) if judge is not None:
-            train_on_tables(judge, rows, tables, solved)
-        case ProbeTokens(tokens):
-            probe_logprobs(LogprobScorer(session.model), tokens)
-        case GatherWeights():
-            gathered(session.model)
-        case SaveShards(folder):
-            parts = {} if judge is None else {part_name(judge): judge.state()}
-            save_shards(folder, session.model, learner.optimizer, parts)
-        case DryRun(longest):
-            dry_run(learner, longest)
+def rank_methods(session: TrainingSession, parts: LearnerParts) -> dict[RankMethod, Callable[..., object]]:
+    """Return the methods that rank 0 may call on this rank."""
+    learner, value_model, model = parts.learner, parts.value_model, session.model
+
+    def train(rows: Sequence[Row], seed: int, algorithm: Algorithm) -> None:
+        learner.algorithm = algorithm
+        learner.train(rows, seed)
+
+    methods: dict[RankMethod, Callable[..., object]] = {
+        "score": learner.score_with,
+        "train": train,
+        "gather_weights": lambda: gathered(model),
+        "probe": lambda tokens: probe_logprobs(LogprobScorer(model), tokens),
+        "save": lambda folder: save_shards(folder, model, learner.optimizer, checkpoint_parts(value_model)),
+        "dry_run": lambda longest: dry_run(learner, longest),
+    }
+    if value_model is not None:
+        methods |= {"score_values": value_model.score, "train_values": value_model.train}
+    return methods
 
 
 def cold_start(config: Config, folder: Path) -> Path | None:

@@ -9,6 +9,7 @@ the same seed, also across a kill and resume.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -44,7 +45,7 @@ from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.checkpoint import Extra, TrainerState, prune, save_checkpoint
 from ludus.training.run.run_dir import RunFolder, resume_command
 from ludus.training.run.session import TrainingSession
-from ludus.training.value_models.factory import part_name
+from ludus.training.value_models.factory import checkpoint_parts
 from ludus.types import Group
 
 log = logging.getLogger("ludus.rl")
@@ -80,16 +81,71 @@ class Reporter(EpisodeReporter, Protocol):
 
 
 @dataclass
-class SyncTrainer:
-    """Parts and steps of a run. Steps count from 1; 0 is the model before training."""
+class EvaluatedTrainer(ABC):
+    """Trainer that evaluates before, during and after training. Steps count from 1; 0 is the model before training."""
 
     session: TrainingSession
     folder: RunFolder
-    collector: RolloutCollector
-    train_step: TrainStep
     weight_sync: WeightSync
     trackers: Sequence[Tracker]
     reporter: Reporter
+
+    @property
+    def engine(self) -> Engine:
+        """The sampling engine."""
+        return self.weight_sync.engine
+
+    @property
+    @abstractmethod
+    def num_steps(self) -> int:
+        """The number of the last step."""
+
+    @abstractmethod
+    async def sample_evaluation(self, plan: EvaluationPlan) -> tuple[Evaluation, list[Episode]]:
+        """Evaluate the engine's current weights."""
+
+    async def run(self, done: int, train: Callable[[int], Awaitable[None]]) -> list[Comparison]:
+        """Evaluate, `train` from step `done` to the last, and evaluate again; existing evaluations are reused."""
+        config = self.session.config
+        async with closing(self.session.world):
+            await self.weight_sync.publish(done)
+            for plan in plans(config, 0) if done == 0 else ():
+                await self._evaluate_once(plan)
+            await train(done)
+            after = [await self._evaluate_once(plan) for plan in plans(config, self.num_steps)]
+        before = [stored_evaluation(self.folder, plan) for plan in plans(config, 0)]
+        return [Comparison(b, a) for b, a in zip(before, after, strict=True)]
+
+    async def _evaluate_once(self, plan: EvaluationPlan) -> Evaluation:
+        stored = stored_evaluation(self.folder, plan)
+        if stored is None:
+            return await self.evaluate(plan)
+        log.info("evaluation %s already exists, skipping it", plan.name)
+        return stored
+
+    async def evaluate(self, plan: EvaluationPlan) -> Evaluation:
+        """Evaluate the engine's current weights; store result and rollouts."""
+        result, episodes = await self.sample_evaluation(plan)
+        save_evaluation(self.folder.evaluations, result, episodes, name_in_run(plan, self.session.config))
+        return result
+
+    def write(
+        self, step: int, samples: Sequence[TrainingSample], metrics: Mapping[str, float], timings: Mapping[str, float]
+    ) -> None:
+        """Write rollouts, metrics and timings of a step."""
+        if self.session.config.run.save_rollouts:
+            write_rollouts(rollouts_path(self.folder.path, step), [sample.record for sample in samples])
+        for tracker in self.trackers:
+            tracker.log(step, metrics)
+        write_timings(self.folder.timings, step, timings)
+
+
+@dataclass
+class SyncTrainer(EvaluatedTrainer):
+    """Parts and steps of an RL run."""
+
+    collector: RolloutCollector
+    train_step: TrainStep
     history: list[Mapping[str, float]] = field(default_factory=list)
     """Metrics of the last steps that alarms use; all steps if the run was resumed."""
     reference_digests: Mapping[str, str] = field(default_factory=dict)
@@ -107,24 +163,24 @@ class SyncTrainer:
             guard.recall(self.history)
 
     @property
-    def engine(self) -> Engine:
-        """The sampling engine."""
-        return self.collector.engine
+    def num_steps(self) -> int:
+        """The number of the last step."""
+        return self.session.config.training.steps
+
+    async def sample_evaluation(self, plan: EvaluationPlan) -> tuple[Evaluation, list[Episode]]:
+        """Evaluate the engine's current weights."""
+        return await self.collector.evaluate(plan)
 
     async def run(self, done: int, train: Callable[[int], Awaitable[None]]) -> list[Comparison]:
-        """Evaluate, `train` from step `done` to the last, and evaluate again; existing evaluations are reused."""
-        config = self.session.config
-        async with closing(self.session.world):
-            await self.weight_sync.publish(done)
-            for plan in plans(config, 0) if done == 0 else ():
-                await self._evaluate_once(plan)
+        """Run as `EvaluatedTrainer.run`; unfinished episodes are cancelled after training."""
+
+        async def train_and_close(done: int) -> None:
             try:
                 await train(done)
             finally:
                 await self.collector.close()
-            after = [await self._evaluate_once(plan) for plan in plans(config, config.training.steps)]
-        before = [stored_evaluation(self.folder, plan) for plan in plans(config, 0)]
-        return [Comparison(b, a) for b, a in zip(before, after, strict=True)]
+
+        return await super().run(done, train_and_close)
 
     async def train(self, done: int) -> None:
         """Train from step `done` to the last, sampling and training in turn.
@@ -233,37 +289,12 @@ class SyncTrainer:
         found += [(guard.update(metrics), guard.remedy) for guard in self.guards]
         return next((pair for pair in found if pair[0]), None)
 
-    async def _evaluate_once(self, plan: EvaluationPlan) -> Evaluation:
-        """Return the stored evaluation of a plan, or run it."""
-        stored = stored_evaluation(self.folder, plan)
-        if stored is None:
-            return await self.evaluate(plan)
-        log.info("evaluation %s already exists, skipping it", plan.name)
-        return stored
-
-    async def evaluate(self, plan: EvaluationPlan, name: str | None = None) -> Evaluation:
-        """Evaluate the engine's current weights; store the result as `name` (default: the plan's)."""
-        result, episodes = await self.collector.evaluate(plan)
-        save_evaluation(self.folder.evaluations, result, episodes, name)
-        return result
-
     async def evaluate_during(self, step: int) -> dict[str, float]:
         """Return the evaluation metrics if an evaluation is due at this step."""
         config = self.session.config
         if step % config.evaluation.every:
             return {}
-        plan = plan_during(config, step)
-        return (await self.evaluate(plan, name_in_run(plan, config))).metrics()
-
-    def write(
-        self, step: int, samples: Sequence[TrainingSample], metrics: Mapping[str, float], timings: Mapping[str, float]
-    ) -> None:
-        """Write rollouts, metrics and timings of a step."""
-        if self.session.config.run.save_rollouts:
-            write_rollouts(rollouts_path(self.folder.path, step), [sample.record for sample in samples])
-        for tracker in self.trackers:
-            tracker.log(step, metrics)
-        write_timings(self.folder.timings, step, timings)
+        return (await self.evaluate(plan_during(config, step))).metrics()
 
     def alarm(self, step: int, text: str) -> None:
         """Log and report a warning."""
@@ -292,8 +323,7 @@ class SyncTrainer:
         """Write a checkpoint and remove the oldest ones."""
         session, value_model, optimizer = self.session, self.train_step.value_model, self.train_step.learner.optimizer
         shelf = self.folder.checkpoints
-        parts = {} if value_model is None else {part_name(value_model): value_model.state()}
-        extra = Extra(parts, files)
+        extra = Extra(checkpoint_parts(value_model), files)
         save_checkpoint(shelf, session.model, session.tokenizer, optimizer, state, extra)
         prune(shelf, session.config.training.keep_checkpoints)
         log.info("saved checkpoint of step %d", state.step)

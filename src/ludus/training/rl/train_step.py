@@ -158,7 +158,6 @@ class TrainStep:
         return verdict
 
     def _prepare(self, step: int, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-        """Return the samples after masking and refinement."""
         if self.kl_control.acts:
             self.learner.algorithm = replace(self.learner.algorithm, kl_coef=self.kl_control.coef(step))
         if self.learner.algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
@@ -226,7 +225,6 @@ def check_samples(
 
 
 def _trained_samples(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-    """Return the samples that train, without those of experts."""
     return [sample for sample in samples if sample.outcome is RolloutOutcome.TRAINED and not sample.expert]
 
 
@@ -367,7 +365,6 @@ def _filter_uncertain(
 def _mask_samples(
     samples: list[TrainingSample], judged: list[TrainingSample], keep: Tensor, reason: str
 ) -> list[TrainingSample]:
-    """Mask the `judged` samples that `keep` [N] excludes."""
     kept = dict(zip(map(id, judged), keep.tolist(), strict=True))
     return [
         sample if kept.get(id(sample), True) else replace(sample, outcome=RolloutOutcome.MASKED, reason=reason)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -21,8 +21,7 @@ from ludus.config.schema import Config
 from ludus.engines.base import Engine, RollingUpdate, WeightCheck
 from ludus.engines.models.fingerprint import fingerprint_gathered
 from ludus.errors import EngineError, SyncError
-from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, SingleProcess, gathered, is_sharded
-from ludus.training.distributed.launcher import GatherWeights, ProbeTokens
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, gathered, is_sharded
 from ludus.training.learner.logprobs import LogprobScorer
 
 if TYPE_CHECKING:
@@ -101,7 +100,7 @@ class WeightSync:
     probe: tuple[int, ...]
     tolerance: float = 1e-3
     deadline_s: float = 300.0
-    ranks: Collectives = field(default_factory=SingleProcess)
+    ranks: Collectives = ONE_PROCESS
 
     @classmethod
     def of(
@@ -163,12 +162,10 @@ class WeightSync:
             return await self._read_engine()
 
     async def _read_engine(self) -> tuple[str | None, Sequence[float]]:
-        """Return the engine's digest of its weights and its scores of the probe."""
         return await self.engine.fingerprint(), await self.engine.score(self.probe)
 
     @asynccontextmanager
     async def _within_timeout(self, version: int) -> AsyncIterator[None]:
-        """Raise SyncError if a transfer times out or the engine fails."""
         try:
             async with asyncio.timeout(self.deadline_s):
                 yield
@@ -208,7 +205,7 @@ class WeightSync:
         """Return all weights unsharded. Unsharded weights are not copied."""
         if not is_sharded(self.model):
             return {name: p.detach() for name, p in self.model.named_parameters()}
-        with self.ranks.together(GatherWeights()):
+        with self.ranks.together("gather_weights"):
             return gathered(self.model)
 
     @torch.no_grad()
@@ -216,7 +213,7 @@ class WeightSync:
         """Return the expected check of an engine with these weights."""
         ours = fingerprint_gathered(self.model, weights)
         if is_sharded(self.model):
-            with self.ranks.together(ProbeTokens(self.probe)):
+            with self.ranks.together("probe", self.probe):
                 own = probe_logprobs(LogprobScorer(self.model), self.probe)
         else:
             own = probe_logprobs(self._scorer, self.probe)

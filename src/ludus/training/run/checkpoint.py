@@ -33,7 +33,6 @@ from ludus.engines.models.loading import save_model
 from ludus.errors import StorageError, UserError
 from ludus.rollout.ledger import AccountingError, LedgerState
 from ludus.training.distributed.collectives import gathered, is_sharded
-from ludus.training.distributed.launcher import SaveShards
 from ludus.training.learner.optimizer import Optimizer
 from ludus.untrusted.pickles import load_pickle
 
@@ -261,10 +260,7 @@ def save_checkpoint(
     state: TrainerState,
     extra: Extra = Extra(),
 ) -> Path:
-    """Write a checkpoint.
-
-    Raises StorageError on failure; earlier checkpoints are unchanged.
-    """
+    """Write a checkpoint. Raises StorageError on failure; earlier checkpoints are unchanged."""
     final = checkpoint_path(checkpoints, state.step)
     unfinished = final.with_name(f".{final.name}.tmp")
     try:
@@ -272,7 +268,7 @@ def save_checkpoint(
         (unfinished / "trainer").mkdir(parents=True)
         trainer = unfinished / "trainer"
         if is_sharded(model):
-            with optimizer.ranks.together(SaveShards(trainer / SHARDS)):
+            with optimizer.ranks.together("save", trainer / SHARDS):
                 weights = save_shards(trainer / SHARDS, model, optimizer, extra.parts)
             save_model(model, tokenizer, unfinished, weights)
         else:
@@ -329,10 +325,7 @@ def read_state(folder: Path) -> TrainerState:
 def load_part(
     folder: Path, name: str, like: Mapping[str, torch.Tensor] = MappingProxyType({})
 ) -> dict[str, torch.Tensor]:
-    """Load the tensors of a value model, sharded as `like`.
-
-    Raises UserError if the checkpoint has none.
-    """
+    """Load the tensors of a value model, sharded as `like`. Raises UserError if the checkpoint has none."""
     trainer = folder / "trainer"
     known = (trainer / SHARDS).is_dir() or (trainer / f"{name}.safetensors").is_file()
     found = _read_part(folder, name, like) if known else {}

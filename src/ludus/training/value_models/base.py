@@ -5,10 +5,10 @@ Also defines the checkpoint format of all models that train next to the policy.
 
 from __future__ import annotations
 
-import copy
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from ludus.errors import LearnerError, UserError
 from ludus.training.batches.rows import Microbatch, Row, balance_rows, blank_microbatch, microbatches
-from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, is_sharded, merged, put, within
-from ludus.training.learner.logprobs import LogprobScorer, score_dtype
-from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
+from ludus.training.distributed.collectives import Collectives, is_sharded, merged, put, within
+from ludus.training.learner.logprobs import LogprobScorer, model_precision, score_dtype
+from ludus.training.learner.optimizer import Optimizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -85,27 +85,45 @@ class HeadModel:
                 parameter.copy_(found)
 
 
-@dataclass(frozen=True, slots=True)
-class StateSettings:
-    """Settings of a value model: `microbatch_tokens` per pass; `recompute` is activation checkpointing.
+class TrainedModel(ABC):
+    """Model that trains next to the policy, on all of `ranks`.
 
-    `on_policy`: the states are those of the current policy, and only the head is trained.
+    `name` is used in messages; `part` is its name in a checkpoint.
     """
 
-    microbatch_tokens: int = 4096
-    recompute: bool = False
-    on_policy: bool = False
-
-
-class TrainedModel:
-    """Model that trains next to the policy, on all of `ranks`; `name` is used in messages."""
-
     name: str
+    part: str
     model: nn.Module
     optimizer: Optimizer
     ranks: Collectives
     microbatch_tokens: int
     shares_prefixes: bool = True
+
+    def score(self, rows: Sequence[Row], solved: Sequence[bool] = (), after: bool = False) -> list[Tensor]:
+        """Return the output at each training token, `[T]` a row, 0 elsewhere.
+
+        `solved` are the rows' outcomes. A critic scores the states before the tokens, or `after` them.
+        """
+        with model_precision(self.model):
+            return self._score(rows, solved, after)
+
+    def train(
+        self, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool] = ()
+    ) -> dict[str, float]:
+        """Train on `tables` of numbers, `[T]` a row, and on the outcomes; return metrics.
+
+        Raises LearnerError if the loss is not finite.
+        """
+        with model_precision(self.model):
+            return self._train(rows, tables, solved)
+
+    @abstractmethod
+    def _score(self, rows: Sequence[Row], solved: Sequence[bool], after: bool) -> list[Tensor]: ...
+
+    @abstractmethod
+    def _train(
+        self, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool]
+    ) -> dict[str, float]: ...
 
     def parts(self, rows: Sequence[Row]) -> list[Microbatch]:
         """Return this rank's microbatches; `index` refers to all rows. Every rank calls it with all rows.
@@ -163,52 +181,6 @@ class TrainedModel:
         return {f"model/{name}": t for name, t in weights.items()} | {
             f"optimizer/{name}": t for name, t in moments.items()
         }
-
-
-class StateModel(TrainedModel):
-    """Body, zero-initialized head with `outputs` values, and optimizer.
-
-    The body is a trained copy of the policy's, or the policy's own, left unchanged.
-    """
-
-    name = "critic"
-
-    def __init__(
-        self,
-        policy: PreTrainedModel,
-        outputs: int,
-        optimizer: OptimizerSettings,
-        settings: StateSettings = StateSettings(),
-        ranks: Collectives = ONE_PROCESS,
-    ) -> None:
-        """Raise UserError if the model's hidden states are unavailable."""
-        hint = "Use an algorithm without a critic."
-        body = policy if settings.on_policy else copy.deepcopy(policy)
-        self._states = HeadModel(body.eval(), "critic", hint, outputs, recompute=settings.recompute)
-        self.head = self._states.head
-        self.model = self._states.model
-        if settings.on_policy:
-            self.model = nn.ModuleDict({"head": self.head})
-        else:
-            self.model.requires_grad_(True)
-            ranks.split(self.model)
-        self.ranks = ranks
-        self.optimizer = Optimizer(self.model, optimizer, ranks=ranks)
-        self.microbatch_tokens = settings.microbatch_tokens
-        self._on_policy = settings.on_policy
-
-    def read(self, part: Microbatch, *, after: bool = False) -> Tensor:
-        """Return values `[B, L, outputs]` of states before (or after) the training tokens, 0 elsewhere.
-
-        The first token of a row is never scored.
-        """
-        rows, columns = torch.nonzero(part.trains[:, 1:], as_tuple=True)
-        if not rows.numel():
-            nothing = torch.zeros(*part.tokens.shape, self.head.out_features, device=part.tokens.device)
-            return nothing + self._states.idle() if is_sharded(self.model) else nothing
-        wide = self._states.read(part.tokens, (rows, columns + after), frozen=self._on_policy)
-        empty = torch.zeros(*part.tokens.shape, wide.shape[1], dtype=wide.dtype, device=wide.device)
-        return empty.index_put((rows, columns + 1), wide)
 
 
 def batches(num_rows: int, epochs: int, minibatches: int, seed: int) -> Iterator[list[int]]:

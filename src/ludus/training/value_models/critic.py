@@ -11,20 +11,21 @@ error, failed test and passed. Worlds have one outcome reward, so there are two 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ludus.algorithms.losses.likelihood import value_loss
 from ludus.training.batches.rows import Microbatch, Row, scored_mask
-from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, put
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, is_sharded, put
 from ludus.training.learner.logprobs import pad_rows
-from ludus.training.learner.optimizer import OptimizerSettings
-from ludus.training.value_models.base import StateModel, StateSettings, batches
+from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
+from ludus.training.value_models.base import HeadModel, TrainedModel, batches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,18 +38,29 @@ class CriticSettings:
     Of a `Critic`: `clip` bounds the change of a value in one training step (None: unbounded). With `turns` only the
     first action token of each turn is trained and has a value. Of an `OutcomeCritic`: `success` is the reward part
     that defines task success (value 1).
+
+    `microbatch_tokens` limits a pass; `recompute` is activation checkpointing. `on_policy`: the states are those of
+    the current policy, and only the head is trained.
     """
 
     epochs: int = 1
     minibatches: int = 1
     clip: float | None = 0.2
-    states: StateSettings = field(default_factory=StateSettings)
     turns: bool = False
     success: str = ""
+    microbatch_tokens: int = 4096
+    recompute: bool = False
+    on_policy: bool = False
 
 
-class Critic(StateModel):
-    """Value model of states, with its training."""
+class StateModel(TrainedModel):
+    """Body, zero-initialized head with `outputs` values, and optimizer.
+
+    The body is a trained copy of the policy's, or the policy's own, left unchanged.
+    """
+
+    name = part = "critic"
+    outputs = 1
 
     def __init__(
         self,
@@ -58,19 +70,46 @@ class Critic(StateModel):
         ranks: Collectives = ONE_PROCESS,
     ) -> None:
         """Raise UserError if the model's hidden states are unavailable."""
-        super().__init__(policy, 1, optimizer, settings.states, ranks)
+        hint = "Use an algorithm without a critic."
+        body = policy if settings.on_policy else copy.deepcopy(policy)
+        self._states = HeadModel(body.eval(), "critic", hint, self.outputs, recompute=settings.recompute)
+        self.head = self._states.head
+        self.model = self._states.model
+        if settings.on_policy:
+            self.model = nn.ModuleDict({"head": self.head})
+        else:
+            self.model.requires_grad_(True)
+            ranks.split(self.model)
+        self.ranks = ranks
+        self.optimizer = Optimizer(self.model, optimizer, ranks=ranks)
+        self.microbatch_tokens = settings.microbatch_tokens
         self.settings = settings
 
-    def values(self, rows: Sequence[Row], *, after: bool = False) -> list[Tensor]:
-        """Return V before (or after) each training token, `[T]` a row, 0 elsewhere."""
+    def read(self, part: Microbatch, *, after: bool = False) -> Tensor:
+        """Return values `[B, L, outputs]` of states before (or after) the training tokens, 0 elsewhere.
+
+        The first token of a row is never scored.
+        """
+        rows, columns = torch.nonzero(part.trains[:, 1:], as_tuple=True)
+        if not rows.numel():
+            nothing = torch.zeros(*part.tokens.shape, self.head.out_features, device=part.tokens.device)
+            return nothing + self._states.idle() if is_sharded(self.model) else nothing
+        wide = self._states.read(part.tokens, (rows, columns + after), frozen=self.settings.on_policy)
+        empty = torch.zeros(*part.tokens.shape, wide.shape[1], dtype=wide.dtype, device=wide.device)
+        return empty.index_put((rows, columns + 1), wide)
+
+
+class Critic(StateModel):
+    """Value model of states, with its training."""
+
+    def _score(self, rows: Sequence[Row], solved: Sequence[bool], after: bool) -> list[Tensor]:
         return self.score_rows(rows, lambda part: self.read(part, after=after)[:, :, 0])
 
-    def train(self, rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]) -> dict[str, float]:
-        """Train on `targets` `[T]` a row; `old` are the previous values.
-
-        Return the loss and the explained variance of the old values. Raises LearnerError if the loss is not
-        finite.
-        """
+    def _train(
+        self, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool]
+    ) -> dict[str, float]:
+        """Train on the tables of targets and old values; return loss and explained variance of the old values."""
+        targets, old = tables
         settings, taken = self.settings, self.optimizer.num_steps
         start = _mean(_trained(targets, rows)) if taken == 0 else 0.0
         if taken == 0:
@@ -130,19 +169,10 @@ CLASSES = 2
 class OutcomeCritic(StateModel):
     """Outcome classifier at the states after action tokens, with its training."""
 
-    def __init__(
-        self,
-        policy: PreTrainedModel,
-        optimizer: OptimizerSettings,
-        settings: CriticSettings = CriticSettings(),
-        ranks: Collectives = ONE_PROCESS,
-    ) -> None:
-        """Raise UserError if the model's hidden states are unavailable."""
-        super().__init__(policy, CLASSES, optimizer, settings.states, ranks)
-        self.settings = settings
+    outputs = CLASSES
 
-    def probabilities(self, rows: Sequence[Row], solved: Sequence[bool]) -> list[Tensor]:
-        """Return the probability of each row's outcome at each training token, `[T]`, 0 elsewhere."""
+    def _score(self, rows: Sequence[Row], solved: Sequence[bool], after: bool) -> list[Tensor]:
+        """Return the probability of each row's outcome at each training token."""
 
         def score(part: Microbatch) -> Tensor:
             chances = torch.softmax(self.read(part, after=True), -1)
@@ -151,11 +181,13 @@ class OutcomeCritic(StateModel):
 
         return self.score_rows(rows, score)
 
-    def train(self, rows: Sequence[Row], solved: Sequence[bool]) -> dict[str, float]:
+    def _train(
+        self, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool]
+    ) -> dict[str, float]:
         """Train with cross-entropy, averaged over tokens.
 
         Return loss and accuracy (fraction of tokens that predict the row's outcome) of the first epoch, each
-        minibatch before its gradient step. Raises LearnerError if the loss is not finite.
+        minibatch before its gradient step.
         """
         settings = self.settings
         tokens = sum(sum(row.trains[1:]) for row in rows)

@@ -16,11 +16,8 @@ from ludus.rollout.ledger import RolloutOutcome
 from ludus.training.batches.rows import Row, apply_mask, last_actions, row_of_trajectory, row_segments
 from ludus.training.credit.advantages import CUT_OFF, Estimates, TrainingSample
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives
-from ludus.training.distributed.launcher import EvaluateValues, TrainValues
 from ludus.training.learner.learner import Learner
-from ludus.training.learner.logprobs import model_precision
 from ludus.training.learner.optimizer import OptimizerSettings
-from ludus.training.value_models.base import StateSettings
 from ludus.training.value_models.critic import Critic, CriticSettings, OutcomeCritic
 from ludus.training.value_models.prime import ProcessReward, ProcessRewardSettings
 from ludus.types import Trajectory
@@ -55,20 +52,25 @@ def make_value_model(
         learning_rate=critic.learning_rate or CRITIC_RATE * training.learning_rate,
         total_steps=training.steps * critic.epochs * critic.minibatches,
     )
-    states = StateSettings(size, recompute, on_policy=critic.model == "head")
-    if algorithm.advantage_spec.has(Need.OUTCOME_CRITIC):
-        outcome = CriticSettings(critic.epochs, critic.minibatches, success=success, states=states)
-        return OutcomeCritic(model, optimizer, outcome, ranks)
-    if algorithm.advantage_spec.has(Need.CRITIC):
-        turns = algorithm.advantage_spec.has(Need.TURN_VALUES)
-        settings = CriticSettings(critic.epochs, critic.minibatches, critic.clip or None, states, turns)
-        return Critic(model, optimizer, settings, ranks)
-    return None
+    outcome = algorithm.advantage_spec.has(Need.OUTCOME_CRITIC)
+    if not (outcome or algorithm.advantage_spec.has(Need.CRITIC)):
+        return None
+    settings = CriticSettings(
+        epochs=critic.epochs,
+        minibatches=critic.minibatches,
+        clip=critic.clip or None,
+        turns=algorithm.advantage_spec.has(Need.TURN_VALUES),
+        success=success,
+        microbatch_tokens=size,
+        recompute=recompute,
+        on_policy=critic.model == "head",
+    )
+    return (OutcomeCritic if outcome else Critic)(model, optimizer, settings, ranks)
 
 
-def part_name(value_model: ValueModel) -> str:
-    """Return the name of its part of a checkpoint."""
-    return "process_reward" if isinstance(value_model, ProcessReward) else "critic"
+def checkpoint_parts(value_model: ValueModel | None) -> dict[str, dict[str, Tensor]]:
+    """Return the value model's part of a checkpoint by its name; empty without one."""
+    return {} if value_model is None else {value_model.part: value_model.state()}
 
 
 def warmup_steps(value_model: ValueModel | None, config: Config, started: int | None = None) -> int:
@@ -95,9 +97,9 @@ def estimate_values(
 
     Raises LearnerError if a reference is needed and missing.
     """
-    solved = [] if isinstance(value_model, Critic) else _is_solved(samples, value_model.settings.success)
-    with value_model.optimizer.ranks.together(EvaluateValues(rows, solved)):
-        scores = at_actions(score_values(value_model, rows, solved), rows)
+    solved = _is_solved(samples, value_model.settings.success)
+    with value_model.ranks.together("score_values", rows, solved):
+        scores = at_actions(value_model.score(rows, solved), rows)
     match value_model:
         case Critic():
             has_bootstrap = learner.algorithm.number("advantage", "bootstrap") != 0
@@ -119,8 +121,10 @@ def bootstrap_values(value_model: Critic, samples: Sequence[TrainingSample], row
         if cut:
             places[i] = cut
     ends = [replace(rows[i], trains=_mask_of_positions(len(rows[i].tokens), own.values())) for i, own in places.items()]
-    with value_model.optimizer.ranks.together(EvaluateValues(ends, [], True)):
-        scores = score_values(value_model, ends, [], True) if ends else []
+    if not ends:
+        return found
+    with value_model.ranks.together("score_values", ends, (), True):
+        scores = value_model.score(ends, after=True)
     for i, values in zip(places, scores, strict=True):
         for path, place in places[i].items():
             found[i][path] = values[place]
@@ -130,23 +134,6 @@ def bootstrap_values(value_model: Critic, samples: Sequence[TrainingSample], row
 def _mask_of_positions(length: int, places: Iterable[int]) -> tuple[bool, ...]:
     chosen = set(places)
     return tuple(i in chosen for i in range(length))
-
-
-def score_values(
-    value_model: ValueModel, rows: Sequence[Row], solved: Sequence[bool], after: bool = False
-) -> list[Tensor]:
-    """Return the value model's output per token, `[T]`; `solved` are the outcomes, for an outcome critic.
-
-    A critic scores the states before the tokens, or `after` them.
-    """
-    with model_precision(value_model.model):
-        match value_model:
-            case Critic():
-                return value_model.values(rows, after=after)
-            case OutcomeCritic():
-                return value_model.probabilities(rows, solved)
-            case ProcessReward():
-                return value_model.logprobs(rows)
 
 
 def train_value_model(value_model: ValueModel, samples: Sequence[TrainingSample]) -> dict[str, float]:
@@ -163,29 +150,15 @@ def train_value_model(value_model: ValueModel, samples: Sequence[TrainingSample]
             trajectories = [sample.episode.trajectory for sample in trained]
             rows = [at_turn_starts(row, one) for row, one in zip(rows, trajectories, strict=True)]
         rows = [apply_mask(row, sample.trains) for row, sample in zip(rows, trained, strict=True)]
-    solved = [] if isinstance(value_model, Critic) else _is_solved(trained, value_model.settings.success)
+    solved = _is_solved(trained, value_model.settings.success)
     inputs: list[list[tuple[float, ...] | None]] = []
     if isinstance(value_model, Critic):
         inputs = [[sample.targets for sample in trained], [sample.values for sample in trained]]
     elif isinstance(value_model, ProcessReward):
         inputs = [[sample.reference for sample in trained]]
     tables = tuple([_scatter_to_row(v, row) for v, row in zip(values, rows, strict=True)] for values in inputs)
-    with value_model.optimizer.ranks.together(TrainValues(rows, tables, solved)):
-        return train_on_tables(value_model, rows, tables, solved)
-
-
-def train_on_tables(
-    value_model: ValueModel, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool]
-) -> dict[str, float]:
-    """Train on `tables` of numbers `[T]` a row, as taken by its `train`, or on the outcomes."""
-    with model_precision(value_model.model):
-        match value_model:
-            case Critic():
-                return value_model.train(rows, tables[0], tables[1])
-            case OutcomeCritic():
-                return value_model.train(rows, solved)
-            case ProcessReward():
-                return value_model.train(rows, tables[0], solved)
+    with value_model.ranks.together("train_values", rows, tables, solved):
+        return value_model.train(rows, tables, solved)
 
 
 def at_actions(values: Sequence[Tensor], rows: Sequence[Row]) -> list[Tensor]:

@@ -43,7 +43,7 @@ class ProcessRewardSettings:
 class ProcessReward(TrainedModel):
     """Process reward model with its training. If there are adapters, only they train."""
 
-    name = "process reward model"
+    name, part = "process reward model", "process_reward"
 
     def __init__(
         self,
@@ -60,18 +60,19 @@ class ProcessReward(TrainedModel):
         self.optimizer = Optimizer(self.model, optimizer, ranks=ranks)
         self.microbatch_tokens, self.shares_prefixes = settings.microbatch_tokens, self._scorer.shares_prefixes
 
-    def logprobs(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Return its log-probability of each training token, `[T]` a row, 0 elsewhere."""
+    def _score(self, rows: Sequence[Row], solved: Sequence[bool], after: bool) -> list[Tensor]:
         return self.score_rows(rows, lambda part: self._scorer.score(part.tokens, part.trains).logprobs)
 
-    def train(self, rows: Sequence[Row], references: Sequence[Tensor], solved: Sequence[bool]) -> dict[str, float]:
-        """Take `epochs` steps; `references` are the reference's log-probabilities, `[T]` a row.
+    def _train(
+        self, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool]
+    ) -> dict[str, float]:
+        """Take `epochs` steps on the table of the reference's log-probabilities.
 
         Return loss and accuracy (fraction of rows whose logit has the outcome's sign) before the first step.
-        Raises LearnerError if the loss is not finite.
         """
         if not rows:
             return {}
+        (references,) = tables
         loss, right = self._step(rows, references, solved)
         for _ in range(1, self.settings.epochs):
             self._step(rows, references, solved)
