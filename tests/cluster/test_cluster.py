@@ -26,7 +26,7 @@ from ludus.cluster.protocol import (
     Command,
     EngineSet,
     Heartbeat,
-    PlayJob,
+    RolloutJob,
     Started,
     WorkerDied,
     WorkerResponse,
@@ -55,7 +55,7 @@ from small_worlds import WatchedWorld, call, make_requests, make_scheduler, scri
 from tests.engines.test_engine_server import Fake, serving
 from waiting import until
 
-JOB = PlayJob(RolloutRequest(RolloutKey(1, "t", 0), Task("t", (), None)), SamplingPlan("train", 1.0, 0))
+JOB = RolloutJob(RolloutRequest(RolloutKey(1, "t", 0), Task("t", (), None)), SamplingPlan("train", 1.0, 0))
 QUICK = RemoteEngineSettings(timeout_s=5, connect_timeout_s=0.2, backoff_s=0.01)
 
 
@@ -75,7 +75,7 @@ class FakeRemote:
         self.said.append(message)
         if self.dead or self.killed:
             raise WorkerDied(f"{self.number} is gone.")
-        if self.silent or isinstance(message, PlayJob):
+        if self.silent or isinstance(message, RolloutJob):
             try:
                 async with asyncio.timeout(deadline_s):
                     while not (self.dead or self.killed):
@@ -385,7 +385,7 @@ def test_an_attempt_at_a_worker_that_dies_fails_as_the_workers():
         await group.open()
         worker = next(remote for remote in launcher.made if not remote.url)
         attempt = asyncio.create_task(group.play(JOB, 60))
-        await until(lambda: any(isinstance(message, PlayJob) for message in worker.said), 5)
+        await until(lambda: any(isinstance(message, RolloutJob) for message in worker.said), 5)
         worker.dead = True
         with pytest.raises(WorkerLost, match="is gone") as caught:
             await attempt
@@ -668,7 +668,7 @@ def test_each_worker_makes_its_share_of_the_calls_that_a_tool_allows_at_once(bou
     role._schedulers[JOB.play] = make_scheduler(scripted(said), world)
 
     async def plays():
-        return await asyncio.gather(*(role.do(PlayJob(job, JOB.play)) for job in make_requests(6)))
+        return await asyncio.gather(*(role.do(RolloutJob(job, JOB.play)) for job in make_requests(6)))
 
     found = asyncio.run(plays())
     assert all(len(one.outcomes) == 1 for one in found)

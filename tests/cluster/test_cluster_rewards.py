@@ -7,7 +7,16 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from ludus.cluster.protocol import Command, Heartbeat, PlayJob, RewardScores, ScoreJob, Started, WorkerDied, WorkerSpec
+from ludus.cluster.protocol import (
+    Command,
+    Heartbeat,
+    RewardScores,
+    RolloutJob,
+    ScoreJob,
+    Started,
+    WorkerDied,
+    WorkerSpec,
+)
 from ludus.cluster.reward_pool import TRIES, RewardWorkers, ScoringLost
 from ludus.cluster.supervisor import WorkerGroup
 from ludus.cluster.worker_pool import PoolLimits
@@ -185,7 +194,7 @@ class Playing(FakeLauncher):
         inner = remote.call
 
         async def call(message, deadline_s):
-            return PLAYED if isinstance(message, PlayJob) else await inner(message, deadline_s)
+            return PLAYED if isinstance(message, RolloutJob) else await inner(message, deadline_s)
 
         remote.call = call
         return remote

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludus.cluster.protocol import PlayJob
+from ludus.cluster.protocol import RolloutJob
 from ludus.cluster.supervisor import WorkerGroup
 from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.base import WeightCheck
@@ -431,8 +431,8 @@ def test_weights_that_a_replica_does_not_take_or_prove_end_the_wait_for_them(pai
     asyncio.run(scenario())
 
 
-def jobs(remote) -> list[PlayJob]:
-    return [message for message in remote.said if isinstance(message, PlayJob)]
+def jobs(remote) -> list[RolloutJob]:
+    return [message for message in remote.said if isinstance(message, RolloutJob)]
 
 
 def test_a_worker_is_told_where_an_episode_stays_and_a_new_engine_has_the_newest_weights():

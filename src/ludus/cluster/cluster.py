@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ludus.cluster.local_launcher import LocalLauncher
-from ludus.cluster.protocol import Launcher, PlayJob, WorkerSpec
+from ludus.cluster.protocol import Launcher, RolloutJob, WorkerSpec
 from ludus.cluster.supervisor import ClusterPlan, WorkerGroup
 from ludus.cluster.worker_pool import PoolMember
 from ludus.config.schema import Config
@@ -190,7 +190,7 @@ class Cluster:
         """Return a function that runs an attempt on a worker and returns its trajectory."""
 
         async def attempt(request: RolloutRequest) -> Trajectory:
-            message, deadline_s = PlayJob(request, play), self.deadline_s(request.task)
+            message, deadline_s = RolloutJob(request, play), self.deadline_s(request.task)
             return await self.background.do(self.group.play(message, deadline_s))
 
         return attempt

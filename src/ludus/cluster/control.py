@@ -141,7 +141,6 @@ def _done(cluster: Cluster, asked: object) -> ControlReply:
 
 
 def _write(path: Path, data: Mapping[str, object]) -> None:
-    """Write a file atomically."""
     unfinished = path.with_name(f".{path.name}.tmp")
     unfinished.write_text(json.dumps(data), "utf-8")
     os.replace(unfinished, path)

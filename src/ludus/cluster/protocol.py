@@ -90,7 +90,7 @@ class EngineSet:
 
 
 @dataclass(frozen=True, slots=True)
-class PlayJob:
+class RolloutJob:
     """Run one attempt and return its `Trajectory`. It stays on the engine `pin`, if set."""
 
     job: RolloutRequest
@@ -123,7 +123,7 @@ class Heartbeat:
     under_way: int = 0
 
 
-Message = Command | EngineSet | PlayJob | ScoreJob
+Message = Command | EngineSet | RolloutJob | ScoreJob
 
 
 @dataclass(frozen=True, slots=True)

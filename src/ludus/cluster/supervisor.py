@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, TypeVar
 from ludus.cluster.protocol import (
     EngineSet,
     Launcher,
-    PlayJob,
     ResourceRequest,
     Role,
+    RolloutJob,
     WorkerDied,
     WorkerHandle,
     WorkerSpec,
@@ -154,7 +154,7 @@ class WorkerGroup:
         pool.reconcile()
         await pool.wait_until_full()
 
-    async def play(self, message: PlayJob, deadline_s: float) -> Trajectory:
+    async def play(self, message: RolloutJob, deadline_s: float) -> Trajectory:
         """Run an attempt on the least busy worker. Raises its error or `WorkerLost`."""
         if not self.plan.urls:
             await self.engines.wait_for_any()
@@ -285,7 +285,6 @@ class WorkerGroup:
             await self._send(member)
 
     async def _send_engines(self) -> None:
-        """Send the current set of engines to all workers."""
         self._serial += 1
         await asyncio.gather(*(self._send_or_lose(member) for member in tuple(self.workers.members.values())))
 

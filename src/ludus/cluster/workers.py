@@ -20,8 +20,8 @@ from ludus.cluster.protocol import (
     EngineSet,
     Heartbeat,
     Message,
-    PlayJob,
     RewardScores,
+    RolloutJob,
     ScoreJob,
     Started,
     WorkerResponse,
@@ -193,7 +193,7 @@ class RolloutWorker:
         match message:
             case EngineSet():
                 await self._update_engines(message)
-            case PlayJob():
+            case RolloutJob():
                 return await self._play(message)
             case Command.PING:
                 return Heartbeat(under_way=self._playing)
@@ -218,7 +218,7 @@ class RolloutWorker:
             self._engine.follow(engines.urls, engines.version, engines.adapter)
             self._serial = engines.serial
 
-    async def _play(self, message: PlayJob) -> object:
+    async def _play(self, message: RolloutJob) -> object:
         scheduler = self._schedulers.get(message.play) or self._scheduler(message.play)
         if message.pin is not None and self._engine is not None:
             self._engine.pin(engine_name(message.play, message.job.key), message.pin)

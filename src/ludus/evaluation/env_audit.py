@@ -270,7 +270,6 @@ def solutions(world: World, tasks: Sequence[Task]) -> tuple[dict[str, Sequence[A
 
 
 def _demonstrated(world: World, tasks: Sequence[Task]) -> dict[str, Sequence[Action]]:
-    """Return the first demonstration of each task."""
     wanted = {str(task.prompt): task for task in tasks}
     lengths = {len(task.prompt) for task in tasks}
     found: dict[str, Sequence[Action]] = {}

@@ -266,7 +266,6 @@ def random_calls(rng: random.Random, tools: Sequence[Tool], vocabulary: Sequence
 def _of_another(
     task: Task, tasks: Sequence[Task], answers: Mapping[str, str | None], shown: Mapping[str, Sequence[Action]]
 ) -> Sequence[Action] | None:
-    """Return the turns, or else the answer, of a task with a different answer."""
     start = next((i for i, one in enumerate(tasks) if one.id == task.id), 0)
     own = normalise(answers.get(task.id) or "")
     for other in (*tasks[start + 1 :], *tasks[:start]):

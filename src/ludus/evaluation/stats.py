@@ -207,7 +207,6 @@ def constant_interval(values: NDArray[np.float64], bounds: Interval, confidence:
 
 
 def _interval(values: NDArray[np.float64], bounds: Interval, seed: int, confidence: float, resamples: int) -> Interval:
-    """Return the bootstrap interval of a mean, or `constant_interval`."""
     from scipy.stats import bootstrap
 
     if (constant := constant_interval(values, bounds, confidence)) is not None:

@@ -103,7 +103,6 @@ def _params(service: CompletionService, request: CompletionRequest, ids: Sequenc
 async def _scores(
     service: CompletionService, request: CompletionRequest, ids: tuple[int, ...], adapter: str | None
 ) -> Scored | None:
-    """Score the prompt if the request asks for it."""
     num = request.num_prompt_top
     if num is None:
         return None

@@ -162,8 +162,6 @@ class LimitsMiddleware:
 
 @dataclass
 class _Body:
-    """The body of one request while it arrives."""
-
     gate: LimitsMiddleware
     _receive: Receive
     num_bytes: int = 0

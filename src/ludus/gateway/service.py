@@ -370,7 +370,6 @@ class CompletionService:
 
     @contextmanager
     def _registered(self, requests: Sequence[Request]) -> Iterator[None]:
-        """Register requests as running during the block."""
         names = [request.episode for request in requests]
         self.num_requests += len(names)
         self._under_way.update(names)
@@ -408,7 +407,6 @@ def served_model(
 
 
 def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokens that end a text, from the generation settings and the tokenizer."""
     given = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = [*([given] if isinstance(given, int) else given or ()), tokenizer.eos_token_id]
     return tuple(dict.fromkeys(token for token in ids if isinstance(token, int)))

@@ -263,7 +263,6 @@ class Sandbox(ABC):
         """Run once."""
 
     async def _open_session(self, kind: SessionKind, files: Mapping[str, bytes], limits: Limits) -> SandboxSession:
-        """Open a session."""
         raise UserError("This sandbox backend has no sessions.", "Use namespaces, docker, podman or remote.")
 
 

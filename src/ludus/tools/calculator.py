@@ -147,7 +147,6 @@ def _refusal(node: ast.expr) -> str:
 
 
 def _root(value: Number) -> Number:
-    """Return the square root, exact if it is a fraction."""
     if value < 0:
         raise ValueError("it is the root of a negative number")
     if isinstance(value, Fraction):
@@ -176,8 +175,6 @@ def _wrap_float(function: Callable[..., float]) -> Callable[..., Number]:
 
 
 def _wrap_whole(name: str, function: Callable[..., int], most: int | None = None) -> Callable[..., Number]:
-    """Wrap a function of integers: any, or those from 0 to `most`."""
-
     def wrapped(*given: Number) -> Number:
         for value in given:
             is_whole = isinstance(value, Fraction) and value.denominator == 1

@@ -123,7 +123,6 @@ def _load(target: str, config: Config) -> tuple[PreTrainedModel, PreTrainedToken
 
 
 def _service(args: argparse.Namespace, config: Config) -> tuple[int, CompletionService, PreTrainedModel]:
-    """Return the weights' step, the service and its model."""
     from ludus.engines.embedded.engine import EngineSettings, LocalEngine
     from ludus.engines.models.loading import num_positions
     from ludus.gateway.service import CompletionService, served_model

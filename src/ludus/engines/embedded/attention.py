@@ -308,8 +308,6 @@ _MIN_WORK = 65_536
 
 
 class _Pass(ctypes.Structure):
-    """`Pass` of the C source."""
-
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("slots", "positions", "table", "query", "key", "value")),
         *((name, ctypes.c_void_p) for name in ("keys", "values", "out")),

@@ -201,7 +201,6 @@ class RadixCache:
         self._roots = {name: root for name, root in self._roots.items() if root.children}
 
     def _root_names(self, adapter: str | None) -> list[str]:
-        """Return the root names of an adapter, or all."""
         return [name for name in self._roots if adapter in (None, name, name.partition(AT)[0])]
 
     def _evict(self) -> None:

@@ -407,7 +407,6 @@ async def _if_supported(reply: Awaitable[Reply]) -> Reply | None:
 
 
 def _sampling(params: SamplingParams) -> dict[str, object]:
-    """Return the sampling parameters that both APIs share."""
     return {
         "temperature": params.temperature,
         "top_p": params.top_p,

@@ -39,8 +39,6 @@ log = logging.getLogger("ludus.server")
 
 
 class _Results(BaseModel):
-    """Result of each worker."""
-
     results: list[dict[str, str | int] | str | None]
 
 
@@ -125,7 +123,6 @@ class Broadcaster:
         return _Parcel(plain, changed, make_manifest(version, self._version, changed))
 
     async def _ready_for(self, manifest: WeightManifest) -> bool:
-        """Return whether all servers are in the group and accept the manifest."""
         if self._line is None:
             return False
         try:
@@ -142,7 +139,6 @@ class Broadcaster:
         await asyncio.gather(*(self._command(r, "/prepare_weights", body) for r in self.replicas))
 
     async def _command(self, replica: Replica, path: str, body: Mapping[str, object]) -> None:
-        """Send a command to the server or to its workers."""
         if replica.url not in self._by_workers:
             try:
                 await replica.send(path, body)

@@ -209,7 +209,6 @@ class WeightPublisher:
             replica.holds = self._expected_version(replica)
 
     def _expected_version(self, replica: Replica) -> int:
-        """Return the version that a replica should hold."""
         return self.version if replica.behind is None else replica.behind
 
     def starting_version(self, adapter: RemoteAdapter | None, pinned: int | None = None) -> int:
@@ -262,7 +261,6 @@ class WeightPublisher:
         replica.holds, replica.behind = self.version, None
 
     async def _verify_digests(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
-        """Compare the digests of a replica's tensors with `state`."""
         digests = await self._api.digests(replica)
         proof = await asyncio.to_thread(compare_digests, digests or {}, state)
         if not proof.proved and replica.url not in self._unverified:

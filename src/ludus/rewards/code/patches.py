@@ -77,8 +77,6 @@ def similarity(given: Mapping[str, str], oracle: Mapping[str, str]) -> float:
 
 @dataclass(slots=True)
 class _Work:
-    """Remaining budget of comparisons."""
-
     characters_left: int = MAX_PAIRS
     lines_left: int = MAX_PAIRS
 

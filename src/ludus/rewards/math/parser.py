@@ -195,8 +195,6 @@ class _Structures(ABC):
 
 
 class _Parser(_Structures):
-    """Recursive descent."""
-
     def whole(self) -> ExpressionNode:
         """Parse all tokens as one tree."""
         if not self.tokens:
@@ -460,7 +458,6 @@ def _is_plain_fraction(node: ExpressionNode) -> bool:
 
 
 def _whole_value(node: ExpressionNode) -> int | None:
-    """Return the value of an integer with an optional sign."""
     if node.op == "neg":
         inner = _whole_value(node.args[0])
         return None if inner is None else -inner
@@ -486,7 +483,6 @@ def _product(left: ExpressionNode, right: ExpressionNode) -> ExpressionNode:
 
 
 def _spelt(node: ExpressionNode) -> str:
-    """Return an index as text."""
     if node.op in ("name", "constant"):
         return node.name
     if node.op == "number":

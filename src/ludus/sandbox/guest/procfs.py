@@ -169,7 +169,6 @@ def list_processes() -> tuple[list[dict[str, object]], bool]:
 
 
 def _strings(text: bytes) -> list[str]:
-    """Split NUL-terminated strings."""
     return [word.decode("utf-8", "replace") for word in text.removesuffix(b"\0").split(b"\0")] if text else []
 
 

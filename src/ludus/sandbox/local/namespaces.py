@@ -81,7 +81,6 @@ class NamespacesSandbox(SupervisorSandbox[Zygote]):
         await super().close()
 
     async def _new_host(self, _: Limits) -> Zygote:
-        """Return an idle zygote, or a new one."""
         while self._idle:
             zygote = self._idle.pop(0)
             if zygote.is_alive:

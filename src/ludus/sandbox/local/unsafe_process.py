@@ -60,7 +60,6 @@ class ProcessSandbox(Sandbox):
             )
 
     async def _run(self, request: RunRequest) -> Outcome:
-        """Run in a temporary folder, in a thread."""
         stop = threading.Event()
         task = asyncio.ensure_future(asyncio.to_thread(_run_in_folder, request, stop))
         try:

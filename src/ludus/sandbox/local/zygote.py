@@ -229,7 +229,6 @@ def _memory_file(text: str) -> int:
 
 
 async def _readable(fd: int) -> None:
-    """Wait until the descriptor is readable."""
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     loop.add_reader(fd, ready.set)

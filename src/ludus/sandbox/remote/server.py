@@ -118,7 +118,6 @@ class _Service:
 
 
 async def _use(session: SandboxSession, operation: str, body: bytes) -> BaseModel:
-    """Run an operation of a session."""
     match operation:
         case "run":
             code = _decode("code", (await _parse(Payload[bytes], body)).content)

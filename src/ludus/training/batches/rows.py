@@ -231,7 +231,6 @@ def transitions_of(row: Row, trajectory: Trajectory) -> list[Row]:
 
 
 def _extend_last_span(spans: list[tuple[int, int, int]], path: int, end: int) -> list[tuple[int, int, int]]:
-    """Extend the last span of a path to its end."""
     if not spans or spans[-1][0] != path:
         return spans
     return [*spans[:-1], (path, spans[-1][1], end)]

@@ -165,8 +165,6 @@ _WITHIN = "ludus_within"
 
 
 class _Split(Protocol):
-    """Sharded model."""
-
     def ludus_within(self, work: Callable[[], T]) -> T: ...
 
 

@@ -170,7 +170,6 @@ def _kto(pairs: PairInputs, baseline: Tensor, settings: PreferenceConfig) -> Ten
 
 
 def _mean_of_sides(found: Tensor, pairs: PairInputs) -> Tensor:
-    """Return the mean loss over the existing sides of each pair."""
     there = torch.stack([pairs["chosen_mask"].any(1), pairs["rejected_mask"].any(1)])
     return (found.view(2, -1) * there).sum(0) / there.sum(0)
 

@@ -134,7 +134,6 @@ def longest_rows(num: int, length: int, vocabulary: int) -> list[Row]:
 
 
 def _in_use(device: torch.device) -> int:
-    """Return the bytes in use, and reset the peak."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)

@@ -210,7 +210,6 @@ class WeightSync:
 
     @torch.no_grad()
     def _expected(self, version: int, weights: Mapping[str, Tensor]) -> Expected:
-        """Return the expected check of an engine with these weights."""
         ours = fingerprint_gathered(self.model, weights)
         if is_sharded(self.model):
             with self.ranks.together("probe", self.probe):

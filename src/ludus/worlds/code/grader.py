@@ -242,7 +242,6 @@ def shorten(text: str, longest: int = _MAX_SHOWN) -> str:
 
 
 def _records(outcome: Outcome, nonce: str) -> list[Record]:
-    """Return the valid records of a run."""
     found = []
     for line in outcome.text.split("\n"):
         if line.startswith(nonce):

@@ -151,7 +151,6 @@ class TaskSampler:
                 return _Draft(plan, *self._say(plan, family, missing), "ask", missing)
 
     def _question(self) -> _Draft:
-        """Return a question with the answer in it."""
         kinds = vocabulary().kinds
         text, wanted = self.rng.choice(request_specs().questions)
         values = {name: kind.draw(self.rng, self.split) for name, kind in kinds.items() if f"{{{name}}}" in text}

@@ -173,14 +173,12 @@ def _made_up(truth: Truth, rng: random.Random) -> ExpectedCall:
 
 
 def _required_values(schema: Mapping[str, JSON]) -> dict[str, JSON]:
-    """Return values of the right types for the required properties of a schema."""
     properties, required = schema.get("properties"), schema.get("required")
     inner = properties if isinstance(properties, dict) else {}
     return {str(name): _value(inner.get(str(name))) for name in (required if isinstance(required, list) else ())}
 
 
 def _value(schema: JSON) -> JSON:
-    """Return a value that fits a schema."""
     given = schema if isinstance(schema, dict) else {}
     choices = given.get("enum")
     if isinstance(choices, list) and choices:

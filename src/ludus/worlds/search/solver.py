@@ -106,7 +106,6 @@ class SearchSolver:
         return Turn(thought, query, k, found)
 
     def _first_value(self, found: str, hop: Hop) -> str:
-        """Return the value stated by the first passage that states one."""
         for passage in found.split("\n"):
             if self._values.get(passage):
                 return self._values[passage][0]

@@ -195,7 +195,6 @@ class SweWorld(World):
 
     @property
     def _packages(self) -> Iterable[swe_tasks.Package]:
-        """The packages that tasks need."""
         return {package.name: package for _, package in self._bugs}.values()
 
 

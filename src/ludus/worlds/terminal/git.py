@@ -127,7 +127,6 @@ class GitRepository:
 
     @cached_property
     def _files(self) -> Mapping[str, bytes]:
-        """The files in `.git`, by their path in it."""
         base = f"{self.root}/.git/" if self.root else ".git/"
         return {path.removeprefix(base): data for path, data in self.files.items() if path.startswith(base)}
 

@@ -118,7 +118,6 @@ class TerminalEnv(ToolEnv):
         return SessionState(found.files, found.executable, self._started, processes)
 
     async def _grade(self, state: SessionState) -> str:
-        """Return the report as JSON text."""
         return json.dumps(dict(await self._task.grade(state, self._workspace.sandbox)), sort_keys=True)
 
 

@@ -158,14 +158,12 @@ def _task(line: Record, split: str) -> Task:
 
 
 def _messages(turn: Sequence[_BfclMessage]) -> tuple[Message, ...]:
-    """Return the messages of a turn, the last one from the user."""
     if not turn or turn[-1].role != "user":
         raise RecordError('a turn of "question" does not end with a message of the user')
     return tuple(Message(role=message.role, content=message.content) for message in turn)
 
 
 def _single(record: _BfclRecord, right: Right) -> Truth:
-    """Return the truth of a record of one turn."""
     if len(record.question) > 1:
         raise RecordError('"question" has several turns, but no "involved_classes"')
     if record.function is None:
@@ -295,7 +293,6 @@ def _literals(call: ast.Call, names: Sequence[str]) -> dict[str, tuple[JSON, ...
 
 
 def _literal(node: ast.expr) -> JSON:
-    """Return the value of a literal, or of arithmetic on numbers."""
     try:
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             left, right = _literal(node.left), _literal(node.right)
