@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.config.sections.rollout import BranchConfig
 from ludus.rollout.trees import run_tree
 from ludus.training.batches import prefix_packing

@@ -25,8 +25,7 @@ import async_work
 from ludus.cli.commands.plan import cost_lines
 from ludus.diagnostics.trackers import read_metrics
 from ludus.simulator.costs import Costs, RunLayout
-from ludus.simulator.estimate import estimate
-from ludus.simulator.fit import fit
+from ludus.simulator.fit import estimate, fit
 from ludus.simulator.simulate import simulate
 from ludus.training.rl.build import train
 from ludus.training.run.run_dir import RunFolder, locked, new_run

@@ -73,7 +73,7 @@ def ludus(job: Job, steps: int) -> dict[str, float]:
 
 
 async def _ludus(job: Job, steps: int) -> dict[str, float]:
-    from ludus.algorithms.spec.presets import PRESETS
+    from ludus.algorithms.spec.resolve import PRESETS
     from ludus.engines.embedded.engine import LocalEngine
     from ludus.training.learner.learner import Learner
     from ludus.training.learner.logprobs import LogprobScorer

@@ -19,7 +19,7 @@ from ludus.algorithms.algorithm import KL_OPTIONS, SETTING_PARAMETERS, TERM_OPTI
 from ludus.algorithms.corrections import CORRECTIONS
 from ludus.algorithms.kl import FULL_KL_NAMES
 from ludus.algorithms.losses import LOSSES
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.algorithms.tensors import Outcomes, TokenBatch
 
 ROOT = Path(__file__).parents[1]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.config.sections.training import TrainingConfig
 from ludus.envs.tool_env import ToolEnv
 from ludus.rewards.base import Reward

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.training.learner.learner import CachedLogprobs, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
 from tests.training.batches.test_forest import in_double

@@ -14,7 +14,7 @@ from algorithms_oracle import TOLERANCE
 from ludus.algorithms import advantages as adv
 from ludus.algorithms.advantages.running_baselines import RoleBaselines
 from ludus.algorithms.algorithm import PartOptions
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.algorithms.tensors import Outcomes
 
 quick = settings(max_examples=15, deadline=None, derandomize=True)

@@ -15,7 +15,7 @@ from ludus.algorithms.advantages import ADVANTAGES as ADVANTAGE_SPECS
 from ludus.algorithms.algorithm import KL_OPTIONS, TERM_OPTIONS
 from ludus.algorithms.corrections import CORRECTIONS as CORRECTION_SPECS
 from ludus.algorithms.losses import LOSSES as LOSS_SPECS
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.errors import ConfigError
 from tiny_run import ludus
 

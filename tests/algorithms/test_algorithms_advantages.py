@@ -11,7 +11,7 @@ import algorithms_oracle as oracle
 from algorithm_parts import ADVANTAGES
 from ludus.algorithms import advantages, filters
 from ludus.algorithms.advantages import grpo, opo, rloo, whiten
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.algorithms.tensors import Outcomes
 
 GRPO = PRESETS["grpo"]

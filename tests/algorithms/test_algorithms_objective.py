@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import algorithms_oracle as oracle
 from ludus.algorithms.algorithm import PartOptions
 from ludus.algorithms.objective import AGGREGATIONS, Normalizer, objective
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.algorithms.tensors import TokenBatch
 
 quick = settings(max_examples=30, deadline=None, derandomize=True)

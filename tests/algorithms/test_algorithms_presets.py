@@ -15,8 +15,7 @@ from ludus.algorithms.algorithm import AdvantageSpec, Algorithm, Need, declared_
 from ludus.algorithms.corrections import CORRECTIONS as CORRECTION_SPECS
 from ludus.algorithms.kl import FULL_KL_NAMES, FULL_KLS
 from ludus.algorithms.losses import LOSSES as LOSS_SPECS
-from ludus.algorithms.spec.presets import PRESETS
-from ludus.algorithms.spec.resolve import algorithm_of, check_binary_rewards, check_placement, resolve
+from ludus.algorithms.spec.resolve import PRESETS, algorithm_of, check_binary_rewards, check_placement, resolve
 from ludus.algorithms.tensors import Outcomes, TokenBatch
 from ludus.config.load import load_config
 from ludus.config.sections.algorithm import AlgorithmConfig

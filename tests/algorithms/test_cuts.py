@@ -10,7 +10,7 @@ import torch
 from algorithm_parts import CLIPPING_LOSSES, CUTS, LOSSES
 from ludus.algorithms.algorithm import PartOptions
 from ludus.algorithms.objective import Normalizer, objective
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.algorithms.tensors import TokenBatch
 from tests.algorithms.test_losses_batch import batch_of
 

@@ -13,8 +13,7 @@ import algorithms_oracle_losses as slow
 from ludus.algorithms import corrections, losses, preference
 from ludus.algorithms.algorithm import Algorithm, PartOptions
 from ludus.algorithms.objective import Normalizer, aggregate, objective
-from ludus.algorithms.spec.presets import PRESETS
-from ludus.algorithms.spec.resolve import check_corrections
+from ludus.algorithms.spec.resolve import PRESETS, check_corrections
 from ludus.algorithms.tensors import TokenBatch
 from ludus.errors import ConfigError
 

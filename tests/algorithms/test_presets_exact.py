@@ -25,8 +25,7 @@ from ludus.algorithms.advantages.running_baselines import RoleBaselines
 from ludus.algorithms.algorithm import Algorithm
 from ludus.algorithms.kl import KLS, penalised_rewards
 from ludus.algorithms.objective import Normalizer, objective
-from ludus.algorithms.spec.presets import PRESETS
-from ludus.algorithms.spec.resolve import resolve
+from ludus.algorithms.spec.resolve import PRESETS, resolve
 from ludus.algorithms.tensors import Outcomes, TokenBatch
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.errors import ConfigError

@@ -13,8 +13,7 @@ import algorithms_oracle_losses as slow
 from ludus.algorithms import advantages, aggregate, corrections, kl, losses
 from ludus.algorithms.algorithm import PartOptions
 from ludus.algorithms.objective import Normalizer, objective
-from ludus.algorithms.spec.presets import PRESETS
-from ludus.algorithms.spec.resolve import resolve
+from ludus.algorithms.spec.resolve import PRESETS, resolve
 from ludus.algorithms.tensors import TokenBatch
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.errors import ConfigError

@@ -10,8 +10,7 @@ import torch
 
 from ludus.algorithms import advantages
 from ludus.algorithms.algorithm import PartOptions
-from ludus.algorithms.spec.presets import PRESETS
-from ludus.algorithms.spec.resolve import resolve
+from ludus.algorithms.spec.resolve import PRESETS, resolve
 from ludus.cli.main import main
 from ludus.config.schema import Config
 from ludus.config.sections.algorithm import AlgorithmConfig

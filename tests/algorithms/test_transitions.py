@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.training.batches.rows import row_of_trajectory, transitions_of
 from ludus.training.credit.advantages import assign_credit, training_rows
 from ludus.training.learner.logprobs import model_precision

@@ -1,6 +1,6 @@
 """`ludus algorithms`: every preset with one line and its source, and one of them whole."""
 
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from tiny_run import ludus, refused
 
 

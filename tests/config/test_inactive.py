@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from algorithm_parts import CLIPPING_LOSSES, CRITIC_ADVANTAGES, RATIO_PARTS
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.config.load import load_config
 from ludus.envs.registry import build_world
 from ludus.training.rl.validate import inactive_parts, updates_of

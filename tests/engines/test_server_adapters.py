@@ -19,7 +19,7 @@ from ludus.engines.base import Request
 from ludus.engines.embedded.engine import LocalEngine
 from ludus.engines.models.fingerprint import fingerprint_module
 from ludus.engines.models.loading import load_model
-from ludus.engines.models.lora_files import read_adapter, write_adapter
+from ludus.engines.models.lora import read_adapter, write_adapter
 from ludus.engines.remote.api_adapters import SampledTokens, VersionRange, VllmApi
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.http_client import RemoteEngineSettings

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from ludus.config import load_config
-from ludus.config.sections.sandbox import SandboxConfig
+from ludus.config.sections.rollout import SandboxConfig
 from ludus.envs.registry import build_world, closing, sandbox_settings
 from ludus.errors import ConfigError
 from ludus.sandbox import SandboxSettings

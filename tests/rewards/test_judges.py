@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from ludus.algorithms import advantages
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.cli.main import main
 from ludus.config.sections.model import LoraConfig
 from ludus.errors import LearnerError

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.config import load_config
 from ludus.config.sections.rewards import PARTS, PartConfig
 from ludus.envs.registry import build_world

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludus.algorithms.spec.presets import PRESETS
-from ludus.config.sections.staleness import StalenessConfig
+from ludus.algorithms.spec.resolve import PRESETS
+from ludus.config.sections.training import StalenessConfig
 from ludus.envs.base import TaskOrder
 from ludus.rollout.group_queue import GroupQueue, StreamedGroup
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome

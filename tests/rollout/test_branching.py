@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ludus.algorithms.algorithm import PartOptions
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import LengthConfig, RewardsConfig

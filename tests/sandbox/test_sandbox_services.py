@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from pydantic import ValidationError
 
-from ludus.config.sections.sandbox import SandboxConfig
+from ludus.config.sections.rollout import SandboxConfig
 from ludus.envs.registry import sandbox_settings
 from ludus.errors import UserError, WorldError
 from ludus.sandbox import Limits, SandboxSettings, open_sandbox

@@ -21,8 +21,16 @@ from ludus.rollout import group_queue
 from ludus.rollout.stream_control import ConcurrencyController, EngineLoad, PassTimeModel, PassTimes, StreamThroughput
 from ludus.simulator.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
 from ludus.simulator.devices import DevicePool, Overlap, SimEngine, SimLearner, run_virtual
-from ludus.simulator.estimate import estimate, model_seconds, running_sequences, slowest_episode
-from ludus.simulator.fit import ToolCalls, fit, measured_steps, tool_cost
+from ludus.simulator.fit import (
+    ToolCalls,
+    estimate,
+    fit,
+    measured_steps,
+    model_seconds,
+    running_sequences,
+    slowest_episode,
+    tool_cost,
+)
 from ludus.simulator.simulate import simulate
 from ludus.training.run.run_dir import RunFolder
 from tiny_run import ludus, refused

@@ -29,7 +29,7 @@ from ludus.cluster.protocol import (
     failed,
 )
 from ludus.config.schema import Config
-from ludus.config.sections.sandbox import SandboxConfig
+from ludus.config.sections.rollout import SandboxConfig
 from ludus.engines.embedded.engine import LocalEngine
 from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.engines.remote.engine import ServerEngine

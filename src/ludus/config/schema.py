@@ -22,12 +22,10 @@ from ludus.config.sections.cluster import ClusterConfig
 from ludus.config.sections.mixture import budget_fault
 from ludus.config.sections.model import ModelConfig
 from ludus.config.sections.rewards import RewardModelConfig, RewardsConfig
-from ludus.config.sections.rollout import EngineConfig, EnvConfig, RolloutConfig
-from ludus.config.sections.sandbox import SandboxConfig
+from ludus.config.sections.rollout import EngineConfig, EnvConfig, RolloutConfig, SandboxConfig
 from ludus.config.sections.section import Section
 from ludus.config.sections.stages import PreferenceConfig, RftConfig, SftConfig
-from ludus.config.sections.staleness import StalenessConfig
-from ludus.config.sections.training import TrainingConfig
+from ludus.config.sections.training import StalenessConfig, TrainingConfig
 
 
 class EvaluationConfig(Section):

@@ -141,7 +141,6 @@ def _renamed() -> dict[str, dict[str, str]]:
 
 
 def _contents(section: str) -> str:
-    """Return the settings of a section, as the second half of a sentence."""
     own = [s.key for s in list_settings() if s.key.startswith(f"{section}.")]
     free = " (keys of the world itself go under env.settings)" if section == "env" else ""
     return f"{section} has {', '.join(own)}{free}"

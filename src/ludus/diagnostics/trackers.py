@@ -201,7 +201,6 @@ def _open_to_append(path: Path) -> FileIO:
 
 
 def _append(file: FileIO, path: Path, data: bytes) -> None:
-    """Write all of `data` through to the disk, or none of it."""
     before = os.fstat(file.fileno()).st_size
     try:
         rest = memoryview(data)

@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from ludus.config.sections.rollout import EnvConfig, RolloutConfig
-from ludus.config.sections.sandbox import SandboxConfig
+from ludus.config.sections.rollout import EnvConfig, RolloutConfig, SandboxConfig
 from ludus.envs.base import World
 from ludus.envs.mixture import MixedWorld, MixtureMember, bounded, check_tools
 from ludus.envs.tool_env import ToolLimits
@@ -66,7 +65,6 @@ def _one_world(name: str, settings: Mapping[str, object], rollout: RolloutConfig
 
 
 def _mixture(env: EnvConfig, rollout: RolloutConfig) -> MixedWorld:
-    """Return the worlds of `env.mixture`. Errors name the member."""
     members = []
     for name, member in env.mixture.items():
         own = bounded(rollout, member)

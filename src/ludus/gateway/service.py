@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from ludus.chat.render import TemplateRenderer, Tokenizer
 from ludus.engines.base import Request
 from ludus.engines.embedded.engine import LocalEngine, Piece
-from ludus.engines.models.lora_files import read_adapter
+from ludus.engines.models.lora import read_adapter
 from ludus.errors import EngineBusy, SyncError, UserError
 from ludus.gateway.protocol.detokenize import TokenNames
 from ludus.gateway.protocol.requests import BadRequest, Sampling, TokenIds

@@ -22,8 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ludus.config.sections.rewards import RewardsConfig
-from ludus.config.sections.rollout import EnvConfig, RolloutConfig
-from ludus.config.sections.sandbox import SandboxConfig
+from ludus.config.sections.rollout import EnvConfig, RolloutConfig, SandboxConfig
 from ludus.envs.base import World
 from ludus.envs.registry import WORLDS, build_world
 from ludus.errors import LudusError

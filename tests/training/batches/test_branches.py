@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from ludus.algorithms.filters import GresoState
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import LengthConfig, RewardsConfig
-from ludus.config.sections.staleness import ReplayConfig
+from ludus.config.sections.training import ReplayConfig
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.envs.base import TaskOrder
 from ludus.errors import LearnerError

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.errors import LearnerError
 from ludus.training.batches.rows import FiniteChecks, microbatches
 from ludus.training.credit.advantages import Estimates, assign_credit, with_estimates

@@ -12,7 +12,7 @@ import torch
 from transformers import GPT2Config
 
 from ludus.algorithms import advantages
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.chat.render import render_dialogue
 from ludus.cli.main import main
 from ludus.config.schema import Config

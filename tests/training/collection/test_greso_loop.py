@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from ludus.algorithms.filters import GresoState
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.cli.main import main
 from ludus.config.schema import Config
 from ludus.envs.base import TaskOrder

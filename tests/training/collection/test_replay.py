@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from ludus.algorithms.spec.presets import PRESETS
-from ludus.algorithms.spec.resolve import algorithm_of
+from ludus.algorithms.spec.resolve import PRESETS, algorithm_of
 from ludus.config.load import load_config
-from ludus.config.sections.staleness import ReplayConfig, StalenessConfig
+from ludus.config.sections.training import ReplayConfig, StalenessConfig
 from ludus.errors import ConfigError, StorageError
 from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.scheduler import Episode

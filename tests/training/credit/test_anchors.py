@@ -10,7 +10,7 @@ import torch
 
 from ludus.algorithms import advantages
 from ludus.algorithms.algorithm import PartOptions
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.envs.base import Environment
 from ludus.errors import WorldError
 from ludus.rollout.episode import EpisodeLimits, run_episode

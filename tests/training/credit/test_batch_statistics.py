@@ -10,7 +10,7 @@ import torch
 from algorithm_parts import ADVANTAGES, GREEDY_ADVANTAGES, WHITENED_ADVANTAGES
 from ludus.algorithms import advantages
 from ludus.algorithms.kl import penalised_advantages
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.training.collection.filters import mask_over_age
 from ludus.training.credit.advantages import Estimates, assign_credit, training_rows, with_estimates

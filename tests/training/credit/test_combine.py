@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from algorithm_parts import GREEDY_ADVANTAGES
 from ludus.algorithms.advantages.running_baselines import DomainMoments
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import RewardsConfig

@@ -15,8 +15,7 @@ from ludus.algorithms.advantages import optimal_token_baseline
 from ludus.algorithms.algorithm import PartOptions
 from ludus.algorithms.kl import control_of, penalised_advantages, penalised_rewards
 from ludus.algorithms.shaping import soft_overlong
-from ludus.algorithms.spec.presets import PRESETS
-from ludus.algorithms.spec.resolve import resolve
+from ludus.algorithms.spec.resolve import PRESETS, resolve
 from ludus.config.load import load_config
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.errors import LearnerError, SyncError

@@ -18,7 +18,7 @@ import torch
 
 from ludus.algorithms.algorithm import Algorithm
 from ludus.algorithms.objective import Normalizer, objective
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.algorithms.tensors import TokenBatch
 from ludus.config.load import load_config
 from ludus.envs.base import TaskOrder

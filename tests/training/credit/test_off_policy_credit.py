@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ludus.algorithms.spec.presets import PRESETS
-from ludus.algorithms.spec.resolve import algorithm_of, resolve
+from ludus.algorithms.spec.resolve import PRESETS, algorithm_of, resolve
 from ludus.config.load import load_config
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.errors import ConfigError

@@ -21,7 +21,7 @@ from algorithm_parts import ADVANTAGES
 from ludus.algorithms.advantages import grpo
 from ludus.algorithms.algorithm import Algorithm, PartOptions
 from ludus.algorithms.filters import variance_top, zero_variance
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.training.credit.advantages import assign_credit
 from tests.algorithms.test_presets_exact import CASE, WON, Case, real_gradient, real_outcomes
 from tests.training.credit.test_credit import group, table

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.config import load_config
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import RewardsConfig

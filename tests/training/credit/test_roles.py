@@ -12,11 +12,11 @@ import torch
 from ludus.algorithms import advantages
 from ludus.algorithms.advantages.running_baselines import RoleBaselines
 from ludus.algorithms.algorithm import PartOptions
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.cli.main import main
 from ludus.config.schema import Config
 from ludus.config.sections.algorithm import AlgorithmConfig
-from ludus.config.sections.staleness import ReplayConfig
+from ludus.config.sections.training import ReplayConfig
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
 from ludus.recipes import recipe_folder

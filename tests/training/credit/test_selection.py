@@ -13,8 +13,7 @@ import torch
 from algorithm_parts import GREEDY_ADVANTAGES
 from ludus.algorithms import advantages
 from ludus.algorithms.filters import variance_top, variance_top_p
-from ludus.algorithms.spec.presets import PRESETS
-from ludus.algorithms.spec.resolve import resolve
+from ludus.algorithms.spec.resolve import PRESETS, resolve
 from ludus.config.load import load_config
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.envs.base import TaskOrder

@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.cli.commands.calibrate import recorded_groups
 from ludus.config.load import load_config
 from ludus.envs.registry import build_world

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.engines.models.loading import load_model
 from ludus.training.learner.learner import CachedLogprobs, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer

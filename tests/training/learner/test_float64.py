@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.engines.models.loading import load_model
 from ludus.recipes import recipe_folder
 from ludus.training.learner.learner import Learner, LearnerSettings

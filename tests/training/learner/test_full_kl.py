@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from ludus.algorithms.kl import FULL_KLS
-from ludus.algorithms.spec.presets import PRESETS
-from ludus.algorithms.spec.resolve import resolve
+from ludus.algorithms.spec.resolve import PRESETS, resolve
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.errors import LearnerError
 from ludus.training.batches.chunked_lm_head import DivergenceTarget, HiddenStates, LmHead, divergence

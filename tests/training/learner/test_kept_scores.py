@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.training.credit.advantages import assign_credit, training_rows
 from ludus.training.learner.learner import CachedLogprobs, LearnerSettings, LogprobCache
 from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens

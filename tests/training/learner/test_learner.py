@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from ludus.algorithms.algorithm import Algorithm, PartOptions
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.errors import LearnerError
 from ludus.training.batches.rows import Row, microbatches, row_of_trajectory
 from ludus.training.learner.learner import CachedLogprobs, Learner, LearnerSettings, choose_tokens

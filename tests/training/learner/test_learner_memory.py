@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.config.sections.model import LoraConfig
 from ludus.errors import LearnerError
 from ludus.training.learner.learner import LearnerSettings, out_of_memory

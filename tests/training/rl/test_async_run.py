@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ludus.algorithms.spec.presets import PRESETS
-from ludus.algorithms.spec.resolve import algorithm_of
+from ludus.algorithms.spec.resolve import PRESETS, algorithm_of
 from ludus.cli.ui.progress import idle_words
 from ludus.config.load import load_config
 from ludus.config.schema import Config
-from ludus.config.sections.staleness import StalenessConfig
+from ludus.config.sections.training import StalenessConfig
 from ludus.diagnostics.metrics import ALARM_STEPS
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import StorageError, WorldError

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ludus.algorithms import advantages
-from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.training.credit.advantages import assign_credit, training_rows

@@ -12,8 +12,7 @@ import torch
 from ludus.algorithms.algorithm import PartOptions
 from ludus.algorithms.kl import KlState, control_of
 from ludus.algorithms.objective import Normalizer, objective
-from ludus.algorithms.spec.presets import PRESETS
-from ludus.algorithms.spec.resolve import resolve
+from ludus.algorithms.spec.resolve import PRESETS, resolve
 from ludus.algorithms.tensors import TokenBatch
 from ludus.cli.main import main
 from ludus.config.schema import Config

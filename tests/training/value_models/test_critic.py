@@ -11,8 +11,7 @@ import torch
 
 from algorithm_parts import CRITIC_ADVANTAGES
 from ludus.algorithms import advantages
-from ludus.algorithms.spec.presets import PRESETS
-from ludus.algorithms.spec.resolve import algorithm_of
+from ludus.algorithms.spec.resolve import PRESETS, algorithm_of
 from ludus.cli.main import main
 from ludus.config.load import load_config
 from ludus.config.schema import Config

@@ -9,8 +9,7 @@ import torch
 
 from ludus.algorithms import advantages
 from ludus.algorithms.algorithm import PartOptions
-from ludus.algorithms.spec.presets import PRESETS
-from ludus.algorithms.spec.resolve import algorithm_of
+from ludus.algorithms.spec.resolve import PRESETS, algorithm_of
 from ludus.config.load import load_config
 from ludus.training.batches.rows import row_of_trajectory
 from ludus.training.credit.advantages import Estimates, assign_credit, with_estimates

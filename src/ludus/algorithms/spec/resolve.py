@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import tomllib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib import resources
 
 from ludus.algorithms.algorithm import TERM_OPTIONS, Algorithm, Need, Part, PartOptions
 from ludus.algorithms.kl import FULL_KL_NAMES, KL_NAMES, PLACEMENTS
 from ludus.algorithms.objective import AGGREGATIONS
-from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.schema import Config
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.config.sections.algorithm import PartOptionsConfig as PartOptionsConfig
 from ludus.config.sections.rewards import RewardsConfig
 from ludus.errors import ConfigError, did_you_mean
 from ludus.rewards.base import Reward
+
+
+def _presets() -> dict[str, Algorithm]:
+    text = resources.files(__package__).joinpath("presets.toml").read_text("utf-8")
+    return {
+        name: Algorithm(name=name, **fields | {"options": PartOptions(**fields.get("options", {}))})
+        for name, fields in tomllib.loads(text).items()
+    }
+
+
+PRESETS: dict[str, Algorithm] = _presets()
+
+TURN_LEVEL = PRESETS["turn_return_hybrid"]
+"""The turn-level algorithm that turn rewards are calibrated for if the run has none."""
+
 
 TOP_P = 0.9
 """`top_variance_fraction` of the filter top_p, unless set (RAGEN-2, arXiv:2604.06268)."""

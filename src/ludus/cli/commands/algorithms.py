@@ -17,8 +17,7 @@ from ludus.algorithms.corrections import CORRECTIONS
 from ludus.algorithms.kl import KL_NAMES
 from ludus.algorithms.losses import LOSSES
 from ludus.algorithms.objective import AGGREGATIONS
-from ludus.algorithms.spec.presets import PRESETS
-from ludus.algorithms.spec.resolve import resolve
+from ludus.algorithms.spec.resolve import PRESETS, resolve
 from ludus.cli.arguments import no_settings
 from ludus.cli.ui.terminal import make_console, make_table, print_line
 from ludus.config.sections.algorithm import AlgorithmConfig

@@ -138,7 +138,6 @@ def read_api_key(path: Path) -> str:
 async def _evaluate(
     args: argparse.Namespace, config: Config, world: World, console: Console
 ) -> tuple[list[EvaluatedEpisodes], list[SavedEvaluation]]:
-    """Run all evaluations, and save each when it ends."""
     label = f"baseline-{args.baseline}" if args.baseline else ""
     played, saved, folder = [], [], None
     backend = await make_backend(args, config, world)

@@ -22,8 +22,7 @@ from ludus.cli.arguments import check_run, no_settings
 from ludus.cli.ui.terminal import make_console, make_table, print_line
 from ludus.errors import UserError
 from ludus.simulator.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
-from ludus.simulator.estimate import estimate
-from ludus.simulator.fit import fit, layout_of, run_config
+from ludus.simulator.fit import estimate, fit, layout_of, run_config
 from ludus.simulator.simulate import SimRun, simulate
 from ludus.training.run.run_dir import RunFolder
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ludus.engines.base import BASE, DEFAULT
-from ludus.engines.models.lora_files import write_adapter
+from ludus.engines.models.lora import write_adapter
 from ludus.engines.remote.api_adapters import ApiAdapter, RemoteAdapter
 from ludus.engines.remote.http_client import Replica
 from ludus.engines.remote.weight_folder import WeightFolder, unwritable

@@ -127,7 +127,6 @@ class Placement:
                 self._waiting[min(as_old, key=lambda other: busy[other.url])] = self.newest
 
     def _busy(self) -> Counter[str]:
-        """Count episodes by engine address."""
         return Counter(pin.url for pin in self._pins.values())
 
 
@@ -248,7 +247,6 @@ class RollingUpdates:
         self.start_due_updates()
 
     def _versions(self) -> str:
-        """Return the number of engines per version as text."""
         counts = Counter(map(self.placement.version_of, self.placement.replicas))
         return ", ".join(f"{counts[version]} at version {version}" for version in sorted(counts))
 

@@ -115,7 +115,6 @@ class WeightPublisher:
             replica.holds, replica.behind = self.version, None
 
     async def _save(self, version: int, state: Mapping[str, torch.Tensor]) -> Path:
-        """Write weights and return their folder."""
         folder = self._weight_folder.folder(f"{self._name}-{version}", sum(t.nbytes for t in state.values()))
         await asyncio.to_thread(save_weights, folder, state)
         return folder

@@ -14,7 +14,6 @@ from ludus.rewards.base import RewardFunction, truth_of
 from ludus.rewards.extract import Evidence, NotJson, read_json
 from ludus.rewards.json_match import is_number, same_number
 from ludus.types import JSON, Task, Trajectory
-from ludus.untrusted.keys import number_key, tuple_key
 
 Cell = None | bool | int | float | str
 Row = tuple[Cell, ...]
@@ -154,3 +153,19 @@ def _same(one: Row, other: Row, tolerance: float) -> bool:
 def _are_close(one: Cell, other: Cell) -> bool:
     """Whether both are numbers, and one of them a float: nearness is enough."""
     return is_number(one) and is_number(other) and (isinstance(one, float) or isinstance(other, float))
+
+
+def number_key(number: float) -> str:
+    """Return the key of an integer or float, equal for 1 and 1.0; hexadecimal, which takes linear time.
+
+    Untrusted values are compared by string keys: Python hashes an integer modulo 2**61 - 1, so chosen values can
+    make sets and dictionaries take quadratic time. String hashes are randomized.
+    """
+    if isinstance(number, int) or number.is_integer():
+        return hex(int(number))
+    return float(number).hex()
+
+
+def tuple_key(keys: list[str]) -> str:
+    """Return the key of a sequence of values with these keys."""
+    return f"{','.join(map(str, map(len, keys)))}:{''.join(keys)}"

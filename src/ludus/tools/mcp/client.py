@@ -429,7 +429,6 @@ def _schema(prefix: str, listed: types.Tool) -> ToolSchema:
 
 
 def _describe(error: ValidationError) -> str:
-    """Describe a violation as `Tool.check` does."""
     where = ".".join(map(str, error.absolute_path)) or "arguments"
     if error.validator == "required":
         missing = [name for name in error.validator_value if name not in error.instance]

@@ -21,7 +21,7 @@ from ludus.algorithms.advantages.running_baselines import RoleBaselines
 from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.filters import GresoSettings, GresoState, Visit, variance_top, variance_top_p
 from ludus.config.schema import Config
-from ludus.config.sections.staleness import StalenessConfig
+from ludus.config.sections.training import StalenessConfig
 from ludus.diagnostics.metrics import MEAN_AGE
 from ludus.envs.base import TaskSequence
 from ludus.rollout.ledger import RolloutOutcome

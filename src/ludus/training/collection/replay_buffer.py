@@ -18,7 +18,7 @@ from typing import Final
 
 from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.config.schema import Config
-from ludus.config.sections.staleness import ReplayConfig
+from ludus.config.sections.training import ReplayConfig
 from ludus.errors import ConfigError, StorageError
 from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts

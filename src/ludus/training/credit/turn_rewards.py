@@ -21,7 +21,7 @@ from torch import Tensor
 from ludus.algorithms.advantages.calibration import TierCalibration, calibrate_tiers, tier_advantages
 from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.shaping import ShapingRange, length_linear, length_sigmoid
-from ludus.algorithms.spec.presets import TURN_LEVEL
+from ludus.algorithms.spec.resolve import TURN_LEVEL
 from ludus.config.sections.rewards import PROGRESS, LengthConfig, RewardsConfig
 from ludus.rewards.code.turns import turn_of_call
 from ludus.rollout.scheduler import Episode

@@ -143,7 +143,6 @@ Steps = dict[tuple[int, ...], dict[tuple[int, ...], list[float]]]
 
 
 def _steps(records: Sequence[RolloutRecord], max_tokens: int) -> Steps:
-    """Return the steps in the order in which they occur."""
     steps: Steps = {}
     for record in records:
         if record.trajectory.failure is not None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ludus.untrusted.keys import number_key, tuple_key
+from ludus.rewards.code.sql_rows import number_key, tuple_key
 from ludus.worlds.code import guest_runner
 
 _CLOSE = 1e-9

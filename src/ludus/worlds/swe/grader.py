@@ -152,7 +152,6 @@ def _functions(tests: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _whole(problem: SweProblem, tree: Mapping[str, bytes], allowed: frozenset[str] | None) -> TestTrial:
-    """Return the run of all tests of the suite, unmasked."""
     tests = _functions(problem.suite.tests("all"))
     return TestTrial(tree, problem.layout, problem.files, tests, allowed=allowed)
 
