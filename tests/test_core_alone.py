@@ -80,6 +80,7 @@ def test_the_core_trains_and_evaluates(bare):
     assert judged.returncode == 0, judged.stderr
 
 
+@pytest.mark.pages
 @pytest.mark.parametrize(
     ("words", "extra"),
     [

@@ -79,7 +79,7 @@ def test_a_critic_values_states_without_dropout():
     one = Critic(dropping_model(), OptimizerSettings(learning_rate=1e-2, total_steps=10))
     with torch.no_grad():
         one.head.weight.normal_()
-    first, second = one.values(rows), one.values(rows)
+    first, second = one.score(rows), one.score(rows)
     assert all(torch.equal(a, b) and a.any() for a, b in zip(first, second, strict=True))
 
 

@@ -71,6 +71,7 @@ def catalogue(tmp_path_factory) -> Path:
 TIDY_TASKS = "7237638c368aca3637a582f5220fcd40d8a83173d4fe35e0e6650cd5c617485e"
 
 
+@pytest.mark.pages
 def test_mining_draws_the_same_tasks_each_time(catalogue):
     text = (catalogue / "tasks.jsonl").read_bytes()
     assert hashlib.sha256(text).hexdigest() == TIDY_TASKS
@@ -358,6 +359,7 @@ def applies(problem):
     return all(tree[path] == content for path, content in problem.fixed.items())
 
 
+@pytest.mark.pages
 def test_mined_bugs_break_their_tests_and_the_repair_fixes_them(catalogue):
     world = make(catalogue)
     problems = [world.problem(name) for name in world.cases][:2]

@@ -139,6 +139,7 @@ print(dry_run(one, 512).activations)
 """
 
 
+@pytest.mark.scale
 def test_activations_are_measured():
     command = [sys.executable, "-c", _MEASURE]  # a process of its own has no freed memory to take again
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -123,12 +123,14 @@ def test_the_same_seed_gives_the_same_bytes_also_where_the_cache_is_given_up(fin
     assert [name for name in first if first[name] != second[name]] == []
 
 
+@pytest.mark.scale
 def test_rewards_on_a_thread_give_the_bytes_of_those_in_a_process(finished, tmp_path):
     run(tmp_path / "here", rollout__reward_processes="0")
     first, second = lasting_files(finished), lasting_files(tmp_path / "here")
     assert [name for name in first if first[name] != second[name]] == []
 
 
+@pytest.mark.scale
 def test_a_small_cache_evicts_and_gives_the_same_bytes(finished, tmp_path):
     run(tmp_path / "tight", engine__kv_cache_tokens="1")
     first, second = lasting_files(finished), lasting_files(tmp_path / "tight")
