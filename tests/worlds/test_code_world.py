@@ -566,7 +566,7 @@ def test_public_layouts_are_read(sandbox, tmp_path, layout, rows, split, wrong):
         ("own", '{"prompt": "a", "entry": 5, "tests": [{"args": [], "result": 1}]}', '"entry" is not the name'),
         ("humaneval", '{"prompt": "def f(:", "entry_point": "f", "test": "", "task_id": "a"}', "is not Python"),
         ("mbpp", '{"task_id": "a"}', "is not a number"),
-        ("mbpp", '{"task_id": 1, "text": "", "code": "x = 1", "test_list": ["assert f(1)"]}', "does not call a function"),
+        ("mbpp", '{"task_id": 1, "text": "", "code": "x = 1", "test_list": ["assert f(1)"]}', "does not call"),
         ("apps", '{"question": "a", "input_output": "{}"}', "no inputs and outputs"),
         ("apps", '{"question": "a", "input_output": {"inputs": ["a"], "outputs": []}}', "1 inputs and 0 outputs"),
         ("livecodebench", '{"question_content": "a"}', "has no test cases"),
