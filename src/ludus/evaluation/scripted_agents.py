@@ -36,7 +36,7 @@ class AgentKind(StrEnum):
     """Kind of an agent, which determines the rewards that it may receive."""
 
     CHEAT = "cheat"
-    """Does not attempt the task: must not be rewarded, unless no action is the correct solution."""
+    """Does not attempt the task: must not be rewarded, unless doing nothing is the correct solution."""
     CHANCE = "chance"
     """Acts at random or guesses: may be rewarded on at most half of the tasks."""
     ORACLE = "oracle"
