@@ -88,7 +88,7 @@ def test_an_alarm_is_told_once_with_its_steps():
         ({"loss/policy": 0.0, "groups/zero_variance": 1.0}, "all rewards within each group were equal"),
         ({"loss/policy": 1e-9, "groups/zero_variance": 0.5, "optim/grad_norm": 0.25}, "its norm is 0.25"),
         ({"loss/policy": 0.0, "optim/grad_norm": 0.0}, "both 0: the step did not change the weights"),
-        ({"ledger/started": 8.0, "reward/mean": 0.0}, "has no loss: none of its rollouts trained"),
+        ({"ledger/started": 8.0, "reward/mean": 0.0}, "has no loss: none of its rollouts was trained on"),
         ({"loss/policy": 0.01, "groups/zero_variance": 1.0}, ""),
         ({"loss/policy": -0.5, "loss/total": 0.0}, ""),
     ],

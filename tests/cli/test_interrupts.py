@@ -20,7 +20,7 @@ import signal, time
 from ludus.cli import signals
 from ludus.cli.signals import watched_interrupts
 
-signals._SAME_PRESS_S = SAME_PRESS_S
+signals._DUPLICATE_S = SAME_PRESS_S
 signal.signal(signal.SIGINT, lambda number, frame: None)
 with watched_interrupts("Resume the run with: ludus train --resume R"):
     print("begun", flush=True)
@@ -32,7 +32,7 @@ with watched_interrupts("Resume the run with: ludus train --resume R"):
 @pytest.fixture
 def stuck(request):
     """A process that no interrupt stops by itself, inside the watch; a parameter is how soon is at once."""
-    same_press_s = getattr(request, "param", signals._SAME_PRESS_S)
+    same_press_s = getattr(request, "param", signals._DUPLICATE_S)
     program = STUCK.replace("= SAME_PRESS_S", f"= {same_press_s}")
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

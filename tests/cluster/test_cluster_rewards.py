@@ -161,7 +161,7 @@ def test_an_episode_that_ends_one_reward_worker_after_another_is_a_failure_of_it
     async def scenario(made):
         rewards = workers(made)
         rewards.pool.reconcile()
-        with pytest.raises(ScoringLost, match=f"{TRIES} reward workers were lost over task t: .*2 is gone"):
+        with pytest.raises(ScoringLost, match=f"{TRIES} reward workers died scoring task t: .*2 is gone"):
             await rewards.scored(TASK, PLAYED)
         made[TRIES].ends = False
         assert (await rewards.scored(TASK, PLAYED)).reward == 1.0

@@ -551,7 +551,7 @@ def test_public_layouts_are_read(sandbox, tmp_path, layout, rows, split, wrong):
 @pytest.mark.parametrize(
     ("layout", "line", "said"),
     [
-        ("kodcode", '{"solution": "", "test": "def test_a(): pass", "question": ""}', "uses nothing"),
+        ("kodcode", '{"solution": "", "test": "def test_a(): pass", "question": ""}', "does not use"),
         ("kodcode", '{"solution": "", "test": "from solution import f", "question": ""}', "no test function"),
         ("own", "{", "it is not JSON"),
         ("own", "[1]", "not a JSON object"),
@@ -566,7 +566,7 @@ def test_public_layouts_are_read(sandbox, tmp_path, layout, rows, split, wrong):
         ("own", '{"prompt": "a", "entry": 5, "tests": [{"args": [], "result": 1}]}', '"entry" is not the name'),
         ("humaneval", '{"prompt": "def f(:", "entry_point": "f", "test": "", "task_id": "a"}', "is not Python"),
         ("mbpp", '{"task_id": "a"}', "is not a number"),
-        ("mbpp", '{"task_id": 1, "text": "", "code": "x = 1", "test_list": ["assert f(1)"]}', "calls no function"),
+        ("mbpp", '{"task_id": 1, "text": "", "code": "x = 1", "test_list": ["assert f(1)"]}', "does not call"),
         ("apps", '{"question": "a", "input_output": "{}"}', "no inputs and outputs"),
         ("apps", '{"question": "a", "input_output": {"inputs": ["a"], "outputs": []}}', "1 inputs and 0 outputs"),
         ("livecodebench", '{"question_content": "a"}', "has no test cases"),

@@ -1,4 +1,4 @@
-"""The format of Llama 3.2, Llama 4 and others: a list of Python calls, `[f(a=1, b="x"), g()]`.
+"""Parser of the tool-call format of Llama 3.2, Llama 4 and others: a list of calls, `[f(a=1, b="x"), g()]`.
 
 The text is parsed with `ast` and never evaluated.
 """
@@ -22,12 +22,12 @@ _JSON_WORDS = {"true": "True", "false": "False", "null": "None"}
 
 @dataclass(frozen=True, slots=True)
 class PythonicParser:
-    """Parses a list of calls whose keyword arguments are literals; tuples become lists.
+    """Parser of a list of calls with literal keyword arguments; tuples become lists.
 
     Accepts a leading `<|python_tag|>` or `<|python_start|>`, a trailing `<|python_end|>`, and a Markdown
-    fence around the whole. A list that does not start with a call is content.
+    fence around the whole text. A list that does not start with a call is content.
 
-    Errors: a list that does not parse (one error for the whole), positional, repeated or starred arguments,
+    Errors: a list that does not parse (one error for the whole list), positional, repeated or starred arguments,
     values that are not literals, items that are not calls, and a call outside a list.
     """
 

@@ -1,8 +1,8 @@
-"""Ctrl-C during a run: the first one stops the run, the second one ends the process immediately.
+"""SIGINT handling of a run: the first Ctrl-C stops the run, the second one ends the process immediately.
 
-Watches SIGINT in addition to Python, which stops the run as soon as it can. Prints a sentence on standard error for
-each interrupt, and logs the first. The second interrupt ends the process even during a long computation. Never stops a
-run itself, and does nothing outside the `with` block.
+A thread watches SIGINT in addition to Python's handler, which stops the run as soon as Python code executes. It prints
+a message to standard error for each interrupt, and logs the first. The second interrupt ends the process even during a
+long computation. Outside the `with` block nothing is watched.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from contextlib import contextmanager, suppress
 
 INTERRUPTED = 130
 """Exit code after an interrupt."""
-_SAME_PRESS_S = 0.3
-"""An interrupt this soon after the first is the same one, sent by both the terminal and the parent process."""
+_DUPLICATE_S = 0.3
+"""An interrupt within this time after the first is a duplicate, sent by both the terminal and the parent process."""
 _STANDARD_ERROR = 2
 _SHOW_CURSOR = "\x1b[?25h"
 
@@ -29,7 +29,7 @@ log = logging.getLogger("ludus")
 def watched_interrupts(hint: str) -> Iterator[None]:
     """Announce the first interrupt in the block, and end the process on the second, printing `hint`.
 
-    Does nothing outside the main thread, which alone receives interrupts.
+    Does nothing outside the main thread, since only that receives signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -57,7 +57,7 @@ def _watch(read_end: int, hint: str) -> None:
             first_s = time.monotonic()
             _write_line("Interrupted: stopping the run. Press Ctrl-C again to end it immediately.")
             log.warning("interrupted: stopping the run")
-        elif time.monotonic() - first_s > _SAME_PRESS_S:
+        elif time.monotonic() - first_s > _DUPLICATE_S:
             _write_line(f"Ended immediately. {hint}")
             os._exit(INTERRUPTED)
     os.close(read_end)
@@ -66,5 +66,5 @@ def _watch(read_end: int, hint: str) -> None:
 def _write_line(text: str) -> None:
     """Write a line to standard error without locks, below a progress bar."""
     cursor = _SHOW_CURSOR if os.isatty(_STANDARD_ERROR) else ""
-    with suppress(OSError):  # nobody reads it
+    with suppress(OSError):  # standard error may be closed
         os.write(_STANDARD_ERROR, f"{cursor}\n{text}\n".encode())

@@ -1,9 +1,9 @@
 """Pool of reward workers.
 
-If a worker is lost, its trajectory is scored by another one; the episode is not repeated. Rewards depend on
+If a worker dies, its trajectory is scored by another one; the episode is not repeated. Rewards depend on
 task and trajectory alone, so a timeout is not retried: it raises `RewardTimeout`, and the worker, which may
-hang, is drained and replaced. Raises errors of rewards, and `ScoringLost` if several workers are lost on the
-same trajectory; the caller decides whether to retry. An abandoned scoring occupies its slot until it ends,
+hang, is drained and replaced. Propagates exceptions of rewards; raises `ScoringLost` if several workers die on the
+same trajectory; the caller decides whether to retry. A cancelled scoring occupies its slot until it ends,
 since a reward cannot be interrupted.
 """
 
@@ -23,20 +23,20 @@ from ludus.rollout.reward_executor import RewardTimeout, graded, waited
 from ludus.types import Task, Trajectory
 
 TRIES = 3
-"""Number of workers that may be lost on one trajectory."""
+"""Maximum attempts to score one trajectory."""
 
 log = logging.getLogger("ludus.cluster")
 
 
 class ScoringLost(WorldError):
-    """Raised if every reward worker that scored an episode was lost."""
+    """Raised if every reward worker that scored an episode died."""
 
     part = "reward"
 
 
 @dataclass
 class RewardWorkers:
-    """Pool of reward workers; `start` launches one. Belongs to the worker group's event loop."""
+    """Pool of reward workers; `start` launches one. Use only on the worker group's event loop."""
 
     config: ClusterConfig
     start: Callable[[int], Awaitable[WorkerHandle]]
@@ -49,27 +49,27 @@ class RewardWorkers:
     async def scored(self, task: Task, trajectory: Trajectory) -> Trajectory:
         """Return the trajectory with rewards, computed by the least busy worker."""
         lost: WorkerDied | None = None
-        begin = time.perf_counter()
+        start_s = time.perf_counter()
         for _ in range(TRIES):
             member = await self.pool.take(self.config.scorings_per_worker)
-            asked = asyncio.create_task(self._asked(member, ScoreJob(task, trajectory)))
-            self.pool.run_in_background(_end_of(asked))
+            scoring = asyncio.create_task(self._score_on(member, ScoreJob(task, trajectory)))
+            self.pool.run_in_background(_finish(scoring))
             try:
-                scores = await asyncio.shield(asked)
+                scores = await asyncio.shield(scoring)
                 found = replace(trajectory, rewards=scores.parts, reward=scores.total)
-                return waited(graded(found, scores.seconds), time.perf_counter() - begin)
+                return waited(graded(found, scores.seconds), time.perf_counter() - start_s)
             except WorkerDied as error:
                 if isinstance(error.__cause__, TimeoutError):
                     raise RewardTimeout(
                         f"The rewards of task {task.id} took longer than {self.config.scoring_timeout_s:g} s.",
-                        "Bound what they do, or see cluster.scoring_timeout_s.",
+                        "Make them faster, or increase cluster.scoring_timeout_s.",
                     ) from TimeoutError()
                 lost = error
-                log.warning("the scoring of task %s, sample %d, was lost", task.id, trajectory.sample)
+                log.warning("a reward worker died while scoring task %s, sample %d", task.id, trajectory.sample)
         assert lost is not None
-        raise ScoringLost(f"{TRIES} reward workers were lost over task {task.id}: {lost.message}", lost.hint) from lost
+        raise ScoringLost(f"{TRIES} reward workers died scoring task {task.id}: {lost.message}", lost.hint) from lost
 
-    async def _asked(self, member: PoolMember, job: ScoreJob) -> RewardScores:
+    async def _score_on(self, member: PoolMember, job: ScoreJob) -> RewardScores:
         """Send a job to a worker and free its slot; replace the worker on timeout or loss."""
         try:
             found = await member.remote.call(job, self.config.scoring_timeout_s)
@@ -85,10 +85,10 @@ class RewardWorkers:
             await self.pool.release(member)
 
 
-async def _end_of(asked: asyncio.Task[RewardScores]) -> None:
-    """Wait for a scoring, ignoring errors; the pool ends it on close."""
+async def _finish(scoring: asyncio.Task[RewardScores]) -> None:
+    """Wait for a scoring, ignoring errors; cancel it if the pool is closed."""
     try:
-        await asyncio.wait({asked})
+        await asyncio.wait({scoring})
     finally:
-        asked.cancel()
-        asked.add_done_callback(lambda task: task.cancelled() or task.exception())
+        scoring.cancel()
+        scoring.add_done_callback(lambda task: task.cancelled() or task.exception())

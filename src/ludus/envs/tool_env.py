@@ -1,6 +1,6 @@
-"""An environment of tools: run the tool calls of each action, end with an answer.
+"""Environment with tools: execute the tool calls of each action; end with an answer.
 
-`ToolExecutor` takes the calls of one action and returns one `ToolOutcome` for each: the well-formed calls in
+`ToolExecutor` executes the calls of one action and returns one `ToolOutcome` for each: the well-formed calls in
 order, then the malformed ones. Calls run in parallel, each with a deadline that includes the wait for the tool's
 concurrency limit and excludes the wait for a sandbox. A thread past its deadline, or a coroutine that ignores
 cancellation, is abandoned. A coroutine that blocks without awaiting blocks the event loop; blocking code belongs in a
@@ -31,14 +31,14 @@ from ludus.types import Action, CallError, Message, StepResult, Task, ToolCall, 
 
 
 class Resource(Protocol):
-    """A resource of an episode's tools, such as a `ludus.tools.workspace.Workspace`."""
+    """Resource of an episode's tools, such as a `ludus.tools.workspace.Workspace`."""
 
     async def open(self) -> None:
-        """Acquire it. An exception is an infrastructure failure."""
+        """Acquire the resource. An exception is an infrastructure failure."""
         ...
 
     async def close(self) -> None:
-        """Release it; also called if it was never opened."""
+        """Release the resource; also called if it was never opened."""
         ...
 
 
@@ -46,8 +46,8 @@ class ToolEnv(Environment):
     """One episode with tools.
 
     The calls of a turn run in parallel and return as tool messages in order; a malformed or failed call returns an
-    error text. The episode ends with a message without calls, or with a successful call of a tool whose traits say
-    that it `ends` the episode. `resources` are opened at the start and closed at the end.
+    error text. The episode ends with a message without calls, or with a successful call of a tool with the trait
+    `ends`. `resources` are opened at the start and closed at the end.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ def _as_message(outcome: ToolOutcome) -> Message:
 
 @dataclass(frozen=True, slots=True)
 class ToolLimits:
-    """Limits of one call: seconds to wait, and characters of output that the model sees.
+    """Limits of one call: timeout in seconds, and maximum characters of output in the observation.
 
     The middle of a longer output is replaced by a note with the number of omitted characters.
     """
@@ -99,13 +99,13 @@ class ToolLimits:
     max_output: int = 2000
 
     def deadline_s(self, tool: Tool) -> float:
-        """Return the time limit of a call: the tool's, or that of its latency class."""
+        """Return the timeout of a call: the tool's, or else `timeout_s` scaled by its latency class."""
         return self.timeout_s * PATIENCE[tool.traits.latency] if tool.timeout_s is None else tool.timeout_s
 
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """Status and complete output of a call, or the failure of the infrastructure."""
+    """Status and complete output of a call, or its infrastructure failure."""
 
     status: ToolStatus
     text: str
@@ -121,7 +121,7 @@ class _Attempts:
 
 @dataclass
 class ToolExecutor:
-    """Executes calls of an episode's tools. Raises UserError if two tools share a name."""
+    """Executor of tool calls of an episode. Raises UserError if two tools share a name."""
 
     tools: Sequence[Tool]
     limits: ToolLimits = ToolLimits()
@@ -131,7 +131,7 @@ class ToolExecutor:
         self._by_name = {tool.name: tool for tool in self.tools}
         if len(self._by_name) < len(self.tools):
             names = ", ".join(tool.name for tool in self.tools)
-            raise UserError(f"Two tools share a name: {names}.", "Give each a name: @tool(name=...).")
+            raise UserError(f"Two tools share a name: {names}.", "Set unique names with @tool(name=...).")
 
     async def run(self, action: Action) -> tuple[ToolOutcome, ...]:
         """Run all calls of an action concurrently; malformed calls return outcomes with the reason.
@@ -146,22 +146,22 @@ class ToolExecutor:
         return (*outcomes, *map(self._malformed, action.errors))
 
     async def _call(self, call: ToolCall) -> ToolOutcome | ToolFault:
-        begin, attempts = time.perf_counter(), _Attempts()
-        reply = await self._answer(call, attempts)
+        start_s, attempts = time.perf_counter(), _Attempts()
+        reply = await self._execute(call, attempts)
         if reply.fault is not None:
             fault = ToolFault(f"The tool {call.name} failed: {reply.fault.message}", reply.fault.hint)
             fault.__cause__ = reply.fault
             return fault
-        text, truncated = self._cut(reply.text)
-        outcome = ToolOutcome(call.id, call.name, reply.status, text, truncated, time.perf_counter() - begin)
+        text, truncated = self._truncated(reply.text)
+        outcome = ToolOutcome(call.id, call.name, reply.status, text, truncated, time.perf_counter() - start_s)
         cost = self._by_name[call.name].traits.cost * attempts.count if attempts.count else 0.0
         return replace(outcome, cost=cost, retried=attempts.count > 1)
 
     def _malformed(self, error: CallError) -> ToolOutcome:
-        text, truncated = self._cut(as_text(f"Error: {error.reason}"))
+        text, truncated = self._truncated(as_text(f"Error: {error.reason}"))
         return ToolOutcome(error.id, "", ToolStatus.MALFORMED, text, truncated)
 
-    async def _answer(self, call: ToolCall, attempts: _Attempts) -> _Reply:
+    async def _execute(self, call: ToolCall, attempts: _Attempts) -> _Reply:
         tool = self._by_name.get(call.name)
         if tool is None:
             known = ", ".join(self._by_name) or "none"
@@ -187,8 +187,8 @@ class ToolExecutor:
                 work.cancel()
         return _Reply(ToolStatus.TIMED_OUT, f"Error: {tool.name} took longer than {timeout_s:g} s.")
 
-    def _cut(self, text: str) -> tuple[str, bool]:
-        """Return the text and whether it was truncated, with its start and end kept."""
+    def _truncated(self, text: str) -> tuple[str, bool]:
+        """Return the text, without its middle if it is too long, and whether it was truncated."""
         bound = self.limits.max_output
         if len(text) <= bound:
             return text, False
@@ -231,16 +231,16 @@ async def _try(tool: Tool, arguments: Mapping[str, object], attempts: _Attempts)
             output: object = await tool.function(**arguments)  # type: ignore[misc]
             return _Reply(ToolStatus.OK, as_text(output))
     except BaseException as error:  # boundary: exceptions of a tool are observations
-        return _raised(error)
+        return _error_reply(error)
 
 
-def _raised(error: BaseException) -> _Reply:
+def _error_reply(error: BaseException) -> _Reply:
     fault = error if isinstance(error, WorldError | EngineError) else None
     return _Reply(ToolStatus.RAISED, f"Error: {describe_error(error)}", fault)
 
 
 def _in_thread(tool: Tool, arguments: Mapping[str, object]) -> Future[_Reply]:
-    """Run a plain function in a new daemon thread, so that a hanging one blocks nothing, not even exit."""
+    """Run a plain function in a new daemon thread, so that a hanging one blocks neither calls nor process exit."""
     future: Future[_Reply] = Future()
 
     def work() -> None:
@@ -259,4 +259,4 @@ def _reply(tool: Tool, arguments: Mapping[str, object]) -> _Reply:
             raise TypeError(f"{tool.name} returned a coroutine, but is not declared async")
         return _Reply(ToolStatus.OK, as_text(output))
     except BaseException as error:  # boundary: a tool that raises SystemExit must not end the trainer
-        return _raised(error)
+        return _error_reply(error)

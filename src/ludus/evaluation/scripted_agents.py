@@ -1,7 +1,7 @@
-"""Scripted agents that check an environment: cheats, guessers, and agents that know solutions.
+"""Scripted agents that audit an environment: cheats, random policies, and oracles that have the solutions.
 
 An agent plans the turns of an episode in advance, from the prompt and the tools; if the environment needs more turns,
-it repeats the last one. Only oracles read the truth of their task; cheats read at most the names of test files.
+it repeats the last one. Only oracles read the ground truth of their task; cheats read at most the names of test files.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ NUM_RANDOM_CALLS = 3
 
 
 class AgentKind(StrEnum):
-    """The kind of an agent, and thus what it may earn."""
+    """Kind of an agent, which determines the rewards that it may receive."""
 
     CHEAT = "cheat"
-    """Does not attempt the task: must not be rewarded, unless doing nothing is correct."""
+    """Does not attempt the task: must not be rewarded, unless doing nothing is the correct solution."""
     CHANCE = "chance"
-    """Guesses: may be rewarded on at most half of the tasks."""
+    """Acts at random or guesses: may be rewarded on at most half of the tasks."""
     ORACLE = "oracle"
-    """Knows the solution: must be rewarded on every task."""
+    """Has the solution: must be rewarded on every task."""
     SHOWN = "shown"
-    """Replays demonstrations, flaws included: must be rewarded on at least one task."""
+    """Replays demonstrations, mistakes included: must be rewarded on at least one task."""
 
 
 Plan = Callable[[Task, Sequence[Tool]], Sequence[Action] | None]
@@ -51,7 +51,7 @@ Plan = Callable[[Task, Sequence[Tool]], Sequence[Action] | None]
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """A scripted policy; `what` describes it in a few words."""
+    """A scripted policy; `what` is a short description."""
 
     name: str
     kind: AgentKind
@@ -61,18 +61,18 @@ class Agent:
 
 @dataclass
 class ScriptedChatSession:
-    """The chat session of a scripted agent.
+    """Chat session of a scripted agent.
 
-    `segments` has one action per turn, with one meaningless token per word.
+    `segments` has one action per turn, with one placeholder token per word.
     """
 
     actions: Sequence[Action]
-    _taken: list[Segment] = field(default_factory=list, init=False)
+    _segments: list[Segment] = field(default_factory=list, init=False)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The turns so far."""
-        return tuple(self._taken)
+        return tuple(self._segments)
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
         """Accept any prompt."""
@@ -80,11 +80,11 @@ class ScriptedChatSession:
 
     async def act(self) -> Action:
         """Return the next turn, or the last one again."""
-        turn = len(self._taken)
+        turn = len(self._segments)
         action = self.actions[min(turn, len(self.actions) - 1)]
         num = max(len(action.message["content"].split()), 1)
         zeros = (0.0,) * num
-        self._taken.append(Segment("action", (0,) * num, turn, logprobs=zeros, versions=(0,) * num))
+        self._segments.append(Segment("action", (0,) * num, turn, logprobs=zeros, versions=(0,) * num))
         return action
 
     def observe(self, messages: Sequence[Message]) -> StopReason | None:
@@ -108,7 +108,7 @@ def call(turn: int, *calls: tuple[str, Mapping[str, JSON]]) -> Action:
 
 
 def actions_of(messages: Sequence[Message]) -> tuple[Action, ...]:
-    """Return the turns of the model in a dialogue."""
+    """Return the assistant turns of a conversation."""
     return tuple(_action(message) for message in messages if message["role"] == "assistant")
 
 
@@ -124,7 +124,7 @@ def asked(task: Task) -> str:
 
 
 def answer_of(task: Task, shown: Sequence[Action] = ()) -> str | None:
-    """Return the correct answer in words: the truth if it is one, otherwise the last message of the solution."""
+    """Return the correct answer as text: the truth if it is an answer, otherwise the last message of the solution."""
     truth = task.truth
     if isinstance(truth, ExpectedAnswers) and truth.accepted:
         return truth.accepted[0]
@@ -134,7 +134,7 @@ def answer_of(task: Task, shown: Sequence[Action] = ()) -> str | None:
 
 
 def cheats(tasks: Sequence[Task], vocabulary: Sequence[str], seed: int) -> tuple[Agent, ...]:
-    """Return the agents that read only the prompt."""
+    """Return the agents that read only the prompt: cheats and random policies."""
 
     def words(task: Task, tools: Sequence[Tool]) -> Sequence[Action] | None:
         return random_words(_rng(seed, "words", task), vocabulary)
@@ -143,11 +143,11 @@ def cheats(tasks: Sequence[Task], vocabulary: Sequence[str], seed: int) -> tuple
         return random_calls(_rng(seed, "calls", task), tools, vocabulary)
 
     return (
-        Agent("null", AgentKind.CHEAT, "answers nothing", lambda task, tools: (say(""),)),
+        Agent("null", AgentKind.CHEAT, "gives an empty answer", lambda task, tools: (say(""),)),
         Agent("idle", AgentKind.CHEAT, "answers Done and does nothing", lambda task, tools: (say("Done."),)),
         Agent("echo", AgentKind.CHEAT, "repeats the prompt", lambda task, tools: (say(asked(task)),)),
         Agent("keywords", AgentKind.CHEAT, "answers the sorted words of the prompt", _keywords),
-        *(_in_turn(name, what, texts, tasks) for name, (what, texts) in TEXTS.items()),
+        *(_cycling_cheat(name, what, texts, tasks) for name, (what, texts) in TEXTS.items()),
         Agent("exit-0", AgentKind.CHEAT, "os._exit(0)", lambda task, tools: run_program("exit-0", tools)),
         Agent("sys-exit-0", AgentKind.CHEAT, "sys.exit(0)", lambda task, tools: run_program("sys-exit-0", tools)),
         Agent("prints-pass", AgentKind.CHEAT, "prints PASS", lambda task, tools: run_program("prints-pass", tools)),
@@ -161,8 +161,8 @@ def _keywords(task: Task, tools: Sequence[Tool]) -> tuple[Action, ...]:
     return (say(" ".join(sorted(set(re.findall(r"\w+", asked(task).casefold()))))),)
 
 
-def _in_turn(name: str, what: str, texts: Sequence[str], tasks: Sequence[Task]) -> Agent:
-    """Return a cheat that takes its texts in turn, except a text that is the correct answer."""
+def _cycling_cheat(name: str, what: str, texts: Sequence[str], tasks: Sequence[Task]) -> Agent:
+    """Return a cheat that cycles through its texts, except a text that is the correct answer."""
     places = {task.id: place for place, task in enumerate(tasks)}
 
     def plan(task: Task, tools: Sequence[Tool]) -> tuple[Action, ...] | None:
@@ -174,7 +174,7 @@ def _in_turn(name: str, what: str, texts: Sequence[str], tasks: Sequence[Task]) 
 
 
 def knowing(tasks: Sequence[Task], shown: Mapping[str, Sequence[Action]], flawless: bool) -> tuple[Agent, ...]:
-    """Return the agents that know answers: that of the task, of another task, or the most frequent one.
+    """Return the agents that have answers: that of the task, of another task, or the most frequent one.
 
     `shown` maps task ids to the turns of a solution; `flawless` means that all of them are correct.
     """
@@ -188,10 +188,10 @@ def knowing(tasks: Sequence[Task], shown: Mapping[str, Sequence[Action]], flawle
 
     kind, name, what = AgentKind.SHOWN, "demonstrations", "replays demonstrations"
     if flawless:
-        kind, name, what = AgentKind.ORACLE, "oracle", "plays the solution"
+        kind, name, what = AgentKind.ORACLE, "oracle", "replays the solution"
     return (
         Agent("majority answer", AgentKind.CHANCE, "answers the most frequent answer", lambda task, _: majority),
-        Agent("another's answer", AgentKind.CHANCE, "plays the solution of another task", another),
+        Agent("another's answer", AgentKind.CHANCE, "replays the solution of another task", another),
         Agent(name, kind, what, lambda task, _: shown.get(task.id)),
     )
 
@@ -207,27 +207,27 @@ def run_program(name: str, tools: Sequence[Tool]) -> tuple[Action, ...]:
 def _calls_in_turn(tools: Sequence[Tool], program: str, command: str) -> list[Action]:
     """Return one turn for each tool that runs programs (with `program`) or commands (with `command`)."""
     given = ((tool, {name: program if name in _CODE else command}) for tool, name in _runs(tools))
-    return [call(turn, (tool.name, _filled(tool, values))) for turn, (tool, values) in enumerate(given)]
+    return [call(turn, (tool.name, _with_required(tool, values))) for turn, (tool, values) in enumerate(given)]
 
 
 def edit_tests(task: Task, tools: Sequence[Tool]) -> tuple[Action, ...] | None:
-    """Overwrite the tests with passing ones, and the modules that Python imports before them.
+    """Overwrite the tests with passing tests, and the modules that Python imports before them.
 
     One file per turn with a tool that writes files, otherwise all files with each tool that runs programs or commands;
     None if there is neither.
     """
-    files = _forged(task)
+    files = _passing_tests(task)
     found = next(((tool, path, text) for tool in tools for path, text in _writes(tool)), None)
     if found is not None:
         tool, path, text = found
         forged = ({path: file, text: content} for file, content in files.items())
-        turns = [call(turn, (tool.name, _filled(tool, given))) for turn, given in enumerate(forged)]
+        turns = [call(turn, (tool.name, _with_required(tool, given))) for turn, given in enumerate(forged)]
     else:
         turns = _calls_in_turn(tools, _in_python(files), _in_shell(files))
     return (*turns, say("Done.")) if turns else None
 
 
-def _forged(task: Task) -> dict[str, str]:
+def _passing_tests(task: Task) -> dict[str, str]:
     """Return passing tests for the test files that a task may have, by path."""
     truth = task.truth
     named = [test.partition("::")[0] for test in truth.tests("all")] if isinstance(truth, Suite) else []
@@ -296,7 +296,7 @@ def _writes(tool: Tool) -> list[tuple[str, str]]:
     return [(path, text) for path in _PATH for text in _CONTENT if path in texts and text in texts]
 
 
-def _filled(tool: Tool, given: Mapping[str, JSON]) -> dict[str, JSON]:
+def _with_required(tool: Tool, given: Mapping[str, JSON]) -> dict[str, JSON]:
     """Return the arguments with valid values for the other required ones."""
     required = tool.schema["function"]["parameters"].get("required", ())
     drawn = random_arguments(tool, random.Random(0), ())

@@ -1,8 +1,8 @@
-"""Detect which request fields a chat-completions server accepts.
+"""Detection of the request fields that a chat-completions server accepts.
 
 Servers may reject `max_tokens` (for `max_completion_tokens`), a temperature of 0, any temperature but 1,
-seeds, `top_k`, or reasoning in the history. A rejection that names such a field adapts the request; the
-adaptation is kept once a request succeeds with it.
+seeds, `top_k`, or reasoning in the history. If a rejection names such a field, the request is
+adapted and retried; the adaptation is reused once a request succeeds with it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SENT_AS_MAX_TOKENS = ("max_tokens", _RENAMED)
 class AcceptedFields:
     """Adaptations of request bodies for a server.
 
-    `dropped` are omitted fields; `max_tokens_name` is the field of the length limit; `zero_as` replaces a
+    `dropped` are omitted fields; `max_tokens_name` is the name of the length limit; `zero_as` replaces a
     temperature of 0.
     """
 
@@ -38,13 +38,13 @@ class AcceptedFields:
     def apply(self, body: Mapping[str, object]) -> dict[str, object]:
         """Return the body adapted to this server."""
         names = {"max_tokens": self.max_tokens_name}
-        adapted = {names.get(key, key): self._value(key, value) for key, value in body.items()}
+        adapted = {names.get(key, key): self._adapted_value(key, value) for key, value in body.items()}
         return {key: value for key, value in adapted.items() if key not in self.dropped}
 
     def after_refusal(self, body: Mapping[str, object], refusal: bytes) -> AcceptedFields | None:
         """Return the next adaptation to try after a rejection, or None if it names no adaptable field."""
         sent = self.apply(body)
-        named = [name for name in _adaptable(sent) if _mentions(refusal, name)]
+        named = [name for name in _adaptable_fields(sent) if _mentions(refusal, name)]
         param = _error_param(refusal)
         if param in named:
             named = [param]
@@ -60,11 +60,11 @@ class AcceptedFields:
     def notices(self) -> Iterator[str]:
         """Yield one message per adaptation."""
         if self.max_tokens_name == _RENAMED and _RENAMED not in self.dropped:
-            yield f"The server refuses max_tokens: {_RENAMED} is sent instead."
+            yield f"The server rejects max_tokens: {_RENAMED} is sent instead."
         if self.zero_as and "temperature" not in self.dropped:
-            yield f"The server refuses a temperature of 0: {self.zero_as:g} is sent instead."
+            yield f"The server rejects a temperature of 0: {self.zero_as:g} is sent instead."
         for name in sorted(self.dropped):
-            yield f"The server refuses {name}: it is left out, {_consequence(name)}."
+            yield f"The server rejects {name}: it is omitted, {_consequence(name)}."
 
     def _adapt(self, name: str, sent: Mapping[str, object]) -> AcceptedFields:
         if name == "max_tokens":
@@ -73,7 +73,7 @@ class AcceptedFields:
             return replace(self, zero_as=NEAR_ZERO)
         return replace(self, dropped=self.dropped | {name})
 
-    def _value(self, key: str, value: object) -> object:
+    def _adapted_value(self, key: str, value: object) -> object:
         if key == "temperature" and value == 0:
             return self.zero_as
         if key == "messages" and isinstance(value, list):
@@ -82,7 +82,7 @@ class AcceptedFields:
         return value
 
 
-def _adaptable(sent: Mapping[str, object]) -> Iterator[str]:
+def _adaptable_fields(sent: Mapping[str, object]) -> Iterator[str]:
     """Yield the fields of a body that can be changed or omitted."""
     yield from (name for name in (*_SENT_AS_MAX_TOKENS, *SAMPLING) if name in sent)
     messages = sent.get("messages")
@@ -111,4 +111,4 @@ def _consequence(name: str) -> str:
         return "so turns are as long as the server allows"
     if name == "seed":
         return "so repeated evaluations may differ"
-    return "so the server's own default holds"
+    return "so the server's default applies"

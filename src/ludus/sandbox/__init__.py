@@ -40,7 +40,7 @@ BACKENDS = ("namespaces", "docker", "podman", "remote", *SERVICES, "process")
 
 
 def open_sandbox(settings: SandboxSettings | None = None) -> Sandbox:
-    """Create the backend of the settings. Raises UserError if it cannot run on this machine."""
+    """Create the sandbox of the configured backend. Raises UserError if it cannot run on this machine."""
     chosen = settings or SandboxSettings()
     match chosen.backend:
         case "namespaces":

@@ -1,10 +1,10 @@
-"""Advantages of turns without a critic: each turn is compared with those of the group that it resembles.
+"""Turn-level advantages without a critic: each turn is normalised over comparable turns of its group.
 
 `turn` [N, L] integers counts from 0 on action tokens (None: each run of action tokens is a turn); `turn_rewards` [N, K]
-is read up to a row's last turn. A *normalised* number is `(x - mean) / (std + eps)` over those it is compared with
+is read up to a row's last turn. A *normalised* number is `(x - mean) / (std + eps)` over the compared numbers
 (`scale="none"`: `x - mean`), with the `ddof` of `grpo`, exactly 0 if they are equal up to rounding or if there is only
-one. A turn is reached by the members that have an action token in it. All return [N, L] in the widest float type of the
-rewards. They raise ValueError for shapes, numbers that are not finite (naming the row), and a row alone in its group.
+one. A member reaches a turn if it has an action token in it. All return [N, L] in the widest float type of the rewards.
+They raise ValueError for wrong shapes, non-finite numbers (naming the row), and groups of one row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMPARES_TURNS = {Need.GROUP, Need.STD, Need.TURN_REWARDS, Need.OPTIONAL_TURN_RE
 
 @dataclass(frozen=True, slots=True)
 class _Normaliser:
-    """How numbers are normalised; `noise` is the relative difference that counts as none."""
+    """Normalisation within groups; relative differences up to `noise` count as 0."""
 
     ddof: int
     eps: float
@@ -31,7 +31,7 @@ class _Normaliser:
     noise: float
 
     def __call__(self, values: Tensor, ids: Tensor) -> Tensor:
-        """Return `values` [P] among those with the same row of `ids` [P, D], [P]."""
+        """Return `values` [P], normalised over entries with equal rows of `ids` [P, D]."""
         if not values.numel():
             return values
         unique, index = torch.unique(ids, dim=0, return_inverse=True)
@@ -48,19 +48,19 @@ class _Normaliser:
         return torch.where(equal[index], 0.0, centred)
 
     def rows(self, values: Tensor, group: Tensor) -> Tensor:
-        """Return `values` [N] within each group, [N]."""
+        """Return `values` [N], normalised within each group."""
         return self(values, group[:, None])
 
     def per_turn(self, values: Tensor, group: Tensor, turns: Turns) -> Tensor:
-        """Return `values` [N, K] of each turn among the group's members that reached it, [N, K]."""
+        """Return `values` [N, K], each turn normalised over the group's members that reached it."""
         number = torch.arange(values.shape[1], device=values.device).expand(values.shape)
         return self.cells(values, torch.stack([group[:, None].expand(values.shape), number], -1), turns.reached)
 
-    def cells(self, values: Tensor, ids: Tensor, where: Tensor) -> Tensor:
-        """Return `values` [N, K] where `where` [N, K] is set, by `ids` [N, K, D]; 0 elsewhere."""
-        found = torch.zeros_like(values)
-        found[where] = self(values[where], ids[where])
-        return found
+    def cells(self, values: Tensor, ids: Tensor, mask: Tensor) -> Tensor:
+        """Return `values` [N, K], normalised over entries of `mask` [N, K] with equal `ids` [N, K, D]; 0 elsewhere."""
+        normalised = torch.zeros_like(values)
+        normalised[mask] = self(values[mask], ids[mask])
+        return normalised
 
 
 @AdvantageSpec(
@@ -85,19 +85,19 @@ def turn_grpo(
 ) -> Tensor:
     """Return turn reward plus outcome, each normalised in the group, arXiv:2505.11821 (MT-GRPO).
 
-    Turn `k` of trajectory `i` gets `turn_weight norm(r[:, k])_i + outcome_weight norm(rewards)_i`; its own
-    last turn only the outcome term. Turn `k` is compared among all members that reached it, including those for which
-    it is the last; the term is 0 if only one member reached it. Weights 1 as in the paper. (arXiv:2604.02869
-    writes the first term as the sum over the turns to come.)
+    Turn `k` of trajectory `i` gets `turn_weight norm(r[:, k])_i + outcome_weight norm(rewards)_i`; its
+    last turn gets only the outcome term. Turn `k` is compared over all members that reached it, including those
+    for which it is the last; the term is 0 if only one member reached it. Weights 1 as in the paper. (arXiv:2604.02869
+    writes the first term as the sum over the remaining turns.)
     """
-    outcome = _checked(rewards, group, mask)
+    outcome = _checked_rewards(rewards, group, mask)
     ids = group.to(mask.device)
     turns, of_turns = rewards_of_turns(mask, turn, turn_rewards, None)
-    norm = _Normaliser(ddof, eps, "std", _noise(rewards))
-    norm_turns = _Normaliser(ddof, eps, "std", _noise(turn_rewards))
-    credit = turn_weight * norm_turns.per_turn(of_turns, ids, turns)
-    credit = torch.where(turns.last, 0.0, credit) + outcome_weight * norm.rows(outcome, ids)[:, None]
-    return _on_tokens(turns, credit, rewards, turn_rewards)
+    norm = _Normaliser(ddof, eps, "std", _rounding_error(rewards))
+    norm_turns = _Normaliser(ddof, eps, "std", _rounding_error(turn_rewards))
+    advantage = turn_weight * norm_turns.per_turn(of_turns, ids, turns)
+    advantage = torch.where(turns.last, 0.0, advantage) + outcome_weight * norm.rows(outcome, ids)[:, None]
+    return _expand_to_tokens(turns, advantage, rewards, turn_rewards)
 
 
 @AdvantageSpec(
@@ -119,13 +119,13 @@ def turn_return(
     """Return `R[i, k] = sum_{j >= k} gamma^(j-k) r[i, j]`, normalised over the members that reached turn `k`.
 
     arXiv:2511.14846 (group turn policy optimisation, whose GTPO is not that of arXiv:2508.03772), which takes
-    `gamma` below 1. `rewards` [N], if given, joins the reward of each row's last turn.
+    `gamma` below 1. `rewards` [N], if given, is added to the reward of each row's last turn.
     """
     turns, of_turns = rewards_of_turns(mask, turn, turn_rewards, rewards)
-    _checked(torch.zeros(mask.shape[0]) if rewards is None else rewards, group, mask)
+    _checked_rewards(torch.zeros(mask.shape[0]) if rewards is None else rewards, group, mask)
     returns = scan_back(of_turns, torch.full_like(of_turns, gamma))
-    norm = _Normaliser(ddof, eps, "std", _noise(turn_rewards, rewards))
-    return _on_tokens(turns, norm.per_turn(returns, group.to(mask.device), turns), turn_rewards, rewards)
+    norm = _Normaliser(ddof, eps, "std", _rounding_error(turn_rewards, rewards))
+    return _expand_to_tokens(turns, norm.per_turn(returns, group.to(mask.device), turns), turn_rewards, rewards)
 
 
 @AdvantageSpec(
@@ -148,16 +148,16 @@ def turn_return_hybrid(
     """Return `norm_k(sum_{j=k..K-1} gamma^(j-k) r[i, j] + gamma^(K-k) o_i) + outcome_weight norm(o)_i`.
 
     The hybrid of arXiv:2604.02869, equation 2, with its damping 0.3 and `gamma` 0.9. `o` is `rewards`, `K` the row's
-    own number of turns: the outcome is placed one step behind the last turn. `norm_k` as in `turn_return`.
+    own number of turns: the outcome is placed one step after the last turn. `norm_k` as in `turn_return`.
     """
-    outcome = _checked(rewards, group, mask)
+    outcome = _checked_rewards(rewards, group, mask)
     turns, of_turns = rewards_of_turns(mask, turn, turn_rewards, None)
     ids = group.to(mask.device)
     terms = of_turns + gamma * select(outcome[:, None].expand(of_turns.shape), turns.last)
     returns = scan_back(terms, torch.full_like(terms, gamma))
-    norm = _Normaliser(ddof, eps, "std", _noise(turn_rewards, rewards))
-    credit = norm.per_turn(returns, ids, turns) + outcome_weight * norm.rows(outcome, ids)[:, None]
-    return _on_tokens(turns, credit, turn_rewards, rewards)
+    norm = _Normaliser(ddof, eps, "std", _rounding_error(turn_rewards, rewards))
+    advantage = norm.per_turn(returns, ids, turns) + outcome_weight * norm.rows(outcome, ids)[:, None]
+    return _expand_to_tokens(turns, advantage, turn_rewards, rewards)
 
 
 def gigpo(
@@ -177,12 +177,12 @@ def gigpo(
     """Return `norm(r)_i + weight norm_over_equal_anchors(R[i, k])`, arXiv:2505.10978 (GiGPO).
 
     `anchors` [N, K] integers: the hash of the environment's state before each turn. Turns of one group with
-    the same anchor are compared, several of one trajectory among them; an anchor with one turn gets 0. `R`
-    is the return of `turn_return` with `gamma`, from `turn_rewards`, or without them from `rewards` on the
+    the same anchor are compared, also within a trajectory; the only turn with an anchor gets 0. `R`
+    is the return of `turn_return` with `gamma`, from `turn_rewards` or, if None, from `rewards` on the
     last turn. `gamma` 0.95, `weight` 1 and both terms divided by the deviation, as in the paper;
     `scale="none"` only centres, which its example runs also use.
     """
-    outcome = _checked(rewards, group, mask)
+    outcome = _checked_rewards(rewards, group, mask)
     turns, of_turns = rewards_of_turns(mask, turn, turn_rewards, rewards if turn_rewards is None else None)
     shape = of_turns.shape
     if anchors.ndim != 2 or anchors.shape[0] != shape[0] or anchors.shape[1] < shape[1]:
@@ -192,9 +192,9 @@ def gigpo(
     ids = group.to(mask.device).long()
     states = anchors[:, : shape[1]].to(mask.device).long()
     returns = scan_back(of_turns, torch.full_like(of_turns, gamma))
-    norm = _Normaliser(ddof, eps, scale, _noise(turn_rewards, rewards))
+    norm = _Normaliser(ddof, eps, scale, _rounding_error(turn_rewards, rewards))
     local = norm.cells(returns, torch.stack([ids[:, None].expand(shape), states], -1), turns.reached)
-    return _on_tokens(turns, norm.rows(outcome, ids)[:, None] + weight * local, rewards, turn_rewards)
+    return _expand_to_tokens(turns, norm.rows(outcome, ids)[:, None] + weight * local, rewards, turn_rewards)
 
 
 @AdvantageSpec(
@@ -254,15 +254,15 @@ def siblings(
     ddof: int = 1,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Return the value of each branch among those of its siblings, normalised.
+    """Return the value of each branch, normalised over its siblings.
 
     Rows are paths of trees; `nodes` [N, K] integers, read up to a row's last turn, are equal if rows of a
     group share a turn's action. The value of an action is the mean of `rewards` over the rows through it. Its
     siblings are the distinct actions of the group with the same turns before them; those of first turns are
-    all first actions of the group. An action without siblings belongs to the branch of the one before it and
-    has its advantage; 0 for the only first action of a group. Without shared actions this is `grpo`.
+    all first actions of the group. An action without siblings belongs to the branch of the previous
+    action and has its advantage; the only first action of a group has 0. Without shared actions this is `grpo`.
     """
-    outcome = _checked(rewards, group, mask)
+    outcome = _checked_rewards(rewards, group, mask)
     turns = turns_of(turn, mask)
     shape = turns.reached.shape
     if nodes.ndim != 2 or nodes.shape[0] != shape[0] or nodes.shape[1] < shape[1]:
@@ -281,27 +281,27 @@ def siblings(
     parents = torch.empty(len(cells), 2, dtype=torch.int64, device=mask.device)
     parents[index] = torch.stack([ids, before], -1)[turns.reached]
     _, fork, sizes = torch.unique(parents, dim=0, return_inverse=True, return_counts=True)
-    found = _Normaliser(ddof, eps, scale, _noise(rewards))(values, fork[:, None])
+    found = _Normaliser(ddof, eps, scale, _rounding_error(rewards))(values, fork[:, None])
     alone = sizes[fork] == 1
-    credit = torch.zeros(shape, dtype=torch.float64, device=mask.device)
+    advantage = torch.zeros(shape, dtype=torch.float64, device=mask.device)
     for k in range(shape[1]):
-        here = turns.reached[:, k]
-        at = number[here, k]
-        above = credit[here, k - 1] if k else torch.zeros(len(at), dtype=torch.float64, device=mask.device)
-        credit[here, k] = torch.where(alone[at], above, found[at])
-    return _on_tokens(turns, credit, rewards)
+        reached = turns.reached[:, k]
+        at = number[reached, k]
+        inherited = advantage[reached, k - 1] if k else torch.zeros(len(at), dtype=torch.float64, device=mask.device)
+        advantage[reached, k] = torch.where(alone[at], inherited, found[at])
+    return _expand_to_tokens(turns, advantage, rewards)
 
 
-def _checked(rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """Return the rewards [N] in float64 on the device of the mask; refused as `grpo` refuses them."""
+def _checked_rewards(rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
+    """Return the rewards [N] in float64 on the device of the mask, validated as by `grpo`."""
     return groups_to_compare(rewards, group, mask).rewards.to(mask.device)
 
 
-def _on_tokens(turns: Turns, credit: Tensor, *rewards: Tensor | None) -> Tensor:
-    """Return `credit` [N, K] on the action tokens of each turn, [N, L]."""
-    return turns.tokens.spread(turns.spread(credit), float_dtype(*rewards))
+def _expand_to_tokens(turns: Turns, advantage: Tensor, *rewards: Tensor | None) -> Tensor:
+    """Return `advantage` [N, K], expanded to the action tokens of each turn [N, L]."""
+    return turns.tokens.spread(turns.spread(advantage), float_dtype(*rewards))
 
 
-def _noise(*rewards: Tensor | None) -> float:
-    """Return the relative difference that rounding may leave: the largest of the types given."""
+def _rounding_error(*rewards: Tensor | None) -> float:
+    """Return the largest relative rounding error of the given dtypes."""
     return max((rounding(t.dtype) for t in rewards if t is not None), default=0.0)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
-    """Load the model and, for a new run, gather the examples. Raises UserError for examples that cannot be used."""
+    """Load the model and, for a new run, gather the examples. Raises UserError for unusable examples."""
     from ludus.training.reward_model.data import gather_examples
     from ludus.training.reward_model.train import RewardTraining
     from ludus.training.rl.validate import check_trackers
@@ -41,7 +41,7 @@ def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
 
 
 def print_done(folder: RunFolder, config: Config) -> None:
-    """Print that the training is complete, and how to use the reward model."""
+    """Print a completion message and the command that uses the reward model."""
     from ludus.cli.ui.progress import newest_checkpoint
 
     print_line(make_console(), "The reward model is complete.")

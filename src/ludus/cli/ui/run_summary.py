@@ -1,4 +1,4 @@
-"""A run in the terminal: metric curves drawn with block characters, and explanations in sentences."""
+"""Terminal summary of a run: metric curves in block characters, and explanations of alarms, losses and timings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ludus.diagnostics.trackers import MetricsRow
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 40
-"""Characters of a curve; longer ones are averaged."""
+"""Maximum characters of a curve; longer series are averaged in bins."""
 
 CURVES: Mapping[str, str] = {
     "reward/mean": "reward",
@@ -31,8 +31,8 @@ CURVES: Mapping[str, str] = {
     "loss/total": "loss",
     "preference/margin": "margin of chosen over rejected, nats",
     "preference/accuracy": "pairs ranked correctly",
-    "preference/chosen_logprob": "chosen, nats/token",
-    "preference/rejected_logprob": "rejected, nats/token",
+    "preference/chosen_logprob": "log-probability of chosen, nats/token",
+    "preference/rejected_logprob": "log-probability of rejected, nats/token",
     "held_out/accuracy": "held-out pairs ranked correctly",
     "held_out/auc": "held-out area under the curve",
     "held_out/error": "held-out error",
@@ -44,12 +44,12 @@ CURVES: Mapping[str, str] = {
     "engine/cache_hit_rate": "prefix cache hit rate",
     "time/step_s": "seconds per step",
 }
-"""Metrics with a curve, and their titles."""
+"""Titles of the plotted metrics, by metric name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One metric over the steps that have it; neither tuple is empty."""
+    """Values of one metric at the steps that report it; neither tuple is empty."""
 
     name: str
     steps: tuple[int, ...]
@@ -57,7 +57,7 @@ class Curve:
 
 
 def find_curves(rows: Sequence[MetricsRow]) -> list[Curve]:
-    """Return the curves of known metrics and of held-out success. The last row of a step counts."""
+    """Return the curves of known metrics and of held-out success; later rows of a step override earlier ones."""
     by_step: dict[int, dict[str, float]] = {}
     for row in rows:
         by_step.setdefault(row.step, {}).update(row.metrics)
@@ -104,14 +104,14 @@ def curve_table(curves: Sequence[Curve]) -> Table:
 
 
 NEAR_ZERO = 1e-6
-"""A loss below this is 0 up to rounding."""
+"""Absolute loss up to which a loss counts as 0 up to rounding."""
 PHASES = ("rollout", "train", "sync", "evaluate")
 """The phases of a step."""
 _OUTCOMES = ("trained", "masked", "dropped", "failed")
 
 
 def ledger_words(rows: Sequence[MetricsRow]) -> str:
-    """Describe the outcomes of all rollouts with their reasons; empty for a run without rollouts."""
+    """Describe the outcomes of all rollouts with their reasons; return "" for a run without rollouts."""
     total: Counter[str] = Counter()
     for row in rows:
         counts = {n.removeprefix("ledger/"): v for n, v in row.metrics.items() if n.startswith("ledger/")}
@@ -131,27 +131,27 @@ def ledger_words(rows: Sequence[MetricsRow]) -> str:
 
 
 def alarm_words(rows: Sequence[MetricsRow]) -> list[str]:
-    """Return each alarm of the run once, with its latest text and the number of steps at which it fired."""
+    """Return each distinct alarm of the run with its latest text and the number of steps at which it fired."""
     history = [row.metrics for row in rows]
     fired: dict[str, list[int]] = defaultdict(list)
-    words: dict[str, str] = {}
+    latest: dict[str, str] = {}
     for number, row in enumerate(rows, start=1):
         for text in alarms(history[max(0, number - ALARM_STEPS) : number]):
             kind = re.sub(r"\d[\d.,e%+-]*", "", text)
             fired[kind].append(row.step)
-            words[kind] = text
-    places = {kind: f"at {len(steps)} of {len(rows)} steps, last at step {steps[-1]}" for kind, steps in fired.items()}
-    return [f"{words[kind]} ({place})" for kind, place in places.items()]
+            latest[kind] = text
+    counts = {kind: f"at {len(steps)} of {len(rows)} steps, last at step {steps[-1]}" for kind, steps in fired.items()}
+    return [f"{latest[kind]} ({count})" for kind, count in counts.items()]
 
 
 def loss_words(rows: Sequence[MetricsRow]) -> str:
-    """Explain a loss of 0 at the last step, or a step without a loss; empty otherwise."""
+    """Explain a loss of 0, or a missing loss, at the last step; return "" otherwise."""
     if not rows:
         return ""
     step, last = rows[-1].step, rows[-1].metrics
     if "ledger/started" in last and "loss/total" not in last:
         return (
-            f"Step {step} has no loss: none of its rollouts trained (see the ledger for the reasons), so the "
+            f"Step {step} has no loss: none of its rollouts was trained on (see the ledger for the reasons), so the "
             "weights did not change."
         )
     loss = last.get("loss/policy", last.get("loss/total", 1.0))
@@ -172,7 +172,7 @@ def loss_words(rows: Sequence[MetricsRow]) -> str:
 
 
 def mean_timings(rows: Sequence[MetricsRow]) -> dict[str, float]:
-    """Return the mean of each timing over the steps that have it, and the maximum of `scoring/slowest_s`."""
+    """Return the mean of each timing over the steps that report it, and the maximum of `scoring/slowest_s`."""
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         for name, value in row.metrics.items():
@@ -182,7 +182,7 @@ def mean_timings(rows: Sequence[MetricsRow]) -> dict[str, float]:
 
 
 def time_words(timings: Mapping[str, float]) -> str:
-    """Describe the time shares of a step and an episode, from `mean_timings`; empty if no step was timed."""
+    """Describe the time shares of a step and an episode, from `mean_timings`; return "" if no step was timed."""
     total_s = timings.get("time/step_s", 0.0)
     if not total_s:
         return ""

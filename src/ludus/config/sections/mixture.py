@@ -1,4 +1,4 @@
-"""The tables `env.mixture.NAME`: several worlds that one run trains on."""
+"""Settings `env.mixture.NAME`: the worlds of a multi-task run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pydantic import Field
 from ludus.config.sections.section import Section
 
 MIXTURE = "mixture"
-"""The `env.name` of a mixture."""
+"""Value of `env.name` for a mixture."""
 CEILINGS = ("max_turns", "max_tokens_per_turn", "max_seq_len")
-"""Limits of a world that must not exceed the run's, which determine the memory."""
+"""Limits of a world that must not exceed those of `rollout`, which determine memory use."""
 BUDGETS = (*CEILINGS, "max_tool_errors", "max_tool_output", "tool_timeout_s")
 """Limits that a world may override; the defaults are the fields of `rollout` with the same names."""
 
@@ -20,28 +20,28 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class MemberConfig(Section):
-    """A world of a mixture, by its name in the mixture; None keeps the value in `rollout`."""
+    """Settings of one world of a mixture; a limit of None is that of `rollout`."""
 
     world: str | None = None
-    """A registered world or the path of a .py file; none is the name of the table."""
+    """A registered world or the path of a .py file; none uses the name of the table."""
     weight: float = Field(1.0, gt=0)
-    """Sampling weight: the fraction of the tasks of each step is this divided by the sum of all weights."""
+    """Sampling weight: the fraction of the tasks of each step is this weight divided by the sum of all weights."""
     weight_end: float | None = Field(None, ge=0)
     """The weight after the last step, approached linearly; none keeps `weight`."""
     settings: dict[str, object] = Field({})
     """The world's own settings, validated by the world."""
     max_turns: int | None = Field(None, ge=1)
-    """Assistant turns per episode; none is rollout.max_turns."""
+    """Assistant turns per episode; none uses rollout.max_turns."""
     max_tokens_per_turn: int | None = Field(None, ge=1)
-    """Tokens per action; none is rollout.max_tokens_per_turn."""
+    """Tokens per action; none uses rollout.max_tokens_per_turn."""
     max_seq_len: int | None = Field(None, ge=16)
-    """Tokens of a trajectory, prompt and observations included; none is rollout.max_seq_len."""
+    """Tokens of a trajectory, prompt and observations included; none uses rollout.max_seq_len."""
     max_tool_errors: int | None = Field(None, ge=1)
-    """Consecutive tool errors or malformed calls that end an episode; none is rollout.max_tool_errors."""
+    """Consecutive tool errors or malformed calls that end an episode; none uses rollout.max_tool_errors."""
     max_tool_output: int | None = Field(None, ge=16)
-    """Characters of a tool output that the model sees; none is rollout.max_tool_output."""
+    """Characters of a tool output that the model sees; none uses rollout.max_tool_output."""
     tool_timeout_s: float | None = Field(None, gt=0)
-    """Timeout of a tool call, seconds; none is rollout.tool_timeout_s."""
+    """Timeout of a tool call, seconds; none uses rollout.tool_timeout_s."""
 
 
 def mixture_fault(name: str, settings: Mapping[str, object], mixture: Mapping[str, MemberConfig]) -> str:
@@ -68,14 +68,14 @@ def budget_fault(rollout: Section, mixture: Mapping[str, MemberConfig]) -> str:
     """Return an error message for the first limit of a world that exceeds the run's, otherwise ""."""
     limits = rollout.model_dump()
     for name, member in mixture.items():
-        own = {key: value for key, value in member.model_dump().items() if value is not None}
+        set_limits = {key: value for key, value in member.model_dump().items() if value is not None}
         for key in CEILINGS:
-            if own.get(key, 0) > limits[key]:
+            if set_limits.get(key, 0) > limits[key]:
                 return (
-                    f"env.mixture.{name}.{key} ({own[key]}) is above rollout.{key} ({limits[key]}), "
+                    f"env.mixture.{name}.{key} ({set_limits[key]}) is above rollout.{key} ({limits[key]}), "
                     "the limit of the run"
                 )
-        tokens, new = own.get("max_seq_len", limits["max_seq_len"]), own.get("max_tokens_per_turn")
+        tokens, new = set_limits.get("max_seq_len", limits["max_seq_len"]), set_limits.get("max_tokens_per_turn")
         if (new or limits["max_tokens_per_turn"]) >= tokens:
             return (
                 f"env.mixture.{name}: max_tokens_per_turn ({new or limits['max_tokens_per_turn']}) must be below "

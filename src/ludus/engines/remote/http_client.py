@@ -1,7 +1,7 @@
 """HTTP calls to an inference server, with deadlines and retries.
 
-A call is retried if the server is unreachable, drops the connection or is busy (429, 503); never after a deadline,
-since the server may still work on it. A server unreachable for `connect_timeout_s` fails a call at the first attempt.
+A call is retried if the server is unreachable, drops the connection or is busy (429, 503); never after a timeout,
+since the server may still process it. If a server was unreachable for `connect_timeout_s`, calls are not retried.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ludus.untrusted.replies import PLAIN, bounded_replies, get_bounded
 _EXCERPT_CHARS = 300
 _LONGEST_WAIT_S, _HEALTH_S = 5.0, 5.0
 _ABORT = "/abort"
-_BUSY, _NO_TOKEN = (429, 503), 401
-_UNREACHED = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)
+_BUSY, _UNAUTHORIZED = (429, 503), 401
+_CONNECTION_ERRORS = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)
 
 Reply = TypeVar("Reply", bound=BaseModel)
 
@@ -36,9 +36,9 @@ class RemoteEngineSettings:
 
     `timeout_s` bounds each call; `connect_timeout_s` is how long to retry an unreachable server, with delays
     of `backoff_s`, doubled up to 5 s. Weights are sent through `weights_folder` (empty: a temporary folder),
-    which the server must see under the same path. With a `broadcast_host`, an address at which servers reach
+    which must have the same path on the server. With a `broadcast_host`, an address at which servers reach
     this process, they are sent over a gloo process group instead, with `delta` only the changes; with
-    `keeps_weights` a copy is kept for servers that join later. `keeps_adapters` keeps each episode on the
+    `keeps_weights` a copy is stored for servers that join later. `keeps_adapters` keeps each episode on the
     adapter version that it started with. `moves_episodes` moves episodes off a draining engine between two
     turns. `token` authorizes the control endpoints; empty uses the token stored by a local server.
     """
@@ -56,7 +56,7 @@ class RemoteEngineSettings:
 
 
 class HttpRefusal(EngineError):
-    """The server rejected the request. `status` is the HTTP status."""
+    """Raised if the server rejects a request. `status` is the HTTP status."""
 
     def __init__(self, message: str, hint: str = "", status: int = 0) -> None:
         super().__init__(message, hint)
@@ -67,7 +67,7 @@ class HttpRefusal(EngineError):
 
 
 class NoServerAvailable(EngineError):
-    """No server responds at `url`; no request was sent."""
+    """Raised if no server responds at `url`; no request was sent."""
 
     def __init__(self, message: str, hint: str = "", url: str = "") -> None:
         super().__init__(message, hint)
@@ -75,7 +75,7 @@ class NoServerAvailable(EngineError):
 
 
 @dataclass
-class _Line:
+class _Connection:
     """Connection state of one event loop: HTTP client and weight lock."""
 
     loop: asyncio.AbstractEventLoop
@@ -87,9 +87,9 @@ class _Line:
 class Replica:
     """One server. `load` counts its running calls; `holds` is its weight version, None if unknown.
 
-    `behind` is the older version it keeps while its episodes end; None if it should hold the newest.
+    `behind` is the older version it serves until its episodes end; None if it should hold the newest.
     `restore` ensures its weights before a sampling call is retried, since the server may have been restarted.
-    No calls are made once `gone`.
+    No calls are made if `gone`.
     """
 
     url: str
@@ -100,10 +100,10 @@ class Replica:
     gone: bool = False
     restore: Callable[[Replica], Awaitable[None]] | None = None
     _down_since: float | None = field(init=False, default=None)
-    _line: _Line | None = field(init=False, default=None)
+    _connection: _Connection | None = field(init=False, default=None)
     _closing: asyncio.Task[None] | None = field(init=False, default=None)
     _token: str = field(init=False, default="", repr=False)
-    _last_answer: float = field(init=False, default=0.0)
+    _last_response_s: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self._token = self.settings.token or find_token(self.url)
@@ -115,8 +115,8 @@ class Replica:
 
     @property
     def lock(self) -> asyncio.Lock:
-        """Lock held while its weights are updated or checked."""
-        return self._own_line().lock
+        """Lock for updates and checks of its weights."""
+        return self._loop_connection().lock
 
     async def get(self, path: str, reply: type[Reply]) -> Reply:
         """Send a GET and return the parsed response. Raises EngineError."""
@@ -136,43 +136,43 @@ class Replica:
         self._close_idle()
 
     async def close(self) -> None:
-        """Close the connections; those of an ended loop are already closed."""
-        line, self._line = self._line, None
-        if line is not None and line.loop is asyncio.get_running_loop():
-            await line.client.aclose()
+        """Close the connections; those of a closed event loop are already closed."""
+        connection, self._connection = self._connection, None
+        if connection is not None and connection.loop is asyncio.get_running_loop():
+            await connection.client.aclose()
 
     async def _call(
         self, method: str, path: str, body: Mapping[str, object] | None = None, *, samples: bool = False
     ) -> httpx.Response:
         content = None if body is None else json.dumps(body).encode()
         if not self.load:  # no call is running
-            self._last_answer = time.time()
+            self._last_response_s = time.time()
         self.load += 1
         try:
             async with asyncio.timeout(self.settings.timeout_s):
-                return await self._attempts(method, path, content, samples=samples)
+                return await self._send_with_retries(method, path, content, samples=samples)
         except TimeoutError as error:
-            raise await self._late(path) from error
+            raise await self._timeout_error(path) from error
         finally:
             self.load -= 1
             if self.gone:
                 self._close_idle()
 
-    async def _late(self, path: str) -> EngineError:
+    async def _timeout_error(self, path: str) -> EngineError:
         """Return the error for a timed-out call: the server either hangs or is overloaded."""
-        limit_s, silent_s = self.settings.timeout_s, time.time() - self._last_answer
+        limit_s, silent_s = self.settings.timeout_s, time.time() - self._last_response_s
         if silent_s < limit_s:
             return EngineError(
-                f"{self.url}{path} gave no response within {limit_s:g} s, but {silent_s:.0f} s ago answered "
-                "another request.",
+                f"{self.url}{path} did not respond within {limit_s:g} s, but responded to another request "
+                f"{silent_s:.0f} s ago.",
                 "Decrease rollout.concurrency or increase engine.timeout_s.",
             )
         try:
-            await self._own_line().client.get(f"{self.url}/health", timeout=min(limit_s, _HEALTH_S))
+            await self._loop_connection().client.get(f"{self.url}/health", timeout=min(limit_s, _HEALTH_S))
             alive = "/health still responds, so its engine hangs or is far too slow"
         except httpx.HTTPError:
             alive = "/health does not respond either"
-        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self._last_answer))
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self._last_response_s))
         return EngineError(
             f"The replica {self.url} hangs: no response since {since} ({silent_s:.0f} s ago), "
             f"{self.load} requests waiting ({path} for {limit_s:g} s); {alive}.",
@@ -180,33 +180,33 @@ class Replica:
         )
 
     def _close_idle(self) -> None:
-        if self.load or self._line is None or self._line.loop.is_closed():
+        if self.load or self._connection is None or self._connection.loop.is_closed():
             return
-        line, self._line = self._line, None
-        self._closing = line.loop.create_task(line.client.aclose())
+        connection, self._connection = self._connection, None
+        self._closing = connection.loop.create_task(connection.client.aclose())
 
-    async def _attempts(self, method: str, path: str, body: bytes | None, *, samples: bool) -> httpx.Response:
+    async def _send_with_retries(self, method: str, path: str, body: bytes | None, *, samples: bool) -> httpx.Response:
         """Retry within `connect_timeout_s`. Raises the last attempt's error."""
         begin, attempt = time.monotonic(), 0
         while True:
             try:
                 response = await self._send(method, path, body)
-            except _UNREACHED as error:
+            except _CONNECTION_ERRORS as error:
                 self.holds = None
                 self._down_since = begin if self._down_since is None else self._down_since
                 if self.gone or time.monotonic() - self._down_since >= self.settings.connect_timeout_s:
-                    raise self._unreached(path, error, attempt + 1) from error
+                    raise self._unreachable_error(path, error, attempt + 1) from error
             except httpx.DecodingError as error:
                 raise EngineError(f"{self.url}{path} sent an unreadable response: {error}.") from error
             else:
                 self._down_since = None
                 if not path.startswith(_ABORT):  # the abort endpoint responds even if the engine hangs
-                    self._last_answer = time.time()
-                if response.status_code == _NO_TOKEN and self._has_new_token():
+                    self._last_response_s = time.time()
+                if response.status_code == _UNAUTHORIZED and self._has_new_token():
                     continue
                 busy = response.status_code in _BUSY
                 if not busy or time.monotonic() - begin >= self.settings.connect_timeout_s:
-                    return _checked(response)
+                    return _raise_for_status(response)
             await asyncio.sleep(min(self.settings.backoff_s * 2**attempt, _LONGEST_WAIT_S))
             attempt += 1
             if samples and self.holds is None and self.restore is not None:
@@ -216,7 +216,7 @@ class Replica:
         headers = {"Content-Type": "application/json"} if body is not None else {}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
-        client = self._own_line().client
+        client = self._loop_connection().client
         return await client.request(method, f"{self.url}{path}", content=body, headers=headers)
 
     def _has_new_token(self) -> bool:
@@ -225,20 +225,20 @@ class Replica:
         changed, self._token = token not in ("", self._token), token
         return changed
 
-    def _own_line(self) -> _Line:
+    def _loop_connection(self) -> _Connection:
         loop = asyncio.get_running_loop()
-        if self._line is None or self._line.loop is not loop:
+        if self._connection is None or self._connection.loop is not loop:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
             client = httpx.AsyncClient(
                 limits=limits, timeout=None, trust_env=False, headers=PLAIN, event_hooks=bounded_replies()
             )
-            self._line = _Line(loop, client, asyncio.Lock())
-        return self._line
+            self._connection = _Connection(loop, client, asyncio.Lock())
+        return self._connection
 
-    def _unreached(self, path: str, error: httpx.HTTPError, attempts: int) -> EngineError:
+    def _unreachable_error(self, path: str, error: httpx.HTTPError, attempts: int) -> EngineError:
         times = "attempt" if attempts == 1 else "attempts"
         return EngineError(
-            f"The inference server {self.url} is unreachable or hung up ({path}, {attempts} {times}): "
+            f"The inference server {self.url} is unreachable or closed the connection ({path}, {attempts} {times}): "
             f"{type(error).__name__}: {error or 'no details'}.",
             "Check its log and restart it. engine.connect_timeout_s sets how long to retry.",
         )
@@ -258,14 +258,14 @@ def ask_once(url: str, path: str, reply: type[Reply]) -> Reply:
             f"Start it first, for example with: {serve_command(url, 'MODEL')}",
             url,
         ) from error
-    return _parse(_checked(response), reply)
+    return _parse(_raise_for_status(response), reply)
 
 
-def _checked(response: httpx.Response) -> httpx.Response:
+def _raise_for_status(response: httpx.Response) -> httpx.Response:
     if response.is_success:
         return response
     status = response.status_code
-    raise HttpRefusal(f"{response.request.url} answered {status}: {server_words(response)}", status=status)
+    raise HttpRefusal(f"{response.request.url} responded with {status}: {server_words(response)}", status=status)
 
 
 def _parse(response: httpx.Response, reply: type[Reply]) -> Reply:
@@ -281,7 +281,7 @@ def _parse(response: httpx.Response, reply: type[Reply]) -> Reply:
 
 
 def serve_command(url: str, model: str) -> str:
-    """Return the command that starts a trainable server of a model at that address."""
+    """Return the command that starts a trainable server of `model` at `url`."""
     place = httpx.URL(url)
     host = "" if place.host in ("127.0.0.1", "localhost") else f" --host {place.host}"
     port = place.port or (443 if place.scheme == "https" else 80)

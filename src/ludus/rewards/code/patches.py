@@ -1,7 +1,7 @@
-"""Similarity of a patch to the reference patch: SWE-RL (arXiv:2502.18449, section 2).
+"""Similarity of a patch to the reference patch, as in SWE-RL (arXiv:2502.18449, section 2).
 
--1 if the answer is not a unified diff; otherwise the mean over all files of either patch of difflib's ratio
-of their changes, 0 for a file that only one of them changes.
+The reward is -1 if the answer is not a unified diff; otherwise the mean, over the files of both patches, of
+difflib's ratio of the changes, which is 0 for a file that only one patch changes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ludus.tools.patch import file_name, read_hunk
 from ludus.types import Task, Trajectory
 
 MAX_CHARACTERS = 400_000
-"""A longer patch is of the wrong format."""
+"""Maximum characters of a patch; a longer one is invalid."""
 MAX_PAIRS = 10_000_000
 """Maximum number of compared pairs of equal characters over all files (about a second); files beyond it are
 compared line by line, with the same maximum."""
@@ -37,7 +37,7 @@ class Patch:
 def read_patch(text: str) -> dict[str, str] | None:
     """Return the changes by file, each hunk with its header; None if the text is not a unified diff or is empty.
 
-    The counts in the headers must match the lines.
+    The line counts in the headers must match the hunks.
     """
     if len(text) > MAX_CHARACTERS:
         return None
@@ -68,20 +68,20 @@ def read_patch(text: str) -> dict[str, str] | None:
 
 
 def similarity(given: Mapping[str, str], oracle: Mapping[str, str]) -> float:
-    """Return the mean over the files of both patches of the ratio of their changes, in [0, 1]."""
+    """Return the mean ratio of the changes over the files of both patches, in [0, 1]."""
     files = given.keys() | oracle.keys()
-    work = _Work()
-    ratios = [work.ratio(given[file], oracle[file]) for file in sorted(given.keys() & oracle.keys())]
+    budget = _MatchBudget()
+    ratios = [budget.ratio(given[file], oracle[file]) for file in sorted(given.keys() & oracle.keys())]
     return sum(ratios) / len(files)
 
 
 @dataclass(slots=True)
-class _Work:
+class _MatchBudget:
     characters_left: int = MAX_PAIRS
     lines_left: int = MAX_PAIRS
 
     def ratio(self, one: str, other: str) -> float:
-        """Return difflib's ratio of the characters while the budget lasts, then of the lines."""
+        """Return difflib's ratio of the characters, or of the lines if the budget is exceeded."""
         if one == other:
             return 1.0
         matcher = _Matcher(one, other, autojunk=False, left=self.characters_left)
@@ -95,14 +95,14 @@ class _Work:
 class _Matcher(difflib.SequenceMatcher[str]):
     """`SequenceMatcher` that stops matching after `left` comparisons; `left` is negative afterwards.
 
-    Without the bound its time is cubic for texts with many short matches.
+    Without a bound its time is cubic for texts with many short matches.
     """
 
     def __init__(self, one: Sequence[str], other: Sequence[str], *, autojunk: bool, left: int) -> None:
         super().__init__(None, one, other, autojunk)
         self.left = left
-        places: dict[str, list[int]] = vars(self)["b2j"]
-        self._pairs = [0, *accumulate(1 + len(places.get(item, ())) for item in one)]
+        positions: dict[str, list[int]] = vars(self)["b2j"]
+        self._pairs = [0, *accumulate(1 + len(positions.get(item, ())) for item in one)]
 
     def find_longest_match(
         self, alo: int = 0, ahi: int | None = None, blo: int = 0, bhi: int | None = None

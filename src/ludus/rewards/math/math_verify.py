@@ -1,7 +1,7 @@
-"""Mathematics verifier: exact comparison of an answer in LaTeX or plain text with an expression.
+"""Mathematics verifier: symbolic comparison of an answer in LaTeX or plain text with an expression.
 
-The whole answer must be the expression: extra words, a second candidate, an unexpected unit, or an equation
-that does not hold fail. `ludus.rewards.math.parser` parses both into trees. Rational numbers, lists,
+The whole answer must be the expression: extra words, a second candidate, an unexpected unit, or a false equation
+make it wrong. `ludus.rewards.math.parser` parses both into trees. Rational numbers, lists,
 intervals and relations are compared here; sympy compares other expressions in a process with limits on time
 and memory (`ludus.rewards.math.worker`).
 """
@@ -30,11 +30,11 @@ from ludus.types import JSON, Task, Trajectory
 from ludus.untrusted.worker import LimitedProcess, LimitExceeded, ProcessKilled
 
 CPU_S = 4.0
-"""Seconds of processor time for one comparison."""
+"""CPU time limit of one comparison, seconds."""
 ROUNDED_DECIMALS = 6
-"""Decimals from which a rounded number counts as the number that no finite decimal is."""
+"""Minimum decimals of an accepted rounded answer to a number without a finite decimal expansion."""
 MAX_BITS = 20_000
-"""Larger rational numbers are not computed."""
+"""Maximum number of bits of powers and decimals computed here."""
 
 _BEFORE_UNIT = re.compile(r"(?P<body>.*[\d)}\]])\s*(?P<unit>[a-zA-Z]+(?:(?:\s*/\s*|\s+)[a-zA-Z]+)*(?:\^\{?[23]\}?)?)")
 _STRUCTURES = frozenset(("pair", "matrix", "row", "union", "intersection", "difference", "domain", "based"))
@@ -45,9 +45,9 @@ _SMALL_WORDS = frozenset(["yes", "no", "true", "false", "none", "odd", "even", "
 class Expression:
     """Truth of a mathematics question: LaTeX or plain text; `units` may follow an answer.
 
-    With `evaluated`, an answer that is equal but unevaluated is wrong: it may not be larger than the gold
+    If `evaluated`, an answer that is equal but unevaluated is wrong: it may not be larger than the gold
     expression nor leave operations undone that the gold expression does not (`ludus.rewards.math.worked_out`).
-    So the question's own formula is not an answer.
+    This rejects the formula in the question as an answer.
     """
 
     gold: str
@@ -67,11 +67,11 @@ class _Gold:
 def is_equal(answer: str, truth: Expression) -> bool:
     """Return whether the answer (if it has several boxes, each of them) equals the expression.
 
-    Raises ValueError for an unreadable gold answer, WorldError if the comparing process fails.
+    Raises ValueError for an unreadable gold answer, WorldError if the comparison process fails.
     """
     gold = _gold(truth.gold, truth.units)
     found = candidates(answer)
-    return bool(found) and all(_is_right(one, gold, truth) for one in found)
+    return bool(found) and all(_is_correct(one, gold, truth) for one in found)
 
 
 def mathematics(task: Task, trajectory: Trajectory) -> float:
@@ -94,14 +94,14 @@ def _gold(text: str, units: tuple[str, ...], expected: str = "") -> _Gold:
 
 
 def _is_words(text: str, plain: str) -> bool:
-    """Whether a gold answer is words: set as text, known words, or a run of four letters and more."""
+    """Return whether a gold answer is text: set in \\text, a known word, or with a word of four or more letters."""
     if not re.fullmatch(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*", plain):
         return False
     words = plain.split()
     return any(len(w) > 3 or w.lower() in _SMALL_WORDS or (len(w) > 1 and w in text_words(text)) for w in words)
 
 
-def _is_right(text: str, gold: _Gold, truth: Expression) -> bool:
+def _is_correct(text: str, gold: _Gold, truth: Expression) -> bool:
     try:
         plain, unit = _split_unit(text, truth.units, gold.unit)
     except NotationError:
@@ -111,7 +111,7 @@ def _is_right(text: str, gold: _Gold, truth: Expression) -> bool:
     if unit not in ("", gold.unit):
         return False
     if gold.tree is None:
-        return bool(normalise(plain)) and _spelt(plain) == _spelt(gold.plain)
+        return bool(normalise(plain)) and _comparable_text(plain) == _comparable_text(gold.plain)
     if plain == gold.plain:
         return True
     try:
@@ -122,8 +122,8 @@ def _is_right(text: str, gold: _Gold, truth: Expression) -> bool:
         return False
 
 
-def _spelt(text: str) -> str:
-    """Compare a gold answer outside the grammar as words, or character by character."""
+def _comparable_text(text: str) -> str:
+    """Return the text to compare for a gold answer outside the grammar: its words, or its characters without spaces."""
     return normalise(text) if re.fullmatch(r"[\w\s'.-]+", text) else "".join(text.split())
 
 
@@ -131,7 +131,7 @@ def _split_unit(text: str, units: tuple[str, ...], expected: str = "") -> tuple[
     """Return the plain text without its unit, and the unit's usual spelling.
 
     Any of `units` is removed. A word after a number is a unit if it is known or set as text; a single letter
-    only if a unit is `expected`. Raises NotationError, as `plain_text` does.
+    is one only if a unit is `expected`. Raises NotationError, as `plain_text` does.
     """
     plain = plain_text(text)
     for unit in sorted(units, key=len, reverse=True):
@@ -162,7 +162,7 @@ def same(gold: ExpressionNode, given: ExpressionNode) -> bool:
     if gold == given:
         return True
     ops = {gold.op, given.op}
-    if ops & {"list", "set"} or _has_two_signs(gold) or _has_two_signs(given):
+    if ops & {"list", "set"} or _has_plus_minus(gold) or _has_plus_minus(given):
         return _same_items(gold, given) or _same_regions(gold, given)
     if gold.op == "relation":
         return _same_relations(gold, given)
@@ -179,19 +179,19 @@ def _pairwise(first: Sequence[ExpressionNode], second: Sequence[ExpressionNode])
     return len(first) == len(second) and all(same(a, b) for a, b in zip(first, second, strict=True))
 
 
-def _has_two_signs(node: ExpressionNode) -> bool:
+def _has_plus_minus(node: ExpressionNode) -> bool:
     return any(one.op == "plusminus" for one in node.walk())
 
 
 def _same_items(gold: ExpressionNode, given: ExpressionNode) -> bool:
-    """Whether two lists or sets have the same items in any order, each as often; one item is a list too."""
+    """Return whether two lists or sets are equal as multisets; a single item counts as a list."""
     if {gold.name, given.name} == {"or", "and"} and any(set(_signs(node)) - {"="} for node in (gold, given)):
         return False
-    labels, due = _items(gold)
+    labels, expected = _items(gold)
     others, left = _items(given)
-    if len(due) != len(left) or (labels != others and (len(labels) > 1 or len(others) > 1)):
+    if len(expected) != len(left) or (labels != others and (len(labels) > 1 or len(others) > 1)):
         return False
-    for item in due:
+    for item in expected:
         place = next((i for i, other in enumerate(left) if same(item, other)), None)
         if place is None:
             return False
@@ -206,18 +206,18 @@ def _signs(node: ExpressionNode) -> str:
 def _items(node: ExpressionNode) -> tuple[set[str], list[ExpressionNode]]:
     """Return the names of the items and the items, with both signs of ± expanded; a name shared by all is dropped."""
     if node.op == "relation" and node.name == "∈" and node.args[0].op == "name":
-        node = node.args[1]  # x ∈ {1, 2} says 1, 2
+        node = node.args[1]  # x ∈ {1, 2} stands for 1, 2
     items = node.args if node.op in ("list", "set") else (node,)
     named = [_split_name(item) for item in items]
     labels = {label.partition("_")[0] for label, _ in named}
     if len(items) > 1 and len(labels) == 1:
         items, labels = tuple(value for _, value in named), set()
-    signed = [[_replace_signs(item, sign) for sign in "±∓"] if _has_two_signs(item) else [item] for item in items]
+    signed = [[_replace_signs(item, sign) for sign in "±∓"] if _has_plus_minus(item) else [item] for item in items]
     return labels - {""}, [one for both in signed for one in both]
 
 
 def _split_name(node: ExpressionNode) -> tuple[str, ExpressionNode]:
-    """Name and value of `x = 2`; an empty name for anything else."""
+    """Return name and value of `x = 2`; an empty name for anything else."""
     if node.op == "relation" and node.name == "=" and node.args[0].op == "name":
         return node.args[0].name, node.args[1]
     return "", node
@@ -232,32 +232,32 @@ def _replace_signs(node: ExpressionNode, plus: str) -> ExpressionNode:
 
 
 def _is_label(node: ExpressionNode) -> bool:
-    """Return whether a value can be assigned to it: `x`, `f(x)` or `(x, y)`."""
+    """Return whether a node can be the left side of an assignment: `x`, `f(x)` or `(x, y)`."""
     if node.op == "pair":
         return all(arg.op == "name" for arg in node.args)
     return node.op == "name" or (node.op == "mul" and node.name == "applied")
 
 
 def _holds(gold: ExpressionNode, given: ExpressionNode) -> bool:
-    """Whether every side of an answer's equation is the gold expression; the first may be a label."""
+    """Return whether every side of an answer's equation is the gold expression; the first may be a label."""
     sides = given.args[1:] if _is_label(given.args[0]) else given.args
     if set(given.name) - {"=", "≈"} and given.name != "∈":
         return False
-    about = (side for sign, side in zip(given.name, given.args[1:], strict=True) if sign == "≈")
-    if any(side.name != "decimal" for side in about):
+    rounded = (side for sign, side in zip(given.name, given.args[1:], strict=True) if sign == "≈")
+    if any(side.name != "decimal" for side in rounded):
         return False
     if len(set(sides)) < len(sides) or (given.name == "∈" and len(sides) > 1):
-        return False  # 1 = 1 says nothing
+        return False  # 1 = 1 is trivial
     return all(same(gold, side) for side in sides)
 
 
 def _same_relations(gold: ExpressionNode, given: ExpressionNode) -> bool:
     """Return whether a relation, or the value that it assigns to a label, is the gold relation."""
     label, value = gold.args[0], gold.args[-1]
-    gives_value = gold.name == "=" and _is_label(label)
+    assigns_value = gold.name == "=" and _is_label(label)
     if given.op != "relation":
-        return (gives_value and same(value, given)) or _same_regions(gold, given)
-    if gives_value and given.args[0] == label:
+        return (assigns_value and same(value, given)) or _same_regions(gold, given)
+    if assigns_value and given.args[0] == label:
         return _holds(value, given)
     if _same_regions(gold, given):
         return True
@@ -267,47 +267,47 @@ def _same_relations(gold: ExpressionNode, given: ExpressionNode) -> bool:
 
 
 def _same_two_sided(gold: ExpressionNode, given: ExpressionNode) -> bool:
-    """Whether one equation or inequality is a multiple of the other."""
-    ways = [ExpressionNode("add", (node.args[0], ExpressionNode("neg", (node.args[1],)))) for node in (gold, given)]
-    if any("infty" in {one.name for one in way.walk()} for way in ways):
+    """Return whether one equation or inequality is a multiple of the other."""
+    sides = [ExpressionNode("add", (node.args[0], ExpressionNode("neg", (node.args[1],)))) for node in (gold, given)]
+    if any("infty" in {one.name for one in side.walk()} for side in sides):
         return False
-    sign = _compare("ratio", *ways)
-    due = gold.name if sign > 0 else gold.name.translate(str.maketrans("<>≤≥", "><≥≤"))
-    return sign != 0 and given.name == due
+    sign = _compare("ratio", *sides)
+    expected = gold.name if sign > 0 else gold.name.translate(str.maketrans("<>≤≥", "><≥≤"))
+    return sign != 0 and given.name == expected
 
 
 def _same_regions(gold: ExpressionNode, given: ExpressionNode) -> bool:
-    due, found = region_of(gold), region_of(given)
-    if due is None or found is None or len(due.spans) != len(found.spans):
+    expected, found = region_of(gold), region_of(given)
+    if expected is None or found is None or len(expected.spans) != len(found.spans):
         return False
-    if due.variable and found.variable and due.variable != found.variable:
+    if expected.variable and found.variable and expected.variable != found.variable:
         return False
     return all(
         (one.low_closed, one.high_closed) == (other.low_closed, other.high_closed)
         and same(one.low, other.low)
         and same(one.high, other.high)
-        for one, other in zip(due.spans, found.spans, strict=True)
+        for one, other in zip(expected.spans, found.spans, strict=True)
     )
 
 
 def _same_values(gold: ExpressionNode, given: ExpressionNode) -> bool:
-    """Whether two numbers or expressions with variables are equal, or one is the other in six decimals."""
+    """Return whether two expressions are equal, or the given one is the gold one rounded to six or more decimals."""
     names = {one.name for node in (gold, given) for one in node.walk() if one.op == "constant"}
     if "infty" in names:
         return False
-    due, found = exact(gold), exact(given)
-    if due is not None and found is not None:
-        return due == found or _is_rounded(due, found, given)
+    expected, found = exact(gold), exact(given)
+    if expected is not None and found is not None:
+        return expected == found or _is_rounded(expected, found, given)
     if found is not None and _decimals(found, given) >= ROUNDED_DECIMALS and not gold.names():
         return _compare("rounded", gold, given) > 0
     return _compare("equal", gold, given) > 0
 
 
-def _is_rounded(due: Fraction, found: Fraction, given: ExpressionNode) -> bool:
-    """Whether a decimal is a number rounded that no decimal is."""
+def _is_rounded(expected: Fraction, found: Fraction, given: ExpressionNode) -> bool:
+    """Return whether the decimal `found` is `expected` rounded, and `expected` has no finite decimal expansion."""
     decimals = _decimals(found, given)
-    ends = 10 ** due.denominator.bit_length() % due.denominator == 0
-    return decimals >= ROUNDED_DECIMALS and not ends and 2 * abs(due - found) * 10**decimals <= 1
+    is_finite = 10 ** expected.denominator.bit_length() % expected.denominator == 0
+    return decimals >= ROUNDED_DECIMALS and not is_finite and 2 * abs(expected - found) * 10**decimals <= 1
 
 
 def _decimals(value: Fraction, given: ExpressionNode) -> int:
@@ -366,18 +366,18 @@ def _to_json(node: ExpressionNode) -> JSON:
 
 
 @lru_cache(maxsize=20_000)
-def _compare_trees(question: str) -> int:
-    """Return the verdict; 0 if finding it exceeds the limits."""
+def _compare_trees(request: str) -> int:
+    """Return the result of a comparison; 0 if it exceeds the limits."""
     try:
-        return _process(os.getpid()).call(partial(judge, *json.loads(question)), CPU_S)
+        return _process(os.getpid()).call(partial(judge, *json.loads(request)), CPU_S)
     except ProcessKilled as error:
-        raise WorldError("The process that compares mathematics was ended.", "Is memory short?") from error
+        raise WorldError("The process that compares expressions was killed.", "Check the available memory.") from error
     except LimitExceeded:
         return 0
 
 
 @cache
 def _process(pid: int) -> LimitedProcess:
-    """Return the comparing process of this process; a forked process gets a new one."""
+    """Return the comparison process of this process; a forked process starts a new one."""
     del pid
     return LimitedProcess("ludus.rewards.math.worker:warm_up")

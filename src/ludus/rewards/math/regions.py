@@ -1,6 +1,6 @@
 """Canonical sets of real numbers: intervals, inequalities and their unions, for comparison.
 
-`[0, oo)`, `x >= 0` and `0 <= x` are one region. Endpoints stay expressions; they are ordered by their float
+`[0, oo)`, `x >= 0` and `0 <= x` are the same region. Endpoints stay expressions; they are ordered by their float
 values, and endpoints that floats cannot distinguish are treated as equal.
 """
 
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 from ludus.rewards.math.notation import ExpressionNode, NotationError
 
-_NEAR = 1e-9
+_TOLERANCE = 1e-9
 _FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "=": "=", "≠": "≠"}
 _INFINITE = ExpressionNode("constant", (), "infty")
 _MAX_SPANS = 50
-_COMPUTED: dict[str, Callable[[complex], complex]] = {
+_FUNCTIONS: dict[str, Callable[[complex], complex]] = {
     "sin": cmath.sin,
     "cos": cmath.cos,
     "tan": cmath.tan,
@@ -27,7 +27,7 @@ _COMPUTED: dict[str, Callable[[complex], complex]] = {
     "arcsin": cmath.asin,
     "arccos": cmath.acos,
 }
-_COMBINED: dict[str, Callable[[list[complex]], complex]] = {
+_OPERATIONS: dict[str, Callable[[list[complex]], complex]] = {
     "neg": lambda args: -args[0] if args[0].imag else complex(-args[0].real),
     "add": sum,
     "mul": math.prod,
@@ -40,7 +40,7 @@ _COMBINED: dict[str, Callable[[list[complex]], complex]] = {
 
 @dataclass(frozen=True, slots=True)
 class TextSpan:
-    """The numbers between two endpoints, each open or closed; an infinite endpoint is always open."""
+    """Interval between two endpoints, each open or closed; an infinite endpoint is always open."""
 
     low: ExpressionNode
     high: ExpressionNode
@@ -50,7 +50,7 @@ class TextSpan:
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A union of spans in their order, and the variable that the text names, if any."""
+    """Union of ordered intervals, and the variable named in the text, if any."""
 
     spans: tuple[TextSpan, ...]
     variable: str = ""
@@ -62,7 +62,7 @@ _LINE = TextSpan(_MINUS_INFINITE, _INFINITE, False, False)
 
 
 def region_of(node: ExpressionNode) -> Region | None:
-    """Return the region of a tree; None if it is not one, or if its endpoints cannot be ordered."""
+    """Return the region of a tree; None if the tree is not a region or its endpoints cannot be ordered."""
     try:
         return _region(node)
     except (NotationError, ArithmeticError, ValueError):
@@ -72,7 +72,7 @@ def region_of(node: ExpressionNode) -> Region | None:
 def approximate(node: ExpressionNode) -> float:
     """Return the value of a constant as a float. Raises NotationError if it is unknown or not real."""
     value = _value(node)
-    if abs(value.imag) > _NEAR * max(1.0, abs(value.real)) or math.isnan(value.real):
+    if abs(value.imag) > _TOLERANCE * max(1.0, abs(value.real)) or math.isnan(value.real):
         raise NotationError("not real")
     return value.real
 
@@ -93,11 +93,11 @@ def _region(node: ExpressionNode) -> Region:
             return _intersect([_region(arg) for arg in node.args])
         case "difference":
             first, second = node.args
-            without = _region(second if second.op in _REGIONS else ExpressionNode("set", (second,)))
-            return _intersect([_region(first), Region(tuple(_complement(without.spans)))])
+            removed = _region(second if second.op in _REGIONS else ExpressionNode("set", (second,)))
+            return _intersect([_region(first), Region(tuple(_complement(removed.spans)))])
         case "list" if node.name in ("or", "and") and all(arg.op == "relation" for arg in node.args):
             return (_unite if node.name == "or" else _intersect)([_region(arg) for arg in node.args])
-    raise NotationError("no region")
+    raise NotationError("not a region")
 
 
 def _relation_region(node: ExpressionNode) -> Region:
@@ -115,7 +115,7 @@ def _relation_region(node: ExpressionNode) -> Region:
     if len(sides) == 2 and sides[0].op == "abs" and signs in set("<>≤≥"):
         return _distance_region(sides[0].args[0], signs, sides[1])
     if len(sides) != 2 or sides[0].op != "name" or signs not in _FLIPPED:
-        raise NotationError("no region")
+        raise NotationError("not a region")
     end, name = sides[1], _check_bounds(sides[0].name, sides[1])
     below = TextSpan(_MINUS_INFINITE, end, False, signs == "≤")
     above = TextSpan(end, _INFINITE, signs == "≥", False)
@@ -127,7 +127,7 @@ def _distance_region(inner: ExpressionNode, sign: str, distance: ExpressionNode)
     """Return the region of `|x - a| < b` and similar relations."""
     terms = inner.args if inner.op == "add" else (inner,)
     if len(terms) > 2 or terms[0].op != "name" or distance.names() or approximate(distance) <= 0:
-        raise NotationError("no distance")
+        raise NotationError("not a distance")
     centre = [ExpressionNode("neg", (term,)) for term in terms[1:]]
     low = ExpressionNode("add", (*centre, ExpressionNode("neg", (distance,))))
     high = ExpressionNode("add", (*centre, distance))
@@ -146,7 +146,7 @@ def _check_bounds(name: str, *ends: ExpressionNode) -> str:
 
 def _span(low: ExpressionNode, high: ExpressionNode, low_closed: bool, high_closed: bool) -> TextSpan:
     span = TextSpan(low, high, low_closed and not _is_infinite(low), high_closed and not _is_infinite(high))
-    if not low.names() and not high.names() and approximate(low) > approximate(high) - _NEAR:
+    if not low.names() and not high.names() and approximate(low) > approximate(high) - _TOLERANCE:
         raise NotationError("an interval without width")
     return span
 
@@ -170,14 +170,14 @@ def _unite(regions: Sequence[Region]) -> Region:
             found.append(span)
             continue
         low_closed = last.low_closed or (span.low_closed and _are_near(span.low, last.low))
-        end = span if approximate(span.high) > approximate(last.high) + _NEAR else last
+        end = span if approximate(span.high) > approximate(last.high) + _TOLERANCE else last
         high_closed = end.high_closed or (span.high_closed and _are_near(span.high, last.high))
         found[-1] = TextSpan(last.low, end.high, low_closed, high_closed)
     return Region(tuple(found), _shared_variable(regions))
 
 
 def _touch(first: TextSpan, second: TextSpan) -> bool:
-    """Whether no number lies between two spans."""
+    """Return whether no number lies between two spans."""
     gap = approximate(second.low) - approximate(first.high)
     if _are_near(second.low, first.high):
         return second.low_closed or first.high_closed
@@ -219,7 +219,7 @@ def _complement(spans: Sequence[TextSpan]) -> list[TextSpan]:
 
 def _are_near(one: ExpressionNode, other: ExpressionNode) -> bool:
     first, second = approximate(one), approximate(other)
-    return math.isclose(first, second, rel_tol=_NEAR, abs_tol=_NEAR)
+    return math.isclose(first, second, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
 
 
 def _shared_variable(regions: Sequence[Region]) -> str:
@@ -237,8 +237,8 @@ def _value(node: ExpressionNode) -> complex:
     if node.op == "name":
         raise NotationError("a variable")
     args = [_value(arg) for arg in node.args]
-    if node.op == "call" and node.name in _COMPUTED and len(args) == 1:
-        return _COMPUTED[node.name](args[0])
-    if node.op not in _COMBINED:
+    if node.op == "call" and node.name in _FUNCTIONS and len(args) == 1:
+        return _FUNCTIONS[node.name](args[0])
+    if node.op not in _OPERATIONS:
         raise NotationError("an unknown value")
-    return complex(_COMBINED[node.op](args))
+    return complex(_OPERATIONS[node.op](args))

@@ -32,12 +32,12 @@ from ludus.sandbox.guest.syscalls import (
 from ludus.sandbox.guest.wire import Connection, Disconnected, string_list
 
 _NAMESPACES = 0x10000000 | 0x20000000 | 0x20000 | 0x08000000
-"""CLONE_NEWUSER, NEWPID, NEWNS, NEWIPC: new for each run. A zygote has one run at a time and no network."""
+"""CLONE_NEWUSER, NEWPID, NEWNS, NEWIPC: new for each run. A zygote serves one run at a time without network."""
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _DROP_BOUNDING, _NO_NEW_PRIVILEGES = 24, 38
 _MNT_DETACH = 2
 _PRELOAD_DELAY_S = 0.05
-"""Delay of optimizations that would hold up a waiting first run."""
+"""Delay of the preloading, so that it does not delay a first run that is already requested."""
 
 
 def run_zygote(fd: int) -> None:
@@ -115,7 +115,7 @@ def _set_up_namespaces(uid: int, gid: int) -> None:
 
 
 def run_container(fd: int) -> None:
-    """Serve one run or one session; `fd` is stdin. The engine has set the size of the box."""
+    """Serve one run or one session; `fd` is stdin. The container engine limits the size of /box."""
     source, sink = os.dup(fd), os.dup(1)
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, fd)
@@ -129,7 +129,7 @@ def run_container(fd: int) -> None:
         connection.send({"ready": True}, [])
     except Disconnected:
         return
-    except Exception as error:  # boundary: report to the host why there is no supervisor
+    except Exception as error:  # boundary: report the failure to the host
         connection.send({"error": f"{type(error).__name__}: {error}"}, [])
         return
     serve_request(connection, seccomp, in_container=True)

@@ -1,8 +1,8 @@
-"""Screen messages of MCP servers before the `mcp` package parses them: bound and reduce them.
+"""Filter messages of MCP servers before the `mcp` package parses them: limit and reduce them.
 
 The package parses messages of any size on its event loop. Here long messages are parsed in a limited process
 (`call_bounded`), results are converted to text, and output schemas, whose patterns the package would match on
-its loop, are dropped. An unacceptable message becomes a JSON-RPC error response of its call.
+its loop, are dropped. An unacceptable message is replaced by a JSON-RPC error response to its call.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ludus.types import JSON
 from ludus.untrusted.worker import LimitExceeded, call_bounded
 
 MOST_BYTES: Final = 8 * 2**20
-"""Default limit of one message."""
+"""Default maximum number of bytes of one message."""
 MOST_VALUES: Final = 65_536
 """Maximum number of values of a reduced message; the package validates each on its event loop."""
 MOST_ITEMS: Final = 1_024
 """Maximum number of content items of a result, and of tools per page."""
 _SHORT: Final = 2**16
-"""Bytes up to which a message is parsed in this process."""
+"""Maximum number of bytes of a message that is parsed in this process."""
 _ENDS: Final = 512
 """Bytes at either end of a message searched for its id if it is not parsed."""
 _INTERNAL_ERROR: Final = -32603
@@ -44,9 +44,9 @@ class Screen:
     most_bytes: int = MOST_BYTES
 
     async def message(self, raw: bytes, call: bytes | None = None) -> bytes | None:
-        """Return the reduced message; None if it is unacceptable and answers no call.
+        """Return the reduced message; None if it is unacceptable and not a response to a call.
 
-        `call` is the JSON id of the call that it answers, if known.
+        `call` is the JSON id of its call, if known.
         """
         if len(raw) > self.most_bytes:
             return self.refused(raw, raw, call)
@@ -58,20 +58,20 @@ class Screen:
             return _error_response(f"its answer cannot be read: {error}"[:300], raw, raw, call)
 
     def refused(self, head: bytes, tail: bytes, call: bytes | None = None) -> bytes | None:
-        """Return the replacement of an oversized message, given its two ends."""
+        """Return the error response for an oversized message, given its two ends."""
         return _error_response(f"its answer has more than {self.most_bytes} bytes", head, tail, call)
 
     async def lines(self, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """Yield the messages of a line stream. Only the ends of an oversized line are kept."""
+        """Yield the messages of a line stream. Only the ends of an oversized line are buffered."""
         line, head = bytearray(), b""
         async for part in parts:
             *whole, rest = part.split(b"\n")
             for piece in whole:
                 line += piece
-                taken = self.refused(head, bytes(line)) if head else await self.message(bytes(line))
+                filtered = self.refused(head, bytes(line)) if head else await self.message(bytes(line))
                 line, head = bytearray(), b""
-                if taken is not None:
-                    yield taken
+                if filtered is not None:
+                    yield filtered
             line += rest
             if len(line) > self.most_bytes:
                 head = head or bytes(line[:_ENDS])
@@ -79,30 +79,30 @@ class Screen:
                 del line[:-_ENDS]
 
     async def body(self, parts: AsyncIterator[bytes], call: bytes | None) -> AsyncIterator[bytes]:
-        """Yield the single message of a body; reading stops when it is too long."""
-        held = bytearray()
+        """Yield the single message of a body; stop reading if it is too long."""
+        buffer = bytearray()
         async for part in parts:
-            held += part
-            if len(held) > self.most_bytes:
+            buffer += part
+            if len(buffer) > self.most_bytes:
                 break
-        yield await self.message(bytes(held), call) or b""
+        yield await self.message(bytes(buffer), call) or b""
 
     async def events(self, parts: AsyncIterator[bytes], call: bytes | None) -> AsyncIterator[bytes]:
-        """Yield server-sent events with reduced messages. The stream ends at an oversized one."""
-        held, looked = bytearray(), 0
+        """Yield server-sent events with reduced messages. The stream ends at an oversized event."""
+        buffer, searched = bytearray(), 0
         async for part in parts:
-            held += part
-            while found := _BLANK.search(held, max(0, looked - 3)):
-                event, looked = bytes(held[: found.start()]), 0
-                del held[: found.end()]
+            buffer += part
+            while found := _BLANK.search(buffer, max(0, searched - 3)):
+                event, searched = bytes(buffer[: found.start()]), 0
+                del buffer[: found.end()]
                 yield await self._event(event, call)
-            looked = len(held)
-            if looked > 2 * self.most_bytes:  # includes the fields around a message
+            searched = len(buffer)
+            if searched > 2 * self.most_bytes:  # includes the fields around a message
                 refused = self.refused(b"", b"", call)
                 yield b"" if refused is None else b"data: " + refused + b"\n\n"
                 return
-        if held:
-            yield await self._event(bytes(held), call)
+        if buffer:
+            yield await self._event(bytes(buffer), call)
 
     async def _event(self, event: bytes, call: bytes | None) -> bytes:
         lines = _LINE.split(event)
@@ -115,7 +115,7 @@ class Screen:
 
 
 def _error_response(why: str, head: bytes, tail: bytes, call: bytes | None) -> bytes | None:
-    """Return the error response of the call; None, with a warning, if the call is unknown."""
+    """Return the error response to the call; None, with a warning, if the call is unknown."""
     if call is None and (found := _FIRST_ID.search(head[:_ENDS]) or _LAST_ID.search(tail[-_ENDS:])):
         call = found.group(1)
     if call is None:
@@ -153,7 +153,7 @@ def _reduced_result(result: dict[str, JSON]) -> dict[str, JSON]:
 
 
 def _joined_texts(content: list[JSON]) -> list[JSON]:
-    made: list[JSON] = []
+    merged: list[JSON] = []
     texts: list[str] = []
     for block in [*content, None]:
         text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
@@ -161,10 +161,10 @@ def _joined_texts(content: list[JSON]) -> list[JSON]:
             texts.append(text)
             continue
         if texts:
-            made.append({"type": "text", "text": "\n".join(filter(None, texts))})
+            merged.append({"type": "text", "text": "\n".join(filter(None, texts))})
             texts = []
-        made.append(block)
-    return made[:-1]
+        merged.append(block)
+    return merged[:-1]
 
 
 def _checked_items(items: list[JSON]) -> list[JSON]:
@@ -174,13 +174,13 @@ def _checked_items(items: list[JSON]) -> list[JSON]:
 
 
 def _num_values(value: JSON) -> int:
-    """Count the values in a value, including itself, up to the maximum of a message."""
-    num, open_ = 0, [value]
-    while open_ and num <= MOST_VALUES:
-        one = open_.pop()
+    """Count the nested values, including `value` itself; stop above the maximum of a message."""
+    num, pending = 0, [value]
+    while pending and num <= MOST_VALUES:
+        one = pending.pop()
         num += 1
         if isinstance(one, dict):
-            open_ += one.values()
+            pending += one.values()
         elif isinstance(one, list):
-            open_ += one
+            pending += one
     return num

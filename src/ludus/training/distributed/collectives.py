@@ -1,11 +1,11 @@
 """Collective operations of the learner's ranks.
 
-Each rank works on a part of the rows. Counts are global, gradients are summed, and all ranks take the same
-step. Without `torch.distributed` there is one process.
+Each rank processes a part of the rows. Counts are global, gradients are summed, and all ranks apply the same
+step. Without `torch.distributed` there is one rank.
 
 Weights, gradients and moments may be sharded with FSDP2 (`torch.distributed.fsdp.fully_shard`). Each decoder
 layer is one group; the rest of the model (embeddings, last norm, output layer) is another. A group is unsharded only
-during its forward or backward pass. Passes are collective: all ranks make the same passes in the same order.
+during its forward or backward pass. Passes are collective: all ranks run the same passes in the same order.
 Gradients are summed, not averaged, since the learner divides by global counts.
 """
 
@@ -35,7 +35,7 @@ RankMethod = Literal[
 
 
 class Collectives:
-    """The ranks of a run, here a single process. Every rank calls every method in the same order."""
+    """Collectives of a single process, the base of others. Every rank calls every method in the same order."""
 
     whole = True
     """Whether each rank receives all rows and selects its part; otherwise it receives its part."""
@@ -69,7 +69,7 @@ ONE_PROCESS = Collectives()
 
 
 class ProcessGroup(Collectives):
-    """Ranks of torch's default group. Each receives its own part of the rows."""
+    """Collectives of torch's default process group. Each rank receives its own part of the rows."""
 
     whole = False
 
@@ -125,10 +125,10 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Collectives) 
     """
     if ranks.count == 1:
         return
-    held = [p for p in parameters if not is_split(p)]
-    present = ranks.gather([p.grad is not None for p in held])
-    for parameter, some in zip(held, map(any, zip(*present, strict=True)), strict=True):
-        if not some:
+    replicated = [p for p in parameters if not is_split(p)]
+    present = ranks.gather([p.grad is not None for p in replicated])
+    for parameter, any_present in zip(replicated, map(any, zip(*present, strict=True)), strict=True):
+        if not any_present:
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -144,12 +144,12 @@ def merged(found: Mapping[int, T], ranks: Collectives) -> dict[int, T]:
 
 
 def raise_together(fault: str, hint: str, ranks: Collectives) -> None:
-    """Raise LearnerError on every rank if one has a fault (message; empty: none), with its hint."""
+    """Raise LearnerError with the message and hint of the first rank whose `fault` is not empty. Collective."""
     faults: Sequence[tuple[str, str]] = ranks.gather((fault, hint))
-    for rank, (text, way_on) in enumerate(faults):
+    for rank, (text, advice) in enumerate(faults):
         if text:
             where = f" (rank {rank} of {ranks.count})" if ranks.count > 1 else ""
-            raise LearnerError(text + where, way_on)
+            raise LearnerError(text + where, advice)
 
 
 @torch.no_grad()
@@ -160,11 +160,11 @@ def same_weights(model: torch.nn.Module, ranks: Collectives) -> None:
             distributed.broadcast(parameter.detach(), src=0)
 
 
-_WITHIN = "ludus_within"
-"""Method of a sharded model in which its weights are unsharded."""
+_FORWARD_METHOD = "ludus_within"
+"""Method of a sharded model during which its weights are unsharded."""
 
 
-class _Split(Protocol):
+class _ShardedModel(Protocol):
     def ludus_within(self, work: Callable[[], T]) -> T: ...
 
 
@@ -178,7 +178,7 @@ def make_mesh(device: torch.device, count: int) -> DeviceMesh:
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard the weights of `model` in place; all ranks must hold the same weights.
 
-    Copy the model before; build optimizers after. Raises UserError for a model without a list of layers.
+    Copy the model before the call; build optimizers after it. Raises UserError for a model without a list of layers.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -192,8 +192,8 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    setattr(model, _WITHIN, _call)
-    register_fsdp_forward_method(model, _WITHIN)
+    setattr(model, _FORWARD_METHOD, _run_work)
+    register_fsdp_forward_method(model, _FORWARD_METHOD)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -213,10 +213,10 @@ def within(model: nn.Module, work: Callable[[], T]) -> T:
     """
     if not is_sharded(model):
         return work()
-    return cast(_Split, model).ludus_within(work)
+    return cast(_ShardedModel, model).ludus_within(work)
 
 
-def _call(work: Callable[[], T]) -> T:
+def _run_work(work: Callable[[], T]) -> T:
     return work()
 
 
@@ -238,7 +238,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def gathered(model: nn.Module) -> dict[str, Tensor]:
-    """Return all weights by name, unsharded, tied ones once. Collective."""
+    """Return the unsharded weights by name, tied weights once. Collective."""
     return {name: whole(p) for name, p in model.named_parameters()}
 
 

@@ -2,7 +2,7 @@
 
 config.toml            the resolved configuration
 run.json               kind (as in `Kind`), recipe, versions, git state, seed, command
-log.txt                one merged log of all parts
+log.txt                one merged log of all processes
 metrics.jsonl          one line per step; identical in a repeated run
 timings.jsonl          seconds and rates; they differ between runs
 rollouts/              step-000001.jsonl.gz, one trajectory per line
@@ -10,7 +10,7 @@ evaluations/           step-000010-test-greedy.json and its rollouts
 pairs.jsonl.gz         preference training: pairs with reference log-probabilities
 examples.jsonl.gz      reward models: training and held-out examples
 checkpoints/           step-000010/, in Hugging Face layout, with trainer state
-lock                   held while a process writes here
+lock                   locked while a process writes here
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ log = logging.getLogger("ludus")
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Paths of one run."""
+    """Run folder with the paths of its files."""
 
     path: Path
 
@@ -63,7 +63,7 @@ class RunFolder:
 
     @property
     def timings(self) -> Path:
-        """Durations and throughput, kept apart from the metrics."""
+        """Durations and throughput, stored separately from the metrics."""
         return self.path / "timings.jsonl"
 
     @property
@@ -90,14 +90,14 @@ class RunFolder:
 
     def check_config(self) -> None:
         """Raise StorageError if the configuration is empty or lacks settings."""
-        hint = "Restore it from a copy, or start a new run from a checkpoint's weights with --model."
+        hint = "Restore it from a backup, or start a new run from a checkpoint's weights with --model."
         try:
             found = num_settings(self.config.read_text("utf-8"))
         except (OSError, ValueError) as error:
             raise StorageError(f"{self.config} cannot be read: {error}.", hint) from error
-        written = _read_json(self.path / "run.json").get("settings", 1)
-        if not isinstance(written, int) or found < written:
-            raise StorageError(f"{self.config} has {found} of the {written} settings of the run.", hint)
+        expected = _read_json(self.path / "run.json").get("settings", 1)
+        if not isinstance(expected, int) or found < expected:
+            raise StorageError(f"{self.config} has {found} of the {expected} settings of the run.", hint)
 
 
 def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None) -> RunFolder:
@@ -114,15 +114,15 @@ def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None) ->
         raise UserError(f"The run folder {path} exists and is not empty.", other)
     text = to_toml(config)
     manifest = {"kind": kind, "recipe": recipe, "settings": num_settings(text)} | _manifest(config)
-    unfinished = path.with_name(f".{path.name}.new")
+    temporary = path.with_name(f".{path.name}.new")
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        _write(unfinished / "config.toml", text)
-        _write(unfinished / "run.json", _json_text(manifest))
-        unfinished.rename(path)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        _write(temporary / "config.toml", text)
+        _write(temporary / "run.json", _json_text(manifest))
+        temporary.rename(path)
     except OSError as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise StorageError(
             f"Cannot create the run folder {path}: {error.strerror}.", "Choose another with --run.dir."
         ) from error
@@ -130,9 +130,9 @@ def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None) ->
 
 
 def remove_unstarted(folder: RunFolder) -> bool:
-    """Remove a new run without any results; return whether it was removed."""
-    first = {"config.toml", "run.json", "lock", "log.txt"}
-    if any(path.name not in first for path in folder.path.iterdir()):
+    """Remove a new run without results; return whether it was removed."""
+    initial = {"config.toml", "run.json", "lock", "log.txt"}
+    if any(path.name not in initial for path in folder.path.iterdir()):
         return False
     shutil.rmtree(folder.path)
     return True
@@ -143,10 +143,10 @@ def save_config(folder: RunFolder, config: Config) -> None:
     if folder.load_config() != config:
         text, manifest = to_toml(config), folder.path / "run.json"
         settings = min(num_settings(text), num_settings(folder.config.read_text("utf-8")))
-        known = _read_json(manifest) | {"settings": settings}
-        _write(manifest, _json_text(known))  # smaller number first, so that a kill in between is harmless
+        data = _read_json(manifest) | {"settings": settings}
+        _write(manifest, _json_text(data))  # the smaller number first, so that check_config passes if killed in between
         _write(folder.config, text)
-        _write(manifest, _json_text(known | {"settings": num_settings(text)}))
+        _write(manifest, _json_text(data | {"settings": num_settings(text)}))
 
 
 def _write(path: Path, text: str) -> None:
@@ -159,7 +159,7 @@ def _json_text(data: Mapping[str, object]) -> str:
 
 
 def kind_of(folder: RunFolder) -> Kind:
-    """Return the kind of a run. Raises StorageError if the manifest does not have it."""
+    """Return the kind of a run. Raises StorageError if the manifest has no valid kind."""
     kind = _read_json(folder.path / "run.json").get("kind")
     if kind not in get_args(Kind):
         raise StorageError(f"{folder.path / 'run.json'} has no valid kind of run.")
@@ -197,7 +197,7 @@ def locked(folder: RunFolder) -> Iterator[None]:
     try:
         lock = (folder.path / "lock").open("w")
     except OSError as error:
-        raise StorageError(f"{folder.path} cannot be written to: {error.strerror}.", "Choose another.") from error
+        raise StorageError(f"Cannot write to {folder.path}: {error.strerror}.", "Choose another folder.") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -224,7 +224,7 @@ def locked(folder: RunFolder) -> Iterator[None]:
 
 
 def log_into(folder: RunFolder, source: str = "") -> logging.Handler:
-    """Append this process's log records to the run log, with their `source`."""
+    """Append log records of this process to the run log, with the prefix `source`."""
     handler = _RunLog(folder.path / "log.txt", encoding="utf-8")
     prefix = f"{source}: " if source else ""
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s %(name)s: {prefix}%(message)s"))
@@ -275,8 +275,8 @@ def _git_state() -> dict[str, object] | None:
         return None
 
 
-def _git(*words: str) -> str:
+def _git(*arguments: str) -> str:
     here = Path(__file__).parent
     return subprocess.run(
-        ["git", *words], cwd=here, capture_output=True, text=True, check=True, timeout=10
+        ["git", *arguments], cwd=here, capture_output=True, text=True, check=True, timeout=10
     ).stdout.strip()

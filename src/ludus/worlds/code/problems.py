@@ -1,4 +1,4 @@
-"""The shipped problems, read from a data file that `python -m generators.code` writes."""
+"""Bundled programming problems, loaded from the data file written by `python -m generators.code`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ludus.worlds.code.grader import LIMITS, CodeTruth, TestCase
 Style = Literal["function", "stdin"]
 ENTRY = "solve"
 NUM_SHOWN = 3
-"""Tests in the text of a task."""
+"""Number of tests shown in the prompt."""
 NUM_TESTS = 15
-"""Tests of each problem in the data."""
+"""Number of tests per problem in the data file."""
 SPLITS = ("train", "validation", "test", "composition")
 LEVELS = (1, 2, 3, 4, 5)
 FAMILIES = (
@@ -32,8 +32,8 @@ FAMILIES = (
 class CodeProblem:
     """A programming task in one style.
 
-    `values` are arguments and results, `texts` inputs and outputs; the first `NUM_SHOWN` are in the text. `flawed`
-    are programs that leave out a step.
+    `values` are pairs of arguments and result, `texts` pairs of stdin and stdout; the first `NUM_SHOWN` are in `text`.
+    `flawed` are incorrect programs that omit a step.
     """
 
     id: str
@@ -50,13 +50,13 @@ class CodeProblem:
     texts: tuple[tuple[str, str], ...]
 
     def truth(self, num_tests: int) -> CodeTruth:
-        """Return the truth: the first tests are shown, the others hidden."""
+        """Return the ground truth with `num_tests` tests: the first `NUM_SHOWN` are shown, the others hidden."""
         pairs: Sequence[tuple[object, object]] = self.texts if self.style == "stdin" else self.values
         cases = []
-        for number, (given, due) in enumerate(pairs[:num_tests]):
+        for number, (inputs, expected) in enumerate(pairs[:num_tests]):
             shown = number < NUM_SHOWN
             name = f"shown {number + 1}" if shown else f"hidden {number + 1 - NUM_SHOWN}"
-            cases.append(TestCase(name, given, due))
+            cases.append(TestCase(name, inputs, expected))
         names = tuple(case.name for case in cases)
         return CodeTruth(
             fail_to_pass=names,
@@ -76,15 +76,15 @@ def problems(
 ) -> Mapping[str, tuple[CodeProblem, ...]]:
     """Return the first `num` problems of these levels and families by split, in one of the styles.
 
-    A problem has the style that the data specifies, if it is among `styles`.
+    A problem keeps its style in the data file if that is in `styles`, otherwise it gets the first of `styles`.
     """
-    reader = TypeAdapter(CodeProblem)
+    adapter = TypeAdapter(CodeProblem)
     found: dict[str, list[CodeProblem]] = {split: [] for split in SPLITS}
     chosen = (row for row in _rows() if row["level"] in levels and row["family"] in families)
     for row, _ in zip(chosen, range(num), strict=False):
         style = row["style"] if row["style"] in styles else styles[0]
-        found[row["split"]].append(reader.validate_python(row | row["styles"][style] | {"style": style}))
-    return {split: tuple(own) for split, own in found.items()}
+        found[row["split"]].append(adapter.validate_python(row | row["styles"][style] | {"style": style}))
+    return {split: tuple(chosen) for split, chosen in found.items()}
 
 
 @cache

@@ -1,7 +1,7 @@
-"""Load tasks from JSON-lines files: custom tasks and published data sets.
+"""Loaders of tasks from JSON-lines files: custom tasks and published data sets.
 
 The format `own` is described in the recipe's README; `humaneval`, `mbpp`, `apps`, `livecodebench` and `kodcode`
-are these sets as published, one task per line.
+are the published formats of these data sets, one task per line.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ def load_code_tasks(path: Path, layout: Format, system: str) -> dict[str, tuple[
     return load_tasks(path, read, f"A line is a task in the format {layout} (env.settings.format).", parse=json.loads)
 
 
-_Draft = tuple[str, str, CodeTruth, str, str]
+_TaskFields = tuple[str, str, CodeTruth, str, str]
 """A task: its id, prompt, truth, default split and family."""
 _Pair = tuple[object, object]
-"""Arguments and result of a call, or input and output of a program."""
+"""Arguments and result of a call, or stdin and stdout of a program."""
 
 
-def _own(record: Record, line: int) -> _Draft:
+def _own(record: Record, line: int) -> _TaskFields:
     prompt, tests, entry = text_field(record, "prompt"), record.get("tests"), record.get("entry")
     if not isinstance(tests, list) or not tests:
         raise RecordError('"tests" is not a list of tests')
@@ -70,7 +70,7 @@ def _own(record: Record, line: int) -> _Draft:
     return name, prompt, truth, split_by_hash(prompt), family
 
 
-def _human_eval(record: Record, _: int) -> _Draft:
+def _humaneval(record: Record, _: int) -> _TaskFields:
     prompt, entry = text_field(record, "prompt"), text_field(record, "entry_point")
     case = TestCase("check", _python(f"{text_field(record, 'test')}\n\ncheck(candidate)\n", "test"))
     solution = prompt + _optional(record, "canonical_solution")
@@ -80,7 +80,7 @@ def _human_eval(record: Record, _: int) -> _Draft:
     return text_field(record, "task_id"), shown, truth, "test", "humaneval"
 
 
-def _mbpp(record: Record, _: int) -> _Draft:
+def _mbpp(record: Record, _: int) -> _TaskFields:
     number = record.get("task_id")
     if not isinstance(number, int):
         raise RecordError('"task_id" is not a number')
@@ -96,18 +96,18 @@ def _mbpp(record: Record, _: int) -> _Draft:
     return f"MBPP/{number}", _with_test(prompt, checks[0]), truth, split, "mbpp"
 
 
-def _apps(record: Record, line: int) -> _Draft:
-    tests = _object(_parsed(record, "input_output"))
+def _apps(record: Record, line: int) -> _TaskFields:
+    tests = _object(_decode_field(record, "input_output"))
     inputs, outputs, entry = tests.get("inputs"), tests.get("outputs"), tests.get("fn_name")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or not inputs:
         raise RecordError('"input_output" has no inputs and outputs')
     if len(inputs) != len(outputs):
-        raise RecordError(f"it has {len(inputs)} inputs and {len(outputs)} outputs")
+        raise RecordError(f"the record has {len(inputs)} inputs and {len(outputs)} outputs")
     pairs: list[_Pair] = [(_joined(given), _joined(due)) for given, due in zip(inputs, outputs, strict=True)]
     if isinstance(entry, str):
         arguments = [tuple(given) if isinstance(given, list) else (given,) for given in inputs]
         pairs = list(zip(arguments, outputs, strict=True))
-    solutions = _parsed(record, "solutions") if record.get("solutions") else []
+    solutions = _decode_field(record, "solutions") if record.get("solutions") else []
     first = solutions[0] if isinstance(solutions, list) and solutions else ""
     truth = _pair_truth(pairs, min(_NUM_SHOWN, len(pairs) - 1), entry, str(first))
     prompt = _with_interface(text_field(record, "question"), record, entry)
@@ -115,11 +115,11 @@ def _apps(record: Record, line: int) -> _Draft:
     return f"APPS/{name}", prompt, truth, split_by_hash(prompt), str(record.get("difficulty", "apps"))
 
 
-def _live_code_bench(record: Record, line: int) -> _Draft:
+def _livecodebench(record: Record, line: int) -> _TaskFields:
     shown, hidden = _test_cases(record, "public_test_cases"), _test_cases(record, "private_test_cases")
     if not shown + hidden:
-        raise RecordError("it has no test cases")
-    entry = _object(_parsed(record, "metadata") if record.get("metadata") else {}).get("func_name")
+        raise RecordError("the record has no test cases")
+    entry = _object(_decode_field(record, "metadata") if record.get("metadata") else {}).get("func_name")
     pairs: list[_Pair] = [(text_field(test, "input"), text_field(test, "output")) for test in shown + hidden]
     if isinstance(entry, str):
         lines = [(str(given).split("\n"), str(due)) for given, due in pairs]
@@ -130,51 +130,51 @@ def _live_code_bench(record: Record, line: int) -> _Draft:
     return f"LCB/{name}", prompt, truth, "test", family
 
 
-def _kod_code(record: Record, line: int) -> _Draft:
+def _kodcode(record: Record, line: int) -> _TaskFields:
     solution = _python(text_field(record, "solution"), "solution")
     module = ast.parse(_python(text_field(record, "test"), "test"))
     tests = [node for node in module.body if isinstance(node, ast.FunctionDef) and _is_plain_test(node)]
     imports = [node for node in module.body if isinstance(node, ast.ImportFrom) and node.module == "solution"]
     names = _imported_names(imports, module, solution)
     if not tests:
-        raise RecordError('"test" has no test function without fixtures, parameters and pytest')
+        raise RecordError('"test" has no test function without fixtures, parameters or pytest')
     setup = [node for node in module.body if node not in imports and not (_is_named_test(node) or _uses_pytest(node))]
     cases = [TestCase(test.name, f"{ast.unparse(test)}\n\n{test.name}()") for test in tests]
     truth = replace(_truth("checks", names[0], cases, 1, solution), setup="\n".join(map(ast.unparse, setup)))
     prompt = f"{text_field(record, 'question')}\n\n{_declarations(record, names)}"
     name, family = record.get("question_id", f"line-{line}"), str(record.get("subset", "kodcode"))
     if skipped := sum(_is_test(node) for node in module.body) - len(tests):
-        _LOG.warning("KodCode/%s: %d of its tests use fixtures, parameters or pytest, left out.", name, skipped)
+        _LOG.warning("KodCode/%s: skipped %d tests that use fixtures, parameters or pytest.", name, skipped)
     return f"KodCode/{name}", _with_test(prompt, ast.unparse(tests[0])), truth, split_by_hash(prompt), family
 
 
-_READERS: Mapping[Format, Callable[[Record, int], _Draft]] = {
+_READERS: Mapping[Format, Callable[[Record, int], _TaskFields]] = {
     "own": _own,
-    "humaneval": _human_eval,
+    "humaneval": _humaneval,
     "mbpp": _mbpp,
     "apps": _apps,
-    "livecodebench": _live_code_bench,
-    "kodcode": _kod_code,
+    "livecodebench": _livecodebench,
+    "kodcode": _kodcode,
 }
 
 
 def _imported_names(imports: Sequence[ast.ImportFrom], module: ast.Module, solution: str) -> list[str]:
-    """Return the names that the tests import from the solution, or all of its definitions that they use."""
+    """Return the names imported by the tests from the solution, or else all of its definitions that they use."""
     aliases = [alias for node in imports for alias in node.names]
     if any(alias.asname for alias in aliases):
-        raise RecordError('"test" imports something of "solution" by another name')
+        raise RecordError('"test" imports from "solution" under an alias')
     names = [alias.name for alias in aliases if alias.name != "*"]
     if not names:
         used = {node.id for node in ast.walk(module) if isinstance(node, ast.Name)}
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         names = [n.name for n in ast.parse(solution).body if isinstance(n, kinds) and n.name in used]
     if not names:
-        raise RecordError('"test" uses nothing of "solution"')
+        raise RecordError('"test" does not use any definition of "solution"')
     return list(dict.fromkeys(names))
 
 
 def _declarations(record: Record, names: Sequence[str]) -> str:
-    """Return the sentence that names what to define, with the declarations of `test_info` if present."""
+    """Return the prompt's list of names to define, with the declarations of `test_info` if present."""
     infos = record.get("test_info")
     declared = {
         str(info.get("function_name")): str(info.get("function_declaration") or "").strip().rstrip(":")
@@ -204,7 +204,7 @@ def _uses_pytest(node: ast.AST) -> bool:
 
 
 def _pair_truth(pairs: Sequence[_Pair], num_shown: int, entry: JSON, reference: str) -> CodeTruth:
-    """Return tests of the function `entry`, or without one of a program that reads and prints."""
+    """Return the truth for tests of the function `entry`, or, if it is empty, of stdin and stdout."""
     cases = [TestCase(f"test {number}", given, due) for number, (given, due) in enumerate(pairs, 1)]
     return replace(_truth("function" if entry else "stdin", str(entry or ""), cases, num_shown, reference), loose=True)
 
@@ -238,13 +238,13 @@ def _test_cases(record: Record, key: str) -> list[Record]:
         try:
             given = json.loads(text)
         except ValueError:
-            given = _json(_decompressed(text, key))
+            given = _json(_decompress(text, key))
     if not isinstance(given, list):
         raise RecordError(f'"{key}" is not a list')
     return [_object(test) for test in given]
 
 
-def _decompressed(text: str, key: str) -> str:
+def _decompress(text: str, key: str) -> str:
     try:
         value = load_pickle(zlib.decompressobj().decompress(base64.b64decode(text, validate=True), _MAX_UNPACKED))
     except (ValueError, zlib.error, UnpicklingError) as error:
@@ -252,17 +252,17 @@ def _decompressed(text: str, key: str) -> str:
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     if not isinstance(value, str):
-        raise RecordError(f'"{key}" holds no text')
+        raise RecordError(f'"{key}" is not text')
     return value
 
 
 def _called_function(check: str, solution: str) -> str:
-    """Return the function of the solution that an assert calls."""
+    """Return the name of the solution's function that an assert calls."""
     defined = {node.name for node in ast.walk(ast.parse(solution)) if isinstance(node, ast.FunctionDef)}
     for node in ast.walk(ast.parse(check)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in defined:
             return node.func.id
-    raise RecordError("its first test calls no function of its code")
+    raise RecordError("the first test does not call a function of the solution")
 
 
 def _python(code: str, key: str) -> str:
@@ -274,8 +274,8 @@ def _python(code: str, key: str) -> str:
     return code
 
 
-def _parsed(record: Record, key: str) -> JSON:
-    """Return a value that may be given as JSON text."""
+def _decode_field(record: Record, key: str) -> JSON:
+    """Return a value, decoded if it is JSON text."""
     value = record.get(key)
     return _json(value) if isinstance(value, str) else value
 
@@ -315,7 +315,7 @@ def _optional(record: Record, key: str) -> str:
 def _texts(record: Record, key: str) -> list[str]:
     value = record.get(key) or []
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise RecordError(f'"{key}" is not a list of texts')
+        raise RecordError(f'"{key}" is not a list of strings')
     return [str(one) for one in value]
 
 

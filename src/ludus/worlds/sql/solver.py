@@ -1,7 +1,7 @@
 """Demonstrations: look at the tables, run a query, answer with the query or its value.
 
-The flaws are systematic, because noise averages out in training: the model learns a bad habit that
-reinforcement learning can correct.
+The mistakes are systematic, because random noise averages out in training: the fine-tuned model learns an error
+pattern that reinforcement learning can correct.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from ludus.worlds.sql.questions import SqlQuestion
 
 @dataclass(frozen=True, slots=True)
 class SqlFlaws:
-    """Probabilities of the mistakes of the expert."""
+    """Probabilities of the mistakes of the solver."""
 
     forget: float = 0.4
-    """Leave a condition or the order out of the query."""
+    """Omit a condition or the order from the query."""
     blind: float = 0.15
-    """If a query is asked for: write it without looking at the tables, with the plain names of the question."""
+    """If the answer is a query: write it without reading the schema, with the names in the question."""
     slip: float = 0.15
-    """First misspell a name, then correct the query after the error. The wrong call does not train."""
+    """First misspell a name, then correct the query after the error. The wrong call is excluded from the loss."""
 
 
 @dataclass(frozen=True)
 class SqlSolver:
-    """Writes the messages after a question, with the tools of its database."""
+    """Scripted policy that solves a question with the tools of its database."""
 
     schema: Tool
     sql: Tool
     flaws: SqlFlaws
 
     def messages(self, question: SqlQuestion, rng: random.Random) -> list[Message]:
-        """Return one dialogue."""
+        """Return the messages after the question, mistakes included."""
         query, plain = question.data["queries"]
         if rng.random() < self.flaws.forget and question.data["forgetful"]:
             query, plain = rng.choice(question.data["forgetful"])
@@ -48,7 +48,7 @@ class SqlSolver:
             return [assistant(plain)]
         messages = list(self._call(self.schema, {}, "Look at the tables.", 0))
         if rng.random() < self.flaws.slip:
-            wrong = _misspelt(query, question, rng)
+            wrong = _misspelled(query, question, rng)
             call, output = self._call(self.sql, {"query": wrong}, "Run the query.", 1)
             messages += [Message({**call, "train": False}), output]
         messages += self._call(self.sql, {"query": query}, "Run the query.", len(messages))
@@ -64,7 +64,7 @@ class SqlSolver:
         return tool_turn(turn, tool.name, arguments, output, reasoning=thought)
 
 
-def _misspelt(query: str, question: SqlQuestion, rng: random.Random) -> str:
+def _misspelled(query: str, question: SqlQuestion, rng: random.Random) -> str:
     """Return the query with the last letter of a column doubled, or with SELECT misspelled if it names none."""
     columns = sorted(set(re.findall(r"\w+", query)) & question.pair.columns)
     if not columns:

@@ -1,8 +1,8 @@
-"""Start the programs that run when a task begins.
+"""Start the background services of a task.
 
-The kernel reports the processes, through the supervisor of the sandbox, and no program of the session can change the
-report. A process is identified by its id and start time, so that no other can stand in for it; its state is read
-from its title, which no other process can set.
+The supervisor of the sandbox reads the processes from the kernel, so that programs of the session cannot falsify them.
+A process is identified by its id and start time, since ids are reused; its state is read from its title, which no other
+process can set.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _WAIT: Final = 'up() { for i in $(seq 400); do [ -s "$1" ] && return; sleep 0.02
 
 @dataclass(frozen=True)
 class TerminalService:
-    """`python3 WORDS...` in /box, running from the start; it prints a line to `log` when it is ready.
+    """A process `python3 WORDS...` in /box, started with the task; it writes a line to `log` when it is ready.
 
     A service with a `parent` is started by that service, in the order of declaration. Once all services are
-    ready it receives the signal `first_signal`; `title` is its process title then.
+    ready it receives the signal `first_signal`; `title` is its process title at that time.
     """
 
     name: str
@@ -41,7 +41,7 @@ class TerminalService:
 
     @property
     def signal_handled(self) -> Check:
-        """The check that the first signal has had its effect."""
+        """Check that the first signal has taken effect."""
         if self.first_signal == "KILL":
             return service_ended(self.name)
         return service_lives(self.name, suspended=self.first_signal == "STOP")
@@ -63,7 +63,7 @@ async def start_services(
 ) -> Mapping[str, ProcessId]:
     """Start the services, run the commands `after_start` once all are ready, and return their processes.
 
-    In `after_start` a service's name in braces stands for its process id. Raises WorldError if a service does not
+    In `after_start` a service's name in braces is replaced by its process id. Raises WorldError if a service does not
     start.
     """
     outcome = await shell.run(_start_script(services))
@@ -73,19 +73,19 @@ async def start_services(
     for service in services:
         if service.parent:
             parent = started.get(service.parent, (0, 0))[0]
-            own = [(one.pid, one.started) for one in processes if one.parent == parent]
+            candidates = [(one.pid, one.started) for one in processes if one.parent == parent]
         else:
-            own = [(one.pid, one.started) for one in processes if str(one.pid) == pids.get(service.name)]
-        new = [process for process in own if process not in started.values()]
-        if not new:
+            candidates = [(one.pid, one.started) for one in processes if str(one.pid) == pids.get(service.name)]
+        unclaimed = [process for process in candidates if process not in started.values()]
+        if not unclaimed:
             raise WorldError(f"The task's service {service.words[0]} did not start.")
-        started[service.name] = new[0]
+        started[service.name] = unclaimed[0]
     signals = (f"kill -{one.first_signal} {{{one.name}}}\n" for one in services if one.first_signal)
-    last = "".join(signals) + after_start
+    commands = "".join(signals) + after_start
     for name, (pid, _) in started.items():
-        last = last.replace(f"{{{name}}}", str(pid))
-    if last:
-        await shell.run(f"(\n{last}\n)")
+        commands = commands.replace(f"{{{name}}}", str(pid))
+    if commands:
+        await shell.run(f"(\n{commands}\n)")
     for _ in range(_POLLS):
         state = SessionState({}, started=started, processes=await shell.processes())
         if all(service.signal_handled.holds(state) for service in services):

@@ -2,9 +2,9 @@
 
 The policy's session is closed; its files are copied, and the tests placed next to them in a folder with a random name.
 A driver runs pytest from an archive, without any configuration, plugin or conftest but those of the tests, and sends
-the results over a pipe that programs run by the tests do not hold, after a nonce that it received on stdin. One test
+the results, after a nonce received on stdin, over a pipe that programs run by the tests do not inherit. A canary test
 must fail. The names of the tests are read from their files on the host. Remaining risk: a test that imports the
-policy's code lets it into the reporting process.
+policy's code runs it in the reporting process.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from ludus.worlds.terminal.checks import SessionState
 from ludus.worlds.terminal.services import TerminalService
 
 LIMITS: Final = Limits(wall_s=120.0, cpu_s=100.0, disk_bytes=128 * MIB, disk_files=16384, processes=64, files_out=0)
-"""More files than a session may create, so that its files always fit."""
+"""Limits of the grading sandbox, with more files than a session may create, so that its files fit."""
 REWARD_SCRIPT: Final = "tests/test.sh"
-"""A script that writes a reward file; any other grades by its exit code."""
+"""Path of a script that writes a reward file; any other script grades by its exit code."""
 _PACKAGES: Final = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py")
 _LEXERS: Final = ("__init__.py", "_mapping.py", "python.py", "special.py", "diff.py")
 _CANARY: Final = b"def test_must_fail():\n    assert False\n"
@@ -63,7 +63,7 @@ found = Report()
 words = ["-q", "-c", place + "/pytest.ini", "--rootdir", place + "/tests", "--confcutdir", place + "/tests"]
 pytest.main([*words, "-p", "no:cacheprovider", place + "/tests"], plugins=[found])
 sys.stdout.flush()
-os.write(line, ("\\n" + order["word"] + json.dumps(found.passed) + "\\n").encode())
+os.write(line, ("\\n" + order["nonce"] + json.dumps(found.passed) + "\\n").encode())
 os._exit(0)
 """
 _SCRIPTED: Final = """
@@ -113,7 +113,7 @@ class BenchTask:
 
     @cached_property
     def suite(self) -> Suite:
-        """The tests that must pass: those that the test files define, whatever a run of them reports."""
+        """Tests that must pass: all tests defined in the test files, independent of the reported ones."""
         found = tuple(name for path, data in sorted(self.tests.items()) for name in named_tests(path, data))
         return Suite((self.script,) if self.script else found)
 
@@ -125,12 +125,12 @@ class BenchTask:
         return [*solved, assistant(f"Done with {self.name}.")]
 
     async def grade(self, state: SessionState, sandbox: Sandbox) -> Mapping[str, bool]:
-        """Return which tests pass over these files; a script decides for all tests.
+        """Return whether each test passes on these files; a script determines the result of all tests.
 
         Raises WorldError if the sandbox fails, UserError if pytest is not installed.
         """
         names, limits = self.suite.fail_to_pass, replace(LIMITS, wall_s=self.timeout_s, cpu_s=self.timeout_s)
-        place, word, canary = f".{secrets.token_hex(8)}", secrets.token_hex(16), f"test_{secrets.token_hex(8)}.py"
+        place, nonce, canary = f".{secrets.token_hex(8)}", secrets.token_hex(16), f"test_{secrets.token_hex(8)}.py"
         executable, files = sorted(state.executable), {**state.files}
         if not self.script or self.script == REWARD_SCRIPT:
             files |= {f"{place}/tests/{path}": _placed(data, f"/box/{place}") for path, data in self.tests.items()}
@@ -143,9 +143,9 @@ class BenchTask:
         files[f"{place}/pytest.zip"] = pytest_archive()
         files[f"{place}/pytest.ini"] = b"[pytest]\n"
         files[f"{place}/tests/{canary}"] = _CANARY
-        order = json.dumps({"place": place, "word": word, "executable": executable})
+        order = json.dumps({"place": place, "nonce": nonce, "executable": executable})
         outcome = await sandbox.run(_DRIVER, files=files, stdin=f"{order}\n".encode(), limits=limits)
-        passed = _report(outcome.text, word)
+        passed = _report(outcome.text, nonce)
         failed = passed.get(f"{canary}::test_must_fail") is False
         return {name: failed and passed.get(name) is True for name in names}
 
@@ -167,7 +167,7 @@ def _is_test(node: ast.stmt) -> TypeGuard[ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def is_full(reward: str) -> bool:
-    """Return whether a reward file holds the full reward: the number 1, or an object with it as `reward`."""
+    """Return whether a reward file contains the full reward: the number 1, or an object with it as `reward`."""
     try:
         value = read_json(reward.strip())
     except NotJson:
@@ -178,7 +178,7 @@ def is_full(reward: str) -> bool:
 
 
 def with_folder(data: bytes, old: str, new: str) -> bytes:
-    """Return a text with an absolute folder replaced by another; other data is unchanged."""
+    """Return the text with an absolute folder replaced by another; return binary data unchanged."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:
@@ -191,9 +191,9 @@ def _placed(data: bytes, place: str) -> bytes:
     return with_folder(with_folder(data, "/tests", f"{place}/tests"), "/logs/verifier", f"{place}/logs/verifier")
 
 
-def _report(text: str, word: str) -> Mapping[str, object]:
-    """Return whether each test passed with all its parameters and phases, from the driver's line after its nonce."""
-    sent = [line.removeprefix(word) for line in text.split("\n") if line.startswith(word)]
+def _report(text: str, nonce: str) -> Mapping[str, object]:
+    """Return whether each test passed with all parameters and phases, from the driver's line prefixed by `nonce`."""
+    sent = [line.removeprefix(nonce) for line in text.split("\n") if line.startswith(nonce)]
     try:
         value = read_json(sent[0]) if len(sent) == 1 else None
     except NotJson:
