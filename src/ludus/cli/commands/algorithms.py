@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def without_preset() -> Iterator[tuple[str, list[str]]]:
-    """Yield the parts that no preset has, by the setting that takes them."""
+    """Yield the parts that no preset uses, by setting."""
     presets = PRESETS.values()
     parts = (
         ("advantage", ADVANTAGES, {one.advantage for one in presets}),
@@ -77,7 +77,7 @@ def describe(algorithm: Algorithm) -> Iterator[str]:
 
 
 def describe_part(name: str) -> Iterator[str]:
-    """Yield the settings that take the name of a part, and its options."""
+    """Yield the settings that accept a part, and its options."""
     tables: dict[Part, Mapping[str, PartSpec]] = {"advantage": ADVANTAGES, "loss": LOSSES, "correction": CORRECTIONS}
     for part, specs in tables.items():
         if name in specs:

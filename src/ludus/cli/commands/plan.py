@@ -86,7 +86,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def read_costs(args: argparse.Namespace) -> tuple[Costs, RunLayout, str, list[str]]:
-    """Return costs and layout of runs or from options, the origin of the costs in words, and warnings about them."""
+    """Return costs and layout of runs or from options, a description of their origin, and warnings."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     warnings: list[str] = []
     if args.runs:
@@ -127,7 +127,7 @@ def layouts(args: argparse.Namespace, layout: RunLayout) -> list[RunLayout]:
 
 
 def cost_lines(costs: Costs) -> list[str]:
-    """Describe the cost model in words."""
+    """Return lines that describe the cost model."""
     engine, learner, tool, shape = costs.engine, costs.learner, costs.tool, costs.episode
     a_pass = f"a pass {1e3 * engine.pass_s:.3g} ms and {1e3 * engine.sequence_s:.3g} ms per sequence"
     speeds = ", ".join(f"{n}: {engine.speed(n):,.0f}" for n in (1, 8, 64) if n <= engine.slots)
