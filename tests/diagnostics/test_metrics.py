@@ -196,7 +196,7 @@ def test_a_healthy_step_raises_no_alarm():
         ({"groups/zero_variance": 1.0, "groups/solve_all": 0.0, "groups/solve_none": 1.0}, "too hard (none solved)"),
         ({LOGPROB_GAP: 0.051}, "differ by 0.051 nats per token, above 0.05"),
         ({"tools/error_rate": 0.6, "tools/status/timed_out": 0.4}, "60% of the tool calls end in an error, most"),
-        ({"episode/stop/tool_errors": 0.51}, "51% of the episodes end in a streak of tool errors"),
+        ({"episode/stop/tool_errors": 0.51}, "51% of the episodes end after consecutive tool errors"),
         (
             {"episode/stop/truncated": 0.3, "episode/stop/max_tokens": 0.3},
             "60% of the episodes are cut off by a token limit",
@@ -310,7 +310,7 @@ def test_exploration_that_has_ended_in_dropped_groups_is_told_though_trained_tok
     ("change", "words"),
     [
         ({"tools/calls_per_episode": 0.0}, "the model calls no tool"),
-        ({"tools/calls_per_episode": 1.0, "episode/stop/max_tokens": 0.2}, "score one right answer by hand"),
+        ({"tools/calls_per_episode": 1.0, "episode/stop/max_tokens": 0.2}, "score a correct answer by hand"),
         ({"tools/calls_per_episode": 1.0, "episode/stop/max_tokens": 0.62}, "most episodes are cut off"),
     ],
 )

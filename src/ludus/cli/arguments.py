@@ -97,8 +97,8 @@ def is_own_checkpoint(model: Path) -> bool:
         run = path.parent.parent / "config.toml"
         if path.parent.name != "checkpoints" or not run.is_file():
             return False
-        given = load_config(run).model.path
-        path = None if given is None else Path(given)
+        initial = load_config(run).model.path
+        path = None if initial is None else Path(initial)
     return True
 
 

@@ -186,10 +186,10 @@ def _truncate_after(path: Path, resume_step: int | None) -> None:
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror or error}.") from error
     rows = _rows(content, path)
-    kept = b"".join(line for row, line in rows if resume_step is None or row.step <= resume_step)
-    if kept != content:
+    remaining = b"".join(line for row, line in rows if resume_step is None or row.step <= resume_step)
+    if remaining != content:
         with replaced_file(path) as file:
-            file.write(kept)
+            file.write(remaining)
 
 
 def _open_to_append(path: Path) -> FileIO:

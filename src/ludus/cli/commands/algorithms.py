@@ -72,8 +72,8 @@ def describe(algorithm: Algorithm) -> Iterator[str]:
         if name not in ("name", "summary", "source", "options"):
             yield f"  algorithm.{name} = {value if isinstance(value, str) else value_text(value)}"
     for part in PARTS:
-        given, known = algorithm.options_of(part)
-        yield from _options(part, known, given)
+        values, known = algorithm.options_of(part)
+        yield from _options(part, known, values)
 
 
 def describe_part(name: str) -> Iterator[str]:
@@ -90,9 +90,9 @@ def describe_part(name: str) -> Iterator[str]:
         yield f"{name} is a part of presets: --algorithm.aggregation {name}"
 
 
-def _options(part: Part, known: Mapping[str, Option], given: Mapping[str, float | str]) -> Iterator[str]:
-    """Yield the options of a part, one per line: those `given`, and the defaults of the others."""
+def _options(part: Part, known: Mapping[str, Option], values: Mapping[str, float | str]) -> Iterator[str]:
+    """Yield the options of a part, one per line, with its value in `values` or its default."""
     for name, option in known.items():
-        value = given.get(name, option.default)
+        value = values.get(name, option.default)
         shown = value if isinstance(value, str) else f"{value:g} ({option.bounds})"
         yield f"  algorithm.options.{part}.{name} = {shown}: {option.help}"

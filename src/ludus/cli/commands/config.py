@@ -103,9 +103,9 @@ def algorithm_lines(algorithm: Algorithm, config: Config) -> Iterator[str]:
     fields = {n: v for n, v in asdict(algorithm).items() if n not in ("name", "summary", "source", "options")}
     groups = [("", fields, chosen)]
     groups += [(f"options.{p}.", options, chosen["options"][p]) for p, options in asdict(algorithm.options).items()]
-    for prefix, values, given in groups:
+    for prefix, values, explicit in groups:
         for name, value in values.items():
-            yield f"#   {prefix}{name} = {value_text(value)}   ({'set' if name in given else 'from the preset'})"
+            yield f"#   {prefix}{name} = {value_text(value)}   ({'set' if name in explicit else 'from the preset'})"
 
 
 def key_lines(section: str, config: Config) -> Iterator[str]:

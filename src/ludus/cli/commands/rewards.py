@@ -88,11 +88,11 @@ def other_config(saved: Config, file: Path | None, overrides: Sequence[str]) -> 
     Raises ConfigError for a file with neither section and for invalid settings.
     """
     if file is not None:
-        given = load_config(file)
-        found = {name for name in ("rewards", "env") if name in given.model_fields_set}
+        other = load_config(file)
+        found = {name for name in ("rewards", "env") if name in other.model_fields_set}
         if not found:
             raise ConfigError(f"{file} has no section rewards and no section env.", "Add a table [rewards].")
-        sections = {"rewards": given.rewards} | ({"env": given.env} if "env" in found else {})
+        sections = {"rewards": other.rewards} | ({"env": other.env} if "env" in found else {})
         saved = saved.model_copy(update=sections)
     return config_from_toml(to_toml(saved), "the run, the file and the command line", overrides)
 

@@ -60,9 +60,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _settings(args: argparse.Namespace) -> SandboxSettings:
-    known = args.backend in _REMOTE_BACKENDS and args.token_file is not None
-    given = {name: vars(args)[name] for name in ("backend", "concurrency", "image", "runtime", "url", "unsafe")}
-    return SandboxSettings(**given, token=token_of(args.token_file) if known else "")
+    uses_token = args.backend in _REMOTE_BACKENDS and args.token_file is not None
+    options = {name: vars(args)[name] for name in ("backend", "concurrency", "image", "runtime", "url", "unsafe")}
+    return SandboxSettings(**options, token=token_of(args.token_file) if uses_token else "")
 
 
 async def _probe(sandbox: Sandbox, *, all_tests: bool) -> tuple[str, list[SelfTestResult]]:

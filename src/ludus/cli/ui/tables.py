@@ -76,7 +76,7 @@ def world_table(results: Sequence[Evaluation]) -> Table:
 
 
 def attempts_table(evaluated: Sequence[EvaluatedEpisodes]) -> Table:
-    """Return a table of pass@k (any of k attempts succeeds) and pass^k (all succeed); k: powers of two and all attempts."""
+    """Return a table of pass@k (any of k succeeds) and pass^k (all succeed); k: powers of 2 and all attempts."""
     rows = []
     for result in (one.result for one in evaluated):
         for k in powers_of_two(result.plan.samples):
