@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Iterable
 
 _LONGEST_NAME = 200
-"""Compare at most this many characters of a wrong name: time grows with the product of both lengths."""
+"""Maximum number of characters of a name to compare: the time grows with the product of both lengths."""
 _TIES = 3
 """Maximum number of equally similar names listed in a message."""
 
@@ -55,7 +55,7 @@ class EngineError(LudusError):
 
 
 class RequestRefused(EngineError):
-    """The engine can never serve the request; a retry is useless."""
+    """The engine rejects the request permanently; it must not be retried."""
 
 
 class EngineBusy(EngineError):
@@ -63,7 +63,7 @@ class EngineBusy(EngineError):
 
 
 class WorldError(LudusError):
-    """An environment failed to start or broke: an infrastructure failure, which may be retried."""
+    """An environment failed at startup or later: an infrastructure failure, which may be retried."""
 
     exit_code = 4
     part = "environment"
@@ -76,14 +76,14 @@ class ToolFault(WorldError):
 
 
 class LearnerError(LudusError):
-    """The optimizer step is unusable, for example because the loss or a gradient is not finite."""
+    """The optimizer step failed, for example because the loss or a gradient is not finite."""
 
     exit_code = 5
     part = "learner"
 
 
 class SyncError(LudusError):
-    """The engine does not hold the weights that the learner sent."""
+    """The weights of the engine differ from those that the learner sent."""
 
     exit_code = 6
     part = "weight sync"
@@ -111,6 +111,6 @@ def nearest_names(wrong: str, known: Iterable[str], cutoff: float = 0.6) -> list
 
 
 def did_you_mean(wrong: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """Return a question for a hint, with a trailing space, or "" if no known name is similar."""
+    """Return "Did you mean ...? " for a hint, or "" if no known name is similar."""
     near = nearest_names(wrong, known, cutoff)
     return f"Did you mean {' or '.join(map(repr, near))}? " if near else ""

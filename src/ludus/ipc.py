@@ -1,7 +1,7 @@
-"""Messages between a process and its children: bytes with a length prefix, on a socket or a pipe.
+"""Length-prefixed messages between a process and its children, over a socket or a pipe.
 
 All children of Ludus use this framing, mostly with pickled content, so both ends must trust each other. Programs
-in a sandbox are not trusted and speak JSON (`ludus.sandbox.guest.wire`).
+in a sandbox are not trusted and send JSON (`ludus.sandbox.guest.wire`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def python_command(function: str, *arguments: str) -> list[str]:
 
 
 def frame(body: bytes) -> bytes:
-    """Return the message with its length prefix."""
+    """Return a message with its length prefix."""
     return LENGTH.pack(len(body)) + body
 
 

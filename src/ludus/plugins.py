@@ -35,7 +35,7 @@ def find_plugin(kind: str, name: str, setting: str, built_in: Iterable[str]) -> 
         file, _, attribute = name.partition(":")
         defined = vars(_module(Path(file), setting))
         if not attribute:
-            raise ConfigError(f"{setting}: {name} lacks the name of the object.", f"Write {file}:name.")
+            raise ConfigError(f"{setting}: {name} does not name an object.", f"Write {file}:name.")
         if attribute not in defined:
             raise ConfigError(f"{setting}: {file} does not define {attribute!r}.", "Write path/to/file.py:name.")
         return defined[attribute]
@@ -47,8 +47,8 @@ def find_plugin(kind: str, name: str, setting: str, built_in: Iterable[str]) -> 
     known = [*built_in, *sorted(found)]
     raise ConfigError(
         f"{setting} = {name!r} is not known.",
-        f"{did_you_mean(name, known, cutoff=0.5)}There are: {', '.join(known)}; or name one of your own as"
-        " path/to/file.py:name.",
+        f"{did_you_mean(name, known, cutoff=0.5)}There are: {', '.join(known)}; for an object in a"
+        " file, write path/to/file.py:name.",
     )
 
 

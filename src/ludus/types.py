@@ -139,7 +139,7 @@ class Action:
 
 
 class ToolStatus(StrEnum):
-    """Status of a tool call. All but OK are errors, shown to the model as an observation."""
+    """Status of a tool call. Every status except OK is an error, shown to the model as an observation."""
 
     OK = "ok"
     UNKNOWN_TOOL = "unknown_tool"
@@ -369,7 +369,7 @@ class Trajectory:
 
     @property
     def name(self) -> str:
-        """Name in messages."""
+        """Name in log and error messages."""
         return f"sample {self.sample} of task {self.task_id}"
 
     @cached_property
@@ -389,11 +389,11 @@ class Trajectory:
 
     @property
     def row_rewards(self) -> tuple[float, ...]:
-        """Reward of each row: that of its leaf if known, otherwise the trajectory's."""
+        """Reward of each row: the reward of its leaf if recorded, otherwise of the trajectory."""
         return self.leaf_rewards or (self.reward,) * len(self.rows)
 
     def paths(self) -> list[Path]:
-        """Return one chain per row, with the messages, outcomes and rewards of its leaf if known.
+        """Return one chain per row, with the messages, outcomes and rewards of its leaf if recorded.
 
         `turn_rewards`, `anchors` and `turn_progress`, one per action, are split accordingly. A chain is its own
         only path and stays unchanged.
@@ -411,7 +411,7 @@ class Trajectory:
         return [Path(*pair) for pair in zip(chains, found, strict=True)]
 
     def attempts(self) -> list[Trajectory]:
-        """Return the paths of a tree if its leaves are known separately, otherwise the trajectory itself."""
+        """Return the paths of a tree if its leaves are recorded, otherwise the trajectory itself."""
         return [path.trajectory for path in self.paths()] if self.leaves else [self]
 
     def _chain_of(self, number: int, actions: Sequence[int]) -> Trajectory:
@@ -421,9 +421,9 @@ class Trajectory:
             reward=self.row_rewards[number],
             leaf_rewards=(),
             leaves=(),
-            turn_rewards=_at(self.turn_rewards, actions),
-            anchors=_at(self.anchors, actions),
-            turn_progress=_at(self.turn_progress, actions),
+            turn_rewards=_select(self.turn_rewards, actions),
+            anchors=_select(self.anchors, actions),
+            turn_progress=_select(self.turn_progress, actions),
         )
         if not self.leaves:
             return chain
@@ -495,7 +495,7 @@ class Trajectory:
         last = self.messages[-1]
         if last["role"] != "assistant":
             return ""
-        return _handed_in(last.get("tool_calls") or []) if last.get("tool_calls") else last["content"]
+        return _answer_argument(last.get("tool_calls") or []) if last.get("tool_calls") else last["content"]
 
 
 class Path(NamedTuple):
@@ -508,19 +508,19 @@ class Path(NamedTuple):
     places: tuple[int, ...]
 
 
-def _at(values: tuple[_T, ...], indices: Sequence[int]) -> tuple[_T, ...]:
+def _select(values: tuple[_T, ...], indices: Sequence[int]) -> tuple[_T, ...]:
     return tuple(values[i] for i in indices if i < len(values))
 
 
-def _handed_in(calls: Sequence[MessageToolCall]) -> str:
-    """Return the string argument `answer` of the last call that has one, or ""."""
+def _answer_argument(calls: Sequence[MessageToolCall]) -> str:
+    """Return the string argument `answer` of the last call with such an argument, or ""."""
     for call in reversed(calls):
         try:
-            given = json.loads(call["function"]["arguments"])
+            arguments = json.loads(call["function"]["arguments"])
         except (ValueError, RecursionError):
             continue
-        if isinstance(given, dict) and isinstance(given.get("answer"), str):
-            return str(given["answer"])
+        if isinstance(arguments, dict) and isinstance(arguments.get("answer"), str):
+            return str(arguments["answer"])
     return ""
 
 

@@ -125,7 +125,7 @@ def test_a_start_that_a_server_refuses_names_its_command_and_leaves_no_folder(tm
     assert main(["train", "search", *words(folder, engine__url="http://127.0.0.1:9")]) == 3
     first, last = capsys.readouterr().err.splitlines()[-2:]
     assert first.endswith(f"Start it first: ludus serve {model} --port 9 --control")
-    assert last == f"The run had not begun: its folder {folder} was removed."
+    assert last == f"The run had not started: its folder {folder} was removed."
     assert list(tmp_path.iterdir()) == []
 
 

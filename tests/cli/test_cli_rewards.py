@@ -60,7 +60,7 @@ def replay(run, *words):
 
 def test_another_way_to_combine_shows_what_it_changes(run, tmp_path):
     said = replay(run, "--config", config(tmp_path, '[rewards]\naggregation = "gated"'))
-    assert "9 rollouts scored again: 6 have another reward now." in said
+    assert "9 rollouts scored again: 6 have a changed reward." in said
     assert "Success changed" not in said
     assert ["reward", f"{1.3 / 3:.4f}", f"{1.1 / 3:.4f}", "6"] in table(said)
     assert ["exact_match", f"{1 / 3:.4f}", f"{1 / 3:.4f}", "0"] in table(said)
@@ -83,12 +83,12 @@ def test_a_preset_brings_its_own_parts(run):
 def test_the_sentence_and_the_table_count_the_same_rollouts(run):
     words = ("--rewards.extra.citation_support.weight", "0.05", "--rewards.weights.f1", "0.0")
     said = replay(run, *words)
-    assert "9 rollouts scored again: 0 have another reward now, 9 more have other parts and the same reward." in said
+    assert "9 rollouts scored again: 0 have a changed reward, 9 more have changed parts and the same reward." in said
     assert ["citation_support", "none", "0.0000", "9"] in table(said)
     assert ["reward", "0.4333", "0.4333", "0"] in table(said)
     assert "the largest changes" not in said
     said = replay(run, "--rewards.extra.long_answer.weight", "0.1", *long_answer())
-    assert "9 rollouts scored again: 3 have another reward now, 6 more have other parts and the same reward." in said
+    assert "9 rollouts scored again: 3 have a changed reward, 6 more have changed parts and the same reward." in said
     (row,) = [row for row in table(said) if row[0] == "reward"]
     assert row[-1] == "3"
     assert len([row for row in table(said) if row[0] == "1"]) == 3
@@ -144,7 +144,7 @@ def test_what_a_section_made_is_made_again_bit_for_bit(tiny_run, tmp_path):
     second = replay(run, "--step", "2")
     assert "9 rollouts scored again: all rewards are unchanged, bit for bit" in second
     plain = replay(run, "--rewards.aggregation", "weighted_sum", "--rewards.normalise_by", "none")
-    assert "8 have another reward now, 10 more have other parts and the same reward." in plain
+    assert "8 have a changed reward, 10 more have changed parts and the same reward." in plain
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_another_reward_shows_what_it_changes(tiny_run, tmp_path):
     records = [r for step in (1, 2) for r in read_rollouts(rollouts_path(tiny_run, step))]
     changed = sum(record.trajectory.rewards["f1"] != 1.0 for record in records)
     assert changed > 0
-    assert f"0 have another reward now, {changed} more have other parts and the same reward." in said
+    assert f"0 have a changed reward, {changed} more have changed parts and the same reward." in said
     cells = [[cell.strip() for cell in line.strip("│").split("│")] for line in said.splitlines()]
     before = sum(record.trajectory.rewards["f1"] for record in records) / 18
     assert ["f1", f"{before:.4f}", "1.0000", str(changed)] in cells
@@ -240,8 +240,8 @@ def test_another_reward_shows_what_it_changes(tiny_run, tmp_path):
 def test_the_wrong_rewards_in_a_file_are_found(judged):
     said = ludus("rewards", "replay", judged, "--step", "2").out
     assert "2 rollouts scored again: " in said
-    assert "1 more failed in the infrastructure and have no rewards." in said
-    assert "2 have another reward now" in said
+    assert "1 more had an infrastructure failure and have no rewards." in said
+    assert "2 have a changed reward" in said
 
 
 def test_tasks_that_the_world_lost_are_named(tiny_run, tmp_path):

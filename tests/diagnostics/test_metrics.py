@@ -191,12 +191,12 @@ def test_a_healthy_step_raises_no_alarm():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"groups/zero_variance": 1.0}, "too easy (all right) or too hard (all wrong)"),
-        ({"groups/zero_variance": 1.0, "groups/solve_all": 1.0}, "too easy (all right)"),
-        ({"groups/zero_variance": 1.0, "groups/solve_all": 0.0, "groups/solve_none": 1.0}, "too hard (all wrong)"),
+        ({"groups/zero_variance": 1.0}, "too easy (all solved) or too hard (none solved)"),
+        ({"groups/zero_variance": 1.0, "groups/solve_all": 1.0}, "too easy (all solved)"),
+        ({"groups/zero_variance": 1.0, "groups/solve_all": 0.0, "groups/solve_none": 1.0}, "too hard (none solved)"),
         ({LOGPROB_GAP: 0.051}, "differ by 0.051 nats per token, above 0.05"),
         ({"tools/error_rate": 0.6, "tools/status/timed_out": 0.4}, "60% of the tool calls end in an error, most"),
-        ({"episode/stop/tool_errors": 0.51}, "51% of the episodes end in a streak of tool errors"),
+        ({"episode/stop/tool_errors": 0.51}, "51% of the episodes end after consecutive tool errors"),
         (
             {"episode/stop/truncated": 0.3, "episode/stop/max_tokens": 0.3},
             "60% of the episodes are cut off by a token limit",
@@ -232,7 +232,7 @@ def test_the_error_named_is_the_most_frequent():
 
 def test_a_step_without_variance_says_that_the_loss_is_0():
     (sentence,) = alarms([rollout_metrics([SOLVED], success="right") | {"tools/error_rate": 0.0}])
-    assert "every group earned equal rewards" in sentence
+    assert "every group has equal rewards" in sentence
     assert "loss is exactly 0 and nothing is learned" in sentence
     taught = {"tools/error_rate": 0.0, "distill/reverse_kl": 0.1}
     assert alarms([rollout_metrics([SOLVED], success="right") | taught]) == []
@@ -302,7 +302,7 @@ def test_exploration_that_has_ended_in_dropped_groups_is_told_though_trained_tok
     assert alarms([HEALTHY] + [ended] * 4) == []
     (sentence,) = alarms([HEALTHY] + [ended] * 5)
     assert "exploration has ended in 60% of the groups" in sentence
-    assert "60% earned equal rewards" in sentence
+    assert "60% have equal rewards" in sentence
     assert alarms([ended | {LOW_ENTROPY_GROUPS: 0.49}] * 9) == []
 
 
@@ -310,7 +310,7 @@ def test_exploration_that_has_ended_in_dropped_groups_is_told_though_trained_tok
     ("change", "words"),
     [
         ({"tools/calls_per_episode": 0.0}, "the model calls no tool"),
-        ({"tools/calls_per_episode": 1.0, "episode/stop/max_tokens": 0.2}, "score one right answer by hand"),
+        ({"tools/calls_per_episode": 1.0, "episode/stop/max_tokens": 0.2}, "score a correct answer by hand"),
         ({"tools/calls_per_episode": 1.0, "episode/stop/max_tokens": 0.62}, "most episodes are cut off"),
     ],
 )
@@ -318,7 +318,7 @@ def test_rewards_of_0_advise_a_cold_start(change, words):
     stuck = HEALTHY | {"reward/mean": 0.0, "reward/std": 0.0} | change
     sentence = next(s for s in alarms([stuck] * 5) if s.startswith("every reward of the last 5 steps is 0"))
     assert words in sentence
-    assert "make a cold start first (ludus sft RECIPE --model MODEL)" in sentence
+    assert "run a cold start first (ludus sft RECIPE --model MODEL)" in sentence
 
 
 def test_shares_of_calls_divide_by_calls_and_not_by_episodes_or_tools():

@@ -222,7 +222,7 @@ def test_a_service_is_checked_by_programs_and_what_they_cannot_tell_is_said(back
     assert rows["returned files"].startswith("none")
     assert rows["sessions"].startswith("none: unusable for the terminal and swe")
     assert rows["separation of runs"] == "the next run sees files left in /tmp"
-    assert "Not judged: whether the service isolates its machine" in said.out
+    assert "Not tested: whether the service isolates its machine" in said.out
 
 
 def test_a_service_that_graders_cannot_rely_on_fails_its_check():

@@ -45,7 +45,7 @@ def _takes(key: str, word: str) -> bool:
 
 
 def no_settings(overrides: Sequence[str], command: str) -> None:
-    """Raise UserError for words that a command without settings does not accept."""
+    """Raise UserError if settings were passed to a command without settings."""
     if overrides:
         raise UserError(f"`ludus {command}` has no argument {overrides[0]}.", f"See `ludus {command} --help`.")
 
@@ -67,7 +67,7 @@ def run_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
 
 
 def policy_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
-    """Return the configuration of a run with overrides. Raises UserError for a run that trained no policy."""
+    """Return the configuration of a run with overrides. Raises UserError for a run of a reward model."""
     config = run_config(folder, overrides)
     if (folder.path / "run.json").is_file() and kind_of(folder) == "reward-model":
         raise UserError(
@@ -97,8 +97,8 @@ def is_own_checkpoint(model: Path) -> bool:
         run = path.parent.parent / "config.toml"
         if path.parent.name != "checkpoints" or not run.is_file():
             return False
-        given = load_config(run).model.path
-        path = None if given is None else Path(given)
+        initial = load_config(run).model.path
+        path = None if initial is None else Path(initial)
     return True
 
 
@@ -110,12 +110,12 @@ def pretrained_settings(recipe: str | None) -> list[str]:
 
 
 def recipe_config(recipe: str | None, shortcuts: Sequence[str], overrides: Sequence[str]) -> Config:
-    """Return the configuration of a recipe; `shortcuts` come before `overrides`."""
+    """Return the configuration of a recipe; `overrides` take precedence over `shortcuts`."""
     if not recipe:
         raise UserError("Name a recipe.", "`ludus recipes` lists them.")
     return load_config(recipe, [*shortcuts, *overrides])
 
 
 def recipe_stem(recipe: str) -> str:
-    """Return the name of a recipe that is given by name or as a file."""
+    """Return the name of a recipe, which may be a path."""
     return Path(recipe).stem

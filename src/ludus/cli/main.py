@@ -1,6 +1,6 @@
 """`ludus COMMAND`: the table of commands, and error reporting.
 
-An error that the user can fix is printed in one sentence, and the exit code is that of the part that failed (2: input).
+An error that the user can fix is printed in one sentence, and the exit code is that of the failed part (2: input).
 Only bugs of Ludus print a traceback. Only the chosen command is imported, and torch only when it runs.
 """
 
@@ -38,12 +38,12 @@ class Command:
 
     @property
     def module(self) -> str:
-        """The name of the module."""
+        """Import path of the module."""
         return f"ludus.cli.{self.folder}.{self.name.replace('-', '_')}"
 
     @property
     def example(self) -> str:
-        """A command line."""
+        """Example command line."""
         return f"ludus {self.name} {self.example_arguments}".rstrip()
 
 
@@ -77,8 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     log = logging.getLogger("ludus")
     if not log.handlers:
         log.addHandler(logging.NullHandler())
-    atexit.unregister(_end_quickly)  # registered once per process
-    atexit.register(_end_quickly)
+    atexit.unregister(_skip_final_gc)  # registered once per process
+    atexit.register(_skip_final_gc)
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -109,7 +109,7 @@ def _plugin_line(error: Exception) -> str:
     return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
 
 
-def _end_quickly() -> None:
+def _skip_final_gc() -> None:
     """Skip garbage collection at interpreter exit, which takes seconds, and ignore interrupts during it."""
     gc.freeze()
     if threading.current_thread() is threading.main_thread():
@@ -131,7 +131,7 @@ def _dispatch(argv: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"ludus {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     words, settings = split_settings(argv)
-    chosen = _chosen(words)
+    chosen = _command_name(words)
     options: list[str] = []
     for command in COMMANDS:
         if command.name == chosen:
@@ -148,8 +148,8 @@ def _dispatch(argv: list[str]) -> int:
     return code
 
 
-def _chosen(words: Sequence[str]) -> str:
-    """Return the first word that is not an option; empty if there is none. Raises UserError for an unknown command."""
+def _command_name(words: Sequence[str]) -> str:
+    """Return the first argument that is not an option, or "". Raises UserError for an unknown command."""
     names = [command.name for command in COMMANDS]
     chosen = next((word for word in words if not word.startswith("-")), "")
     if chosen and chosen not in names:

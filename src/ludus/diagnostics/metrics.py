@@ -1,8 +1,8 @@
 """Metrics of a step that come from its rollouts, and alarms.
 
-The reward parts, tools and trees of a step determine which names appear, never the outcome of an episode. A
+The names depend on the reward parts, tools and trees of a step, never on the outcome of an episode. A
 share whose denominator is 0 is 0. An episode with an infrastructure failure counts in `episode/stop/failed` and
-`episodes/count` only. No number depends on the clock.
+`episodes/count` only. No metric depends on wall-clock time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NO_TOOL = (ToolStatus.UNKNOWN_TOOL, ToolStatus.MALFORMED)
 ALARM_STEPS: Final = 5
 """Steps in a row with low entropy, or whose rewards are all 0, that raise an alarm; `alarms` needs no more history."""
 MAX_LOGPROB_GAP: Final = 0.05
-"""Nats, mean over action tokens, between the learner's log-probabilities and the engine's in an on-policy step."""
+"""Limit, in nats, of the mean difference between the log-probabilities of learner and engine in an on-policy step."""
 MAX_SHARE: Final = 0.5
 """Share of failed tool calls, of episodes that end in tool errors or at a token limit, or of groups without
 exploration above which an alarm is raised."""
@@ -51,10 +51,10 @@ def rollout_metrics(
     holds for each group whether the advantage compares equal members; if empty or None, equal rewards count.
     """
     equal = equal or [None] * len(groups)
-    everyone = [t for group in groups for t in group.trajectories]
-    finished = [t for t in everyone if _finished(t)]
+    trajectories = [t for group in groups for t in group.trajectories]
+    finished = [t for t in trajectories if _finished(t)]
     metrics = {
-        "episodes/count": float(len(everyone)),
+        "episodes/count": float(len(trajectories)),
         "episodes/finished": float(len(finished)),
         "groups/count": float(len(groups)),
     }
@@ -64,30 +64,30 @@ def rollout_metrics(
     metrics |= _length_metrics(finished)
     metrics |= _entropy_metrics(groups)
     metrics |= _tool_metrics(finished)
-    stops = Counter(path.stop_reason for t in everyone for path in t.attempts())
+    stops = Counter(path.stop_reason for t in trajectories for path in t.attempts())
     metrics |= {f"episode/stop/{reason}": _share(stops[reason], stops.total()) for reason in StopReason}
     metrics |= _tree_metrics(finished)
     return metrics | _group_metrics(groups, success, equal) | _world_metrics(groups, success, equal)
 
 
 Metric = Callable[[Sequence[Group]], Mapping[str, float]]
-"""A plug-in metric: from the groups of a step to numbers by name."""
+"""A plug-in metric: a function of the groups of a step that returns numbers by name."""
 
 
 def step_metrics(names: Sequence[str]) -> tuple[Metric, ...]:
-    """Return the plug-ins of `run.metrics`. Raises ConfigError if there is none of a name."""
+    """Return the plug-ins of `run.metrics`. Raises ConfigError for an unknown name."""
     return tuple(cast(Metric, find_plugin("metrics", name, "run.metrics", ())) for name in names)
 
 
 def alarms(history: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return a sentence for each problem in the metrics of the last steps (the newest last).
+    """Return a sentence for each problem in the metrics of the last steps (oldest first).
 
     A metric that is absent raises no alarm.
     """
     if not history:
         return []
     now, last = history[-1], history[-ALARM_STEPS:]
-    found = [_odd_numbers(now), _equal_rewards(now)]
+    found = [_non_finite_metrics(now), _zero_variance(now)]
     if len(last) == ALARM_STEPS:
         found += _zero_rewards(last)
         found.append(_entropy(last) or _exploration(last))
@@ -103,12 +103,12 @@ def _reward_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
     metrics = {"reward/mean": _mean(rewards), "reward/std": _std(rewards)}
     parts = sorted({name for t in finished for name in t.rewards})
     return metrics | {
-        f"reward/{name}": _mean([t.rewards.get(name, 0.0) for t in finished if _is_judged(t, name)]) for name in parts
+        f"reward/{name}": _mean([t.rewards.get(name, 0.0) for t in finished if _applies_to(t, name)]) for name in parts
     }
 
 
-def _is_judged(trajectory: Trajectory, part: str) -> bool:
-    """Return whether a reward part applies to it: a part of one world in a mixture applies to its own tasks."""
+def _applies_to(trajectory: Trajectory, part: str) -> bool:
+    """Return whether a reward part applies to a trajectory; in a mixture, worlds may have their own parts."""
     return "/" not in part or part in trajectory.rewards
 
 
@@ -123,7 +123,7 @@ def _length_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _entropy_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the sampled entropy, over all tokens and by groups; 0 without recorded log-probabilities."""
+    """Return the sampled entropy and the share of groups with low entropy; 0 without recorded log-probabilities."""
     surprisals = [
         [-value for t in group.trajectories if _finished(t) for s in t.segments for value in s.logprobs]
         for group in groups
@@ -156,20 +156,20 @@ def _tool_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
         "tools/cost_per_episode": _mean([t.tool_cost for t in finished]),
     }
     metrics |= {f"tools/status/{status}": _share(statuses[status], len(calls)) for status in ToolStatus}
-    wrong = Counter(call.tool for call in calls if call.status not in (*_NO_TOOL, ToolStatus.OK))
+    errors = Counter(call.tool for call in calls if call.status not in (*_NO_TOOL, ToolStatus.OK))
     for tool, count in sorted(by_tool.items()):
         own = [call for call in calls if call.tool == tool and call.status not in _NO_TOOL]
-        late = sum(call.status is ToolStatus.TIMED_OUT for call in own)
+        timed_out = sum(call.status is ToolStatus.TIMED_OUT for call in own)
         metrics[f"tools/{tool}/calls"] = float(count)
-        metrics[f"tools/{tool}/error_rate"] = wrong[tool] / count
-        metrics[f"tools/{tool}/timeout_rate"] = late / count
+        metrics[f"tools/{tool}/error_rate"] = errors[tool] / count
+        metrics[f"tools/{tool}/timeout_rate"] = timed_out / count
         metrics[f"tools/{tool}/retried"] = float(sum(call.retried for call in own))
         metrics[f"tools/{tool}/cost"] = math.fsum(call.cost for call in own) / len(finished)
     return metrics
 
 
 def _group_metrics(groups: Sequence[Group], success: str | None, equal: Sequence[bool | None]) -> dict[str, float]:
-    """Return shares of the groups with a finished episode; those of equal rewards among groups of several."""
+    """Return shares of the groups with a finished episode; `zero_variance` counts only groups of several episodes."""
     members = [[t for t in group.trajectories if _finished(t)] for group in groups]
     members = [group for group in members if group]
     several = [
@@ -196,14 +196,14 @@ def _world_metrics(groups: Sequence[Group], success: str | None, equal: Sequence
         if (world := group.task.tags.get(WORLD_TAG)) is not None:
             by_world.setdefault(world, []).append((group, known))
     found: dict[str, float] = {}
-    for world, mine in sorted(by_world.items()):
-        of_world = [group for group, _ in mine]
-        numbers = _of_world(of_world, success, [known for _, known in mine]) | {"share": _share(len(mine), len(groups))}
+    for world, members in sorted(by_world.items()):
+        numbers = _metrics_of([group for group, _ in members], success, [known for _, known in members])
+        numbers["share"] = _share(len(members), len(groups))
         found |= {f"env/{world}/{name}": value for name, value in numbers.items()}
     return found
 
 
-def _of_world(groups: Sequence[Group], success: str | None, equal: Sequence[bool | None]) -> dict[str, float]:
+def _metrics_of(groups: Sequence[Group], success: str | None, equal: Sequence[bool | None]) -> dict[str, float]:
     finished = [t for group in groups for t in group.trajectories if _finished(t)]
     numbers = _reward_metrics(finished) | _length_metrics(finished) | _tool_metrics(finished)
     found = {
@@ -236,19 +236,19 @@ def _share(count: int, total: int) -> float:
     return count / total if total else 0.0
 
 
-def _odd_numbers(now: Mapping[str, float]) -> str:
-    odd = [name for name, value in now.items() if not math.isfinite(value)]
-    return f"these metrics are not finite numbers: {', '.join(odd)}" if odd else ""
+def _non_finite_metrics(now: Mapping[str, float]) -> str:
+    non_finite = [name for name, value in now.items() if not math.isfinite(value)]
+    return f"these metrics are not finite numbers: {', '.join(non_finite)}" if non_finite else ""
 
 
-def _equal_rewards(now: Mapping[str, float]) -> str:
-    learns_otherwise = "distill/reverse_kl" in now or now.get("experts/trained", 0.0) > 0
-    if now.get("groups/zero_variance", 0.0) < 1 or learns_otherwise:
+def _zero_variance(now: Mapping[str, float]) -> str:
+    has_other_loss = "distill/reverse_kl" in now or now.get("experts/trained", 0.0) > 0
+    if now.get("groups/zero_variance", 0.0) < 1 or has_other_loss:
         return ""
-    easy, hard = "too easy (all right)", "too hard (all wrong)"
+    easy, hard = "too easy (all solved)", "too hard (none solved)"
     why = easy if now.get("groups/solve_all", 0.0) >= 1 else hard if now.get("groups/solve_none", 0.0) >= 1 else ""
     return (
-        "every group earned equal rewards, so the policy loss is exactly 0 and nothing is learned from rewards: "
+        "every group has equal rewards, so the policy loss is exactly 0 and nothing is learned from rewards: "
         f"the tasks are {why or f'{easy} or {hard}'}"
     )
 
@@ -257,44 +257,44 @@ def _is_zero(metrics: Mapping[str, float], mean: str, std: str) -> bool:
     return metrics.get(mean) == 0 and metrics.get(std) == 0
 
 
-def _why_zero(last: Sequence[Mapping[str, float]]) -> str:
-    """Return why a model may earn nothing, as far as the steps show it, and what to do."""
-    cold = "make a cold start first (ludus sft RECIPE --model MODEL) and train its checkpoint"
+def _zero_reward_cause(last: Sequence[Mapping[str, float]]) -> str:
+    """Return a likely cause of zero rewards according to the metrics, and a remedy."""
+    cold = "run a cold start first (ludus sft RECIPE --model MODEL) and train its checkpoint"
     if all(m.get("tools/calls_per_episode") == 0 for m in last):
-        return f"the model calls no tool and earns nothing. If the tasks need one, {cold}"
+        return f"the model calls no tool. If the tasks need one, {cold}"
     if all(_cut_share(m) > MAX_SHARE for m in last):
         return (
             "most episodes are cut off by a token limit before they answer. Raise rollout.max_tokens_per_turn or "
             f"rollout.max_seq_len; if the model has not learned the answer format, {cold}"
         )
     return (
-        "the model never earns anything, or the reward never fires; read some rollouts and score one right "
-        f"answer by hand. If the model cannot do the task yet, {cold}"
+        "the model solves no task, or the reward function is wrong; read some rollouts and score a correct "
+        f"answer by hand. If the model cannot solve the tasks yet, {cold}"
     )
 
 
 def _zero_rewards(last: Sequence[Mapping[str, float]]) -> list[str]:
     """Return an alarm if all rewards are 0, or for each world of a mixture with only rewards of 0."""
     if all(_is_zero(m, "reward/mean", "reward/std") for m in last):
-        return [f"every reward of the last {len(last)} steps is 0: {_why_zero(last)}"]
+        return [f"every reward of the last {len(last)} steps is 0: {_zero_reward_cause(last)}"]
     end = "/reward_std"
     worlds = [name.removesuffix(end) for name in last[-1] if name.startswith("env/") and name.endswith(end)]
     return [
         f"every reward of the world {world.removeprefix('env/')} in the last {len(last)} steps is 0: the "
-        "model never earns anything there"
+        "model solves no task there"
         for world in worlds
         if all(_is_zero(m, f"{world}/reward", f"{world}/reward_std") for m in last)
     ]
 
 
 def _entropy(last: Sequence[Mapping[str, float]]) -> str:
-    """Return an alarm for a lasting collapse. Steps without training have no entropy and are skipped."""
+    """Return an alarm for a persistent collapse. Steps without training have no entropy and are skipped."""
     if ENTROPY not in last[-1] or not all(m.get(ENTROPY, 0.0) < MIN_ENTROPY for m in last):
         return ""
     return (
         f"the entropy of the policy is {last[-1][ENTROPY]:.4g} nats per token, and was below "
         f"{MIN_ENTROPY:g} in each of the last {len(last)} steps: it has collapsed onto one "
-        "continuation, and groups will stop differing"
+        "continuation, and the attempts of a group will become identical"
     )
 
 
@@ -306,25 +306,25 @@ def _exploration(last: Sequence[Mapping[str, float]]) -> str:
     equal = now.get("groups/zero_variance", 0.0)
     return (
         f"exploration has ended in {now[LOW_ENTROPY_GROUPS]:.0%} of the groups (below {MIN_ENTROPY:g} nats "
-        f"per token as sampled; {equal:.0%} earned equal rewards), in each of the last {len(last)} steps: "
-        "lower training.learning_rate, raise algorithm.entropy_coef, or take harder tasks"
+        f"per token as sampled; {equal:.0%} have equal rewards), in each of the last {len(last)} steps: "
+        "lower training.learning_rate, raise algorithm.entropy_coef, or use harder tasks"
     )
 
 
 def _thresholds(now: Mapping[str, float]) -> Iterator[str]:
     """Yield an alarm for each metric of the newest step above its limit."""
-    gap, off_policy = now.get(LOGPROB_GAP, 0.0), now.get(MEAN_AGE, 0.0) > 0  # older weights sampled it: they differ
+    gap, off_policy = now.get(LOGPROB_GAP, 0.0), now.get(MEAN_AGE, 0.0) > 0  # expected with older weights
     if gap > MAX_LOGPROB_GAP and not off_policy:
         yield (
             f"the learner and the engine differ by {gap:.4g} nats per token, above {MAX_LOGPROB_GAP:g}: "
-            "they do not hold the same weights, tokens, temperature or precision"
+            "their weights, tokens, temperature or precision differ"
         )
     if (rate := now.get("tools/error_rate", 0.0)) > MAX_SHARE:
         kinds = {s: now.get(f"tools/status/{s}", 0.0) for s in ToolStatus if s is not ToolStatus.OK}
         worst = max(kinds, key=lambda status: kinds[status])
         yield f"{rate:.0%} of the tool calls end in an error, most often {worst} ({kinds[worst]:.0%} of all calls)"
     if (share := now.get(f"episode/stop/{StopReason.TOOL_ERRORS}", 0.0)) > MAX_SHARE:
-        yield f"{share:.0%} of the episodes end in a streak of tool errors: the model calls tools wrongly"
+        yield f"{share:.0%} of the episodes end after consecutive tool errors: the tool calls of the model are wrong"
     if (share := _cut_share(now)) > MAX_SHARE:
         yield (
             f"{share:.0%} of the episodes are cut off by a token limit: raise rollout.max_tokens_per_turn or "

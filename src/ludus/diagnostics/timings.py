@@ -1,4 +1,4 @@
-"""Seconds and rates of a step: recorded apart from the metrics, which are reproducible."""
+"""Timings and rates of a step, recorded separately from the metrics, which are reproducible."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ludus.types import Trajectory
 STRAGGLER = 5.0
 """A call slower than this many times the median of its tool in the step is a straggler."""
 MUCH_SCORING = 0.25
-"""A hint appears if rewards are computed for at least this share of the step and episodes wait for them for at
-least this share of their time."""
+"""Minimum share of the step spent on computing rewards, and of episode time spent on waiting for them, for a
+hint."""
 
 
 @dataclass
@@ -47,9 +47,9 @@ class StepTimings:
             self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - begin
 
     def metrics(self, trajectories: Sequence[Trajectory], scorers: int = 1) -> dict[str, float]:
-        """Return seconds by phase, tokens/s of the rollout, rewards, and the calls of each tool: all, mean, slowest.
+        """Return seconds by phase, sampled tokens/s, and times of episodes, rewards and the calls of each tool.
 
-        `scorers` is how many episodes are scored at once.
+        `scorers` is the number of episodes scored concurrently.
         """
         total = sum(self.phases.values())
         metrics = {f"time/{name}_s": seconds for name, seconds in self.phases.items()}
@@ -58,7 +58,7 @@ class StepTimings:
         training_s = total - self.phases.get("evaluate", 0.0)
         if training_s:
             metrics["idle/learner"] = max(0.0, 1 - self.phases.get("train", 0.0) / training_s)
-            if "engine/busy_s" in self.engine:  # not every server reports it
+            if "engine/busy_s" in self.engine:  # some servers do not report it
                 metrics["idle/engine"] = max(0.0, 1 - self.engine["engine/busy_s"] / training_s)
         metrics |= _episode_metrics(trajectories, scorers * training_s)
         sampled = sum(t.num_action_tokens for t in trajectories)
@@ -75,19 +75,19 @@ class StepTimings:
 
 
 def _episode_metrics(trajectories: Sequence[Trajectory], scorers_s: float) -> dict[str, float]:
-    """Return how long episodes spent on what, and how long rewards took in `scorers_s` of scoring time."""
+    """Return mean seconds of an episode by activity, and the use of `scorers_s` seconds of scoring capacity."""
     if not trajectories:
         return {}
-    spent = [trajectory.timings for trajectory in trajectories]
-    graded = [one.grading_s for one in spent]
+    timings = [trajectory.timings for trajectory in trajectories]
+    grading_s = [one.grading_s for one in timings]
     metrics = {
-        "episode/model_s": sum(one.model_s for one in spent) / len(spent),
-        "episode/tools_s": sum(one.tools_s for one in spent) / len(spent),
-        "episode/scoring_s": sum(one.scoring_s for one in spent) / len(spent),
-        "scoring/total_s": sum(graded),
-        "scoring/slowest_s": max(graded),
+        "episode/model_s": sum(one.model_s for one in timings) / len(timings),
+        "episode/tools_s": sum(one.tools_s for one in timings) / len(timings),
+        "episode/scoring_s": sum(one.scoring_s for one in timings) / len(timings),
+        "scoring/total_s": sum(grading_s),
+        "scoring/slowest_s": max(grading_s),
     }
-    return metrics | ({"scoring/busy": min(1.0, sum(graded) / scorers_s)} if scorers_s else {})
+    return metrics | ({"scoring/busy": min(1.0, sum(grading_s) / scorers_s)} if scorers_s else {})
 
 
 def _latencies(seconds: Sequence[float]) -> dict[str, float]:
@@ -108,14 +108,14 @@ def _latencies(seconds: Sequence[float]) -> dict[str, float]:
 def episode_shares(timings: Mapping[str, float]) -> dict[str, float]:
     """Return the fractions of episode time spent in the model, in tools, and waiting for rewards.
 
-    Empty if no episode was timed."""
+    Empty without timed episodes."""
     seconds = {name: timings.get(f"episode/{name}_s", 0.0) for name in ("model", "tools", "scoring")}
     total = sum(seconds.values())
     return {name: one / total for name, one in seconds.items()} if total else {}
 
 
 def scoring_hint(timings: Mapping[str, float], config: Config) -> str:
-    """Return one sentence if rewards take much of a step and episodes wait for them; else ""."""
+    """Return a hint if both shares reach `MUCH_SCORING`, otherwise ""."""
     busy, share = timings.get("scoring/busy", 0.0), episode_shares(timings).get("scoring", 0.0)
     if min(busy, share) < MUCH_SCORING:
         return ""

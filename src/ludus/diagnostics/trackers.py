@@ -1,6 +1,6 @@
-"""Trackers: destinations for the metrics of a run, one class each, chosen by name.
+"""Trackers: destinations for the metrics of a run, selected by name.
 
-`jsonl` writes `metrics.jsonl`, the run's own record: one line a step, in the order logged, on disk before
+`jsonl` writes `metrics.jsonl`, the run's own record: one line per step, in the order logged, flushed to disk before
 `log` returns. `tensorboard` writes event files and needs the `tensorboard` extra. A plug-in is a class with
 `log` and `close` that is called with the run folder and the step to resume from (docs/extend/plugins.md).
 """
@@ -25,42 +25,42 @@ from ludus.rollout.rollout_files import replaced_file
 
 METRICS_FILE = "metrics.jsonl"
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""Numbers that JSON lacks, by the strings that stand for them."""
+"""Non-finite numbers by their representation as strings in JSON."""
 
 
 class Tracker(Protocol):
     """Records the metrics of each step. Raises StorageError if they cannot be written."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of a step; several calls for one step add up."""
+        """Record metrics of a step; several calls for the same step are allowed."""
         ...
 
     def close(self) -> None:
-        """Close it; nothing can be logged afterwards."""
+        """Close the tracker; nothing can be logged afterwards."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsRow:
-    """One logged line."""
+    """One line of a metrics file."""
 
     step: int
     metrics: Mapping[str, float]
 
 
 class JsonLinesTracker:
-    """One JSON object a line: `{"step": 3, "reward/mean": 0.25, ...}`, numbers exact.
+    """Tracker that writes one JSON object per line: `{"step": 3, "reward/mean": 0.25, ...}`, with exact numbers.
 
     NaN and infinities are the strings "NaN", "Infinity" and "-Infinity", so that each line is valid JSON.
     A line is on disk when `log` returns. An existing file is continued: a last line that a crash
     cut short is removed, and with `resume_step` all lines after that step too. The remaining lines are
-    unchanged. Raises StorageError if the disk refuses, UserError for a file with other content.
+    unchanged. Raises StorageError if writing fails, UserError for a file with other content.
     """
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
         self.path = path
         if path.exists():
-            _cut_back(path, resume_step)
+            _truncate_after(path, resume_step)
         self._file = _open_to_append(path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -76,10 +76,10 @@ class JsonLinesTracker:
 
 
 class TensorBoardTracker:
-    """TensorBoard event files in a folder, one more for each start of the run.
+    """Tracker that writes TensorBoard event files in a folder, a new one at each start of the run.
 
-    TensorBoard keeps float32. With `resume_step` a session log discards what follows that step. Raises
-    UserError if the extra is missing, StorageError if the disk refuses.
+    TensorBoard stores float32. With `resume_step` a session log discards the steps after it. Raises
+    UserError if the extra is missing, StorageError if writing fails.
     """
 
     def __init__(self, folder: Path, resume_step: int | None = None) -> None:
@@ -128,7 +128,7 @@ def _tensorboard(folder: Path, resume_step: int | None) -> Tracker:
 TrackerFactory = Callable[[Path, int | None], Tracker]
 
 TRACKERS: dict[str, TrackerFactory] = {"jsonl": _jsonl, "tensorboard": _tensorboard}
-"""Trackers by name: a function of the run folder and the step to resume from (None for a fresh start)."""
+"""Tracker factories by name: functions of the run folder and the step to resume from (None for a new run)."""
 
 
 def make_tracker(name: str, folder: Path, resume_step: int | None = None) -> Tracker:
@@ -144,9 +144,9 @@ def find_tracker(name: str) -> TrackerFactory:
 
 
 def read_metrics(path: Path) -> list[MetricsRow]:
-    """Return all rows of a metrics file, in order, also of a file that is still being written.
+    """Return all rows of a metrics file, in order. The file may still be written by a run.
 
-    A last line cut short is left out. Any other line that does not parse raises UserError, with file and line.
+    An incomplete last line is ignored. Any other line that does not parse raises UserError, with file and line.
     """
     try:
         content = path.read_bytes()
@@ -156,7 +156,7 @@ def read_metrics(path: Path) -> list[MetricsRow]:
 
 
 def _rows(content: bytes, path: Path) -> list[tuple[MetricsRow, bytes]]:
-    """Return each row with its line, newline included. A last line that does not parse is taken as cut short."""
+    """Return each row with its line, newline included. A last line that does not parse is ignored as incomplete."""
     lines = content.splitlines()
     rows = []
     for number, line in enumerate(lines, start=1):
@@ -179,17 +179,17 @@ def _row(line: bytes) -> MetricsRow:
     return MetricsRow(data.pop("step"), {name: _from_json(value) for name, value in data.items()})
 
 
-def _cut_back(path: Path, resume_step: int | None) -> None:
-    """Remove the lines that a resumed run writes again."""
+def _truncate_after(path: Path, resume_step: int | None) -> None:
+    """Remove an incomplete last line and the lines after `resume_step`, which the resumed run writes again."""
     try:
         content = path.read_bytes()
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror or error}.") from error
     rows = _rows(content, path)
-    kept = b"".join(line for row, line in rows if resume_step is None or row.step <= resume_step)
-    if kept != content:
+    remaining = b"".join(line for row, line in rows if resume_step is None or row.step <= resume_step)
+    if remaining != content:
         with replaced_file(path) as file:
-            file.write(kept)
+            file.write(remaining)
 
 
 def _open_to_append(path: Path) -> FileIO:

@@ -301,7 +301,7 @@ def test_fine_tuning_takes_a_file_and_refuses_a_bad_one_before_it_writes(tmp_pat
     said = ludus(*base, "--run.dir", tmp_path / "a", "--sft.data", good)
     assert said.code == 0, said
     assert "1 of 3 demonstrations are longer than rollout.max_seq_len" in caplog.text
-    assert "dialogues were skipped: too long" in said.out
+    assert "dialogues were too long and were skipped" in said.out
     left_out = [row.metrics["batch/left_out"] for row in read_metrics(tmp_path / "a" / "metrics.jsonl")]
     assert sum(left_out) >= 1
     assert f"{sum(left_out):.0f} of {4 + sum(left_out):.0f} dialogues" in said.out

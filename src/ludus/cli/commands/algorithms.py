@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def without_preset() -> Iterator[tuple[str, list[str]]]:
-    """Yield the parts that no preset has, by the setting that takes them."""
+    """Yield the parts that no preset uses, by setting."""
     presets = PRESETS.values()
     parts = (
         ("advantage", ADVANTAGES, {one.advantage for one in presets}),
@@ -72,12 +72,12 @@ def describe(algorithm: Algorithm) -> Iterator[str]:
         if name not in ("name", "summary", "source", "options"):
             yield f"  algorithm.{name} = {value if isinstance(value, str) else value_text(value)}"
     for part in PARTS:
-        given, known = algorithm.options_of(part)
-        yield from _options(part, known, given)
+        values, known = algorithm.options_of(part)
+        yield from _options(part, known, values)
 
 
 def describe_part(name: str) -> Iterator[str]:
-    """Yield the settings that take the name of a part, and its options."""
+    """Yield the settings that accept a part, and its options."""
     tables: dict[Part, Mapping[str, PartSpec]] = {"advantage": ADVANTAGES, "loss": LOSSES, "correction": CORRECTIONS}
     for part, specs in tables.items():
         if name in specs:
@@ -90,9 +90,9 @@ def describe_part(name: str) -> Iterator[str]:
         yield f"{name} is a part of presets: --algorithm.aggregation {name}"
 
 
-def _options(part: Part, known: Mapping[str, Option], given: Mapping[str, float | str]) -> Iterator[str]:
-    """Yield the options of a part, one per line: those `given`, and the defaults of the others."""
+def _options(part: Part, known: Mapping[str, Option], values: Mapping[str, float | str]) -> Iterator[str]:
+    """Yield the options of a part, one per line, with its value in `values` or its default."""
     for name, option in known.items():
-        value = given.get(name, option.default)
+        value = values.get(name, option.default)
         shown = value if isinstance(value, str) else f"{value:g} ({option.bounds})"
         yield f"  algorithm.options.{part}.{name} = {shown}: {option.help}"

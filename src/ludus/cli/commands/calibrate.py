@@ -53,8 +53,8 @@ def print_calibration(console: Console, config: Config, files: Sequence[Path], t
     num = sum(won for _, won in attempts)
     print_line(console, f"{num} of {len(attempts)} attempts succeeded. Reward = {found.scale:.3g} * correlation.")
     if config.rewards.turns:
-        bad = measure(groups, config.rewards.turns, algorithm).misaligned
-        state = f"misaligned on these attempts: {', '.join(bad)}" if bad else "aligned on these attempts"
+        misaligned = measure(groups, config.rewards.turns, algorithm).misaligned
+        state = f"misaligned on these attempts: {', '.join(misaligned)}" if misaligned else "aligned on these attempts"
         print_line(console, f"The rewards.turns of the run are {state}.")
     print_rounds(console, rounds, algorithm)
     if not found.rewards:
@@ -64,7 +64,7 @@ def print_calibration(console: Console, config: Config, files: Sequence[Path], t
 def recorded_groups(config: Config, world: World, files: Sequence[Path]) -> list[list[Episode]]:
     """Return the completed rollouts by step and task, with the progress of their turns.
 
-    The rewards of the setting `rewards.turns` are removed from their turn rewards; evaluations have none.
+    Rewards of the setting `rewards.turns` are subtracted from the turn rewards; evaluations have none.
     """
     removed = {event: -reward for event, reward in config.rewards.turns.items()}
     groups: dict[tuple[str, int, str], list[Episode]] = {}
@@ -86,15 +86,15 @@ def _verified(config: Config, world: World, episodes: Sequence[Episode]) -> list
     if world.turn_verifier is None:
         return list(episodes)
     tasks = find_tasks(world, {episode.task.id for episode in episodes})
-    asked = config.model_copy(update={"rewards": RewardsConfig(turn_verifier_weight=1.0)})
-    scoring = ProcessRewardExecutor.of(asked)
+    verifier_config = config.model_copy(update={"rewards": RewardsConfig(turn_verifier_weight=1.0)})
+    scoring = ProcessRewardExecutor.of(verifier_config)
 
     async def one(episode: Episode) -> Episode:
         trajectory, task = episode.trajectory, tasks.get(episode.task.id)
         if trajectory.turn_progress or task is None:
             return episode
-        judged = await scoring.with_added(world, task, trajectory)
-        return replace(episode, trajectory=replace(trajectory, turn_progress=judged.turn_progress))
+        verified_trajectory = await scoring.with_added(world, task, trajectory)
+        return replace(episode, trajectory=replace(trajectory, turn_progress=verified_trajectory.turn_progress))
 
     async def verified() -> list[Episode]:
         return await asyncio.gather(*map(one, episodes))
@@ -116,7 +116,7 @@ def tier_table(found: EventRewards, first: Alignment) -> Table:
 
 
 def print_rounds(console: Console, rounds: Sequence[Alignment], algorithm: Algorithm) -> None:
-    """Print the rewards that each round removed, and the settings of the others."""
+    """Print the rewards removed in each round, and the settings of the remaining ones."""
     removed = False
     for number, one in enumerate(rounds, start=1):
         if one.misaligned:

@@ -36,7 +36,7 @@ Pair = tuple[StoredEvaluation, StoredEvaluation]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("a", metavar="A", type=Path, help="a .json file of an evaluation, or a run folder")
-    parser.add_argument("b", metavar="B", type=Path, help="the other one")
+    parser.add_argument("b", metavar="B", type=Path, help="another file or run folder")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -84,8 +84,8 @@ def _load(path: Path) -> StoredEvaluation:
 
 def newest_evaluations(folder: Path) -> dict[Key, StoredEvaluation]:
     """Return the newest evaluation of each kind in a folder; those of the run's own weights take precedence."""
-    shelf = folder / "evaluations"
-    files = sorted(shelf.glob("*.json")) or sorted(folder.glob("step-*.json"))
+    evaluations = folder / "evaluations"
+    files = sorted(evaluations.glob("*.json")) or sorted(folder.glob("step-*.json"))
     if not files:
         raise UserError(f"There are no evaluations in {folder}.", f"Create some: ludus eval --run {folder}")
     loaded = [(stored, stored.result.plan) for stored in map(_load, files)]
@@ -115,15 +115,15 @@ def _scores(evaluation: Evaluation) -> dict[str, float]:
 
 
 def differing_conditions(a: Evaluation, b: Evaluation) -> list[str]:
-    """Return the differences of the plans other than step and policy, one sentence each."""
-    ours, theirs = asdict(a.plan), asdict(b.plan)
-    ours |= ours.pop("conditions") or {}
-    theirs |= theirs.pop("conditions") or {}
+    """Return a sentence for each difference of the plans other than step and policy."""
+    plan_a, plan_b = asdict(a.plan), asdict(b.plan)
+    plan_a |= plan_a.pop("conditions") or {}
+    plan_b |= plan_b.pop("conditions") or {}
     expected = {"step", "policy", "num_tasks"}
     return [
-        f"{name} is {ours[name]} in A and {theirs[name]} in B"
-        for name in ours
-        if name in theirs and name not in expected and ours[name] != theirs[name]
+        f"{name} is {plan_a[name]} in A and {plan_b[name]} in B"
+        for name in plan_a
+        if name in plan_b and name not in expected and plan_a[name] != plan_b[name]
     ]
 
 

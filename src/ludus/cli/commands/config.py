@@ -35,7 +35,7 @@ from ludus.rewards.registry import added_parts, check_names, training_parts
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command; settings follow as --section.key value."""
     parser.add_argument("recipe", nargs="?", help="a recipe name, a .toml file or a run folder")
-    parser.add_argument("--model", metavar="PATH_OR_NAME", help="the model, as `ludus train` takes it")
+    parser.add_argument("--model", metavar="PATH_OR_NAME", help="the model, as for `ludus train`")
     keys = "list every setting (or those of SECTION) with type, default and meaning"
     parser.add_argument("--keys", nargs="?", const="", metavar="SECTION", help=keys)
 
@@ -73,7 +73,7 @@ def check_rewards(config: Config, algorithm: Algorithm) -> str:
     """Raise ConfigError for unknown worlds (also in a mixture), invalid world settings, unknown reward parts, and
     rewards that the advantage does not accept.
 
-    Return why the world cannot be built on this machine (a missing extra); empty if it can.
+    Return the reason if the world cannot be built on this machine (a missing extra), otherwise "".
     """
     added_parts(config.rewards)
     try:
@@ -91,7 +91,7 @@ def check_rewards(config: Config, algorithm: Algorithm) -> str:
 
 
 def config_source(recipe: str | None) -> str | Path | None:
-    """Return what to load; a run folder means the configuration in it."""
+    """Return the configuration to load: of a run folder, its config.toml."""
     inside = Path(recipe or "") / "config.toml"
     return inside if recipe and inside.is_file() else recipe
 
@@ -103,9 +103,9 @@ def algorithm_lines(algorithm: Algorithm, config: Config) -> Iterator[str]:
     fields = {n: v for n, v in asdict(algorithm).items() if n not in ("name", "summary", "source", "options")}
     groups = [("", fields, chosen)]
     groups += [(f"options.{p}.", options, chosen["options"][p]) for p, options in asdict(algorithm.options).items()]
-    for prefix, values, given in groups:
+    for prefix, values, explicit in groups:
         for name, value in values.items():
-            yield f"#   {prefix}{name} = {value_text(value)}   ({'set' if name in given else 'from the preset'})"
+            yield f"#   {prefix}{name} = {value_text(value)}   ({'set' if name in explicit else 'from the preset'})"
 
 
 def key_lines(section: str, config: Config) -> Iterator[str]:
@@ -118,7 +118,7 @@ def key_lines(section: str, config: Config) -> Iterator[str]:
 
 
 def value_of(setting: Setting, config: Config) -> object:
-    """Return the value of a setting; the default in a section that is None."""
+    """Return the value of a setting, or its default if the section is None."""
     value: object = config.model_dump()
     for name in setting.key.split("."):
         if not isinstance(value, dict) or name not in value:

@@ -22,7 +22,7 @@ SHOWN = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("action", choices=("check", "convert"), help="what to do with the files")
+    parser.add_argument("action", choices=("check", "convert"), help="check the files, or convert one")
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSON lines, or a dataset folder")
 
 
@@ -63,7 +63,7 @@ def check(paths: Sequence[Path]) -> int:
 
 
 def report_lines(report: FileReport) -> list[str]:
-    """Describe the content of a file and its problems, one sentence per line."""
+    """Return lines that describe a file and its problems."""
     records, faults = counted(report.num_records, report.kind or "record"), len(report.problems)
     lines = [f"{report.path}: {records}, {counted(faults, 'problem')}"]
     lines += [f"  line {problem.line}: {problem.text}." for problem in report.problems[:SHOWN]]

@@ -1,7 +1,7 @@
-"""Check this machine: versions, hardware, the compiled kernel, free memory and disk, and a model at work.
+"""Check this machine: versions, hardware, the compiled kernel, free memory and disk, and sampling with a model.
 
-Each line is fine, a note or a fault, with a remedy. --url also checks an inference server. Exits with 1 if there is a
-fault.
+Each line has the state fine, note or fault, with a remedy. --url also checks an inference server. Exits with 1 if
+there is a fault.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from ludus.cli.ui.terminal import make_console, print_line, silence_libraries
 from ludus.errors import LudusError
 from ludus.recipes import recipe_folder
 
-_ROOM_GB = 2.0
-"""Memory and disk that the search recipe needs, with a margin."""
-_SAME_NATS = 1e-3
+_REQUIRED_GB = 2.0
+"""Memory and disk in GB that the search recipe needs, with a margin."""
+_LOGPROB_TOLERANCE = 1e-3
 _STYLES = {"fine": "green", "note": "yellow", "fault": "bold red"}
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorFinding:
-    """A subject, its state, and a description."""
+    """A checked subject, its state, and a description."""
 
     what: str
     state: Literal["fine", "note", "fault"]
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print the findings as they arrive."""
+    """Print each finding; return 1 if there are faults."""
     no_settings(overrides, "doctor")
     silence_libraries()
     console = make_console()
@@ -72,13 +72,13 @@ def examine(folder: Path, url: str | None = None, api: str = "vllm") -> Iterator
     yield _hardware()
     yield _threads()
     yield _kernel()
-    yield _tried("the shipped model", lambda: asyncio.run(_sample_and_score()))
+    yield _checked("the shipped model", lambda: asyncio.run(_sample_and_score()))
     if url is not None:
-        yield _tried("the server", lambda: _server(url, api))
+        yield _checked("the server", lambda: _server(url, api))
 
 
 def locked_versions() -> dict[str, str]:
-    """Return the tested versions by package."""
+    """Return the tested versions in constraints.txt by package."""
     lines = files("ludus").joinpath("constraints.txt").read_text(encoding="utf-8").splitlines()
     pairs = (line.split("==") for line in lines if "==" in line)
     return {_canonical(name): version for name, version in pairs}
@@ -86,37 +86,37 @@ def locked_versions() -> dict[str, str]:
 
 def check_libraries(requirements: Sequence[str], tested: dict[str, str]) -> Iterator[DoctorFinding]:
     """Yield one finding for all required libraries with tested versions, and one for each other library."""
-    odd = False
+    reported = False
     for requirement in requirements:
         if ";" in requirement:  # of an extra
             continue
-        name, least = _parsed(requirement)
+        name, minimum = _parse_requirement(requirement)
         installed = _installed(name)
         if installed is None:
             yield DoctorFinding(name, "fault", f"not installed; pip install '{requirement}'")
-        elif _number(installed) < _number(least):
-            yield DoctorFinding(name, "fault", f"{installed} is older than {least}; pip install '{requirement}'")
-        elif (known := tested.get(name)) and _number(installed) != _number(known):
+        elif _version_tuple(installed) < _version_tuple(minimum):
+            yield DoctorFinding(name, "fault", f"{installed} is older than {minimum}; pip install '{requirement}'")
+        elif (known := tested.get(name)) and _version_tuple(installed) != _version_tuple(known):
             text = f"{installed}; the tests pass with {known} (pip install -c constraints.txt)"
             yield DoctorFinding(name, "note", text)
         else:
             continue
-        odd = True
-    if not odd:
+        reported = True
+    if not reported:
         yield DoctorFinding("libraries", "fine", "the versions that the tests pass with")
 
 
-def _parsed(requirement: str) -> tuple[str, str]:
+def _parse_requirement(requirement: str) -> tuple[str, str]:
     """Return name and lowest version of `name>=version`."""
-    name, _, least = requirement.partition(";")[0].strip().partition(">=")
-    return _canonical(re.split(r"[\[(< ]", name)[0]), least.strip(" )") or "0"
+    name, _, minimum = requirement.partition(";")[0].strip().partition(">=")
+    return _canonical(re.split(r"[\[(< ]", name)[0]), minimum.strip(" )") or "0"
 
 
 def _canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
-def _number(version: str) -> tuple[int, ...]:
+def _version_tuple(version: str) -> tuple[int, ...]:
     """Return `2.13.0+cpu` as (2, 13)."""
     parts = [int(part) for part in re.findall(r"\d+", version.partition("+")[0])]
     while parts and parts[-1] == 0:
@@ -135,7 +135,7 @@ def _extras(requirements: Sequence[str]) -> Iterator[DoctorFinding]:
     wanted: dict[str, list[str]] = {}
     for requirement in requirements:
         if found := re.search(r"extra == ['\"](\w+)['\"]", requirement):
-            wanted.setdefault(found[1], []).append(_parsed(requirement)[0])
+            wanted.setdefault(found[1], []).append(_parse_requirement(requirement)[0])
     for extra, names in wanted.items():
         missing = [name for name in names if name != "ludus" and _installed(name) is None]
         if extra != "dev":
@@ -147,8 +147,8 @@ def _disk(folder: Path) -> DoctorFinding:
     place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(place).free / 1e9
     if not os.access(place, os.W_OK):
-        return DoctorFinding("disk", "fault", f"{place} cannot be written; give another folder with --run.dir")
-    state: Literal["fine", "note"] = "fine" if free >= _ROOM_GB else "note"
+        return DoctorFinding("disk", "fault", f"{place} cannot be written; choose another folder with --run.dir")
+    state: Literal["fine", "note"] = "fine" if free >= _REQUIRED_GB else "note"
     return DoctorFinding("disk", state, f"{free:.1f} GB free at {place}")
 
 
@@ -158,8 +158,8 @@ def _memory() -> DoctorFinding:
     if found is None:
         return DoctorFinding("memory", "note", "the free memory is unknown on this system")
     free = int(found[1]) / 1e6
-    if free < _ROOM_GB:
-        return DoctorFinding("memory", "note", f"{free:.1f} GB free; the search recipe needs up to {_ROOM_GB:g}")
+    if free < _REQUIRED_GB:
+        return DoctorFinding("memory", "note", f"{free:.1f} GB free; the search recipe needs up to {_REQUIRED_GB:g}")
     return DoctorFinding("memory", "fine", f"{free:.1f} GB free")
 
 
@@ -170,7 +170,7 @@ def _hardware() -> DoctorFinding:
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         return DoctorFinding("device", "fine", f"{', '.join(names)}; torch {torch.__version__}")
     if shutil.which("nvidia-smi"):
-        text = f"torch {torch.__version__} sees no GPU though nvidia-smi is here; install a CUDA build of torch"
+        text = f"torch {torch.__version__} finds no GPU although nvidia-smi is installed; install a CUDA build of torch"
         return DoctorFinding("device", "note", text)
     return DoctorFinding("device", "fine", f"CPU; torch {torch.__version__}")
 
@@ -191,11 +191,11 @@ def _kernel() -> DoctorFinding:
 
     if available():
         return DoctorFinding("attention kernel", "fine", "compiled")
-    text = "no C compiler worked: rollouts take 1.2 to 1.6 times the time; apt-get install gcc"
+    text = "no working C compiler: rollouts take 1.2 to 1.6 times as long; apt-get install gcc"
     return DoctorFinding("attention kernel", "note", text)
 
 
-def _tried(what: str, check: Callable[[], DoctorFinding]) -> DoctorFinding:
+def _checked(what: str, check: Callable[[], DoctorFinding]) -> DoctorFinding:
     try:
         return check()
     except LudusError as error:
@@ -203,7 +203,7 @@ def _tried(what: str, check: Callable[[], DoctorFinding]) -> DoctorFinding:
 
 
 async def _sample_and_score() -> DoctorFinding:
-    """Sample from the shipped cold start, and score the same tokens with a forward pass."""
+    """Sample from the shipped cold start, and compare the log-probabilities with those of a forward pass."""
     import torch
 
     from ludus.engines.base import Request
@@ -222,11 +222,11 @@ async def _sample_and_score() -> DoctorFinding:
     tokens = torch.tensor([prompt + completion.tokens], device=next(model.parameters()).device)
     with torch.no_grad():
         scores = LogprobScorer(model).score(tokens, torch.ones_like(tokens, dtype=torch.bool)).logprobs[0]
-    there = torch.tensor(completion.logprobs, device=scores.device)
-    gap = float((scores[len(prompt) :] - there).abs().max())
-    if not gap <= _SAME_NATS:
-        return DoctorFinding("the shipped model", "fault", f"engine and learner differ by {gap:.2g} nats a token")
-    return DoctorFinding("the shipped model", "fine", f"engine and learner agree to {gap:.1g} nats a token")
+    sampled = torch.tensor(completion.logprobs, device=scores.device)
+    gap = float((scores[len(prompt) :] - sampled).abs().max())
+    if not gap <= _LOGPROB_TOLERANCE:
+        return DoctorFinding("the shipped model", "fault", f"engine and learner differ by {gap:.2g} nats per token")
+    return DoctorFinding("the shipped model", "fine", f"engine and learner agree to {gap:.1g} nats per token")
 
 
 def _server(url: str, api: str) -> DoctorFinding:

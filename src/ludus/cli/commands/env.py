@@ -1,4 +1,4 @@
-"""Show an environment, or check that it rewards its task and nothing else.
+"""Show an environment, or check that it rewards only solutions of its tasks.
 
     ludus env list                     list the worlds
     ludus env show search              splits, tools, rewards, a task and its solution, baselines
@@ -126,7 +126,7 @@ def print_settings(console: Console, name: str, config: Config) -> None:
 
 
 def is_recipe(name: str) -> bool:
-    """Return whether this is a recipe or a .toml file."""
+    """Return whether `name` is a recipe or a .toml file."""
     return name.endswith(".toml") or any(name == recipe.name for recipe in list_recipes())
 
 
@@ -138,7 +138,7 @@ def worlds_table() -> Table:
 
 
 def agents_table(report: CheckReport) -> Table:
-    """Return a table of what each agent earned."""
+    """Return a table of the rewards of each agent."""
     columns = ("agent", "mean reward", "max shaping", "success", "tasks", "no-op tasks", "verdict")
     title = f"{report.world.name}: rewards of scripted agents, with 95 % intervals"
     return make_table(columns, map(_cells, report.rows), title)
@@ -170,7 +170,7 @@ def scorecard_table(rows: Sequence[ScorecardVerdict]) -> Table:
 def show(console: Console, report: CheckReport, config: Config, scoring: ProcessRewardExecutor) -> None:
     """Print splits, tools, rewards, a task, and an episode of an agent that solves it, scored as in training.
 
-    Raises ConfigError for reward parts whose inputs the world does not have.
+    Raises ConfigError for reward parts whose inputs the world does not provide.
     """
     world, task, added = report.world, report.tasks[0], added_parts(config.rewards)
     check_task_fits(config.rewards.extra, task, len(world.environment(task).tools))
@@ -186,21 +186,21 @@ def show(console: Console, report: CheckReport, config: Config, scoring: Process
         print_line(console, f"  reward {reward.name}: weight {reward.weight:g}, {kind}{where}")
     print_line(console, f"  cold start: {_cold_start(world)}")
     print_line(console, f"\nTask {task.id}   {'  '.join(f'{name} {tag}' for name, tag in task.tags.items())}")
-    knowing = (AgentKind.ORACLE, AgentKind.SHOWN)
-    knows = next((row for row in report.rows if row.agent.kind in knowing and row.plays), None)
-    if knows is None or knows.plays[0].trajectory is None:
+    solver_kinds = (AgentKind.ORACLE, AgentKind.SHOWN)
+    solver = next((row for row in report.rows if row.agent.kind in solver_kinds and row.plays), None)
+    if solver is None or solver.plays[0].trajectory is None:
         for message in task.prompt:
             print_line(console, f"[{message['role']}] {message_text(message)}")
-        print_line(console, "The world has no solution of this task.")
+        print_line(console, "The world provides no solution of this task.")
         return
-    print_line(console, f"An episode of the agent {knows.agent.name}:\n")
-    print_transcript(console, as_trained(world, task, knows.plays[0].trajectory, config, scoring))
+    print_line(console, f"An episode of the agent {solver.agent.name}:\n")
+    print_transcript(console, as_trained(world, task, solver.plays[0].trajectory, config, scoring))
 
 
 def as_trained(
     world: World, task: Task, trajectory: Trajectory, config: Config, scoring: ProcessRewardExecutor
 ) -> Trajectory:
-    """Return the trajectory with added parts and the reward that trains. Raises WorldError."""
+    """Return the trajectory with the added parts and the reward used in training. Raises WorldError."""
     if not has_extra_rewards(config.rewards):
         return trajectory
     found = asyncio.run(scoring.with_added(world, task, trajectory))
@@ -209,7 +209,7 @@ def as_trained(
 
 
 def print_difficulty(console: Console, world: World) -> None:
-    """Print how many distinct tasks the world has, and what its baselines solve."""
+    """Print the number of distinct tasks in the world, and the success of its baselines."""
     found = world.difficulty_report()
     if not found:
         print_line(console, "\nThe world has no difficulty report for these tasks.")

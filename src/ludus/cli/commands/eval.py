@@ -68,9 +68,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = evaluation_config(args, [*shortcuts, *overrides])
     world = check_world(config, args.baseline)
     console = make_console()
-    played, saved = asyncio.run(_evaluate(args, config, world, console))
-    print_evaluations(console, played, [part.name for part in world.rewards if part.outcome])
-    for notice in played[-1].result.notices:
+    evaluated, saved = asyncio.run(_evaluate(args, config, world, console))
+    print_evaluations(console, evaluated, [part.name for part in world.rewards if part.outcome])
+    for notice in evaluated[-1].result.notices:
         print_line(console, notice, "yellow")
     reproducible = config.rollout.reproducible and not args.endpoint
     for one in saved:
@@ -81,11 +81,11 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise UserError for arguments that exclude or require each other."""
-    clash = args.run is not None and (args.recipe or args.model or args.endpoint)
+    conflict = args.run is not None and (args.recipe or args.model or args.endpoint)
     takes = "--run takes world and weights from the run; it excludes a recipe, --model and --endpoint."
     name = "--endpoint needs --model, the name of the model on the server."
     checks = (
-        (clash, takes, "Remove them, or remove --run."),
+        (conflict, takes, "Remove them, or remove --run."),
         (args.run is None and not args.recipe, "Name a recipe, or a run with --run.", "`ludus recipes` lists recipes."),
         (args.endpoint and not args.model, name, "Add it."),
         (args.api_key_file and not args.endpoint, "--api-key-file needs --endpoint.", "Add --endpoint, or remove it."),
@@ -139,7 +139,7 @@ async def _evaluate(
     args: argparse.Namespace, config: Config, world: World, console: Console
 ) -> tuple[list[EvaluatedEpisodes], list[SavedEvaluation]]:
     label = f"baseline-{args.baseline}" if args.baseline else ""
-    played, saved, folder = [], [], None
+    evaluated, saved, folder = [], [], None
     backend = await make_backend(args, config, world)
     try:
         folder = result_folder(args, config)
@@ -149,34 +149,34 @@ async def _evaluate(
                 result, episodes = await play(backend, plan, console)
                 result = replace(result, notices=backend.notices())
                 saved.append(save_or_compare(folder.evaluations, result, episodes, label))
-                played.append(EvaluatedEpisodes(result, [episode.trajectory for episode in episodes]))
+                evaluated.append(EvaluatedEpisodes(result, [episode.trajectory for episode in episodes]))
     except LudusError as error:
         if folder is not None and folder.path != args.run and remove_unstarted(folder):
             error.hint = f"{error.hint}\nThere is no result: the folder {folder.path} was removed."
         raise
     finally:
         await backend.close()
-    return played, saved
+    return evaluated, saved
 
 
 def headline(args: argparse.Namespace, config: Config, backend: EvalBackend) -> str:
-    """Describe model, tasks and sampling on one line."""
-    who = f"step {backend.step} of {args.run}" if args.run is not None else policy_name(args)
+    """Return a line that describes model, tasks and sampling."""
+    policy = f"step {backend.step} of {args.run}" if args.run is not None else policy_name(args)
     if args.run is not None and args.baseline:
-        who += f", baseline {args.baseline}"
+        policy += f", baseline {args.baseline}"
     settings = config.evaluation
-    how = " and ".join(temperature_words(temperature) for temperature in settings.temperatures)
+    sampling = " and ".join(temperature_words(temperature) for temperature in settings.temperatures)
     return (
-        f"Evaluating {who} in the world {backend.world.name}: split {', '.join(settings.splits)}; "
-        f"{settings.tasks} tasks per split, {settings.samples} attempts per task; {how}."
+        f"Evaluating {policy} in the world {backend.world.name}: split {', '.join(settings.splits)}; "
+        f"{settings.tasks} tasks per split, {settings.samples} attempts per task; {sampling}."
     )
 
 
 @dataclass(frozen=True)
 class EvalBackend:
-    """The model that plays: the training step of its weights, and a function that makes its schedulers.
+    """Model under evaluation: the training step of its weights, and a factory of its schedulers.
 
-    `notices` returns the sampling parameters that a server ignored, in sentences.
+    `notices` returns a sentence for each sampling parameter that a server ignored.
     """
 
     world: World
@@ -187,7 +187,7 @@ class EvalBackend:
 
 
 def engine_backend(world: World, opened: LoadedRun) -> EvalBackend:
-    """Return weights in the embedded engine, with the scheduler of training."""
+    """Return a backend for an engine, with the scheduler of training."""
     session = opened.session
 
     def make(play: SamplingPlan) -> Scheduler:
@@ -198,7 +198,7 @@ def engine_backend(world: World, opened: LoadedRun) -> EvalBackend:
 
 
 def endpoint_backend(config: Config, world: World, settings: OpenAIClientSettings) -> EvalBackend:
-    """Return a model behind a chat-completions endpoint, with the same limits as for an engine. Needs no torch.
+    """Return a backend for a chat-completions endpoint, with the same limits as an engine. Does not import torch.
 
     Raises ConfigError for a rendering other than chat.
     """
@@ -217,7 +217,7 @@ def endpoint_backend(config: Config, world: World, settings: OpenAIClientSetting
 
 
 async def make_backend(args: argparse.Namespace, config: Config, world: World) -> EvalBackend:
-    """Return the backend that the arguments name."""
+    """Return the backend selected by the arguments."""
     if args.endpoint:
         key = read_api_key(args.api_key_file) if args.api_key_file else ""
         settings = OpenAIClientSettings(args.endpoint, args.model, key, concurrency=config.rollout.concurrency)
@@ -252,18 +252,18 @@ def result_folder(args: argparse.Namespace, config: Config) -> RunFolder:
 
 async def play(backend: EvalBackend, plan: EvaluationPlan, console: Console) -> tuple[Evaluation, list[Episode]]:
     """Run one evaluation with a progress bar."""
-    player = backend.scheduler(SamplingPlan("evaluate", plan.temperature, plan.seed))
+    episode_scheduler = backend.scheduler(SamplingPlan("evaluate", plan.temperature, plan.seed))
     with bars(console) as progress:
         name = f"episodes of {plan.split}, {sampling_words(plan)}"
         tasks = backend.world.tasks(plan.split)
         if warning := short_split(backend.world, plan.split, plan.num_tasks):
             print_line(console, warning)
         task = progress.add_task(name, total=plan.episodes_of(tasks), numbers="")
-        return await evaluate(player, tasks, plan, lambda _: progress.advance(task))
+        return await evaluate(episode_scheduler, tasks, plan, lambda _: progress.advance(task))
 
 
 def verdict_line(saved: SavedEvaluation, reproducible: bool) -> str:
-    """Describe in a sentence how the results were saved."""
+    """Return a sentence about the saved results: new, reproduced or different."""
     name = saved.path.stem
     if saved.verdict != "differs":
         what = "saved" if saved.verdict == "new" else "reproduces the existing evaluation, bit for bit"

@@ -86,8 +86,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def read_costs(args: argparse.Namespace) -> tuple[Costs, RunLayout, str, list[str]]:
-    """Return costs and layout of runs or from options, the origin of the costs in words, and warnings about them."""
-    given = {name: value for name, value in vars(args).items() if value is not None}
+    """Return costs and layout of runs or from options, a description of their origin, and warnings."""
+    options = {name: value for name, value in vars(args).items() if value is not None}
     warnings: list[str] = []
     if args.runs:
         folders = [RunFolder(path) for path in args.runs]
@@ -98,7 +98,7 @@ def read_costs(args: argparse.Namespace) -> tuple[Costs, RunLayout, str, list[st
         errors = f"engine {found.engine_error:.0%}, learner {found.learner_error:.0%}"
         source = f"fitted to {found.num_steps} steps (rms error: {errors})"
     else:
-        if missing := [f"--{name.replace('_', '-')}" for name in REQUIRED if name not in given]:
+        if missing := [f"--{name.replace('_', '-')}" for name in REQUIRED if name not in options]:
             raise UserError(
                 f"There is no run to fit the costs to, and no {', '.join(missing)}.",
                 "Name a run folder, or set these options; `ludus plan --help` explains them.",
@@ -107,11 +107,11 @@ def read_costs(args: argparse.Namespace) -> tuple[Costs, RunLayout, str, list[st
         layout, source = RunLayout(), "as given"
     records = asdict(costs)
     for name, record, field, _ in COST_OPTIONS:
-        if name in given:
-            (records[record] if record else records)[field] = given[name]
+        if name in options:
+            (records[record] if record else records)[field] = options[name]
     nested = {"engine": EngineCost, "learner": LearnerCost, "tool": ToolCost, "episode": EpisodeShape}
     costs = Costs(**records | {name: kind(**records[name]) for name, kind in nested.items()})
-    return costs, replace(layout, **{name: given[name] for name in LAYOUT if name in given}), source, warnings
+    return costs, replace(layout, **{name: options[name] for name in LAYOUT if name in options}), source, warnings
 
 
 def layouts(args: argparse.Namespace, layout: RunLayout) -> list[RunLayout]:
@@ -127,7 +127,7 @@ def layouts(args: argparse.Namespace, layout: RunLayout) -> list[RunLayout]:
 
 
 def cost_lines(costs: Costs) -> list[str]:
-    """Describe the cost model in words."""
+    """Return lines that describe the cost model."""
     engine, learner, tool, shape = costs.engine, costs.learner, costs.tool, costs.episode
     a_pass = f"a pass {1e3 * engine.pass_s:.3g} ms and {1e3 * engine.sequence_s:.3g} ms per sequence"
     speeds = ", ".join(f"{n}: {engine.speed(n):,.0f}" for n in (1, 8, 64) if n <= engine.slots)

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command; settings follow as --section.key value."""
-    parser.add_argument("action", choices=("replay", "calibrate"), help="what to do")
+    parser.add_argument("action", choices=("replay", "calibrate"), help="score again, or derive turn rewards")
     parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument("--config", metavar="FILE", type=Path, help="another reward configuration (TOML)")
     which = parser.add_mutually_exclusive_group()
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print the replayed rewards or the calibrated ones."""
+    """Print replayed or calibrated rewards."""
     if args.episodes < 0:
         raise UserError(f"--episodes is {args.episodes}.", "Give 0 or more.")
     if args.action == "calibrate" and (args.config is not None or overrides):
@@ -88,11 +88,11 @@ def other_config(saved: Config, file: Path | None, overrides: Sequence[str]) -> 
     Raises ConfigError for a file with neither section and for invalid settings.
     """
     if file is not None:
-        given = load_config(file)
-        found = {name for name in ("rewards", "env") if name in given.model_fields_set}
+        other = load_config(file)
+        found = {name for name in ("rewards", "env") if name in other.model_fields_set}
         if not found:
             raise ConfigError(f"{file} has no section rewards and no section env.", "Add a table [rewards].")
-        sections = {"rewards": given.rewards} | ({"env": given.env} if "env" in found else {})
+        sections = {"rewards": other.rewards} | ({"env": other.env} if "env" in found else {})
         saved = saved.model_copy(update=sections)
     return config_from_toml(to_toml(saved), "the run, the file and the command line", overrides)
 
@@ -131,7 +131,7 @@ class Rescored:
 
 @dataclass(frozen=True)
 class Replay:
-    """The rescored rollouts, the number of failed ones, and the ids of tasks that the world does not have."""
+    """The rescored rollouts, the number of failed ones, and the ids of tasks that are not in the world."""
 
     rescored: Sequence[Rescored]
     num_failed: int
@@ -146,7 +146,7 @@ def rescore(saved: Config, config: Config, files: Sequence[Path], wanted: Callab
     function raises, UserError for incompatible settings.
     """
     world = build_world(config.env, config.rollout, config.sandbox)
-    combiner = _combiner(config, world)
+    mixer = _reward_mixer(config, world)
     before = preset_parts(saved.rewards.preset, build_world(saved.env, saved.rollout).rewards)
     read = {file: list(read_rollouts(file)) for file in _with_earlier(files, config)}
     tasks = find_tasks(world, {record.group for records in read.values() for record in records})
@@ -155,15 +155,15 @@ def rescore(saved: Config, config: Config, files: Sequence[Path], wanted: Callab
     chosen: list[RolloutRecord] = []
     for file, records in read.items():
         known, scored = _known_records(records, tasks), scores[file]
-        trains = combiner is not None and _is_of_a_step(file)
-        if combiner is not None and trains:
-            scored = _combined(combiner, tasks, known, scored)
+        is_training = mixer is not None and _is_training_file(file)
+        if mixer is not None and is_training:
+            scored = _combined(mixer, tasks, known, scored)
         if file not in files:
             continue
-        after = preset_parts(config.rewards.preset if trains else None, world.rewards)
+        after = preset_parts(config.rewards.preset if is_training else None, world.rewards)
         chosen += filter(wanted, records)
         pairs = zip(known, scored, strict=True)
-        rescored += [_compared(file, record, now, before, after) for record, now in pairs if wanted(record)]
+        rescored += [_rescored(file, record, now, before, after) for record, now in pairs if wanted(record)]
     finished = [record for record in chosen if record.trajectory.failure is None]
     unknown = {record.group for record in finished} - tasks.keys()
     return Replay(rescored, len(chosen) - len(finished), sorted(unknown))
@@ -173,12 +173,12 @@ def _with_earlier(files: Sequence[Path], config: Config) -> Sequence[Path]:
     """Return the files, preceded by those of earlier steps if reward statistics run across steps."""
     scale = config.rewards
     carried = scale.normalise_by is not None and scale.normalise_over == "run"
-    if not carried or not files or not _is_of_a_step(files[0]):
+    if not carried or not files or not _is_training_file(files[0]):
         return files
     return [file for file in sorted(files[0].parent.glob("step-*.jsonl.gz")) if file <= files[-1]]
 
 
-def _is_of_a_step(file: Path) -> bool:
+def _is_training_file(file: Path) -> bool:
     return file.parent.name == "rollouts"
 
 
@@ -192,7 +192,7 @@ def find_tasks(world: World, ids: set[str]) -> dict[str, Task]:
     return found
 
 
-def _combiner(config: Config, world: World) -> RewardMixer | None:
+def _reward_mixer(config: Config, world: World) -> RewardMixer | None:
     if config.rewards.is_default:
         return None
     from ludus.algorithms.spec.resolve import resolve
@@ -203,7 +203,7 @@ def _combiner(config: Config, world: World) -> RewardMixer | None:
 
 
 def _combined(
-    combiner: RewardMixer, tasks: dict[str, Task], records: Sequence[RolloutRecord], scored: Sequence[Trajectory]
+    mixer: RewardMixer, tasks: dict[str, Task], records: Sequence[RolloutRecord], scored: Sequence[Trajectory]
 ) -> list[Trajectory]:
     """Return the trajectories of one file with rewards combined as in training, in the order of the records."""
     found: dict[int, Trajectory] = {}
@@ -213,21 +213,21 @@ def _combined(
         for i in members:
             group = groups.setdefault(records[i].group, {})
             group[i] = Episode(records[i].key, tasks[records[i].group], scored[i])
-        combined = combiner.combine(step, [list(group.values()) for group in groups.values()])
-        episodes = combiner.over_batch(list(chain(*combined)))
+        combined = mixer.combine(step, [list(group.values()) for group in groups.values()])
+        episodes = mixer.over_batch(list(chain(*combined)))
         found |= zip(chain(*groups.values()), (episode.trajectory for episode in episodes), strict=True)
     return [found[i] for i in range(len(records))]
 
 
-def _compared(
+def _rescored(
     file: Path, record: RolloutRecord, now: Trajectory, before: Sequence[Reward], after: Sequence[Reward]
 ) -> Rescored:
-    was_solved = success(_known(before, record.trajectory), record.trajectory)
+    was_solved = success(_recorded_parts(before, record.trajectory), record.trajectory)
     return Rescored(file.name.removesuffix(".jsonl.gz"), record, now, was_solved, success(after, now))
 
 
-def _known(parts: Sequence[Reward], trajectory: Trajectory) -> Sequence[Reward]:
-    """Return the parts that were recorded, or all if no outcome was (evaluations have no preset parts)."""
+def _recorded_parts(parts: Sequence[Reward], trajectory: Trajectory) -> Sequence[Reward]:
+    """Return the recorded parts, or all if no outcome was recorded (evaluations have no preset parts)."""
     known = [part for part in parts if part.name in trajectory.rewards]
     return known if any(part.outcome for part in known) else parts
 
@@ -242,25 +242,25 @@ async def _scores(
     """Return the known rollouts of each file with the rewards of the world and, for training steps, added parts."""
     scoring, adds = ProcessRewardExecutor.of(config), has_extra_rewards(config.rewards)
 
-    async def one(record: RolloutRecord, trains: bool) -> Trajectory:
+    async def one(record: RolloutRecord, is_training: bool) -> Trajectory:
         task = tasks[record.group]
 
         async def path(trajectory: Trajectory) -> Trajectory:
             blank = replace(trajectory, rewards={}, reward=0.0)
             found = await scoring.scored(world, None, task, blank)
-            return await scoring.with_added(world, task, found) if trains else found
+            return await scoring.with_added(world, task, found) if is_training else found
 
         return await map_paths(record.trajectory, path)
 
     found = {}
     for file, records in read.items():
-        trains = adds and _is_of_a_step(file)
-        found[file] = await asyncio.gather(*(one(r, trains) for r in _known_records(records, tasks)))
+        is_training = adds and _is_training_file(file)
+        found[file] = await asyncio.gather(*(one(r, is_training) for r in _known_records(records, tasks)))
     return found
 
 
 def print_replay(replay: Replay, num: int) -> None:
-    """Print what a replay changed, with the `num` largest changes."""
+    """Print the changes of a replay, with the `num` largest ones."""
     console = make_console()
     for text in summary(replay):
         print_line(console, text)
@@ -275,8 +275,8 @@ def summary(replay: Replay) -> list[str]:
     """Describe the result in sentences."""
     changed = sum(one.changed for one in replay.rescored)
     parts = sum(one.parts_changed and not one.changed for one in replay.rescored)
-    counts = [f"{changed} have another reward now"] if changed or parts else []
-    counts += [f"{parts} more have other parts and the same reward"] if parts else []
+    counts = [f"{changed} have a changed reward"] if changed or parts else []
+    counts += [f"{parts} more have changed parts and the same reward"] if parts else []
     what = ", ".join(counts) or "all rewards are unchanged, bit for bit"
     words = [f"{len(replay.rescored)} rollouts scored again: {what}."]
     lost = sum(one.was_solved and not one.is_solved for one in replay.rescored)
@@ -284,7 +284,7 @@ def summary(replay: Replay) -> list[str]:
     if lost or won:
         words.append(f"Success changed in {lost + won}: {won} succeed now that failed, {lost} fail now that succeeded.")
     if replay.num_failed:
-        words.append(f"{replay.num_failed} more failed in the infrastructure and have no rewards.")
+        words.append(f"{replay.num_failed} more had an infrastructure failure and have no rewards.")
     if replay.unknown:
         words.append(f"{len(replay.unknown)} tasks are no longer in the world, for example {replay.unknown[0]}.")
     return words

@@ -131,7 +131,7 @@ def print_evaluations(folder: RunFolder, console: Console) -> None:
 def print_episodes(
     args: argparse.Namespace, folder: RunFolder, config: Config, console: Console, *, required: bool
 ) -> None:
-    """Print the first transcripts that match; with `required`, also print that none does."""
+    """Print the first matching transcripts; with `required`, print a message if there are none."""
     files = find_rollouts(folder, args.step, args.evaluation)[-1:]
     matches = record_filter(args, config)
     found = list(islice((r for file in files for r in read_rollouts(file) if matches(r)), args.episodes))
@@ -159,8 +159,8 @@ def find_rollouts(folder: RunFolder, step: int | None, evaluation: str | None) -
         return files
     if rollouts_path(folder.path, step) not in files:
         steps = [int(file.name[5:-9]) for file in files]
-        there = f"from step {steps[0]} to {steps[-1]}" if steps else "of no step (run.save_rollouts may be off)"
-        raise UserError(f"The run has no rollouts of step {step}.", f"It has rollouts {there}.")
+        available = f"from step {steps[0]} to {steps[-1]}" if steps else "of no step (run.save_rollouts may be off)"
+        raise UserError(f"The run has no rollouts of step {step}.", f"It has rollouts {available}.")
     return [rollouts_path(folder.path, step)]
 
 

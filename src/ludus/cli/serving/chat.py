@@ -48,7 +48,7 @@ STYLES: dict[PartKind, str] = {
     "text": "cyan",
     "end": "magenta",
 }
-_ENDS = {
+_STOP_TEXTS = {
     StopReason.PROMPT_TOO_LONG: "The question does not fit into the model's context.",
     StopReason.MAX_TOKENS: "The dialogue is full (rollout.max_seq_len).",
     StopReason.TRUNCATED: "The model was cut off (rollout.max_tokens_per_turn).",
@@ -56,7 +56,7 @@ _ENDS = {
     StopReason.EMPTY_ANSWER: "The model returned an empty answer.",
 }
 _FINAL = (StopReason.PROMPT_TOO_LONG, StopReason.MAX_TOKENS, StopReason.TRUNCATED)
-"""After these the dialogue cannot be continued."""
+"""Stop reasons after which the dialogue cannot be continued."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,11 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Chat until the input ends."""
+    """Chat until /quit or the end of the input."""
     from ludus.cli.ui.load_run import open_weights
 
     if not 0 <= args.temperature < float("inf"):
-        raise UserError(f"--temperature is {args.temperature:g}.", "Give 0 (greedy) or a number above it.")
+        raise UserError(f"--temperature is {args.temperature:g}.", "Use 0 (greedy) or a positive number.")
     folder, config = target_config(args.target, args.world, overrides)
     console = make_console()
     with asyncio.Runner() as runner:
@@ -104,7 +104,7 @@ def target_config(target: str, world: str | None, overrides: Sequence[str]) -> t
 
 
 def _is_path(target: str) -> bool:
-    """Return whether this can only be a path: a model name is NAME or OWNER/NAME."""
+    """Return whether the target must be a path, not a model name (NAME or OWNER/NAME)."""
     owner, slash, name = target.partition("/")
     return target.startswith((".", "/", "~")) or "/" in name or (bool(slash) and Path(owner).is_dir())
 
@@ -116,7 +116,7 @@ def chat(repl: ChatRepl, console: Console, runner: asyncio.Runner) -> None:
         print_line(console, f"[{part.kind}] {part.text}", STYLES[part.kind])
 
     interactive = sys.stdin.isatty()
-    for question in iter(_typed_line if interactive else lambda: sys.stdin.readline().strip(), ""):
+    for question in iter(_read_line if interactive else lambda: sys.stdin.readline().strip(), ""):
         if question == "/quit":
             return
         if question == "/new":
@@ -130,7 +130,7 @@ def chat(repl: ChatRepl, console: Console, runner: asyncio.Runner) -> None:
         runner.run(repl.ask(question, show))
 
 
-def _typed_line() -> str:
+def _read_line() -> str:
     try:
         return input("you> ").strip()
     except EOFError:
@@ -139,7 +139,7 @@ def _typed_line() -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReplyPart:
-    """A part of a reply to show."""
+    """A part of a reply, for display."""
 
     kind: PartKind
     text: str
@@ -150,10 +150,10 @@ OnPart = Callable[[ReplyPart], None]
 
 @dataclass
 class ChatRepl:
-    """Dialogues with one engine, one after another; `temperature` 0 is greedy.
+    """Successive dialogues with one engine; `temperature` 0 is greedy.
 
     Accepts one question at a time and passes the model's turns and the tools' results to `on_part` as they happen, for
-    at most `rollout.max_turns` turns per question. The exact tokens are kept from question to question, as in an
+    at most `rollout.max_turns` turns per question. Token ids are carried over between questions, as in an
     episode. If the context is full or an action was cut off, the next question starts a new dialogue.
     """
 
@@ -161,7 +161,7 @@ class ChatRepl:
     temperature: float
     _number: int = field(init=False, default=0)
     _session: EngineChatSession | None = field(init=False, default=None)
-    _unseen: list[Message] = field(init=False, default_factory=list)
+    _pending: list[Message] = field(init=False, default_factory=list)
 
     @property
     def is_new(self) -> bool:
@@ -169,36 +169,36 @@ class ChatRepl:
         return self._session is None
 
     def restart(self) -> None:
-        """Drop the dialogue; the next question starts another."""
+        """Discard the dialogue; the next question starts a new one."""
         if self._session is not None:
             self._session.close()
         self._session = None
-        self._unseen = []
+        self._pending = []
 
     async def ask(self, question: str, on_part: OnPart) -> None:
-        """Run turns until the answer. Raises EngineError and WorldError as an episode does."""
+        """Run turns until the answer. Raises EngineError and WorldError."""
         world = self.opened.session.world
         task = Task("chat", tuple(world.opening(question)), None)
         environment = world.environment(task)
         try:
-            messages = await _in_world("start", environment.start(task))
+            messages = await _call_environment("start", environment.start(task))
             session, stop = self._open(messages, environment)
-            stop = stop or await self._play(session, environment, on_part)
+            stop = stop or await self._run_turns(session, environment, on_part)
         finally:
-            await _in_world("close", environment.close())
+            await _call_environment("close", environment.close())
         if stop is not StopReason.ANSWERED:
-            on_part(ReplyPart("end", _ENDS[stop]))
+            on_part(ReplyPart("end", _STOP_TEXTS[stop]))
         if stop in _FINAL:
             self.restart()
 
     def _open(
         self, messages: Sequence[Message], environment: Environment
     ) -> tuple[EngineChatSession, StopReason | None]:
-        """Add a question to the dialogue: the whole opening to a new one, otherwise only the user's messages."""
+        """Add a question to the dialogue; the system message is added only to a new one."""
         if self._session is not None:
             shown = [message for message in messages if message["role"] != "system"]
-            unseen, self._unseen = self._unseen, []
-            return self._session, self._session.observe([*unseen, *shown])
+            pending, self._pending = self._pending, []
+            return self._session, self._session.observe([*pending, *shown])
         self._number += 1
         session = self.opened.session
         rollout = session.config.rollout
@@ -212,8 +212,8 @@ class ChatRepl:
         )
         return self._session, self._session.open(messages, environment.tools)
 
-    async def _play(self, session: EngineChatSession, environment: Environment, on_part: OnPart) -> StopReason:
-        """Alternate turns of the model and results of the tools."""
+    async def _run_turns(self, session: EngineChatSession, environment: Environment, on_part: OnPart) -> StopReason:
+        """Alternate model turns and environment steps; return the stop reason."""
         turns = self.opened.session.config.rollout.max_turns
         for turn in range(1, turns + 1):
             action = await session.act()
@@ -225,20 +225,20 @@ class ChatRepl:
                 return StopReason.TRUNCATED
             if not (action.calls or action.errors or action.message["content"].strip()):
                 return StopReason.EMPTY_ANSWER
-            result = await _in_world("step", environment.step(action))
+            result = await _call_environment("step", environment.step(action))
             for outcome in result.outcomes:
                 on_part(ReplyPart("tool", outcome_text(outcome)))
             if result.done:
                 return StopReason.ANSWERED
             if turn == turns:
-                self._unseen = list(result.messages)
+                self._pending = list(result.messages)
             elif (stop := session.observe(result.messages)) is not None:
                 return stop
         return StopReason.MAX_TURNS
 
 
-async def _in_world(what: str, work: Awaitable[Result]) -> Result:
-    """Wait for the environment. Raises WorldError with the message of an error that it raises."""
+async def _call_environment(what: str, work: Awaitable[Result]) -> Result:
+    """Await a call of the environment. Raises WorldError for its exceptions."""
     try:
         return await work
     except LudusError:

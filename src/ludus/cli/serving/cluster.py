@@ -19,8 +19,8 @@ from ludus.training.run.run_dir import RunFolder
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    acts = ("list", "add-engine", "remove-engine")
-    parser.add_argument("act", choices=acts, help="list the engines, start one more, or stop one")
+    actions = ("list", "add-engine", "remove-engine")
+    parser.add_argument("act", choices=actions, help="list the engines, start one more, or stop one")
     parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a running run")
     parser.add_argument("--number", type=int, metavar="N", help="remove-engine: its number (the least busy one)")
     parser.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help="timeout (600)")
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise UserError("--number is for remove-engine.", "Omit it.")
     if not folder.load_config().cluster.enabled:
         raise UserError(
-            f"The run in {args.folder} has no cluster: its engine is in the learner's process.",
+            f"The run in {args.folder} has no cluster: its engine runs in the learner's process.",
             f"Resume it with one: ludus train --resume {args.folder} --cluster local",
         )
     reply = ask(args.folder, args.act, args.number, timeout_s=args.timeout_s)

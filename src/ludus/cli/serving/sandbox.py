@@ -24,7 +24,7 @@ from ludus.errors import UserError
 from ludus.sandbox import BACKENDS, SERVICES, Limits, Sandbox, SandboxSettings, open_sandbox
 from ludus.sandbox.self_test import SelfTestResult, python_version, run_self_test, untested_properties
 
-_BEHIND_A_URL = ("remote", *SERVICES)
+_REMOTE_BACKENDS = ("remote", *SERVICES)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="", help="check: address of remote, sandbox_fusion or piston")
     parser.add_argument("--image", default=SandboxSettings().image, help="docker and podman: the image")
     parser.add_argument("--runtime", default="", help="docker and podman: the runtime, runsc for gVisor")
-    parser.add_argument("--unsafe", action="store_true", help="process, required: it isolates nothing")
+    parser.add_argument("--unsafe", action="store_true", help="process: required, as it provides no isolation")
     parser.add_argument("--concurrency", type=int, default=0, metavar="N", help="concurrent runs (processors)")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (127.0.0.1)")
     parser.add_argument("--port", type=int, default=8100, help="port; 0 selects a free one (8100)")
@@ -44,29 +44,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Check, or serve until interrupted. Raises UserError if the backend cannot run here."""
+    """Check, or serve until interrupted. Raises UserError if the backend is unavailable on this machine."""
     no_settings(overrides, "sandbox")
-    if args.url and args.backend not in _BEHIND_A_URL:
+    if args.url and args.backend not in _REMOTE_BACKENDS:
         text = f"--url is the address of a service, and --backend is {args.backend}."
-        raise UserError(text, f"Name one of {', '.join(_BEHIND_A_URL)}.")
+        raise UserError(text, f"Name one of {', '.join(_REMOTE_BACKENDS)}.")
     if args.act == "check":
         return _check(args)
-    if args.backend in _BEHIND_A_URL:
+    if args.backend in _REMOTE_BACKENDS:
         text = f"The {args.backend} backend is remote and cannot be served from here."
         raise UserError(text, "Name a backend of this machine, or check it: ludus sandbox check.")
     settings = _settings(args)
-    asyncio.run(_tested(open_sandbox(settings), all_tests=False))
+    asyncio.run(_probe(open_sandbox(settings), all_tests=False))
     return _serve(args, open_sandbox(settings))
 
 
 def _settings(args: argparse.Namespace) -> SandboxSettings:
-    known = args.backend in _BEHIND_A_URL and args.token_file is not None
-    given = {name: vars(args)[name] for name in ("backend", "concurrency", "image", "runtime", "url", "unsafe")}
-    return SandboxSettings(**given, token=token_of(args.token_file) if known else "")
+    uses_token = args.backend in _REMOTE_BACKENDS and args.token_file is not None
+    options = {name: vars(args)[name] for name in ("backend", "concurrency", "image", "runtime", "url", "unsafe")}
+    return SandboxSettings(**options, token=token_of(args.token_file) if uses_token else "")
 
 
-async def _tested(sandbox: Sandbox, *, all_tests: bool) -> tuple[str, list[SelfTestResult]]:
-    """Return the version of Python inside, and the results of the self-test if `all_tests`."""
+async def _probe(sandbox: Sandbox, *, all_tests: bool) -> tuple[str, list[SelfTestResult]]:
+    """Return the Python version in the sandbox and, if `all_tests`, the results of the self-test."""
     try:
         return await python_version(sandbox), await run_self_test(sandbox) if all_tests else []
     finally:
@@ -74,17 +74,17 @@ async def _tested(sandbox: Sandbox, *, all_tests: bool) -> tuple[str, list[SelfT
 
 
 def _check(args: argparse.Namespace) -> int:
-    """Print the properties of a backend. Raises UserError if graders cannot use it."""
+    """Print the properties of a backend. Raises UserError if it lacks properties that graders need."""
     console = make_console()
     place = f"at {args.url}" if args.url else "here"
     sandbox = open_sandbox(_settings(args))
-    version, found = asyncio.run(_tested(sandbox, all_tests=True))
+    version, found = asyncio.run(_probe(sandbox, all_tests=True))
     print_line(console, f"The {sandbox.name} backend runs programs {place}, with Python {version}.")
     table = Table("property", "found")
     for one in found:
         table.add_row(one.test, one.result, style="yellow" if one.failed else "")
     console.print(table)
-    print_line(console, f"Not judged: {untested_properties(args.backend)}.")
+    print_line(console, f"Not tested: {untested_properties(args.backend)}.")
     if wrong := [one.test for one in found if one.failed]:
         text = f"The {args.backend} backend lacks properties that graders need: {', '.join(wrong)}."
         raise UserError(text, "docs/use/sandbox.md lists them.")

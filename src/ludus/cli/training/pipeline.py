@@ -36,9 +36,9 @@ STAGES: Mapping[StageKind, TrainingStage] = {
     stage.kind: stage for stage in (sft.STAGE, rft.STAGE, preference.STAGE, reward_model.STAGE, train.STAGE)
 }
 SAMPLES: frozenset[StageKind] = frozenset({"rft", "rl"})
-"""Stages with rollouts, from which pairs can be made."""
+"""Stages that sample rollouts, usable as training data of later stages."""
 LEARNS: Mapping[StageKind, str] = {"preference": "preference", "reward-model": "reward_model"}
-"""Stages that train on rollouts, and their section."""
+"""Configuration sections of the stages that train on rollouts."""
 _FREE = ("model.device", "run.threads")
 _COPY = "pipeline.toml"
 
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Run the stages that are not complete."""
+    """Run the incomplete stages."""
     stages = load_pipeline(args.file)
     folder = args.folder or Path("runs") / args.file.stem
     check_stages(stages, overrides, args.file)
@@ -83,8 +83,7 @@ def check_stages(stages: Sequence[Stage], overrides: Sequence[str], file: Path) 
 
 
 def check_ahead(stages: Sequence[Stage], folder: Path, overrides: Sequence[str]) -> None:
-    """Raise the errors that stages which have not started would raise later, except about rewards of a reward model
-    that an earlier stage trains."""
+    """Check the stages that have not started, except the rewards of a reward model that an earlier stage trains."""
     for stage in stages:
         if (folder / stage.name).exists():
             continue
@@ -113,8 +112,8 @@ def check_stage(stage: Stage, config: Config, fed: bool) -> None:
                 read_dialogues(Path(config.experts.path))
         case _:
             check_source(stage, config)
-    plays = {"preference": not fed, "reward-model": config.reward_model.rollouts > 0}
-    if plays.get(stage.kind, stage.kind in SAMPLES) and not config.cluster.on_ray:
+    samples_rollouts = {"preference": not fed, "reward-model": config.reward_model.rollouts > 0}
+    if samples_rollouts.get(stage.kind, stage.kind in SAMPLES) and not config.cluster.on_ray:
         check_sandbox(config.sandbox, world)
 
 
@@ -158,11 +157,11 @@ def reward_models_before(stage: Stage, stages: Sequence[Stage]) -> list[Stage]:
 
 def open_folder(folder: Path, stages: Sequence[Stage], file: Path) -> None:
     """Create the pipeline's folder, or check that the existing one belongs to these stages."""
-    there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
-    if folder.exists() and there and _COPY not in there:
+    existing = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if folder.exists() and existing and _COPY not in existing:
         raise UserError(f"{folder} exists and is not the folder of a pipeline.", "Choose another --folder.")
     names = {stage.name for stage in stages}
-    for name in there:
+    for name in existing:
         if name[:2].isdigit() and name not in names:
             raise UserError(f"{folder} holds {name}, which is not a stage of {file}.", "Choose another --folder.")
     with replaced_file(folder / _COPY) as copy:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
-    """Load the model and, for a new run, gather the pairs. Raises UserError for pairs that cannot be used."""
+    """Load the model and, for a new run, gather the pairs. Raises UserError for unusable pairs."""
     from ludus.cli.ui.progress import EpisodeBar
     from ludus.training.preference.sources import gather_pairs
     from ludus.training.preference.train import PreferenceTraining
@@ -40,7 +40,7 @@ def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
 
 
 def print_done(folder: RunFolder, config: Config) -> None:
-    """Print that the training is complete, and how to use the checkpoint."""
+    """Print that the training is complete, and the command that uses the checkpoint."""
     from ludus.cli.ui.progress import newest_checkpoint, print_checkpoint
 
     print_line(make_console(), "The preference training is complete.")

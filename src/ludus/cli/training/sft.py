@@ -15,7 +15,7 @@ from ludus.training.run.run_dir import RunFolder, resume_command
 
 
 def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
-    """Load or create the model. Raises UserError for dialogues that cannot be used."""
+    """Load or create the model. Raises UserError for unusable dialogues."""
     from ludus.cli.ui import progress
     from ludus.training.sft import make_session
 

@@ -1,4 +1,4 @@
-"""The common part of the training commands: arguments, starting a run, and resuming one.
+"""Shared code of the training commands: arguments, starting a run, and resuming one.
 
 A training command is a module with a `TrainingStage`, whose `add_arguments` and `run` it exports; a pipeline calls
 `start` and `resume`.
@@ -66,7 +66,7 @@ class TrainingStage:
         return words + ([f"--{self.run_setting}", args.run] if args.run else [])
 
     def start(self, config: Config, name: str, recipe: str | None) -> None:
-        """Prepare, then train in a new folder."""
+        """Prepare the training and run it in a new folder."""
         from ludus.training.learner.learner import explain_out_of_memory
 
         silence_libraries()
@@ -139,7 +139,7 @@ def resume_hint(what: RunFolder | str, new: bool = False) -> Iterator[None]:
             yield
     except LudusError as error:
         if folder is not None and new and remove_unstarted(folder):
-            error.hint = f"{error.hint}\nThe run had not begun: its folder {folder.path} was removed."
+            error.hint = f"{error.hint}\nThe run had not started: its folder {folder.path} was removed."
         elif command not in error.hint:
             error.hint = f"{error.hint}\n{hint}"
         raise

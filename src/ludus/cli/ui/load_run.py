@@ -16,7 +16,7 @@ from ludus.training.run.session import TrainingSession, make_engine, open_sessio
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """A session, the training step of its weights (0 if untrained), and an engine with these weights."""
+    """A session, the training step of its weights (0: initial weights), and an engine with these weights."""
 
     session: TrainingSession
     step: int
@@ -34,7 +34,7 @@ async def open_weights(config: Config, run: RunFolder | None = None) -> LoadedRu
     silence_libraries()
     session, step = (open_session(config), 0) if run is None else open_checkpoint(run, config)
     engine = make_engine(session)
-    if step or config.engine.is_external:  # a server has the weights it was started with
+    if step or config.engine.is_external:  # a server starts with its own weights
         trained = {name: p.detach() for name, p in session.model.named_parameters() if p.requires_grad}
         await engine.load_weights(step, trained)
     return LoadedRun(session, step, engine)
@@ -49,7 +49,7 @@ def open_checkpoint(run: RunFolder, config: Config) -> tuple[TrainingSession, in
     if not found:
         raise UserError(
             f"The run {run.path} has no checkpoint yet.",
-            "Wait for the first one (training.checkpoint_every), or name a model.",
+            "Wait for the first one (training.checkpoint_every), or specify a model.",
         )
     step, path = found[-1]
     if not (path / "adapter_config.json").is_file():

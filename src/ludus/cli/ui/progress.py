@@ -53,7 +53,7 @@ class EpisodeBar(PhaseBar):
         self._spent = Timings()
 
     def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
-        """Start the bar of a phase; without a total it pulses until the next phase."""
+        """Start the bar of a phase; without a total its progress is indeterminate."""
         super().phase(name, total)
         self._engine = engine
         self._before = engine.stats() if engine else EngineStats()
@@ -101,7 +101,7 @@ class ProgressReporter(EpisodeBar):
 
 
 SLOW_S = 0.1
-"""Tool calls below this are not reported as slow."""
+"""Minimum seconds of a tool call that is reported as slow."""
 
 
 def idle_words(metrics: Mapping[str, float], timings: Mapping[str, float]) -> str:
@@ -171,7 +171,7 @@ def print_checkpoint(console: Console, folder: RunFolder, config: Config, checkp
 
 
 def newest_checkpoint(folder: RunFolder) -> Path:
-    """Return the newest checkpoint of a run that has one."""
+    """Return the newest checkpoint of a run with at least one."""
     return list_checkpoints(folder.checkpoints)[-1][1]
 
 
@@ -180,7 +180,7 @@ def use_command(folder: RunFolder, config: Config, checkpoint: Path) -> str:
     recipe = recipe_of(folder) or config.env.name
     try:
         base = load_config(recipe)
-    except ConfigError:  # not a recipe, or no longer there
+    except ConfigError:  # not a recipe, or removed
         recipe, base = str(folder.config), config
     words = ["ludus", "train", recipe, "--model", str(checkpoint)]
     if base.run.dir is not None and recipe == str(folder.config):
@@ -219,7 +219,7 @@ def fine_tune(tuning: SftTraining, console: Console) -> Path:
         checkpoint = tuning.run(trackers, on_step)
     if skipped:
         used = (config.sft.steps - tuning.done) * config.sft.batch_size
-        print_line(console, f"{skipped} of {skipped + used} dialogues were skipped: too long.", "yellow")
+        print_line(console, f"{skipped} of {skipped + used} dialogues were too long and were skipped.", "yellow")
     return checkpoint
 
 

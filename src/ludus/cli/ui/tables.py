@@ -38,26 +38,26 @@ def success_words(result: Evaluation | WorldResult) -> str:
     return f"{result.rate:.1%} [{result.interval.low:.1%}, {result.interval.high:.1%}]"
 
 
-def print_evaluations(console: Console, played: Sequence[EvaluatedEpisodes], outcomes: Sequence[str]) -> None:
+def print_evaluations(console: Console, evaluated: Sequence[EvaluatedEpisodes], outcomes: Sequence[str]) -> None:
     """Print all tables. `outcomes` names the reward parts that define success, which get no separate column."""
-    console.print(success_table(played, outcomes))
-    if any(one.result.worlds for one in played):
-        console.print(world_table([one.result for one in played]))
-    several = [one for one in played if one.result.plan.samples > 1]
+    console.print(success_table(evaluated, outcomes))
+    if any(one.result.worlds for one in evaluated):
+        console.print(world_table([one.result for one in evaluated]))
+    several = [one for one in evaluated if one.result.plan.samples > 1]
     if several:
         console.print(attempts_table(several))
-    if any(len(one.result.by_family()) > 1 for one in played):
-        for split in dict.fromkeys(one.result.plan.split for one in played):
-            console.print(family_table(split, [one for one in played if one.result.plan.split == split]))
-    console.print(stop_table(played))
+    if any(len(one.result.by_family()) > 1 for one in evaluated):
+        for split in dict.fromkeys(one.result.plan.split for one in evaluated):
+            console.print(family_table(split, [one for one in evaluated if one.result.plan.split == split]))
+    console.print(stop_table(evaluated))
 
 
-def success_table(played: Sequence[EvaluatedEpisodes], outcomes: Sequence[str] = ()) -> Table:
+def success_table(evaluated: Sequence[EvaluatedEpisodes], outcomes: Sequence[str] = ()) -> Table:
     """Return a table of success, minimum detectable difference, other reward parts and failures."""
-    parts = list(dict.fromkeys(part for one in played for part in one.result.parts if part not in outcomes))
+    parts = list(dict.fromkeys(part for one in evaluated for part in one.result.parts if part not in outcomes))
     columns = ("split", "sampling", "tasks", "success", "detectable", *parts, "failed episodes")
     rows = []
-    for result in (one.result for one in played):
+    for result in (one.result for one in evaluated):
         values = [f"{result.parts[part]:.3f}" if part in result.parts else "" for part in parts]
         numbers = (len(result.task_ids), success_words(result), f"{result.detectable:.1%}")
         rows.append((result.plan.split, sampling_words(result.plan), *numbers, *values, result.failed))
@@ -75,15 +75,15 @@ def world_table(results: Sequence[Evaluation]) -> Table:
     return make_table(columns, rows, "Held-out success by world, 95 % intervals")
 
 
-def attempts_table(played: Sequence[EvaluatedEpisodes]) -> Table:
-    """Return a table of pass@k (one of k attempts succeeds) and pass^k (all do), for powers of two and all attempts."""
+def attempts_table(evaluated: Sequence[EvaluatedEpisodes]) -> Table:
+    """Return a table of pass@k (any of k succeeds) and pass^k (all succeed); k: powers of 2 and all attempts."""
     rows = []
-    for result in (one.result for one in played):
+    for result in (one.result for one in evaluated):
         for k in powers_of_two(result.plan.samples):
             values = (f"{result.pass_at(k):.1%}", f"{result.pass_hat(k):.1%}")
             rows.append((result.plan.split, sampling_words(result.plan), k, *values))
     columns = ("split", "sampling", "k", "pass@k", "pass^k")
-    return make_table(columns, rows, "pass@k: one of k succeeds; pass^k: all k do")
+    return make_table(columns, rows, "pass@k: one of k succeeds; pass^k: all k succeed")
 
 
 def powers_of_two(last: int) -> list[int]:
@@ -91,21 +91,21 @@ def powers_of_two(last: int) -> list[int]:
     return [*(2**i for i in range((last - 1).bit_length())), last]
 
 
-def family_table(split: str, played: Sequence[EvaluatedEpisodes]) -> Table:
+def family_table(split: str, evaluated: Sequence[EvaluatedEpisodes]) -> Table:
     """Return a table of success by task family, with one column per evaluation."""
-    families = [one.result.by_family() for one in played]
+    families = [one.result.by_family() for one in evaluated]
     rows = []
     for family in sorted({name for found in families for name in found}):
         number = next(found[family][1] for found in families if family in found)
         rows.append((family, number, *(f"{found[family][0]:.1%}" if family in found else "" for found in families)))
-    columns = ("family", "tasks", *(sampling_words(one.result.plan) for one in played))
+    columns = ("family", "tasks", *(sampling_words(one.result.plan) for one in evaluated))
     return make_table(columns, rows, f"{split}: success by family")
 
 
-def stop_table(played: Sequence[EvaluatedEpisodes]) -> Table:
+def stop_table(evaluated: Sequence[EvaluatedEpisodes]) -> Table:
     """Return a table of the shares of stop reasons."""
-    counts = [Counter(t.stop_reason for t in one.trajectories) for one in played]
+    counts = [Counter(t.stop_reason for t in one.trajectories) for one in evaluated]
     reasons = dict.fromkeys(reason for count in counts for reason, _ in count.most_common())
     rows = ((reason, *(f"{count[reason] / max(1, count.total()):.1%}" for count in counts)) for reason in reasons)
-    titles = (f"{one.result.plan.split}, {sampling_words(one.result.plan)}" for one in played)
+    titles = (f"{one.result.plan.split}, {sampling_words(one.result.plan)}" for one in evaluated)
     return make_table(("stop reason", *titles), rows, "Stop reasons")

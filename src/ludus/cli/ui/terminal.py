@@ -13,10 +13,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 PIPE_COLUMNS = 120
-"""Width of tables if the output is not a terminal."""
+"""Width in characters of tables if the output is not a terminal."""
 PLAIN_EVERY_S = 10.0
-"""Seconds between two progress lines if the output is not a terminal."""
-_NARROW = 110
+"""Interval of the progress lines, in seconds, if the output is not a terminal."""
+_WIDE_COLUMNS = 110
 
 
 def make_console() -> Console:
@@ -40,7 +40,7 @@ def make_table(columns: Sequence[str | Column], rows: Iterable[Sequence[object]]
 
 @contextmanager
 def bars(console: Console, *, transient: bool = False, every_s: float = PLAIN_EVERY_S) -> Iterator[Progress]:
-    """Show progress bars, whose tasks have a field `numbers`; `transient` ones are erased at the end.
+    """Show progress bars, whose tasks need a field `numbers`; `transient` bars are erased at the end.
 
     In a pipe or a file, print a plain line every `every_s` and, unless transient, at the end.
     """
@@ -50,7 +50,7 @@ def bars(console: Console, *, transient: bool = False, every_s: float = PLAIN_EV
         return
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=24 if console.width >= _NARROW else 8),
+        BarColumn(bar_width=24 if console.width >= _WIDE_COLUMNS else 8),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[numbers]}"),
@@ -66,7 +66,7 @@ def _plain_lines(console: Console, every_s: float, last: bool) -> Iterator[Progr
 
     def show() -> None:
         nonlocal printed
-        line = "  |  ".join(_task_words(task) for task in progress.tasks)
+        line = "  |  ".join(_task_line(task) for task in progress.tasks)
         if line and line != printed:
             printed = line
             print_line(console, line)
@@ -94,7 +94,7 @@ class PhaseBar:
         self._phase: TaskID | None = None
 
     def phase(self, name: str, total: int | None) -> None:
-        """Start the bar of a phase; without a total it pulses."""
+        """Start the bar of a phase; without a total its progress is indeterminate."""
         if self._phase is not None:
             self._progress.remove_task(self._phase)
         self._phase = self._progress.add_task(name, total=total, numbers="")
@@ -105,7 +105,7 @@ class PhaseBar:
             self._progress.update(self._phase, advance=1, numbers=what)
 
 
-def _task_words(task: Task) -> str:
+def _task_line(task: Task) -> str:
     count = "" if task.total is None else f" {task.completed:.0f}/{task.total:.0f}"
     return f"{task.description}{count}  {task.fields['numbers']}".rstrip()
 

@@ -67,7 +67,7 @@ def ending(trajectory: Trajectory) -> str:
 
 
 def marked_messages(trajectory: Trajectory) -> Iterator[tuple[str, str]]:
-    """Yield the messages with their kinds: before the model's first one prompt, after it observation."""
+    """Yield the kind and text of each message: `prompt` before the model's first message, `observation` after it."""
     acted = False
     for message in trajectory.messages:
         acted = acted or message["role"] == "assistant"
