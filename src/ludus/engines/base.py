@@ -1,4 +1,4 @@
-"""The engine protocol: the interface between rollouts and whatever samples tokens."""
+"""The engine protocol: the interface between rollouts and sampling backends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Key = TypeVar("Key", bound=Hashable)
 BASE = ""
 """Adapter name for the base model without an adapter."""
 DEFAULT = "default"
-"""Name of the adapter that came with the model or that `load_weights` replaces."""
+"""Name of the model's own adapter, which `load_weights` replaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +111,8 @@ class EngineStats:
     @property
     def hit_rate(self) -> float:
         """Fraction of context tokens read from the cache."""
-        asked = self.cached_tokens + self.prefill_tokens
-        return self.cached_tokens / asked if asked else 0.0
+        num_context = self.cached_tokens + self.prefill_tokens
+        return self.cached_tokens / num_context if num_context else 0.0
 
     def __sub__(self, earlier: EngineStats) -> EngineStats:
         """Return the difference since `earlier`."""
@@ -143,15 +143,15 @@ class EngineStats:
         return found
 
     def line(self) -> str:
-        """Return the same in one line for a progress bar, or "" without a step."""
+        """Return the metrics as one line for a progress bar, or "" without a step."""
         found = self.metrics()
         if not found:
             return ""
         evicted = f", {self.evicted_pages:,} pages evicted" if self.evicted_pages else ""
         return (
-            f"{found['engine/decode_tokens_per_s']:,.0f} sampled and "
-            f"{found['engine/prefill_tokens_per_s']:,.0f} read tokens/s  "
-            f"{found['engine/requests_running']:.0f} at once, "
+            f"{found['engine/decode_tokens_per_s']:,.0f} decode and "
+            f"{found['engine/prefill_tokens_per_s']:,.0f} prefill tokens/s  "
+            f"{found['engine/requests_running']:.0f} running, "
             f"{found['engine/requests_waiting']:.0f} waiting  "
             f"cache {self.hit_rate:.0%}{evicted}"
         )
@@ -159,9 +159,9 @@ class EngineStats:
 
 def combined(now: Mapping[Key, EngineStats], before: Mapping[Key, EngineStats]) -> EngineStats:
     """Return the engines' counters since `before`: tokens and steps summed, seconds averaged."""
-    done = [stats - before.get(number, EngineStats()) for number, stats in now.items()]
-    total = sum(done, EngineStats())
-    count = max(1, len(done))
+    deltas = [stats - before.get(number, EngineStats()) for number, stats in now.items()]
+    total = sum(deltas, EngineStats())
+    count = max(1, len(deltas))
     return replace(
         total,
         model_s=total.model_s / count,
@@ -301,15 +301,15 @@ class AdapterVersions:
     def renew(self, name: str) -> str | None:
         """Use adapter `name` for new episodes. Return the previous adapter if no episode needs it, else None."""
         old, self.current = self.current, name
-        return self._unless_needed(old)
+        return self._if_unused(old)
 
     def release(self, episode: str) -> str | None:
         """End an episode. Return its adapter if that is outdated and unused, else None."""
-        had = self._episodes.pop(episode, None)
-        return None if had is None else self._unless_needed(had)
+        outdated = self._episodes.pop(episode, None)
+        return None if outdated is None else self._if_unused(outdated)
 
-    def _unless_needed(self, name: str) -> str | None:
-        """Return `name` if it can be unloaded. The model's own adapter stays: it holds the LoRA scale."""
+    def _if_unused(self, name: str) -> str | None:
+        """Return `name` if it can be unloaded, else None. The model's own adapter stays: it holds the LoRA scale."""
         needed = name in (self.current, DEFAULT) or name in self._episodes.values()
         return None if needed else name
 
