@@ -578,7 +578,7 @@ def test_alternatives_are_asked_for_by_token_id_and_ranked():
     [
         (Talkative({"token_id:7": -2.0}, silent=1), "returned top tokens for 2 of 3 tokens"),
         (Fake(), "returned top tokens for 0 of 3 tokens"),
-        (Talkative({"7": -2.0}), "names top tokens by their text"),
+        (Talkative({"7": -2.0}), "returned top tokens as text"),
     ],
 )
 def test_a_server_without_alternatives_is_named(fake, words):
