@@ -493,7 +493,7 @@ def test_digests_that_are_not_those_of_the_weights_stop_the_run():
     with serving(fake) as engine:
         load(engine, 1)
         fake.digests = right | {"dp0:tp0:model.norm.weight": tensor_digest(torch.zeros(2))}
-        with pytest.raises(SyncError, match=r"version 2 that it was sent: 1 tensors differ, model\.norm\.weight"):
+        with pytest.raises(SyncError, match=r"version 2: 1 tensors differ, including model\.norm\.weight"):
             load(engine, 2)
 
 

@@ -43,11 +43,11 @@ class Request:
 
 def copies(request: Request, n: int) -> list[Request]:
     """Return `n` copies of a request: the first unchanged, the others with distinct seeds and episodes."""
-    found = [request]
+    requests = [request]
     for i in range(1, n):
         params = replace(request.params, seed=seed_for(request.params.seed, i))
-        found.append(replace(request, episode=f"{request.episode}/{i}", params=params))
-    return found
+        requests.append(replace(request, episode=f"{request.episode}/{i}", params=params))
+    return requests
 
 
 def check_params(params: SamplingParams) -> None:
@@ -130,7 +130,7 @@ class EngineStats:
         if not self.steps:
             return {}
         busy_s = self.model_s + self.sample_s + self.schedule_s
-        found = {
+        metrics = {
             "engine/decode_tokens_per_s": self.decode_tokens / (busy_s or self.wall_s),
             "engine/prefill_tokens_per_s": self.prefill_tokens / (busy_s or self.wall_s),
             "engine/requests_running": self.running_steps / self.steps,
@@ -139,20 +139,20 @@ class EngineStats:
             "engine/evicted_pages": float(self.evicted_pages),
         }
         if busy_s:
-            found |= {"engine/busy_s": busy_s, "engine/schedule_share": self.schedule_s / busy_s}
-        return found
+            metrics |= {"engine/busy_s": busy_s, "engine/schedule_share": self.schedule_s / busy_s}
+        return metrics
 
     def line(self) -> str:
         """Return the metrics as one line for a progress bar, or "" without a step."""
-        found = self.metrics()
-        if not found:
+        metrics = self.metrics()
+        if not metrics:
             return ""
         evicted = f", {self.evicted_pages:,} pages evicted" if self.evicted_pages else ""
         return (
-            f"{found['engine/decode_tokens_per_s']:,.0f} decode and "
-            f"{found['engine/prefill_tokens_per_s']:,.0f} prefill tokens/s  "
-            f"{found['engine/requests_running']:.0f} running, "
-            f"{found['engine/requests_waiting']:.0f} waiting  "
+            f"{metrics['engine/decode_tokens_per_s']:,.0f} decode and "
+            f"{metrics['engine/prefill_tokens_per_s']:,.0f} prefill tokens/s  "
+            f"{metrics['engine/requests_running']:.0f} running, "
+            f"{metrics['engine/requests_waiting']:.0f} waiting  "
             f"cache {self.hit_rate:.0%}{evicted}"
         )
 
@@ -173,7 +173,7 @@ def combined(now: Mapping[Key, EngineStats], before: Mapping[Key, EngineStats]) 
 
 @runtime_checkable
 class RemoteStats(Protocol):
-    """A remote engine, whose `stats` date from the last `measure`."""
+    """A remote engine; `stats` returns the counters of the last `measure`."""
 
     async def measure(self) -> None:
         """Fetch the counters."""
@@ -241,14 +241,14 @@ class SupportsRollingUpdate(Protocol):
 
     @property
     def can_roll(self) -> bool:
-        """Whether there are several engines and all support rolling updates."""
+        """Whether there are several engines that all support rolling updates."""
 
     async def roll(self, lag: int) -> RollingUpdate:
         """Pin each episode to an engine and a version and update engines one at a time; for `lag` see `Placement`."""
 
 
 class Engine(Protocol):
-    """Samples from a language model; `context_tokens` bounds prompt plus completion. Raises EngineError."""
+    """Sampler of a language model; `context_tokens` bounds prompt plus completion. Raises EngineError."""
 
     @property
     def context_tokens(self) -> int: ...

@@ -1,4 +1,4 @@
-"""The embedded engine: samples from a Hugging Face causal language model in this process.
+"""The embedded engine: sampling from a Hugging Face causal language model in this process.
 
 Accepts requests from any number of asyncio tasks. All computation and cache access runs on one worker thread;
 requests, weight updates and cancellations take effect between two forward passes. Requests are never retried.
@@ -438,7 +438,7 @@ Result = TypeVar("Result")
 
 
 class ComputeThread:
-    """Runs a `BatchScheduler` on its own thread; `submit` and `call` run functions there between two passes."""
+    """Thread that runs a `BatchScheduler`; `submit` and `call` run functions on it between two passes."""
 
     def __init__(self, core: BatchScheduler, threads: int) -> None:
         self._core = core

@@ -57,7 +57,7 @@ class GuideState:
 
 
 class GuideCompiler:
-    """Compiles guides for one tokenizer. Raises UserError if the extra `guided` is not installed."""
+    """Compiler of guides for one tokenizer. Raises UserError if the extra `guided` is not installed."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if importlib.util.find_spec("llguidance") is None:

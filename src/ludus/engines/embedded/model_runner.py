@@ -4,7 +4,7 @@ Supports models with standard attention (full or sliding-window) that use transf
 `RaggedForward` compares a paged pass with a plain pass on a few tokens at start, and rejects the model if
 they disagree.
 
-Linear layers use oneDNN where it is faster. In float32 torch uses Intel MKL, which does not use 512-bit
+Linear layers use oneDNN if it is faster. In float32 torch uses Intel MKL, which does not use 512-bit
 registers on other vendors' processors. oneDNN, included in torch and called by inductor, does. It
 compiles and caches a kernel, with its memory, for each number of rows, so rows are processed in blocks of few
 sizes. From `MIN_ROWS` rows on, the result of a row does not depend on the other rows.
@@ -58,7 +58,7 @@ class Chunk:
 
 
 class RaggedForward:
-    """Computes logits of a pass over chunks of many sequences. Raises UserError for an unsupported model."""
+    """Forward passes over chunks of many sequences. Raises UserError for an unsupported model."""
 
     def __init__(self, model: PreTrainedModel, num_pages: int, max_tokens: int, threads: int) -> None:
         self.model = model

@@ -149,17 +149,17 @@ def likeliest(logprobs: Tensor, nums: Sequence[int]) -> list[TopLogprobs]:
     Some `nums` must be positive. The result of a row depends on that row only."""
     requested = [row for row, num in enumerate(nums) if num > 0]
     rows = logprobs if len(requested) == len(nums) else logprobs[requested]
-    most = min(max(nums), rows.shape[1])
-    values, tokens = rows.topk(most, dim=-1)
+    num_top = min(max(nums), rows.shape[1])
+    values, tokens = rows.topk(num_top, dim=-1)
     # `topk` breaks ties at the end arbitrarily: take all tied tokens, then keep the lowest ids.
     num_tied = int((rows >= values[:, -1:]).sum(-1).max())
-    if num_tied > most:
+    if num_tied > num_top:
         values, tokens = rows.topk(num_tied, dim=-1)
     tokens, order = tokens.sort(dim=-1)
     values, by_value = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
-    tokens = tokens.gather(1, by_value)[:, :most]
+    tokens = tokens.gather(1, by_value)[:, :num_top]
     found: list[TopLogprobs] = [()] * len(nums)
-    for row, ids, row_values in zip(requested, tokens.tolist(), values[:, :most].tolist(), strict=True):
+    for row, ids, row_values in zip(requested, tokens.tolist(), values[:, :num_top].tolist(), strict=True):
         pairs = zip(ids[: nums[row]], row_values[: nums[row]], strict=True)
         found[row] = tuple((token, logprob) for token, logprob in pairs if logprob > -math.inf)
     return found
@@ -189,11 +189,11 @@ def _draw(probs: Tensor, rules: SamplingRules, steps: int | NDArray[np.uint64]) 
 
 def _search(cumulative: Tensor, points: Tensor) -> Tensor:
     """Return the first index `[B, 1]` with a cumulative sum above the point and positive probability."""
-    found = torch.searchsorted(cumulative, points, right=True)
+    first = torch.searchsorted(cumulative, points, right=True)
     # Rounding may put a point on the total itself; use the last index of positive probability then.
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous(), right=False)
     # With non-finite logits the index is arbitrary; the scheduler rejects their log-probability.
-    return torch.minimum(found, last).clamp(max=cumulative.shape[1] - 1)
+    return torch.minimum(first, last).clamp(max=cumulative.shape[1] - 1)
 
 
 def _cut(probs: Tensor, rules: SamplingRules) -> Tensor:
@@ -210,7 +210,7 @@ def _cut(probs: Tensor, rules: SamplingRules) -> Tensor:
 
 
 class StopStrings:
-    """Matches one set of stop strings against growing token lists: decodes their tail, if the last token can end a stop
+    """Matcher of stop strings against growing token lists: decodes their tail if the last token can end a stop
     string. SentencePiece tokenizers omit a leading space of an action's text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:

@@ -485,10 +485,10 @@ def _append_scores(sequence: SequenceState, chunk: Chunk, logits: Tensor) -> int
     index = torch.tensor(after, device=logits.device)[:, None]
     assert sequence.scores is not None
     del sequence.scores[chunk.start + 1 :]  # after a weight update, drop scores of older weights
-    found = logprobs.gather(1, index)[:, 0].tolist()
-    if any(map(math.isnan, found)):
+    scores = logprobs.gather(1, index)[:, 0].tolist()
+    if any(map(math.isnan, scores)):
         sequence.fail("The model's logits are not finite.", "Its weights have diverged.")
-    sequence.scores.extend(found)
+    sequence.scores.extend(scores)
     num_top = sequence.request.params.top_logprobs
     if num_top and after:
         del sequence.top_logprobs[chunk.start :]

@@ -134,8 +134,8 @@ def _pair(name: str, layer: str, parts: dict[str, Tensor], module: nn.Linear, sc
         raise SyncError(
             f"The adapter {name} has {tuple(up.shape)} x {tuple(down.shape)} for {layer}, whose weight is {shape}."
         )
-    like = module.weight
-    return LowRank(down.detach().to(like, copy=True), up.detach().to(like, copy=True), scaling)
+    weight = module.weight
+    return LowRank(down.detach().to(weight, copy=True), up.detach().to(weight, copy=True), scaling)
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LowRank]]:
@@ -257,9 +257,9 @@ def read_adapter(folder: Path) -> AdapterFiles:
             f"The folder must hold {_CONFIG} and {_WEIGHTS}, as written by PEFT.",
         ) from error
     except ValidationError as error:
-        where = ".".join(map(str, error.errors()[0]["loc"]))
+        field_path = ".".join(map(str, error.errors()[0]["loc"]))
         raise UserError(
-            f"{folder / _CONFIG} is not a valid adapter configuration (at {where or 'the top'})."
+            f"{folder / _CONFIG} is not a valid adapter configuration (at {field_path or 'the top level'})."
         ) from error
     if not config.is_plain:
         raise UserError(

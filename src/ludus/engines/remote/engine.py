@@ -212,10 +212,10 @@ class ServerEngine:
         with self._weights.adapters.using(None) as adapter:
             name = adapter.name if adapter else BASE
             answers = await _call_all(self._replicas, lambda replica: self._api.fingerprint(replica, name))
-        found = set(answers.values())
-        if len(found) > 1:
-            raise SyncError(f"The replicas hold different weights: {sorted(map(str, found))}.")
-        return found.pop()
+        fingerprints = set(answers.values())
+        if len(fingerprints) > 1:
+            raise SyncError(f"The replicas hold different weights: {sorted(map(str, fingerprints))}.")
+        return fingerprints.pop()
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
         """Return the log-probability of each token at temperature 1, the same on all replicas; 0 for the first."""

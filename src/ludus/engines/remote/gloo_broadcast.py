@@ -218,8 +218,8 @@ def empty_tensors(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     """Allocate tensors to receive into. Raises SyncError for an unknown dtype."""
     import torch
 
-    known = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
-    dtypes = {_dtype_name(dtype): dtype for dtype in known}
+    supported = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
+    dtypes = {_dtype_name(dtype): dtype for dtype in supported}
     unsupported = sorted({t.dtype for t in manifest.tensors} - dtypes.keys())
     if unsupported:
         raise SyncError(f"Weights cannot be sent as {unsupported[0]}.")
@@ -230,10 +230,10 @@ def check_digest(manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) 
     """Raise SyncError if the received data differs from the data sent."""
     from ludus.engines.models.fingerprint import fingerprint_tensors
 
-    found = fingerprint_tensors(tensors)
-    if found != manifest.digest:
+    digest = fingerprint_tensors(tensors)
+    if digest != manifest.digest:
         raise SyncError(
-            f"The weights of version {manifest.version} were corrupted in transit: received digest {found[:12]}, "
+            f"The weights of version {manifest.version} were corrupted in transit: received digest {digest[:12]}, "
             f"sent {manifest.digest[:12]}.",
             "No weights were changed.",
         )

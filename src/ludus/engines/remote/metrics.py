@@ -97,7 +97,7 @@ class PolledServer:
 
 @dataclass
 class ServerStats:
-    """Polls the servers at the addresses returned by `urls`."""
+    """Poller of the servers at the addresses returned by `urls`."""
 
     urls: Callable[[], Sequence[str]]
     _servers: dict[str, PolledServer] = field(default_factory=dict)

@@ -37,7 +37,7 @@ class EpisodePin:
 
 @dataclass
 class Placement:
-    """Selects the engine of each new episode and the engines to update. Uses no clock or event loop.
+    """Selection of the engine of each new episode and of the engines to update, without clock or event loop.
 
     `replicas` is modified in place. `newest` is the last published version; a replica with `behind` unset
     holds it. At most half of the engines, oldest versions first, drain at once (wait for their episodes to
@@ -132,8 +132,8 @@ class Placement:
 
 @dataclass
 class RollingUpdates:
-    """Places episodes and distributes weights: `stage` stores a version, `push` sends it to one replica and verifies
-    it, and `is_alive`, if set, tests after a failure whether the replica still exists."""
+    """Placement of episodes and distribution of weights: `stage` stores a version, `push` sends it to one replica and
+    verifies it, and `is_alive`, if set, tests after a failure whether the replica still exists."""
 
     placement: Placement
     stage: Callable[[int, Mapping[str, torch.Tensor]], Awaitable[None]]

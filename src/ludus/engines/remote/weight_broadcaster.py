@@ -53,7 +53,7 @@ class _Payload:
 
 @dataclass
 class Broadcaster:
-    """Broadcasts weights to `replicas`, which reach this process at `host`; with `delta` only changes.
+    """Broadcaster of weights to `replicas`, which reach this process at `host`; with `delta` only of changes.
 
     A server without the HTTP endpoints (vLLM) is called through its worker extension and always gets all
     weights. With `delta` or `keeps`, a CPU copy of the last weights is kept. A server that left the group, or
@@ -159,8 +159,8 @@ class Broadcaster:
             for i in range(1, count)
         ]
         calls = [
-            self._command(replica, "/join_weight_group", place.model_dump())
-            for replica, place in zip(self.replicas, addresses, strict=True)
+            self._command(replica, "/join_weight_group", address.model_dump())
+            for replica, address in zip(self.replicas, addresses, strict=True)
         ]
         joined = run_in_thread(partial(join_group, store, TRAINER, count, self.timeout_s, self.host))
         try:
