@@ -39,7 +39,7 @@ DONE = EngineStats(
 
 
 def test_the_line_of_an_engine_has_speed_company_cache_and_evictions():
-    said = "2,000 sampled and 150 read tokens/s  6 at once, 2 waiting  cache 70%"
+    said = "2,000 decode and 150 prefill tokens/s  6 running, 2 waiting  cache 70%"
     assert DONE.line() == f"{said}, 1,234 pages evicted"
     assert replace(DONE, evicted_pages=0).line() == said
     assert EngineStats().line() == ""
@@ -98,7 +98,7 @@ def test_the_bar_of_a_rollout_divides_the_time_between_tools_and_model():
         asyncio.run(engine.generate(Request("e", (1, 2, 3), SamplingParams(max_new_tokens=5))))
         reporter.episode(episode(model_s=2.0, tools_s=1.0))
         reporter.episode(episode(model_s=1.0, tools_s=0.0))
-        assert "sampled and" in shown(progress)
+        assert "decode and" in shown(progress)
         assert shown(progress).endswith("time: tools 25%, model 75%")
         reporter.phase("episodes", 2)
         reporter.episode(episode(model_s=1.0, tools_s=1.0))

@@ -493,7 +493,7 @@ def test_digests_that_are_not_those_of_the_weights_stop_the_run():
     with serving(fake) as engine:
         load(engine, 1)
         fake.digests = right | {"dp0:tp0:model.norm.weight": tensor_digest(torch.zeros(2))}
-        with pytest.raises(SyncError, match=r"version 2 that it was sent: 1 tensors differ, model\.norm\.weight"):
+        with pytest.raises(SyncError, match=r"version 2: 1 tensors differ, including model\.norm\.weight"):
             load(engine, 2)
 
 
@@ -578,7 +578,7 @@ def test_alternatives_are_asked_for_by_token_id_and_ranked():
     [
         (Talkative({"token_id:7": -2.0}, silent=1), "returned top tokens for 2 of 3 tokens"),
         (Fake(), "returned top tokens for 0 of 3 tokens"),
-        (Talkative({"7": -2.0}), "names top tokens by their text"),
+        (Talkative({"7": -2.0}), "returned top tokens as text"),
     ],
 )
 def test_a_server_without_alternatives_is_named(fake, words):

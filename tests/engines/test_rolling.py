@@ -395,7 +395,7 @@ def test_an_episode_whose_server_has_lost_its_weights_fails_and_goes_to_no_other
         assert (await ask(engine, "again")).versions == (8, 8)
         engine.leave(first.url)
         engine.leave(second.url)
-        with pytest.raises(EngineError, match="was removed, which served version 8"):
+        with pytest.raises(EngineError, match="was removed; its episodes are pinned to version 8"):
             await ask(engine, "again")
         await engine.close()
 
@@ -410,7 +410,7 @@ def wrong(theirs, scores):
     ("changes", "check", "words"),
     [
         ({"digests": {"w": "0" * 64}}, CHECK, "does not hold the weights of version 8"),
-        ({"refuses": "/collective_rpc"}, CHECK, "refused weights 8: .* not today"),
+        ({"refuses": "/collective_rpc"}, CHECK, "failed to load weights 8: .* not today"),
         ({}, replace(CHECK, check=wrong), "The probe is off"),
         ({}, replace(CHECK, deadline_s=0.0), "took longer than 0 s"),
     ],

@@ -132,7 +132,7 @@ def test_adapters_that_are_missing_broken_or_foreign_are_refused(served, base, f
     state = {name: p[:, :64] if "lora_A" in name else p for name, p in factors(adapted(base, 1)).items()}
     write_adapter(tmp_path / "narrow", state, SCALING)
     words = post(served, load, 400, lora_name="x", lora_path=str(tmp_path / "narrow"))
-    assert "which is (" in words
+    assert "whose weight is (" in words
     head = {"lm_head.lora_A.weight": torch.ones(2, 128), "lm_head.lora_B.weight": torch.ones(2048, 2)}
     write_adapter(tmp_path / "head", head, SCALING)
     words = post(served, load, 400, lora_name="x", lora_path=str(tmp_path / "head"))

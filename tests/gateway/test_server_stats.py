@@ -62,7 +62,7 @@ def test_a_server_is_counted_from_the_first_look_on_and_anew_when_it_restarts():
 
 
 def test_servers_are_read_at_each_step_and_their_tokens_add_up(monkeypatch):
-    monkeypatch.setattr(metrics, "_EVERY_S", 3600)  # a look between the steps would be counted too
+    monkeypatch.setattr(metrics, "_POLL_INTERVAL_S", 3600)  # a look between the steps would be counted too
     monkeypatch.setattr(metrics, "_TIMEOUT_S", 60)
 
     async def scenario(first, second, silent):
@@ -95,7 +95,7 @@ class Late(Fake):
 
 
 def test_a_reading_that_is_late_is_not_taken_for_a_server_that_has_been_started_anew(monkeypatch):
-    monkeypatch.setattr(metrics, "_EVERY_S", 3600)
+    monkeypatch.setattr(metrics, "_POLL_INTERVAL_S", 3600)
     monkeypatch.setattr(metrics, "_TIMEOUT_S", 60)
 
     async def scenario(fake):

@@ -1,4 +1,4 @@
-"""The engine protocol: the interface between rollouts and whatever samples tokens."""
+"""The engine protocol: the interface between rollouts and sampling backends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Key = TypeVar("Key", bound=Hashable)
 BASE = ""
 """Adapter name for the base model without an adapter."""
 DEFAULT = "default"
-"""Name of the adapter that came with the model or that `load_weights` replaces."""
+"""Name of the model's own adapter, which `load_weights` replaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,11 @@ class Request:
 
 def copies(request: Request, n: int) -> list[Request]:
     """Return `n` copies of a request: the first unchanged, the others with distinct seeds and episodes."""
-    found = [request]
+    requests = [request]
     for i in range(1, n):
         params = replace(request.params, seed=seed_for(request.params.seed, i))
-        found.append(replace(request, episode=f"{request.episode}/{i}", params=params))
-    return found
+        requests.append(replace(request, episode=f"{request.episode}/{i}", params=params))
+    return requests
 
 
 def check_params(params: SamplingParams) -> None:
@@ -111,8 +111,8 @@ class EngineStats:
     @property
     def hit_rate(self) -> float:
         """Fraction of context tokens read from the cache."""
-        asked = self.cached_tokens + self.prefill_tokens
-        return self.cached_tokens / asked if asked else 0.0
+        num_context = self.cached_tokens + self.prefill_tokens
+        return self.cached_tokens / num_context if num_context else 0.0
 
     def __sub__(self, earlier: EngineStats) -> EngineStats:
         """Return the difference since `earlier`."""
@@ -130,7 +130,7 @@ class EngineStats:
         if not self.steps:
             return {}
         busy_s = self.model_s + self.sample_s + self.schedule_s
-        found = {
+        metrics = {
             "engine/decode_tokens_per_s": self.decode_tokens / (busy_s or self.wall_s),
             "engine/prefill_tokens_per_s": self.prefill_tokens / (busy_s or self.wall_s),
             "engine/requests_running": self.running_steps / self.steps,
@@ -139,29 +139,29 @@ class EngineStats:
             "engine/evicted_pages": float(self.evicted_pages),
         }
         if busy_s:
-            found |= {"engine/busy_s": busy_s, "engine/schedule_share": self.schedule_s / busy_s}
-        return found
+            metrics |= {"engine/busy_s": busy_s, "engine/schedule_share": self.schedule_s / busy_s}
+        return metrics
 
     def line(self) -> str:
-        """Return the same in one line for a progress bar, or "" without a step."""
-        found = self.metrics()
-        if not found:
+        """Return the metrics as one line for a progress bar, or "" without a step."""
+        metrics = self.metrics()
+        if not metrics:
             return ""
         evicted = f", {self.evicted_pages:,} pages evicted" if self.evicted_pages else ""
         return (
-            f"{found['engine/decode_tokens_per_s']:,.0f} sampled and "
-            f"{found['engine/prefill_tokens_per_s']:,.0f} read tokens/s  "
-            f"{found['engine/requests_running']:.0f} at once, "
-            f"{found['engine/requests_waiting']:.0f} waiting  "
+            f"{metrics['engine/decode_tokens_per_s']:,.0f} decode and "
+            f"{metrics['engine/prefill_tokens_per_s']:,.0f} prefill tokens/s  "
+            f"{metrics['engine/requests_running']:.0f} running, "
+            f"{metrics['engine/requests_waiting']:.0f} waiting  "
             f"cache {self.hit_rate:.0%}{evicted}"
         )
 
 
 def combined(now: Mapping[Key, EngineStats], before: Mapping[Key, EngineStats]) -> EngineStats:
     """Return the engines' counters since `before`: tokens and steps summed, seconds averaged."""
-    done = [stats - before.get(number, EngineStats()) for number, stats in now.items()]
-    total = sum(done, EngineStats())
-    count = max(1, len(done))
+    deltas = [stats - before.get(number, EngineStats()) for number, stats in now.items()]
+    total = sum(deltas, EngineStats())
+    count = max(1, len(deltas))
     return replace(
         total,
         model_s=total.model_s / count,
@@ -173,7 +173,7 @@ def combined(now: Mapping[Key, EngineStats], before: Mapping[Key, EngineStats]) 
 
 @runtime_checkable
 class RemoteStats(Protocol):
-    """A remote engine, whose `stats` date from the last `measure`."""
+    """A remote engine; `stats` returns the counters of the last `measure`."""
 
     async def measure(self) -> None:
         """Fetch the counters."""
@@ -241,14 +241,14 @@ class SupportsRollingUpdate(Protocol):
 
     @property
     def can_roll(self) -> bool:
-        """Whether there are several engines and all support rolling updates."""
+        """Whether there are several engines that all support rolling updates."""
 
     async def roll(self, lag: int) -> RollingUpdate:
         """Pin each episode to an engine and a version and update engines one at a time; for `lag` see `Placement`."""
 
 
 class Engine(Protocol):
-    """Samples from a language model; `context_tokens` bounds prompt plus completion. Raises EngineError."""
+    """Sampler of a language model; `context_tokens` bounds prompt plus completion. Raises EngineError."""
 
     @property
     def context_tokens(self) -> int: ...
@@ -301,15 +301,15 @@ class AdapterVersions:
     def renew(self, name: str) -> str | None:
         """Use adapter `name` for new episodes. Return the previous adapter if no episode needs it, else None."""
         old, self.current = self.current, name
-        return self._unless_needed(old)
+        return self._if_unused(old)
 
     def release(self, episode: str) -> str | None:
         """End an episode. Return its adapter if that is outdated and unused, else None."""
-        had = self._episodes.pop(episode, None)
-        return None if had is None else self._unless_needed(had)
+        outdated = self._episodes.pop(episode, None)
+        return None if outdated is None else self._if_unused(outdated)
 
-    def _unless_needed(self, name: str) -> str | None:
-        """Return `name` if it can be unloaded. The model's own adapter stays: it holds the LoRA scale."""
+    def _if_unused(self, name: str) -> str | None:
+        """Return `name` if it can be unloaded, else None. The model's own adapter stays: it holds the LoRA scale."""
         needed = name in (self.current, DEFAULT) or name in self._episodes.values()
         return None if needed else name
 

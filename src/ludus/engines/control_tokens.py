@@ -1,7 +1,7 @@
-"""Tokens that authorize control of a server, and how a trainer finds them.
+"""Control tokens of servers, and their discovery by a trainer.
 
-`ludus serve --control` writes its token to a file named after its port that only its user can read. A trainer
-of the same user on the same machine reads it there; any other needs `engine.token_file`.
+`ludus serve --control` writes its token to a file named after its port and readable only by its user. A trainer
+of the same user on the same machine reads this file; any other requires `engine.token_file`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 
 from ludus.errors import UserError
 
-_OTHERS = stat.S_IRWXG | stat.S_IRWXO
-_SHORTEST = 16
+_GROUP_OR_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_MIN_CHARACTERS = 16
 
 
 def read_token(path: Path) -> str:
@@ -28,8 +28,8 @@ def read_token(path: Path) -> str:
         token = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError, ValueError) as error:
         raise UserError(f"The token cannot be read: {error}.", "Name a readable token file.") from error
-    if len(token) < _SHORTEST or not token.isascii() or not token.isprintable():
-        raise UserError(f"{path} has no token: {_SHORTEST} or more printable characters in one line.")
+    if len(token) < _MIN_CHARACTERS or not token.isascii() or not token.isprintable():
+        raise UserError(f"{path} has no token: {_MIN_CHARACTERS} or more printable characters in one line.")
     return token
 
 
@@ -66,15 +66,15 @@ def published(port: int, token: str) -> Iterator[None]:
 
 def find_token(url: str) -> str:
     """Return the token stored on this machine by this user's server, or ""."""
-    place = urlsplit(url)
+    parts = urlsplit(url)
     try:
-        port = place.port or 80
-        here = place.hostname == "localhost" or ipaddress.ip_address(place.hostname or "").is_loopback
+        port = parts.port or 80
+        is_local = parts.hostname == "localhost" or ipaddress.ip_address(parts.hostname or "").is_loopback
     except ValueError:
         return ""
     path = _folder() / f"{port}.token"
     try:
-        if not here or not _is_private(path.parent) or not _is_private(path):
+        if not is_local or not _is_private(path.parent) or not _is_private(path):
             return ""
         return path.read_text().strip()
     except OSError:
@@ -87,5 +87,5 @@ def _folder() -> Path:
 
 def _is_private(path: Path) -> bool:
     """Return whether a path belongs to this user and is inaccessible to others."""
-    found = path.lstat()
-    return found.st_uid == os.getuid() and not found.st_mode & _OTHERS and not stat.S_ISLNK(found.st_mode)
+    status = path.lstat()
+    return status.st_uid == os.getuid() and not status.st_mode & _GROUP_OR_OTHERS and not stat.S_ISLNK(status.st_mode)

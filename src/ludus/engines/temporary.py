@@ -40,7 +40,7 @@ class TemporaryFolder:
 
 
 def remove_abandoned(prefix: str, place: Path) -> None:
-    """Remove the folders with a prefix whose lock is free: their process has exited."""
+    """Remove the folders with a prefix and a free lock, whose process has exited."""
     for folder in place.glob(f"{prefix}*"):
         try:
             lock = os.open(folder / _LOCK, os.O_RDWR)

@@ -135,9 +135,9 @@ class Pattern:
         blocks = []
         for span, begin, end in zip(spans, begins, ends, strict=True):
             length = span.end - begin
-            places = span.rows(begin, shape.heads)
+            key_rows = span.rows(begin, shape.heads)
             start = end - length * shape.query_heads
-            np.add(heads, places, out=columns[start:end].reshape(shape.query_heads, length))
+            np.add(heads, key_rows, out=columns[start:end].reshape(shape.query_heads, length))
             blocks.append(values[start:end].view(shape.query_heads, length))
         first = np.concatenate([[0], np.repeat(lengths, shape.query_heads).cumsum()])
         matrix = torch.sparse_csr_tensor(
@@ -208,8 +208,8 @@ class TorchPass:
         shape = HeadShape(memory[0].shape[1], query.shape[1], scores.window)
         if shape not in self._patterns:
             self._patterns[shape] = Pattern.of(spans, shape, len(keys), keys.dtype)
-        got = self._patterns[shape].attend(query.reshape(-1, query.shape[-1]), keys, values, scores)
-        return got.view(len(query), -1, got.shape[-1])
+        out = self._patterns[shape].attend(query.reshape(-1, query.shape[-1]), keys, values, scores)
+        return out.view(len(query), -1, out.shape[-1])
 
     def _attend_padded(
         self, spans: Sequence[QuerySpan], query: Tensor, memory: tuple[Tensor, Tensor], scores: ScoreRule
@@ -233,8 +233,8 @@ class TorchPass:
         mask = MaskShape(span.last - span.first, span.end, scores.window, len(query) // heads)
         if mask not in self._masks:
             self._masks[mask] = added_mask(mask, query)
-        got = scores.attend(queries, key, value, self._masks[mask])
-        return got.view(len(query), -1, got.shape[-1]).transpose(0, 1)
+        out = scores.attend(queries, key, value, self._masks[mask])
+        return out.view(len(query), -1, out.shape[-1]).transpose(0, 1)
 
     def _rows(self, span: QuerySpan, heads: int, device: torch.device) -> Tensor:
         """Return the rows of all heads of a sequence, head by head."""
@@ -270,10 +270,10 @@ class MaskShape(NamedTuple):
 def added_mask(shape: MaskShape, like: Tensor) -> Tensor:
     """Return the additive mask `[group * queries, columns]`, the heads of a group stacked: -inf where masked."""
     at = torch.arange(shape.columns - shape.queries, shape.columns, device=like.device)[:, None]
-    seen = torch.arange(shape.columns, device=like.device)[None]
-    mask = seen <= at
+    attended = torch.arange(shape.columns, device=like.device)[None]
+    mask = attended <= at
     if shape.window:
-        mask &= seen > at - shape.window
+        mask &= attended > at - shape.window
     added = like.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
     return added.repeat(shape.group, 1)
 
@@ -302,9 +302,9 @@ _LINK = ("-shared",)
 """Flags of a separate link step: linking with `-ffast-math` would add code that flushes subnormal numbers to
 zero in the whole process."""
 _HEADS = 3
-"""Maximum number of query heads processed together: MANY of the source."""
+"""Maximum number of query heads processed together; must equal MANY of `attention.c`."""
 _MIN_WORK = 65_536
-"""Products of one head and column below which a second thread does not pay off."""
+"""Minimum number of attention scores per thread."""
 
 
 class _Pass(ctypes.Structure):
@@ -319,7 +319,7 @@ class _Pass(ctypes.Structure):
 
 
 class Kernel:
-    """The compiled functions, `threads` to share the tokens of a pass, and memory for scores."""
+    """Compiled attention: splits the tokens of a pass between `threads`, each with scratch memory for scores."""
 
     def __init__(self, library: ctypes.CDLL, max_tokens: int, threads: int) -> None:
         self._library = library
@@ -354,10 +354,10 @@ class Kernel:
                 ctypes.byref(arguments), bounds[i], bounds[i + 1], ctypes.c_void_p(self._scratch[i].data_ptr())
             )
 
-        others = [self._helpers.submit(part, i) for i in range(1, parts)] if self._helpers else []
+        futures = [self._helpers.submit(part, i) for i in range(1, parts)] if self._helpers else []
         part(0)
-        for other in others:
-            other.result()
+        for future in futures:
+            future.result()
 
     def close(self) -> None:
         """Stop the threads."""
@@ -374,7 +374,7 @@ def make_kernel(layers: list[LayerShape], max_tokens: int, threads: int) -> Kern
 
 
 def available() -> bool:
-    """Return whether the kernel is compiled or can be."""
+    """Return whether the kernel is available; compiles it on the first call."""
     return _library() is not None
 
 
@@ -404,14 +404,14 @@ def _compile(compiler: str, source: bytes, target: Path) -> None:
     """Compile to a temporary folder and rename, so that processes may compile concurrently."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        code, unlinked, built = (Path(folder) / f"kernel.{kind}" for kind in ("c", "o", "so"))
-        code.write_bytes(source)
+        source_file, object_file, shared_library = (Path(folder) / f"kernel.{kind}" for kind in ("c", "o", "so"))
+        source_file.write_bytes(source)
         for command in (
-            [compiler, *_COMPILE, "-o", str(unlinked), str(code)],
-            [compiler, *_LINK, "-o", str(built), str(unlinked), "-lm"],
+            [compiler, *_COMPILE, "-o", str(object_file), str(source_file)],
+            [compiler, *_LINK, "-o", str(shared_library), str(object_file), "-lm"],
         ):
             subprocess.run(command, check=True, capture_output=True, timeout=120)
-        built.replace(target)
+        shared_library.replace(target)
 
 
 def _processor() -> str:

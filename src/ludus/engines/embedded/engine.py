@@ -1,7 +1,7 @@
-"""The embedded engine: samples from a Hugging Face causal language model in this process.
+"""The embedded engine: sampling from a Hugging Face causal language model in this process.
 
 Accepts requests from any number of asyncio tasks. All computation and cache access runs on one worker thread;
-requests, weight updates and cancellations take effect between two forward passes. It never retries.
+requests, weight updates and cancellations take effect between two forward passes. Requests are never retried.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class LocalEngine:
         self._worker.submit(partial(_for_each, self._sessions.add, pending))
         try:
             done = [await asyncio.wrap_future(future) for _, future in pending]
-        except (asyncio.CancelledError, EngineError):  # the others have no caller left
+        except (asyncio.CancelledError, EngineError):  # abort the rest of the batch
             self._worker.submit(partial(_for_each, self._core.abort, pending))
             raise
         return done
@@ -154,16 +154,16 @@ class LocalEngine:
         """Sample one action and yield its new tokens every 20 ms; the last piece has the finish reason."""
         ((sequence, future),) = await self._sequences([request])
         self._worker.submit(partial(self._sessions.add, sequence))
-        done, given = asyncio.wrap_future(future), 0
+        done, num_sent = asyncio.wrap_future(future), 0
         try:
             while not done.done():
                 await asyncio.wait({done}, timeout=_STREAM_INTERVAL_S)
                 until = len(sequence.versions)  # the worker appends a token's version last
-                if until > given and not done.done():
-                    yield _piece(sequence, given, until, None)
-                    given = until
+                if until > num_sent and not done.done():
+                    yield _piece(sequence, num_sent, until, None)
+                    num_sent = until
             completion = done.result()
-            yield _piece(sequence, given, len(completion.tokens), completion.finish_reason)
+            yield _piece(sequence, num_sent, len(completion.tokens), completion.finish_reason)
         finally:
             if not done.done():
                 done.cancel()
@@ -226,7 +226,7 @@ class LocalEngine:
         return await self._worker.call(lambda: fingerprint_adapted(self._model, self._forward.adapters.pairs(name)))
 
     async def load_adapter(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
-        """Load LoRA factors, named as in PEFT; `scaling` is alpha over rank. SyncError, without changes, if unfit."""
+        """Load LoRA factors, named as in PEFT; `scaling` is alpha over rank. On SyncError nothing changes."""
         await self._worker.call(partial(self._load_adapter, name, version, state, scaling))
 
     async def unload_adapter(self, name: str) -> None:
@@ -281,19 +281,19 @@ class LocalEngine:
 
     def _check_adapter(self, adapter: str | None) -> None:
         if adapter and adapter not in self._forward.adapters.names:
-            known = ", ".join(sorted(self._forward.adapters.names)) or "none"
-            raise RequestRefused(f"Adapter {adapter!r} is not loaded; loaded: {known}.")
+            loaded = ", ".join(sorted(self._forward.adapters.names)) or "none"
+            raise RequestRefused(f"Adapter {adapter!r} is not loaded; loaded: {loaded}.")
 
     async def _sequences(self, requests: Sequence[Request]) -> list[_Pending]:
         """Create sequences for valid requests; guides are compiled on another thread."""
         self._check(requests)
-        _check_room(len(self._unfinished), len(requests), self._settings.max_requests)
+        _check_capacity(len(self._unfinished), len(requests), self._settings.max_requests)
         guides: list[GuideState | None] = [None] * len(requests)
         if any(request.params.guide is not None for request in requests):
             assert self._tokenizer is not None
             self._guides = self._guides or GuideCompiler(self._tokenizer)
             guides = await asyncio.to_thread(self._guides.start_all, requests)
-            _check_room(len(self._unfinished), len(requests), self._settings.max_requests)
+            _check_capacity(len(self._unfinished), len(requests), self._settings.max_requests)
         return [self._sequence(request, guide) for request, guide in zip(requests, guides, strict=True)]
 
     def _sequence(self, request: Request, guide: GuideState | None = None) -> _Pending:
@@ -326,19 +326,19 @@ class LocalEngine:
 
     @torch.no_grad()
     def _load(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        own = self._model.state_dict(keep_vars=True)
-        unknown = sorted(set(state) - set(own))
+        parameters = self._model.state_dict(keep_vars=True)
+        unknown = sorted(set(state) - set(parameters))
         if unknown or not state:
             shown = ", ".join(unknown[:3]) or "no tensors"
             raise SyncError(f"The weights of version {version} do not match the engine's model: {shown}.")
         for name, tensor in state.items():
-            if own[name].shape != tensor.shape:
+            if parameters[name].shape != tensor.shape:
                 raise SyncError(
                     f"Weight {name} of version {version} has shape {tuple(tensor.shape)}, "
-                    f"the engine's has {tuple(own[name].shape)}."
+                    f"the engine's has {tuple(parameters[name].shape)}."
                 )
         for name, tensor in state.items():
-            own[name].copy_(tensor)
+            parameters[name].copy_(tensor)
         self._core.new_weights(version, recompute=self._settings.recompute_on_update)
 
     @torch.no_grad()
@@ -355,18 +355,18 @@ class LocalEngine:
         self._core.drop_adapter(name)
 
 
-def _for_each(act: Callable[[SequenceState], None], pending: Sequence[_Pending]) -> None:
+def _for_each(function: Callable[[SequenceState], None], pending: Sequence[_Pending]) -> None:
     for sequence, _ in pending:
-        act(sequence)
+        function(sequence)
 
 
-def _check_room(num_open: int, num: int, limit: int) -> None:
+def _check_capacity(num_unfinished: int, num: int, limit: int) -> None:
     """Raise RequestRefused if `num` exceeds the limit (0: none), EngineBusy if the queue is full."""
     if 0 < limit < num:
         raise RequestRefused(f"{num} requests in one batch; the engine accepts {limit} (max_requests).")
-    if limit and num_open + num > limit:
+    if limit and num_unfinished + num > limit:
         raise EngineBusy(
-            f"The engine has {num_open} requests and accepts {limit} at most (max_requests).",
+            f"The engine has {num_unfinished} requests and accepts {limit} at most (max_requests).",
             "Retry when some have finished.",
         )
 
@@ -406,19 +406,19 @@ class SessionCache:
     _cache_roots: dict[str, str] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
-        """Number of known episodes."""
+        """Number of tracked episodes."""
         return len(self._histories.keys() | self._cache_roots.keys())
 
     def add(self, sequence: SequenceState) -> None:
         """Queue a sequence on its episode's cache branch."""
         episode, sequence.cache_root = sequence.request.episode, sequence.adapter
         if self.keep_on_update and episode:  # separate from episodes that started under other weights
-            own = f"{sequence.adapter}{AT}{self.core.version_of(sequence.adapter)}"
-            sequence.cache_root = self._cache_roots.setdefault(episode, own)
+            root = f"{sequence.adapter}{AT}{self.core.version_of(sequence.adapter)}"
+            sequence.cache_root = self._cache_roots.setdefault(episode, root)
         self.core.add(sequence)
 
     def ended(self, sequence: SequenceState) -> None:
-        """Record the computed history of the sequence; its last token was never computed."""
+        """Record the computed history of the sequence; the last token has no cache entry."""
         if sequence.error is None and sequence.scores is None:
             self._histories[sequence.request.episode] = (sequence.cache_root, tuple(sequence.tokens[:-1]))
 
@@ -438,7 +438,7 @@ Result = TypeVar("Result")
 
 
 class ComputeThread:
-    """Runs a `BatchScheduler` on its own thread; `submit` and `call` run functions there between two passes."""
+    """Thread that runs a `BatchScheduler`; `submit` and `call` run functions on it between two passes."""
 
     def __init__(self, core: BatchScheduler, threads: int) -> None:
         self._core = core
@@ -446,7 +446,7 @@ class ComputeThread:
         self._commands: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self.closed = self._paused = False
-        self._throttle = self._took_s = self._ended = 0.0
+        self._throttle = self._pass_s = self._pass_ended = 0.0
         self._thread = threading.Thread(target=self._work, name="ludus-engine", daemon=True)
         self._thread.start()
 
@@ -467,7 +467,7 @@ class ComputeThread:
                 return
             try:
                 future.set_result(work())
-            except BaseException as error:  # boundary: the caller gets the cause
+            except BaseException as error:  # boundary: re-raised in the caller
                 future.set_exception(error)
 
         self.submit(command)
@@ -511,8 +511,8 @@ class ComputeThread:
                 pause_s = self._pause_s
                 if self._has_work and not pause_s:
                     break
-                known = [left for left in (self._core.next_timeout_s, pause_s or None) if left is not None]
-                self._wake.wait(min(known, default=None))
+                timeouts = [left for left in (self._core.next_timeout_s, pause_s or None) if left is not None]
+                self._wake.wait(min(timeouts, default=None))
                 if self._core.next_timeout_s == 0:
                     break
             commands, self._commands = self._commands, deque()
@@ -525,7 +525,7 @@ class ComputeThread:
     @property
     def _pause_s(self) -> float:
         """Remaining seconds of sleep after the last pass, at least 0."""
-        return max(0.0, self._ended + self._throttle * self._took_s - time.monotonic())
+        return max(0.0, self._pass_ended + self._throttle * self._pass_s - time.monotonic())
 
     def _step(self) -> None:
         """Run a pass. An error in one sequence fails that sequence; an error outside fails all."""
@@ -534,11 +534,11 @@ class ComputeThread:
             self._core.step()
         except EngineError as error:
             self._core.fail_all(error)
-        except Exception as error:  # boundary: if the thread died, all callers would wait forever
+        except Exception as error:  # boundary: if the thread died, all callers would block forever
             count = len(self._core.running)
             self._core.fail_all(EngineError(f"Inference failed on a batch of {count}: {error}"))
-        self._ended = time.monotonic()
-        self._took_s = self._ended - begin
+        self._pass_ended = time.monotonic()
+        self._pass_s = self._pass_ended - begin
 
 
 @contextmanager
@@ -553,7 +553,7 @@ def compute_threads(threads: int) -> Iterator[None]:
 
 
 def _set_num_threads(threads: int) -> None:
-    """Set the calling thread's number of compute threads, which OpenMP keeps per thread."""
+    """Set the calling thread's number of compute threads, which OpenMP stores per thread."""
     if threads:
         torch.zeros(1).sum()  # torch applies its global number on first use, so trigger that first
         torch.set_num_threads(threads)

@@ -1,7 +1,7 @@
 """Guided decoding: mask tokens that would violate a JSON schema, regular expression or grammar.
 
-The automata are llguidance's (extra `guided`). The completion's `cut_logprobs` are of the masked
-distribution, its `logprobs` of the model's own.
+The automata are llguidance's (extra `guided`). `Completion.cut_logprobs` come from the masked
+distribution, `logprobs` from the unmasked one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CACHE_SIZE = 128
 
 
 class GuideState:
-    """State of one action in its guide."""
+    """Matcher state of one action."""
 
     def __init__(self, matcher: Any, stop_token_ids: tuple[int, ...]) -> None:  # noqa: ANN401 (untyped)
         self._matcher = matcher
@@ -41,12 +41,12 @@ class GuideState:
     def advance(self, token: int) -> None:
         """Advance by a sampled token. Raises EngineError if the guide does not allow it."""
         if token not in self._stops and not self._matcher.consume_token(token):
-            raise EngineError(f"The guide failed: {first_line(self._matcher.get_error() or 'no reason given')}.")
+            raise EngineError(f"The guide failed: {first_line(self._matcher.get_error() or 'unknown error')}.")
 
     def allowed(self, vocab_size: int) -> np.ndarray:
         """Return the mask of allowed next tokens, `[vocab_size]` bool; with stop ids if the action may end."""
-        words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        bits = np.unpackbits(words, count=min(vocab_size, 8 * len(words)), bitorder="little").astype(bool)
+        packed = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        bits = np.unpackbits(packed, count=min(vocab_size, 8 * len(packed)), bitorder="little").astype(bool)
         allowed = np.zeros(vocab_size, dtype=bool)
         allowed[: len(bits)] = bits
         if self._matcher.is_accepting():
@@ -57,7 +57,7 @@ class GuideState:
 
 
 class GuideCompiler:
-    """Compiles guides for one tokenizer. Raises UserError if the extra `guided` is not installed."""
+    """Compiler of guides for one tokenizer. Raises UserError if the extra `guided` is not installed."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if importlib.util.find_spec("llguidance") is None:
@@ -88,15 +88,15 @@ class GuideCompiler:
         return states
 
     def _compile(self, guide: Guide) -> Any:  # noqa: ANN401 (the library has no types)
-        made = self._library.LLMatcher
+        matcher_class = self._library.LLMatcher
         try:
             if guide.kind == "json_schema":
-                grammar = made.grammar_from_json_schema(guide.text, defaults=JSON_STYLE["x-guidance"])
+                grammar = matcher_class.grammar_from_json_schema(guide.text, defaults=JSON_STYLE["x-guidance"])
             elif guide.kind == "regex":
-                grammar = made.grammar_from_regex(guide.text)
+                grammar = matcher_class.grammar_from_regex(guide.text)
             else:
-                grammar = made.grammar_from_lark(guide.text)
-            matcher = made(self._tokenizer, grammar)
+                grammar = matcher_class.grammar_from_lark(guide.text)
+            matcher = matcher_class(self._tokenizer, grammar)
             problem = matcher.get_error()
         except ValueError as error:
             problem = str(error)

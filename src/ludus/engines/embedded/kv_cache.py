@@ -1,7 +1,7 @@
 """Paged KV cache: page memory, and a radix tree of pages shared between sequences with a common prefix.
 
 A page holds the keys and values of up to `PAGE` consecutive tokens. A node of the tree is one page; the path
-from the root to it is a prefix. Running sequences hold their path; other pages stay cached until memory runs out
+from the root to it is a prefix. Running sequences reference their path; other pages stay cached until memory runs out
 and are evicted least recently used first. A page is written from left to right, so its prefix may be read
 while its owner extends it.
 """
@@ -25,7 +25,7 @@ AT = "@"
 
 @dataclass(slots=True, eq=False)
 class RadixNode:
-    """One page, held by `refs` running sequences. `tokens` are those that others may match once `ready`; a node that is
+    """One page, referenced by `refs` running sequences. `tokens` can be matched by others once `ready`; a node that is
     not `listed` is private to its owner."""
 
     page: int
@@ -51,12 +51,12 @@ class CacheMatch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that need not be computed."""
+        """Number of cached tokens."""
         return PAGE * len(self.nodes) + self.num_copied
 
 
 class RadixCache:
-    """Allocates the pages 0 to `num_pages - 1` and finds those that hold a prefix."""
+    """Allocator of the pages 0 to `num_pages - 1`, with lookup by prefix."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -101,7 +101,7 @@ class RadixCache:
         return found
 
     def acquire(self, match: CacheMatch) -> list[RadixNode]:
-        """Hold the pages of a match and return the path so far. The caller copies `source`."""
+        """Reference the pages of a match and return the path so far. The caller copies `source`."""
         path = [*match.nodes, match.source] if match.owned and match.source is not None else match.nodes
         for node in path:
             if node.refs == 0:
@@ -128,21 +128,21 @@ class RadixCache:
         if parent is None or not parent.listed or node.children:
             node.ready = node.ready or node.tokens == tokens
             return
-        known = parent.children.get(tokens)
-        if known is node:
+        existing = parent.children.get(tokens)
+        if existing is node:
             node.ready = True
             return
-        if known is None:
+        if existing is None:
             self._unlist(node)
             node.tokens, node.parent, node.ready, node.listed = tokens, parent, True, True
             parent.children[tokens] = node
-        elif len(tokens) == PAGE and known.ready and node.refs == 1:
+        elif len(tokens) == PAGE and existing.ready and node.refs == 1:
             self._unlist(node)
             self._free.append(node.page)
-            if known.refs == 0:
-                self._idle.pop(known)
-            known.refs += 1
-            path[place] = known
+            if existing.refs == 0:
+                self._idle.pop(existing)
+            existing.refs += 1
+            path[place] = existing
 
     def release(self, path: list[RadixNode]) -> None:
         """Release a path; shared pages stay cached until evicted."""
@@ -158,14 +158,14 @@ class RadixCache:
                 self._free_page(node)
 
     def free_suffix(self, tokens: tuple[int, ...], adapter: str = "") -> None:
-        """Drop the end of a finished episode's history that no other sequence holds or shares."""
+        """Free the end of a finished episode's history unless other sequences use it."""
         node, at = self.root(adapter), 0
         while at < len(tokens):
             rest = tokens[at : at + PAGE]
             child = node.children.get(rest)
             if child is None:
-                short = [c for c in node.children.values() if len(c.tokens) == common_prefix(c.tokens, rest)]
-                child = max(short, key=lambda c: len(c.tokens), default=None)
+                partial = [c for c in node.children.values() if len(c.tokens) == common_prefix(c.tokens, rest)]
+                child = max(partial, key=lambda c: len(c.tokens), default=None)
             if child is None:
                 break
             node, at = child, at + len(child.tokens)
@@ -176,7 +176,7 @@ class RadixCache:
             node = above
 
     def clear(self, adapter: str | None = None) -> None:
-        """Make all entries (of one adapter, or all) unfindable; running sequences keep their pages."""
+        """Unlist the entries of one adapter, or all; running sequences keep their pages."""
         roots = self._root_names(adapter)
         stack = [node for name in roots for node in self.root(name).children.values()]
         while stack:
@@ -204,7 +204,7 @@ class RadixCache:
         return [name for name in self._roots if adapter in (None, name, name.partition(AT)[0])]
 
     def _evict(self) -> None:
-        """Evict the least recently used eighth of the unheld pages, leaves first."""
+        """Evict the least recently used eighth of the unreferenced pages, leaves first."""
         ordered = sorted(self._idle, key=lambda n: n.used)
         count = max(1, len(ordered) // 8)
         while count and ordered:
@@ -262,13 +262,13 @@ class PagePool:
             )
             for s in layers
         ]
-        self._kind = dtype, device
+        self._dtype_and_device = dtype, device
         self.allocate()
 
     def allocate(self) -> None:
         """Allocate the memory, filled with zeros."""
-        self.keys = [lazy_zeros(key, *self._kind) for key, _ in self._shapes]
-        self.values = [lazy_zeros(value, *self._kind) for _, value in self._shapes]
+        self.keys = [lazy_zeros(key, *self._dtype_and_device) for key, _ in self._shapes]
+        self.values = [lazy_zeros(value, *self._dtype_and_device) for _, value in self._shapes]
 
     def free(self) -> None:
         """Free all memory and its contents."""
@@ -290,6 +290,6 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
-    room = np.zeros(num_bytes + _CACHE_LINE_BYTES, dtype=np.uint8)
-    start = -room.ctypes.data % _CACHE_LINE_BYTES
-    return torch.from_numpy(room[start : start + num_bytes]).view(dtype).view(shape)
+    buffer = np.zeros(num_bytes + _CACHE_LINE_BYTES, dtype=np.uint8)
+    start = -buffer.ctypes.data % _CACHE_LINE_BYTES
+    return torch.from_numpy(buffer[start : start + num_bytes]).view(dtype).view(shape)

@@ -4,8 +4,8 @@ Supports models with standard attention (full or sliding-window) that use transf
 `RaggedForward` compares a paged pass with a plain pass on a few tokens at start, and rejects the model if
 they disagree.
 
-Linear layers use oneDNN where it is faster. In float32 torch uses Intel MKL, which does not use 512-bit
-registers on other vendors' processors. oneDNN, which torch ships and whose operator inductor calls, does. It
+Linear layers use oneDNN if it is faster. In float32 torch uses Intel MKL, which does not use 512-bit
+registers on other vendors' processors. oneDNN, included in torch and called by inductor, does. It
 compiles and caches a kernel, with its memory, for each number of rows, so rows are processed in blocks of few
 sizes. From `MIN_ROWS` rows on, the result of a row does not depend on the other rows.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ROW_BLOCK = 16
-"""Passes are padded to a multiple of this many tokens, so that matrix products treat every row alike."""
+"""Passes are padded to a multiple of this many tokens, so that a row's result does not depend on other rows."""
 _AGREEMENT = {torch.float64: 1e-6, torch.float32: 1e-3}
 _COARSE_AGREEMENT = 0.5
 """Maximum difference of log-probabilities in the comparison; 16-bit types round much more than the others."""
@@ -58,7 +58,7 @@ class Chunk:
 
 
 class RaggedForward:
-    """Computes logits of a pass over chunks of many sequences. Raises UserError for an unsupported model."""
+    """Forward passes over chunks of many sequences. Raises UserError for an unsupported model."""
 
     def __init__(self, model: PreTrainedModel, num_pages: int, max_tokens: int, threads: int) -> None:
         self.model = model
@@ -81,7 +81,7 @@ class RaggedForward:
             attention.register()
             model.set_attn_implementation(attention.NAME)
             difference = float((self._run_ragged_trial() - expected).abs().max())
-            self.invariant = self._rows_are_alike()
+            self.invariant = self._is_batch_invariant()
         except (TypeError, ValueError, AttributeError, LookupError, RuntimeError, EngineError) as error:
             raise UserError(
                 f"The local engine cannot run {name}: {error}.",
@@ -198,13 +198,13 @@ class RaggedForward:
 
     @torch.inference_mode()
     def _run_ragged_trial(self) -> Tensor:
-        """Return the same by ragged passes: in two chunks, each batched with another sequence."""
+        """Return the log-probabilities from ragged passes: two chunks, each batched with another sequence."""
         ids, cut = self._trial_ids(), _TRIAL_TOKENS // 2 + 3
         table = self._trial_table()
         other = tuple(reversed(ids))
-        mine = self._default
-        first = [Chunk(other[:5], 0, 1), Chunk(ids[:cut], 0, 0, mine)]
-        second = [Chunk(ids[cut:], cut, 0, mine), Chunk(other[5:9], 5, 1)]
+        adapter = self._default
+        first = [Chunk(other[:5], 0, 1), Chunk(ids[:cut], 0, 0, adapter)]
+        second = [Chunk(ids[cut:], cut, 0, adapter), Chunk(other[5:9], 5, 1)]
         parts = [
             self.logits(first, table, np.arange(5, 5 + cut)),
             self.logits(second, table, np.arange(_TRIAL_TOKENS - cut)),
@@ -212,7 +212,7 @@ class RaggedForward:
         return torch.cat(parts).double().log_softmax(-1)
 
     @torch.inference_mode()
-    def _rows_are_alike(self) -> bool:
+    def _is_batch_invariant(self) -> bool:
         """Return whether a token's logits are bit-identical alone and at several positions in a batch."""
         if self.device.type != "cpu":
             return False
@@ -232,7 +232,7 @@ class RaggedForward:
 
 
 class _ShapeRecorder(Cache):  # type: ignore[misc]
-    """Stores nothing; records the shape of each layer's keys and values."""
+    """Cache without storage that records the shape of each layer's keys and values."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -283,10 +283,10 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return nn.functional.linear(rows, weight, bias)
     flat = rows.reshape(-1, rows.shape[-1])
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (rows, weight, bias)):
-        (made,) = apply(_Linear, flat, weight, bias)
+        (out,) = apply(_Linear, flat, weight, bias)
     else:
-        made = _multiply_blocks(flat, weight, bias)
-    return made.view(*rows.shape[:-1], -1)
+        out = _multiply_blocks(flat, weight, bias)
+    return out.view(*rows.shape[:-1], -1)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
@@ -317,7 +317,7 @@ def uses_onednn(weight: Tensor) -> bool:
 
 @functools.cache
 def is_faster() -> bool:
-    """Return whether the CPU has AVX-512 but is not from Intel. No timing, so that runs are reproducible."""
+    """Return whether the CPU has AVX-512 but is not from Intel. Not benchmarked, so that runs are reproducible."""
     try:
         operator = torch.ops.mkldnn._linear_pointwise
         processor = Path("/proc/cpuinfo").read_text(encoding="utf-8")
@@ -328,7 +328,7 @@ def is_faster() -> bool:
 
 
 class OneDnnLinear(nn.Linear):
-    """A linear layer that multiplies by `linear`."""
+    """A linear layer computed by `linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map `[..., in]` to `[..., out]`."""
@@ -336,7 +336,7 @@ class OneDnnLinear(nn.Linear):
 
 
 def use_onednn(model: nn.Module) -> list[nn.Linear]:
-    """Make a model's plain linear layers use `linear` and return them, for `restore_linear`."""
+    """Switch a model's plain linear layers to `linear` and return them, for `restore_linear`."""
     plain = [m for m in model.modules() if type(m) is nn.Linear] if is_faster() else []
     for layer in plain:
         layer.__class__ = OneDnnLinear
@@ -351,8 +351,8 @@ def restore_linear(layers: Iterable[nn.Linear]) -> None:
 
 def apply(function: type[Function], *inputs: object) -> tuple[Tensor, ...]:
     """Apply a custom autograd function."""
-    made: Tensor | tuple[Tensor, ...] = function.apply(*inputs)  # type: ignore[no-untyped-call]
-    return made if isinstance(made, tuple) else (made,)
+    out: Tensor | tuple[Tensor, ...] = function.apply(*inputs)  # type: ignore[no-untyped-call]
+    return out if isinstance(out, tuple) else (out,)
 
 
 class _Context(FunctionCtx):
@@ -384,16 +384,16 @@ def _multiply_blocks(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tenso
     count = len(rows)
     if count <= _BLOCK_ROWS and count % MIN_ROWS == 0:
         return _multiply(rows, weight, bias)
-    made = rows.new_empty(count, weight.shape[0])
+    out = rows.new_empty(count, weight.shape[0])
     for start in range(0, count, _BLOCK_ROWS):
         block = rows[start : start + _BLOCK_ROWS]
-        short = -len(block) % MIN_ROWS
-        if short:
-            block = nn.functional.pad(block, (0, 0, 0, short))
-        made[start : start + _BLOCK_ROWS] = _multiply(block, weight, bias)[: len(block) - short]
-    return made
+        missing = -len(block) % MIN_ROWS
+        if missing:
+            block = nn.functional.pad(block, (0, 0, 0, missing))
+        out[start : start + _BLOCK_ROWS] = _multiply(block, weight, bias)[: len(block) - missing]
+    return out
 
 
 def _multiply(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    made: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
-    return made
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
+    return out

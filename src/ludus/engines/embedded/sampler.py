@@ -46,8 +46,8 @@ def seed_words(seeds: Sequence[int]) -> NDArray[np.uint64]:
 
 def uniforms(words: NDArray[np.uint64], steps: int | NDArray[np.uint64]) -> NDArray[np.float64]:
     """Return one number in [0, 1) per row, `[B]`, with counter (seed word, step): 53 bits of splitmix64."""
-    counted = np.atleast_1d(np.asarray(steps, dtype=np.uint64)) + np.uint64(1)
-    offset = _GOLDEN * counted
+    counters = np.atleast_1d(np.asarray(steps, dtype=np.uint64)) + np.uint64(1)
+    offset = _GOLDEN * counters
     draws: NDArray[np.float64] = (_mix(words + offset) >> np.uint64(11)).astype(np.float64)
     return draws * 2.0**-53
 
@@ -139,9 +139,9 @@ def sample(
     plain = _gather(logprobs, tokens)
     if allowed is None and not rules.any_cut:
         return TokenDraw(tokens, plain, plain, top)
-    share = _gather(probs, tokens).double() / total
+    cut_probs = _gather(probs, tokens).double() / total
     changed = rules.cut if allowed is None else rules.cut | ~allowed.all(dim=-1)
-    return TokenDraw(tokens, plain, torch.where(changed, share.log().to(plain.dtype), plain), top)
+    return TokenDraw(tokens, plain, torch.where(changed, cut_probs.log().to(plain.dtype), plain), top)
 
 
 def likeliest(logprobs: Tensor, nums: Sequence[int]) -> list[TopLogprobs]:
@@ -149,18 +149,18 @@ def likeliest(logprobs: Tensor, nums: Sequence[int]) -> list[TopLogprobs]:
     Some `nums` must be positive. The result of a row depends on that row only."""
     requested = [row for row, num in enumerate(nums) if num > 0]
     rows = logprobs if len(requested) == len(nums) else logprobs[requested]
-    most = min(max(nums), rows.shape[1])
-    values, tokens = rows.topk(most, dim=-1)
+    num_top = min(max(nums), rows.shape[1])
+    values, tokens = rows.topk(num_top, dim=-1)
     # `topk` breaks ties at the end arbitrarily: take all tied tokens, then keep the lowest ids.
     num_tied = int((rows >= values[:, -1:]).sum(-1).max())
-    if num_tied > most:
+    if num_tied > num_top:
         values, tokens = rows.topk(num_tied, dim=-1)
     tokens, order = tokens.sort(dim=-1)
     values, by_value = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
-    tokens = tokens.gather(1, by_value)[:, :most]
+    tokens = tokens.gather(1, by_value)[:, :num_top]
     found: list[TopLogprobs] = [()] * len(nums)
-    for row, ids, given in zip(requested, tokens.tolist(), values[:, :most].tolist(), strict=True):
-        pairs = zip(ids[: nums[row]], given[: nums[row]], strict=True)
+    for row, ids, row_values in zip(requested, tokens.tolist(), values[:, :num_top].tolist(), strict=True):
+        pairs = zip(ids[: nums[row]], row_values[: nums[row]], strict=True)
         found[row] = tuple((token, logprob) for token, logprob in pairs if logprob > -math.inf)
     return found
 
@@ -189,11 +189,11 @@ def _draw(probs: Tensor, rules: SamplingRules, steps: int | NDArray[np.uint64]) 
 
 def _search(cumulative: Tensor, points: Tensor) -> Tensor:
     """Return the first index `[B, 1]` with a cumulative sum above the point and positive probability."""
-    found = torch.searchsorted(cumulative, points, right=True)
+    first = torch.searchsorted(cumulative, points, right=True)
     # Rounding may put a point on the total itself; use the last index of positive probability then.
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous(), right=False)
-    # With non-finite logits the index is arbitrary; the log-probability reveals them.
-    return torch.minimum(found, last).clamp(max=cumulative.shape[1] - 1)
+    # With non-finite logits the index is arbitrary; the scheduler rejects their log-probability.
+    return torch.minimum(first, last).clamp(max=cumulative.shape[1] - 1)
 
 
 def _cut(probs: Tensor, rules: SamplingRules) -> Tensor:
@@ -210,13 +210,13 @@ def _cut(probs: Tensor, rules: SamplingRules) -> Tensor:
 
 
 class StopStrings:
-    """Matches one set of stop strings against growing token lists: decodes their tail, if the last token can end a stop
+    """Matcher of stop strings against growing token lists: decodes their tail if the last token can end a stop
     string. SentencePiece tokenizers omit a leading space of an action's text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(text for text in stop if text)
-        # Each byte of a stop string may be a separate token; 4 more keep the first characters whole.
+        # Each byte of a stop string may be a separate token; 4 extra tokens complete the first character.
         self._window_tokens = max((len(text.encode()) for text in self._stop), default=0) + 4
         self._last_characters = frozenset(text[-1] for text in self._stop)
         self._check_all = not all(character.isascii() for character in self._last_characters)

@@ -1,10 +1,10 @@
 """Continuous batching: sequences join and leave between any two forward passes.
 
 Each `step` is one pass: one token for every decoding sequence, then chunks of prompts and observations in order
-of arrival, up to the token limit. It uses no event loop; one thread calls it.
+of arrival, up to the token limit. It uses no event loop and is not thread-safe.
 
 A sequence is admitted first come, first served, once a slot is free and the remaining pages fit its maximum
-length. Only a sequence that waits to share a prefix that another one computes lets others pass.
+length. Only a sequence waiting for a shared prefix, in computation by another one, can be overtaken.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class SequenceState:
             self.finish = "length"
 
     def fail(self, message: str, hint: str = "") -> None:
-        """End with an error at the end of the pass; an earlier error is kept."""
+        """End with an error at the end of the pass; an earlier error takes precedence."""
         self.error = self.error or EngineError(message, hint)
         self.finish = "abort"
 
@@ -126,18 +126,18 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward pass: `rows` of `plan` sample from the first logits; the others are scored or prefilled."""
+    """One forward pass: `rows` sample from the first logits; other sequences of `plan` are scored or prefilled."""
 
     plan: list[tuple[SequenceState, Chunk]]
     rows: list[SequenceState]
     logits: Tensor
     draw: TokenDraw | None
     model_s: float
-    draw_s: float
+    sample_s: float
 
 
 class BatchScheduler:
-    """The queue, the running sequences, and the steps that advance them."""
+    """Request queue, running sequences and scheduling steps."""
 
     def __init__(
         self,
@@ -194,26 +194,26 @@ class BatchScheduler:
         plan = self._plan()
         passes = self._compute(plan)
         computed = time.perf_counter()
-        for one in passes:
-            _append_results(one, self.version_of)
-        model_s, draw_s = sum(one.model_s for one in passes), sum(one.draw_s for one in passes)
-        used_s = time.perf_counter() - computed
+        for executed in passes:
+            _append_results(executed, self.version_of)
+        model_s, sample_s = sum(executed.model_s for executed in passes), sum(executed.sample_s for executed in passes)
+        append_s = time.perf_counter() - computed
         prefill = sum(len(chunk.ids) for sequence, chunk in plan if chunk.start < sequence.num_prompt)
         stats = self.stats
         self.stats = replace(
             stats,
             steps=stats.steps + 1,
             prefill_tokens=stats.prefill_tokens + prefill,
-            decode_tokens=stats.decode_tokens + sum(len(one.rows) for one in passes),
+            decode_tokens=stats.decode_tokens + sum(len(executed.rows) for executed in passes),
             batch_tokens=stats.batch_tokens + sum(len(chunk.ids) for _, chunk in plan),
             evicted_pages=self.tree.num_evicted,
             queue_steps=stats.queue_steps + len(self.waiting),
             running_steps=stats.running_steps + len(self.running),
             model_s=stats.model_s + model_s,
-            sample_s=stats.sample_s + draw_s + used_s,
+            sample_s=stats.sample_s + sample_s + append_s,
         )
         self._finish_ended(plan)
-        rest_s = time.perf_counter() - begin - model_s - draw_s - used_s
+        rest_s = time.perf_counter() - begin - model_s - sample_s - append_s
         self.stats = replace(self.stats, schedule_s=self.stats.schedule_s + rest_s)
 
     def abort(self, sequence: SequenceState) -> None:
@@ -249,20 +249,20 @@ class BatchScheduler:
             return
         self.tree.clear(adapter)
         stale = [s for s in self.running if adapter is None or s.adapter == adapter]
-        again = sum(sequence.num_computed for sequence in stale)
+        num_recomputed = sum(sequence.num_computed for sequence in stale)
         for sequence in stale:
             sequence.num_computed = sequence.num_committed = 0
-        self.stats = replace(self.stats, recomputed_tokens=self.stats.recomputed_tokens + again)
+        self.stats = replace(self.stats, recomputed_tokens=self.stats.recomputed_tokens + num_recomputed)
 
     def drop_adapter(self, adapter: str) -> None:
-        """Drop everything cached for an unloaded adapter. It must have no running sequence."""
+        """Drop all cache entries of an unloaded adapter without running sequences."""
         self.tree.drop_adapter(adapter)
         self.adapter_versions.pop(adapter, None)
 
     def sleep(self) -> None:
         """Clear the KV cache and free its memory until the next pass. Raises EngineError if there are requests."""
         if self.busy:
-            raise EngineError("The engine's cache is in use: it has requests.")
+            raise EngineError("The engine cannot sleep: it has requests.")
         self.tree.clear()
         self._forward.pool.free()
 
@@ -274,21 +274,21 @@ class BatchScheduler:
 
     def _admit(self) -> None:
         """Move sequences from the queue to free slots, oldest first; skip those that wait for a prefix."""
-        stay: deque[SequenceState] = deque()
+        skipped: deque[SequenceState] = deque()
         while self.waiting and self._free_slots:
             sequence = self.waiting.popleft()
             match = self._match(sequence)
             if match.wait:
-                stay.append(sequence)
+                skipped.append(sequence)
                 continue
             path = self.tree.acquire(match)
             if not self._reserve(sequence, sequence.num_pages - len(path)):
                 self.tree.release(path)
-                stay.append(sequence)
+                skipped.append(sequence)
                 break
             self._start(sequence, path, match)
-        stay.extend(self.waiting)
-        self.waiting = stay
+        skipped.extend(self.waiting)
+        self.waiting = skipped
 
     def _match(self, sequence: SequenceState) -> CacheMatch:
         """Look up the cached prefix; scoring matches nothing, since it needs every row of logits."""
@@ -304,7 +304,7 @@ class BatchScheduler:
         return True
 
     def _start(self, sequence: SequenceState, path: list[RadixNode], match: CacheMatch) -> None:
-        """Assign a slot and the pages of its history to a sequence."""
+        """Assign a slot and pages for its history to a sequence."""
         sequence.slot = self._free_slots.popleft()
         self._table[sequence.slot, : len(path)] = [node.page for node in path]
         sequence.path = path
@@ -330,7 +330,7 @@ class BatchScheduler:
     def _plan(self) -> list[tuple[SequenceState, Chunk]]:
         """Choose the tokens of the next pass: every decoding sequence, then prompts by age."""
         plan: list[tuple[SequenceState, Chunk]] = []
-        room = self._pass_tokens
+        budget = self._pass_tokens
         prefills: list[SequenceState] = []
         for sequence in self.running:
             if len(sequence.tokens) - sequence.num_computed > 1:
@@ -338,14 +338,14 @@ class BatchScheduler:
                 continue
             at = sequence.num_computed
             plan.append((sequence, Chunk((sequence.tokens[at],), at, sequence.slot, sequence.adapter)))
-            room -= 1
+            budget -= 1
         for sequence in prefills:
             at = sequence.num_computed
-            most = room if sequence.scores is None else min(room, _SCORE_CHUNK)
-            ids = tuple(sequence.tokens[at : at + max(0, most)])
+            limit = budget if sequence.scores is None else min(budget, _SCORE_CHUNK)
+            ids = tuple(sequence.tokens[at : at + max(0, limit)])
             if ids:
                 plan.append((sequence, Chunk(ids, at, sequence.slot, sequence.adapter)))
-                room -= len(ids)
+                budget -= len(ids)
         return plan
 
     def _compute(self, plan: list[tuple[SequenceState, Chunk]]) -> list[Pass]:
@@ -399,7 +399,7 @@ class BatchScheduler:
         sequence.done(sequence)
 
     def _commit(self, sequence: SequenceState) -> None:
-        """Make computed pages available to others: whole pages, the end of the prompt, and all at the end."""
+        """Share computed pages: full ones, the last one of the prompt, and all when the sequence ends."""
         ended = sequence.finish is not None or sequence.num_computed == sequence.num_prompt
         while sequence.num_committed < sequence.num_computed:
             place = sequence.num_committed // PAGE
@@ -484,11 +484,11 @@ def _append_scores(sequence: SequenceState, chunk: Chunk, logits: Tensor) -> int
     logprobs = torch.log_softmax(logits[: len(after)], dim=-1)
     index = torch.tensor(after, device=logits.device)[:, None]
     assert sequence.scores is not None
-    del sequence.scores[chunk.start + 1 :]  # drop scores of older weights after a restart
-    found = logprobs.gather(1, index)[:, 0].tolist()
-    if any(map(math.isnan, found)):
+    del sequence.scores[chunk.start + 1 :]  # after a weight update, drop scores of older weights
+    scores = logprobs.gather(1, index)[:, 0].tolist()
+    if any(map(math.isnan, scores)):
         sequence.fail("The model's logits are not finite.", "Its weights have diverged.")
-    sequence.scores.extend(found)
+    sequence.scores.extend(scores)
     num_top = sequence.request.params.top_logprobs
     if num_top and after:
         del sequence.top_logprobs[chunk.start :]

@@ -60,11 +60,11 @@ def _fingerprint_parts(tensors: Mapping[str, torch.Tensor], pairs: Mapping[str, 
         return digest
     factors: dict[str, torch.Tensor] = {}
     for layer, pair in pairs.items():
-        like = base[f"{layer}.weight"].dtype
-        factors[f"{layer}.lora_A"], factors[f"{layer}.lora_B"] = pair.down.to(like), pair.up.to(like)
+        dtype = base[f"{layer}.weight"].dtype
+        factors[f"{layer}.lora_A"], factors[f"{layer}.lora_B"] = pair.down.to(dtype), pair.up.to(dtype)
         factors[f"{layer}.scaling"] = torch.tensor(pair.scaling, dtype=torch.float32)
-    both = f"{digest}+{fingerprint_tensors(factors)}"
-    return hashlib.blake2b(both.encode(), digest_size=16).hexdigest()
+    combined = f"{digest}+{fingerprint_tensors(factors)}"
+    return hashlib.blake2b(combined.encode(), digest_size=16).hexdigest()
 
 
 def fingerprint_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -83,15 +83,15 @@ def _content_digest(tensor: torch.Tensor) -> bytes:
         return hashlib.blake2b(_raw_bytes(tensor)).digest()
     cache = _frozen_digests()
     state = (tensor._version, tensor.data_ptr())
-    known = cache.get(tensor)
-    if known is None or known[0] != state:
-        known = cache[tensor] = state, hashlib.blake2b(_raw_bytes(tensor)).digest()
-    return known[1]
+    cached = cache.get(tensor)
+    if cached is None or cached[0] != state:
+        cached = cache[tensor] = state, hashlib.blake2b(_raw_bytes(tensor)).digest()
+    return cached[1]
 
 
 @functools.cache
 def _frozen_digests() -> MutableMapping[torch.Tensor, tuple[tuple[int, int], bytes]]:
-    """Return the cache: version and address of a tensor's memory, and the digest. It holds no tensor alive."""
+    """Return the cache: version and address of a tensor's memory, and the digest. Holds only weak references."""
     from torch.utils.weak import WeakIdKeyDictionary
 
     return WeakIdKeyDictionary()

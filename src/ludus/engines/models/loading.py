@@ -30,7 +30,7 @@ _HUB_TIMEOUT_S = 10.0
 _ATTENTION = "sdpa"
 _MAX_MERGE_LOSS = 0.1
 _TRIAL_TOKENS = 24
-_SAFE = "Unpickling them could run code. Save them as safetensors."
+_PICKLE_HINT = "Unpickling them could run code. Save them as safetensors."
 
 
 def resolve_device(device: DeviceName) -> torch.device:
@@ -72,11 +72,11 @@ def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "au
             path,
             config=config,
             dtype=_DTYPES[dtype],
-            attn_implementation=None,  # torch's own if the family supports it (Gemma2 does not)
+            attn_implementation=None,  # SDPA if the architecture supports it (Gemma2 does not)
             local_files_only=_is_folder(path),
             trust_remote_code=False,
             weights_only=True,
-            ignore_mismatched_sizes=True,  # reported below in one sentence
+            ignore_mismatched_sizes=True,  # reported below by name
             output_loading_info=True,
         )
     _check_weights(path, "lacks", info["missing_keys"])
@@ -124,13 +124,13 @@ def _merge_adapters(adapted: PeftModel) -> tuple[PreTrainedModel, float]:
     vocabulary = adapted.get_input_embeddings().weight.shape[0]
     tokens = torch.arange(_TRIAL_TOKENS, device=adapted.device)[None] * 7 % vocabulary
     adapted.eval()
-    wanted = adapted(input_ids=tokens, use_cache=False).logits.float()
+    expected = adapted(input_ids=tokens, use_cache=False).logits.float()
     with adapted.disable_adapter():
         plain = adapted(input_ids=tokens, use_cache=False).logits.float()
     merged: PreTrainedModel = adapted.merge_and_unload()
-    got = merged(input_ids=tokens, use_cache=False).logits.float()
-    effect = float((wanted - plain).norm())
-    return merged, float((wanted - got).norm()) / effect if effect else 0.0
+    actual = merged(input_ids=tokens, use_cache=False).logits.float()
+    effect = float((expected - plain).norm())
+    return merged, float((expected - actual).norm()) / effect if effect else 0.0
 
 
 def load_tokenizer(path: str, *, needs_template: bool = False) -> PreTrainedTokenizerBase:
@@ -236,7 +236,7 @@ def _loading(what: str, hint: str) -> Iterator[None]:
     try:
         yield
     except UnpicklingError as error:
-        raise UserError(f"{what} cannot be loaded: it is pickled with more than tensors.", _SAFE) from error
+        raise UserError(f"{what} cannot be loaded: it is a pickle of more than tensors.", _PICKLE_HINT) from error
     except (OSError, ImportError, RuntimeError, *malformed) as error:
         raise UserError(f"{what} cannot be loaded: {first_line(error)}.", hint) from error
 
@@ -298,10 +298,10 @@ def _check_causal(path: str, config: PreTrainedConfig) -> None:
         for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
         for name in ((names,) if isinstance(names, str) else names)
     }
-    named = config.architectures or []
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (named and causal.isdisjoint(named)):
+    classes = config.architectures or []
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (classes and causal.isdisjoint(classes)):
         raise UserError(
-            f"The model {path} is not a causal language model (it is {', '.join(named) or config.model_type}).",
+            f"The model {path} is not a causal language model (it is {', '.join(classes) or config.model_type}).",
             "Use a checkpoint for text generation.",
         )
 

@@ -50,13 +50,13 @@ class AdapterBank:
         self._active: list[tuple[dict[str, LowRank], Tensor | None]] = []
         self._hooks: dict[str, RemovableHandle] = {}
         self._model = model
-        own = dict(lora_layers(model))
+        peft_pairs = dict(lora_layers(model))
         for name, module in model.named_modules():
             plain = name.removeprefix("base_model.model.").removesuffix(".base_layer")
             if isinstance(module, nn.Linear) and ".lora_" not in name and plain != _HEAD:
                 self._layers[plain] = module
-        if own:
-            self._register(DEFAULT, own)
+        if peft_pairs:
+            self._register(DEFAULT, peft_pairs)
             model.disable_adapter_layers()
 
     @property
@@ -93,7 +93,7 @@ class AdapterBank:
             self._model.enable_adapter_layers()
 
     def select(self, names: Sequence[str], counts: Sequence[int], total: int, device: torch.device) -> None:
-        """Set the adapter ("": none) of each run of `counts` tokens for the next pass."""
+        """Set the adapter ("": none) of each span of `counts` tokens for the next pass."""
         self._active = []
         used = dict.fromkeys(name for name in names if name)
         if len(used) == 1 and len(set(names)) == 1:
@@ -132,15 +132,15 @@ def _pair(name: str, layer: str, parts: dict[str, Tensor], module: nn.Linear, sc
     down, up = parts["A"], parts["B"]
     if down.shape[1] != shape[1] or up.shape[0] != shape[0] or down.shape[0] != up.shape[1]:
         raise SyncError(
-            f"The adapter {name} has {tuple(up.shape)} x {tuple(down.shape)} for {layer}, which is {shape}."
+            f"The adapter {name} has {tuple(up.shape)} x {tuple(down.shape)} for {layer}, whose weight is {shape}."
         )
-    like = module.weight
-    return LowRank(down.detach().to(like, copy=True), up.detach().to(like, copy=True), scaling)
+    weight = module.weight
+    return LowRank(down.detach().to(weight, copy=True), up.detach().to(weight, copy=True), scaling)
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LowRank]]:
-    """Yield the factors of a PEFT model's adapter, as the tensors themselves, so that updates reach them; nothing for a
-    plain model. Raises UserError for anything but one LoRA of linear layers."""
+    """Yield the factors of a PEFT model's adapter, without copying them; nothing for a plain model.
+    Raises UserError for anything but one LoRA of linear layers."""
     if not is_peft(model):
         return
     from peft.tuners.lora import Linear
@@ -203,17 +203,15 @@ class _Config(BaseModel):
     @property
     def is_plain(self) -> bool:
         """Whether the adapter is plain LoRA with a single rank and scaling."""
-        more = (self.use_dora, self.lora_bias, self.fan_in_fan_out, self.bias != "none")
+        unsupported = (self.use_dora, self.lora_bias, self.fan_in_fan_out, self.bias != "none")
         return self.peft_type == "LORA" and not any(
-            (*more, self.modules_to_save, self.rank_pattern, self.alpha_pattern)
+            (*unsupported, self.modules_to_save, self.rank_pattern, self.alpha_pattern)
         )
 
 
 def write_adapter(folder: Path, state: Mapping[str, torch.Tensor], scaling: float) -> int:
     """Write factors, named as in PEFT; return their rank. Raises SyncError if they do not fit, OSError."""
     from safetensors.torch import save_file
-
-    from ludus.engines.models.lora import FACTOR
 
     stored: dict[str, torch.Tensor] = {}
     ranks, targets = set(), set()
@@ -259,9 +257,9 @@ def read_adapter(folder: Path) -> AdapterFiles:
             f"The folder must hold {_CONFIG} and {_WEIGHTS}, as written by PEFT.",
         ) from error
     except ValidationError as error:
-        where = ".".join(map(str, error.errors()[0]["loc"]))
+        field_path = ".".join(map(str, error.errors()[0]["loc"]))
         raise UserError(
-            f"{folder / _CONFIG} is not a valid adapter configuration (at {where or 'the top'})."
+            f"{folder / _CONFIG} is not a valid adapter configuration (at {field_path or 'the top level'})."
         ) from error
     if not config.is_plain:
         raise UserError(

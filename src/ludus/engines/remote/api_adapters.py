@@ -28,9 +28,9 @@ _SEED = (1 << 63) - 1
 _TOKEN_ID = "token_id:"
 """vLLM's prefix of a token id in place of a token's text."""
 _PENALTIES_OFF = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""These override defaults from the model's files."""
+"""Override the defaults of `generation_config.json`."""
 _NOT_FOUND = 404
-_NO_TOKEN, _FORBIDDEN = 401, 403
+_UNAUTHORIZED, _FORBIDDEN = 401, 403
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +131,8 @@ class ApiAdapter(ABC):
         model = ask_once(url, _MODELS, _Models).data[0]
         if model.max_model_len is None:
             raise EngineError(f"{url} does not report its context length.", "Check engine.api.")
-        own = model.owned_by == "ludus"
-        return ServerFacts(model.id, model.max_model_len, model.batch_invariant, logprobs="exact" if own else None)
+        is_ludus = model.owned_by == "ludus"
+        return ServerFacts(model.id, model.max_model_len, model.batch_invariant, logprobs="exact" if is_ludus else None)
 
     @abstractmethod
     async def generate(
@@ -169,7 +169,7 @@ class ApiAdapter(ABC):
         await replica.send(self.UNLOAD_ADAPTER, {"lora_name": name})
 
     async def adapters(self, replica: Replica) -> frozenset[str]:
-        """Return the names that the server serves, including its model."""
+        """Return the names of the loaded adapters and of the model."""
         return frozenset(model.id for model in (await replica.get(_MODELS, _Models)).data)
 
     @abstractmethod
@@ -220,7 +220,7 @@ class VllmApi(ApiAdapter):
         if choice.prompt_token_ids != list(request.token_ids):
             raise EngineError(f"{replica.url} sampled from a different prompt than the one sent.")
         spans = choice.weight_versions
-        top = _named_ids(choice.logprobs, replica.url) if params.top_logprobs else []
+        top = _parse_top_ids(choice.logprobs, replica.url) if params.top_logprobs else []
         return SampledTokens(
             tuple(choice.token_ids),
             tuple(_finite(choice.logprobs.token_logprobs, len(choice.token_ids), replica.url)),
@@ -234,8 +234,8 @@ class VllmApi(ApiAdapter):
         body = {"model": adapter or facts.model, "prompt": list(token_ids), "prompt_logprobs": 0}
         body |= {"max_tokens": 0, "echo": True, "temperature": 0.0, "return_token_ids": True}
         choice = (await replica.post("/v1/completions", body, _Completion)).choices[0]
-        given = choice.prompt_logprobs or []
-        rows = [row.get(token) if row else None for row, token in zip(given, token_ids, strict=False)]
+        entries = choice.prompt_logprobs or []
+        rows = [row.get(token) if row else None for row, token in zip(entries, token_ids, strict=False)]
         return [0.0, *_finite([r.logprob if r else None for r in rows[1:]], len(token_ids) - 1, replica.url)]
 
     async def version(self, replica: Replica) -> str:
@@ -263,7 +263,7 @@ class VllmApi(ApiAdapter):
         return None if found is None else found.checksums
 
     async def fingerprint(self, replica: Replica, adapter: str) -> str | None:
-        """Query `/fingerprint`, which only `ludus serve` has."""
+        """Query `/fingerprint`, an endpoint of `ludus serve` only."""
         path = f"/fingerprint?model={quote(adapter)}" if adapter else "/fingerprint"
         found = await _if_supported(replica.get(path, _Fingerprint))
         return None if found is None else found.fingerprint
@@ -293,7 +293,7 @@ class VllmApi(ApiAdapter):
         except HttpRefusal as error:
             if error.status in (_NOT_FOUND, _FORBIDDEN):
                 error.hint = "Start `ludus serve` with --control, vLLM with VLLM_SERVER_DEV_MODE=1."
-            if error.status == _NO_TOKEN:
+            if error.status == _UNAUTHORIZED:
                 error.hint = "Save the token printed by `ludus serve --control` to a file and set engine.token_file."
             raise
 
@@ -309,7 +309,7 @@ class _SglangMeta(BaseModel):
     output_top_logprobs: list[list[tuple[float, int, str | None]] | None] | None = None
 
 
-class _SglangAnswer(BaseModel):
+class _SglangResponse(BaseModel):
     output_ids: list[int] = []
     meta_info: _SglangMeta
 
@@ -345,15 +345,15 @@ class SglangApi(ApiAdapter):
         body: dict[str, object] = {"rid": name, "input_ids": list(request.token_ids)}
         body["sampling_params"] = sampling | _sglang_guide(params.guide)
         body |= {"return_logprob": True, "top_logprobs_num": params.top_logprobs} | _lora_path(adapter)
-        answer = await replica.post("/generate", body, _SglangAnswer, samples=True)
-        rows = [[(t, lp) for lp, t, _ in row or ()] for row in answer.meta_info.output_top_logprobs or ()]
-        top = _top(rows, params, len(answer.meta_info.output_token_logprobs), replica.url)
-        given = answer.meta_info.output_token_logprobs
-        tokens = tuple(token for _, token, _ in given)
-        if answer.output_ids and tokens != tuple(answer.output_ids):
+        response = await replica.post("/generate", body, _SglangResponse, samples=True)
+        rows = [[(t, lp) for lp, t, _ in row or ()] for row in response.meta_info.output_top_logprobs or ()]
+        top = _top(rows, params, len(response.meta_info.output_token_logprobs), replica.url)
+        entries = response.meta_info.output_token_logprobs
+        tokens = tuple(token for _, token, _ in entries)
+        if response.output_ids and tokens != tuple(response.output_ids):
             raise EngineError(f"{replica.url} returned log-probabilities of other tokens than its token ids.")
-        finish = answer.meta_info.finish_reason
-        logprobs = _finite([logprob for logprob, _, _ in given], len(tokens), replica.url)
+        finish = response.meta_info.finish_reason
+        logprobs = _finite([logprob for logprob, _, _ in entries], len(tokens), replica.url)
         reason = _finish(finish.type if finish else None, replica.url)
         return SampledTokens(tokens, tuple(logprobs), reason, None, top)
 
@@ -361,9 +361,9 @@ class SglangApi(ApiAdapter):
         """Call `/generate` for no tokens, with log-probabilities from the first token on."""
         body: dict[str, object] = {"input_ids": list(token_ids), "return_logprob": True}
         body |= {"logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}}
-        answer = await replica.post("/generate", body | _lora_path(adapter), _SglangAnswer)
-        given = [logprob for logprob, _, _ in answer.meta_info.input_token_logprobs]
-        return [0.0, *_finite(given[1:], len(token_ids) - 1, replica.url)]
+        response = await replica.post("/generate", body | _lora_path(adapter), _SglangResponse)
+        entries = [logprob for logprob, _, _ in response.meta_info.input_token_logprobs]
+        return [0.0, *_finite(entries[1:], len(token_ids) - 1, replica.url)]
 
     async def version(self, replica: Replica) -> str:
         """Read `/get_model_info`."""
@@ -452,11 +452,11 @@ def _finite(logprobs: Sequence[float | None], num: int, url: str) -> list[float]
     return found
 
 
-def _named_ids(logprobs: _Logprobs, url: str) -> list[list[tuple[int, float]]]:
+def _parse_top_ids(logprobs: _Logprobs, url: str) -> list[list[tuple[int, float]]]:
     """Parse top log-probabilities in vLLM's `return_tokens_as_token_ids` format."""
     rows = [row or {} for row in logprobs.top_logprobs or ()]
     if not all(name.startswith(_TOKEN_ID) for row in rows for name in row):
-        raise EngineError(f"{url} names top tokens by their text, not as {_TOKEN_ID}N.")
+        raise EngineError(f"{url} returned top tokens as text, not as {_TOKEN_ID}N.")
     return [[(int(name.removeprefix(_TOKEN_ID)), lp) for name, lp in row.items()] for row in rows]
 
 

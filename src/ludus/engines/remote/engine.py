@@ -1,8 +1,8 @@
 """An engine behind HTTP: one or more replicas of vLLM, SGLang or `ludus serve`.
 
 All requests of an episode go to one replica, whose cache holds its history. Tokens sampled under wrong weights are
-never used: a replica that was unreachable, or that reports an unknown version, gets the weights again and is
-verified before it samples more. After each transfer the server's digests of its tensors, if it reports any, are
+never used: after an outage, or with an unknown version, a replica receives the weights again and is verified
+before its next request. After each transfer the server's digests of its tensors, if it reports any, are
 compared with those sent; the caller compares log-probabilities (`WeightSync`).
 """
 
@@ -68,11 +68,11 @@ class ServerEngine:
         self._replicas = [
             Replica(url.strip().rstrip("/"), settings, restore=self._restore) for url in urls if url.strip()
         ]
-        self._facts = _agreed([self._api.describe(replica.url) for replica in self._replicas])
+        self._facts = _check_same_model([self._api.describe(replica.url) for replica in self._replicas])
         self._lora_scaling = lora_scaling
-        self._routes = Router(self._replicas)
+        self._router = Router(self._replicas)
         self._name = secrets.token_hex(6)
-        self._calls = InflightRequests(self._api, self._name)
+        self._inflight = InflightRequests(self._api, self._name)
         self._weights = WeightPublisher(
             self._api, self._replicas, settings, self._name, reports_versions=self._facts.logprobs == "exact"
         )
@@ -99,9 +99,9 @@ class ServerEngine:
         """Sample one action on the episode's replica."""
         check_fits(request, self.context_tokens)
         if self._rolling is not None:
-            await _place(self._rolling, self._routes, request.episode, moves=self._settings.moves_episodes)
-        replica = self._routes.of(request.episode)
-        with self._calls.under_way(replica, request) as call:
+            await _place(self._rolling, self._router, request.episode, moves=self._settings.moves_episodes)
+        replica = self._router.of(request.episode)
+        with self._inflight.under_way(replica, request) as call:
             await self._check_logprobs(replica, request.params)
             with self._weights.adapters.using(request.adapter, request.episode) as adapter:
                 return await self._generate(call, request, adapter)
@@ -117,7 +117,7 @@ class ServerEngine:
 
     def abort(self, episode: str) -> None:
         """End the episode's requests with the tokens so far and `finish_reason` "abort"."""
-        self._calls.abort(episode)
+        self._inflight.abort(episode)
 
     async def pause(self) -> None:
         """Pause computation on all replicas until `resume`; requests stay queued."""
@@ -128,8 +128,8 @@ class ServerEngine:
         await asyncio.gather(*(self._api.resume(replica) for replica in self._replicas))
 
     def release(self, episode: str) -> None:
-        """Forget the episode's replica; its cache is evicted there when needed."""
-        self._routes.release(episode)
+        """Remove the episode's routing; the server evicts its cache when needed."""
+        self._router.release(episode)
         self._weights.adapters.release(episode)
         if self._rolling is not None:
             self._rolling.release(episode)
@@ -162,7 +162,7 @@ class ServerEngine:
         if pin.url not in self.urls:  # a replica that has just joined
             self._replicas.append(Replica(pin.url, self._settings, restore=self._restore))
         self._weights.add_version(pin.version)
-        self._routes.pin(episode, pin)
+        self._router.pin(episode, pin)
 
     async def load_adapter(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
         """Send LoRA factors, named as in PEFT, as `name`; `scaling` is alpha over rank. Raises as `load_weights`."""
@@ -175,7 +175,7 @@ class ServerEngine:
     async def join(self, url: str) -> None:
         """Add a replica, after sending and verifying the last weights. Raises EngineError, SyncError or UserError."""
         replica = Replica(url, self._settings, restore=self._restore)
-        _agreed([self._facts, await asyncio.to_thread(self._api.describe, url)])
+        _check_same_model([self._facts, await asyncio.to_thread(self._api.describe, url)])
         await self._weights.sync_replica(replica)
         self._replicas.append(replica)
         if self._rolling is not None:
@@ -183,7 +183,7 @@ class ServerEngine:
 
     def leave(self, url: str) -> None:
         """Remove a replica; its episodes move to others."""
-        self._routes.leave(url)
+        self._router.leave(url)
         if self._weights.broadcaster is not None:
             self._weights.broadcaster.regroup()
         if self._rolling is not None:
@@ -192,7 +192,7 @@ class ServerEngine:
     def follow(self, urls: Sequence[str], version: int | None, adapter: RemoteAdapter | None) -> None:
         """Sample from these replicas under weights sent by another client, last `version`; reject all others."""
         for url in set(self.urls) - set(urls):
-            self._routes.leave(url)
+            self._router.leave(url)
         for url in (url for url in urls if url not in self.urls):
             self._replicas.append(Replica(url, self._settings, restore=self._restore))
         self._weights.follow(version, adapter)
@@ -211,11 +211,11 @@ class ServerEngine:
         """Return `fingerprint_module` of the current weights, or None if unsupported. SyncError if replicas differ."""
         with self._weights.adapters.using(None) as adapter:
             name = adapter.name if adapter else BASE
-            answers = await _of_each(self._replicas, lambda replica: self._api.fingerprint(replica, name))
-        found = set(answers.values())
-        if len(found) > 1:
-            raise SyncError(f"The replicas hold different weights: {sorted(map(str, found))}.")
-        return found.pop()
+            answers = await _call_all(self._replicas, lambda replica: self._api.fingerprint(replica, name))
+        fingerprints = set(answers.values())
+        if len(fingerprints) > 1:
+            raise SyncError(f"The replicas hold different weights: {sorted(map(str, fingerprints))}.")
+        return fingerprints.pop()
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
         """Return the log-probability of each token at temperature 1, the same on all replicas; 0 for the first."""
@@ -225,14 +225,14 @@ class ServerEngine:
                 f"the server accepts 1 to {self.context_tokens - 1}."
             )
         with self._weights.adapters.using(adapter) as served:
-            rows = await _of_each(
-                self._replicas, lambda replica: self._under(replica, served, partial(self._score, replica, token_ids))
+            rows = await _call_all(
+                self._replicas, lambda r: self._with_adapter(r, served, partial(self._score, r, token_ids))
             )
         first, expected = next(iter(rows.items()))
         for replica, row in rows.items():
             gap = max(abs(a - b) for a, b in zip(row, expected, strict=True))
             if gap > _SAME_NATS:
-                raise EngineError(f"{replica.url} and {first.url} disagree by {gap:.3g} nats.")
+                raise EngineError(f"{replica.url} and {first.url} differ by {gap:.3g} nats in log-probability.")
         return expected
 
     async def measure(self) -> None:
@@ -246,25 +246,25 @@ class ServerEngine:
     async def close(self) -> None:
         """Close the connections; the servers keep running."""
         await self._stats.close()
-        self._calls.close()
+        self._inflight.close()
         if self._rolling is not None:
             self._rolling.close()
         await self._weights.close()
-        for replica in (*self._replicas, *self._routes.left):
+        for replica in (*self._replicas, *self._router.left):
             await replica.close()
 
     async def _generate(self, call: InflightRequest, request: Request, adapter: RemoteAdapter | None) -> Completion:
         """Sample from the weights that were sent; retry once if the server had others."""
-        replica, pin = call.replica, self._routes.pins.get(request.episode)
+        replica, pin = call.replica, self._router.pins.get(request.episode)
         pinned = None if pin is None else pin.version
         for _ in range(2):
-            first = self._routes.is_new(request.episode)
+            first = self._router.is_new(request.episode)
             await self._weights.ensure_weights(replica, first_turn=first, pinned=pinned)
             if call.aborted:
                 return Completion((), (), (), "abort")
-            self._routes.keep(request.episode, replica)
+            self._router.keep(request.episode, replica)
             before = self._weights.starting_version(adapter, pinned)
-            sampled = await self._under(replica, adapter, partial(self._sample, call, request))
+            sampled = await self._with_adapter(replica, adapter, partial(self._sample, call, request))
             if self._weights.accepts(sampled, adapter, pinned):
                 return _completion(sampled, before)
             replica.holds = None
@@ -276,22 +276,22 @@ class ServerEngine:
         )
 
     async def _push(self, replica: Replica, check: WeightCheck) -> None:
-        """Send the held weights to one replica and verify them."""
+        """Send the staged weights to one replica and verify them."""
         await self._weights.push_staged(replica)
         theirs = await self._api.fingerprint(replica, BASE)
         check.check(theirs, await self._score(replica, check.probe, BASE))
 
     async def _sample(self, call: InflightRequest, request: Request, adapter: str) -> SampledTokens:
-        call.name = self._calls.new_name()
+        call.name = self._inflight.new_name()
         return await self._api.generate(call.replica, self._facts, call.name, request, adapter)
 
     async def _score(self, replica: Replica, token_ids: Sequence[int], adapter: str) -> list[float]:
         return await self._api.score(replica, self._facts, token_ids, adapter)
 
-    async def _under(
+    async def _with_adapter(
         self, replica: Replica, adapter: RemoteAdapter | None, call: Callable[[str], Awaitable[Answer]]
     ) -> Answer:
-        """Call with a loaded adapter's name; if the server lost it, reload it and retry once."""
+        """Call with a loaded adapter's name; if the server lost the adapter, reload it and retry once."""
         if adapter is None:
             return await call(BASE)
         try:
@@ -319,24 +319,24 @@ class ServerEngine:
         if params.temperature == 0:
             return
         if self._mode is None:
-            name = self._calls.new_name()
+            name = self._inflight.new_name()
             self._mode = await _find_mode(self._api, replica, self._facts, name)
         _check_mode(replica.url, self._mode, params)
 
 
-async def _of_each(replicas: Sequence[Replica], ask: Callable[[Replica], Awaitable[Answer]]) -> dict[Replica, Answer]:
+async def _call_all(replicas: Sequence[Replica], call: Callable[[Replica], Awaitable[Answer]]) -> dict[Replica, Answer]:
     """Return each replica's result without replicas removed meanwhile. Raises EngineError if none is left."""
     found: dict[Replica, Answer] = {}
     for replica in tuple(replicas):
         try:
-            found[replica] = await ask(replica)
+            found[replica] = await call(replica)
         except EngineError:
             if not replica.gone:
                 raise
-    there = {replica: answer for replica, answer in found.items() if not replica.gone}
-    if not there:
+    remaining = {replica: answer for replica, answer in found.items() if not replica.gone}
+    if not remaining:
         raise EngineError("No inference server is left: all were removed.")
-    return there
+    return remaining
 
 
 async def _find_mode(api: ApiAdapter, replica: Replica, facts: ServerFacts, name: str) -> LogprobMode:
@@ -372,7 +372,7 @@ async def _place(rolling: RollingUpdates, routes: Router, episode: str, *, moves
         routes.pin(episode, pin)
 
 
-def _agreed(facts: Sequence[ServerFacts]) -> ServerFacts:
+def _check_same_model(facts: Sequence[ServerFacts]) -> ServerFacts:
     if not facts:
         raise UserError("No inference server address is set.", "Set engine.url.")
     if len(set(facts)) > 1:

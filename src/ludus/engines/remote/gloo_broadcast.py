@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
     from torch.distributed import ProcessGroup
 
-_PLACES, _VALUES = "@places", "@values"
+_INDICES, _VALUES = "@places", "@values"
 _EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TRAINER = 0
 
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 
 class TransferAddress(BaseModel):
-    """Where a server joins the group, and its rank among `count` members."""
+    """Address at which a server joins the group, and its rank among `count` members."""
 
     host: str = Field(min_length=1, max_length=253, pattern=r"^[0-9A-Za-z.:%_-]+$")
     port: int = Field(ge=1, le=65535)
@@ -61,7 +61,7 @@ class WeightManifest(BaseModel):
 
 @dataclass
 class WeightTransferGroup:
-    """One member's end of the group."""
+    """Handle of one member of the group."""
 
     store: TCPStore
     group: ProcessGroup
@@ -148,10 +148,10 @@ async def run_in_thread(work: Callable[[], Result]) -> Result:
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # boundary: the awaiting caller gets the cause
+        except BaseException as error:  # boundary: re-raised in the awaiting caller
             future.set_exception(error)
 
-    threading.Thread(target=run, name="ludus-line", daemon=True).start()
+    threading.Thread(target=run, name="ludus-broadcast", daemon=True).start()
     return await asyncio.wrap_future(future)
 
 
@@ -178,13 +178,13 @@ def weight_delta(state: Mapping[str, torch.Tensor], before: Mapping[str, torch.T
         flat, old = tensor.reshape(-1), before[name].reshape(-1)
         size = flat.element_size()
         changed = (flat.view(torch.uint8) != old.view(torch.uint8)).view(-1, size).any(1)
-        places = changed.nonzero()[:, 0]
-        kind = torch.int32 if flat.numel() < 1 << 31 else torch.int64
-        if len(places) * (size + kind.itemsize) >= flat.numel() * size:
+        indices = changed.nonzero()[:, 0]
+        index_dtype = torch.int32 if flat.numel() < 1 << 31 else torch.int64
+        if len(indices) * (size + index_dtype.itemsize) >= flat.numel() * size:
             found[name] = tensor
-        elif len(places):
-            found[name + _PLACES] = places.to(kind)
-            found[name + _VALUES] = flat[places]
+        elif len(indices):
+            found[name + _INDICES] = indices.to(index_dtype)
+            found[name + _VALUES] = flat[indices]
     return found
 
 
@@ -194,50 +194,50 @@ def apply_delta(sent: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor
     for name, tensor in sent.items():
         if name.endswith(_VALUES):
             continue
-        plain = name.removesuffix(_PLACES)
+        plain = name.removesuffix(_INDICES)
         if plain not in own:
             raise SyncError(f"The weights do not match the engine's model: {plain}.")
         if plain == name:
             found[name] = tensor
             continue
-        whole = own[plain].detach().cpu().clone()
-        whole.view(-1)[tensor.long()] = sent[plain + _VALUES].to(whole.dtype)
-        found[plain] = whole
+        dense = own[plain].detach().cpu().clone()
+        dense.view(-1)[tensor.long()] = sent[plain + _VALUES].to(dense.dtype)
+        found[plain] = dense
     return found
 
 
 def make_manifest(version: int, base: int | None, tensors: Mapping[str, torch.Tensor]) -> WeightManifest:
-    """Return the announcement of tensors for receivers."""
+    """Return the manifest of the tensors to be sent."""
     from ludus.engines.models.fingerprint import fingerprint_tensors
 
-    listed = [TensorSpec(name=n, dtype=_plain(t.dtype), shape=list(t.shape)) for n, t in tensors.items()]
-    return WeightManifest(version=version, base=base, digest=fingerprint_tensors(tensors), tensors=listed)
+    specs = [TensorSpec(name=n, dtype=_dtype_name(t.dtype), shape=list(t.shape)) for n, t in tensors.items()]
+    return WeightManifest(version=version, base=base, digest=fingerprint_tensors(tensors), tensors=specs)
 
 
 def empty_tensors(manifest: WeightManifest) -> dict[str, torch.Tensor]:
     """Allocate tensors to receive into. Raises SyncError for an unknown dtype."""
     import torch
 
-    known = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
-    formats = {_plain(dtype): dtype for dtype in known}
-    odd = sorted({t.dtype for t in manifest.tensors} - formats.keys())
-    if odd:
-        raise SyncError(f"Weights cannot be sent as {odd[0]}.")
-    return {t.name: torch.empty(t.shape, dtype=formats[t.dtype]) for t in manifest.tensors}
+    supported = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
+    dtypes = {_dtype_name(dtype): dtype for dtype in supported}
+    unsupported = sorted({t.dtype for t in manifest.tensors} - dtypes.keys())
+    if unsupported:
+        raise SyncError(f"Weights cannot be sent as {unsupported[0]}.")
+    return {t.name: torch.empty(t.shape, dtype=dtypes[t.dtype]) for t in manifest.tensors}
 
 
 def check_digest(manifest: WeightManifest, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise SyncError if the received data differs from the data sent."""
     from ludus.engines.models.fingerprint import fingerprint_tensors
 
-    found = fingerprint_tensors(tensors)
-    if found != manifest.digest:
+    digest = fingerprint_tensors(tensors)
+    if digest != manifest.digest:
         raise SyncError(
-            f"The weights of version {manifest.version} were corrupted in transit: got digest {found[:12]}, "
+            f"The weights of version {manifest.version} were corrupted in transit: received digest {digest[:12]}, "
             f"sent {manifest.digest[:12]}.",
             "No weights were changed.",
         )
 
 
-def _plain(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

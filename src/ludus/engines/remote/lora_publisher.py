@@ -1,7 +1,7 @@
 """Versioned LoRA adapters at inference servers: each version has its own folder and unique name.
 
 A request (or, with `keeps`, an episode) finishes on the version that it started with. A new version is loaded
-in addition to the old one, which is unloaded when unused. A restarted server gets all versions in use again.
+in addition to the old one, which is unloaded when unused. All versions in use are reloaded on a restarted server.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class _LoadedAdapter:
 
     served: RemoteAdapter
     users: int = 0
-    is_old: bool = False
+    is_retired: bool = False
 
 
 @dataclass
@@ -88,7 +88,7 @@ class LoraPublisher:
 
     @contextmanager
     def using(self, adapter: str | None, episode: str = "") -> Iterator[RemoteAdapter | None]:
-        """Hold the version of an episode's adapter (None: the base model). Raises RequestRefused for an unknown one."""
+        """Keep an episode's adapter (None: the base model) loaded. Raises RequestRefused for an unknown one."""
         loaded = self._episodes.get(episode) or self._current.get(DEFAULT if adapter is None else adapter)
         if loaded is None:
             if adapter not in (None, BASE):
@@ -113,7 +113,7 @@ class LoraPublisher:
 
     def _release_user(self, loaded: _LoadedAdapter) -> None:
         loaded.users -= 1
-        if loaded.is_old:
+        if loaded.is_retired:
             self._retire(loaded)
 
     async def restore(self, replica: Replica) -> None:
@@ -128,13 +128,13 @@ class LoraPublisher:
 
     async def close(self) -> None:
         """Unload all adapters from the reachable servers."""
-        gone = [loaded.served for loaded in self._loaded]
+        adapters_loaded = [loaded.served for loaded in self._loaded]
         self._loaded, self._current = [], {}
-        reached = [replica for replica in self.replicas if not replica.is_down]
+        reachable = [replica for replica in self.replicas if not replica.is_down]
         try:
             async with asyncio.timeout(_UNLOAD_TIMEOUT_S):
                 await asyncio.gather(*self._tasks)
-                await asyncio.gather(*(self._unload(r, served) for served in gone for r in reached))
+                await asyncio.gather(*(self._unload(r, served) for served in adapters_loaded for r in reachable))
         except TimeoutError:
             log.warning("timed out while unloading the adapters from the servers")
 
@@ -159,7 +159,7 @@ class LoraPublisher:
 
     def _retire(self, loaded: _LoadedAdapter) -> None:
         """Unload an adapter from all servers, in the background, once it has no users."""
-        loaded.is_old = True
+        loaded.is_retired = True
         if loaded.users:
             return
         if loaded in self._loaded:

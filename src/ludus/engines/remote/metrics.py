@@ -1,6 +1,6 @@
 """Poll `/metrics` of `ludus serve`, vLLM and SGLang, on request and then every second.
 
-Counts start at the first reading; a server without known metrics counts nothing. A server's failure never raises.
+Counts start at the first reading; a server without known metrics contributes nothing. A server's failure never raises.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import httpx
 from ludus.engines.base import EngineStats, combined
 from ludus.untrusted.replies import PLAIN, bounded_replies
 
-_EVERY_S = 1.0
+_POLL_INTERVAL_S = 1.0
 _TIMEOUT_S = 2.0
-_MOST_BYTES = 2**20
+_MAX_BYTES = 2**20
 _LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{.*\})?\s+(\S+)", re.MULTILINE)
-_OWN = {
+_LUDUS_METRICS = {
     "steps": "ludus_passes_total",
     "prefill_tokens": "ludus_prefill_tokens_total",
     "cached_tokens": "ludus_cached_tokens_total",
@@ -31,11 +31,11 @@ _OWN = {
     "queue_steps": "ludus_waiting_sum_total",
     "running_steps": "ludus_running_sum_total",
 }
-_OTHERS = {
+_SERVER_METRICS = {
     "vllm": ("prefix_cache_hits_total", "num_requests_running", "num_requests_waiting"),
     "sglang": ("cached_tokens_total", "num_running_reqs", "num_queue_reqs"),
 }
-"""Names of the cached tokens, running and waiting requests, by prefix."""
+"""Metrics of cached tokens, running and waiting requests, by prefix."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ def reading_of(text: str) -> MetricsReading | None:
             found[name] = found.get(name, 0.0) + float(value)
         except ValueError:
             return None
-    if _OWN["steps"] in found:
-        counts = EngineStats(**{name: int(found.get(key, 0.0)) for name, key in _OWN.items()})
+    if _LUDUS_METRICS["steps"] in found:
+        counts = EngineStats(**{name: int(found.get(key, 0.0)) for name, key in _LUDUS_METRICS.items()})
         model_s, sample_s, schedule_s = (
             found.get(f"ludus_{part}_seconds_total", 0.0) for part in ("model", "sample", "schedule")
         )
         return MetricsReading(replace(counts, model_s=model_s, sample_s=sample_s, schedule_s=schedule_s))
-    for prefix, names in _OTHERS.items():
+    for prefix, names in _SERVER_METRICS.items():
         cached, running, waiting = (found.get(f"{prefix}:{name}") for name in names)
         sampled = found.get(f"{prefix}:generation_tokens_total")
         if sampled is not None and running is not None:
@@ -97,20 +97,20 @@ class PolledServer:
 
 @dataclass
 class ServerStats:
-    """Polls the servers at the addresses returned by `urls`."""
+    """Poller of the servers at the addresses returned by `urls`."""
 
     urls: Callable[[], Sequence[str]]
     _servers: dict[str, PolledServer] = field(default_factory=dict)
     _before: dict[str, EngineStats] = field(default_factory=dict)
-    _watching: asyncio.Task[None] | None = None
-    _turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
+    _poll_task: asyncio.Task[None] | None = None
+    _read_lock: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     async def measure(self) -> None:
         """Read all servers now, and every second from now on."""
         await self._read()
         loop = asyncio.get_running_loop()
-        if self._watching is None or self._watching.done() or self._watching.get_loop() is not loop:
-            self._watching = loop.create_task(self._watch())
+        if self._poll_task is None or self._poll_task.done() or self._poll_task.get_loop() is not loop:
+            self._poll_task = loop.create_task(self._poll())
 
     def stats(self, *, reset: bool) -> EngineStats:
         """Return the servers' total since the last reset, as of the last reading."""
@@ -122,29 +122,29 @@ class ServerStats:
 
     async def close(self) -> None:
         """Stop polling."""
-        watching, self._watching = self._watching, None
-        if watching is not None and watching.get_loop() is asyncio.get_running_loop():
-            watching.cancel()
-            await asyncio.wait({watching})
+        poll_task, self._poll_task = self._poll_task, None
+        if poll_task is not None and poll_task.get_loop() is asyncio.get_running_loop():
+            poll_task.cancel()
+            await asyncio.wait({poll_task})
 
-    async def _watch(self) -> None:
+    async def _poll(self) -> None:
         while True:
-            await asyncio.sleep(_EVERY_S)
+            await asyncio.sleep(_POLL_INTERVAL_S)
             await self._read()
 
     async def _read(self) -> None:
         """Read the servers, one reading at a time: a late older reading would look like a restart."""
         loop = asyncio.get_running_loop()
-        if self._turn is None or self._turn[0] is not loop:
-            self._turn = loop, asyncio.Lock()
-        hooks = bounded_replies(_MOST_BYTES)
+        if self._read_lock is None or self._read_lock[0] is not loop:
+            self._read_lock = loop, asyncio.Lock()
+        hooks = bounded_replies(_MAX_BYTES)
         async with (
-            self._turn[1],
+            self._read_lock[1],
             httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, headers=PLAIN, event_hooks=hooks) as client,
         ):
-            await asyncio.gather(*(self._ask(client, url) for url in self.urls()))
+            await asyncio.gather(*(self._fetch(client, url) for url in self.urls()))
 
-    async def _ask(self, client: httpx.AsyncClient, url: str) -> None:
+    async def _fetch(self, client: httpx.AsyncClient, url: str) -> None:
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 response = await client.get(f"{url}/metrics")

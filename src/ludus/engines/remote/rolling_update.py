@@ -37,7 +37,7 @@ class EpisodePin:
 
 @dataclass
 class Placement:
-    """Decides on which engine an episode starts, and which engines may update. Uses no clock or event loop.
+    """Selection of the engine of each new episode and of the engines to update, without clock or event loop.
 
     `replicas` is modified in place. `newest` is the last published version; a replica with `behind` unset
     holds it. At most half of the engines, oldest versions first, drain at once (wait for their episodes to
@@ -68,13 +68,13 @@ class Placement:
     @property
     def open(self) -> list[Replica]:
         """Replicas that accept new episodes."""
-        shut = self.taking | self._waiting.keys()
-        return [one for one in self._active if one not in shut and self.version_of(one) >= self.floor]
+        closed = self.taking | self._waiting.keys()
+        return [replica for replica in self._active if replica not in closed and self.version_of(replica) >= self.floor]
 
     @property
     def _active(self) -> list[Replica]:
         """Replicas that have not left and are not being removed."""
-        return [one for one in self.replicas if not one.gone and one.url not in self.leaving]
+        return [replica for replica in self.replicas if not replica.gone and replica.url not in self.leaving]
 
     def is_empty(self, url: str) -> bool:
         """Return whether an address has no episode."""
@@ -87,16 +87,16 @@ class Placement:
     def move(self, episode: str) -> EpisodePin | None:
         """Move an episode from a draining engine to an open engine with newer weights; None if it stays."""
         pin = self._pins[episode]
-        if pin.url not in {one.url for one in self._waiting} | self.leaving:
+        if pin.url not in {replica.url for replica in self._waiting} | self.leaving:
             return None
-        return self._pin(episode, [one for one in self.open if self.version_of(one) > pin.version])
+        return self._pin(episode, [replica for replica in self.open if self.version_of(replica) > pin.version])
 
     def _pin(self, episode: str, engines: Sequence[Replica]) -> EpisodePin | None:
         if not engines:
             return None
         self._pins.pop(episode, None)
         busy = self._busy()
-        chosen = min(engines, key=lambda one: (one.is_down, busy[one.url], -self.version_of(one)))
+        chosen = min(engines, key=lambda replica: (replica.is_down, busy[replica.url], -self.version_of(replica)))
         self._pins[episode] = EpisodePin(chosen.url, self.version_of(chosen))
         return self._pins[episode]
 
@@ -107,24 +107,24 @@ class Placement:
     def due_updates(self) -> list[Replica]:
         """Choose the engines to drain; return those that may update now."""
         busy = self._busy()
-        behind = [one for one in self._active if self.version_of(one) < self.newest]
-        self._waiting = {one: since for one, since in self._waiting.items() if one in behind}
-        self._change_places(busy)
-        for one in sorted(behind, key=lambda one: (self.version_of(one), busy[one.url])):
-            late = self.newest - self.version_of(one) > self.lag
+        behind = [replica for replica in self._active if self.version_of(replica) < self.newest]
+        self._waiting = {replica: since for replica, since in self._waiting.items() if replica in behind}
+        self._swap_draining(busy)
+        for replica in sorted(behind, key=lambda replica: (self.version_of(replica), busy[replica.url])):
+            is_late = self.newest - self.version_of(replica) > self.lag
             num_open, num = len(self.open), len(self.replicas)
-            if one in self.open and num_open > 1 and (late or num - num_open < num // 2):
-                self._waiting[one] = self.newest
+            if replica in self.open and num_open > 1 and (is_late or num - num_open < num // 2):
+                self._waiting[replica] = self.newest
         self.floor = max(self.floor, min(map(self.version_of, self.open), default=0))
-        return [one for one in behind if not (busy[one.url] or one in self.taking)]
+        return [replica for replica in behind if not (busy[replica.url] or replica in self.taking)]
 
-    def _change_places(self, busy: Counter[str]) -> None:
+    def _swap_draining(self, busy: Counter[str]) -> None:
         """Prevent a slow episode from blocking updates of engines of the same version."""
-        for one, since in tuple(self._waiting.items()):
-            as_old = [other for other in self.open if self.version_of(other) == self.version_of(one)]
-            if self.newest - since > self.lag and self.version_of(one) >= self.floor and as_old:
-                del self._waiting[one]
-                self._waiting[min(as_old, key=lambda other: busy[other.url])] = self.newest
+        for replica, since in tuple(self._waiting.items()):
+            same_version = [other for other in self.open if self.version_of(other) == self.version_of(replica)]
+            if self.newest - since > self.lag and self.version_of(replica) >= self.floor and same_version:
+                del self._waiting[replica]
+                self._waiting[min(same_version, key=lambda other: busy[other.url])] = self.newest
 
     def _busy(self) -> Counter[str]:
         return Counter(pin.url for pin in self._pins.values())
@@ -132,8 +132,8 @@ class Placement:
 
 @dataclass
 class RollingUpdates:
-    """Places episodes and distributes weights: `stage` stores a version, `push` sends it to one replica and verifies
-    it, and `is_alive`, if set, tests after a failure whether the replica still exists."""
+    """Placement of episodes and distribution of weights: `stage` stores a version, `push` sends it to one replica and
+    verifies it, and `is_alive`, if set, tests after a failure whether the replica still exists."""
 
     placement: Placement
     stage: Callable[[int, Mapping[str, torch.Tensor]], Awaitable[None]]
@@ -151,7 +151,7 @@ class RollingUpdates:
             pin = self.placement.begin(episode)
             if pin is not None:
                 return pin
-            await self._change()
+            await self._wait_for_change()
 
     def move(self, episode: str) -> EpisodePin | None:
         """Move an episode between two turns, if its engine drains; that engine may then update."""
@@ -168,7 +168,7 @@ class RollingUpdates:
     async def served(self, beyond: int) -> int:
         """Return the minimum version on which episodes may start, once above `beyond`. Raises a transfer's error."""
         while self.placement.floor <= beyond:
-            await self._change()
+            await self._wait_for_change()
         return self.placement.floor
 
     async def wait_until_current(self) -> None:
@@ -176,7 +176,7 @@ class RollingUpdates:
         self.placement.floor = self.placement.newest
         self.start_due_updates()
         while not self.placement.open:
-            await self._change()
+            await self._wait_for_change()
 
     async def push_weights(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
         """Store weights for each replica to load and verify once its episodes have ended."""
@@ -202,7 +202,7 @@ class RollingUpdates:
         try:
             self.start_due_updates()
             while not self.placement.is_empty(url):
-                await self._change()
+                await self._wait_for_change()
         finally:
             self.placement.leaving.discard(url)
 
@@ -219,7 +219,7 @@ class RollingUpdates:
             self.placement.taking.add(replica)
             task = asyncio.get_running_loop().create_task(self._push(replica, self._check))
             self._transfers[replica] = task
-            task.add_done_callback(partial(self._after, replica))
+            task.add_done_callback(partial(self._finish_transfer, replica))
         self._changed.set()
 
     async def _push(self, replica: Replica, check: WeightCheck) -> None:
@@ -234,10 +234,10 @@ class RollingUpdates:
             if replica.gone or (self.is_alive is not None and not await self.is_alive(replica.url)):
                 replica.gone = True
                 return
-            raise SyncError(f"{replica.url} refused weights {check.version}: {error}") from error
+            raise SyncError(f"{replica.url} failed to load weights {check.version}: {error}") from error
         log.info("%s loaded weights %d; %s", replica.url, check.version, self._versions())
 
-    def _after(self, replica: Replica, task: asyncio.Task[None]) -> None:
+    def _finish_transfer(self, replica: Replica, task: asyncio.Task[None]) -> None:
         """Finish a transfer. A replica that failed verification accepts no episodes."""
         self._transfers.pop(replica, None)
         error = None if task.cancelled() else task.exception()
@@ -250,7 +250,7 @@ class RollingUpdates:
         counts = Counter(map(self.placement.version_of, self.placement.replicas))
         return ", ".join(f"{counts[version]} at version {version}" for version in sorted(counts))
 
-    async def _change(self) -> None:
+    async def _wait_for_change(self) -> None:
         """Wait for a change. Raises a transfer's error."""
         if self._failure is None:
             self._changed.clear()

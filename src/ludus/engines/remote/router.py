@@ -1,6 +1,6 @@
 """Route each episode's requests to a replica, and track and abort running requests.
 
-A server ignores an abort for a request that it has not read yet, so the abort is retried until the request ends.
+A server ignores an abort for a request that it has not received yet, so the abort is retried until the request ends.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Router:
         """Return the episode's replica: its previous or the least loaded one. Raises EngineError if there is none."""
         pin = self.pins.get(episode)
         if pin is not None:
-            there = next((one for one in self.replicas if one.url == pin.url), None)
-            if there is None:
-                raise EngineError(f"{pin.url} was removed, which served version {pin.version} of its episodes.")
-            return there
-        known = self._by_episode.get(episode)
-        if known is not None and not known.is_down:
-            return known
+            pinned = next((one for one in self.replicas if one.url == pin.url), None)
+            if pinned is None:
+                raise EngineError(f"{pin.url} was removed; its episodes are pinned to version {pin.version}.")
+            return pinned
+        previous = self._by_episode.get(episode)
+        if previous is not None and not previous.is_down:
+            return previous
         if not self.replicas:
             raise EngineError("No inference server is left: all were removed.")
         return min(self.replicas, key=lambda replica: (replica.is_down, replica.load))
@@ -61,12 +61,12 @@ class Router:
             self._by_episode[episode] = replica
 
     def release(self, episode: str) -> None:
-        """Forget an episode."""
+        """Remove an episode's routing and pin."""
         self._by_episode.pop(episode, None)
         self.pins.pop(episode, None)
 
     def leave(self, url: str) -> None:
-        """Remove a replica: requests waiting for it to come back fail, and episodes move to others."""
+        """Remove a replica: requests waiting to reconnect fail, and episodes move to others."""
         for replica in [one for one in self.replicas if one.url == url]:
             replica.part()
             self.replicas.remove(replica)
@@ -105,15 +105,15 @@ class InflightRequests:
         call = InflightRequest(replica)
         calls = self._by_episode.setdefault(request.episode, set())
         calls.add(call)
-        alarm: asyncio.TimerHandle | None = None
+        timer: asyncio.TimerHandle | None = None
         if request.timeout_s is not None:
-            alarm = asyncio.get_running_loop().call_later(request.timeout_s, self._abort, call)
+            timer = asyncio.get_running_loop().call_later(request.timeout_s, self._abort, call)
         try:
             yield call
         finally:
             call.over.set()
-            if alarm is not None:
-                alarm.cancel()
+            if timer is not None:
+                timer.cancel()
             calls.discard(call)
             if not calls:
                 self._by_episode.pop(request.episode, None)

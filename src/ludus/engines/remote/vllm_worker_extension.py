@@ -29,16 +29,16 @@ class LudusWorkerExtension:
 
     reload_weights: Callable[..., None]
     rank: int
-    _ludus_line: WeightTransferGroup | None = None
-    _ludus_expects: WeightManifest | None = None
+    _ludus_group: WeightTransferGroup | None = None
+    _ludus_manifest: WeightManifest | None = None
 
     def ludus_join_weight_group(self, text: str) -> Answer:
         """Join the trainer's process group at a `TransferAddress`, replacing an earlier one."""
-        place, self._ludus_line = TransferAddress.model_validate_json(text), None
+        address, self._ludus_group = TransferAddress.model_validate_json(text), None
         if self.rank:
             return _error("The server has several workers; broadcasting supports one per server.", _BAD)
         try:
-            self._ludus_line = join_as_server(place)
+            self._ludus_group = join_as_server(address)
         except EngineError as error:
             return _error(str(error), _BAD)
         return None
@@ -46,27 +46,27 @@ class LudusWorkerExtension:
     def ludus_prepare_weights(self, text: str) -> Answer:
         """Expect the weights of a `WeightManifest`; deltas are unsupported because vLLM fuses layers."""
         manifest = WeightManifest.model_validate_json(text)
-        if self._ludus_line is None or manifest.base is not None:
+        if self._ludus_group is None or manifest.base is not None:
             return _error("The worker has not joined a group, or has no base weights for a delta.", _CONFLICT)
-        self._ludus_expects = manifest
+        self._ludus_manifest = manifest
         return None
 
     def ludus_receive_weights(self, text: str) -> Answer:
         """Receive the trainer's weights and load them into vLLM."""
-        line, manifest = self._ludus_line, self._ludus_expects
-        if line is None or manifest is None:
+        group, manifest = self._ludus_group, self._ludus_manifest
+        if group is None or manifest is None:
             return _error("No weights are expected.", _CONFLICT)
-        self._ludus_expects = None
+        self._ludus_manifest = None
         try:
-            tensors = with_lm_head(receive_tensors(line, manifest))
+            tensors = with_lm_head(receive_tensors(group, manifest))
             self.reload_weights(weights_iterator=iter(tensors.items()))
         except EngineError as error:
-            self._ludus_line = None
+            self._ludus_group = None
             return _error(str(error), _BAD)
         except (SyncError, ValueError, KeyError, RuntimeError) as error:
             return _error(str(error), _BAD)
         return None
 
 
-def _error(words: str, status: int) -> Answer:
-    return {"error": words, "status": status}
+def _error(message: str, status: int) -> Answer:
+    return {"error": message, "status": status}

@@ -43,7 +43,7 @@ class _Results(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class _Parcel:
+class _Payload:
     """Weights on the CPU, and the part of them to send, as announced by `manifest`."""
 
     plain: dict[str, torch.Tensor]
@@ -53,7 +53,7 @@ class _Parcel:
 
 @dataclass
 class Broadcaster:
-    """Broadcasts weights to `replicas`, which reach this process at `host`; with `delta` only changes.
+    """Broadcaster of weights to `replicas`, which reach this process at `host`; with `delta` only of changes.
 
     A server without the HTTP endpoints (vLLM) is called through its worker extension and always gets all
     weights. With `delta` or `keeps`, a CPU copy of the last weights is kept. A server that left the group, or
@@ -67,63 +67,63 @@ class Broadcaster:
     delta: bool = False
     keeps: bool = False
     sent_bytes: int = 0
-    _line: WeightTransferGroup | None = None
+    _group: WeightTransferGroup | None = None
     _has_left: bool = False
     """Whether a server left since the last send began."""
     _last: dict[str, torch.Tensor] = field(default_factory=dict)
     _version: int = -1
-    _by_workers: set[str] = field(default_factory=set)
+    _via_worker_rpc: set[str] = field(default_factory=set)
 
     async def send(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Send the weights to every server; even after a failure, `sync_replica` sends these. Raises EngineError."""
         self._has_left = False
-        parcel = await asyncio.to_thread(self._pack, version, state)
-        line = self._line if await self._ready_for(parcel.manifest) else None
-        if line is None:
-            if parcel.manifest.base is not None:
-                parcel = await asyncio.to_thread(_whole, version, parcel.plain)
-            line = await self._form_group()
-            await self._prepare(parcel.manifest)
+        payload = await asyncio.to_thread(self._make_payload, version, state)
+        group = self._group if await self._announce(payload.manifest) else None
+        if group is None:
+            if payload.manifest.base is not None:
+                payload = await asyncio.to_thread(_full_payload, version, payload.plain)
+            group = await self._form_group()
+            await self._prepare(payload.manifest)
         self._last = {}
         if self.delta or self.keeps:
-            await asyncio.to_thread(self.stage, version, parcel.plain)
+            await asyncio.to_thread(self.stage, version, payload.plain)
         if self._has_left:
             raise EngineError("A server left the weight transfer group.")
-        self._line = None
-        await self._send(line, parcel.tensors, version)
-        self.sent_bytes = sum(t.nbytes for t in parcel.tensors.values())
-        self._line = None if self._has_left else line
+        self._group = None
+        await self._send(group, payload.tensors, version)
+        self.sent_bytes = sum(t.nbytes for t in payload.tensors.values())
+        self._group = None if self._has_left else group
 
     def stage(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Keep a copy of weights, to bring servers up to date one at a time."""
         self._last, self._version = {n: t.detach().cpu().clone() for n, t in state.items()}, version
 
     async def sync_replica(self, replica: Replica) -> Mapping[str, torch.Tensor]:
-        """Send the last weights, if any, to a server outside the group and return them; the group is formed again."""
-        self._line, last = None, self._last
+        """Send the last weights, if any, to a server outside the group and return them; the group is re-formed."""
+        self._group, last = None, self._last
         if last:
             await Broadcaster([replica], self.api, self.host, self.timeout_s).send(self._version, last)
         return last
 
     def regroup(self) -> None:
         """Form a new group before the next broadcast: a server left."""
-        self._line, self._has_left = None, True
+        self._group, self._has_left = None, True
 
     def close(self) -> None:
-        """Leave the group and drop the kept weights."""
-        self._line, self._last = None, {}
+        """Leave the group and free the stored weights."""
+        self._group, self._last = None, {}
 
-    def _pack(self, version: int, state: Mapping[str, torch.Tensor]) -> _Parcel:
-        """Choose what to send to a group (slow for large models)."""
+    def _make_payload(self, version: int, state: Mapping[str, torch.Tensor]) -> _Payload:
+        """Select the tensors to send to a group (slow for large models)."""
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
         same = {n: t.shape for n, t in plain.items()} == {n: t.shape for n, t in self._last.items()}
-        if not (same and self.delta and self._line is not None):
-            return _whole(version, plain)
+        if not (same and self.delta and self._group is not None):
+            return _full_payload(version, plain)
         changed = weight_delta(plain, self._last)
-        return _Parcel(plain, changed, make_manifest(version, self._version, changed))
+        return _Payload(plain, changed, make_manifest(version, self._version, changed))
 
-    async def _ready_for(self, manifest: WeightManifest) -> bool:
-        if self._line is None:
+    async def _announce(self, manifest: WeightManifest) -> bool:
+        if self._group is None:
             return False
         try:
             await self._prepare(manifest)
@@ -139,55 +139,55 @@ class Broadcaster:
         await asyncio.gather(*(self._command(r, "/prepare_weights", body) for r in self.replicas))
 
     async def _command(self, replica: Replica, path: str, body: Mapping[str, object]) -> None:
-        if replica.url not in self._by_workers:
+        if replica.url not in self._via_worker_rpc:
             try:
                 await replica.send(path, body)
                 return
             except HttpRefusal as error:
                 if error.status != _NOT_FOUND:
                     raise
-            self._by_workers.add(replica.url)
+            self._via_worker_rpc.add(replica.url)
         await call_workers(replica, path, body)
 
     async def _form_group(self) -> WeightTransferGroup:
         """Form a group with all servers. Raises EngineError if one does not join in time."""
-        self._line = None
+        self._group = None
         store = open_store(self.host, self.timeout_s)
         count = len(self.replicas) + 1
-        places = [
+        addresses = [
             TransferAddress(host=self.host, port=store.port, rank=i, count=count, timeout_s=self.timeout_s)
             for i in range(1, count)
         ]
-        asked = [
-            self._command(replica, "/join_weight_group", place.model_dump())
-            for replica, place in zip(self.replicas, places, strict=True)
+        calls = [
+            self._command(replica, "/join_weight_group", address.model_dump())
+            for replica, address in zip(self.replicas, addresses, strict=True)
         ]
         joined = run_in_thread(partial(join_group, store, TRAINER, count, self.timeout_s, self.host))
         try:
             async with asyncio.timeout(self.timeout_s):
-                line, _ = await asyncio.gather(joined, asyncio.gather(*asked))
+                group, _ = await asyncio.gather(joined, asyncio.gather(*calls))
         except TimeoutError as error:
             raise EngineError(
                 f"Not every server joined the weight transfer group within {self.timeout_s:g} s.",
                 "Check the servers' logs, or increase engine.timeout_s.",
             ) from error
-        return line
+        return group
 
-    async def _send(self, line: WeightTransferGroup, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        asked = (self._receive(replica, version) for replica in self.replicas)
-        await asyncio.gather(*asked, run_in_thread(partial(line.broadcast, tensors)))
+    async def _send(self, group: WeightTransferGroup, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+        calls = (self._receive(replica, version) for replica in self.replicas)
+        await asyncio.gather(*calls, run_in_thread(partial(group.broadcast, tensors)))
 
     async def _receive(self, replica: Replica, version: int) -> None:
-        """Have a server receive the weights; vLLM is paused meanwhile, and then labeled with the version."""
+        """Make a server receive the weights; for vLLM, pause it meanwhile and set its version label."""
         path = "/receive_weights"
-        if replica.url in self._by_workers:
+        if replica.url in self._via_worker_rpc:
             await self.api.exchange(replica, version, partial(call_workers, replica, path, {}))
         else:
             await replica.send(path, {})
 
 
-def _whole(version: int, plain: dict[str, torch.Tensor]) -> _Parcel:
-    return _Parcel(plain, plain, make_manifest(version, None, plain))
+def _full_payload(version: int, plain: dict[str, torch.Tensor]) -> _Payload:
+    return _Payload(plain, plain, make_manifest(version, None, plain))
 
 
 def make_broadcaster(
@@ -209,15 +209,15 @@ def make_broadcaster(
 async def call_workers(replica: Replica, path: str, body: Mapping[str, object]) -> None:
     """Call the worker method of `path` (as in `ludus serve`). Raises HttpRefusal with its error."""
     method = "ludus_" + path.removeprefix("/")
-    asked = {"method": method, "kwargs": {"text": json.dumps(body)}}
+    request = {"method": method, "kwargs": {"text": json.dumps(body)}}
     try:
-        answers = (await replica.post("/collective_rpc", asked, _Results)).results
+        responses = (await replica.post("/collective_rpc", request, _Results)).results
     except HttpRefusal as error:
         error.hint = (
             f"Start vLLM with --worker-extension-cls {EXTENSION} and VLLM_SERVER_DEV_MODE=1 in an "
             "environment with Ludus installed; or unset engine.broadcast_host."
         )
         raise
-    for answer in answers:
+    for answer in responses:
         if isinstance(answer, dict):
             raise HttpRefusal(f"{replica.url}: {answer['error']}", status=int(answer["status"]))

@@ -47,10 +47,10 @@ class WeightFolder:
         self._own = None
 
     def _make(self, num_bytes: int) -> TemporaryFolder:
-        place = self.shared_memory
-        remove_abandoned(_PREFIX, place)
-        shared = os.access(place, os.W_OK | os.X_OK) and shutil.disk_usage(place).free >= num_bytes
-        return TemporaryFolder(_PREFIX, place if shared else None)
+        parent = self.shared_memory
+        remove_abandoned(_PREFIX, parent)
+        shared = os.access(parent, os.W_OK | os.X_OK) and shutil.disk_usage(parent).free >= num_bytes
+        return TemporaryFolder(_PREFIX, parent if shared else None)
 
 
 def save_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> None:

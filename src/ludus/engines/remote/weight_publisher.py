@@ -1,6 +1,6 @@
-"""Publish weights to inference servers: where they are stored, which replica holds them, verification.
+"""Publish weights to inference servers: storage, version of each replica, verification.
 
-A client that follows another one sends nothing; it tracks the versions sent and rejects tokens of any other.
+A follower of another client sends nothing; it tracks the published versions and rejects tokens of any other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger("ludus.server")
 
 
 KNOWN_LABELS = 1000
-"""Number of newest version labels remembered; no running request spans as many."""
+"""Maximum number of version labels stored, the newest; no running request spans as many."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class _Sent:
     folder: Path | None = None
     labels: tuple[str, ...] = ()
 
-    def and_then(self, version: int) -> tuple[str, ...]:
+    def labels_with(self, version: int) -> tuple[str, ...]:
         """Return the labels after sending `version`."""
         earlier = (label for label in self.labels if label != str(version))
         return (*earlier, str(version))[-KNOWN_LABELS:]
@@ -82,7 +82,7 @@ class WeightPublisher:
         state, replicas = with_lm_head(state), tuple(self._replicas)
         folder = await self._save(version, state)
         async with AsyncExitStack() as held:
-            for replica in replicas:  # a replica checked meanwhile would seem to lack them
+            for replica in replicas:  # a concurrent check would report a mismatch
                 await held.enter_async_context(replica.lock)
             self._announce(version, folder)
             updates = (self._update(replica, state) for replica in replicas)
@@ -105,7 +105,7 @@ class WeightPublisher:
         await self._remove_outdated()
 
     async def push_staged(self, replica: Replica) -> None:
-        """Send the held weights to one replica and verify them. Raises as `ServerEngine.load_weights`."""
+        """Send the staged weights to one replica and verify them. Raises as `ServerEngine.load_weights`."""
         async with replica.lock:
             if self.broadcaster is not None:
                 await self._verify_digests(replica, await self.broadcaster.sync_replica(replica))
@@ -121,9 +121,9 @@ class WeightPublisher:
 
     def _announce(self, version: int, folder: Path | None) -> None:
         """Record the weights that replicas should hold."""
-        every = {*self._outdated_folders, self._sent.folder} - {folder, None}
-        self._outdated_folders = [one for one in every if one is not None]
-        self._sent = _Sent(version, folder, self._sent.and_then(version))
+        outdated = {*self._outdated_folders, self._sent.folder} - {folder, None}
+        self._outdated_folders = [one for one in outdated if one is not None]
+        self._sent = _Sent(version, folder, self._sent.labels_with(version))
         self.version = version
 
     async def _remove_outdated(self) -> None:
@@ -159,13 +159,13 @@ class WeightPublisher:
         self.adapters.follow(adapter)
         if version is None:
             return
-        labels = self._sent.labels if adapter is not None else self._sent.and_then(version)
+        labels = self._sent.labels if adapter is not None else self._sent.labels_with(version)
         self._sent = _Sent(version, None, labels)
         self.version = version
 
     def add_version(self, version: int) -> None:
         """Record a version sent in addition to the last one, possibly by another client."""
-        self._sent = replace(self._sent, labels=self._sent.and_then(version))
+        self._sent = replace(self._sent, labels=self._sent.labels_with(version))
 
     async def sync_replica(self, replica: Replica) -> None:
         """Send the last weights to a new replica and verify them."""
@@ -267,8 +267,8 @@ class WeightPublisher:
             log.warning("%s reports no weight digests: only the probe verifies them", replica.url)
         if proof.wrong:
             raise SyncError(
-                f"{replica.url} does not hold the weights of version {self._sent.version} that it was sent: "
-                f"{len(proof.wrong)} tensors differ, {', '.join(proof.wrong[:3])} among them.",
+                f"{replica.url} does not hold the weights of version {self._sent.version}: "
+                f"{len(proof.wrong)} tensors differ, including {', '.join(proof.wrong[:3])}.",
                 "The rollouts would come from another policy; nothing was trained on them.",
             )
         log.info("%s: %d tensors verified, %d without digests", replica.url, proof.proved, proof.silent)
