@@ -436,7 +436,7 @@ def test_a_file_of_problems_is_read(tmp_path):
         ('{"question": "a", "answer": true}', '"answer" is neither'),
         ('{"question": "a", "answer": " "}', "no single answer"),
         ('{"question": "a", "answer": 1, "split": "dev"}', "'dev'"),
-        ('{"question": "a", "answer": "b", "type": "number"}', "is no number"),
+        ('{"question": "a", "answer": "b", "type": "number"}', "is not a number"),
         ('{"question": "a", "answer": "b", "type": "word"}', "'word'"),
         ('{"question": "q", "answer": 1}', "that of line 1"),
     ],

@@ -45,15 +45,15 @@ class Choice:
 
 
 def chosen(text: str, options: Mapping[str, str]) -> str | None:
-    """Return the letter of the only option that the text chooses; None if it names none or several.
+    """Return the letter of the only option that the text chooses; None if it chooses none or several.
 
     The text is an option's letter or text or both. A reason may follow ("because", "since", "as it",
     "is correct") if it names no other option and contains no denial.
     """
-    given = plain_words(text)
-    if not given or len(text) > 10_000:
+    words = plain_words(text)
+    if not words or len(text) > 10_000:
         return None
-    same = [letter for letter, words in options.items() if plain_words(words) == given]
+    same = [letter for letter, option in options.items() if plain_words(option) == words]
     if same:
         return same[0] if len(same) == 1 else None
     tail = _TAIL.fullmatch(text)

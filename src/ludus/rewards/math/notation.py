@@ -166,7 +166,7 @@ def letters_of(text: str) -> frozenset[str]:
 
 
 def text_words(text: str) -> frozenset[str]:
-    """Return the words inside text commands such as `\\text`."""
+    """Return the words inside LaTeX text commands."""
     return frozenset(word for found in _TEXT.findall(_ascii(text)) for word in re.findall(r"[a-zA-Z]+", found))
 
 
@@ -202,7 +202,7 @@ _AFTER_ITEM = frozenset(("", "∪", "∩", "∖", ",", ";", "or", "and", "U", ")
 
 
 def _interval_sign(tokens: list[Token], place: int) -> Token:
-    """Return the token at `place`, with outward brackets (`]0, 1[`) as round ones and a U between brackets as a union."""
+    """Return the token at `place`, with outward brackets (`]0, 1[`) made round, and a U between brackets as a union."""
     token = tokens[place]
     if token.text not in ("]", "[", "U"):
         return token
