@@ -200,7 +200,7 @@ def test_what_is_no_plain_value_is_refused(data):
 
 
 def test_a_pickle_cannot_change_a_class():
-    with pytest.raises(UnpicklingError, match="changes a class"):
+    with pytest.raises(UnpicklingError, match="modifies a class"):
         load_pickle(OF_A_FILE["a class that is changed"], {"torch.Size": torch.Size})
 
 

@@ -98,7 +98,7 @@ def check_scored_elsewhere(world: Sequence[Reward], own: Sequence[Reward], envir
 
 
 def success(rewards: Sequence[Reward], trajectory: Trajectory) -> bool:
-    """Whether every outcome part has its full value, 1."""
+    """Return whether every outcome part has its full value, 1."""
     return all(trajectory.rewards.get(part.name, 0.0) >= 1.0 for part in rewards if part.outcome)
 
 

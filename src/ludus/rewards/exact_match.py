@@ -61,7 +61,7 @@ def _is_punctuation(character: str) -> bool:
 
 
 def matches(answer: str, truth: ExpectedAnswers) -> bool:
-    """Whether the normalised answer equals one of the accepted ones and is not empty."""
+    """Return whether the normalised answer equals one of the accepted ones and is not empty."""
     given = normalise(answer)
     return bool(given) and any(given == normalise(accepted) for accepted in truth.accepted)
 

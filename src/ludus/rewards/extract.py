@@ -182,7 +182,7 @@ def _cut_at_frame(text: str) -> str:
 
 
 def _is_doubted(text: str, at: int) -> bool:
-    """Whether the clause before a marker denies or doubts it."""
+    """Return whether the clause before a marker denies or doubts it."""
     clause = _CLAUSE.split(text[max(0, at - _DENIAL_CHARS) : at])[-1]
     return _DOUBT.search(_CERTAIN.sub("", clause)) is not None
 

@@ -55,7 +55,7 @@ class MatchState:
 
 
 def same_json(one: JSON, other: JSON, tolerance: float = 0.0, ignored: frozenset[str] = frozenset()) -> bool:
-    """Whether two values are equal: objects in any order of keys, lists in the same order, numbers by value."""
+    """Return whether two values are equal: objects in any order of keys, lists in the same order, numbers by value."""
     if isinstance(one, dict) and isinstance(other, dict):
         keys = one.keys() - ignored
         return keys == other.keys() - ignored and all(
@@ -71,12 +71,12 @@ def same_json(one: JSON, other: JSON, tolerance: float = 0.0, ignored: frozenset
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a number, and not a bool."""
+    """Return whether a value is a number, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def same_number(one: object, other: object, tolerance: float) -> bool:
-    """Whether two numbers are equal, or differ by at most `tolerance` (absolute, or relative if above 1)."""
+    """Return whether two numbers are equal, or differ by at most `tolerance` (absolute, or relative if above 1)."""
     assert isinstance(one, int | float)
     assert isinstance(other, int | float)
     if one == other or not tolerance:
@@ -95,7 +95,7 @@ def require_schema(schema: Mapping[str, JSON]) -> None:
 
 
 def fits_schema(text: str, truth: Schema) -> bool:
-    """Whether the text, or its only fenced block, is one JSON value that fits the schema.
+    """Return whether the text, or its only fenced block, is one JSON value that fits the schema.
 
     Raises UserError without jsonschema, ConfigError for a schema that cannot be used.
     """
@@ -117,7 +117,7 @@ def json_schema(task: Task, trajectory: Trajectory) -> float:
 
 
 def is_value(text: str, truth: Value) -> bool:
-    """Whether the text, or its only fenced block, is the JSON value."""
+    """Return whether the text, or its only fenced block, is the JSON value."""
     return _is_json_value(fenced(text), truth.value, truth.tolerance, frozenset())
 
 
@@ -127,7 +127,7 @@ def json_value(task: Task, trajectory: Trajectory) -> float:
 
 
 def is_state(text: str, truth: MatchState) -> bool:
-    """Whether the text is the JSON of the expected state."""
+    """Return whether the text is the JSON of the expected state."""
     return _is_json_value(text, truth.value, truth.tolerance, truth.ignored)
 
 

@@ -75,7 +75,7 @@ def chosen(text: str, options: Mapping[str, str]) -> str | None:
 
 
 def _names(text: str, options: Mapping[str, str]) -> bool:
-    """Whether the text names one of the options, by its letter standing alone or by its text."""
+    """Return whether the text names one of the options, by its letter standing alone or by its text."""
     words = f" {plain_words(text)} "
     for letter, option in options.items():
         article = r"(?!\s+(?!(?:is|was|has|and|or)\b)[a-z])" if letter in "AI" else ""
@@ -87,7 +87,7 @@ def _names(text: str, options: Mapping[str, str]) -> bool:
 
 
 def is_right(answer: str, truth: Choice) -> bool:
-    """Whether the answer (all boxes of one with several) chooses the right option and no other."""
+    """Return whether the answer (all boxes of one with several) chooses the right option and no other."""
     found = candidates(answer)
     return bool(found) and all(chosen(one, truth.options) == truth.letter for one in found)
 

@@ -100,7 +100,7 @@ class Published:
 
 
 def r1() -> tuple[Reward, ...]:
-    """Return DeepSeek-R1's format part (arXiv:2501.12948), for an accuracy of 0 or 1; the weight is not from the paper."""
+    """Return DeepSeek-R1's format part (arXiv:2501.12948), for an accuracy of 0 or 1; the weight is Ludus's."""
     return (Reward("think_format", think_format, weight=0.2),)
 
 

@@ -73,7 +73,7 @@ def read_truth(record: Mapping[str, JSON]) -> Truth:
 
 
 def is_right(answer: str, truth: Truth) -> bool:
-    """Whether an answer is right, by the verifier of its truth."""
+    """Return whether an answer is right, by the verifier of its truth."""
     return next(verify(answer, truth) for kind, verify in _VERIFIERS.items() if isinstance(truth, kind))
 
 

@@ -183,7 +183,7 @@ class EngineConfig(Section):
         return (self.url or "").split(",")
 
     @model_validator(mode="after")
-    def _has_a_line(self) -> Self:
+    def _delta_needs_broadcast(self) -> Self:
         if self.weight_delta and self.broadcast_host is None:
             raise ValueError("engine.weight_delta needs engine.broadcast_host")
         return self

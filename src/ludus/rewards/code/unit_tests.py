@@ -81,7 +81,7 @@ def _measure(value: JSON) -> float:
 
 
 def all_passed(suite: Suite, passed: Collection[str]) -> bool:
-    """Whether every test passed. Raises ValueError for a suite without tests."""
+    """Return whether every test passed. Raises ValueError for a suite without tests."""
     tests = suite.tests("all")
     if not tests:
         raise ValueError("the suite has no tests")
