@@ -71,7 +71,7 @@ def test_shards_are_read_back(shards):
 
 def test_metadata_that_name_code_are_refused(shards, mark):
     (shards / ".metadata").write_bytes(pickle.dumps(Runs(mark)))
-    with pytest.raises(StorageError, match=r"names pathlib.Path.write_text.*Remove its checkpoint"):
+    with pytest.raises(StorageError, match=r"references pathlib.Path.write_text.*Remove its checkpoint"):
         load_shards(shards, "model", like())
 
 

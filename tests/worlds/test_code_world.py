@@ -574,7 +574,7 @@ def test_public_layouts_are_read(sandbox, tmp_path, layout, rows, split, wrong):
         (
             "livecodebench",
             json.dumps({"private_test_cases": b64encode(zlib.compress(pickle.dumps(print))).decode()}),
-            "names builtins.print",
+            "references builtins.print",
         ),
     ],
 )

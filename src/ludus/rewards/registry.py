@@ -50,7 +50,7 @@ class RegisteredReward:
 
     @property
     def options(self) -> Mapping[str, inspect.Parameter]:
-        """Its options by name."""
+        """Options of `make` by name."""
         return inspect.signature(self.make).parameters
 
 

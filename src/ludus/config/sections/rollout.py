@@ -163,7 +163,7 @@ class EngineConfig(Section):
     """An address of this machine that the servers can reach: weights are sent over a gloo process group instead of
     files, to `ludus serve` and to vLLM with the worker extension (docs/use/server.md). None writes files."""
     sleep: bool = False
-    """Free the KV cache of the embedded engine while the learner works, if both share one device."""
+    """Free the KV cache of the embedded engine while the learner trains, if both share one device."""
     kv_cache_tokens: int | None = Field(None, ge=1)
     """Tokens in the KV cache of an embedded engine, running requests included; one request of maximum length always
     fits. None has room for all episodes: rollout.concurrency * (rollout.max_seq_len + 16)."""
@@ -190,7 +190,7 @@ class EngineConfig(Section):
 
 
 class SandboxConfig(Section):
-    """Where tools run programs. See docs/use/sandbox.md."""
+    """The sandbox in which tools run programs. See docs/use/sandbox.md."""
 
     backend: Literal["namespaces", "docker", "podman", "remote", "sandbox_fusion", "piston", "process"] = "namespaces"
     """Isolation of programs from the host; there is no fallback to a weaker backend."""
