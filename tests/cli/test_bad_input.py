@@ -163,7 +163,7 @@ def test_a_world_whose_infrastructure_fails_stops_with_its_own_words_and_its_own
         ('f"{split}:{name}"', 'f"{split}"', "Two tasks of the split 'test' share the id 'test'."),
         ('{"split": split,', '{"split": 3,', "The tag 'split' of the task 'test:"),
         ("opening(name), ExpectedAnswers", "name, ExpectedAnswers", "of the split 'test' is not a tuple of messages."),
-        ("    return ToolWorld(", "    ToolWorld(", "mine.py: make_world returned nothing."),
+        ("    return ToolWorld(", "    ToolWorld(", "mine.py: make_world returned None."),
         ('Task(f"{split}:{name}"', 'Task(name[0] if split == "train" else name', "'train' share"),
     ],
 )

@@ -122,7 +122,7 @@ def test_a_dead_sandbox_of_a_later_stage_is_told_before_the_first_one_runs(tmp_p
     write_rollouts(tmp_path / "attempts.jsonl.gz", [RECORD])
     file.write_text((first + stage(kind, setting)).format(recipe="code", folder=tmp_path))
     said = refused("pipeline", file, "--folder", tmp_path / "run", *words, code=4)
-    assert "The world 'code' runs programs, and its sandbox does not." in said
+    assert "The world 'code' runs programs, but its sandbox does not work." in said
     assert not (tmp_path / "run").exists()
 
 

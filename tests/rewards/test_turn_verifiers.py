@@ -112,7 +112,7 @@ def test_a_milestone_is_paid_to_the_first_turn_that_reaches_it(reached, total, e
 
 
 def test_more_milestones_than_there_are_is_a_mistake_of_the_verifier():
-    with pytest.raises(ValueError, match="3 milestones are reached, and the task has 2"):
+    with pytest.raises(ValueError, match="3 milestones are reached, but the task has 2"):
         turn_shares(Progress([{"a", "b", "c"}], 2))
 
 

@@ -215,7 +215,7 @@ def test_what_another_process_cannot_know_is_scored_here_aloud(scoring, caplog):
     assert asyncio.run(score(made, other)).rewards == {"another": 0.25}
     assert found.rewards == {"own": 0.5}
     said = "\n".join(record.getMessage() for record in caplog.records)
-    assert "Its episodes have others" in said
+    assert "Its episodes have other rewards" in said
     assert "Task t cannot be sent to another process" in said
     assert "has different rewards from the run" in said
 

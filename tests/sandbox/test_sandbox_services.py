@@ -244,9 +244,9 @@ def test_a_dead_service_is_told_once_before_anything_is_played_or_trained(comman
         words += ["--run.dir", str(tmp_path / "run")]
     place = [*command, "code"] if verb == "env" else [verb, "code", *options]
     said = refused(*place, *words, code=4)
-    assert "The world 'code' runs programs, and its sandbox does not." in said
+    assert "The world 'code' runs programs, but its sandbox does not work." in said
     assert said.count("is unreachable") == 1
-    assert "`ludus sandbox check --backend sandbox_fusion --url http://127.0.0.1:9` tries it." in said
+    assert "`ludus sandbox check --backend sandbox_fusion --url http://127.0.0.1:9` repeats this check." in said
     assert not list(tmp_path.rglob("checkpoints"))
 
 

@@ -71,7 +71,7 @@ def test_shards_are_read_back(shards):
 
 def test_metadata_that_name_code_are_refused(shards, mark):
     (shards / ".metadata").write_bytes(pickle.dumps(Runs(mark)))
-    with pytest.raises(StorageError, match=r"names pathlib.Path.write_text.*Remove its checkpoint"):
+    with pytest.raises(StorageError, match=r"references pathlib.Path.write_text.*Remove its checkpoint"):
         load_shards(shards, "model", like())
 
 
@@ -200,7 +200,7 @@ def test_what_is_no_plain_value_is_refused(data):
 
 
 def test_a_pickle_cannot_change_a_class():
-    with pytest.raises(UnpicklingError, match="changes a class"):
+    with pytest.raises(UnpicklingError, match="modifies a class"):
         load_pickle(OF_A_FILE["a class that is changed"], {"torch.Size": torch.Size})
 
 

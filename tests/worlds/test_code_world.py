@@ -574,7 +574,7 @@ def test_public_layouts_are_read(sandbox, tmp_path, layout, rows, split, wrong):
         (
             "livecodebench",
             json.dumps({"private_test_cases": b64encode(zlib.compress(pickle.dumps(print))).decode()}),
-            "names builtins.print",
+            "references builtins.print",
         ),
     ],
 )
@@ -591,7 +591,7 @@ def test_a_file_that_is_missing_or_says_a_thing_twice(tmp_path):
         load_code_tasks(tmp_path / "none.jsonl", "own", "")
     with pytest.raises(UserError, match="is that of line 1"):
         load_code_tasks(write(tmp_path / "two.jsonl", [MBPP, MBPP]), "mbpp", "")
-    with pytest.raises(UserError, match="holds no tasks"):
+    with pytest.raises(UserError, match="contains no tasks"):
         load_code_tasks(write(tmp_path / "empty.jsonl", []), "own", "")
 
 

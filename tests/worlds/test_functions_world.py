@@ -738,7 +738,7 @@ def test_all_bad_lines_are_named_and_skipped_if_set(tmp_path, caplog):
 def test_a_file_that_is_missing_or_empty_says_so(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         make_functions_world({"data": str(tmp_path / "none.jsonl")}, ToolLimits()).tasks("file")
-    with pytest.raises(UserError, match="holds no tasks"):
+    with pytest.raises(UserError, match="contains no tasks"):
         write(tmp_path / "empty.jsonl").tasks("file")
 
 

@@ -434,9 +434,9 @@ def test_a_file_of_problems_is_read(tmp_path):
         ('{"answer": 1}', '"question" is not a text'),
         ('{"question": "a"}', '"answer" is neither'),
         ('{"question": "a", "answer": true}', '"answer" is neither'),
-        ('{"question": "a", "answer": " "}', "no single answer"),
+        ('{"question": "a", "answer": " "}', "exactly one answer"),
         ('{"question": "a", "answer": 1, "split": "dev"}', "'dev'"),
-        ('{"question": "a", "answer": "b", "type": "number"}', "is no number"),
+        ('{"question": "a", "answer": "b", "type": "number"}', "is not a number"),
         ('{"question": "a", "answer": "b", "type": "word"}', "'word'"),
         ('{"question": "q", "answer": 1}', "that of line 1"),
     ],
@@ -453,7 +453,7 @@ def test_a_file_that_is_missing_or_empty_is_said(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         load_problems(tmp_path / "none.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(UserError, match="holds no tasks"):
+    with pytest.raises(UserError, match="contains no tasks"):
         load_problems(tmp_path / "empty.jsonl")
 
 

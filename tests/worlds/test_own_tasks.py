@@ -88,7 +88,7 @@ def test_without_a_type_a_number_is_one():
         ({"answer": float("nan")}, "it is not JSON"),
         ({"type": "letter", "answer": "A"}, "choice, json, schema, state"),
         ({"type": "text", "answer": "!!!"}, "no words to compare"),
-        ({"type": "schema", "answer": {"$ref": "http://x/y"}}, "http://x/y, which is not in it"),
+        ({"type": "schema", "answer": {"$ref": "http://x/y"}}, "http://x/y, which it does not contain"),
     ],
 )
 def test_a_broken_record_says_what_is_wrong(tmp_path, record, reason):
@@ -121,7 +121,7 @@ def test_a_state_by_name_is_that_of_a_tool():
 
 
 def test_a_truth_that_no_record_has_is_an_error():
-    with pytest.raises(TypeError, match="which no record has"):
+    with pytest.raises(TypeError, match="not a type of truth of a record"):
         by_record(Task("t", (), "Oslo"), answered("Oslo"))
 
 

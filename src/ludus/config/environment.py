@@ -6,12 +6,12 @@ import os
 
 
 def launched_rank() -> int | None:
-    """Return the rank that torchrun assigned to this process; None if it did not start it."""
+    """Return the rank that torchrun assigned to this process; None if torchrun did not start the process."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     return int(os.environ["RANK"])
 
 
 def extended(variables: dict[str, str]) -> dict[str, str]:
-    """Return the environment of a child process that also gets these variables."""
+    """Return the environment of a child process: this environment with these variables added."""
     return os.environ | variables

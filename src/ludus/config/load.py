@@ -16,8 +16,8 @@ from ludus.config.toml import toml_value
 from ludus.errors import ConfigError
 from ludus.recipes import recipe_folder
 
-_SHOWN = 60
-"""Characters of a value that an error message repeats."""
+_MAX_VALUE_CHARS = 60
+"""Maximum characters of a value in an error message."""
 
 _BOUNDS = {
     "greater_than_equal": "at least {ge}",
@@ -142,4 +142,4 @@ def _lookup(data: dict[str, object], key: str) -> object:
 
 def _show(value: object) -> str:
     text = toml_value(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _MAX_VALUE_CHARS else f"{text[:_MAX_VALUE_CHARS]}..."

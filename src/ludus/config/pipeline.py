@@ -48,14 +48,14 @@ def load_pipeline(path: Path) -> tuple[Stage, ...]:
     except ValueError as error:
         raise ConfigError(f"{path} is not TOML: {error}.") from None
     unknown = [f"{key} is not a key of a pipeline; the only one is [[stage]]." for key in data if key != "stage"]
-    given = data.get("stage", [])
-    if not isinstance(given, list) or not given:
+    tables = data.get("stage", [])
+    if not isinstance(tables, list) or not tables:
         raise ConfigError("\n".join([*unknown, f"{path} has no stages."]), "Add a [[stage]] table for each, in order.")
     problems, stages = list(unknown), []
-    for number, table in enumerate(given, start=1):
-        faults = list(_faults(table, number))
-        problems += faults
-        if not faults:
+    for number, table in enumerate(tables, start=1):
+        errors = list(_find_errors(table, number))
+        problems += errors
+        if not errors:
             words = tuple(_words(table.get("settings", {}), ""))
             stages.append(Stage(number, KINDS[table["kind"]], table["recipe"], words))
     if problems:
@@ -63,7 +63,7 @@ def load_pipeline(path: Path) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def _faults(table: object, number: int) -> Iterator[str]:
+def _find_errors(table: object, number: int) -> Iterator[str]:
     if not isinstance(table, dict):
         yield f"Stage {number} is not a table."
         return

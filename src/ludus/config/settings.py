@@ -21,7 +21,7 @@ from ludus.errors import ConfigError, nearest_names
 _NEAR = 0.75
 """Similarity below which a name is not suggested. An equal section counts 0.3, an equal last part 1."""
 _NEAR_LEAF = 0.55
-"""Similarity of the last parts below which a name is not suggested, whatever its section."""
+"""Similarity of the last parts below which a name is not suggested, regardless of its section."""
 _SEVERAL = 4
 """Maximum number of equally similar suggestions."""
 NAME = "NAME"
@@ -121,7 +121,7 @@ def nearest(key: str) -> list[str]:
                 return [f"{table.key}.{leaf}"]
     depth = key.count(".")
     names = [s.key for s in list_settings() if NAME not in s.key.split(".") or s.key.count(".") == depth]
-    scores = {name: _likeness(key, name) for name in names}
+    scores = {name: _similarity(key, name) for name in names}
     best = max(scores.values())
     near = [_with_names(name, key) for name, score in scores.items() if score == best >= _NEAR]
     return near[:_SEVERAL]
@@ -174,7 +174,7 @@ def _with_names(pattern: str, key: str) -> str:
     return ".".join(part if other == NAME else other for part, other in zip(parts, wanted, strict=True))
 
 
-def _likeness(wrong: str, name: str) -> float:
+def _similarity(wrong: str, name: str) -> float:
     wrong_section, _, wrong_leaf = wrong.rpartition(".")
     section, _, leaf = name.rpartition(".")
     initials = "".join(word[:1] for word in leaf.split("_"))

@@ -30,13 +30,13 @@ class Environment(ABC):
     """One episode of one task. An instance is used once: `start`, `step` until done, `close`.
 
     An exception of `start`, `step` or `close` is an infrastructure failure; a mistake of the model is an
-    observation. A subclass defines `start` and `step`; everything else is optional.
+    observation. A subclass defines `start` and `step`; all other methods are optional.
     """
 
     tools: Sequence[Tool] = ()
     """Tools that the model may call."""
     rewards: Sequence[Reward] = ()
-    """Scored when the episode has ended."""
+    """Reward parts, computed after the episode."""
 
     @abstractmethod
     async def start(self, task: Task) -> list[Message]:
@@ -71,7 +71,7 @@ class Environment(ABC):
 class World(ABC):
     """A source of tasks and environments. Equal settings yield equal tasks in equal order.
 
-    A subclass defines `name`, `rewards`, `splits`, `tasks` and `environment`; everything else is optional.
+    A subclass defines `name`, `rewards`, `splits`, `tasks` and `environment`; all other methods are optional.
     """
 
     num_text_dialogues: ClassVar[int] = 2_000
@@ -132,12 +132,12 @@ class World(ABC):
         return ()
 
     def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
-        """Return episodes that must earn nothing, without the prompt, by name of the cheat."""
+        """Return scripted episodes that must not be rewarded, without the prompt, by name of the cheat."""
         del task
         return {}
 
     def difficulty_report(self) -> str:
-        """Return tables of how many tasks differ and how many are solved without skill; empty by default."""
+        """Return tables of the diversity of tasks and of success without skill; empty by default."""
         return ""
 
     @property
@@ -179,14 +179,14 @@ class World(ABC):
 
     @property
     def runs_programs(self) -> bool:
-        """Whether it needs a sandbox with these settings."""
+        """Whether the world needs a sandbox with these settings."""
         return self.implements("with_sandbox")
 
     @property
     def episodes_at_once(self) -> int | None:
         """Maximum number of sandbox sessions; None means unlimited.
 
-        Further episodes wait before they start, so that no episode waits for a session while it holds one.
+        Further episodes wait before they start, so that no episode waits for a session while it uses another.
         """
         return None
 
@@ -198,7 +198,7 @@ class World(ABC):
         del tell
 
     async def close(self) -> None:
-        """Release what all episodes share, on the event loop where it was used."""
+        """Release the resources shared by all episodes, on the event loop that used them."""
         return
 
 
@@ -304,7 +304,7 @@ class Demonstration(Protocol):
 def class_of(shown: Demonstration) -> DataClass:
     """Return the skill that a demonstration teaches.
 
-    Unless it declares one: `tool_use` if it has a call, `negatives` if it has tools but no call, `reasoning` if it
+    If it declares none: `tool_use` if it has a call, `negatives` if it has tools but no call, `reasoning` if it
     has reasoning, otherwise `format`.
     """
     if shown.data_class is not None:

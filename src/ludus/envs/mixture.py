@@ -149,8 +149,8 @@ class MixedWorld(World):
                 for member in self.members
                 if split in member.world.splits
             ]
-            rounds = itertools.zip_longest(*lists)
-            self._tasks[split] = tuple(task for turn in rounds for task in turn if task is not None)
+            rows = itertools.zip_longest(*lists)
+            self._tasks[split] = tuple(task for row in rows for task in row if task is not None)
         return self._tasks[split]
 
     def environment(self, task: Task) -> MemberEnvironment:
@@ -204,17 +204,17 @@ class MixedWorld(World):
         return member.world.expert(member.own(task))
 
     def paraphrases(self, task: Task) -> Sequence[str]:
-        """Return those of the task's world."""
+        """Return the paraphrases by the task's world."""
         member = self.member_of(task)
         return member.world.paraphrases(member.own(task))
 
     def alternative_solutions(self, task: Task) -> Sequence[Sequence[Message]]:
-        """Return those of the task's world."""
+        """Return the alternative solutions by the task's world."""
         member = self.member_of(task)
         return member.world.alternative_solutions(member.own(task))
 
     def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
-        """Return those of the task's world."""
+        """Return the cheats by the task's world."""
         member = self.member_of(task)
         return member.world.cheats(member.own(task))
 
@@ -231,8 +231,8 @@ class MixedWorld(World):
     @property
     def episodes_at_once(self) -> int | None:
         """The minimum over all worlds."""
-        rooms = [member.world.episodes_at_once for member in self.members]
-        return min((room for room in rooms if room is not None), default=None)
+        limits = [member.world.episodes_at_once for member in self.members]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     async def close(self) -> None:
         """Close all worlds."""
@@ -242,10 +242,10 @@ class MixedWorld(World):
     def _solved(self, task: Task, trajectory: Trajectory) -> float:
         """Return the weighted mean of the world's outcomes; at least 1 if and only if the task is solved."""
         member = self.member_of(task)
-        own, seen = member.own(task), _own_view(member, task, trajectory)
+        own, view = member.own(task), _own_view(member, task, trajectory)
         parts = [part for part in member.world.rewards if part.outcome]
-        values = [float(part.function(own, seen)) for part in parts]
-        mean = sum(p.weight * v for p, v in zip(parts, values, strict=True)) / _full(member.world.rewards)
+        values = [float(part.function(own, view)) for part in parts]
+        mean = sum(p.weight * v for p, v in zip(parts, values, strict=True)) / _outcome_weight(member.world.rewards)
         return max(mean, 1.0) if all(value >= 1 for value in values) else min(mean, _BELOW_ONE)
 
 
@@ -253,10 +253,10 @@ def worlds_in(world: World, config: Config) -> list[tuple[World, Config]]:
     """Return the worlds of a mixture, each with the settings of a run on it alone; any other world unchanged."""
     if not isinstance(world, MixedWorld):
         return [(world, config)]
-    return [(member.world, _alone(config, member)) for member in world.members]
+    return [(member.world, _single_world_config(config, member)) for member in world.members]
 
 
-def _alone(config: Config, member: MixtureMember) -> Config:
+def _single_world_config(config: Config, member: MixtureMember) -> Config:
     own = config.env.mixture[member.name]
     env = {"name": own.world or member.name, "settings": own.settings, "mixture": {}}
     return config.model_copy(update={"env": config.env.model_copy(update=env), "rollout": member.rollout})
@@ -274,12 +274,12 @@ def check_tools(world: MixedWorld, rendering: str) -> None:
     if offered and not set.intersection(*offered.values()):
         listed = "; ".join(f"{name} has {', '.join(sorted(tools))}" for name, tools in offered.items())
         raise ConfigError(
-            f"env.rendering is {rendering!r}: it writes calls of one tool, and the worlds share none: {listed}.",
-            "Set env.rendering to 'chat', or take the others out with --env.mixture.NAME none.",
+            f"env.rendering is {rendering!r}: it supports one tool, but the worlds share none: {listed}.",
+            "Set env.rendering to 'chat', or remove the other worlds with --env.mixture.NAME none.",
         )
 
 
-def _full(rewards: Sequence[Reward]) -> float:
+def _outcome_weight(rewards: Sequence[Reward]) -> float:
     return sum(part.weight for part in rewards if part.outcome)
 
 
@@ -291,11 +291,11 @@ def _own_view(member: MixtureMember, task: Task, trajectory: Trajectory) -> Traj
 def _own_parts(member: MixtureMember) -> Iterator[Reward]:
     """Yield the world's own parts; if it has several outcomes, they are also reported separately."""
     rewards = member.world.rewards
-    full = _full(rewards)
+    outcome_weight = _outcome_weight(rewards)
     several = sum(part.outcome for part in rewards) > 1
     for part in rewards:
         if not part.outcome or several:
-            weight = 0.0 if part.outcome else part.weight / full
+            weight = 0.0 if part.outcome else part.weight / outcome_weight
             yield Reward(f"{member.name}/{part.name}", partial(_score_own, member, part), weight, world=member.name)
 
 

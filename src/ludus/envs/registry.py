@@ -59,7 +59,7 @@ def _one_world(name: str, settings: Mapping[str, object], rollout: RolloutConfig
     with plugin_errors(str(file), file.resolve()) if file else nullcontext():
         world = factory(settings, limits)
     if world is None:
-        raise ConfigError(f"{name}: make_world returned nothing.", "Have it return the world.")
+        raise ConfigError(f"{name}: make_world returned None.", "Return the world from it.")
     check_rewards(world.rewards)
     return world
 
@@ -122,8 +122,8 @@ def check_sandbox(config: SandboxConfig, world: World) -> None:
     except LudusError as error:
         where = f" --url {config.url}" if config.url else ""
         raise type(error)(
-            f"The world {world.name!r} runs programs, and its sandbox does not. {error.message}",
-            f"{error.hint} `ludus sandbox check --backend {config.backend}{where}` tries it.".strip(),
+            f"The world {world.name!r} runs programs, but its sandbox does not work. {error.message}",
+            f"{error.hint} `ludus sandbox check --backend {config.backend}{where}` repeats this check.".strip(),
         ) from error
 
 
@@ -160,5 +160,5 @@ def _with_tools(world: World, tools: Sequence[Tool]) -> World:
     if not tools:
         return world
     if not isinstance(world, ToolWorld):
-        raise ConfigError(f"env.tools: the world {world.name!r} takes no further tools.", "Write a ToolWorld.")
+        raise ConfigError(f"env.tools: the world {world.name!r} does not accept more tools.", "Write a ToolWorld.")
     return replace(world, tools=(*world.tools, *tools))

@@ -22,9 +22,9 @@ def read_settings(schema: type[Settings], given: Mapping[str, object]) -> Settin
     """
     fields = schema.model_fields
     unset = {key for key in fields if given.get(key) == "none" and "none" not in get_args(fields[key].annotation)}
-    kept = {key: value for key, value in given.items() if key not in unset}
+    explicit = {key: value for key, value in given.items() if key not in unset}
     try:
-        return schema.model_validate_json(json.dumps(kept), strict=True)  # lists may be tuples
+        return schema.model_validate_json(json.dumps(explicit), strict=True)  # lists may be tuples
     except ValidationError as error:
         problems = [_sentence(details, list(fields)) for details in error.errors()]
     known = ", ".join(fields)

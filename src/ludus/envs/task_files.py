@@ -20,7 +20,7 @@ Record = Mapping[str, JSON]
 
 
 class RecordError(Exception):
-    """A record is not a valid task; the text ends the sentence "line 3 is not a task: ..."."""
+    """The record is not a valid task; the message completes "line 3 is not a task: ..."."""
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -57,8 +57,8 @@ def load_tasks(
 ) -> dict[str, tuple[Task, ...]]:
     """Return the tasks of a file by split, which is their tag `split`.
 
-    `read` makes a task of a record and its line number, or raises RecordError. No two tasks may share their
-    `identity`, a text such as "id 'x'". Raises UserError, with the line and `hint`, for an invalid record, an
+    `read` converts a record and its line number to a task, or raises RecordError. No two tasks may share their
+    `identity`, such as "id 'x'". Raises UserError, with the line and `hint`, for an invalid record, an
     unknown split, or a file without tasks.
     """
     tasks: dict[str, list[Task]] = {split: [] for split in SPLITS}
@@ -76,7 +76,7 @@ def load_tasks(
         seen[name] = number
         tasks[split].append(task)
     if not seen:
-        raise UserError(f"{path} holds no tasks.", hint)
+        raise UserError(f"{path} contains no tasks.", hint)
     return {split: tuple(found) for split, found in tasks.items()}
 
 

@@ -1,8 +1,8 @@
-"""Mix the tasks of several pools, each with its share of every step.
+"""Interleave the tasks of several pools, so that each has its share of every step.
 
 The pool of each position follows from the weights alone. With `S(p)` the sum of a pool's shares over the
 first `p` positions, the pool has been chosen at least `floor(S(p))` and at most `ceil(S(p))` times, so a step
-holds exact shares if those are integers. The j-th turn of a pool may come from the first position with `S > j
+has exact shares if those are integers. The j-th turn of a pool may come from the first position with `S > j
 - 1` on, and is due at the first one with `S >= j`; the earliest due goes first, which meets every deadline
 (the chairman assignment problem, Tijdeman, Discrete Mathematics 32, 1980).
 """
@@ -45,7 +45,7 @@ class TaskPool:
 
 @dataclass
 class Shares:
-    """The pool of each position. Weights change over the first `num_chunks` chunks."""
+    """Assignment of a pool to each position. Weights change over the first `num_chunks` chunks."""
 
     pools: Sequence[TaskPool]
     chunk: int = 1
@@ -56,18 +56,18 @@ class Shares:
 
     def turns(self) -> Iterator[int]:
         """Yield pool indices endlessly."""
-        everyone, taken = range(len(self.pools)), [0] * len(self.pools)
-        places = [0] * len(self.pools)  # chunks in which the next turns are due
-        due = [self._due(i, 1, places) for i in everyone]
+        indices, counts = range(len(self.pools)), [0] * len(self.pools)
+        due_chunks = [0] * len(self.pools)
+        deadlines = [self._deadline(i, 1, due_chunks) for i in indices]
         for number in count():
             chunk = min(number, self._last)
             starts, shares = self.sums(chunk), self.at(chunk)
             offset = (number - chunk) * self.chunk
-            for place in range(offset + 1, offset + self.chunk + 1):
-                ready = [i for i in everyone if taken[i] + _SLACK < starts[i] + place * shares[i]]
-                chosen = min(ready, key=lambda i: (due[i], i))
-                taken[chosen] += 1
-                due[chosen] = self._due(chosen, taken[chosen] + 1, places)
+            for position in range(offset + 1, offset + self.chunk + 1):
+                ready = [i for i in indices if counts[i] + _SLACK < starts[i] + position * shares[i]]
+                chosen = min(ready, key=lambda i: (deadlines[i], i))
+                counts[chosen] += 1
+                deadlines[chosen] = self._deadline(chosen, counts[chosen] + 1, due_chunks)
                 yield chosen
 
     def at(self, chunk: int) -> Sequence[float]:
@@ -88,11 +88,11 @@ class Shares:
             self._starts.append([s + share * self.chunk for s, share in zip(before, shares, strict=True)])
         return self._starts[chunk]
 
-    def _due(self, pool: int, turn: int, places: list[int]) -> float:
+    def _deadline(self, pool: int, turn: int, due_chunks: list[int]) -> float:
         """Return the first position at which `S` reaches `turn`, or infinity."""
-        while places[pool] < self._last and self.sums(places[pool] + 1)[pool] < turn - _SLACK:
-            places[pool] += 1
-        chunk = places[pool]
+        while due_chunks[pool] < self._last and self.sums(due_chunks[pool] + 1)[pool] < turn - _SLACK:
+            due_chunks[pool] += 1
+        chunk = due_chunks[pool]
         share, missing = self.at(chunk)[pool], turn - self.sums(chunk)[pool]
         return chunk * self.chunk + math.ceil(missing / share - _SLACK) if share > 0 else math.inf
 
@@ -117,7 +117,7 @@ class MixtureOrder:
     num_chunks: int = 1
     _chunks: list[list[Task]] = field(default_factory=list, init=False)
     _progress: list[tuple[int, int]] = field(default_factory=list, init=False)
-    """Per pool: the epoch, and the number of its tasks done."""
+    """Epoch of each pool, and number of its tasks used in this epoch."""
 
     def __post_init__(self) -> None:
         shares = Shares(self.pools, self.chunk, self.num_chunks)
@@ -126,10 +126,10 @@ class MixtureOrder:
         for i, pool in enumerate(self.pools):
             exact = max(shares.at(0)[i], shares.at(self.num_chunks)[i]) * self.chunk
             whole = not any(p.moves for p in self.pools) and abs(exact - round(exact)) < _SLACK
-            most = min(round(exact) if whole else math.ceil(exact) + 1, self.chunk)
-            if len(pool.tasks) < most:
+            max_tasks = min(round(exact) if whole else math.ceil(exact) + 1, self.chunk)
+            if len(pool.tasks) < max_tasks:
                 raise ConfigError(
-                    f"One step may need {most} tasks of the world {pool.name!r}, but its train split has "
+                    f"One step may need {max_tasks} tasks of the world {pool.name!r}, but its train split has "
                     f"{len(pool.tasks)}.",
                     "Lower its weight, or training.prompts_per_step.",
                 )

@@ -1,4 +1,4 @@
-"""`ToolWorld`: a world from data: tasks by split, tools and rewards."""
+"""`ToolWorld`, a world defined by tasks by split, tools and rewards."""
 
 from __future__ import annotations
 
@@ -72,8 +72,7 @@ class ToolWorld(World):
         """Yield the dialogues of `show`. Raises UserError if there is none."""
         if self.show is None:
             raise UserError(
-                f"The world {self.name!r} has no demonstrations.",
-                "Give it some, or pass dialogues in a file (sft.data).",
+                f"The world {self.name!r} has no demonstrations.", "Set `show`, or pass dialogues in a file (sft.data)."
             )
         for messages in self.show(seed):
             yield Dialogue(tuple(messages), tuple(self.tools))

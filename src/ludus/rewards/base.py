@@ -38,8 +38,8 @@ class Reward:
 def check_rewards(rewards: Sequence[Reward]) -> None:
     """Raise ConfigError unless solving the task always earns more than anything else.
 
-    Refused are a name used twice, a weight that is not finite, a list without an outcome, an outcome that
-    costs, and shaping that could outweigh an outcome.
+    Rejects duplicate names, weights that are not finite, a list without an outcome, negative outcome weights,
+    and shaping that could outweigh an outcome.
     """
     names = [part.name for part in rewards]
     if len(set(names)) < len(names):
@@ -84,26 +84,26 @@ def score(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Traj
 def check_scored_elsewhere(world: Sequence[Reward], own: Sequence[Reward], environment: object) -> None:
     """Raise ConfigError unless an environment's `own` rewards are its world's and none is a method of it.
 
-    A reward process has the world, the task and the trajectory, but not the environment.
+    A reward process receives the world, the task and the trajectory, but not the environment.
     """
     ours, theirs = ([(p.name, p.weight, p.outcome, p.world) for p in parts] for parts in (world, own))
     bound = [p.name for p in own if inspect.ismethod(p.function) and p.function.__self__ is environment]
     if ours == theirs and not bound:
         return
-    why = f"The reward {bound[0]!r} is a method of the environment" if bound else "Its episodes have others"
+    why = f"The reward {bound[0]!r} is a method of the environment" if bound else "Its episodes have other rewards"
     raise ConfigError(
         f"The episodes of this world cannot be scored by its rewards alone. {why}.",
-        "Have rewards read the trajectory alone (its outcomes, say), or set cluster.reward_workers = 0.",
+        "Use rewards that read only the trajectory (such as its outcomes), or set cluster.reward_workers = 0.",
     )
 
 
 def success(rewards: Sequence[Reward], trajectory: Trajectory) -> bool:
-    """Whether every outcome part has its full value, 1."""
+    """Return whether every outcome part has its full value, 1."""
     return all(trajectory.rewards.get(part.name, 0.0) >= 1.0 for part in rewards if part.outcome)
 
 
 def truth_of(task: Task, kind: type[Truth]) -> Truth:
-    """Return the truth of a task. Raises TypeError if its type differs: that is a wrong world, not a wrong answer."""
+    """Return the truth of a task. Raises TypeError if its type differs: an error of the world, not of the model."""
     if not isinstance(task.truth, kind):
         raise TypeError(f"task {task.id}: the truth is {type(task.truth).__name__}, expected {kind.__name__}")
     return task.truth

@@ -15,15 +15,15 @@ from ludus.rewards.base import truth_of
 from ludus.rewards.extract import short_answers, without_invisible
 from ludus.types import StopReason, Task, ToolStatus, Trajectory
 
-_KEPT = re.compile(
+_PRESERVED = re.compile(
     r"(?<![^\W\d])\.(?=\d)"  # a decimal point
     r"|(?<!\w)-(?=\.?\d)|(?<=\de)[-+](?=\d)"  # a sign before a number or its power of ten
     r"|(?<=\d)[-/:+*^](?=\d)"  # 3/4, 10:45, 1990-91
     r"|(?<=\d),(?=\d)(?!(?<=\d,)\d{3}(?!\d))"  # a comma that groups no thousands
     r"|(?<=[^\W\d])[+#]+(?!\w)"  # C++
 )
-_RAISED = re.compile(r"(?<=\d)[⁺⁻]?[⁰¹²³⁴-⁹]+")
-"""Exponents, which must not be read as further digits."""
+_EXPONENT = re.compile(r"(?<=\d)[⁺⁻]?[⁰¹²³⁴-⁹]+")
+"""Superscript exponents, which normalization must not merge with the digits."""
 _VULGAR = re.compile(r"(?<=\d)[¼-¾⅐-⅞↉]")
 """The fraction of a mixed number."""
 _DASH = re.compile(r"[\u2010-\u2015\u2212]")
@@ -48,12 +48,12 @@ def normalise(text: str) -> str:
 
 
 def plain_words(text: str) -> str:
-    """Normalise as `normalise` does, but keep articles."""
-    spelt = _VULGAR.sub(r" \g<0>", _RAISED.sub(r"^\g<0>", without_invisible(text)))
-    folded = _DASH.sub("-", unicodedata.normalize("NFKD", spelt).casefold().replace("\N{FRACTION SLASH}", "/"))
+    """Normalise as `normalise` does, but without removing articles."""
+    expanded = _VULGAR.sub(r" \g<0>", _EXPONENT.sub(r"^\g<0>", without_invisible(text)))
+    folded = _DASH.sub("-", unicodedata.normalize("NFKD", expanded).casefold().replace("\N{FRACTION SLASH}", "/"))
     plain = "".join(c for c in folded if not unicodedata.combining(c))
-    keep = {i for match in _KEPT.finditer(plain) for i in range(*match.span())}
-    return " ".join("".join(c for i, c in enumerate(plain) if i in keep or not _is_punctuation(c)).split())
+    preserved = {i for match in _PRESERVED.finditer(plain) for i in range(*match.span())}
+    return " ".join("".join(c for i, c in enumerate(plain) if i in preserved or not _is_punctuation(c)).split())
 
 
 def _is_punctuation(character: str) -> bool:
@@ -61,7 +61,7 @@ def _is_punctuation(character: str) -> bool:
 
 
 def matches(answer: str, truth: ExpectedAnswers) -> bool:
-    """Whether the normalised answer equals one of the accepted ones and is not empty."""
+    """Return whether the normalised answer equals one of the accepted ones and is not empty."""
     given = normalise(answer)
     return bool(given) and any(given == normalise(accepted) for accepted in truth.accepted)
 
@@ -69,7 +69,7 @@ def matches(answer: str, truth: ExpectedAnswers) -> bool:
 def is_answer(answer: str, truth: ExpectedAnswers) -> bool:
     """Return whether the answer matches as a whole, or after extraction by `short_answers`.
 
-    A box, "Answer:", "The answer is" and `<answer>` tags introduce answers. All that are introduced must match.
+    A box, "Answer:", "The answer is" and `<answer>` tags introduce answers. Every introduced answer must match.
     """
     if matches(answer, truth):
         return True

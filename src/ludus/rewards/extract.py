@@ -29,7 +29,7 @@ Evidence = Callable[[Trajectory], str]
 
 MAX_JSON_CHARACTERS = 4_000_000
 MAX_DEPTH = 64
-"""Levels of lists and objects in a JSON value."""
+"""Maximum nesting depth of lists and objects in a JSON value."""
 MAX_CHARACTERS = 100_000
 """Longer texts are treated as having no answer."""
 
@@ -51,16 +51,16 @@ _CERTAIN = re.compile(r"(?i)\b(?:no|without(?: an?y?)?|beyond(?: an?y?)?) doubt\
 _IS_DENIED = re.compile(r"(?i)^\W*(?:(?:is|was|are|seems|looks)\b|(?:isn|wasn|can)['’]t\b|cannot\b)")
 """Words after an answer that deny or doubt it."""
 _CLAUSE = re.compile(r"[.!?;:,\n]")
-_DENIED = 3
-"""Words before a box in which a denial counts."""
+_DENIAL_WORDS = 3
+"""Number of words before a box that are searched for a denial."""
 _TEXT = re.compile(r"\\(?:text[a-z]*|mathrm|mbox)\s*\{([^{}]*)\}")
 _MINUS = "\N{MINUS SIGN}\N{EN DASH}\N{FIGURE DASH}\N{NON-BREAKING HYPHEN}\N{HYPHEN}"
 _BLANK = "\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}\N{FIGURE SPACE}"
 _SIGNS = {ord(c): "-" for c in _MINUS} | {ord(c): " " for c in _BLANK}
 MAX_FRAMES = 32
-"""Boxes and tags of one text; a text with more has no answer."""
-_NEAR = 500
-"""Characters around a frame in which a denial is looked for."""
+"""Maximum boxes and tags in a text; a text with more has no answer."""
+_DENIAL_CHARS = 500
+"""Characters around a frame that are searched for a denial."""
 _FENCE = re.compile(r"(```|~~~)[a-zA-Z]*[ \t]*\r?\n(.*?)\1", re.S)
 
 
@@ -108,7 +108,7 @@ def read_json(text: str) -> JSON:
 def _object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise NotJson("a key twice")
+        raise NotJson("a duplicate key")
     return found
 
 
@@ -122,7 +122,7 @@ def _refuse(name: str) -> JSON:
 
 
 class _Frame(NamedTuple):
-    """A box or tag `text[start:after]` with the content `text[inner:end]`; whether it lies in another."""
+    """A box or tag `text[start:after]` with the content `text[inner:end]`; `nested` if inside another."""
 
     start: int
     inner: int
@@ -139,10 +139,10 @@ def candidates(text: str) -> tuple[str, ...]:
     """
     if len(text) > MAX_CHARACTERS:
         return ()
-    held, tags = _boxes(text), _tags(text)
-    if held is None or _is_denied(text, (*held, *tags)):
+    boxed, tags = _boxes(text), _tags(text)
+    if boxed is None or _is_denied(text, (*boxed, *tags)):
         return ()
-    found = _outer(text, held) or _outer(text, tags)
+    found = _outer(text, boxed) or _outer(text, tags)
     if not found:
         *_, last = [None, *_MARKER.finditer(text)]
         if last and _is_doubted(text, last.start()):
@@ -158,9 +158,9 @@ def short_answers(text: str) -> tuple[str, ...]:
     If several markers introduce answers, all are returned: a second answer is a hedge. After a marker other than
     the last one only the first sentence counts, and in it the text before a box or tag.
     """
-    held = _boxes(text) if len(text) <= MAX_CHARACTERS else None
-    tags = _tags(text) if held is not None else []
-    if held is None or _is_denied(text, (*held, *tags)):
+    boxed = _boxes(text) if len(text) <= MAX_CHARACTERS else None
+    tags = _tags(text) if boxed is not None else []
+    if boxed is None or _is_denied(text, (*boxed, *tags)):
         return ()
     marks = list(islice(_MARKER.finditer(text), MAX_FRAMES + 1))
     if len(marks) > MAX_FRAMES or any(_is_doubted(text, mark.start()) for mark in marks):
@@ -169,7 +169,7 @@ def short_answers(text: str) -> tuple[str, ...]:
     texts = [text[mark.end() : end] for mark, end in zip(marks, ends, strict=True)]
     early = [re.split(r"[.!?;\n]\s", f"{one.strip()} ")[0] for one in texts[:-1]]
     plain = filter(None, map(_cut_at_frame, (*early, *texts[-1:])))
-    found = (*_outer(text, tags), *_outer(text, held), *plain) or (text,)
+    found = (*_outer(text, tags), *_outer(text, boxed), *plain) or (text,)
     stripped = tuple(_bare(_TEXT.sub(r"\1", _bare(one).strip("$")).strip()) for one in found)
     return stripped if all(stripped) else ()
 
@@ -182,8 +182,8 @@ def _cut_at_frame(text: str) -> str:
 
 
 def _is_doubted(text: str, at: int) -> bool:
-    """Whether the clause before a marker denies or doubts it."""
-    clause = _CLAUSE.split(text[max(0, at - _NEAR) : at])[-1]
+    """Return whether the clause before a marker denies or doubts it."""
+    clause = _CLAUSE.split(text[max(0, at - _DENIAL_CHARS) : at])[-1]
     return _DOUBT.search(_CERTAIN.sub("", clause)) is not None
 
 
@@ -192,9 +192,9 @@ def _is_denied(text: str, frames: Sequence[_Frame]) -> bool:
     if len(frames) > MAX_FRAMES:
         return True
     for frame in frames:
-        before = _CLAUSE.split(text[max(0, frame.start - _NEAR) : frame.start])[-1].split()[-_DENIED:]
-        behind = _CLAUSE.split(text[frame.after : frame.after + _NEAR].lstrip("}$*_ "))[0]
-        denial = " ".join(behind.split()[: _DENIED + 1]) if _IS_DENIED.search(behind) else ""
+        before = _CLAUSE.split(text[max(0, frame.start - _DENIAL_CHARS) : frame.start])[-1].split()[-_DENIAL_WORDS:]
+        after = _CLAUSE.split(text[frame.after : frame.after + _DENIAL_CHARS].lstrip("}$*_ "))[0]
+        denial = " ".join(after.split()[: _DENIAL_WORDS + 1]) if _IS_DENIED.search(after) else ""
         if any(_DOUBT.search(_CERTAIN.sub("", one)) for one in (" ".join(before), f"so {denial}")):
             return True
     return False
@@ -211,7 +211,7 @@ def _outer(text: str, frames: Sequence[_Frame]) -> tuple[str, ...]:
 
 
 def _boxes(text: str) -> list[_Frame] | None:
-    """Return the contents of all boxes, nested ones included; None if a brace is not closed."""
+    """Return the frames of all boxes, nested ones included; None if a brace is not closed."""
     found: list[_Frame] = []
     at = 0
     while opening := _BOX.search(text, at):
@@ -231,7 +231,7 @@ def _boxes(text: str) -> list[_Frame] | None:
 
 
 def _tags(text: str) -> list[_Frame]:
-    """Return the texts between each `<answer>` and the next `</answer>`."""
+    """Return the frames from each `<answer>` to the next `</answer>`."""
     found: list[_Frame] = []
     at = 0
     while (opening := _TAG.search(text, at)) and (closing := _END_TAG.search(text, opening.end())):

@@ -25,21 +25,21 @@ from ludus.rewards.extract import Evidence, NotJson, fenced, final_answer, read_
 from ludus.types import JSON, Task, Trajectory
 
 MAX_CHARACTERS = 20_000
-"""A longer text fits no schema: to find out whether many objects differ takes time with their square."""
+"""Maximum characters of a text to validate: `uniqueItems` takes quadratic time for objects."""
 _PIECE = re.compile(r"\\.|\[(?:\\.|[^\]])*\]|\$", re.S)
-"""Of a pattern: an escaped character, a class of characters, or the sign that is replaced."""
+"""Part of a pattern: an escaped character, a character class, or the `$` to replace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """Truth of a task that asks for JSON of a certain form: a JSON schema (draft 2020-12)."""
+    """Truth of a task whose answer is JSON that conforms to a schema (draft 2020-12)."""
 
     schema: Mapping[str, JSON]
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """Truth of a task that asks for a certain JSON value. Numbers may differ by `tolerance`."""
+    """Truth of a task whose answer is a JSON value. Numbers may differ by `tolerance`."""
 
     value: JSON
     tolerance: float = 0.0
@@ -55,7 +55,7 @@ class MatchState:
 
 
 def same_json(one: JSON, other: JSON, tolerance: float = 0.0, ignored: frozenset[str] = frozenset()) -> bool:
-    """Whether two values are equal: objects in any order of keys, lists in theirs, numbers by value."""
+    """Return whether two values are equal: objects in any order of keys, lists in the same order, numbers by value."""
     if isinstance(one, dict) and isinstance(other, dict):
         keys = one.keys() - ignored
         return keys == other.keys() - ignored and all(
@@ -71,12 +71,12 @@ def same_json(one: JSON, other: JSON, tolerance: float = 0.0, ignored: frozenset
 
 
 def is_number(value: object) -> bool:
-    """Whether a value is a number, and not a bool."""
+    """Return whether a value is a number, and not a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def same_number(one: object, other: object, tolerance: float) -> bool:
-    """Whether two numbers are equal, or differ by at most `tolerance` (absolute, or relative if above 1)."""
+    """Return whether two numbers are equal, or differ by at most `tolerance` (absolute, or relative if above 1)."""
     assert isinstance(one, int | float)
     assert isinstance(other, int | float)
     if one == other or not tolerance:
@@ -95,7 +95,7 @@ def require_schema(schema: Mapping[str, JSON]) -> None:
 
 
 def fits_schema(text: str, truth: Schema) -> bool:
-    """Whether the text, or its only fenced block, is one JSON value that fits the schema.
+    """Return whether the text, or its only fenced block, is one JSON value that fits the schema.
 
     Raises UserError without jsonschema, ConfigError for a schema that cannot be used.
     """
@@ -117,7 +117,7 @@ def json_schema(task: Task, trajectory: Trajectory) -> float:
 
 
 def is_value(text: str, truth: Value) -> bool:
-    """Whether the text, or its only fenced block, is the JSON value."""
+    """Return whether the text, or its only fenced block, is the JSON value."""
     return _is_json_value(fenced(text), truth.value, truth.tolerance, frozenset())
 
 
@@ -127,7 +127,7 @@ def json_value(task: Task, trajectory: Trajectory) -> float:
 
 
 def is_state(text: str, truth: MatchState) -> bool:
-    """Whether the text is the JSON of the expected state."""
+    """Return whether the text is the JSON of the expected state."""
     return _is_json_value(text, truth.value, truth.tolerance, truth.ignored)
 
 
@@ -155,7 +155,7 @@ class InvalidSchema(ValueError):
 
 
 def check_schema(schema: Mapping[str, JSON]) -> None:
-    """Raise InvalidSchema for a schema by which no value can be judged. Needs jsonschema, as `fits` does."""
+    """Raise InvalidSchema for a schema that cannot be used for validation. Needs jsonschema, as `fits` does."""
     import jsonschema
     import referencing
     from referencing.jsonschema import DRAFT202012
@@ -172,9 +172,9 @@ def check_schema(schema: Mapping[str, JSON]) -> None:
     except jsonschema.SchemaError as error:
         raise InvalidSchema(f"it is not a JSON schema: {error.message}") from error
     except referencing.exceptions.Unresolvable as error:
-        raise InvalidSchema(f"it refers to {error.ref}, which is not in it") from error
+        raise InvalidSchema(f"it references {error.ref}, which it does not contain") from error
     except RecursionError as error:
-        raise InvalidSchema("it refers to itself without end, or is nested too deep") from error
+        raise InvalidSchema("it is infinitely recursive, or nested too deep") from error
 
 
 def fits(value: JSON, schema: Mapping[str, JSON]) -> bool:
@@ -183,26 +183,26 @@ def fits(value: JSON, schema: Mapping[str, JSON]) -> bool:
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend
 
-    judge = extend(Draft202012Validator, {"multipleOf": _multiple_of})
-    return bool(judge(_convert_patterns(schema), registry=referencing.Registry()).is_valid(value))
+    validator = extend(Draft202012Validator, {"multipleOf": _multiple_of})
+    return bool(validator(_convert_patterns(schema), registry=referencing.Registry()).is_valid(value))
 
 
-def _multiple_of(judge: object, step: float, value: JSON, schema: object) -> Iterator[Exception]:
+def _multiple_of(validator: object, step: float, value: JSON, schema: object) -> Iterator[Exception]:
     """Validate the keyword `multipleOf`, with jsonschema's signature."""
     from jsonschema import ValidationError
 
-    del judge, schema
+    del validator, schema
     if isinstance(value, int | float) and not isinstance(value, bool):
-        share = Fraction(str(value)) / Fraction(str(step))
-        if share.denominator != 1:
+        quotient = Fraction(str(value)) / Fraction(str(step))
+        if quotient.denominator != 1:
             yield ValidationError(f"it is not a multiple of {step}")
 
 
 def _convert_patterns(schema: Mapping[str, JSON]) -> Mapping[str, JSON]:
     from referencing.jsonschema import DRAFT202012
 
-    own = copy.deepcopy(dict(schema))
-    found = [DRAFT202012.create_resource(own)]
+    converted = copy.deepcopy(dict(schema))
+    found = [DRAFT202012.create_resource(converted)]
     for resource in found:
         inner = resource.contents
         if isinstance(inner, dict) and isinstance(inner.get("pattern"), str):
@@ -210,7 +210,7 @@ def _convert_patterns(schema: Mapping[str, JSON]) -> Mapping[str, JSON]:
         if isinstance(inner, dict) and isinstance(inner.get("patternProperties"), dict):
             inner["patternProperties"] = {_pattern(key): one for key, one in inner["patternProperties"].items()}
         found += resource.subresources()
-    return own
+    return converted
 
 
 def _pattern(pattern: str) -> str:

@@ -45,15 +45,15 @@ class Choice:
 
 
 def chosen(text: str, options: Mapping[str, str]) -> str | None:
-    """Return the letter of the only option that the text chooses; None if it names none or several.
+    """Return the letter of the only option that the text chooses; None if it chooses none or several.
 
     The text is an option's letter or text or both. A reason may follow ("because", "since", "as it",
     "is correct") if it names no other option and contains no denial.
     """
-    given = plain_words(text)
-    if not given or len(text) > 10_000:
+    words = plain_words(text)
+    if not words or len(text) > 10_000:
         return None
-    same = [letter for letter, words in options.items() if plain_words(words) == given]
+    same = [letter for letter, option in options.items() if plain_words(option) == words]
     if same:
         return same[0] if len(same) == 1 else None
     tail = _TAIL.fullmatch(text)
@@ -75,7 +75,7 @@ def chosen(text: str, options: Mapping[str, str]) -> str | None:
 
 
 def _names(text: str, options: Mapping[str, str]) -> bool:
-    """Whether the text names one of the options, by its letter standing alone or by its text."""
+    """Return whether the text names one of the options, by its letter standing alone or by its text."""
     words = f" {plain_words(text)} "
     for letter, option in options.items():
         article = r"(?!\s+(?!(?:is|was|has|and|or)\b)[a-z])" if letter in "AI" else ""
@@ -87,7 +87,7 @@ def _names(text: str, options: Mapping[str, str]) -> bool:
 
 
 def is_right(answer: str, truth: Choice) -> bool:
-    """Whether the answer (all boxes of one with several) chooses the right option and no other."""
+    """Return whether the answer (all boxes of one with several) chooses the right option and no other."""
     found = candidates(answer)
     return bool(found) and all(chosen(one, truth.options) == truth.letter for one in found)
 

@@ -1,6 +1,6 @@
 """Reward functions and weights of published systems. Each function names its source.
 
-A system's rewards are a list of parts as a world has them; `ludus.rewards.registry` has them by name.
+Each preset is a list of reward parts that can replace those of a world; `ludus.rewards.registry` names them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ludus.types import JSON, StopReason, Task, ToolStatus, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class ExpectedCall:
-    """A call that solves (a part of) the task."""
+    """A call that solves the task or a part of it."""
 
     name: str
     arguments: Mapping[str, JSON]
@@ -26,21 +26,21 @@ class ExpectedCall:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedCalls:
-    """Truth of a task that asks for certain calls, in any order.
+    """Truth of a task that requires certain calls, in any order.
 
-    If it is empty, no call is right; a subclass that knows the expected text checks it in `accepts_text`.
+    If it is empty, no call is correct; a subclass can compare the answer with an expected text in `accepts_text`.
     """
 
     calls: tuple[ExpectedCall, ...]
 
     def accepts_text(self, answer: str) -> bool:
-        """Return whether a text without calls is right if no call is expected; by default any non-empty text is."""
+        """Return whether an answer without calls is right if none is expected; by default, if it is not empty."""
         return bool(answer.strip())
 
 
 @dataclass(frozen=True, slots=True)
 class CallMatch:
-    """How calls agree with the expected ones: ToolRL's three sums, and their largest values.
+    """Agreement of calls with the expected ones: ToolRL's three sums, and their maxima.
 
     `names` in [0, 1]; `argument_names` in [0, num_calls]; `argument_values` in [0, num_arguments].
     """
@@ -62,20 +62,20 @@ def match_calls(expected: Sequence[ExpectedCall], made: Sequence[ExpectedCall]) 
     """Compare calls as ToolRL does (arXiv:2504.13958, section 3.3).
 
     `names`: intersection over union of the names of both as multisets. For each expected call, the best of the
-    calls made with its name (each is used once; expected calls choose in their order, as in the authors' code):
+    calls made with its name (each is matched once, greedily in the order of expected calls, as in the authors' code):
     intersection over union of the argument names, and the number of arguments with the right value.
     """
     names = _overlap([call.name for call in expected], [call.name for call in made])
-    left = list(made)
+    unmatched = list(made)
     argument_names = argument_values = 0.0
     for call in expected:
-        scored = [(_arguments(call, other), place) for place, other in enumerate(left) if other.name == call.name]
+        scored = [(_arguments(call, other), place) for place, other in enumerate(unmatched) if other.name == call.name]
         if not scored:
             continue
         (shared, right), place = max(scored, key=lambda found: (sum(found[0]), -found[1]))
         argument_names += shared
         argument_values += right
-        del left[place]
+        del unmatched[place]
     num_arguments = sum(len(call.arguments) for call in expected)
     return CallMatch(names, argument_names, argument_values, len(expected), num_arguments)
 
@@ -97,7 +97,7 @@ def calls_made(trajectory: Trajectory) -> list[ExpectedCall]:
 
 
 def format_kept(task: Task, trajectory: Trajectory) -> float:
-    """Return 1 if the episode ended by itself and every intended call could be parsed, else 0.
+    """Return 1 if the episode ended with an answer and every intended call could be parsed, else 0.
 
     ToolRL's format reward (arXiv:2504.13958, section 3.3: 1 if all fields are present in the right order, else
     0), for the rendering of the run.
@@ -116,8 +116,8 @@ def tool_correctness(task: Task, trajectory: Trajectory) -> float:
     """
     truth = truth_of(task, ExpectedCalls)
     if not truth.calls:
-        quiet = trajectory.stop_reason is StopReason.ANSWERED and not trajectory.call_outcomes
-        right = quiet and not calls_made(trajectory) and truth.accepts_text(trajectory.answer)
+        without_calls = trajectory.stop_reason is StopReason.ANSWERED and not trajectory.call_outcomes
+        right = without_calls and not calls_made(trajectory) and truth.accepts_text(trajectory.answer)
         return 1.0 if right else -1.0
     return 2 * _match(task, trajectory).share - 1
 
@@ -131,7 +131,7 @@ def valid_calls(task: Task, trajectory: Trajectory) -> float:
 
 
 def right_names(task: Task, trajectory: Trajectory) -> float:
-    """`names` of `match_calls`, in [0, 1]."""
+    """Return `names` of `match_calls`, in [0, 1]."""
     return _match(task, trajectory).names
 
 
@@ -185,7 +185,7 @@ def toolrl() -> tuple[Reward, ...]:
 
 
 def search_r1() -> tuple[Reward, ...]:
-    """Search-R1 with format reward (arXiv:2505.15117; `qa_em_format.py` of its code).
+    """Return Search-R1's parts with the format reward (arXiv:2505.15117; `qa_em_format.py` of its code).
 
     Right and well formed 1, right alone 0.8, well formed alone 0.2, a wrong answer that is neither 0.1, no
     answer 0: `structure_format_score` 0.2, `final_format_score` 0.1 and `retrieval_score` 0 of its scripts.

@@ -1,4 +1,4 @@
-"""Rewards by name: shaping parts for any world (`rewards.extra`), and presets of a world's parts (`rewards.preset`)."""
+"""Registry of rewards: shaping parts for any world (`rewards.extra`), and presets of parts (`rewards.preset`)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Option = int | str
 class RegisteredReward:
     """A reward part that settings can name: `make` builds its function from its options.
 
-    `calls`: it reads tool calls, so the world must have tools. `truth`: it reads a truth of this type.
+    `calls`: the function reads tool calls, so tasks must have tools. `truth`: the type of truth that it reads.
     """
 
     make: Callable[..., RewardFunction]
@@ -50,7 +50,7 @@ class RegisteredReward:
 
     @property
     def options(self) -> Mapping[str, inspect.Parameter]:
-        """Its options by name."""
+        """Options of `make` by name."""
         return inspect.signature(self.make).parameters
 
 
@@ -82,7 +82,7 @@ NAMED: Mapping[str, RegisteredReward] = {
 
 
 TURN_COST = 0.05
-"""What a turn above the target costs in `composite`."""
+"""Penalty in `composite` per turn above the target."""
 TARGET_TURNS, MAX_TURNS = 4, 7
 
 
@@ -90,8 +90,8 @@ TARGET_TURNS, MAX_TURNS = 4, 7
 class Published:
     """A preset: its parts, and the truth that its functions read.
 
-    `keeps_outcome`: the world's outcomes train as well, scaled so that the smallest weight is 1, and `parts`
-    has none. A part of `rewards.extra` then replaces the preset's of that name.
+    `keeps_outcome`: `parts` has no outcome, and those of the world are added, scaled so that the smallest weight is
+    1. A part of `rewards.extra` then replaces the part of the preset with that name.
     """
 
     parts: Callable[[], tuple[Reward, ...]]
@@ -100,7 +100,7 @@ class Published:
 
 
 def r1() -> tuple[Reward, ...]:
-    """Return DeepSeek-R1's format part (arXiv:2501.12948), for an accuracy of 0 or 1; the weight is ours."""
+    """Return DeepSeek-R1's format part (arXiv:2501.12948), for an accuracy of 0 or 1; the weight is Ludus's."""
     return (Reward("think_format", think_format, weight=0.2),)
 
 
@@ -199,7 +199,7 @@ def training_parts(settings: RewardsConfig, own: Sequence[Reward]) -> Sequence[R
     if twice := {part.name for part in first} & {part.name for part in added}:
         name = min(twice)
         raise ConfigError(
-            f"rewards.extra.{name}: the rewards have a part of that name.", f"Set rewards.weights.{name}."
+            f"rewards.extra.{name}: the rewards already have a part of that name.", f"Set rewards.weights.{name}."
         )
     return (*first, *added)
 
@@ -228,12 +228,12 @@ def check_task_fits(settings: Mapping[str, PartConfig], task: Task, num_tools: i
         truth = part.truth
         if part.calls and not num_tools:
             raise ConfigError(
-                f"rewards.extra.{name} is about calls of tools, and task {task.id} has no tools.",
-                "Remove it, or use a world with tools.",
+                f"rewards.extra.{name} scores tool calls, but task {task.id} has no tools.",
+                "Remove the reward, or use a world with tools.",
             )
         if truth is not None and not isinstance(task.truth, truth):
             raise ConfigError(
                 f"rewards.extra.{name} reads a truth of the type {truth.__name__}, "
-                f"and that of task {task.id} is {type(task.truth).__name__}.",
-                "Remove it, or use a world with such tasks.",
+                f"but that of task {task.id} is {type(task.truth).__name__}.",
+                "Remove the reward, or use a world with such tasks.",
             )

@@ -1,4 +1,4 @@
-"""Shaping parts: how an answer was reached, in which form and language, and with how many calls and turns.
+"""Shaping parts: format, language and support of the answer, and number and validity of calls and turns.
 
 They do not depend on whether the answer is right. All are in [-1, 1], penalties in [-1, 0]. Give them weights
 well below the outcome's (`check_rewards`).
@@ -27,7 +27,7 @@ _INVALID = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUME
 
 
 def only_if(part: RewardFunction, *gates: RewardFunction) -> RewardFunction:
-    """Create a part with the value of `part` if every gate is 1, else 0: form counts only if nothing else failed."""
+    """Create a part with the value of `part` if every gate is 1, else 0."""
 
     def gated_part(task: Task, trajectory: Trajectory) -> float:
         return part(task, trajectory) if all(gate(task, trajectory) >= 1 for gate in gates) else 0.0
@@ -36,9 +36,9 @@ def only_if(part: RewardFunction, *gates: RewardFunction) -> RewardFunction:
 
 
 def either(*parts: RewardFunction) -> RewardFunction:
-    """Create a part with the largest value of the parts: a gate that any of them opens."""
+    """Create a part with the largest value of the parts, such as for a gate with alternatives."""
     if not parts:
-        raise ValueError("either needs a part")
+        raise ValueError("either needs at least one part")
 
     def largest(task: Task, trajectory: Trajectory) -> float:
         return max(part(task, trajectory) for part in parts)
@@ -59,16 +59,16 @@ def extra_turns(free: int, limit: int) -> RewardFunction:
 def long_answer(free: int, limit: int) -> RewardFunction:
     """Create a length penalty: 0 up to `free` words of the answer, then linear to -1 at `limit`, -1 beyond.
 
-    It concerns the visible answer; the length of all sampled text is shaped by the algorithm.
+    It depends on the visible answer only; the algorithm can penalize the length of all sampled text.
     """
     return _linear_penalty(lambda trajectory: len(trajectory.answer.split()), free, limit)
 
 
 def repeated_calls(cap: int = 4) -> RewardFunction:
-    """`-repeats / cap`, at least -1: calls of a tool with the very arguments of an earlier one.
+    """Create a penalty `-repeats / cap`, at least -1: calls with the tool and arguments of an earlier call.
 
-    The order of arguments does not matter, and 1 is 1.0. For tools whose answer changes between calls this is
-    no fault.
+    The order of arguments does not matter, and 1 equals 1.0. Unsuitable for tools whose output changes between
+    calls.
     """
 
     def count(trajectory: Trajectory) -> int:
@@ -82,9 +82,9 @@ def repeated_calls(cap: int = 4) -> RewardFunction:
 
 
 def invalid_calls(cap: int = 4) -> RewardFunction:
-    """`-number / cap`, at least -1: calls that were malformed, of no tool, or with unfit arguments.
+    """Create a penalty `-number / cap`, at least -1: malformed calls, unknown tools and invalid arguments.
 
-    A tool that raises or takes too long is not the model's fault and does not count.
+    Exceptions and timeouts of a tool do not count.
     """
     return _capped_penalty(lambda trajectory: sum(o.status in _INVALID for o in trajectory.call_outcomes), cap)
 
@@ -146,7 +146,7 @@ def is_supported(answer: str, sources: str) -> bool:
 def citation_support(task: Task, trajectory: Trajectory) -> float:
     """Return 1 if the final answer occurs in the output of one successful call, else 0.
 
-    It does not show that the answer is right: a page may name it for another reason.
+    A supported answer need not be right: the output may contain it in another context.
     """
     del task
     fine = (outcome.output for outcome in trajectory.call_outcomes if outcome.status is ToolStatus.OK)
@@ -212,7 +212,7 @@ def _assistant_messages(trajectory: Trajectory) -> Sequence[Message]:
 
 
 def _has_thought(message: Message) -> bool:
-    """Whether thinking was closed: something follows it."""
+    """Return whether the message has reasoning, followed by text or a tool call."""
     follows = message["content"].strip() or message.get("tool_calls")
     return bool(message.get("reasoning_content", "").strip() and follows)
 

@@ -32,7 +32,7 @@ from ludus.types import JSON, Task, Trajectory
 Truth = Quantity | Expression | ExpectedAnswers | Choice | Value | Schema | MatchState
 TYPES: Final = ("number", "expression", "text", "choice", "json", "schema", "state")
 _CLOSE: Final = 1e-9
-"""How far off, relatively, a number may be that is not whole."""
+"""Relative tolerance of a number that is not an integer."""
 _VERIFIERS: Mapping[type, Callable[..., bool]] = {
     Quantity: numeric.is_close,
     Expression: math_verify.is_equal,
@@ -73,7 +73,7 @@ def read_truth(record: Mapping[str, JSON]) -> Truth:
 
 
 def is_right(answer: str, truth: Truth) -> bool:
-    """Whether an answer is right, by the verifier that fits the truth."""
+    """Return whether an answer is right, by the verifier of its truth."""
     return next(verify(answer, truth) for kind, verify in _VERIFIERS.items() if isinstance(truth, kind))
 
 
@@ -83,7 +83,7 @@ def by_record(task: Task, trajectory: Trajectory) -> float:
     Raises TypeError for a truth of any other type.
     """
     if not isinstance(task.truth, Truth):
-        raise TypeError(f"task {task.id}: the truth is {type(task.truth).__name__}, which no record has")
+        raise TypeError(f"task {task.id}: the truth is {type(task.truth).__name__}, not a type of truth of a record")
     return float(is_right(trajectory.answer, task.truth))
 
 
@@ -98,7 +98,7 @@ def _short(text: str, type_: JSON) -> Quantity | Expression | ExpectedAnswers:
     """Return the truth of an answer that is a number, an expression or a short text."""
     found = candidates(text)
     if len(found) != 1:
-        raise ValueError('"answer" holds no single answer')
+        raise ValueError('"answer" does not contain exactly one answer')
     (answer,) = found
     value = read_quantity(answer, Quantity(0.0))
     if type_ == "text":
@@ -108,7 +108,7 @@ def _short(text: str, type_: JSON) -> Quantity | Expression | ExpectedAnswers:
     if type_ == "expression" or (type_ is None and value is None):
         return Expression(answer)
     if value is None:
-        raise ValueError(f"{answer[:60]!r} is no number")
+        raise ValueError(f"{answer[:60]!r} is not a number")
     return _quantity(value)
 
 
@@ -125,7 +125,7 @@ def _choice(answer: JSON, options: JSON) -> Choice:
     if isinstance(options, list):
         options = dict(zip(string.ascii_uppercase, options, strict=False)) if len(options) <= 26 else None
     if not isinstance(options, dict) or len(options) < 2:
-        raise ValueError('"options" are not two texts and more, or texts by their letters')
+        raise ValueError('"options" must be at least two texts, or texts by letter')
     texts = {letter: text for letter, text in options.items() if isinstance(text, str)}
     if texts.keys() != options.keys() or not texts.keys() <= set(string.ascii_uppercase):
         raise ValueError('"options" are not texts by letters from A to Z')

@@ -17,33 +17,33 @@ _REFUSED = (
     *(pickle.PERSID, pickle.BINPERSID, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.INST, pickle.OBJ),
     *(pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
 )
-_FAULTS = (ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, OverflowError, MemoryError)
+_ERRORS = (ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, OverflowError, MemoryError)
 
 
-def _build(machine: pickle.Unpickler) -> None:
-    assert isinstance(machine, _Restricted)
-    if isinstance(machine.stack[-2], type):
-        raise UnpicklingError("it changes a class")
-    _OPCODES[pickle.BUILD[0]](machine)
+def _build(unpickler: pickle.Unpickler) -> None:
+    assert isinstance(unpickler, _Restricted)
+    if isinstance(unpickler.stack[-2], type):
+        raise UnpicklingError("it modifies a class")
+    _OPCODES[pickle.BUILD[0]](unpickler)
 
 
 _OPCODES = pickle._Unpickler.dispatch
-_ALLOWED = {code: run for code, run in _OPCODES.items() if bytes([code]) not in _REFUSED}
+_ALLOWED = {code: handler for code, handler in _OPCODES.items() if bytes([code]) not in _REFUSED}
 
 
 class _Restricted(pickle._Unpickler):
     dispatch: ClassVar = _ALLOWED | {pickle.BUILD[0]: _build}
     stack: list[object]
 
-    def __init__(self, data: bytes, known: Mapping[str, object]) -> None:
+    def __init__(self, data: bytes, allowed: Mapping[str, object]) -> None:
         super().__init__(io.BytesIO(data))
-        self._known = known
+        self._allowed = allowed
 
     def find_class(self, module: str, name: str) -> object:
         """Raise UnpicklingError unless the global is listed."""
-        if f"{module}.{name}" not in self._known:
-            raise UnpicklingError(f"it names {module}.{name}")
-        return self._known[f"{module}.{name}"]
+        if f"{module}.{name}" not in self._allowed:
+            raise UnpicklingError(f"it references {module}.{name}")
+        return self._allowed[f"{module}.{name}"]
 
 
 def load_pickle(data: bytes, known: Mapping[str, object] = MappingProxyType({})) -> object:
@@ -53,5 +53,5 @@ def load_pickle(data: bytes, known: Mapping[str, object] = MappingProxyType({}))
     """
     try:
         return _Restricted(data, known).load()
-    except _FAULTS as error:
+    except _ERRORS as error:
         raise UnpicklingError(f"{type(error).__name__}: {error}") from error

@@ -10,8 +10,8 @@ import httpx
 MAX_BYTES = 64 * 2**20
 PLAIN = {"Accept-Encoding": "identity"}
 """Headers of a request whose response must be uncompressed."""
-_COMPRESSED = 100
-"""Divisor of the limit for a compressed response."""
+_COMPRESSION_FACTOR = 100
+"""Divisor of the size limit for a compressed response."""
 
 
 @dataclass
@@ -23,12 +23,12 @@ class _CountedStream(httpx.AsyncByteStream, httpx.SyncByteStream):
     async def __aiter__(self) -> AsyncIterator[bytes]:
         assert isinstance(self.stream, httpx.AsyncByteStream)
         async for part in self.stream:
-            yield self._counted(part)
+            yield self._check_size(part)
 
     def __iter__(self) -> Iterator[bytes]:
         assert isinstance(self.stream, httpx.SyncByteStream)
         for part in self.stream:
-            yield self._counted(part)
+            yield self._check_size(part)
 
     async def aclose(self) -> None:
         assert isinstance(self.stream, httpx.AsyncByteStream)
@@ -38,10 +38,10 @@ class _CountedStream(httpx.AsyncByteStream, httpx.SyncByteStream):
         assert isinstance(self.stream, httpx.SyncByteStream)
         self.stream.close()
 
-    def _counted(self, part: bytes) -> bytes:
+    def _check_size(self, part: bytes) -> bytes:
         self.count += len(part)
         if self.count > self.most:
-            raise httpx.DecodingError(f"the reply has more than {self.most} bytes")
+            raise httpx.DecodingError(f"the response has more than {self.most} bytes")
         return part
 
 
@@ -67,4 +67,4 @@ def get_bounded(url: str, timeout_s: float) -> httpx.Response:
 def _count(response: httpx.Response, most: int) -> None:
     assert isinstance(response.stream, httpx.AsyncByteStream | httpx.SyncByteStream)
     compressed = response.headers.get("Content-Encoding", "identity") != "identity"
-    response.stream = _CountedStream(response.stream, most // _COMPRESSED if compressed else most)
+    response.stream = _CountedStream(response.stream, most // _COMPRESSION_FACTOR if compressed else most)

@@ -1,9 +1,9 @@
-"""Call functions whose time may explode on untrusted data in processes with limits.
+"""Run functions on untrusted data, whose time may be unbounded, in resource-limited processes.
 
-Accepts module-level functions and picklable arguments. The kernel ends a call at its limit of CPU time, even
-inside one long interpreter operation and independently of the machine's load; memory is limited too. Calls run in
-a fork of a process that has done its imports, so the next call need not wait for a new interpreter. The processes
-end with their parent.
+Accepts module-level functions and picklable arguments. The kernel terminates a call at its limit of CPU time,
+even inside one long interpreter operation and independently of the machine's load; memory is limited too. Calls run
+in a fork of a process that has completed its imports, so the next call does not wait for a new interpreter. The
+processes exit with their parent.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from ludus.ipc import frame, python_command, read_frame
 CPU_S = 5.0
 """CPU seconds of one call of `call_bounded`."""
 MEMORY_BYTES = 2 << 30
-"""Address space of a process."""
+"""Limit of the address space of a process."""
 _PROCESSES = 2
-_BACKSTOP_S = 300.0
+_WALL_TIMEOUT_S = 300.0
 """Wall-clock timeout of a call that uses no CPU time."""
 
 P = ParamSpec("P")
@@ -44,7 +44,7 @@ class LimitExceeded(Exception):
 
 
 class ProcessKilled(LimitExceeded):
-    """The process of a call was killed from outside or does not respond."""
+    """The process of a call was killed by another process or does not respond."""
 
 
 @dataclass(eq=False)
@@ -62,34 +62,34 @@ class LimitedProcess:
         """Return the function's result or raise its exception.
 
         Raises LimitExceeded at `cpu_s` seconds of CPU time or if memory is short, ProcessKilled if the process
-        is gone for another reason.
+        exits for another reason.
         """
-        question = pickle.dumps((function, cpu_s))
+        request = pickle.dumps((function, cpu_s))
         with self._lock:
-            answer = self._answer(self._running or self._start(), question)
-        if isinstance(answer, Exception):
-            raise answer
-        return cast(T, answer)
+            response = self._send(self._running or self._start(), request)
+        if isinstance(response, Exception):
+            raise response
+        return cast(T, response)
 
     def _start(self) -> subprocess.Popen[bytes]:
         command, pipe = python_command("ludus.untrusted.worker:serve", self.preload), subprocess.PIPE
         self._running = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
         return self._running
 
-    def _answer(self, running: subprocess.Popen[bytes], question: bytes) -> object:
-        into, out = running.stdin, running.stdout
-        assert into is not None
-        assert out is not None
+    def _send(self, running: subprocess.Popen[bytes], request: bytes) -> object:
+        stdin, stdout = running.stdin, running.stdout
+        assert stdin is not None
+        assert stdout is not None
         with suppress(BrokenPipeError):
-            into.write(frame(question))
-            into.flush()
-            if select.select([out], [], [], _BACKSTOP_S)[0] and (body := read_frame(out)) is not None:
+            stdin.write(frame(request))
+            stdin.flush()
+            if select.select([stdout], [], [], _WALL_TIMEOUT_S)[0] and (body := read_frame(stdout)) is not None:
                 return pickle.loads(body)
         self._running = None
         with suppress(ProcessLookupError):
             os.killpg(running.pid, signal.SIGKILL)
         running.communicate()
-        return ProcessKilled("the process of a call is gone or does not respond")
+        return ProcessKilled("the process of a call exited or does not respond")
 
 
 async def call_bounded(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -127,42 +127,42 @@ def serve(preload: str) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    replies = os.fdopen(os.dup(1), "wb")
+    responses = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if preload:
         module, _, name = preload.partition(":")
         vars(importlib.import_module(module))[name]()
-    with suppress(BrokenPipeError):  # the parent is gone
+    with suppress(BrokenPipeError):  # the parent exited
         while child := os.fork():
             _, status = os.waitpid(child, 0)
             if status == 0:
                 return
             if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
-                _reply(replies, ProcessKilled("the process of a call was killed"))
+                _respond(responses, ProcessKilled("the process of a call was killed"))
             else:
-                _reply(replies, LimitExceeded("a call took too much processor time or memory"))
-        while (question := read_frame(sys.stdin.buffer)) is not None:
-            _reply(replies, _answered(question))
+                _respond(responses, LimitExceeded("a call exceeded its CPU time or memory"))
+        while (request := read_frame(sys.stdin.buffer)) is not None:
+            _respond(responses, _run(request))
     os._exit(0)
 
 
-def _answered(question: bytes) -> object:
-    call, cpu_s = pickle.loads(question)  # imports modules, not counted as the call's time
+def _run(request: bytes) -> object:
+    call, cpu_s = pickle.loads(request)  # may import modules, which the call's limit excludes
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:
         return call()
     except MemoryError:
-        return LimitExceeded("a call took too much memory")
+        return LimitExceeded("a call exceeded its memory")
     except Exception as error:  # boundary: raised in the caller
         return error
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _reply(replies: BinaryIO, answer: object) -> None:
+def _respond(responses: BinaryIO, result: object) -> None:
     try:
-        body = pickle.dumps(answer)
+        body = pickle.dumps(result)
     except Exception as error:  # boundary: an unpicklable error is sent as text
-        body = pickle.dumps(RuntimeError(f"{type(answer).__name__}: {answer} ({error})"))
-    replies.write(frame(body))
-    replies.flush()
+        body = pickle.dumps(RuntimeError(f"{type(result).__name__}: {result} ({error})"))
+    responses.write(frame(body))
+    responses.flush()

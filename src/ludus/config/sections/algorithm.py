@@ -68,7 +68,7 @@ class AlgorithmConfig(AlgorithmParts):
     max_resample_rounds: int | None = Field(None, ge=0)
     """Additional rounds of sampling to replace dropped groups; none keeps the preset's."""
     variance_filter: Literal["share", "top_p"] | None = None
-    """What top_variance_fraction is a fraction of: the groups of a step (`share`), or the sum of their reward
+    """Reference of top_variance_fraction: the groups of a step (`share`), or the sum of their reward
     deviations (`top_p`). `top_p` drops groups of deviation 0, and skips a step without groups left; five such steps in
     a row stop the run. None keeps the preset's."""
     top_variance_fraction: float | None = Field(None, gt=0, le=1)
@@ -94,7 +94,7 @@ class AlgorithmConfig(AlgorithmParts):
 
 
 class KlControlConfig(Section):
-    """How algorithm.kl_coef changes during a run, and when a high KL pauses the run."""
+    """Schedule or controller of algorithm.kl_coef, and a guard that pauses the run at a high KL."""
 
     kind: Literal["constant", "linear", "cosine", "adaptive", "pid"] = "constant"
     """linear and cosine change algorithm.kl_coef to `end`; adaptive and pid keep the KL at `target`."""

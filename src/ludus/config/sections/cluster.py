@@ -54,14 +54,14 @@ class ClusterConfig(Section):
     """An engine or worker without a heartbeat for this long is considered dead, terminated and replaced."""
     restarts: int = Field(20, ge=0)
     """Consecutive losses of engines, of rollout workers or of reward workers, failed starts included, after which the
-    run stops if none of them is left. The count resets once one has lived for ten minutes."""
+    run stops if none of them is left. The count resets once one has run for ten minutes."""
 
     @property
     def enabled(self) -> bool:
-        """Whether other processes run the episodes."""
+        """Whether separate processes run the episodes."""
         return self.kind != "none"
 
     @property
     def on_ray(self) -> bool:
-        """Whether they may run on other machines."""
+        """Whether these processes may run on other machines."""
         return self.kind == "ray"

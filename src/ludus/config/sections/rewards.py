@@ -1,4 +1,4 @@
-"""The sections about rewards: how parts are combined, and how reward models are trained."""
+"""The sections about rewards: aggregation of parts, and training of reward models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROGRESS = "progress"
 
 
 class LengthConfig(Section):
-    """How the length of an episode, in action tokens, changes its reward."""
+    """Length penalty of an episode, measured in action tokens."""
 
     kind: Literal["none", "linear", "sigmoid"] = "none"
     """`linear` subtracts `lam` per token above `target`, at most `cap`. `sigmoid` multiplies a positive reward by
@@ -56,7 +56,7 @@ class PartConfig(Section):
     """extra_calls, extra_turns and long_answer, required: calls, turns or words without a penalty; none is for other
     parts."""
     limit: int | None = None
-    """The same parts, required: from here on the penalty is 1; none is for other parts."""
+    """The same parts, required: number from which the penalty is 1; none is for other parts."""
     cap: int | None = None
     """repeated_calls and invalid_calls: the number of such calls with a penalty of 1; none is 4."""
     script: str | None = None
@@ -71,7 +71,7 @@ class PartConfig(Section):
 
 
 class RewardsConfig(Section):
-    """How the parts of a training reward are combined into one number. Evaluations ignore this section."""
+    """Aggregation of reward parts into one training reward. Evaluations ignore this section."""
 
     preset: Literal["toolrl", "search_r1", "retool", "r1", "composite"] | None = None
     """Parts and weights of a published system instead of the world's (`r1` and `composite` keep its outcome); none

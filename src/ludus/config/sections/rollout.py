@@ -163,7 +163,7 @@ class EngineConfig(Section):
     """An address of this machine that the servers can reach: weights are sent over a gloo process group instead of
     files, to `ludus serve` and to vLLM with the worker extension (docs/use/server.md). None writes files."""
     sleep: bool = False
-    """Free the KV cache of the embedded engine while the learner works, if both share one device."""
+    """Free the KV cache of the embedded engine while the learner trains, if both share one device."""
     kv_cache_tokens: int | None = Field(None, ge=1)
     """Tokens in the KV cache of an embedded engine, running requests included; one request of maximum length always
     fits. None has room for all episodes: rollout.concurrency * (rollout.max_seq_len + 16)."""
@@ -183,14 +183,14 @@ class EngineConfig(Section):
         return (self.url or "").split(",")
 
     @model_validator(mode="after")
-    def _has_a_line(self) -> Self:
+    def _delta_needs_broadcast(self) -> Self:
         if self.weight_delta and self.broadcast_host is None:
             raise ValueError("engine.weight_delta needs engine.broadcast_host")
         return self
 
 
 class SandboxConfig(Section):
-    """Where tools run programs. See docs/use/sandbox.md."""
+    """The sandbox in which tools run programs. See docs/use/sandbox.md."""
 
     backend: Literal["namespaces", "docker", "podman", "remote", "sandbox_fusion", "piston", "process"] = "namespaces"
     """Isolation of programs from the host; there is no fallback to a weaker backend."""

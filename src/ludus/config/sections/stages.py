@@ -112,7 +112,7 @@ class PreferenceConfig(EpochsSection):
     min_reward_gap: float = Field(0.0, ge=0)
     """Smallest difference between the best and worst reward of a group that makes a pair; equal rewards never do."""
     run: str | None = None
-    """A run folder whose rollouts make the pairs. None uses `data`, or samples from the model itself."""
+    """A run folder whose rollouts form the pairs. None uses `data`, or samples from the model itself."""
     pairs: Literal["groups", "steps"] = "groups"
     """Pairs of a run: the best against the worst attempt of each group, or at each step of a group's tree the best
     against the worst action, by the mean reward of its continuations."""

@@ -10,7 +10,7 @@ from ludus.config.sections.section import OptimizerSection, Section
 
 
 class LearnerConfig(Section):
-    """How the learner processes a batch."""
+    """Processing of a batch by the learner."""
 
     old_logprobs: Literal["recomputed", "engine"] = "recomputed"
     """Log-probabilities in the denominator of ratios: recomputed by the learner, or those of the engine if both agree
@@ -109,7 +109,7 @@ class ReplayConfig(Section):
 
 
 class StalenessConfig(Section):
-    """How far rollouts may lag behind the weights, and what happens at the limit.
+    """Limit of the lag of rollouts behind the weights, and handling of older rollouts.
 
     For training.mode = async; `min_ess` and `ess_patience` apply to every mode.
     """

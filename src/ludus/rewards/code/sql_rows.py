@@ -19,11 +19,11 @@ Cell = None | bool | int | float | str
 Row = tuple[Cell, ...]
 
 MAX_ROWS = 100_000
-"""Longer results equal none."""
+"""Maximum rows of a result; a longer one never matches."""
 MAX_UNMATCHED = 200
-"""Rows without an exact counterpart that are paired one by one; with more of them nothing is equal."""
+"""Maximum rows without an exact counterpart that are matched one to one; with more, the results differ."""
 MAX_ORDERS = 500
-"""Orders of columns that are tried."""
+"""Maximum column permutations to try."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Rows:
 
 
 def same_rows(given: Sequence[Row], due: Rows) -> bool:
-    """Whether the rows are those that are due."""
+    """Return whether the rows equal the expected ones."""
     rows = [tuple(row) for row in given]
     if len(rows) != len(due.rows) or len(rows) > MAX_ROWS:
         return False
@@ -84,41 +84,41 @@ def _row(item: JSON) -> Row | None:
     return cells if len(cells) == len(item) else None
 
 
-def _match(rows: Sequence[Row], due: Rows) -> bool:
-    if due.ordered:
-        return all(_same(a, b, due.tolerance) for a, b in zip(rows, due.rows, strict=True))
-    keys, due_keys = ([_key(row) for row in side] for side in (rows, due.rows))
-    given, wanted = Counter(keys), Counter(due_keys)
-    left, lacking = list((given - wanted).elements()), list((wanted - given).elements())
-    if not left or len(left) > MAX_UNMATCHED:
-        return not left
-    row_of = dict(zip((*keys, *due_keys), (*rows, *due.rows), strict=True))
-    if _pairs_up([row_of[key] for key in left], [row_of[key] for key in lacking], due.tolerance):
+def _match(rows: Sequence[Row], expected: Rows) -> bool:
+    if expected.ordered:
+        return all(_same(a, b, expected.tolerance) for a, b in zip(rows, expected.rows, strict=True))
+    keys, expected_keys = ([_key(row) for row in side] for side in (rows, expected.rows))
+    given, wanted = Counter(keys), Counter(expected_keys)
+    extra, missing = list((given - wanted).elements()), list((wanted - given).elements())
+    if not extra or len(extra) > MAX_UNMATCHED:
+        return not extra
+    row_of = dict(zip((*keys, *expected_keys), (*rows, *expected.rows), strict=True))
+    if _have_matching([row_of[key] for key in extra], [row_of[key] for key in missing], expected.tolerance):
         return True
-    return len(rows) <= MAX_UNMATCHED and _pairs_up(rows, due.rows, due.tolerance)
+    return len(rows) <= MAX_UNMATCHED and _have_matching(rows, expected.rows, expected.tolerance)
 
 
-def _pairs_up(left: Sequence[Row], lacking: Sequence[Row], tolerance: float) -> bool:
+def _have_matching(extra: Sequence[Row], missing: Sequence[Row], tolerance: float) -> bool:
     """Return whether the rows can be matched one to one, by augmenting paths."""
-    fits = [[j for j, other in enumerate(lacking) if _same(row, other, tolerance)] for row in left]
+    fits = [[j for j, other in enumerate(missing) if _same(row, other, tolerance)] for row in extra]
     partner: dict[int, int] = {}
 
-    def place(i: int, seen: set[int]) -> bool:
+    def assign(i: int, seen: set[int]) -> bool:
         for j in fits[i]:
             if j not in seen:
                 seen.add(j)
-                if j not in partner or place(partner[j], seen):
+                if j not in partner or assign(partner[j], seen):
                     partner[j] = i
                     return True
         return False
 
-    return all(place(i, set()) for i in range(len(left)))
+    return all(assign(i, set()) for i in range(len(extra)))
 
 
-def _orders(rows: Sequence[Row], due: Rows, width: int) -> Iterator[tuple[int, ...]]:
+def _orders(rows: Sequence[Row], expected: Rows, width: int) -> Iterator[tuple[int, ...]]:
     """Yield the column permutations in which each column could match the expected one."""
     given = [[(row[i],) for row in rows] for i in range(width)]
-    wanted = [replace(due, rows=tuple((row[j],) for row in due.rows)) for j in range(width)]
+    wanted = [replace(expected, rows=tuple((row[j],) for row in expected.rows)) for j in range(width)]
     fits = [[i for i in range(width) if _match(given[i], column)] for column in wanted]
 
     def extend(chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -151,7 +151,7 @@ def _same(one: Row, other: Row, tolerance: float) -> bool:
 
 
 def _are_close(one: Cell, other: Cell) -> bool:
-    """Whether both are numbers, and one of them a float: nearness is enough."""
+    """Return whether both cells are numbers and one is a float, so that the tolerance applies."""
     return is_number(one) and is_number(other) and (isinstance(one, float) or isinstance(other, float))
 
 

@@ -1,4 +1,4 @@
-"""Turn verifiers: which turns of an episode made progress towards the solution.
+"""Turn verifiers: measure the progress of each turn of an episode towards the solution.
 
 A verifier names the milestones of a task that each turn reached. `turn_shares` rewards a milestone in the
 first turn that reached it only, so that repeating a successful call earns nothing. All turns of an episode
@@ -17,13 +17,13 @@ from ludus.rewards.code.unit_tests import Suite, read_report
 from ludus.types import JSON, Task, ToolOutcome, ToolStatus, Trajectory
 
 TURN_REPORT: Final = "turn_report"
-"""The tool's name in the outcomes in which an environment reports tests after a turn (`turn_report`)."""
+"""Tool name of the outcomes with which an environment reports test results after a turn (`turn_report`)."""
 _CALL = re.compile(r"call_(\d+)_\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The milestones that each turn of an episode reached, and how many the task has."""
+    """The milestones reached by each turn of an episode, and the number of milestones of the task."""
 
     reached: Sequence[Collection[str]]
     total: int
@@ -36,7 +36,7 @@ TurnVerifier = Callable[[Task, Trajectory], Progress]
 def turn_shares(progress: Progress) -> tuple[float, ...]:
     """Return the share of the milestones that each turn was the first to reach.
 
-    Raise ValueError if more milestones are reached than there are.
+    Raise ValueError if more milestones are reached than the task has.
     """
     seen: set[str] = set()
     found = []
@@ -45,7 +45,7 @@ def turn_shares(progress: Progress) -> tuple[float, ...]:
         seen |= new
         found.append(len(new) / progress.total if new and progress.total else 0.0)
     if len(seen) > progress.total:
-        raise ValueError(f"{len(seen)} milestones are reached, and the task has {progress.total}")
+        raise ValueError(f"{len(seen)} milestones are reached, but the task has {progress.total}")
     return tuple(found)
 
 
@@ -57,7 +57,7 @@ def turn_of_call(call_id: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class MadeCall:
-    """A well-formed call of an episode, its turn, and how it ended."""
+    """A well-formed call of an episode, with its turn and outcome."""
 
     turn: int
     name: str
@@ -66,7 +66,7 @@ class MadeCall:
 
 
 def made_calls(task: Task, trajectory: Trajectory) -> Iterator[MadeCall]:
-    """Iterate over the calls of the policy's turns that have an outcome, in order; none of the prompt's."""
+    """Iterate over the calls of the policy's turns that have an outcome, in order, without those of the prompt."""
     outcomes = {one.call_id: one for one in trajectory.call_outcomes}
     for message in trajectory.messages[len(task.prompt) :]:
         for call in message.get("tool_calls", []):
@@ -86,7 +86,7 @@ def suite_progress(final: str) -> TurnVerifier:
     """Return the verifier that reads `turn_report`s, and the outcome `final` in the last turn.
 
     A milestone is a number of tests that pass at once, counted over `fail_to_pass`, and 0 if a test of
-    `pass_to_pass` fails. So tests that pass in turns, each at the cost of another, are paid once.
+    `pass_to_pass` fails. Tests that pass alternately, each breaking another, are rewarded once.
     """
 
     def progress(task: Task, trajectory: Trajectory) -> Progress:

@@ -1,7 +1,7 @@
-"""Code by its tests: which passed, from a report of the environment that ran them.
+"""Score code by its tests, from a report of the environment that ran them.
 
 A report is JSON: `{"test": true, ...}`, or `{"passed": {"test": true, ...}, "seconds": 1.5, "memory_bytes":
-1000}`. Only true is passed; a test that is not in it failed.
+1000}`. A test passed only if its value is true; a missing test failed.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _measure(value: JSON) -> float:
 
 
 def all_passed(suite: Suite, passed: Collection[str]) -> bool:
-    """Whether every test passed. Raises ValueError for a suite without tests."""
+    """Return whether every test passed. Raises ValueError for a suite without tests."""
     tests = suite.tests("all")
     if not tests:
         raise ValueError("the suite has no tests")
@@ -120,10 +120,10 @@ def thrift(read: Evidence) -> RewardFunction:
     The mean of `1 - used / limit` over the limits of the suite; 0 if a test fails or nothing was measured.
     """
 
-    def left_over(task: Task, trajectory: Trajectory) -> float:
+    def unused_share(task: Task, trajectory: Trajectory) -> float:
         suite, report = truth_of(task, Suite), read_report(read(trajectory))
         used = ((suite.seconds, report.seconds), (suite.memory_bytes, report.memory_bytes))
-        left = [max(0.0, 1 - much / limit) for limit, much in used if limit]
-        return sum(left) / len(left) if left and all_passed(suite, report.passed) else 0.0
+        shares = [max(0.0, 1 - amount / limit) for limit, amount in used if limit]
+        return sum(shares) / len(shares) if shares and all_passed(suite, report.passed) else 0.0
 
-    return left_over
+    return unused_share

@@ -1,6 +1,6 @@
-"""Mathematical notation as tokens: LaTeX and plain signs, numbers, letters and commands.
+"""Tokenize mathematical notation: numbers, letters, commands and signs, in LaTeX or plain text.
 
-Length, depth and the size of numbers are bounded. `ludus.rewards.math.parser` makes trees of the tokens.
+Length, depth and the size of numbers are bounded. `ludus.rewards.math.parser` parses the tokens into trees.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from importlib import resources
 from ludus.rewards.extract import plain_signs
 
 MAX_CHARACTERS = 1_000
-"""A longer expression is refused."""
+"""Maximum characters of an expression."""
 MAX_DEPTH = 30
-"""Brackets, arguments and exponents inside each other."""
+"""Maximum nesting depth of brackets, arguments and exponents."""
 MAX_POWER = 400
-"""The largest power of ten of a number."""
+"""Maximum exponent of ten in a number."""
 
 _FUNCTIONS = "arcsin arccos arctan sinh cosh tanh sin cos tan cot sec csc log ln lg exp max min gcd lcm"
 _GREEK = (
@@ -41,13 +41,13 @@ _PHRASES = (
     (r"except(?: for)?\b", r"\setminus"),
     (r"degrees?\b(?! *(?:[CFK]\b|celsius|fahrenheit))", "°"),
 )
-"""Phrases equivalent to signs."""
-_WORDED = tuple((re.compile(rf"(?i)(?<![\\\w])(?:{words})"), sign) for words, sign in _PHRASES)
+"""Phrases, each with its replacement."""
+_PHRASE_PATTERNS = tuple((re.compile(rf"(?i)(?<![\\\w])(?:{words})"), sign) for words, sign in _PHRASES)
 _ARRAY = re.compile(r"\\(begin|end)\{(?:array\}(?:\s*\{[clr| ]*\})?|smallmatrix\})")
 _TEXT_LEFT = re.compile(r"\\(?:text[a-z]*|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname\*?)(?![a-z])")
 _TEXT = re.compile(_TEXT_LEFT.pattern + r"\s*\{([^{}]*)\}")
-_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ⁄]+")
-_LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
+_SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ⁄]+")
+_SUBSCRIPTS = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
 _VULGAR = re.compile("[¼-¾⅐-⅞↉]")
 _NUMBER = re.compile(
     r"(?P<grouped>[1-9]\d{0,2}(?:(?:,|\{,\}|[ ])\d{3})+(?![\d]|,\d|\{,\}|[ ]\d))(?:\.(?P<cents>\d+))?"
@@ -74,7 +74,7 @@ def spellings(table: str) -> dict[str, str]:
 
 
 class NotationError(ValueError):
-    """A text outside of the grammar, or beyond its bounds."""
+    """The text is outside the grammar or exceeds its bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +124,10 @@ def plain_text(text: str) -> str:
     for _ in range(MAX_DEPTH):
         plain = _TEXT.sub(r" \1 ", plain)
     if _TEXT_LEFT.search(plain):
-        raise NotationError("text in text")
+        raise NotationError("a text command inside another, or unclosed")
     plain = re.sub(r"\\\$|\$", " ", plain).replace("\\[", " ").replace("\\]", " ")
     plain = " ".join(_ARRAY.sub(r"\\\1{matrix}", plain).split())
-    for words, sign in _WORDED:
+    for words, sign in _PHRASE_PATTERNS:
         plain = words.sub(sign.replace("\\", "\\\\"), plain)
     depth = 0
     for character in plain:
@@ -140,19 +140,19 @@ def plain_text(text: str) -> str:
 
 def _ascii(text: str) -> str:
     text = _VULGAR.sub(lambda m: _fraction(m[0]), plain_signs(text))
-    text = _RAISED.sub(lambda m: "^{" + _fold(m[0]) + "}" if m[0] != "⁄" else "/", text)
-    text = _LOWERED.sub(lambda m: "_{" + unicodedata.normalize("NFKC", m[0]) + "}", text)
+    text = _SUPERSCRIPTS.sub(lambda m: "^{" + _fold(m[0]) + "}" if m[0] != "⁄" else "/", text)
+    text = _SUBSCRIPTS.sub(lambda m: "_{" + unicodedata.normalize("NFKC", m[0]) + "}", text)
     signs = spellings("characters")
     return "".join(signs.get(c) or _to_ascii(c) for c in text)
 
 
 def _fraction(character: str) -> str:
-    up, _, down = unicodedata.normalize("NFKC", character).partition("\N{FRACTION SLASH}")
-    return rf"\frac{{{up}}}{{{down}}}"
+    numerator, _, denominator = unicodedata.normalize("NFKC", character).partition("\N{FRACTION SLASH}")
+    return rf"\frac{{{numerator}}}{{{denominator}}}"
 
 
-def _fold(raised: str) -> str:
-    return unicodedata.normalize("NFKC", raised).replace("\N{MINUS SIGN}", "-").replace("⁄", "/")
+def _fold(superscripts: str) -> str:
+    return unicodedata.normalize("NFKC", superscripts).replace("\N{MINUS SIGN}", "-").replace("⁄", "/")
 
 
 def _to_ascii(character: str) -> str:
@@ -166,7 +166,7 @@ def letters_of(text: str) -> frozenset[str]:
 
 
 def text_words(text: str) -> frozenset[str]:
-    """Return the words set as text."""
+    """Return the words inside LaTeX text commands."""
     return frozenset(word for found in _TEXT.findall(_ascii(text)) for word in re.findall(r"[a-zA-Z]+", found))
 
 
@@ -198,22 +198,22 @@ def tokens_of(text: str, letters: frozenset[str] | None) -> list[Token]:
 
 
 _BEFORE_ITEM = frozenset(("", "∪", "∩", "∖", "∈", "=", ",", ";", "or", "and", "(", "[", "{", "\\{"))
-_BEHIND_ITEM = frozenset(("", "∪", "∩", "∖", ",", ";", "or", "and", "U", ")", "]", "}", "\\}"))
+_AFTER_ITEM = frozenset(("", "∪", "∩", "∖", ",", ";", "or", "and", "U", ")", "]", "}", "\\}"))
 
 
 def _interval_sign(tokens: list[Token], place: int) -> Token:
-    """Return a token; an outward bracket as in `]0, 1[` becomes round, and a U between two brackets a union."""
+    """Return the token at `place`, with outward brackets (`]0, 1[`) made round, and a U between brackets as a union."""
     token = tokens[place]
     if token.text not in ("]", "[", "U"):
         return token
     before = tokens[place - 1].text if place else ""
-    behind = tokens[place + 1].text if place + 1 < len(tokens) else ""
+    after = tokens[place + 1].text if place + 1 < len(tokens) else ""
     if token.text == "U":
-        is_union = before in (")", "]", "[", "\\}") and behind in ("(", "[", "]", "\\{")
+        is_union = before in (")", "]", "[", "\\}") and after in ("(", "[", "]", "\\{")
         return Token("sign", "∪", spaced=token.spaced) if is_union else token
     if token.text == "]" and before in _BEFORE_ITEM | {"U"}:
         return Token("sign", "(", spaced=token.spaced)
-    if token.text == "[" and before not in _BEFORE_ITEM and behind in _BEHIND_ITEM:
+    if token.text == "[" and before not in _BEFORE_ITEM and after in _AFTER_ITEM:
         return Token("sign", ")", spaced=token.spaced)
     return token
 
@@ -237,13 +237,13 @@ def _number(text: str, match: re.Match[str], depth: int, spaced: bool) -> tuple[
     if grouped is None:
         body = match["plain"]
     elif depth and "," in grouped and "{" not in grouped:
-        body = grouped.partition(",")[0]  # inside of brackets a comma separates
+        body = grouped.partition(",")[0]  # inside brackets, a comma is a separator
         end = match.start() + len(body)
     else:
         body = re.sub(r"\D", "", grouped) + (f".{match['cents']}" if match["cents"] else "")
     value = Fraction(f"0{body}" if body.startswith(".") else body.removesuffix("."))
-    for read_on in (_repeating, _scientific):
-        if found := read_on(text, end, body, value):
+    for parse_suffix in (_repeating, _scientific):
+        if found := parse_suffix(text, end, body, value):
             kind, value, end = found
             return Token("number", kind, value, spaced), end
     return Token("number", "decimal" if "." in body else "whole", value, spaced), end
@@ -284,7 +284,7 @@ def _read_repeating(body: str) -> Fraction:
             prefix = digits[: len(digits) - size]
             repeating = Fraction(int(block), (10**size - 1) * 10 ** len(prefix))
             return Fraction(f"{whole or 0}.{prefix or 0}") + repeating
-    raise NotationError("digits that go on in an unknown way")
+    raise NotationError("an ellipsis after digits that do not repeat")
 
 
 def _letters(word: str, letters: frozenset[str] | None, spaced: bool) -> list[Token]:

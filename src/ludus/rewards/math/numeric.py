@@ -18,14 +18,14 @@ from ludus.rewards.math.worked_out import unfinished
 from ludus.types import Task, Trajectory
 
 MAX_DIGITS = 400
-"""A numeral of more digits, or with a larger power of ten, is none: a float ends at 309 digits."""
+"""Maximum digits of a numeral; the largest float has 309."""
 
 _SHORT = 32
-"""Longest text, in characters, whose reading is cached: most numerals are short and repeat."""
+"""Maximum characters of a text whose parsed numeral is cached."""
 _RELATIVE = 1e-6
 """Default relative tolerance of a truth that is not an integer."""
-_LOST = Fraction(1, 2**50)
-_LOST_OF_WHOLE = Fraction(1, 10**9)
+_ROUNDING = Fraction(1, 2**50)
+_INTEGER_ROUNDING = Fraction(1, 10**9)
 """Tolerated rounding of a computed truth: relative, and absolute if it is an integer."""
 _LEAD = re.compile(r"(?i)^(?:it\s+is|about|approximately|approx\.?|roughly|[a-z]\s*(?:=|≈)|≈|~|=)\s*")
 
@@ -49,9 +49,9 @@ class Quantity:
 
 
 def read_quantity(text: str, truth: Quantity, *, reduced: bool = False) -> Fraction | None:
-    """Return the exact number that the whole text is, in the unit of `truth`; None for any other text.
+    """Parse the whole text as a number and return its exact value in the unit of `truth`; None for any other text.
 
-    With `reduced`, also None if it is not in lowest terms: 435/15 is a problem, not an answer to one.
+    With `reduced`, also None if it is not in lowest terms: 435/15 is not evaluated.
     """
     numeral, size = _read(text, truth)
     if reduced and numeral is not None and unfinished(numeral):
@@ -82,16 +82,16 @@ def close(value: Fraction, truth: Quantity) -> bool:
     """
     if isinstance(truth.value, float) and not math.isfinite(truth.value):
         return False
-    due = _to_fraction(truth.value)
-    whole = due.denominator == 1
-    relative = truth.relative if truth.relative is not None else 0.0 if whole else _RELATIVE
-    reach = max(_to_fraction(truth.absolute), _to_fraction(relative) * abs(due))
-    lost = abs(due) * _LOST
-    return abs(value - due) <= reach + (min(lost, _LOST_OF_WHOLE) if whole else lost)
+    expected = _to_fraction(truth.value)
+    is_integer = expected.denominator == 1
+    relative = truth.relative if truth.relative is not None else 0.0 if is_integer else _RELATIVE
+    tolerance = max(_to_fraction(truth.absolute), _to_fraction(relative) * abs(expected))
+    rounding = abs(expected) * _ROUNDING
+    return abs(value - expected) <= tolerance + (min(rounding, _INTEGER_ROUNDING) if is_integer else rounding)
 
 
 def is_close(answer: str, truth: Quantity, *, reduced: bool = False) -> bool:
-    """Return whether the answer (if it has several boxes, each of them) is the number, within the tolerance.
+    """Return whether the answer (or each box, if it has several) is the number, within the tolerance.
 
     With `reduced` it must be in lowest terms.
     """

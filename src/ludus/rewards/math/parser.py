@@ -40,7 +40,7 @@ _RELATIONS = frozenset("=<>≤≥≠∈≈")
 _SET_SIGNS = {"∪": "union", "∩": "intersection", "∖": "difference"}
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}"}
 _SEPARATORS = frozenset((",", ";", "or", "and"))
-_BETWEEN = {"over": ("div", "frac"), "choose": ("call", "binom")}
+_INFIX_COMMANDS = {"over": ("div", "frac"), "choose": ("call", "binom")}
 """Commands between two operands: `{a \\over b}`."""
 
 
@@ -53,7 +53,7 @@ def read(text: str, letters: frozenset[str] | None = None) -> ExpressionNode:
 
 
 class _Structures(ABC):
-    """The tokens of one text, from left to right; brackets, sets and matrices."""
+    """Token cursor, and the parsers of brackets, sets and matrices."""
 
     def __init__(self, tokens: list[Token]) -> None:
         self.tokens = tokens
@@ -66,7 +66,7 @@ class _Structures(ABC):
         return self.tokens[place] if place < len(self.tokens) else Token("end", "")
 
     def _accept(self, *texts: str) -> str:
-        """Take the next token if it is one of these signs; its text, or an empty one."""
+        """Consume the next token if it is one of these signs, and return its text; otherwise return an empty string."""
         token = self._peek()
         if token.kind == "sign" and token.text in texts:
             self.at += 1
@@ -83,7 +83,7 @@ class _Structures(ABC):
         if not self._accept(text):
             raise NotationError(f"{text!r} is missing")
 
-    def _deeper(self, by: int) -> None:
+    def _change_depth(self, by: int) -> None:
         self.depth += by
         if self.depth > 2 * MAX_DEPTH:
             raise NotationError("nested too deep")
@@ -127,15 +127,15 @@ class _Structures(ABC):
         items = self._separated(self._relation, ",", ";")
         closing = self._accept(")", "]")
         if not closing:
-            raise NotationError("a bracket is open")
+            raise NotationError("an unclosed bracket")
         if len(items) > 1:
             return ExpressionNode("pair", tuple(items), opening + closing)
         if closing != _CLOSING[opening]:
-            raise NotationError("brackets of two kinds")
+            raise NotationError("mismatched brackets")
         return items[0]
 
     def _set(self) -> ExpressionNode:
-        """Parse the elements between braces, or those of a condition: `{x | x > 1}`."""
+        """Parse the elements of a set, or set-builder notation: `{x | x > 1}`."""
         if self._accept("\\}"):
             return ExpressionNode("set")
         found = self._condition("\\}") or ExpressionNode("set", tuple(self._separated(self._relation, ",", ";")))
@@ -143,7 +143,7 @@ class _Structures(ABC):
         return found
 
     def _condition(self, closing: str) -> ExpressionNode | None:
-        """Parse the condition of `x | x > 1` and `x ∈ R : x > 1` between braces; None for anything else."""
+        """Parse set-builder notation between braces, `x | x > 1` or `x ∈ R : x > 1`; return None for any other text."""
         start = self.at
         if self._peek().kind != "letter" or self._peek(1).text not in ("|", ":", "∈"):
             return None
@@ -162,16 +162,16 @@ class _Structures(ABC):
         r"""Parse items, or a fraction or binomial coefficient of two: `a \over b`, `n \choose k`."""
         found = self._items(closing)
         command = self._peek()
-        if command.kind != "command" or command.text not in _BETWEEN:
+        if command.kind != "command" or command.text not in _INFIX_COMMANDS:
             return found
         self.at += 1
-        op, name = _BETWEEN[command.text]
+        op, name = _INFIX_COMMANDS[command.text]
         return ExpressionNode(op, (found, self._items(closing)), name)
 
     def _sequence(self, name: str, closing: str) -> ExpressionNode:
         items = self._separated(self._sum, ",")
         if self._peek().text != closing:
-            raise NotationError("a bracket is open")
+            raise NotationError("an unclosed bracket")
         self.at += 1
         return ExpressionNode("pair", tuple(items), name)
 
@@ -187,10 +187,10 @@ class _Structures(ABC):
                 continue
             break
         if self._peek().text != f"end{kind}" or not re.fullmatch(r"\{[pbv]?matrix\}", kind):
-            raise NotationError("an open matrix, or an unknown environment")
+            raise NotationError("an unclosed matrix, or an unknown environment")
         self.at += 1
         if len({len(one.args) for one in rows}) != 1:
-            raise NotationError("a matrix without a shape")
+            raise NotationError("matrix rows of different lengths")
         return ExpressionNode("matrix", tuple(rows), "v" if kind == "{vmatrix}" else "")
 
 
@@ -201,11 +201,11 @@ class _Parser(_Structures):
             raise NotationError("empty")
         found = self._parse_over(None)
         if self.at < len(self.tokens):
-            raise NotationError(f"what follows {self.tokens[self.at].text[:40]!r}")
+            raise NotationError(f"unexpected {self.tokens[self.at].text[:40]!r}")
         return found
 
     def _items(self, closing: str | None) -> ExpressionNode:
-        """Parse relations between separators; a single one is returned as such. The list is named by its separator."""
+        """Parse relations between separators; return a single one unwrapped. The name of a list is its separator."""
         items, separator = [self._relation()], ""
         while sign := self._accept(*_SEPARATORS):
             if sign in (",", ";") and (word := self._accept("or", "and")):
@@ -223,7 +223,7 @@ class _Parser(_Structures):
         is_rounded = self._accept("≈")  # "≈ 3.5" is 3.5
         sides, signs = [self._sets()], ""
         if is_rounded and sides[0].name != "decimal":
-            raise NotationError("about a number that is not a decimal")
+            raise NotationError("≈ before a number that is not a decimal")
         while sign := self._accept(*_RELATIONS):
             signs += sign
             sides.append(self._sets())
@@ -243,9 +243,9 @@ class _Parser(_Structures):
 
     def _term(self) -> ExpressionNode:
         if sign := self._accept("+", "-", "±", "∓"):
-            self._deeper(1)
+            self._change_depth(1)
             inner = self._term()
-            self._deeper(-1)
+            self._change_depth(-1)
             return _with_sign(sign, inner)
         found = self._power()
         while True:
@@ -259,11 +259,11 @@ class _Parser(_Structures):
                 return found
 
     def _signed(self) -> ExpressionNode:
-        """Parse a factor after an explicit sign; it may have a minus."""
+        """Parse a factor after `*` or `/`, with an optional sign."""
         if self._accept("-"):
-            self._deeper(1)
+            self._change_depth(1)
             inner = self._signed()
-            self._deeper(-1)
+            self._change_depth(-1)
             return ExpressionNode("neg", (inner,))
         self._accept("+")
         return self._power()
@@ -273,11 +273,11 @@ class _Parser(_Structures):
         if token.kind == "number":
             return self._is_mixed()
         if token.kind in ("letter", "command"):
-            return token.text not in ("rangle", *_BETWEEN) and not token.text.startswith("end{")
+            return token.text not in ("rangle", *_INFIX_COMMANDS) and not token.text.startswith("end{")
         return token.text in ("(", "[", "{", "⌊", "⌈") or (token.text == "|" and self.bars == 0)
 
     def _is_mixed(self) -> bool:
-        """Whether `1/2` follows a whole number, blanks between."""
+        """Return whether a fraction such as `1/2` follows a whole number and a blank."""
         before, slash, below = self._peek(-1), self._peek(1), self._peek(2)
         whole = [before, self._peek(), below]
         return slash.text == "/" and self._peek().spaced and all(_is_whole(token) for token in whole)
@@ -285,15 +285,15 @@ class _Parser(_Structures):
     def _adjacent(self, found: ExpressionNode) -> ExpressionNode:
         before = self._peek(-1)
         if self._peek().kind == "number":
-            up, down = self._peek().value, self._peek(2).value
+            numerator, denominator = self._peek().value, self._peek(2).value
             self.at += 3
-            return _mixed(found, up, down)
-        behind_number = _is_whole(before) and found.op == "number"
+            return _mixed(found, numerator, denominator)
+        follows_number = _is_whole(before) and found.op == "number"
         applied = before.kind == "letter" and found.op == "name" and self._peek().text == "("
         factor = self._power()
         if applied:
             return ExpressionNode("mul", (found, factor), "applied")
-        if behind_number and factor.op == "div" and factor.name == "frac" and _is_plain_fraction(factor):
+        if follows_number and factor.op == "div" and factor.name == "frac" and _is_plain_fraction(factor):
             return _mixed(found, factor.args[0].value, factor.args[1].value)
         return _product(found, factor)
 
@@ -309,7 +309,7 @@ class _Parser(_Structures):
             raise NotationError("two exponents")
         exponent = self._exponent()
         if base.op == "call" and base.name == "":
-            raise NotationError("an exponent of nothing")
+            raise NotationError("an exponent without a base")
         if base == _TEN and (power := _whole_value(exponent)) is not None:
             if abs(power) > MAX_POWER:
                 raise NotationError("too large a power of ten")
@@ -317,13 +317,13 @@ class _Parser(_Structures):
         return self._postfix(ExpressionNode("pow", (base, exponent), "raised"))
 
     def _exponent(self) -> ExpressionNode:
-        self._deeper(1)
+        self._change_depth(1)
         if self._accept("-"):
             found = ExpressionNode("neg", (self._exponent(),))
         else:
             self._accept("+")
             found = self._power()
-        self._deeper(-1)
+        self._change_depth(-1)
         return found
 
     def _postfix(self, node: ExpressionNode) -> ExpressionNode:
@@ -332,7 +332,7 @@ class _Parser(_Structures):
         return node
 
     def _atom(self) -> ExpressionNode:
-        self._deeper(1)
+        self._change_depth(1)
         token = self._peek()
         self.at += 1
         if token.kind == "number":
@@ -343,7 +343,7 @@ class _Parser(_Structures):
             found = self._command(token.text)
         else:
             found = self._bracket(token.text)
-        self._deeper(-1)
+        self._change_depth(-1)
         return found
 
     def _numeral(self, token: Token) -> ExpressionNode:
@@ -355,7 +355,7 @@ class _Parser(_Structures):
     def _name(self, letter: str) -> ExpressionNode:
         name = letter
         if self._accept("_"):
-            name += "_" + _spelt(self._argument())
+            name += "_" + _subscript_text(self._argument())
         while self._accept("'"):
             name += "'"
         return ExpressionNode("constant" if name in ("e", "i") else "name", (), name)
@@ -374,8 +374,8 @@ class _Parser(_Structures):
 
     def _command(self, name: str) -> ExpressionNode:
         if name in ("frac", "binom"):
-            up = self._argument()
-            return ExpressionNode("div" if name == "frac" else "call", (up, self._argument()), name)
+            first = self._argument()
+            return ExpressionNode("div" if name == "frac" else "call", (first, self._argument()), name)
         if name in ("sqrt", "cbrt"):
             return self._root(name)
         if name == "abs":
@@ -464,11 +464,11 @@ def _whole_value(node: ExpressionNode) -> int | None:
     return int(node.value) if node.op == "number" and node.name == "whole" and node.value is not None else None
 
 
-def _mixed(whole: ExpressionNode, up: Fraction | None, down: Fraction | None) -> ExpressionNode:
-    if whole.value is None or up is None or not down:
+def _mixed(whole: ExpressionNode, top: Fraction | None, bottom: Fraction | None) -> ExpressionNode:
+    if whole.value is None or top is None or not bottom:
         raise NotationError("a mixed number without a denominator")
-    reduced = up < down and math.gcd(int(up), int(down)) == 1
-    return ExpressionNode("number", (), "mixed" if reduced else "unreduced", whole.value + up / down)
+    reduced = top < bottom and math.gcd(int(top), int(bottom)) == 1
+    return ExpressionNode("number", (), "mixed" if reduced else "unreduced", whole.value + top / bottom)
 
 
 def _product(left: ExpressionNode, right: ExpressionNode) -> ExpressionNode:
@@ -482,9 +482,9 @@ def _product(left: ExpressionNode, right: ExpressionNode) -> ExpressionNode:
     return ExpressionNode("mul", (left, right))
 
 
-def _spelt(node: ExpressionNode) -> str:
+def _subscript_text(node: ExpressionNode) -> str:
     if node.op in ("name", "constant"):
         return node.name
     if node.op == "number":
         return str(node.value)
-    return node.op + "(" + ",".join(map(_spelt, node.args)) + ")"
+    return node.op + "(" + ",".join(map(_subscript_text, node.args)) + ")"

@@ -1,7 +1,7 @@
-r"""How far an expression is worked out: its size, and the operations in it that are left to be done.
+r"""Measure how far an expression is simplified: its size, and the operations that are not evaluated.
 
-`2 + 3`, `6/8`, `\sqrt{16}`, `x + x`, `-(x + 1)` and `5!` leave something to do; `2\sqrt{3}`, `\frac{3}{4}`
-and `5 \cdot 10^3` do not.
+`2 + 3`, `6/8`, `\sqrt{16}`, `x + x`, `-(x + 1)` and `5!` have an unevaluated operation; `2\sqrt{3}`,
+`\frac{3}{4}` and `5 \cdot 10^3` do not.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ _ONE = Fraction(1)
 
 
 def is_worked_out(answer: ExpressionNode, gold: ExpressionNode) -> bool:
-    """Return whether an answer is at most as large as the gold one and leaves no further operation undone.
+    """Return whether an answer is at most as large as the gold one and has no additional unevaluated operation.
 
-    Of an equation with a label on one side, or a chain of equations, the last side counts.
+    Of an equation with a label on one side, or a chain of equations, only the last side counts.
     """
-    given, due = answer, gold
+    answer_side, gold_side = answer, gold
     if gold.op != "relation" or gold.args[0].op == "name" or gold.args[0].name == "applied":
-        given, due = _last_side(answer), _last_side(gold)
-    left = unfinished(given) - unfinished(due)
-    if not _is_expanded(due):
-        del left["product of a sum"]
-    return not left and size(given) <= size(due)
+        answer_side, gold_side = _last_side(answer), _last_side(gold)
+    additional = unfinished(answer_side) - unfinished(gold_side)
+    if not _is_expanded(gold_side):
+        del additional["product of a sum"]
+    return not additional and size(answer_side) <= size(gold_side)
 
 
 def unfinished(node: ExpressionNode) -> Counter[str]:
-    """Count the operations left undone, by kind."""
+    """Return the number of unevaluated operations by kind."""
     return Counter(_find_unfinished(node))
 
 
 def size(node: ExpressionNode) -> int:
-    """Count the names and numbers of an expression: a coefficient is one, the variable of a bound does not count."""
+    """Count the names and numbers; a coefficient counts as one, a variable alone on a side of a relation as none."""
     match node.op:
         case "number" | "name" | "based":
             return 1
@@ -68,7 +68,7 @@ def _last_side(node: ExpressionNode) -> ExpressionNode:
 
 
 def _is_expanded(node: ExpressionNode) -> bool:
-    """Whether an expression is a sum with names, roots and numbers only."""
+    """Return whether an expression is a sum of terms that contain only names, roots and numbers."""
     sums = node.op == "add" or (node.op == "div" and node.args[0].op == "add")
     return sums and all(one.op in _POLYNOMIAL and not (one.op == "pow" and one.args[1].names()) for one in node.walk())
 
@@ -119,12 +119,12 @@ def _scan_product(node: ExpressionNode) -> Iterator[str]:
     if len(numbers) > 1 or len(divisors) > 1 or sum(map(_is_surd, above)) > 1 or sum(map(_is_surd, below)) > 1:
         yield "product of numbers"
     if divisors:
-        up, down = (math.prod(values, start=_ONE) for values in (numbers, divisors))
-        whole = up.denominator == 1 and down.denominator == 1
-        if not whole or abs(down) == 1 or math.gcd(int(up), int(down)) != 1:
+        top, bottom = (math.prod(values, start=_ONE) for values in (numbers, divisors))
+        integers = top.denominator == 1 and bottom.denominator == 1
+        if not integers or abs(bottom) == 1 or math.gcd(int(top), int(bottom)) != 1:
             yield "fraction"
     if node.op == "div" and node.name != "frac" and node.args[1].op == "neg":
-        yield "fraction"  # 15 / (-184) is a step, \frac{15}{-184} a number
+        yield "fraction"  # 15 / (-184) is unevaluated, \frac{15}{-184} is a number
     if any(abs(value) == 1 for value in numbers) and len(above) > 1 and not divisors:
         yield "factor of one"
     if sum(factor.op == "neg" for factor in (*above, *below)) > 1:
@@ -195,7 +195,7 @@ def _rational(node: ExpressionNode) -> Fraction | None:
 
 
 def _is_surd(node: ExpressionNode) -> bool:
-    """Whether it is a root or broken power of a number."""
+    """Return whether a node is a root or a fractional power of a number."""
     if node.op == "neg":
         return _is_surd(node.args[0])
     if node.op == "root":
@@ -211,8 +211,8 @@ def _constant(node: ExpressionNode) -> Fraction | None:
         return None if value is None else -value
     if node.op != "div":
         return _rational(node)
-    up, down = map(_rational, node.args)
-    return up / down if up is not None and down else None
+    numerator, denominator = map(_rational, node.args)
+    return numerator / denominator if numerator is not None and denominator else None
 
 
 def _product_size(node: ExpressionNode) -> int:
@@ -235,14 +235,14 @@ def _base(node: ExpressionNode) -> ExpressionNode:
 
 
 def _term_key(term: ExpressionNode) -> str:
-    """Return a key shared by terms that can be added: everything but their coefficients."""
+    """Return a key that is equal for like terms: all factors except the coefficient."""
     above, below = _factors(_drop_sign(term))
     sides = (sorted(_key(factor) for factor in side if _rational(factor) is None) for side in (above, below))
     return "/".join("*".join(side) for side in sides)
 
 
 def _key(node: ExpressionNode) -> str:
-    """Return a key shared by identical factors, up to the order of sums and products and a leading sign."""
+    """Return a key that is equal for identical factors, up to the order of sums and products and a leading sign."""
     node = _drop_sign(node)
     inner = [_key(arg) for arg in node.args]
     if node.op in ("add", "mul"):

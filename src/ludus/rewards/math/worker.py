@@ -1,14 +1,14 @@
-"""Compare expressions with sympy, in a process with limits (`ludus.untrusted.worker`).
+"""Compare expressions with sympy, in a resource-limited process (`ludus.untrusted.worker`).
 
 | kind | 1 | -1 |
 |---|---|---|
-| `equal` | both are equal wherever both are real numbers | |
+| `equal` | both are equal at all points at which both are real | |
 | `rounded` | the answer is a decimal and the gold number, rounded to its digits | |
 | `ratio` | the gold expression is a positive multiple of the answer | a negative one |
 
-Everything else is 0. Equality is proved by exact transformations of the difference; numeric evaluation only
+Any other result is 0. Equality is proved by exact transformations of the difference; numeric evaluation only
 refutes it. A comparison is limited in CPU time, since wall-clock time would make verdicts depend on the load of
-the machine. The kernel enforces the limit, since a Python signal handler would wait for a computation inside one
+the machine. The kernel enforces the limit, since a Python signal handler cannot interrupt an operation on one
 large integer.
 """
 
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from sympy import Expr
 
 MAX_BITS = 20_000
-"""Larger powers of numbers are not computed."""
+"""Maximum bits of a computed power of numbers."""
 MAX_FACTORIAL = 500
 DIGITS = 40
-"""Significant digits by which unequal numbers are told apart."""
+"""Significant digits of numeric evaluation."""
 _POINTS = ((13, 7), (29, 17), (5, 11))
-"""Of fractions at which expressions with variables are compared before anything is proved."""
+"""Numerators and denominators of the points at which expressions are compared before a proof."""
 
 Tree = list[JSON]
 
 
 class ExpressionRefused(ValueError):
-    """An expression that has no finite value, or is beyond the bounds."""
+    """The expression has no finite value or exceeds the bounds."""
 
 
 def warm_up() -> None:
@@ -55,7 +55,7 @@ def judge(kind: str, gold: Tree, answer: Tree) -> int:
         if kind == "rounded":
             return int(_is_rounded(first, second))
         return int(_are_equal(first, second))
-    except Exception:  # boundary: whatever a computer algebra makes of foreign text, it is not the answer
+    except Exception:  # boundary: an expression on which sympy fails is not the answer
         return 0
 
 
@@ -69,7 +69,7 @@ def _are_equal(first: Expr, second: Expr) -> bool:
 
 
 def _is_zero(number: Expr) -> bool:
-    """Whether a constant is 0: refuted by its digits, else proved."""
+    """Return whether a constant is 0: refuted numerically, otherwise proved."""
     import sympy
 
     value = number.evalf(DIGITS)
@@ -94,7 +94,7 @@ def _is_zero(number: Expr) -> bool:
 
 
 def _agree_at_points(first: Expr, second: Expr) -> bool:
-    """Whether two expressions have equal values at points of all signs, wherever both are real."""
+    """Return whether two expressions have equal values at the sample points of all signs at which both are real."""
     names = sorted(first.free_symbols | second.free_symbols, key=str)
     for n, (up, down) in enumerate(_POINTS):
         for signs in _signs(len(names), n):
@@ -104,14 +104,14 @@ def _agree_at_points(first: Expr, second: Expr) -> bool:
                 continue
             reals = [value.is_real or abs(value.as_real_imag()[1]) < 1e-20 for value in values]
             if not all(reals) and min(signs, default=1) < 0:
-                continue  # roots and logarithms of what is negative
+                continue  # roots and logarithms of negative numbers
             if abs(values[0] - values[1]) > 1e-15 * (1 + abs(values[0])):
                 return False
     return True
 
 
 def _signs(num: int, n: int) -> Iterator[tuple[int, ...]]:
-    """Return assignments of signs: all positive, all negative, and every mixture if there are few names."""
+    """Yield assignments of signs: all combinations for up to 3 names, else all positive, all negative and one mixed."""
     if num <= 3:
         yield from itertools.product((1, -1), repeat=num)
     else:
@@ -130,7 +130,7 @@ def _point(names: Sequence[Expr], signs: Sequence[int], up: int, down: int) -> d
 
 
 def _is_identity(difference: Expr) -> bool:
-    """Whether a difference is 0 for all positive values of its variables, by exact transformations."""
+    """Return whether a difference is 0 for all positive values of its variables, by exact transformations."""
     import sympy
 
     positive = {name: sympy.Dummy(str(name), positive=True) for name in difference.free_symbols}
@@ -149,13 +149,13 @@ def _is_identity(difference: Expr) -> bool:
 
 
 def _is_rounded(number: Expr, decimal: Expr) -> bool:
-    """Whether a decimal is an irrational number rounded to its digits."""
+    """Return whether `decimal` is the irrational `number`, rounded to the digits of `decimal`."""
     import sympy
 
     if number.is_rational or number.free_symbols or not decimal.is_Rational:
         return False
-    down, digits = int(decimal.q), 0
-    while 10**digits % down:
+    denominator, digits = int(decimal.q), 0
+    while 10**digits % denominator:
         digits += 1
     value = number.evalf(digits + DIGITS)
     return bool(value.is_real) and bool(abs(value - decimal) * 2 * sympy.Integer(10) ** digits <= 1)
@@ -182,7 +182,7 @@ def _ratio(first: Expr, second: Expr) -> int:
 
 
 def _expression(tree: Tree) -> Expr:
-    """Convert a tree to sympy. Raises ExpressionRefused for infinities and operations beyond the bounds."""
+    """Convert a tree to sympy. Raises ExpressionRefused for infinities and operations that exceed the bounds."""
     import sympy
 
     op, name, value = str(tree[0]), str(tree[1]), tree[2]
@@ -259,7 +259,7 @@ def _factorial(number: Expr) -> Expr:
 
 
 def _call_function(name: str, args: list[Expr]) -> Expr:
-    """Return a function's value. `log` without a base has an unknown base: ratios of logarithms do not need it."""
+    """Apply a function. `log` without a base has a symbolic base, which cancels in ratios of logarithms."""
     import sympy
 
     names = {"arcsin": sympy.asin, "arccos": sympy.acos, "arctan": sympy.atan, "ln": sympy.log, "exp": sympy.exp}

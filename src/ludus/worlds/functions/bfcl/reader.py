@@ -125,7 +125,7 @@ def load_tasks(path: Path, answers: Path | None, split: str, bad_lines: BadLines
     for place, reason in faults:
         _LOG.warning("%s, is skipped: %s.", place, reason)
     if not tasks:
-        raise UserError(f"{path} holds no tasks.", "It needs one JSON object a line.")
+        raise UserError(f"{path} contains no tasks.", "It needs one JSON object a line.")
     return tuple(tasks.values())
 
 
