@@ -20,7 +20,7 @@ _CALL_STARTS = "<[{`"
 
 @dataclass(frozen=True)
 class TextRules:
-    """Text options. `keep_stop` keeps the stop string; `skip_special` drops control tokens."""
+    """Text options. `keep_stop` includes the stop string; `skip_special` drops control tokens."""
 
     tokenizer: Tokenizer
     stops: tuple[str, ...] = ()
@@ -32,7 +32,7 @@ class TextRules:
         return self.cut(self.decoded(tokens), finish)
 
     def decoded(self, tokens: Sequence[int]) -> str:
-        """Decode the tokens, with control tokens if they are kept."""
+        """Decode the tokens, without control tokens if `skip_special` is set."""
         return decode_exactly(self.tokenizer, tokens, skip_special=self.skip_special)
 
     def cut(self, text: str, finish: FinishReason | None) -> str:

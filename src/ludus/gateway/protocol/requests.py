@@ -145,15 +145,15 @@ class Sampling(BaseModel):
     @property
     def guide(self) -> Guide | None:
         """Constraint on the sampled text. Raises BadRequest if it is ambiguous or incomplete."""
-        asked, form = self.structured_outputs, self.response_format
-        guides = [] if asked is None else asked.guides()
+        structured, form = self.structured_outputs, self.response_format
+        guides = [] if structured is None else structured.guides()
         if form is not None and form.type == "json_object":
             guides.append(Guide("json_schema", '{"type": "object"}'))
         elif form is not None and form.type == "json_schema":
             if form.json_schema is None or "schema" not in form.json_schema:
                 raise BadRequest("response_format needs json_schema.schema.")
             guides.append(Guide("json_schema", json.dumps(form.json_schema["schema"])))
-        if len(guides) > 1 or (asked is not None and not guides):
+        if len(guides) > 1 or (structured is not None and not guides):
             raise BadRequest("structured_outputs accepts one of json, regex, grammar, without response_format.")
         if guides and len(guides[0].text) > _MAX_GUIDE_CHARS:
             raise BadRequest(f"The guide has {len(guides[0].text)} characters; the maximum is {_MAX_GUIDE_CHARS}.")
