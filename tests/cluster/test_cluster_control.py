@@ -57,7 +57,7 @@ def test_engines_join_with_the_weights_and_leave_by_number_and_the_last_one_stay
         assert said.code == 0
         assert sorted(group.engines.members) == numbers[1:]
         assert "engines: 1" in ludus("cluster", "remove-engine", folder.path).out
-        assert "the last engine" in refused("cluster", "remove-engine", folder.path)
+        assert "last engine" in refused("cluster", "remove-engine", folder.path)
     assert not (folder.path / "cluster").exists()
 
 

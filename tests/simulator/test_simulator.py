@@ -393,7 +393,7 @@ def test_tools_of_two_kinds_are_spread_further_than_each():
         (lambda: ToolCost(1.0, stragglers=2.0), "stragglers is 2"),
         (lambda: EpisodeShape(0.5, 10), "0.5 turns"),
         (lambda: replace(EXACT, overlap=1.5), "overlap is 1.5"),
-        (lambda: RunLayout(mode="fast"), "no mode 'fast'"),
+        (lambda: RunLayout(mode="fast"), "Unknown mode 'fast'"),
         (lambda: RunLayout(engines=0), "engines is 0"),
     ],
 )
@@ -429,7 +429,7 @@ def test_the_command_takes_costs_from_a_run_and_given_numbers_instead(tmp_path):
         ([], "no --pass-s, --learn-token-s, --turns, --action"),
         (["nowhere"], "no run at nowhere"),
         ([*GIVEN, "--engines", "0"], "engines is 0"),
-        ([*GIVEN, "--modes", "later"], "no mode 'later'"),
+        ([*GIVEN, "--modes", "later"], "Unknown mode 'later'"),
         ([*GIVEN, "--in-flight", "-1"], "in-flight is -1"),
     ],
 )

@@ -1,1 +1,1 @@
-"""Sample in other processes, on one or many machines."""
+"""Run engines, rollouts and rewards in other processes, on one or many machines."""

@@ -70,17 +70,17 @@ class EventLoopThread:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
-        left = asyncio.all_tasks(self._loop)
-        for task in left:
+        remaining = asyncio.all_tasks(self._loop)
+        for task in remaining:
             task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        self._loop.run_until_complete(asyncio.gather(*remaining, return_exceptions=True))
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.run_until_complete(self._loop.shutdown_default_executor())
 
 
 @dataclass
 class ClusterEngine:
-    """The engines of a cluster as one `Engine`. Dead engines are replaced while it waits."""
+    """The engines of a cluster as one `Engine`. Dead engines are replaced during a call."""
 
     group: WorkerGroup
     background: EventLoopThread
@@ -89,12 +89,12 @@ class ClusterEngine:
 
     @property
     def context_tokens(self) -> int:
-        """The context length of each engine."""
+        """Context length of each engine, in tokens."""
         return self.server.context_tokens
 
     @property
     def version(self) -> int:
-        """The version of the weights sent last."""
+        """Version of the last weights sent."""
         return self.server.version
 
     @property
@@ -114,18 +114,18 @@ class ClusterEngine:
         """Do nothing: workers release their own episodes."""
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Send weights to all engines and check them. Raises as `ServerEngine.load_weights`."""
+        """Send weights to all engines and check them. Raises the errors of `ServerEngine.load_weights`."""
         await self.background.do(self.group.load_weights(version, state))
 
     @property
     def can_roll(self) -> bool:
-        """Whether there are several engines (one may be out) and they support rolling updates."""
+        """Whether rolling updates are supported and several engines are configured, of which one may be down."""
         plan = self.group.plan
         return self.server.can_roll if plan.urls else plan.config.engines > 1
 
     async def roll(self, lag: int) -> RollingUpdate:
         """Start rolling updates; see `ServerEngine.roll`."""
-        return _FromOutside(self.group, await self.background.do(self.group.roll(lag)), self.background)
+        return _ThreadsafeRollingUpdate(self.group, await self.background.do(self.group.roll(lag)), self.background)
 
     async def fingerprint(self) -> str | None:
         """Return the digest of the current weights, equal on all engines."""
@@ -150,12 +150,12 @@ class ClusterEngine:
         return found
 
     async def close(self) -> None:
-        """Do nothing: the cluster closes what it has started."""
+        """Do nothing: `open_cluster` stops the engines it started."""
 
 
 @dataclass(frozen=True)
-class _FromOutside:
-    """Rolling updates of the engines, called from another event loop."""
+class _ThreadsafeRollingUpdate:
+    """Rolling updates of the engines for callers on another event loop."""
 
     group: WorkerGroup
     rolling: RollingUpdates
@@ -181,7 +181,7 @@ class Cluster:
     background: EventLoopThread
 
     def engine(self) -> ClusterEngine:
-        """The engines, once everything is ready. Raises the startup error."""
+        """Start the cluster and return its engines once all workers are ready. Raises the startup error."""
         self.background.wait(self.group.open())
         assert self.group.server is not None
         return ClusterEngine(self.group, self.background, self.group.server)
@@ -204,7 +204,7 @@ class Cluster:
         their work first. Raises UserError for a number below 1.
         """
         if min(n for n in (engines, workers, reward_workers, 1) if n is not None) < 1:
-            raise UserError("A cluster keeps at least one of each kind.", "Use numbers of at least 1.")
+            raise UserError("A cluster needs at least one worker of each kind.", "Use numbers of at least 1.")
         if reward_workers is not None and self.group.rewards is None:
             raise UserError("Rollout workers of this run compute rewards themselves.", "See cluster.reward_workers.")
         if engines is not None:
@@ -233,7 +233,7 @@ class Cluster:
             raise UserError("This run did not start the engines at engine.url.", "Change the number of workers only.")
 
     def deadline_s(self, task: Task) -> float:
-        """Return the longest duration of an attempt if every time limit is used up, with a margin."""
+        """Return the maximum duration of an attempt from its timeouts, with a margin, in seconds."""
         rollout, engine = rollout_for(self.world, self.config.rollout, task), self.config.engine
         spare_s = self.config.cluster.heartbeat_timeout_s + 2 * rollout.environment_timeout_s + self._scoring_s(rollout)
         if rollout.episode_timeout_s is not None:
@@ -241,12 +241,12 @@ class Cluster:
         return rollout.max_turns * (engine.timeout_s + rollout.environment_timeout_s) + spare_s
 
     def _scoring_s(self, rollout: RolloutConfig) -> float:
-        """Return the scoring part of it: all episodes of a worker may end at the same time."""
+        """Return the maximum scoring time in seconds, if all episodes of a worker end at the same time."""
         cluster = self.config.cluster
         if cluster.reward_workers:
             return 0.0
-        before = math.ceil(cluster.episodes_per_worker / max(1, rollout.reward_processes))
-        return START_S + before * rollout.reward_timeout_s
+        rounds = math.ceil(cluster.episodes_per_worker / max(1, rollout.reward_processes))
+        return START_S + rounds * rollout.reward_timeout_s
 
 
 @contextmanager
@@ -277,7 +277,7 @@ def check_cluster(config: Config) -> None:
     streams = config.training.streams
     if config.engine.is_external and config.model.lora is not None and streams:
         raise ConfigError(
-            "LoRA adapters on external servers (engine.url) change their names with each version, which "
+            "LoRA adapters on external servers (engine.url) get a new name for each version, which "
             "streamed episodes on a cluster do not support.",
             "Unset engine.url, or set training.mode = 'sync' or 'one_step'.",
         )

@@ -1,8 +1,8 @@
 """Control the cluster of a running run from another process, through files in the run folder.
 
 A request is a file `RUN/cluster/ask-ID.json`, written atomically by any process with write access; the
-response is `answer-ID.json`. Requests run on their own threads, never on the run's. An invalid request is
-answered with an error message. The folder is removed when the run ends.
+response is `answer-ID.json`. Requests run on their own threads, never on the run's. The response to an
+invalid request is an error message. The folder is removed when the run ends.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ludus.errors import LudusError, StorageError, UserError
 
 FOLDER: Final = "cluster"
 """Name of the request folder in a run folder."""
-_LOOK_S = 0.3
+_POLL_S = 0.3
 
 Act = Literal["list", "add-engine", "remove-engine"]
 
@@ -49,15 +49,15 @@ class ControlReply(TypedDict, total=False):
 @contextmanager
 def controlled(run: Path, cluster: Cluster) -> Iterator[None]:
     """Serve the requests in a run folder during the block."""
-    ends = threading.Event()
+    stop = threading.Event()
     shutil.rmtree(run / FOLDER, ignore_errors=True)
-    looking = threading.Thread(target=_look, args=(run / FOLDER, cluster, ends), daemon=True)
-    looking.start()
+    poller = threading.Thread(target=_poll_requests, args=(run / FOLDER, cluster, stop), daemon=True)
+    poller.start()
     try:
         yield
     finally:
-        ends.set()
-        looking.join()
+        stop.set()
+        poller.join()
         shutil.rmtree(run / FOLDER, ignore_errors=True)
 
 
@@ -67,31 +67,31 @@ def ask(run: Path, act: Act, number: int | None = None, *, timeout_s: float = 60
     Raises UserError if the run is not running or rejects the request, StorageError if the folder cannot be
     written.
     """
-    _check_runs(run)
+    _check_running(run)
     name, begin = secrets.token_hex(6), time.monotonic()
-    answer = run / FOLDER / f"answer-{name}.json"
-    question = run / FOLDER / f"ask-{name}.json"
+    response_path = run / FOLDER / f"answer-{name}.json"
+    request_path = run / FOLDER / f"ask-{name}.json"
     try:
-        question.parent.mkdir(exist_ok=True)
-        _write(question, {"act": act, "number": number})
-        while not answer.is_file():
-            _check_runs(run)
+        request_path.parent.mkdir(exist_ok=True)
+        _write(request_path, {"act": act, "number": number})
+        while not response_path.is_file():
+            _check_running(run)
             if time.monotonic() - begin > timeout_s:
-                question.unlink(missing_ok=True)
+                request_path.unlink(missing_ok=True)
                 raise UserError(
                     f"The run in {run} did not respond within {timeout_s:g} s.", f"See its log: {run / 'log.txt'}"
                 )
-            time.sleep(_LOOK_S / 3)
-        reply = cast(ControlReply, json.loads(answer.read_text("utf-8")))
-        answer.unlink(missing_ok=True)
+            time.sleep(_POLL_S / 3)
+        reply = cast(ControlReply, json.loads(response_path.read_text("utf-8")))
+        response_path.unlink(missing_ok=True)
     except OSError as error:
-        raise StorageError(f"{run / FOLDER} cannot be used: {error.strerror or error}.") from error
+        raise StorageError(f"{run / FOLDER} cannot be read or written: {error.strerror or error}.") from error
     if "error" in reply:
         raise UserError(reply["error"])
     return reply
 
 
-def _check_runs(run: Path) -> None:
+def _check_running(run: Path) -> None:
     """Raise UserError unless a process holds the run's lock."""
     try:
         with (run / "lock").open("r") as lock:
@@ -103,28 +103,28 @@ def _check_runs(run: Path) -> None:
     raise UserError(f"The run in {run} is not running.", f"Resume it: ludus train --resume {run}")
 
 
-def _look(folder: Path, cluster: Cluster, ends: threading.Event) -> None:
+def _poll_requests(folder: Path, cluster: Cluster, stop: threading.Event) -> None:
     """Start the pending requests, each on its own thread, since starting an engine takes time."""
-    while not ends.wait(_LOOK_S):
+    while not stop.wait(_POLL_S):
         for path in sorted(folder.glob("ask-*.json")):
             with suppress(OSError, ValueError):
-                asked = json.loads(path.read_text("utf-8"))
+                request = json.loads(path.read_text("utf-8"))
                 path.unlink()
-                answer = folder / path.name.replace("ask-", "answer-", 1)
-                threading.Thread(target=_answer, args=(cluster, asked, answer), daemon=True).start()
+                response_path = folder / path.name.replace("ask-", "answer-", 1)
+                threading.Thread(target=_respond, args=(cluster, request, response_path), daemon=True).start()
 
 
-def _answer(cluster: Cluster, asked: object, path: Path) -> None:
+def _respond(cluster: Cluster, request: object, path: Path) -> None:
     try:
-        reply = _done(cluster, asked)
+        reply = _execute(cluster, request)
     except LudusError as error:
         reply = ControlReply(error=str(error))
     with suppress(OSError):  # the run has ended and removed its request folder
         _write(path, reply)
 
 
-def _done(cluster: Cluster, asked: object) -> ControlReply:
-    match asked:
+def _execute(cluster: Cluster, request: object) -> ControlReply:
+    match request:
         case {"act": "list"}:
             pass
         case {"act": "add-engine"}:

@@ -1,8 +1,8 @@
 """Workers as child processes on this machine, connected by sockets.
 
-The first frame to a child is its pickled `WorkerSpec`. Later ones are numbered requests, and an empty one cancels the
-request of its number; the child sends numbered responses. It exits when the parent closes the socket: a separate
-thread reads it, so this works even if the event loop hangs.
+The first frame to a child is its pickled `WorkerSpec`. Later frames are numbered requests; an empty frame
+cancels the request of its number. The child sends numbered responses and exits when the parent closes the socket,
+which a separate thread reads, so that a hanging event loop does not prevent the exit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _KILL_TIMEOUT_S = 10.0
 
 @dataclass
 class LocalWorkerHandle:
-    """Handle of a child process. Its output goes to the file `output`, which is deleted when the child ends."""
+    """Handle of a child process. Its output goes to the file `output`, which is deleted when the child exits."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -69,14 +69,14 @@ class LocalWorkerHandle:
     async def call(self, message: Message, deadline_s: float) -> object:
         """Send a message and return the response; see `WorkerHandle`."""
         if self._reading.done():
-            raise self._death()
+            raise self._died_error()
         self._number += 1
         number, future = self._number, asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
             self.writer.write(frame(numbered(number, encode_request(message))))
             async with asyncio.timeout(deadline_s):
-                answer: WorkerResponse = await future
+                response: WorkerResponse = await future
         except TimeoutError as error:
             self.writer.write(frame(numbered(number)))
             raise WorkerDied(f"{self.name} did not respond within {deadline_s:g} s.") from error
@@ -85,7 +85,7 @@ class LocalWorkerHandle:
             raise
         finally:
             self._waiting.pop(number, None)
-        return answer.take()
+        return response.take()
 
     async def kill(self) -> None:
         """Kill the child and its process group."""
@@ -104,22 +104,22 @@ class LocalWorkerHandle:
             while True:
                 (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
                 number, body = split_number(await self.reader.readexactly(length))
-                answer = decode_response(body)
-                repeat(self.name, answer.records)
+                response = decode_response(body)
+                repeat(self.name, response.records)
                 future = self._waiting.get(number)
                 if future is not None and not future.done():
-                    future.set_result(answer)
+                    future.set_result(response)
         except (asyncio.IncompleteReadError, OSError):
             with suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self.process.wait, 1.0)
         finally:
             for future in self._waiting.values():
                 if not future.done():
-                    future.set_exception(self._death())
+                    future.set_exception(self._died_error())
 
-    def _death(self) -> WorkerDied:
+    def _died_error(self) -> WorkerDied:
         code, text = self.process.poll(), self._output_tail()
-        how = "is gone" if code is None else f"has exited ({code})"
+        how = "closed its socket" if code is None else f"has exited ({code})"
         return WorkerDied(f"{self.name} {how}{': ' + text if text else '.'}")
 
     def _output_tail(self) -> str:
@@ -138,7 +138,7 @@ class LocalLauncher:
     host: str = ""
 
     async def start(self, name: str, spec: WorkerSpec) -> WorkerHandle:
-        """Start a child; resources are not checked."""
+        """Start a child process. Its resource request is ignored."""
         if self._folder is None:
             self._folder = TemporaryFolder("ludus-cluster-")
         path = self._folder.path / name.replace(" ", "-")
@@ -168,20 +168,20 @@ class LocalLauncher:
 
 
 def run_worker(descriptor: str) -> None:
-    """Run the worker at the other end of a socket until the parent is gone."""
+    """Run the worker at the other end of a socket until the parent exits."""
     os.set_inheritable(int(descriptor), False)
-    line = socket.socket(fileno=int(descriptor))
-    stream = line.makefile("rb")
+    sock = socket.socket(fileno=int(descriptor))
+    stream = sock.makefile("rb")
     if (spec := read_frame(stream)) is not None:
         hide_progress()
-        asyncio.run(_serve(line, stream, WorkerServer(pickle.loads(spec), _LOCALHOST, listen())))
+        asyncio.run(_serve(sock, stream, WorkerServer(pickle.loads(spec), _LOCALHOST, listen())))
 
 
-async def _serve(line: socket.socket, stream: BinaryIO, host: WorkerServer) -> None:
+async def _serve(sock: socket.socket, stream: BinaryIO, host: WorkerServer) -> None:
     loop, inbox = asyncio.get_running_loop(), asyncio.Queue[tuple[int, bytes]]()
     outbox = queue.SimpleQueue[bytes]()
     threading.Thread(target=_read, args=(stream, loop, inbox), daemon=True).start()
-    threading.Thread(target=_write, args=(line, outbox), daemon=True).start()
+    threading.Thread(target=_write, args=(sock, outbox), daemon=True).start()
     await attend(inbox, outbox, host)
 
 
@@ -189,7 +189,7 @@ async def attend(inbox: asyncio.Queue[tuple[int, bytes]], outbox: queue.SimpleQu
     """Handle numbered requests with `host` and put numbered responses into `outbox`. Never returns."""
     calls: set[asyncio.Task[None]] = set()
 
-    async def answer(number: int, body: bytes) -> None:
+    async def respond(number: int, body: bytes) -> None:
         try:
             response = await host.call(number, decode_request(body))
         except UserError as error:
@@ -201,10 +201,10 @@ async def attend(inbox: asyncio.Queue[tuple[int, bytes]], outbox: queue.SimpleQu
         if not body:
             host.cancel(number)
             continue
-        task = asyncio.create_task(answer(number, body))
+        task = asyncio.create_task(respond(number, body))
         calls.add(task)
         task.add_done_callback(calls.discard)
-        await asyncio.sleep(0)  # started before the next message, which may cancel it
+        await asyncio.sleep(0)  # let the task start: the next message may cancel it
 
 
 def _read(stream: BinaryIO, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[tuple[int, bytes]]) -> None:
@@ -213,6 +213,6 @@ def _read(stream: BinaryIO, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queu
     os._exit(0)
 
 
-def _write(line: socket.socket, outbox: queue.SimpleQueue[bytes]) -> None:
+def _write(sock: socket.socket, outbox: queue.SimpleQueue[bytes]) -> None:
     while True:
-        line.sendall(frame(outbox.get()))
+        sock.sendall(frame(outbox.get()))

@@ -1,8 +1,8 @@
 """Forward log records from workers to the run log.
 
-A worker buffers its records until the next heartbeat, which carries them to the trainer; there they are
-logged with their original time and the worker's name. At most `MOST` records are buffered; further ones are
-counted. The last records of a dying process only reach its standard error.
+A worker buffers its records and sends them with the next heartbeat; the trainer logs them with their
+original time and the worker's name. At most `MOST` records are buffered; further ones are only counted. The
+last records of a dying process reach only its standard error.
 """
 
 from __future__ import annotations
@@ -71,9 +71,9 @@ def listen() -> LogForwarder:
 
 def repeat(who: str, records: Iterable[ForwardedRecords]) -> None:
     """Log another process's records here."""
-    for one in records:
-        logger = logging.getLogger(one.name)
-        if logger.isEnabledFor(one.level):
-            fields = {"name": one.name, "levelno": one.level, "levelname": logging.getLevelName(one.level)}
-            fields |= {"msg": f"{who}: {one.text}", "created": one.created, "msecs": one.created % 1 * 1000}
+    for record in records:
+        logger = logging.getLogger(record.name)
+        if logger.isEnabledFor(record.level):
+            fields = {"name": record.name, "levelno": record.level, "levelname": logging.getLevelName(record.level)}
+            fields |= {"msg": f"{who}: {record.text}", "created": record.created, "msecs": record.created % 1 * 1000}
             logger.handle(logging.makeLogRecord(fields))

@@ -35,7 +35,7 @@ class ResourceRequest:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """Worker of a run, of the model at `source`: a folder or name relative to `folder`, as are all paths.
+    """Settings of a worker. `source` is the model's folder or name; all paths are relative to `folder`.
 
     `token` authorizes control of the engines.
     """
@@ -48,7 +48,7 @@ class WorkerSpec:
 
     @property
     def needs(self) -> ResourceRequest:
-        """Resources of the worker."""
+        """Required resources."""
         own = self.config.cluster
         match self.role:
             case "engine":
@@ -78,9 +78,9 @@ class Command(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EngineSet:
-    """The engines to sample from, replacing an earlier set with a lower `serial`.
+    """Engines to sample from; replaces any set with a lower `serial`.
 
-    `version` of their weights is None before the first ones.
+    `version` is their weight version, None before the first weights are sent.
     """
 
     serial: int
@@ -91,7 +91,7 @@ class EngineSet:
 
 @dataclass(frozen=True, slots=True)
 class RolloutJob:
-    """Run one attempt and return its `Trajectory`. It stays on the engine `pin`, if set."""
+    """Run one attempt on the engine `pin` (any engine if None) and return its `Trajectory`."""
 
     job: RolloutRequest
     play: SamplingPlan
@@ -155,9 +155,9 @@ def failed(error: Exception) -> WorkerResponse:
     late = isinstance(error.__cause__, TimeoutError)
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # boundary: an unpicklable class is sent as its nearest base class in Ludus
-        family = (kind for kind in type(error).__mro__ if kind.__module__ == LudusError.__module__)
-        nearest: type[LudusError] = next(family)
+    except Exception:  # boundary: an unpicklable error is replaced by its nearest base class in Ludus
+        ludus_bases = (kind for kind in type(error).__mro__ if kind.__module__ == LudusError.__module__)
+        nearest: type[LudusError] = next(ludus_bases)
         error = nearest(error.message, error.hint)
     return WorkerResponse(error=error, late=late)
 
@@ -194,7 +194,7 @@ def encode_response(response: WorkerResponse) -> bytes:
 
 
 def decode_response(body: bytes) -> WorkerResponse:
-    """Return the response; an error if it cannot be unpickled here."""
+    """Return the response. If it cannot be unpickled here, return an error response."""
     try:
         response: WorkerResponse = pickle.loads(body)
     except Exception as error:  # boundary: user types may raise anything
@@ -229,10 +229,10 @@ class Launcher(Protocol):
 
     @property
     def host(self) -> str:
-        """The address of this process as seen by workers; empty if all are on this machine."""
+        """Address at which workers reach this process; empty if all workers are on this machine."""
 
     async def start(self, name: str, spec: WorkerSpec) -> WorkerHandle:
         """Start a worker process without initializing it. Raises LudusError if it cannot be started."""
 
     async def close(self) -> None:
-        """Stop everything."""
+        """Stop all workers."""

@@ -1,6 +1,6 @@
 """Workers as Ray actors, placed on the cluster's machines by resources.
 
-Actors are owned by the trainer's process; Ray ends them with it. Episodes return through Ray's object store.
+The trainer's process owns the actors; Ray kills them when it exits. Episodes return through Ray's object store.
 Ray's restarts are disabled; the worker pools restart workers.
 """
 
@@ -50,13 +50,13 @@ class RayActor(WorkerServer):
 
 @dataclass
 class RayWorkerHandle:
-    """Handle of an actor."""
+    """Handle of a Ray actor."""
 
     name: str
     actor: ActorHandle
     needs: ResourceRequest
     _number: int = 0
-    _where: Started | None = None
+    _location: Started | None = None
 
     async def call(self, message: Message, deadline_s: float) -> object:
         """Send a message and return the response; see `WorkerHandle`."""
@@ -66,7 +66,7 @@ class RayWorkerHandle:
         number = self._number
         try:
             async with asyncio.timeout(deadline_s):
-                answer: WorkerResponse = await self.actor.call.remote(number, message)
+                response: WorkerResponse = await self.actor.call.remote(number, message)
         except TimeoutError as error:
             self.actor.cancel.remote(number)
             raise WorkerDied(f"{self.name} did not respond within {deadline_s:g} s.", self._hint()) from error
@@ -75,42 +75,42 @@ class RayWorkerHandle:
             raise
         except RayError as error:
             raise _convert_error(self.name, error) from error
-        repeat(self.name, answer.records)
-        value = answer.take()
+        repeat(self.name, response.records)
+        value = response.take()
         if isinstance(value, Started):
-            self._where = value
+            self._location = value
         return value
 
     def _hint(self) -> str:
-        """Return why it may not have started: required and free resources."""
+        """Return the required and free resources if the actor has not started, otherwise an empty string."""
         import ray
 
-        if self._where is not None:
+        if self._location is not None:
             return ""
         free = {name: count for name, count in ray.available_resources().items() if ":" not in name}
         return f"It needs {self.needs}, and the cluster has {free} free. See cluster.startup_timeout_s."
 
     async def kill(self) -> None:
-        """Kill the actor. One stopped by a signal does not respond to Ray and is killed on its machine."""
+        """Kill the actor. Also kill its process: a process stopped by a signal does not respond to Ray."""
         import ray
 
         ray.kill(self.actor)
-        where = self._where
-        if where is None:
+        location = self._location
+        if location is None:
             return
-        if where.host == ray.util.get_node_ip_address():
-            _kill_process(where.pid)
+        if location.host == ray.util.get_node_ip_address():
+            _kill_process(location.pid)
         else:
-            await _kill_on_node(where)
+            await _kill_on_node(location)
 
 
 def _convert_error(name: str, error: BaseException) -> LudusError:
-    """Convert a Ray error. Errors of the worker itself arrive as responses, so others concern decoding."""
+    """Convert a Ray error. The worker's own errors arrive as responses, so a task error here is a decoding error."""
     from ray.exceptions import RaySystemError, RayTaskError
 
     if isinstance(error, RayTaskError) and isinstance(error.cause, RaySystemError):
         return unreadable_request(str(error.cause).splitlines()[0].removeprefix("System error: "))
-    return WorkerDied(f"{name} is lost: {_one_line(error)}")
+    return WorkerDied(f"{name} died: {_one_line(error)}")
 
 
 def _kill_process(pid: int) -> None:
@@ -120,20 +120,20 @@ def _kill_process(pid: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-async def _kill_on_node(where: Started) -> None:
+async def _kill_on_node(location: Started) -> None:
     """Kill an actor through a task on its machine, if it still exists."""
     import ray
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     nodes = await asyncio.to_thread(ray.nodes)
-    found = [n["NodeID"] for n in nodes if n["Alive"] and n["NodeManagerAddress"] == where.host]
+    found = [n["NodeID"] for n in nodes if n["Alive"] and n["NodeManagerAddress"] == location.host]
     for node in found[:1]:
-        there = NodeAffinitySchedulingStrategy(node, soft=False)
-        task = ray.remote(_kill_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+        on_node = NodeAffinitySchedulingStrategy(node, soft=False)
+        task = ray.remote(_kill_process).options(num_cpus=0, max_retries=0, scheduling_strategy=on_node)
         with suppress(RayError, TimeoutError):
             async with asyncio.timeout(_KILL_TIMEOUT_S):
-                await task.remote(where.pid)
+                await task.remote(location.pid)
 
 
 class RayLauncher:
@@ -162,13 +162,13 @@ class RayLauncher:
 
     @property
     def host(self) -> str:
-        """The address of this machine in the cluster; empty if there are no others."""
+        """Address of this machine in the cluster; empty if it is the only machine."""
         import ray
 
         return str(ray.util.get_node_ip_address()) if len(ray.nodes()) > 1 else ""
 
     async def start(self, name: str, spec: WorkerSpec) -> WorkerHandle:
-        """Start an actor on a machine with the required resources; placement may take a while."""
+        """Start an actor on a machine with the required resources; returns before it is placed."""
         import ray
 
         needs = spec.needs
@@ -186,7 +186,7 @@ class RayLauncher:
             raise LudusError(f"Ray cannot start {name}: {_one_line(error)}") from error
 
     async def close(self) -> None:
-        """Leave the cluster, which ends the actors; stop it if it was started here."""
+        """Disconnect from the cluster, unless Ray was initialized before; a cluster started here stops."""
         import ray
 
         if not self._joined:
@@ -213,7 +213,7 @@ def _start_local_cluster(needs: list[ResourceRequest]) -> None:
     except Exception as error:
         if type(error) is not Exception:
             raise
-        # Ray's error if its processes take longer than its 30 s timeout
+        # Ray raises a bare Exception if its processes exceed its 30 s timeout
         raise UserError(
             f"Ray did not start on this machine: {_one_line(error)}",
             "Ray's own timeout is 30 s, independent of cluster.startup_timeout_s. Retry with less load on the "

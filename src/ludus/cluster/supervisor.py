@@ -1,9 +1,9 @@
-"""Supervise the workers of a run: engines, rollout workers, reward workers. Runs in the background loop.
+"""Supervise the engines, rollout workers and reward workers of a run, on the background event loop.
 
 A new engine receives the current weights and is checked before any worker uses it; weights are not sent while
-an engine joins. Workers learn of new weights before an engine has them, and of removed engines at once. With
-rolling updates an attempt is pinned to one engine. Raise WorkerLost if the worker died; the caller decides
-whether to retry.
+an engine joins. Workers receive a new weight version before any engine loads it, and each change of the set of
+engines immediately. With rolling updates an attempt is pinned to one engine. WorkerLost is raised if the worker
+died; the caller decides whether to retry.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class WorkerLost(WorldError):
 
 @dataclass(frozen=True)
 class ClusterPlan:
-    """Workers to run, with the settings of `spec`. `connect` creates the client of engines at given addresses.
+    """Numbers and settings of the workers of a run. `connect` creates a client of the engines at given URLs.
 
-    The engines at `urls` are external; without urls the cluster starts its own.
+    The engines at `urls` are external; if it is empty, the cluster starts engines.
     """
 
     spec: WorkerSpec
@@ -81,7 +81,7 @@ class ClusterPlan:
 
     @property
     def needs(self) -> list[ResourceRequest]:
-        """Resources of all workers."""
+        """Resource requests, one per worker."""
         return [self.spec_of(role).needs for role, count in self.sizes.items() for _ in range(count)]
 
 
@@ -144,10 +144,10 @@ class WorkerGroup:
         """
         pool = self.engines
         if pool.target + by < 1:
-            raise UserError("It is the last engine of the run.", "Add another engine first.")
+            raise UserError("The last engine of a run cannot be removed.", "Add another engine first.")
         if number is not None and number not in pool.members:
             known = ", ".join(map(str, sorted(pool.members)))
-            raise UserError(f"The run has no engine {number}.", f"It has: {known}.")
+            raise UserError(f"The run has no engine {number}.", f"Engines: {known}.")
         pool.target += by
         if number is not None:
             pool.drain(pool.members[number])
@@ -163,7 +163,7 @@ class WorkerGroup:
         try:
             if self.rolling is not None:
                 message = replace(message, pin=await self.rolling.place(name))
-            found = await member.remote.call(message, deadline_s)
+            trajectory = await member.remote.call(message, deadline_s)
         except WorkerDied as error:
             await self.workers.handle_error(member, error)
             raise WorkerLost(error.message) from error
@@ -171,13 +171,13 @@ class WorkerGroup:
             if self.rolling is not None:
                 self.rolling.release(name)
             await self.workers.release(member)
-        assert isinstance(found, Trajectory)
+        assert isinstance(trajectory, Trajectory)
         if (rewards := self.rewards) is None:
-            return found
-        return await map_paths(found, lambda path: rewards.scored(message.job.task, path))
+            return trajectory
+        return await map_paths(trajectory, lambda path: rewards.scored(message.job.task, path))
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Send weights to all engines, including replacements that start meanwhile."""
+        """Send weights to all engines, including replacements that start during the transfer."""
 
         async def send(server: ServerEngine) -> None:
             async with self._lock:
@@ -213,28 +213,28 @@ class WorkerGroup:
         return any(member.started.url == url for member in self.engines.members.values())
 
     async def ask(self, what: Callable[[ServerEngine], Awaitable[Result]]) -> Result:
-        """Query the engines; retry once if one is dead or was removed."""
+        """Query the engines; retry if an engine died or was removed during the query."""
         for attempt in range(_TRIES):
             if not self.plan.urls:
                 await self.engines.wait_for_any()
             assert self.server is not None
-            gone = self._departures
+            departures = self._departures
             try:
                 return await what(self.server)
             except EngineError:
                 await self.engines.check()
                 await asyncio.sleep(0)
-                if self._departures == gone or attempt == _TRIES - 1:
+                if self._departures == departures or attempt == _TRIES - 1:
                     raise
         raise AssertionError("unreachable")
 
     @property
     def _departures(self) -> tuple[int, int]:
-        """Return the number of removed engines, and of those that the client knows of."""
+        """Return the number of engines removed from the pool, and of those also removed from the client."""
         return self.engines.num_gone, self._num_left
 
     async def measure(self) -> None:
-        """Refresh the engines' statistics, as far as they respond at once."""
+        """Refresh the engines' statistics; skip engines that do not respond within 2 s."""
         if self.plan.urls and self.server is not None:
             await self.server.measure()
             return
@@ -248,7 +248,7 @@ class WorkerGroup:
         return {number: member.heartbeat.stats for number, member in members}
 
     async def close(self) -> None:
-        """Stop everything."""
+        """Stop all workers, the client of the engines and the launcher."""
         self._closing = True
         if self.server is not None:
             await self.server.close()
@@ -286,18 +286,18 @@ class WorkerGroup:
 
     async def _send_engines(self) -> None:
         self._serial += 1
-        await asyncio.gather(*(self._send_or_lose(member) for member in tuple(self.workers.members.values())))
+        await asyncio.gather(*(self._send_or_replace(member) for member in tuple(self.workers.members.values())))
 
-    async def _send_or_lose(self, member: PoolMember) -> None:
+    async def _send_or_replace(self, member: PoolMember) -> None:
         try:
             await self._send(member)
         except WorkerDied as error:
             await self.workers.replace_dead(member, error)
-        except LudusError:  # an engine in the set is already gone; the next set omits it
+        except LudusError:  # an engine in the set is already gone; the next set does not contain it
             return
 
     async def _send(self, member: PoolMember) -> None:
-        """Send the engines, rotated per worker for load balancing."""
+        """Send the set of engines to a worker, rotated by its number for load balancing."""
         serial = self._serial
         if self.server is None:
             member.serial = serial

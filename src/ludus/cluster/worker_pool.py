@@ -1,9 +1,9 @@
-"""Pool of workers of one kind, kept at a given size.
+"""Pool of workers of one kind and a fixed target size.
 
-Pings every member each second, also while it joins or leaves. A member that times out or exits is killed and
-replaced. Members are listed only after `joined` has admitted them, and not after `left` was called. If a
-replacement fails, the pool continues with fewer and retries. If no first member starts, or none is left and
-the restart limit is exceeded, the pool is `failed` and waiting callers raise the cause.
+The pool pings every member each second, also while it joins or drains. A member that times out or exits is
+killed and replaced. Members are listed only between the calls of `joined` and `left`. If a replacement fails to
+start, the pool continues with fewer members and retries. If no member has ever started, or all are lost and the
+restart limit is exceeded, `failed` is set and waiting callers raise it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ludus.errors import LudusError
 _HEARTBEAT_S = 1.0
 _SHUTDOWN_S = 5.0
 _DRAIN_S = 600.0
-"""Timeout of draining a member that leaves."""
+"""Timeout of draining a member."""
 
 log = logging.getLogger("ludus.cluster")
 
@@ -29,7 +29,7 @@ log = logging.getLogger("ludus.cluster")
 class PoolMember:
     """Ready worker. `busy` counts its requests in flight.
 
-    A member that `is_draining` finishes its requests; other removed members are dead.
+    A removed member finishes its requests if `is_draining` is set; otherwise it is dead.
     """
 
     number: int
@@ -48,7 +48,7 @@ class PoolLimits:
     """Limits of a pool.
 
     `start_s` is the startup timeout, `heartbeat_timeout_s` the heartbeat timeout, `restarts` the number of
-    consecutive losses that are replaced; the count resets once a member has lived for `proven_s`. Failed
+    consecutive losses to replace; the count resets if a member has been up for `proven_s`. Failed
     starts are retried after `wait_s`, doubled each time up to `longest_wait_s`.
     """
 
@@ -76,7 +76,7 @@ class WorkerPool:
     """Number of members lost or removed."""
     failed: LudusError | None = None
     _number: int = 0
-    _ever: bool = False
+    _any_started: bool = False
     _closed: bool = False
     _consecutive_losses: int = 0
     _starting: set[asyncio.Task[None]] = field(default_factory=set)
@@ -86,17 +86,17 @@ class WorkerPool:
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def reconcile(self) -> None:
-        """Start missing members and release surplus ones."""
+        """Start missing members and drain surplus ones."""
         if self.failed is not None or self._closed:
             return
         for _ in range(self.target - len(self.members) - len(self._starting)):
-            _track(self._starting, self._fill()).add_done_callback(self._failing.discard)
-        too_many = max(0, len(self.members) - self.target)
-        for member in sorted(self.members.values(), key=lambda m: m.busy)[:too_many]:
+            _track(self._starting, self._add_member()).add_done_callback(self._failing.discard)
+        surplus = max(0, len(self.members) - self.target)
+        for member in sorted(self.members.values(), key=lambda m: m.busy)[:surplus]:
             self.drain(member)
 
     async def wait_until_full(self) -> None:
-        """Wait until all members are ready, or some if the others fail to start and are retried.
+        """Wait until all members are ready, or at least one if all others are being retried.
 
         Raises the cause if the pool has failed.
         """
@@ -131,14 +131,14 @@ class WorkerPool:
         """Kill and replace an unresponsive member, even if the caller is cancelled."""
         if self.members.get(member.number) is not member:
             return
-        log.warning("%s %d is lost, starting a replacement: %s", self.kind, member.number, error)
+        log.warning("%s %d died, starting a replacement: %s", self.kind, member.number, error)
         await self._record_loss(error, member)
         if self.left is not None:
             self.run_in_background(self.left(member))
         await asyncio.shield(_track(self._ending, self._end(member)))
 
     def retire(self, member: PoolMember, error: LudusError) -> None:
-        """Drain and replace a member that cannot take more work; not counted as a loss."""
+        """Drain and replace a member that cannot accept more work; this does not count as a loss."""
         if self.members.get(member.number) is not member:
             return
         log.warning("%s %d is replaced: %s", self.kind, member.number, error)
@@ -146,7 +146,7 @@ class WorkerPool:
         self.reconcile()
 
     async def handle_error(self, member: PoolMember, error: LudusError) -> None:
-        """Handle a failed request: lose the member, unless it was a timeout and the member answers a ping."""
+        """Replace the member of a failed request, unless the request timed out and the member responds to a ping."""
         if isinstance(error.__cause__, TimeoutError):
             await self._ping(member)
         else:
@@ -164,8 +164,8 @@ class WorkerPool:
             self._drop(member)
         await asyncio.gather(*(self._stop(member.remote) for member in members))
 
-    async def _fill(self) -> None:
-        """Add one member, retrying while it is wanted."""
+    async def _add_member(self) -> None:
+        """Add one member; retry until it starts or the target size drops."""
         task, wait_s = asyncio.current_task(), self.limits.wait_s
         assert task is not None
         while not await self._start() and self.failed is None:
@@ -205,31 +205,31 @@ class WorkerPool:
         return True
 
     async def _while_alive(self, member: PoolMember, work: Coroutine[None, None, None]) -> None:
-        """Run work on a member while it answers pings. Raises the error of either."""
+        """Run work on a member until it stops responding to pings. Raises the error of the work or the ping."""
         doing = asyncio.create_task(work)
-        silence = asyncio.create_task(self._until_silent(member))
+        unresponsive = asyncio.create_task(self._until_unresponsive(member))
         try:
-            await asyncio.wait({doing, silence}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({doing, unresponsive}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             doing.cancel()
-            silence.cancel()
-            await asyncio.wait({doing, silence})
+            unresponsive.cancel()
+            await asyncio.wait({doing, unresponsive})
         if doing.cancelled():
-            raise silence.result()
+            raise unresponsive.result()
         doing.result()
 
     async def _join(self, member: PoolMember) -> None:
         """Admit and list a member in one step, so that it misses no later message."""
         if self.joined is not None:
             await self.joined(member)
-        self._ever = True
+        self._any_started = True
         self.members[member.number] = member
         member.watch = asyncio.create_task(self._watch(member))
-        where = member.started
-        log.info("%s %d runs at %s (%d)", self.kind, member.number, where.host, where.pid)
+        location = member.started
+        log.info("%s %d runs at %s (%d)", self.kind, member.number, location.host, location.pid)
 
-    async def _until_silent(self, member: PoolMember) -> LudusError:
-        """Wait until a member stops answering pings; return the error."""
+    async def _until_unresponsive(self, member: PoolMember) -> LudusError:
+        """Wait until a member stops responding to pings; return the error."""
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
             try:
@@ -251,7 +251,7 @@ class WorkerPool:
         self.num_lost += 1
         if member is not None:
             self._drop(member)
-        if not self._ever or (not self.members and self._consecutive_losses > self.limits.restarts):
+        if not self._any_started or (not self.members and self._consecutive_losses > self.limits.restarts):
             self.failed = type(error)(f"The cluster has no {self.kind} left: {error.message}", error.hint)
             await self._notify()
 
@@ -284,7 +284,7 @@ class WorkerPool:
         self.run_in_background(self._drain(member))
 
     async def _drain(self, member: PoolMember) -> None:
-        """Wait for a member's requests in flight, then stop it."""
+        """Wait for the requests in flight of a member, then stop it."""
         try:
             async with asyncio.timeout(_DRAIN_S):
                 if self.left is not None:
@@ -292,7 +292,7 @@ class WorkerPool:
                 while (await self._heartbeat(member)).under_way or member.busy:
                     await asyncio.sleep(_HEARTBEAT_S / 4)
         except (TimeoutError, LudusError) as error:
-            log.warning("%s %d leaves before its work is done: %s", self.kind, member.number, error)
+            log.warning("%s %d is stopped with requests in flight: %s", self.kind, member.number, error)
         finally:
             await self._stop(member.remote)
 
@@ -320,7 +320,7 @@ class WorkerPool:
 
 
 def _track(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-    """Start work as a task that is in the set until it is done."""
+    """Start a task and add it to the set until it is done."""
     task = asyncio.create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)

@@ -1,7 +1,7 @@
 """Workers in other processes: an engine behind HTTP, a rollout worker, or a reward worker.
 
-A `WorkerServer` hosts one worker. It answers every message by its id, in order of completion, and never
-raises: errors are responses.
+A `WorkerServer` hosts one worker. It sends one response per message, in order of completion, and never
+raises: errors are returned as responses.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from ludus.tools.base import shared_by
 from ludus.training.run.session import add_lora, engine_settings, make_renderer, server_settings, set_up_compute
 
 UNSENT = -1
-"""Version of an engine that has not received weights; no trainer sends it."""
+"""Weight version of an engine before its first update; never sent by a trainer."""
 _NAME = "policy"
 
 
@@ -77,7 +77,7 @@ class WorkerServer:
             return WorkerResponse(task.result())
         except asyncio.CancelledError:
             task.cancel()
-            return WorkerResponse(error=LudusError("It was cancelled."))
+            return WorkerResponse(error=LudusError("The request was cancelled."))
         except Exception as error:  # boundary: the error is returned to the sender
             return failed(error)
         finally:
@@ -94,7 +94,7 @@ class WorkerServer:
 
     def _start(self) -> Started:
         if os.path.isdir(self.spec.folder):
-            os.chdir(self.spec.folder)  # the trainer's, so that relative paths match
+            os.chdir(self.spec.folder)  # the trainer's working directory, for relative paths
         set_up_compute(self.spec.config)
         match self.spec.role:
             case "engine":
@@ -107,7 +107,7 @@ class WorkerServer:
         return Started(self.address, os.getpid())
 
     def cancel(self, number: int) -> None:
-        """Cancel a message that is not done."""
+        """Cancel the handling of a message, if it is not done."""
         if number in self._tasks:
             self._tasks[number].cancel()
 
@@ -152,22 +152,22 @@ class EngineWorker:
 
 
 def sandbox_of(config: Config) -> SandboxConfig:
-    """Return the sandbox settings of one worker: its share of the machine's sandbox."""
+    """Return the sandbox settings of one worker. Workers on one machine share its concurrency and sessions evenly."""
     if config.cluster.on_ray:
         return config.sandbox
-    places = config.sandbox.concurrency or max(2, os.cpu_count() or 2)
-    shares = {"concurrency": max(1, places // config.cluster.workers)}
-    room = open_sandbox(sandbox_settings(config.sandbox)).max_sessions
-    if room is not None:
-        shares["sessions"] = max(1, room // config.cluster.workers)
+    concurrency = config.sandbox.concurrency or max(2, os.cpu_count() or 2)
+    shares = {"concurrency": max(1, concurrency // config.cluster.workers)}
+    max_sessions = open_sandbox(sandbox_settings(config.sandbox)).max_sessions
+    if max_sessions is not None:
+        shares["sessions"] = max(1, max_sessions // config.cluster.workers)
     return config.sandbox.model_copy(update=shares)
 
 
 @dataclass
 class RolloutWorker:
-    """Environments and episodes, sampled with a set of engines.
+    """Run episodes on a set of engines.
 
-    Computes rewards itself if the run has no reward workers.
+    Also compute rewards, if the run has no reward workers.
     """
 
     spec: WorkerSpec
@@ -208,12 +208,12 @@ class RolloutWorker:
             if engines.serial <= self._serial or not engines.urls:
                 return
             if self._engine is None:
-                how = self.spec.config.engine
+                config = self.spec.config.engine
                 self._engine = await asyncio.to_thread(
                     ServerEngine,
                     engines.urls[:1],
-                    how.api,
-                    replace(server_settings(how.model_copy(update={"token_file": None})), token=self.spec.token),
+                    config.api,
+                    replace(server_settings(config.model_copy(update={"token_file": None})), token=self.spec.token),
                 )
             self._engine.follow(engines.urls, engines.version, engines.adapter)
             self._serial = engines.serial
@@ -230,19 +230,19 @@ class RolloutWorker:
             self._playing -= 1
 
     def _scheduler(self, play: SamplingPlan) -> Scheduler:
-        """Return a scheduler without lockstep, since other workers' turns are unknown here."""
+        """Create the scheduler of a plan, without lockstep: it would need the turns of other workers."""
         if self._engine is None:
             raise WorldError("A rollout was requested before the worker received engines.")
         rollout = self.spec.config.rollout.model_copy(update={"reproducible": False})
-        made = engine_scheduler(self.world, self._engine, self.renderer, rollout, play, Ledger())
-        made.scores = self.spec.config.cluster.reward_workers == 0
+        scheduler = engine_scheduler(self.world, self._engine, self.renderer, rollout, play, Ledger())
+        scheduler.scores = self.spec.config.cluster.reward_workers == 0
         if self.scoring is not None:
-            made.scoring = self.scoring
-        return self._schedulers.setdefault(play, made)
+            scheduler.scoring = self.scoring
+        return self._schedulers.setdefault(play, scheduler)
 
 
 class RewardWorker:
-    """Rewards of a world, computed on threads so that a slow verifier does not block heartbeats."""
+    """Compute rewards on threads, so that a slow verifier does not block heartbeats."""
 
     def __init__(self, config: Config) -> None:
         self._world = build_world(config.env, config.rollout, config.sandbox)
@@ -273,5 +273,5 @@ class RewardWorker:
 
 def _scores(rewards: Sequence[Reward], message: ScoreJob) -> RewardScores:
     begin = time.perf_counter()
-    judged = scored(rewards, message.task, message.trajectory)
-    return RewardScores(dict(judged.rewards), judged.reward, time.perf_counter() - begin)
+    trajectory = scored(rewards, message.task, message.trajectory)
+    return RewardScores(dict(trajectory.rewards), trajectory.reward, time.perf_counter() - begin)

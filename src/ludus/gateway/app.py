@@ -1,7 +1,7 @@
 """The HTTP server: routes, errors and client disconnects.
 
-Needs the `serve` extra (starlette and uvicorn). Every error is JSON with a message. Control endpoints respond
-403 if the server has no control token, 401 if the request lacks it.
+Needs the `serve` extra (starlette and uvicorn). Every error is JSON with a message. Control endpoints return
+403 if the server has no control token, and 401 if the request does not send it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _REFUSED, _BUSY, _FAILED = 400, 429, 500
 
 
 def make_app(service: CompletionService, model: PreTrainedModel) -> Starlette:
-    """Create the application; `model` is the engine's, whose parameters are hashed."""
+    """Create the application. `model` is the engine's model, hashed by `/weight_checker`."""
     access = ControlAccess(service.control_token, service.control_hosts) if service.control_token else None
     router = HttpRouter(service.threads, service.engine.context_tokens, access)
     Public(service).add_to(router)
@@ -84,22 +84,22 @@ class Public:
         ]
         return json_response({"object": "list", "data": cards})
 
-    async def completions(self, request: Request, asked: CompletionRequest) -> Response:
-        name = self._name("cmpl", asked)
-        if asked.stream:
-            return await _streamed(completions.stream(self.service, name, asked))
-        return await self._answer(request, asked, partial(completions.complete, self.service, name, asked))
+    async def completions(self, request: Request, body: CompletionRequest) -> Response:
+        name = self._name("cmpl", body)
+        if body.stream:
+            return await _event_stream(completions.stream(self.service, name, body))
+        return await self._respond(request, body, partial(completions.complete, self.service, name, body))
 
-    async def chat(self, request: Request, asked: ChatRequest) -> Response:
-        name = self._name("chatcmpl", asked)
-        if asked.stream:
-            return await _streamed(chat.stream(self.service, name, asked))
-        return await self._answer(request, asked, partial(chat.complete, self.service, name, asked))
+    async def chat(self, request: Request, body: ChatRequest) -> Response:
+        name = self._name("chatcmpl", body)
+        if body.stream:
+            return await _event_stream(chat.stream(self.service, name, body))
+        return await self._respond(request, body, partial(chat.complete, self.service, name, body))
 
-    def _name(self, kind: str, asked: Sampling) -> str:
+    def _name(self, kind: str, body: Sampling) -> str:
         """Return a request's id. Raises BadRequest if its model is not served."""
-        self.service.adapter(asked.model)
-        return f"{kind}-{asked.request_id or secrets.token_hex(12)}"
+        self.service.adapter(body.model)
+        return f"{kind}-{body.request_id or secrets.token_hex(12)}"
 
     async def health(self, _: Request, __: NoBody) -> Response:
         return JSONResponse({"status": "paused" if self.service.is_paused else "ok"})
@@ -113,39 +113,39 @@ class Public:
     async def is_paused(self, _: Request, __: NoBody) -> Response:
         return JSONResponse({"is_paused": self.service.is_paused})
 
-    async def _answer(self, request: Request, asked: Sampling, complete: Callable[[], Awaitable[JsonBody]]) -> Response:
-        """Compute a response, once per client-chosen request id, until the client disconnects."""
+    async def _respond(self, request: Request, body: Sampling, complete: Callable[[], Awaitable[JsonBody]]) -> Response:
+        """Compute a response until the client disconnects; a repeated `request_id` shares one computation."""
 
         async def work() -> bytes:
             return await self.service.threads.do(partial(json_bytes, await complete()))
 
-        name = asked.request_id
-        doing = work() if name is None else self.service.responses.once(name, await request.body(), work)
-        done = await _while_there(request, doing)
-        if done is None:
+        name = body.request_id
+        pending = work() if name is None else self.service.responses.once(name, await request.body(), work)
+        content = await _until_disconnect(request, pending)
+        if content is None:
             return Response(status_code=_CLIENT_GONE)
-        if name is not None and b'"finish_reason":"abort"' in done:
+        if name is not None and b'"finish_reason":"abort"' in content:
             self.service.responses.forget(name)
-        return Response(done, media_type="application/json")
+        return Response(content, media_type="application/json")
 
 
-async def _while_there(request: Request, work: Awaitable[Result]) -> Result | None:
-    """Return the result, or cancel the work and return None if the client disconnects."""
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hung_up(request))
+async def _until_disconnect(request: Request, work: Awaitable[Result]) -> Result | None:
+    """Return the result of `work`. If the client disconnects first, cancel it and return None."""
+    task, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(request))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     finally:
-        gone.cancel()
+        disconnected.cancel()
         task.cancel()
 
 
-async def _hung_up(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-async def _streamed(pieces: AsyncIterator[JsonBody]) -> Response:
+async def _event_stream(pieces: AsyncIterator[JsonBody]) -> Response:
     """Send server-sent events. Invalid requests are rejected before the first byte."""
     first = await anext(pieces)
 
@@ -205,6 +205,6 @@ def prometheus_text(service: CompletionService) -> str:
     }
     lines: list[str] = []
     for kind, family in (("counter", counters), ("gauge", gauges)):
-        for name, (told, value) in family.items():
-            lines += [f"# HELP ludus_{name} {told}", f"# TYPE ludus_{name} {kind}", f"ludus_{name} {value}"]
+        for name, (description, value) in family.items():
+            lines += [f"# HELP ludus_{name} {description}", f"# TYPE ludus_{name} {kind}", f"ludus_{name} {value}"]
     return "\n".join(lines) + "\n"

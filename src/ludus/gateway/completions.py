@@ -1,4 +1,4 @@
-"""`/v1/completions`: completions of text or token ids, with log-probabilities."""
+"""Handle `/v1/completions`: text or token ids as prompts, optional log-probabilities."""
 
 from __future__ import annotations
 
@@ -30,42 +30,42 @@ async def complete(service: CompletionService, name: str, request: CompletionReq
     """Return the complete response. Raises BadRequest, EngineError."""
     prompts = await _prompts(service, request)
     with service.under(request.model) as adapter:
-        asked = [
+        samples = [
             _Sample(ids, params, scores)
             for ids in prompts
             for scores in [await _scores(service, request, ids, adapter)]
             for params in choices(_params(service, request, ids), request.n)
         ]
         if request.max_tokens == 0:
-            done = [Completion((), (), (), "length") for _ in asked]
+            done = [Completion((), (), (), "length") for _ in samples]
         else:
-            done = await service.sample(name, [(one.prompt, one.params) for one in asked], adapter)
+            done = await service.sample(name, [(choice.prompt, choice.params) for choice in samples], adapter)
 
-    def choices_made() -> list[JsonBody]:
-        return [_choice(service, request, i, *both) for i, both in enumerate(zip(asked, done, strict=True))]
+    def build_choices() -> list[JsonBody]:
+        return [_choice(service, request, i, *pair) for i, pair in enumerate(zip(samples, done, strict=True))]
 
-    made = await service.threads.do(choices_made)
+    built = await service.threads.do(build_choices)
     usage = sum(map(len, prompts)), sum(len(completion.tokens) for completion in done)
-    return response_body("text_completion", name, request.model or service.model.name, made, usage)
+    return response_body("text_completion", name, request.model or service.model.name, built, usage)
 
 
 async def stream(service: CompletionService, name: str, request: CompletionRequest) -> AsyncIterator[JsonBody]:
     """Stream the response. Raises BadRequest before the first chunk, EngineError."""
     prompts = await _prompts(service, request)
-    asked = [(ids, p) for ids in prompts for p in choices(_params(service, request, ids), request.n)]
+    samples = [(ids, p) for ids in prompts for p in choices(_params(service, request, ids), request.n)]
     rules = _text_rules(service, request)
-    texts = [GrowingText(rules) for _ in asked]
+    texts = [GrowingText(rules) for _ in samples]
     names = service.token_names(request)
     chunk = partial(response_body, "text_completion", name, request.model or service.model.name)
     with service.under(request.model) as adapter:
-        async for i, piece in service.stream(name, asked, adapter):
+        async for i, piece in service.stream(name, samples, adapter):
             offset, first = len(texts[i].shown), not texts[i].tokens
             choice = _bare_choice(i, texts[i].add(piece.tokens, piece.finish_reason), piece.finish_reason)
             if request.logprobs is not None:
                 choice["logprobs"] = text_logprobs(names, Scored.of(piece), offset)
             if request.return_token_ids:
                 choice["token_ids"] = list(piece.tokens)
-                choice["prompt_token_ids"] = list(asked[i][0]) if first else None
+                choice["prompt_token_ids"] = list(samples[i][0]) if first else None
             yield chunk([choice])
     if request.stream_options is not None and request.stream_options.include_usage:
         yield chunk([], (sum(map(len, prompts)), sum(len(text.tokens) for text in texts)))
@@ -87,7 +87,7 @@ def _text_rules(service: CompletionService, request: CompletionRequest) -> TextR
 
 async def _prompts(service: CompletionService, request: CompletionRequest) -> list[tuple[int, ...]]:
     if (num := len(request.prompts) * request.n) > _MAX_CHOICES:
-        raise BadRequest(f"The request asks for {num} choices; the maximum is {_MAX_CHOICES}.")
+        raise BadRequest(f"The request has {num} choices; the maximum is {_MAX_CHOICES}.")
     prompts = [await service.prompt_ids(p, add_special=request.add_special_tokens) for p in request.prompts]
     for ids in prompts:
         service.check_room(ids, sample=request.max_tokens != 0)
@@ -111,24 +111,24 @@ async def _scores(
 
 
 def _choice(
-    service: CompletionService, request: CompletionRequest, index: int, asked: _Sample, done: Completion
+    service: CompletionService, request: CompletionRequest, index: int, sample: _Sample, done: Completion
 ) -> JsonBody:
     rules, tokenizer = _text_rules(service, request), service.model.tokenizer
-    echoed = asked.prompt if request.echo else ()
+    echoed = sample.prompt if request.echo else ()
     if done.tokens:
         text = TextRules(tokenizer, skip_special=request.skip_special_tokens).text(echoed, "length")
         text += rules.text(done.tokens, done.finish_reason)
     else:
         text = "".join(decode_exactly(tokenizer, [token]) for token in echoed)
     choice = _bare_choice(index, text, done.finish_reason)
-    choice["stop_reason"] = rules.stop_reason(done, asked.params, service.model.end_ids)
+    choice["stop_reason"] = rules.stop_reason(done, sample.params, service.model.end_ids)
     names = service.token_names(request)
     if request.logprobs is not None:
-        echo = asked.scores.cut(request.logprobs) if echoed and asked.scores is not None else Scored()
+        echo = sample.scores.cut(request.logprobs) if echoed and sample.scores is not None else Scored()
         choice["logprobs"] = text_logprobs(names, echo.then(Scored.of(done)), 0)
     if request.return_token_ids:
-        choice |= {"token_ids": list(done.tokens), "prompt_token_ids": list(asked.prompt)}
+        choice |= {"token_ids": list(done.tokens), "prompt_token_ids": list(sample.prompt)}
         choice["weight_versions"] = version_spans(done.versions)
-    if request.prompt_logprobs is not None and asked.scores is not None:
-        choice["prompt_logprobs"] = prompt_logprobs(names, asked.scores.cut(request.prompt_logprobs))
+    if request.prompt_logprobs is not None and sample.scores is not None:
+        choice["prompt_logprobs"] = prompt_logprobs(names, sample.scores.cut(request.prompt_logprobs))
     return choice

@@ -1,6 +1,6 @@
-"""Control endpoints for trainers, as in vLLM's development mode, and the weight updates behind them.
+"""Control endpoints for trainers, as in vLLM's development mode.
 
-Weights come from files or from a trainer's broadcast.
+Weight updates read files or receive a trainer's broadcast.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CONFLICT = 409
 _SPARE = 2**20
 _VERSION_DIGITS = 18
 _WORKER = "dp0:pp0:pcp0:tp0:"
-"""vLLM's prefix of tensor names with one worker."""
+"""Prefix of tensor names in vLLM with a single worker."""
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
@@ -49,10 +49,10 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    place = Path(path)
+    root = Path(path)
     found: dict[str, torch.Tensor] = {}
     try:
-        files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+        files = sorted(root.glob("*.safetensors")) if root.is_dir() else [root]
         if not files or not files[0].is_file():
             raise BadRequest(f"No safetensors files at {path}.")
         for file in files:
@@ -68,10 +68,10 @@ def _path(text: str) -> str:
     return text
 
 
-def _version(given: object) -> int:
-    if not (isinstance(given, str) and given.isascii() and given.isdecimal() and len(given) <= _VERSION_DIGITS):
+def _version(value: object) -> int:
+    if not (isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= _VERSION_DIGITS):
         raise ValueError(f"it must be a string that is an integer of at most {_VERSION_DIGITS} digits")
-    return int(given)
+    return int(value)
 
 
 ServerPath = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_path)]
@@ -123,11 +123,11 @@ class _Abort(BaseModel):
 
 @dataclass
 class Control:
-    """The control endpoints. Weight updates load new weights into the engine of `model`.
+    """Control endpoints. Weight updates load new weights into the engine of `model`.
 
     `/start_weight_update`, any number of `/update_weights` and `/finish_weight_update` replace all weights between
     two passes; `/collective_rpc` does so in one call; `/prepare_weights` and `/receive_weights` receive a trainer's
-    broadcast. Requests may run meanwhile: their later tokens use the new weights and carry the new version.
+    broadcast. Running requests continue: later tokens are sampled with the new weights and have the new version.
     """
 
     service: CompletionService
@@ -169,45 +169,45 @@ class Control:
         await self.service.resume()
         return JSONResponse({"status": "resumed"})
 
-    async def abort(self, _: Request, asked: _Abort) -> Response:
-        return JSONResponse({"status": "aborted", "aborted": self.service.abort(asked.request_ids or ())})
+    async def abort(self, _: Request, body: _Abort) -> Response:
+        return JSONResponse({"status": "aborted", "aborted": self.service.abort(body.request_ids or ())})
 
     async def start(self, _: Request, __: NoBody) -> Response:
-        """Open an update. Raises BadRequest if one is open."""
+        """Open a weight update. Raises BadRequest if another is open."""
         if self._parts is not None:
             raise BadRequest("A weight update is open already; finish it first.", _CONFLICT)
         self._parts = {}
         return JSONResponse({"message": "Weight update started"})
 
-    async def update(self, _: Request, asked: _Update) -> Response:
-        """Add the tensors of a folder or file to the open update. Raises BadRequest if it is finished meanwhile."""
+    async def update(self, _: Request, body: _Update) -> Response:
+        """Add the tensors of a folder or file to the open update. Raises BadRequest if none is open."""
         parts = self._parts
         if parts is None:
             raise BadRequest("No weight update is open; start one first.", _CONFLICT)
-        found = await asyncio.to_thread(read_weights, asked.update_info.weights_path)
+        found = await asyncio.to_thread(read_weights, body.update_info.weights_path)
         if self._parts is not parts:
             raise BadRequest("The weight update was finished while the file was read.", _CONFLICT)
         parts |= found
         return JSONResponse({"message": "Weights updated"})
 
-    async def finish(self, _: Request, asked: _Finish) -> Response:
-        """Load the open update into the engine, which keeps its weights on an error."""
+    async def finish(self, _: Request, body: _Finish) -> Response:
+        """Load the open update into the engine. On an error, the engine's weights do not change."""
         if self._parts is None:
             raise BadRequest("No weight update is open; start one first.", _CONFLICT)
         parts, self._parts = self._parts, None
-        await self._load(parts, asked.weight_version)
+        await self._load(parts, body.weight_version)
         return JSONResponse({"message": "Weight update finished"})
 
-    async def rpc(self, _: Request, asked: _Rpc) -> Response:
-        """Load the tensors of a folder or file under the current version."""
-        path = asked.keywords.get("weights_path")
-        if asked.method != "reload_weights" or path is None or asked.args or len(asked.keywords) > 1:
+    async def rpc(self, _: Request, body: _Rpc) -> Response:
+        """Load the tensors of a folder or file without a new version."""
+        path = body.keywords.get("weights_path")
+        if body.method != "reload_weights" or path is None or body.args or len(body.keywords) > 1:
             raise BadRequest("The only method is reload_weights, with kwargs = {weights_path: ...}.")
         await self._load(await asyncio.to_thread(read_weights, path), None)
         return JSONResponse({"results": [None]})
 
     async def join(self, _: Request | None, address: TransferAddress) -> Response:
-        """Join a trainer's process group in place of an earlier one. Raises BadRequest if unreachable."""
+        """Join a trainer's process group and leave any earlier one. Raises BadRequest if it is unreachable."""
         self._group = None
         try:
             self._group = await run_in_thread(partial(join_as_server, address))
@@ -216,22 +216,22 @@ class Control:
         return JSONResponse({"message": "Joined the weight transfer group"})
 
     async def prepare(self, _: Request | None, manifest: WeightManifest) -> Response:
-        """Announce the next weights. Raises BadRequest without a group or with a different base version."""
+        """Store the manifest of the next weights. Raises BadRequest without a group or for another base version."""
         version = self.service.engine.version
         if self._group is None:
             raise BadRequest("This server has not joined a weight transfer group.", _CONFLICT)
         if manifest.base is not None and manifest.base != version:
             raise BadRequest(f"The delta's base is version {manifest.base}, but {version} is loaded.", _CONFLICT)
-        most = 2 * sum(parameter.numel() for parameter in self.model.state_dict(keep_vars=True).values())
-        if sum(math.prod(tensor.shape) for tensor in manifest.tensors) > most + _SPARE:
-            raise BadRequest("tensors: they have more than twice as many elements as the model.")
+        max_elements = 2 * sum(parameter.numel() for parameter in self.model.state_dict(keep_vars=True).values())
+        if sum(math.prod(tensor.shape) for tensor in manifest.tensors) > max_elements + _SPARE:
+            raise BadRequest("The tensors have more than twice as many elements as the model.")
         self._expected = manifest
         return JSONResponse({"message": "Ready to receive weights"})
 
     async def receive(self, _: Request | None, __: NoBody) -> Response:
         """Receive the trainer's weights.
 
-        Raises EngineError on a lost connection, BadRequest for weights that do not fit.
+        Raises EngineError if the connection is lost, BadRequest if the weights do not match the model.
         """
         group, manifest = self._group, self._expected
         if group is None or manifest is None:
@@ -241,7 +241,7 @@ class Control:
             tensors = await run_in_thread(partial(receive_tensors, group, manifest))
             found = await asyncio.to_thread(apply_delta, tensors, dict(self.model.state_dict(keep_vars=True)))
         except EngineError:
-            if self._group is group:  # it may have joined another group meanwhile
+            if self._group is group:  # unless it has joined another group since
                 self._group = None
             raise
         except SyncError as error:
@@ -259,24 +259,24 @@ class Control:
         except SyncError as error:
             raise BadRequest(str(error)) from error
 
-    async def relabel(self, _: Request, asked: _Relabel) -> Response:
-        await self.service.engine.relabel(asked.new_version)
-        return JSONResponse({"success": True, "new_version": str(asked.new_version)})
+    async def relabel(self, _: Request, body: _Relabel) -> Response:
+        await self.service.engine.relabel(body.new_version)
+        return JSONResponse({"success": True, "new_version": str(body.new_version)})
 
     async def reset_cache(self, _: Request, __: NoBody) -> Response:
-        """Do nothing: weight updates already clear the cache."""
+        """Do nothing, since weight updates clear the cache."""
         return JSONResponse({"success": True})
 
-    async def check(self, _: Request, asked: _Check) -> Response:
+    async def check(self, _: Request, body: _Check) -> Response:
         """Return or compare the SHA-256 of each parameter by name, with vLLM's worker prefix."""
-        if asked.action not in ("checksum", "compare"):
-            raise BadRequest(f"action is {asked.action!r}, but must be checksum or compare.")
+        if body.action not in ("checksum", "compare"):
+            raise BadRequest(f"action is {body.action!r}, but must be checksum or compare.")
         own = await asyncio.to_thread(self._digests)
-        if asked.action == "checksum":
+        if body.action == "checksum":
             return JSONResponse({"checksums": own})
-        if asked.baseline is None:
+        if body.baseline is None:
             raise BadRequest("action = compare needs a baseline.")
-        other = asked.baseline
+        other = body.baseline
         wrong = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
         return JSONResponse({"match": not wrong, "mismatches": wrong})
 
@@ -287,13 +287,13 @@ class Control:
         with self.service.under(request.query_params.get("model")) as adapter:
             return JSONResponse({"fingerprint": await self.service.engine.fingerprint(adapter=adapter)})
 
-    async def load_adapter(self, _: Request, asked: _LoadAdapter) -> Response:
-        name = asked.lora_name
+    async def load_adapter(self, _: Request, body: _LoadAdapter) -> Response:
+        name = body.lora_name
         if name == self.service.model.name:
             raise BadRequest(f"{name!r} is the name of the base model.")
-        await self.service.adapters.load(name, asked.lora_path, asked.weight_version, in_place=asked.load_inplace)
+        await self.service.adapters.load(name, body.lora_path, body.weight_version, in_place=body.load_inplace)
         return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
 
-    async def unload_adapter(self, _: Request, asked: _UnloadAdapter) -> Response:
-        await self.service.adapters.unload(asked.lora_name)
-        return PlainTextResponse(f"Success: LoRA adapter {asked.lora_name!r} removed successfully.")
+    async def unload_adapter(self, _: Request, body: _UnloadAdapter) -> Response:
+        await self.service.adapters.unload(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} removed successfully.")

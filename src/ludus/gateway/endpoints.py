@@ -1,6 +1,6 @@
 """Routes of endpoints (path, body type, handler), access control, and JSON responses.
 
-All request bodies are parsed here. Web pages of other origins are refused; control endpoints need the token.
+Parses all request bodies. Refuses requests of web pages of other origins; control endpoints need the token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ludus.gateway.protocol.responses import JsonBody, error_body, json_bytes
 from ludus.gateway.service import RequestThreads
 
 _CONTAINERS, _COMMAS = 2**13, 2**17
-_NO_TOKEN, _FORBIDDEN, _MANY, _WRONG_TYPE = 401, 403, 413, 415
+_NO_TOKEN, _FORBIDDEN, _CONTENT_TOO_LARGE, _WRONG_TYPE = 401, 403, 413, 415
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,11 @@ class ControlAccess:
                 "start the server with --allow-host.",
                 _FORBIDDEN,
             )
-        given = request.headers.get("authorization", "")
-        if not secrets.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+        header = request.headers.get("authorization", "")
+        if not secrets.compare_digest(header.encode(), f"Bearer {self.token}".encode()):
             raise BadRequest(
-                "This path needs the server's control token, as Authorization: Bearer TOKEN; set "
-                "in engine.token_file of a trainer.",
+                "This path needs the server's control token, as Authorization: Bearer TOKEN; "
+                "trainers read it from engine.token_file.",
                 _NO_TOKEN,
             )
 
@@ -83,29 +83,29 @@ def _is_address(host: str) -> bool:
 
 
 def check_shape(body: bytes, context_tokens: int) -> None:
-    """Raise BadRequest for JSON with more values than a valid request has, since parsing each takes time.
+    """Raise BadRequest if JSON has more values than any valid request, before it is parsed.
 
-    Punctuation inside strings counts too; text that fits the context has less.
+    Punctuation inside strings counts too; a text within the context length stays below the limits.
     """
-    containers = body.count(b"[") + body.count(b"{") + body.count(b":")
-    commas = body.count(b",")
-    if containers > _CONTAINERS + context_tokens or commas > _COMMAS + 8 * context_tokens:
+    num_containers = body.count(b"[") + body.count(b"{") + body.count(b":")
+    num_commas = body.count(b",")
+    if num_containers > _CONTAINERS + context_tokens or num_commas > _COMMAS + 8 * context_tokens:
         raise BadRequest(
-            f"The body has {commas} commas and {containers} colons and opening brackets, more than a request "
+            f"The body has {num_commas} commas and {num_containers} colons and opening brackets, more than a request "
             "of this context; send several requests.",
-            _MANY,
+            _CONTENT_TOO_LARGE,
         )
 
 
 class NoBody(BaseModel):
-    """An ignored body."""
+    """Body of an endpoint without parameters; all fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 @dataclass(frozen=True)
 class HttpRouter:
-    """Routes of a server. Control routes need the token of `access`, None if control is disabled."""
+    """Routes of a server. Control routes need the token of `access`; if it is None, control is disabled."""
 
     threads: RequestThreads
     context_tokens: int
@@ -121,9 +121,9 @@ class HttpRouter:
         method: Literal["GET", "POST"] = "POST",
         control: bool = False,
     ) -> None:
-        """Add a route; `act` handles a request with its parsed body. The shape of public bodies is bounded."""
+        """Add a route; `act` handles a request with its parsed body. `check_shape` limits public bodies."""
 
-        async def answer(request: Request) -> Response:
+        async def endpoint(request: Request) -> Response:
             check_origin(request)
             if control:
                 if self.access is None:
@@ -136,7 +136,7 @@ class HttpRouter:
                 check_shape(raw, self.context_tokens)
             return await act(request, await self.threads.do(partial(read_body, body, raw or b"{}")))
 
-        self.routes.append(Route(path, answer, methods=[method]))
+        self.routes.append(Route(path, endpoint, methods=[method]))
 
 
 def json_response(body: JsonBody, status: int = 200) -> Response:

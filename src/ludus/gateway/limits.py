@@ -1,8 +1,8 @@
 """Resource limits per HTTP listener: bytes, time, connections and concurrent requests.
 
-`http_server` applies the limits to every listener of the package. ASGI messages pass through; each chunk of a
-body is counted before it is kept, and must arrive in time. A refused request gets an HTTP error with a
-message; a connection that sends no request is closed.
+`http_server` applies the limits to every listener of the package. Each chunk of a body is counted before it is
+buffered, and must arrive in time. The response to a refused request is an HTTP error with a message; a
+connection that sends no request is closed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SPARE_FILES = 256
 """File descriptors reserved for purposes other than connections."""
 
 Refuse = Callable[[int, str], Response]
-"""Builds an error response from a status and a message."""
+"""Create an error response from a status and a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,11 @@ def model_limits(context_tokens: int) -> HttpLimits:
 
 
 def http_server(app: ASGIApp, limits: HttpLimits, refuse: Refuse, *, lifespan: bool = False) -> uvicorn.Server:
-    """Create a server of `app` with limits. `refuse` builds the error responses."""
-    own = replace(limits, connections=_room(limits.connections))
+    """Create a server of `app` with limits. `refuse` creates the error responses."""
+    process_limits = replace(limits, connections=_max_connections(limits.connections))
 
     class Limited(_Protocol):
-        limits = own
+        limits = process_limits
 
     config = uvicorn.Config(
         LimitsMiddleware(app, limits, refuse),
@@ -79,8 +79,8 @@ def http_server(app: ASGIApp, limits: HttpLimits, refuse: Refuse, *, lifespan: b
     return uvicorn.Server(config)
 
 
-def _room(connections: int) -> int:
-    """Raise the process's file descriptor limit for `connections`; return how many are then possible."""
+def _max_connections(connections: int) -> int:
+    """Raise the process's file descriptor limit for `connections`; return the possible number of connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return connections
@@ -111,18 +111,18 @@ class LimitsMiddleware:
         self._num_requests += refusal is None
         try:
             await (refusal or self.app)(scope, body.receive, self._timed(send, body))
-        except TimeoutError:  # the client does not read: the server closes the connection
+        except TimeoutError:  # the client does not read the response; the server closes the connection
             return
         finally:
             self._num_requests -= refusal is None
             self._num_bytes -= body.num_bytes
 
     def take(self, body: _Body, num: int) -> None:
-        """Count bytes of a body before they are kept. Raises HTTPException above a limit."""
+        """Count bytes of a body before they are buffered. Raises HTTPException above a limit."""
         if body.num_bytes + num > self.limits.body_bytes:
             raise HTTPException(_TOO_LARGE, self._too_large, {"Connection": "close"})
         if self._num_bytes + num > self.limits.buffered_bytes:
-            raise HTTPException(_BUSY, _FULL, {"Retry-After": "1", "Connection": "close"})
+            raise HTTPException(_BUSY, _AT_LIMIT, {"Retry-After": "1", "Connection": "close"})
         body.num_bytes += num
         self._num_bytes += num
 
@@ -136,7 +136,7 @@ class LimitsMiddleware:
         if declared.isdecimal() and int(declared[:20]) > self.limits.body_bytes:
             response = self.refuse(_TOO_LARGE, f"{self._too_large}.")
         elif self._num_requests >= self.limits.requests:
-            response = self.refuse(_BUSY, f"{_FULL}.")
+            response = self.refuse(_BUSY, f"{_AT_LIMIT}.")
             response.headers["Retry-After"] = "1"
         else:
             return None
@@ -144,7 +144,7 @@ class LimitsMiddleware:
         return response
 
     def _timed(self, send: Send, body: _Body | None = None) -> Send:
-        """Wrap `send` with a timeout; before a refusal is completed, unread request data is drained."""
+        """Wrap `send` with a timeout. Before the end of a refusal, the unread request body is drained."""
         refused = False
 
         async def timed(message: Message) -> None:
@@ -162,7 +162,7 @@ class LimitsMiddleware:
 
 @dataclass
 class _Body:
-    gate: LimitsMiddleware
+    limiter: LimitsMiddleware
     _receive: Receive
     num_bytes: int = 0
     _ended: bool = False
@@ -174,21 +174,21 @@ class _Body:
             return await self._receive()
         loop = asyncio.get_running_loop()
         if self._deadline is None:
-            self._deadline = loop.time() + self.gate.limits.body_s
+            self._deadline = loop.time() + self.limiter.limits.body_s
         try:
-            async with asyncio.timeout_at(min(self._deadline, loop.time() + self.gate.limits.part_s)):
+            async with asyncio.timeout_at(min(self._deadline, loop.time() + self.limiter.limits.part_s)):
                 message = await self._receive()
         except TimeoutError as error:
             self._ended = True
-            words = "The body did not arrive in time"
-            raise HTTPException(_TIMEOUT, words, {"Connection": "close"}) from error
+            text = "The body did not arrive in time"
+            raise HTTPException(_TIMEOUT, text, {"Connection": "close"}) from error
         self._ended = not message.get("more_body", False)
         if message["type"] == "http.request":
-            self.gate.take(self, len(message.get("body", b"")))
+            self.limiter.take(self, len(message.get("body", b"")))
         return message
 
     async def drain(self, send: Send, message: Message) -> None:
-        """Discard the client's remaining data before completing a refusal, so that the client reads it."""
+        """Send a refusal, but discard the rest of the body before its end, so that the client reads the response."""
         await send({**message, "more_body": True})
         with suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_S):
@@ -197,11 +197,11 @@ class _Body:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-_FULL = "The server is at its request limit; retry later"
+_AT_LIMIT = "The server is at its request limit; retry later"
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's protocol with a connection limit and a deadline for the request line and headers."""
+    """HTTP protocol of uvicorn with a connection limit and a timeout for the request line and headers."""
 
     limits: ClassVar[HttpLimits]
     _head_timer: asyncio.TimerHandle | None = None
@@ -244,8 +244,8 @@ class _Protocol(H11Protocol):
     def _close(self, status: int) -> None:
         if self.transport.is_closing():
             return
-        again = b"Retry-After: 1\r\n" if status == _BUSY else b""
-        self.transport.write(b"HTTP/1.1 %d \r\n%sContent-Length: 0\r\nConnection: close\r\n\r\n" % (status, again))
+        header = b"Retry-After: 1\r\n" if status == _BUSY else b""
+        self.transport.write(b"HTTP/1.1 %d \r\n%sContent-Length: 0\r\nConnection: close\r\n\r\n" % (status, header))
         self.transport.close()
 
 

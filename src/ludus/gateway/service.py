@@ -1,8 +1,8 @@
 """Serve an embedded engine: its model, tokenizer, LoRA adapters, worker threads and running requests.
 
 A retried request with the same id joins the running one or gets its cached response, so nothing is computed
-twice. A request whose clients have all disconnected is cancelled. Aborted responses are never cached. A running
-request keeps its adapter: an unloaded adapter disappears from the list at once and leaves the engine when unused.
+twice. A request is cancelled if all its clients disconnect. Aborted responses are never cached. An adapter can be
+unloaded during requests that use it: new requests cannot use it, and the engine unloads it after the last one.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 _LONG = 64 * 2**10
-"""Minimum characters of a long text."""
-_MOST_LONG = 32
+"""Minimum length of a long text, in characters."""
+_MAX_LONG = 32
 """Maximum number of long texts running or queued."""
 
 Result = TypeVar("Result")
@@ -48,13 +48,13 @@ class RequestThreads:
     _num_long: int = 0
 
     async def do(self, work: Callable[[], Result], size: int = 0) -> Result:
-        """Run `work` on a thread; `size` is the length of its text. Raises EngineBusy if the long-text queue
+        """Run `work` on a thread; `size` is its text's length. Raises EngineBusy if the queue of long texts
         is full."""
         loop = asyncio.get_running_loop()
         if size < _LONG:
             return await loop.run_in_executor(self._short, work)
-        if self._num_long >= _MOST_LONG:
-            raise EngineBusy(f"The server is already processing {_MOST_LONG} long texts.", "Retry later.")
+        if self._num_long >= _MAX_LONG:
+            raise EngineBusy(f"The server is already processing {_MAX_LONG} long texts.", "Retry later.")
         self._num_long += 1
         future = loop.run_in_executor(self._long, work)
         future.add_done_callback(self._release_long)
@@ -66,14 +66,14 @@ class RequestThreads:
 
 @dataclass(eq=False)
 class GatewayAdapter:
-    """One adapter: `key` is its name in the engine, `users` counts running requests."""
+    """Loaded adapter. `key` is its name in the engine, `users` the number of running requests."""
 
     name: str
     key: str
     root: str
     version: int
     users: int = 0
-    is_leaving: bool = False
+    unload_when_unused: bool = False
 
 
 @dataclass
@@ -87,9 +87,9 @@ class AdapterTable:
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def load(self, name: str, root: str, version: int | None, *, in_place: bool) -> None:
-        """Load an adapter from a folder; with `in_place` replace a loaded one of that name.
+        """Load an adapter from a folder; with `in_place`, replace a loaded adapter of that name.
 
-        `version` None counts up from 0. Raises BadRequest, without changes, if it cannot be loaded.
+        If `version` is None, versions count up from 0. If loading fails, raise BadRequest and change nothing.
         """
         async with self._lock:
             known = self.by_name.get(name)
@@ -115,14 +115,14 @@ class AdapterTable:
             adapter = self.by_name.pop(name, None)
             if adapter is None:
                 raise BadRequest(f"Adapter {name!r} is not loaded.", _NOT_FOUND)
-            adapter.is_leaving = True
+            adapter.unload_when_unused = True
             if not adapter.users:
                 await self.engine.unload_adapter(adapter.key)
 
     def release(self, adapter: GatewayAdapter) -> None:
-        """Note the end of a request; unload an adapter that is leaving once it is unused."""
+        """Record the end of a request. Unload the adapter if that is pending and no other request uses it."""
         adapter.users -= 1
-        if adapter.is_leaving and not adapter.users:
+        if adapter.unload_when_unused and not adapter.users:
             task = asyncio.get_running_loop().create_task(self.engine.unload_adapter(adapter.key))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -136,9 +136,9 @@ _NOT_FOUND, _CONFLICT = 404, 409
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model as seen by clients.
+    """Description of the served model.
 
-    `end_ids` end its texts; `longest_token` is in characters; `renderer` is None without a chat template.
+    `end_ids` are its end-of-text tokens; `longest_token` is in characters; `renderer` is None without a chat template.
     """
 
     name: str
@@ -159,7 +159,7 @@ class _CachedResponse:
 
     @property
     def num_bytes(self) -> int | None:
-        """Size of a finished response, 0 if it failed; None if it is running."""
+        """Size of a finished response in bytes, 0 if it failed, None if it is running."""
         if not self.task.done():
             return None
         failed = self.task.cancelled() or self.task.exception() is not None
@@ -168,12 +168,12 @@ class _CachedResponse:
 
 @dataclass
 class ResponseCache:
-    """Running and recent responses by request id."""
+    """Cache of running and recent responses by request id."""
 
     _by_name: dict[str, _CachedResponse] = field(default_factory=dict)
 
     async def once(self, name: str, body: bytes, work: Callable[[], Coroutine[None, None, bytes]]) -> bytes:
-        """Return the response to `body`, computed once. Raises BadRequest if the id had another body."""
+        """Return the response to `body`, computed once. Raises BadRequest if the id was used with another body."""
         digest = hashlib.sha256(body).digest()
         response = self._by_name.get(name)
         if response is not None and response.digest != digest:
@@ -186,14 +186,14 @@ class ResponseCache:
             return await asyncio.shield(response.task)
         finally:
             response.waiting -= 1
-            self._settle(name, response)
+            self._cancel_or_drop(name, response)
 
     def forget(self, name: str) -> None:
-        """Drop a response, so that a retry is recomputed."""
+        """Remove a response, so that a retry recomputes it."""
         self._by_name.pop(name, None)
 
-    def _settle(self, name: str, response: _CachedResponse) -> None:
-        """Cancel a request without waiting clients, and drop failures."""
+    def _cancel_or_drop(self, name: str, response: _CachedResponse) -> None:
+        """Cancel and remove a running request without waiting clients; remove a failed response."""
         if response.num_bytes is None and not response.waiting:
             response.task.cancel()
         elif response.num_bytes != 0:
@@ -202,9 +202,9 @@ class ResponseCache:
             del self._by_name[name]
 
     def _evict(self) -> None:
-        done = {name: num for name, response in self._by_name.items() if (num := response.num_bytes) is not None}
-        num_bytes = sum(done.values())
-        for name, num in done.items():
+        sizes = {name: num for name, response in self._by_name.items() if (num := response.num_bytes) is not None}
+        num_bytes = sum(sizes.values())
+        for name, num in sizes.items():
             if len(self._by_name) <= _MAX_CACHED_RESPONSES and num_bytes <= _MAX_CACHED_BYTES:
                 return
             num_bytes -= num
@@ -213,10 +213,10 @@ class ResponseCache:
 
 @dataclass
 class CompletionService:
-    """An engine with its model, open for requests.
+    """Serve requests with an engine and its model.
 
-    Clients with the `control_token` may pause it and change its weights (empty: disabled), at its IP
-    addresses and the names in `control_hosts`.
+    Clients that send `control_token` may pause it and change its weights, under its IP addresses and the
+    names in `control_hosts`. An empty token disables control.
     """
 
     engine: LocalEngine
@@ -228,21 +228,21 @@ class CompletionService:
     num_requests: int = 0
     is_paused: bool = False
     adapters: AdapterTable = field(init=False)
-    _under_way: set[str] = field(default_factory=set)
+    _running: set[str] = field(default_factory=set)
     _names: dict[bool, TokenNames] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.adapters = AdapterTable(self.engine)
 
     def token_names(self, request: Sampling) -> TokenNames:
-        """Return the request's token naming, cached so that each token is decoded once."""
+        """Return the token names of a request's format, shared by requests so that each token is decoded once."""
         as_ids = bool(request.return_tokens_as_token_ids)
         return self._names.setdefault(as_ids, TokenNames(self.model.tokenizer, as_ids))
 
     @property
     def num_under_way(self) -> int:
         """Number of waiting and running choices."""
-        return len(self._under_way)
+        return len(self._running)
 
     async def prompt_ids(self, prompt: str | TokenIds, *, add_special: bool) -> tuple[int, ...]:
         """Return a prompt's token ids. Raises BadRequest if it is empty, out of vocabulary or too long."""
@@ -263,10 +263,10 @@ class CompletionService:
         A text with more characters than the context times the longest token is rejected before tokenization.
         """
         limit = self.engine.context_tokens
-        least = -(-len(text) // self.model.longest_token)
-        if least > limit:
+        min_tokens = -(-len(text) // self.model.longest_token)
+        if min_tokens > limit:
             raise BadRequest(
-                f"The prompt has {len(text)} characters, at least {least} tokens; this model's "
+                f"The prompt has {len(text)} characters, at least {min_tokens} tokens; this model's "
                 f"maximum context length is {limit} tokens.",
                 code="context_length_exceeded",
             )
@@ -277,7 +277,7 @@ class CompletionService:
             raise BadRequest("The prompt has an unpaired surrogate, which is not valid text.") from error
 
     def check_room(self, ids: Sequence[int], *, sample: bool) -> None:
-        """Raise BadRequest for a prompt that leaves no room to sample."""
+        """Raise BadRequest if a prompt exceeds the context length or, with `sample`, leaves no token to sample."""
         limit = self.engine.context_tokens
         if len(ids) > limit - sample:
             raise BadRequest(
@@ -310,18 +310,18 @@ class CompletionService:
             self.adapters.release(adapter)
 
     async def sample(
-        self, name: str, asked: Sequence[tuple[tuple[int, ...], SamplingParams]], adapter: str | None
+        self, name: str, batch: Sequence[tuple[tuple[int, ...], SamplingParams]], adapter: str | None
     ) -> list[Completion]:
         """Sample a completion per prompt concurrently; choice `i` has the id `NAME-i`."""
-        requests = _requests(name, asked, adapter)
+        requests = _requests(name, batch, adapter)
         with self._registered(requests):
             return await self.engine.generate_batch(requests)
 
     async def stream(
-        self, name: str, asked: Sequence[tuple[tuple[int, ...], SamplingParams]], adapter: str | None
+        self, name: str, batch: Sequence[tuple[tuple[int, ...], SamplingParams]], adapter: str | None
     ) -> AsyncIterator[tuple[int, Piece]]:
-        """Yield the pieces of several completions with their index, as they are sampled."""
-        requests = _requests(name, asked, adapter)
+        """Yield pieces of several completions as they are sampled, with the index of the completion."""
+        requests = _requests(name, batch, adapter)
         queue: asyncio.Queue[tuple[int, Piece | BaseException]] = asyncio.Queue()
 
         async def follow(index: int, request: Request) -> None:
@@ -333,13 +333,13 @@ class CompletionService:
 
         with self._registered(requests):
             tasks = [asyncio.create_task(follow(i, request)) for i, request in enumerate(requests)]
-            left = len(tasks)
+            remaining = len(tasks)
             try:
-                while left:
+                while remaining:
                     index, piece = await queue.get()
                     if isinstance(piece, BaseException):
                         raise piece
-                    left -= piece.finish_reason is not None
+                    remaining -= piece.finish_reason is not None
                     await asyncio.sleep(0)  # yield to other requests while the queue is full
                     yield index, piece
             finally:
@@ -349,22 +349,22 @@ class CompletionService:
 
     def abort(self, names: Sequence[str] = ()) -> int:
         """Abort requests (all if no name is given); return the number of choices aborted."""
-        found = [e for e in self._under_way if not names or e in names or e.rpartition("-")[0] in names]
+        found = [e for e in self._running if not names or e in names or e.rpartition("-")[0] in names]
         for episode in found:
             self.engine.abort(episode)
         return len(found)
 
     async def pause(self, mode: PauseMode) -> None:
-        """Pause computation: after running requests end, after aborting them, or immediately."""
+        """Pause the engine: after running requests end (wait), after aborting them (abort), or immediately (keep)."""
         if mode == "abort":
             self.abort()
-        while mode != "keep" and self._under_way:
+        while mode != "keep" and self._running:
             await asyncio.sleep(0.01)
         await self.engine.pause()
         self.is_paused = True
 
     async def resume(self) -> None:
-        """Resume computation."""
+        """Resume the engine."""
         await self.engine.resume()
         self.is_paused = False
 
@@ -372,17 +372,17 @@ class CompletionService:
     def _registered(self, requests: Sequence[Request]) -> Iterator[None]:
         names = [request.episode for request in requests]
         self.num_requests += len(names)
-        self._under_way.update(names)
+        self._running.update(names)
         try:
             yield
         finally:
-            self._under_way.difference_update(names)
+            self._running.difference_update(names)
             for name in names:
                 self.engine.end_episode(name)
 
 
-def _requests(name: str, asked: Sequence[tuple[tuple[int, ...], SamplingParams]], adapter: str | None) -> list[Request]:
-    return [Request(f"{name}-{i}", ids, params, adapter=adapter) for i, (ids, params) in enumerate(asked)]
+def _requests(name: str, batch: Sequence[tuple[tuple[int, ...], SamplingParams]], adapter: str | None) -> list[Request]:
+    return [Request(f"{name}-{i}", ids, params, adapter=adapter) for i, (ids, params) in enumerate(batch)]
 
 
 def choices(params: SamplingParams, num: int) -> list[SamplingParams]:
@@ -393,7 +393,7 @@ def choices(params: SamplingParams, num: int) -> list[SamplingParams]:
 def served_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, root: str, renderer: TemplateRenderer | None
 ) -> ServedModel:
-    """Describe a model to clients; `root` is its origin."""
+    """Create the description of a model; `root` is its folder or name."""
     return ServedModel(
         name=name,
         root=root,

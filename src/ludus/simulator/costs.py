@@ -1,7 +1,7 @@
-"""The cost model of a run: seconds of engine, learner and tools, and the shape of episodes.
+"""Cost model of a run: seconds of engine, learner and tools, and the shape of episodes.
 
-Times are in seconds, lengths in tokens. `fit` derives the costs from the files of a run; `simulate` runs them, and
-`estimate` bounds the step time in closed form.
+Times are in seconds, lengths in tokens. `fit` derives the costs from the files of a run, `simulate` simulates a run
+with them, and `estimate` bounds the step time in closed form.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dataclasses import asdict, dataclass
 from ludus.errors import UserError
 
 
-def _check(record: object, numbers: dict[str, float], *, above: tuple[str, ...] = ()) -> None:
-    """Raise UserError for a number that is not finite, negative, or 0 although listed in `above`."""
+def _check(cost: object, numbers: dict[str, float], *, positive: tuple[str, ...] = ()) -> None:
+    """Raise UserError for a number that is not finite, negative, or 0 if its name is in `positive`."""
     for name, value in numbers.items():
-        if not math.isfinite(value) or value < 0 or (name in above and value == 0):
-            minimum = "above 0" if name in above else "0 or more"
-            raise UserError(f"{type(record).__name__}.{name} is {value:g}.", f"Give a finite number, {minimum}.")
+        if not math.isfinite(value) or value < 0 or (name in positive and value == 0):
+            minimum = "above 0" if name in positive else "0 or more"
+            raise UserError(f"{type(cost).__name__}.{name} is {value:g}.", f"It must be finite and {minimum}.")
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCost:
-    """Seconds of a forward pass: `pass_s` plus `sequence_s` for each sequence that decodes in it.
+    """Seconds of a forward pass: `pass_s` plus `sequence_s` per decoding sequence.
 
-    Prefilling a token costs `read_s`. At most `slots` sequences run at once; the others wait.
+    `read_s` is the time to prefill a token. At most `slots` sequences run at once; others are queued.
     """
 
     pass_s: float
@@ -34,7 +34,7 @@ class EngineCost:
     slots: int = 128
 
     def __post_init__(self) -> None:
-        _check(self, asdict(self), above=("slots",))
+        _check(self, asdict(self), positive=("slots",))
         if not self.pass_s + self.sequence_s:
             raise UserError("A forward pass takes no time.", "Set pass_s or sequence_s above 0.")
 
@@ -49,7 +49,7 @@ class EngineCost:
 
 @dataclass(frozen=True, slots=True)
 class LearnerCost:
-    """Seconds of a training step: `step_s` plus `token_s` for each token of its batch, context included."""
+    """Seconds of a training step: `step_s` plus `token_s` per token of its batch, including context."""
 
     step_s: float
     token_s: float
@@ -66,7 +66,7 @@ class LearnerCost:
 class ToolCost:
     """Seconds of a tool call: log-normal with the median `median_s` and the standard deviation `spread` of its log.
 
-    A share `stragglers` of the calls takes `slow` medians.
+    A fraction `stragglers` of the calls takes `slow` times the median.
     """
 
     median_s: float = 0.0
@@ -77,7 +77,7 @@ class ToolCost:
     def __post_init__(self) -> None:
         _check(self, asdict(self))
         if self.stragglers > 1:
-            raise UserError(f"ToolCost.stragglers is {self.stragglers:g}.", "It is a share between 0 and 1.")
+            raise UserError(f"ToolCost.stragglers is {self.stragglers:g}.", "It must be between 0 and 1.")
 
     @property
     def mean_s(self) -> float:
@@ -94,10 +94,10 @@ class ToolCost:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeShape:
-    """Means of an episode: `turns`, the last of which calls no tool, with `action` tokens each.
+    """Means of an episode: `turns`, each with `action` tokens; the last turn calls no tool.
 
     The length of an action is geometric up to `most`, or always `action` if `most` is 0. The engine prefills `read`
-    tokens before a turn, cache hits excluded. `context` counts the tokens of prompt and observations of an episode,
+    tokens before a turn, excluding cache hits. `context` is the number of prompt and observation tokens of an episode,
     which the learner processes together with the actions.
     """
 
@@ -108,24 +108,24 @@ class EpisodeShape:
     most: int = 0
 
     def __post_init__(self) -> None:
-        _check(self, asdict(self), above=("action",))
+        _check(self, asdict(self), positive=("action",))
         if self.turns < 1 or self.action < 1:
             raise UserError(
-                f"Episodes have {self.turns:g} turns of {self.action:g} tokens.", "Both must be at least 1."
+                f"Episodes have {self.turns:g} turns of {self.action:g} tokens.", "Both numbers must be at least 1."
             )
 
     @property
     def tokens(self) -> float:
-        """Tokens of a whole episode."""
+        """Mean number of tokens of an episode."""
         return self.turns * self.action + self.context
 
     def draw_turns(self, source: random.Random) -> int:
-        """Draw a whole number of turns with the mean `turns`."""
-        whole = math.floor(self.turns)
-        return whole + (source.random() < self.turns - whole)
+        """Draw the number of turns of one episode, with mean `turns`."""
+        minimum = math.floor(self.turns)
+        return minimum + (source.random() < self.turns - minimum)
 
     def draw_action(self, source: random.Random) -> int:
-        """Draw the tokens of one action."""
+        """Draw the number of tokens of one action."""
         if not self.most:
             return max(1, round(self.action))
         if self.action == 1:
@@ -136,12 +136,12 @@ class EpisodeShape:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """All costs of a run. `sync_s` is a weight transfer, during which engines are paused.
+    """Costs of a run. `sync_s` is the duration of a weight transfer, during which engines are paused.
 
-    If engines are other processes, an asynchronous learner waits only for a copy of the weights, `sync_s`; the
-    transfer, `transfer_s`, overlaps with its next step.
+    If engines run in other processes, an asynchronous learner waits only `sync_s` for a copy of the weights; the
+    transfer takes `transfer_s` and overlaps with its next step.
 
-    `overlap` is the speed of learner and engine while both work: 1 on separate devices, 0.5 on one shared core.
+    `overlap` is the relative speed of learner and engine while both work: 1 on separate devices, 0.5 on one core.
     """
 
     engine: EngineCost
@@ -154,7 +154,7 @@ class Costs:
 
     def __post_init__(self) -> None:
         numbers = {"sync_s": self.sync_s, "overlap": self.overlap, "transfer_s": self.transfer_s}
-        _check(self, numbers, above=("overlap",))
+        _check(self, numbers, positive=("overlap",))
         if self.overlap > 1:
             raise UserError(f"Costs.overlap is {self.overlap:g}.", "It is at most 1, for separate devices.")
 
@@ -164,10 +164,10 @@ MODES = ("sync", "one_step", "async")
 
 @dataclass(frozen=True, slots=True)
 class RunLayout:
-    """The layout of a run: a step trains `groups` of `members` episodes on `learners` equal ranks.
+    """Layout of a run: a step trains `groups` of `members` episodes on `learners` equal ranks.
 
-    With `in_flight` 0 the run controls the number of concurrent episodes by measurement, up to `concurrency` (0: the
-    limit that `max_staleness` implies).
+    If `in_flight` is 0, the number of concurrent episodes is adapted to the measured load, up to `concurrency` (if 0,
+    up to the limit implied by `max_staleness`).
     """
 
     mode: str = "async"
@@ -183,7 +183,7 @@ class RunLayout:
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise UserError(f"There is no mode {self.mode!r}.", f"Modes: {', '.join(MODES)}.")
+            raise UserError(f"Unknown mode {self.mode!r}.", f"Modes: {', '.join(MODES)}.")
         counts = {name: value for name, value in asdict(self).items() if name not in ("mode", "seed")}
         for name, value in counts.items():
             minimum = 0 if name in ("max_staleness", "in_flight", "concurrency") else 1
@@ -192,7 +192,7 @@ class RunLayout:
 
     @property
     def episodes(self) -> int:
-        """Episodes of a step."""
+        """Number of episodes per step."""
         return self.groups * self.members
 
     @property

@@ -1,13 +1,13 @@
-"""Virtual time, and simulated engines and learners that take time and compute nothing.
+"""Virtual time, and simulated engines and learners that take virtual time without computing.
 
 `run_virtual` runs unchanged asyncio code on an event loop whose clock jumps to the next timer whenever no task is
-ready. Code on this loop may wait by asyncio only: threads, sockets and processes would never answer.
+ready. Code on this loop must wait only on asyncio timers and futures, not on threads, sockets or processes.
 
 An engine shares its forward passes among its running sequences: with `n` of them a pass takes `pass_s + n * sequence_s`
 and samples one token of each. Between two arrivals or completions the progress of an engine is linear in time, so the
-simulation has one event per arrival and completion and none per token. Prefill delays all sequences of the engine, as
-a chunk of a prompt does in a batch. A weight update pauses an engine for the duration of the transfer; each token
-carries the weight version that sampled it.
+simulation has one event per arrival and completion, not per token. Prefill delays all sequences of the engine, as
+chunked prefill does. A weight update pauses an engine for the duration of the transfer; each token
+has the weight version of its pass.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ludus.simulator.costs import EngineCost
 
 T = TypeVar("T")
 Span = tuple[int, int]
-"""A weight version, and how many consecutive tokens it sampled."""
+"""A weight version and the number of consecutive tokens sampled with it."""
 _ROUNDING = 1e-9
-"""Passes that rounding may leave over."""
+"""Tolerance for rounding errors, in passes."""
 
 
 class _VirtualClock(selectors.SelectSelector):
@@ -53,24 +53,24 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(main: Coroutine[object, None, T]) -> tuple[T, float]:
-    """Run a coroutine in virtual time; return its result and the virtual seconds. Raises what `main` raises."""
+    """Run a coroutine in virtual time; return its result and the virtual seconds. Raises the errors of `main`."""
     with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
         result = runner.run(main)
         return result, runner.get_loop().time()
 
 
 def now() -> float:
-    """Return the seconds of virtual time."""
+    """Return the current virtual time in seconds."""
     return asyncio.get_running_loop().time()
 
 
 @dataclass
 class Overlap:
-    """How much learner and engines slow each other down while both work."""
+    """Mutual slowdown of learner and engines while both work."""
 
     factor: float
     duty: float = 1.0
-    """Share of its working time in which an engine computes; in the rest it yields to the learner."""
+    """Fraction of its busy time in which an engine computes; otherwise it yields to the learner."""
     engines: list[SimEngine | SimLearner] = field(default_factory=list)
     learner: list[SimEngine | SimLearner] = field(default_factory=list)
     _busy_engines: int = 0
@@ -87,24 +87,24 @@ class Overlap:
         return 1 - (1 - self.factor) * self.duty if self._busy_engines else 1.0
 
     def throttle(self, times: float) -> None:
-        """Let engines pause after each pass for `times` its duration."""
-        with _at_another_speed([*self.engines, *self.learner]):
+        """Make engines pause after each pass for `times` its duration."""
+        with _changing_speed([*self.engines, *self.learner]):
             self.duty = 1 / (1 + times)
 
     def set_learning(self, learning: bool) -> None:
         """Record that the learner starts or stops."""
-        with _at_another_speed(self.engines if self.factor < 1 else ()):
+        with _changing_speed(self.engines if self.factor < 1 else ()):
             self._learning = learning
 
     def add_busy_engines(self, change: int) -> None:
         """Record that an engine starts (1) or stops (-1) sampling."""
-        with _at_another_speed(self.learner if self.factor < 1 else ()):
+        with _changing_speed(self.learner if self.factor < 1 else ()):
             self._busy_engines += change
 
 
 @contextmanager
-def _at_another_speed(devices: Sequence[SimEngine | SimLearner]) -> Iterator[None]:
-    """Account for the time until the block at the old speed, and reschedule at the new speed after it."""
+def _changing_speed(devices: Sequence[SimEngine | SimLearner]) -> Iterator[None]:
+    """Advance devices at the old speed before the block, and reschedule them at the new speed after it."""
     for device in devices:
         device.advance()
     yield
@@ -122,7 +122,7 @@ class _Request:
 
 @dataclass
 class EngineCounts:
-    """Busy seconds, passes and sampled tokens of an engine, and the sum over its passes of the queue length."""
+    """Busy seconds, passes and sampled tokens of an engine, and its queue length summed over passes."""
 
     busy_s: float = 0.0
     passes: float = 0.0
@@ -132,7 +132,7 @@ class EngineCounts:
 
 @dataclass
 class SimEngine:
-    """One engine. `_passes` counts its passes since the start, as a real number."""
+    """Simulated engine. `_passes` is the fractional number of passes since its start."""
 
     cost: EngineCost
     overlap: Overlap
@@ -152,7 +152,7 @@ class SimEngine:
         self.overlap.engines.append(self)
 
     async def generate(self, tokens: int, prefill: float = 0.0) -> list[Span]:
-        """Prefill and sample tokens; return the versions that sampled them, in order."""
+        """Prefill and sample tokens; return their weight versions in order."""
         self.advance()
         request = _Request(tokens, prefill, asyncio.get_running_loop().create_future())
         self._waiting.append(request)
@@ -161,7 +161,7 @@ class SimEngine:
         return await request.done
 
     async def load_weights(self, version: int, seconds: float) -> None:
-        """Pause for the transfer; later tokens are of `version`."""
+        """Pause for `seconds`; tokens sampled afterwards have the weight version `version`."""
         self.advance()
         self._paused = True
         self.schedule()
@@ -175,7 +175,7 @@ class SimEngine:
         self.schedule()
 
     def advance(self) -> None:
-        """Account for the time until now at the current speed."""
+        """Advance the state to the current time at the current speed."""
         elapsed_s, self._at = now() - self._at, now()
         running = len(self._running)
         if not running or self._paused or not elapsed_s:
@@ -222,23 +222,23 @@ class SimEngine:
         self.schedule()
 
     def _spans(self, request: _Request) -> list[Span]:
-        """Return the versions of a request's tokens; each pass sampled one."""
+        """Return the versions of a request's tokens, one token per pass."""
         spans: list[Span] = []
         left = request.tokens
         for since, version in reversed(self._updates):
-            first = since <= request.started_pass
-            tokens = left if first else min(left, round(request.started_pass + request.tokens - since))
+            is_oldest = since <= request.started_pass
+            tokens = left if is_oldest else min(left, round(request.started_pass + request.tokens - since))
             if tokens > 0:
                 spans.append((version, tokens))
                 left -= tokens
-            if first:
+            if is_oldest:
                 break
         return [*reversed(spans)]
 
 
 @dataclass
 class SimLearner:
-    """A learner that works for given seconds."""
+    """Simulated learner."""
 
     overlap: Overlap
     _left_s: float = 0.0
@@ -250,7 +250,7 @@ class SimLearner:
         self.overlap.learner.append(self)
 
     async def work(self, seconds: float) -> None:
-        """Work for as long as this takes at full speed."""
+        """Work for a duration of `seconds` at full speed."""
         self._left_s, self._at = seconds, now()
         self._done = asyncio.get_running_loop().create_future()
         self.overlap.set_learning(True)
@@ -259,7 +259,7 @@ class SimLearner:
         self.overlap.set_learning(False)
 
     def advance(self) -> None:
-        """Account for the time until now at the current speed."""
+        """Advance the state to the current time at the current speed."""
         elapsed_s, self._at = now() - self._at, now()
         if self._done is not None:
             self._left_s -= elapsed_s * self.overlap.learner_speed
@@ -282,7 +282,7 @@ class SimLearner:
 
 @dataclass
 class DevicePool:
-    """Several engines: an episode is assigned to the engine with the fewest episodes and stays there."""
+    """Pool of engines. An episode is pinned to the engine that had the fewest episodes at its start."""
 
     engines: Sequence[SimEngine]
 
@@ -291,7 +291,7 @@ class DevicePool:
         self._order = [(0, number) for number in range(len(self.engines))]
 
     def join(self) -> int:
-        """Assign an episode; return the number of its engine."""
+        """Assign an episode to the least loaded engine; return the engine's number."""
         while True:
             load, number = heapq.heappop(self._order)
             if load == self._loads[number]:
@@ -304,7 +304,7 @@ class DevicePool:
         self._change(number, -1)
 
     async def load_weights(self, version: int, seconds: float) -> None:
-        """Update all engines at once."""
+        """Update all engines concurrently."""
         await asyncio.gather(*(engine.load_weights(version, seconds) for engine in self.engines))
 
     def drain_counts(self) -> EngineCounts:

@@ -1,9 +1,9 @@
-"""Simulated episodes: a world whose tools take time, and a policy whose turns take engine time.
+"""Simulated episodes: tools that sleep, and a policy that occupies an engine in each turn.
 
-The scheduler plays them in place of real ones. Tool latencies and action lengths are drawn by the indices of an
-episode (group, member), so that every training mode plays the same work.
+The scheduler of training runs them. Tool latencies and action lengths are seeded by the indices of an episode (group,
+member), so that all training modes run the same episodes.
 
-In their trajectories one token stands for a run of tokens of one weight version: its id is the length of that run.
+In trajectories, one token represents consecutive tokens of one weight version; its id is the number of these tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _DONE = StepResult(done=True)
 
 @dataclass
 class EpisodeSampler:
-    """Random lengths and latencies of each episode, by its group and member."""
+    """Sampler of action lengths and tool latencies, seeded by the group and member of an episode."""
 
     shape: EpisodeShape
     tool: ToolCost
@@ -37,12 +37,12 @@ class EpisodeSampler:
     _source: random.Random = field(default_factory=random.Random)
 
     def actions(self, group: int, member: int) -> list[int]:
-        """Return the tokens of each turn."""
+        """Return the number of tokens of each turn."""
         source = self._seeded(group, member)
         return [self.shape.draw_action(source) for _ in range(self.shape.draw_turns(source))]
 
     def calls(self, group: int, member: int) -> list[float]:
-        """Return the seconds of the tool calls, one after each turn but the last."""
+        """Return the seconds of the tool calls, one after each turn except the last."""
         turns = len(self.actions(group, member))
         source = self._seeded(group, member, 1)
         return [self.tool.draw(source) for _ in range(turns - 1)]
@@ -54,7 +54,7 @@ class EpisodeSampler:
 
 @dataclass
 class SimChatSession:
-    """The policy's side of an episode: each turn occupies an engine."""
+    """Chat session of an episode; each turn occupies an engine."""
 
     pool: DevicePool
     actions: Sequence[int]
@@ -65,16 +65,16 @@ class SimChatSession:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """One action per turn, with one token per weight version that sampled part of it."""
+        """One action per turn, with one token per weight version."""
         return tuple(self._segments)
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
-        """Join an engine."""
+        """Assign the episode to an engine."""
         self.engine = self.pool.join()
         return None
 
     async def act(self) -> Action | StopReason:
-        """Wait for the engine."""
+        """Sample an action on the engine."""
         spans = await self.pool.engines[self.engine].generate(self.actions[self._turn], self.prefill)
         versions, tokens = zip(*spans, strict=True)
         self._segments.append(Segment("action", tokens, self._turn, logprobs=(0.0,) * len(spans), versions=versions))
@@ -86,13 +86,13 @@ class SimChatSession:
         return None
 
     def close(self) -> None:
-        """Leave the engine."""
+        """Remove the episode from its engine."""
         if self.engine >= 0:
             self.pool.leave(self.engine)
 
 
 class NoRewards:
-    """A `ludus.rollout.reward_executor.RewardExecutor` without rewards; virtual time cannot wait for its threads."""
+    """Reward executor without rewards; code in virtual time cannot wait for threads."""
 
     async def scored(
         self, world: World, environment: Environment | None, task: Task, trajectory: Trajectory
@@ -103,7 +103,7 @@ class NoRewards:
 
 @dataclass
 class SimEnvironment(Environment):
-    """The tools of one episode: every action but the last is a call."""
+    """Environment of one episode: every action except the last is a tool call."""
 
     calls: Iterator[float]
 
@@ -122,7 +122,7 @@ class SimEnvironment(Environment):
 
 @dataclass
 class SimWorld(World):
-    """The world of simulated environments; task `n` is that of group `n`."""
+    """World of simulated environments; the task of group `n` has the id `n`."""
 
     sampler: EpisodeSampler
     members: int
@@ -132,7 +132,7 @@ class SimWorld(World):
     _started: Counter[str] = field(default_factory=Counter)
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Return no tasks: the simulation creates them one by one."""
+        """Return no tasks; the simulation creates them itself."""
         return ()
 
     def environment(self, task: Task) -> SimEnvironment:
@@ -150,15 +150,15 @@ class SimWorld(World):
 
 
 def num_sampled(trajectory: Trajectory) -> int:
-    """Return the number of tokens that an episode sampled."""
+    """Return the number of sampled tokens of an episode."""
     return sum(sum(segment.tokens) for segment in trajectory.segments)
 
 
 def token_ages(episodes: Sequence[Episode], step: int) -> Counter[int]:
-    """Return how many tokens of each age, in versions, `step` trains."""
-    found: Counter[int] = Counter()
+    """Return the number of tokens trained in `step` by age in versions."""
+    ages: Counter[int] = Counter()
     for episode in episodes:
         for segment in episode.trajectory.segments:
             for tokens, version in zip(segment.tokens, segment.versions, strict=True):
-                found[step - 1 - version] += tokens
-    return found
+                ages[step - 1 - version] += tokens
+    return ages

@@ -1,11 +1,11 @@
 """Fit the cost model to the files of runs by least squares over their steps.
 
-The engine's busy seconds are fitted by its passes, sampled tokens and prefilled tokens, the learner's seconds by the
-tokens of a batch. Tools are described by their measured statistics. If learner and engine share a core, the measured
-seconds include their mutual slowdown, so synchronous runs separate the costs best.
+The engine's busy seconds are regressed on its passes, sampled and prefilled tokens, the learner's seconds on the
+tokens of a batch. Costs of tools are their measured statistics. If learner and engine share a core, the measured
+seconds include their mutual slowdown, so synchronous runs determine the costs best.
 
-The closed forms below are lower bounds: a step takes the largest of those of engines, learner, and the slowest members
-of groups. The simulation uses no such formula; both agree if one bound is far above the others.
+The closed forms below are lower bounds of a step's duration by the engines, the learner and the slowest members of
+groups. The simulation does not use them; both agree if one bound is far above the others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ludus.training.run.run_dir import RunFolder
 
 @dataclass(frozen=True, slots=True)
 class ToolCalls:
-    """Calls of a tool in a step: their number, median and log-spread, and number and total seconds of the slow ones."""
+    """Calls of a tool in a step. `spread` is of log seconds, `slow` the number of slow calls, `slow_s` their total."""
 
     count: float
     median_s: float
@@ -40,7 +40,7 @@ class ToolCalls:
 class MeasuredStep:
     """Measurements of a step: busy seconds, passes and tokens of the engine, seconds of the learner, and episodes.
 
-    `transfer_s` is a weight transfer that overlapped with the step; None if there was none.
+    `transfer_s` is the duration of a weight transfer that overlapped with the step, or None.
     """
 
     busy_s: float
@@ -59,12 +59,12 @@ class MeasuredStep:
 
 MIN_STEPS = 5
 MAX_ERROR = 0.3
-"""Fewer steps, or a larger relative error, cause a warning."""
+"""Thresholds of warnings: minimum number of steps and maximum relative error."""
 
 
 @dataclass(frozen=True, slots=True)
 class FittedCosts:
-    """Costs, and the relative root-mean-square errors of the fitted seconds."""
+    """Fitted costs, and the relative root-mean-square errors of the fitted seconds."""
 
     costs: Costs
     engine_error: float
@@ -73,10 +73,10 @@ class FittedCosts:
 
     @property
     def warnings(self) -> list[str]:
-        """Reasons to distrust these costs, one sentence each."""
+        """Warnings about the quality of the fit, one sentence each."""
         found = []
         if self.num_steps < MIN_STEPS:
-            found.append(f"{self.num_steps} steps are too few for a reliable fit: use a synchronous run of ten.")
+            found.append(f"{self.num_steps} steps are too few for a reliable fit; use a synchronous run of ten.")
         if max(self.engine_error, self.learner_error) > MAX_ERROR:
             found.append(
                 "The costs do not describe these steps: the run changed its mode or layout, or it is asynchronous and "
@@ -86,7 +86,7 @@ class FittedCosts:
 
 
 def measured_steps(folder: RunFolder) -> list[MeasuredStep]:
-    """Return the steps of a run with complete measurements, without the first, which warms up, if there are more.
+    """Return the steps of a run with complete measurements. The first is a warm-up and omitted if there are others.
 
     Raises UserError if there are none.
     """
@@ -100,7 +100,7 @@ def measured_steps(folder: RunFolder) -> list[MeasuredStep]:
     if not found:
         raise UserError(
             f"{folder.path} has no step with timings of engine and learner.",
-            "Name the folder of a `ludus train` run that used the embedded engine.",
+            "Pass the folder of a `ludus train` run with the embedded engine.",
         )
     return found[1:] or found
 
@@ -185,16 +185,16 @@ def layout_of(config: Config) -> RunLayout:
 
 
 def tool_cost(calls: Sequence[ToolCalls]) -> ToolCost:
-    """Return one distribution for all calls; its variance is that within steps plus that between them."""
-    total = sum(one.count for one in calls)
+    """Return one distribution for all calls. Its variance is the sum of those within and between steps."""
+    total = sum(call.count for call in calls)
     if not total:
         return ToolCost()
-    logs = [math.log(max(one.median_s, 1e-9)) for one in calls]
-    middle = sum(log * one.count for log, one in zip(logs, calls, strict=True)) / total
-    within = sum(one.spread**2 * one.count for one in calls) / total
-    between = sum((log - middle) ** 2 * one.count for log, one in zip(logs, calls, strict=True)) / total
-    slow, slow_s = sum(one.slow for one in calls), sum(one.slow_s for one in calls)
-    median_s = math.exp(middle)
+    logs = [math.log(max(call.median_s, 1e-9)) for call in calls]
+    mean_log = sum(log * call.count for log, call in zip(logs, calls, strict=True)) / total
+    within = sum(call.spread**2 * call.count for call in calls) / total
+    between = sum((log - mean_log) ** 2 * call.count for log, call in zip(logs, calls, strict=True)) / total
+    slow, slow_s = sum(call.slow for call in calls), sum(call.slow_s for call in calls)
+    median_s = math.exp(mean_log)
     return ToolCost(median_s, math.sqrt(within + between), slow / total, slow_s / slow / median_s if slow else 1.0)
 
 
@@ -213,7 +213,7 @@ def _shape(steps: Sequence[MeasuredStep], config: Config) -> EpisodeShape:
 
 
 def _least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], float]:
-    """Return non-negative coefficients that minimise the squared relative errors, and the root mean square error."""
+    """Return non-negative coefficients that minimize the squared relative errors, and the root mean square error."""
     from scipy.optimize import nnls
 
     target = np.array(seconds, dtype=np.float64)
@@ -226,7 +226,7 @@ _DRAWS = 4000
 
 @dataclass(frozen=True, slots=True)
 class StepEstimate:
-    """Seconds of a step, its three bounds, idle shares, and the mean age of tokens in versions.
+    """Seconds of a step, its three lower bounds, idle fractions, and the mean age of tokens in versions.
 
     `engine_s`, `learner_s` and `straggler_s` are the bounds by engines, learner (the transfer included) and the
     slowest members of groups.
@@ -251,7 +251,7 @@ def model_seconds(costs: Costs, running: float) -> float:
     """Return the seconds of an episode's turns in an engine with `running` sequences.
 
     `turns * (action * (pass_s + running * sequence_s) + running * read * read_s)`: the prefill of one sequence delays
-    all of them.
+    all others.
     """
     engine, shape = costs.engine, costs.episode
     sampling = shape.action * engine.seconds(running)
@@ -259,7 +259,7 @@ def model_seconds(costs: Costs, running: float) -> float:
 
 
 def running_sequences(costs: Costs, in_flight: float) -> float:
-    """Return how many sequences run in an engine with `F` episodes: the fixed point of `n = F M(n) / (M(n) + T)`.
+    """Return the running sequences of an engine with `F` episodes, the fixed point of `n = F M(n) / (M(n) + T)`.
 
     `M` is `model_seconds` and `T` the mean seconds of an episode's calls (Little's law).
     """
@@ -269,8 +269,8 @@ def running_sequences(costs: Costs, in_flight: float) -> float:
         return high
     for _ in range(60):
         middle = (low + high) / 2
-        inside = model_seconds(costs, middle)
-        if middle < in_flight * inside / (inside + tools_s):
+        engine_s = model_seconds(costs, middle)
+        if middle < in_flight * engine_s / (engine_s + tools_s):
             low = middle
         else:
             high = middle
@@ -289,14 +289,14 @@ def slowest_episode(sizes: Sequence[int], costs: Costs, running: float) -> list[
 
 
 def estimate(costs: Costs, layout: RunLayout) -> StepEstimate:
-    """Return the bounds of a run with this layout, and the step time, idle shares and token age derived from them.
+    """Return lower bounds of the step time of a run, and its step time, idle fractions and token age.
 
     Synchronous: the larger of the slowest episode and the engines, plus the learner. Asynchronous: the largest of
     `episodes * M(n) / n` for the engines, the learner's seconds, and the slowest member of a group divided by
-    `max_staleness + 1`, the number of steps whose groups are in flight. While learner and engines slow each other
-    down to `overlap`, the smaller of both counts another `1/overlap - 1` times. A weight transfer that overlaps with
-    the learner's next step pauses only the engines. The age of a token is the time from its sampling to its training,
-    in steps.
+    `max_staleness + 1`, the number of steps with groups in flight. While both work, learner and engines run at
+    the speed `overlap`, which adds `1/overlap - 1` times the smaller of both durations. A weight transfer that
+    overlaps with the learner's next step pauses only the engines. The age of a token is the time from its sampling to
+    its training, in steps.
     """
     episodes, shape = layout.episodes, costs.episode
     in_flight = min(layout.in_flight or layout.max_in_flight, layout.max_in_flight) / layout.engines
@@ -309,15 +309,15 @@ def estimate(costs: Costs, layout: RunLayout) -> StepEstimate:
     group_s, all_s = slowest_episode((layout.members, episodes), costs, running)
     extra_s = min(engine_s, learn_s) * (1 / costs.overlap - 1)
     overlapped_s = costs.transfer_s if layout.mode == "async" else 0.0
-    waits_s = costs.sync_s + costs.transfer_s - overlapped_s
+    sync_s = costs.sync_s + costs.transfer_s - overlapped_s
     if layout.mode == "sync":
         rollout_s = max(engine_s, all_s)
-        step_s = rollout_s + learn_s + waits_s
-        bounds = (engine_s, learn_s + waits_s, all_s)
+        step_s = rollout_s + learn_s + sync_s
+        bounds = (engine_s, learn_s + sync_s, all_s)
         return StepEstimate(step_s, *bounds, 1 - learn_s / step_s, 1 - engine_s / step_s, 0.0)
     straggler_s = all_s if layout.mode == "one_step" else group_s / (layout.max_staleness + 1)
-    still_s = overlapped_s or waits_s
-    bounds = (engine_s + still_s, max(learn_s, overlapped_s) + waits_s, straggler_s)
+    paused_s = overlapped_s or sync_s
+    bounds = (engine_s + paused_s, max(learn_s, overlapped_s) + sync_s, straggler_s)
     step_s = max(max(bounds), max(bounds[:2]) + extra_s)
     wall_s = learn_s + (extra_s if learn_s < engine_s else 0.0)
     busy_s = engine_s + (extra_s if engine_s <= learn_s else 0.0)

@@ -1,8 +1,8 @@
-"""Simulate a run with many engines in seconds: the real group queue, staleness control and scheduler in virtual time.
+"""Simulate a run in virtual time, with the group queue, staleness control and scheduler of training.
 
 `simulate` follows the training modes of `ludus.training.rl.async_trainer`. `GroupQueue`, `StalenessController`,
 `Scheduler`, `Ledger` and `ConcurrencyController` are those of training; only devices, tools and the clock are
-simulated. Failures, evaluations, checkpoints and the cost of the event loop are left out.
+simulated. Failures, evaluations, checkpoints and the overhead of the event loop are not simulated.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NO_LIMIT_S = 1e9
 
 @dataclass(frozen=True, slots=True)
 class SimStep:
-    """Times (seconds), idle shares (in [0, 1]) and token ages (in versions) of one step.
+    """Times (seconds), idle fractions and token ages (in versions) of one step.
 
     `running` and `waiting` are mean numbers of sequences over the passes of the engines.
     """
@@ -57,14 +57,14 @@ class SimStep:
 
 @dataclass(frozen=True, slots=True)
 class SimRun:
-    """A simulated run. The means are over the steps in its middle, without those in which a queue fills or drains."""
+    """Simulated run. Means exclude the steps at its start and end, in which the group queue fills or drains."""
 
     layout: RunLayout
     steps: tuple[SimStep, ...]
 
     @property
     def middle(self) -> Sequence[SimStep]:
-        """The steps in the middle, at least one."""
+        """Steps without those at start and end, at least one."""
         num = len(self.steps)
         edge = min(self.layout.max_staleness + 1, (num - 1) // 3) if self.layout.mode == "async" else 0
         return self.steps[edge : num - edge]
@@ -72,10 +72,10 @@ class SimRun:
     @property
     def step_s(self) -> float:
         """Mean seconds per step."""
-        inner = self.middle
-        before = self.steps.index(inner[0])
-        begin = self.steps[before - 1].end_s if before else 0.0
-        return (inner[-1].end_s - begin) / len(inner)
+        middle = self.middle
+        first = self.steps.index(middle[0])
+        begin = self.steps[first - 1].end_s if first else 0.0
+        return (middle[-1].end_s - begin) / len(middle)
 
     @property
     def episodes_per_s(self) -> float:
@@ -84,12 +84,12 @@ class SimRun:
 
     @property
     def learner_idle(self) -> float:
-        """Share of the time in which the learner is idle."""
+        """Fraction of time in which the learner is idle."""
         return self._weighted([step.learner_idle for step in self.middle])
 
     @property
     def engine_idle(self) -> float:
-        """Share of the time in which engines are idle, mean over engines."""
+        """Fraction of time in which engines are idle, averaged over engines."""
         return self._weighted([step.engine_idle for step in self.middle])
 
     @property
@@ -109,7 +109,7 @@ class SimRun:
 
 
 def simulate(costs: Costs, layout: RunLayout) -> SimRun:
-    """Simulate a whole run, deterministically."""
+    """Simulate a run. The result is deterministic."""
 
     async def run_steps() -> list[SimStep]:
         run = _Simulation(costs, layout)
@@ -130,7 +130,7 @@ class _GroupSource:
         return [RolloutRequest(RolloutKey(step, task.id, member), task) for member in range(self.layout.members)]
 
     def counts(self, group: Sequence[Episode]) -> bool:
-        """Return True: every group trains."""
+        """Return True, since every group is trained."""
         return True
 
 
@@ -166,7 +166,7 @@ class _Simulation:
             marks.append(now())
             await self._send_weights(step)
             marks.append(now())
-            self._close(step, episodes, marks, self.layout.episodes)
+            self._record_step(step, episodes, marks, self.layout.episodes)
         return self.steps
 
     async def one_step(self) -> list[SimStep]:
@@ -174,15 +174,15 @@ class _Simulation:
         last = self.layout.steps
         episodes = await self._sample(1)
         for step in range(1, last + 1):
-            begun = now()
+            begin = now()
             sampling = asyncio.create_task(self._sample(step + 1)) if step < last else None
             await self._train(episodes)
             trained = now()
-            following = await sampling if sampling is not None else []
+            next_episodes = await sampling if sampling is not None else []
             waited = now()
             await self._send_weights(step)
-            self._close(step, episodes, [begun, begun + waited - trained, waited, now()], self.layout.episodes)
-            episodes = following
+            self._record_step(step, episodes, [begin, begin + waited - trained, waited, now()], self.layout.episodes)
+            episodes = next_episodes
         return self.steps
 
     async def asynchronous(self) -> list[SimStep]:
@@ -216,7 +216,7 @@ class _Simulation:
                 queue.published(step)
             marks.append(now())
             queue.pop_ended()
-            done, passes = self._close(step, episodes, marks, queue.in_flight)
+            done, passes = self._record_step(step, episodes, marks, queue.in_flight)
             if not layout.in_flight:
                 load = EngineLoad(
                     learner_idle=done.learner_idle,
@@ -231,7 +231,7 @@ class _Simulation:
         return self.steps
 
     def _throttled(self, queue: GroupQueue) -> AbstractContextManager[None]:
-        """Throttle the engine while the learner works, if it is a single one in the learner's process."""
+        """Throttle the engine while the learner works, if it is the only engine and shares the learner's process."""
         if self.layout.engines > 1 or self.costs.transfer_s:
             return nullcontext()
         return queue.throttled(self.learner.overlap.throttle)
@@ -249,13 +249,13 @@ class _Simulation:
 
     async def _train(self, episodes: Sequence[Episode]) -> None:
         tokens = sum(num_sampled(episode.trajectory) for episode in episodes)
-        whole = tokens + self.costs.episode.context * len(episodes)
-        await self.learner.work(self.costs.learner.seconds(whole, self.layout.learners))
+        total = tokens + self.costs.episode.context * len(episodes)
+        await self.learner.work(self.costs.learner.seconds(total, self.layout.learners))
 
-    def _close(
+    def _record_step(
         self, step: int, episodes: Sequence[Episode], marks: Sequence[float], in_flight: int
     ) -> tuple[SimStep, PassTimes | None]:
-        """Record a step from the times at which its phases began and ended; return it and the engines' pass times."""
+        """Record a step, given the start and end times of its phases; return it and the engines' pass times."""
         for episode in episodes:
             self.ledger.finish(episode.key, RolloutOutcome.TRAINED, "trained")
         self.ledger.close(step, trained=len(episodes))

@@ -12,15 +12,15 @@ from ludus.engines.embedded.engine import Piece
 from ludus.gateway.protocol.responses import EncodedJson, JsonBody
 from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 
-_TORN = "\ufffd"
-"""Decoding of an incomplete multi-byte character."""
-_MAY_CALL = "<[{`"
+_REPLACEMENT = "\ufffd"
+"""Character that an incomplete multi-byte character decodes to."""
+_CALL_STARTS = "<[{`"
 """First characters of tool calls and thinking in all formats."""
 
 
 @dataclass(frozen=True)
 class TextRules:
-    """Text options. `keep_stop` keeps the stop string; `skip_special` drops control tokens."""
+    """Text options. `keep_stop` includes the stop string; `skip_special` drops control tokens."""
 
     tokenizer: Tokenizer
     stops: tuple[str, ...] = ()
@@ -28,18 +28,18 @@ class TextRules:
     skip_special: bool = True
 
     def text(self, tokens: Sequence[int], finish: FinishReason | None) -> str:
-        """Return an action's text; if it continues (`finish` None), without its unsettled end."""
+        """Return the text of tokens. If `finish` is None, omit an end that later tokens may change."""
         return self.cut(self.decoded(tokens), finish)
 
     def decoded(self, tokens: Sequence[int]) -> str:
-        """Decode the tokens, with control tokens if they are kept."""
+        """Decode the tokens, without control tokens if `skip_special` is set."""
         return decode_exactly(self.tokenizer, tokens, skip_special=self.skip_special)
 
     def cut(self, text: str, finish: FinishReason | None) -> str:
-        """Cut a text at its stop string or, if it continues, at a possible beginning of one."""
+        """Cut a text at its stop string or, if `finish` is None, at the possible beginning of a stop string."""
         if finish is None:
-            text = text.rstrip(_TORN)
-            return text[: len(text) - self._open_stop(text)]
+            text = text.rstrip(_REPLACEMENT)
+            return text[: len(text) - self._partial_stop_length(text)]
         found = self.stop_in(text) if finish == "stop" else None
         return text if found is None or self.keep_stop else text[: text.find(found)]
 
@@ -57,8 +57,8 @@ class TextRules:
             return None if last in ends else last
         return self.stop_in(decode_exactly(self.tokenizer, completion.tokens))
 
-    def _open_stop(self, text: str) -> int:
-        """Return the length of the text's end that may be the beginning of a stop string."""
+    def _partial_stop_length(self, text: str) -> int:
+        """Return the length of the longest end of the text that is the beginning of a stop string."""
         longest = max((len(stop) for stop in self.stops), default=0)
         ends = (n for n in range(min(longest, len(text)), 0, -1))
         return next((n for n in ends if any(stop.startswith(text[-n:]) for stop in self.stops)), 0)
@@ -68,8 +68,8 @@ class TextRules:
 class GrowingText:
     """Streamed text of one choice. `plain_only` holds back text that may begin a tool call.
 
-    New tokens are decoded together with the previous addition's, so the cost is linear in the number of
-    tokens. The last addition decodes all tokens, as a complete response does.
+    New tokens are decoded together with those of the previous call, so the cost is linear in the number of
+    tokens. The last call decodes all tokens, so that the text equals that of a complete response.
     """
 
     rules: TextRules
@@ -83,28 +83,28 @@ class GrowingText:
     def add(self, tokens: Sequence[int], finish: FinishReason | None) -> str:
         """Add tokens and return the new text."""
         self.tokens += tokens
-        text = self.rules.text(self.tokens, finish) if finish else self.rules.cut(self._grown(), None)
+        text = self.rules.text(self.tokens, finish) if finish else self.rules.cut(self._decode_incrementally(), None)
         if self.plain_only:
             text = text.lstrip()
-            cut = min((at for mark in _MAY_CALL if (at := text.find(mark)) >= 0), default=len(text))
+            cut = min((at for mark in _CALL_STARTS if (at := text.find(mark)) >= 0), default=len(text))
             text = text[:cut].rstrip()
         if len(text) <= len(self.shown) or not text.startswith(self.shown):
             return ""
         new, self.shown = text[len(self.shown) :], text
         return new
 
-    def _grown(self) -> str:
+    def _decode_incrementally(self) -> str:
         """Return the text of all tokens so far."""
         before = self.rules.decoded(self.tokens[self.start : self.read])
         text = self.settled + self.rules.decoded(self.tokens[self.start :])[len(before) :]
-        if not text.endswith(_TORN):
+        if not text.endswith(_REPLACEMENT):
             self.settled, self.start, self.read = text, self.read, len(self.tokens)
         return text
 
 
 @dataclass
 class TokenNames:
-    """Token names: the token's text or, with `as_ids`, `token_id:N` as in vLLM."""
+    """Names of tokens in responses: their text or, with `as_ids`, `token_id:N` as in vLLM."""
 
     tokenizer: Tokenizer
     as_ids: bool = False
@@ -113,29 +113,29 @@ class TokenNames:
 
     def text(self, token: int) -> str:
         """Return the token's text."""
-        known = self._texts.get(token)
-        if known is None:
-            known = self._texts[token] = decode_exactly(self.tokenizer, [token])
-        return known
+        cached = self._texts.get(token)
+        if cached is None:
+            cached = self._texts[token] = decode_exactly(self.tokenizer, [token])
+        return cached
 
     def name(self, token: int) -> str:
         return f"token_id:{token}" if self.as_ids else self.text(token)
 
     def entry(self, token: int, logprob: float) -> str:
         """Return JSON with the token's name, log-probability and bytes, without the closing brace."""
-        known = self._json.get(token)
-        if known is None:
+        cached = self._json.get(token)
+        if cached is None:
             values = ",".join(map(str, self.text(token).encode()))
-            known = f'{{"token":{json.dumps(self.name(token))},"logprob":', f',"bytes":[{values}]'
-            self._json[token] = known
-        return f"{known[0]}{logprob!r}{known[1]}"
+            cached = f'{{"token":{json.dumps(self.name(token))},"logprob":', f',"bytes":[{values}]'
+            self._json[token] = cached
+        return f"{cached[0]}{logprob!r}{cached[1]}"
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Tokens with log-probabilities; None for the first token of a prompt.
+    """Tokens with log-probabilities, None for the first token of a prompt.
 
-    `top` holds the top tokens per position, or is empty if not requested.
+    `top` contains the top tokens per position; it is empty if they are not requested.
     """
 
     tokens: Sequence[int] = ()
@@ -153,11 +153,11 @@ class Scored:
         return list(zip(self.tokens, self.logprobs, self._tops, strict=True))
 
     def cut(self, num_top: int) -> Scored:
-        """Return the same with fewer top tokens."""
+        """Return a copy with at most `num_top` top tokens per position."""
         return replace(self, top=[row[:num_top] for row in self.top])
 
     def then(self, other: Scored) -> Scored:
-        """Concatenate with other tokens."""
+        """Return the concatenation with other tokens."""
         return Scored([*self.tokens, *other.tokens], [*self.logprobs, *other.logprobs], [*self._tops, *other._tops])
 
     @property
@@ -166,9 +166,9 @@ class Scored:
 
 
 def text_logprobs(names: TokenNames, scored: Scored, offset: int) -> JsonBody:
-    """Return the completions format. The token itself is always among its top tokens.
+    """Return log-probabilities in the completions format. The top tokens always include the token itself.
 
-    If two tokens have the same text, the more likely one is kept.
+    If two tokens have the same text, only the more likely one is included.
     """
     lengths = [len(names.text(token)) for token in scored.tokens]
     top: list[dict[str, float] | None] = []
@@ -186,7 +186,7 @@ def text_logprobs(names: TokenNames, scored: Scored, offset: int) -> JsonBody:
 
 
 def chat_logprobs(names: TokenNames, scored: Scored) -> EncodedJson:
-    """Return the chat format: the most likely tokens, which may not include the sampled one.
+    """Return log-probabilities in the chat format. The top tokens may not include the sampled token.
 
     `{"content": [{"token", "logprob", "bytes", "top_logprobs": [{"token", "logprob", "bytes"}, ...]}, ...]}`
     """
@@ -199,7 +199,7 @@ def chat_logprobs(names: TokenNames, scored: Scored) -> EncodedJson:
 
 
 def prompt_logprobs(names: TokenNames, scored: Scored) -> list[dict[int, JsonBody] | None]:
-    """Return vLLM's prompt format: the token itself, then its top tokens by `rank`. None for the first token."""
+    """Return vLLM's prompt format: each token, then its top tokens by `rank`. The first entry is None."""
     found: list[dict[int, JsonBody] | None] = []
     for token, logprob, likeliest in scored.rows:
         if logprob is None:

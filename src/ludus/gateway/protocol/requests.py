@@ -1,7 +1,7 @@
-"""Request bodies of completions and chat completions, validated.
+"""Validated request bodies of completions and chat completions.
 
-An unsupported field that would change the result is rejected unless it has its neutral value, and so is an
-unknown field. Fields that only label a request are ignored.
+Unknown fields are rejected, and so are unsupported fields that change the result, unless they have their
+neutral value. Fields that only label a request are ignored.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 """Unsupported fields and their neutral values; null is always neutral."""
 
 _LABELS = frozenset({"user", "metadata", "store", "service_tier", "priority", "session_id", "cache_salt"})
-_NUM_CHOICES, _NUM_STOPS, _NUM_STOP_IDS, _LONGEST_GUIDE = 128, 64, 1024, 2**16
+_NUM_CHOICES, _NUM_STOPS, _NUM_STOP_IDS, _MAX_GUIDE_CHARS = 128, 64, 1024, 2**16
 
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
 StopText = Annotated[str, Field(max_length=1000)]
@@ -44,7 +44,7 @@ RequestBody = TypeVar("RequestBody", bound=BaseModel)
 
 
 class BadRequest(ValueError):
-    """The request is invalid or unsupported. `status` is the HTTP status, `code` a reason for programs."""
+    """Raised if a request is invalid or unsupported. `code` is a machine-readable reason."""
 
     def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ class StreamOptions(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """One of a JSON schema, a regular expression and a Lark grammar, as in vLLM."""
+    """A JSON schema, a regular expression or a Lark grammar, as in vLLM."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -79,7 +79,7 @@ class StructuredOutputs(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """`text`, any JSON object, or one that matches `json_schema.schema`."""
+    """Format of a chat response: text, any JSON object, or an object that matches `json_schema.schema`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: dict[str, JsonValue] | None = None
@@ -92,7 +92,7 @@ def _check_num_top(num: int) -> int:
 
 
 def _within(name: str, *, also: int | None = None) -> AfterValidator:
-    """Return a validator for the engines' bound of that name; `also` is one more valid value."""
+    """Return a validator for the bound `name` of the engines; `also` is an additional valid value."""
     bound = PARAM_BOUNDS[name]
 
     def check(value: float) -> float:
@@ -108,7 +108,7 @@ NumTop = Annotated[int, Field(ge=0), AfterValidator(_check_num_top)]
 
 
 class Sampling(BaseModel):
-    """Fields common to both kinds of request. `seed` None chooses one at random."""
+    """Fields of both kinds of request. If `seed` is None, it is drawn at random."""
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
 
@@ -144,19 +144,19 @@ class Sampling(BaseModel):
 
     @property
     def guide(self) -> Guide | None:
-        """The constraint on the action. Raises BadRequest if it is ambiguous or incomplete."""
-        asked, form = self.structured_outputs, self.response_format
-        guides = [] if asked is None else asked.guides()
+        """Constraint on the sampled text. Raises BadRequest if it is ambiguous or incomplete."""
+        structured, form = self.structured_outputs, self.response_format
+        guides = [] if structured is None else structured.guides()
         if form is not None and form.type == "json_object":
             guides.append(Guide("json_schema", '{"type": "object"}'))
         elif form is not None and form.type == "json_schema":
             if form.json_schema is None or "schema" not in form.json_schema:
                 raise BadRequest("response_format needs json_schema.schema.")
             guides.append(Guide("json_schema", json.dumps(form.json_schema["schema"])))
-        if len(guides) > 1 or (asked is not None and not guides):
+        if len(guides) > 1 or (structured is not None and not guides):
             raise BadRequest("structured_outputs accepts one of json, regex, grammar, without response_format.")
-        if guides and len(guides[0].text) > _LONGEST_GUIDE:
-            raise BadRequest(f"The guide has {len(guides[0].text)} characters; the maximum is {_LONGEST_GUIDE}.")
+        if guides and len(guides[0].text) > _MAX_GUIDE_CHARS:
+            raise BadRequest(f"The guide has {len(guides[0].text)} characters; the maximum is {_MAX_GUIDE_CHARS}.")
         return guides[0] if guides else None
 
     @property
@@ -165,7 +165,7 @@ class Sampling(BaseModel):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def params(self, max_new_tokens: int, end_ids: tuple[int, ...], num_top: int) -> SamplingParams:
-        """Return the first choice's parameters; `end_ids` end the text unless `ignore_eos` is set."""
+        """Return the sampling parameters of the first choice; `end_ids` are stop tokens unless `ignore_eos` is set."""
         ends = () if self.ignore_eos else end_ids
         return SamplingParams(
             temperature=1.0 if self.temperature is None else self.temperature,
@@ -205,18 +205,18 @@ class CompletionRequest(Sampling):
     def num_prompt_top(self) -> int | None:
         """Number of top log-probabilities per prompt token; None if the prompt is not scored."""
         echoed = self.logprobs if self.echo else None
-        given = [num for num in (self.prompt_logprobs, echoed) if num is not None]
-        return max(given, default=None)
+        counts = [num for num in (self.prompt_logprobs, echoed) if num is not None]
+        return max(counts, default=None)
 
     @property
     def prompts(self) -> list[str | TokenIds]:
         """The prompts as a list."""
-        given = self.prompt
-        if isinstance(given, str):
-            return [given]
-        texts: list[str | TokenIds] = [item for item in given if isinstance(item, str)]
-        lists: list[str | TokenIds] = [item for item in given if isinstance(item, list)]
-        return texts or lists or [[item for item in given if isinstance(item, int)]]
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        texts: list[str | TokenIds] = [item for item in prompt if isinstance(item, str)]
+        lists: list[str | TokenIds] = [item for item in prompt if isinstance(item, list)]
+        return texts or lists or [[item for item in prompt if isinstance(item, int)]]
 
 
 class _Function(BaseModel):
@@ -278,8 +278,8 @@ class ChatTool(BaseModel):
     @property
     def schema_(self) -> ToolSchema:
         """The tool in the format of chat templates."""
-        given = self.function
-        function = FunctionSchema(name=given.name, description=given.description, parameters=dict(given.parameters))
+        tool = self.function
+        function = FunctionSchema(name=tool.name, description=tool.description, parameters=dict(tool.parameters))
         return ToolSchema(type="function", function=function)
 
 
@@ -308,20 +308,18 @@ def read_body(kind: type[RequestBody], body: bytes) -> RequestBody:
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
         first = min(found, key=lambda e: len(e["loc"]))
-        where = ".".join(str(part) for part in first["loc"] if part != "")[:200]
-        words = first["msg"].removeprefix("Value error, ")
-        raise BadRequest(f"{where}: {words}." if where else f"{words}.") from None
+        field_path = ".".join(str(part) for part in first["loc"] if part != "")[:200]
+        message = first["msg"].removeprefix("Value error, ")
+        raise BadRequest(f"{field_path}: {message}." if field_path else f"{message}.") from None
 
 
 def _message_call(call: _Call) -> MessageToolCall:
     try:
-        fine = isinstance(json.loads(call.function.arguments), dict)
+        is_object = isinstance(json.loads(call.function.arguments), dict)
     except (ValueError, RecursionError):
-        fine = False
-    if not fine:
-        raise BadRequest(
-            f"The arguments of tool call {call.id[:80]!r} are not a JSON object of allowed depth and digits."
-        )
+        is_object = False
+    if not is_object:
+        raise BadRequest(f"The arguments of tool call {call.id[:80]!r} cannot be parsed as a JSON object.")
     return {
         "id": call.id,
         "type": "function",

@@ -1,8 +1,8 @@
 """Response bodies and streamed chunks as JSON, in the formats of OpenAI and vLLM.
 
-Not the types of the package `openai`: it would be a new dependency (30 MB, 0.3 s to import), they lack vLLM's fields
-(`token_ids`, `prompt_logprobs`, `weight_versions`, ...), and they cannot hold log-probabilities that are already
-encoded.
+The types of the package `openai` are not used: they lack vLLM's fields (`token_ids`, `prompt_logprobs`,
+`weight_versions`, ...), do not support log-probabilities that are already encoded, and would be a new dependency
+(30 MB, 0.3 s to import).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ JsonBody = dict[str, object]
 
 @dataclass(frozen=True)
 class EncodedJson:
-    """A value already encoded as JSON, to avoid creating an object per part."""
+    """Value that is already encoded as JSON, to avoid creating an object for each part."""
 
     text: bytes
 
@@ -26,7 +26,7 @@ class EncodedJson:
 def response_body(
     kind: str, name: str, model: str, choices: list[JsonBody], usage: tuple[int, int] | None = None
 ) -> JsonBody:
-    """Return a response or chunk; `usage` counts the tokens of prompts, each once, and of all choices."""
+    """Return a response or chunk; `usage` is the number of prompt tokens and of tokens of all choices."""
     tokens: JsonBody | None = None
     if usage is not None:
         tokens = {"prompt_tokens": usage[0], "completion_tokens": usage[1], "total_tokens": sum(usage)}
@@ -50,7 +50,7 @@ def error_body(message: str, status: int, code: str | None = None) -> JsonBody:
 
 
 def json_bytes(body: JsonBody) -> bytes:
-    """Serialize a body to JSON, lists item by item. Unpaired surrogates are escaped, not rejected."""
+    """Serialize a body to JSON; `EncodedJson` values are copied. Unpaired surrogates are escaped, not rejected."""
     return b"{" + b",".join(_json(name) + b":" + _value(value) for name, value in body.items()) + b"}"
 
 
