@@ -145,7 +145,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class FileChange:
-    """Changes to individual files of a session; all other files, links and folders stay.
+    """Changes to individual files of a session; all other files, links and folders are unchanged.
 
     `write` maps paths to contents, `executable` sets or clears the executable flag of written or existing files;
     `remove` is applied last. An overwritten file keeps its mode.
@@ -159,7 +159,7 @@ class FileChange:
 class SandboxSession(ABC):
     """A persistent interpreter with its files. One call at a time; not safe to share between tasks.
 
-    A call that exceeds its limits ends the interpreter: variables are lost, files stay, and the next call starts a new
+    A call that exceeds its limits ends the interpreter. Variables are lost, files remain; the next call starts a new
     interpreter. Methods raise UserError for invalid input and WorldError if the sandbox failed or is closed.
     """
 
@@ -185,7 +185,7 @@ class SandboxSession(ABC):
 
     @abstractmethod
     async def restore(self, snapshot: Snapshot) -> None:
-        """Replace the files by those of the snapshot. Variables and processes stay."""
+        """Replace the files with those of the snapshot. Variables and processes are unaffected."""
 
     @abstractmethod
     async def reset(self) -> None:
@@ -208,7 +208,7 @@ class RunRequest:
 
     @property
     def source_bytes(self) -> bytes:
-        """The source in UTF-8, surrogates included; empty for a command."""
+        """The source encoded as UTF-8, including surrogates; empty for a command."""
         return (self.source or "").encode("utf-8", "surrogatepass")
 
 
@@ -283,7 +283,7 @@ def make_request(
 
 
 def validate_files(files: Mapping[str, bytes]) -> Mapping[str, bytes]:
-    """Return the files if all paths are relative and inside the folder. Raises UserError."""
+    """Validate that all paths are relative and inside the folder; return the files. Raises UserError."""
     for path in files:
         parts = PurePosixPath(path).parts
         invalid = not parts or path.startswith("/") or ".." in parts or "\0" in path or len(path) > MAX_PATH_CHARS

@@ -74,13 +74,13 @@ class Container(SupervisorHost):
         """Do nothing: containers are started on demand."""
 
     async def survives(self) -> bool:
-        """Return whether process 1 ended, as opposed to a failure of the engine."""
+        """Return whether process 1 exited, as opposed to a failure of the engine."""
         assert self._client is not None
         code = await wait_exit(self._client, GRACE_S)
         return code is None or (code >= 0 and code != _ENGINE_FAILED)
 
     async def kill(self) -> None:
-        """Close the connection, which ends the supervisor and the container; remove a container that does not end."""
+        """Close the connection, so that supervisor and container exit; remove the container if it does not."""
         client, errors = self._client, self._errors
         if client is None or errors is None or self._sock is None:
             return

@@ -1,9 +1,9 @@
-"""Run programs against tests in a sandbox, and compare the results on the host.
+"""Grading of programs: tests run in a sandbox, and results are compared on the host.
 
-The sandbox receives a program and the arguments of a test and returns results as data. It never holds the expected
+The sandbox receives a program and the arguments of a test and returns results as data. It never has the expected
 value, so a program that exits early, patches builtins, overloads `==`, prints the protocol or searches for the
 tests gains nothing: it has to return the correct values. Tests that are code (asserts) run in a separate sandbox,
-which holds the program's results as data and not the program.
+which has the program's results as data but not the program.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class CodeVerdict:
 
 @dataclass
 class Grading:
-    """Verdicts on a program, and the time and memory of its runs. `broken` is the reason why it does not load."""
+    """Verdicts on a program, and the time and memory of its runs. `broken` is the reason why it fails to load."""
 
     verdicts: list[CodeVerdict] = field(default_factory=list)
     broken: str = ""
@@ -173,7 +173,7 @@ class CodeGrader:
             verdicts.append(CodeVerdict(case, passed, "" if passed else _printed(outcome, error, self.limits)))
 
     async def _checks(self, program: str, truth: CodeTruth, cases: Sequence[TestCase], grading: Grading) -> None:
-        """Run the asserts, run the program for the results that they lack, and repeat until all are known."""
+        """Alternate between asserts and program until every result that the asserts need is available."""
         tests = {case.name: _with_open_asserts(str(case.given)) for case in cases}
         known: dict[str, list[Record]] = {name: [] for name in tests}
         found: dict[str, Record] = {}
@@ -237,7 +237,7 @@ def _printed(outcome: Outcome, error: str, limits: Limits) -> str:
 
 
 def shorten(text: str, longest: int = _MAX_SHOWN) -> str:
-    """Return a text, cut if it is longer."""
+    """Truncate a text."""
     return text if len(text) <= longest else f"{text[:longest]}..."
 
 
@@ -257,12 +257,12 @@ def _guest_code() -> str:
 
 @cache
 def _with_open_asserts(code: str) -> str:
-    """Return the code of tests with asserts that do not fail while a result is missing."""
+    """Rewrite the code of tests so that asserts do not fail while a result is missing."""
     return ast.unparse(ast.fix_missing_locations(_OpenAsserts().visit(ast.parse(code))))
 
 
 class _OpenAsserts(ast.NodeTransformer):
-    """Wraps each assert in a `try` that ignores exceptions if a result was missing."""
+    """AST transformer that wraps each assert in a `try`, which ignores exceptions if a result was missing."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         is_closed = ast.UnaryOp(ast.Not(), ast.Call(ast.Name("_open_", ast.Load()), [], []))

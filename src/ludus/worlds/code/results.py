@@ -1,4 +1,4 @@
-"""Compare the results of a program with the expected values, on the host, in linear time except for sorting.
+"""Comparison of a program's results with expected values on the host, in linear time except for sorting.
 
 Results are read from the JSON of `guest_runner.encode`. No set or dictionary of their elements is built, because a
 program can choose integers that collide in Python's hash and take quadratic time. Elements of sets and keys of
@@ -46,7 +46,7 @@ def same_value(value: object, due: object, loose: bool = False) -> bool:
     """
     try:
         wanted = read_value(guest_runner.encode(due))
-    except ValueError:  # no result can equal such a value
+    except ValueError:  # such a value equals no result
         return False
     if _equal(value, wanted):
         return True

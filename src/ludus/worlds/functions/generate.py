@@ -58,7 +58,7 @@ class _Draft:
         return Truth(calls, self.right, gold, scene, ask, self.answer, shape, self.form)
 
     def _gold(self, scene: Scene) -> tuple[GoldCall, ...]:
-        """Run the plan on the initial state, and return its calls in the terms of the task."""
+        """Run the plan on the initial state, and return its calls with the signatures of the task."""
         state, results, found = scene.state(), list[Row](), list[GoldCall]()
         for step in self.plan:
             given = {**step.values, **{name: results[place][key] for name, (place, key) in step.links.items()}}
@@ -74,7 +74,7 @@ class _Draft:
 
 @dataclass(frozen=True, slots=True)
 class TaskSampler:
-    """Generates the tasks of one split at one level from `rng`; no signature is changed unless `changes`."""
+    """Generates the tasks of one split at one level from `rng`; signatures are changed only with `changes`."""
 
     rng: random.Random
     split: str
@@ -86,7 +86,7 @@ class TaskSampler:
         rng, level = self.rng, request_specs().levels[str(self.level)]
         family = rng.choices(list(level.families), list(level.families.values()))[0]
         if family == "answer" and self.split == "composition":
-            family = "single"  # questions have no held-out part
+            family = "single"  # questions have no held-out functions
         draft = self._draft(family, level.calls)
         is_changed = rng.random() < level.changed and self.changes
         known = tuple(

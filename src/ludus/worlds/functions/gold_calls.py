@@ -1,6 +1,6 @@
 """The truth of a task, and the comparison of episodes with it.
 
-Calls that fit no offered function are ignored if calls are right, and are failures if no call is right.
+Calls that fit no offered function are ignored if the truth has calls, and failures if no call is right.
 Values are compared by type: texts without case and extra blanks, numbers by value, lists in order; a text
 never equals a number.
 """
@@ -37,8 +37,8 @@ Right = Literal["call", "any_call", "ask", "answer", "decline"]
 class GoldCall:
     """A required call.
 
-    `accepted` are the right values of each argument, `optional` the arguments that may be left out.
-    `after` are the places of the gold calls whose results it takes, which must come earlier.
+    `accepted` are the right values of each argument, `optional` the arguments that may be omitted.
+    `after` are the indices of earlier gold calls whose results it takes.
     """
 
     name: str
@@ -57,7 +57,7 @@ class GoldCall:
         return self.with_values(0)
 
     def fits(self, made: ExpectedCall) -> bool:
-        """Return whether a call is this one."""
+        """Return whether a call equals this one."""
         if made.name != self.name or not made.arguments.keys() <= self.accepted.keys():
             return False
         missing = self.accepted.keys() - made.arguments.keys()
@@ -84,7 +84,7 @@ class Truth(ExpectedCalls):
     def accepts_text(self, answer: str) -> bool:
         """Return whether an answer without calls is right: it asks, answers, or refuses.
 
-        If only the descriptions of the functions are known, any words are right unless they claim a call.
+        If only descriptions of functions are available, any text is right unless it claims a call.
         """
         if self.ask is not None:
             return asks_for(answer, self.ask)
@@ -123,7 +123,7 @@ def executed_calls(trajectory: Trajectory) -> list[ExpectedCall]:
 
 
 def calls_agree(gold: Sequence[GoldCall], made: Sequence[ExpectedCall]) -> bool:
-    """Return whether the calls are the gold ones, each once, none before those whose results it takes."""
+    """Return whether the calls are the gold calls, each once and after those whose results it takes."""
     return len(made) == len(gold) and _assign(gold, made, frozenset())
 
 
@@ -176,9 +176,9 @@ def gold_calls_made(task: Task, trajectory: Trajectory) -> Progress:
 
 
 def function_rewards(well_formed_weight: float) -> tuple[Reward, ...]:
-    """Return the outcome, all or nothing, and a smaller reward for form.
+    """Return the outcome reward (0 or 1) and a smaller format reward.
 
-    Form is an episode without failed calls that is solved or has made one of the gold calls.
+    The format reward is 1 for an episode without failed calls that is solved or made one of the gold calls.
     """
     return (
         Reward("solved", solved, weight=1.0, outcome=True),

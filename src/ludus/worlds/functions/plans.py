@@ -44,7 +44,7 @@ class RequestSpecs:
 
 @cache
 def request_specs() -> RequestSpecs:
-    """Return how requests are drawn and worded."""
+    """Return the tables of `data/requests.toml`."""
     tables = tomllib.loads(data_text("requests.toml"))
     tables["levels"] = {level: LevelSpec(**row) for level, row in tables["levels"].items()}
     return RequestSpecs(**tables)
@@ -112,7 +112,7 @@ def pairs_for(split: str) -> tuple[tuple[Function, Function], ...]:
 def fans_for(split: str) -> tuple[tuple[Function, Function, Function], ...]:
     """Return the triples of which the third takes a result of the first and another kind of the second.
 
-    For `composition` one of these two pairs is held out, for every other split neither.
+    For `composition` one of these two pairs is held out, for other splits neither.
     """
     ordered = sorted(_pairs(), key=lambda pair: (pair[0].name, pair[1].name))
     return tuple(
@@ -178,7 +178,7 @@ class PlanSampler:
         return tuple(map(self._step, functions, [_NO_LINKS, *links]))
 
     def _step(self, function: Function, links: Links = _NO_LINKS) -> PlanStep:
-        """Return the function with values of the split; a parameter with a default has one two times in five."""
+        """Return the function with values of the split; a parameter with a default has one with probability 0.4."""
         values: dict[str, JSON] = {}
         for param in function.params:
             if param.name not in links and (param.is_required or self.rng.random() < 0.4):

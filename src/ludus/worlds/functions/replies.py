@@ -160,7 +160,7 @@ def _is_hidden(char: str) -> bool:
 
 
 def _of_one_kind(words: frozenset[str], takes: frozenset[str]) -> bool:
-    """Return whether all asking words ask for one kind, which the function takes if one word alone asks for it."""
+    """Return whether all asking words refer to one kind; if only one word does, the function must take that kind."""
     kinds = {word: _asking_words()[word] for word in words & _asking_words().keys()}
     alone = {phrase for kind in vocabulary().kinds.values() for phrase in kind.asks} | {"place"}
     taken = all(kinds[word] & takes for word in kinds.keys() & alone)

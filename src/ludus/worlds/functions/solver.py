@@ -1,7 +1,7 @@
 """Reference solutions of tasks, with optional flaws in known proportions, and right alternatives to them.
 
-The flaws are systematic, since noise averages out in training: half of a request is done, a missing value is
-invented, or a function is called although none fits. A first call in the wrong terms is corrected.
+The flaws are systematic, since noise averages out in training: a request is half completed, a missing value is
+invented, or a function is called although none fits. A first call with a wrong signature is corrected.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def play(task: Task, flaws: CallFlaws, rng: random.Random) -> Attempt:
 
 
 def turns_of(gold: Sequence[GoldCall]) -> list[list[GoldCall]]:
-    """Return the gold calls in turns, each call as early as the results that it takes allow."""
+    """Group the gold calls in turns, each call in the first turn after the results that it needs."""
     depth: list[int] = []
     for call in gold:
         depth.append(1 + max((depth[place] for place in call.after), default=-1))
@@ -155,7 +155,7 @@ def _right_words(truth: Truth) -> Sequence[str]:
 
 
 def _unmended(truth: Truth, gold: GoldCall) -> ExpectedCall | None:
-    """Return the call with the catalogue's names if they were changed, else without its last argument."""
+    """Return a call with the catalogue's names if the signature was changed, else without its last argument."""
     call = gold.expected
     if not truth.scene.functions:
         return None

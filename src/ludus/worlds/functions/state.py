@@ -108,7 +108,7 @@ class DomainState:
         return choices[self.number(0, len(choices) - 1, *parts)]
 
     def issue(self, kind: str, *parts: JSON) -> str:
-        """Return the identifier for these parts, which is known from now on."""
+        """Return the identifier for these parts and add it to `known`."""
         made = vocabulary().kinds[kind].identifier(self.number(1000, 9999, kind, *_flat(parts)))
         self._rows[kind].setdefault(made, {})
         return made

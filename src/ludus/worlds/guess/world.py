@@ -33,7 +33,7 @@ class GuessSettings(BaseModel):
     sizes: tuple[int, ...] = (11, 13, 15)
     """Sizes of the ranges of the tasks."""
     composition_size: int = Field(19, ge=3)
-    """Size of the ranges of the split `composition`, which no training task and no demonstration has."""
+    """Size of the ranges of the split `composition`; no training task or demonstration has this size."""
     largest: int = Field(24, ge=7)
     """Largest number."""
     num_tasks: int = Field(1200, ge=10)
@@ -86,7 +86,7 @@ class GuessEnv(Environment):
         return StepResult((Message(role="user", content=word),), reward=earned)
 
     def state_key(self) -> str:
-        """Return the remaining range; `gigpo` compares turns with the same one."""
+        """Return the remaining range; `gigpo` groups turns by it."""
         return f"{self._low}-{self._high}"
 
 

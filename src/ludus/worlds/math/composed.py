@@ -1,4 +1,4 @@
-"""Composed problems: stories of several events, and links, which combine numbers of several topics."""
+"""Composed problems: word problems of several events, and links, which combine numbers of several topics."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def tell(d: Draft) -> tuple[str, Pairs]:
 
 
 def _divisor(d: Draft, event: KindTable, mark: str, told: list[str], who: str) -> tuple[int, str]:
-    """Return a divisor of the number, which an event before grows if it has none of those of the event."""
+    """Return a divisor that the event allows; if the number has none, an event before it increases the number."""
     divisors, value = event.get("divide_by", [1]), d.value(mark)
     fitting = [n for n in divisors if value % n == 0]
     if divisors == [1]:

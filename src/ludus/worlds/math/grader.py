@@ -1,4 +1,4 @@
-"""Grading: numbers, expressions, records with a type, and problems of reasoning-gym, which grades them itself."""
+"""Grading of numbers, expressions, typed records, and problems of reasoning-gym, which has its own graders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _FULL = 0.99
 
 
 class Dataset(Protocol):
-    """Interface of a generator of the package."""
+    """Interface of a reasoning-gym generator."""
 
     def __getitem__(self, index: int) -> dict[str, object]: ...
 
@@ -94,9 +94,9 @@ def solved(task: Task, trajectory: Trajectory) -> float:
 
 
 def math_rewards(well_formed_weight: float) -> tuple[Reward, ...]:
-    """Return the outcome and a small reward for form.
+    """Return the outcome reward and a small format reward.
 
-    Form is an episode without a failed call whose answer is right or part of the output of a call.
+    The format reward is 1 for an episode without a failed call whose answer is right or part of a call's output.
     """
     return (
         Reward("solved", solved, outcome=True),
@@ -105,7 +105,7 @@ def math_rewards(well_formed_weight: float) -> tuple[Reward, ...]:
 
 
 def opening(question: str, truth: object = None) -> tuple[Message, ...]:
-    """Return the system message, which depends on the form of the answer, and the question."""
+    """Return the system message, which depends on the type of the answer, and the question."""
     match truth:
         case Choice():
             system = "Answer the question. End with the letter of the right option alone."

@@ -1,4 +1,4 @@
-"""Demonstrations: one call per step and then the answer, or a guess; and steps as Python programs."""
+"""Demonstrations (one call per step and then the answer, or a guess), and steps as Python programs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def as_program(expression: str) -> str:
 
 
 class _Exact(ast.NodeTransformer):
-    """Replaces divisions by fractions and `sqrt` by `isqrt`."""
+    """AST transformer that replaces divisions with fractions and `sqrt` with `isqrt`."""
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         self.generic_visit(node)

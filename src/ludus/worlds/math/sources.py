@@ -1,4 +1,4 @@
-"""Problems of a user's file, and of the package reasoning-gym (the extra `gym`), which also grades the answers.
+"""Problems of a user's file, and of the package reasoning-gym (extra `gym`), which also grades the answers.
 
 A file has JSON lines with a question and an answer. Some generators of reasoning-gym store no answer, reject their
 own answer, raise, or accept any text. Each generator is therefore tested before use.

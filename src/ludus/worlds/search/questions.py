@@ -1,4 +1,4 @@
-"""Questions of one to three hops, composed by program, with gold answers and splits by head entity.
+"""Generated questions of one to three hops, with gold answers and splits by head entity.
 
 A *chain* starts at a head entity (named in the question) and follows relations. Heads are split by a hash of
 their name, so that a head of one split never occurs as a head in another. The chain in `HELD_OUT` occurs in no

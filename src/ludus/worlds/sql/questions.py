@@ -1,6 +1,6 @@
-"""Databases and questions: a selection from the data files that `python -m generators.sql` writes.
+"""Databases and questions, selected from the data files that `python -m generators.sql` writes.
 
-A database has two names for each table and column: the one in its file, and the plain one that questions use.
+Each table and column has two names: the one in the database file, and the plain one that questions use.
 The *shape* of a query is the query without identifiers, texts and numbers.
 """
 
@@ -38,7 +38,7 @@ Table = tuple[tuple[Cell, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class QuestionFile:
-    """The settings for which a file of questions was drawn."""
+    """Settings with which a file of questions was generated."""
 
     levels: tuple[int, ...] = LEVELS
     domains: tuple[str, ...] = DOMAINS
@@ -90,7 +90,7 @@ class DatabasePair:
 
 @dataclass(frozen=True)
 class SqlQuestion:
-    """A question on a database, with its gold query and the rows of that on both databases."""
+    """A question on a database, with its gold query and the query's rows on both databases."""
 
     pair: DatabasePair
     data: QuestionData
@@ -163,7 +163,7 @@ def pairs(domains: Sequence[str], databases: int, plain: bool) -> Mapping[str, D
 def questions(settings: SqlSettings) -> Mapping[str, Sequence[SqlQuestion]]:
     """Return the questions of each split, fewer than `settings.tasks` if the file has no more.
 
-    Levels take turns. The order of a split is that of hashes, so that its first questions are as hard as its last.
+    Levels alternate. A split is sorted by hash, so that difficulty does not depend on the position.
     """
     own = pairs(tuple(dict.fromkeys(settings.domains)), settings.databases, not settings.vary_names)
     splits: dict[str, list[SqlQuestion]] = {split: [] for split in SPLITS}
@@ -190,7 +190,7 @@ def _connect(image: bytes) -> sqlite3.Connection:
 
 
 def _kind(data: QuestionData, answers: str) -> AnswerKind:
-    """Return what answers a question. With `both`, half of the shapes with a single value ask for the value."""
+    """Return the kind of a question's answer. With `both`, half of the shapes with a single value ask for the value."""
     if answers == "both":
         return "value" if data["value"] and digest(data["shape"]) % 2 == 0 else "query"
     return "value" if answers == "value" else "query"

@@ -1,4 +1,4 @@
-"""Test modules without their expected values: a masked test sends what it computed, and the host compares.
+"""Masking of test modules: a masked test sends the values that it computed instead of comparing them.
 
 `assert f(2) == 3` becomes `probe(0, f(2))`. The expected side is dropped if it is *given*, that is, made of literals
 only; so are the variables, module constants and parameters that only dropped sides read. `with pytest.raises(E)`
@@ -55,7 +55,7 @@ def functions_of(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef, list[
 
 
 def definers(tree: ast.Module, names: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return, for each function that defines some of the named tests, those tests.
+    """Return the named tests by the function that defines them.
 
     A test that a class inherits is defined by the function of that name in another class of the module.
     """
@@ -70,7 +70,7 @@ def definers(tree: ast.Module, names: Collection[str]) -> dict[str, tuple[str, .
 
 
 def without_tests(source: str, names: Collection[str]) -> str:
-    """Return a test module without some of its tests; a class that loses all of its statements keeps `pass`."""
+    """Return a test module without some of its tests; a class without remaining statements gets `pass`."""
     lines, tree = source.splitlines(keepends=True), ast.parse(source)
     gone = definers(tree, names)
     for name, node, block in reversed(list(functions_of(tree))):
@@ -85,7 +85,7 @@ def without_tests(source: str, names: Collection[str]) -> str:
 
 
 def masked(source: str, names: Collection[str], probe: str) -> tuple[str, frozenset[int]]:
-    """Return a module with these tests masked, and the probes that send a negated truth.
+    """Return a module with these tests masked, and the probes that send a negated truth value.
 
     `probe` is the name that the masked tests call.
     """
@@ -114,7 +114,7 @@ def masked(source: str, names: Collection[str], probe: str) -> tuple[str, frozen
 
 
 class _Mask:
-    """Replace assertions by probes. `given` are the literal names in scope."""
+    """Replace assertions with probes. `given` are the literal names in scope."""
 
     def __init__(self, probe: str) -> None:
         self.probe, self.given = probe, frozenset[str]()
@@ -172,7 +172,7 @@ class _Mask:
 
 
 def raising(node: ast.stmt) -> list[ast.stmt] | None:
-    """Return the statements that a statement expects to raise, or None."""
+    """Return the body of a `pytest.raises` statement, or None for other statements."""
     match node:
         case ast.With(items=[ast.withitem(ast.Call(func=ast.Attribute(attr=name)), None)], body=body):
             return body if name in _RAISING else None
@@ -183,7 +183,7 @@ def raising(node: ast.stmt) -> list[ast.stmt] | None:
 
 
 def asserted(node: ast.stmt) -> ast.expr | None:
-    """Return the expression that a statement asserts; None if there is none or its form is unknown."""
+    """Return the expression that a statement asserts; None if it asserts none or its form is unsupported."""
     match node:
         case ast.Assert(test=test) | ast.Expr(ast.Call(func=ast.Attribute(attr="assertTrue"), args=[test, *_])):
             return test
@@ -216,7 +216,7 @@ def is_given(node: ast.AST, given: Collection[str]) -> bool:
 
 
 def _givens(body: Sequence[ast.stmt], known: frozenset[str]) -> frozenset[str]:
-    """Return the names of a block and of the blocks around it of which every binding is given."""
+    """Return the names, in a block and its enclosing blocks, whose bindings are all given."""
     bound = Counter(name for one in body for name in _bound(one))
     given = {name for name in known if name not in bound}
     for target, value in _assignments(body):
@@ -279,7 +279,7 @@ def _parameters(node: ast.FunctionDef) -> frozenset[str]:
 
 
 def _blank(body: Iterable[ast.stmt], read: Mapping[str, int]) -> None:
-    """Replace given values that are bound to unread names by None."""
+    """Replace given values that are bound to unread names with None."""
     for statement in body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)]) if not read.get(name) and is_given(statement.value, read):

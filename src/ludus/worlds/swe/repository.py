@@ -1,7 +1,7 @@
-"""The repository of an episode: which files are code, a git folder made without git, pytest as an archive, the tools.
+"""The repository of an episode: code files, a git folder built without git, pytest as an archive, and the tools.
 
 The git folder has one commit on `main`, with the same bytes for the same tree: one pack with its index, references, and
-a git index without stat data, so that git compares contents at its first call (gitformat-pack). The archive holds
+a git index without stat data, so that the first git command compares contents (gitformat-pack). The archive holds
 pytest as source and bytecode, which any interpreter can read, without entry points and hence without plugins.
 """
 
@@ -60,7 +60,7 @@ fi
 
 
 def is_test(path: str) -> bool:
-    """Return whether a path belongs to tests, by the conventions of pytest."""
+    """Return whether a path is a test file by pytest's conventions."""
     parts = PurePosixPath(path).parts
     name = parts[-1]
     named = name.endswith(".py") and (name.startswith("test_") or name.endswith(("_test.py", "_tests.py")))
@@ -69,14 +69,14 @@ def is_test(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RepositoryLayout:
-    """Where a repository keeps its code: folders of packages, and modules of one file."""
+    """Layout of a repository's code: folders of packages, and modules of one file."""
 
     packages: tuple[str, ...]
     modules: tuple[str, ...] = ()
 
     @property
     def roots(self) -> tuple[str, ...]:
-        """The folders for `sys.path`; the empty string is the repository itself."""
+        """Folders for `sys.path`; the empty string is the repository's root."""
         places = [str(PurePosixPath(place).parent) for place in (*self.packages, *self.modules)]
         return tuple(dict.fromkeys("" if place == "." else place for place in places))
 
@@ -102,7 +102,7 @@ def _aside(path: str) -> bool:
 
 
 def merged(pristine: Mapping[str, bytes], theirs: Mapping[str, bytes], layout: RepositoryLayout) -> dict[str, bytes]:
-    """Return the repository with the code of a policy's tree; nothing else is taken from that tree.
+    """Merge the code of a policy's tree into the repository; the tree's other files are ignored.
 
     Code is a file that the repository already has, or a new Python module in its packages. Files whose path conflicts
     with the repository's own files or is too long to import are left out.

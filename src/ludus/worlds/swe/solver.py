@@ -1,4 +1,4 @@
-"""Scripted episodes: the solver, which repairs the bug, and forgeries, which add code that forges test results."""
+"""Scripted episodes: solutions, which repair the bug, and forgeries, which add code that forges test results."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _place(before: str, after: str) -> tuple[int, int]:
-    """Return the first and last line to read, counted from 1: those that change, and some around them."""
+    """Return the first and last line to read (1-based): the changed lines with some context."""
     old, new = _lines(before), _lines(after)
     head = next((i for i, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), len(old) - 1)
     same = zip(reversed(old), reversed(new), strict=False)

@@ -128,7 +128,7 @@ class Catalogue:
 
 @dataclass(frozen=True, eq=False)
 class SweCase:
-    """A task, and a function that reads its repository; raises UserError if sources or clone are missing."""
+    """A task, and a function that reads its repository and raises UserError if sources or clone are missing."""
 
     task: Task
     load: Callable[[], SweProblem]
@@ -189,7 +189,7 @@ def _missing(packages: Iterable[Package], folder: Path) -> list[Package]:
 
 
 def require(packages: Iterable[Package], folder: Path) -> None:
-    """Raise UserError, with the command that fetches them, if sources are missing."""
+    """Raise UserError with the download command if sources are missing."""
     if names := sorted(one.name for one in _missing(packages, folder)):
         named = ", ".join(names if len(names) < 5 else [*names[:4], "..."])
         raise UserError(
@@ -234,7 +234,7 @@ def download(requirement: str, folder: Path) -> Path:
 
 @cache
 def read_archive(path: Path, sha256: str = "") -> Mapping[str, bytes]:
-    """Return the files of a source distribution that its repository has, without the outer folder.
+    """Return the files of a source distribution that are part of the repository, without the outer folder.
 
     Raises UserError if the archive does not match the digest.
     """
@@ -264,7 +264,7 @@ _Names = Annotated[tuple[str, ...], BeforeValidator(_parsed)]
 
 
 class Instance(BaseModel):
-    """One line of a file of instances."""
+    """One line of a file of SWE-bench instances."""
 
     instance_id: str
     repo: str
@@ -278,7 +278,7 @@ class Instance(BaseModel):
 
     @model_validator(mode="after")
     def _named(self) -> Instance:
-        """Name the tests as in pytest. Raises ValueError for a broken test that cannot be found."""
+        """Convert test names to pytest's. Raises ValueError for a broken test that cannot be found."""
         folder = "tests/" if self.repo == "django/django" else ""
         broken = tuple(pytest_name(test, folder) for test in self.fail_to_pass)
         kept = tuple(name for test in self.pass_to_pass if (name := pytest_name(test, folder)))
@@ -288,7 +288,7 @@ class Instance(BaseModel):
 
 
 def pytest_name(test: str, folder: str) -> str:
-    """Return a test's name in pytest, empty if it is not a name. `folder` is the folder of unittest's modules."""
+    """Return a test's pytest name, empty if `test` is not a test name. `folder` is the folder of unittest's modules."""
     if "::" in test:
         return test
     found = re.fullmatch(r"(\w+) \(([\w.]+)\)", test.strip())

@@ -1,6 +1,6 @@
-"""Read a git repository from the bytes of its files: no git runs, and no setting or hook is obeyed.
+"""Git repository reader on the bytes of files: runs no git, and ignores settings and hooks.
 
-An object counts only if its content has the hash of its name. Broken files raise BrokenRepository, IndexError,
+An object is valid only if the hash of its content is its name. Broken files raise BrokenRepository, IndexError,
 KeyError, ValueError, struct.error or zlib.error.
 Not dulwich: its `Repo` follows alternates, grafts and gitfiles, and its parsers bound no memory below 1 GiB (a
 pack of 185 bytes allocates 2 GiB), so that a wrapper would have to replace the pack and zlib code, most of this.
@@ -193,7 +193,7 @@ def _unpack(data: bytes) -> Iterator[tuple[str, GitObject]]:
 
 
 def _offset(data: bytes, place: int) -> tuple[int, int]:
-    """Return a distance back in a pack, and the place after it."""
+    """Return the backward offset of a delta base in a pack, and the position after it."""
     value = data[place] & 0x7F
     while data[place] & 0x80:
         place += 1
@@ -223,7 +223,7 @@ def _apply(base: bytes, delta: bytes) -> bytes:
 
 
 def _skip(data: bytes, place: int) -> int:
-    """Return the place after a number of variable length."""
+    """Return the position after a number of variable length."""
     while data[place] & 0x80:
         place += 1
     return place + 1

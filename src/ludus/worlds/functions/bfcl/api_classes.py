@@ -129,7 +129,7 @@ def schemas_of(modules: Iterable[str]) -> dict[str, ToolSchema]:
 
 @cache
 def _needs(source: Path) -> tuple[frozenset[Path], frozenset[str]]:
-    """Return the modules of the package that a module needs, with itself, and the other packages that they import."""
+    """Return the transitive imports of a module: modules of the package, itself included, and other packages."""
     modules, packages, waiting = {source}, set[str](), [source]
     while waiting:
         for node in ast.walk(ast.parse(waiting.pop().read_text("utf-8"))):
@@ -147,7 +147,7 @@ def _needs(source: Path) -> tuple[frozenset[Path], frozenset[str]]:
 
 @cache
 def archive(modules: frozenset[str]) -> bytes:
-    """Return the modules and everything that they import as an importable archive.
+    """Return the modules and their imports as an importable archive.
 
     Raises UserError if a package that they need is not installed.
     """

@@ -79,7 +79,7 @@ class _BfclMessage(BaseModel):
 
 
 class _BfclRecord(BaseModel):
-    """The fields of a line; see the module. `ground_truth` may be in another file."""
+    """Fields of a line, described in the module docstring. `ground_truth` may be in another file."""
 
     id: str = Field(min_length=1)
     question: Annotated[list[list[_BfclMessage]], BeforeValidator(_as_turns), Field(min_length=1)]
@@ -245,7 +245,7 @@ def read_gold(given: JSON, functions: Mapping[str, ToolSchema]) -> GoldCall:
 
 
 def _accepted(argument: str, values: JSON) -> tuple[JSON, ...]:
-    """Return the right values of an argument, in all combinations of their parts."""
+    """Return the right values of an argument, with all combinations of their parts."""
     if not isinstance(values, list) or not values:
         raise RecordError(f"the values of {argument!r} are not a list")
     return tuple(choice for value in values if value != "" or len(values) == 1 for choice in _choices(value))

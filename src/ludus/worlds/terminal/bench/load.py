@@ -7,7 +7,7 @@ tests/*.py  run by pytest                 tests/*.py  run by pytest
 run-tests.sh   grades by its exit code    tests/test.sh   writes /logs/verifier/reward.txt or reward.json
 solution.sh                               solution/solve.sh
 
-The script grades if there are no pytest tests, if the settings trust scripts. Of the Dockerfile, FROM, WORKDIR and
+Without pytest tests, the script grades if the settings trust scripts. Of the Dockerfile, FROM, WORKDIR and
 COPY are interpreted; no image is built. The tasks' working directory becomes /box in their instructions, scripts,
 tests and files. Sources of the layouts: the repository laude-institute/terminal-bench, and the documentation of Harbor.
 """
@@ -103,7 +103,7 @@ def load_bench(
 
 @dataclass(frozen=True)
 class TaskFolder:
-    """The folder of a task. `settings` are those of its file, with the instruction; `timeout_s` bounds the grader."""
+    """The folder of a task. `settings` are its file's, with the instruction; `timeout_s` bounds the grader."""
 
     place: Path
     workdir: str
@@ -193,9 +193,9 @@ class TaskFolder:
 
     @cached_property
     def _dockerfile(self) -> tuple[list[tuple[list[str], PurePosixPath, bool]], list[str]]:
-        """The COPY instructions into the working directory, and what else the Dockerfile does, by line.
+        """The COPY instructions into the working directory, and all other instructions, by line.
 
-        A copy has its sources, its target in the working directory, and whether the target is a folder.
+        A copy is a tuple: sources, target in the working directory, whether the target is a folder.
         """
         folder, copies, needs, outside = PurePosixPath(self.workdir), [], [], []
         for number, line in _instructions(self.context / "Dockerfile"):
