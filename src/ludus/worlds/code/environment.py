@@ -98,7 +98,7 @@ def grading_text(grading: Grading, truth: CodeTruth) -> str:
 
 
 def solution(truth: CodeTruth, with_tools: bool) -> list[Message]:
-    """Return a test of the reference (call and computed output, if tools are offered), then the reference as an answer."""
+    """Return a test of the reference (if there are tools; output computed, not run), and the reference as an answer."""
     answer = program_message(truth.reference)
     if not (truth.visible and with_tools):
         return [answer]

@@ -180,7 +180,7 @@ async def reference(sandbox: Sandbox, problem: SweProblem) -> TestRun:
 def mask_tests(
     problem: SweProblem, tree: Mapping[str, bytes], allowed: frozenset[str] | None
 ) -> tuple[TestTrial, Mapping[str, frozenset[int]]]:
-    """Run the masked broken tests on a tree; return the run and its negated probes by test file."""
+    """Return a trial of the masked broken tests on a tree, and its negated probes by test file."""
     probe = f"_{secrets.token_hex(6)}"
     texts = dict.fromkeys(problem.files, b"")
     negated: dict[str, frozenset[int]] = {}
