@@ -132,7 +132,7 @@ async def run_request(host: SupervisorHost, request: RunRequest) -> Outcome:
     blobs = [request.stdin, request.source_bytes, *request.files.values()]
     try:
         response = await _exchange(host, sock, limits, header, blobs, limits.wall_s + GRACE_S)
-    except _BlamedError as error:
+    except _ProgramFaultError as error:
         await host.kill()
         return error.outcome(time.monotonic() - begin)
     finally:
@@ -141,7 +141,7 @@ async def run_request(host: SupervisorHost, request: RunRequest) -> Outcome:
     return _parse_outcome(*response)
 
 
-class _BlamedError(WorldError):
+class _ProgramFaultError(WorldError):
     """The program prevented a response: the supervisor timed out, or was lost although its host survives."""
 
     def outcome(self, wall_s: float) -> Outcome:
@@ -160,10 +160,10 @@ async def _exchange(
             await sock.send(header, blobs)
             return await sock.receive(_max_body(limits), _max_header(limits))
     except TimeoutError as error:
-        raise _BlamedError("The supervisor of a session did not respond; the session was closed.") from error
+        raise _ProgramFaultError("The supervisor of a session did not respond; the session was closed.") from error
     except SupervisorLostError as error:
         if await host.survives():
-            raise _BlamedError(error.message) from error
+            raise _ProgramFaultError(error.message) from error
         raise
 
 
@@ -233,7 +233,7 @@ class SupervisedSession(SandboxSession, Generic[Host]):
         deadline_s = self.limits.wall_s + GRACE_S
         try:
             header, blobs = await self._request({"op": "call"}, [code.encode("utf-8", "surrogatepass")], deadline_s)
-        except _BlamedError as error:
+        except _ProgramFaultError as error:
             return error.outcome(deadline_s)
         if "broken" in header:
             await self.close()

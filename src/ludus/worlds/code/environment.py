@@ -204,5 +204,5 @@ class CodeEnv(ToolEnv):
 
 def _answer(action: Action) -> str:
     """Return the `answer` argument of the call that ended the episode, or the text of the message."""
-    handed = [call.arguments.get("answer") for call in action.calls]
-    return next((text for text in reversed(handed) if isinstance(text, str)), action.message["content"])
+    answers = [call.arguments.get("answer") for call in action.calls]
+    return next((text for text in reversed(answers) if isinstance(text, str)), action.message["content"])

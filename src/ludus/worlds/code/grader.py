@@ -149,8 +149,8 @@ class CodeGrader:
             for number in left:
                 if number not in done:
                     if not any("loaded" in one for one in records) and not grading.broken:
-                        grading.broken = _end_of(outcome, self.limits)
-                    results.append({"error": _end_of(outcome, self.limits)})
+                        grading.broken = _exit_reason(outcome, self.limits)
+                    results.append({"error": _exit_reason(outcome, self.limits)})
                     break
                 results.append(done[number])
         rest: Record = {"error": grading.broken or "not run: the program kept ending before its tests were done"}
@@ -159,8 +159,8 @@ class CodeGrader:
     async def _stdin(self, program: str, truth: CodeTruth, cases: Sequence[TestCase], grading: Grading) -> None:
         verdicts = grading.verdicts
         for case in cases:
-            late = sum(one.failure.startswith(_TOO_LONG) for one in verdicts) > 1
-            if late or grading.broken:
+            has_timed_out = sum(one.failure.startswith(_TOO_LONG) for one in verdicts) > 1
+            if has_timed_out or grading.broken:
                 verdicts.append(CodeVerdict(case, False, grading.broken or "not run: an earlier test took too long"))
                 continue
             stdin = str(case.given).encode("utf-8", "surrogatepass")
@@ -219,7 +219,7 @@ def _assert_verdict(case: TestCase, record: Record) -> CodeVerdict:
     return CodeVerdict(case, passed, "" if passed else str(record.get("error") or "it could not be decided"))
 
 
-def _end_of(outcome: Outcome, limits: Limits) -> str:
+def _exit_reason(outcome: Outcome, limits: Limits) -> str:
     """Return why a program ended early."""
     if outcome.timed_out:
         return f"{_TOO_LONG} {limits.cpu_s:g} s"
@@ -230,7 +230,7 @@ def _end_of(outcome: Outcome, limits: Limits) -> str:
 
 def _printed(outcome: Outcome, error: str, limits: Limits) -> str:
     if outcome.timed_out or outcome.memory_exceeded:
-        return _end_of(outcome, limits)
+        return _exit_reason(outcome, limits)
     if not outcome.ok:
         return f"it ended with exit code {outcome.exit}: {shorten(error)}"
     return f"it printed {shorten(outcome.text.rstrip())!r}"

@@ -56,7 +56,7 @@ def same_value(value: object, due: object, loose: bool = False) -> bool:
 def show_value(value: object, longest: int) -> str:
     """Return the value as Python source, truncated."""
     found, length = [], 0
-    for part in _written(value):
+    for part in _source_parts(value):
         found.append(part)
         length += len(part)
         if length > longest:
@@ -113,7 +113,7 @@ def _equal(value: object, due: object) -> bool:
     return type(value) is type(due) and value == due
 
 
-def _written(value: object) -> Iterator[str]:
+def _source_parts(value: object) -> Iterator[str]:
     match value:
         case Unordered(kind="dict"):
             yield from _listed(zip(value.shown, value.values, strict=True), "{", "}")
@@ -140,5 +140,5 @@ def _listed(items: Iterable[Sequence[object]], begin: str, end: str) -> Iterator
         yield ", " if place else ""
         for part, one in enumerate(item):
             yield ": " if part else ""
-            yield from _written(one)
+            yield from _source_parts(one)
     yield end

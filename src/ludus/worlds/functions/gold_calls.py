@@ -27,7 +27,7 @@ VERDICT: Final = "verdict"
 """The tool name of the outcome that lists which turns of a task of several turns agree with the gold calls."""
 _all_turns = suite_passes(last_output(VERDICT))
 _some_turns = share_passed(last_output(VERDICT))
-_MISFITS = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS)
+_INVALID = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS)
 _ABSOLUTE_TOLERANCE = 1e-9
 Right = Literal["call", "any_call", "ask", "answer", "decline"]
 """The right response: the gold calls, any call, or without a call a question, an answer, or a refusal."""
@@ -113,7 +113,7 @@ def equal(given: JSON, wanted: JSON) -> bool:
 
 def executed_calls(trajectory: Trajectory) -> list[ExpectedCall]:
     """Return the calls of an episode that fit an offered function, in order."""
-    ran = {outcome.call_id for outcome in trajectory.outcomes if outcome.status not in _MISFITS}
+    ran = {outcome.call_id for outcome in trajectory.outcomes if outcome.status not in _INVALID}
     return [
         ExpectedCall(call["function"]["name"], json.loads(call["function"]["arguments"]))
         for message in trajectory.messages
@@ -124,13 +124,13 @@ def executed_calls(trajectory: Trajectory) -> list[ExpectedCall]:
 
 def calls_agree(gold: Sequence[GoldCall], made: Sequence[ExpectedCall]) -> bool:
     """Return whether the calls are the gold calls, each once and after those whose results it takes."""
-    return len(made) == len(gold) and _assign(gold, made, frozenset())
+    return len(made) == len(gold) and _can_match(gold, made, frozenset())
 
 
-def _assign(gold: Sequence[GoldCall], made: Sequence[ExpectedCall], places: frozenset[int]) -> bool:
+def _can_match(gold: Sequence[GoldCall], made: Sequence[ExpectedCall], places: frozenset[int]) -> bool:
     """Return whether the calls match the gold calls, of which those at `places` are matched already."""
     return not made or any(
-        wanted.fits(made[0]) and _assign(gold, made[1:], places | {number})
+        wanted.fits(made[0]) and _can_match(gold, made[1:], places | {number})
         for number, wanted in enumerate(gold)
         if number not in places and places.issuperset(wanted.after)
     )

@@ -85,7 +85,7 @@ def play(task: Task, flaws: CallFlaws, rng: random.Random) -> Attempt:
     slips = rng.random() < flaws.habit
     if truth.right == "call":
         turns = turns_of(truth.gold)
-        wrong = _unmended(truth, turns[0][0]) if rng.random() < flaws.mended else None
+        wrong = _flawed_call(truth, turns[0][0]) if rng.random() < flaws.mended else None
         if wrong is not None:
             attempt.call(wrong, train=False)
         if slips and len(truth.gold) > 1:
@@ -98,10 +98,10 @@ def play(task: Task, flaws: CallFlaws, rng: random.Random) -> Attempt:
         attempt.call(ExpectedCall(function["name"], _required_values(function["parameters"])))
         attempt.say(DONE)
     elif slips and truth.answer is None and truth.scene.functions:
-        attempt.call(_made_up(truth, rng))
+        attempt.call(_invented_call(truth, rng))
         attempt.say(DONE)
     else:
-        attempt.say(_right_words(truth)[0])
+        attempt.say(_right_answers(truth)[0])
     return attempt
 
 
@@ -120,14 +120,14 @@ def alternative_solutions(task: Task) -> Iterator[Sequence[Message]]:
         turns = turns_of(truth.gold)
         seen = [_called(task, [[gold.expected for gold in turn] for turn in turns])]
         for way in (
-            _called(task, [[_spelled_out(gold) for gold in turn] for turn in turns]),
+            _called(task, [[_with_all_arguments(gold) for gold in turn] for turn in turns]),
             _called(task, [[gold.with_values(-1)] for turn in turns for gold in reversed(turn)]),
         ):
             if way not in seen:
                 seen.append(way)
                 yield way
     elif truth.right != "any_call":
-        yield from ([assistant(text)] for text in _right_words(truth)[1:])
+        yield from ([assistant(text)] for text in _right_answers(truth)[1:])
 
 
 def _called(task: Task, turns: Sequence[Sequence[ExpectedCall]]) -> Sequence[Message]:
@@ -138,12 +138,12 @@ def _called(task: Task, turns: Sequence[Sequence[ExpectedCall]]) -> Sequence[Mes
     return attempt.messages
 
 
-def _spelled_out(gold: GoldCall) -> ExpectedCall:
+def _with_all_arguments(gold: GoldCall) -> ExpectedCall:
     """Return the call with all arguments, optional ones included, in reverse order."""
     return ExpectedCall(gold.name, {name: gold.accepted[name][0] for name in reversed([*gold.accepted])})
 
 
-def _right_words(truth: Truth) -> Sequence[str]:
+def _right_answers(truth: Truth) -> Sequence[str]:
     """Return right answers if no call is right: first that of the oracle."""
     if truth.answer is not None:
         return truth.answer.accepted
@@ -154,7 +154,7 @@ def _right_words(truth: Truth) -> Sequence[str]:
     return f"What is the {name}?", f"Happy to. Could you tell me the {name}?", more
 
 
-def _unmended(truth: Truth, gold: GoldCall) -> ExpectedCall | None:
+def _flawed_call(truth: Truth, gold: GoldCall) -> ExpectedCall | None:
     """Return a call with the catalogue's names if the signature was changed, else without its last argument."""
     call = gold.expected
     if not truth.scene.functions:
@@ -165,7 +165,7 @@ def _unmended(truth: Truth, gold: GoldCall) -> ExpectedCall | None:
     return ExpectedCall(call.name, dict(list(call.arguments.items())[:-1])) if call.arguments else None
 
 
-def _made_up(truth: Truth, rng: random.Random) -> ExpectedCall:
+def _invented_call(truth: Truth, rng: random.Random) -> ExpectedCall:
     """Return a call, with invented values, of the function with a missing argument or the first one."""
     scene = truth.scene
     function = scene.function(truth.ask.function) if truth.ask is not None else scene.functions[0]

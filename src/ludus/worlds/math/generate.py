@@ -35,7 +35,7 @@ def make_text(topic: str, kind: str, draft: Draft) -> str:
 
 
 @cache
-def _parts() -> Mapping[str, Sequence[tuple[int, Callable[[Draft], str]]]]:
+def _link_parts() -> Mapping[str, Sequence[tuple[int, Callable[[Draft], str]]]]:
     """Return the kinds that links are composed of, with their levels, by topic."""
     return {
         topic: [
@@ -66,7 +66,7 @@ class ProblemMaker:
         if topic == "stories":
             question, pairs = tell(draft)
         elif topic == "links":
-            question, pairs = link(draft, _parts())
+            question, pairs = link(draft, _link_parts())
         else:
             kind = rng.choice(self._kinds(topic))
             question = make_text(topic, kind, draft)

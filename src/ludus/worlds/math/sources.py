@@ -18,12 +18,12 @@ from ludus.types import Task
 from ludus.worlds.math.grader import Dataset, GymTruth, opening
 
 _HINT = f'A line is {{"question", "answer"}}, optionally with "split" and "type" ({", ".join(TYPES)}).'
-_TRIED = 5
+_NUM_CHECKED = 5
 """Number of problems on which a generator is tested."""
-_APART = 10_000_019
+_SEED_STRIDE = 10_000_019
 """Distance between the seeds of splits; problem i of seed s is usually problem 0 of seed s + i."""
 _SEEDS = 2**31
-_WRONG = ("", "no idea", "The answer is unknown", "-987654321", "?")
+_WRONG_ANSWERS = ("", "no idea", "The answer is unknown", "-987654321", "?")
 
 
 def load_problems(path: Path) -> dict[str, tuple[Task, ...]]:
@@ -65,16 +65,16 @@ def gym_tasks(names: Sequence[str], sizes: Mapping[str, int], seed: int) -> dict
 
 
 def _generator_tasks(name: str, split: str, num: int, seed: int, taken: set[str]) -> list[Task]:
-    made = 3 * num + _TRIED
-    dataset = _dataset(name, made, _APART * (len(SPLITS) * seed + SPLITS.index(split)) % _SEEDS)
+    made = 3 * num + _NUM_CHECKED
+    dataset = _dataset(name, made, _SEED_STRIDE * (len(SPLITS) * seed + SPLITS.index(split)) % _SEEDS)
     tasks: list[Task] = []
     seen = set(taken)
     for index in range(made):
         entry = dataset[index]
         question = str(entry["question"])
         truth = GymTruth(dataset, entry)
-        if index < _TRIED:
-            _test(name, truth)
+        if index < _NUM_CHECKED:
+            _check_generator(name, truth)
         if question in seen or entry["answer"] is None or len(tasks) == num:
             continue
         seen.add(question)
@@ -94,13 +94,13 @@ def _dataset(name: str, size: int, seed: int) -> Dataset:
     return made
 
 
-def _test(name: str, truth: GymTruth) -> None:
+def _check_generator(name: str, truth: GymTruth) -> None:
     """Raise ConfigError if the generator cannot grade a problem."""
     if truth.entry["answer"] is None:
         raise ConfigError(f"The generator {name!r} stores no answers.", "Remove it from env.settings.gym.")
     if not truth.accepts(truth.answer):
         raise ConfigError(f"The generator {name!r} rejects its own answer.", "Remove it from env.settings.gym.")
-    accepted = [text for text in _WRONG if truth.accepts(text) and text != truth.entry["answer"]]
+    accepted = [text for text in _WRONG_ANSWERS if truth.accepts(text) and text != truth.entry["answer"]]
     if accepted:
         raise ConfigError(
             f"The generator {name!r} accepts {accepted[0]!r} instead of {truth.answer[:40]!r}.",

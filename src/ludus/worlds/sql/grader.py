@@ -81,7 +81,7 @@ def _rows_of(query: str, image: bytes, enough: int) -> list[PlainRow] | None:
         result = database.query(query.rstrip().rstrip(";"), keep=enough)
     except SqlError:
         return None
-    rows = [_plain(row) for row in result.rows]
+    rows = [_without_bytes(row) for row in result.rows]
     plain = [row for row in rows if row is not None]
     return plain if len(plain) == len(rows) else None
 
@@ -138,7 +138,7 @@ def paraphrases(truth: SqlTruth) -> tuple[str, ...]:
     return fenced_query, f"WITH answer AS ({query}) SELECT * FROM answer"
 
 
-def _plain(row: Row) -> PlainRow | None:
+def _without_bytes(row: Row) -> PlainRow | None:
     """Return the row, or None if it contains bytes, which are never a right answer."""
     cells = tuple(cell for cell in row if not isinstance(cell, bytes))
     return cells if len(cells) == len(row) else None

@@ -172,10 +172,10 @@ def questions(settings: SqlSettings) -> Mapping[str, Sequence[SqlQuestion]]:
             key: [stack.enter_context(closing(_connect(image))) for image in (pair.image, pair.hidden)]
             for key, pair in own.items()
         }
-        for level, data in _selected(settings, own):
+        for level, data in _select(settings, own):
             pair = own[data["database"]]
             shown, hidden = (tuple(connection.execute(data["queries"][0])) for connection in opened[pair.key])
-            question = SqlQuestion(pair, data, level, _kind(data, settings.answers), shown, hidden)
+            question = SqlQuestion(pair, data, level, _answer_kind(data, settings.answers), shown, hidden)
             text = question.shape if settings.unseen == "shapes" else f"{pair.key} {question.text}"
             splits["composition" if data["held_out"] else split_by_hash(text)].append(question)
     for found in splits.values():
@@ -189,16 +189,16 @@ def _connect(image: bytes) -> sqlite3.Connection:
     return connection
 
 
-def _kind(data: QuestionData, answers: str) -> AnswerKind:
+def _answer_kind(data: QuestionData, answers: str) -> AnswerKind:
     """Return the kind of a question's answer. With `both`, half of the shapes with a single value ask for the value."""
     if answers == "both":
         return "value" if data["value"] and digest(data["shape"]) % 2 == 0 else "query"
     return "value" if answers == "value" else "query"
 
 
-def _selected(settings: SqlSettings, databases: Mapping[str, object]) -> Iterator[tuple[int, QuestionData]]:
+def _select(settings: SqlSettings, databases: Mapping[str, object]) -> Iterator[tuple[int, QuestionData]]:
     """Yield the questions that fit the settings with their levels; seeds other than 0 shuffle them first."""
-    lines = _read(_file(settings))
+    lines = _read(_file_name(settings))
     shapes: Counter[str] = Counter()
 
     def one_level(level: int) -> Iterator[tuple[int, QuestionData]]:
@@ -219,7 +219,7 @@ def _selected(settings: SqlSettings, databases: Mapping[str, object]) -> Iterato
     return islice((one for row in rows for one in row if one is not None), settings.tasks)
 
 
-def _file(settings: SqlSettings) -> str:
+def _file_name(settings: SqlSettings) -> str:
     wanted = QuestionFile(settings.levels, settings.domains, settings.databases, settings.per_shape)
     fitting = [name for name, own in FILES.items() if own == wanted and settings.answers != "value"]
     return fitting[0] if fitting else "more"

@@ -166,11 +166,11 @@ async def reference(sandbox: Sandbox, problem: SweProblem) -> TestRun:
         masks = [mask_tests(problem, tree, None) for _ in range(2)]
         trials = [*(trial for trial, _ in masks), _whole(problem, tree, None)]
         runs = await asyncio.gather(*(run_trial(sandbox, trial, problem.seconds) for trial in trials))
-        first, again = (values_of(run, negated) for run, (_, negated) in zip(runs, masks, strict=False))
+        first, second = (values_of(run, negated) for run, (_, negated) in zip(runs, masks, strict=False))
         values: dict[str, dict[int, tuple[str, ...]]] = {}
         for test, probes in () if runs[0].doubt or runs[1].doubt else first.items():
             for number, many in probes.items():  # values of built-in types that are equal in two runs
-                if all(many) and again.get(test, {}).get(number) == many:
+                if all(many) and second.get(test, {}).get(number) == many:
                     values.setdefault(test, {})[number] = many
         reaches = frozenset[str]().union(*(run.reaches for run in runs))
         problem.known[:] = [TestRun(values=values, reaches=reaches)]
@@ -198,9 +198,9 @@ def values_of(run: TestRun, negated: Mapping[str, frozenset[int]]) -> Values:
     """Return the values of masked tests, with the negation of truth values undone."""
     found: dict[str, dict[int, tuple[str, ...]]] = {}
     for test, probes in run.values.items():
-        turned = negated.get(test.partition("::")[0], ())
+        inverted = negated.get(test.partition("::")[0], ())
         found[test] = {
-            number: tuple(_CONTRARY.get(one, one) for one in many) if number in turned else many
+            number: tuple(_CONTRARY.get(one, one) for one in many) if number in inverted else many
             for number, many in probes.items()
         }
     return found

@@ -91,7 +91,7 @@ def masked(source: str, names: Collection[str], probe: str) -> tuple[str, frozen
     """
     tree = ast.parse(source)
     meant = definers(tree, names)
-    world = _givens(tree.body, frozenset())
+    world = _given_names(tree.body, frozenset())
     mask = _Mask(probe)
     tests = []
     for name, node, _ in functions_of(tree):
@@ -100,12 +100,12 @@ def masked(source: str, names: Collection[str], probe: str) -> tuple[str, frozen
         elif node.name.startswith("test"):
             node.body = [ast.Pass()]
     for node in tests:
-        mask.given = _givens(node.body, world | _parameters(node))
+        mask.given = _given_names(node.body, world | _parameters(node))
         node.body = mask.block(node.body)
     for _ in range(_PASSES):
-        read = _read(tree)
+        read = _count_reads(tree)
         for block in (tree.body, *(node.body for node in tests)):
-            _blank(block, read)
+            _blank_unread(block, read)
         for node in tests:
             for name, column in _columns(node):
                 if not read.get(name):
@@ -215,7 +215,7 @@ def is_given(node: ast.AST, given: Collection[str]) -> bool:
     return isinstance(node, _LITERALS) and all(is_given(one, given) for one in ast.iter_child_nodes(node))
 
 
-def _givens(body: Sequence[ast.stmt], known: frozenset[str]) -> frozenset[str]:
+def _given_names(body: Sequence[ast.stmt], known: frozenset[str]) -> frozenset[str]:
     """Return the names, in a block and its enclosing blocks, whose bindings are all given."""
     bound = Counter(name for one in body for name in _bound(one))
     given = {name for name in known if name not in bound}
@@ -278,7 +278,7 @@ def _parameters(node: ast.FunctionDef) -> frozenset[str]:
     return frozenset(name for name, column in columns if all(is_given(cells[i], ()) for cells, i in column))
 
 
-def _blank(body: Iterable[ast.stmt], read: Mapping[str, int]) -> None:
+def _blank_unread(body: Iterable[ast.stmt], read: Mapping[str, int]) -> None:
     """Replace given values that are bound to unread names with None."""
     for statement in body:
         match statement:
@@ -290,7 +290,7 @@ def _blank(body: Iterable[ast.stmt], read: Mapping[str, int]) -> None:
                         _empty(_column(statement.iter, i, len(targets)))
         if not isinstance(statement, ast.FunctionDef | ast.ClassDef):
             for part in ("body", "orelse"):
-                _blank(statement.__dict__.get(part, ()), read)
+                _blank_unread(statement.__dict__.get(part, ()), read)
 
 
 def _empty(column: _Column) -> None:
@@ -298,7 +298,7 @@ def _empty(column: _Column) -> None:
         cells[place] = ast.Constant(None)
 
 
-def _read(tree: ast.AST) -> Counter[str]:
+def _count_reads(tree: ast.AST) -> Counter[str]:
     """Count how often each name is read; attributes count as well, since a look-up by text may reach them."""
     names = Counter(one.id for one in ast.walk(tree) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load))
     return names + Counter(one.attr for one in ast.walk(tree) if isinstance(one, ast.Attribute))

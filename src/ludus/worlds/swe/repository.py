@@ -33,7 +33,7 @@ HOOKS: Final = frozenset({"conftest.py", "sitecustomize.py", "usercustomize.py",
 """Modules that change how tests run: those of the repository stay unchanged, others are left out."""
 _MAX_PATH: Final = 256
 _TEST_FOLDERS: Final = frozenset({"test", "tests", "testing"})
-_ASIDE: Final = frozenset({"doc", "docs", "example", "examples", "benchmark", "benchmarks", "build", "tools"})
+_EXCLUDED: Final = frozenset({"doc", "docs", "example", "examples", "benchmark", "benchmarks", "build", "tools"})
 _SCRIPTS: Final = frozenset({"setup.py", "noxfile.py", "tasks.py", "conftest.py", "fabfile.py"})
 _KINDS: Final[Mapping[Kind, int]] = {"commit": 1, "tree": 2, "blob": 3}
 """Object types of a pack."""
@@ -91,14 +91,14 @@ def layout_of(files: Iterable[str]) -> RepositoryLayout:
     paths = sorted(files)
     folders = {str(PurePosixPath(path).parent) for path in paths if path.endswith("/__init__.py")}
     outermost = [one for one in sorted(folders) if str(PurePosixPath(one).parent) not in folders]
-    packages = tuple(one for one in outermost if not _aside(f"{one}/__init__.py"))
+    packages = tuple(one for one in outermost if not _is_excluded(f"{one}/__init__.py"))
     loose = [path for path in paths if path.endswith(".py") and path.count("/") == path.startswith("src/")]
-    modules = [path for path in loose if PurePosixPath(path).name not in _SCRIPTS and not _aside(path)]
+    modules = [path for path in loose if PurePosixPath(path).name not in _SCRIPTS and not _is_excluded(path)]
     return RepositoryLayout(packages, tuple(modules))
 
 
-def _aside(path: str) -> bool:
-    return is_test(path) or bool(_ASIDE.intersection(PurePosixPath(path).parts[:-1]))
+def _is_excluded(path: str) -> bool:
+    return is_test(path) or bool(_EXCLUDED.intersection(PurePosixPath(path).parts[:-1]))
 
 
 def merged(pristine: Mapping[str, bytes], theirs: Mapping[str, bytes], layout: RepositoryLayout) -> dict[str, bytes]:
@@ -156,9 +156,9 @@ def _packed(objects: GitObjects) -> tuple[bytes, bytes]:
         body += entry
     pack = bytes(body) + sha1(bytes(body))
     names = sorted(places)
-    fan = [sum(name[0] <= first for name in names) for first in range(256)]
+    fanout = [sum(name[0] <= first for name in names) for first in range(256)]
     checksums, offsets = (b"".join(struct.pack(">I", places[name][i]) for name in names) for i in (0, 1))
-    index = b"\xfftOc" + struct.pack(">257I", 2, *fan) + b"".join(names) + checksums + offsets + pack[-20:]
+    index = b"\xfftOc" + struct.pack(">257I", 2, *fanout) + b"".join(names) + checksums + offsets + pack[-20:]
     return pack, index + sha1(index)
 
 
@@ -167,8 +167,8 @@ def pytest_archive() -> bytes:
     """Return the archive, built once per process. Raises UserError if pytest is not installed."""
     found = io.BytesIO()
     mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
-    with zipfile.ZipFile(found, "w", zipfile.ZIP_DEFLATED) as archive, tempfile.TemporaryDirectory() as room:
-        compiled = Path(room, "module.pyc")
+    with zipfile.ZipFile(found, "w", zipfile.ZIP_DEFLATED) as archive, tempfile.TemporaryDirectory() as temp_dir:
+        compiled = Path(temp_dir, "module.pyc")
         for name, file in (module for package in _PACKAGES for module in _modules(package)):
             archive.writestr(_entry(name), file.read_bytes(), zipfile.ZIP_DEFLATED)
             py_compile.compile(str(file), str(compiled), name, doraise=True, invalidation_mode=mode)

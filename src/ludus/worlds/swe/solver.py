@@ -28,7 +28,7 @@ def solution(problem: SweProblem) -> tuple[Message, ...]:
     for path, content in problem.fixed.items():
         before, after, new = text_before(problem, path), content.decode("utf-8"), path not in problem.shown
         if not new:
-            first, last = _place(before, after)
+            first, last = _line_range(before, after)
             shown = lines_of(before, first, last)
             place: dict[str, JSON] = {"path": path, "first": first, "last": last}
             messages += tool_turn(len(messages), "read_file", place, shown, content=_LOOK)
@@ -67,7 +67,7 @@ def _lines(text: str) -> list[str]:
     return list(io.StringIO(text))
 
 
-def _place(before: str, after: str) -> tuple[int, int]:
+def _line_range(before: str, after: str) -> tuple[int, int]:
     """Return the first and last line to read (1-based): the changed lines with some context."""
     old, new = _lines(before), _lines(after)
     head = next((i for i, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), len(old) - 1)

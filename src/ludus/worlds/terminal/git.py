@@ -92,7 +92,7 @@ class GitRepository:
 
     def tree(self, name: str) -> dict[str, str]:
         """Return the blob hashes of a commit's files by path."""
-        return dict(self._entries(self.commit(self.resolve(name)).tree, "", 0))
+        return dict(self._tree_entries(self.commit(self.resolve(name)).tree, "", 0))
 
     def contents(self, name: str) -> dict[str, bytes]:
         """Return the contents of a commit's files by path."""
@@ -141,7 +141,7 @@ class GitRepository:
             raise BrokenRepository(f"{sha} is a {found}")
         return body
 
-    def _entries(self, sha: str, prefix: str, depth: int) -> Iterator[tuple[str, str]]:
+    def _tree_entries(self, sha: str, prefix: str, depth: int) -> Iterator[tuple[str, str]]:
         """Yield paths and hashes of the blobs below a tree."""
         body = self._content(sha, "tree")
         if depth > _MAX_DEPTH:
@@ -151,7 +151,7 @@ class GitRepository:
             mode, _, name = head.decode("utf-8", "replace").partition(" ")
             inner, body = rest[:20].hex(), rest[20:]
             if mode == "40000":
-                yield from self._entries(inner, f"{prefix}{name}/", depth + 1)
+                yield from self._tree_entries(inner, f"{prefix}{name}/", depth + 1)
             else:
                 yield prefix + name, inner
 
@@ -178,21 +178,21 @@ def _unpack(data: bytes) -> Iterator[tuple[str, GitObject]]:
     place = 12
     for _ in range(int.from_bytes(data[8:12], "big")):
         start, code = place, data[place] >> 4 & 7
-        place, base = _skip(data, place), ("", b"")
+        place, base = _skip_varint(data, place), ("", b"")
         if code == _OFFSET_DELTA:
-            back, place = _offset(data, place)
+            back, place = _base_offset(data, place)
             base = by_place[start - back]
         elif code == _REF_DELTA:
             base, place = by_hash[data[place : place + 20].hex()], place + 20
         body, used = _inflate(data[place:])
         place += used
-        kind, content = found = (base[0], _apply(base[1], body)) if base[0] else (_KINDS[code], body)
+        kind, content = found = (base[0], _apply_delta(base[1], body)) if base[0] else (_KINDS[code], body)
         sha = hashlib.sha1(f"{kind} {len(content)}\0".encode() + content).hexdigest()
         by_place[start] = by_hash[sha] = found
         yield sha, found
 
 
-def _offset(data: bytes, place: int) -> tuple[int, int]:
+def _base_offset(data: bytes, place: int) -> tuple[int, int]:
     """Return the backward offset of a delta base in a pack, and the position after it."""
     value = data[place] & 0x7F
     while data[place] & 0x80:
@@ -201,9 +201,9 @@ def _offset(data: bytes, place: int) -> tuple[int, int]:
     return value, place + 1
 
 
-def _apply(base: bytes, delta: bytes) -> bytes:
+def _apply_delta(base: bytes, delta: bytes) -> bytes:
     """Return the result of a delta."""
-    place, made = _skip(delta, _skip(delta, 0)), b""
+    place, made = _skip_varint(delta, _skip_varint(delta, 0)), b""
     while place < len(delta):
         code = delta[place]
         place += 1
@@ -222,7 +222,7 @@ def _apply(base: bytes, delta: bytes) -> bytes:
     return made
 
 
-def _skip(data: bytes, place: int) -> int:
+def _skip_varint(data: bytes, place: int) -> int:
     """Return the position after a number of variable length."""
     while data[place] & 0x80:
         place += 1

@@ -34,13 +34,13 @@ def solve_partly(task: TerminalTask, rng: random.Random) -> list[Message]:
 def episode(task: TerminalTask, steps: Sequence[str]) -> list[Message]:
     """Return the messages of an episode that reads the files, runs these commands and ends."""
     messages: list[Message] = []
-    for number, (command, output) in enumerate([*_looks(task), *((step, NO_OUTPUT) for step in steps)]):
+    for number, (command, output) in enumerate([*_inspections(task), *((step, NO_OUTPUT) for step in steps)]):
         messages += tool_turn(number, "shell", {"command": command}, output)
     tops = sorted({path.partition("/")[0] for path in task.start.files} - {".gitconfig"})
     return [*messages, assistant(f"Done with {', '.join(tops[:3]) or 'the script'}.")]
 
 
-def _looks(task: TerminalTask) -> Iterator[tuple[str, str]]:
+def _inspections(task: TerminalTask) -> Iterator[tuple[str, str]]:
     """Yield commands that read the files, each with its output."""
     files = task.start.files
     yield LIST, "\n".join(sorted(f"./{path}" for path in files if "/.git" not in f"/{path}")) or NO_OUTPUT

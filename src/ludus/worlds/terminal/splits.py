@@ -188,7 +188,7 @@ def splits_of(settings: TerminalSettings) -> dict[str, tuple[TerminalTask, ...]]
             found[split].append(make_task(kind, number, seed))
     if by_names:
         seen = {task.text for tasks in found.values() for task in tasks}
-        more = _more_tasks([kind for kind in kinds if kind.split != "composition"], num, seed, seen)
+        more = _unseen_tasks([kind for kind in kinds if kind.split != "composition"], num, seed, seen)
         found["test"] += islice(more, max(settings.num_held_out - len(found["test"]), 0))
         if (most := len(found["test"])) < settings.num_held_out:
             raise ConfigError(
@@ -204,7 +204,7 @@ def kinds_of(topics: Sequence[str]) -> list[TaskKind]:
     return [kind for topic in dict.fromkeys(topics) for kind in task_file().kinds if kind.topic == topic]
 
 
-def _more_tasks(kinds: Sequence[TaskKind], first: int, seed: int, seen: set[str]) -> Iterator[TerminalTask]:
+def _unseen_tasks(kinds: Sequence[TaskKind], first: int, seed: int, seen: set[str]) -> Iterator[TerminalTask]:
     """Yield tasks of these kinds, numbered from `first`, whose texts are not in `seen`."""
     for number in range(first, max((kind.num for kind in kinds), default=0)):
         for task in (make_task(kind, number, seed) for kind in kinds if number < kind.num):

@@ -147,7 +147,7 @@ class TaskFolder:
         if not text.strip():
             raise ConfigError(f"{self.place} has no instruction.", "Add instruction.md, or `instruction` in task.yaml.")
         tests = {
-            path.relative_to(self.place / "tests").as_posix(): self._boxed(path.read_bytes())
+            path.relative_to(self.place / "tests").as_posix(): self._move_to_box(path.read_bytes())
             for path in sorted((self.place / "tests").rglob("*"))
             if path.is_file() and path.suffix != ".pyc"
         }
@@ -155,7 +155,7 @@ class TaskFolder:
         solution = self._text(self.layout.solution)
         return BenchTask(
             self.place.name,
-            self._boxed(text.strip().encode()).decode(),
+            self._move_to_box(text.strip().encode()).decode(),
             str(metadata.get("category") or "bench"),
             _LEVELS.get(str(metadata.get("difficulty")), 3),
             self._start(),
@@ -185,9 +185,9 @@ class TaskFolder:
 
     def _text(self, name: str) -> str:
         path = self.place / name
-        return self._boxed(path.read_bytes()).decode("utf-8", "replace") if path.is_file() else ""
+        return self._move_to_box(path.read_bytes()).decode("utf-8", "replace") if path.is_file() else ""
 
-    def _boxed(self, data: bytes) -> bytes:
+    def _move_to_box(self, data: bytes) -> bytes:
         """Return the data with the task's working directory replaced by /box."""
         return with_folder(data, self.workdir.rstrip("/"), "/box")
 
@@ -217,8 +217,8 @@ class TaskFolder:
     def _start(self) -> Snapshot:
         """Return the files that the Dockerfile copies into the working directory, without tests and solution."""
         files, executable, total = dict[str, bytes](), set[str](), 0
-        for source, path in self._copied():
-            files[path] = self._boxed(source.read_bytes())
+        for source, path in self._copied_files():
+            files[path] = self._move_to_box(source.read_bytes())
             total += len(files[path])
             if source.stat().st_mode & 0o100:
                 executable.add(path)
@@ -226,7 +226,7 @@ class TaskFolder:
                 raise ConfigError(f"{self.context} has more than {_MAX_BYTES} bytes of files.", "Leave the task out.")
         return Snapshot(files, frozenset(executable))
 
-    def _copied(self) -> Iterator[tuple[Path, str]]:
+    def _copied_files(self) -> Iterator[tuple[Path, str]]:
         """Yield the files that the Dockerfile copies, and their paths in /box."""
         for names, target, is_folder in self._dockerfile[0]:
             for name in names:
