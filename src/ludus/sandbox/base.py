@@ -263,7 +263,7 @@ class Sandbox(ABC):
         """Run once."""
 
     async def _open_session(self, kind: SessionKind, files: Mapping[str, bytes], limits: Limits) -> SandboxSession:
-        raise UserError("This sandbox backend has no sessions.", "Use namespaces, docker, podman or remote.")
+        raise UserError("This sandbox backend does not support sessions.", "Use namespaces, docker, podman or remote.")
 
 
 def sessions_in_memory() -> int:

@@ -67,7 +67,7 @@ class Container(SupervisorHost):
             await wait_exit(client, GRACE_S)
             reason = read_errors(errors)[:500] or type(error).__name__
             await self.kill()
-            raise WorldError(f"The container started no supervisor: {reason}.") from error
+            raise WorldError(f"The container did not start its supervisor: {reason}.") from error
         return self._sock
 
     def prefork(self) -> None:

@@ -170,7 +170,7 @@ class CodeGrader:
             error = (outcome.error_text.strip().splitlines() or [""])[-1]
             if not outcome.ok and error.startswith(("SyntaxError", "IndentationError", "TabError")):
                 grading.broken = error
-            verdicts.append(CodeVerdict(case, passed, "" if passed else _printed(outcome, error, self.limits)))
+            verdicts.append(CodeVerdict(case, passed, "" if passed else _stdin_failure(outcome, error, self.limits)))
 
     async def _checks(self, program: str, truth: CodeTruth, cases: Sequence[TestCase], grading: Grading) -> None:
         """Alternate between asserts and program until every result that the asserts need is available."""
@@ -228,7 +228,7 @@ def _exit_reason(outcome: Outcome, limits: Limits) -> str:
     return f"the program ended by itself (exit code {outcome.exit}, signal {outcome.signal})"
 
 
-def _printed(outcome: Outcome, error: str, limits: Limits) -> str:
+def _stdin_failure(outcome: Outcome, error: str, limits: Limits) -> str:
     if outcome.timed_out or outcome.memory_exceeded:
         return _exit_reason(outcome, limits)
     if not outcome.ok:

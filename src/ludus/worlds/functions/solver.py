@@ -82,13 +82,13 @@ class Attempt:
 def play(task: Task, flaws: CallFlaws, rng: random.Random) -> Attempt:
     """Return an attempt at the task."""
     truth, attempt = truth_of(task, Truth), Attempt(task)
-    slips = rng.random() < flaws.habit
+    is_flawed = rng.random() < flaws.habit
     if truth.right == "call":
         turns = turns_of(truth.gold)
         wrong = _flawed_call(truth, turns[0][0]) if rng.random() < flaws.mended else None
         if wrong is not None:
             attempt.call(wrong, train=False)
-        if slips and len(truth.gold) > 1:
+        if is_flawed and len(truth.gold) > 1:
             turns = [turns[0][:1]]
         for calls in turns:
             attempt.call(*(call.expected for call in calls))
@@ -97,7 +97,7 @@ def play(task: Task, flaws: CallFlaws, rng: random.Random) -> Attempt:
         function = truth.scene.tools()[0].schema["function"]
         attempt.call(ExpectedCall(function["name"], _required_values(function["parameters"])))
         attempt.say(DONE)
-    elif slips and truth.answer is None and truth.scene.functions:
+    elif is_flawed and truth.answer is None and truth.scene.functions:
         attempt.call(_invented_call(truth, rng))
         attempt.say(DONE)
     else:
@@ -119,13 +119,13 @@ def alternative_solutions(task: Task) -> Iterator[Sequence[Message]]:
     if truth.right == "call":
         turns = turns_of(truth.gold)
         seen = [_called(task, [[gold.expected for gold in turn] for turn in turns])]
-        for way in (
+        for solution in (
             _called(task, [[_with_all_arguments(gold) for gold in turn] for turn in turns]),
             _called(task, [[gold.with_values(-1)] for turn in turns for gold in reversed(turn)]),
         ):
-            if way not in seen:
-                seen.append(way)
-                yield way
+            if solution not in seen:
+                seen.append(solution)
+                yield solution
     elif truth.right != "any_call":
         yield from ([assistant(text)] for text in _right_answers(truth)[1:])
 
@@ -144,7 +144,7 @@ def _with_all_arguments(gold: GoldCall) -> ExpectedCall:
 
 
 def _right_answers(truth: Truth) -> Sequence[str]:
-    """Return right answers if no call is right: first that of the oracle."""
+    """Return right answers if no call is right, the solver's first."""
     if truth.answer is not None:
         return truth.answer.accepted
     if truth.ask is None:

@@ -107,7 +107,7 @@ class FunctionsWorld(World):
         return Message(role="system", content=SYSTEM), Message(role="user", content=question)
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
-        """Yield dialogues of the flawed oracle without end, on new training tasks.
+        """Yield dialogues of the flawed solver on new training tasks without end.
 
         No request occurs in a held-out split.
         """
@@ -122,7 +122,7 @@ class FunctionsWorld(World):
                 yield _show(task, flaws, rng)
 
     def expert(self, task: Task) -> Dialogue | None:
-        """Return the dialogue of the oracle without flaws; None if the task offers no functions.
+        """Return a dialogue of the solver without flaws; None if the task offers no functions.
 
         A dialogue of several turns has the gold calls without their responses.
         """

@@ -171,8 +171,8 @@ def flawed_game(task: Task, rng: random.Random, flaw: float) -> list[Message]:
     first, last = int(task.tags["low"]), int(task.tags["high"])
 
     def guess(low: int, high: int) -> int:
-        forgets = rng.random() < flaw
-        return rng.randint(*((low, high) if not forgets else rng.choice(((first, high), (low, last)))))
+        is_flawed = rng.random() < flaw
+        return rng.randint(*((low, high) if not is_flawed else rng.choice(((first, high), (low, last)))))
 
     return play(task, guess)
 
@@ -182,9 +182,9 @@ def play(task: Task, guess: Callable[[int, int], int]) -> list[Message]:
     low, high, number = int(task.tags["low"]), int(task.tags["high"]), int(str(task.truth))
     messages = list(task.prompt)
     while True:
-        tried = guess(low, high)
-        messages.append(Message(role="assistant", content=str(tried)))
-        if tried == number:
+        value = guess(low, high)
+        messages.append(Message(role="assistant", content=str(value)))
+        if value == number:
             return messages
-        messages.append(Message(role="user", content="higher" if tried < number else "lower"))
-        low, high = (max(low, tried + 1), high) if tried < number else (low, min(high, tried - 1))
+        messages.append(Message(role="user", content="higher" if value < number else "lower"))
+        low, high = (max(low, value + 1), high) if value < number else (low, min(high, value - 1))

@@ -65,11 +65,11 @@ def gym_tasks(names: Sequence[str], sizes: Mapping[str, int], seed: int) -> dict
 
 
 def _generator_tasks(name: str, split: str, num: int, seed: int, taken: set[str]) -> list[Task]:
-    made = 3 * num + _NUM_CHECKED
-    dataset = _dataset(name, made, _SEED_STRIDE * (len(SPLITS) * seed + SPLITS.index(split)) % _SEEDS)
+    num_entries = 3 * num + _NUM_CHECKED
+    dataset = _dataset(name, num_entries, _SEED_STRIDE * (len(SPLITS) * seed + SPLITS.index(split)) % _SEEDS)
     tasks: list[Task] = []
     seen = set(taken)
-    for index in range(made):
+    for index in range(num_entries):
         entry = dataset[index]
         question = str(entry["question"])
         truth = GymTruth(dataset, entry)
@@ -90,8 +90,8 @@ def _dataset(name: str, size: int, seed: int) -> Dataset:
     factory = importlib.import_module("reasoning_gym.factory")
     if name not in vars(factory)["DATASETS"]:
         raise ConfigError(f"reasoning-gym has no generator {name!r} (env.settings.gym).", "See its gallery.")
-    made: Dataset = package.create_dataset(name, size=size, seed=seed)
-    return made
+    dataset: Dataset = package.create_dataset(name, size=size, seed=seed)
+    return dataset
 
 
 def _check_generator(name: str, truth: GymTruth) -> None:

@@ -132,7 +132,7 @@ async def grade(sandbox: Sandbox, problem: SweProblem, theirs: Mapping[str, byte
         trial, negated = mask_tests(problem, tree, known.reaches)
         run = await run_trial(sandbox, trial, problem.seconds)
         doubts, found = [run.doubt], values_of(run, negated)
-    run = await run_trial(sandbox, _whole(problem, tree, known.reaches), problem.seconds)
+    run = await run_trial(sandbox, _full_trial(problem, tree, known.reaches), problem.seconds)
     doubt = next(filter(None, [*doubts, run.doubt]), "")
     passed = {test: not doubt and _passed(test, run, problem) for test in tests}
     forged = sorted({test.partition("[")[0] for test in broken if passed[test]} & other_values(known.values, found))
@@ -151,7 +151,7 @@ def _functions(tests: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(test.partition("[")[0] for test in tests))
 
 
-def _whole(problem: SweProblem, tree: Mapping[str, bytes], allowed: frozenset[str] | None) -> TestTrial:
+def _full_trial(problem: SweProblem, tree: Mapping[str, bytes], allowed: frozenset[str] | None) -> TestTrial:
     tests = _functions(problem.suite.tests("all"))
     return TestTrial(tree, problem.layout, problem.files, tests, allowed=allowed)
 
@@ -164,7 +164,7 @@ async def reference(sandbox: Sandbox, problem: SweProblem) -> TestRun:
     if not problem.known:
         tree = {**problem.pristine, **problem.fixed}
         masks = [mask_tests(problem, tree, None) for _ in range(2)]
-        trials = [*(trial for trial, _ in masks), _whole(problem, tree, None)]
+        trials = [*(trial for trial, _ in masks), _full_trial(problem, tree, None)]
         runs = await asyncio.gather(*(run_trial(sandbox, trial, problem.seconds) for trial in trials))
         first, second = (values_of(run, negated) for run, (_, negated) in zip(runs, masks, strict=False))
         values: dict[str, dict[int, tuple[str, ...]]] = {}

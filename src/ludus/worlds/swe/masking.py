@@ -90,17 +90,17 @@ def masked(source: str, names: Collection[str], probe: str) -> tuple[str, frozen
     `probe` is the name that the masked tests call.
     """
     tree = ast.parse(source)
-    meant = definers(tree, names)
-    world = _given_names(tree.body, frozenset())
+    selected = definers(tree, names)
+    module_names = _given_names(tree.body, frozenset())
     mask = _Mask(probe)
     tests = []
     for name, node, _ in functions_of(tree):
-        if name in meant:
+        if name in selected:
             tests.append(node)
         elif node.name.startswith("test"):
             node.body = [ast.Pass()]
     for node in tests:
-        mask.given = _given_names(node.body, world | _parameters(node))
+        mask.given = _given_names(node.body, module_names | _parameters(node))
         node.body = mask.block(node.body)
     for _ in range(_PASSES):
         read = _count_reads(tree)
@@ -109,7 +109,7 @@ def masked(source: str, names: Collection[str], probe: str) -> tuple[str, frozen
         for node in tests:
             for name, column in _columns(node):
                 if not read.get(name):
-                    _empty(column)
+                    _clear(column)
     return ast.unparse(ast.fix_missing_locations(tree)), frozenset(mask.negated)
 
 
@@ -140,10 +140,10 @@ class _Mask:
     def _replaced(self, node: ast.stmt) -> list[ast.stmt]:
         raised = raising(node)
         if raised is not None:  # the probe sends the name of the exception's type, or None if nothing was raised
-            caught = self._probed(ast.parse("type(_raised).__name__", mode="eval").body)
+            caught = self._probe_call(ast.parse("type(_raised).__name__", mode="eval").body)
             self.count -= 1
             handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), "_raised", [caught])
-            return [ast.Try(raised, [handler], [self._probed(ast.Constant(None))], [])]
+            return [ast.Try(raised, [handler], [self._probe_call(ast.Constant(None))], [])]
         test = asserted(node)
         match test:
             case None:
@@ -151,21 +151,21 @@ class _Mask:
             case ast.Compare(left=left, ops=[ast.Eq() | ast.Is()], comparators=[right]):
                 for value, side in ((left, right), (right, left)):
                     if is_given(side, self.given) and (not is_given(value, self.given) or not _names(side)):
-                        return [self._probed(value)]
+                        return [self._probe_call(value)]
         if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq) and len(test.ops) == 1:
             another = ast.parse("_left == ('another value', _right)", mode="eval").body
             left = ast.NamedExpr(ast.Name("_left", ast.Store()), test.left)
             right = ast.NamedExpr(ast.Name("_right", ast.Store()), test.comparators[0])
-            return [self._truth(ast.Compare(left, test.ops, [right])), self._truth(another)]
-        return [self._truth(test)]
+            return [self._truth_probe(ast.Compare(left, test.ops, [right])), self._truth_probe(another)]
+        return [self._truth_probe(test)]
 
-    def _truth(self, test: ast.expr) -> ast.stmt:
+    def _truth_probe(self, test: ast.expr) -> ast.stmt:
         if secrets.randbelow(2):
             self.negated.add(self.count)
-            return self._probed(ast.UnaryOp(ast.Not(), test))
-        return self._probed(ast.Call(ast.Name("bool", ast.Load()), [test], []))
+            return self._probe_call(ast.UnaryOp(ast.Not(), test))
+        return self._probe_call(ast.Call(ast.Name("bool", ast.Load()), [test], []))
 
-    def _probed(self, value: ast.expr) -> ast.stmt:
+    def _probe_call(self, value: ast.expr) -> ast.stmt:
         call = ast.Call(ast.Name(self.probe, ast.Load()), [ast.Constant(self.count), value], [])
         self.count += 1
         return ast.Expr(call)
@@ -217,7 +217,7 @@ def is_given(node: ast.AST, given: Collection[str]) -> bool:
 
 def _given_names(body: Sequence[ast.stmt], known: frozenset[str]) -> frozenset[str]:
     """Return the names, in a block and its enclosing blocks, whose bindings are all given."""
-    bound = Counter(name for one in body for name in _bound(one))
+    bound = Counter(name for one in body for name in _bound_names(one))
     given = {name for name in known if name not in bound}
     for target, value in _assignments(body):
         if is_given(value, given):
@@ -226,7 +226,7 @@ def _given_names(body: Sequence[ast.stmt], known: frozenset[str]) -> frozenset[s
     return frozenset(given)
 
 
-def _bound(statement: ast.stmt) -> Iterator[str]:
+def _bound_names(statement: ast.stmt) -> Iterator[str]:
     for node in ast.walk(statement):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             yield node.id
@@ -287,13 +287,13 @@ def _blank_unread(body: Iterable[ast.stmt], read: Mapping[str, int]) -> None:
             case ast.For(target=ast.Tuple(elts=targets)):
                 for i, target in enumerate(targets):
                     if isinstance(target, ast.Name) and not read.get(target.id):
-                        _empty(_column(statement.iter, i, len(targets)))
+                        _clear(_column(statement.iter, i, len(targets)))
         if not isinstance(statement, ast.FunctionDef | ast.ClassDef):
             for part in ("body", "orelse"):
                 _blank_unread(statement.__dict__.get(part, ()), read)
 
 
-def _empty(column: _Column) -> None:
+def _clear(column: _Column) -> None:
     for cells, place in column:
         cells[place] = ast.Constant(None)
 

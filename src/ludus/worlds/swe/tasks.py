@@ -283,7 +283,7 @@ class Instance(BaseModel):
         broken = tuple(pytest_name(test, folder) for test in self.fail_to_pass)
         kept = tuple(name for test in self.pass_to_pass if (name := pytest_name(test, folder)))
         if "" in broken:
-            raise ValueError(f"{self.fail_to_pass[broken.index('')]!r} names no test")
+            raise ValueError(f"{self.fail_to_pass[broken.index('')]!r} is not a test name")
         return self.model_copy(update={"fail_to_pass": broken, "pass_to_pass": kept})
 
 

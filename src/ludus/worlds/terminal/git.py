@@ -121,7 +121,7 @@ class GitRepository:
             return self._packed[sha]
         whole, _ = _inflate(data)
         if hashlib.sha1(whole).hexdigest() != sha:
-            raise BrokenRepository(f"the object {sha} is a forgery")
+            raise BrokenRepository(f"the content of {sha} does not match its hash")
         head, _, body = whole.partition(b"\0")
         return head.partition(b" ")[0].decode("ascii", "replace"), body
 
@@ -162,17 +162,17 @@ def _text(data: bytes) -> str:
 
 def _inflate(data: bytes) -> tuple[bytes, int]:
     """Return the decompressed data at the start of some bytes, and the number of bytes used."""
-    machine = zlib.decompressobj()
-    whole = machine.decompress(data, MAX_OBJECT_BYTES)
-    if not machine.eof:
+    decompressor = zlib.decompressobj()
+    whole = decompressor.decompress(data, MAX_OBJECT_BYTES)
+    if not decompressor.eof:
         raise BrokenRepository("an object is too large, or cut")
-    return whole, len(data) - len(machine.unused_data)
+    return whole, len(data) - len(decompressor.unused_data)
 
 
 def _unpack(data: bytes) -> Iterator[tuple[str, GitObject]]:
     """Yield the objects of a pack of version 2 with their hashes."""
     if data[:8] != b"PACK\0\0\0\2":
-        raise BrokenRepository("no pack")
+        raise BrokenRepository("not a pack of version 2")
     by_place: dict[int, GitObject] = {}
     by_hash: dict[str, GitObject] = {}
     place = 12
@@ -180,8 +180,8 @@ def _unpack(data: bytes) -> Iterator[tuple[str, GitObject]]:
         start, code = place, data[place] >> 4 & 7
         place, base = _skip_varint(data, place), ("", b"")
         if code == _OFFSET_DELTA:
-            back, place = _base_offset(data, place)
-            base = by_place[start - back]
+            distance, place = _base_offset(data, place)
+            base = by_place[start - distance]
         elif code == _REF_DELTA:
             base, place = by_hash[data[place : place + 20].hex()], place + 20
         body, used = _inflate(data[place:])

@@ -124,7 +124,7 @@ async def check_bounded(checks: Sequence[Check], state: SessionState) -> dict[st
 def pair(first: TerminalTask, second: TerminalTask, number: int) -> TerminalTask:
     """Combine two tasks in one folder. Raises ValueError if they share files."""
     if _overlaps(first, second) or _overlaps(second, first):
-        raise ValueError(f"{first.id} and {second.id} are about the same files")
+        raise ValueError(f"{first.id} and {second.id} share files")
     return replace(
         first,
         text=f"Do two things.\n1. {first.text}\n2. {second.text}",

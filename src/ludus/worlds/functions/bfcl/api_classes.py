@@ -51,7 +51,7 @@ def read_schemas(described: Iterable[Description]) -> dict[str, ToolSchema]:
     found: dict[str, ToolSchema] = {}
     for one in described:
         if one.name in found:
-            raise RecordError(f"two functions are called {one.name!r}")
+            raise RecordError(f"duplicate function {one.name!r}")
         schema = _schema(one.parameters)
         if not isinstance(schema, dict) or not isinstance(schema.get("properties", {}), dict):
             raise RecordError(f'"parameters" of {one.name!r} is not a JSON schema')
@@ -96,7 +96,7 @@ def find_classes(names: Iterable[str]) -> dict[str, str]:
     for name in names:
         stem = _classes(site).get(name)
         if stem is None or not (site / _DESCRIPTIONS / f"{stem}.json").is_file():
-            raise RecordError(f"its class {name!r} is not one of the installed bfcl-eval")
+            raise RecordError(f"its class {name!r} is not in the installed bfcl-eval")
         if lacking := sorted(_imports_of(site / _SOURCES / f"{stem}.py")[1] - _INSTALL.keys()):
             raise RecordError(f"its class {name!r} needs the package {lacking[0]!r}, which is not in the sandbox")
         found[name] = ".".join((*_SOURCES.parts, stem))

@@ -143,7 +143,7 @@ class ApiEnv(ToolEnv):
         if not isinstance(reply, dict):
             return {}
         if "fault" in reply:
-            raise WorldError(f"The objects of the task cannot be made: {reply['fault']}.")
+            raise WorldError(f"The objects of the task cannot be created: {reply['fault']}.")
         return reply
 
     def _tool(self, schema: ToolSchema) -> CheckedTool:

@@ -108,7 +108,7 @@ def load_tasks(path: Path, answers: Path | None, split: str, bad_lines: BadLines
             record = {**record, "ground_truth": right.get(text_field(record, "id"))}
         task = _task(record, split)
         if task.id in tasks:
-            raise RecordError(f"the id {task.id!r} was there before")
+            raise RecordError(f"duplicate id {task.id!r}")
         tasks[task.id] = task
 
     if answers is not None:
@@ -125,7 +125,7 @@ def load_tasks(path: Path, answers: Path | None, split: str, bad_lines: BadLines
     for place, reason in faults:
         _LOG.warning("%s, is skipped: %s.", place, reason)
     if not tasks:
-        raise UserError(f"{path} holds no tasks.", "It needs one JSON object a line.")
+        raise UserError(f"{path} holds no tasks.", "Write one JSON object per line.")
     return tuple(tasks.values())
 
 

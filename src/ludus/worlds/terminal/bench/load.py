@@ -92,12 +92,12 @@ def load_bench(
     if refused and (dockerfiles == "refuse" or not found):
         more = f"; and {len(refused) - _MAX_NAMED} more" if len(refused) > _MAX_NAMED else ""
         raise ConfigError(
-            f"{len(refused)} of {len(places)} tasks need an image, and no image is built: "
+            f"{len(refused)} of {len(places)} tasks need an image, but images are not built: "
             f"{'; '.join(refused[:_MAX_NAMED])}{more}.",
             "env.settings.bench_dockerfile = 'skip' omits such tasks, 'ignore' runs them without it.",
         )
     for reason in refused:
-        _LOG.warning("The task %s is left out: it needs a container.", reason)
+        _LOG.warning("Skipped a task that needs a container: %s.", reason)
     return tuple(found)
 
 
@@ -223,7 +223,7 @@ class TaskFolder:
             if source.stat().st_mode & 0o100:
                 executable.add(path)
             if total > _MAX_BYTES:
-                raise ConfigError(f"{self.context} has more than {_MAX_BYTES} bytes of files.", "Leave the task out.")
+                raise ConfigError(f"{self.context} has more than {_MAX_BYTES} bytes of files.", "Remove the task.")
         return Snapshot(files, frozenset(executable))
 
     def _copied_files(self) -> Iterator[tuple[Path, str]]:
