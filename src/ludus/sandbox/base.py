@@ -48,7 +48,7 @@ class Limits:
 
     `wall_s` and `cpu_s` (total of all processes) are seconds. `memory_bytes` bounds the address space of each process
     and the resident memory of all together. `disk_bytes` and `disk_files` bound everything written, `file_bytes` one
-    file. `output_bytes` bounds the kept part of each of stdout and stderr: two thirds from its head, one from its tail.
+    file. `output_bytes` bounds the captured part of stdout and of stderr: two thirds from its head, one from its tail.
     `files_out` and `files_out_bytes` bound the returned files and may be 0.
     """
 
@@ -246,7 +246,7 @@ class Sandbox(ABC):
     async def session(
         self, kind: SessionKind = "python", *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
     ) -> SandboxSession:
-        """Open a session; `limits` hold per call, those of disk and processes for the whole session.
+        """Open a session; `limits` apply per call, those of disk and processes to the whole session.
 
         Raises UserError and WorldError as `run` does.
         """

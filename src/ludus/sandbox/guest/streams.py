@@ -18,7 +18,7 @@ _NOTE_BYTES = 64
 class BoundedOutput:
     """Buffer of at most `max_bytes` of a stream, including a note on the omitted bytes; two thirds from its head.
 
-    If `max_bytes` is too small for a note, only the head is kept.
+    If `max_bytes` is too small for a note, the tail is dropped entirely.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -1,6 +1,6 @@
 """The part of the grader that runs inside the sandbox: plain values as JSON, and the loops over tests.
 
-The sandbox runs the source of this module in the process of the solution. It holds arguments and no expected
+The sandbox runs the source of this module in the process of the solution. It has arguments but no expected
 values, so a solution that tampers with it can change results but not make them correct. The host treats the
 records as untrusted data (`ludus.worlds.code.results`); `decode` is for the sandbox only.
 """

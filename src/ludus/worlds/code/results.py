@@ -24,7 +24,7 @@ _LONG_BITS = 1000
 class Unordered:
     """A set, frozenset or dict, sorted by the texts of its elements or keys, which are distinct.
 
-    `shown` are the elements or keys, `values` the values of a dict, where the last one of a repeated key counts.
+    `shown` are the elements or keys, `values` the values of a dict (the last one of a repeated key).
     """
 
     kind: str

@@ -29,7 +29,7 @@ def looks_like(function: Function) -> frozenset[str]:
 class _Draft:
     """A task before its tools are chosen: requests with and without values, and the right response.
 
-    `missing` is the parameter that the request leaves out, and the place of its step.
+    `missing` is the parameter that the request omits, and the index of its step.
     """
 
     plan: Plan

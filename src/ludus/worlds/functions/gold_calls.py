@@ -47,7 +47,7 @@ class GoldCall:
     after: tuple[int, ...] = ()
 
     def with_values(self, place: int) -> ExpectedCall:
-        """Return the call with the right value at `place` of each argument, without optional ones."""
+        """Return the call with the right value at index `place` of each argument, without optional ones."""
         required = {name: values for name, values in self.accepted.items() if name not in self.optional}
         return ExpectedCall(self.name, {name: values[place] for name, values in required.items()})
 

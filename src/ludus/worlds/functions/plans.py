@@ -194,7 +194,7 @@ class PlanSampler:
 
 
 def _links(first: Function, second: Function, place: int) -> Links:
-    """Return links for the required parameters of `second` from the result of `first`, which is at `place`."""
+    """Return links for the required parameters of `second` from the result of `first`, which has index `place`."""
     found: dict[str, tuple[int, str]] = {}
     left = dict(first.returns)
     for param in second.required:

@@ -25,7 +25,7 @@ def words_of(text: str) -> frozenset[str]:
 
 
 _FILLERS: Final = words_of("how what which for of to in at on by the a an is it one")
-"""Words of any question, which alone ask for nothing."""
+"""Words of any question, which alone identify no argument."""
 _EMPTY: Final = words_of("of in at on by num id is a the to into what which one most send add")
 _ASKING: Final = words_of("who whom where when name called")
 """Interrogatives and nouns of no particular topic."""
@@ -52,7 +52,7 @@ class Ask:
     def stated(self) -> Iterator[tuple[frozenset[str], str]]:
         """Yield the words that ask for each other argument, and its value in the request.
 
-        The words of the missing parameter are left out, and so are identifiers, since a question may name its
+        The words of the missing parameter and identifiers are excluded, since a question may name its
         topic; persons have interrogatives only.
         """
         taken = frozenset({"from"}).union(*ask_phrases(self.param, self.param.name))

@@ -30,7 +30,7 @@ def load_problems(path: Path) -> dict[str, tuple[Task, ...]]:
     """Return the tasks of a file by split.
 
     `answer` depends on the type (`ludus.rewards.truth_records`); a text with reasoning has its answer after
-    "####" or in a box. Without "split", a hash of the question decides, 8 : 1 : 1. Raises UserError, with the
+    "####" or in a box. Without "split", a hash of the question splits 8 : 1 : 1. Raises UserError, with the
     line, for an invalid record or a repeated question, and if a verifier needs an extra that is not installed.
     """
     return load_tasks(path, _record_task, _HINT, identity=lambda task: f"question {task.prompt[-1]['content']!r}")

@@ -28,7 +28,7 @@ MOST_CHOICES = 720
 LIMITS = SqlLimits()
 """Limits of a query that is an answer."""
 CENT = 0.005
-"""Tolerance of a value: the question asks for two decimals."""
+"""Tolerance of a value; questions request two decimals."""
 
 
 @dataclass(frozen=True)

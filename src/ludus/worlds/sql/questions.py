@@ -66,7 +66,7 @@ class TableData(TypedDict):
 
 class QuestionData(TypedDict):
     """A question: `queries` is the gold query with own and with plain names, `forgetful` are the same pairs with a
-    condition or the order left out; `value` is whether its value may be the answer."""
+    condition or the order omitted; `value` is whether its value may be the answer."""
 
     database: str
     text: str

@@ -1,7 +1,7 @@
 """Grading of a policy's tree by hidden tests, unmasked and masked, on a fresh copy of the repository.
 
 Only code is taken from the policy's tree (`ludus.worlds.swe.repository.merged`); tests, `conftest.py` and settings are
-those of the repository. The broken tests run masked in one sandbox: they hold no expected value, and digests of the
+those of the repository. The broken tests run masked in one sandbox: they have no expected value, and digests of the
 values that they compute are compared here with those of the repaired repository. These reference values come from
 sandboxes that never see code of the policy. Then all tests run unmasked in another sandbox. If a test passes and its
 masked values differ, the result is forged and no test counts as passed; the same holds if a leak test passes, test

@@ -6,7 +6,7 @@ commands from the child: it kills every process that the child left, checks that
 then reads the nonce by which the host recognises the parent's report.
 
 Masked tests (`ludus.worlds.swe.masking`) call a probe with the values that they computed; the child sends a digest of
-each value and holds nothing to compare it with. An audit hook ends a child if code of the repository accesses frames,
+each value and has no expected value. An audit hook ends a child if code of the repository accesses frames,
 the garbage collector, code objects, test files, raw memory or other processes, unless the reference run did the same.
 """
 

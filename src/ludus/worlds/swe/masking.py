@@ -299,7 +299,7 @@ def _clear(column: _Column) -> None:
 
 
 def _count_reads(tree: ast.AST) -> Counter[str]:
-    """Count how often each name is read; attributes count as well, since a look-up by text may reach them."""
+    """Count the reads of each name; attributes count as well, since `getattr` may access them."""
     names = Counter(one.id for one in ast.walk(tree) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load))
     return names + Counter(one.attr for one in ast.walk(tree) if isinstance(one, ast.Attribute))
 

@@ -1,7 +1,7 @@
 """The repository of an episode: code files, a git folder built without git, pytest as an archive, and the tools.
 
 The git folder has one commit on `main`, with the same bytes for the same tree: one pack with its index, references, and
-a git index without stat data, so that the first git command compares contents (gitformat-pack). The archive holds
+a git index without stat data, so that the first git command compares contents (gitformat-pack). The archive has
 pytest as source and bytecode, which any interpreter can read, without entry points and hence without plugins.
 """
 
@@ -30,7 +30,7 @@ from ludus.tools.workspace import Workspace, report
 from ludus.worlds.swe.guest_runner import ARCHIVE
 
 HOOKS: Final = frozenset({"conftest.py", "sitecustomize.py", "usercustomize.py", "pytest.py", "unittest.py"})
-"""Modules that change how tests run: those of the repository stay unchanged, others are left out."""
+"""Modules that change how tests run: those of the repository stay unchanged, others are omitted."""
 _MAX_PATH: Final = 256
 _TEST_FOLDERS: Final = frozenset({"test", "tests", "testing"})
 _EXCLUDED: Final = frozenset({"doc", "docs", "example", "examples", "benchmark", "benchmarks", "build", "tools"})
@@ -48,7 +48,7 @@ _CHOSEN: Final = {
     "formatters": ("__init__", "_mapping", "terminal"),
     "styles": ("__init__", "_mapping", "default"),
 }
-"""Modules that pytest imports from pygments' folders; the others are left out."""
+"""Modules that pytest imports from pygments' folders; others are omitted."""
 _SETUP: Final = """
 if [ -z "$__ready" ]; then
   export PYTHONPATH={paths} PYTHONDONTWRITEBYTECODE=1 PAGER=cat GIT_PAGER=cat
@@ -105,7 +105,7 @@ def merged(pristine: Mapping[str, bytes], theirs: Mapping[str, bytes], layout: R
     """Merge the code of a policy's tree into the repository; the tree's other files are ignored.
 
     Code is a file that the repository already has, or a new Python module in its packages. Files whose path conflicts
-    with the repository's own files or is too long to import are left out.
+    with the repository's own files or is too long to import are omitted.
     """
     kept = {path: content for path, content in pristine.items() if not layout.is_code(path)}
     folders = {str(folder) for path in kept for folder in PurePosixPath(path).parents}

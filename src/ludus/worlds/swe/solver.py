@@ -23,7 +23,7 @@ _FOUND: Final = "This is where it goes wrong."
 
 
 def solution(problem: SweProblem) -> tuple[Message, ...]:
-    """Return the messages after the prompt: a look at each file, its repair, and the end of the episode."""
+    """Return the messages after the prompt: read and repair each file, then end the episode."""
     messages: list[Message] = []
     for path, content in problem.fixed.items():
         before, after, new = text_before(problem, path), content.decode("utf-8"), path not in problem.shown

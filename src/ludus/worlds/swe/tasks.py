@@ -1,7 +1,7 @@
 """Tasks of a catalogue, and tasks in the format of SWE-bench (arXiv:2310.06770).
 
 A catalogue is a folder with `packages.jsonl`, packages with their pinned source distributions and tests, and
-`tasks.jsonl`, bugs with the tests that they break. It holds no source of a package except the text that a bug replaces:
+`tasks.jsonl`, bugs with the tests that they break. It has no source of a package except the text that a bug replaces:
 `ludus env prepare swe` downloads the source distributions with pip and checks their SHA-256.
 
 SWE-bench's instances are JSON lines (class `Instance`; other keys are ignored). `FAIL_TO_PASS` and `PASS_TO_PASS` are
@@ -86,8 +86,8 @@ class Edit:
 class Package:
     """A package of the index. `archive` and `sha256` are those of its source distribution.
 
-    `tests` counts, by test file and test function, the cases that pass without a bug; tests that fail, are slow or
-    change from run to run are left out.
+    `tests` counts, by test file and test function, the cases that pass without a bug; failing, slow and flaky tests
+    are excluded.
     """
 
     name: str

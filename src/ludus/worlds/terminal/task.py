@@ -91,7 +91,7 @@ class TerminalTask:
 
     @cached_property
     def suite(self) -> Suite:
-        """The names of all checks; those that hold at the start must still hold at the end."""
+        """The names of all checks; those that hold at the start must also hold at the end."""
         found = check_state(self.checks, initial_state(self.start, self.services))
         due = [name for name, holds in found.items() if not holds] + [one.name for one in self.command_checks]
         return Suite(tuple(due), tuple(name for name, holds in found.items() if holds))
