@@ -16,7 +16,7 @@ from ludus.sandbox import SERVICES
 from ludus.sandbox.base import MIB, Limits, Sandbox
 
 _LATE_S = 10.0
-"""A program that runs this much longer than its 1 s limit was not stopped by the limit."""
+"""If a program exceeds its 1 s limit by this many seconds, the limit did not stop it."""
 _ALLOCATED_MIB, _LIMIT_MIB = 512, 256
 
 _VERSION = "import platform; print(platform.python_version())"

@@ -24,7 +24,7 @@ _SURVIVAL_S = 0.5
 _MODULES = ("wire", "syscalls", "procfs", "streams", "program", "files", "supervisor", "commands", "init")
 """Modules of the guest, in import order."""
 GUEST_ID = 1000
-"""User and group id inside."""
+"""User and group id in the sandbox."""
 
 _CANNOT_START_HINT = (
     "The namespaces backend needs user namespaces: as root, `sysctl -w user.max_user_namespaces=15000`, "

@@ -22,7 +22,7 @@ from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStat
 from ludus.worlds.code.grader import CodeGrader, CodeTruth, CodeVerdict, Grading, shorten
 
 REPORT: Final = "report"
-"""Tool name in the outcome that holds the report."""
+"""Tool name of the outcome with the report."""
 _read = last_output(REPORT)
 RUN_TESTS: Final = "run_tests"
 _FENCE = "```"

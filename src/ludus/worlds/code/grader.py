@@ -30,7 +30,7 @@ Record = dict[str, object]
 LIMITS: Final = Limits(wall_s=6.0, cpu_s=5.0, output_bytes=MIB, files_out=0)
 MAX_CHARACTERS = 200_000
 _MAX_RUNS = 3
-"""Runs of a program that exits before it has answered all calls."""
+"""Maximum runs of a program that exits before the last call."""
 _MAX_PASSES = 60
 _MAX_SHOWN = 240
 _TOO_LONG: Final = "it took longer than"

@@ -59,7 +59,7 @@ MAKERS: Makers = {
     **{kind.__name__: kind for kind in (tuple, set, frozenset, dict)},
     "complex": lambda parts: complex(*parts),
 }
-"""How containers are made of the lists of their decoded items."""
+"""Constructors of containers from lists of decoded items."""
 _TEXTS: Makers = {"float": float, "int": lambda text: int(text, 16), "bytes": bytes.fromhex}
 
 

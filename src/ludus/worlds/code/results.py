@@ -15,7 +15,7 @@ from functools import partial
 from ludus.rewards.code.sql_rows import number_key, tuple_key
 from ludus.worlds.code import guest_runner
 
-_CLOSE = 1e-9
+_TOLERANCE = 1e-9
 _LONG_BITS = 1000
 """Longer integers are shown in hexadecimal, because decimal conversion takes quadratic time."""
 
@@ -107,7 +107,7 @@ def _equal(value: object, due: object) -> bool:
         if isinstance(value, int) and isinstance(due, int):
             return value == due
         try:
-            return value == due or math.isclose(value, due, rel_tol=_CLOSE, abs_tol=_CLOSE)
+            return value == due or math.isclose(value, due, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
         except OverflowError:
             return False
     return type(value) is type(due) and value == due

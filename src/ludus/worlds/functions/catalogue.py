@@ -16,7 +16,7 @@ from ludus.worlds.functions.state import DomainState, Row, ValueKind, data_text,
 from ludus.worlds.functions.tools import SchemaTool, schema_tool
 
 Form = Literal["plain", "text", "list"]
-"""How a value is passed: unchanged, a number as text, or a text as a list of one."""
+"""Format of an argument: unchanged, a number as text, or a text as a list of one."""
 _FORMS: Final[Mapping[str, Form]] = {"integer": "text", "number": "text", "string": "list"}
 
 

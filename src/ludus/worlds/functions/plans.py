@@ -15,7 +15,7 @@ from ludus.worlds.functions.catalogue import Function, Param, catalogue
 from ludus.worlds.functions.state import data_text
 
 Links = Mapping[str, tuple[int, str]]
-"""The parameters whose values come from earlier results: the place of the step, and the field of its result."""
+"""Parameters that take earlier results: index of the step, and field of its result."""
 _NO_LINKS: Final[Links] = {}
 
 

@@ -23,9 +23,9 @@ from ludus.worlds.math.problems import MathProblem
 SYSTEM = (
     "Solve the problem. End with the answer alone: a number, a fraction in lowest terms like 3/4, or an expression."
 )
-_CLOSE = 1e-9
+_REL_TOLERANCE = 1e-9
 """Relative tolerance of answers that are not whole numbers."""
-_FULL = 0.99
+_MIN_SCORE = 0.99
 """Minimum score of a right answer of reasoning-gym."""
 
 
@@ -51,7 +51,7 @@ class GymTruth:
 
     def accepts(self, answer: str) -> bool:
         """Return whether the text or the answer extracted from it has the full score. Exceptions count as wrong."""
-        return any(self._score(one) >= _FULL for one in dict.fromkeys((answer.strip(), *candidates(answer)[:1])))
+        return any(self._score(one) >= _MIN_SCORE for one in dict.fromkeys((answer.strip(), *candidates(answer)[:1])))
 
     def _score(self, answer: str) -> float:
         try:
@@ -129,7 +129,7 @@ def quantity(value: Fraction, problem: MathProblem | None = None) -> Quantity:
     units = problem.units if problem else {}
     if value.denominator == 1:
         return Quantity(int(value), relative=0.0, units=units)
-    return Quantity(float(value), relative=_CLOSE, units=units)
+    return Quantity(float(value), relative=_REL_TOLERANCE, units=units)
 
 
 def paraphrases(problem: MathProblem) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from ludus.worlds.math.problems import MathProblem
 from ludus.worlds.math.solver import ToolName, guess, solve
 
 SHARES = {"train": 1.0, "validation": 0.1, "test": 0.25, "composition": 0.2}
-"""Number of tasks of each split for one training task."""
+"""Number of tasks of each split relative to training."""
 _LIMITS = Limits(wall_s=5.0, cpu_s=5.0, files_out=0)
 
 

@@ -57,12 +57,12 @@ QUERIES = {
     "currency": "{} currency",
 }
 ENTITY_AFTER = {"city": "city", "country": "country"}
-"""Kind of entity that a relation leads to, for relations that can be followed further."""
+"""Kind of entity that a relation refers to, for relations that have a next hop."""
 
 
 KEPT = {"United States": 1 / 8, "Brazil": 1 / 3}
-"""Fraction of the heads in these countries with questions about a country, so that guessing a country fails:
-otherwise two in five answers are the United States."""
+"""Fraction of the heads in these countries that have country questions. Otherwise, 40 % of the answers are the
+United States, so that guessing succeeds."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ from ludus.worlds.sql.questions import SqlQuestion
 
 PlainRow = tuple[int | float | str | None, ...]
 TOLERANCE = 1e-6
-"""Of numbers in rows: absolute, and relative above 1."""
+"""Tolerance of numbers in rows: absolute, relative above 1."""
 MOST_EXTRA = 2
-"""Additional columns in a result that contains the gold rows."""
+"""Maximum additional columns in a result with the gold rows."""
 MOST_CHOICES = 720
-"""Limit on the selections of columns to be compared."""
+"""Maximum number of column selections that are compared."""
 LIMITS = SqlLimits()
 """Limits of a query that is an answer."""
 CENT = 0.005

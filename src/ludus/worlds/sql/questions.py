@@ -31,7 +31,7 @@ LEVELS = (1, 2, 3, 4, 5)
 Domain = Literal["shop", "library", "clinic", "flights", "school", "cinema"]
 DOMAINS: Final[tuple[Domain, ...]] = ("shop", "library", "clinic", "flights", "school", "cinema")
 MOST_DATABASES: Final = 8
-"""Databases of a domain in the data."""
+"""Number of databases of each domain in the data."""
 AnswerKind = Literal["query", "value"]
 Table = tuple[tuple[Cell, ...], ...]
 

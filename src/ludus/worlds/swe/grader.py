@@ -36,7 +36,7 @@ from ludus.worlds.swe.masking import functions_of, masked
 from ludus.worlds.swe.repository import RepositoryLayout, is_test, merged, pytest_archive
 
 REPORT: Final = "report"
-"""The name of the verdict in the outcomes of an episode."""
+"""Tool name of the outcome with the grade."""
 SECONDS: Final = 30.0
 """Time limit of one trial."""
 CONTROL: Final = "test_control"

@@ -30,8 +30,8 @@ _COMPARISONS: Final[Mapping[str, type[ast.cmpop]]] = {
     "assertGreaterEqual": ast.GtE,
     "assertLessEqual": ast.LtE,
 }
-_RAISING: Final = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
-_MAKERS: Final = frozenset({"list", "dict", "set", "frozenset", "tuple", "str", "bytes", "int", "float", "range"})
+_RAISES_NAMES: Final = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
+_BUILTINS: Final = frozenset({"list", "dict", "set", "frozenset", "tuple", "str", "bytes", "int", "float", "range"})
 """Built-in types: a call with given arguments is given."""
 _LITERALS: Final = (
     *(ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp, ast.Starred),
@@ -175,9 +175,9 @@ def raising(node: ast.stmt) -> list[ast.stmt] | None:
     """Return the body of a `pytest.raises` statement, or None for other statements."""
     match node:
         case ast.With(items=[ast.withitem(ast.Call(func=ast.Attribute(attr=name)), None)], body=body):
-            return body if name in _RAISING else None
+            return body if name in _RAISES_NAMES else None
         case ast.Expr(ast.Call(func=ast.Attribute(attr=name), args=[_, called, *given], keywords=named)):
-            if name in _RAISING and not isinstance(called, ast.Constant):
+            if name in _RAISES_NAMES and not isinstance(called, ast.Constant):
                 return [ast.Expr(ast.Call(called, given, named))]
     return None
 
@@ -204,7 +204,7 @@ def is_given(node: ast.AST, given: Collection[str]) -> bool:
         parts = [*node.args, *(one.value for one in node.keywords)]
         if isinstance(node.func, ast.Attribute):
             parts.append(node.func.value)
-        elif not (isinstance(node.func, ast.Name) and node.func.id in _MAKERS):
+        elif not (isinstance(node.func, ast.Name) and node.func.id in _BUILTINS):
             return False
         return all(is_given(one, given) for one in parts)
     if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
@@ -305,4 +305,4 @@ def _count_reads(tree: ast.AST) -> Counter[str]:
 
 
 def _names(node: ast.expr) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and one.id not in _MAKERS}
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and one.id not in _BUILTINS}

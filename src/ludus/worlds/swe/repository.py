@@ -43,7 +43,7 @@ _CONFIG: Final = (
     "[user]\n\tname = Developer\n\temail = developer@localhost\n"
 )
 _PACKAGES: Final = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
-_CHOSEN: Final = {
+_SUBMODULES: Final = {
     "lexers": ("__init__", "_mapping", "python", "diff"),
     "formatters": ("__init__", "_mapping", "terminal"),
     "styles": ("__init__", "_mapping", "default"),
@@ -193,7 +193,7 @@ def _modules(package: str) -> Iterator[tuple[str, Path]]:
         yield f"{package}.py", Path(spec.origin)
         return
     for file in sorted(root.rglob("*.py")):
-        if file.stem in _CHOSEN.get(file.parent.name, (file.stem,)):
+        if file.stem in _SUBMODULES.get(file.parent.name, (file.stem,)):
             yield f"{package}/{file.relative_to(root).as_posix()}", file
 
 

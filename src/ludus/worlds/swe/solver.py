@@ -15,9 +15,9 @@ from ludus.types import JSON, Message
 from ludus.worlds.swe.grader import SweProblem, package_text
 
 WORST: Final = ("gc", "frames", "recorder", "reports", "an early end", "lines")
-"""The forgeries that `ludus env check` plays."""
-_AROUND: Final = 12
-"""Lines that the solver reads before and after the place."""
+"""Forgeries that `ludus env check` runs."""
+_CONTEXT_LINES: Final = 12
+"""Lines that the solver reads before and after a change."""
 _LOOK: Final = "I look at the code that the issue is about."
 _FOUND: Final = "This is where it goes wrong."
 
@@ -73,7 +73,7 @@ def _line_range(before: str, after: str) -> tuple[int, int]:
     head = next((i for i, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), len(old) - 1)
     same = zip(reversed(old), reversed(new), strict=False)
     tail = next((i for i, (one, other) in enumerate(same) if one != other), 0)
-    return max(1, head + 1 - _AROUND), min(len(old), max(head, len(old) - tail) + _AROUND)
+    return max(1, head + 1 - _CONTEXT_LINES), min(len(old), max(head, len(old) - tail) + _CONTEXT_LINES)
 
 
 @cache

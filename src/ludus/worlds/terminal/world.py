@@ -46,10 +46,10 @@ BENCH_SPLIT = "bench"
 ShellTask = TerminalTask | BenchTask
 """The subject of an episode: a task of this world, or a Terminal-Bench task."""
 VERDICT: Final = "verdict"
-"""Tool name in the outcome that holds the report."""
+"""Tool name of the outcome with the report."""
 read_verdict = last_output(VERDICT)
 SETTLE_S: Final = 0.5
-"""Wait before the final look at processes, because signals and starts take effect late."""
+"""Seconds before the final process list, because signals and starts take effect late."""
 
 
 class TerminalEnv(ToolEnv):

@@ -35,7 +35,7 @@ _TYPES: Final = {name: name for name in ("object", "number", "integer", "string"
     "long": "integer",
     "tuple": "array",
 }
-"""The types of JSON schema by their names in BFCL; others are not checked."""
+"""JSON schema types by their names in BFCL; others are not checked."""
 
 
 class Description(BaseModel):
