@@ -259,7 +259,7 @@ def test_a_world_without_programs_asks_no_sandbox():
 def test_a_world_whose_episodes_hold_sessions_is_refused_where_there_are_none():
     with service(checking(played_freely, wants_fusion=True)) as url:
         words = ["--sandbox.backend", "sandbox_fusion", "--sandbox.url", url]
-        assert "This sandbox backend has no sessions." in refused("env", "check", "terminal", *words)
+        assert "This sandbox backend does not support sessions." in refused("env", "check", "terminal", *words)
 
 
 def test_services_have_no_sessions_and_need_an_address(tmp_path):

@@ -207,7 +207,7 @@ def test_functions_that_are_missed_are_offered_from_their_turn_on(tmp_path):
 def test_an_object_that_cannot_be_made_is_a_fault_of_the_world(tmp_path):
     world = world_of(tmp_path, record(initial_config={"ShelfAPI": {}}))
     (task,) = world.tasks("file")
-    with pytest.raises(WorldError, match="cannot be made: KeyError: 'books'"):
+    with pytest.raises(WorldError, match="cannot be created: KeyError: 'books'"):
         asyncio.run(play(world, task, GOLD))
 
 
@@ -222,7 +222,7 @@ BROKEN = {
     "too many values": ({"ground_truth": [["find('a', 'b')"], [], []]}, "more values"),
     "another type": ({"ground_truth": [["put(title=5)"], [], []]}, "no value of 'title' is of its type"),
     "too few": ({"ground_truth": [["put(copies=5)"], [], []]}, "requires 'title'"),
-    "no class": ({"involved_classes": ["CloudAPI"]}, "'CloudAPI' is not one of the installed"),
+    "no class": ({"involved_classes": ["CloudAPI"]}, "'CloudAPI' is not in the installed"),
     "no classes": ({"involved_classes": []}, "involved_classes.*at least 1 item"),
     "a foreign package": ({"involved_classes": ["OnlineAPI"]}, "needs the package 'requests'"),
     "an empty turn": ({"question": [said("a"), [], said("b")]}, "does not end with a message of the user"),

@@ -786,7 +786,7 @@ def test_instances_of_django_are_read(tmp_path):
     assert case.task.truth.fail_to_pass == ("tests/app/tests.py::TestA::test_x",)
     assert case.task.truth.pass_to_pass == ()
     file.write_text(json.dumps({**row, "FAIL_TO_PASS": ["Docs."]}) + "\n")
-    with pytest.raises(ConfigError, match=r"line 1.*names no test"):
+    with pytest.raises(ConfigError, match=r"line 1.*is not a test name"):
         load_instances(str(file), str(tmp_path), 1.0)
 
 

@@ -48,7 +48,7 @@ class Limits:
 
     `wall_s` and `cpu_s` (total of all processes) are seconds. `memory_bytes` bounds the address space of each process
     and the resident memory of all together. `disk_bytes` and `disk_files` bound everything written, `file_bytes` one
-    file. `output_bytes` bounds the kept part of each of stdout and stderr: two thirds from its head, one from its tail.
+    file. `output_bytes` bounds the captured part of stdout and of stderr: two thirds from its head, one from its tail.
     `files_out` and `files_out_bytes` bound the returned files and may be 0.
     """
 
@@ -145,7 +145,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class FileChange:
-    """Changes to individual files of a session; all other files, links and folders stay.
+    """Changes to individual files of a session; all other files, links and folders are unchanged.
 
     `write` maps paths to contents, `executable` sets or clears the executable flag of written or existing files;
     `remove` is applied last. An overwritten file keeps its mode.
@@ -159,7 +159,7 @@ class FileChange:
 class SandboxSession(ABC):
     """A persistent interpreter with its files. One call at a time; not safe to share between tasks.
 
-    A call that exceeds its limits ends the interpreter: variables are lost, files stay, and the next call starts a new
+    A call that exceeds its limits ends the interpreter. Variables are lost, files remain; the next call starts a new
     interpreter. Methods raise UserError for invalid input and WorldError if the sandbox failed or is closed.
     """
 
@@ -185,7 +185,7 @@ class SandboxSession(ABC):
 
     @abstractmethod
     async def restore(self, snapshot: Snapshot) -> None:
-        """Replace the files by those of the snapshot. Variables and processes stay."""
+        """Replace the files with those of the snapshot. Variables and processes are unaffected."""
 
     @abstractmethod
     async def reset(self) -> None:
@@ -208,7 +208,7 @@ class RunRequest:
 
     @property
     def source_bytes(self) -> bytes:
-        """The source in UTF-8, surrogates included; empty for a command."""
+        """The source encoded as UTF-8, including surrogates; empty for a command."""
         return (self.source or "").encode("utf-8", "surrogatepass")
 
 
@@ -246,7 +246,7 @@ class Sandbox(ABC):
     async def session(
         self, kind: SessionKind = "python", *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
     ) -> SandboxSession:
-        """Open a session; `limits` hold per call, those of disk and processes for the whole session.
+        """Open a session; `limits` apply per call, those of disk and processes to the whole session.
 
         Raises UserError and WorldError as `run` does.
         """
@@ -263,7 +263,7 @@ class Sandbox(ABC):
         """Run once."""
 
     async def _open_session(self, kind: SessionKind, files: Mapping[str, bytes], limits: Limits) -> SandboxSession:
-        raise UserError("This sandbox backend has no sessions.", "Use namespaces, docker, podman or remote.")
+        raise UserError("This sandbox backend does not support sessions.", "Use namespaces, docker, podman or remote.")
 
 
 def sessions_in_memory() -> int:
@@ -283,7 +283,7 @@ def make_request(
 
 
 def validate_files(files: Mapping[str, bytes]) -> Mapping[str, bytes]:
-    """Return the files if all paths are relative and inside the folder. Raises UserError."""
+    """Validate that all paths are relative and inside the folder; return the files. Raises UserError."""
     for path in files:
         parts = PurePosixPath(path).parts
         invalid = not parts or path.startswith("/") or ".." in parts or "\0" in path or len(path) > MAX_PATH_CHARS

@@ -16,7 +16,7 @@ from ludus.sandbox import SERVICES
 from ludus.sandbox.base import MIB, Limits, Sandbox
 
 _LATE_S = 10.0
-"""A program that runs this much longer than its 1 s limit was not stopped by the limit."""
+"""If a program exceeds its 1 s limit by this many seconds, the limit did not stop it."""
 _ALLOCATED_MIB, _LIMIT_MIB = 512, 256
 
 _VERSION = "import platform; print(platform.python_version())"
@@ -39,7 +39,7 @@ for folder in ('/tmp', '.'):
 
 @dataclass(frozen=True, slots=True)
 class SelfTestResult:
-    """A test and its result; `failed` if worlds and graders rely on a different one."""
+    """Result of one test; `failed` if worlds and graders rely on another result."""
 
     test: str
     result: str
@@ -47,7 +47,7 @@ class SelfTestResult:
 
 
 async def python_version(sandbox: Sandbox) -> str:
-    """Return the Python version inside. Raises UserError if the program fails, WorldError if the backend does."""
+    """Return the sandbox's Python version. Raises UserError if the program fails, WorldError if the backend does."""
     outcome = await sandbox.run(_VERSION)
     if not outcome.ok:
         raise UserError(f"The {sandbox.name} backend ran a test program, which failed: {outcome.error_text[-300:]}")
@@ -78,7 +78,7 @@ async def run_self_test(sandbox: Sandbox) -> list[SelfTestResult]:
 
 
 def untested_properties(backend: str) -> str:
-    """Return a sentence on the properties of a backend that cannot be tested."""
+    """Return a sentence about properties of the backend that cannot be tested."""
     if backend in SERVICES:
         return (
             "whether the service isolates its machine, its network and other users' runs; whether it "

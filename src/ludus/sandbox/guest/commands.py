@@ -26,8 +26,8 @@ _IDLE_S = 0.1
 def serve_request(connection: Connection, seccomp: bytes, in_container: bool = False) -> None:
     """Serve one run or session; failures of the supervisor itself are reported to the host.
 
-    In a container the engine sets the size of the box and the process limit, since the kernel would count the user's
-    processes in all containers.
+    In a container, the engine sets the size of the box and the process limit: the kernel would count the user's
+    processes of all containers.
     """
     try:
         header, blobs = connection.receive()
@@ -48,7 +48,7 @@ def serve_request(connection: Connection, seccomp: bytes, in_container: bool = F
             _Session(supervisor, header["kind"]).serve()
     except Disconnected:
         return
-    except Exception as error:  # boundary: report to the host why there is no outcome
+    except Exception as error:  # boundary: report the error to the host
         connection.send({"error": f"{type(error).__name__}: {error}"}, [])
 
 
@@ -79,7 +79,7 @@ def _finish_run(supervisor: Supervisor, begin: float, files: dict[str, bytes], i
 
 
 def _blame_program(respond: Callable[[], Response]) -> Response:
-    """Call `respond`; an error is caused by the running program and becomes the response. Raises Disconnected."""
+    """Call `respond` and convert errors, which the running program causes, to a response. Raises Disconnected."""
     try:
         return respond()
     except Disconnected:
@@ -106,7 +106,7 @@ def _outcome(supervisor: Supervisor, event: str, begin: float, cpu_s: float) -> 
 
 
 class _Session:
-    """An interpreter that is restarted if a call ended it."""
+    """Session with an interpreter, which is restarted if a call ended it."""
 
     def __init__(self, supervisor: Supervisor, kind: object) -> None:
         self.supervisor, self.kind = supervisor, kind

@@ -21,7 +21,7 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 class CollectedFiles:
     """The regular files with one link that differ from `known`: contents by path, and the executable ones.
 
-    `cut` is set if limits excluded files or files vanished meanwhile. `skipped` counts regular files with several
+    `cut` is set if limits excluded files or files disappeared meanwhile. `skipped` counts regular files with several
     links, unprintable names, folders that are too deep and paths that are too long; a skipped folder counts once.
     """
 

@@ -40,7 +40,7 @@ def become_program(limits: ResourceLimits, seccomp: bytes, fds: list[int]) -> No
 
 
 def _reset_main() -> dict[str, object]:
-    """Replace the zygote's `__main__` by a new one and return its namespace."""
+    """Replace the zygote's `__main__` with a new module and return its namespace."""
     main = type(sys)("__main__")
     main.__dict__["__builtins__"] = sys.modules["builtins"]
     main.__dict__["__file__"] = "main.py"

@@ -16,9 +16,9 @@ _NOTE_BYTES = 64
 
 
 class BoundedOutput:
-    """Keeps at most `max_bytes` of a stream, including a note on the omitted bytes; two thirds from its head.
+    """Buffer of at most `max_bytes` of a stream, including a note on the omitted bytes; two thirds from its head.
 
-    If `max_bytes` is too small for a note, only the head is kept.
+    If `max_bytes` is too small for a note, the tail is dropped entirely.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -39,13 +39,13 @@ class BoundedOutput:
 
     @property
     def omitted_bytes(self) -> int:
-        """Number of bytes not kept."""
+        """Number of dropped bytes."""
         if not self._excess or not self._tail_bytes:
             return self._excess
         return self._max_bytes + self._excess - self._head_bytes - self._tail_bytes
 
     def take(self) -> bytes:
-        """Return the kept bytes and reset."""
+        """Return the buffered bytes and reset."""
         kept = bytes(self._head)
         if self._excess and self._tail_bytes:
             note = f"\n[{self.omitted_bytes} bytes left out]\n".encode()

@@ -1,4 +1,4 @@
-"""The supervisor: process 1 of a run's namespaces. It starts, watches and ends the programs."""
+"""The supervisor: process 1 of a run's namespaces. It starts, monitors and kills the programs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Supervisor:
         streams.start(stdin)
 
     def watch(self, cpu_before_s: float) -> str:
-        """Wait until the program 'ended', reported a call as 'done', or exceeded 'time' or 'memory'.
+        """Wait for the program and return 'ended', 'done' (end of a call), or the exceeded limit, 'time' or 'memory'.
 
         CPU seconds up to `cpu_before_s` do not count. Raises Disconnected.
         """

@@ -67,20 +67,20 @@ class Container(SupervisorHost):
             await wait_exit(client, GRACE_S)
             reason = read_errors(errors)[:500] or type(error).__name__
             await self.kill()
-            raise WorldError(f"The container started no supervisor: {reason}.") from error
+            raise WorldError(f"The container did not start its supervisor: {reason}.") from error
         return self._sock
 
     def prefork(self) -> None:
         """Do nothing: containers are started on demand."""
 
     async def survives(self) -> bool:
-        """Return whether process 1 ended, as opposed to a failure of the engine."""
+        """Return whether process 1 exited, as opposed to a failure of the engine."""
         assert self._client is not None
         code = await wait_exit(self._client, GRACE_S)
         return code is None or (code >= 0 and code != _ENGINE_FAILED)
 
     async def kill(self) -> None:
-        """Close the connection, which ends the supervisor and the container; remove a container that does not end."""
+        """Close the connection, so that supervisor and container exit; remove the container if it does not."""
         client, errors = self._client, self._errors
         if client is None or errors is None or self._sock is None:
             return

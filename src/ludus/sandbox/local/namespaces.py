@@ -126,7 +126,7 @@ def make_zygote_spec(settings: SandboxSettings, python: str, preload: tuple[str,
 
 
 def _drop_root() -> list[str]:
-    """Return the command prefix that drops root before anything is started."""
+    """Return the command prefix that drops root privileges before bubblewrap starts."""
     if os.geteuid() != 0:
         return []
     setpriv = shutil.which("setpriv")
@@ -158,7 +158,7 @@ def _bind_mounts(settings: SandboxSettings, python: str) -> list[tuple[str, str]
 
 
 def _system_mounts() -> list[str]:
-    """Return mounts of /bin and the like, as on the host, and of a few files of /etc that commands need."""
+    """Return mounts of the host's /bin, /lib and similar, and of the files of /etc that commands need."""
     args: list[str] = []
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         target = Path("/", name)

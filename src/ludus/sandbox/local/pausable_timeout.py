@@ -1,4 +1,4 @@
-"""Timeouts that pause while the measured work waits for a sandbox slot: a queue does not use up a call's time."""
+"""Timeouts that pause while a call waits for a sandbox slot, so that queueing time does not count."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PausableTimeout:
                 self._reschedule(None if self._deadline is None else self._deadline + paused_s)
 
     def _reschedule(self, when: float | None) -> None:
-        with suppress(RuntimeError):  # the timeout has ended, and this task outlives it
+        with suppress(RuntimeError):  # this task outlives the expired timeout
             self.timeout.reschedule(when)
 
 

@@ -113,7 +113,7 @@ class SupervisorHost(ABC):
 
     @abstractmethod
     async def survives(self) -> bool:
-        """Return whether the host still works after a supervisor was lost: then the program broke it."""
+        """Return whether the host still works after a supervisor was lost; if so, the program caused the loss."""
 
     @abstractmethod
     async def kill(self) -> None:
@@ -123,8 +123,8 @@ class SupervisorHost(ABC):
 async def run_request(host: SupervisorHost, request: RunRequest) -> Outcome:
     """Run once from a clean state. Raises WorldError; the host is then unusable.
 
-    A supervisor that does not respond in time is blamed on the program: it timed out, and the host is killed. So is a
-    lost supervisor of a surviving host: programs can reach their supervisor, but not its host.
+    If the supervisor does not respond in time, the outcome is a timeout and the host is killed. If the supervisor is
+    lost but the host survives, the program is at fault: programs can reach their supervisor, but not its host.
     """
     sock = await host.start_supervisor()
     limits, begin = request.limits, time.monotonic()
@@ -132,7 +132,7 @@ async def run_request(host: SupervisorHost, request: RunRequest) -> Outcome:
     blobs = [request.stdin, request.source_bytes, *request.files.values()]
     try:
         response = await _exchange(host, sock, limits, header, blobs, limits.wall_s + GRACE_S)
-    except _BlamedError as error:
+    except _ProgramFaultError as error:
         await host.kill()
         return error.outcome(time.monotonic() - begin)
     finally:
@@ -141,8 +141,8 @@ async def run_request(host: SupervisorHost, request: RunRequest) -> Outcome:
     return _parse_outcome(*response)
 
 
-class _BlamedError(WorldError):
-    """The program prevented a response: the supervisor is late, or lost although its host survives."""
+class _ProgramFaultError(WorldError):
+    """The program prevented a response: the supervisor timed out, or was lost although its host survives."""
 
     def outcome(self, wall_s: float) -> Outcome:
         """Return the outcome of the program."""
@@ -160,10 +160,10 @@ async def _exchange(
             await sock.send(header, blobs)
             return await sock.receive(_max_body(limits), _max_header(limits))
     except TimeoutError as error:
-        raise _BlamedError("The supervisor of a session did not respond; the session was closed.") from error
+        raise _ProgramFaultError("The supervisor of a session did not respond; the session was closed.") from error
     except SupervisorLostError as error:
         if await host.survives():
-            raise _BlamedError(error.message) from error
+            raise _ProgramFaultError(error.message) from error
         raise
 
 
@@ -172,7 +172,7 @@ Host = TypeVar("Host", bound=SupervisorHost)
 
 @dataclass(eq=False)
 class SupervisorSandbox(Sandbox, Generic[Host]):
-    """Common part of the backends whose programs have a supervisor. `_open` are all hosts in use."""
+    """Base class of backends with supervisors. `_open` are all hosts in use."""
 
     settings: SandboxSettings = field(default_factory=SandboxSettings)
     _open: set[Host] = field(default_factory=set, init=False)
@@ -188,14 +188,14 @@ class SupervisorSandbox(Sandbox, Generic[Host]):
 
     @abstractmethod
     async def _new_host(self, limits: Limits) -> Host:
-        """Return a host for a run or session, which is in `_open`."""
+        """Start a host for a run or session and add it to `_open`."""
 
     async def _kill(self, host: Host) -> None:
         self._open.discard(host)
         await host.kill()
 
     async def _open_session(self, kind: SessionKind, files: Mapping[str, bytes], limits: Limits) -> SandboxSession:
-        """Open a session in a separate host, which is killed with it, also if the start fails."""
+        """Open a session in a separate host, which is killed when the session closes or fails to start."""
         host = await self._new_host(limits)
         try:
             session = SupervisedSession(self, host, await host.start_supervisor(), kind, limits)
@@ -225,15 +225,15 @@ class SupervisedSession(SandboxSession, Generic[Host]):
     async def run(self, code: str) -> Outcome:
         """Run a call; see `SandboxSession`.
 
-        A supervisor that does not respond in time is blamed on the program: the call timed out and the session is
-        closed. So is a lost supervisor of a surviving host.
+        If the supervisor does not respond in time, the outcome is a timeout and the session is closed; if it is lost
+        but its host survives, the program is at fault and the session is closed as well.
         """
         if self.kind == "shell" and "\0" in code:
             raise UserError("A shell command cannot contain NUL characters.")
         deadline_s = self.limits.wall_s + GRACE_S
         try:
             header, blobs = await self._request({"op": "call"}, [code.encode("utf-8", "surrogatepass")], deadline_s)
-        except _BlamedError as error:
+        except _ProgramFaultError as error:
             return error.outcome(deadline_s)
         if "broken" in header:
             await self.close()

@@ -70,7 +70,7 @@ class ProcessSandbox(Sandbox):
             raise
 
     async def close(self) -> None:
-        """Do nothing: no resources are kept between runs."""
+        """Do nothing: runs share no resources."""
 
 
 def _run_in_folder(request: RunRequest, stop: threading.Event) -> Outcome:

@@ -24,7 +24,7 @@ _SURVIVAL_S = 0.5
 _MODULES = ("wire", "syscalls", "procfs", "streams", "program", "files", "supervisor", "commands", "init")
 """Modules of the guest, in import order."""
 GUEST_ID = 1000
-"""User and group id inside."""
+"""User and group id in the sandbox."""
 
 _CANNOT_START_HINT = (
     "The namespaces backend needs user namespaces: as root, `sysctl -w user.max_user_namespaces=15000`, "
@@ -91,7 +91,7 @@ class Zygote(SupervisorHost):
 
     @property
     def is_alive(self) -> bool:
-        """Whether its processes still run."""
+        """Whether the zygote's process is still running."""
         return self.process.poll() is None
 
     async def start_supervisor(self) -> SupervisorSocket:
@@ -198,7 +198,7 @@ async def start_zygote(spec: ZygoteSpec) -> Zygote:
 
 
 def _spawn(spec: ZygoteSpec, theirs: socket.socket, info: int, errors: IO[bytes]) -> subprocess.Popen[bytes]:
-    """Start bubblewrap from this thread, with which the zygote dies. Raises OSError."""
+    """Start bubblewrap; the zygote is killed when this thread exits. Raises OSError."""
     etc = {
         "/etc/passwd": _memory_file(f"box:x:{GUEST_ID}:{GUEST_ID}::/box:/bin/sh\n"),
         "/etc/group": _memory_file(f"box:x:{GUEST_ID}:\n"),

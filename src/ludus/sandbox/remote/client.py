@@ -1,4 +1,4 @@
-"""Backend that runs programs on another machine through `ludus sandbox serve`, its HTTP client and its messages.
+"""Backend that runs programs on a `ludus sandbox serve` server: HTTP client and message types.
 
 Every request has a deadline: the limits plus a margin. Requests are never retried. Messages are JSON, with bytes as
 base64; dataclasses of the sandbox interface are encoded by their fields.
@@ -41,7 +41,7 @@ class _Message(BaseModel):
 
 
 class Payload(_Message, Generic[Content]):
-    """Any other content: an outcome, the code of a call, files of a session or changes to them, or nothing."""
+    """Message with an outcome, the code of a call, files of a session or changes to them, or nothing."""
 
     content: Content
 
@@ -57,7 +57,7 @@ class RunMessage(_Message):
 
 
 class SessionMessage(_Message):
-    """A new session."""
+    """Request to open a session."""
 
     kind: SessionKind
     files: dict[str, bytes] = {}
@@ -123,7 +123,7 @@ class HttpClient:
 
 @dataclass(eq=False)
 class HttpSandbox(Sandbox):
-    """Common part of the backends behind a URL. `margin_s` is added to the limits of a request."""
+    """Base class of backends behind a URL. `margin_s` is added to the limits of a request."""
 
     settings: SandboxSettings
     margin_s: float = 30.0
@@ -179,7 +179,7 @@ class RemoteSandbox(HttpSandbox):
 
 @dataclass(eq=False)
 class RemoteSession(SandboxSession):
-    """A session on the server."""
+    """Client of a session on the server."""
 
     sandbox: RemoteSandbox
     session: str

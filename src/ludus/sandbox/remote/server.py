@@ -33,7 +33,7 @@ Handler = Callable[[Request, bytes], Awaitable[BaseModel]]
 
 @dataclass(frozen=True, slots=True)
 class SandboxServerSettings:
-    """`ceiling` bounds the limits of clients, `sessions` the open sessions, `idle_s` their idle time."""
+    """Upper bounds: `ceiling` for the limits of clients, `sessions` for open sessions, `idle_s` for their idle time."""
 
     token: str
     ceiling: Limits

@@ -1,6 +1,6 @@
 """Public execution services as backends: SandboxFusion and Piston.
 
-Isolation depends on the service's setup. Of the limits, only the clock and the memory per process are requested; output
+Isolation depends on the service's setup. Of the limits, only wall time and memory per process are requested; output
 beyond `output_bytes` is cut here. Files are not returned, and there are no sessions.
 """
 
@@ -66,7 +66,7 @@ class PistonResponse(BaseModel):
 
 @dataclass(eq=False)
 class _Service(HttpSandbox):
-    """Common part of the services: one request per run.
+    """Base class of execution services: one request per run.
 
     Raises UserError if the service refuses or stdin is not UTF-8, WorldError if the service fails.
     """
@@ -144,7 +144,7 @@ class PistonSandbox(_Service):
 def _outcome(
     request: RunRequest, stdout: str, stderr: str, code: int | None, timed_out: bool, *, wall_s: float
 ) -> Outcome:
-    """Build an outcome with truncated streams; a negative code is a signal."""
+    """Build an outcome and truncate its streams; a negative code is a signal."""
     outputs = [BoundedOutput(request.limits.output_bytes) for _ in range(2)]
     for output, text in zip(outputs, (stdout, stderr), strict=True):
         output.add(text.encode("utf-8", "surrogatepass"))

@@ -1,1 +1,1 @@
-"""The code world: programs from a specification, judged by tests whose answers no program ever sees."""
+"""The code world: programs from a specification, graded by tests whose expected values programs cannot access."""

@@ -1,4 +1,4 @@
-"""One programming episode: tool calls until the program is handed in, then the tests. Its tools and rewards."""
+"""Episodes of the code world: tool calls until the program is submitted, then the tests; tools and rewards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStat
 from ludus.worlds.code.grader import CodeGrader, CodeTruth, CodeVerdict, Grading, shorten
 
 REPORT: Final = "report"
-"""Tool name in the outcome that holds the report."""
+"""Tool name of the outcome with the report."""
 _read = last_output(REPORT)
 RUN_TESTS: Final = "run_tests"
 _FENCE = "```"
@@ -98,7 +98,7 @@ def grading_text(grading: Grading, truth: CodeTruth) -> str:
 
 
 def solution(truth: CodeTruth, with_tools: bool) -> list[Message]:
-    """Return a test of the reference, whose output is computed without running it, and the reference as an answer."""
+    """Return a test of the reference (if there are tools; output computed, not run), and the reference as an answer."""
     answer = program_message(truth.reference)
     if not (truth.visible and with_tools):
         return [answer]
@@ -126,7 +126,7 @@ def _line(verdict: CodeVerdict, truth: CodeTruth) -> str:
 def loads(task: Task, trajectory: Trajectory) -> float:
     """Return 1 if the program compiled and defined the function, else 0.
 
-    If any program would (the task is to print, or the start is given), a test with a nonempty output must pass too.
+    If every program does (for printing tasks and given starts), a test with a nonempty output must pass too.
     """
     text = _read(trajectory)
     try:
@@ -142,9 +142,9 @@ def loads(task: Task, trajectory: Trajectory) -> float:
 
 
 def code_rewards(outcome: Literal["all", "share"], weights: Mapping[str, float]) -> tuple[Reward, ...]:
-    """Return the outcome and the parts with a weight; a share counts only if the program loads.
+    """Return the outcome and the rewards with a weight; a share counts only if the program loads.
 
-    The outcome is 1 if all tests pass, or the share that passes; then the share of hidden tests is left out.
+    The outcome is 1 if all tests pass, or the share that passes; the share of hidden tests is then omitted.
     """
     share = {"hidden_share": only_if(share_passed(_read, "hidden"), loads)} if outcome == "all" else {}
     parts = {**share, "loads": loads, "well_formed": only_if(well_formed, loads), "thrift": thrift(_read)}
@@ -186,7 +186,7 @@ class CodeEnv(ToolEnv):
         return replace(result, outcomes=(*result.outcomes, *reports))
 
     async def grade_again(self) -> ToolOutcome | None:
-        """Return the report of another run of all tests on the answer."""
+        """Run all tests on the answer again and return the report."""
         return None if self._program is None else await self._graded(self._program)
 
     async def _turn_reports(self, action: Action, result: StepResult) -> list[ToolOutcome]:
@@ -204,5 +204,5 @@ class CodeEnv(ToolEnv):
 
 def _answer(action: Action) -> str:
     """Return the `answer` argument of the call that ended the episode, or the text of the message."""
-    handed = [call.arguments.get("answer") for call in action.calls]
-    return next((text for text in reversed(handed) if isinstance(text, str)), action.message["content"])
+    answers = [call.arguments.get("answer") for call in action.calls]
+    return next((text for text in reversed(answers) if isinstance(text, str)), action.message["content"])

@@ -1,9 +1,9 @@
-"""Run programs against tests in a sandbox, and compare the results on the host.
+"""Grading of programs: tests run in a sandbox, and results are compared on the host.
 
-The sandbox receives a program and the arguments of a test and returns results as data. It never holds the expected
+The sandbox receives a program and the arguments of a test and returns results as data. It never has the expected
 value, so a program that exits early, patches builtins, overloads `==`, prints the protocol or searches for the
 tests gains nothing: it has to return the correct values. Tests that are code (asserts) run in a separate sandbox,
-which holds the program's results as data and not the program.
+which has the program's results as data but not the program.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Record = dict[str, object]
 LIMITS: Final = Limits(wall_s=6.0, cpu_s=5.0, output_bytes=MIB, files_out=0)
 MAX_CHARACTERS = 200_000
 _MAX_RUNS = 3
-"""Runs of a program that exits before it has answered all calls."""
+"""Maximum runs of a program that exits before the last call."""
 _MAX_PASSES = 60
 _MAX_SHOWN = 240
 _TOO_LONG: Final = "it took longer than"
@@ -82,7 +82,7 @@ class CodeVerdict:
 
 @dataclass
 class Grading:
-    """Verdicts on a program, and the time and memory of its runs. `broken` is the reason why it does not load."""
+    """Verdicts on a program, and the time and memory of its runs. `broken` is the reason why it fails to load."""
 
     verdicts: list[CodeVerdict] = field(default_factory=list)
     broken: str = ""
@@ -149,8 +149,8 @@ class CodeGrader:
             for number in left:
                 if number not in done:
                     if not any("loaded" in one for one in records) and not grading.broken:
-                        grading.broken = _end_of(outcome, self.limits)
-                    results.append({"error": _end_of(outcome, self.limits)})
+                        grading.broken = _exit_reason(outcome, self.limits)
+                    results.append({"error": _exit_reason(outcome, self.limits)})
                     break
                 results.append(done[number])
         rest: Record = {"error": grading.broken or "not run: the program kept ending before its tests were done"}
@@ -159,8 +159,8 @@ class CodeGrader:
     async def _stdin(self, program: str, truth: CodeTruth, cases: Sequence[TestCase], grading: Grading) -> None:
         verdicts = grading.verdicts
         for case in cases:
-            late = sum(one.failure.startswith(_TOO_LONG) for one in verdicts) > 1
-            if late or grading.broken:
+            has_timed_out = sum(one.failure.startswith(_TOO_LONG) for one in verdicts) > 1
+            if has_timed_out or grading.broken:
                 verdicts.append(CodeVerdict(case, False, grading.broken or "not run: an earlier test took too long"))
                 continue
             stdin = str(case.given).encode("utf-8", "surrogatepass")
@@ -170,10 +170,10 @@ class CodeGrader:
             error = (outcome.error_text.strip().splitlines() or [""])[-1]
             if not outcome.ok and error.startswith(("SyntaxError", "IndentationError", "TabError")):
                 grading.broken = error
-            verdicts.append(CodeVerdict(case, passed, "" if passed else _printed(outcome, error, self.limits)))
+            verdicts.append(CodeVerdict(case, passed, "" if passed else _stdin_failure(outcome, error, self.limits)))
 
     async def _checks(self, program: str, truth: CodeTruth, cases: Sequence[TestCase], grading: Grading) -> None:
-        """Run the asserts, run the program for the results that they lack, and repeat until all are known."""
+        """Alternate between asserts and program until every result that the asserts need is available."""
         tests = {case.name: _with_open_asserts(str(case.given)) for case in cases}
         known: dict[str, list[Record]] = {name: [] for name in tests}
         found: dict[str, Record] = {}
@@ -219,7 +219,7 @@ def _assert_verdict(case: TestCase, record: Record) -> CodeVerdict:
     return CodeVerdict(case, passed, "" if passed else str(record.get("error") or "it could not be decided"))
 
 
-def _end_of(outcome: Outcome, limits: Limits) -> str:
+def _exit_reason(outcome: Outcome, limits: Limits) -> str:
     """Return why a program ended early."""
     if outcome.timed_out:
         return f"{_TOO_LONG} {limits.cpu_s:g} s"
@@ -228,16 +228,16 @@ def _end_of(outcome: Outcome, limits: Limits) -> str:
     return f"the program ended by itself (exit code {outcome.exit}, signal {outcome.signal})"
 
 
-def _printed(outcome: Outcome, error: str, limits: Limits) -> str:
+def _stdin_failure(outcome: Outcome, error: str, limits: Limits) -> str:
     if outcome.timed_out or outcome.memory_exceeded:
-        return _end_of(outcome, limits)
+        return _exit_reason(outcome, limits)
     if not outcome.ok:
         return f"it ended with exit code {outcome.exit}: {shorten(error)}"
     return f"it printed {shorten(outcome.text.rstrip())!r}"
 
 
 def shorten(text: str, longest: int = _MAX_SHOWN) -> str:
-    """Return a text, cut if it is longer."""
+    """Truncate a text."""
     return text if len(text) <= longest else f"{text[:longest]}..."
 
 
@@ -257,12 +257,12 @@ def _guest_code() -> str:
 
 @cache
 def _with_open_asserts(code: str) -> str:
-    """Return the code of tests with asserts that do not fail while a result is missing."""
+    """Rewrite the code of tests so that asserts do not fail while a result is missing."""
     return ast.unparse(ast.fix_missing_locations(_OpenAsserts().visit(ast.parse(code))))
 
 
 class _OpenAsserts(ast.NodeTransformer):
-    """Wraps each assert in a `try` that ignores exceptions if a result was missing."""
+    """AST transformer that wraps each assert in a `try`, which ignores exceptions if a result was missing."""
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         is_closed = ast.UnaryOp(ast.Not(), ast.Call(ast.Name("_open_", ast.Load()), [], []))

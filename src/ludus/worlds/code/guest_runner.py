@@ -1,6 +1,6 @@
 """The part of the grader that runs inside the sandbox: plain values as JSON, and the loops over tests.
 
-The sandbox runs the source of this module in the process of the solution. It holds arguments and no expected
+The sandbox runs the source of this module in the process of the solution. It has arguments but no expected
 values, so a solution that tampers with it can change results but not make them correct. The host treats the
 records as untrusted data (`ludus.worlds.code.results`); `decode` is for the sandbox only.
 """
@@ -22,7 +22,7 @@ MAX_CALLS = 2000
 
 
 class NotPlain(ValueError):
-    """A value that cannot be sent, such as an object of a class that the program defines."""
+    """A value cannot be serialized, for example an object of a class that the program defines."""
 
 
 def encode(value: object, depth: int = 0) -> object:
@@ -59,7 +59,7 @@ MAKERS: Makers = {
     **{kind.__name__: kind for kind in (tuple, set, frozenset, dict)},
     "complex": lambda parts: complex(*parts),
 }
-"""How containers are made of the lists of their decoded items."""
+"""Constructors of containers from lists of decoded items."""
 _TEXTS: Makers = {"float": float, "int": lambda text: int(text, 16), "bytes": bytes.fromhex}
 
 
@@ -112,7 +112,7 @@ def describe(error: BaseException, file: str) -> str:
 
 
 class Results:
-    """Sends results over the original standard output, which the program can no longer reach by its number."""
+    """Writer of results to the original standard output, whose descriptor number the program cannot use."""
 
     def __init__(self, nonce: str) -> None:
         self.nonce = nonce
@@ -160,11 +160,11 @@ def _called(function: Callable[..., object], line: str) -> dict[str, object]:
 
 
 def run_checks() -> None:
-    """Run asserts against the known results of calls, and request the missing ones.
+    """Run asserts against available results of calls, and request missing results.
 
     stdin is JSON: the nonce, the set-up code, the name of the function, the code of the tests by name, and the
     known results of each test. For a further call the arguments are sent and a `Placeholder` is returned; from
-    then on failing asserts are ignored, and the verdict of the test is open.
+    then on failing asserts are ignored, and the test has no verdict yet.
     """
     import random
 
@@ -185,7 +185,7 @@ def run_checks() -> None:
 
 
 class Placeholder:
-    """Stands for a missing result; most operations on it succeed."""
+    """Placeholder for a missing result; most operations on it succeed."""
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -218,7 +218,7 @@ class Placeholder:
 
 
 class Proxy:
-    """The function under test as the asserts call it; returns the known results in order."""
+    """Replacement of the function under test in asserts; returns the available results in order."""
 
     def __init__(self, results: Results, test: str, known: list[object]) -> None:
         self._results, self._test, self._known, self._count = results, test, known, 0

@@ -1,4 +1,4 @@
-"""Compare the results of a program with the expected values, on the host, in linear time except for sorting.
+"""Comparison of a program's results with expected values on the host, in linear time except for sorting.
 
 Results are read from the JSON of `guest_runner.encode`. No set or dictionary of their elements is built, because a
 program can choose integers that collide in Python's hash and take quadratic time. Elements of sets and keys of
@@ -15,7 +15,7 @@ from functools import partial
 from ludus.rewards.code.sql_rows import number_key, tuple_key
 from ludus.worlds.code import guest_runner
 
-_CLOSE = 1e-9
+_TOLERANCE = 1e-9
 _LONG_BITS = 1000
 """Longer integers are shown in hexadecimal, because decimal conversion takes quadratic time."""
 
@@ -24,7 +24,7 @@ _LONG_BITS = 1000
 class Unordered:
     """A set, frozenset or dict, sorted by the texts of its elements or keys, which are distinct.
 
-    `shown` are the elements or keys, `values` the values of a dict, where the last one of a repeated key counts.
+    `shown` are the elements or keys, `values` the values of a dict (the last one of a repeated key).
     """
 
     kind: str
@@ -46,7 +46,7 @@ def same_value(value: object, due: object, loose: bool = False) -> bool:
     """
     try:
         wanted = read_value(guest_runner.encode(due))
-    except ValueError:  # no result can equal such a value
+    except ValueError:  # such a value equals no result
         return False
     if _equal(value, wanted):
         return True
@@ -56,7 +56,7 @@ def same_value(value: object, due: object, loose: bool = False) -> bool:
 def show_value(value: object, longest: int) -> str:
     """Return the value as Python source, truncated."""
     found, length = [], 0
-    for part in _written(value):
+    for part in _source_parts(value):
         found.append(part)
         length += len(part)
         if length > longest:
@@ -107,13 +107,13 @@ def _equal(value: object, due: object) -> bool:
         if isinstance(value, int) and isinstance(due, int):
             return value == due
         try:
-            return value == due or math.isclose(value, due, rel_tol=_CLOSE, abs_tol=_CLOSE)
+            return value == due or math.isclose(value, due, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
         except OverflowError:
             return False
     return type(value) is type(due) and value == due
 
 
-def _written(value: object) -> Iterator[str]:
+def _source_parts(value: object) -> Iterator[str]:
     match value:
         case Unordered(kind="dict"):
             yield from _listed(zip(value.shown, value.values, strict=True), "{", "}")
@@ -140,5 +140,5 @@ def _listed(items: Iterable[Sequence[object]], begin: str, end: str) -> Iterator
         yield ", " if place else ""
         for part, one in enumerate(item):
             yield ": " if part else ""
-            yield from _written(one)
+            yield from _source_parts(one)
     yield end

@@ -66,7 +66,7 @@ class CodeSettings(BaseModel):
     timeout_s: float = Field(5.0, gt=0, le=60)
     """CPU time limit of a run in seconds."""
     habit: float = Field(0.5, ge=0, le=1)
-    """Fraction of demonstrations that leave out a step and hand in an untested program."""
+    """Fraction of demonstrations that omit a step and submit an untested program."""
     check_turns: bool = False
     """Run all tests, invisibly to the model, on each program passed to `run_tests`, for the turn verifier."""
     data: str | None = None
@@ -95,7 +95,7 @@ class CodeWorld(World):
 
     @cached_property
     def rewards(self) -> tuple[Reward, ...]:
-        """The outcome of the tests, and small parts that lead to it."""
+        """The outcome of the tests, and small shaping rewards."""
         given = self.settings
         weights = {"hidden_share": given.share_weight, "loads": given.loads_weight}
         weights |= {"well_formed": given.well_formed_weight, "thrift": given.thrift_weight}
@@ -114,7 +114,7 @@ class CodeWorld(World):
 
     @cached_property
     def problems(self) -> Mapping[str, Sequence[CodeProblem]]:
-        """The generated problems of each split, with their truth; no environment may see them."""
+        """The generated problems of each split, with their truth; they must not reach an environment."""
         return _problems(self.settings)
 
     @cached_property
@@ -164,7 +164,7 @@ class CodeWorld(World):
         return Dialogue((*task.prompt, *messages), self._tools(task))
 
     def difficulty_report(self) -> str:
-        """Return how many tasks differ, and how many are solved without skill; empty for tasks of a file."""
+        """Return the number of distinct tasks and the success rates of trivial policies; empty for tasks of a file."""
         if self.settings.data is not None:
             return ""
         return shipped_report(self, self.problems == _problems(CodeSettings()))

@@ -1,4 +1,4 @@
-"""The functions, and their signatures in a task: those of the catalogue or changed ones."""
+"""The functions, and their signatures in a task: from the catalogue or changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ludus.worlds.functions.state import DomainState, Row, ValueKind, data_text,
 from ludus.worlds.functions.tools import SchemaTool, schema_tool
 
 Form = Literal["plain", "text", "list"]
-"""How a value is passed: unchanged, a number as text, or a text as a list of one."""
+"""Format of an argument: unchanged, a number as text, or a text as a list of one."""
 _FORMS: Final[Mapping[str, Form]] = {"integer": "text", "number": "text", "string": "list"}
 
 
@@ -60,13 +60,13 @@ class Param:
         return found
 
     def encode(self, value: JSON) -> JSON:
-        """Return a value in the form of the task."""
+        """Convert a value to the format of the task."""
         if self.form == "list":
             return [value]
         return f"{value:g}" if self.form == "text" and isinstance(value, int | float) else value
 
     def decode(self, given: JSON) -> JSON:
-        """Return the value of an argument. Raises ArgumentError if its form is wrong."""
+        """Convert an argument to its value. Raises ArgumentError if its format is wrong."""
         if self.form == "list" and isinstance(given, list):
             if len(given) != 1 or not isinstance(given[0], str):
                 raise ArgumentError(f"the argument {self.offered!r} is wrong: it takes a list of one text")
@@ -118,11 +118,11 @@ class Function:
         return run_steps(self.steps, state, arguments)
 
     def encode(self, arguments: Mapping[str, JSON]) -> dict[str, JSON]:
-        """Return arguments, given by the names of the catalogue, in the terms of the task."""
+        """Convert arguments from the names of the catalogue to the signature of the task."""
         return {one.offered: one.encode(arguments[one.name]) for one in self.params if one.name in arguments}
 
     def drawn(self, rng: random.Random) -> dict[str, JSON]:
-        """Return invented arguments for the required parameters, in the terms of the task."""
+        """Return random arguments for the required parameters, in the signature of the task."""
         return self.encode({param.name: param.of.draw(rng, "train") for param in catalogue()[self.name].required})
 
     def tool(self, state: DomainState) -> SchemaTool:
@@ -148,7 +148,7 @@ def catalogue() -> Mapping[str, Function]:
 
 
 def change_signature(function: Function, rng: random.Random, split: str) -> Function:
-    """Return the function with parameters renamed, passed in another form and reordered.
+    """Rename and reorder the parameters, and change the format of values.
 
     At least one is renamed. The last alias of each name is reserved for the split `composition`.
     """

@@ -29,7 +29,7 @@ def looks_like(function: Function) -> frozenset[str]:
 class _Draft:
     """A task before its tools are chosen: requests with and without values, and the right response.
 
-    `missing` is the parameter that the request leaves out, and the place of its step.
+    `missing` is the parameter that the request omits, and the index of its step.
     """
 
     plan: Plan
@@ -58,7 +58,7 @@ class _Draft:
         return Truth(calls, self.right, gold, scene, ask, self.answer, shape, self.form)
 
     def _gold(self, scene: Scene) -> tuple[GoldCall, ...]:
-        """Run the plan on the initial state, and return its calls in the terms of the task."""
+        """Run the plan on the initial state, and return its calls with the signatures of the task."""
         state, results, found = scene.state(), list[Row](), list[GoldCall]()
         for step in self.plan:
             given = {**step.values, **{name: results[place][key] for name, (place, key) in step.links.items()}}
@@ -74,7 +74,7 @@ class _Draft:
 
 @dataclass(frozen=True, slots=True)
 class TaskSampler:
-    """Generates the tasks of one split at one level from `rng`; no signature is changed unless `changes`."""
+    """Generates the tasks of one split at one level from `rng`; signatures are changed only with `changes`."""
 
     rng: random.Random
     split: str
@@ -86,7 +86,7 @@ class TaskSampler:
         rng, level = self.rng, request_specs().levels[str(self.level)]
         family = rng.choices(list(level.families), list(level.families.values()))[0]
         if family == "answer" and self.split == "composition":
-            family = "single"  # questions have no held-out part
+            family = "single"  # questions have no held-out functions
         draft = self._draft(family, level.calls)
         is_changed = rng.random() < level.changed and self.changes
         known = tuple(
@@ -95,7 +95,7 @@ class TaskSampler:
             for param in step.function.params
             if param.of.letter and param.name in step.values
         )
-        scene = Scene(rng.randrange(2**32), known, self._offers(draft, is_changed, level.tools))
+        scene = Scene(rng.randrange(2**32), known, self._offered(draft, is_changed, level.tools))
         try:
             truth = draft.truth(scene)
         except (LookupError, ValueError):
@@ -117,23 +117,23 @@ class TaskSampler:
         if family == "missing":
             return self._missing(maker)
         plan = maker.plan(family, (3 if self.level == 5 else 2) if family == "chain" else num)
-        return _Draft(plan, *self._say(plan, family), "decline" if family == "decline" else "call")
+        return _Draft(plan, *self._render(plan, family), "decline" if family == "decline" else "call")
 
-    def _say(self, plan: Plan, family: str, missing: tuple[int, Param] | None = None) -> tuple[str, str]:
+    def _render(self, plan: Plan, family: str, missing: tuple[int, Param] | None = None) -> tuple[str, str]:
         """Return the request, and the same without values."""
         rng, specs = self.rng, request_specs()
         verbs = [rng.choice(step.function.verbs) for step in plan]
         joints = rng.choice(specs.joints.get(family, specs.joints["parallel"]))
         style = rng.choice(specs.styles[:3] if missing else specs.styles)
-        said = []
+        texts = []
         for masked in (False, True):
             parts = [
                 step.say(verb, without=missing[1].name if missing and missing[0] == i else "", masked=masked)
                 for i, (step, verb) in enumerate(zip(plan, verbs, strict=True))
             ]
             text = style.format(parts[0] + "".join(map(str.__add__, joints, parts[1:])))
-            said.append(text[0].upper() + text[1:])
-        return said[0], said[1]
+            texts.append(text[0].upper() + text[1:])
+        return texts[0], texts[1]
 
     def _missing(self, maker: PlanSampler) -> _Draft:
         """Return a request without one value, neither an identifier nor the only required one."""
@@ -148,27 +148,27 @@ class TaskSampler:
             ]
             if free:
                 missing = self.rng.choice(free)
-                return _Draft(plan, *self._say(plan, family, missing), "ask", missing)
+                return _Draft(plan, *self._render(plan, family, missing), "ask", missing)
 
     def _question(self) -> _Draft:
         kinds = vocabulary().kinds
         text, wanted = self.rng.choice(request_specs().questions)
         values = {name: kind.draw(self.rng, self.split) for name, kind in kinds.items() if f"{{{name}}}" in text}
-        said = text.format(**{name: kinds[name].say(value) for name, value in values.items()})
-        return _Draft((), said, text, "answer", answer=ExpectedAnswers((str(values[wanted]),)))
+        request = text.format(**{name: kinds[name].say(value) for name, value in values.items()})
+        return _Draft((), request, text, "answer", answer=ExpectedAnswers((str(values[wanted]),)))
 
-    def _offers(self, draft: _Draft, is_changed: bool, num: int) -> tuple[Function, ...]:
+    def _offered(self, draft: _Draft, is_changed: bool, num: int) -> tuple[Function, ...]:
         """Return the functions of the plan (none if no call is right) and others, shuffled."""
         rng = self.rng
         needed = {step.function.name: step.function for step in draft.plan}
         declines = draft.right == "decline"
         chosen = [] if declines else list(needed.values())
-        barred = set(needed).union(*map(looks_like, needed.values() if declines else ()))
+        excluded = set(needed).union(*map(looks_like, needed.values() if declines else ()))
         kind = draft.missing[1].kind if draft.missing else None
         domains = {function.domain for function in needed.values()}
         near, far = list[Function](), list[Function]()
         for function in functions_for(self.split):
-            if function.name not in barred and kind not in function.returns.values():
+            if function.name not in excluded and kind not in function.returns.values():
                 (near if function.domain in domains else far).append(function)
         num_others = max(num - len(chosen), 1)
         num_near = min(len(near), num_others // 2 + rng.randrange(2), num_others) if self.level > 1 else 0

@@ -1,6 +1,6 @@
 """The truth of a task, and the comparison of episodes with it.
 
-Calls that fit no offered function are ignored if calls are right, and are failures if no call is right.
+Calls that fit no offered function are ignored if the truth has calls, and failures if no call is right.
 Values are compared by type: texts without case and extra blanks, numbers by value, lists in order; a text
 never equals a number.
 """
@@ -27,7 +27,7 @@ VERDICT: Final = "verdict"
 """The tool name of the outcome that lists which turns of a task of several turns agree with the gold calls."""
 _all_turns = suite_passes(last_output(VERDICT))
 _some_turns = share_passed(last_output(VERDICT))
-_MISFITS = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS)
+_INVALID = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS)
 _ABSOLUTE_TOLERANCE = 1e-9
 Right = Literal["call", "any_call", "ask", "answer", "decline"]
 """The right response: the gold calls, any call, or without a call a question, an answer, or a refusal."""
@@ -37,8 +37,8 @@ Right = Literal["call", "any_call", "ask", "answer", "decline"]
 class GoldCall:
     """A required call.
 
-    `accepted` are the right values of each argument, `optional` the arguments that may be left out.
-    `after` are the places of the gold calls whose results it takes, which must come earlier.
+    `accepted` are the right values of each argument, `optional` the arguments that may be omitted.
+    `after` are the indices of earlier gold calls whose results it takes.
     """
 
     name: str
@@ -47,7 +47,7 @@ class GoldCall:
     after: tuple[int, ...] = ()
 
     def with_values(self, place: int) -> ExpectedCall:
-        """Return the call with the right value at `place` of each argument, without optional ones."""
+        """Return the call with the right value at index `place` of each argument, without optional ones."""
         required = {name: values for name, values in self.accepted.items() if name not in self.optional}
         return ExpectedCall(self.name, {name: values[place] for name, values in required.items()})
 
@@ -57,7 +57,7 @@ class GoldCall:
         return self.with_values(0)
 
     def fits(self, made: ExpectedCall) -> bool:
-        """Return whether a call is this one."""
+        """Return whether a call equals this one."""
         if made.name != self.name or not made.arguments.keys() <= self.accepted.keys():
             return False
         missing = self.accepted.keys() - made.arguments.keys()
@@ -84,7 +84,7 @@ class Truth(ExpectedCalls):
     def accepts_text(self, answer: str) -> bool:
         """Return whether an answer without calls is right: it asks, answers, or refuses.
 
-        If only the descriptions of the functions are known, any words are right unless they claim a call.
+        If only descriptions of functions are available, any text is right unless it claims a call.
         """
         if self.ask is not None:
             return asks_for(answer, self.ask)
@@ -113,7 +113,7 @@ def equal(given: JSON, wanted: JSON) -> bool:
 
 def executed_calls(trajectory: Trajectory) -> list[ExpectedCall]:
     """Return the calls of an episode that fit an offered function, in order."""
-    ran = {outcome.call_id for outcome in trajectory.outcomes if outcome.status not in _MISFITS}
+    ran = {outcome.call_id for outcome in trajectory.outcomes if outcome.status not in _INVALID}
     return [
         ExpectedCall(call["function"]["name"], json.loads(call["function"]["arguments"]))
         for message in trajectory.messages
@@ -123,14 +123,14 @@ def executed_calls(trajectory: Trajectory) -> list[ExpectedCall]:
 
 
 def calls_agree(gold: Sequence[GoldCall], made: Sequence[ExpectedCall]) -> bool:
-    """Return whether the calls are the gold ones, each once, none before those whose results it takes."""
-    return len(made) == len(gold) and _assign(gold, made, frozenset())
+    """Return whether the calls are the gold calls, each once and after those whose results it takes."""
+    return len(made) == len(gold) and _can_match(gold, made, frozenset())
 
 
-def _assign(gold: Sequence[GoldCall], made: Sequence[ExpectedCall], places: frozenset[int]) -> bool:
+def _can_match(gold: Sequence[GoldCall], made: Sequence[ExpectedCall], places: frozenset[int]) -> bool:
     """Return whether the calls match the gold calls, of which those at `places` are matched already."""
     return not made or any(
-        wanted.fits(made[0]) and _assign(gold, made[1:], places | {number})
+        wanted.fits(made[0]) and _can_match(gold, made[1:], places | {number})
         for number, wanted in enumerate(gold)
         if number not in places and places.issuperset(wanted.after)
     )
@@ -176,9 +176,9 @@ def gold_calls_made(task: Task, trajectory: Trajectory) -> Progress:
 
 
 def function_rewards(well_formed_weight: float) -> tuple[Reward, ...]:
-    """Return the outcome, all or nothing, and a smaller reward for form.
+    """Return the outcome reward (0 or 1) and a smaller format reward.
 
-    Form is an episode without failed calls that is solved or has made one of the gold calls.
+    The format reward is 1 for an episode without failed calls that is solved or made one of the gold calls.
     """
     return (
         Reward("solved", solved, weight=1.0, outcome=True),

@@ -15,7 +15,7 @@ from ludus.worlds.functions.catalogue import Function, Param, catalogue
 from ludus.worlds.functions.state import data_text
 
 Links = Mapping[str, tuple[int, str]]
-"""The parameters whose values come from earlier results: the place of the step, and the field of its result."""
+"""Parameters that take earlier results: index of the step, and field of its result."""
 _NO_LINKS: Final[Links] = {}
 
 
@@ -44,7 +44,7 @@ class RequestSpecs:
 
 @cache
 def request_specs() -> RequestSpecs:
-    """Return how requests are drawn and worded."""
+    """Return the tables of `data/requests.toml`."""
     tables = tomllib.loads(data_text("requests.toml"))
     tables["levels"] = {level: LevelSpec(**row) for level, row in tables["levels"].items()}
     return RequestSpecs(**tables)
@@ -112,7 +112,7 @@ def pairs_for(split: str) -> tuple[tuple[Function, Function], ...]:
 def fans_for(split: str) -> tuple[tuple[Function, Function, Function], ...]:
     """Return the triples of which the third takes a result of the first and another kind of the second.
 
-    For `composition` one of these two pairs is held out, for every other split neither.
+    For `composition` one of these two pairs is held out, for other splits neither.
     """
     ordered = sorted(_pairs(), key=lambda pair: (pair[0].name, pair[1].name))
     return tuple(
@@ -178,7 +178,7 @@ class PlanSampler:
         return tuple(map(self._step, functions, [_NO_LINKS, *links]))
 
     def _step(self, function: Function, links: Links = _NO_LINKS) -> PlanStep:
-        """Return the function with values of the split; a parameter with a default has one two times in five."""
+        """Return the function with values of the split; a parameter with a default has one with probability 0.4."""
         values: dict[str, JSON] = {}
         for param in function.params:
             if param.name not in links and (param.is_required or self.rng.random() < 0.4):
@@ -194,7 +194,7 @@ class PlanSampler:
 
 
 def _links(first: Function, second: Function, place: int) -> Links:
-    """Return links for the required parameters of `second` from the result of `first`, which is at `place`."""
+    """Return links for the required parameters of `second` from the result of `first`, which has index `place`."""
     found: dict[str, tuple[int, str]] = {}
     left = dict(first.returns)
     for param in second.required:

@@ -15,8 +15,8 @@ from ludus.types import JSON
 from ludus.worlds.functions.catalogue import Param, catalogue
 from ludus.worlds.functions.state import data_text, vocabulary
 
-_BLANKS: Final = frozenset("\u115f\u1160\u2800")
-"""Letters and symbols without ink."""
+_INVISIBLE: Final = frozenset("\u115f\u1160\u2800")
+"""Invisible letters and symbols."""
 
 
 def words_of(text: str) -> frozenset[str]:
@@ -25,9 +25,9 @@ def words_of(text: str) -> frozenset[str]:
 
 
 _FILLERS: Final = words_of("how what which for of to in at on by the a an is it one")
-"""Words of any question, which alone ask for nothing."""
+"""Words of any question, which alone identify no argument."""
 _EMPTY: Final = words_of("of in at on by num id is a the to into what which one most send add")
-_ASKING: Final = words_of("who whom where when name called")
+_INTERROGATIVES: Final = words_of("who whom where when name called")
 """Interrogatives and nouns of no particular topic."""
 
 
@@ -52,14 +52,14 @@ class Ask:
     def stated(self) -> Iterator[tuple[frozenset[str], str]]:
         """Yield the words that ask for each other argument, and its value in the request.
 
-        The words of the missing parameter are left out, and so are identifiers, since a question may name its
+        The words of the missing parameter and identifiers are excluded, since a question may name its
         topic; persons have interrogatives only.
         """
         taken = frozenset({"from"}).union(*ask_phrases(self.param, self.param.name))
         for param, value in self.values:
             if param == self.param or param.of.letter:
                 continue
-            words = frozenset(param.of.asks) & _ASKING
+            words = frozenset(param.of.asks) & _INTERROGATIVES
             if param.kind in ("person", "people"):
                 words -= {"name"}
             else:
@@ -156,11 +156,11 @@ def _asks(sentence: str) -> bool:
 
 
 def _is_hidden(char: str) -> bool:
-    return char in _BLANKS or unicodedata.category(char) in ("Cc", "Cf", "Cn", "Co", "Cs", "Me", "Mn")
+    return char in _INVISIBLE or unicodedata.category(char) in ("Cc", "Cf", "Cn", "Co", "Cs", "Me", "Mn")
 
 
 def _of_one_kind(words: frozenset[str], takes: frozenset[str]) -> bool:
-    """Return whether all asking words ask for one kind, which the function takes if one word alone asks for it."""
+    """Return whether all asking words refer to one kind; if only one word does, the function must take that kind."""
     kinds = {word: _asking_words()[word] for word in words & _asking_words().keys()}
     alone = {phrase for kind in vocabulary().kinds.values() for phrase in kind.asks} | {"place"}
     taken = all(kinds[word] & takes for word in kinds.keys() & alone)

@@ -1,7 +1,7 @@
 """Reference solutions of tasks, with optional flaws in known proportions, and right alternatives to them.
 
-The flaws are systematic, since noise averages out in training: half of a request is done, a missing value is
-invented, or a function is called although none fits. A first call in the wrong terms is corrected.
+The flaws are systematic, since noise averages out in training: a request is half completed, a missing value is
+invented, or a function is called although none fits. A first call with a wrong signature is corrected.
 """
 
 from __future__ import annotations
@@ -82,13 +82,13 @@ class Attempt:
 def play(task: Task, flaws: CallFlaws, rng: random.Random) -> Attempt:
     """Return an attempt at the task."""
     truth, attempt = truth_of(task, Truth), Attempt(task)
-    slips = rng.random() < flaws.habit
+    is_flawed = rng.random() < flaws.habit
     if truth.right == "call":
         turns = turns_of(truth.gold)
-        wrong = _unmended(truth, turns[0][0]) if rng.random() < flaws.mended else None
+        wrong = _flawed_call(truth, turns[0][0]) if rng.random() < flaws.mended else None
         if wrong is not None:
             attempt.call(wrong, train=False)
-        if slips and len(truth.gold) > 1:
+        if is_flawed and len(truth.gold) > 1:
             turns = [turns[0][:1]]
         for calls in turns:
             attempt.call(*(call.expected for call in calls))
@@ -97,16 +97,16 @@ def play(task: Task, flaws: CallFlaws, rng: random.Random) -> Attempt:
         function = truth.scene.tools()[0].schema["function"]
         attempt.call(ExpectedCall(function["name"], _required_values(function["parameters"])))
         attempt.say(DONE)
-    elif slips and truth.answer is None and truth.scene.functions:
-        attempt.call(_made_up(truth, rng))
+    elif is_flawed and truth.answer is None and truth.scene.functions:
+        attempt.call(_invented_call(truth, rng))
         attempt.say(DONE)
     else:
-        attempt.say(_right_words(truth)[0])
+        attempt.say(_right_answers(truth)[0])
     return attempt
 
 
 def turns_of(gold: Sequence[GoldCall]) -> list[list[GoldCall]]:
-    """Return the gold calls in turns, each call as early as the results that it takes allow."""
+    """Group the gold calls in turns, each call in the first turn after the results that it needs."""
     depth: list[int] = []
     for call in gold:
         depth.append(1 + max((depth[place] for place in call.after), default=-1))
@@ -119,15 +119,15 @@ def alternative_solutions(task: Task) -> Iterator[Sequence[Message]]:
     if truth.right == "call":
         turns = turns_of(truth.gold)
         seen = [_called(task, [[gold.expected for gold in turn] for turn in turns])]
-        for way in (
-            _called(task, [[_spelled_out(gold) for gold in turn] for turn in turns]),
+        for solution in (
+            _called(task, [[_with_all_arguments(gold) for gold in turn] for turn in turns]),
             _called(task, [[gold.with_values(-1)] for turn in turns for gold in reversed(turn)]),
         ):
-            if way not in seen:
-                seen.append(way)
-                yield way
+            if solution not in seen:
+                seen.append(solution)
+                yield solution
     elif truth.right != "any_call":
-        yield from ([assistant(text)] for text in _right_words(truth)[1:])
+        yield from ([assistant(text)] for text in _right_answers(truth)[1:])
 
 
 def _called(task: Task, turns: Sequence[Sequence[ExpectedCall]]) -> Sequence[Message]:
@@ -138,13 +138,13 @@ def _called(task: Task, turns: Sequence[Sequence[ExpectedCall]]) -> Sequence[Mes
     return attempt.messages
 
 
-def _spelled_out(gold: GoldCall) -> ExpectedCall:
+def _with_all_arguments(gold: GoldCall) -> ExpectedCall:
     """Return the call with all arguments, optional ones included, in reverse order."""
     return ExpectedCall(gold.name, {name: gold.accepted[name][0] for name in reversed([*gold.accepted])})
 
 
-def _right_words(truth: Truth) -> Sequence[str]:
-    """Return right answers if no call is right: first that of the oracle."""
+def _right_answers(truth: Truth) -> Sequence[str]:
+    """Return right answers if no call is right, the solver's first."""
     if truth.answer is not None:
         return truth.answer.accepted
     if truth.ask is None:
@@ -154,8 +154,8 @@ def _right_words(truth: Truth) -> Sequence[str]:
     return f"What is the {name}?", f"Happy to. Could you tell me the {name}?", more
 
 
-def _unmended(truth: Truth, gold: GoldCall) -> ExpectedCall | None:
-    """Return the call with the catalogue's names if they were changed, else without its last argument."""
+def _flawed_call(truth: Truth, gold: GoldCall) -> ExpectedCall | None:
+    """Return a call with the catalogue's names if the signature was changed, else without its last argument."""
     call = gold.expected
     if not truth.scene.functions:
         return None
@@ -165,7 +165,7 @@ def _unmended(truth: Truth, gold: GoldCall) -> ExpectedCall | None:
     return ExpectedCall(call.name, dict(list(call.arguments.items())[:-1])) if call.arguments else None
 
 
-def _made_up(truth: Truth, rng: random.Random) -> ExpectedCall:
+def _invented_call(truth: Truth, rng: random.Random) -> ExpectedCall:
     """Return a call, with invented values, of the function with a missing argument or the first one."""
     scene = truth.scene
     function = scene.function(truth.ask.function) if truth.ask is not None else scene.functions[0]

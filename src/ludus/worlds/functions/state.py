@@ -97,7 +97,7 @@ class DomainState:
 
     def number(self, low: int, high: int, *parts: JSON) -> int:
         """Return a number from `low` to `high`, the same for equal parts."""
-        text = "\n".join([str(self.seed), *map(_plain, parts)])
+        text = "\n".join([str(self.seed), *map(_canonical, parts)])
         drawn = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
         return low + drawn % (high - low + 1)
 
@@ -108,8 +108,8 @@ class DomainState:
         return choices[self.number(0, len(choices) - 1, *parts)]
 
     def issue(self, kind: str, *parts: JSON) -> str:
-        """Return the identifier for these parts, which is known from now on."""
-        made = vocabulary().kinds[kind].identifier(self.number(1000, 9999, kind, *_flat(parts)))
+        """Return the identifier for these parts and add it to `known`."""
+        made = vocabulary().kinds[kind].identifier(self.number(1000, 9999, kind, *_flatten(parts)))
         self._rows[kind].setdefault(made, {})
         return made
 
@@ -176,7 +176,7 @@ _OPERATIONS: Final[Mapping[str, Callable[..., JSON]]] = {
     "min": min,
     "round": round,
     "if": lambda test, then, other: then if test else other,
-    "join": lambda separator, *parts: separator.join(_flat(parts)),
+    "join": lambda separator, *parts: separator.join(_flatten(parts)),
     "strip": str.strip,
     "count": lambda text: len(str(text).split()),
     "translate": lambda text, language: " ".join([language.lower()[:2], *(word[::-1] for word in text.split())]),
@@ -185,12 +185,12 @@ _OPERATIONS: Final[Mapping[str, Callable[..., JSON]]] = {
 }
 
 
-def _flat(parts: Sequence[JSON]) -> list[JSON]:
+def _flatten(parts: Sequence[JSON]) -> list[JSON]:
     """Return the parts, with the items of lists instead of the lists."""
     return [one for part in parts for one in (part if isinstance(part, list) else [part])]
 
 
-def _plain(part: JSON) -> str:
+def _canonical(part: JSON) -> str:
     """Return the text of a part, the same for values that count as equal."""
     if isinstance(part, float) and part.is_integer():
         return str(int(part))

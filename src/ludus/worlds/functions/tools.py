@@ -1,4 +1,4 @@
-"""Tools whose arguments are checked against a given JSON schema."""
+"""Tools that validate arguments against a JSON schema."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
 
 @dataclass(frozen=True)
 class CheckedTool(DescribedTool):
-    """An executable tool whose arguments are checked against its schema."""
+    """Executable tool that validates arguments against its schema."""
 
     def check(self, arguments: Mapping[str, JSON]) -> dict[str, JSON]:
         """Return the arguments. Raises ArgumentError for missing, unknown and ill-typed ones."""
@@ -60,7 +60,7 @@ def schema_tool(schema: ToolSchema, answer: Callable[[Mapping[str, JSON]], str])
 
 
 def fits(value: JSON, schema: Mapping[str, JSON]) -> bool:
-    """Return whether a value has the type of its schema, and its items theirs."""
+    """Return whether a value and its items have the types of the schema."""
     wanted = _TYPES.get(str(schema.get("type")))
     if wanted is None:
         return True

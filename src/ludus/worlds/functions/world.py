@@ -53,9 +53,9 @@ class FunctionsSettings(BaseModel):
     habit: float = Field(0.3, ge=0, le=1)
     """Share of the demonstrations that stop after the first of several calls, or call although no call is right."""
     mended: float = Field(0.1, ge=0, le=1)
-    """Share of the demonstrations with calls whose first call is refused and then corrected."""
+    """Share of the demonstrations with calls whose first call is rejected and then corrected."""
     data: str | None = None
-    """File of tasks in the format of BFCL (JSON lines), which become the split `file`."""
+    """File of tasks in BFCL format (JSON lines), which become the split `file`."""
     seed: int = 0
     """Seed of tasks and demonstrations."""
     data_answers: str | None = None
@@ -81,7 +81,7 @@ class FunctionsWorld(World):
 
     @property
     def rewards(self) -> tuple[Reward, ...]:
-        """All or nothing, and a smaller reward for an episode without failed calls."""
+        """The outcome is 0 or 1; an episode without failed calls has a smaller format reward."""
         return function_rewards(self.settings.well_formed_weight)
 
     @property
@@ -107,9 +107,9 @@ class FunctionsWorld(World):
         return Message(role="system", content=SYSTEM), Message(role="user", content=question)
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
-        """Yield dialogues of the flawed oracle without end, on new training tasks.
+        """Yield dialogues of the flawed solver on new training tasks without end.
 
-        No request is one of a held-out split.
+        No request occurs in a held-out split.
         """
         settings = self.settings
         rng = random.Random(f"demonstrations/{settings.seed}/{seed}")
@@ -122,7 +122,7 @@ class FunctionsWorld(World):
                 yield _show(task, flaws, rng)
 
     def expert(self, task: Task) -> Dialogue | None:
-        """Return the dialogue of the oracle without flaws; None if the task offers no functions.
+        """Return a dialogue of the solver without flaws; None if the task offers no functions.
 
         A dialogue of several turns has the gold calls without their responses.
         """

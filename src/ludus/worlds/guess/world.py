@@ -33,7 +33,7 @@ class GuessSettings(BaseModel):
     sizes: tuple[int, ...] = (11, 13, 15)
     """Sizes of the ranges of the tasks."""
     composition_size: int = Field(19, ge=3)
-    """Size of the ranges of the split `composition`, which no training task and no demonstration has."""
+    """Size of the ranges of the split `composition`; no training task or demonstration has this size."""
     largest: int = Field(24, ge=7)
     """Largest number."""
     num_tasks: int = Field(1200, ge=10)
@@ -86,7 +86,7 @@ class GuessEnv(Environment):
         return StepResult((Message(role="user", content=word),), reward=earned)
 
     def state_key(self) -> str:
-        """Return the remaining range; `gigpo` compares turns with the same one."""
+        """Return the remaining range; `gigpo` groups turns by it."""
         return f"{self._low}-{self._high}"
 
 
@@ -171,8 +171,8 @@ def flawed_game(task: Task, rng: random.Random, flaw: float) -> list[Message]:
     first, last = int(task.tags["low"]), int(task.tags["high"])
 
     def guess(low: int, high: int) -> int:
-        forgets = rng.random() < flaw
-        return rng.randint(*((low, high) if not forgets else rng.choice(((first, high), (low, last)))))
+        is_flawed = rng.random() < flaw
+        return rng.randint(*((low, high) if not is_flawed else rng.choice(((first, high), (low, last)))))
 
     return play(task, guess)
 
@@ -182,9 +182,9 @@ def play(task: Task, guess: Callable[[int, int], int]) -> list[Message]:
     low, high, number = int(task.tags["low"]), int(task.tags["high"]), int(str(task.truth))
     messages = list(task.prompt)
     while True:
-        tried = guess(low, high)
-        messages.append(Message(role="assistant", content=str(tried)))
-        if tried == number:
+        value = guess(low, high)
+        messages.append(Message(role="assistant", content=str(value)))
+        if value == number:
             return messages
-        messages.append(Message(role="user", content="higher" if tried < number else "lower"))
-        low, high = (max(low, tried + 1), high) if tried < number else (low, min(high, tried - 1))
+        messages.append(Message(role="user", content="higher" if value < number else "lower"))
+        low, high = (max(low, value + 1), high) if value < number else (low, min(high, value - 1))

@@ -1,4 +1,4 @@
-"""Composed problems: stories of several events, and links, which combine numbers of several topics."""
+"""Composed problems: word problems of several events, and links, which combine numbers of several topics."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def tell(d: Draft) -> tuple[str, Pairs]:
     start = d.choice((12, 20, 24, 30, 36, 40, 48, 60, 72, 80, 90)) + d.choice((0, 0, 0, 5, 7))
     who, things, mark = d.word("people"), d.word("counted"), str(start)
     events = tables().events
-    told = [f"{who} has {start} {things}."]
+    sentences = [f"{who} has {start} {things}."]
     names: list[str] = []
     for _ in range(d.level):
         few = d.value(mark) < 4
         options = [n for n in events if n not in names[-1:] and not (few and n not in ("gain", "packs"))]
         names.append(d.choice(options))
         event = events[names[-1]]
-        n, mark = _divisor(d, event, mark, told, who)
-        told.append(d.fill(event, who=who, things=things, mark=mark, value=int(d.value(mark)), n=n))
+        n, mark = _divisor(d, event, mark, sentences, who)
+        sentences.append(d.fill(event, who=who, things=things, mark=mark, value=int(d.value(mark)), n=n))
         mark = d.last
-    return f"{' '.join(told)} How many {things} does {who} have now?", frozenset(itertools.pairwise(names))
+    return f"{' '.join(sentences)} How many {things} does {who} have now?", frozenset(itertools.pairwise(names))
 
 
-def _divisor(d: Draft, event: KindTable, mark: str, told: list[str], who: str) -> tuple[int, str]:
-    """Return a divisor of the number, which an event before grows if it has none of those of the event."""
+def _divisor(d: Draft, event: KindTable, mark: str, sentences: list[str], who: str) -> tuple[int, str]:
+    """Return a divisor that the event allows; if the number has none, an event before it increases the number."""
     divisors, value = event.get("divide_by", [1]), d.value(mark)
     fitting = [n for n in divisors if value % n == 0]
     if divisors == [1]:
@@ -49,7 +49,7 @@ def _divisor(d: Draft, event: KindTable, mark: str, told: list[str], who: str) -
     n = d.choice(fitting or divisors)
     if fitting:
         return n, mark
-    told.append(f"{who} finds {-value % n} more.")
+    sentences.append(f"{who} finds {-value % n} more.")
     return n, d.do(f"{mark} + {-value % n}")
 
 
@@ -57,7 +57,7 @@ def link(d: Draft, parts: Mapping[str, Sequence[tuple[int, Callable[[Draft], str
     """Combine `level - 1` numbers, each with its level, of the topics in `parts`; a number may depend on the
     previous one. Return the question and the pairs of consecutive topics."""
     topics = [d.choice(list(parts)) for _ in range(d.level - 1)]
-    told: list[str] = []
+    sentences: list[str] = []
     marks: dict[str, str] = {}
     for name, topic in zip("abcd", topics, strict=False):
         level, make = d.choice(parts[topic])
@@ -67,9 +67,9 @@ def link(d: Draft, parts: Mapping[str, Sequence[tuple[int, Callable[[Draft], str
             times, (before, earlier) = d.randint(2, 5), list(marks.items())[-1]
             text = f"{times} times {before} plus the following: {text}"
             mark = d.do(f"{times} * {earlier} + {mark}")
-        told.append(f"Let {name} be {text}.")
+        sentences.append(f"Let {name} be {text}.")
         marks[name] = mark
-    return f"{' '.join(told)} {_end(d, marks)}", frozenset(itertools.pairwise(topics))
+    return f"{' '.join(sentences)} {_end(d, marks)}", frozenset(itertools.pairwise(topics))
 
 
 def _end(d: Draft, marks: Mapping[str, str]) -> str:

@@ -21,8 +21,8 @@ DEFAULT_TOPICS = ("arithmetic", "ratios", "algebra", "numbers", "counting", "geo
 """`stories` are word problems of several steps, `links` combine numbers of several topics."""
 TOPICS = (*DEFAULT_TOPICS[:-2], "expressions", *DEFAULT_TOPICS[-2:])
 _UNITS: Mapping[str, Sequence[str]] = {"": (), "cm^2": ("cm^2", "cm²"), "cm^3": ("cm^3", "cm³"), "°": ("°", "degrees")}
-"""Notations of a unit; a unit that is not here has one."""
-_MOST_DRAWS = 100
+"""Notations of units; other units have one notation."""
+_MAX_FAILED_DRAWS = 100
 """Consecutive failed draws after which a topic counts as exhausted."""
 _MAKERS: Mapping[str, Callable[[Draft], str]] = {
     make.__name__: make for module in (algebra, arithmetic, geometry, numbers) for make in module.MAKERS
@@ -35,7 +35,7 @@ def make_text(topic: str, kind: str, draft: Draft) -> str:
 
 
 @cache
-def _parts() -> Mapping[str, Sequence[tuple[int, Callable[[Draft], str]]]]:
+def _link_parts() -> Mapping[str, Sequence[tuple[int, Callable[[Draft], str]]]]:
     """Return the kinds that links are composed of, with their levels, by topic."""
     return {
         topic: [
@@ -66,7 +66,7 @@ class ProblemMaker:
         if topic == "stories":
             question, pairs = tell(draft)
         elif topic == "links":
-            question, pairs = link(draft, _parts())
+            question, pairs = link(draft, _link_parts())
         else:
             kind = rng.choice(self._kinds(topic))
             question = make_text(topic, kind, draft)
@@ -130,7 +130,7 @@ def _stream(maker: ProblemMaker, rng: random.Random, seen: set[tuple[str, ...]])
     topics = list(maker.open_topics())
     while topics:
         for topic in tuple(topics):
-            for _ in range(_MOST_DRAWS):
+            for _ in range(_MAX_FAILED_DRAWS):
                 problem = maker.draw(rng, topic)
                 if problem is not None and problem.steps not in seen:
                     seen.add(problem.steps)

@@ -1,4 +1,4 @@
-"""Grading: numbers, expressions, records with a type, and problems of reasoning-gym, which grades them itself."""
+"""Grading of numbers, expressions, typed records, and problems of reasoning-gym, which has its own graders."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ludus.worlds.math.problems import MathProblem
 SYSTEM = (
     "Solve the problem. End with the answer alone: a number, a fraction in lowest terms like 3/4, or an expression."
 )
-_CLOSE = 1e-9
+_REL_TOLERANCE = 1e-9
 """Relative tolerance of answers that are not whole numbers."""
-_FULL = 0.99
+_MIN_SCORE = 0.99
 """Minimum score of a right answer of reasoning-gym."""
 
 
 class Dataset(Protocol):
-    """Interface of a generator of the package."""
+    """Interface of a reasoning-gym generator."""
 
     def __getitem__(self, index: int) -> dict[str, object]: ...
 
@@ -51,7 +51,7 @@ class GymTruth:
 
     def accepts(self, answer: str) -> bool:
         """Return whether the text or the answer extracted from it has the full score. Exceptions count as wrong."""
-        return any(self._score(one) >= _FULL for one in dict.fromkeys((answer.strip(), *candidates(answer)[:1])))
+        return any(self._score(one) >= _MIN_SCORE for one in dict.fromkeys((answer.strip(), *candidates(answer)[:1])))
 
     def _score(self, answer: str) -> float:
         try:
@@ -94,9 +94,9 @@ def solved(task: Task, trajectory: Trajectory) -> float:
 
 
 def math_rewards(well_formed_weight: float) -> tuple[Reward, ...]:
-    """Return the outcome and a small reward for form.
+    """Return the outcome reward and a small format reward.
 
-    Form is an episode without a failed call whose answer is right or part of the output of a call.
+    The format reward is 1 for an episode without a failed call whose answer is right or part of a call's output.
     """
     return (
         Reward("solved", solved, outcome=True),
@@ -105,7 +105,7 @@ def math_rewards(well_formed_weight: float) -> tuple[Reward, ...]:
 
 
 def opening(question: str, truth: object = None) -> tuple[Message, ...]:
-    """Return the system message, which depends on the form of the answer, and the question."""
+    """Return the system message, which depends on the type of the answer, and the question."""
     match truth:
         case Choice():
             system = "Answer the question. End with the letter of the right option alone."
@@ -129,7 +129,7 @@ def quantity(value: Fraction, problem: MathProblem | None = None) -> Quantity:
     units = problem.units if problem else {}
     if value.denominator == 1:
         return Quantity(int(value), relative=0.0, units=units)
-    return Quantity(float(value), relative=_CLOSE, units=units)
+    return Quantity(float(value), relative=_REL_TOLERANCE, units=units)
 
 
 def paraphrases(problem: MathProblem) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Problems, and drafts of problems: random numbers, and the tables of `data/problems.toml`, which has their format."""
+"""Problems and drafts of problems, filled from random numbers and the tables of `data/problems.toml`."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def fill_in(step: str, results: Sequence[Fraction]) -> str:
 
 
 class DrawRule(TypedDict, total=False):
-    """A whole number other than 0 between -nonzero and nonzero, or an entry of a list of words."""
+    """Rule for a variable: a nonzero integer between -nonzero and nonzero, or an entry of a list of words."""
 
     nonzero: Bound
     word: str
@@ -102,7 +102,7 @@ def tables() -> ProblemTables:
 
 @dataclass(slots=True)
 class Draft:
-    """The steps of a problem under construction, the unit of its answer, and the answer if it is an expression."""
+    """A problem under construction: its steps, the unit of its answer, and the answer if it is an expression."""
 
     rng: random.Random
     level: int
@@ -128,11 +128,11 @@ class Draft:
         return calculate(fill_in(mark, self._values))
 
     def randint(self, low: int, high: int) -> int:
-        """Return a whole number from low to high."""
+        """Return an integer from low to high, inclusive."""
         return self.rng.randint(low, high)
 
     def nonzero(self, most: int) -> int:
-        """Return a whole number other than 0 between -most and most."""
+        """Return a nonzero integer between -most and most."""
         return self.rng.choice((-1, 1)) * self.rng.randint(1, most)
 
     def choice(self, options: Sequence[T]) -> T:
@@ -202,5 +202,5 @@ def term(factor: int, name: str) -> str:
 
 
 def listed(values: Sequence[object]) -> str:
-    """Return values as text: 1, 2 and 3."""
+    """Join values as text: 1, 2 and 3."""
     return f"{', '.join(map(str, values[:-1]))} and {values[-1]}"

@@ -1,4 +1,4 @@
-"""Demonstrations: one call per step and then the answer, or a guess; and steps as Python programs."""
+"""Demonstrations (one call per step and then the answer, or a guess), and steps as Python programs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _calls(problem: MathProblem, tool: ToolName) -> Sequence[Message]:
 
 def as_program(expression: str) -> str:
     """Return a Python program that prints the exact value of an expression of the calculator."""
-    tree = _Exact().visit(ast.parse(expression, mode="eval"))
+    tree = _ExactDivision().visit(ast.parse(expression, mode="eval"))
     text = ast.unparse(ast.fix_missing_locations(tree))
     used = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     lines = ["from fractions import Fraction"] if "Fraction" in used else []
@@ -55,8 +55,8 @@ def as_program(expression: str) -> str:
     return "\n".join([*lines, f"print({text})"])
 
 
-class _Exact(ast.NodeTransformer):
-    """Replaces divisions by fractions and `sqrt` by `isqrt`."""
+class _ExactDivision(ast.NodeTransformer):
+    """AST transformer that replaces divisions with fractions and `sqrt` with `isqrt`."""
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         self.generic_visit(node)

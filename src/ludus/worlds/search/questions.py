@@ -1,4 +1,4 @@
-"""Questions of one to three hops, composed by program, with gold answers and splits by head entity.
+"""Generated questions of one to three hops, with gold answers and splits by head entity.
 
 A *chain* starts at a head entity (named in the question) and follows relations. Heads are split by a hash of
 their name, so that a head of one split never occurs as a head in another. The chain in `HELD_OUT` occurs in no
@@ -57,12 +57,12 @@ QUERIES = {
     "currency": "{} currency",
 }
 ENTITY_AFTER = {"city": "city", "country": "country"}
-"""Kind of entity that a relation leads to, for relations that can be followed further."""
+"""Kind of entity that a relation refers to, for relations that have a next hop."""
 
 
 KEPT = {"United States": 1 / 8, "Brazil": 1 / 3}
-"""Fraction of the heads in these countries with questions about a country, so that guessing a country fails:
-otherwise two in five answers are the United States."""
+"""Fraction of the heads in these countries that have country questions. Otherwise, 40 % of the answers are the
+United States, so that guessing succeeds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +87,14 @@ class SearchQuestion:
     hops: tuple[Hop, ...]
 
 
-def _share(text: str) -> float:
+def _hash_fraction(text: str) -> float:
     """Return a number in [0, 1) from the hash of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
 
 
 def split_of(kind: str, head: str) -> str:
     """Return the split of a head entity: 74 % train, 6 % validation, 20 % test."""
-    share = _share(f"{kind}:{head}")
+    share = _hash_fraction(f"{kind}:{head}")
     return "train" if share < 0.74 else "validation" if share < 0.80 else "test"
 
 
@@ -139,7 +139,7 @@ def _chained(facts: Facts, chain: tuple[str, ...], split: str) -> Iterator[Searc
         if hops is None or _too_common(hops, family + name):
             continue
         asks = ASKS[relations[-1]]
-        ask = asks[int(_share(f"{family}:{name}") * len(asks))]
+        ask = asks[int(_hash_fraction(f"{family}:{name}") * len(asks))]
         subject = name
         for relation in relations[:-1]:
             subject = NOUNS[relation].format(subject)
@@ -163,7 +163,7 @@ def _follow(facts: Facts, entity: Entity, relations: Sequence[str]) -> tuple[Hop
 
 def _too_common(hops: Sequence[Hop], key: str) -> bool:
     countries = [hop.fact.value for hop in hops if hop.relation == "country"]
-    return any(_share(f"kept:{key}") >= KEPT.get(country, 1.0) for country in countries)
+    return any(_hash_fraction(f"kept:{key}") >= KEPT.get(country, 1.0) for country in countries)
 
 
 def _intersection(homonym: Homonym) -> SearchQuestion:

@@ -1,6 +1,6 @@
 """Demonstrations of searches by a scripted expert, with flaws in known proportions.
 
-The flaws are systematic, because noise averages out in training: the model learns a bad habit that
+The flaws are systematic, because noise averages out in training: the model learns a bad policy that
 reinforcement learning can correct.
 """
 
@@ -21,7 +21,7 @@ Search = Callable[..., str]
 
 @dataclass(frozen=True, slots=True)
 class SearchFlaws:
-    """Probabilities of the mistakes of the expert."""
+    """Probabilities of the expert's mistakes."""
 
     stop_early: float = 0.70
     """On a question of several hops: answer with the value of the first hop."""
@@ -47,7 +47,7 @@ class Turn:
 
 @dataclass
 class SearchSolver:
-    """Writes demonstrations for questions. `search` is the function of the tool."""
+    """Generates demonstrations for questions. `search` is the function of the tool."""
 
     facts: Facts
     search: Search

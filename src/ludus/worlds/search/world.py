@@ -85,7 +85,7 @@ class SearchWorld(World):
 
     @property
     def index(self) -> RankedIndex:
-        """The passages, indexed. Raises UserError for an encoder that cannot be read."""
+        """The index of all passages. Raises UserError for an encoder that cannot be read."""
         if self.settings.method == "bm25":
             return _index()
         dense = _dense_index(self.settings.encoder)
@@ -93,12 +93,12 @@ class SearchWorld(World):
 
     @cached_property
     def tool(self) -> Tool:
-        """`search(query, k)`."""
+        """The tool `search(query, k)`."""
         return search_tool(self.index, self.settings.k)
 
     @cached_property
     def rewards(self) -> tuple[Reward, ...]:
-        """The outcome is the exact match; F1 is reported only; the form has a small weight."""
+        """The outcome is the exact match; F1 is reported only; the format reward has a small weight."""
         match = exact_match if self.settings.framed else strict_match
         return (
             Reward("exact_match", match, weight=1.0, outcome=True),

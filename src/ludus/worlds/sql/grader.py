@@ -1,4 +1,4 @@
-"""Grading: a query by its rows on two databases, one of them hidden; a value by itself."""
+"""Grading of queries by their rows on two databases, one of them hidden, and of values."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ludus.worlds.sql.questions import SqlQuestion
 
 PlainRow = tuple[int | float | str | None, ...]
 TOLERANCE = 1e-6
-"""Of numbers in rows: absolute, and relative above 1."""
+"""Tolerance of numbers in rows: absolute, relative above 1."""
 MOST_EXTRA = 2
-"""Additional columns in a result that contains the gold rows."""
+"""Maximum additional columns in a result with the gold rows."""
 MOST_CHOICES = 720
-"""Limit on the selections of columns to be compared."""
+"""Maximum number of column selections that are compared."""
 LIMITS = SqlLimits()
 """Limits of a query that is an answer."""
 CENT = 0.005
-"""Tolerance of a value: the question asks for two decimals."""
+"""Tolerance of a value; questions request two decimals."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,9 @@ def is_right(answer: str, truth: SqlTruth) -> bool:
 
 @lru_cache(maxsize=256)
 def gives(answer: str, image: bytes, due: Rows) -> bool:
-    """Return whether the answer is a query with these rows on a database, within `LIMITS`.
+    """Return whether the answer is a query that returns these rows on a database, within `LIMITS`.
 
-    A Markdown fence and a final semicolon are removed. Results are cached, because two rewards need the same one.
+    A Markdown fence and a final semicolon are removed. Results are cached, because two rewards need them.
     """
     rows = _rows_of(fenced(answer), image, len(due.rows) + 1)
     return rows is not None and same_rows(rows, due)
@@ -81,15 +81,15 @@ def _rows_of(query: str, image: bytes, enough: int) -> list[PlainRow] | None:
         result = database.query(query.rstrip().rstrip(";"), keep=enough)
     except SqlError:
         return None
-    rows = [_plain(row) for row in result.rows]
+    rows = [_without_bytes(row) for row in result.rows]
     plain = [row for row in rows if row is not None]
     return plain if len(plain) == len(rows) else None
 
 
 def holds_gold(query: str, truth: SqlTruth) -> bool:
-    """Return whether a query has the gold rows on both databases, with at most `MOST_EXTRA` additional columns.
+    """Return whether a query returns the gold rows on both databases, with at most `MOST_EXTRA` additional columns.
 
-    Constants and copies of the shown rows fail, because the hidden database has other rows.
+    Constants and copies of the shown rows do not match, because the hidden database has other rows.
     """
     pairs = ((truth.image, truth.rows), (truth.hidden, truth.hidden_rows))
     found = [_rows_of(query, image, len(due.rows) + 1) for image, due in pairs]
@@ -109,7 +109,7 @@ def holds_gold(query: str, truth: SqlTruth) -> bool:
 
 
 def gold_rows_found(task: Task, trajectory: Trajectory) -> Progress:
-    """Turn verifier with one milestone: a call whose query holds the gold rows (`holds_gold`)."""
+    """Turn verifier with one milestone: a call whose query returns the gold rows (`holds_gold`)."""
     truth = truth_of(task, SqlTruth)
     reached: list[set[str]] = [set() for _ in range(trajectory.num_turns)]
     for call in made_calls(task, trajectory):
@@ -138,8 +138,8 @@ def paraphrases(truth: SqlTruth) -> tuple[str, ...]:
     return fenced_query, f"WITH answer AS ({query}) SELECT * FROM answer"
 
 
-def _plain(row: Row) -> PlainRow | None:
-    """Return the row, or None if it contains bytes, which no question asks for."""
+def _without_bytes(row: Row) -> PlainRow | None:
+    """Return the row, or None if it contains bytes, which are never a right answer."""
     cells = tuple(cell for cell in row if not isinstance(cell, bytes))
     return cells if len(cells) == len(row) else None
 
@@ -158,7 +158,7 @@ def shown_rows(task: Task, trajectory: Trajectory) -> float:
 
 
 def was_run(task: Task, trajectory: Trajectory) -> float:
-    """Return 1 if the answer is a query that a call ran without an error, else 0."""
+    """Return 1 if the answer is a query that a call executed without an error, else 0."""
     del task
     answer = fenced(trajectory.answer)
     fine = {one.call_id for one in trajectory.outcomes if one.status is ToolStatus.OK}

@@ -1,6 +1,6 @@
-"""Databases and questions: a selection from the data files that `python -m generators.sql` writes.
+"""Databases and questions, selected from the data files that `python -m generators.sql` writes.
 
-A database has two names for each table and column: the one in its file, and the plain one that questions use.
+Each table and column has two names: the one in the database file, and the plain one that questions use.
 The *shape* of a query is the query without identifiers, texts and numbers.
 """
 
@@ -31,14 +31,14 @@ LEVELS = (1, 2, 3, 4, 5)
 Domain = Literal["shop", "library", "clinic", "flights", "school", "cinema"]
 DOMAINS: Final[tuple[Domain, ...]] = ("shop", "library", "clinic", "flights", "school", "cinema")
 MOST_DATABASES: Final = 8
-"""Databases of a domain in the data."""
+"""Number of databases of each domain in the data."""
 AnswerKind = Literal["query", "value"]
 Table = tuple[tuple[Cell, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class QuestionFile:
-    """The settings for which a file of questions was drawn."""
+    """Settings with which a file of questions was generated."""
 
     levels: tuple[int, ...] = LEVELS
     domains: tuple[str, ...] = DOMAINS
@@ -66,7 +66,7 @@ class TableData(TypedDict):
 
 class QuestionData(TypedDict):
     """A question: `queries` is the gold query with own and with plain names, `forgetful` are the same pairs with a
-    condition or the order left out; `value` is whether its value may be the answer."""
+    condition or the order omitted; `value` is whether its value may be the answer."""
 
     database: str
     text: str
@@ -90,7 +90,7 @@ class DatabasePair:
 
 @dataclass(frozen=True)
 class SqlQuestion:
-    """A question on a database, with its gold query and the rows of that on both databases."""
+    """A question on a database, with its gold query and the query's rows on both databases."""
 
     pair: DatabasePair
     data: QuestionData
@@ -163,7 +163,7 @@ def pairs(domains: Sequence[str], databases: int, plain: bool) -> Mapping[str, D
 def questions(settings: SqlSettings) -> Mapping[str, Sequence[SqlQuestion]]:
     """Return the questions of each split, fewer than `settings.tasks` if the file has no more.
 
-    Levels take turns. The order of a split is that of hashes, so that its first questions are as hard as its last.
+    Levels alternate. A split is sorted by hash, so that difficulty does not depend on the position.
     """
     own = pairs(tuple(dict.fromkeys(settings.domains)), settings.databases, not settings.vary_names)
     splits: dict[str, list[SqlQuestion]] = {split: [] for split in SPLITS}
@@ -172,10 +172,10 @@ def questions(settings: SqlSettings) -> Mapping[str, Sequence[SqlQuestion]]:
             key: [stack.enter_context(closing(_connect(image))) for image in (pair.image, pair.hidden)]
             for key, pair in own.items()
         }
-        for level, data in _selected(settings, own):
+        for level, data in _select(settings, own):
             pair = own[data["database"]]
             shown, hidden = (tuple(connection.execute(data["queries"][0])) for connection in opened[pair.key])
-            question = SqlQuestion(pair, data, level, _kind(data, settings.answers), shown, hidden)
+            question = SqlQuestion(pair, data, level, _answer_kind(data, settings.answers), shown, hidden)
             text = question.shape if settings.unseen == "shapes" else f"{pair.key} {question.text}"
             splits["composition" if data["held_out"] else split_by_hash(text)].append(question)
     for found in splits.values():
@@ -189,16 +189,16 @@ def _connect(image: bytes) -> sqlite3.Connection:
     return connection
 
 
-def _kind(data: QuestionData, answers: str) -> AnswerKind:
-    """Return what answers a question. With `both`, half of the shapes with a single value ask for the value."""
+def _answer_kind(data: QuestionData, answers: str) -> AnswerKind:
+    """Return the kind of a question's answer. With `both`, half of the shapes with a single value ask for the value."""
     if answers == "both":
         return "value" if data["value"] and digest(data["shape"]) % 2 == 0 else "query"
     return "value" if answers == "value" else "query"
 
 
-def _selected(settings: SqlSettings, databases: Mapping[str, object]) -> Iterator[tuple[int, QuestionData]]:
+def _select(settings: SqlSettings, databases: Mapping[str, object]) -> Iterator[tuple[int, QuestionData]]:
     """Yield the questions that fit the settings with their levels; seeds other than 0 shuffle them first."""
-    lines = _read(_file(settings))
+    lines = _read(_file_name(settings))
     shapes: Counter[str] = Counter()
 
     def one_level(level: int) -> Iterator[tuple[int, QuestionData]]:
@@ -219,7 +219,7 @@ def _selected(settings: SqlSettings, databases: Mapping[str, object]) -> Iterato
     return islice((one for row in rows for one in row if one is not None), settings.tasks)
 
 
-def _file(settings: SqlSettings) -> str:
+def _file_name(settings: SqlSettings) -> str:
     wanted = QuestionFile(settings.levels, settings.domains, settings.databases, settings.per_shape)
     fitting = [name for name, own in FILES.items() if own == wanted and settings.answers != "value"]
     return fitting[0] if fitting else "more"

@@ -70,7 +70,7 @@ class SqlSettings(BaseModel):
     rows: int = Field(20, ge=1, le=200)
     """Maximum number of rows in an output of `sql`."""
     forget: float = Field(0.4, ge=0, le=1)
-    """Fraction of demonstrations that leave out a part of the question."""
+    """Fraction of demonstrations that ignore a part of the question."""
     well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
     """Weight of an episode without a failed call whose answer is right, was run, or is the output of a call.
     `result_set` has 1."""
@@ -100,7 +100,7 @@ class SqlWorld(World):
 
     @cached_property
     def rewards(self) -> tuple[Reward, ...]:
-        """The outcome is the rows on both databases; those on the shown one are reported only."""
+        """The outcome compares the rows on both databases; the comparison on the shown one is reported only."""
         return (
             Reward("result_set", result_set, weight=1.0, outcome=True),
             Reward("shown_rows", shown_rows, weight=0.0),
@@ -125,7 +125,7 @@ class SqlWorld(World):
         return split_of(self._task_lists, split, self.name)
 
     def environment(self, task: Task) -> ToolEnv:
-        """Return a new episode on the task's database, without the hidden one."""
+        """Return a new episode on the shown database of the task."""
         tools = self.tools(task.tags["database"]) if self.settings.access == "tool" else ()
         return ToolEnv(tools, self.rewards, self.limits)
 

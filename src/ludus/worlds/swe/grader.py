@@ -1,11 +1,11 @@
-"""Grade a policy's tree: hidden tests on a fresh copy of the repository, whole and masked.
+"""Grading of a policy's tree by hidden tests, unmasked and masked, on a fresh copy of the repository.
 
 Only code is taken from the policy's tree (`ludus.worlds.swe.repository.merged`); tests, `conftest.py` and settings are
-those of the repository. The broken tests run masked in one sandbox: they hold no expected value, and digests of the
+those of the repository. The broken tests run masked in one sandbox: they have no expected value, and digests of the
 values that they compute are compared here with those of the repaired repository. These reference values come from
 sandboxes that never see code of the policy. Then all tests run unmasked in another sandbox. If a test passes and its
 masked values differ, the result is forged and no test counts as passed; the same holds if a leak test passes, test
-files change, code does what tests do not need (an audit hook detects it), or a run does not finish.
+files change, an audit hook detects an access that tests do not need, or a run does not finish.
 
 Test functions are named without parameters, `tests/test_a.py::TestB::test_c`: one passes if each of its cases passes in
 each phase. The sandbox sees no package of the host.
@@ -36,7 +36,7 @@ from ludus.worlds.swe.masking import functions_of, masked
 from ludus.worlds.swe.repository import RepositoryLayout, is_test, merged, pytest_archive
 
 REPORT: Final = "report"
-"""The name of the verdict in the outcomes of an episode."""
+"""Tool name of the outcome with the grade."""
 SECONDS: Final = 30.0
 """Time limit of one trial."""
 CONTROL: Final = "test_control"
@@ -49,7 +49,7 @@ Values = Mapping[str, Mapping[int, tuple[str, ...]]]
 
 @dataclass(frozen=True, slots=True)
 class TestTrial:
-    """Tests to run on a tree: `tests` in these test `files`; an empty `tests` selects all of them.
+    """Tests to run on a tree: `tests` in these test `files`; an empty `tests` selects all.
 
     `probe` is the name that masked tests call. A reach (`ludus.worlds.swe.guest_runner`) that is not in `allowed` ends
     the run; None allows all.
@@ -65,7 +65,7 @@ class TestTrial:
 
 @dataclass(frozen=True, slots=True)
 class TestRun:
-    """Result of a trial. `doubt` is the reason not to believe it, empty if there is none.
+    """Result of a trial. `doubt` is the reason why it is invalid, empty if it is valid.
 
     `cases` counts the passed cases of each test function that passed; functions in `broken` failed, others were skipped
     or expected to fail. `nodes` are the passed cases with their parameters. `values` are digests of the values that
@@ -83,7 +83,7 @@ class TestRun:
 
 @dataclass(frozen=True, slots=True)
 class SweProblem:
-    """A repository to repair. `shown` is what the model sees; `pristine` also has the hidden tests.
+    """A repository to repair. `shown` are the files that the model sees; `pristine` also has the hidden tests.
 
     `fixed` are the files that a fix changes, after the fix. `files` are the test files of the suite; `cases` counts the
     cases of its test functions (a function without an entry needs one case, a test with parameters in its name is one
@@ -120,7 +120,7 @@ class Grade:
 
 
 async def grade(sandbox: Sandbox, problem: SweProblem, theirs: Mapping[str, bytes]) -> Grade:
-    """Grade a tree; one with unchanged code is not run. Raises WorldError if the sandbox failed."""
+    """Grade a tree; if its code is unchanged, no test runs. Raises WorldError if the sandbox failed."""
     tests, broken = problem.suite.tests("all"), problem.suite.fail_to_pass
     tree = merged(problem.pristine, theirs, problem.layout)
     if tree == problem.pristine:
@@ -132,7 +132,7 @@ async def grade(sandbox: Sandbox, problem: SweProblem, theirs: Mapping[str, byte
         trial, negated = mask_tests(problem, tree, known.reaches)
         run = await run_trial(sandbox, trial, problem.seconds)
         doubts, found = [run.doubt], values_of(run, negated)
-    run = await run_trial(sandbox, _whole(problem, tree, known.reaches), problem.seconds)
+    run = await run_trial(sandbox, _full_trial(problem, tree, known.reaches), problem.seconds)
     doubt = next(filter(None, [*doubts, run.doubt]), "")
     passed = {test: not doubt and _passed(test, run, problem) for test in tests}
     forged = sorted({test.partition("[")[0] for test in broken if passed[test]} & other_values(known.values, found))
@@ -151,7 +151,7 @@ def _functions(tests: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(test.partition("[")[0] for test in tests))
 
 
-def _whole(problem: SweProblem, tree: Mapping[str, bytes], allowed: frozenset[str] | None) -> TestTrial:
+def _full_trial(problem: SweProblem, tree: Mapping[str, bytes], allowed: frozenset[str] | None) -> TestTrial:
     tests = _functions(problem.suite.tests("all"))
     return TestTrial(tree, problem.layout, problem.files, tests, allowed=allowed)
 
@@ -159,18 +159,18 @@ def _whole(problem: SweProblem, tree: Mapping[str, bytes], allowed: frozenset[st
 async def reference(sandbox: Sandbox, problem: SweProblem) -> TestRun:
     """Return the reproducible masked values of the repaired repository, and the reaches of its own code.
 
-    They are computed once per problem. Raises WorldError.
+    Both are computed once per problem. Raises WorldError.
     """
     if not problem.known:
         tree = {**problem.pristine, **problem.fixed}
         masks = [mask_tests(problem, tree, None) for _ in range(2)]
-        trials = [*(trial for trial, _ in masks), _whole(problem, tree, None)]
+        trials = [*(trial for trial, _ in masks), _full_trial(problem, tree, None)]
         runs = await asyncio.gather(*(run_trial(sandbox, trial, problem.seconds) for trial in trials))
-        first, again = (values_of(run, negated) for run, (_, negated) in zip(runs, masks, strict=False))
+        first, second = (values_of(run, negated) for run, (_, negated) in zip(runs, masks, strict=False))
         values: dict[str, dict[int, tuple[str, ...]]] = {}
         for test, probes in () if runs[0].doubt or runs[1].doubt else first.items():
             for number, many in probes.items():  # values of built-in types that are equal in two runs
-                if all(many) and again.get(test, {}).get(number) == many:
+                if all(many) and second.get(test, {}).get(number) == many:
                     values.setdefault(test, {})[number] = many
         reaches = frozenset[str]().union(*(run.reaches for run in runs))
         problem.known[:] = [TestRun(values=values, reaches=reaches)]
@@ -180,7 +180,7 @@ async def reference(sandbox: Sandbox, problem: SweProblem) -> TestRun:
 def mask_tests(
     problem: SweProblem, tree: Mapping[str, bytes], allowed: frozenset[str] | None
 ) -> tuple[TestTrial, Mapping[str, frozenset[int]]]:
-    """Return a run of the masked broken tests on a tree, and its negated probes by test file."""
+    """Return a trial of the masked broken tests on a tree, and its negated probes by test file."""
     probe = f"_{secrets.token_hex(6)}"
     texts = dict.fromkeys(problem.files, b"")
     negated: dict[str, frozenset[int]] = {}
@@ -198,16 +198,16 @@ def values_of(run: TestRun, negated: Mapping[str, frozenset[int]]) -> Values:
     """Return the values of masked tests, with the negation of truth values undone."""
     found: dict[str, dict[int, tuple[str, ...]]] = {}
     for test, probes in run.values.items():
-        turned = negated.get(test.partition("::")[0], ())
+        inverted = negated.get(test.partition("::")[0], ())
         found[test] = {
-            number: tuple(_CONTRARY.get(one, one) for one in many) if number in turned else many
+            number: tuple(_CONTRARY.get(one, one) for one in many) if number in inverted else many
             for number, many in probes.items()
         }
     return found
 
 
 def other_values(expected: Values, found: Values) -> frozenset[str]:
-    """Return the tests with a probe whose values differ from the expected ones."""
+    """Return the tests that have a probe with unexpected values."""
     return frozenset(
         test
         for test, probes in expected.items()
@@ -265,7 +265,7 @@ async def run_trial(sandbox: Sandbox, trial: TestTrial, seconds: float = SECONDS
     outcome = await sandbox.run(program, files=held, stdin=f"{nonce}\n".encode(), limits=limits)
     if not outcome.text.startswith(READY):
         raise WorldError(f"The tests could not be run: {outcome.error_text.strip()[-300:]}")
-    try:  # a text without the nonce still begins with READY, which is not JSON
+    try:  # without the nonce, the text begins with READY, which is not JSON
         lines, changed = json.loads(outcome.text.removeprefix(READY + nonce))
     except ValueError:  # the parent did not finish, or the child wrote too much
         return TestRun("the run of the tests was ended")
@@ -275,7 +275,7 @@ async def run_trial(sandbox: Sandbox, trial: TestTrial, seconds: float = SECONDS
 def _result(run: Run, lines: str, changed: list[str]) -> TestRun:
     records: list[list[object]] = []
     for line in lines.split("\n"):
-        with suppress(ValueError, RecursionError):  # a line that cannot be read does not count
+        with suppress(ValueError, RecursionError):  # skip malformed lines
             record = json.loads(line)
             records += [record[1:]] if isinstance(record, list) and record[:1] == [run["key"]] else []
     phases, cases = Counter[tuple[str, str]](), Counter[str]()

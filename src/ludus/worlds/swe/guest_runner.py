@@ -1,4 +1,4 @@
-"""The program that runs tests inside the sandbox. It imports nothing from Ludus: its text is sent to the sandbox.
+"""The program that runs tests inside the sandbox. Its source is sent to the sandbox, so it imports nothing from Ludus.
 
 A parent process, which never imports code of the policy, forks a child, which imports the tests and the code under
 test. The child writes the outcome of each test to a pipe, each line with the key of the run. The parent accepts no
@@ -6,7 +6,7 @@ commands from the child: it kills every process that the child left, checks that
 then reads the nonce by which the host recognises the parent's report.
 
 Masked tests (`ludus.worlds.swe.masking`) call a probe with the values that they computed; the child sends a digest of
-each value and holds nothing to compare it with. An audit hook ends a child if code of the repository accesses frames,
+each value and has no expected value. An audit hook ends a child if code of the repository accesses frames,
 the garbage collector, code objects, test files, raw memory or other processes, unless the reference run did the same.
 """
 
@@ -87,7 +87,7 @@ class Recorder:
             text = text[os.write(self.fd, text) :]
 
     def probe(self, number: int, value: object) -> None:
-        """Report a value that a masked test computed."""
+        """Report the value that a masked test computed."""
         self.tell("value", self.test, number, digest_of(value))
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -108,7 +108,7 @@ class Recorder:
 
 
 class Watching(Recorder):
-    """A recorder that notes which test runs."""
+    """Recorder that also tracks the running test."""
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.test = nodeid.split("[")[0]
@@ -275,14 +275,14 @@ def carry_out(run: Run) -> str:
 
 
 def main() -> None:
-    """Read the order, report that pytest is importable, run the tests, then read the nonce and report."""
+    """Read the request, report that pytest is importable, run the tests, then read the nonce and report."""
     set_signals(signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_SET_DUMPABLE, 0, 0, 0, 0)
     with open(f"{TOP}/order.json", encoding="utf-8") as file:
         run: Run = json.load(file)
     os.remove(f"{TOP}/order.json")
     sys.path.insert(0, f"{TOP}/{ARCHIVE}")
-    importlib.import_module("pytest")  # the child finds it imported, from the archive and nowhere else
+    importlib.import_module("pytest")  # import before the fork, so that the child uses pytest from the archive
     sys.stdout.write(READY)
     sys.stdout.flush()
     before = digests(f"{run['folder']}/{path}" for path in run["frozen"])

@@ -1,4 +1,4 @@
-"""Test modules without their expected values: a masked test sends what it computed, and the host compares.
+"""Masking of test modules: a masked test sends the values that it computed instead of comparing them.
 
 `assert f(2) == 3` becomes `probe(0, f(2))`. The expected side is dropped if it is *given*, that is, made of literals
 only; so are the variables, module constants and parameters that only dropped sides read. `with pytest.raises(E)`
@@ -30,8 +30,8 @@ _COMPARISONS: Final[Mapping[str, type[ast.cmpop]]] = {
     "assertGreaterEqual": ast.GtE,
     "assertLessEqual": ast.LtE,
 }
-_RAISING: Final = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
-_MAKERS: Final = frozenset({"list", "dict", "set", "frozenset", "tuple", "str", "bytes", "int", "float", "range"})
+_RAISES_NAMES: Final = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
+_BUILTINS: Final = frozenset({"list", "dict", "set", "frozenset", "tuple", "str", "bytes", "int", "float", "range"})
 """Built-in types: a call with given arguments is given."""
 _LITERALS: Final = (
     *(ast.Constant, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp, ast.Starred),
@@ -55,7 +55,7 @@ def functions_of(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef, list[
 
 
 def definers(tree: ast.Module, names: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Return, for each function that defines some of the named tests, those tests.
+    """Return the named tests by the function that defines them.
 
     A test that a class inherits is defined by the function of that name in another class of the module.
     """
@@ -70,7 +70,7 @@ def definers(tree: ast.Module, names: Collection[str]) -> dict[str, tuple[str, .
 
 
 def without_tests(source: str, names: Collection[str]) -> str:
-    """Return a test module without some of its tests; a class that loses all of its statements keeps `pass`."""
+    """Return a test module without some of its tests; a class without remaining statements gets `pass`."""
     lines, tree = source.splitlines(keepends=True), ast.parse(source)
     gone = definers(tree, names)
     for name, node, block in reversed(list(functions_of(tree))):
@@ -85,36 +85,36 @@ def without_tests(source: str, names: Collection[str]) -> str:
 
 
 def masked(source: str, names: Collection[str], probe: str) -> tuple[str, frozenset[int]]:
-    """Return a module with these tests masked, and the probes that send a negated truth.
+    """Return a module with these tests masked, and the probes that send a negated truth value.
 
     `probe` is the name that the masked tests call.
     """
     tree = ast.parse(source)
-    meant = definers(tree, names)
-    world = _givens(tree.body, frozenset())
+    selected = definers(tree, names)
+    module_names = _given_names(tree.body, frozenset())
     mask = _Mask(probe)
     tests = []
     for name, node, _ in functions_of(tree):
-        if name in meant:
+        if name in selected:
             tests.append(node)
         elif node.name.startswith("test"):
             node.body = [ast.Pass()]
     for node in tests:
-        mask.given = _givens(node.body, world | _parameters(node))
+        mask.given = _given_names(node.body, module_names | _parameters(node))
         node.body = mask.block(node.body)
     for _ in range(_PASSES):
-        read = _read(tree)
+        read = _count_reads(tree)
         for block in (tree.body, *(node.body for node in tests)):
-            _blank(block, read)
+            _blank_unread(block, read)
         for node in tests:
             for name, column in _columns(node):
                 if not read.get(name):
-                    _empty(column)
+                    _clear(column)
     return ast.unparse(ast.fix_missing_locations(tree)), frozenset(mask.negated)
 
 
 class _Mask:
-    """Replace assertions by probes. `given` are the literal names in scope."""
+    """Replace assertions with probes. `given` are the literal names in scope."""
 
     def __init__(self, probe: str) -> None:
         self.probe, self.given = probe, frozenset[str]()
@@ -140,10 +140,10 @@ class _Mask:
     def _replaced(self, node: ast.stmt) -> list[ast.stmt]:
         raised = raising(node)
         if raised is not None:  # the probe sends the name of the exception's type, or None if nothing was raised
-            caught = self._probed(ast.parse("type(_raised).__name__", mode="eval").body)
+            caught = self._probe_call(ast.parse("type(_raised).__name__", mode="eval").body)
             self.count -= 1
             handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), "_raised", [caught])
-            return [ast.Try(raised, [handler], [self._probed(ast.Constant(None))], [])]
+            return [ast.Try(raised, [handler], [self._probe_call(ast.Constant(None))], [])]
         test = asserted(node)
         match test:
             case None:
@@ -151,39 +151,39 @@ class _Mask:
             case ast.Compare(left=left, ops=[ast.Eq() | ast.Is()], comparators=[right]):
                 for value, side in ((left, right), (right, left)):
                     if is_given(side, self.given) and (not is_given(value, self.given) or not _names(side)):
-                        return [self._probed(value)]
+                        return [self._probe_call(value)]
         if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq) and len(test.ops) == 1:
             another = ast.parse("_left == ('another value', _right)", mode="eval").body
             left = ast.NamedExpr(ast.Name("_left", ast.Store()), test.left)
             right = ast.NamedExpr(ast.Name("_right", ast.Store()), test.comparators[0])
-            return [self._truth(ast.Compare(left, test.ops, [right])), self._truth(another)]
-        return [self._truth(test)]
+            return [self._truth_probe(ast.Compare(left, test.ops, [right])), self._truth_probe(another)]
+        return [self._truth_probe(test)]
 
-    def _truth(self, test: ast.expr) -> ast.stmt:
+    def _truth_probe(self, test: ast.expr) -> ast.stmt:
         if secrets.randbelow(2):
             self.negated.add(self.count)
-            return self._probed(ast.UnaryOp(ast.Not(), test))
-        return self._probed(ast.Call(ast.Name("bool", ast.Load()), [test], []))
+            return self._probe_call(ast.UnaryOp(ast.Not(), test))
+        return self._probe_call(ast.Call(ast.Name("bool", ast.Load()), [test], []))
 
-    def _probed(self, value: ast.expr) -> ast.stmt:
+    def _probe_call(self, value: ast.expr) -> ast.stmt:
         call = ast.Call(ast.Name(self.probe, ast.Load()), [ast.Constant(self.count), value], [])
         self.count += 1
         return ast.Expr(call)
 
 
 def raising(node: ast.stmt) -> list[ast.stmt] | None:
-    """Return the statements that a statement expects to raise, or None."""
+    """Return the body of a `pytest.raises` statement, or None for other statements."""
     match node:
         case ast.With(items=[ast.withitem(ast.Call(func=ast.Attribute(attr=name)), None)], body=body):
-            return body if name in _RAISING else None
+            return body if name in _RAISES_NAMES else None
         case ast.Expr(ast.Call(func=ast.Attribute(attr=name), args=[_, called, *given], keywords=named)):
-            if name in _RAISING and not isinstance(called, ast.Constant):
+            if name in _RAISES_NAMES and not isinstance(called, ast.Constant):
                 return [ast.Expr(ast.Call(called, given, named))]
     return None
 
 
 def asserted(node: ast.stmt) -> ast.expr | None:
-    """Return the expression that a statement asserts; None if there is none or its form is unknown."""
+    """Return the expression that a statement asserts; None if it asserts none or its form is unsupported."""
     match node:
         case ast.Assert(test=test) | ast.Expr(ast.Call(func=ast.Attribute(attr="assertTrue"), args=[test, *_])):
             return test
@@ -204,7 +204,7 @@ def is_given(node: ast.AST, given: Collection[str]) -> bool:
         parts = [*node.args, *(one.value for one in node.keywords)]
         if isinstance(node.func, ast.Attribute):
             parts.append(node.func.value)
-        elif not (isinstance(node.func, ast.Name) and node.func.id in _MAKERS):
+        elif not (isinstance(node.func, ast.Name) and node.func.id in _BUILTINS):
             return False
         return all(is_given(one, given) for one in parts)
     if isinstance(node, ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
@@ -215,9 +215,9 @@ def is_given(node: ast.AST, given: Collection[str]) -> bool:
     return isinstance(node, _LITERALS) and all(is_given(one, given) for one in ast.iter_child_nodes(node))
 
 
-def _givens(body: Sequence[ast.stmt], known: frozenset[str]) -> frozenset[str]:
-    """Return the names of a block and of the blocks around it of which every binding is given."""
-    bound = Counter(name for one in body for name in _bound(one))
+def _given_names(body: Sequence[ast.stmt], known: frozenset[str]) -> frozenset[str]:
+    """Return the names, in a block and its enclosing blocks, whose bindings are all given."""
+    bound = Counter(name for one in body for name in _bound_names(one))
     given = {name for name in known if name not in bound}
     for target, value in _assignments(body):
         if is_given(value, given):
@@ -226,7 +226,7 @@ def _givens(body: Sequence[ast.stmt], known: frozenset[str]) -> frozenset[str]:
     return frozenset(given)
 
 
-def _bound(statement: ast.stmt) -> Iterator[str]:
+def _bound_names(statement: ast.stmt) -> Iterator[str]:
     for node in ast.walk(statement):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             yield node.id
@@ -278,8 +278,8 @@ def _parameters(node: ast.FunctionDef) -> frozenset[str]:
     return frozenset(name for name, column in columns if all(is_given(cells[i], ()) for cells, i in column))
 
 
-def _blank(body: Iterable[ast.stmt], read: Mapping[str, int]) -> None:
-    """Replace given values that are bound to unread names by None."""
+def _blank_unread(body: Iterable[ast.stmt], read: Mapping[str, int]) -> None:
+    """Replace given values that are bound to unread names with None."""
     for statement in body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)]) if not read.get(name) and is_given(statement.value, read):
@@ -287,22 +287,22 @@ def _blank(body: Iterable[ast.stmt], read: Mapping[str, int]) -> None:
             case ast.For(target=ast.Tuple(elts=targets)):
                 for i, target in enumerate(targets):
                     if isinstance(target, ast.Name) and not read.get(target.id):
-                        _empty(_column(statement.iter, i, len(targets)))
+                        _clear(_column(statement.iter, i, len(targets)))
         if not isinstance(statement, ast.FunctionDef | ast.ClassDef):
             for part in ("body", "orelse"):
-                _blank(statement.__dict__.get(part, ()), read)
+                _blank_unread(statement.__dict__.get(part, ()), read)
 
 
-def _empty(column: _Column) -> None:
+def _clear(column: _Column) -> None:
     for cells, place in column:
         cells[place] = ast.Constant(None)
 
 
-def _read(tree: ast.AST) -> Counter[str]:
-    """Count how often each name is read; attributes count as well, since a look-up by text may reach them."""
+def _count_reads(tree: ast.AST) -> Counter[str]:
+    """Count the reads of each name; attributes count as well, since `getattr` may access them."""
     names = Counter(one.id for one in ast.walk(tree) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load))
     return names + Counter(one.attr for one in ast.walk(tree) if isinstance(one, ast.Attribute))
 
 
 def _names(node: ast.expr) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and one.id not in _MAKERS}
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and one.id not in _BUILTINS}

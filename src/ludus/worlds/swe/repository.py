@@ -1,7 +1,7 @@
-"""The repository of an episode: which files are code, a git folder made without git, pytest as an archive, the tools.
+"""The repository of an episode: code files, a git folder built without git, pytest as an archive, and the tools.
 
 The git folder has one commit on `main`, with the same bytes for the same tree: one pack with its index, references, and
-a git index without stat data, so that git compares contents at its first call (gitformat-pack). The archive holds
+a git index without stat data, so that the first git command compares contents (gitformat-pack). The archive has
 pytest as source and bytecode, which any interpreter can read, without entry points and hence without plugins.
 """
 
@@ -30,10 +30,10 @@ from ludus.tools.workspace import Workspace, report
 from ludus.worlds.swe.guest_runner import ARCHIVE
 
 HOOKS: Final = frozenset({"conftest.py", "sitecustomize.py", "usercustomize.py", "pytest.py", "unittest.py"})
-"""Modules that change how tests run: those of the repository stay unchanged, others are left out."""
+"""Modules that change how tests run: those of the repository stay unchanged, others are omitted."""
 _MAX_PATH: Final = 256
 _TEST_FOLDERS: Final = frozenset({"test", "tests", "testing"})
-_ASIDE: Final = frozenset({"doc", "docs", "example", "examples", "benchmark", "benchmarks", "build", "tools"})
+_EXCLUDED: Final = frozenset({"doc", "docs", "example", "examples", "benchmark", "benchmarks", "build", "tools"})
 _SCRIPTS: Final = frozenset({"setup.py", "noxfile.py", "tasks.py", "conftest.py", "fabfile.py"})
 _KINDS: Final[Mapping[Kind, int]] = {"commit": 1, "tree": 2, "blob": 3}
 """Object types of a pack."""
@@ -43,12 +43,12 @@ _CONFIG: Final = (
     "[user]\n\tname = Developer\n\temail = developer@localhost\n"
 )
 _PACKAGES: Final = ("pytest", "_pytest", "py", "pluggy", "iniconfig", "packaging", "pygments")
-_CHOSEN: Final = {
+_SUBMODULES: Final = {
     "lexers": ("__init__", "_mapping", "python", "diff"),
     "formatters": ("__init__", "_mapping", "terminal"),
     "styles": ("__init__", "_mapping", "default"),
 }
-"""Modules that pytest imports from pygments' folders; the others are left out."""
+"""Modules that pytest imports from pygments' folders; others are omitted."""
 _SETUP: Final = """
 if [ -z "$__ready" ]; then
   export PYTHONPATH={paths} PYTHONDONTWRITEBYTECODE=1 PAGER=cat GIT_PAGER=cat
@@ -60,7 +60,7 @@ fi
 
 
 def is_test(path: str) -> bool:
-    """Return whether a path belongs to tests, by the conventions of pytest."""
+    """Return whether a path is a test file by pytest's conventions."""
     parts = PurePosixPath(path).parts
     name = parts[-1]
     named = name.endswith(".py") and (name.startswith("test_") or name.endswith(("_test.py", "_tests.py")))
@@ -69,14 +69,14 @@ def is_test(path: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class RepositoryLayout:
-    """Where a repository keeps its code: folders of packages, and modules of one file."""
+    """Layout of a repository's code: folders of packages, and modules of one file."""
 
     packages: tuple[str, ...]
     modules: tuple[str, ...] = ()
 
     @property
     def roots(self) -> tuple[str, ...]:
-        """The folders for `sys.path`; the empty string is the repository itself."""
+        """Folders for `sys.path`; the empty string is the repository's root."""
         places = [str(PurePosixPath(place).parent) for place in (*self.packages, *self.modules)]
         return tuple(dict.fromkeys("" if place == "." else place for place in places))
 
@@ -91,21 +91,21 @@ def layout_of(files: Iterable[str]) -> RepositoryLayout:
     paths = sorted(files)
     folders = {str(PurePosixPath(path).parent) for path in paths if path.endswith("/__init__.py")}
     outermost = [one for one in sorted(folders) if str(PurePosixPath(one).parent) not in folders]
-    packages = tuple(one for one in outermost if not _aside(f"{one}/__init__.py"))
+    packages = tuple(one for one in outermost if not _is_excluded(f"{one}/__init__.py"))
     loose = [path for path in paths if path.endswith(".py") and path.count("/") == path.startswith("src/")]
-    modules = [path for path in loose if PurePosixPath(path).name not in _SCRIPTS and not _aside(path)]
+    modules = [path for path in loose if PurePosixPath(path).name not in _SCRIPTS and not _is_excluded(path)]
     return RepositoryLayout(packages, tuple(modules))
 
 
-def _aside(path: str) -> bool:
-    return is_test(path) or bool(_ASIDE.intersection(PurePosixPath(path).parts[:-1]))
+def _is_excluded(path: str) -> bool:
+    return is_test(path) or bool(_EXCLUDED.intersection(PurePosixPath(path).parts[:-1]))
 
 
 def merged(pristine: Mapping[str, bytes], theirs: Mapping[str, bytes], layout: RepositoryLayout) -> dict[str, bytes]:
-    """Return the repository with the code of a policy's tree; nothing else is taken from that tree.
+    """Merge the code of a policy's tree into the repository; the tree's other files are ignored.
 
     Code is a file that the repository already has, or a new Python module in its packages. Files whose path conflicts
-    with the repository's own files or is too long to import are left out.
+    with the repository's own files or is too long to import are omitted.
     """
     kept = {path: content for path, content in pristine.items() if not layout.is_code(path)}
     folders = {str(folder) for path in kept for folder in PurePosixPath(path).parents}
@@ -156,9 +156,9 @@ def _packed(objects: GitObjects) -> tuple[bytes, bytes]:
         body += entry
     pack = bytes(body) + sha1(bytes(body))
     names = sorted(places)
-    fan = [sum(name[0] <= first for name in names) for first in range(256)]
+    fanout = [sum(name[0] <= first for name in names) for first in range(256)]
     checksums, offsets = (b"".join(struct.pack(">I", places[name][i]) for name in names) for i in (0, 1))
-    index = b"\xfftOc" + struct.pack(">257I", 2, *fan) + b"".join(names) + checksums + offsets + pack[-20:]
+    index = b"\xfftOc" + struct.pack(">257I", 2, *fanout) + b"".join(names) + checksums + offsets + pack[-20:]
     return pack, index + sha1(index)
 
 
@@ -167,8 +167,8 @@ def pytest_archive() -> bytes:
     """Return the archive, built once per process. Raises UserError if pytest is not installed."""
     found = io.BytesIO()
     mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
-    with zipfile.ZipFile(found, "w", zipfile.ZIP_DEFLATED) as archive, tempfile.TemporaryDirectory() as room:
-        compiled = Path(room, "module.pyc")
+    with zipfile.ZipFile(found, "w", zipfile.ZIP_DEFLATED) as archive, tempfile.TemporaryDirectory() as temp_dir:
+        compiled = Path(temp_dir, "module.pyc")
         for name, file in (module for package in _PACKAGES for module in _modules(package)):
             archive.writestr(_entry(name), file.read_bytes(), zipfile.ZIP_DEFLATED)
             py_compile.compile(str(file), str(compiled), name, doraise=True, invalidation_mode=mode)
@@ -193,7 +193,7 @@ def _modules(package: str) -> Iterator[tuple[str, Path]]:
         yield f"{package}.py", Path(spec.origin)
         return
     for file in sorted(root.rglob("*.py")):
-        if file.stem in _CHOSEN.get(file.parent.name, (file.stem,)):
+        if file.stem in _SUBMODULES.get(file.parent.name, (file.stem,)):
             yield f"{package}/{file.relative_to(root).as_posix()}", file
 
 

@@ -1,4 +1,4 @@
-"""Scripted episodes: the solver, which repairs the bug, and forgeries, which add code that forges test results."""
+"""Scripted episodes: solutions, which repair the bug, and forgeries, which add code that forges test results."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ludus.types import JSON, Message
 from ludus.worlds.swe.grader import SweProblem, package_text
 
 WORST: Final = ("gc", "frames", "recorder", "reports", "an early end", "lines")
-"""The forgeries that `ludus env check` plays."""
-_AROUND: Final = 12
-"""Lines that the solver reads before and after the place."""
+"""Forgeries that `ludus env check` runs."""
+_CONTEXT_LINES: Final = 12
+"""Lines that the solver reads before and after a change."""
 _LOOK: Final = "I look at the code that the issue is about."
 _FOUND: Final = "This is where it goes wrong."
 
 
 def solution(problem: SweProblem) -> tuple[Message, ...]:
-    """Return the messages after the prompt: a look at each file, its repair, and the end of the episode."""
+    """Return the messages after the prompt: read and repair each file, then end the episode."""
     messages: list[Message] = []
     for path, content in problem.fixed.items():
         before, after, new = text_before(problem, path), content.decode("utf-8"), path not in problem.shown
         if not new:
-            first, last = _place(before, after)
+            first, last = _line_range(before, after)
             shown = lines_of(before, first, last)
             place: dict[str, JSON] = {"path": path, "first": first, "last": last}
             messages += tool_turn(len(messages), "read_file", place, shown, content=_LOOK)
@@ -67,13 +67,13 @@ def _lines(text: str) -> list[str]:
     return list(io.StringIO(text))
 
 
-def _place(before: str, after: str) -> tuple[int, int]:
-    """Return the first and last line to read, counted from 1: those that change, and some around them."""
+def _line_range(before: str, after: str) -> tuple[int, int]:
+    """Return the first and last line to read (1-based): the changed lines with some context."""
     old, new = _lines(before), _lines(after)
     head = next((i for i, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), len(old) - 1)
     same = zip(reversed(old), reversed(new), strict=False)
     tail = next((i for i, (one, other) in enumerate(same) if one != other), 0)
-    return max(1, head + 1 - _AROUND), min(len(old), max(head, len(old) - tail) + _AROUND)
+    return max(1, head + 1 - _CONTEXT_LINES), min(len(old), max(head, len(old) - tail) + _CONTEXT_LINES)
 
 
 @cache

@@ -1,7 +1,7 @@
 """Tasks of a catalogue, and tasks in the format of SWE-bench (arXiv:2310.06770).
 
 A catalogue is a folder with `packages.jsonl`, packages with their pinned source distributions and tests, and
-`tasks.jsonl`, bugs with the tests that they break. It holds no source of a package except the text that a bug replaces:
+`tasks.jsonl`, bugs with the tests that they break. It has no source of a package except the text that a bug replaces:
 `ludus env prepare swe` downloads the source distributions with pip and checks their SHA-256.
 
 SWE-bench's instances are JSON lines (class `Instance`; other keys are ignored). `FAIL_TO_PASS` and `PASS_TO_PASS` are
@@ -51,7 +51,7 @@ KINDS: Final = (
     *("name", "default", "constant", "guard", "branch", "statement", "loop"),
 )
 _SUFFIXES: Final = (".py", ".pyi", ".toml", ".cfg", ".ini", ".md", ".rst", ".txt", ".json", ".typed", ".html")
-_ASIDE: Final = frozenset({"docs", "doc", "benchmarks", "benchmark", ".github", "requirements", "examples"})
+_EXCLUDED: Final = frozenset({"docs", "doc", "benchmarks", "benchmark", ".github", "requirements", "examples"})
 _MAX_BYTES: Final = 600_000
 """Size limit of one file: larger ones are tables, not code."""
 _PIP_S: Final = 300.0
@@ -86,8 +86,8 @@ class Edit:
 class Package:
     """A package of the index. `archive` and `sha256` are those of its source distribution.
 
-    `tests` counts, by test file and test function, the cases that pass without a bug; tests that fail, are slow or
-    change from run to run are left out.
+    `tests` counts, by test file and test function, the cases that pass without a bug; failing, slow and flaky tests
+    are excluded.
     """
 
     name: str
@@ -128,7 +128,7 @@ class Catalogue:
 
 @dataclass(frozen=True, eq=False)
 class SweCase:
-    """A task, and a function that reads its repository; raises UserError if sources or clone are missing."""
+    """A task, and a function that reads its repository and raises UserError if sources or clone are missing."""
 
     task: Task
     load: Callable[[], SweProblem]
@@ -189,7 +189,7 @@ def _missing(packages: Iterable[Package], folder: Path) -> list[Package]:
 
 
 def require(packages: Iterable[Package], folder: Path) -> None:
-    """Raise UserError, with the command that fetches them, if sources are missing."""
+    """Raise UserError with the download command if sources are missing."""
     if names := sorted(one.name for one in _missing(packages, folder)):
         named = ", ".join(names if len(names) < 5 else [*names[:4], "..."])
         raise UserError(
@@ -203,8 +203,8 @@ def fetch(packages: Iterable[Package], folder: Path, tell: Callable[[str], None]
     folder.mkdir(parents=True, exist_ok=True)
     for package in _missing(packages, folder):
         tell(f"{package.name} {package.version}")
-        with tempfile.TemporaryDirectory() as room:
-            archive = download(f"{package.name}=={package.version}", Path(room))
+        with tempfile.TemporaryDirectory() as temp_dir:
+            archive = download(f"{package.name}=={package.version}", Path(temp_dir))
             content = archive.read_bytes()
         if archive.name != package.archive or hashlib.sha256(content).hexdigest() != package.sha256:
             raise UserError(
@@ -216,11 +216,11 @@ def fetch(packages: Iterable[Package], folder: Path, tell: Callable[[str], None]
 
 def download(requirement: str, folder: Path) -> Path:
     """Download a source distribution with pip. Raises UserError."""
-    words = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    words += ["--no-binary", requirement.partition("==")[0], "--dest", str(folder), requirement]
+    command_line = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command_line += ["--no-binary", requirement.partition("==")[0], "--dest", str(folder), requirement]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=_PIP_S, check=False)
-        problem = done.stderr.strip().splitlines()[-1:] if done.returncode else []
+        process = subprocess.run(command_line, capture_output=True, text=True, timeout=_PIP_S, check=False)
+        problem = process.stderr.strip().splitlines()[-1:] if process.returncode else []
     except (OSError, subprocess.TimeoutExpired) as error:
         problem = [str(error)]
     found = sorted(folder.glob("*.tar.gz"))
@@ -234,7 +234,7 @@ def download(requirement: str, folder: Path) -> Path:
 
 @cache
 def read_archive(path: Path, sha256: str = "") -> Mapping[str, bytes]:
-    """Return the files of a source distribution that its repository has, without the outer folder.
+    """Return the files of a source distribution that are part of the repository, without the outer folder.
 
     Raises UserError if the archive does not match the digest.
     """
@@ -252,8 +252,8 @@ def read_archive(path: Path, sha256: str = "") -> Mapping[str, bytes]:
 
 def _in_repository(name: str) -> bool:
     path = PurePosixPath(name)
-    aside = bool(_ASIDE.intersection(path.parts[:-1])) or any(".egg-info" in part for part in path.parts)
-    return bool(name) and not aside and (path.suffix in _SUFFIXES or "/tests/" in f"/{name}")
+    excluded = bool(_EXCLUDED.intersection(path.parts[:-1])) or any(".egg-info" in part for part in path.parts)
+    return bool(name) and not excluded and (path.suffix in _SUFFIXES or "/tests/" in f"/{name}")
 
 
 def _parsed(value: object) -> object:
@@ -264,7 +264,7 @@ _Names = Annotated[tuple[str, ...], BeforeValidator(_parsed)]
 
 
 class Instance(BaseModel):
-    """One line of a file of instances."""
+    """One line of a file of SWE-bench instances."""
 
     instance_id: str
     repo: str
@@ -277,18 +277,18 @@ class Instance(BaseModel):
     split: str = "test"
 
     @model_validator(mode="after")
-    def _named(self) -> Instance:
-        """Name the tests as in pytest. Raises ValueError for a broken test that cannot be found."""
+    def _convert_names(self) -> Instance:
+        """Convert test names to pytest's. Raises ValueError for a broken test that cannot be found."""
         folder = "tests/" if self.repo == "django/django" else ""
         broken = tuple(pytest_name(test, folder) for test in self.fail_to_pass)
         kept = tuple(name for test in self.pass_to_pass if (name := pytest_name(test, folder)))
         if "" in broken:
-            raise ValueError(f"{self.fail_to_pass[broken.index('')]!r} names no test")
+            raise ValueError(f"{self.fail_to_pass[broken.index('')]!r} is not a test name")
         return self.model_copy(update={"fail_to_pass": broken, "pass_to_pass": kept})
 
 
 def pytest_name(test: str, folder: str) -> str:
-    """Return a test's name in pytest, empty if it is not a name. `folder` is the folder of unittest's modules."""
+    """Return a test's pytest name, empty if `test` is not a test name. `folder` is the folder of unittest's modules."""
     if "::" in test:
         return test
     found = re.fullmatch(r"(\w+) \(([\w.]+)\)", test.strip())
@@ -324,7 +324,7 @@ def _instance_case(given: Instance, folder: Path, seconds: float) -> SweCase:
     suite = Suite(given.fail_to_pass, given.pass_to_pass, hidden=frozenset(tests))
 
     def load() -> SweProblem:
-        tree = _files_at(given.repo, given.base_commit, folder)
+        tree = _commit_files(given.repo, given.base_commit, folder)
         try:
             pristine = patched_files(Snapshot(tree), read_patch(given.test_patch)).files
             fixed = patched_files(Snapshot(tree), read_patch(given.patch)).files
@@ -341,7 +341,7 @@ def _instance_case(given: Instance, folder: Path, seconds: float) -> SweCase:
     return SweCase(_task(given.instance_id, given.repo, given.problem_statement, suite, tags), load)
 
 
-def _files_at(repo: str, commit: str, folder: Path) -> dict[str, bytes]:
+def _commit_files(repo: str, commit: str, folder: Path) -> dict[str, bytes]:
     """Return the files of a commit; the clone is in `owner/name`, `owner__name` or `name`. Raises UserError."""
     places = (folder / repo, folder / repo.replace("/", "__"), folder / repo.rpartition("/")[2])
     clone = next((place for place in places if place.is_dir()), None)
@@ -350,13 +350,13 @@ def _files_at(repo: str, commit: str, folder: Path) -> dict[str, bytes]:
         raise UserError(f"There is no clone of {repo} in {folder}.", hint)
     if commit.startswith("-"):
         raise UserError(f"{commit!r} is not a commit.")
-    words = ["git", "-C", str(clone), "archive", "--format=tar", commit]
+    command_line = ["git", "-C", str(clone), "archive", "--format=tar", commit]
     try:
-        done = subprocess.run(words, capture_output=True, timeout=_GIT_S, check=False)
+        process = subprocess.run(command_line, capture_output=True, timeout=_GIT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"git cannot read {clone}: {error}.", "Install git.") from error
-    if done.returncode:
-        problem = done.stderr.decode("utf-8", "replace").strip()
+    if process.returncode:
+        problem = process.stderr.decode("utf-8", "replace").strip()
         raise UserError(f"git cannot read the commit {commit} of {clone}: {problem}.", "Fetch it into the clone.")
-    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tar:
+    with tarfile.open(fileobj=io.BytesIO(process.stdout)) as tar:
         return {one.name: content.read() for one in tar if one.isfile() and (content := tar.extractfile(one))}

@@ -32,7 +32,7 @@ SPLITS = ("train", "validation", "test")
 
 
 class SweSettings(BaseModel):
-    """Settings of the world of software repair (`env.settings`)."""
+    """Settings of the software repair world (`env.settings`)."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -41,9 +41,9 @@ class SweSettings(BaseModel):
     sources: str = ""
     """Folder of the packages' source distributions; empty: `~/.cache/ludus/swe`."""
     packages: tuple[str, ...] = ()
-    """Packages to take tasks from; empty: all."""
+    """Packages whose tasks are selected; empty: all."""
     kinds: tuple[str, ...] = ()
-    """Kinds of bugs to take; empty: all."""
+    """Kinds of bugs that are selected; empty: all."""
     levels: tuple[Literal[1, 2, 3], ...] = Field((1, 2, 3), min_length=1)
     """1: a hidden test calls the broken function by name; 2: none does; 3: none does and the function is private."""
     instances: str = ""
@@ -114,7 +114,7 @@ class SweWorld(World):
 
     @cached_property
     def rewards(self) -> tuple[Reward, ...]:
-        """All hidden tests decide; the share of the broken ones that pass again shapes."""
+        """The outcome is 1 if all hidden tests pass; the share of broken tests that pass again is a shaping reward."""
         read = last_output(REPORT)
         return (
             Reward("resolved", suite_passes(read), outcome=True),
@@ -128,7 +128,7 @@ class SweWorld(World):
 
     @property
     def episodes_at_once(self) -> int | None:
-        """The number of sessions that the sandbox has room for."""
+        """The sandbox's maximum number of sessions."""
         return self.sandbox.max_sessions
 
     async def close(self) -> None:
@@ -136,7 +136,7 @@ class SweWorld(World):
         await self.sandbox.close()
 
     def prepare(self, tell: Callable[[str], None]) -> None:
-        """Fetch the sources of all packages that tasks need. Raises UserError."""
+        """Download the sources of all packages that tasks need. Raises UserError."""
         swe_tasks.fetch(self._packages, self._sources, tell)
 
     def tasks(self, split: str) -> Sequence[Task]:

@@ -1,1 +1,1 @@
-"""The terminal world: work in a shell, judged on the host by the files that it leaves."""
+"""The terminal world: shell tasks, graded on the host by the final files."""

@@ -1,7 +1,7 @@
 """Checks of a session's state: files, archives, git repositories and processes, read on the host.
 
-A check is data and never enters a session: the name of a function of this module, and its arguments. The files of a
-policy may be broken or hostile: they are read with bounds, and a check fails if a file is missing or unreadable.
+A check is data (the name of a function of this module, and its arguments) and never enters a session. The files of a
+policy may be malformed or malicious: reads are bounded, and a check fails if a file is missing or unreadable.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ P = ParamSpec("P")
 
 @dataclass(frozen=True)
 class SessionState:
-    """Files and processes of a session, and the process as which each service started."""
+    """Files and processes of a session, and the initial process of each service."""
 
     files: Mapping[str, bytes]
     executable: frozenset[str] = frozenset()
@@ -53,11 +53,11 @@ class SessionState:
 
     @property
     def living(self) -> Iterator[Process]:
-        """The processes that have not ended."""
+        """The running processes."""
         return (process for process in self.processes if process.state not in ("Z", "X"))
 
     def process(self, service: str) -> Process | None:
-        """Return the process as which a service started, or None if it ended."""
+        """Return the initial process of a service, or None if it exited."""
         started = self.started.get(service)
         return next((process for process in self.living if (process.pid, process.started) == started), None)
 
@@ -114,7 +114,7 @@ def check(label: str) -> Callable[[Callable[Concatenate[SessionState, P], bool]]
 
 @check("text of {path}")
 def has_text(state: SessionState, path: str, due: str, how: How = "lines") -> bool:
-    """Return whether a file has this text.
+    """Return whether a file contains exactly this text.
 
     `lines` ignores blanks at the end of lines and empty lines at the end; `unordered` also ignores the order of
     lines; `json` compares values; `bytes` is exact.
@@ -123,7 +123,7 @@ def has_text(state: SessionState, path: str, due: str, how: How = "lines") -> bo
 
 
 def same_text(found: bytes, due: str, how: How) -> bool:
-    """Return whether the bytes are the expected text. Raises ValueError and RecursionError if they cannot be read."""
+    """Return whether the bytes are the expected text. Raises ValueError and RecursionError for malformed input."""
     if how == "bytes":
         return found == due.encode()
     text = found.decode("utf-8")
@@ -218,7 +218,7 @@ def gzip_has_text(state: SessionState, path: str, due: str) -> bool:
 
 @check("{service} lives")
 def service_lives(state: SessionState, service: str, title: str = "", suspended: bool = False) -> bool:
-    """Return whether the process as which a service started lives, with this title if one is set."""
+    """Return whether the initial process of a service is running, with this title if one is set."""
     process = state.process(service)
     if process is None or (title and process.title != title):
         return False
@@ -227,7 +227,7 @@ def service_lives(state: SessionState, service: str, title: str = "", suspended:
 
 @check("{service} has ended")
 def service_ended(state: SessionState, service: str) -> bool:
-    """Return whether the process as which a service started has ended; false if no such service started."""
+    """Return whether the initial process of a service has exited; false if no such service started."""
     return service in state.started and state.process(service) is None
 
 
@@ -237,7 +237,7 @@ def processes_run(
 ) -> bool:
     """Return whether exactly `num` processes in /box run this script with these arguments, by the host's Python.
 
-    None may be suspended, and all need these environment variables. `pid_file` holds the id of the only one.
+    None may be suspended, and all need these environment variables. If set, `pid_file` contains the single pid.
     """
     found = [process for process in state.living if _script_of(process) == words]
     fit = all(environment.items() <= process.environment.items() and process.state != "T" for process in found)

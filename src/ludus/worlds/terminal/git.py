@@ -1,6 +1,6 @@
-"""Read a git repository from the bytes of its files: no git runs, and no setting or hook is obeyed.
+"""Git repository reader on the bytes of files: runs no git, and ignores settings and hooks.
 
-An object counts only if its content has the hash of its name. Broken files raise BrokenRepository, IndexError,
+An object is valid only if the hash of its content is its name. Broken files raise BrokenRepository, IndexError,
 KeyError, ValueError, struct.error or zlib.error.
 Not dulwich: its `Repo` follows alternates, grafts and gitfiles, and its parsers bound no memory below 1 GiB (a
 pack of 185 bytes allocates 2 GiB), so that a wrapper would have to replace the pack and zlib code, most of this.
@@ -92,7 +92,7 @@ class GitRepository:
 
     def tree(self, name: str) -> dict[str, str]:
         """Return the blob hashes of a commit's files by path."""
-        return dict(self._entries(self.commit(self.resolve(name)).tree, "", 0))
+        return dict(self._tree_entries(self.commit(self.resolve(name)).tree, "", 0))
 
     def contents(self, name: str) -> dict[str, bytes]:
         """Return the contents of a commit's files by path."""
@@ -121,7 +121,7 @@ class GitRepository:
             return self._packed[sha]
         whole, _ = _inflate(data)
         if hashlib.sha1(whole).hexdigest() != sha:
-            raise BrokenRepository(f"the object {sha} is a forgery")
+            raise BrokenRepository(f"the content of {sha} does not match its hash")
         head, _, body = whole.partition(b"\0")
         return head.partition(b" ")[0].decode("ascii", "replace"), body
 
@@ -141,7 +141,7 @@ class GitRepository:
             raise BrokenRepository(f"{sha} is a {found}")
         return body
 
-    def _entries(self, sha: str, prefix: str, depth: int) -> Iterator[tuple[str, str]]:
+    def _tree_entries(self, sha: str, prefix: str, depth: int) -> Iterator[tuple[str, str]]:
         """Yield paths and hashes of the blobs below a tree."""
         body = self._content(sha, "tree")
         if depth > _MAX_DEPTH:
@@ -151,7 +151,7 @@ class GitRepository:
             mode, _, name = head.decode("utf-8", "replace").partition(" ")
             inner, body = rest[:20].hex(), rest[20:]
             if mode == "40000":
-                yield from self._entries(inner, f"{prefix}{name}/", depth + 1)
+                yield from self._tree_entries(inner, f"{prefix}{name}/", depth + 1)
             else:
                 yield prefix + name, inner
 
@@ -162,38 +162,38 @@ def _text(data: bytes) -> str:
 
 def _inflate(data: bytes) -> tuple[bytes, int]:
     """Return the decompressed data at the start of some bytes, and the number of bytes used."""
-    machine = zlib.decompressobj()
-    whole = machine.decompress(data, MAX_OBJECT_BYTES)
-    if not machine.eof:
+    decompressor = zlib.decompressobj()
+    whole = decompressor.decompress(data, MAX_OBJECT_BYTES)
+    if not decompressor.eof:
         raise BrokenRepository("an object is too large, or cut")
-    return whole, len(data) - len(machine.unused_data)
+    return whole, len(data) - len(decompressor.unused_data)
 
 
 def _unpack(data: bytes) -> Iterator[tuple[str, GitObject]]:
     """Yield the objects of a pack of version 2 with their hashes."""
     if data[:8] != b"PACK\0\0\0\2":
-        raise BrokenRepository("no pack")
+        raise BrokenRepository("not a pack of version 2")
     by_place: dict[int, GitObject] = {}
     by_hash: dict[str, GitObject] = {}
     place = 12
     for _ in range(int.from_bytes(data[8:12], "big")):
         start, code = place, data[place] >> 4 & 7
-        place, base = _skip(data, place), ("", b"")
+        place, base = _skip_varint(data, place), ("", b"")
         if code == _OFFSET_DELTA:
-            back, place = _offset(data, place)
-            base = by_place[start - back]
+            distance, place = _base_offset(data, place)
+            base = by_place[start - distance]
         elif code == _REF_DELTA:
             base, place = by_hash[data[place : place + 20].hex()], place + 20
         body, used = _inflate(data[place:])
         place += used
-        kind, content = found = (base[0], _apply(base[1], body)) if base[0] else (_KINDS[code], body)
+        kind, content = found = (base[0], _apply_delta(base[1], body)) if base[0] else (_KINDS[code], body)
         sha = hashlib.sha1(f"{kind} {len(content)}\0".encode() + content).hexdigest()
         by_place[start] = by_hash[sha] = found
         yield sha, found
 
 
-def _offset(data: bytes, place: int) -> tuple[int, int]:
-    """Return a distance back in a pack, and the place after it."""
+def _base_offset(data: bytes, place: int) -> tuple[int, int]:
+    """Return the backward offset of a delta base in a pack, and the position after it."""
     value = data[place] & 0x7F
     while data[place] & 0x80:
         place += 1
@@ -201,9 +201,9 @@ def _offset(data: bytes, place: int) -> tuple[int, int]:
     return value, place + 1
 
 
-def _apply(base: bytes, delta: bytes) -> bytes:
+def _apply_delta(base: bytes, delta: bytes) -> bytes:
     """Return the result of a delta."""
-    place, made = _skip(delta, _skip(delta, 0)), b""
+    place, made = _skip_varint(delta, _skip_varint(delta, 0)), b""
     while place < len(delta):
         code = delta[place]
         place += 1
@@ -222,8 +222,8 @@ def _apply(base: bytes, delta: bytes) -> bytes:
     return made
 
 
-def _skip(data: bytes, place: int) -> int:
-    """Return the place after a number of variable length."""
+def _skip_varint(data: bytes, place: int) -> int:
+    """Return the position after a number of variable length."""
     while data[place] & 0x80:
         place += 1
     return place + 1

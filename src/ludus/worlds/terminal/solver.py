@@ -27,21 +27,21 @@ def solve(task: TerminalTask) -> list[Message]:
 
 
 def solve_partly(task: TerminalTask, rng: random.Random) -> list[Message]:
-    """Return a flawed attempt, which only looks at the files or leaves out the last command."""
+    """Return a flawed attempt, which only reads the files or omits the last command."""
     return episode(task, task.steps[:-1] if rng.random() < 0.5 else ())
 
 
 def episode(task: TerminalTask, steps: Sequence[str]) -> list[Message]:
-    """Return the messages of an episode that looks at the files, runs these commands and ends."""
+    """Return the messages of an episode that reads the files, runs these commands and ends."""
     messages: list[Message] = []
-    for number, (command, output) in enumerate([*_looks(task), *((step, NO_OUTPUT) for step in steps)]):
+    for number, (command, output) in enumerate([*_inspections(task), *((step, NO_OUTPUT) for step in steps)]):
         messages += tool_turn(number, "shell", {"command": command}, output)
     tops = sorted({path.partition("/")[0] for path in task.start.files} - {".gitconfig"})
     return [*messages, assistant(f"Done with {', '.join(tops[:3]) or 'the script'}.")]
 
 
-def _looks(task: TerminalTask) -> Iterator[tuple[str, str]]:
-    """Yield commands that look at the files, each with its output."""
+def _inspections(task: TerminalTask) -> Iterator[tuple[str, str]]:
+    """Yield commands that read the files, each with its output."""
     files = task.start.files
     yield LIST, "\n".join(sorted(f"./{path}" for path in files if "/.git" not in f"/{path}")) or NO_OUTPUT
     for path in task.preview:

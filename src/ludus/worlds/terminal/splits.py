@@ -56,7 +56,7 @@ class TerminalSettings(BaseModel):
     wall_s: float = Field(20.0, gt=0)
     """Time limit of a call in seconds."""
     habit: float = Field(0.4, ge=0, le=1)
-    """Fraction of demonstrations that only look at the files, or leave out the last command."""
+    """Fraction of demonstrations that only read files, or omit the last command."""
     well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
     """Weight, relative to a solved task, of an episode without failed calls that made progress."""
     check_turns: bool = False
@@ -75,9 +75,9 @@ class TerminalSettings(BaseModel):
 
 @dataclass(frozen=True)
 class TaskKind:
-    """Tasks that differ only in names and numbers. All are in `split`, unless the splits differ in names alone.
+    """Tasks that differ only in names and numbers. All are in `split`, unless splits differ only in names.
 
-    `num` tasks are numbered from 0, those from which pairs are made have the numbers `paired`, and the
+    `num` tasks are numbered from 0, pairs are built from the numbers `paired`, and the
     `demonstrations` are numbered from FIRST_DEMONSTRATION.
     """
 
@@ -154,7 +154,7 @@ def decode(plain: dict[str, object]) -> object:
 def make_task(kind: TaskKind, number: int, seed: int) -> TerminalTask:
     """Return a task by kind and number; seeds other than 0 permute the tasks of a kind.
 
-    Numbers that the file does not have start over at the first task.
+    Numbers beyond the last task wrap around.
     """
     place = number
     if seed or number not in kind.numbers:
@@ -167,7 +167,7 @@ def make_task(kind: TaskKind, number: int, seed: int) -> TerminalTask:
 
 
 def splits_of(settings: TerminalSettings) -> dict[str, tuple[TerminalTask, ...]]:
-    """Return the shipped tasks of each split, in an order that mixes levels and topics.
+    """Return the shipped tasks of each split, with levels and topics interleaved.
 
     With unseen shapes, all tasks of a kind are in one split; with unseen names, the tasks of each kind are distributed
     over the splits, and `test` has at least `num_held_out`. `composition` has the held-out kinds, and pairs of training
@@ -188,7 +188,7 @@ def splits_of(settings: TerminalSettings) -> dict[str, tuple[TerminalTask, ...]]
             found[split].append(make_task(kind, number, seed))
     if by_names:
         seen = {task.text for tasks in found.values() for task in tasks}
-        more = _more_tasks([kind for kind in kinds if kind.split != "composition"], num, seed, seen)
+        more = _unseen_tasks([kind for kind in kinds if kind.split != "composition"], num, seed, seen)
         found["test"] += islice(more, max(settings.num_held_out - len(found["test"]), 0))
         if (most := len(found["test"])) < settings.num_held_out:
             raise ConfigError(
@@ -200,11 +200,11 @@ def splits_of(settings: TerminalSettings) -> dict[str, tuple[TerminalTask, ...]]
 
 
 def kinds_of(topics: Sequence[str]) -> list[TaskKind]:
-    """Return the kinds of tasks of these topics, topic by topic."""
+    """Return the kinds of tasks of these topics, grouped by topic."""
     return [kind for topic in dict.fromkeys(topics) for kind in task_file().kinds if kind.topic == topic]
 
 
-def _more_tasks(kinds: Sequence[TaskKind], first: int, seed: int, seen: set[str]) -> Iterator[TerminalTask]:
+def _unseen_tasks(kinds: Sequence[TaskKind], first: int, seed: int, seen: set[str]) -> Iterator[TerminalTask]:
     """Yield tasks of these kinds, numbered from `first`, whose texts are not in `seen`."""
     for number in range(first, max((kind.num for kind in kinds), default=0)):
         for task in (make_task(kind, number, seed) for kind in kinds if number < kind.num):
@@ -233,7 +233,7 @@ def _pairs(settings: TerminalSettings) -> Iterator[TerminalTask]:
 def pairs_of_kinds(
     kinds: Sequence[TaskKind], levels: Sequence[int], seed: int, num: int
 ) -> Iterator[tuple[int, TaskKind, TaskKind]]:
-    """Yield those of `num` numbered draws of two kinds that have two topics and together one of the levels."""
+    """Yield, of `num` numbered draws of two kinds, those with two topics whose combined level is in the settings."""
     rng = random.Random(f"{seed}/pairs")
     for number in range(num):
         one, two = rng.sample(kinds, 2)

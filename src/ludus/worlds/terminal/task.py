@@ -17,7 +17,7 @@ RUN_LIMITS = Limits(wall_s=15.0, cpu_s=10.0, files_out=200)
 
 @dataclass(frozen=True, slots=True)
 class CommandCheck:
-    """The result of a command, in a fresh sandbox with only those of the final files that match `takes`.
+    """Check of a command's result, in a fresh sandbox with only the final files that match `takes`.
 
     `files` are added or replace them: hidden inputs, and programs in their original state. `stdout` and `exit`
     are the expected output and exit code, if set; `leaves` are checks of the files afterwards.
@@ -47,10 +47,10 @@ class CommandCheck:
 
 @dataclass(frozen=True)
 class TerminalTask:
-    """A task.
+    """A terminal task.
 
     `steps` are the commands that solve it; they print nothing. `changes` are patterns of the files that may
-    change or disappear; all others must stay. `preview` are files whose first lines are worth reading. `services`
+    change or disappear; all others must stay. `preview` are files whose first lines a demonstration reads. `services`
     run from the start, the commands `after_start` run once they are ready, and `process_checks` are checks of
     processes. `parts` are the names of its kind, or of the two kinds of a pair. The task file has no `parts`,
     `topic`, `level` and `number`.
@@ -91,13 +91,13 @@ class TerminalTask:
 
     @cached_property
     def suite(self) -> Suite:
-        """The names of all checks; those that hold at the start must still hold at the end."""
+        """The names of all checks; those that hold at the start must also hold at the end."""
         found = check_state(self.checks, initial_state(self.start, self.services))
         due = [name for name, holds in found.items() if not holds] + [one.name for one in self.command_checks]
         return Suite(tuple(due), tuple(name for name, holds in found.items() if holds))
 
     async def grade(self, state: SessionState, sandbox: Sandbox) -> Mapping[str, bool]:
-        """Return which checks hold of the final state, by name; programs run only if all other checks hold.
+        """Evaluate all checks on the final state, by name; programs run only if all other checks hold.
 
         Raises WorldError if the sandbox fails.
         """
@@ -108,7 +108,7 @@ class TerminalTask:
 
 
 def check_state(checks: Sequence[Check], state: SessionState) -> dict[str, bool]:
-    """Return which checks hold, by name."""
+    """Evaluate the checks and return the results by name."""
     return {check.name: check.holds(state) for check in checks}
 
 
@@ -122,9 +122,9 @@ async def check_bounded(checks: Sequence[Check], state: SessionState) -> dict[st
 
 
 def pair(first: TerminalTask, second: TerminalTask, number: int) -> TerminalTask:
-    """Return both tasks in one folder. Raises ValueError if they share files."""
+    """Combine two tasks in one folder. Raises ValueError if they share files."""
     if _overlaps(first, second) or _overlaps(second, first):
-        raise ValueError(f"{first.id} and {second.id} are about the same files")
+        raise ValueError(f"{first.id} and {second.id} share files")
     return replace(
         first,
         text=f"Do two things.\n1. {first.text}\n2. {second.text}",
@@ -146,7 +146,7 @@ def pair(first: TerminalTask, second: TerminalTask, number: int) -> TerminalTask
 
 
 def _overlaps(first: TerminalTask, second: TerminalTask) -> bool:
-    """Return whether the first task may touch, or disagrees about, files of the second."""
+    """Return whether the first task may change files of the second, or expects other contents of them."""
     patterns = tuple(str(check.arguments["pattern"]) for check in first.checks if "pattern" in check.arguments)
     shared = [path for path in first.start.files if second.start.files.get(path, b"") != b""]
     same_names = {check.name for check in first.file_checks} & {check.name for check in second.file_checks}

@@ -46,16 +46,16 @@ BENCH_SPLIT = "bench"
 ShellTask = TerminalTask | BenchTask
 """The subject of an episode: a task of this world, or a Terminal-Bench task."""
 VERDICT: Final = "verdict"
-"""Tool name in the outcome that holds the report."""
+"""Tool name of the outcome with the report."""
 read_verdict = last_output(VERDICT)
 SETTLE_S: Final = 0.5
-"""Wait before the final look at processes, because signals and starts take effect late."""
+"""Seconds before the final process list, because signals and starts take effect late."""
 
 
 class TerminalEnv(ToolEnv):
     """An episode, graded by the files that it leaves.
 
-    At the end the files are copied out of the session, which is closed. They are checked on the host
+    At the end the files are copied out of the session, which is closed. They are graded on the host
     (`ludus.worlds.terminal.checks`), or by programs run in a fresh sandbox over some of them; no part of the grader
     is ever in the session. If the task has services, the sandbox reports the running processes before the session
     closes (`ludus.worlds.terminal.services`). The report is an outcome that the model does not see; with `check_turns`
@@ -87,7 +87,7 @@ class TerminalEnv(ToolEnv):
         return messages
 
     async def step(self, action: Action) -> StepResult:
-        """Run the calls, or grade the final files; if the session lost them or has too many, no check holds."""
+        """Run the calls, or grade the final files; no check holds if the session failed or has too many files."""
         result = await super().step(action)
         self._turns += 1
         if not result.done and not (self._check_turns and action.calls):
@@ -105,7 +105,7 @@ class TerminalEnv(ToolEnv):
         return replace(result, outcomes=(*result.outcomes, *outcomes))
 
     async def grade_again(self) -> ToolOutcome | None:
-        """Return the verdict of grading the final files once more."""
+        """Grade the final files again and return the verdict."""
         return None if self._final is None else _verdict(await self._grade(self._final))
 
     async def _state(self, settle: bool) -> SessionState:
@@ -127,7 +127,7 @@ def _verdict(report: str) -> ToolOutcome:
 
 @dataclass(frozen=True)
 class TerminalWorld(World):
-    """Tasks in a shell."""
+    """Shell tasks."""
 
     num_text_dialogues: ClassVar[int] = 1_000
 
@@ -160,7 +160,7 @@ class TerminalWorld(World):
         return split_of(self._task_lists, split, self.name)
 
     def shell_task(self, task: Task) -> ShellTask:
-        """Return the task's files, checks and solution; no session may see them."""
+        """Return the task's files, checks and solution; they must not reach a session."""
         return self._by_id[task.id]
 
     def environment(self, task: Task) -> TerminalEnv:
@@ -192,7 +192,7 @@ class TerminalWorld(World):
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """Yield demonstrations without end, some of them flawed.
 
-        Their tasks are of the kinds of training tasks, but in no split; those of a kind are shuffled and repeat.
+        The tasks have the kinds of training tasks but belong to no split; those of a kind are shuffled and repeat.
         """
         settings = self.settings
         rng = random.Random(f"demonstrations/{settings.seed}/{seed}")
@@ -216,7 +216,7 @@ class TerminalWorld(World):
         return self._dialogue(found, messages) if messages else None
 
     def difficulty_report(self) -> str:
-        """Return how many tasks differ, and how many are solved without skill, without those of `bench`."""
+        """Return the number of distinct tasks and the success rates of trivial policies, `bench` excluded."""
         own, default = _tasks_of(self.settings), _tasks_of(TerminalSettings())
         return shipped_report(self, all(own[split] == default[split] for split in SPLITS))
 
@@ -245,14 +245,14 @@ class TerminalWorld(World):
 
 
 def made_progress(task: Task, trajectory: Trajectory) -> float:
-    """Return 1 if some check newly holds at the end and every check that held at the start still does, else 0."""
+    """Return 1 if a check newly holds at the end and no check that held at the start fails, else 0."""
     passed, suite = read_report(read_verdict(trajectory)).passed, truth_of(task, Suite)
     return float(any(test in passed for test in suite.fail_to_pass) and passed.issuperset(suite.pass_to_pass))
 
 
 @cache
 def _tasks_of(settings: TerminalSettings) -> Mapping[str, Sequence[ShellTask]]:
-    """Return the tasks of each split, made once per process."""
+    """Return the tasks of each split, cached per process."""
     if settings.bench is None:
         return splits_of(settings)
     bench = load_bench(Path(settings.bench), settings.bench_workdir, settings.bench_dockerfile, settings.bench_scripts)

@@ -35,7 +35,7 @@ _TYPES: Final = {name: name for name in ("object", "number", "integer", "string"
     "long": "integer",
     "tuple": "array",
 }
-"""The types of JSON schema by their names in BFCL; others are not checked."""
+"""JSON schema types by their names in BFCL; others are not checked."""
 
 
 class Description(BaseModel):
@@ -51,7 +51,7 @@ def read_schemas(described: Iterable[Description]) -> dict[str, ToolSchema]:
     found: dict[str, ToolSchema] = {}
     for one in described:
         if one.name in found:
-            raise RecordError(f"two functions are called {one.name!r}")
+            raise RecordError(f"duplicate function {one.name!r}")
         schema = _schema(one.parameters)
         if not isinstance(schema, dict) or not isinstance(schema.get("properties", {}), dict):
             raise RecordError(f'"parameters" of {one.name!r} is not a JSON schema')
@@ -73,7 +73,7 @@ def _schema(given: JSON) -> JSON:
     return schema
 
 
-def _site_of(package: str, reason: str) -> Path:
+def _site_folder(package: str, reason: str) -> Path:
     """Return the folder in which a package is installed. Raises UserError if it is not."""
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -82,7 +82,7 @@ def _site_of(package: str, reason: str) -> Path:
 
 
 def _package_site() -> Path:
-    return _site_of(_PACKAGE, "BFCL's tasks of several turns run on its API classes")
+    return _site_folder(_PACKAGE, "BFCL's tasks of several turns run on its API classes")
 
 
 def find_classes(names: Iterable[str]) -> dict[str, str]:
@@ -96,8 +96,8 @@ def find_classes(names: Iterable[str]) -> dict[str, str]:
     for name in names:
         stem = _classes(site).get(name)
         if stem is None or not (site / _DESCRIPTIONS / f"{stem}.json").is_file():
-            raise RecordError(f"its class {name!r} is not one of the installed bfcl-eval")
-        if lacking := sorted(_needs(site / _SOURCES / f"{stem}.py")[1] - _INSTALL.keys()):
+            raise RecordError(f"its class {name!r} is not in the installed bfcl-eval")
+        if lacking := sorted(_imports_of(site / _SOURCES / f"{stem}.py")[1] - _INSTALL.keys()):
             raise RecordError(f"its class {name!r} needs the package {lacking[0]!r}, which is not in the sandbox")
         found[name] = ".".join((*_SOURCES.parts, stem))
     return found
@@ -128,17 +128,17 @@ def schemas_of(modules: Iterable[str]) -> dict[str, ToolSchema]:
 
 
 @cache
-def _needs(source: Path) -> tuple[frozenset[Path], frozenset[str]]:
-    """Return the modules of the package that a module needs, with itself, and the other packages that they import."""
-    modules, packages, waiting = {source}, set[str](), [source]
-    while waiting:
-        for node in ast.walk(ast.parse(waiting.pop().read_text("utf-8"))):
+def _imports_of(source: Path) -> tuple[frozenset[Path], frozenset[str]]:
+    """Return the transitive imports of a module: modules of the package, itself included, and other packages."""
+    modules, packages, pending = {source}, set[str](), [source]
+    while pending:
+        for node in ast.walk(ast.parse(pending.pop().read_text("utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for name in [node.module or ""] if isinstance(node, ast.ImportFrom) else names:
                 sibling = source.with_name(f"{name.rpartition('.')[2]}.py")
                 top = name.partition(".")[0]
                 if top == _PACKAGE and sibling.is_file():
-                    waiting += {sibling} - modules
+                    pending += {sibling} - modules
                     modules.add(sibling)
                 elif top not in sys.stdlib_module_names:
                     packages.add(top)
@@ -147,12 +147,12 @@ def _needs(source: Path) -> tuple[frozenset[Path], frozenset[str]]:
 
 @cache
 def archive(modules: frozenset[str]) -> bytes:
-    """Return the modules and everything that they import as an importable archive.
+    """Return the modules and their imports as an importable archive.
 
     Raises UserError if a package that they need is not installed.
     """
     folder = _package_site() / _SOURCES
-    needs = [_needs(folder / f"{module.rpartition('.')[2]}.py") for module in modules]
+    needs = [_imports_of(folder / f"{module.rpartition('.')[2]}.py") for module in modules]
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as packed:
         for parent in (_SOURCES, *_SOURCES.parents[:-1]):
@@ -160,7 +160,7 @@ def archive(modules: frozenset[str]) -> bytes:
         for path in sorted(frozenset[Path]().union(*(paths for paths, _ in needs))):
             packed.write(path, f"{_SOURCES}/{path.name}")
         for name in sorted(frozenset[str]().union(*(packages for _, packages in needs))):
-            site = _site_of(name, "A class of bfcl-eval needs another package")
+            site = _site_folder(name, "A class of bfcl-eval needs another package")
             for path in sorted((site / name).rglob("*.py")):
                 if "tests" not in path.parts:
                     packed.write(path, path.relative_to(site).as_posix())

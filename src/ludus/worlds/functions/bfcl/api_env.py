@@ -1,6 +1,6 @@
 """Episodes of BFCL tasks of several turns, whose calls run on API classes in the sandbox.
 
-The sandbox keeps no state: each call runs after a repetition of the calls before it, which is exact because the
+The sandbox keeps no state: each run replays all earlier calls first, which is deterministic because the
 classes draw from seeds in their configuration.
 """
 
@@ -37,8 +37,8 @@ Turns = Sequence[Sequence[ExpectedCall]]
 class ApiTruth(Suite):
     """The truth of a task of several turns: a test `turn N` for each turn with gold calls.
 
-    `modules` are those of the involved classes. `schemas` are offered from the start, `added` from the turn
-    that is the key. `turns` are the messages of the user.
+    `modules` are those of the involved classes. `schemas` are offered from the start, `added` maps a turn to
+    the schemas offered from then on. `turns` are the messages of the user.
     """
 
     modules: Mapping[str, str] = field(default_factory=dict)
@@ -96,11 +96,11 @@ class ApiEnv(ToolEnv):
         return StepResult(messages=self._truth.messages_of(place))
 
     async def grade_again(self) -> ToolOutcome | None:
-        """Return the verdict of another comparison of the same calls; None before the last turn."""
+        """Compare the same calls again and return the verdict; None before the last turn."""
         return await self._verdict() if len(self._made) == len(self._truth.turns) else None
 
     async def _verdict(self) -> ToolOutcome:
-        """Return which turns agree with the gold calls, by the names of their tests; no turn if the run fails."""
+        """Return whether each turn agrees with the gold calls, by test name; all False if the run fails."""
         agrees = (await self._run(self._made, self._truth.gold)).get("agrees")
         flags = enumerate(agrees, 1) if isinstance(agrees, list) else ()
         agreeing = {f"turn {number}" for number, flag in flags if flag is True}
@@ -143,7 +143,7 @@ class ApiEnv(ToolEnv):
         if not isinstance(reply, dict):
             return {}
         if "fault" in reply:
-            raise WorldError(f"The objects of the task cannot be made: {reply['fault']}.")
+            raise WorldError(f"The objects of the task cannot be created: {reply['fault']}.")
         return reply
 
     def _tool(self, schema: ToolSchema) -> CheckedTool:

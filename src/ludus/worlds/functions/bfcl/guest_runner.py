@@ -1,4 +1,4 @@
-"""The program in the sandbox for a task of several turns: calls on new objects of API classes.
+"""Sandbox program for tasks of several turns: runs calls on new objects of API classes.
 
 Its source text is the program. It reads the arguments of `reply` from stdin and writes one JSON object to stdout:
 
@@ -47,7 +47,7 @@ class Objects:
     def _call(self, name: str, arguments: dict[str, object]) -> tuple[str, bool]:
         try:
             value = self.methods[name](**arguments)
-        except Exception as error:  # boundary: the classes are foreign, an error is what the model sees
+        except Exception as error:  # boundary: third-party code may raise; the model sees the error
             return f"Error during execution: {error}", True
         try:
             return json.dumps(value) if isinstance(value, dict) else str(value), False
@@ -67,10 +67,10 @@ class Objects:
 def reply(
     classes: dict[str, str], config: dict[str, object], extended: bool, made: list[Calls], gold: list[Calls] | None
 ) -> dict[str, object]:
-    """Return the reply; see the module."""
+    """Return the reply described in the module docstring."""
     try:
         objects, right = (Objects(classes, config, extended) for _ in range(2))
-    except Exception as error:  # boundary: the classes are foreign, and so is their configuration
+    except Exception as error:  # boundary: third-party code and configuration may raise
         return {"fault": f"{type(error).__name__}: {error}"}
     if gold is None:
         *_, last = map(objects.run, made)
@@ -85,7 +85,7 @@ def reply(
 
 
 def main() -> None:
-    """Read the order, and write the reply to the real stdout, on which the classes cannot print."""
+    """Read the request, and write the reply to the original stdout, which the classes cannot print to."""
     line = os.dup(1)
     os.dup2(2, 1)
     sys.path[:0] = ["apis.zip"]

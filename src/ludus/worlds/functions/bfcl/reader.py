@@ -79,7 +79,7 @@ class _BfclMessage(BaseModel):
 
 
 class _BfclRecord(BaseModel):
-    """The fields of a line; see the module. `ground_truth` may be in another file."""
+    """Fields of a line, described in the module docstring. `ground_truth` may be in another file."""
 
     id: str = Field(min_length=1)
     question: Annotated[list[list[_BfclMessage]], BeforeValidator(_as_turns), Field(min_length=1)]
@@ -108,7 +108,7 @@ def load_tasks(path: Path, answers: Path | None, split: str, bad_lines: BadLines
             record = {**record, "ground_truth": right.get(text_field(record, "id"))}
         task = _task(record, split)
         if task.id in tasks:
-            raise RecordError(f"the id {task.id!r} was there before")
+            raise RecordError(f"duplicate id {task.id!r}")
         tasks[task.id] = task
 
     if answers is not None:
@@ -125,7 +125,7 @@ def load_tasks(path: Path, answers: Path | None, split: str, bad_lines: BadLines
     for place, reason in faults:
         _LOG.warning("%s, is skipped: %s.", place, reason)
     if not tasks:
-        raise UserError(f"{path} contains no tasks.", "It needs one JSON object a line.")
+        raise UserError(f"{path} contains no tasks.", "Write one JSON object per line.")
     return tuple(tasks.values())
 
 
@@ -245,7 +245,7 @@ def read_gold(given: JSON, functions: Mapping[str, ToolSchema]) -> GoldCall:
 
 
 def _accepted(argument: str, values: JSON) -> tuple[JSON, ...]:
-    """Return the right values of an argument, in all combinations of their parts."""
+    """Return the right values of an argument, with all combinations of their parts."""
     if not isinstance(values, list) or not values:
         raise RecordError(f"the values of {argument!r} are not a list")
     return tuple(choice for value in values if value != "" or len(values) == 1 for choice in _choices(value))

@@ -101,7 +101,7 @@ def three_unknowns(d: Draft) -> str:
 
 
 def polynomial(d: Draft) -> str:
-    """The value of a polynomial at a place."""
+    """The value of a polynomial at a point."""
     factors, x = [d.nonzero(9) for _ in range(d.level + 1)], d.nonzero(3 + d.level)
     first, *others = [f + (abs(f) == 1) * f for f in factors]
     d.do(" + ".join([str(first), *(f"({f}) * ({x}) ** {i}" for i, f in enumerate(others, 1))]))
@@ -110,7 +110,7 @@ def polynomial(d: Draft) -> str:
 
 
 def nested(d: Draft) -> str:
-    """Two linear functions in each other."""
+    """The composition of two linear functions."""
     a, b, c, e, x = (d.randint(2, 9) for _ in range(5))
     functions = {"f": (a, b), "g": (c, e)}
     order = [d.choice("fg") for _ in range(d.level - 1)]

@@ -29,7 +29,7 @@ def _tree(d: Draft, operations: int) -> tuple[str, int]:
 
 
 def difference_of_products(d: Draft) -> str:
-    """By how much one product is larger than another."""
+    """The difference of two products."""
     a, b, c, e = (d.randint(3, 12 * d.level) for _ in range(4))
     (a, b), (c, e) = sorted(((a, b), (c, e)), key=lambda pair: -pair[0] * pair[1])
     first, second = d.do(f"{a} * {b}"), d.do(f"{c} * {e}")
@@ -56,7 +56,7 @@ def missing_value(d: Draft) -> str:
 
 
 def fraction_sum(d: Draft) -> str:
-    """Two fractions and more, which are added, subtracted, and from level 3 on multiplied and divided."""
+    """Two or more fractions, added or subtracted, from level 3 on also multiplied or divided."""
     text = str(_fraction(d)) if d.level < 3 else f"({_fraction(d)})"
     for index in range(max(d.level - 1, 1)):
         sign, other = d.choice("+-" if d.level < 3 else "+-*/"), _fraction(d)
@@ -72,7 +72,7 @@ def _fraction(d: Draft) -> Fraction:
 
 
 def several_changes(d: Draft) -> str:
-    """Changes in percent, one after the other."""
+    """Successive changes in percent."""
     price, told = 100 * d.randint(2, 30), []
     mark = str(price)
     for _ in range(d.level - 1):

@@ -32,7 +32,7 @@ def right_triangle(d: Draft) -> str:
 
 
 def polygon(d: Draft) -> str:
-    """The area of a triangle (level 4) or quadrangle by its corners."""
+    """The area of a triangle (level 4) or quadrilateral from its vertices."""
     quadrants = ((-1, -1), (1, -1), (1, 1), (-1, 1))[: 4 if d.level > 4 else 3]
     corners = [(_coordinate(d, x), _coordinate(d, y)) for x, y in quadrants]
     parts = [
@@ -53,7 +53,7 @@ def _operand(value: int) -> str:
 
 
 def distance(d: Draft) -> str:
-    """The distance of two points; at level 5 in space."""
+    """The distance of two points; at level 5 in three dimensions."""
     scale = d.randint(1, 5)
     gaps = [scale * side for side in d.rng.sample(d.choice(_TRIPLES)[:2], 2)]
     if d.level > 4:

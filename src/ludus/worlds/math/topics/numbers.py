@@ -33,7 +33,7 @@ def digit_sum(d: Draft) -> str:
 
 
 def num_multiples(d: Draft) -> str:
-    """How many numbers up to a bound are multiples of one number, of either of two, or of only one."""
+    """The number of multiples, up to a bound, of one number, of either of two, or of exactly one of two."""
     bound, a, b = d.randint(40, 300 * d.level), *d.rng.sample(range(2, 16), 2)
     question = f"How many of the whole numbers from 1 to {bound} are multiples of"
     first = d.do(f"{bound} // {a}")
@@ -46,7 +46,7 @@ def num_multiples(d: Draft) -> str:
 
 
 def num_divisors(d: Draft) -> str:
-    """How many divisors a number has, or (level 5) their sum, from its prime factors."""
+    """The number of divisors, or (level 5) their sum, from the prime factors."""
     primes = sorted(d.rng.sample(_PRIMES[: d.level + 1], 3 if d.level > 3 else 2))
     powers = {p: d.randint(1, 2 + (p < 5)) for p in primes}
     d.do(" * ".join(f"{p} ** {e}" for p, e in powers.items()))
@@ -79,7 +79,7 @@ def two_remainders(d: Draft) -> str:
 
 
 def outfits(d: Draft) -> str:
-    """One of each kind of clothes."""
+    """The number of combinations of one item of each kind of clothes."""
     numbers = [d.randint(2, 18 // d.level) for _ in range(2 + (d.level > 1))]
     d.do(" * ".join(map(str, numbers)))
     clothes = listed([f"{n} {word}" for n, word in zip(numbers, ("shirts", "hats", "scarves"), strict=False)])
@@ -99,7 +99,7 @@ def letters(d: Draft) -> str:
 
 
 def same_colour(d: Draft) -> str:
-    """Two balls without replacement: both red (level 3), of the same or of different colours."""
+    """Probability that two balls are both red (level 3), of the same or of different colours; no replacement."""
     numbers = {colour: d.randint(2, 9) for colour in ("red", "blue", "green")[: 3 if d.level > 4 else 2]}
     wanted = ["red"] if d.level < 4 else list(numbers)
     good = d.do(" + ".join(f"comb({numbers[colour]}, 2)" for colour in wanted))

@@ -7,7 +7,7 @@ tests/*.py  run by pytest                 tests/*.py  run by pytest
 run-tests.sh   grades by its exit code    tests/test.sh   writes /logs/verifier/reward.txt or reward.json
 solution.sh                               solution/solve.sh
 
-The script grades if there are no pytest tests, if the settings trust scripts. Of the Dockerfile, FROM, WORKDIR and
+Without pytest tests, the script grades if the settings trust scripts. Of the Dockerfile, FROM, WORKDIR and
 COPY are interpreted; no image is built. The tasks' working directory becomes /box in their instructions, scripts,
 tests and files. Sources of the layouts: the repository laude-institute/terminal-bench, and the documentation of Harbor.
 """
@@ -92,18 +92,18 @@ def load_bench(
     if refused and (dockerfiles == "refuse" or not found):
         more = f"; and {len(refused) - _MAX_NAMED} more" if len(refused) > _MAX_NAMED else ""
         raise ConfigError(
-            f"{len(refused)} of {len(places)} tasks need an image, and no image is built: "
+            f"{len(refused)} of {len(places)} tasks need an image, but images are not built: "
             f"{'; '.join(refused[:_MAX_NAMED])}{more}.",
             "env.settings.bench_dockerfile = 'skip' omits such tasks, 'ignore' runs them without it.",
         )
     for reason in refused:
-        _LOG.warning("The task %s is left out: it needs a container.", reason)
+        _LOG.warning("Skipped a task that needs a container: %s.", reason)
     return tuple(found)
 
 
 @dataclass(frozen=True)
 class TaskFolder:
-    """The folder of a task. `settings` are those of its file, with the instruction; `timeout_s` bounds the grader."""
+    """The folder of a task. `settings` are its file's, with the instruction; `timeout_s` bounds the grader."""
 
     place: Path
     workdir: str
@@ -147,7 +147,7 @@ class TaskFolder:
         if not text.strip():
             raise ConfigError(f"{self.place} has no instruction.", "Add instruction.md, or `instruction` in task.yaml.")
         tests = {
-            path.relative_to(self.place / "tests").as_posix(): self._boxed(path.read_bytes())
+            path.relative_to(self.place / "tests").as_posix(): self._move_to_box(path.read_bytes())
             for path in sorted((self.place / "tests").rglob("*"))
             if path.is_file() and path.suffix != ".pyc"
         }
@@ -155,7 +155,7 @@ class TaskFolder:
         solution = self._text(self.layout.solution)
         return BenchTask(
             self.place.name,
-            self._boxed(text.strip().encode()).decode(),
+            self._move_to_box(text.strip().encode()).decode(),
             str(metadata.get("category") or "bench"),
             _LEVELS.get(str(metadata.get("difficulty")), 3),
             self._start(),
@@ -185,17 +185,17 @@ class TaskFolder:
 
     def _text(self, name: str) -> str:
         path = self.place / name
-        return self._boxed(path.read_bytes()).decode("utf-8", "replace") if path.is_file() else ""
+        return self._move_to_box(path.read_bytes()).decode("utf-8", "replace") if path.is_file() else ""
 
-    def _boxed(self, data: bytes) -> bytes:
+    def _move_to_box(self, data: bytes) -> bytes:
         """Return the data with the task's working directory replaced by /box."""
         return with_folder(data, self.workdir.rstrip("/"), "/box")
 
     @cached_property
     def _dockerfile(self) -> tuple[list[tuple[list[str], PurePosixPath, bool]], list[str]]:
-        """The COPY instructions into the working directory, and what else the Dockerfile does, by line.
+        """The COPY instructions into the working directory, and all other instructions, by line.
 
-        A copy has its sources, its target in the working directory, and whether the target is a folder.
+        A copy is a tuple: sources, target in the working directory, whether the target is a folder.
         """
         folder, copies, needs, outside = PurePosixPath(self.workdir), [], [], []
         for number, line in _instructions(self.context / "Dockerfile"):
@@ -217,16 +217,16 @@ class TaskFolder:
     def _start(self) -> Snapshot:
         """Return the files that the Dockerfile copies into the working directory, without tests and solution."""
         files, executable, total = dict[str, bytes](), set[str](), 0
-        for source, path in self._copied():
-            files[path] = self._boxed(source.read_bytes())
+        for source, path in self._copied_files():
+            files[path] = self._move_to_box(source.read_bytes())
             total += len(files[path])
             if source.stat().st_mode & 0o100:
                 executable.add(path)
             if total > _MAX_BYTES:
-                raise ConfigError(f"{self.context} has more than {_MAX_BYTES} bytes of files.", "Leave the task out.")
+                raise ConfigError(f"{self.context} has more than {_MAX_BYTES} bytes of files.", "Remove the task.")
         return Snapshot(files, frozenset(executable))
 
-    def _copied(self) -> Iterator[tuple[Path, str]]:
+    def _copied_files(self) -> Iterator[tuple[Path, str]]:
         """Yield the files that the Dockerfile copies, and their paths in /box."""
         for names, target, is_folder in self._dockerfile[0]:
             for name in names:
