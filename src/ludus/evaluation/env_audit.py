@@ -71,7 +71,7 @@ class CheckPlan:
 
 @dataclass(frozen=True, slots=True)
 class AuditEpisode:
-    """An episode of an agent. `share` is the fraction of the full outcome; `failure` is empty unless the episode failed.
+    """An episode of an agent. `share` is the fraction of the full outcome; `failure` is empty unless it failed.
 
     `shaping` is the weighted sum of the other parts. `excused`: doing nothing is correct on this task. `environment` is
     set if it supports regrading. `late`: the failure is a reward timeout.
