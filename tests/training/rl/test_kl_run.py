@@ -92,11 +92,11 @@ def test_the_guard_follows_the_run_unless_it_is_told_what_to_expect():
         ({"target": 0.1}, 'kl_control.target = 0.1 would have no effect: kl_control.kind is "constant"'),
         ({"kind": "pid", "target": 0.1}, "no gain"),
         ({"kind": "pid", "target": 0.1, "kp": 1.0, "max_coef": 0.1}, "above kl_control.max_coef"),
-        ({"kind": "linear", "kl_coef": 0.0}, "nothing changes"),
+        ({"kind": "linear", "kl_coef": 0.0}, "stay constant"),
         ({"kind": "linear", "horizon": 3.0}, "kl_control.horizon"),
         ({"guard_expected": 0.1}, "kl_control.guard_factor is 0"),
-        ({"guard_factor": 2.0, "guard_expected": 0.1, "guard_decay": 0.5}, "guard_expected stays"),
-        ({"guard_factor": 2.0, "guard_expected": 0.1, "guard_warmup": 5}, "guard_expected stays"),
+        ({"guard_factor": 2.0, "guard_expected": 0.1, "guard_decay": 0.5}, "guard_expected is constant"),
+        ({"guard_factor": 2.0, "guard_expected": 0.1, "guard_warmup": 5}, "guard_expected is constant"),
     ],
 )
 def test_what_nothing_reads_is_refused(settings, words):

@@ -78,17 +78,16 @@ def algorithm_of(config: Config) -> Algorithm:
 
     Samples of an external server without `rollout.reproducible` count as off policy, since its log-probabilities
     differ from those of the learner; so do partial rollouts, with tokens of several policy versions. A configured
-    correction is unchanged, and a loss or an advantage with the behaviour ratio is not corrected again. For a loss with one term per trajectory, the correction has one weight per trajectory.
+    correction is unchanged, and a loss or an advantage with the behaviour ratio is not corrected again. If the loss has
+    one term per trajectory, the correction has one weight per trajectory.
     """
     algorithm = resolve(config.algorithm)
     if algorithm.kl_coef == 0 and config.kl_control.kind != "constant":
         # A KL term that starts later must pass the same checks as one from the first step.
         resolve(config.algorithm.model_copy(update={"kl_coef": 1.0}))
     given = config.algorithm.correction is not None
-    same_numerics = not config.engine.is_external or config.rollout.reproducible
-    on_policy = (
-        same_numerics or config.training.learner.old_logprobs == "engine"
-    ) and not config.rollout.partial.is_set
+    exact = not config.engine.is_external or config.rollout.reproducible
+    on_policy = (exact or config.training.learner.old_logprobs == "engine") and not config.rollout.partial.is_set
     if (
         (not config.training.off_policy and on_policy)
         or given
