@@ -172,7 +172,7 @@ class Statistics(SummedFields):
 def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -> tuple[Tensor, Statistics]:
     """Return the loss [] to call `backward` on, and its statistics.
 
-    `normaliser` holds the counts of the whole batch. The correction weighs the policy loss alone. A KL in the
+    `normaliser` holds the counts of the whole batch. The correction weights apply to the policy loss only. A KL in the
     reward or the advantage is not added here (`batch.advantages` contains it) but still reported. Raises ValueError if
     the algorithm needs `ref_logprobs` or `entropy` and the batch has none.
     """

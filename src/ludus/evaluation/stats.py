@@ -2,10 +2,10 @@
 
 Choice of interval: `wilson` for one 0/1 sample per task, `bootstrap_mean` over tasks with several samples each,
 `paired_difference` for two runs over the same tasks, `t_interval` across training seeds. `Estimate.over` names the
-units of an interval. Randomness comes from the `seed` argument alone.
+units of an interval. The `seed` argument is the only source of randomness.
 
 SciPy computes the bootstrap, the binomial test and Student's quantiles; it is imported on the first call, because its
-import takes half a second. The Wilson interval stays here: SciPy's differs in the last bit, and runs store its bounds.
+import takes half a second. `wilson` does not use SciPy, whose result differs in the last bit from stored bounds.
 """
 
 from __future__ import annotations

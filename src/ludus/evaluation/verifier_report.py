@@ -304,7 +304,7 @@ def verdicts(card: Scorecard) -> list[ScorecardVerdict]:
     """Return all rows of a scorecard with their verdicts."""
     truths = ", ".join(f"{name} ({count} tasks)" for name, count in card.truths.items())
     graded = f"graded, {len(card.values)} values seen" if card.is_graded else "two values at most"
-    slow = "A grading takes seconds, and training waits for it."
+    slow = "A grading takes seconds and delays training."
     alone, together = f"{card.alone_per_s:,.0f}", f"{card.together_per_s:,.0f}"
     right = card.paraphrased.whole + card.rewritten.whole
     refused = VerdictShare(right - card.paraphrased.part - card.rewritten.part, right)

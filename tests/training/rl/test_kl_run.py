@@ -75,7 +75,7 @@ def test_the_guard_follows_the_run_unless_it_is_told_what_to_expect():
         free = free.update(0.01, 8)
     assert free.verdict(0.35) == ""  # step 1 alone is older than the window, whose middle is step 5
     said = free.verdict(0.5)
-    assert "0.108 nats per token over the last steps, more than 2 times the 0.05" in said
+    assert "0.108 nats per token over the last steps, more than 2 times the expected 0.05" in said
     stored = KlState(**json.loads(json.dumps(asdict(free.state))))
     assert control(guard_factor=2.0, guard_warmup=6).restored(stored) == free
     assert control(guard_factor=2.0).update(0.01, 8).verdict(9.0) == ""

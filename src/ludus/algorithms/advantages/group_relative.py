@@ -130,7 +130,7 @@ def maxrl(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
 def best_of_group(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
     """Return `max - second max` for the best member, 0 for the others, arXiv:2503.19595 (best-of-k objective).
 
-    If two members share the maximum, all get 0.
+    If two members share the maximum, all advantages are 0.
     """
     grouped = groups_to_compare(rewards, group, mask)
     if not grouped.rewards.numel():

@@ -298,8 +298,8 @@ def check_together(algorithm: Algorithm) -> None:
         if options.get("measure", "ratio") != "ratio":
             if "low" in options:
                 raise ConfigError(
-                    f"algorithm.options.{part}.low bounds ratios; with measure {options['measure']} there is"
-                    " high alone."
+                    f"algorithm.options.{part}.low bounds ratios; with measure {options['measure']} only"
+                    " high has an effect."
                 )
         elif "low" in options or "high" in options:
             upper, high = "high", options.get("high", known["high"].default if "high" in known else None)
