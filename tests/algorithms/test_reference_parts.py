@@ -334,7 +334,7 @@ REFUSED = [
     ({"correction": "reject_sequence", "options": {"correction": {"by": "turn"}}}, "is not known"),
     (
         {"correction": "reject_sequence", "options": {"correction": {"measure": "k3", "low": 0.1}}},
-        "with measure k3 there is high alone",
+        "with measure k3 only high has an effect",
     ),
     ({"preset": "distill", "opsm_delta": 0.1}, "reads a teacher"),
     ({"loss": "ppo_sequence", "correction": "tis"}, "one term per trajectory"),

@@ -274,7 +274,7 @@ def test_whoever_watches_a_check_sees_each_thing_that_is_done():
     scorecard(check_world(world(exact), plan), plan)
     names = [name for name, _, _ in seen.phases]
     assert names == [
-        *("broken: agents play", "graded again", "speed, 1 at a time", "speed, 8 at a time", "perturbed"),
+        *("broken: run agents", "graded again", "speed, 1 at a time", "speed, 8 at a time", "perturbed"),
         *("played again", "paraphrases"),
     ]
     assert all(total == done for _, total, done in seen.phases)

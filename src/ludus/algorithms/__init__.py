@@ -1,10 +1,10 @@
 """Pure tensor functions: advantages, losses, aggregation, KL, corrections, filters; presets by name.
 
 An algorithm is data (`algorithm.Algorithm`). A new advantage, loss or correction is one decorated function in the
-folder or module of its kind (`algorithm`). No function sees a model.
+folder or module of its kind (`algorithm`). No function takes a model.
 
-`import ludus.algorithms` is enough to call `ludus.algorithms.advantages.grpo` and its like. Torch is imported when a
-function is first called.
+`import ludus.algorithms` also imports the submodules, for example `ludus.algorithms.advantages.grpo`. Torch is imported
+on the first call of a function.
 """
 
 from ludus.algorithms import advantages as advantages

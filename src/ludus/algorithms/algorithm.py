@@ -1,4 +1,4 @@
-"""An algorithm as data: names of parts, numbers, and the options of each part. No torch.
+"""Algorithms as data: names of parts, numbers, and the options of each part. Imports no torch.
 
 A part is an advantage, a loss or a correction: a pure function by keyword with its spec as the decorator, in one file:
 
@@ -7,7 +7,7 @@ A part is an advantage, a loss or a correction: a pure function by keyword with 
 
 `Algorithm.compute` passes each parameter by its name: an option of the part, a field of the batch (`Outcomes` or
 `TokenBatch`), the batch (`outcomes` or `batch`), the `algorithm`, or a setting (`SETTING_PARAMETERS`). The trainer
-reads `needs`, never a name.
+depends on `needs`, never on a name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ludus.plugins import find_plugin
 
 @dataclass(frozen=True, slots=True)
 class OptionBounds:
-    """The interval from `low` to `high`, closed; open at `low` if `above`; integers only if `whole`."""
+    """Closed interval from `low` to `high`; excludes `low` if `above`; integers only if `whole`."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -39,7 +39,7 @@ class OptionBounds:
     above: bool = False
 
     def hold(self, value: float) -> bool:
-        """Return whether `value` is inside."""
+        """Return whether `value` is within the bounds."""
         inside = self.low < value if self.above else self.low <= value
         return inside and value <= self.high and (not self.whole or value == int(value))
 
@@ -62,7 +62,7 @@ SWITCH = OptionBounds(0, 1, whole=True)
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a part: a number within `bounds`, or, with `choices`, one of these words.
+    """An option of a part: a number within `bounds`, or one of `choices` if set.
 
     The default is that of the function's parameter, unless `default` is set.
     """
@@ -73,7 +73,7 @@ class Option:
     default: float | str = ""
 
     def check(self, key: str, value: float | str) -> None:
-        """Raise ConfigError unless `value` is allowed; `key` is the setting that the message names."""
+        """Raise ConfigError unless `value` is allowed; `key` is the name of the setting in the message."""
         name = key.rpartition(".")[2]
         if self.choices:
             if value not in self.choices:
@@ -84,7 +84,7 @@ class Option:
             raise ConfigError(f"{key} is {value:g}, but must be {self.bounds}.")
 
     def argument(self, value: float | str) -> float | str:
-        """Return `value` as the function takes it: a switch as a bool, a whole number as an int."""
+        """Convert `value` to the type of the function's parameter: a switch to bool, a whole number to int."""
         if isinstance(value, str) or not self.bounds.whole:
             return value
         return bool(value) if self.bounds == SWITCH else int(value)
@@ -95,67 +95,67 @@ class Need(StrEnum):
 
     # Advantages
     GROUP = "group"
-    """Compares the attempts of a group: `group_size` is at least 2."""
+    """Comparison within a group: `group_size` must be at least 2."""
     STD = "std"
-    """Divides by a standard deviation and reads `std_ddof`."""
+    """Division by a standard deviation, with `std_ddof`."""
     BINARY_REWARDS = "binary_rewards"
-    """Rewards are 0 or 1."""
+    """Rewards of 0 and 1 only."""
     TURN_REWARDS = "turn_rewards"
-    """Turn rewards, without which a term of the advantage is 0."""
+    """Turn rewards; a term of the advantage is 0 without them."""
     OPTIONAL_TURN_REWARDS = "optional_turn_rewards"
     """Turn rewards, if there are any."""
     STATE_KEYS = "state_keys"
     """Keys of equal environment states (`Environment.state_key`)."""
     BRANCHES = "branches"
-    """Actions that the branches of a trajectory tree share."""
+    """Shared actions of the branches of a trajectory tree."""
     GREEDY_ROLLOUT = "greedy_rollout"
-    """One more episode a task, sampled greedily, as the baseline."""
+    """One additional greedy episode per task as the baseline."""
     ROLE_BASELINES = "role_baselines"
     """Running averages of the reward of each self-play role."""
     PROPOSALS = "proposals"
-    """Which trajectories proposed the tasks of others."""
+    """The mapping from solver trajectories to the proposals that they work on."""
     CRITIC = "critic"
     """The values of a critic."""
     TURN_VALUES = "turn_values"
-    """One value a turn, at its first action token."""
+    """One value per turn, at its first action token."""
     PRETRAINED_CRITIC = "pretrained_critic"
-    """A critic that trains on a fixed policy first."""
+    """A critic pretrained on a fixed policy."""
     OUTCOME_CRITIC = "outcome_critic"
-    """The probabilities of outcomes by an outcome critic."""
+    """Outcome probabilities of an outcome critic."""
     PROCESS_REWARD_MODEL = "process_reward_model"
     """An implicit process reward model and the reference."""
     DISTRIBUTIONS = "distributions"
-    """Sums over the distributions that the tokens were sampled from."""
+    """Sums over the sampling distributions of the tokens."""
     BATCH_STATISTICS = "batch_statistics"
-    """A mean and a deviation over the whole batch."""
+    """Mean and standard deviation over the whole batch."""
     TOKEN_KL = "token_kl"
-    """Subtracts a KL in the reward token by token itself."""
+    """A KL penalty in the reward, subtracted per token by the advantage function."""
     BEHAVIOR_RATIO = "behavior_ratio"
-    """Contains the ratio to the behaviour policy. Also of losses and corrections."""
+    """The importance ratio to the behaviour policy as a factor. Also of losses and corrections."""
     ADVANTAGE_OF_EQUAL_REWARDS = "advantage_of_equal_rewards"
-    """The advantage may differ from 0 in a group of equal rewards; otherwise such groups are filtered."""
+    """An advantage that may be nonzero in a group of equal rewards; otherwise such groups are filtered."""
     NON_NEGATIVE = "non_negative"
-    """The advantage is never below 0, so that a clip has one side."""
+    """An advantage of at least 0, so that a clip is one-sided."""
     # Losses
     CLIP = "clip"
-    """Reads `clip_low` and `clip_high`."""
+    """The settings `clip_low` and `clip_high`."""
     DUAL_CLIP = "dual_clip"
-    """Reads `dual_clip`."""
+    """The setting `dual_clip`."""
     TEACHER = "teacher"
     """The log-probabilities of a teacher, and no advantage."""
     TEACHER_DISTRIBUTION = "teacher_distribution"
-    """The whole distributions of a teacher."""
+    """The full distributions of a teacher."""
     DEMONSTRATIONS = "demonstrations"
-    """Which rows are demonstrations of an expert."""
+    """A mask of the rows that are expert demonstrations."""
     TOKEN_CHOICE = "token_choice"
-    """A choice of tokens over the whole batch (`LossSpec.choose`)."""
+    """A token selection over the whole batch (`LossSpec.choose`)."""
     CONFLICT_WEIGHTS = "conflict_weights"
-    """Weights of tokens that solved and failed attempts share, and entropies."""
+    """Weights of the tokens common to solved and failed attempts, and entropies."""
     # Corrections
     LIMITED_RATIO = "limited_ratio"
-    """Weighs the loss by a ratio within limits."""
+    """A bounded importance ratio as the weight of the loss."""
     REJECTION = "rejection"
-    """Removes tokens from the batch before the step (`CorrectionSpec`)."""
+    """Removal of tokens from the batch before the step (`CorrectionSpec`)."""
 
 
 Part = Literal["advantage", "loss", "correction", "kl", "terms"]
@@ -203,7 +203,7 @@ class PartSpec:
     function: Callable[..., Tensor] = _undeclared
 
     def __call__(self, function: F) -> F:
-        """Declare `function` as the part, and return it as it is."""
+        """Register `function` as the part and return it unchanged."""
         _expand_signature(function)
         parameters = inspect.signature(function).parameters
         options = dict(self.options)
@@ -226,8 +226,8 @@ class PartSpec:
 class AdvantageSpec(PartSpec):
     """An advantage: [N, L] from the fields of `Outcomes`.
 
-    `critic_targets` names the advantage that, added to the values, is what the critic learns; empty: itself.
-    `finish` is applied to the result, its parameter `advantages`.
+    `critic_targets` names the advantage whose sum with the values is the target of the critic; empty: itself.
+    `finish` is applied to the result, passed as `advantages`.
     """
 
     part, plugins, batch = "advantage", "advantages", Outcomes
@@ -239,8 +239,8 @@ class AdvantageSpec(PartSpec):
 class LossSpec(PartSpec):
     """A loss: [N, L], or [N] with `per_trajectory`, from the fields of `TokenBatch`.
 
-    `ratio_part` names the part that has no effect at a ratio of 1. `off_policy`: no correction is needed. `cut` returns
-    the tokens that a clip cuts off (`Cut`). `choose` returns the tokens of `Need.TOKEN_CHOICE`, [N, L] bool, from
+    `ratio_part` names the term without effect at a ratio of 1. `off_policy`: no correction is needed. `cut` returns
+    the clipped tokens (`Cut`). `choose` returns the tokens of `Need.TOKEN_CHOICE`, [N, L] bool, from
     `covariance`, `mask` and `seed`.
     """
 
@@ -266,11 +266,11 @@ class CorrectionSpec(PartSpec):
 _SPECS: dict[Callable[..., Tensor], PartSpec] = {}
 """The specs of declared functions."""
 _NAMED: dict[tuple[type[PartSpec], str], PartSpec] = {}
-"""The specs of built-in parts, and of plug-ins that were found, by kind and name."""
+"""The specs of built-in parts and of loaded plug-ins, by kind and name."""
 
 
 def spec_of(kind: type[S], found: object) -> S | None:
-    """Return the spec of a declared function, a bare one for another function, None for anything else."""
+    """Return the spec of a declared function, a default spec for another callable, else None."""
     if not callable(found):
         return None
     if found not in _SPECS:
@@ -280,20 +280,20 @@ def spec_of(kind: type[S], found: object) -> S | None:
 
 
 def modules_of(package: str, path: Iterable[str]) -> tuple[ModuleType, ...]:
-    """Return the modules of a folder, imported, by name. `path` is the package's `__path__`."""
+    """Import and return the modules of a package, sorted by name. `path` is the package's `__path__`."""
     return tuple(import_module(f"{package}.{module.name}") for module in iter_modules(path))
 
 
 def declared_in(kind: type[S], modules: Iterable[ModuleType]) -> dict[str, S]:
-    """Return the specs of a kind that the modules declare, by name, in their order."""
+    """Return the specs of one kind declared in the modules, by name, in module order."""
     found = (_SPECS.get(one) for module in modules for one in vars(module).values() if inspect.isfunction(one))
     return {spec.name: spec for spec in found if isinstance(spec, kind)}
 
 
 def publish(package: str, modules: Iterable[ModuleType]) -> list[str]:
-    """Make the public functions and classes of modules names of a package, before modules of that name.
+    """Export the public functions and classes of modules from a package; they shadow modules of the same name.
 
-    Return the names.
+    Return the exported names.
     """
     found = {name: one for module in modules for name, one in vars(module).items() if _is_public(module, name, one)}
     vars(import_module(package)).update(found)
@@ -313,18 +313,18 @@ SETTING_PARAMETERS = {
     "kl_coef": "kl_coef",
     "cap": "tis_cap",
 }
-"""The settings of an algorithm that a function takes, by the name of its parameter."""
+"""The settings of an algorithm by the parameter name of a function."""
 
 
 def find_part(kind: type[S], name: str) -> S:
-    """Return the spec of a built-in part or of a plug-in. Raises ConfigError if there is none."""
+    """Return the spec of a built-in part or of a plug-in. Raises ConfigError for an unknown name."""
     found = _NAMED.get((kind, name)) or _find_plugin(kind, name)
     _NAMED[kind, name] = found
     return cast(S, found)
 
 
 def _find_plugin(kind: type[PartSpec], name: str) -> PartSpec:
-    """Return the spec of a plug-in. Raises ConfigError if there is none, or a parameter has no value."""
+    """Return the spec of a plug-in. Raises ConfigError for an unknown name or an unbound parameter."""
     setting = f"algorithm.{kind.part}"
     built_in = [one for (other, one), spec in _NAMED.items() if other is kind and spec.selectable and one == spec.name]
     found = spec_of(kind, find_plugin(kind.plugins, name, setting, built_in))
@@ -347,7 +347,7 @@ def _parameters(function: Callable[..., object]) -> Mapping[str, inspect.Paramet
 
 
 def inputs_of(batch: Outcomes | TokenBatch) -> dict[str, object]:
-    """Return the fields of a batch by name, and the batch itself, `outcomes` or `batch`."""
+    """Return the fields of a batch by name, plus the batch itself as `outcomes` or `batch`."""
     names = [one.name for one in fields(batch)]
     return dict(zip(names, attrgetter(*names)(batch), strict=True)) | {
         "outcomes" if isinstance(batch, Outcomes) else "batch": batch
@@ -378,7 +378,7 @@ Measure = Literal["sequence", "action_tokens"]
 
 @dataclass(frozen=True, slots=True)
 class PartOptions:
-    """The options of each part that are set."""
+    """The configured options of each part."""
 
     advantage: Options = field(default_factory=dict)
     loss: Options = field(default_factory=dict)
@@ -391,9 +391,9 @@ class PartOptions:
 class Algorithm:
     """One algorithm. The fields are those of `AlgorithmConfig`; `summary` is one line, `source` names the paper.
 
-    `minibatches` is what `training.minibatches` is unless set: a clip needs several updates a batch.
-    `kl_coef` 0: there is no KL term. The C of the aggregation `constant` is not here: it is the token budget of a
-    trajectory and comes with the `Normalizer`.
+    `minibatches` is the default of `training.minibatches`: a clip needs several updates per batch. `kl_coef` 0: no KL
+    term. The C of the aggregation `constant` is not a field: it is the token budget of a trajectory and part of the
+    `Normalizer`.
     """
 
     name: str
@@ -442,19 +442,19 @@ class Algorithm:
         return find_part(CorrectionSpec, self.correction)
 
     def option(self, part: Part, name: str) -> float | str:
-        """Return the option of a part that is set, or its default. Raises KeyError for an unknown option."""
+        """Return the configured value of an option, else its default. Raises KeyError for an unknown option."""
         given, known = self.options_of(part)
         return given.get(name, known[name].default)
 
     def number(self, part: Part, name: str) -> float:
-        """Return an option that is a number. Raises ConfigError for a word."""
+        """Return the value of a numeric option. Raises ConfigError for a string."""
         value = self.option(part, name)
         if isinstance(value, str):
             raise ConfigError(f"{name} = {value!r} is not a number.")
         return value
 
     def word(self, part: Part, name: str, choices: Sequence[W]) -> W:
-        """Return an option that is one of `choices`. Raises ConfigError for another one."""
+        """Return the value of an option with `choices`. Raises ConfigError for any other value."""
         value = self.option(part, name)
         for choice in choices:
             if choice == value:
@@ -473,10 +473,10 @@ class Algorithm:
         return found
 
     def call(self, function: Callable[..., R], part: Part, inputs: Mapping[str, object]) -> R:
-        """Call a function of a part, each parameter by its name: an option of the part, an input, or a setting.
+        """Call a function of a part; bind each parameter by name to an option of the part, an input, or a setting.
 
-        An input that is None and has no default is replaced by its neutral value (`tensors.NEUTRAL`). Raises
-        ValueError if it has none.
+        A required input that is None is replaced by its neutral value (`tensors.NEUTRAL`). Raises ValueError if there
+        is none.
         """
         known = self.options_of(part)[1]
         given: dict[str, object] = {}
@@ -501,16 +501,16 @@ class Algorithm:
         return value
 
     def options_of(self, part: Part) -> tuple[Options, Mapping[str, Option]]:
-        """Return the options of a part that are set, and those that it has."""
+        """Return the configured options of a part, and all options that it supports."""
         known = OPTIONS[part] if part in OPTIONS else find_part(KINDS[part], attrgetter(part)(self)).options
         given: Options = attrgetter(part)(self.options)
         return given, known
 
     def without_token_weights(self) -> Algorithm:
-        """Return the algorithm with a loss that does not weigh tokens."""
+        """Return the algorithm with the loss `reinforce`, which has no token weights."""
         return replace(self, loss="reinforce")
 
     @property
     def filters_groups(self) -> bool:
-        """Whether groups are dropped by how much they vary within a step."""
+        """Whether groups are dropped by their reward variance within a step."""
         return self.variance_filter == "top_p" or self.top_variance_fraction < 1

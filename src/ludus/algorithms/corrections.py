@@ -1,8 +1,8 @@
-"""The mismatch between training and inference: its size, and the weights that correct for it.
+"""Training-inference mismatch: its statistics, and corrections by importance weights or rejection.
 
 Every correction returns weights [N, L] without gradient, 0 where `mask` is 0, which multiply the policy loss. They
 do not change its normaliser, except for `reject_sequence` and `m2po`, which are filters and narrow the mask.
-`resolve.check_corrections` raises for parts that exclude each other. A new correction is one decorated function here.
+`resolve.check_corrections` raises for incompatible parts. A new correction is one decorated function here.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ludus.algorithms.kl import k3
 from ludus.algorithms.tensors import SummedFields, Tensor, check_shapes, clamped_ratio, select, torch
 
 Level = Literal["token", "sequence", "geometric"]
-"""Over what a ratio is taken: each token, the product over a trajectory, or its geometric mean."""
+"""Level of a ratio: each token, the product over a trajectory, or its geometric mean."""
 LEVELS: tuple[Level, ...] = ("token", "sequence", "geometric")
 CRITERIA = ("geometric", "largest", "sequence", "token")
 MEASURES = ("ratio", "k2", "k3")
 
 LENGTH_BOUNDS = tuple(2**exponent for exponent in range(9, 18))
-"""Tokens from the start of the sequence at which the buckets of `mismatch_by_length` end: 512 to 131072."""
+"""Upper bounds of the buckets of `mismatch_by_length`, in tokens from the sequence start: 512 to 131072."""
 
 
 @CorrectionSpec(help="none")
@@ -53,7 +53,7 @@ def tis(
 ) -> Tensor:
     """Return `max(low, min(w, cap))`, truncated importance sampling, [N, L].
 
-    `w` is, by `level`: `token` `exp(old - behavior)`; `sequence` `exp(sum_t (old - behavior))`, unbiased and
+    `w` depends on `level`: `token` `exp(old - behavior)`; `sequence` `exp(sum_t (old - behavior))`, unbiased and
     of high variance; `geometric` `exp(mean_t (old - behavior))`. The last two are the same on all action
     tokens of a trajectory. Sources: https://fengyao.notion.site/off-policy-rl (token, cap 2, as in verl,
     OpenRLHF and slime) and "When Speed Kills Stability" (Liu et al. 2025; sequence, TRL takes cap 3).
@@ -99,8 +99,8 @@ def icepop(
 def decoupled(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cap: float = 5.0) -> Tensor:
     """Return `min(exp(old - behavior), cap)`, [N, L]: with `ppo_clip` around `old`, the decoupled PPO objective.
 
-    AReaL (arXiv:2505.24298): the clip is around the proximal policy, the weight leads from the
-    behaviour policy to it. The numbers are those of `tis` with a wider cap (AReaL's `behav_imp_weight_cap`,
+    AReaL (arXiv:2505.24298): the clip is around the proximal policy, the weight is its ratio to the
+    behaviour policy. The values are those of `tis` with a wider cap (AReaL's `behav_imp_weight_cap`,
     5; its code drops tokens beyond it).
     """
     return tis(old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs, mask=mask, cap=cap)
@@ -130,16 +130,16 @@ def reject_sequence(
 ) -> Tensor:
     """Return 1 on the action tokens whose ratio lies in `[low, high]`, else 0, [N, L].
 
-    The ratio is, by `by`, that of the trajectory: `geometric`, `exp(mean_t (old - behavior))`; `sequence`,
-    `exp(sum_t (old - behavior))`; the `largest` of its tokens; or with `token` each token's own. A trajectory
-    with a token whose ratio is below `veto` is 0 throughout, whatever the rest.
+    The ratio depends on `by`. Of the trajectory: `geometric`, `exp(mean_t (old - behavior))`; `sequence`,
+    `exp(sum_t (old - behavior))`; the `largest` of its tokens; of each token: `token`. A trajectory
+    with any token ratio below `veto` has weight 0 on all tokens.
 
     With `measure` `k2` or `k3` the bound `high` is on `g^2 / 2` or `exp(g) - 1 - g`, `g = old - behavior`:
-    their mean, sum or maximum over the trajectory, or each token's own; `low` is not read.
+    their mean, sum or maximum over the trajectory, or each token's own; `low` is ignored.
 
-    A filter, so dropped tokens leave the normaliser: use it to narrow the mask. verl's `rollout_rs` (token,
-    sequence, geometric; `seq_mean_k3` and its like) has 2 and its inverse; the geometric form is often held
-    far tighter (0.999 to 1.001 in verl's examples), and its `rollout_token_veto_threshold` is `veto` (1e-4).
+    A filter: dropped tokens are excluded from the normaliser. verl's `rollout_rs` (token, sequence, geometric,
+    and `seq_mean_k3` etc.) defaults to 2 and its inverse; geometric bounds are often much tighter (0.999 to
+    1.001 in verl's examples). Its `rollout_token_veto_threshold` is `veto` (1e-4).
     """
     if measure == "ratio":
         _check_bounds(low, high)
@@ -162,7 +162,7 @@ def reject_sequence(
 def _summary(values: Tensor, mask: Tensor, by: str) -> Tensor:
     """Return the mean, sum or maximum of `values` [N, L] over the actions of each trajectory, [N, 1].
 
-    `values` are 0 off the mask. By token they are returned as they are."""
+    `values` are 0 off the mask; returned unchanged if `by` is `token`."""
     if by == "largest":
         return values.amax(1, keepdim=True) if values.shape[1] else values
     if by == "token":
@@ -177,11 +177,11 @@ def _summary(values: Tensor, mask: Tensor, by: str) -> Tensor:
     options={"bound": Option("bound of the mean squared log-ratio", POSITIVE)},
 )
 def m2po(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, bound: float = 0.04) -> Tensor:
-    """Return 1 on the action tokens that train, 0 on those of largest `(old - behavior)^2`, [N, L].
+    """Return 0 on the action tokens of largest `(old - behavior)^2`, 1 on the others, [N, L].
 
     Second-moment trust policy optimisation (arXiv:2510.01161, `bound` 0.04): as few tokens as possible are
-    removed, in descending order, so that the mean of the square over the others is below `bound`; one always stays, as
-    in AReaL. Takes the whole batch of the step. A filter, as `reject_sequence`.
+    removed, in descending order, so that the mean square of the others is below `bound`; at least one stays, as
+    in AReaL. Requires the whole batch of the step. A filter like `reject_sequence`.
     """
     check_shapes(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
     actions = mask.bool()
@@ -200,10 +200,10 @@ def m2po(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, bound
 def opsm(*, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float = 1e-4) -> Tensor:
     """Return 0 where `A < 0` and `mean_t (old - logprobs)` of the trajectory is above `delta`, else 1, [N, L].
 
-    Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556; `old` is the policy that sampled, and here
-    the settings pass that; slime's `use-opsm`, `delta` 1e-4, takes the learner's by default): failed trajectories
-    that have become unlikely have no policy loss. It multiplies the loss in addition to any
-    correction; `logprobs` are those being trained, without gradient.
+    Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556; `old` is the sampling policy, as passed by
+    `objective`; slime's `use-opsm`, `delta` 1e-4, uses the learner's by default): failed trajectories that have
+    become unlikely have no policy loss. Multiplies the loss in addition to any correction; `logprobs` are those
+    of the trained policy, without gradient.
     """
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     gap = (select(old_logprobs, mask) - select(logprobs, mask)).detach().sum(1, keepdim=True)
@@ -212,7 +212,7 @@ def opsm(*, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Te
 
 
 def importance_ratios(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, level: Level) -> Tensor:
-    """Return `exp(old - behavior)` at a level, [N, L], 0 off the mask, without gradient."""
+    """Return `exp(old - behavior)` at `level`, [N, L], 0 off the mask, without gradient."""
     check_shapes(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
     if level not in LEVELS:
         raise ValueError(f"level = {level!r} is none of {', '.join(LEVELS)}")
@@ -230,7 +230,7 @@ class Mismatch(SummedFields):
     """Sums over action tokens; `+` joins microbatches.
 
     `w` is the ratio `exp(old - behavior)` at the level of the correction (each token by
-    default), before truncation; `truncated` and `dropped` count tokens by what the correction did to it.
+    default), before truncation; `truncated` and `dropped` count the tokens with a reduced and with a zero weight.
     """
 
     tokens: int
@@ -270,10 +270,10 @@ class Mismatch(SummedFields):
 
 @dataclass(frozen=True, slots=True)
 class MismatchByLength:
-    """`Mismatch` by how far into the sequence a token stands; `+` joins microbatches of the same `bounds`.
+    """`Mismatch` by token position in the sequence; `+` joins microbatches with the same `bounds`.
 
-    Bucket `j` holds the tokens with `bounds[j-1] < number <= bounds[j]`, the first token of a sequence having
-    number 1; the last bucket, one more than there are bounds, holds the rest.
+    Bucket `j` holds the tokens with `bounds[j-1] < number <= bounds[j]`, counted from 1 in each sequence; an
+    additional last bucket holds the rest.
     """
 
     bounds: tuple[int, ...]
@@ -281,7 +281,7 @@ class MismatchByLength:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """A name for each bucket: `<=512`, ..., `>131072`."""
+        """Bucket names: `<=512`, ..., `>131072`."""
         return (*(f"<={bound}" for bound in self.bounds), f">{self.bounds[-1]}" if self.bounds else "all")
 
     def __add__(self, other: MismatchByLength) -> MismatchByLength:
@@ -300,8 +300,8 @@ def mismatch(
 ) -> Mismatch:
     """Return the difference of learner and engine on the action tokens, and the effect of a correction.
 
-    `ratios` and `weights` [N, L] are the correction's before and after its limits. None: the ratios of
-    tokens, and no limits.
+    `ratios` and `weights` [N, L] are those of the correction before and after its limits. None: token
+    ratios, and no limits.
     """
     check_shapes(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
     if ratios is None:
@@ -319,18 +319,18 @@ def mismatch_by_length(
     positions: Tensor | None = None,
     bounds: Sequence[int] = LENGTH_BOUNDS,
 ) -> MismatchByLength:
-    """Return `mismatch` by the token's place in its sequence, counted with prompt and observations.
+    """Return `mismatch` by token position in the sequence, prompt and observations included.
 
-    `positions` [N, L] integers from 0 (a packed batch passes its own); None: the column. Masked positions do
-    not matter. `bounds` ascend. Raises ValueError for bounds that do not and for unfit shapes.
+    `positions` [N, L] integers from 0 (required for packed batches); None: the column. Masked positions are
+    ignored. `bounds` must ascend. Raises ValueError otherwise and for wrong shapes.
     """
     ends = tuple(bounds)
     if any(low >= high for low, high in pairwise(ends)):
         raise ValueError(f"bounds must ascend: {ends}")
-    places = torch.arange(mask.shape[-1], device=mask.device).expand(mask.shape) if positions is None else positions
-    check_shapes(mask, positions=places)
-    # Token number p + 1 <= bound is place p < bound.
-    bucket = torch.bucketize(places.contiguous(), torch.tensor(ends, device=mask.device, dtype=torch.long), right=True)
+    index = torch.arange(mask.shape[-1], device=mask.device).expand(mask.shape) if positions is None else positions
+    check_shapes(mask, positions=index)
+    # Token number p + 1 <= bound is position p < bound.
+    bucket = torch.bucketize(index.contiguous(), torch.tensor(ends, device=mask.device, dtype=torch.long), right=True)
     check_shapes(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
     ratios = clamped_ratio(select(old_logprobs, mask) - select(behavior_logprobs, mask))
     rows = [

@@ -1,10 +1,10 @@
-"""Which trajectories train: pure functions that return a keep mask [N] bool; and which tasks are skipped (GRESO).
+"""Filters: pure functions that return a keep mask [N] bool over trajectories, and task skipping (GRESO).
 
-A dropped trajectory leaves every normaliser (its mask is cleared), but stays in the statistics of its group.
+A dropped trajectory is excluded from every normaliser (its mask is cleared), but included in its group statistics.
 
 GRESO (arXiv:2506.02177) skips a task before its rollout if the groups of its last visits had equal rewards. Its
-state consists of plain numbers and names, and each draw depends on the seed, the step and the task alone: a resumed
-run skips what the uninterrupted one would have skipped.
+state consists of plain numbers and names, and each draw depends on the seed, the step and the task only: a resumed
+run skips the same tasks as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def zero_variance(*, rewards: Tensor | Sequence[float], group: Tensor | Sequence
 def variance_top(*, rewards: Tensor | Sequence[float], group: Tensor | Sequence[int], p: float) -> Tensor:
     """Return True for the share `p` of groups with the highest reward deviation (StarPO-S, arXiv:2504.20073).
 
-    `rewards` [N], or [N, C], whose variances add up. Keeps `floor(p K)` of `K` groups, at least one; among
-    equals, those with the smaller id.
+    `rewards` [N], or [N, C], whose variances add up. Keeps `floor(p K)` of `K` groups, at least one; ties go
+    to the smaller id.
     """
     _check_share(p)
     deviation, index = _deviations(rewards, group)
@@ -43,11 +43,11 @@ def variance_top(*, rewards: Tensor | Sequence[float], group: Tensor | Sequence[
 def variance_top_p(
     *, rewards: Tensor | Sequence[float], group: Tensor | Sequence[int], p: float = 0.9, slack: float = 0.01
 ) -> Tensor:
-    """Return True for the groups of highest reward deviation that hold the share `p` of the sum of deviations.
+    """Return True for the groups of highest reward deviation that cover the share `p` of the sum of deviations.
 
-    RAGEN-2's filter (arXiv:2604.06268, top-p, linear): groups of deviation 0 are dropped, the others are kept
-    in descending order as long as the sum of those before is below `p total - slack`; with `p` 1 all of them
-    are. May keep none. `rewards` as in `variance_top`.
+    RAGEN-2's filter (arXiv:2604.06268, top-p, linear): groups of deviation 0 are dropped, the others are kept in
+    descending order while the cumulative sum before them is below `p total - slack` (with `p` 1: all of
+    them). The result may be empty. `rewards` as in `variance_top`.
     """
     _check_share(p)
     deviation, index = _deviations(rewards, group)
@@ -87,14 +87,14 @@ def overlong_mask(*, truncated: Tensor | Sequence[bool]) -> Tensor:
 def entropy_bound(*, entropy: Tensor, mask: Tensor, bound: float = math.log(2)) -> Tensor:
     """Return True for trajectories whose mean entropy over action tokens is at most `bound` nats, [N].
 
-    GTPO's filter (arXiv:2508.03772: ln 2, below which one token holds more than half of the
-    probability; its code has 0.7). `entropy` and `mask` [N, L]. Without action tokens True.
+    GTPO's filter (arXiv:2508.03772: ln 2, below which one token has more than half of the
+    probability; 0.7 in its code). `entropy` and `mask` [N, L]. True for rows without action tokens.
     """
     return mean_entropy(entropy=entropy, mask=mask) <= bound
 
 
 def mean_entropy(*, entropy: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of `entropy` over each trajectory's action tokens, [N] from [N, L]; 0 without any."""
+    """Return the mean of `entropy` over each trajectory's action tokens, [N] from [N, L]; 0 without action tokens."""
     check_shapes(mask, entropy=entropy)
     return select(entropy.detach(), mask).sum(1) / mask.bool().sum(1).clamp(min=1)
 
@@ -102,8 +102,8 @@ def mean_entropy(*, entropy: Tensor, mask: Tensor) -> Tensor:
 def rft(*, rewards: Sequence[float], keys: Sequence[Hashable], threshold: float = 0.5) -> Tensor:
     """Return True for the trajectories that rejection-sampling fine-tuning trains on with `losses.sft`, [N].
 
-    Those whose reward passes `threshold`, the first of each set with equal `keys` (for example the task and the token
-    ids of all actions). arXiv:2308.01825, which compares by the equations used. ValueError for unequal lengths.
+    Rows with a reward above `threshold`, deduplicated by `keys` (for example the task and the token ids of all
+    actions); the first row stays. arXiv:2308.01825 deduplicates by equations. ValueError for unequal lengths.
     """
     seen: set[Hashable] = set()
     keep = []
@@ -117,11 +117,11 @@ def rft(*, rewards: Sequence[float], keys: Sequence[Hashable], threshold: float 
 
 @dataclass(frozen=True, slots=True)
 class GresoSettings:
-    """The shares of easy and of hard groups without variance to aim at, and how fast to get there.
+    """Target shares of easy and hard zero-variance groups, and the step size of the controller.
 
-    `target_easy`, `target_hard`: shares of the visited groups, 1/12 and 1/6 (a quarter together, as in the
-    paper). `change` is added to or taken from `p` after each step. `floor` is the least probability with
-    which any task is visited.
+    `target_easy`, `target_hard`: shares of the visited groups, 1/12 and 1/6 (a quarter in total, as in the
+    paper). `change` is added to or subtracted from `p` after each step. `floor` is the minimum probability of
+    visiting a task.
     """
 
     target_easy: float = 1 / 12
@@ -136,7 +136,7 @@ class GresoSettings:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """One group of a task: whether its rewards were all equal, and if so all high."""
+    """A sampled group of a task: `zero_variance` if its rewards are equal, `easy` if they are also high."""
 
     task: str
     zero_variance: bool
@@ -145,9 +145,9 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class GresoState:
-    """`p` for easy and hard tasks, and each task's streak `z` of visits without variance.
+    """`p` for easy and hard tasks, and each task's streak `z` of zero-variance visits.
 
-    A streak is positive if the last visit was easy, negative if it was hard; tasks without one are left out.
+    A streak is positive if the last visit was easy, negative if it was hard; tasks without a streak are omitted.
     `dataclasses.asdict` saves the state, `GresoState(**numbers)` restores it.
     """
 
@@ -156,21 +156,21 @@ class GresoState:
     streaks: Mapping[str, int] = field(default_factory=dict)
 
     def skip_probability(self, task: str, settings: GresoSettings) -> float:
-        """Return `1 - max(p^z, floor)`; 0 for a task whose last visit had variance, or that was never visited."""
+        """Return `1 - max(p^z, floor)`; 0 for a task without a streak."""
         streak = self.streaks.get(task, 0)
         p = self.p_easy if streak > 0 else self.p_hard
         return 1 - max(p ** abs(streak), settings.floor)
 
     def skips(self, task: str, settings: GresoSettings, *, seed: int, step: int) -> bool:
-        """Return whether one task is skipped at one step, by a seeded draw."""
+        """Return whether a task is skipped at a step, by a seeded draw."""
         draw = random.Random(f"greso/{seed}/{step}/{task}").random()
         return draw < self.skip_probability(task, settings)
 
     def update(self, visits: Sequence[Visit], settings: GresoSettings) -> GresoState:
-        """Return the state after a step whose groups were `visits`; without visits it stays.
+        """Return the state after a step with the groups `visits`; unchanged if there are none.
 
         `p_easy` falls by `change` if the share of easy groups without variance reaches its target, else it
-        rises; so does `p_hard`. Both stay within [0, 1].
+        rises; likewise `p_hard`. Both stay within [0, 1].
         """
         if not visits:
             return self

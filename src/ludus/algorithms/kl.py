@@ -1,9 +1,9 @@
-"""The KL divergence from a reference, per token, and the three places at which it enters.
+"""KL divergence from a reference, per token; its three placements; control of its coefficient.
 
 With `d = logprobs - ref_logprobs` on tokens sampled from the policy (http://joschu.net/blog/kl-approx.html).
 In the *reward* `k1` has the unbiased gradient of the reverse KL. In the *loss* the estimator itself is
 differentiated: `k1` has gradient 0 in expectation and regularises nothing, `k2` has the gradient of the
-reverse KL, `k3` that of the forward KL. `resolve.check_placement` warns of the first.
+reverse KL, `k3` that of the forward KL. `resolve.check_placement` warns of `k1` in the loss.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def full_reverse(*, logits: Tensor, ref_logits: Tensor, temperature: float = 1.0
     """Return `KL(policy || reference) = sum_v p (log p - log q)` of the tempered distributions, nats.
 
     [...] from `logits`, `ref_logits` [..., V]; no sampling noise. Positions are independent: long inputs
-    can be given in pieces, and only action positions should be given at all. A token that the policy forbids
-    (logit -inf) counts 0; a token that only the reference forbids makes the divergence infinite. Half precision
+    can be split, and only action positions should be passed. A token with logit -inf under the policy
+    contributes 0; one with logit -inf only under the reference makes the divergence infinite. Half precision
     is computed and returned in float32. The gradient flows through both.
     """
     policy, reference = _log_softmax(logits, temperature), _log_softmax(ref_logits, temperature)
@@ -62,7 +62,7 @@ def full_reverse(*, logits: Tensor, ref_logits: Tensor, temperature: float = 1.0
 
 
 def full_forward(*, logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return `KL(reference || policy) = sum_v q (log q - log p)`; otherwise as `full_reverse`."""
+    """Return `KL(reference || policy) = sum_v q (log q - log p)`; all else as in `full_reverse`."""
     policy, reference = _log_softmax(logits, temperature), _log_softmax(ref_logits, temperature)
     return _divergence(reference, policy)
 
@@ -121,7 +121,7 @@ def penalised_advantages(
     """Return `A - coef (kl - mean of kl over the action tokens)`, [N, L]: placement `advantage`.
 
     All tensors [N, L], of the whole batch: the mean is global, over those action tokens that are set in
-    `trains` (None: all). With `trajectory` each token carries the sum of `kl` over its trajectory. 0 where
+    `trains` (None: all). With `trajectory` each token has the sum of `kl` over its trajectory. 0 where
     the mask is 0; no gradient flows.
     """
     check_shapes(mask, advantages=advantages, kl=kl)
@@ -147,14 +147,14 @@ def _divergence(first: Tensor, second: Tensor) -> Tensor:
 
 
 class KLFn(Protocol):
-    """An estimator: two tensors of one shape to a third."""
+    """A KL estimator: maps two tensors of equal shape to a third."""
 
     def __call__(self, *, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor: ...
 
 
 KLS: dict[str, KLFn] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute, "k3_k2grad": k3_k2grad}
 FULL_KLS = {"full_reverse": full_reverse, "full_forward": full_forward}
-"""Divergences of whole distributions: the learner computes them in chunks (`training.learner.full_kl`)."""
+"""Divergences of full distributions, computed in chunks by the learner (`training.learner.full_kl`)."""
 FULL_KL_NAMES: tuple[Literal["full_reverse", "full_forward"], ...] = ("full_reverse", "full_forward")
 KL_NAMES = (*KLS, *FULL_KL_NAMES)
 PLACEMENTS = ("loss", "reward", "advantage")
@@ -169,13 +169,13 @@ _READS: dict[ControlKind, tuple[str, ...]] = {
     "adaptive": ("target", "horizon"),
     "pid": ("target", "kp", "ki", "kd", "max_coef"),
 }
-"""The settings of the section that each kind reads."""
+"""The settings of section `kl_control` that each kind uses."""
 _GUARD_DECAY, _GUARD_WARMUP = 0.9, 20
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """From `start` to `end` over `num_steps` steps, then `end`.
+    """A schedule from `start` to `end` over `num_steps` steps, constant afterwards.
 
     `constant` stays at `start`; `linear` is `start + (end - start) f`; `cosine` is
     `end + (start - end) (1 + cos(pi f)) / 2`, with `f = min(step / num_steps, 1)` (arXiv:1608.03983).
@@ -202,7 +202,7 @@ class Schedule:
         return self.end + (self.start - self.end) * (1 + math.cos(math.pi * share)) / 2
 
     def update(self, kl: float, num: int) -> Schedule:
-        """Return this schedule, which reads no KL."""
+        """Return this schedule unchanged; it does not depend on the KL."""
         del kl, num
         return self
 
@@ -223,12 +223,12 @@ class KlState:
 
 
 _SAVED = ("coef", "integral", "previous", "expected", "recent", "seen", "expected_step")
-"""The fields of rules and guards that a checkpoint saves."""
+"""The fields of rules and guards saved in checkpoints."""
 
 
 @dataclass(frozen=True, slots=True)
 class KlControl:
-    """The rule of the coefficient, which starts at `base`, and the guard. Each step returns a new one."""
+    """A rule for the KL coefficient, which starts at `base`, and a guard. Immutable."""
 
     kind: ControlKind
     base: float
@@ -237,12 +237,12 @@ class KlControl:
 
     @property
     def acts(self) -> bool:
-        """Whether there is a KL term in any step."""
+        """Whether any step has a KL term."""
         return self.base > 0 or self.kind != "constant"
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the KL has to be measured."""
+        """Whether the KL to the reference must be computed."""
         return self.acts or self.guard is not None
 
     def coef(self, step: int) -> float:
@@ -252,7 +252,7 @@ class KlControl:
     def update(self, kl: float, num: int) -> KlControl:
         """Return the control after a step with `num` trajectories and a mean KL of `kl` nats per token.
 
-        Raises LearnerError if a controller gets a KL that is not finite.
+        Raises LearnerError if the KL passed to a controller is not finite.
         """
         try:
             rule = self.rule.update(kl, num)
@@ -261,25 +261,25 @@ class KlControl:
         return replace(self, rule=rule, guard=None if self.guard is None else self.guard.update(kl))
 
     def verdict(self, kl: float) -> str:
-        """Return why a step with this KL pauses the run, as a sentence; empty if it does not."""
+        """Return the reason, in one sentence, if a step with this KL pauses the run, else an empty string."""
         guard = self.guard
         if guard is None or not guard.pauses(kl):
             return ""
         averaged = "" if guard.decay is None else " over the last steps"
         return (
             f"The KL to the reference is {guard.compared(kl):.3g} nats per token{averaged}, more than"
-            f" {guard.factor:g} times the {guard.predicted:.3g} that were expected."
+            f" {guard.factor:g} times the expected {guard.predicted:.3g}."
         )
 
     @property
     def state(self) -> KlState:
-        """The state that a checkpoint saves."""
+        """The state saved in checkpoints."""
         found = asdict(self.rule) | (asdict(self.guard) if self.guard is not None else {})
         saved = {name: found[name] for name in _SAVED if name in found}
         return KlState(self.kind, self.base, **saved)
 
     def restored(self, state: KlState) -> KlControl:
-        """Return this control with a saved state; a rule of another kind or another base starts from its settings."""
+        """Return this control with a saved state; a rule of another kind or base is not restored."""
         rule, guard, saved = self.rule, self.guard, asdict(state)
         if (state.kind, state.base) == (self.kind, self.base):
             rule = replace(rule, **{name: saved[name] for name in _SAVED if name in asdict(rule)})
@@ -290,7 +290,7 @@ class KlControl:
 
 
 def control_of(config: Config, kl_coef: float) -> KlControl:
-    """Return the control of the coefficient. Raises ConfigError for settings that contradict or have no effect."""
+    """Return the control of the coefficient. Raises ConfigError for incompatible or unused settings."""
     settings = config.kl_control
     _refuse_idle(settings)
     rule = _rule(settings, kl_coef, settings.steps or config.training.steps)
@@ -308,7 +308,7 @@ def _rule(settings: KlControlConfig, base: float, steps: int) -> Schedule | Adap
         )
     if kind == "pid" and not any(gains):
         raise ConfigError(
-            'kl_control.kind = "pid" has no gain: the coefficient would never change.',
+            'kl_control.kind = "pid" has no gain: the coefficient would stay constant.',
             "Set kl_control.kp, kl_control.ki or kl_control.kd above 0.",
         )
     if kind == "pid" and base > most:
@@ -318,7 +318,7 @@ def _rule(settings: KlControlConfig, base: float, steps: int) -> Schedule | Adap
     if kind in ("linear", "cosine") and base == end:
         raise ConfigError(
             f'kl_control.kind = "{kind}" goes from algorithm.kl_coef = {base:g} to kl_control.end = {end:g}: '
-            "nothing changes.",
+            "the coefficient would stay constant.",
             "Set algorithm.kl_coef, kl_control.end, or unset kl_control.",
         )
     if kind == "constant" or kind == "linear" or kind == "cosine":
@@ -341,7 +341,7 @@ def _guard(settings: KlControlConfig) -> KLGuard | None:
 
 
 def _refuse_idle(settings: KlControlConfig) -> None:
-    """Raise ConfigError for a setting that neither the kind nor the guard reads."""
+    """Raise ConfigError for a setting that neither the kind nor the guard uses."""
     given = settings.model_dump(exclude_none=True, exclude={"kind", "guard_factor"})
     for name, value in given.items():
         if name in _READS[settings.kind]:
@@ -352,8 +352,8 @@ def _refuse_idle(settings: KlControlConfig) -> None:
                 name in ("guard_decay", "guard_warmup") and "guard_expected" in given
             ):
                 continue
-            known = settings.guard_factor > 0
-            reason = "kl_control.guard_expected stays" if known else "kl_control.guard_factor is 0"
+            fixed = settings.guard_factor > 0
+            reason = "kl_control.guard_expected is constant" if fixed else "kl_control.guard_factor is 0"
         raise ConfigError(
             f"kl_control.{name} = {value} would have no effect: {reason}.", f"Unset {name}, or change what ignores it."
         )
@@ -363,8 +363,8 @@ def _refuse_idle(settings: KlControlConfig) -> None:
 class AdaptiveKL:
     """`coef *= 1 + clip(kl / target - 1, -0.2, 0.2) num / horizon` (arXiv:1909.08593).
 
-    `target` in nats, the unit of the `kl` that is given; `horizon` in trajectories (10000 in that paper, in
-    TRL and verl). The coefficient never turns negative.
+    `target` in nats, like the `kl` argument; `horizon` in trajectories (10000 in the paper, TRL and verl).
+    The coefficient is clamped to at least 0.
     """
 
     coef: float
@@ -390,7 +390,7 @@ class AdaptiveKL:
 class PIDKL:
     """`coef = clip(base + kp e + ki sum(e) + kd (e - previous e), 0, most)` with `e = kl - target`.
 
-    The integral stays unchanged if the coefficient is at a bound and the error would push it further
+    The integral is not updated if the coefficient is at a bound and the error has the same direction
     (anti-windup). `base` is the coefficient at zero error; the first step has no derivative. Form of
     arXiv:2007.03964 (PID Lagrangian methods).
     """
@@ -427,7 +427,7 @@ class PIDKL:
 
 
 WINDOW = 5
-"""Steps whose mean a guard with `decay` compares."""
+"""Number of recent steps whose mean a guard with `decay` compares."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -435,10 +435,10 @@ class KLGuard:
     """Pause a run if its `kl` exceeds `factor` times its expected value, or is not finite.
 
     Without `decay` the expected value is fixed, and each step is compared. With it the mean of the last `WINDOW` steps
-    (`recent`) is compared with what the steps before them predict: `expected` is their average, `expected = d expected
-    + (1 - d) kl`, those that paused included, at the step `expected_step`, which is the average of their numbers. A run
-    moves away from its reference at most in proportion to its steps, so the prediction is `expected` times the ratio of
-    the steps. The first `warmup` steps (`seen`) never pause. An expected value below `least` counts as `least`.
+    (`recent`) is compared with a prediction from earlier steps: `expected` is the moving average of their KL, `expected
+    = d expected + (1 - d) kl` (paused steps included), and `expected_step` that of their step numbers. The KL grows at
+    most linearly with the steps, so the prediction is `expected` times the ratio of the step numbers. The guard is
+    inactive for the first `warmup` steps (`seen`). An expected value below `least` counts as `least`.
     """
 
     expected: float | None
@@ -452,17 +452,17 @@ class KLGuard:
 
     def __post_init__(self) -> None:
         if self.expected is None and self.decay is None:
-            raise ValueError("without an expected value the guard needs a decay to learn it with")
+            raise ValueError("a guard without an expected value needs a decay")
         if self.factor <= 0 or (self.decay is not None and not 0 <= self.decay < 1):
             raise ValueError("factor must be above 0, decay at least 0 and below 1")
 
     def compared(self, kl: float) -> float:
-        """Return what is compared with the predicted value in a step with a mean of `kl`."""
+        """Return the value compared with the prediction: `kl`, or its mean over the window if `decay` is set."""
         return kl if self.decay is None else math.fsum(self._window(kl)) / len(self._window(kl))
 
     @property
     def predicted(self) -> float:
-        """The value that the next step is expected to have."""
+        """The predicted KL of the next step."""
         if self.expected is None:
             return self.least
         growth = 1.0
@@ -479,7 +479,7 @@ class KLGuard:
         return self.compared(kl) > self.factor * self.predicted
 
     def update(self, kl: float) -> KLGuard:
-        """Return the state after a step; unchanged by a KL that is not finite."""
+        """Return the state after a step; unchanged if `kl` is not finite."""
         if self.decay is None or not math.isfinite(kl):
             return self
         found = replace(self, recent=self._window(kl), seen=self.seen + 1)

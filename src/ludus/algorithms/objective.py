@@ -1,7 +1,7 @@
 """The loss of one microbatch: policy loss, KL term and entropy bonus, with the statistics of the step.
 
 A loss per token is aggregated with the counts of the global batch, so that the values, gradients and statistics of
-all microbatches add up to those of the whole batch, however it is split.
+all microbatches add up to those of the whole batch for any split.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ludus.algorithms.tensors import Cut, SummedFields, Tensor, TokenBatch, chec
 class Normalizer:
     """Counts over the global batch of one optimizer step (all microbatches, all ranks).
 
-    `tokens` (M) action tokens that train; `trajectories` (N) those with at least one of them; `constant` (C) the fixed
-    number of tokens that `constant` divides by, as a rule the token budget of a trajectory. `observed` observation
-    tokens and `positive` action tokens of positive trajectories, for the terms that are means over those.
+    `tokens` (M): trained action tokens; `trajectories` (N): trajectories with at least one; `constant` (C): the divisor
+    of the aggregation `constant`, usually the token budget of a trajectory. `observed`: observation tokens, and
+    `positive`: action tokens of positive trajectories, for the auxiliary losses.
     """
 
     tokens: int
@@ -49,7 +49,7 @@ class Normalizer:
         return cls(int(actions.sum()), int(actions.any(1).sum()), constant)
 
     def __add__(self, other: Normalizer) -> Normalizer:
-        """Return the counts of two parts of one batch together."""
+        """Return the sum of the counts of two parts of one batch."""
         if self.constant != other.constant:
             raise ValueError(f"parts of one batch have one constant, not {self.constant} and {other.constant}")
         return Normalizer(
@@ -129,9 +129,9 @@ class Statistics(SummedFields):
     """Sums of one microbatch; `+` joins microbatches. `clip.tokens` is the number of action tokens.
 
     `loss` and its part `policy_loss` are normalised already (their sums are those of the whole batch); `by_length` is
-    `mismatch` by the place of the token; `kl_sum` and `entropy_sum` are plain sums over action tokens, None if the
+    `mismatch` by token position; `kl_sum` and `entropy_sum` are plain sums over action tokens, None if the
     batch has no reference or entropy; `teacher_sum` is that of `logprobs - teacher`, `chosen_sum` counts the tokens
-    that the loss treats separately. `terms` are the auxiliary losses, with their coefficients and normalised already.
+    selected by a covariance loss. `terms` are the auxiliary losses, with their coefficients and normalised already.
     """
 
     loss: float
@@ -162,7 +162,7 @@ class Statistics(SummedFields):
 
     @property
     def chosen_share(self) -> float | None:
-        """Share of action tokens that the loss treats separately."""
+        """Share of action tokens selected by a covariance loss."""
         return self._mean(self.chosen_sum)
 
     def _mean(self, total: float | None) -> float | None:
@@ -172,12 +172,12 @@ class Statistics(SummedFields):
 def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -> tuple[Tensor, Statistics]:
     """Return the loss [] to call `backward` on, and its statistics.
 
-    `normaliser` holds the counts of the whole batch. The correction weighs the policy loss alone. A KL
-    placed in the reward or the advantage is not added here (`batch.advantages` has it already) but still
-    reported. Raises ValueError if the algorithm needs `ref_logprobs` or `entropy` and the batch has none.
+    `normaliser` holds the counts of the whole batch. The correction weights apply to the policy loss only. A KL in the
+    reward or the advantage is not added here (`batch.advantages` contains it) but still reported. Raises ValueError if
+    the algorithm needs `ref_logprobs` or `entropy` and the batch has none.
     """
     if batch.chosen is None and algorithm.loss_spec.has(Need.TOKEN_CHOICE):
-        raise ValueError(f"the loss {algorithm.loss} needs a choice of tokens over the whole batch, which has none")
+        raise ValueError(f"the loss {algorithm.loss} needs a token selection over the whole batch (batch.chosen)")
     weights = _weights(batch, algorithm)
     policy = _policy_loss(batch, weights, algorithm, normaliser)
     total = policy
@@ -231,9 +231,9 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -
 
 
 def added_terms(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -> dict[str, Tensor]:
-    """Return the terms [] of one microbatch by name, times their coefficients, to be added to its loss.
+    """Return the auxiliary losses [] of one microbatch by name, times their coefficients.
 
-    Raises ValueError if the batch lacks the tokens of a term.
+    Raises ValueError if the batch lacks an input of a term.
     """
     return {
         name: _term(name, coef, batch, normaliser)
@@ -255,7 +255,7 @@ def _term(name: str, coef: float, batch: TokenBatch, normaliser: Normalizer) -> 
 
 
 def _weights(batch: TokenBatch, algorithm: Algorithm) -> Tensor:
-    """Return the weights of the correction; 1 if it has removed its tokens before the step."""
+    """Return the weights of the correction; all 1 for a rejection, which is applied before the step."""
     if algorithm.correction_spec.has(Need.REJECTION):
         return none(old_logprobs=batch.old_logprobs, behavior_logprobs=batch.behavior_logprobs, mask=batch.mask)
     return algorithm.compute("correction", batch)
@@ -264,7 +264,7 @@ def _weights(batch: TokenBatch, algorithm: Algorithm) -> Tensor:
 def _policy_loss(batch: TokenBatch, weights: Tensor, algorithm: Algorithm, normaliser: Normalizer) -> Tensor:
     loss = algorithm.compute("loss", batch)
     scores = batch.advantages
-    if loss.ndim == 1:  # one term per trajectory; `resolve` has checked that it has one weight
+    if loss.ndim == 1:  # one term per trajectory; `resolve` checks that weights are per trajectory too
         scores = trajectory_mean(scores, batch.mask)[:, None].expand(batch.mask.shape)
     if algorithm.opsm_delta is not None:
         weights = weights * opsm(
@@ -305,10 +305,10 @@ def _mismatch(batch: TokenBatch, weights: Tensor, algorithm: Algorithm) -> Misma
 
 
 def _limited(batch: TokenBatch, algorithm: Algorithm, weights: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return the ratios [N, L] before and after what limits them, or None if nothing does.
+    """Return the ratios [N, L] before and after their limits, or None without limits.
 
-    A correction limits them at its level, and `weights` are its result; V-trace and Retrace limit those of tokens
-    by the smaller of their bounds.
+    A correction limits the ratios of its level and returns `weights`; V-trace and Retrace limit token ratios by the
+    smaller of their bounds.
     """
     if algorithm.correction_spec.has(Need.LIMITED_RATIO):
         has_level = "level" in algorithm.correction_spec.options
@@ -323,7 +323,7 @@ def _limited(batch: TokenBatch, algorithm: Algorithm, weights: Tensor) -> tuple[
 
 
 def cut_off(batch: TokenBatch, algorithm: Algorithm) -> Cut | None:
-    """Return the tokens whose gradient the clip of the loss cuts off, or None if it has no clip."""
+    """Return the tokens clipped by the loss, or None if the loss has no clip."""
     cut = algorithm.loss_spec.cut
     if cut is None:
         return None
@@ -342,6 +342,6 @@ def _sum(values: Tensor | None, mask: Tensor) -> Tensor | None:
 
 
 def _read(numbers: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the numbers that are not None: one transfer from the device for all of them."""
-    there = {name: value.detach().double() for name, value in numbers.items() if value is not None}
-    return dict(zip(there, torch.stack(list(there.values())).tolist(), strict=True))
+    """Return the numbers that are not None, in a single transfer from the device."""
+    present = {name: value.detach().double() for name, value in numbers.items() if value is not None}
+    return dict(zip(present, torch.stack(list(present.values())).tolist(), strict=True))

@@ -1,8 +1,8 @@
-"""Losses on pairs of a chosen and a rejected trajectory, or on trajectories judged alone, [N].
+"""Losses on pairs of a chosen and a rejected trajectory, or on single labelled trajectories, [N].
 
 Tensors are [N, L] (chosen and rejected may differ in L), column `t` belongs to token `t`, and every sum runs over
-action tokens only: other positions never matter. The gradient flows through the policy's log-probabilities alone. The
-loss of a batch is the mean over all its pairs, `sum / N` with the `N` of the whole batch.
+action tokens only. The gradient flows through the log-probabilities of the policy only. The loss of a batch is the
+mean over all its pairs, `sum / N` with the `N` of the whole batch.
 
 Names: `chosen_logprobs`, `rejected_logprobs` under the policy, `ref_...` under the reference.
 """
@@ -21,8 +21,8 @@ from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
 class PreferenceSpec:
     """The inputs of a preference loss.
 
-    `reference`: log-probabilities of a reference. `mismatched`: answers of other pairs, for an estimate of
-    the KL. `running_mean`: the mean of all implicit rewards so far. `per_token`: margins are means over
+    `reference`: log-probabilities of a reference. `mismatched`: completions of other pairs, for a KL
+    estimate. `running_mean`: the mean of all implicit rewards so far. `per_token`: margins are means over
     tokens. `beta` is the default of `preference.beta`, `baseline_metric` the metric of its baseline.
     """
 
@@ -49,7 +49,7 @@ def dpo(*, beta: float = 0.1, label_smoothing: float = 0.0, robust: bool = False
     """Return `-log sigmoid(beta h)`, `h = (lp_c - ref_c) - (lp_r - ref_r)`, arXiv:2305.18290 (eq. 7), [N].
 
     With `label_smoothing = e`: `-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)`, conservative DPO, as
-    TRL's `sigmoid` had it; with `robust` the difference of the two over `1 - 2 e`, unbiased under flipped
+    TRL's `sigmoid`; with `robust` the difference of the two over `1 - 2 e`, unbiased under flipped
     labels (arXiv:2403.00409, TRL's `robust`). `beta` 0.1 as in TRL and the paper.
     """
     _check_smoothing(label_smoothing, robust)
@@ -69,7 +69,7 @@ def simpo(
     """Return `-log sigmoid(beta (lp_c / n_c - lp_r / n_r) - gamma)`, without a reference, [N].
 
     arXiv:2405.14734 (`beta` 2 to 10, `gamma / beta` about 0.5). TRL's CPO trainer has `beta` 0.1 and
-    `gamma` 0.5, and smooths labels as `dpo` does. A trajectory without action tokens counts 0.
+    `gamma` 0.5, and smooths labels as `dpo` does. A trajectory without action tokens counts as 0.
     """
     _check_smoothing(label_smoothing, robust=False)
     chosen = _mean(_total(chosen_logprobs, chosen_mask), chosen_mask)
@@ -80,8 +80,8 @@ def simpo(
 def ipo(*, beta: float = 0.1, per_token: bool = True, **pair: Unpack[PairInputs]) -> Tensor:
     """Return `(h - 1 / (2 beta))^2`, `h` the difference of the two log-ratios (arXiv:2310.12036, eq. 17), [N].
 
-    With `per_token` each log-ratio is a mean over its action tokens, as TRL defines it after asking the
-    authors; without, a sum, as the paper writes it and OpenRLHF has it.
+    With `per_token` each log-ratio is a mean over its action tokens, as in TRL (confirmed by the
+    authors); otherwise a sum, as in the paper and OpenRLHF.
     """
     chosen, rejected = _log_ratios(pair)
     if per_token:
@@ -103,7 +103,7 @@ def kto(
     """Return `w_d (1 - sigmoid(beta (h - z)))` where desirable, else `w_u (1 - sigmoid(beta (z - h)))`, [N].
 
     `h = sum_t m (lp - ref)` and `z` the `baseline`, one number for the whole batch from `kto_baseline`
-    (arXiv:2402.01306, and TRL). `desirable` [N] bool: no pairs are needed.
+    (arXiv:2402.01306, and TRL). `desirable` [N] bool: unpaired data.
     """
     _check_desirable(desirable, mask)
     margin = beta * (_log_ratio(logprobs, ref_logprobs, mask) - baseline)
@@ -114,8 +114,8 @@ def kto(
 def kto_baseline(*, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     """Return `max(0, mean_i sum_t m (lp - ref))`, [] without gradient: KTO's estimate of the KL.
 
-    The rows are prompts with the answers of *other* prompts, over the whole batch of the step (TRL pairs each
-    prompt with the next one's answer; a mean of means of microbatches would differ). Without rows 0.
+    The rows are prompts with the completions of *other* prompts, over the whole batch of the step (TRL pairs each
+    prompt with the next completion; a mean of microbatch means would differ). 0 for an empty batch.
     """
     return (_log_ratio(logprobs, ref_logprobs, mask).detach().sum() / max(mask.shape[0], 1)).clamp(min=0.0)
 
@@ -144,8 +144,8 @@ def exo(*, beta: float = 0.1, label_smoothing: float = 1e-3, **pair: Unpack[Pair
 def nca(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
     """Return `-log sigmoid(c) - 0.5 log sigmoid(-c) - 0.5 log sigmoid(-r)`, [N], with `c, r = beta (lp - ref)`.
 
-    Noise contrastive alignment (arXiv:2402.05369, for pairs; TRL's `nca_pair`): both likelihoods are
-    anchored to the reference, and not their difference alone.
+    Noise contrastive alignment (arXiv:2402.05369, for pairs; TRL's `nca_pair`): anchors both
+    likelihoods to the reference, not only their difference.
     """
     chosen, rejected = (beta * ratio for ratio in _log_ratios(pair))
     return -_logsigmoid(chosen) - 0.5 * _logsigmoid(-chosen) - 0.5 * _logsigmoid(-rejected)
@@ -164,14 +164,14 @@ def sppo(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
 def discopop(*, beta: float = 0.05, tau: float = 0.05, **pair: Unpack[PairInputs]) -> Tensor:
     """Return `-(1 - g) log sigmoid(beta h) + g exp(-beta h)`, `g = sigmoid(beta h / tau)`, [N].
 
-    DiscoPOP (arXiv:2406.08414, `beta` and `tau` 0.05): a loss that a search found. TRL's `discopop`, whose
-    `beta` is 0.1. Raises ValueError unless `tau` is above 0.
+    DiscoPOP (arXiv:2406.08414, `beta` and `tau` 0.05): a loss discovered by LLM search. `beta` is 0.1 in
+    TRL's `discopop`. Raises ValueError unless `tau` is above 0.
     """
     if tau <= 0:
         raise ValueError(f"tau must be above 0, not {tau}")
     logits = _margin(beta, pair)
     gate = torch.sigmoid(logits / tau)
-    # exp(-x) is read only while the gate is open, x above about 0; far below it the product is 0, not inf 0.
+    # exp(-x) alone overflows for very negative x, where the gate is 0; the joint exponent avoids inf * 0.
     exponential = (-logits + _logsigmoid(logits / tau)).exp()
     return -(1 - gate) * _logsigmoid(logits) + exponential
 
@@ -179,7 +179,7 @@ def discopop(*, beta: float = 0.05, tau: float = 0.05, **pair: Unpack[PairInputs
 def apo_zero(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
     """Return `1 - sigmoid(beta c) + sigmoid(beta r)`, [N], `c, r = lp - ref`: chosen up, rejected down.
 
-    Anchored preference optimisation (arXiv:2408.06266) for chosen answers that are better than the model's.
+    Anchored preference optimisation (arXiv:2408.06266) for chosen completions better than those of the model.
     """
     chosen, rejected = (beta * ratio for ratio in _log_ratios(pair))
     return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
@@ -188,7 +188,7 @@ def apo_zero(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
 def apo_down(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
     """Return `sigmoid(beta c) + 1 - sigmoid(beta (c - r))`, [N], `c, r = lp - ref`: both down, rejected more.
 
-    Anchored preference optimisation (arXiv:2408.06266) for a model that is better than the chosen answers.
+    Anchored preference optimisation (arXiv:2408.06266) for a model that is better than the chosen completions.
     """
     chosen, rejected = (beta * ratio for ratio in _log_ratios(pair))
     return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
@@ -199,9 +199,9 @@ def bco(
 ) -> Tensor:
     """Return `-log sigmoid(q - delta)` where desirable, else `-log sigmoid(delta - q)`, [N].
 
-    `q = beta sum_t m (lp - ref)`. Binary classifier optimisation (arXiv:2404.04656): no pairs are needed. `desirable`
-    [N] bool. `delta` is the mean of `q` over all trajectories so far, those of this batch included (TRL's running mean;
-    the paper halves the sum of the two class means); no gradient flows through it.
+    `q = beta sum_t m (lp - ref)`. Binary classifier optimisation (arXiv:2404.04656), for unpaired data. `desirable`
+    [N] bool. `delta` is the mean of `q` over all trajectories so far, including this batch (TRL's running mean;
+    the paper takes half the sum of the two class means); no gradient flows through it.
     """
     _check_desirable(desirable, mask)
     shifted = beta * _log_ratio(logprobs, ref_logprobs, mask) - _constant(delta)
@@ -215,7 +215,7 @@ def bco_pair(*, delta: Tensor | float, beta: float = 0.1, **pair: Unpack[PairInp
 
 
 def implicit_rewards(*, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, beta: float = 0.1) -> Tensor:
-    """Return `beta sum_t m (lp - ref)`, [N] without gradient; `bco` takes their running mean."""
+    """Return `beta sum_t m (lp - ref)`, [N] without gradient; `delta` of `bco` is their running mean."""
     return beta * _log_ratio(logprobs, ref_logprobs, mask).detach()
 
 

@@ -1,7 +1,7 @@
-"""Rewards before they become advantages: length penalties, caps on them, and several rewards as one.
+"""Reward shaping: length penalties, caps, and aggregation of several rewards.
 
-All tensors are [N] unless a docstring names another shape, and nothing here has a gradient. Lengths are numbers of
-action tokens. A reward or a length that is not finite is passed on as it is.
+All tensors are [N] unless a docstring names another shape; no function has a gradient. Lengths are numbers of action
+tokens. Non-finite rewards and lengths propagate.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ludus.algorithms.tensors import Tensor, group_rewards, torch
 from ludus.errors import ConfigError
 
 _FITS = 0.9
-"""Share of the outcome that shaping may reach with the numbers that a message proposes."""
+"""Share of the outcome gap that shaping may reach with the proposed settings of an error message."""
 
 
 def soft_overlong(*, lengths: Tensor, max_length: int, cache: int) -> Tensor:
@@ -28,7 +28,7 @@ def soft_overlong(*, lengths: Tensor, max_length: int, cache: int) -> Tensor:
 
 
 def length_linear(*, lengths: Tensor, target: float, lam: float, cap: float | None = None) -> Tensor:
-    """Return `-lam max(0, T - target)`, not below `-cap` if one is given, float64; added to the reward."""
+    """Return `-lam max(0, T - target)`, bounded below by `-cap` if set, float64; added to the reward."""
     if lam < 0 or (cap is not None and cap < 0):
         raise ValueError(f"lam and cap must not be negative: {lam}, {cap}")
     penalty = -lam * (lengths.double() - target).clamp(min=0.0)
@@ -36,10 +36,10 @@ def length_linear(*, lengths: Tensor, target: float, lam: float, cap: float | No
 
 
 def length_sigmoid(*, rewards: Tensor, lengths: Tensor, target: float, tau: float, floor: float = 0.0) -> Tensor:
-    """Return `r (floor + (1 - floor) sigmoid(-(T - target) / tau))`: the reward itself fades with length.
+    """Return `r (floor + (1 - floor) sigmoid(-(T - target) / tau))`: the reward decays with length.
 
-    After arXiv:2502.04463 (Arora and Zanette), who put the length normalised within the group in its place
-    and have no floor. A negative reward fades too, so use it on rewards that are not.
+    After arXiv:2502.04463 (Arora and Zanette), which uses the length normalised within the group and has no
+    floor. Negative rewards decay too, so use it on non-negative rewards.
     """
     if tau <= 0 or not 0 <= floor <= 1:
         raise ValueError(f"tau must be above 0 and floor from 0 to 1: {tau}, {floor}")
@@ -49,7 +49,7 @@ def length_sigmoid(*, rewards: Tensor, lengths: Tensor, target: float, tau: floa
 
 
 def capped(*, shaping: Tensor, cap: float) -> Tensor:
-    """Return `shaping` held within `[-cap, cap]`; any shape."""
+    """Return `shaping` clamped to `[-cap, cap]`; any shape."""
     if cap < 0:
         raise ValueError(f"cap must not be negative, not {cap}")
     return shaping.clamp(-cap, cap)
@@ -57,9 +57,9 @@ def capped(*, shaping: Tensor, cap: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ShapingRange:
-    """What one shaping term can add to a reward, its weight included: at least `low`, at most `high`.
+    """Range of the weighted contribution of one shaping term to a reward, from `low` to `high`.
 
-    `floor`: of a term that multiplies the reward, the least factor.
+    `floor`: the minimum factor of a term that multiplies the reward.
     """
 
     name: str
@@ -69,10 +69,10 @@ class ShapingRange:
 
 
 def check_shaping(*, outcome_gap: float, terms: Sequence[ShapingRange]) -> None:
-    """Raise ConfigError if shaping could lift a failure to a success or above.
+    """Raise ConfigError if shaping could raise the reward of a failure to that of a success.
 
-    `outcome_gap` is the smallest difference of the outcome reward between a success and a failure, its weight
-    included. All terms together may move a reward by less than that: `sum (high - low) < outcome_gap`.
+    `outcome_gap` is the smallest weighted difference of the outcome reward between a success and a failure. All
+    terms together must change a reward by less than that: `sum (high - low) < outcome_gap`.
     """
     for term in terms:
         if not term.low <= term.high:
@@ -89,8 +89,8 @@ def check_shaping(*, outcome_gap: float, terms: Sequence[ShapingRange]) -> None:
 
 
 def _numbers_that_fit(room: float, terms: Sequence[ShapingRange]) -> str:
-    """Return a proposal that takes the spread of all terms down to `room`: by their floors alone where that can be
-    enough, else by weights, caps and floors together.
+    """Return a hint with settings that reduce the spread of all terms to `room`: by floors only if that suffices, else
+    by weights, caps and floors together.
     """
     scale = room / sum(term.high - term.low for term in terms)
     fading = sum(term.high - term.low for term in terms if term.floor is not None)
@@ -103,14 +103,14 @@ def _numbers_that_fit(room: float, terms: Sequence[ShapingRange]) -> str:
     ]
     if floors and left > 0:
         return f"Set {' and '.join(floors)}."
-    told = f"Multiply the weights or caps of the shaping by {scale:.2g}"
+    advice = f"Multiply the weights or caps of the shaping by {scale:.2g}"
     if floors:
-        return f"{told} and set {' and '.join(floors)}."
-    return f"{told}, or the weight of the outcome by {1 / scale:.2g}."
+        return f"{advice} and set {' and '.join(floors)}."
+    return f"{advice}, or the weight of the outcome by {1 / scale:.2g}."
 
 
 def weighted_sum(*, parts: Tensor, weights: Sequence[float]) -> Tensor:
-    """Return `sum_k w_k parts[:, k]`, [N] from `parts` [N, K]; a part of weight 0 does not matter, NaN included."""
+    """Return `sum_k w_k parts[:, k]`, [N] from `parts` [N, K]; parts of weight 0 are ignored, also if NaN."""
     _check_parts(parts, len(weights))
     total = torch.zeros_like(parts[:, 0])
     for k, weight in enumerate(weights):
@@ -120,17 +120,17 @@ def weighted_sum(*, parts: Tensor, weights: Sequence[float]) -> Tensor:
 
 
 def gated(*, gate: Tensor, rewards: Tensor, threshold: float = 0.0, closed: float = 0.0) -> Tensor:
-    """Return `rewards` where `gate > threshold`, else `closed`: they count once the gate is earned."""
+    """Return `rewards` where `gate > threshold`, else `closed`."""
     _check_rows(gate, rewards=rewards)
     return torch.where(gate > threshold, rewards, torch.full_like(rewards, closed))
 
 
 def pareto_ranks(*, parts: Tensor, group: Tensor) -> Tensor:
-    """Return the front of each member within its group, [N] int64: 0 for those that no member dominates.
+    """Return the Pareto front of each member within its group, [N] int64: 0 for non-dominated members.
 
     One member dominates another if it is at least as good in every part and better in one. Front `f` holds
-    the members that none dominates after removing the fronts before it (non-dominated sorting, NSGA-II, Deb et al.
-    2002). `parts` [N, K], larger is better. Raises ValueError if one is not finite.
+    the non-dominated members after removal of the previous fronts (non-dominated sorting, NSGA-II, Deb et al.
+    2002). `parts` [N, K], larger is better. Raises ValueError for non-finite values.
     """
     beats = _domination(parts, group)
     ranks = torch.full(group.shape, -1, dtype=torch.long, device=parts.device)
@@ -144,7 +144,7 @@ def pareto_ranks(*, parts: Tensor, group: Tensor) -> Tensor:
 def pareto(*, parts: Tensor, group: Tensor) -> Tensor:
     """Return `1 - rank / (number of fronts in the group)`, [N] float64: 1 for the first front, above 0 for the last.
 
-    A member scores more than all that it dominates; no weights between the parts. A group with one front has
+    A member scores higher than all members that it dominates; parts have no weights. A group with one front has
     equal rewards. `parts` [N, K], `group` [N] integers.
     """
     ranks = pareto_ranks(parts=parts, group=group)
@@ -155,9 +155,9 @@ def pareto(*, parts: Tensor, group: Tensor) -> Tensor:
 
 
 def dominance_violations(*, parts: Tensor, rewards: Tensor, group: Tensor) -> list[tuple[int, int]]:
-    """Return pairs `(better, worse)` of rows in which the better dominates the worse and does not earn more.
+    """Return pairs `(better, worse)` of rows in which the better dominates the worse without a higher reward.
 
-    The check of a composite reward: empty if `rewards` [N] respect `parts` [N, K] within each group.
+    Checks a composite reward: empty if `rewards` [N] respect `parts` [N, K] within each group.
     """
     _check_rows(rewards, group=group)
     bad = _domination(parts, group) & ~(rewards[:, None] > rewards[None, :])
@@ -165,10 +165,10 @@ def dominance_violations(*, parts: Tensor, rewards: Tensor, group: Tensor) -> li
 
 
 def _domination(parts: Tensor, group: Tensor) -> Tensor:
-    """Return whether each row dominates each column, [N, N] bool; both are in one group."""
+    """Return [N, N] bool, True if row i dominates row j of the same group."""
     _check_parts(parts, None)
     for k in range(parts.shape[1]):
-        group_rewards(parts[:, k], group)  # refuses what is not finite, and unfit shapes
+        group_rewards(parts[:, k], group)  # raises for non-finite values and wrong shapes
     first, second = parts[:, None, :], parts[None, :, :]
     same = group[:, None] == group[None, :]
     return same & (first >= second).all(2) & (first > second).any(2)

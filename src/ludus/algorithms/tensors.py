@@ -1,9 +1,9 @@
 """Tensors of algorithms: the inputs of advantages and losses, rewards by comparison group, shape checks.
 
-Specs are declared next to their functions, and a configuration is checked against them without torch. So the modules
-of this folder import `torch` and `Tensor` from here: torch is imported at its first use, `Tensor` is for annotations.
+Specs are declared next to their functions, and configurations are checked against them without torch. The modules
+of this package therefore import `torch` and `Tensor` from here: a lazy module, and a name for annotations.
 
-`x * mask` keeps NaN and infinity alive, in the value or in the gradient; selecting before the arithmetic does not.
+`x * mask` propagates NaN and infinity, in the value or in the gradient; `select` before the arithmetic does not.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 else:
 
     class _Torch:
-        """The module torch. Each name is read from it once."""
+        """Lazy proxy of the module torch; caches each attribute."""
 
         def __getattr__(self, name: str) -> object:
             import torch
@@ -45,7 +45,7 @@ def clamped_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def check_shapes(mask: Tensor, **tensors: Tensor) -> None:
-    """Raise ValueError unless `mask` is [N, L] and every tensor has its shape (broadcasting hides mistakes)."""
+    """Raise ValueError unless `mask` is [N, L] and every tensor has its shape (no broadcasting)."""
     if mask.ndim != 2:
         raise ValueError(f"mask must be [N, L], not {list(mask.shape)}")
     for name, tensor in tensors.items():
@@ -111,10 +111,10 @@ def group_rewards(rewards: Tensor | Sequence[float], group: Tensor | Sequence[in
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Return the relative difference that rounding may leave between rewards of `dtype` that are meant as equal.
+    """Return the relative tolerance below which two rewards of `dtype` count as equal.
 
-    64 units of float64, or 4 of float32. Neighbours among floats of 16 bits are far apart, and are meant as
-    different: for them and for integers, whose sums are float64 here, float64's.
+    64 epsilons of float64, or 4 of float32. Adjacent 16-bit floats are far apart and count as different, so 16-bit
+    floats and integers (summed in float64) have the tolerance of float64.
     """
     if dtype == torch.float32:
         return 4 * torch.finfo(torch.float32).eps
@@ -131,13 +131,13 @@ def _equal(rewards: Tensor, member: Tensor, noise: float) -> Tensor:
 
 
 def groups_to_compare(rewards: Tensor, group: Tensor, mask: Tensor) -> GroupedRewards:
-    """Return `rewards` [N] by `group` [N]. Raises ValueError if a row is alone in its group, or does not fit `mask`."""
+    """Return `rewards` [N] by `group` [N]. Raises ValueError for a group of one, or rows unlike `mask`."""
     grouped = group_rewards(rewards, group)
     check_rows(len(grouped.rewards), mask)
     alone = (grouped.sizes == 1)[grouped.index].nonzero()
     if alone.numel():
         row = int(alone[0])
-        raise ValueError(f"row {row} is alone in its group {int(group[row])}: nothing to compare it with")
+        raise ValueError(f"row {row} is alone in its group {int(group[row])}: a group needs at least two members")
     return grouped
 
 
@@ -148,7 +148,7 @@ def check_rows(num_rows: int, mask: Tensor) -> None:
 
 
 def check_group(group: Tensor | None, mask: Tensor) -> None:
-    """Raise ValueError unless `group` is None or [N] integers: for the advantages that do not compare."""
+    """Raise ValueError unless `group` is None or [N] integers; for advantages without comparison groups."""
     if group is None:
         return
     if group.shape != mask.shape[:1]:
@@ -205,11 +205,11 @@ def float_dtype(*tensors: Tensor | None) -> torch.dtype:
 class Outcomes:
     """The whole batch of one optimizer step, as input of advantages.
 
-    All finished members of a group belong here, also those that a filter keeps from training: group statistics count
-    them, batch statistics run over `trains`. Fields that are not known are None.
+    Includes all finished members of a group, also those that a filter excludes from training: group statistics count
+    them, batch statistics run over `trains`. Unavailable fields are None.
 
     - `rewards` [N], best float64; `group` [N] integer ids; `mask` [N, L], set on action tokens.
-    - `trains` [N, L]: the action tokens that train (None: all).
+    - `trains` [N, L]: the action tokens used for training (None: all).
     - `turn` [N, L]: the turn of each action token, from 0 without gaps; `turn_rewards` [N, K].
     - `kl` [N, L]: per token to the reference, for the placement `reward` of advantages that work on tokens.
     - `values` [N, L]: V of the state before each token, by a critic; `bootstrap_values` [N]: V of the state after the
@@ -254,21 +254,21 @@ NEUTRAL = {
     "old_logprobs": 0.0,
     "behavior_logprobs": 0.0,
 }
-"""Values of estimates [N, L] that no model has computed yet, for functions that require them."""
+"""Default values of model estimates [N, L] that are not computed yet, for functions that require them."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
     """One microbatch, all [N, L] unless noted; column `t` belongs to token `t`. Raises ValueError on unequal shapes.
 
-    Log-probabilities are natural, of the tempered distribution. Positions off the mask (NaN too) do not matter.
+    Log-probabilities are natural, of the tempered distribution. Positions off the mask (NaN too) are ignored.
 
     - `logprobs` under the weights being trained (with gradient), `old_logprobs` under those at the start of the step,
-      `behavior_logprobs` as the engine recorded them, `ref_logprobs` under the reference, `teacher_logprobs` under a
+      `behavior_logprobs` as recorded by the engine, `ref_logprobs` under the reference, `teacher_logprobs` under a
       teacher.
-    - `mask`: the action tokens that train.
+    - `mask`: the action tokens used for training.
     - `entropy` in nats, `full_kl` to the reference and `teacher_kl`: over the full vocabulary, with gradient.
-    - `chosen` bool: the tokens that a covariance loss treats apart; `observed` bool: tokens that the environment wrote.
+    - `chosen` bool: the tokens selected by a covariance loss; `observed` bool: observation tokens.
     - `positive` [N] bool: successful trajectories; `expert` [N] bool: demonstrations.
     """
 
@@ -303,9 +303,9 @@ class TokenBatch:
 
 @dataclass(frozen=True, slots=True)
 class SummedFields:
-    """A record over part of a batch: `+` adds its fields, and takes the maximum of those that end in `_max`.
+    """Sums over part of a batch: `+` adds the fields, and takes the maximum of those that end in `_max`.
 
-    A field that is None in one part is None in the sum.
+    A field is None in the sum if it is None in either operand.
     """
 
     def __add__(self, other: Self) -> Self:
@@ -322,7 +322,7 @@ class SummedFields:
 
 
 class Cut(NamedTuple):
-    """The tokens [N, L] bool whose policy gradient a clip cuts off.
+    """The tokens [N, L] bool whose policy gradient is clipped to 0.
 
     `high` (A > 0 and the ratio above the interval), `low` (A < 0 and the ratio below it), `dual` (A < 0 and
     the ratio above `dual_clip`).

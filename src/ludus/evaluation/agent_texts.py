@@ -1,6 +1,6 @@
 """Texts of scripted agents: answers of cheats, rewritten correct answers, and wrong answers near them.
 
-Each cheat takes its texts in turn, one per task; texts that combine all of them come first.
+Each cheat uses one text per task, in order; a text that combines all others comes first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _cheat(what: str, texts: Sequence[str], join: str = "", times: Sequence[int]
 
 
 TEXTS, PROGRAMS, TESTS, _UNITS = _read()
-"""Description and texts of each cheat; programs that report success and do nothing; test files that pass. By name."""
+"""Cheats (description and texts), no-op programs that report success, and test files that always pass, by name."""
 _NUMBER = re.compile(r"\d+")
 
 

@@ -1,6 +1,6 @@
-"""Check that an environment rewards its task: scripted agents play it, and cheats must earn nothing.
+"""Audit the rewards of an environment with scripted agents: cheats must not be rewarded.
 
-A cheat (`AgentKind.CHEAT`) is rewarded if it earns more than a tenth of the outcome on one task; its shaping rewards
+A cheat (`AgentKind.CHEAT`) is rewarded if it gets more than a tenth of the outcome on one task; its shaping rewards
 are reported. A guesser (`AgentKind.CHANCE`) is rewarded if the lower end of the interval of its success rate exceeds a
 half. A task on which doing nothing is correct has the tag `null = "true"`; there cheats may be rewarded, and such tasks
 are counted separately. Oracles must succeed on all tasks, demonstrations on one.
@@ -32,13 +32,13 @@ CHEAT_SHARE = 0.1
 PAID_SHARE = 0.5
 """Fraction of the full outcome from which an episode of a guesser counts as rewarded."""
 LUCK = 0.5
-"""Success rate that a guesser may reach."""
+"""Highest success rate allowed for a guesser."""
 START_TASKS = 6
 """Tasks in the check before training."""
 MAX_LATE = 2
 """Number of reward timeouts, all agents together, that ends a check."""
 NUM_DEMONSTRATIONS = 2000
-"""Demonstrations that are searched for those of the tasks."""
+"""Number of demonstrations searched for the prompts of the sampled tasks."""
 
 
 Mark = Literal["pass", "doubtful", "fail"]
@@ -46,7 +46,7 @@ Mark = Literal["pass", "doubtful", "fail"]
 
 
 class AuditProgress:
-    """Receives the progress of a check, and ignores it."""
+    """Progress callbacks of a check; the default implementation does nothing."""
 
     def phase(self, name: str, total: int) -> None:
         """Start a phase of `total` items."""
@@ -57,8 +57,8 @@ class AuditProgress:
 
 @dataclass(frozen=True, slots=True)
 class CheckPlan:
-    """What to check: `num_tasks` random tasks of a split, `concurrency` episodes at a time; and the reward executor and
-    progress."""
+    """Settings of a check: `num_tasks` random tasks of a split, `concurrency` episodes at a time; `scoring` computes
+    rewards and `watch` receives progress."""
 
     split: str = "train"
     num_tasks: int = 50
@@ -71,10 +71,10 @@ class CheckPlan:
 
 @dataclass(frozen=True, slots=True)
 class AuditEpisode:
-    """An episode of an agent. `share` is the fraction of the full outcome; `failure` is empty if it was played.
+    """An episode of an agent. `share` is the fraction of the full outcome; `failure` is empty unless it failed.
 
     `shaping` is the weighted sum of the other parts. `excused`: doing nothing is correct on this task. `environment` is
-    set if it can grade again. `late`: the failure is a reward timeout.
+    set if it supports regrading. `late`: the failure is a reward timeout.
     """
 
     task: Task
@@ -139,7 +139,7 @@ class AuditRow:
 
     @property
     def problem(self) -> str:
-        """The problem in one sentence; empty if there is none."""
+        """Description of the problem in one sentence; empty if there is none."""
         cheats = self.agent.kind is AgentKind.CHEAT
         rewarded = [p for p in self.counted if (p.share > CHEAT_SHARE if cheats else p.share >= PAID_SHARE)]
         unrewarded = [play for play in self.counted if not play.succeeded]
@@ -178,8 +178,8 @@ class CheckReport:
 
     @property
     def problems(self) -> list[str]:
-        """One sentence for each agent that is wrongly rewarded or not rewarded, and for each cause that failed all
-        episodes of agents."""
+        """One sentence per agent with wrong rewards, and one per error that failed all episodes of an agent or of
+        several agents."""
         causes_seen = [row.broke for row in self.rows if row.broke]
         causes: dict[str, list[str]] = {}
         for row in self.rows:
@@ -198,7 +198,7 @@ class CheckReport:
 
 
 def check_world(world: World, plan: CheckPlan) -> CheckReport:
-    """Let all agents play some tasks. Not for use inside an event loop.
+    """Run all agents on sampled tasks. Cannot be called from a running event loop.
 
     Raises WorldError after `MAX_LATE` reward timeouts.
     """
@@ -206,12 +206,12 @@ def check_world(world: World, plan: CheckPlan) -> CheckReport:
     shown, flawless = solutions(world, tasks)
     agents = (*cheats(tasks, vocabulary(tasks), plan.seed), *_own_cheats(world, tasks))
     agents = (*agents, *knowing(tasks, shown, flawless))
-    plan.watch.phase(f"{world.name}: agents play", len(agents) * len(tasks))
+    plan.watch.phase(f"{world.name}: run agents", len(agents) * len(tasks))
     return CheckReport(world, tasks, asyncio.run(play_all(world, tasks, agents, plan)), shown)
 
 
 def refuse_cheats(world: World, plan: CheckPlan) -> None:
-    """Let the agents that must not be rewarded play a few tasks. Not for use inside an event loop.
+    """Run the agents that must not be rewarded on a few tasks. Cannot be called from a running event loop.
 
     Raises ConfigError with agent and task if one is rewarded, and WorldError after `MAX_LATE` reward timeouts. Other
     failures of the environment are ignored here.
@@ -257,9 +257,9 @@ def vocabulary(tasks: Sequence[Task]) -> list[str]:
 
 
 def solutions(world: World, tasks: Sequence[Task]) -> tuple[dict[str, Sequence[Action]], bool]:
-    """Return the turns that solve tasks, by task id, and whether all of them are correct.
+    """Return solution turns by task id, and whether all of them are guaranteed correct.
 
-    They come from the world's expert, otherwise from its demonstrations; empty if it has neither.
+    The source is the expert of the world, else its demonstrations; empty if the world has neither.
     """
     if world.implements("expert"):
         shown = {task.id: world.expert(task) for task in tasks}
@@ -287,15 +287,15 @@ def _demonstrated(world: World, tasks: Sequence[Task]) -> dict[str, Sequence[Act
 
 
 async def play_all(world: World, tasks: Sequence[Task], agents: Sequence[Agent], plan: CheckPlan) -> list[AuditRow]:
-    """Let each agent play each task, in new environments.
+    """Run each agent on each task, in new environments.
 
     Raises WorldError after `MAX_LATE` reward timeouts.
     """
-    places = asyncio.Semaphore(plan.concurrency)
+    semaphore = asyncio.Semaphore(plan.concurrency)
     late: list[str] = []
 
     async def one(agent: Agent, task: Task) -> AuditEpisode | None:
-        async with places:
+        async with semaphore:
             played = await play(world, task, agent, plan)
         plan.watch.done(agent.name)
         if played is not None and played.late:
@@ -314,7 +314,7 @@ async def play_all(world: World, tasks: Sequence[Task], agents: Sequence[Agent],
 
 
 async def play(world: World, task: Task, agent: Agent, plan: CheckPlan) -> AuditEpisode | None:
-    """Play an episode of an agent; return None if the agent does not apply to the task."""
+    """Run one episode of an agent; return None if the agent does not apply to the task."""
     try:
         environment = fresh_environment(world, task)
         actions = agent.plan(task, environment.tools)
@@ -341,7 +341,7 @@ def _named(plays: Sequence[AuditEpisode]) -> str:
 
 
 def _stopped(plays: Sequence[AuditEpisode]) -> str:
-    """Return why the first of these episodes ended, unless by an answer."""
+    """Return the stop reason of the first episode as text; empty if it stopped with an answer."""
     trajectory = plays[0].trajectory
     if trajectory is None or trajectory.stop_reason is StopReason.ANSWERED:
         return ""

@@ -57,7 +57,7 @@ class Conditions:
 
 
 def _world_settings(env: EnvConfig) -> Mapping[str, object]:
-    """Return the settings of a world, or of each world of a mixture without the weights, which only training reads."""
+    """Return the settings of a world, or those of each world of a mixture without its sampling weights."""
     if not env.mixture:
         return env.settings
     trained = {"weight", "weight_end"}
@@ -96,7 +96,7 @@ class EvaluationPlan:
 
     @property
     def name(self) -> str:
-        """The name of its files: step, split and sampling."""
+        """File name of the result, without suffix: step, split and sampling."""
         how = "greedy" if self.temperature == 0 else f"t{self.temperature:g}"
         times = f"-x{self.samples}" if self.samples > 1 else ""
         return f"step-{self.step:06d}-{self.split}-{how}{times}"
@@ -104,10 +104,10 @@ class EvaluationPlan:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Success by task, in the order of the tasks; `successes[i]` of `plan.samples` attempts at task i.
+    """Success by task, in task order; `successes[i]` is out of `plan.samples` attempts at task i.
 
-    `worlds` are those of the tasks in a mixture, empty otherwise. `notices` list the sampling parameters that the
-    server rejected.
+    `worlds` holds the world of each task in a mixture, and is empty otherwise. `notices` lists the sampling parameters
+    that the server rejected.
     """
 
     plan: EvaluationPlan
@@ -192,7 +192,7 @@ class Evaluation:
 
 
 def plans(config: Config, step: int, policy: str = "") -> list[EvaluationPlan]:
-    """Return the evaluations before and after training, and of `ludus eval`: each split at each temperature."""
+    """Return the plans of full evaluations and of `ludus eval`: each split at each temperature."""
     settings, conditions = config.evaluation, Conditions.of(config)
     return [
         EvaluationPlan(split, settings.tasks, settings.samples, temperature, config.run.seed, step, policy, conditions)
@@ -202,20 +202,20 @@ def plans(config: Config, step: int, policy: str = "") -> list[EvaluationPlan]:
 
 
 def plan_during(config: Config, step: int) -> EvaluationPlan:
-    """Return the evaluation during training."""
+    """Return the plan of the evaluations between training steps."""
     settings, conditions = config.evaluation, Conditions.of(config)
     sampling = (1, settings.temperatures[0], config.run.seed)
     return EvaluationPlan(settings.split_during, settings.tasks_during, *sampling, step, conditions=conditions)
 
 
 def name_in_run(plan: EvaluationPlan, config: Config) -> str:
-    """Return the name of an evaluation in its run: `NAME-during` if another plan of that step has its name."""
+    """Return the file name of an evaluation in a run: `NAME-during` if another plan of the step has the same name."""
     taken = any(other.name == plan.name and other != plan for other in plans(config, plan.step))
     return f"{plan.name}-during" if taken else plan.name
 
 
 def check_evaluation(config: Config, world: World) -> None:
-    """Raise UserError for an empty evaluation split or a duplicate task id; log splits with fewer tasks than asked."""
+    """Raise UserError for an empty evaluation split or a duplicate task id; log smaller splits than configured."""
     settings = config.evaluation
     for split in settings.splits:
         check_split(world, split)
@@ -226,7 +226,7 @@ def check_evaluation(config: Config, world: World) -> None:
 
 
 def check_split(world: World, split: str, setting: str = "evaluation.splits") -> None:
-    """Raise UserError, naming `setting`, for a split that does not exist, is empty or has a duplicate id."""
+    """Raise UserError, naming `setting`, if a split does not exist, is empty, or has a duplicate id."""
     try:
         tasks = world.tasks(split)
     except UserError as error:
@@ -238,7 +238,7 @@ def check_split(world: World, split: str, setting: str = "evaluation.splits") ->
 
 
 def short_split(world: World, split: str, num: int) -> str:
-    """Return a warning about a split of fewer than `num` tasks; empty if it has enough."""
+    """Return a warning if a split has fewer than `num` tasks, else an empty string."""
     size = len(world.tasks(split))
     if size >= num:
         return ""
@@ -250,9 +250,9 @@ def short_split(world: World, split: str, num: int) -> str:
 async def evaluate(
     scheduler: Scheduler, tasks: Sequence[Task], plan: EvaluationPlan, on_done: Callable[[Episode], None] | None = None
 ) -> tuple[Evaluation, list[Episode]]:
-    """Play each task `plan.samples` times; return the result and the episodes.
+    """Run `plan.samples` episodes per task; return the result and the episodes.
 
-    An episode that failed in the infrastructure counts as unsuccessful, and in `failed`.
+    An infrastructure failure counts as an unsuccessful episode and is included in `failed`.
     """
     check_split(scheduler.world, plan.split)
     chosen = tasks[: plan.num_tasks]
@@ -268,7 +268,7 @@ async def evaluate(
 def summarise(
     plan: EvaluationPlan, tasks: Sequence[Task], trajectories: Sequence[Trajectory], rewards: Sequence[Reward]
 ) -> Evaluation:
-    """Return the evaluation of played tasks."""
+    """Return success and mean rewards over the trajectories of an evaluation."""
     counts = dict.fromkeys((task.id for task in tasks), 0)
     for trajectory in trajectories:
         counts[trajectory.task_id] += success(rewards, trajectory)
@@ -341,10 +341,10 @@ def _record(episode: Episode) -> RolloutRecord:
 
 @dataclass(frozen=True, slots=True)
 class SavedEvaluation:
-    """The file of an evaluation, and an earlier one of the same plan if there was one.
+    """File of an evaluation, and an earlier evaluation of the same plan, if any.
 
-    Verdicts: `new`, no earlier one; `same`, the earlier one has identical numbers and rollouts, and nothing was
-    written; `differs`, it does not, `note` names the difference, and the new one was saved under another name.
+    Verdicts: `new`: no earlier evaluation; `same`: numbers and rollouts are identical, and nothing was written;
+    `differs`: `note` describes the difference, and the new evaluation was saved under another name.
     """
 
     path: Path
@@ -354,9 +354,9 @@ class SavedEvaluation:
 
 
 def save_or_compare(folder: Path, result: Evaluation, episodes: Sequence[Episode], label: str = "") -> SavedEvaluation:
-    """Save an evaluation as PLAN, PLAN-LABEL or, if that is taken, with the next free number. Never overwrites.
+    """Save an evaluation as PLAN or PLAN-LABEL, with the next free number if that file exists. Never overwrites.
 
-    If an evaluation of another number of tasks has the name, this one is named PLAN-200-tasks.
+    If that file has another number of tasks, the name is PLAN-200-tasks (for 200 tasks).
     """
     base = "-".join(filter(None, [result.plan.name, label]))
     first = folder / f"{base}.json"
@@ -379,7 +379,7 @@ def save_or_compare(folder: Path, result: Evaluation, episodes: Sequence[Episode
 
 
 def _difference(path: Path, stored: Evaluation, result: Evaluation, episodes: Sequence[Episode]) -> str:
-    """Return how a stored evaluation of the same plan differs from this one; empty if it does not."""
+    """Return the difference from a stored evaluation of the same plan, as text; empty if there is none."""
     if replace(stored, plan=result.plan) != result:
         pairs = zip(stored.task_ids, stored.successes, result.successes, strict=True)
         changed = [task_id for task_id, before, now in pairs if before != now]

@@ -1,11 +1,11 @@
 """pass@k and pass^k, confidence intervals, and paired comparisons.
 
-Which interval to use: `wilson` for one 0/1 sample per task, `bootstrap_mean` over tasks with several samples each,
+Choice of interval: `wilson` for one 0/1 sample per task, `bootstrap_mean` over tasks with several samples each,
 `paired_difference` for two runs over the same tasks, `t_interval` across training seeds. `Estimate.over` names the
-units of an interval. Randomness comes from the `seed` argument alone.
+units of an interval. The `seed` argument is the only source of randomness.
 
 SciPy computes the bootstrap, the binomial test and Student's quantiles; it is imported on the first call, because its
-import takes half a second. The Wilson interval stays here: SciPy's differs in the last bit, and runs store its bounds.
+import takes half a second. `wilson` does not use SciPy, whose result differs in the last bit from stored bounds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 _RESAMPLES = 2000
 _BATCH = 4_000_000
-"""Indices that the bootstrap draws at a time, which bounds its memory."""
+"""Number of indices that the bootstrap draws at a time; bounds its memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def paired_difference(
 ) -> PairedDifference:
     """Return `mean(a - b)` over the same tasks, its bootstrap interval, and McNemar's p-value.
 
-    `a` and `b` map task ids to scores. The bootstrap resamples tasks and keeps their pairs together. If every task
+    `a` and `b` map task ids to scores. The bootstrap resamples tasks, so pairs stay intact. If every task
     has the same difference, for scores in [0, 1], the interval is `constant_interval`. Raises ValueError if the tasks
     differ or there are fewer than 2.
     """

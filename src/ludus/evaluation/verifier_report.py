@@ -20,25 +20,25 @@ from ludus.tools.base import Tool
 from ludus.types import Action, Message, Task, Timings
 
 MIN_TRIALS = 4
-"""With fewer trials than this a rate does not decide a verdict."""
+"""Minimum number of trials for a rate to affect a verdict."""
 MIN_ACCEPTED = 0.3
 """Acceptance rate of rewritten correct answers below which a verifier fails."""
 SLOW_MS = 2000.0
-"""Grading time above which a batch of episodes is delayed."""
+"""Mean grading time, in milliseconds, above which the verdict is `doubtful`."""
 GRADINGS = 5
-"""Gradings per trajectory."""
+"""Number of gradings per trajectory."""
 REGRADINGS = 2
-"""Repeated gradings by an environment that grades at its end."""
+"""Number of repeated gradings by an environment that grades at the end of an episode."""
 BASELINES = ("null", "idle", "echo", "majority answer")
-"""Agents without tools and skill."""
+"""Names of the agents that use neither tools nor task knowledge."""
 EPISODES = 16
-"""Episodes that measure parallelism and replays."""
+"""Number of episodes that measure throughput and replays."""
 _PARTICLES = "de|da|di|do|du|del|della|la|le|el|al|of|the|and|van|von|y|e"
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictShare:
-    """`part` of `whole`."""
+    """A count `part` out of `whole`."""
 
     part: int
     whole: int
@@ -56,14 +56,14 @@ class VerdictShare:
 class Scorecard:
     """Measurements of a verifier.
 
-    `truths` counts the tasks by the type of their truth. `grading_ms` is the mean time of a grading (for an environment
-    that runs tests at its end, of running them again). `alone_per_s` and `together_per_s` are episodes per second of a
+    `truths` counts the tasks by the type of their truth. `grading_ms` is the mean time of a grading (of a test run, for
+    an environment that runs tests at the end). `alone_per_s` and `together_per_s` are episodes per second of a
     scripted agent, one at a time and `concurrency` at a time. `unstable` counts trajectories whose reward differs
     between gradings, `replayed` episodes whose reward differs when the same actions are replayed, `paraphrased`
     accepted paraphrases and alternative solutions. `rewritten` counts accepted correct answers with other case or
     spacing (unless the world has paraphrases), and `spoilt` accepted wrong answers near the correct one, both for tasks
     whose truth is an answer. `values` are the observed outcomes. `distinct` counts the tasks of the split that differ
-    in more than identifiers, names and numbers. `saturated` counts the tasks that an agent without tools and skill
+    in more than identifiers, names and numbers. `saturated` counts the tasks that one of the `BASELINES`
     solves.
     """
 
@@ -88,7 +88,7 @@ class Scorecard:
 
 
 def scorecard(report: CheckReport, plan: CheckPlan) -> Scorecard:
-    """Measure the verifier of a checked world. Not for use inside an event loop.
+    """Measure the verifier of a checked world. Cannot be called from a running event loop.
 
     Raises WorldError if a reward fails that succeeded in the check.
     """
@@ -135,7 +135,7 @@ def form_of(text: str) -> str:
 
 
 async def _gradings(world: World, plays: Sequence[AuditEpisode], plan: CheckPlan) -> tuple[float, VerdictShare]:
-    """Return the milliseconds per grading, and how many trajectories have unstable rewards."""
+    """Return the milliseconds per grading, and the share of trajectories whose reward differs between gradings."""
     graded = [play for play in plays if play.environment is not None]
     if graded:
         return await _graded_again(world, _spread(graded, EPISODES), plan)
@@ -154,7 +154,7 @@ async def _gradings(world: World, plays: Sequence[AuditEpisode], plan: CheckPlan
 
 
 async def _graded_again(world: World, plays: Sequence[AuditEpisode], plan: CheckPlan) -> tuple[float, VerdictShare]:
-    """As `_gradings`, for environments that grade at their end: they grade again, one at a time."""
+    """Return the same as `_gradings` by sequential regrading, for environments that grade at the end."""
     num = unstable = 0
     plan.watch.phase("graded again", len(plays))
     begin = time.perf_counter()
@@ -181,19 +181,19 @@ def _spread(plays: Sequence[AuditEpisode], most: int) -> Sequence[AuditEpisode]:
 
 
 def _best(report: CheckReport) -> Agent:
-    """Return the agent that acts most: one that knows solutions, one that calls tools, or the first."""
+    """Return an oracle if there is one, else the demonstration agent, the random-call agent, or the first agent."""
     agents = [row.agent for row in report.rows if row.plays]
     kinds = [AgentKind.ORACLE, AgentKind.SHOWN]
     ranks = [kinds.index(one.kind) if one.kind in kinds else 2 + (one.name != "random calls") for one in agents]
     return agents[ranks.index(min(ranks))]
 
 
-async def _speed(report: CheckReport, plan: CheckPlan, places: int) -> float:
-    """Return episodes per second with `places` at a time."""
+async def _speed(report: CheckReport, plan: CheckPlan, concurrency: int) -> float:
+    """Return the throughput in episodes per second at a given concurrency."""
     agent, tasks = _best(report), report.tasks[:EPISODES]
-    plan.watch.phase(f"speed, {places} at a time", len(tasks))
+    plan.watch.phase(f"speed, {concurrency} at a time", len(tasks))
     begin = time.perf_counter()
-    (row,) = await play_all(report.world, tasks, [agent], replace(plan, concurrency=places))
+    (row,) = await play_all(report.world, tasks, [agent], replace(plan, concurrency=concurrency))
     return len(row.plays) / (time.perf_counter() - begin)
 
 
@@ -230,7 +230,7 @@ async def _paraphrased(report: CheckReport, plan: CheckPlan) -> VerdictShare:
 
 
 async def perturbed(report: CheckReport, plan: CheckPlan) -> tuple[VerdictShare, VerdictShare]:
-    """Count accepted rewritten correct answers, and accepted wrong answers near them."""
+    """Return the shares of rewritten correct answers and of near-miss wrong answers that are accepted."""
     answers = [(task, answer) for task in report.tasks[:EPISODES] if (answer := plain_answer(task)) is not None]
     offers = report.world.implements("paraphrases")
     right = [(task, text) for task, answer in answers if not offers for text in rewritten(answer)]
@@ -241,7 +241,7 @@ async def perturbed(report: CheckReport, plan: CheckPlan) -> tuple[VerdictShare,
 
 
 async def _num_accepted(report: CheckReport, texts: Sequence[tuple[Task, str]], plan: CheckPlan) -> int:
-    """Count the accepted answers; each follows the turns of the known solution."""
+    """Count the accepted answers; each replaces the last turn of the known solution."""
     accepted = 0
     for task, text in texts:
         agent = _with_answer(report.shown.get(task.id, ()), text)
@@ -251,7 +251,7 @@ async def _num_accepted(report: CheckReport, texts: Sequence[tuple[Task, str]], 
 
 
 def _alternatives(world: World, tasks: Sequence[Task]) -> list[Mapping[str, Sequence[Action]]]:
-    """Return the first alternative solution of each task by id, then the second ones, and so on."""
+    """Return alternative solutions by task id: one mapping for the first of each task, one for the second, etc."""
     ways = {task.id: [actions_of(messages) for messages in world.alternative_solutions(task)] for task in tasks}
     most = max(map(len, ways.values()), default=0)
     return [{id_: found[n] for id_, found in ways.items() if len(found) > n} for n in range(most)]
@@ -262,7 +262,7 @@ def _turns_of(turns: Mapping[str, Sequence[Action]], task: Task, tools: Sequence
 
 
 def _others(world: World, task: Task) -> list[str]:
-    """Return paraphrases of the correct answer: the world's own, otherwise those that the truth accepts."""
+    """Return paraphrases of the correct answer from the world, else from the accepted answers."""
     if world.implements("paraphrases"):
         return list(world.paraphrases(task))
     if not isinstance(task.truth, ExpectedAnswers):
@@ -273,7 +273,7 @@ def _others(world: World, task: Task) -> list[str]:
 
 
 def _with_answer(turns: Sequence[Action], text: str) -> Agent:
-    """Return an agent that takes these turns and ends with the given answer."""
+    """Return an agent that replays `turns` and replaces the last one by an answer."""
     last = actions_of([Message(role="assistant", content=text)])
     return Agent("paraphrase", AgentKind.ORACLE, "paraphrases the answer", lambda task, _: (*turns[:-1], *last))
 
@@ -286,7 +286,7 @@ def _saturated(report: CheckReport) -> VerdictShare:
 
 @dataclass(frozen=True, slots=True)
 class ScorecardVerdict:
-    """A row: property, measurement, mark, and the reason unless it passes."""
+    """A row of the report: property, measurement, mark, and the reason unless the mark is `pass`."""
 
     name: str
     found: str
@@ -295,7 +295,7 @@ class ScorecardVerdict:
 
     @classmethod
     def of(cls, name: str, found: str, why: str, *, fails: bool = False, doubtful: bool = False) -> ScorecardVerdict:
-        """Return a row that fails, is doubtful, or passes without a reason."""
+        """Return a row with the mark `fail`, `doubtful` or `pass`; a `pass` has no reason."""
         mark: Mark = "fail" if fails else "doubtful" if doubtful else "pass"
         return cls(name, found, mark, "" if mark == "pass" else why)
 
@@ -304,7 +304,7 @@ def verdicts(card: Scorecard) -> list[ScorecardVerdict]:
     """Return all rows of a scorecard with their verdicts."""
     truths = ", ".join(f"{name} ({count} tasks)" for name, count in card.truths.items())
     graded = f"graded, {len(card.values)} values seen" if card.is_graded else "two values at most"
-    slow = "A grading takes seconds, and training waits for it."
+    slow = "A grading takes seconds and delays training."
     alone, together = f"{card.alone_per_s:,.0f}", f"{card.together_per_s:,.0f}"
     right = card.paraphrased.whole + card.rewritten.whole
     refused = VerdictShare(right - card.paraphrased.part - card.rewritten.part, right)
@@ -333,7 +333,7 @@ def _rate(share: VerdictShare) -> str:
 
 
 def problems_in(rows: Sequence[ScorecardVerdict]) -> list[str]:
-    """Return the reasons of the rows that fail."""
+    """Return the reasons of the failed rows."""
     return [row.why for row in rows if row.mark == "fail"]
 
 
@@ -343,9 +343,9 @@ def _noise(what: str, changed: VerdictShare, which: str) -> ScorecardVerdict:
     return ScorecardVerdict.of(what, found, why, fails=changed.value > 0.05, doubtful=changed.part > 0)
 
 
-def _accepts(what: str, accepted: VerdictShare, nothing: str, which: str) -> ScorecardVerdict:
+def _accepts(what: str, accepted: VerdictShare, empty: str, which: str) -> ScorecardVerdict:
     if not accepted.whole:
-        return ScorecardVerdict(what, nothing)
+        return ScorecardVerdict(what, empty)
     why = f"The verifier rejects {accepted.whole - accepted.part} of {accepted.whole} correct {which}."
     few = accepted.value < MIN_ACCEPTED and accepted.whole >= MIN_TRIALS
     return ScorecardVerdict.of(what, f"{accepted} accepted", why, fails=few, doubtful=accepted.value < 0.9)

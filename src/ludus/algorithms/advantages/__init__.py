@@ -1,22 +1,22 @@
-"""Advantages: from the rewards of a whole batch to one number per action token.
+"""Advantages: map the rewards of a whole batch to one number per action token.
 
 Every function takes its tensors by keyword and returns [N, L]: `rewards` [N] (or `turn_rewards` [N, K] with `turn`
-[N, L]), `group` [N] integers, `mask` [N, L], and what else it names. The result is 0 where the mask is 0, also
-where an input is NaN. They compute in float64, and raise ValueError, naming the row, for a number that is read and not
-finite, and for a group with one member if members are compared. Equal rewards of a group result in exactly 0, also if
-they differ by rounding.
+[N, L]), `group` [N] integers, `mask` [N, L], and its own inputs. The result is 0 off the mask, also for NaN
+inputs. They compute in float64, and raise ValueError, naming the row, for a non-finite number at a used position, and
+for a group with one member if members are compared. Equal rewards of a group result in exactly 0, also if they differ
+by rounding.
 
-| module | compares or sums |
+| module | inputs |
 |---|---|
 | `group_relative` | trajectories of a group or a batch; a greedy trajectory |
 | `turns` | turns of a group, without a critic |
 | `gae` | rewards and values over action tokens or turns, also off policy |
 | `process_rewards` | rewards of a second model |
-| `running_baselines` | statistics that outlive a step |
+| `running_baselines` | statistics over several steps |
 | `calibration` | per-turn reward tiers, from recorded rollouts |
 
-A new advantage is one decorated function in a module here (`algorithm.AdvantageSpec`), a new or an old one. The public
-names of all modules are names of this package.
+To add an advantage, write a decorated function in a new or existing module of this package
+(`algorithm.AdvantageSpec`). The package exports the public names of all modules.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 ADVANTAGES: Mapping[str, AdvantageSpec] = {name: spec for name, spec in _SPECS.items() if spec.selectable}
 """The values of `algorithm.advantage`."""
 TARGETS: Mapping[str, AdvantageSpec] = {name: spec for name, spec in _SPECS.items() if not spec.selectable}
-"""The targets of critics that are not selectable advantages."""
+"""Critic targets that are not selectable as advantages."""
 
 
 def advantages_that_need(need: Need) -> list[str]:

@@ -1,11 +1,11 @@
-"""Action tokens without the gaps between them: sums that run back over them, their turns, and their rewards.
+"""Action tokens packed without gaps: reverse scans over them, their turns, and their rewards.
 
 An observation is neither a step nor a discount: returns and temporal differences are defined on the subsequence of
-action tokens. `ActionTokens` moves it to the left of each row ([N, T], T the longest row) and back.
+action tokens. `ActionTokens` packs it to the left of each row ([N, T], T the longest row) and unpacks it.
 
-`turn` [N, L] integers is read on action tokens alone: turns count from 0 in each row, without gaps, and do not
-decrease. If `turn` is None, each run of action tokens is a turn. `turn_rewards` [N, K] is read up to a row's last
-turn; what follows (NaN too) is ignored.
+`turn` [N, L] integers is used on action tokens only: turns count from 0 in each row, without gaps, and do not
+decrease. If `turn` is None, each run of action tokens is a turn. `turn_rewards` [N, K] is used up to the last
+turn of a row; later columns (NaN too) are ignored.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ludus.algorithms.tensors import Tensor, cells, numbers, select, torch
 
 @dataclass(frozen=True, slots=True)
 class ActionTokens:
-    """Where the action tokens of `mask` [N, L] are.
+    """Positions of the action tokens of `mask` [N, L].
 
     `columns` [N, T] int is the column of each row's t-th action token; `present` [N, T] bool is set if it exists.
     """
@@ -34,22 +34,22 @@ class ActionTokens:
     def take(self, name: str, values: Tensor) -> Tensor:
         """Return `values` [N, L] at the action tokens, [N, T] float64, 0 past the end of a row.
 
-        Other positions (NaN too) are not read. Raises ValueError for a wrong shape or a number not finite.
+        Other positions (NaN too) are ignored. Raises ValueError for a wrong shape or a non-finite number.
         """
         return cells(name, values, self.mask).gather(1, self.columns)
 
     def spread(self, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the inverse: `values` [N, T] at their columns, [N, L] in `dtype`, 0 elsewhere."""
+        """Return `values` [N, T] at their columns, [N, L] in `dtype`, 0 elsewhere; the inverse of `take`."""
         empty = torch.zeros(self.mask.shape, dtype=torch.float64, device=self.mask.device)
         return empty.scatter(1, self.columns, select(values, self.present)).to(dtype)
 
     def following(self, values: Tensor, after: Tensor) -> Tensor:
-        """Return `values` [N, T] of the next action token; `after` [N] at each row's last one."""
+        """Return `values` [N, T] shifted to the next action token, with `after` [N] at the last one of each row."""
         return torch.where(self.last, after[:, None], select(shifted(values, 0.0), self.present))
 
 
 def action_tokens(mask: Tensor) -> ActionTokens:
-    """Return the action tokens of `mask` [N, L]. Raises ValueError unless it has two axes."""
+    """Return the action tokens of `mask` [N, L]. Raises ValueError unless `mask` has two axes."""
     if mask.ndim != 2:
         raise ValueError(f"mask must be [N, L], not {list(mask.shape)}")
     chosen = mask.bool()
@@ -60,12 +60,12 @@ def action_tokens(mask: Tensor) -> ActionTokens:
 
 
 def shifted(values: Tensor, fill: float | bool) -> Tensor:
-    """Return `values` [N, X] of the next position; `fill` in the last column."""
+    """Return `values` [N, X] shifted left by one, with `fill` in the last column."""
     return torch.cat([values[:, 1:], torch.full_like(values[:, :1], fill)], 1)
 
 
 def scan_back(terms: Tensor, decay: Tensor) -> Tensor:
-    """Return `y_t = terms_t + decay_t y_{t+1}`, from the right; both [N, X], and so is the result."""
+    """Return `y_t = terms_t + decay_t y_{t+1}`, a reverse scan; all [N, X]."""
     found = torch.empty_like(terms)
     running = terms.new_zeros(terms.shape[0])
     for t in range(terms.shape[1] - 1, -1, -1):
@@ -76,7 +76,7 @@ def scan_back(terms: Tensor, decay: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """The turns of each row. T is the longest row's action tokens, K at least the most turns of a row.
+    """The turns of each row; T is the maximum number of action tokens of a row, K at least that of turns.
 
     `index` [N, T] the turn of each action token; `opens`, `closes` [N, T] bool, set on the first and the last
     action token of each turn; `reached` [N, K] bool.
@@ -94,7 +94,7 @@ class Turns:
         return self.reached & ~shifted(self.reached, False)
 
     def at_opening(self, values: Tensor) -> Tensor:
-        """Return `values` [N, T] at the first action token of each turn, [N, K]; 0 for a turn not reached."""
+        """Return `values` [N, T] at the first action token of each turn, [N, K]; 0 for turns not reached."""
         return self._gathered(values, self.opens)
 
     def summed(self, values: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class Turns:
 
 
 def turns_of(turn: Tensor | None, mask: Tensor, num_turns: int | None = None) -> Turns:
-    """Return the turns of `turn` [N, L]; `num_turns` is K, by default the most turns of a row.
+    """Return the turns of `turn` [N, L]; `num_turns` is K, by default the maximum over rows.
 
     Raises ValueError (naming the row) if turns do not count up from 0, or a row has more than K.
     """
@@ -141,7 +141,7 @@ def turns_of(turn: Tensor | None, mask: Tensor, num_turns: int | None = None) ->
 
 
 def _runs(mask: Tensor) -> Tensor:
-    """Return, for each action token of `mask` [N, L] bool, the number of its run of action tokens, from 0."""
+    """Return the run index, from 0, of each action token of `mask` [N, L] bool."""
     begins = mask.clone()
     begins[:, 1:] &= ~mask[:, :-1]
     return begins.cumsum(1) - 1
@@ -152,7 +152,7 @@ def rewards_of_turns(
 ) -> tuple[Turns, Tensor]:
     """Return the turns and their rewards, [N, K] float64: `turn_rewards` [N, K], plus `rewards` [N] on the last turn.
 
-    Raises ValueError for numbers that are not finite (naming the row), or without any reward.
+    Raises ValueError for numbers that are not finite (naming the row), or if both rewards are None.
     """
     if turn_rewards is None and rewards is None:
         raise ValueError("rewards or turn_rewards must be given")
@@ -178,10 +178,10 @@ def token_rewards(
 ) -> Tensor:
     """Return the reward of each action token, [N, L] float64, 0 elsewhere; the input of `reinforce_pp` and `gae`.
 
-    `rewards` [N] on the last action token of a row (dropped if it has none); `turn_rewards`
+    `rewards` [N] on the last action token of a row (dropped if there is none); `turn_rewards`
     [N, K] on the last action token of each turn of `turn` [N, L] (MT-PPO, arXiv:2505.11821), added if both
     are given; `-kl_coef kl` [N, L] on every action token (KL placed in the reward, as in verl and OpenRLHF;
-    no gradient flows). Raises ValueError for a number that is not finite (naming the row), or without any reward.
+    no gradient flows). Raises ValueError for a number that is not finite (naming the row), or if both rewards are None.
     """
     tokens = action_tokens(mask)
     if turn_rewards is not None:

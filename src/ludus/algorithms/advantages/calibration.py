@@ -1,8 +1,8 @@
-"""Per-turn reward tiers set from recorded rollouts, arXiv:2604.02869 (iterative reward calibration).
+"""Calibration of per-turn reward tiers on recorded rollouts, arXiv:2604.02869 (iterative reward calibration).
 
-A *tier* is a kind of turn (right call, read-only call, error, ...). Its reward follows how well its presence
-separates success from failure; a tier that does not gets 0. `tier_advantages` then shows whether the advantage of each
-tier has the sign of its reward; if the signs differ, calibrate again on new rollouts.
+A *tier* is a kind of turn (right call, read-only call, error, ...). Its reward is proportional to
+the correlation of its presence with success, or 0 if that is small. `tier_advantages` checks whether the advantage of
+each tier has the sign of its reward; if the signs differ, calibrate again on new rollouts.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def calibrate_tiers(
     """Return `r_c = alpha rho_c` if `|rho_c| > threshold`, else 0.
 
     `tiers` [N, K] integers, the tier of each turn of N trajectories, negative for none and padding;
-    `success` [N] of 0 and 1; `rho_c` the correlation of `1[c occurs in i]` with `success_i`. The paper's
-    threshold is not stated as a number; 0.1 is our choice. Raises ValueError for shapes, a tier past `num_tiers`, or
-    another success value (naming the row).
+    `success` [N] of 0 and 1; `rho_c` the correlation of `1[c occurs in i]` with `success_i`. The paper
+    does not specify the threshold; 0.1 is our choice. Raises ValueError for shapes, a tier of at least `num_tiers`,
+    or another success value (naming the row).
     """
     if tiers.ndim != 2 or tiers.is_floating_point():
         raise ValueError(f"tiers must be [N, K] integers, not {list(tiers.shape)} {tiers.dtype}")
@@ -61,7 +61,7 @@ def calibrate_tiers(
 
 
 def tier_advantages(*, advantages: Tensor, tiers: Tensor, turn: Tensor, mask: Tensor, num_tiers: int) -> Tensor:
-    """Return the mean advantage of the turns of each tier, [C] float64; 0 for a tier without turns.
+    """Return the mean turn advantage of each tier, [C] float64; 0 for a tier without turns.
 
     `advantages`, `turn`, `mask` [N, L]; a turn counts once, with the advantage of its first action token.
     A tier is misaligned if this and its reward have opposite signs.

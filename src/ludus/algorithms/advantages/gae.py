@@ -1,17 +1,17 @@
 """Advantages with a critic: by token, by turn, and corrected for another behaviour policy.
 
-`values` [N, L]: column `t` is V of the state before token `t`, read on action tokens alone.
+`values` [N, L]: column `t` is V of the state before token `t`, used on action tokens only.
 `bootstrap_values` [N]: V of the state after a row's last action token; 0 (None: for every row) if the episode
-ended by itself, so that only truncated ones bootstrap. Rewards are placed by `token_rewards`: `rewards` [N] on the
+terminated, so that only truncated episodes bootstrap. Rewards are placed by `token_rewards`: `rewards` [N] on the
 last action token, `turn_rewards` [N, K] on the last one of each turn of `turn` [N, L], `-kl_coef kl` on all.
 
 All compute in float64 and return [N, L] in the widest float type of rewards and values, 0 off the mask, without
-gradient. They raise ValueError for a shape that does not fit and for a number that is not finite (naming the row).
-`group` [N] is taken for the common call shape and only checked. The value target of a token is its advantage plus
+gradient. They raise ValueError for a wrong shape and for a non-finite number (naming the row). `group` [N] is part of
+the common signature and only validated. The value target of a token is its advantage plus
 its value: `value_targets`, before any whitening.
 
 V-trace and Retrace contain the behaviour ratio `w = exp(old_logprobs - behavior_logprobs)`, its exponent clamped to
-+-20, without gradient: another correction on top of them counts it twice.
++-20, without gradient: an additional correction would apply it twice.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def gae(*, gamma: float = 1.0, lam: float | Tensor = 1.0, **inputs: Unpack[Criti
     """Return `A_t = delta_t + gamma lam A_next`, `delta_t = r_t + gamma V_next - V_t`, arXiv:1506.02438 (GAE).
 
     "Next" is the next action token: an observation is neither a step nor a discount. `gamma` and `lam` 1 as in verl and
-    OpenRLHF; TRL takes `lam` 0.95. `lam` may be [N], one a row. With `turn_rewards` this is MT-PPO (arXiv:2505.11821).
+    OpenRLHF; TRL takes `lam` 0.95. `lam` may be [N]. With `turn_rewards` this is MT-PPO (arXiv:2505.11821).
     """
     steps = _token_steps(inputs)
     mask, delta = steps.tokens.mask, steps.delta(gamma)
@@ -127,8 +127,8 @@ def gae(*, gamma: float = 1.0, lam: float | Tensor = 1.0, **inputs: Unpack[Criti
 def vapo(*, gamma: float = 1.0, alpha: float = 0.05, **inputs: Unpack[CriticInputs]) -> Tensor:
     """Return `gae` with `lam = 1 - 1 / (alpha n_i)` in [0, 1], `n_i` the row's action tokens, arXiv:2504.05118.
 
-    The clamp matters below `1 / alpha` tokens (20): the paper's formula is negative there. This is the
-    policy's advantage; the critic learns from `lam = 1`: `value_targets` of `gae(lam=1.0)`.
+    The clamp applies below `1 / alpha` tokens (20): the paper's formula is negative there. This is the
+    advantage of the policy; the critic uses `lam = 1`: `value_targets` of `gae(lam=1.0)`.
     """
     lengths = inputs["mask"].bool().sum(1).double()
     return gae(gamma=gamma, lam=(1 - 1 / (alpha * lengths.clamp(min=1))).clamp(0.0, 1.0), **inputs)
@@ -137,8 +137,8 @@ def vapo(*, gamma: float = 1.0, alpha: float = 0.05, **inputs: Unpack[CriticInpu
 def value_targets(*, advantages: Tensor, values: Tensor, mask: Tensor) -> Tensor:
     """Return the targets of a critic, [N, L]: `A_t + V_t` on action tokens, 0 elsewhere, without gradient.
 
-    For the advantages of `gae`, `step_gae` and `turn_gae`, before whitening. (`step_gae` reads V at the first
-    action token of each turn alone: train its critic there.) `vtrace_targets` is that of V-trace.
+    For the advantages of `gae`, `step_gae` and `turn_gae`, before whitening. (`step_gae` uses V at the first
+    action token of each turn only: train its critic there.) For V-trace see `vtrace_targets`.
     """
     check_shapes(mask, advantages=advantages, values=values)
     tokens = action_tokens(mask)
@@ -153,10 +153,10 @@ def value_targets(*, advantages: Tensor, values: Tensor, mask: Tensor) -> Tensor
     finish=_whitened,
 )
 def step_gae(*, gamma: float = 1.0, lam: float = 1.0, **inputs: Unpack[CriticInputs]) -> Tensor:
-    """Return GAE whose step is a turn, one advantage for all its tokens, arXiv:2512.17008 (turn-PPO).
+    """Return GAE with a turn as the step and one advantage for all its tokens, arXiv:2512.17008 (turn-PPO).
 
     With `V_k` the value at the first action token of turn `k`: `delta_k = r_k + gamma V_{k+1} - V_k`,
-    `A_k = delta_k + gamma lam A_{k+1}`; a turn pays the KL penalty of all its tokens. `gamma` and `lam` 1;
+    `A_k = delta_k + gamma lam A_{k+1}`; turn rewards include the KL penalty of all tokens. `gamma` and `lam` 1;
     the paper's best are near 0.99 and 0.9.
     """
     turns, reward, penalty = _turn_steps(inputs)
@@ -186,10 +186,10 @@ def turn_gae(
 ) -> Tensor:
     """Return bi-level GAE: over turns first, then back through the tokens of each, arXiv:2510.16907 (VAGEN).
 
-    Turns as in `step_gae`, with `gamma_turn` and `lam_turn`. The last token of turn `k` gets `A_k`; an
+    Turns as in `step_gae`, with `gamma_turn` and `lam_turn`. The last token of turn `k` has `A_k`; an
     earlier one `gamma_token V_{t+1} - V_t + gamma_token lam_token A_{t+1}`. A turn's reward enters once, at
-    the level of turns. The KL penalty of a turn's last token joins the turn's reward, that of an earlier one
-    stays its own. All four numbers 1; VAGEN's example runs take `gamma_turn` 0.95.
+    the level of turns. The KL penalty of the last token of a turn is added to the turn reward, that of an
+    earlier token to its own term. All four default to 1; VAGEN's example runs take `gamma_turn` 0.95.
     """
     turns, reward, penalty = _turn_steps(inputs)
     tokens = turns.tokens
@@ -210,7 +210,7 @@ def vtrace(
 ) -> Tensor:
     """Return `A_t = rho_t (r_t + gamma v_next - V_t)`, arXiv:1802.01561 (IMPALA), [N, L].
 
-    `rho = min(rho_bar, w)`, `c = min(c_bar, w)`; `v` are the `vtrace_targets`, and `v_next` behind the last
+    `rho = min(rho_bar, w)`, `c = min(c_bar, w)`; `v` are the `vtrace_targets`, and `v_next` after the last
     action token is the bootstrap. Both bounds 1 as in the paper. If `w = 1` it equals `gae(gamma, 1)`.
     """
     steps, weights = _token_steps(inputs), _weights(inputs)
@@ -224,7 +224,7 @@ def vtrace(
 def retrace(*, gamma: float = 1.0, lam: float = 1.0, **inputs: Unpack[OffPolicyInputs]) -> Tensor:
     """Return `A_t = sum_{s >= t} gamma^(s-t) (prod_{u=t+1..s} lam min(1, w_u)) delta_s`, arXiv:1606.02647 (Retrace).
 
-    `delta_s = r_s + gamma V_next - V_s`; a token's own temporal difference has no weight. `lam` 1 as in the
+    `delta_s = r_s + gamma V_next - V_s`; the temporal difference of token `t` itself is unweighted. `lam` 1 as in the
     paper. If `w >= 1` it equals `gae(gamma, lam)`.
     """
     steps, weights = _token_steps(inputs), _weights(inputs)
@@ -245,7 +245,7 @@ def vtrace_targets(
 ) -> Tensor:
     """Return `v_t = V_t + delta_t + gamma c_t (v_next - V_next)`, arXiv:1802.01561: the targets of V-trace's critic.
 
-    `delta_t = rho_t (r_t + gamma V_next - V_t)`; `v_next = V_next` (the bootstrap) behind the last action token.
+    `delta_t = rho_t (r_t + gamma V_next - V_t)`; `v_next = V_next` (the bootstrap) after the last action token.
     """
     steps, weights = _token_steps(inputs), _weights(inputs)
     excess = scan_back(weights.clamp(max=rho_bar) * steps.delta(gamma), gamma * weights.clamp(max=c_bar))
@@ -253,14 +253,14 @@ def vtrace_targets(
 
 
 def values_and_next(tokens: ActionTokens, values: Tensor, bootstrap_values: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return V before each action token, and before the next one, both [N, T]."""
+    """Return V before each action token and before the next action token, both [N, T]."""
     current = tokens.take("values", values)
     return current, tokens.following(current, _bootstrap(current, bootstrap_values, tokens.mask))
 
 
 @dataclass(frozen=True, slots=True)
 class _TokenSteps:
-    """The action tokens with, each [N, T], their rewards and V before them (`current`) and before the next ones."""
+    """Action tokens with their rewards, V before each (`current`) and before the next (`following`), all [N, T]."""
 
     tokens: ActionTokens
     reward: Tensor
@@ -274,7 +274,7 @@ class _TokenSteps:
 
 
 def _check(inputs: CriticInputs) -> None:
-    """Raise TypeError for an unknown input, ValueError for groups that do not fit."""
+    """Raise TypeError for an unknown input, ValueError for `group` of a wrong shape."""
     if unknown := inputs.keys() - OffPolicyInputs.__annotations__.keys():
         raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
     check_group(inputs.get("group"), inputs["mask"])

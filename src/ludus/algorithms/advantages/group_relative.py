@@ -1,8 +1,8 @@
-"""Advantages against a group, a batch or a greedy attempt, without a critic.
+"""Advantages relative to a group, a batch or a greedy attempt, without a critic.
 
-Most are one number for all action tokens of a trajectory. They compute in float64 and return the dtype of the
+Most are constant over the action tokens of a trajectory. They compute in float64 and return the dtype of the
 rewards. All raise ValueError for a reward that is not finite (naming the row), and for a group with one member if
-they compare within groups. A group of equal rewards gets exactly 0, rounding noise notwithstanding.
+they compare within groups. The advantage of a group of equal rewards (up to rounding) is exactly 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SPREADS = ("group", "batch")
 COUNTS = ("varying", "nonzero")
 WHITEN_EPS = 1e-8
 NO_ENERGY = 1e-8
-"""Sums of weights up to this value get no optimal baseline."""
+"""The optimal baseline is 0 for sums of weights up to this value."""
 
 
 @AdvantageSpec(
@@ -54,7 +54,7 @@ def grpo(
 ) -> Tensor:
     """Return `(r - mean_g) / (std_g + eps)`, arXiv:2402.03300 (section 4.1.2).
 
-    `std_over` `batch` divides by the deviation of all rewards given instead (arXiv:2508.08221; TRL's
+    `std_over` `batch` divides by the deviation of all rewards instead (arXiv:2508.08221; TRL's
     `scale_rewards="batch"`, with `eps` 1e-4), so that small differences within a group are not amplified.
 
     `ddof` 1 as in verl and TRL, 0 as in the paper and several tutorials. `std_floor` bounds `std_g` from
@@ -83,8 +83,8 @@ def dr_grpo(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
 def gpg(*, rewards: Tensor, group: Tensor, mask: Tensor, counted: Literal["varying", "nonzero"] = "varying") -> Tensor:
     """Return `N / M (r - mean_g)`, arXiv:2504.02546 (GPG), its `F_norm` 1.
 
-    `M` counts the rows whose group has rewards that differ, so that groups of equal rewards do not
-    shrink the batch's gradient; with `nonzero`, as verl has it, the rows whose reward is not 0. At least 1.
+    `M` counts the rows of groups with different rewards, so that groups of equal rewards do not
+    shrink the gradient of the batch; with `nonzero`, as in verl, the rows with nonzero reward. At least 1.
     """
     if counted not in COUNTS:
         raise ValueError(f"counted = {counted!r} is neither 'varying' nor 'nonzero'")
@@ -128,9 +128,9 @@ def maxrl(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
 
 @AdvantageSpec(help="the best attempt of a group alone", needs={Need.GROUP, Need.NON_NEGATIVE})
 def best_of_group(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """Return `max - second max` for the best of the group, 0 for the others, arXiv:2503.19595 (best-of-k objective).
+    """Return `max - second max` for the best member, 0 for the others, arXiv:2503.19595 (best-of-k objective).
 
-    If two members share the maximum, all get 0.
+    If two members share the maximum, all advantages are 0.
     """
     grouped = groups_to_compare(rewards, group, mask)
     if not grouped.rewards.numel():
@@ -149,9 +149,9 @@ def best_of_group(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
 def pass_at_k(*, rewards: Tensor, group: Tensor, mask: Tensor, k: int) -> Tensor:
     """Return the analytic advantage of pass@k for rewards 0 and 1, arXiv:2508.10751 (Pass@k Training).
 
-    With `R = 1 - C(G_neg, k) / C(G, k)`, `s = sqrt(R (1 - R))`: successes get `(1 - R) / s`, failures
+    With `R = 1 - C(G_neg, k) / C(G, k)`, `s = sqrt(R (1 - R))`: successes have `(1 - R) / s`, failures
     `(1 - R - C(G_neg - 1, k - 1) / C(G - 1, k - 1)) / s`, all 0 if `s = 0`. `k` 1 is `grpo` with `ddof` 0
-    and no eps. Raises ValueError for another reward (naming the row), and for `k` outside [1, G].
+    and no eps. Raises ValueError for other rewards (naming the row), and for `k` outside [1, G].
     """
     grouped = groups_to_compare(rewards, group, mask)
     odd = ((grouped.rewards != 0) & (grouped.rewards != 1)).nonzero()
@@ -181,9 +181,9 @@ def _pass_at_k_pair(size: int, failed: int, k: int) -> tuple[float, float]:
 def role_groups(*, group: Tensor, proposer: Tensor, proposer_group: Tensor | None = None) -> Tensor:
     """Return comparison groups [N] for self-play with proposed tasks: solvers and proposers never share one.
 
-    `group` [N]: the proposed task that a solver works on; `proposer` [N] bool. Solvers are compared within
-    one proposed task, proposers across proposals: all of the batch together, or by `proposer_group` [N]
-    (read on proposers alone). The new ids can be passed as the `group` of any advantage.
+    `group` [N]: the proposed task of a solver; `proposer` [N] bool. Solvers are compared within
+    one proposed task, proposers across proposals: over the whole batch, or by `proposer_group` [N]
+    (used on proposers only). The new ids can be passed as the `group` of any advantage.
     """
     check_group(group, proposer[:, None])
     check_group(proposer_group, proposer[:, None])
@@ -205,8 +205,8 @@ def hierarchical(
 ) -> Tensor:
     """Return `grpo` within the groups of `role_groups`: solvers within a proposed task, proposers across proposals.
 
-    Proposer and solver as in arXiv:2505.03335 (Absolute Zero), whose baselines are per task and role. For
-    another advantage than `grpo` pass it the ids of `role_groups`.
+    Proposer and solver as in arXiv:2505.03335 (Absolute Zero), whose baselines are per task and role. For an
+    advantage other than `grpo`, pass it the ids of `role_groups`.
     """
     if proposer.shape != mask.shape[:1]:
         raise ValueError(f"proposer must be [{mask.shape[0]}], not {list(proposer.shape)}")
@@ -223,13 +223,13 @@ def _hierarchical(*, rewards: Tensor, proposals: Tensor, proposer: Tensor, mask:
     return hierarchical(rewards=rewards, group=proposals, proposer=proposer, mask=mask, ddof=ddof)
 
 
-# Against a greedy attempt, or nothing
+# Relative to a greedy attempt, or without a baseline
 
 
 def remax(*, rewards: Tensor, greedy_rewards: Tensor, mask: Tensor, group: Tensor | None = None) -> Tensor:
     """Return `r - r(greedy)`, arXiv:2310.10505 (ReMax).
 
-    `greedy_rewards` [N]: the reward of the greedy trajectory of each row's task. `group` is not read.
+    `greedy_rewards` [N]: the reward of the greedy trajectory of each row's task. `group` is ignored.
     """
     check_group(group, mask)
     scores = numbers("rewards", rewards, mask) - numbers("greedy_rewards", greedy_rewards, mask)
@@ -247,20 +247,20 @@ def _remax(*, rewards: Tensor, baselines: Tensor, mask: Tensor) -> Tensor:
 
 @AdvantageSpec(help="the reward itself")
 def raw(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """Return `r` itself, no baseline (Williams 1992). Groups are not compared: equal rewards do not become 0."""
+    """Return `r` without a baseline (Williams 1992). Groups are not compared: equal rewards do not become 0."""
     grouped = group_rewards(rewards, group)
     check_rows(len(grouped.rewards), mask)
     return on_actions(grouped.rewards, mask, float_dtype(rewards))
 
 
-# Against the batch
+# Relative to the batch
 
 
 def whiten(*, values: Tensor, mask: Tensor, trains: Tensor | None = None, ddof: int = 1) -> Tensor:
     """Return `(x - mean) / sqrt(var + 1e-8)` on the masked positions of `values` [N, L], 0 elsewhere.
 
     Mean and variance are over those masked positions that are set in `trains` [N, L] as well (None: all):
-    filtered tokens are in neither. With at most `ddof` of them the variance is 0.
+    filtered tokens are excluded. The variance of at most `ddof` positions is 0.
     """
     trains = mask if trains is None else trains
     check_shapes(mask, values=values, trains=trains)
@@ -293,8 +293,8 @@ def reinforce_pp(
     """Return `R_t = r_t + gamma R_next` over action tokens, whitened over the batch (REINFORCE++, arXiv:2501.03262).
 
     `gamma` 1 as in the paper, verl and OpenRLHF; `ddof` 1 as in verl, 0 as in OpenRLHF; `trains` as in
-    `whiten`. An observation neither discounts nor resets the return. Where the returns that train are equal
-    up to rounding, all are exactly 0.
+    `whiten`. An observation neither discounts nor resets the return. If the trained returns are equal up to
+    rounding, the advantages are exactly 0.
     """
     check_group(group, mask)
     placed = token_rewards(mask=mask, rewards=rewards, turn_rewards=turn_rewards, turn=turn, kl=kl, kl_coef=kl_coef)
@@ -349,12 +349,12 @@ def optimal_token_baseline(
     """Return `R_t - sum_j W_jt R_jt / sum_j W_jt` over the group, [N, L]; `R_t` the return from token `t` on.
 
     `W_t = sum_{s <= t} (1 - 2 exp(old_s) + sum_pi_squared_s)` is the variance of the scores of the tokens so far;
-    tokens are compared by their place among the action tokens of a row. `sum_pi_squared` [N, L] is the sum of squared
+    tokens are compared by their index among the action tokens of a row. `sum_pi_squared` [N, L] is the sum of squared
     probabilities over the vocabulary before each token; without it, or without `old_logprobs`, each token adds 1.
-    `weights` [N, L], truncated importance weights, enter squared. With `zero_tail` a row's tokens past the end of all
-    others have no baseline, and 0 as advantage without.
+    `weights` [N, L], truncated importance weights, enter squared. With `zero_tail` the tokens of a row past the end of
+    all others have no baseline; otherwise their advantage is 0.
 
-    verl's `optimal_token_baseline`, in the form of its `tir_optimal_token_baseline`, which leaves out
+    verl's `optimal_token_baseline`, in the form of its `tir_optimal_token_baseline`, which excludes
     observations. verl adds 1e-8 to `sum_j W_jt`; here the baseline is 0 for sums up to 1e-8.
     """
     grouped = groups_to_compare(rewards, group, mask)
@@ -371,7 +371,7 @@ def optimal_token_baseline(
 
 
 def _energy(tokens: ActionTokens, old: Tensor | None, sum_pi_squared: Tensor | None, weights: Tensor | None) -> Tensor:
-    """Return `W` [N, T]."""
+    """Return `W` of `optimal_token_baseline`, [N, T]."""
     added = tokens.present.double()
     if old is not None and sum_pi_squared is not None:
         chances = tokens.take("old_logprobs", old).exp()

@@ -1,4 +1,4 @@
-"""Advantages with a second model that learns from outcomes: implicit process rewards, chances of success."""
+"""Advantages with a second model trained on outcomes: implicit process rewards, outcome probabilities."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def prime(
     """Return implicit process rewards with the outcome, arXiv:2502.01456 (PRIME).
 
     With `q_t = beta (prm_logprobs - ref_logprobs)_t` and `b_i` the mean, over the other members of the group,
-    of their mean `q` over action tokens (a member without any is left out; 0 when none is left):
+    of their mean `q` over action tokens (members without action tokens are excluded; 0 if none remain):
     `A_t = sum_{s >= t} gamma^(s - t) (q_s - b_i) + rloo(rewards)`. `beta` 0.05 and `gamma` 1 as in the paper.
     """
     grouped = groups_to_compare(rewards, group, mask)
@@ -49,7 +49,7 @@ def coderl(
 ) -> Tensor:
     """Return `q_t (r - r(greedy))`, arXiv:2207.01780 (CodeRL).
 
-    `outcome_probs` [N, L]: at each token, the critic's probability of the outcome that the tests then had
+    `outcome_probs` [N, L]: at each token, the critic's probability of the actual test outcome
     (compile error, runtime error, failed or passed). `greedy_rewards` [N] as in `remax`. Raises ValueError for a
     probability outside [0, 1] (naming the row).
     """

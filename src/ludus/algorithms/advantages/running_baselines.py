@@ -1,6 +1,6 @@
-"""Statistics that outlive a step: moving averages per role, moments per domain.
+"""Statistics over several steps: moving averages per role, moments per domain.
 
-Both are frozen records: `updated` returns the next one; `to_json` and `from_json` save and restore it exactly.
+Both are frozen records: `updated` returns a new record; `to_json` and `from_json` round-trip exactly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ludus.algorithms.algorithm import FRACTION, AdvantageSpec, Need, Option
 from ludus.algorithms.tensors import Tensor, check_group, float_dtype, numbers, on_actions, rounding, torch
 
 RoleKey = tuple[str, str]
-"""An environment and a role in it."""
+"""Names of an environment and of a role in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,13 @@ class RoleBaselines:
         return before, means
 
     def to_json(self) -> str:
-        """Return one line that `from_json` reads back to an equal record."""
+        """Return the record as one line of JSON."""
         rows = [[*role, mean] for role, mean in sorted(self.means.items())]
         return json.dumps({"decay": self.decay, "initial": self.initial, "means": rows})
 
     @classmethod
     def from_json(cls, text: str) -> RoleBaselines:
-        """Return the record that `to_json` wrote."""
+        """Return the record from the output of `to_json`."""
         saved = json.loads(text)
         means = {(environment, role): mean for environment, role, mean in saved["means"]}
         return cls(saved["decay"], saved["initial"], means)
@@ -62,9 +62,9 @@ def rae(
 ) -> Tensor:
     """Return `r - b(environment, role)`, arXiv:2506.24119 (SPIRAL, role-conditioned advantage), [N, L].
 
-    `roles` [N] names each row's environment and role. Rows are added to the moving average in their order, and each
-    reads it before its own reward is added (the paper's listing updates first, which shrinks the advantage by
-    `decay`). `baselines` is not changed: `baselines.updated(roles, rewards)` is the next step's. `decay` 0.95
+    `roles` [N] names each row's environment and role. Rows are added to the moving average in order, and the
+    baseline of a row excludes its own reward (the paper's listing updates first, which scales the advantage by
+    `decay`). `baselines` is not modified: pass `baselines.updated(roles, rewards)` to the next step. `decay` 0.95
     as in the paper. Raises ValueError for rewards that are not finite (naming the row) or a wrong shape.
     """
     check_group(group, mask)
@@ -93,11 +93,11 @@ class Moments:
 
     @property
     def variance(self) -> float:
-        """With `ddof` 1; 0 for fewer than two rewards."""
+        """Sample variance (`ddof` 1); 0 for fewer than two rewards."""
         return self.squares / (self.count - 1) if self.count > 1 else 0.0
 
     def with_values(self, values: Sequence[float]) -> Moments:
-        """Return the moments joined with those of `values` (Chan, Golub and LeVeque 1979); at least one value."""
+        """Merge the moments of `values`, at least one (Chan, Golub and LeVeque 1979)."""
         count = self.count + len(values)
         mean = sum(values) / len(values)
         squares = sum((value - mean) ** 2 for value in values)
@@ -111,7 +111,7 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class DomainMoments:
-    """The running mean and variance of the rewards of each domain, over all that were added."""
+    """Mean and variance of all rewards added so far, by domain."""
 
     moments: Mapping[str, Moments] = field(default_factory=dict)
 
@@ -125,24 +125,24 @@ class DomainMoments:
         return replace(self, moments=found)
 
     def to_json(self) -> str:
-        """Return one line that `from_json` reads back to an equal record."""
+        """Return the record as one line of JSON."""
         rows = [[name, m.count, m.mean, m.squares] for name, m in sorted(self.moments.items())]
         return json.dumps(rows)
 
     @classmethod
     def from_json(cls, text: str) -> DomainMoments:
-        """Return the record that `to_json` wrote."""
+        """Return the record from the output of `to_json`."""
         return cls({name: Moments(*saved) for name, *saved in json.loads(text)})
 
 
 def domain_normalised(*, rewards: Tensor, domains: Sequence[str], moments: DomainMoments, eps: float = 1e-8) -> Tensor:
-    """Return `(r - mean_d) / sqrt(var_d + eps)`, [N] in the dtype of the rewards: several tasks on one scale.
+    """Return `(r - mean_d) / sqrt(var_d + eps)`, [N] in the dtype of the rewards: one scale for several domains.
 
-    Applied before grouping, for advantages that keep the scale of the rewards (`dr_grpo`, `rloo`, `gae`); it has no
-    effect on one that divides by the deviation of its group. Add the step's own rewards first (`moments.updated`), so
-    that the first step has statistics. In a domain with fewer than two rewards, or with equal ones up to rounding,
-    rewards are only centred; in one without any they are unchanged. Raises ValueError for rewards that are not finite
-    (naming the row) or not [N]. As the reward scaling of PPO (arXiv:2005.12729), with statistics by domain.
+    Applied before grouping, for advantages that preserve the scale of rewards (`dr_grpo`, `rloo`, `gae`); no effect
+    on advantages that divide by a group deviation. Add the rewards of the step first (`moments.updated`), so that the
+    first step has statistics. In a domain with fewer than two rewards, or with equal rewards up to rounding, rewards
+    are only centred; in a domain without rewards they are unchanged. Raises ValueError for rewards that are not finite
+    (naming the row) or not [N]. Like the reward scaling of PPO (arXiv:2005.12729), with statistics by domain.
     """
     values = _values_of(domains, rewards, "domains")
     found = []

@@ -1,12 +1,12 @@
-"""Policy losses per token or per trajectory, to be aggregated, and the terms that are added to them.
+"""Policy losses per token or per trajectory, before aggregation, and auxiliary losses.
 
 Every function takes padded tensors [N, L] by keyword and returns [N, L], 0 where `mask` is 0, or [N] if its docstring
-says so. The gradient flows through `logprobs` alone; all else is constant. Masked positions never matter, NaN and
-infinity included. Statistics of the whole batch (a choice of tokens, weights, a count) are arguments that are
-computed once, so that microbatches add up to the same gradient.
+says so. The gradient flows through `logprobs` only. Masked positions are ignored, also if NaN or infinite.
+Statistics of the whole batch (a token selection, weights, a count) are arguments computed once, so that microbatches
+add up to the same gradient.
 
-The losses on pairs (`dpo` and its kin) are in `algorithms.preference` and have its shapes; they are names of this
-package too. A new loss is one decorated function in a module here (`algorithm.LossSpec`), a new or an old one.
+Losses on pairs (such as `dpo`) are defined in `algorithms.preference`, with other shapes, and exported here as well.
+To add a loss, write a decorated function in a new or existing module of this package (`algorithm.LossSpec`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Losses on the ratio of each token to the policy at the start of the step, clipped or gated.
+"""Losses on the token ratio to the policy at the start of the step, clipped or gated.
 
-The gradient flows through `logprobs` alone; `old_logprobs` and `advantages` are constants. The `cut` of a loss
-returns the tokens that its clip cuts off, for the statistics of a step; a loss without one clips nothing.
+The gradient flows through `logprobs` only; `old_logprobs` and `advantages` are constants. The `cut` of a loss
+returns its clipped tokens, for the statistics of a step; a loss without a `cut` does not clip.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ClipRange:
             raise ValueError(f"dual_clip must be above 1, not {self.dual_clip}")
 
     def surrogate(self, ratio: Tensor, advantages: Tensor) -> Tensor:
-        """Return `-min(ratio A, clip(ratio) A)`, and not above `-dual_clip A` if `A < 0`; any one shape."""
+        """Return `-min(ratio A, clip(ratio) A)`, at most `-dual_clip A` if `A < 0`; all of one shape."""
         clipped = ratio.clamp(1 - self.eps_low, 1 + self.eps_high)
         loss = -torch.minimum(ratio * advantages, clipped * advantages)
         if self.dual_clip is None:
@@ -36,7 +36,7 @@ class ClipRange:
 
 
 def ppo_cut(*, ratio: Tensor, advantages: Tensor, mask: Tensor, clip: ClipRange) -> Cut:
-    """Return the tokens that the clip of PPO cuts off at these ratios, all [N, L]."""
+    """Return the tokens clipped by PPO at these ratios, all [N, L]."""
     check_shapes(mask, ratio=ratio, advantages=advantages)
     positive, negative = mask.bool() & (advantages > 0), mask.bool() & (advantages < 0)
     dual = torch.inf if clip.dual_clip is None else clip.dual_clip
@@ -58,13 +58,13 @@ def token_cut(
     eps_high: float,
     dual_clip: float | None = None,
 ) -> Cut:
-    """Return the tokens that the clip of each token's own ratio cuts off."""
+    """Return the tokens clipped by their own ratio."""
     ratio = token_ratio(logprobs, old_logprobs, mask)
     return ppo_cut(ratio=ratio, advantages=advantages, mask=mask, clip=ClipRange(eps_low, eps_high, dual_clip))
 
 
 def _weight_cut(*, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, eps_low: float, eps_high: float) -> Cut:
-    """Return the tokens whose weight is bounded, for any advantage; they have a gradient."""
+    """Return the tokens with a clipped weight, for any advantage; their gradient is nonzero."""
     ratio, actions = token_ratio(logprobs, old_logprobs, mask), mask.bool()
     low, high = actions & (ratio < 1 - eps_low), actions & (ratio > 1 + eps_high)
     return Cut(low, high, torch.zeros_like(actions))
@@ -104,10 +104,10 @@ def cispo(
     eps_low: float = 1.0,
     eps_high: float = 0.28,
 ) -> Tensor:
-    """Return `-stop_grad(clip(ratio, 1 - eps_low, 1 + eps_high)) A logprobs`, [N, L]: no token loses its gradient.
+    """Return `-stop_grad(clip(ratio, 1 - eps_low, 1 + eps_high)) A logprobs`, [N, L]: clipped tokens retain a gradient.
 
-    arXiv:2506.13585 (MiniMax-M1), which leaves the weight without a lower bound (`eps_low = 1`) and
-    names no upper one; 0.28 is Trinity's. verl takes the clip range of PPO for both, TRL and ScaleRL
+    arXiv:2506.13585 (MiniMax-M1), which has no lower bound (`eps_low = 1`) and does not
+    specify the upper one; 0.28 is from Trinity. verl uses the clip range of PPO for both, TRL and ScaleRL
     (arXiv:2510.13786) an upper bound of 5 (`eps_high = 4`).
     """
     bounds = ClipRange(eps_low, eps_high)
@@ -137,7 +137,7 @@ def sapo(
     """Return `-A (4 / tau) sigmoid(tau (ratio - 1))`, [N, L]: a soft gate in place of the clip.
 
     arXiv:2511.20347 with its temperatures: `tau_pos` if `A > 0`, else the larger `tau_neg`, so that
-    negative tokens fade faster. At ratio 1 the gradient is that of `-A ratio`. TRL has the same defaults.
+    the gate of negative tokens decays faster. At ratio 1 the gradient is that of `-A ratio`. TRL has the same defaults.
     """
     if tau_pos <= 0 or tau_neg <= 0:
         raise ValueError(f"tau_pos and tau_neg must be above 0: {tau_pos}, {tau_neg}")
@@ -152,8 +152,8 @@ def sapo(
 class ClipStats(SummedFields):
     """Counts and sums over action tokens; `+` joins microbatches.
 
-    A token is clipped as in `Cut`, by the ratio that its loss takes. `ratio_sum` and `ratio_max` are of the
-    ratios of tokens, also for losses on other ratios.
+    A token is clipped as in `Cut`, by the ratio of its loss. `ratio_sum` and `ratio_max` are of token
+    ratios, also for losses on other ratios.
     """
 
     tokens: int
@@ -175,7 +175,7 @@ class ClipStats(SummedFields):
 
 
 def clip_stats(*, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, cut: Cut | None) -> ClipStats:
-    """Return how far the policy moved from `old_logprobs` on action tokens; `cut` None counts none as clipped."""
+    """Return ratio and clip statistics on action tokens; `cut` None: no token is clipped."""
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     actions = mask.bool()
     ratio = select(token_ratio(logprobs.detach(), old_logprobs, mask), mask).double()

@@ -1,9 +1,9 @@
-"""Clip-Cov and KL-Cov: hold back the few tokens whose covariance of probability and advantage is high.
+"""Clip-Cov and KL-Cov: restrict updates on the few tokens with a high covariance of log-probability and advantage.
 
-Both choose tokens over the whole batch of the step, once, from what is known before it: the means (`CovarianceMeans`,
-which add over parts of the batch), the covariances (`token_covariance`), the choice (`choose_between` or
-`choose_highest`). The losses then take the rows of the choice that belong to their microbatch, so that no split of the
-batch changes what is chosen. In other systems both the means and the random choice are those of the microbatch.
+Both select tokens once per step, over the whole batch: means (`CovarianceMeans`, additive over parts of the batch),
+covariances (`token_covariance`), selection (`choose_between` or `choose_highest`). Each microbatch reads its rows of
+the selection, which therefore does not depend on the split. Other frameworks compute the means and the selection per
+microbatch.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class CovarianceMeans(SummedFields):
 def token_covariance(*, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, means: CovarianceMeans) -> Tensor:
     """Return `(old - mean old) (A - mean A)`, [N, L], 0 off the mask (arXiv:2505.22617).
 
-    `means` are those of the whole batch. The paper and verl take the current log-probabilities of a
-    microbatch, which are `old` in the first pass over the batch.
+    `means` are those of the whole batch. The paper and verl use the current log-probabilities of a
+    microbatch, which equal `old` in the first pass over the batch.
     """
     check_shapes(mask, old_logprobs=old_logprobs, advantages=advantages)
     logprob = select(old_logprobs.detach(), mask) - means.logprob
@@ -65,11 +65,11 @@ def choose_between(
     high: float = 5.0,
     rows: Tensor | None = None,
 ) -> Tensor:
-    """Return a seeded choice of `max(1, floor(share M))` action tokens with `low < covariance < high`, [N, L].
+    """Return a random sample of `max(1, floor(share M))` action tokens with `low < covariance < high`, [N, L].
 
     For Clip-Cov (arXiv:2505.22617; numbers of the authors' code and verl), over the whole batch;
-    all of them if fewer lie in the band. The choice depends on the seed, on `rows` [N] (an integer that
-    names each trajectory; None: its place) and on the column, not on the order of the trajectories.
+    all of them if fewer lie in the band. The sample depends on the seed, on `rows` [N] (an integer id of
+    each trajectory; None: its index) and on the column, not on the order of the trajectories.
     """
     _check_share(share)
     check_shapes(mask, covariance=covariance)
@@ -78,12 +78,12 @@ def choose_between(
     if names.shape != mask.shape[:1]:
         raise ValueError(f"rows must be [{mask.shape[0]}], not {list(names.shape)}")
     columns = torch.arange(mask.shape[1], device=mask.device)
-    tickets = _scrambled(_scrambled(names + 1_000_003 * seed % 2**61)[:, None] + columns)
-    return _smallest(tickets, eligible, _count(share, mask))
+    keys = _scrambled(_scrambled(names + 1_000_003 * seed % 2**61)[:, None] + columns)
+    return _smallest(keys, eligible, _count(share, mask))
 
 
 def choose_highest(*, covariance: Tensor, mask: Tensor, share: float = 2e-4) -> Tensor:
-    """Return the `max(1, floor(share M))` action tokens with the highest covariance, [N, L] bool; ties by place.
+    """Return the `max(1, floor(share M))` action tokens with the highest covariance, [N, L] bool; ties by position.
 
     For KL-Cov (arXiv:2505.22617), over the whole batch. `share` 2e-4 as in verl; the authors use
     2e-3 for 7B and 2e-4 for 32B models.
@@ -118,8 +118,8 @@ def clip_cov(
 ) -> Tensor:
     """Return `ppo_clip`, and 0 with no gradient on the tokens of `chosen`, [N, L] (arXiv:2505.22617).
 
-    `chosen` [N, L] bool comes from `choose_between` over the whole batch; None: from its defaults with seed
-    0, as if these rows were the whole batch. The tokens stay in the normaliser.
+    `chosen` [N, L] bool comes from `choose_between` over the whole batch; None: its defaults with seed 0
+    over these rows. The tokens stay in the normaliser.
     """
     if chosen is None:
         covariance = _covariance(old_logprobs, advantages, mask)
@@ -158,8 +158,8 @@ def kl_cov(
 ) -> Tensor:
     """Return `-ratio A`, plus `coef |logprobs - old|` on the tokens of `chosen`, [N, L] (arXiv:2505.22617).
 
-    `chosen` [N, L] bool comes from `choose_highest` over the whole batch; None: from its defaults, as
-    if these rows were the whole batch. `coef` 1 as in the paper and verl. No clip.
+    `chosen` [N, L] bool comes from `choose_highest` over the whole batch; None: its defaults over
+    these rows. `coef` 1 as in the paper and verl. No clip.
     """
     if chosen is None:
         chosen = choose_highest(covariance=_covariance(old_logprobs, advantages, mask), mask=mask)
@@ -185,11 +185,11 @@ def _count(share: float, mask: Tensor) -> int:
 
 
 def _smallest(keys: Tensor, eligible: Tensor, count: int) -> Tensor:
-    """Return the `count` eligible places with the smallest keys, fewer if fewer are eligible; ties by place."""
-    places = eligible.flatten().nonzero().squeeze(1)
-    order = torch.argsort(keys.flatten()[places], stable=True)[:count]
+    """Return up to `count` eligible positions with the smallest keys, [N, L] bool; ties by position."""
+    positions = eligible.flatten().nonzero().squeeze(1)
+    order = torch.argsort(keys.flatten()[positions], stable=True)[:count]
     chosen = torch.zeros(eligible.numel(), dtype=torch.bool, device=eligible.device)
-    chosen[places[order]] = True
+    chosen[positions[order]] = True
     return chosen.reshape(eligible.shape)
 
 

@@ -1,6 +1,6 @@
-"""GTPO of arXiv:2508.03772: no negative update on tokens that good and bad trajectories of a group have in common.
+"""GTPO of arXiv:2508.03772: no negative update on tokens shared by good and bad trajectories of a group.
 
-The weights need whole groups and are computed once for the batch; the loss takes those of its microbatch. The method's
+The weights need whole groups and are computed once for the batch; the loss reads those of its microbatch. The
 entropy filter is `filters.entropy_bound`, and `training.credit.advantages` subtracts its entropy penalty. It has no KL
 term and no reference. (arXiv:2604.02869 and arXiv:2508.04349 use the name GTPO for other algorithms.)
 """
@@ -30,7 +30,7 @@ def gtpo(
 ) -> Tensor:
     """Return `-w ratio A`, [N, L], with `w` from `conflict_weights` (arXiv:2508.03772); None: `advantages` contain it.
 
-    The authors run one step per batch: the ratio is 1 and only its gradient counts.
+    The authors run one step per batch: the ratio is 1, with a gradient.
     """
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     scores = select(advantages, mask).detach()
@@ -46,9 +46,9 @@ def conflict_weights(
     """Return 0 on conflict tokens of negative trajectories, `amplify` on those of positive ones, else 1, [N, L].
 
     A token is in conflict if a positive and a negative member of its group (by the sign of their mean advantage) have
-    the same id at the same action index, counted from the left or from the right. With `contiguous` only unbroken runs
-    from either end count, as in the paper and its code; without it every such token. `token_ids` [N, L], `group` [N]
-    integers; 0 off the mask. `amplify` 2 as in the authors' code, which multiplies twice if both runs meet.
+    the same id at the same action index, counted from the left or from the right. With `contiguous` only a common
+    prefix or suffix counts, as in the paper and its code; otherwise every such token. `token_ids` [N, L], `group` [N]
+    integers; 0 off the mask. `amplify` 2 as in the authors' code, which multiplies twice if prefix and suffix overlap.
     """
     check_shapes(mask, token_ids=token_ids, advantages=advantages)
     if group.shape != mask.shape[:1]:
@@ -81,7 +81,7 @@ def _shared(index: Tensor, token_ids: Tensor, members: Tensor, scores: Tensor, a
 
 
 def _unbroken(found: Tensor, index: Tensor, actions: Tensor) -> Tensor:
-    """Return those of `found` before which no action token of the row, by index, is missing."""
+    """Return the tokens of `found` whose predecessors by index are all in `found`, [N, L] bool."""
     length = actions.shape[1]
     first_break = torch.where(actions & ~found, index, length).amin(1, keepdim=True) if length else index
     return found & (index < first_break)

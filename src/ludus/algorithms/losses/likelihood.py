@@ -1,7 +1,7 @@
 """Losses without a ratio to an old policy: likelihoods, the value loss, distillation.
 
 `reinforce`, `sft`, `value_loss` and `distill` return one term per token; `echo` and `positive_nll` are means over other
-tokens, so they have a separate normaliser and return [].
+tokens, with a separate normaliser, and return [].
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
 
 @LossSpec(help="the policy gradient without a ratio")
 def reinforce(*, logprobs: Tensor, advantages: Tensor, mask: Tensor, old_logprobs: Tensor | None = None) -> Tensor:
-    """Return `-A logprobs`, [N, L] (Williams 1992). `old_logprobs` are not read: it has no ratio."""
+    """Return `-A logprobs`, [N, L] (Williams 1992). `old_logprobs` are ignored."""
     check_shapes(mask, logprobs=logprobs, advantages=advantages)
     return -select(advantages, mask).detach() * select(logprobs, mask)
 
@@ -32,7 +32,7 @@ def positive_nll(
 
     VAPO's second term (arXiv:2504.05118, `coef` 0.1), to be added to the aggregated policy loss.
     `positive` [N] bool. `num_tokens` is the number of such tokens in the whole batch of the step, so that
-    microbatches add up; None takes those given here. Without such tokens 0.
+    microbatches add up; None: those of the arguments. 0 without such tokens.
     """
     if positive.shape != mask.shape[:1]:
         raise ValueError(f"positive must be [{mask.shape[0]}], not {list(positive.shape)}")
@@ -41,12 +41,12 @@ def positive_nll(
 
 
 def echo(*, logprobs: Tensor, observations: Tensor, coef: float, num_tokens: int | None = None) -> Tensor:
-    """Return `coef` times the mean of `-logprobs` over observation tokens, []: the only term that trains them.
+    """Return `coef` times the mean of `-logprobs` over observation tokens, [].
 
-    ECHO (arXiv:2605.24517), to be added to the aggregated policy loss. `observations` [N, L] is set on the
-    tokens that the environment wrote (not on prompt or padding); `logprobs` must hold their
+    ECHO (arXiv:2605.24517), to be added to the aggregated policy loss. `observations` [N, L] is set on
+    observation tokens (not on prompt or padding); `logprobs` must contain their
     log-probabilities. `num_tokens` is their number in the whole batch of the step, so that microbatches add
-    up; None takes those given here. Without such tokens 0.
+    up; None: those of the arguments. 0 without such tokens.
     """
     return coef * _mean_nll(logprobs, observations, num_tokens)
 
@@ -55,7 +55,7 @@ def value_loss(*, values: Tensor, old_values: Tensor, returns: Tensor, mask: Ten
     """Return `0.5 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2)`, [N, L].
 
     PPO's clipped value loss as in OpenAI baselines (`ppo2`), TRL and OpenRLHF (`eps` 0.2); verl's default is
-    0.5. `eps` None does not clip. The gradient flows through `values` alone.
+    0.5. `eps` None: no clip. The gradient flows through `values` only.
     """
     check_shapes(mask, values=values, old_values=old_values, returns=returns)
     target = select(returns, mask).detach()
@@ -77,13 +77,13 @@ def distill(
     old_logprobs: Tensor | None = None,
     advantages: Tensor | None = None,
 ) -> Tensor:
-    """Return `ratio stop_grad(logprobs - teacher_logprobs)`, [N, L]: on-policy distillation, the reverse KL as cost.
+    """Return `ratio stop_grad(logprobs - teacher_logprobs)`, [N, L]: on-policy distillation, reverse KL as cost.
 
     `ratio` is `exp(logprobs - old_logprobs)`; without `old_logprobs` its value is 1 and the loss is
     `logprobs - teacher_logprobs`. The gradient is `ratio (logprobs - teacher) d logprobs`, that of the
-    reverse KL at each token; the plain gradient of the difference has expectation 0 and would train nothing.
-    Sources: arXiv:2306.13649 (GKD), https://thinkingmachines.ai/blog/on-policy-distillation. No reward is
-    needed, and `advantages` are not read; the teacher scores the student's own tokens in one forward pass.
+    reverse KL at each token; the gradient of the difference itself has expectation 0.
+    Sources: arXiv:2306.13649 (GKD), https://thinkingmachines.ai/blog/on-policy-distillation. Rewards and
+    `advantages` are not used; the teacher scores the student's tokens in one forward pass.
     """
     check_shapes(mask, logprobs=logprobs, teacher_logprobs=teacher_logprobs)
     old = logprobs.detach() if old_logprobs is None else old_logprobs
@@ -95,7 +95,7 @@ def distill(
 def distill_full(*, logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
     """Return `KL(student || teacher)` over the whole vocabulary at each action token, [N, L].
 
-    `logits`, `teacher_logits` [N, L, V]; column `t` holds the distribution that token `t` was drawn from. Its
+    `logits`, `teacher_logits` [N, L, V]; column `t` is the sampling distribution of token `t`. Its
     gradient has no sampling noise, at the cost of the teacher's logits. arXiv:2306.13649 (GKD).
     """
     if mask.ndim != 2 or logits.shape[:-1] != mask.shape or teacher_logits.shape != logits.shape:

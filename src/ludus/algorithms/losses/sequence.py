@@ -1,7 +1,7 @@
-"""Losses whose ratio belongs to the whole trajectory: the geometric mean of token ratios, or their product.
+"""Losses with a ratio per trajectory: the geometric mean of token ratios, or their product.
 
-`A_i`, the advantage of a trajectory, is the mean of `advantages` over its action tokens: the advantage itself if all
-tokens carry the same. A trajectory without action tokens gets 0.
+`A_i`, the advantage of a trajectory, is the mean of `advantages` over its action tokens: the advantage itself if it
+is equal on all tokens, and 0 without action tokens.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def _trajectory_cut(
     ratio_of: Callable[[Tensor, Tensor, Tensor], Tensor] = sequence_ratio,
     by_token: bool = False,
 ) -> Cut:
-    """Return the tokens cut off by the ratio and the mean advantage of their trajectory.
+    """Return the tokens clipped by the ratio and the mean advantage of their trajectory.
 
-    `by_token`: each token's own advantage.
+    `by_token`: by the advantage of each token instead of the mean.
     """
     ratio = ratio_of(logprobs, old_logprobs, mask)[:, None].expand(mask.shape)
     scores = advantages if by_token else trajectory_mean(advantages, mask)[:, None].expand(mask.shape)
@@ -52,7 +52,7 @@ def _trajectory_cut(
 def _log_ratio_cut(
     *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, eps_low: float, eps_high: float
 ) -> Cut:
-    """Return the tokens cut off by their own log-ratio and advantage."""
+    """Return the tokens clipped by their own log-ratio and advantage."""
     gap = select(logprobs, mask) - select(old_logprobs, mask)
     scores, actions = select(advantages, mask), mask.bool()
     low, high = actions & (scores < 0) & (gap < -eps_low), actions & (scores > 0) & (gap > eps_high)
@@ -104,8 +104,8 @@ def ppo_sequence(
 ) -> Tensor:
     """Return `-min(s A, clip(s, 1 - eps_low, 1 + eps_high) A)` with `s = exp(sum_t (logprobs - old))`, [N].
 
-    PPO with a trajectory as the action, as TRL's RLOO trainer has it (arXiv:2402.14740): the ratio is the
-    product over the tokens, which soon leaves the range if trajectories are long.
+    PPO with a trajectory as the action, as in TRL's RLOO trainer (arXiv:2402.14740): the ratio is the
+    product over the tokens, which exceeds the clip range on long trajectories.
     """
     bounds = ClipRange(eps_low, eps_high)
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
@@ -128,7 +128,7 @@ def gspo_token(
     eps_low: float = 3e-4,
     eps_high: float = 4e-4,
 ) -> Tensor:
-    """Return `gspo` with an advantage per token: the value of `s`, each token's own gradient, [N, L].
+    """Return `gspo` with an advantage per token: the value of `s`, a gradient per token, [N, L].
 
     `s_t = stop_grad(s) exp(logprobs - stop_grad(logprobs))` (arXiv:2507.18071). With one advantage
     per trajectory and the aggregation `seq_mean_token_mean` value and gradient are those of `gspo`.
@@ -137,8 +137,8 @@ def gspo_token(
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     ratio = sequence_ratio(logprobs, old_logprobs, mask).detach()
     own = select(logprobs, mask)
-    carried = ratio[:, None] * (own - own.detach()).exp()
-    return select(bounds.surrogate(carried, select(advantages, mask).detach()), mask)
+    token_ratios = ratio[:, None] * (own - own.detach()).exp()
+    return select(bounds.surrogate(token_ratios, select(advantages, mask).detach()), mask)
 
 
 @LossSpec(
@@ -161,7 +161,7 @@ def gmpo(
 
     Geometric-mean policy optimisation (arXiv:2507.20673, range (exp(-0.4), exp(0.4))); the bounds
     apply to the log-ratio. Each token is clipped before the mean, by the sign of the token's advantage; the
-    leading `A` is the mean over the trajectory. verl applies its PPO range here.
+    leading `A` is the mean over the trajectory. verl uses its PPO clip range.
     """
     if eps_low < 0 or eps_high < 0:
         raise ValueError(f"eps_low and eps_high must not be negative: {eps_low}, {eps_high}")

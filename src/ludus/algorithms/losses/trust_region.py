@@ -1,4 +1,4 @@
-"""Losses that depend on who sampled the token: the engine's policy (`dppo`) or an expert (`mixed_policy`)."""
+"""Losses that depend on the sampling policy of a token: the behaviour policy (`dppo`) or an expert (`mixed_policy`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DIVERGENCES = ("tv", "kl")
 def dppo_blocked(
     logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, bound: float, divergence: str
 ) -> tuple[Tensor, Tensor]:
-    """Return tokens beyond `bound` that a step would move further out, any shape: those with A < 0, with A > 0."""
+    """Return the tokens beyond `bound` whose update would increase the divergence, for A < 0 and A > 0; any shape."""
     measure = binary_tv if divergence == "tv" else binary_kl
     far = measure(logprobs, behavior_logprobs) > bound
     apart = logprobs - behavior_logprobs
@@ -29,7 +29,7 @@ def binary_tv(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
 def binary_kl(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
     """Return `b log(b/p) + (1 - b) log((1 - b)/(1 - p))` with `p, b` the two probabilities, any shape, nats.
 
-    Infinite if the current policy leaves no probability to other tokens and the behaviour policy did.
+    Infinite if other tokens have probability 0 under the current policy but not under the behaviour policy.
     """
     behavior = behavior_logprobs.exp()
     other, behavior_other = _log_complement(logprobs), _log_complement(behavior_logprobs)
@@ -38,7 +38,7 @@ def binary_kl(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
 
 
 def _log_complement(logprobs: Tensor) -> Tensor:
-    """Return `log(1 - exp(x))` for x <= 0 (a rounding error above 0 counts as 0)."""
+    """Return `log(1 - exp(x))` for x <= 0 (rounding errors above 0 count as 0)."""
     below = logprobs.clamp(max=0.0)
     return torch.where(below > -0.6931, torch.log(-torch.expm1(below)), torch.log1p(-below.exp()))
 
@@ -46,7 +46,7 @@ def _log_complement(logprobs: Tensor) -> Tensor:
 def _trust_region_cut(
     *, logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, mask: Tensor, bound: float, divergence: str
 ) -> Cut:
-    """Return the tokens that a step would move further out of the trust region."""
+    """Return the tokens outside the trust region whose update would move them further out."""
     current, behavior, scores = (select(one, mask) for one in (logprobs, behavior_logprobs, advantages))
     low, high = dppo_blocked(current, behavior, scores, bound, divergence)
     return Cut(low, high, torch.zeros_like(low))
@@ -63,7 +63,7 @@ def _own_token_cut(
     dual_clip: float | None = None,
     expert: Tensor | None = None,
 ) -> Cut:
-    """Return the policy's own tokens that the clip cuts off; those of experts are not clipped."""
+    """Return the clipped tokens of the policy; expert tokens are not clipped."""
     own = mask.bool() if expert is None else mask.bool() & ~expert.bool()[:, None]
     return token_cut(
         logprobs=logprobs,
@@ -101,8 +101,8 @@ def dppo(
 
     A token has weight 0 if `A > 0, rho > 1` or `A < 0, rho < 1`, and its divergence passes `bound`: of
     the two distributions "this token or another", `tv` is `|exp(logprobs) - exp(behavior)|`, `kl` is
-    `KL(behavior || current)`. arXiv:2602.04879. Two policies only: `old_logprobs` are not read,
-    and no other correction is allowed. `bound` 0.2 as verl's default; for `kl` it is in nats. verl
+    `KL(behavior || current)`. arXiv:2602.04879. Two policies only: `old_logprobs` are ignored,
+    and no other correction is allowed. `bound` 0.2 as in verl; for `kl` it is in nats. verl
     truncates a detached `rho` at 20 and multiplies `logprobs`, which has the same gradient below 20.
     """
     check_shapes(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages)
@@ -133,20 +133,20 @@ def mixed_policy(
     eps_high: float = 0.2,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Return `ppo_clip` on the policy's own tokens, `-f(p) A` with `f(p) = p / (p + gamma)` on an expert's, [N, L].
+    """Return `ppo_clip` on the policy's own tokens, `-f(p) A` with `f(p) = p / (p + gamma)` on expert tokens, [N, L].
 
-    LUFFY (arXiv:2504.14945, `gamma` 0.1): expert trajectories sit inside the group and share
-    its advantages; the shaping keeps a gradient on tokens that the policy finds unlikely, `gamma p / (p +
-    gamma)^2` times that of `logprobs`. `expert` is [N] or [N, L] bool; `old_logprobs` are not read there.
-    LUFFY's scripts do not clip the own tokens (set `eps_low` and `eps_high` wide).
+    LUFFY (arXiv:2504.14945, `gamma` 0.1): expert trajectories are members of the group and
+    its statistics; the shaping preserves the gradient on unlikely tokens, `gamma p / (p +
+    gamma)^2` times that of `logprobs`. `expert` is [N] or [N, L] bool; `old_logprobs` are ignored there.
+    LUFFY's scripts do not clip on-policy tokens (set `eps_low` and `eps_high` wide).
     """
     if gamma <= 0:
         raise ValueError(f"gamma must be above 0, not {gamma}")
     if expert.shape not in (mask.shape, mask.shape[:1]):
         raise ValueError(f"expert must be [N] or [N, L] for the mask {list(mask.shape)}, not {list(expert.shape)}")
-    foreign = expert.bool()[:, None].expand(mask.shape) if expert.ndim == 1 else expert.bool()
-    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, expert=foreign)
-    own, foreign = mask.bool() & ~foreign, mask.bool() & foreign
+    off_policy = expert.bool()[:, None].expand(mask.shape) if expert.ndim == 1 else expert.bool()
+    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, expert=off_policy)
+    own, off_policy = mask.bool() & ~off_policy, mask.bool() & off_policy
     on_policy = ppo_clip(
         logprobs=logprobs,
         old_logprobs=old_logprobs,
@@ -156,6 +156,6 @@ def mixed_policy(
         eps_high=eps_high,
         dual_clip=dual_clip,
     )
-    probability = select(logprobs, foreign).exp()
+    probability = select(logprobs, off_policy).exp()
     shaped = probability / (probability + gamma)
-    return on_policy - select(shaped * select(advantages, foreign).detach(), foreign)
+    return on_policy - select(shaped * select(advantages, off_policy).detach(), off_policy)

@@ -1,4 +1,4 @@
-"""From a configuration to the algorithm it means, and which parts and settings exclude each other. No torch."""
+"""Resolution of a configuration to an algorithm, and checks for incompatible settings. Imports no torch."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def _presets() -> dict[str, Algorithm]:
 PRESETS: dict[str, Algorithm] = _presets()
 
 TURN_LEVEL = PRESETS["turn_return_hybrid"]
-"""The turn-level algorithm that turn rewards are calibrated for if the run has none."""
+"""Default target of turn-reward calibration, for runs without a turn-level algorithm."""
 
 
 TOP_P = 0.9
-"""`top_variance_fraction` of the filter top_p, unless set (RAGEN-2, arXiv:2604.06268)."""
+"""Default of `top_variance_fraction` for the filter top_p (RAGEN-2, arXiv:2604.06268)."""
 
 
 def resolve(config: AlgorithmConfig) -> Algorithm:
-    """Return the preset with the configured changes. Raises ConfigError for unknown names and contradictions."""
+    """Return the preset with the configured overrides. Raises ConfigError for unknown names and contradictions."""
     _check_name("preset", config.preset, PRESETS)
     preset = PRESETS[config.preset]
     changes = config.model_dump(exclude_none=True, exclude={"preset", "options"})
@@ -74,23 +74,22 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
 
 
 def algorithm_of(config: Config) -> Algorithm:
-    """Return the algorithm of a run: off policy it corrects by truncated importance sampling, unless a correction is
-    set.
+    """Return the algorithm of a run; off policy, the default correction is truncated importance sampling.
 
-    Samples of a server without `rollout.reproducible` count as off policy too, since its numbers differ from the
-    learner's. So do partial rollouts, whose tokens are of several versions. A correction that is set stays, and a loss
-    or an advantage that contains the behaviour ratio gets none. A loss with one term per trajectory gets one weight
-    per trajectory.
+    Samples of an external server without `rollout.reproducible` count as off policy, since its log-probabilities
+    differ from those of the learner; so do partial rollouts, with tokens of several policy versions. A configured
+    correction is unchanged, and a loss or an advantage with the behaviour ratio is not corrected again. If the loss has
+    one term per trajectory, the correction has one weight per trajectory.
     """
     algorithm = resolve(config.algorithm)
     if algorithm.kl_coef == 0 and config.kl_control.kind != "constant":
-        # A KL that comes with the steps has to fit as one from the first step does.
+        # A KL term that starts later must pass the same checks as one from the first step.
         resolve(config.algorithm.model_copy(update={"kl_coef": 1.0}))
     given = config.algorithm.correction is not None
-    own = not config.engine.is_external or config.rollout.reproducible
-    alike = (own or config.training.learner.old_logprobs == "engine") and not config.rollout.partial.is_set
+    exact = not config.engine.is_external or config.rollout.reproducible
+    on_policy = (exact or config.training.learner.old_logprobs == "engine") and not config.rollout.partial.is_set
     if (
-        (not config.training.off_policy and alike)
+        (not config.training.off_policy and on_policy)
         or given
         or algorithm.correction != "none"
         or algorithm.loss_spec.off_policy
@@ -105,12 +104,12 @@ def algorithm_of(config: Config) -> Algorithm:
 
 
 def minibatches_of(config: Config) -> int:
-    """Return the optimizer steps in one pass over a batch: the setting, or the preset's."""
+    """Return the number of optimizer steps per pass over a batch: the setting, else that of the preset."""
     return config.training.minibatches or resolve(config.algorithm).minibatches
 
 
 def _check_options(algorithm: Algorithm, part: Part, name: str) -> None:
-    """Raise ConfigError for an option that the part does not have, or a value that it does not take."""
+    """Raise ConfigError for an unknown option of the part or an invalid value."""
     given, known = algorithm.options_of(part)
     for key, value in given.items():
         if key not in known:
@@ -123,7 +122,7 @@ def _check_options(algorithm: Algorithm, part: Part, name: str) -> None:
 
 
 def _options(given: PartOptionsConfig, preset: Algorithm, algorithm: Algorithm) -> PartOptions:
-    """Return the preset's options with those given; a part that is replaced has none of the preset's."""
+    """Return the options of the preset with overrides; a replaced part does not inherit options."""
     own = preset.options
     return PartOptions(
         advantage=(own.advantage if algorithm.advantage == preset.advantage else {}) | given.advantage,
@@ -135,7 +134,7 @@ def _options(given: PartOptionsConfig, preset: Algorithm, algorithm: Algorithm) 
 
 
 def check_placement(kl: str, placement: str) -> None:
-    """Warn of an estimator that has no effect at its placement; raise ConfigError for unknown names."""
+    """Warn if an estimator has no effect at its placement; raise ConfigError for unknown names."""
     _check_name("kl", kl, KL_NAMES)
     _check_name("kl_placement", placement, PLACEMENTS)
     if kl == "k1" and placement == "loss":
@@ -147,7 +146,7 @@ def check_placement(kl: str, placement: str) -> None:
 
 
 def _contradictions(algorithm: Algorithm) -> Iterator[tuple[bool, str, str]]:
-    """Yield whether two settings contradict each other, the message, and the remedy."""
+    """Yield, for each pair of incompatible settings, whether both are set, the message, and the remedy."""
     loss, advantage, correction = algorithm.loss_spec, algorithm.advantage_spec, algorithm.correction_spec
     by_token = correction.has(Need.LIMITED_RATIO) and algorithm.options.correction.get("level", "token") == "token"
     yield (
@@ -198,18 +197,18 @@ def _contradictions(algorithm: Algorithm) -> Iterator[tuple[bool, str, str]]:
 
 
 Idle = tuple[bool, Mapping[str, object], str]
-"""Whether settings have no effect, those that are set (others are None), and the reason."""
+"""Whether settings have no effect, their configured values (None if unset), and the reason."""
 
 
 def _idle_settings(config: AlgorithmConfig, algorithm: Algorithm) -> Iterator[Idle]:
-    """Yield the settings that have no effect. A coefficient of 0 that is spelled out is allowed."""
+    """Yield settings without effect. An explicit coefficient of 0 is allowed."""
     loss, advantage = algorithm.loss_spec, algorithm.advantage_spec
     clip = {"clip_low": config.clip_low, "clip_high": config.clip_high}
     yield not loss.has(Need.CLIP), clip, f"the loss {algorithm.loss} does not clip"
     dual_clip = {"dual_clip": config.dual_clip}
     yield not loss.has(Need.DUAL_CLIP), dual_clip, f"the loss {algorithm.loss} has no second clip"
     ddof = {"std_ddof": config.std_ddof}
-    yield not advantage.has(Need.STD), ddof, f"the advantage {algorithm.advantage} has no deviation in it"
+    yield not advantage.has(Need.STD), ddof, f"the advantage {algorithm.advantage} has no standard deviation"
     correction = algorithm.correction
     yield correction != "tis", {"tis_cap": config.tis_cap}, f"algorithm.correction is {correction}"
     overlong = {"overlong_measure": config.overlong_measure, "overlong_length": config.overlong_length}
@@ -224,7 +223,7 @@ def _idle_settings(config: AlgorithmConfig, algorithm: Algorithm) -> Iterator[Id
 
 
 def _unread_parts(config: AlgorithmConfig, algorithm: Algorithm) -> Iterator[Idle]:
-    """Yield the parts that the loss or the advantage does not read."""
+    """Yield settings of parts that the loss or the advantage ignores."""
     loss, placement, penalised = algorithm.loss_spec, algorithm.kl_placement, algorithm.kl_coef > 0
     means = loss.per_trajectory and algorithm.entropy_coef == 0 and not (penalised and placement == "loss")
     aggregation = {"aggregation": config.aggregation}
@@ -273,8 +272,8 @@ def _check_name(key: str, value: str, names: Iterable[str]) -> None:
 def check_corrections(algorithm: Algorithm) -> None:
     """Raise ConfigError if two of the chosen parts contain the ratio to the behaviour policy.
 
-    Two such ratios weigh the same gap between engine and learner twice. A correction that only removes
-    tokens goes with each.
+    Two such ratios correct the same mismatch between engine and learner twice. A correction that only removes
+    tokens is compatible with each of them.
     """
     specs = {
         algorithm.correction: algorithm.correction_spec,
@@ -291,7 +290,7 @@ def check_corrections(algorithm: Algorithm) -> None:
 
 
 def check_together(algorithm: Algorithm) -> None:
-    """Raise ConfigError for options that contradict each other or the size of the groups."""
+    """Raise ConfigError for options that are incompatible with each other or with the group size."""
     for part, options, known in (
         ("loss", algorithm.options.loss, algorithm.loss_spec.options),
         ("correction", algorithm.options.correction, algorithm.correction_spec.options),
@@ -299,8 +298,8 @@ def check_together(algorithm: Algorithm) -> None:
         if options.get("measure", "ratio") != "ratio":
             if "low" in options:
                 raise ConfigError(
-                    f"algorithm.options.{part}.low bounds ratios; with measure {options['measure']} there is"
-                    " high alone."
+                    f"algorithm.options.{part}.low bounds ratios; with measure {options['measure']} only"
+                    " high has an effect."
                 )
         elif "low" in options or "high" in options:
             upper, high = "high", options.get("high", known["high"].default if "high" in known else None)
@@ -321,7 +320,7 @@ def check_together(algorithm: Algorithm) -> None:
 
 
 def check_observations(algorithm: Algorithm, mask_observations: bool) -> None:
-    """Raise ConfigError if observations would train twice: by the term echo, and as actions."""
+    """Raise ConfigError if observations would be trained on twice: by the term echo and as actions."""
     if not mask_observations and algorithm.number("terms", "echo") > 0:
         raise ConfigError(
             "training.mask_observations = false trains observations already, and so does algorithm.options.terms.echo.",
@@ -330,9 +329,7 @@ def check_observations(algorithm: Algorithm, mask_observations: bool) -> None:
 
 
 def check_binary_rewards(algorithm: Algorithm, settings: RewardsConfig, parts: Sequence[Reward]) -> None:
-    """Raise ConfigError if the advantage takes rewards of 0 and 1 alone and the settings make others of the
-    `parts` that train.
-    """
+    """Raise ConfigError if the advantage requires rewards of 0 and 1 and the settings or `parts` allow other values."""
     if not algorithm.advantage_spec.has(Need.BINARY_REWARDS):
         return
     for what, remedy in _not_binary(settings, parts):
@@ -343,7 +340,7 @@ def check_binary_rewards(algorithm: Algorithm, settings: RewardsConfig, parts: S
 
 
 def _not_binary(settings: RewardsConfig, parts: Sequence[Reward]) -> Iterator[tuple[str, str]]:
-    """Yield what turns outcomes of 0 and 1 into other rewards, and how to prevent it."""
+    """Yield the causes of rewards other than 0 and 1, each with its remedy."""
     for part in parts:
         start = settings.weights.get(part.name, part.weight)
         wanted = (0.0, 1.0) if part.outcome else (0.0,)
