@@ -25,7 +25,7 @@ from chat_families import (
 )
 from ludus.chat.conformance import ProbeDialogue, check_conformance, probe_dialogues
 from ludus.chat.parse_tags import RETOOL
-from ludus.chat.render import _MARK, TemplateRenderer, control_ids, make_guard, render_dialogue
+from ludus.chat.render import _MARKER, TemplateRenderer, control_ids, make_guard, render_dialogue
 from ludus.chat.tags import TagsRenderer
 from ludus.chat.tokenizer import chat_template, train_tokenizer
 from ludus.config.sections.rollout import EnvConfig
@@ -165,7 +165,7 @@ def test_qwen3_writes_an_empty_thought_in_the_last_turn_only():
 def test_llama3_lacks_parallel_calls_and_thinking_beside_calls():
     renderer = TemplateRenderer(byte_level(LLAMA3, LLAMA3_SPECIAL))
     assert renderer.tokenizer.decode(renderer.stop_token_ids) == "<|eot_id|>"
-    assert faults(renderer, "parallel calls") == {(0, "The chat template refuses the dialogue: only single tool-calls")}
+    assert faults(renderer, "parallel calls") == {(0, "The chat template rejects the dialogue: only single tool-calls")}
     lost = "the template leaves out the thinking of this turn"
     assert faults(renderer, "thinking") == {(0, lost), (1, lost)}
     assert faults(renderer) == faults(renderer, "parallel calls") | faults(renderer, "thinking")
@@ -225,7 +225,7 @@ def test_a_template_that_does_not_continue_its_generation_prompt_is_reported_not
     renderer = TemplateRenderer(byte_level(template))
     (fault,) = faults(renderer, "one call")
     assert fault[0] == 0
-    assert fault[1].startswith("The chat template does not continue its own generation prompt")
+    assert fault[1].startswith("The chat template does not continue the generation prompt")
     with pytest.raises(UserError, match="generation prompt"):
         renderer.action([user("q")], says("a"), ())
 
@@ -279,7 +279,7 @@ def test_conformance_reports_tool_output_that_becomes_special_tokens():
 
 
 def test_a_tool_may_say_what_the_renderer_marks_turns_with():
-    assert OWN.decode(RENDERER.observation([tool_says(f"a {_MARK} b")])).count(f"a {_MARK} b") == 1
+    assert OWN.decode(RENDERER.observation([tool_says(f"a {_MARKER} b")])).count(f"a {_MARKER} b") == 1
 
 
 def test_users_make_no_special_token_but_may_write_marks():
