@@ -280,7 +280,7 @@ def test_lines_that_are_no_json_or_too_large_numbers_are_refused(tmp_path):
 
 def test_a_damaged_or_missing_file_says_so(tmp_path):
     path = tmp_path / "x.jsonl.gz"
-    with pytest.raises(UserError, match="no rollouts at"):
+    with pytest.raises(UserError, match="does not exist"):
         list(read_rollouts(path))
     rng = random.Random(0)
     records = [replace(RECORD, reason=str(rng.random()), step=i) for i in range(500)]
