@@ -25,7 +25,7 @@ from chat_families import (
 )
 from ludus.chat.conformance import ProbeDialogue, check_conformance, probe_dialogues
 from ludus.chat.parse_tags import RETOOL
-from ludus.chat.render import _MARK, TemplateRenderer, control_ids, make_guard, render_dialogue
+from ludus.chat.render import _MARKER, TemplateRenderer, control_ids, make_guard, render_dialogue
 from ludus.chat.tags import TagsRenderer
 from ludus.chat.tokenizer import chat_template, train_tokenizer
 from ludus.config.sections.rollout import EnvConfig
@@ -158,15 +158,15 @@ def test_qwen3_drops_thinking_when_the_user_goes_on():
 def test_qwen3_writes_an_empty_thought_in_the_last_turn_only():
     renderer = TemplateRenderer(byte_level(QWEN3))
     (failure,) = [f for f in check_conformance(renderer).failures if f.dialogue == "one call"]
-    assert (failure.turn, failure.what) == (0, "the template writes this turn otherwise once later messages follow")
+    assert (failure.turn, failure.what) == (0, "the template renders this turn differently if later messages follow")
     assert failure.got.startswith("<think>\n\n</think>")
 
 
 def test_llama3_lacks_parallel_calls_and_thinking_beside_calls():
     renderer = TemplateRenderer(byte_level(LLAMA3, LLAMA3_SPECIAL))
     assert renderer.tokenizer.decode(renderer.stop_token_ids) == "<|eot_id|>"
-    assert faults(renderer, "parallel calls") == {(0, "The chat template refuses the dialogue: only single tool-calls")}
-    lost = "the template leaves out the thinking of this turn"
+    assert faults(renderer, "parallel calls") == {(0, "The chat template rejects the dialogue: only single tool-calls")}
+    lost = "the template omits the thinking of this turn"
     assert faults(renderer, "thinking") == {(0, lost), (1, lost)}
     assert faults(renderer) == faults(renderer, "parallel calls") | faults(renderer, "thinking")
 
@@ -182,8 +182,8 @@ def test_thinking_is_written_as_text_where_a_template_with_tools_knows_none():
 def test_mistral_moves_the_tools_and_its_calls_are_not_read(make):
     renderer = TemplateRenderer(make(MISTRAL, MISTRAL_SPECIAL))
     assert renderer.tokenizer.decode(renderer.stop_token_ids) == "</s>"
-    assert (0, "the parser does not read the calls of this turn back") in faults(renderer, "one call")
-    assert (0, "the template writes the prompt otherwise once later messages follow") in faults(
+    assert (0, "the parser does not recover the calls of this turn") in faults(renderer, "one call")
+    assert (0, "the template renders the prompt differently if later messages follow") in faults(
         renderer, "chat after tools"
     )
     assert faults(renderer, "chat without tools") == set()
@@ -192,7 +192,7 @@ def test_mistral_moves_the_tools_and_its_calls_are_not_read(make):
 def test_arguments_in_another_order_are_reported():
     template = chat_template().replace("function.arguments | tojson", "function.arguments | dictsort | tojson")
     renderer = TemplateRenderer(byte_level(template))
-    assert {what for _, what in faults(renderer)} == {"the parser does not read the calls of this turn back"}
+    assert {what for _, what in faults(renderer)} == {"the parser does not recover the calls of this turn"}
     ordered = chat_template().replace("function.arguments | tojson", "dict(function.arguments | dictsort) | tojson")
     renderer = TemplateRenderer(byte_level(ordered))
     assert faults(renderer, "one call") == {(0, "the template rewrites the arguments of this turn's calls")}
@@ -205,7 +205,7 @@ def test_an_observation_that_depends_on_earlier_messages_is_reported():
     report = check_conformance(TemplateRenderer(byte_level(template)))
     failure = next(f for f in report.failures if f.dialogue == "two calls in a row")
     assert failure.turn == 0
-    assert failure.what == "the template writes the messages after this turn otherwise in the whole dialogue"
+    assert failure.what == "the template renders the messages after this turn differently in the whole dialogue"
     assert (failure.expected[0], failure.got[0]) == ("4", "3")
 
 
@@ -216,7 +216,7 @@ def test_a_tokenizer_that_joins_over_the_end_of_turn_is_reported():
     tokenizer.chat_template = template
     renderer = TemplateRenderer(tokenizer)
     assert tokenizer.decode(renderer.stop_token_ids) == "##"
-    assert (0, "the tokenizer splits the whole text at other places than its pieces") in faults(renderer)
+    assert (0, "tokenizing the whole text differs from tokenizing its pieces") in faults(renderer)
 
 
 def test_a_template_that_does_not_continue_its_generation_prompt_is_reported_not_raised():
@@ -225,7 +225,7 @@ def test_a_template_that_does_not_continue_its_generation_prompt_is_reported_not
     renderer = TemplateRenderer(byte_level(template))
     (fault,) = faults(renderer, "one call")
     assert fault[0] == 0
-    assert fault[1].startswith("The chat template does not continue its own generation prompt")
+    assert fault[1].startswith("The chat template does not continue the generation prompt")
     with pytest.raises(UserError, match="generation prompt"):
         renderer.action([user("q")], says("a"), ())
 
@@ -273,13 +273,13 @@ def test_conformance_reports_tool_output_that_becomes_special_tokens():
     renderer = TemplateRenderer(byte_level())
     object.__setattr__(renderer, "guard", replace(renderer.guard, _all=re.compile("(?!)")))
     failures = check_conformance(renderer).failures
-    (found,) = [f for f in failures if f.what == "text of a user or a tool becomes special tokens"]
+    (found,) = [f for f in failures if f.what == "text of a user or tool message is encoded as special tokens"]
     assert (found.dialogue, found.turn) == ("hostile output", 0)
     assert found.got.count("<|im_end|>") > found.expected.count("<|im_end|>") == 1
 
 
 def test_a_tool_may_say_what_the_renderer_marks_turns_with():
-    assert OWN.decode(RENDERER.observation([tool_says(f"a {_MARK} b")])).count(f"a {_MARK} b") == 1
+    assert OWN.decode(RENDERER.observation([tool_says(f"a {_MARKER} b")])).count(f"a {_MARKER} b") == 1
 
 
 def test_users_make_no_special_token_but_may_write_marks():

@@ -220,7 +220,7 @@ def test_after_the_last_retry_the_servers_own_words_are_the_error():
 
 @pytest.mark.parametrize(
     ("status", "words"),
-    [(404, "does not serve the model 'm'"), (401, "refuses the API key for the model 'm'"), (403, "refuses")],
+    [(404, "does not serve the model 'm'"), (401, "rejects the API key for the model 'm'"), (403, "rejects")],
 )
 def test_wrong_model_or_key_is_the_users_to_mend(status, words):
     failed, server = fails([Reply(error("no such thing"), status)], UserError, api_key="sk-secret")
@@ -336,7 +336,7 @@ def test_nobody_listens():
         async with OpenAIClient(where, sleep=no_sleep(waits)) as endpoint:
             await endpoint.chat(task().prompt, (), PARAMS, 0)
 
-    with pytest.raises(EngineError, match=r"did not answer \(3 attempts\): ConnectError") as caught:
+    with pytest.raises(EngineError, match=r"did not respond \(3 attempts\): ConnectError") as caught:
         asyncio.run(run())
     assert url in str(caught.value)
     assert len(waits) == 2
@@ -463,7 +463,7 @@ def test_the_token_budget_is_kept_by_the_servers_count(replies, budget, stop, as
 def test_nonsense_is_an_engine_error_with_an_excerpt(body):
     failed, server = fails([Reply(body)])
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    assert "not a chat completion" in str(failed)
+    assert "invalid chat completion" in str(failed)
     assert (raw[:20].decode("utf-8", "replace") or "an empty body") in str(failed)
     assert server.url in str(failed)
     assert len(str(failed)) < 600
@@ -633,7 +633,7 @@ def test_settings_that_cannot_work_are_refused(url, options):
 def test_an_unknown_parser_is_refused_and_the_key_is_not_shown():
     where = OpenAIClientSettings("http://h/v1", "m", "sk-secret")
     assert "sk-secret" not in repr(OpenAIClient(where))
-    with pytest.raises(ConfigError, match="no tool parser 'xml'"):
+    with pytest.raises(ConfigError, match="tool parser 'xml'"):
         endpoint_chat_factory(OpenAIClient(where), RolloutConfig(), SamplingPlan("eval", 0.0, 0), "xml")
 
 

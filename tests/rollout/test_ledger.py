@@ -151,7 +151,7 @@ def test_a_clock_that_fired_is_flagged_for_good():
 def test_counts_that_cannot_be_true_are_refused():
     with pytest.raises(AccountingError, match="1 rollouts started and 2 ended"):
         LedgerCounts(step=0, started=1, trained=2, by_reason={"trained/kept": 2})
-    with pytest.raises(AccountingError, match="1 rollouts are trained, and reasons are given for 0"):
+    with pytest.raises(AccountingError, match="1 rollouts are trained, and 0 have a reason"):
         LedgerCounts(step=0, started=1, trained=1)
     with pytest.raises(AccountingError, match="belongs to no outcome"):
         LedgerCounts(step=0, started=1, by_reason={"lost/somewhere": 1})

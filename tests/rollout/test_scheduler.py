@@ -234,7 +234,7 @@ def test_too_many_failures_end_the_run(rate, num_broken, aborts):
         return
     with pytest.raises(WorldError) as failure:
         run(scheduler, make_requests(num_requests))
-    assert f"{num_broken} of {num_requests} episodes failed for good" in str(failure.value)
+    assert f"{num_broken} of {num_requests} episodes failed permanently" in str(failure.value)
     assert "The environment's start raised RuntimeError: it broke" in str(failure.value)
     assert "max_failure_rate" in str(failure.value)
 
@@ -524,7 +524,7 @@ class Partial(RecordingEngine):
 
 def test_an_engine_that_answers_too_few_fails_the_round_and_leaves_nobody_waiting():
     scheduler = make_scheduler(Partial(), WatchedWorld(), SchedulerLimits(3, 0, 0.0), lockstep=True)
-    with pytest.raises(EngineError, match="answered 2 of 3 requests"):
+    with pytest.raises(EngineError, match="returned 2 completions for 3 requests"):
         run(scheduler, make_requests(3))
 
 

@@ -237,14 +237,14 @@ def _edited(tmp_path, change):
         (lambda d: d.pop("outcome"), "RolloutRecord: outcome"),
         (lambda d: d.update(outcome="lost"), "lost"),
         (lambda d: d["trajectory"].update(truth=4), "Trajectory: truth"),
-        (lambda d: d["trajectory"].update(rewards=[1.0]), "object is expected, there is a list"),
+        (lambda d: d["trajectory"].update(rewards=[1.0]), "expected a JSON object, got list"),
         (lambda d: d["trajectory"].update(reward=math.nan), "NaN"),
         (lambda d: d["trajectory"].update(reward="1"), "'1' is not a number"),
         (lambda d: d["trajectory"]["segments"][0].update(kind="thought"), "thought"),
         (lambda d: d["trajectory"]["segments"][0].update(tokens=[1.5]), "1.5 is not a whole number"),
         (lambda d: d["trajectory"]["messages"].append({"role": "user"}), "role and content"),
         (lambda d: d["trajectory"].update(reward=10**400), "not a finite number"),
-        (lambda d: segment(d, 0).update(tokens=[1, -1]), "segments[0] holds -1, which is not a token id"),
+        (lambda d: segment(d, 0).update(tokens=[1, -1]), "segments[0] contains -1, which is not a token id"),
         (lambda d: segment(d, 1).update(tokens=[10**30, 8]), "which is not a token id"),
         (lambda d: segment(d, 1)["logprobs"].pop(), "segments[1] has 2 tokens and 1 of logprobs"),
         (lambda d: segment(d, 1)["versions"].append(5), "segments[1] has 2 tokens and 3 of versions"),
@@ -254,7 +254,7 @@ def _edited(tmp_path, change):
         (lambda d: segment(d, 3).update(parent=3), "segments[3] continues segments[3]"),
         (lambda d: segment(d, 1).update(parent=99), "segments[1] continues segments[99]"),
         (lambda d: segment(d, 1).update(parent=-2), "segments[1] continues segments[-2]"),
-        (lambda d: d["trajectory"].update(leaf_rewards=[1.0]), "length 1, and the number of leaves is 2"),
+        (lambda d: d["trajectory"].update(leaf_rewards=[1.0]), "length 1, expected the number of leaves 2"),
     ],
 )
 def test_a_broken_line_names_file_line_and_complaint(tmp_path, change, complaint):
@@ -280,7 +280,7 @@ def test_lines_that_are_no_json_or_too_large_numbers_are_refused(tmp_path):
 
 def test_a_damaged_or_missing_file_says_so(tmp_path):
     path = tmp_path / "x.jsonl.gz"
-    with pytest.raises(UserError, match="no rollouts at"):
+    with pytest.raises(UserError, match="does not exist"):
         list(read_rollouts(path))
     rng = random.Random(0)
     records = [replace(RECORD, reason=str(rng.random()), step=i) for i in range(500)]

@@ -275,7 +275,7 @@ def test_a_server_that_died_is_started_again_by_the_next_call():
 
 def test_a_call_in_which_the_server_dies_is_a_fault_of_the_infrastructure():
     made = small()
-    with pytest.raises(ToolFault, match=r"The tool die failed: The MCP server .* broke off"):
+    with pytest.raises(ToolFault, match=r"The tool die failed: The MCP server .* failed"):
         say(made, "die")
     assert made.starts == 1
     assert say(made, "echo", text="again") == (ToolStatus.OK, "again")

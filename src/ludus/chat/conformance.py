@@ -1,10 +1,10 @@
 """Check that a chat template only appends, for any tokenizer with a template.
 
-A rollout never renders a dialogue twice: it appends sampled tokens and the deltas of the environment's
-messages. A deployed model renders the whole dialogue with the template at every turn. Both agree if the
-template only appends, and if the tokenizer splits a text at the same places as its pieces. Many templates do
-not, for example because they drop the thinking of earlier turns. Training is still exact, since it uses the
-sampled tokens; but in deployment the model sees other tokens than in training, from the reported turn on.
+A rollout renders each message once: it appends sampled tokens and the deltas of the environment's messages.
+A deployed model renders the whole dialogue with the template at every turn. Both agree if the template only
+appends and if tokenizing the whole text equals tokenizing its pieces. Many templates do not append, for example
+because they drop the thinking of earlier turns. Training is still exact, since it uses the sampled tokens, but
+in deployment the model is conditioned on other tokens than in training from the reported turn on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EXCERPT = 60
 
 @dataclass(frozen=True, slots=True)
 class ProbeDialogue:
-    """A test dialogue that ends with an assistant message."""
+    """Test dialogue that ends with an assistant message."""
 
     name: str
     messages: tuple[Message, ...]
@@ -33,7 +33,7 @@ class ProbeDialogue:
 
 @dataclass(frozen=True, slots=True)
 class ConformanceFailure:
-    """One disagreement: dialogue, assistant turn (from 0), description, and both texts.
+    """Difference: dialogue, assistant turn (from 0), description, and both texts.
 
     A prompt belongs to turn 0, an observation to the turn before it.
     """
@@ -65,8 +65,8 @@ def check_conformance(
 
     For each dialogue: prompt, actions and deltas, joined, are the tokens of the whole rendered dialogue, up
     to the text after the last end of turn; each action contains the end-of-turn token once, at its end, and
-    parses to its message; user and tool messages produce no special token. A template that refuses a dialogue
-    is a failure in the report, not an error.
+    parses to its message; user and tool messages produce no special token. If the template rejects a
+    dialogue, the report contains a failure; no error is raised.
     """
     probes = probe_dialogues() if dialogues is None else tuple(dialogues)
     failures = tuple(failure for probe in probes for failure in _check(renderer, probe))
@@ -78,7 +78,7 @@ def _check(renderer: TemplateRenderer, probe: ProbeDialogue) -> Iterator[Conform
         segments = render_dialogue(renderer, probe.messages, probe.tools)
         whole = renderer.text(probe.messages, probe.tools, generate=False)
     except UserError as error:
-        yield ConformanceFailure(probe.name, _refused_at(renderer, probe), error.message)
+        yield ConformanceFailure(probe.name, _first_rejected_turn(renderer, probe), error.message)
         return
     if difference := _difference(renderer, probe, segments, whole):
         yield difference
@@ -86,9 +86,9 @@ def _check(renderer: TemplateRenderer, probe: ProbeDialogue) -> Iterator[Conform
     yield from _check_control(renderer, probe, segments)
 
 
-def _refused_at(renderer: TemplateRenderer, probe: ProbeDialogue) -> int:
-    """Return the first assistant turn up to which the dialogue cannot be rendered."""
-    turns = _assistant_at(probe.messages)
+def _first_rejected_turn(renderer: TemplateRenderer, probe: ProbeDialogue) -> int:
+    """Return the first assistant turn at which rendering fails."""
+    turns = _assistant_indices(probe.messages)
     for turn, at in enumerate(turns):
         try:
             render_dialogue(renderer, probe.messages[: at + 1], probe.tools)
@@ -101,38 +101,38 @@ def _refused_at(renderer: TemplateRenderer, probe: ProbeDialogue) -> int:
 def _difference(
     renderer: TemplateRenderer, probe: ProbeDialogue, segments: Sequence[Segment], whole: str
 ) -> ConformanceFailure | None:
-    """Return the first position where the segments differ from the whole text's tokens, and why."""
+    """Return the first difference between the segments and the whole text's tokens, with its reason."""
     expected = renderer.tokenizer.encode(whole, add_special_tokens=False)
     got = [token for segment in segments for token in segment.tokens]
-    same = _common(expected, got)
-    if same == len(got):
+    prefix = _common_prefix_length(expected, got)
+    if prefix == len(got):
         return None
-    segment = _segment_at(segments, same)
+    segment = _segment_at(segments, prefix)
     decode = renderer.tokenizer.decode
-    if _text_is_same(renderer, whole, got):
-        what = "the tokenizer splits the whole text at other places than its pieces"
+    if _is_same_text(renderer, whole, got):
+        what = "tokenizing the whole text differs from tokenizing its pieces"
     else:
         what = _reason(renderer, probe, segment, whole)
     return ConformanceFailure(
         probe.name,
         segment.turn,
         what,
-        decode(expected[same : same + _EXCERPT])[:_EXCERPT],
-        decode(got[same : same + _EXCERPT])[:_EXCERPT],
+        decode(expected[prefix : prefix + _EXCERPT])[:_EXCERPT],
+        decode(got[prefix : prefix + _EXCERPT])[:_EXCERPT],
     )
 
 
-def _text_is_same(renderer: TemplateRenderer, whole: str, got: Sequence[int]) -> bool:
+def _is_same_text(renderer: TemplateRenderer, whole: str, got: Sequence[int]) -> bool:
     decode, encode = renderer.tokenizer.decode, renderer.tokenizer.encode
     return decode(encode(whole, add_special_tokens=False)).startswith(decode(got))
 
 
 def _reason(renderer: TemplateRenderer, probe: ProbeDialogue, segment: Segment, whole: str) -> str:
     if segment.kind == "prompt":
-        return "the template writes the prompt otherwise once later messages follow"
+        return "the template renders the prompt differently if later messages follow"
     if segment.kind == "observation":
-        return "the template writes the messages after this turn otherwise in the whole dialogue"
-    at = _assistant_at(probe.messages)[segment.turn]
+        return "the template renders the messages after this turn differently in the whole dialogue"
+    at = _assistant_indices(probe.messages)[segment.turn]
     message = probe.messages[at]
     alone = renderer.text(probe.messages[: at + 1], probe.tools, generate=False)
     if _is_dropped(message.get("reasoning_content", ""), alone, whole):
@@ -142,7 +142,7 @@ def _reason(renderer: TemplateRenderer, probe: ProbeDialogue, segment: Segment, 
         return "the template drops the tool calls of earlier turns"
     if _is_dropped(message["content"], alone, whole):
         return "the template drops the text of earlier turns"
-    return "the template writes this turn otherwise once later messages follow"
+    return "the template renders this turn differently if later messages follow"
 
 
 def _is_dropped(part: str, alone: str, whole: str) -> bool:
@@ -161,7 +161,7 @@ def _check_actions(
             what = "the turn does not end with the end-of-turn token"
             yield ConformanceFailure(probe.name, segment.turn, what)
         elif segment.tokens.count(end) > 1:
-            what = "the end-of-turn token stands inside the turn"
+            what = "the end-of-turn token occurs inside the turn"
             yield ConformanceFailure(probe.name, segment.turn, what)
         if unread := _find_unparsed(renderer, message, segment):
             yield ConformanceFailure(probe.name, segment.turn, *unread)
@@ -170,29 +170,29 @@ def _check_actions(
 def _find_unparsed(renderer: TemplateRenderer, message: Message, segment: Segment) -> tuple[str, str, str] | None:
     text = decode_exactly(renderer.tokenizer, segment.tokens)
     read = renderer.parse(segment.tokens, segment.turn, "stop").message
-    thought, content = message.get("reasoning_content", ""), message["content"].strip()
+    thinking, content = message.get("reasoning_content", ""), message["content"].strip()
     calls, read_calls = _normalise_calls(message), _normalise_calls(read)
-    if thought != read.get("reasoning_content", ""):
-        what = _fault("thinking", left_out=thought not in text)
-        return what, thought[:_EXCERPT], read.get("reasoning_content", "")[:_EXCERPT]
+    if thinking != read.get("reasoning_content", ""):
+        what = _parse_failure("thinking", omitted=thinking not in text)
+        return what, thinking[:_EXCERPT], read.get("reasoning_content", "")[:_EXCERPT]
     if calls != read_calls:
-        what = _fault("calls", left_out=any(name not in text for name, _ in calls))
+        what = _parse_failure("calls", omitted=any(name not in text for name, _ in calls))
         if [name for name, _ in calls] == [name for name, _ in read_calls]:
             what = "the template rewrites the arguments of this turn's calls"
         return what, str(calls)[:_EXCERPT], str(read_calls)[:_EXCERPT]
     if content != read["content"]:
-        return _fault("text", left_out=content not in text), content[:_EXCERPT], read["content"][:_EXCERPT]
+        return _parse_failure("text", omitted=content not in text), content[:_EXCERPT], read["content"][:_EXCERPT]
     return None
 
 
-def _fault(part: str, *, left_out: bool) -> str:
-    if left_out:
-        return f"the template leaves out the {part} of this turn"
-    return f"the parser does not read the {part} of this turn back"
+def _parse_failure(part: str, *, omitted: bool) -> str:
+    if omitted:
+        return f"the template omits the {part} of this turn"
+    return f"the parser does not recover the {part} of this turn"
 
 
 def _normalise_calls(message: Message) -> list[tuple[str, str]]:
-    """Return names and arguments of the calls, the latter as normalized JSON in their order."""
+    """Return names and arguments (normalized JSON) of the calls in order."""
     functions = [call["function"] for call in message.get("tool_calls", [])]
     return [(f["name"], json.dumps(json.loads(f["arguments"]), ensure_ascii=False)) for f in functions]
 
@@ -200,30 +200,30 @@ def _normalise_calls(message: Message) -> list[tuple[str, str]]:
 def _check_control(
     renderer: TemplateRenderer, probe: ProbeDialogue, segments: Sequence[Segment]
 ) -> Iterator[ConformanceFailure]:
-    """Check that special tokens equal those of the same dialogue with harmless user and tool messages."""
+    """Check that special tokens equal those of the dialogue with neutral user and tool messages."""
     control = control_ids(renderer.tokenizer)
-    harmless = tuple(_harmless(message) for message in probe.messages)
-    for segment, plain in zip(segments, render_dialogue(renderer, harmless, probe.tools), strict=True):
+    neutral = tuple(_neutral(message) for message in probe.messages)
+    for segment, plain in zip(segments, render_dialogue(renderer, neutral, probe.tools), strict=True):
         expected = [token for token in plain.tokens if token in control]
         got = [token for token in segment.tokens if token in control]
         if segment.kind != "action" and expected != got:
             yield ConformanceFailure(
                 probe.name,
                 segment.turn,
-                "text of a user or a tool becomes special tokens",
+                "text of a user or tool message is encoded as special tokens",
                 renderer.tokenizer.decode(expected)[:_EXCERPT],
                 renderer.tokenizer.decode(got)[:_EXCERPT],
             )
 
 
-def _harmless(message: Message) -> Message:
+def _neutral(message: Message) -> Message:
     plain = message.copy()
     if message["role"] in ("user", "tool"):
         plain["content"] = "x"
     return plain
 
 
-def _assistant_at(messages: Sequence[Message]) -> list[int]:
+def _assistant_indices(messages: Sequence[Message]) -> list[int]:
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 
 
@@ -235,7 +235,7 @@ def _segment_at(segments: Sequence[Segment], position: int) -> Segment:
     return segments[-1]
 
 
-def _common(left: Sequence[int], right: Sequence[int]) -> int:
+def _common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
     pairs = zip(left, right, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 

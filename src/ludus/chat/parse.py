@@ -3,17 +3,16 @@
 A parser takes the decoded text of one action, without the end-of-turn token, and returns an `Action`. Rules
 for all parsers:
 
-- A parser never raises. A malformed call becomes a `CallError` whose reason tells the model what to write
-  instead.
-- Calls and errors share one count, in the order of the text: ids are `call_{turn}_{index}`.
-- `message["content"]` is the text outside the well-formed calls, stripped. A malformed call stays in it, so
-  that the transcript shows what the model wrote.
-- Thinking goes to `message["reasoning_content"]`; calls inside it are ignored (see `split_thinking`).
+- A parser never raises. A malformed call becomes a `CallError` whose reason describes the correct form.
+- Calls and errors are numbered together, in the order of the text: ids are `call_{turn}_{index}`.
+- `message["content"]` is the text outside the well-formed calls, stripped. Malformed calls stay in it, so
+  that the transcript is complete.
+- Thinking is stored in `message["reasoning_content"]`; calls inside it are ignored (see `split_thinking`).
 - Arguments are plain JSON: finite numbers, no lone surrogates, at most `MAX_DEPTH` levels. Their text in the
-  message keeps Unicode unescaped and parses back to the same values.
+  message has unescaped Unicode and parses to the same values.
 - Empty text yields an action with empty content, without calls or errors.
 
-A new format needs one file with a parser and one line in `PARSERS`.
+To add a format, add a parser and a line in `PARSERS`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _LLAMA3_MARKS = ("<|python_tag|>", '"parameters":')
 
 
 class ToolCallParser(Protocol):
-    """Parses the tool calls in one action's text. Never raises."""
+    """Parser of the tool calls in the text of an action. Never raises."""
 
     @property
     def name(self) -> str: ...

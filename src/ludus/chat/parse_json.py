@@ -1,4 +1,4 @@
-"""Tool calls written as JSON, by Hermes and Llama 3, and the parts that all parsers share."""
+"""Parsers of tool calls in JSON (Hermes and Llama 3), and the parts shared by all parsers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 GUIDES_EXIST = "They support templates with the call format of Hermes, Qwen2.5 and Qwen3."
-"""Hint of every refusal."""
+"""Hint of errors about unsupported guides."""
 JSON_STYLE: dict[str, dict[str, JSON]] = {
     "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 }
-"""Whitespace as in `json.dumps`: if the model could choose it, it might never end."""
+"""Whitespace as in `json.dumps`: unrestricted whitespace could be sampled endlessly."""
 
 _FENCE = re.compile(r"```(?:[\w-]*(?=[\s{\[]))?(.*)```", re.DOTALL)
 _SNIPPET_CHARS = 20
@@ -33,7 +33,7 @@ _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean",
 
 
 class Malformed(ValueError):
-    """A malformed call. `reason` is a sentence that the model can act on. Never leaves a parser."""
+    """Malformed call. `reason` is a sentence for the model. Parsers catch it."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -42,7 +42,7 @@ class Malformed(ValueError):
 
 @dataclass
 class ParsedDraft:
-    """An action under construction. Calls and errors are numbered in the order of addition."""
+    """Action under construction. Calls and errors are numbered in the order of addition."""
 
     turn: int
     calls: list[ToolCall] = field(default_factory=list)
@@ -59,7 +59,7 @@ class ParsedDraft:
         self.calls.append(ToolCall(self._next_id(), name, arguments))
 
     def add_error(self, text: str, reason: str, content: str | None = None) -> None:
-        """Add a malformed call; its text, or `content` instead, stays in the content."""
+        """Add a malformed call, and its text or `content` to the content."""
         self.errors.append(CallError(self._next_id(), text, reason))
         self.add_text(text if content is None else content)
 
@@ -86,10 +86,10 @@ def tool_call(call_id: str, name: str, arguments: str) -> MessageToolCall:
 def split_thinking(text: str, inside_call: Callable[[int], bool]) -> tuple[str | None, str]:
     """Return the thinking (None if there is none) and the text after it.
 
-    `<think>...</think>` at the start is thinking, and so is an adjacent second block; without `</think>`
-    everything is. If the generation prompt has opened `<think>`, the text starts inside: a `</think>` without
-    a preceding `<think>` ends thinking that began with the text, unless `inside_call` returns that its offset
-    belongs to a call's arguments. A `<think>` after other text is ordinary text.
+    A `<think>...</think>` block at the start is thinking, as are blocks directly after it; an unclosed block
+    extends to the end. If the generation prompt contains `<think>`, the text starts inside the block: a `</think>`
+    without a preceding `<think>` then ends it, unless `inside_call` returns True for its offset (the arguments of a
+    call). A `<think>` after other text is ordinary text.
     """
     thoughts: list[str] = []
     rest = text
@@ -106,7 +106,7 @@ def split_thinking(text: str, inside_call: Callable[[int], bool]) -> tuple[str |
 def parse_whole(text: str, turn: int, fill: Callable[[ParsedDraft, str], None]) -> Action:
     """Parse a format in which calls make up the whole text after the thinking.
 
-    A text that consists of calls contains no thinking, so arguments may contain `</think>`.
+    If the whole text parses as calls, it has no thinking, so arguments may contain `</think>`.
     """
     whole = ParsedDraft(turn)
     fill(whole, text)
@@ -121,14 +121,14 @@ def parse_whole(text: str, turn: int, fill: Callable[[ParsedDraft, str], None]) 
 
 
 def unfence(text: str) -> str:
-    """Return the inside of a Markdown fence around the whole text, or the stripped text."""
+    """Return the content of a Markdown fence around the whole text, or the stripped text."""
     stripped = text.strip()
     fenced = _FENCE.fullmatch(stripped)
     return fenced[1].strip() if fenced else stripped
 
 
 def deeper_than(value: object, limit: int) -> bool:
-    """Return whether lists and dicts in `value` nest in more than `limit` levels."""
+    """Return whether lists and dicts in `value` are nested in more than `limit` levels."""
     level = [value]
     for _ in range(limit + 1):
         lists = [node.values() if isinstance(node, dict) else node for node in level if isinstance(node, dict | list)]
@@ -160,8 +160,8 @@ def skip_blanks(text: str, start: int) -> int:
 def decode_prefix(text: str, start: int = 0) -> tuple[object, int]:
     """Decode the JSON value at `start`, skipping blanks; return it and the offset after it.
 
-    The last value of a repeated key wins. Raises Malformed for broken JSON, NaN and infinities, numbers
-    beyond a float, and too many digits or levels.
+    The last value of a repeated key wins. Raises Malformed for invalid JSON, NaN and infinities, numbers
+    beyond the range of floats, and too many digits or levels.
     """
     begin = skip_blanks(text, start)
     try:
@@ -212,7 +212,7 @@ def call_of(value: object, key: str) -> tuple[str, dict[str, JSON]]:
     return name, check_plain(cast("dict[str, JSON]", arguments))
 
 
-def _refuse_constant(word: str) -> NoReturn:
+def _reject_constant(word: str) -> NoReturn:
     raise Malformed(f"{word} is not JSON. Write a finite number, a string or null.")
 
 
@@ -223,7 +223,7 @@ def _finite(digits: str) -> float:
     return number
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+_DECODER = json.JSONDecoder(parse_constant=_reject_constant, parse_float=_finite)
 
 
 def _reason(error: json.JSONDecodeError, begin: int) -> str:
@@ -263,15 +263,15 @@ _UNTAGGED = f"The call has no tags. Write it between {CALL_OPEN} and {CALL_CLOSE
 
 @dataclass(frozen=True, slots=True)
 class HermesParser:
-    """Parses any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+    """Parser of any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
     Also accepts `parameters` for `arguments`, arguments as JSON text, no arguments, a Markdown fence around
-    the JSON, and an unclosed tag with complete JSON at the end of the text (the stop token often comes
-    first). Tags inside JSON strings belong to the string. Text around the calls is content.
+    the JSON, and an unclosed tag with complete JSON at the end of the text (models often stop
+    before the closing tag). Tags inside JSON strings belong to the string. Text around the calls is content.
 
-    Errors: broken JSON, JSON that is not a call, nested tags (one error, up to the tag that closes the outer
-    one or the end), a lone closing tag (its text reaches back to the previous call), and a text that is a
-    call without tags.
+    Errors: invalid JSON, JSON that is not a call, nested tags (one error, up to the tag that closes the outer
+    one or the end), a lone closing tag (the text of the error starts at the previous call), and a call without
+    tags as the whole text.
     """
 
     name: str = "hermes"
@@ -359,7 +359,7 @@ _TEXT = r"TEXT: /(.|\n)+/ & ~/(.|\n)*(<tool_call>|<\/tool_call>)(.|\n)*/"
 
 
 class AddedVocabulary(Protocol):
-    """The part of a tokenizer that lists its added tokens."""
+    """Tokenizer method that returns the added tokens."""
 
     def get_added_vocab(self) -> dict[str, int]: ...
 
@@ -367,8 +367,8 @@ class AddedVocabulary(Protocol):
 def hermes_guide(tools: Sequence[ToolSchema], tokenizer: AddedVocabulary) -> Guide:
     """Return a grammar of free text with any number of Hermes calls of the given tools.
 
-    Arguments must match the tool's schema. For guided sampling only: it changes the sampled distribution, so
-    do not use it in training.
+    Arguments must match the tool's schema. For guided sampling only: do not use it in training, since it
+    changes the sampled distribution.
     """
     opening, closing = (_terminal(tag, tokenizer) for tag in (CALL_OPEN, CALL_CLOSE))
     calls = " | ".join(f"call_{i}" for i in range(len(tools)))
@@ -403,13 +403,13 @@ _NOTHING = f"Nothing follows {PYTHON_TAG}. Write a JSON object with name and par
 
 @dataclass(frozen=True, slots=True)
 class Llama3Parser:
-    """Parses `{"name": ..., "parameters": {...}}` as the whole text, or several separated by `;`.
+    """Parser of `{"name": ..., "parameters": {...}}` as the whole text, or several separated by `;`.
 
-    `<|python_tag|>` may come first, also after other text; calls must follow it. Also accepts `arguments` for
+    `<|python_tag|>` may precede the calls, also after other text. Also accepts `arguments` for
     `parameters`, a `type` key, no parameters, and a Markdown fence around the whole.
 
     Without the tag, JSON without parameters or arguments is content, unless it has only a name and possibly a
-    type. Text that follows a call without `;` is one error, to the end; so is a call after other text.
+    type. Text after a call without `;` is one error up to the end; so is a call after other text.
     """
 
     name: str = "llama3"

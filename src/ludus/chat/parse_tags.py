@@ -12,16 +12,16 @@ from ludus.chat.parse_json import THINK_CLOSE, THINK_OPEN, ParsedDraft, split_th
 from ludus.types import Action
 
 ANSWER = "answer"
-"""Tag of the answer in every protocol."""
+"""Tag of the answer in all protocols."""
 _TO_ANSWER = f"To answer, I write the answer between <{ANSWER}> and </{ANSWER}>."
 
 
 @dataclass(frozen=True, slots=True)
 class TagProtocol:
-    """A call is the text between the tags `call`: the `argument` of the `tool`, named `label` to the model.
+    """Protocol in which a call is the `argument` of the `tool`, written between the tags `call`.
 
-    Results are returned between the tags `result`. If it `is_program`, leading blanks of its first line are
-    kept, and a Markdown fence around it is removed.
+    Results are returned between the tags `result`; error messages refer to the argument as `label`. If it
+    `is_program`, its first line keeps its indentation, and a Markdown fence around it is removed.
     """
 
     name: str
@@ -57,10 +57,10 @@ RETOOL = TagProtocol(
 
 @dataclass(frozen=True, slots=True)
 class TagsParser:
-    """Parses, for example, `<search>query</search>` as a call and `<answer>text</answer>` as the answer.
+    """Parser of, for example, `<search>query</search>` as a call and `<answer>text</answer>` as the answer.
 
     After the thinking, only the first complete pair of tags counts, as in Search-R1. The content of an answer
-    is the text between its tags. The engine stops at closing tags and keeps them, so an unclosed tag is an
+    is the text between its tags. Closing tags are stop strings included in the text, so an unclosed tag is an
     error, as are a text without a pair and an empty call. An empty answer has empty content and is not an
     error.
     """

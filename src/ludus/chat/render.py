@@ -1,9 +1,9 @@
 """Render messages to tokens: the renderer protocol, and the renderer of chat templates.
 
-Only three things are tokenized: the prompt, the environment's messages, and (for supervised training)
-demonstrations. Sampled tokens are kept and never rendered again; observations are appended as *deltas*, the
-exact tokens that the template puts between the end of one assistant turn and the beginning of the next.
-Control strings in user and tool messages are broken (`ControlGuard`).
+Only the prompt, the environment's messages and (for supervised training) demonstrations are tokenized.
+Sampled tokens are never rendered again; observations are appended as *deltas*, the exact tokens that the
+template inserts between the end of one assistant turn and the beginning of the next. Control strings in user
+and tool messages are broken (`ControlGuard`).
 """
 
 from __future__ import annotations
@@ -23,24 +23,28 @@ from ludus.errors import UserError
 from ludus.tools.base import Tool, ToolSchema
 from ludus.types import Action, FinishReason, Guide, Message, Segment
 
-_MARK = "zqxMARKxqz"
-_ASK: list[dict[str, str]] = [{"role": "user", "content": "q"}]
-_SAY: dict[str, str] = {"role": "assistant", "content": "s"}
-_PROBE: ToolSchema = {
+_MARKER = "zqxMARKxqz"
+_USER: list[dict[str, str]] = [{"role": "user", "content": "q"}]
+_ASSISTANT: dict[str, str] = {"role": "assistant", "content": "s"}
+_TOOL_PROBE: ToolSchema = {
     "type": "function",
-    "function": {"name": _MARK, "description": "d", "parameters": {"type": "object", "properties": {}, "required": []}},
+    "function": {
+        "name": _MARKER,
+        "description": "d",
+        "parameters": {"type": "object", "properties": {}, "required": []},
+    },
 }
 
 
 class AddedToken(Protocol):
-    """A token matched before all others; `str` returns its text."""
+    """Added token of a tokenizer; `str` returns its text."""
 
     @property
     def special(self) -> bool: ...
 
 
 class Tokenizer(Protocol):
-    """The methods that the chat layer needs of a Hugging Face tokenizer."""
+    """Methods of Hugging Face tokenizers used by the chat layer."""
 
     chat_template: Any
 
@@ -59,7 +63,7 @@ class Tokenizer(Protocol):
 
 
 def decode_exactly(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special: bool = False) -> str:
-    """Decode tokens without cleaning up spaces."""
+    """Return the text of tokens, without cleaning up spaces."""
     return tokenizer.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
 
 
@@ -77,7 +81,7 @@ class Renderer(Protocol):
         ...
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
-        """Return the tokens of the prompt, up to where the model starts to write."""
+        """Return the tokens of the prompt, including the generation prompt."""
         ...
 
     def parse(self, tokens: Sequence[int], turn: int, finish_reason: FinishReason) -> Action:
@@ -93,7 +97,7 @@ class Renderer(Protocol):
         ...
 
     def guide(self, tools: Sequence[Tool]) -> Guide:
-        """Return a guide that makes all calls executable. Raises UserError if unsupported."""
+        """Return a guide that permits only valid calls. Raises UserError if unsupported."""
         ...
 
 
@@ -119,11 +123,11 @@ def render_dialogue(renderer: Renderer, messages: Sequence[Message], tools: Sequ
 class TemplateRenderer:
     """Renders with the model's chat template.
 
-    `parser` names the tool-call format; `auto` detects it from the template. Features that the template lacks
-    are written as text: tools and call instructions into the system message, thinking into the content, the
-    system message into the first user message.
+    `parser` names the tool-call format; `auto` detects it from the template. Features that the template
+    does not support are rendered as text: tools and call instructions in the system message, thinking in the
+    content, the system message in the first user message.
 
-    Raises `UserError` if there is no template, if it refuses a dialogue, or if it puts no end on a turn.
+    Raises `UserError` if there is no template, if it rejects a dialogue, or if turns have no end token.
     """
 
     tokenizer: Tokenizer
@@ -134,7 +138,7 @@ class TemplateRenderer:
     guard: ControlGuard = field(init=False, repr=False)
     _parse: ToolCallParser = field(init=False, repr=False)
     _end: tuple[str, int] = field(init=False, repr=False)
-    _in_context: bool = field(init=False, repr=False)
+    _needs_context: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         template = self.tokenizer.chat_template
@@ -144,15 +148,17 @@ class TemplateRenderer:
                 "Use a chat model, or set env.rendering to 'tags' for a base model.",
             )
         name = detect(str(template)) if self.parser == "auto" else self.parser
-        object.__setattr__(self, "native_tools", self._shows(_ASK, tools=[_PROBE]))
-        object.__setattr__(self, "native_thinking", self._shows([*_ASK, {**_SAY, "reasoning_content": _MARK}]))
-        object.__setattr__(self, "native_system", self._shows([{"role": "system", "content": _MARK}, *_ASK]))
+        object.__setattr__(self, "native_tools", self._renders(_USER, tools=[_TOOL_PROBE]))
+        object.__setattr__(
+            self, "native_thinking", self._renders([*_USER, {**_ASSISTANT, "reasoning_content": _MARKER}])
+        )
+        object.__setattr__(self, "native_system", self._renders([{"role": "system", "content": _MARKER}, *_USER]))
         object.__setattr__(self, "guard", make_guard(self.tokenizer, str(template)))
         object.__setattr__(self, "_parse", PARSERS[name if self.native_tools else "hermes"])
         object.__setattr__(self, "_end", self._find_end())
         bare = self._encode("q")
         in_context = any(self._encode_after(before, "q") != bare for before in (self._end[0], "q\n"))
-        object.__setattr__(self, "_in_context", in_context)
+        object.__setattr__(self, "_needs_context", in_context)
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -171,7 +177,7 @@ class TemplateRenderer:
     def guide(self, tools: Sequence[Tool]) -> Guide:
         """Return `hermes_guide`. Raises UserError for other call formats."""
         if self._parse.name != "hermes":
-            raise UserError(f"The format {self._parse.name} has no guided tool calls.", GUIDES_EXIST)
+            raise UserError(f"The format {self._parse.name} does not support guided tool calls.", GUIDES_EXIST)
         return hermes_guide([tool.schema for tool in tools], self.tokenizer)
 
     def parse(self, tokens: Sequence[int], turn: int, finish_reason: FinishReason) -> Action:
@@ -186,9 +192,9 @@ class TemplateRenderer:
     def observation(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Return the tokens after an assistant turn: its tail, the messages, the generation prompt."""
         opening: list[Message] = [Message(role="user", content="q")]
-        marked = Message(role="assistant", content=_MARK)
+        marked = Message(role="assistant", content=_MARKER)
         delta = self._cut_after_turn(self.text([*opening, marked, *messages], (), generate=True))
-        return self._encode_after(self._end[0], delta) if self._in_context else self._encode(delta)
+        return self._encode_after(self._end[0], delta) if self._needs_context else self._encode(delta)
 
     def action(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> tuple[int, ...]:
         """Render the assistant turn that follows `history`, with the end-of-turn token."""
@@ -196,16 +202,16 @@ class TemplateRenderer:
         whole = self.text([*history, message], tools, generate=False)
         if not whole.startswith(before):
             appends = whole.startswith(self.text(history, tools, generate=False))
-            fault = "its own generation prompt" if appends else "the dialogue so far, but rewrites it"
+            part = "the generation prompt" if appends else "the dialogue so far, but rewrites it"
             raise UserError(
-                f"The chat template does not continue {fault}, when it renders an assistant turn.",
+                f"The chat template does not continue {part} when it renders an assistant turn.",
                 "Choose another template, or train without demonstrations.",
             )
         added = whole[len(before) :]
         self._check_no_end_token(message)
         end = added.find(self._end[0])
         added = added[: end + len(self._end[0])] if end >= 0 else added
-        return self._encode_after(before, added) if self._in_context else self._encode(added)
+        return self._encode_after(before, added) if self._needs_context else self._encode(added)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, generate: bool) -> str:
         """Return the template's text of a whole dialogue."""
@@ -230,23 +236,23 @@ class TemplateRenderer:
             )
         except (TemplateError, TypeError) as error:
             raise UserError(
-                f"The chat template refuses the dialogue: {error}",
+                f"The chat template rejects the dialogue: {error}",
                 "Check it with ludus.chat.conformance, or set env.rendering to 'tags'.",
             ) from error
 
-    def _shows(self, conversation: Sequence[Mapping[str, object]], tools: Sequence[ToolSchema] = ()) -> bool:
+    def _renders(self, conversation: Sequence[Mapping[str, object]], tools: Sequence[ToolSchema] = ()) -> bool:
         try:
-            return _MARK in self._apply(conversation, tools, generate=conversation[-1]["role"] == "user")
+            return _MARKER in self._apply(conversation, tools, generate=conversation[-1]["role"] == "user")
         except UserError:
             return False
 
     def _find_end(self) -> tuple[str, int]:
-        """Return text and id of the token that ends an assistant turn: the first special one after its text."""
-        text = self._apply([*_ASK, {**_SAY, "content": _MARK}], generate=False)
+        """Return text and id of the end-of-turn token: the first special token after an assistant's text."""
+        text = self._apply([*_USER, {**_ASSISTANT, "content": _MARKER}], generate=False)
         ids = self._encode(_cut_after_mark(text))
         if not ids:
             raise UserError(
-                "The chat template puts nothing after an assistant message, so turns have no end.",
+                "The chat template appends nothing to an assistant message, so turns have no end token.",
                 "Set env.rendering to 'tags', or fix the template.",
             )
         special = control_ids(self.tokenizer)
@@ -276,13 +282,13 @@ class TemplateRenderer:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _encode_after(self, context: str, text: str) -> tuple[int, ...]:
-        """Tokenize `text` as it follows `context`, for tokenizers that mark the start of a text."""
+        """Tokenize `text` in the context of a preceding text, for tokenizers that mark the start of a text."""
         head, both = self._encode(context), self._encode(context + text)
         return both[len(head) :] if both[: len(head)] == head else self._encode(text)
 
 
 def _cut_after_mark(text: str) -> str:
-    _, mark, after = text.partition(_MARK)
+    _, mark, after = text.partition(_MARKER)
     if not mark:
         raise UserError(
             "The chat template omits the text of an assistant message.",
@@ -292,7 +298,7 @@ def _cut_after_mark(text: str) -> str:
 
 
 def _to_template(message: Message) -> dict[str, Any]:
-    """Convert a message for chat templates: tool-call arguments become objects."""
+    """Return the message for chat templates, with tool-call arguments as objects."""
     prepared: dict[str, Any] = dict(message)
     if message.get("tool_calls"):
         prepared["tool_calls"] = [
@@ -307,7 +313,7 @@ def _to_template(message: Message) -> dict[str, Any]:
 
 
 def _write_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
-    """Prepare messages for a template without tool support: tools are written as text."""
+    """Return the messages with tools and calls as text, for templates without tool support."""
     prepared: list[Message] = []
     for i, message in enumerate(messages):
         if message["role"] == "tool" and i and messages[i - 1]["role"] == "tool":
@@ -371,16 +377,15 @@ _BREAKS = ("\u200b", "\u2060", " ", "\ufffd")
 class ControlGuard:
     """Breaks strings in user and tool messages that the tokenizer would encode as control tokens.
 
-    A tokenizer encodes the string `<|im_end|>` as the end-of-turn token anywhere, also in tool output: the
-    author of a fetched page could end the tool's turn and speak as the user. A zero-width character in such
-    strings keeps their look but makes them ordinary text. The prompt, the deltas and whole dialogues use the
-    same broken messages, so that they agree.
+    A tokenizer encodes the string `<|im_end|>` as the end-of-turn token anywhere, also in tool output, so a
+    fetched page could end the tool's turn and inject a user message. A zero-width character inside such strings
+    makes them ordinary text with the same appearance. The prompt, the deltas and whole dialogues use the same
+    broken messages, so that they agree.
 
     - In `user` and `tool` messages every special token of the tokenizer is broken.
     - In `tool` messages also protocol marks are broken: non-special tokens that occur in the template
-      (`<tool_call>`, `<think>`), and the tags around tool output. Users may write these, as in instructions.
-    - `system` and `assistant` messages are unchanged: the environment's author wrote the former, and sampled
-      text is kept as tokens.
+      (`<tool_call>`, `<think>`), and the tags around tool output. Users may write these, for example in instructions.
+    - `system` and `assistant` messages are unchanged: the former are trusted, and the latter are sampled tokens.
     """
 
     special: tuple[str, ...]
@@ -392,7 +397,7 @@ class ControlGuard:
     _all: re.Pattern[str]
 
     def message(self, message: Message) -> Message:
-        """Return the message, safe to render with a template."""
+        """Return the message with broken control strings."""
         if message["role"] not in ("user", "tool"):
             return message
         safe = message.copy()
@@ -400,7 +405,7 @@ class ControlGuard:
         return safe
 
     def text(self, text: str, *, from_tool: bool) -> str:
-        """Return the text without control strings. Repeats, since breaking one may uncover another."""
+        """Return the text with broken control strings. Repeated, since a break may form another one."""
         pattern = self._all if from_tool else self._special
         while pattern.search(text):
             text = pattern.sub(lambda match: _break(match.group(), self._breaker), text)
@@ -415,7 +420,7 @@ def control_ids(tokenizer: Tokenizer) -> frozenset[int]:
 def make_guard(tokenizer: Tokenizer, template: str = "", wrappers: Sequence[str] = WRAPPERS) -> ControlGuard:
     """Create the guard for a tokenizer, its Jinja chat template and the tags around tool output.
 
-    Raises `UserError` if no break prevents this tokenizer from producing special tokens from text.
+    Raises `UserError` if no break prevents the tokenizer from encoding text as special tokens.
     """
     added = list(tokenizer.added_tokens_decoder.values())
     special = tuple(str(token) for token in added if token.special)
@@ -436,7 +441,7 @@ def _choose_breaker(tokenizer: Tokenizer, strings: Sequence[str]) -> str:
         if not contained and control.isdisjoint(tokenizer.encode(text, add_special_tokens=False)):
             return breaker
     raise UserError(
-        "The tokenizer produces special tokens from ordinary text, so tool output could end a turn.",
+        "The tokenizer encodes ordinary text as special tokens, so tool output could end a turn.",
         "Check the special tokens in its tokenizer_config.json.",
     )
 

@@ -30,7 +30,7 @@ from ludus.tools.base import Tool
 from ludus.types import JSON, Action, FinishReason, Guide, Message
 
 _TO_ANSWER = "Give the answer inside <answer> and </answer>."
-_HOW: Mapping[str, str] = {
+_INSTRUCTIONS: Mapping[str, str] = {
     SEARCH_R1.name: (
         "Think inside <think> and </think>. To look something up, write <search> query </search>; what is "
         f"found comes back inside <information> and </information>. {_TO_ANSWER}"
@@ -46,7 +46,7 @@ PROTOCOLS: Mapping[str, TagProtocol] = {"tags": SEARCH_R1, "code": RETOOL}
 
 @dataclass(frozen=True)
 class TagsRenderer:
-    """Renders with a protocol's tags; stop strings end an action."""
+    """Renderer of a tag protocol; stop strings end an action."""
 
     tokenizer: Tokenizer
     protocol: TagProtocol = SEARCH_R1
@@ -59,7 +59,7 @@ class TagsRenderer:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Closing tags of a call and of the answer."""
+        """The closing tags of a call and of the answer."""
         return (f"</{self.protocol.call}>", f"</{ANSWER}>")
 
     @property
@@ -69,18 +69,18 @@ class TagsRenderer:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
         """Render instructions and question as plain text."""
-        known = self.protocol.tool
-        if tools and known not in {tool.name for tool in tools}:
+        supported = self.protocol.tool
+        if tools and supported not in {tool.name for tool in tools}:
             raise ConfigError(
-                f"The tags protocol supports only the tool {known}, which this world does not have.",
+                f"The tags protocol supports only the tool {supported}, which this world does not have.",
                 "Set env.rendering to 'chat'.",
             )
-        how = _HOW[self.protocol.name] if tools else _TO_ANSWER
+        instructions = _INSTRUCTIONS[self.protocol.name] if tools else _TO_ANSWER
         text = "\n".join(self.guard.message(message)["content"] for message in messages)
-        return tuple(self.tokenizer.encode(f"{how}\n{text}\n", add_special_tokens=True))
+        return tuple(self.tokenizer.encode(f"{instructions}\n{text}\n", add_special_tokens=True))
 
     def guide(self, tools: Sequence[Tool]) -> Guide:
-        """Raise UserError: tags hold free text, which needs no guide."""
+        """Raise UserError: tags contain free text, so no guide is supported."""
         raise UserError("The tags protocol does not support guided tool calls.", GUIDES_EXIST)
 
     def parse(self, tokens: Sequence[int], turn: int, finish_reason: FinishReason) -> Action:
@@ -90,7 +90,7 @@ class TagsRenderer:
         return Action(parsed.message, parsed.calls, parsed.errors, finish_reason)
 
     def observation(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Render tool output in result tags, and user messages as they are."""
+        """Render tool output in result tags, and user messages unchanged."""
         result = self.protocol.result
         texts = [
             f"<{result}>{message['content']}</{result}>" if message["role"] == "tool" else message["content"]
@@ -99,7 +99,7 @@ class TagsRenderer:
         return tuple(self.tokenizer.encode("\n" + "\n".join(texts) + "\n", add_special_tokens=False))
 
     def action(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> tuple[int, ...]:
-        """Render thought and call, or the answer. Only the protocol's argument of the call is written.
+        """Render thinking and call, or the answer. Only the protocol's argument of the call is rendered.
 
         Raises `UserError` for several calls in one turn, and for a call that contains its closing tag.
         """
@@ -120,11 +120,11 @@ class TagsRenderer:
         return tuple(self.tokenizer.encode(opening + text, add_special_tokens=False))
 
     def _call(self, arguments: Mapping[str, JSON]) -> str:
-        tag, given = self.protocol.call, str(arguments[self.protocol.argument])
-        if f"</{tag}>" in given:
+        tag, argument = self.protocol.call, str(arguments[self.protocol.argument])
+        if f"</{tag}>" in argument:
             raise UserError(
                 f"A call contains </{tag}>, which ends it in the tags protocol.",
                 "Set env.rendering to 'chat', or remove the dialogue.",
             )
         around = "\n" if self.protocol.is_program else ""
-        return f"<{tag}>{around}{given}{around}</{tag}>"
+        return f"<{tag}>{around}{argument}{around}</{tag}>"

@@ -9,16 +9,15 @@ from typing import Any
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-"""Separate tokens that stay visible in decoded text."""
-
+"""Added tokens that are not special, so that decoded text contains them."""
 
 ROLES = ("system", "user", "assistant", "tool", "Tools")
-"""Words of the template, which occur in every dialogue but in no message."""
+"""Words of the template that occur in every dialogue but in no message."""
 
 PATTERN = r" ?\p{Ll}+|\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s"
-"""Pre-tokenization pattern. A space belongs to a following lower-case word or punctuation mark and otherwise
-stands alone. So a name or number has the same tokens after a space, in quotes and at the start of an answer,
-and can be copied token by token."""
+"""Pre-tokenization pattern. A space is joined with a following lower-case word or punctuation mark and
+otherwise separate, so that a name or number has the same tokens after a space, in quotes and at the start of an
+answer, and can be copied token by token."""
 
 
 def chat_template() -> str:

@@ -1,13 +1,13 @@
 """One episode: a chat session with the policy, alternating with an environment.
 
 `EngineChatSession` works on exact tokens: it appends sampled ids and rendered deltas, and never re-tokenizes
-text. `run_episode` alternates actions and environment steps until a stop reason, and returns a `Trajectory`, scored
-or to be scored by a reward executor, whatever the model and its tools do.
+text. `run_episode` alternates actions and environment steps until a stop reason and returns a scored `Trajectory`;
+`run_unscored` leaves scoring to a reward executor.
 
 Each environment call times out after `environment_timeout_s` (unless it blocks the event loop or ignores
-cancellation); waiting for a sandbox session does not count. Raises `WorldError` or `EngineError` for infrastructure
-failures only, never because of model output. Always closes session and environment, also on cancellation; `start`,
-`step` and `close` run in one asyncio task.
+cancellation), excluding the wait for a sandbox session. Raises `WorldError` or `EngineError` for infrastructure
+failures only, never because of model output. Session and environment are always closed, also on cancellation;
+`start`, `step` and `close` run in one asyncio task.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from ludus.types import (
 
 T = TypeVar("T")
 EPISODE_TIMEOUT: ContextVar[PausableTimeout | None] = ContextVar("ludus-episode-timeout", default=None)
-"""Timeout of the current episode, which pauses while the episode waits for a later step's budget."""
+"""Timeout of the current episode; paused while the episode waits for the budget of a later step."""
 _NOT_RENDERED = "The environment's messages cannot be rendered:"
 
 
@@ -65,7 +65,7 @@ class EpisodeLimits:
 
 
 @dataclass
-class _Record:
+class _EpisodeRecord:
     messages: list[Message] = field(default_factory=list)
     outcomes: list[ToolOutcome] = field(default_factory=list)
     turn_rewards: list[float | None] = field(default_factory=list)
@@ -112,7 +112,7 @@ async def run_unscored(
     task: Task, sample: int, environment: Environment, chat: ChatSession, limits: EpisodeLimits
 ) -> Trajectory:
     """Run one episode to its end without scoring, except for turn rewards."""
-    record = _Record()
+    record = _EpisodeRecord()
     begin = time.perf_counter()
     try:
         stop = await _run_within_timeout(task, environment, chat, limits, record)
@@ -120,7 +120,7 @@ async def run_unscored(
         try:
             await _close(environment, chat, limits)
         except LudusError as second:
-            error.add_note(f"Closing failed as well: {second}")
+            error.add_note(f"Closing also failed: {second}")
         raise
     await _close(environment, chat, limits)
     segments = chat.segments
@@ -141,7 +141,7 @@ async def run_unscored(
 
 
 async def _run_within_timeout(
-    task: Task, environment: Environment, chat: ChatSession, limits: EpisodeLimits, record: _Record
+    task: Task, environment: Environment, chat: ChatSession, limits: EpisodeLimits, record: _EpisodeRecord
 ) -> StopReason:
     try:
         async with asyncio.timeout(limits.timeout_s) as deadline:
@@ -159,15 +159,15 @@ async def _run_within_timeout(
 
 
 async def _run_turns(
-    task: Task, environment: Environment, chat: ChatSession, limits: EpisodeLimits, record: _Record
+    task: Task, environment: Environment, chat: ChatSession, limits: EpisodeLimits, record: _EpisodeRecord
 ) -> StopReason:
-    record.messages += await _world("start", lambda: environment.start(task), list, limits)
+    record.messages += await _call_environment("start", lambda: environment.start(task), list, limits)
     record.shown = tuple(record.messages)
     with _world_errors(_NOT_RENDERED):
         stop = chat.open(record.messages, environment.tools)
     turn = 0
     while stop is None:
-        record.anchors.append(await _anchor(environment, record, limits))
+        record.anchors.append(await _state_hash(environment, record, limits))
         action = await _timed_act(chat, record)
         if isinstance(action, StopReason):
             return action
@@ -177,7 +177,7 @@ async def _run_turns(
         if not (action.calls or action.errors or action.message["content"].strip()):
             return StopReason.EMPTY_ANSWER
         begin = time.perf_counter()
-        result = await _world("step", partial(environment.step, action), StepResult, limits)
+        result = await _call_environment("step", partial(environment.step, action), StepResult, limits)
         record.tools_s += time.perf_counter() - begin
         turn += 1
         stop = _stop_after(result, turn, limits, record)
@@ -187,7 +187,7 @@ async def _run_turns(
     return stop
 
 
-def _stop_after(result: StepResult, turn: int, limits: EpisodeLimits, record: _Record) -> StopReason | None:
+def _stop_after(result: StepResult, turn: int, limits: EpisodeLimits, record: _EpisodeRecord) -> StopReason | None:
     if result.reward is not None and not math.isfinite(result.reward):
         raise WorldError(f"The environment's step returned the reward {result.reward}.")
     record.messages += result.messages
@@ -203,21 +203,21 @@ def _stop_after(result: StepResult, turn: int, limits: EpisodeLimits, record: _R
     return StopReason.MAX_TURNS if turn >= limits.max_turns else None
 
 
-async def _anchor(environment: Environment, record: _Record, limits: EpisodeLimits) -> str:
+async def _state_hash(environment: Environment, record: _EpisodeRecord, limits: EpisodeLimits) -> str:
     """Return a hash of the environment's state, or of its last messages if it has no state key."""
     if environment.implements("state_key"):
 
         async def read() -> str:
             return environment.state_key()
 
-        state = await _world("state_key", read, str, limits)
+        state = await _call_environment("state_key", read, str, limits)
     else:
         shown = [[m["role"], m.get("name", ""), m.get("content", "")] for m in record.shown]
         state = json.dumps(shown, default=str)
     return hashlib.blake2b(state.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-async def _timed_act(chat: ChatSession, record: _Record) -> Action | StopReason:
+async def _timed_act(chat: ChatSession, record: _EpisodeRecord) -> Action | StopReason:
     begin = time.perf_counter()
     try:
         return await chat.act()
@@ -229,7 +229,7 @@ async def _timed_act(chat: ChatSession, record: _Record) -> Action | StopReason:
         record.model_s += time.perf_counter() - begin
 
 
-async def _world(what: str, call: Callable[[], Awaitable[T]], expected: type[T], limits: EpisodeLimits) -> T:
+async def _call_environment(what: str, call: Callable[[], Awaitable[T]], expected: type[T], limits: EpisodeLimits) -> T:
     """Call the environment; its errors become WorldError with the original message."""
     try:
         async with call_timeout(limits.environment_timeout_s) as deadline:
@@ -256,16 +256,16 @@ async def _close(environment: Environment, chat: ChatSession, limits: EpisodeLim
     try:
         chat.close()
     finally:
-        await _world("close", environment.close, object, limits)
+        await _call_environment("close", environment.close, object, limits)
 
 
 def _turn_rewards(given: Sequence[float | None]) -> tuple[float, ...]:
-    """Return one reward per step, 0 where missing; empty if there are none."""
+    """Return one reward per step, 0 if missing; empty if no step has a reward."""
     return tuple(r or 0.0 for r in given) if any(r is not None for r in given) else ()
 
 
 def scored(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Trajectory:
-    """Return the trajectory with its rewards. Raises WorldError for an error of a reward, which never counts as 0."""
+    """Return the trajectory with its rewards. Raises WorldError if a reward raises; errors never count as 0."""
     with _world_errors(f"A reward of task {task.id} raised"):
         return score(rewards, task, trajectory)
 
@@ -273,7 +273,7 @@ def scored(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Tra
 def score_turns(verifier: TurnVerifier, task: Task, trajectory: Trajectory) -> tuple[float, ...]:
     """Return a turn verifier's result (`turn_shares`); empty for a branching trajectory.
 
-    Raises WorldError with its error.
+    Raises WorldError if the verifier raises.
     """
     if len(trajectory.rows) > 1:
         return ()
@@ -282,7 +282,7 @@ def score_turns(verifier: TurnVerifier, task: Task, trajectory: Trajectory) -> t
 
 
 NOTHING = Completion((), (), (), "abort")
-"""Part of an action that has not started."""
+"""Empty part, at the start of an action."""
 
 
 class ChatSession(Protocol):
@@ -298,7 +298,7 @@ class ChatSession(Protocol):
         ...
 
     async def act(self) -> Action | StopReason:
-        """Sample a turn. Returns a stop reason if there was no room to finish it."""
+        """Sample a turn. Returns a stop reason if the token budget is exhausted."""
         ...
 
     def observe(self, messages: Sequence[Message]) -> StopReason | None:
@@ -319,12 +319,12 @@ class Grant:
 
     @property
     def left_s(self) -> float | None:
-        """Return the seconds left, at least 0."""
+        """The seconds until the deadline, at least 0."""
         return None if self.until is None else max(0.0, self.until - time.monotonic())
 
     @property
     def is_over(self) -> bool:
-        """Return whether the deadline has passed."""
+        """Whether the deadline has passed."""
         return self.left_s == 0.0
 
 
@@ -332,7 +332,7 @@ class Allowance(Protocol):
     """Share of a step's budget that an episode may use."""
 
     async def granted(self) -> Grant:
-        """Return the grant, waiting until it is not empty."""
+        """Wait until the grant is not empty and return it."""
         ...
 
     def spend(self, tokens: int) -> None:
@@ -351,11 +351,11 @@ class EngineChatSession:
     """Token-level dialogue with an engine.
 
     `max_tokens` and the engine's context bound the whole trajectory. `seed` and the turn determine the
-    randomness of an action. The recorded actions in `recorded` are replayed as the first turns; one without a
+    randomness of an action. The actions in `recorded` are replayed as the first turns; an action without a
     `finish_reason` is a partial turn. Raises RestoreError if the world's responses differ. With an
     `allowance` an action may be sampled in several parts, each under the current weights; if the engine
-    cannot continue a partial action with stop strings or a guide, the episode only pauses between actions.
-    `act` raises `EngineError` if the engine fails, stops half-way, or returns tokens without a finite
+    cannot continue a partial action with stop strings or a guide, the episode pauses only between actions.
+    `act` raises `EngineError` if the engine fails, aborts an action, or returns tokens without a finite
     log-probability and a version.
     """
 
@@ -368,7 +368,7 @@ class EngineChatSession:
     guided: bool = False
     recorded: tuple[Segment, ...] = ()
     allowance: Allowance | None = None
-    _part: Completion = field(init=False, default=NOTHING)
+    _partial: Completion = field(init=False, default=NOTHING)
     _segments: list[Segment] = field(init=False, default_factory=list)
     _tokens: list[int] = field(init=False, default_factory=list)
     _turn: int = field(init=False, default=0)
@@ -380,8 +380,8 @@ class EngineChatSession:
 
     @property
     def so_far(self) -> tuple[Segment, ...]:
-        """The segments including a partial action, as taken by `recorded`."""
-        part = self._part
+        """The segments including a partial action, in the form of `recorded`."""
+        part = self._partial
         if not part.tokens:
             return self.segments
         begun = Segment("action", part.tokens, self._turn, logprobs=part.logprobs, versions=part.versions)
@@ -392,7 +392,7 @@ class EngineChatSession:
         return min(self.max_tokens, self.engine.context_tokens)
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
-        """Render the prompt; it fits if at least one token can follow."""
+        """Render the prompt. Returns a stop reason unless at least one more token fits."""
         tokens = self.renderer.prompt(messages, tools)
         if len(tokens) >= self._budget:
             return StopReason.PROMPT_TOO_LONG
@@ -414,7 +414,7 @@ class EngineChatSession:
             seed=seed_for(self.seed, self._turn),
         )
         completion = self._recorded_action() or await self._sample(params)
-        _check(completion, self.episode)
+        _check_completion(completion, self.episode)
         turn, self._turn = self._turn, self._turn + 1
         segment = Segment("action", completion.tokens, turn, logprobs=completion.logprobs, versions=completion.versions)
         self._append(replace(segment, finish_reason=completion.finish_reason))
@@ -423,7 +423,7 @@ class EngineChatSession:
         return self.renderer.parse(completion.tokens, turn, completion.finish_reason)
 
     def observe(self, messages: Sequence[Message]) -> StopReason | None:
-        """Append the observation's tokens if at least one token can follow them."""
+        """Append the observation's tokens. Returns a stop reason unless at least one more token fits."""
         tokens = self.renderer.observation(messages)
         if len(self._tokens) + len(tokens) >= self._budget:
             return StopReason.MAX_TOKENS
@@ -435,19 +435,19 @@ class EngineChatSession:
         self.engine.release(self.episode)
 
     async def _sample(self, params: SamplingParams) -> Completion:
-        """Sample an action, or its rest, in parts as the allowance permits."""
+        """Sample an action or its remainder, in parts if the allowance is limited."""
         continues = isinstance(self.engine, ContinuesActions) and self.engine.continues_actions
         parts = continues or (not params.stop and params.guide is None)
         while True:
             grant = Grant() if self.allowance is None else await self.allowance.granted()
-            begun, left = len(self._part.tokens), params.max_new_tokens - len(self._part.tokens)
-            most = left if not parts or grant.tokens is None else min(left, grant.tokens)
+            begun, left = len(self._partial.tokens), params.max_new_tokens - len(self._partial.tokens)
+            num_tokens = left if not parts or grant.tokens is None else min(left, grant.tokens)
             # an engine that treats parts as new actions needs a seed per part
             seed = params.seed if continues or not begun else seed_for(params.seed, begun)
             request = Request(
                 self.episode,
-                (*self._tokens, *self._part.tokens),
-                replace(params, max_new_tokens=most, seed=seed),
+                (*self._tokens, *self._partial.tokens),
+                replace(params, max_new_tokens=num_tokens, seed=seed),
                 timeout_s=grant.left_s if parts else None,
                 begun=begun,
             )
@@ -455,17 +455,17 @@ class EngineChatSession:
             if self.allowance is not None:
                 self.allowance.spend(len(more.tokens))
             if more.finish_reason == "abort" and not (parts and grant.is_over):
-                _check(more, self.episode)
-            self._part = part = _join_parts(self._part, more)
-            ended = more.finish_reason == "length" and (most == left or len(more.tokens) < most)
+                _check_completion(more, self.episode)
+            self._partial = part = _join_parts(self._partial, more)
+            ended = more.finish_reason == "length" and (num_tokens == left or len(more.tokens) < num_tokens)
             if more.finish_reason == "stop" or ended:
-                self._part = NOTHING
+                self._partial = NOTHING
                 return part
 
     def _recorded_action(self) -> Completion | None:
         """Return the complete recorded action of this turn, or None.
 
-        A partial one becomes the start of the turn. Raises RestoreError.
+        A partial action becomes the start of the turn. Raises RestoreError.
         """
         indices = [index for index, segment in enumerate(self.recorded) if segment.kind == "action"]
         if self._turn > len(indices) or not indices:
@@ -475,8 +475,8 @@ class EngineChatSession:
         whole = index < len(self.recorded) or self.recorded[-1].kind != "action"
         if history != (self._tokens if whole else self._tokens[: len(history)]):
             raise RestoreError(
-                f"The world is not deterministic: turn {self._turn} of episode {self.episode} differs from its record.",
-                "Restoring an episode needs a world that responds equally to equal actions.",
+                f"The world is not deterministic: turn {self._turn} of episode {self.episode} differs on replay.",
+                "Restoring an episode requires a deterministic world.",
             )
         if index == len(self.recorded):
             return None
@@ -484,7 +484,7 @@ class EngineChatSession:
         made = Completion(action.tokens, action.logprobs, action.versions, action.finish_reason or "stop")
         if self.allowance is None or action.finish_reason is not None:
             return made
-        self._part = made
+        self._partial = made
         return None
 
     def _append(self, segment: Segment) -> None:
@@ -498,7 +498,7 @@ def _join_parts(part: Completion, more: Completion) -> Completion:
     )
 
 
-def _check(completion: Completion, episode: str) -> None:
+def _check_completion(completion: Completion, episode: str) -> None:
     if completion.finish_reason == "abort":
         raise EngineError(f"The engine aborted an action of episode {episode}.")
     num = len(completion.tokens)

@@ -1,9 +1,9 @@
-"""Stream of episode groups: groups start as slots become free, and batches of complete groups come out.
+"""Queue of episode groups: groups start as slots become free, and `take` returns batches of complete groups.
 
 `take` waits until the staleness controller admits a batch. At most `in_flight` episodes run; when one ends,
 the next starts, oldest group first. Groups are never split or dropped silently: a group that does not count (a
-member failed permanently, or a filter removed it) is returned next to the batch, and another group is admitted
-instead. `take` raises errors of episodes; `close` cancels all running ones.
+member failed permanently, or a filter removed it) is returned separately from the batch, and another group is
+admitted instead. `take` raises errors of episodes; `close` cancels all running ones.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ludus.rollout.stream_control import StalenessController, StreamThroughput
 from ludus.types import Segment
 
 REST = 1.0
-"""Engine rest after a pass, as a multiple of its duration."""
+"""Pause of the engine after a forward pass, as a multiple of the duration of the pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartedEpisode:
-    """Waiting episode: the key of its attempt and its segments so far."""
+    """Paused episode: the key of its attempt and its segments so far."""
 
     key: RolloutKey
     segments: tuple[Segment, ...]
@@ -37,7 +37,7 @@ class StartedEpisode:
 class StreamedGroup:
     """Group in progress: its requests and finished episodes by index.
 
-    `counts` is False if it ended without counting. `begun` are members that wait for the next step.
+    `counts` is False if the group was filtered or failed. `begun` are members paused until the next step.
     """
 
     number: int
@@ -53,7 +53,7 @@ class StreamedGroup:
 
 
 class GroupSource(Protocol):
-    """Source of groups, which also decides which of them count."""
+    """Source and filter of groups."""
 
     def requests(self, number: int) -> Sequence[RolloutRequest]:
         """Return the requests of a new group."""
@@ -66,7 +66,7 @@ class GroupSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GroupBatch:
-    """Batch of a step: complete groups, oldest first, and groups that ended without counting."""
+    """Batch of a step: complete groups, oldest first, and filtered or failed groups in `others`."""
 
     groups: tuple[StreamedGroup, ...]
     others: tuple[StreamedGroup, ...]
@@ -76,8 +76,8 @@ class GroupBatch:
 class GroupQueue:
     """Run groups of requests. `needed` members of a group suffice (0: all); the others are then cancelled.
 
-    `next_number` is the number of the next group; `restored` are groups from before a resume. One that became too
-    stale is sampled again as soon as there is room.
+    `next_number` is the number of the next group; `restored` are groups from a checkpoint. If a restored group is
+    too stale, it is sampled again as soon as the staleness bound admits it.
     """
 
     admission: StalenessController
@@ -89,7 +89,7 @@ class GroupQueue:
     restored: Sequence[StreamedGroup] = ()
     on_done: Callable[[Episode], None] | None = None
     late: list[Episode] = field(default_factory=list, init=False)
-    """Finished episodes from before a resume whose groups are sampled again."""
+    """Finished restored episodes whose groups are sampled again."""
     ended: list[Episode] = field(default_factory=list, init=False)
     """Episodes that ended since the last `pop_ended`."""
     held: bool = field(default=False, init=False)
@@ -101,22 +101,19 @@ class GroupQueue:
     _running: dict[asyncio.Task[None], tuple[StreamedGroup, int]] = field(default_factory=dict, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _failure: BaseException | None = field(default=None, init=False)
-    _rest: Callable[[float], None] | None = field(default=None, init=False)
+    _set_pause: Callable[[float], None] | None = field(default=None, init=False)
     _draining: bool = field(default=False, init=False)
     _num_ready: int = field(default=0, init=False)
-    _flown_s: float = field(default=0.0, init=False)
-    _since: float = field(default=0.0, init=False)
+    _episode_s: float = field(default=0.0, init=False)
+    _measured_at: float = field(default=0.0, init=False)
 
     def start(self) -> list[Episode]:
-        """Restore groups and start as many as fit.
-
-        Returns the restored finished episodes.
-        """
+        """Restore groups, start episodes up to the limit, and return the restored finished episodes."""
         for group in self.restored:
             if not group.counts:
                 self._others.append(group)
             elif self.admission.readmit(group.number, group.version):
-                self._enter(group)
+                self._add_group(group)
             else:
                 self.late += [e for e in group.episodes if e.trajectory.failure is None]
                 self._restarts.append(_restart_group(group))
@@ -125,13 +122,13 @@ class GroupQueue:
         for group in tuple(self._groups.values()):
             self._end_group(group)
         self._num_ready = 0  # restored groups do not count as throughput
-        self._fill()
+        self._start_pending()
         return going_on
 
     async def take(self) -> GroupBatch:
         """Wait for the next batch that the staleness controller admits."""
         self.held = False
-        self._fill()  # the limit may have been raised
+        self._start_pending()  # the limit may have changed
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -145,34 +142,34 @@ class GroupQueue:
             await self._changed.wait()
         others, self._others = tuple(self._others), []
         groups = tuple(self._groups.pop(number) for number in numbers)
-        self._fill()
+        self._start_pending()
         return GroupBatch(groups, others)
 
     @contextmanager
     def throttled(self, rest: Callable[[float], None]) -> Iterator[None]:
-        """Throttle the engine within the block, in which the learner computes, while the next batch is ready.
+        """Throttle the engine inside the block (the training step) while the next batch is ready.
 
         Not throttled if the last batch waited for a group that was due. `rest` receives the pause after a pass as a
         multiple of its duration; 0 at the end.
         """
-        self._rest = rest
-        self._update_rest()
+        self._set_pause = rest
+        self._update_pause()
         try:
             yield
         finally:
-            self._rest = None
+            self._set_pause = None
             rest(0.0)
 
     def published(self, version: int, *, everywhere: bool = True) -> None:
         """Record that the engine (or the first of several) has the weights of the last batch."""
         self.admission.published(version, everywhere=everywhere)
         self._draining = False
-        self._fill()
+        self._start_pending()
 
     def serves(self, version: int) -> None:
         """Record the oldest version on which new episodes may start."""
         self.admission.serves(version)
-        self._fill()
+        self._start_pending()
         self._changed.set()
 
     def fail(self, error: BaseException) -> None:
@@ -221,21 +218,21 @@ class GroupQueue:
 
     def flow(self) -> StreamThroughput:
         """Return and reset the throughput."""
-        self._count()
-        found = StreamThroughput(self._flown_s, self._num_ready / self.admission.pace.groups_per_step)
-        self._flown_s, self._num_ready = 0.0, 0
+        self._measure()
+        found = StreamThroughput(self._episode_s, self._num_ready / self.admission.pace.groups_per_step)
+        self._episode_s, self._num_ready = 0.0, 0
         return found
 
-    def _count(self) -> None:
+    def _measure(self) -> None:
         now = asyncio.get_running_loop().time()
-        self._flown_s += len(self._running) * (now - self._since)
-        self._since = now
+        self._episode_s += len(self._running) * (now - self._measured_at)
+        self._measured_at = now
 
-    def _update_rest(self) -> None:
-        if self._rest is not None:
-            self._rest(REST if self.admission.batches_ready and not self.held else 0.0)
+    def _update_pause(self) -> None:
+        if self._set_pause is not None:
+            self._set_pause(REST if self.admission.batches_ready and not self.held else 0.0)
 
-    def _fill(self) -> None:
+    def _start_pending(self) -> None:
         """Start episodes up to the limit, oldest group first."""
         while not self._draining and self._failure is None and len(self._running) < self.in_flight:
             if not self._pending and self.admission.room:
@@ -243,10 +240,10 @@ class GroupQueue:
             if not self._pending:
                 return
             group, index = self._pending.popleft()
-            self._count()
+            self._measure()
             task = asyncio.get_running_loop().create_task(self._run(group, index))
             self._running[task] = (group, index)
-            task.add_done_callback(self._after)
+            task.add_done_callback(self._on_episode_done)
 
     def _admit(self) -> None:
         if self._restarts:
@@ -254,9 +251,9 @@ class GroupQueue:
         else:
             number, self.next_number = self.next_number, self.next_number + 1
             requests = self.source.requests(number)
-        self._enter(StreamedGroup(number, requests, self.admission.admit(number).version))
+        self._add_group(StreamedGroup(number, requests, self.admission.admit(number).version))
 
-    def _enter(self, group: StreamedGroup) -> None:
+    def _add_group(self, group: StreamedGroup) -> None:
         self._groups[group.number] = group
         indices = (index for index in range(len(group.requests)) if index not in group.done)
         self._pending.extend((group, index) for index in indices)
@@ -274,19 +271,19 @@ class GroupQueue:
         if not (has_all or has_needed) or group.number not in self._groups:
             return
         if not has_all:
-            self._stop_rest(group)
+            self._cancel_members(group)
         if has_needed:  # failures were retried and are in the ledger
             group.done = {i: e for i, e in group.done.items() if e.trajectory.failure is None}
         if self.source.counts(group.episodes):
             self.admission.ready(group.number)
             self._num_ready += 1
-            self._update_rest()
+            self._update_pause()
         else:
             self.admission.discard(group.number)
             group.counts = False
             self._others.append(self._groups.pop(group.number))
 
-    def _stop_rest(self, group: StreamedGroup) -> None:
+    def _cancel_members(self, group: StreamedGroup) -> None:
         self._pending = deque((g, index) for g, index in self._pending if g is not group)
         for task, (of, index) in self._running.items():
             if of is group and index not in group.done:
@@ -294,22 +291,22 @@ class GroupQueue:
 
     def _has_needed(self, group: StreamedGroup) -> bool:
         """Return whether enough members, and the baseline, have ended successfully."""
-        whole = [episode for episode in group.done.values() if episode.trajectory.failure is None]
+        succeeded = [episode for episode in group.done.values() if episode.trajectory.failure is None]
         baselines = sum(request.greedy for request in group.requests)
-        if not self.needed or sum(episode.greedy for episode in whole) < baselines:
+        if not self.needed or sum(episode.greedy for episode in succeeded) < baselines:
             return False
-        return len(whole) - baselines >= self.needed
+        return len(succeeded) - baselines >= self.needed
 
-    def _after(self, task: asyncio.Task[None]) -> None:
+    def _on_episode_done(self, task: asyncio.Task[None]) -> None:
         """Handle the end of an episode: record its error and start others."""
-        self._count()
+        self._measure()
         self._running.pop(task, None)
         error = None if task.cancelled() else task.exception()
         self._failure = self._failure or error
         try:
-            self._fill()
-        except Exception as fault:  # boundary: a callback of the loop; `take` raises it
-            self._failure = fault
+            self._start_pending()
+        except Exception as fill_error:  # boundary: a callback of the loop; `take` raises it
+            self._failure = fill_error
         self._changed.set()
 
 

@@ -2,9 +2,9 @@
 
 Call `start` when an episode begins and `finish` with its outcome; the ledger counts outcomes and reasons per
 step and over the run. It rejects an end without a start, a second end, closing a step with running rollouts,
-and training a rollout twice, also across a resume. It belongs to one event loop and takes no lock. In a
-`spanning` ledger rollouts may outlive their step: a step's counts then cover what ended since the previous
-step closed.
+and training a rollout twice, also across a resume. It is not thread-safe: use it from
+one event loop. In a `spanning` ledger rollouts may outlive their step: the counts of a step then cover the
+rollouts that ended since the previous step closed.
 
     started --finish--> trained | masked | dropped | failed        (per rollout, once)
     start/finish ... -> close(step) -> LedgerCounts                (per step, in order)
@@ -36,7 +36,7 @@ class RolloutOutcome(StrEnum):
     DROPPED = "dropped"
     """A filter removed it, alone or with its group."""
     FAILED = "failed"
-    """The infrastructure failed; not attributable to the model."""
+    """The infrastructure failed, not the model."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -76,7 +76,7 @@ class LedgerCounts:
         for outcome, count in zip(RolloutOutcome, ended, strict=True):
             reasons = sum(n for name, n in self.by_reason.items() if name.startswith(f"{outcome}/"))
             if reasons != count:
-                raise AccountingError(f"{count} rollouts are {outcome}, and reasons are given for {reasons}.")
+                raise AccountingError(f"{count} rollouts are {outcome}, and {reasons} have a reason.")
         if sum(self.by_reason.values()) != sum(ended):
             raise AccountingError(f"a reason in {sorted(self.by_reason)} belongs to no outcome.")
 
@@ -98,7 +98,7 @@ class LedgerCounts:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the counts as `ledger/...` metrics; reasons are included once they occur."""
+        """Return the counts as `ledger/...` metrics, including every reason with a nonzero count."""
         counts = {name: value for name, value in asdict(self).items() if name not in ("step", "by_reason")}
         return {
             f"ledger/{name}": float(count) for name, count in (counts | dict(sorted(self.by_reason.items()))).items()
@@ -119,19 +119,19 @@ class LedgerState:
 
 
 @dataclass(slots=True)
-class _Page:
+class _OpenStep:
     """Open step: the outcome of each rollout, None while it runs.
 
-    `gone` are dropped rollouts from before a resume, by reason.
+    `restored_drops` counts restored and then dropped rollouts by reason.
     """
 
     endings: dict[RolloutKey, tuple[RolloutOutcome, str] | None] = field(default_factory=dict)
     clock_limited: bool = False
-    gone: Counter[str] = field(default_factory=Counter)
+    restored_drops: Counter[str] = field(default_factory=Counter)
 
 
 KEPT_STEPS = 16
-"""Number of newest closed steps whose counts and trained rollouts are kept."""
+"""Number of newest closed steps whose counts and trained rollouts are retained."""
 _TRAINS = (RolloutOutcome.TRAINED, RolloutOutcome.MASKED)
 
 
@@ -140,7 +140,7 @@ class Ledger:
 
     def __init__(self, *, spanning: bool = False) -> None:
         self._spanning = spanning
-        self._pages: dict[int, _Page] = {}
+        self._open_steps: dict[int, _OpenStep] = {}
         self._closed: dict[int, LedgerCounts] = {}
         self._trained: set[RolloutKey] = set()
         self._state = LedgerState()
@@ -148,23 +148,23 @@ class Ledger:
     def start(self, key: RolloutKey) -> None:
         """Record the start of a rollout.
 
-        Raises AccountingError if it was started or trained before, or its step is closed.
+        Raises AccountingError if it was already started or trained, or if its step is closed.
         """
         if key in self._trained:
-            raise AccountingError(f"rollout has trained before: {key}.")
-        endings = self._page(key.step).endings
+            raise AccountingError(f"rollout was trained before: {key}.")
+        endings = self._open_step(key.step).endings
         if key in endings:
             raise AccountingError(f"rollout started twice: {key}.")
         endings[key] = None
 
     def finish(self, key: RolloutKey, outcome: RolloutOutcome, reason: str) -> None:
-        """Record the outcome of a rollout and its reason, in a word or a few ("zero_variance").
+        """Record the outcome of a rollout and its reason, a short label such as "zero_variance".
 
         Raises AccountingError if it was not started, has ended, or has no reason.
         """
         if not reason.strip():
             raise AccountingError(f"rollout {outcome} without a reason: {key}.")
-        page = self._pages.get(key.step)
+        page = self._open_steps.get(key.step)
         if page is None or key not in page.endings:
             raise AccountingError(f"rollout finished as {outcome} ({reason}) but it never started: {key}.")
         before = page.endings[key]
@@ -175,19 +175,19 @@ class Ledger:
         page.endings[key] = (RolloutOutcome(outcome), reason)
 
     def drop_restored(self, step: int, count: int, reason: str) -> None:
-        """Record restored rollouts that will not train; they count in `step`."""
-        self._page(step).gone[reason] += count
+        """Record `count` restored rollouts of `step` as dropped."""
+        self._open_step(step).restored_drops[reason] += count
 
     def note_clock_limit(self, step: int) -> None:
         """Record that a wall-clock limit fired in this step: the run is flagged as non-reproducible."""
-        self._page(step).clock_limited = True
+        self._open_step(step).clock_limited = True
 
     def check(self, step: int | None = None, trained: int | None = None) -> None:
         """Raise AccountingError unless every rollout of `step` (None: all open steps) has ended.
 
         `trained` is the learner's number of trained trajectories; raises if it differs from the ledger's.
         """
-        pages = self._pages if step is None else {step: self._pages.get(step, _Page())}
+        pages = self._open_steps if step is None else {step: self._open_steps.get(step, _OpenStep())}
         for number, page in sorted(pages.items()):
             running = sorted(key for key, ending in page.endings.items() if ending is None)
             if running:
@@ -204,14 +204,14 @@ class Ledger:
         Raises AccountingError as `check`, and if an earlier step is open or this one is closed. A spanning
         ledger moves running rollouts to the next step.
         """
-        self._refuse_closed(step)
-        running = self._carry(step) if self._spanning else {}
+        self._check_not_closed(step)
+        running = self._carry_over(step) if self._spanning else {}
         self.check(step, trained)
-        earliest = min(self._pages, default=step)
+        earliest = min(self._open_steps, default=step)
         if earliest < step:
             raise AccountingError(f"step {step} cannot be closed: step {earliest} is still open.")
         counts = self.summary(step)
-        closed = self._pages.pop(step, _Page()).endings
+        closed = self._open_steps.pop(step, _OpenStep()).endings
         self._trained.update(key for key, ending in closed.items() if ending and ending[0] in _TRAINS)
         self._trained = {key for key in self._trained if key.step > step - KEPT_STEPS}
         self._closed[step] = counts
@@ -220,26 +220,26 @@ class Ledger:
         ahead = tuple(sorted(key for key in self._trained if key.step > step))
         self._state = LedgerState(self._state.total.plus(counts), step, ahead)
         for key in running:
-            self._page(key.step).endings[key] = None
+            self._open_step(key.step).endings[key] = None
         return counts
 
     @property
     def num_running(self) -> int:
-        """Return the number of rollouts in progress."""
-        return sum(ending is None for page in self._pages.values() for ending in page.endings.values())
+        """The number of rollouts in progress."""
+        return sum(ending is None for page in self._open_steps.values() for ending in page.endings.values())
 
-    def _carry(self, step: int) -> dict[RolloutKey, None]:
-        """Move ended rollouts to the page of `step` and remove running ones from all pages."""
-        whole = _Page(clock_limited=any(page.clock_limited for page in self._pages.values()))
+    def _carry_over(self, step: int) -> dict[RolloutKey, None]:
+        """Merge the open steps into `step`; remove and return their running rollouts."""
+        whole = _OpenStep(clock_limited=any(page.clock_limited for page in self._open_steps.values()))
         running: dict[RolloutKey, None] = {}
-        for page in self._pages.values():
-            whole.gone.update(page.gone)
+        for page in self._open_steps.values():
+            whole.restored_drops.update(page.restored_drops)
             for key, ending in page.endings.items():
                 if ending is None:
                     running[key] = None
                 else:
                     whole.endings[key] = ending
-        self._pages = {step: whole}
+        self._open_steps = {step: whole}
         return running
 
     def summary(self, step: int) -> LedgerCounts:
@@ -249,24 +249,24 @@ class Ledger:
         """
         if step in self._closed:
             return self._closed[step]
-        self._refuse_closed(step)
-        return _counts(step, self._pages.get(step, _Page()))
+        self._check_not_closed(step)
+        return _counts(step, self._open_steps.get(step, _OpenStep()))
 
     def total(self) -> LedgerCounts:
         """Return the counts of the run so far, including open steps."""
         total = self._state.total
-        for page in self._pages.values():
+        for page in self._open_steps.values():
             total = total.plus(_counts(None, page))
         return total
 
     def state(self) -> LedgerState:
         """Return the checkpoint state for `restore`.
 
-        The totals of a spanning ledger include what ended since the last closed step.
+        The totals of a spanning ledger include rollouts that ended since the last closed step.
         """
         total = self._state.total
-        for page in self._pages.values() if self._spanning else ():
-            ended = _Page(clock_limited=page.clock_limited, gone=page.gone)
+        for page in self._open_steps.values() if self._spanning else ():
+            ended = _OpenStep(clock_limited=page.clock_limited, restored_drops=page.restored_drops)
             ended.endings.update((key, ending) for key, ending in page.endings.items() if ending is not None)
             total = total.plus(_counts(None, ended))
         return replace(self._state, total=total)
@@ -277,7 +277,7 @@ class Ledger:
 
     @property
     def steps_ahead(self) -> set[int]:
-        """Return the open steps with such tasks."""
+        """The open steps with rollouts that were trained already."""
         return {key.step for key in self._state.ahead}
 
     @classmethod
@@ -287,26 +287,26 @@ class Ledger:
         ledger._state, ledger._trained = state, set(state.ahead)
         return ledger
 
-    def _page(self, step: int) -> _Page:
+    def _open_step(self, step: int) -> _OpenStep:
         if not self._spanning:
-            self._refuse_closed(step)
-        return self._pages.setdefault(step, _Page())
+            self._check_not_closed(step)
+        return self._open_steps.setdefault(step, _OpenStep())
 
-    def _refuse_closed(self, step: int) -> None:
+    def _check_not_closed(self, step: int) -> None:
         last = self._state.last_closed
         if last is not None and step <= last:
             raise AccountingError(f"step {step} is closed (the last closed step is {last}).")
 
 
-def _counts(step: int | None, page: _Page) -> LedgerCounts:
+def _counts(step: int | None, page: _OpenStep) -> LedgerCounts:
     ended = [ending for ending in page.endings.values() if ending is not None]
     outcomes = Counter(outcome for outcome, _ in ended)
-    outcomes[RolloutOutcome.DROPPED] += page.gone.total()
+    outcomes[RolloutOutcome.DROPPED] += page.restored_drops.total()
     reasons = Counter(f"{outcome}/{reason}" for outcome, reason in ended)
-    reasons.update({f"{RolloutOutcome.DROPPED}/{reason}": count for reason, count in page.gone.items()})
+    reasons.update({f"{RolloutOutcome.DROPPED}/{reason}": count for reason, count in page.restored_drops.items()})
     return LedgerCounts(
         step=step,
-        started=len(page.endings) + page.gone.total(),
+        started=len(page.endings) + page.restored_drops.total(),
         **{outcome: outcomes[outcome] for outcome in RolloutOutcome},
         by_reason=dict(sorted(reasons.items())),
         clock_limited=page.clock_limited,

@@ -1,18 +1,18 @@
-"""Agent behind an OpenAI-compatible chat-completions endpoint.
+"""Client and chat session of an OpenAI-compatible chat-completions endpoint.
 
-Produces the same `Action`s as a local engine, without token segments: such episodes are for evaluation, never
-for training. One request per dialogue is in flight, and at most `concurrency` in total.
+Returns the same `Action`s as a local engine, without token segments, so that episodes serve evaluation but not
+training. One request per dialogue is in flight, and at most `concurrency` in total.
 
-- A request is retried, byte for byte the same, after a connection error, a 429 and a 5xx; never after a
-  timeout, since the server may still be processing it. Waits depend on the settings and Retry-After only.
+- A request is retried unchanged after a connection error, a 429 and a 5xx, but not after a timeout, since the
+  server may still be processing it. Delays depend on the settings and Retry-After only.
 - Remaining errors are an `EngineError` with the server's message, or a `UserError` for a wrong URL, model or
   key. A context that is too long is a stop reason of the episode.
-- A request that is rejected because of one field is adapted (`accepted_fields`); adaptations are kept and
+- If a request is rejected because of a field, it is adapted (`accepted_fields`); adaptations persist and are
   reported in `OpenAIClient.notices`.
-- The history holds the model's messages as received, reasoning included. Servers reject a history with tool
+- The history contains the model's messages as received, including reasoning. Servers reject a history with tool
   calls that are not JSON, so a malformed call stays in the history as text, and its error is sent as a user
-  message. So are results of calls that a `parser` found in the text, which the server does not know of.
-- Nothing is read from the environment, proxies included; pass a client for those.
+  message, as are results of calls that a `parser` extracted from the text.
+- Environment variables, such as those for proxies, are ignored; pass a client to use a proxy.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ _TOO_LONG = re.compile(
     r"|input token count .* exceeds",
     re.IGNORECASE,
 )
-_AROUND_RESULTS = {
+_RESULT_WRAPPERS = {
     "hermes": ("<tool_response>\n", "\n</tool_response>"),
     "search_r1": ("<information>", "</information>"),
     "retool": ("<interpreter>", "</interpreter>"),
 }
-"""Format of a tool's output in a user message, for chat formats with their own."""
+"""Text before and after a tool's output in a user message, by chat format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class OpenAIClientSettings:
         except httpx.InvalidURL as error:
             raise UserError(f"The endpoint {self.url!r} is not a URL: {error}.", "Start it with http://.") from error
         if url.userinfo:
-            raise UserError("The endpoint's URL holds a user or password.", "Give the key as the API key.")
+            raise UserError("The endpoint's URL contains a user or password.", "Set the API key instead.")
         if url.scheme not in ("http", "https") or not url.host:
             raise UserError(f"The endpoint {self.url!r} is not an HTTP URL.", "Start it with http:// or https://.")
         if not re.fullmatch(r"[!-~]*", self.api_key):
@@ -152,8 +152,8 @@ class ChatCompletion:
 class OpenAIClient:
     """Client of a chat-completions server, shared by many dialogues in one event loop.
 
-    Use it as a context manager, or call `close`. A passed `client` stays open, and only its connections and
-    proxies are used: timeout and retries come from the settings. `sleep` is replaceable in tests.
+    Use it as a context manager, or call `close`. A passed `client` stays open; it determines connections and
+    proxies, but not timeout and retries. `sleep` is replaceable in tests.
     """
 
     settings: OpenAIClientSettings
@@ -176,7 +176,7 @@ class OpenAIClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections, unless the client was passed in."""
+        """Close the connections unless `client` was passed."""
         if self._owned is not None:
             await self._owned.aclose()
             self._owned = None
@@ -210,7 +210,7 @@ class OpenAIClient:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Return messages about adapted requests."""
+        """Messages about adapted requests."""
         return tuple(self.accepted.notices())
 
     def _body(
@@ -230,17 +230,17 @@ class OpenAIClient:
         return {key: value for key, value in body.items() if key not in self.settings.extra}
 
     async def _send_accepted(self, body: Mapping[str, object]) -> httpx.Response:
-        """Send a request, adapting it until the server accepts its fields or names none of them."""
+        """Send a request, adapting it until the server accepts its fields or its error names none of them."""
         fields: AcceptedFields | None = self.accepted
         while fields is not None:
             tried = fields
-            whole = {**tried.apply(body), **self.settings.extra}
-            sent = {key: value for key, value in whole.items() if value is not None}
-            response = await self._send(json.dumps(sent).encode())  # ASCII, so that any text can be sent
+            merged_body = {**tried.apply(body), **self.settings.extra}
+            sent = {key: value for key, value in merged_body.items() if value is not None}
+            response = await self._send(json.dumps(sent).encode())  # ASCII also encodes lone surrogates
             if response.status_code == httpx.codes.OK:
                 self.accepted = self.accepted.merged(tried)
-            refused = response.status_code in REFUSED and not _TOO_LONG.search(response.text)
-            fields = tried.after_refusal(body, response.content) if refused else None
+            rejected = response.status_code in REFUSED and not _TOO_LONG.search(response.text)
+            fields = tried.after_refusal(body, response.content) if rejected else None
         return response
 
     async def _send(self, body: bytes) -> httpx.Response:
@@ -253,9 +253,9 @@ class OpenAIClient:
                 if last or not isinstance(error, _RETRYABLE):
                     times = "attempts" if attempt else "attempt"
                     raise EngineError(
-                        f"{self.settings.target} did not answer ({attempt + 1} {times}): "
+                        f"{self.settings.target} did not respond ({attempt + 1} {times}): "
                         f"{type(error).__name__}: {error}.",
-                        "Check that the server runs and that the URL is right.",
+                        "Check that the server is running and that the URL is correct.",
                     ) from error
                 wait_s = self.settings.wait_s(attempt)
             else:
@@ -296,9 +296,7 @@ class OpenAIClient:
         detail = f"{status}: {_error_message(response)}"
         if status in (401, 403):
             key = "the API key" if self.settings.api_key else "requests without an API key"
-            return UserError(
-                f"{target} refuses {key} for the model {model!r} ({detail}).", "Set a key that it accepts."
-            )
+            return UserError(f"{target} rejects {key} for the model {model!r} ({detail}).", "Set a valid key.")
         if status == httpx.codes.NOT_FOUND:
             return UserError(
                 f"{target} does not serve the model {model!r} ({detail}).",
@@ -323,17 +321,17 @@ class OpenAIChatSession:
     parser: ToolCallParser | None = None
     _messages: list[WireMessage] = field(init=False, default_factory=list)
     _tools: tuple[ToolSchema, ...] = field(init=False, default=())
-    _callable_ids: frozenset[str] = field(init=False, default=frozenset())
-    _used_tokens: int = field(init=False, default=0)
+    _structured_call_ids: frozenset[str] = field(init=False, default=frozenset())
+    _num_tokens: int = field(init=False, default=0)
     _turn: int = field(init=False, default=0)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Always empty: an endpoint returns text."""
+        """Always empty: an endpoint returns text, not tokens."""
         return ()
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
-        """Store the prompt. Whether it fits is known after the first request."""
+        """Store the prompt. Returns None: the server checks its length at the first request."""
         self._messages = list(messages)
         self._tools = tuple(tool.schema for tool in tools)
         return None
@@ -341,66 +339,66 @@ class OpenAIChatSession:
     async def act(self) -> Action | StopReason:
         """Request one action. Raises as `OpenAIClient.chat`."""
         too_long = StopReason.MAX_TOKENS if self._turn else StopReason.PROMPT_TOO_LONG
-        room = None if self.max_tokens is None else self.max_tokens - self._used_tokens
+        room = None if self.max_tokens is None else self.max_tokens - self._num_tokens
         if room is not None and room <= 0:
             return too_long
-        wanted = self.params.max_new_tokens
+        limit = self.params.max_new_tokens
         params = replace(
             self.params,
-            max_new_tokens=wanted if room is None else min(wanted, room),
-            seed=seed_for(self.seed, self._turn) >> 32,  # 31 bits: every server takes them
+            max_new_tokens=limit if room is None else min(limit, room),
+            seed=seed_for(self.seed, self._turn) >> 32,  # 31 bits, accepted by every server
         )
         answer = await self.endpoint.chat(self._messages, self._tools, params, self._turn, self.parser)
         if answer is None or (self.max_tokens is not None and answer.usage.prompt_tokens >= self.max_tokens):
             return too_long
-        self._keep(answer)
-        cut = answer.action.finish_reason == "length" and params.max_new_tokens < wanted
-        if cut or (self.max_tokens is not None and self._used_tokens > self.max_tokens):
+        self._append_answer(answer)
+        cut = answer.action.finish_reason == "length" and params.max_new_tokens < limit
+        if cut or (self.max_tokens is not None and self._num_tokens > self.max_tokens):
             return StopReason.MAX_TOKENS
         return answer.action
 
     def observe(self, messages: Sequence[Message]) -> StopReason | None:
-        """Append the environment's messages in an order that servers accept: results of known calls first."""
-        answers = [m for m in messages if m["role"] == "tool" and m.get("tool_call_id") in self._callable_ids]
+        """Append the environment's messages; results of structured calls come first, as servers require."""
+        answers = [m for m in messages if m["role"] == "tool" and m.get("tool_call_id") in self._structured_call_ids]
         others = [m for m in messages if m["role"] == "tool" and m not in answers]
         self._messages += answers
         if others:
-            before, after = _AROUND_RESULTS.get(self.parser.name, ("", "")) if self.parser else ("", "")
+            before, after = _RESULT_WRAPPERS.get(self.parser.name, ("", "")) if self.parser else ("", "")
             text = "\n".join(f"{before}{message['content']}{after}" for message in others)
             self._messages.append(Message(role="user", content=text))
         self._messages += [message for message in messages if message["role"] != "tool"]
         return None
 
     def close(self) -> None:
-        """Do nothing: the server keeps no state."""
+        """Do nothing: the server is stateless."""
 
-    def _keep(self, answer: ChatCompletion) -> None:
+    def _append_answer(self, answer: ChatCompletion) -> None:
         self._turn += 1
-        self._used_tokens = answer.usage.total_tokens
+        self._num_tokens = answer.usage.total_tokens
         self._messages.append(answer.history)
         structured = "tool_calls" in answer.history
-        self._callable_ids = frozenset(call.id for call in answer.action.calls if structured)
+        self._structured_call_ids = frozenset(call.id for call in answer.action.calls if structured)
 
 
 def endpoint_chat_factory(
     endpoint: OpenAIClient, rollout: RolloutConfig, plan: SamplingPlan, parser: str = "", world: World | None = None
 ) -> ChatSessionFactory:
-    """Return the chat session factory of an endpoint, with the seeds that an engine would receive.
+    """Return the chat session factory of an endpoint, with the same seeds as for a local engine.
 
-    `parser` is empty or one of `PARSERS`, for servers that leave tool calls in the text; raises ConfigError for
-    another name. `world`, if given, may limit episodes by their task.
+    `parser` is empty or one of `PARSERS`, for servers that return tool calls as text; raises ConfigError for
+    another name. `world`, if set, may override the limits of a task.
     """
     if parser and parser not in PARSERS:
-        raise ConfigError(f"There is no tool parser {parser!r}.", f"Parsers: {', '.join(PARSERS)}.")
+        raise ConfigError(f"Unknown tool parser {parser!r}.", f"Parsers: {', '.join(PARSERS)}.")
 
     def make_chat(request: RolloutRequest) -> ChatSession:
         key = request.key
-        own = rollout if world is None else rollout_for(world, rollout, request.task)
+        settings = rollout if world is None else rollout_for(world, rollout, request.task)
         return OpenAIChatSession(
             endpoint=endpoint,
-            params=sampling_params(own, plan.temperature),
+            params=sampling_params(settings, plan.temperature),
             seed=seed_for(plan.seed, plan.purpose, key.step, key.task_id, key.sample),
-            max_tokens=own.max_seq_len,
+            max_tokens=settings.max_seq_len,
             parser=PARSERS[parser] if parser else None,
         )
 
@@ -438,14 +436,14 @@ def read_answer(body: bytes, turn: int, parser: ToolCallParser | None = None) ->
     """Parse a chat completion. Raises EngineError if the body is not one; never because of the model's output.
 
     Null content is empty text; blank arguments are empty. If an id is missing or repeated, the calls of the turn
-    are numbered `call_{turn}_{index}`. The finish reason `length` is kept; all others are `stop`, except `abort`
-    and `error`, which raise EngineError.
+    are numbered `call_{turn}_{index}`. The finish reason `length` is preserved; `abort` and `error` raise
+    EngineError, and all others become `stop`.
     """
     reply = _decode_reply(body)
     choice = reply.choices[0]
     finish: FinishReason = "length" if choice.finish_reason == "length" else "stop"
     if choice.finish_reason in ("abort", "error"):
-        raise EngineError(f"broke off its answer (finish reason {choice.finish_reason!r}): {_excerpt(body)}")
+        raise EngineError(f"aborted its response (finish reason {choice.finish_reason!r}): {_excerpt(body)}")
     action, history = _read_message(choice.message, turn, parser)
     counted = reply.usage or _ReplyUsage()
     usage = TokenUsage(counted.prompt_tokens or 0, counted.completion_tokens or 0, 1)
@@ -458,8 +456,8 @@ def _decode_reply(body: bytes) -> _Reply:
         return _Reply.model_validate(json.loads(text.encode("utf-8", "replace")))
     except (ValueError, RecursionError) as error:
         raise EngineError(
-            f"sent something that is not a chat completion: {_excerpt(body)}",
-            "Check that the URL is that of an OpenAI-compatible server.",
+            f"returned an invalid chat completion: {_excerpt(body)}",
+            "Check that the URL belongs to an OpenAI-compatible server.",
         ) from error
 
 
@@ -474,22 +472,22 @@ def _read_message(message: _ReplyMessage, turn: int, parser: ToolCallParser | No
         history = {"role": "assistant", "content": shown}
         if action.calls:
             history["tool_calls"] = action.message["tool_calls"]
-    for name, thought in zip(REASONING, (message.reasoning_content, message.reasoning), strict=True):
-        if isinstance(thought, str) and thought:
-            action.message.setdefault("reasoning_content", thought)
-            history[name] = thought
+    for name, reasoning in zip(REASONING, (message.reasoning_content, message.reasoning), strict=True):
+        if isinstance(reasoning, str) and reasoning:
+            action.message.setdefault("reasoning_content", reasoning)
+            history[name] = reasoning
     return action, history
 
 
-def _read_calls(content: str, given: Sequence[_ReplyCall], turn: int) -> Action:
-    """Return structured calls. The text of malformed ones is appended to the content."""
-    ids = [call.id or "" for call in given]
+def _read_calls(content: str, raw: Sequence[_ReplyCall], turn: int) -> Action:
+    """Parse structured calls; the text of malformed ones is appended to the content."""
+    ids = [call.id or "" for call in raw]
     if "" in ids or len(set(ids)) < len(ids):
         ids = [f"call_{turn}_{i}" for i in range(len(ids))]
     calls: list[ToolCall] = []
     errors: list[CallError] = []
     structured: list[MessageToolCall] = []
-    for name, call in zip(ids, given, strict=True):
+    for name, call in zip(ids, raw, strict=True):
         try:
             tool, arguments, text = _read_function(call.function)
         except Malformed as error:
@@ -505,13 +503,13 @@ def _read_calls(content: str, given: Sequence[_ReplyCall], turn: int) -> Action:
 
 
 def _read_function(function: Mapping[str, JsonValue]) -> tuple[str, dict[str, JSON], str]:
-    """Return name, arguments and their JSON text, unchanged if it is an object. Raises Malformed."""
-    given = function.get("arguments")
-    text = given.strip() if isinstance(given, str) else ""
-    value: object = decode(text) if text else {} if given is None or isinstance(given, str) else given
+    """Return name, arguments and their JSON text, unmodified if it encodes an object. Raises Malformed."""
+    raw = function.get("arguments")
+    text = raw.strip() if isinstance(raw, str) else ""
+    value: object = decode(text) if text else {} if raw is None or isinstance(raw, str) else raw
     tool, arguments = call_of({**function, "arguments": value}, "arguments")
-    as_given = text and isinstance(value, dict)
-    return tool, arguments, text if as_given else json.dumps(arguments, ensure_ascii=False)
+    is_unmodified = text and isinstance(value, dict)
+    return tool, arguments, text if is_unmodified else json.dumps(arguments, ensure_ascii=False)
 
 
 def _is_retryable(response: httpx.Response) -> bool:

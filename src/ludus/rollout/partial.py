@@ -1,10 +1,10 @@
 """Partial rollouts: episodes that exceed a step's budget pause and continue in the next step.
 
-Takes groups of requests step by step and returns complete groups, oldest first. A token budget is split
-equally among the unfinished episodes; what early finishers leave is split again until too little is left, so
-results depend on token counts alone and not on the clock. A group that has waited as long as staleness allows
-is due: its episodes run to their end regardless of the budget. A waiting episode keeps its environment, its
-asyncio task and its tokens, and occupies a concurrency slot.
+Each step adds groups of requests and returns complete groups, oldest first. A token budget is split equally
+among the unfinished episodes; the unused rest is split again until it is too small, so that results depend on
+token counts alone and not on the clock. A group is due once the staleness bound admits no further wait: its
+episodes then run to their end regardless of the budget. A waiting episode holds its environment, its asyncio
+task, its tokens and a concurrency slot.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class StepBudget:
 
 
 @dataclass
-class _Member:
+class _OpenEpisode:
     """Running or waiting episode: its allowance, and the chat session of its current attempt.
 
-    `on_change` is called when it starts to wait (True) and when it continues (False).
+    `on_change` is called with True when the episode pauses and with False when it resumes.
     """
 
     request: RolloutRequest
     begun: StartedEpisode | None
     grant: Grant
-    on_change: Callable[[_Member, bool], None]
+    on_change: Callable[[_OpenEpisode, bool], None]
     spent: int = 0
     waits: bool = False
     task: asyncio.Task[None] | None = None
@@ -53,7 +53,7 @@ class _Member:
 
     async def granted(self) -> Grant:
         """Return the current grant, waiting while it is empty."""
-        while self._is_used_up:
+        while self._is_exhausted:
             self.waits = True
             self._granted.clear()
             self.on_change(self, True)
@@ -72,27 +72,27 @@ class _Member:
         return spent
 
     def allow(self, grant: Grant) -> None:
-        """Set the grant; if it is not empty, the episode continues."""
+        """Set the grant and resume the episode unless the grant is empty."""
         self.grant = grant
-        if self.waits and not self._is_used_up:
+        if self.waits and not self._is_exhausted:
             self.waits = False
             self.on_change(self, False)
             self._granted.set()
 
     def state(self) -> StartedEpisode | None:
-        """Return the attempt so far, None before its first token."""
+        """Return the segments of the attempt so far; None before its first token."""
         recorded = () if self.session is None else self.session.so_far
         return StartedEpisode(self.request.key, recorded) if recorded else self.begun
 
     @property
-    def _is_used_up(self) -> bool:
+    def _is_exhausted(self) -> bool:
         tokens = self.grant.tokens
         return self.grant.is_over or (tokens is not None and self.spent >= tokens)
 
 
 @dataclass
 class PartialRollouts:
-    """Unfinished episodes of a run. `scheduler` runs them; `kept` are groups from before a resume."""
+    """Unfinished episodes of a run, executed by `scheduler`. `kept` are groups restored from a checkpoint."""
 
     scheduler: Scheduler
     budget: StepBudget
@@ -104,13 +104,13 @@ class PartialRollouts:
     """Unfinished episodes of earlier steps at the start of this one."""
     _groups: dict[int, StreamedGroup] = field(default_factory=dict, init=False)
     _pending: deque[tuple[int, int]] = field(default_factory=deque, init=False)
-    _open: dict[tuple[int, int], _Member] = field(default_factory=dict, init=False)
+    _open: dict[tuple[int, int], _OpenEpisode] = field(default_factory=dict, init=False)
     _next_number: int = field(default=0, init=False)
-    _share: Grant = field(default=NOTHING, init=False)
-    _left: int | None = field(default=None, init=False)
-    _until: float | None = field(default=None, init=False)
+    _equal_share: Grant = field(default=NOTHING, init=False)
+    _tokens_left: int | None = field(default=None, init=False)
+    _deadline: float | None = field(default=None, init=False)
     _step: int = field(default=0, init=False)
-    _last: bool = field(default=False, init=False)
+    _is_last_step: bool = field(default=False, init=False)
     _failures: FailureBudget = field(default_factory=lambda: FailureBudget(0), init=False)
     _failure: BaseException | None = field(default=None, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
@@ -119,36 +119,38 @@ class PartialRollouts:
         make_chat = self.scheduler.make_chat
         self.scheduler.make_chat = lambda request: self._resume_session(request, make_chat(request))
         for group in self.kept:
-            self._enter(group.requests, dict(group.done), dict(group.begun))
+            self._add_group(group.requests, dict(group.done), dict(group.begun))
             for episode in group.episodes:
                 self.scheduler.ledger.start(episode.key)
 
     @property
     def num_unfinished(self) -> int:
-        """The number of episodes that have not ended, including those that have not started."""
+        """The number of pending and open episodes."""
         return len(self._open) + len(self._pending)
 
     @property
     def num_open(self) -> int:
-        """The number of started, unfinished episodes; each has an environment."""
+        """The number of started, unfinished episodes; each holds an environment."""
         return len(self._open)
 
     @property
     def is_spent(self) -> bool:
         """Whether the step's budget is too small for another round."""
-        return self._is_late or (self._left is not None and self._left < max(1, self.num_unfinished))
+        return self._is_past_deadline or (
+            self._tokens_left is not None and self._tokens_left < max(1, self.num_unfinished)
+        )
 
     def begin_step(self, step: int, *, last: bool) -> None:
-        """Reset the budget for a step; in the `last` step every episode runs to its end."""
-        self._step, self._last, self._left = step, last, self.budget.tokens
+        """Reset the budget for a step. If `last`, every episode runs to its end."""
+        self._step, self._is_last_step, self._tokens_left = step, last, self.budget.tokens
         self.num_sampled, self.num_continued = 0, self.num_unfinished
         seconds = self.budget.seconds
-        self._until = None if seconds is None else time.monotonic() + seconds
+        self._deadline = None if seconds is None else time.monotonic() + seconds
 
     async def run(self, groups: Sequence[Sequence[RolloutRequest]]) -> list[list[Episode]]:
-        """Start these groups and continue the others; return all complete groups."""
+        """Start `groups`, resume the unfinished episodes and return all complete groups."""
         for requests in groups:
-            self._enter(requests, {}, {})
+            self._add_group(requests, {}, {})
         self._failures = FailureBudget(self.num_unfinished)
         try:
             while self._can_continue():
@@ -179,7 +181,7 @@ class PartialRollouts:
         }
 
     async def close(self) -> None:
-        """Cancel every waiting episode; the ledger records them as cancelled."""
+        """Cancel all open episodes; the ledger records them as cancelled."""
         tasks = [one.task for one in self._open.values() if one.task is not None]
         self._pending.clear()
         for task in tasks:
@@ -187,54 +189,54 @@ class PartialRollouts:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     @property
-    def _is_late(self) -> bool:
-        return self._until is not None and time.monotonic() >= self._until
+    def _is_past_deadline(self) -> bool:
+        return self._deadline is not None and time.monotonic() >= self._deadline
 
     def _is_due(self, number: int) -> bool:
-        return self._last or self._step - self._groups[number].requests[0].key.step >= self.budget.max_waits
+        return self._is_last_step or self._step - self._groups[number].requests[0].key.step >= self.budget.max_waits
 
     def _can_continue(self) -> bool:
         if self._failure is not None:
             raise self._failure
-        if self._is_late and self.num_unfinished:
+        if self._is_past_deadline and self.num_unfinished:
             self.scheduler.ledger.note_clock_limit(self._step)
         if any(map(self._is_due, {number for number, _ in (*self._open, *self._pending)})):
             return True
         return self.num_unfinished > 0 and not self.is_spent
 
     def _grant_shares(self) -> None:
-        """Grant every unfinished episode an equal share of the budget, and start those with a free slot."""
-        tokens = None if self._left is None else max(0, self._left) // max(1, self.num_unfinished)
-        self._share = Grant(tokens, self._until)
+        """Grant every unfinished episode an equal share of the budget, and start pending ones in free slots."""
+        tokens = None if self._tokens_left is None else max(0, self._tokens_left) // max(1, self.num_unfinished)
+        self._equal_share = Grant(tokens, self._deadline)
         for (number, _), one in sorted(self._open.items()):
             one.allow(self._grant_of(number))
-        self._begin()
+        self._start_pending()
 
     def _grant_of(self, number: int) -> Grant:
-        return UNBOUNDED if self._is_due(number) else self._share
+        return UNBOUNDED if self._is_due(number) else self._equal_share
 
     async def _wait_until_idle(self) -> None:
-        """Wait until every open episode waits, and subtract their tokens from the budget."""
+        """Wait until all open episodes are paused, and subtract their tokens from the budget."""
         while self._failure is None and any(not one.waits for one in self._open.values()):
             self._changed.clear()
             await self._changed.wait()
         for one in self._open.values():
-            self._count(one.take_spent())
+            self._charge(one.take_spent())
 
-    def _count(self, tokens: int) -> None:
+    def _charge(self, tokens: int) -> None:
         self.num_sampled += tokens
-        if self._left is not None:
-            self._left -= tokens
+        if self._tokens_left is not None:
+            self._tokens_left -= tokens
 
-    def _enter(
+    def _add_group(
         self, requests: Sequence[RolloutRequest], done: dict[int, Episode], begun: dict[int, StartedEpisode]
     ) -> None:
         number, self._next_number = self._next_number, self._next_number + 1
         self._groups[number] = StreamedGroup(number, requests, requests[0].key.step - 1, done, begun=begun)
         self._pending.extend((number, index) for index in range(len(requests)) if index not in done)
 
-    def _begin(self) -> None:
-        """Start episodes, oldest first, while slots are free and their grant is not empty."""
+    def _start_pending(self) -> None:
+        """Start pending episodes, oldest first, while slots are free and the grant is not empty."""
         while self._pending and len(self._open) < self.scheduler.limits.concurrency:
             number, index = self._pending[0]
             grant = self._grant_of(number)
@@ -244,12 +246,12 @@ class PartialRollouts:
             group = self._groups[number]
             begun = group.begun.pop(index, None)
             request = group.requests[index] if begun is None else replace(group.requests[index], key=begun.key)
-            one = self._open[number, index] = _Member(request, begun, grant, self._update_lockstep)
+            one = self._open[number, index] = _OpenEpisode(request, begun, grant, self._update_lockstep)
             self._swap(None, episode_name(request.key))
             one.task = asyncio.get_running_loop().create_task(self._run_episode(number, index, request))
 
     async def _run_episode(self, number: int, index: int, request: RolloutRequest) -> None:
-        """Run an episode to its end, possibly over several steps, and start the next one."""
+        """Run an episode to its end, possibly over several steps, and start the next pending one."""
         one = self._open[number, index]
         try:
             episode = await self.scheduler.run_one(request, self._failures, self._swap)
@@ -259,10 +261,10 @@ class PartialRollouts:
         except Exception as error:  # boundary: `run` raises it
             self._failure = self._failure or error
         finally:
-            self._count(one.take_spent())
+            self._charge(one.take_spent())
             del self._open[number, index]
             if self._failure is None:
-                self._begin()
+                self._start_pending()
             self._swap(episode_name(one.request.key), None)
             self._changed.set()
 
@@ -273,7 +275,7 @@ class PartialRollouts:
         one.request, one.session = request, replace(session, allowance=one, recorded=recorded)
         return one.session
 
-    def _update_lockstep(self, one: _Member, waits: bool) -> None:
+    def _update_lockstep(self, one: _OpenEpisode, waits: bool) -> None:
         name = episode_name(one.request.key)
         self._swap(name if waits else None, None if waits else name)
         self._changed.set()

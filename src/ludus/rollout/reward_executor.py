@@ -1,10 +1,10 @@
 """Reward executors: compute rewards off the event loop, in separate processes or on a thread.
 
-Each process scores one trajectory after another, so that a slow verifier blocks neither engine nor tools, and
-one that hangs is ended after `rollout.reward_timeout_s`; the clock starts when the process starts scoring.
-Raises WorldError for an error of a reward and for a timeout, naming the place, and continues in a fresh
-process. Rewards that cannot be sent to another process (an episode's own rewards, tasks of types defined in
-this process) are computed on a thread of this one, with a warning.
+Each process scores trajectories sequentially, so that a slow verifier blocks neither engine nor tools. A process
+is killed if scoring takes longer than `rollout.reward_timeout_s`, not counting time in the queue. Raises WorldError
+for an error of a reward and for a timeout, with its source location, and continues in a fresh process. Rewards
+that cannot be pickled (rewards of an episode, tasks of types defined in this process) are computed on a thread of
+this process, with a warning.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from ludus.rollout.reward_process import (
 from ludus.types import Task, Trajectory
 
 START_S = 120.0
-"""Timeout for a process to build its world."""
-_SPARE_S = 30.0
-"""Time after its deadline at which a process counts as exited."""
-_DEPTH = 4
+"""Timeout for a process to build its world (s)."""
+_GRACE_S = 30.0
+"""Grace period after the timeout before a process counts as exited (s)."""
+_PIPELINE_DEPTH = 4
 """Requests pipelined to one process."""
 _FRAME = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
 
@@ -65,8 +65,8 @@ class RewardExecutor(Protocol):
     ) -> Trajectory:
         """Return the trajectory with the rewards of its environment, or of the world if it is None.
 
-        Adds the duration to `timings.grading_s`. Raises WorldError with the error of a reward, RewardTimeout if one
-        takes too long.
+        Adds the duration to `timings.grading_s`. Raises WorldError if a reward raises, RewardTimeout if scoring times
+        out.
         """
         ...
 
@@ -78,15 +78,15 @@ class RewardFault(WorldError):
 
 
 class RewardTimeout(RewardFault):
-    """A reward took longer than `rollout.reward_timeout_s`."""
+    """Raised if scoring takes longer than `rollout.reward_timeout_s`."""
 
 
 @dataclass
 class ThreadRewardExecutor:
     """Compute rewards on threads of this process, one at a time.
 
-    The event loop continues unless a reward holds the interpreter lock. A reward that timed out keeps running, and
-    its result is ignored.
+    The event loop is not blocked unless a reward holds the interpreter lock. After a timeout the reward continues to
+    run, and its result is ignored.
     """
 
     timeout_s: float = 120.0
@@ -96,7 +96,7 @@ class ThreadRewardExecutor:
         self, world: World, environment: Environment | None, task: Task, trajectory: Trajectory
     ) -> Trajectory:
         verifiers = Verifiers(_rewards_of(world, environment))
-        return _with(trajectory, await self.run(verifiers, ScoreRequest(task, trajectory)))
+        return _with_rewards(trajectory, await self.run(verifiers, ScoreRequest(task, trajectory)))
 
     async def run(self, verifiers: Verifiers, request: ScoreRequest) -> ScoredEpisode:
         """Return the result of the verifiers. Raises as `RewardExecutor.scored`."""
@@ -113,7 +113,7 @@ def _rewards_of(world: World, environment: Environment | None) -> Sequence[Rewar
     return world.rewards if environment is None else environment.rewards
 
 
-def _with(trajectory: Trajectory, found: ScoredEpisode) -> Trajectory:
+def _with_rewards(trajectory: Trajectory, found: ScoredEpisode) -> Trajectory:
     return graded(replace(trajectory, rewards=found.parts, reward=found.total), found.seconds)
 
 
@@ -131,12 +131,12 @@ def waited(trajectory: Trajectory, seconds: float) -> Trajectory:
 
 def scoring_concurrency(config: Config) -> int:
     """Return the number of episodes of a run that can be scored concurrently."""
-    cluster, own = config.cluster, max(1, config.rollout.reward_processes)
+    cluster, processes = config.cluster, max(1, config.rollout.reward_processes)
     if not cluster.enabled:
-        return own
+        return processes
     if cluster.reward_workers:
         return cluster.reward_workers * cluster.scorings_per_worker
-    return cluster.workers * own
+    return cluster.workers * processes
 
 
 def _run_in_thread(verifiers: Verifiers, request: ScoreRequest) -> Future[ScoredEpisode]:
@@ -166,7 +166,7 @@ def _timeout_error(task: Task, timeout_s: float, stack: str = "") -> RewardTimeo
 
 
 class _ProcessExited(Exception):
-    """Raised if a process exited or timed out during a request; holds its last output."""
+    """Raised if a process exited or timed out during a request; the message is its last output."""
 
 
 class _ConnectionClosed(Exception):
@@ -177,8 +177,8 @@ class _ConnectionClosed(Exception):
 class _Connection:
     """Connection to a reward process over a non-blocking socket.
 
-    Requests are pipelined and answered in order, so the process need not wait for this one to wake up. The socket
-    is closed once no task uses it: a reused file descriptor would leave waiting tasks asleep.
+    Requests are pipelined and replies arrive in order, so that the process is never idle between requests. The socket
+    is closed once no task uses it, since tasks that wait on a reused file descriptor would hang.
     """
 
     socket: socket.socket
@@ -243,7 +243,7 @@ class _Connection:
         return pickle.loads(await self._read(*LENGTH.unpack(head)))
 
     async def _read(self, count: int | None) -> bytes:
-        """Return `count` bytes, or all until the end. Raises _ProcessExited if the stream ends early."""
+        """Return `count` bytes, or all bytes until EOF if None. Raises _ProcessExited on early EOF."""
         found, loop = bytearray(), asyncio.get_running_loop()
         while count is None or len(found) < count:
             size = 65536 if count is None else min(count - len(found), 1 << 20)
@@ -263,7 +263,7 @@ class _Connection:
 
 @dataclass
 class ProcessRewardExecutor:
-    """Compute rewards in at most `processes` processes, started on demand; with 0, on a thread of this one."""
+    """Compute rewards in at most `processes` processes, started on demand; if 0, on a thread of this process."""
 
     location: WorldLocation
     processes: int = 1
@@ -280,7 +280,7 @@ class ProcessRewardExecutor:
 
     @classmethod
     def of(cls, config: Config) -> ProcessRewardExecutor:
-        """Build from the settings of a run."""
+        """Return the executor of a run's settings."""
         sections = (config.env, config.rollout, config.sandbox, config.rewards)
         return cls(WorldLocation(*sections, os.getcwd(), tuple(sys.path)), config.rollout.reward_processes)
 
@@ -294,22 +294,22 @@ class ProcessRewardExecutor:
             except ConfigError as error:
                 why = error.message
         request = ScoreRequest(task, trajectory)
-        return _with(trajectory, await self._run_verifiers(world, Verifiers(rewards), request, why))
+        return _with_rewards(trajectory, await self._run_verifiers(world, Verifiers(rewards), request, why))
 
     async def with_added(self, world: World, task: Task, trajectory: Trajectory) -> Trajectory:
-        """Return the trajectory with the parts and turn progress that the `rewards` settings add (`added_verifiers`).
+        """Return the trajectory with parts and turn progress of the rewards in the settings (`added_verifiers`).
 
         The sum of the added parts replaces the reward. Raises as `RewardExecutor.scored`.
         """
         verifiers = added_verifiers(self.location.rewards, world)
         found = await self._run_verifiers(world, verifiers, ScoreRequest(task, trajectory, added=True))
         parts = {**trajectory.rewards, **found.parts}
-        return replace(_with(trajectory, found), rewards=parts, turn_progress=found.turns)
+        return replace(_with_rewards(trajectory, found), rewards=parts, turn_progress=found.turns)
 
     async def _run_verifiers(
         self, world: World, verifiers: Verifiers, request: ScoreRequest, why: str = ""
     ) -> ScoredEpisode:
-        """Return the result of the verifiers; `why` they must run in this process, or an empty string."""
+        """Return the result of the verifiers; a non-empty `why` is the reason to run them in this process."""
         reply = await self._run_in_process(world, request) if self.processes and not why else UnreadableRequest(why)
         match reply:
             case ScoredEpisode():
@@ -346,47 +346,47 @@ class ProcessRewardExecutor:
         if self._loop is not loop:
             _close(self._connections)
             self._loop, self._starting = loop, asyncio.Lock()
-            self._slots = asyncio.Semaphore(max(1, self.processes) * _DEPTH)
+            self._slots = asyncio.Semaphore(max(1, self.processes) * _PIPELINE_DEPTH)
 
     async def _connection(self, world: World) -> _Connection | UnreadableRequest:
         async with self._starting:
             self._connections[:] = [one for one in self._connections if not one.closed]
-            best = min(self._connections, key=lambda one: one.num_requests, default=None)
-            if best is not None and (not best.num_requests or len(self._connections) >= self.processes):
-                return best
-            made = await self._start_process(world)
-            if isinstance(made, _Connection):
-                self._connections.append(made)
-            return made
+            idlest = min(self._connections, key=lambda one: one.num_requests, default=None)
+            if idlest is not None and (not idlest.num_requests or len(self._connections) >= self.processes):
+                return idlest
+            started = await self._start_process(world)
+            if isinstance(started, _Connection):
+                self._connections.append(started)
+            return started
 
     async def _request(
         self, connection: _Connection, task: Task, body: bytes
     ) -> ScoredEpisode | RewardFailed | UnreadableRequest:
         timeout_s = self.location.rollout.reward_timeout_s
         try:
-            reply = await connection.request(body, timeout_s + _SPARE_S)
+            reply = await connection.request(body, timeout_s + _GRACE_S)
         except _ProcessExited as exited:
             if str(exited) or isinstance(exited.__cause__, TimeoutError):
                 raise _timeout_error(task, timeout_s, str(exited)) from TimeoutError()
-            raise RewardFault(f"The reward process of task {task.id} has exited.", "Is memory short?") from exited
+            raise RewardFault(f"The reward process of task {task.id} has exited.", "Check free memory.") from exited
         assert isinstance(reply, ScoredEpisode | RewardFailed | UnreadableRequest)
         return reply
 
     async def _start_process(self, world: World) -> _Connection | UnreadableRequest:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        connection = _Connection(ours)
-        with theirs:
-            _fork_server(os.getpid()).fork(self.location, theirs.fileno())
+        local_end, remote_end = socket.socketpair()
+        local_end.setblocking(False)
+        connection = _Connection(local_end)
+        with remote_end:
+            _fork_server(os.getpid()).fork(self.location, remote_end.fileno())
         try:
             reply = await connection.request(pickle.dumps(self.location), START_S)
         except (_ProcessExited, _ConnectionClosed) as error:
-            raise RewardFault("The reward process does not start.", "Is memory short?") from error
+            raise RewardFault("The reward process did not start.", "Check free memory.") from error
         if isinstance(reply, RewardsReady) and reply.parts == parts_of(world):
             return connection
         connection.close()
         if isinstance(reply, RewardFailed):
-            return UnreadableRequest(f"The world cannot be built a second time: {reply.error.message}")
+            return UnreadableRequest(f"The world cannot be built in a reward process: {reply.error.message}")
         return UnreadableRequest("The world built from the settings has different rewards from the run's.")
 
 
@@ -397,7 +397,7 @@ def _close(connections: list[_Connection]) -> None:
 
 @functools.cache
 def _fork_server(pid: int) -> _ForkServer:
-    """Return this process's fork server; a forked process has another one."""
+    """Return the fork server of process `pid`; a forked process starts another one."""
     del pid
     return _ForkServer()
 
@@ -409,7 +409,7 @@ class _ForkServer:
     _lock: Lock = field(default_factory=Lock)
 
     def fork(self, location: WorldLocation, descriptor: int) -> None:
-        """Fork a process that answers on this socket."""
+        """Fork a process that serves requests on the socket `descriptor`."""
         env = location.env
         names = ",".join([env.name, *(member.world or name for name, member in env.mixture.items())])
         with self._lock:
@@ -428,8 +428,8 @@ class _ForkServer:
             raise
 
     def _start(self) -> socket.socket:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            command = python_command("ludus.rollout.reward_process:fork_on_demand", str(theirs.fileno()))
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        return ours
+        local_end, remote_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with remote_end:
+            command = python_command("ludus.rollout.reward_process:fork_on_demand", str(remote_end.fileno()))
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[remote_end.fileno()])
+        return local_end

@@ -1,9 +1,9 @@
 """Processes that compute rewards: a fork server, and the processes that it forks.
 
-The fork server has imported what worlds share, so that a new process is ready at once. Each fork reads a
-`WorldLocation` from its socket, builds the world, sends `RewardsReady` and then answers `ScoreRequest`s in order.
-If scoring exceeds its time limit, a thread of `faulthandler` writes the current stack to the socket and ends the
-process, even if the reward blocks the interpreter. All of them end with the process that started the server.
+The fork server imports the common modules of worlds in advance, so that a fork starts without delay. Each fork
+reads a `WorldLocation` from its socket, builds the world, sends `RewardsReady` and then replies to `ScoreRequest`s
+in order. If scoring times out, a thread of `faulthandler` writes the current stack to the socket and exits the
+process, even if the reward holds the interpreter lock. All processes exit with the parent of the server.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ludus.rollout.episode import score_turns, scored
 from ludus.types import Task, Trajectory
 
 LATE = b"Timeout ("
-"""First bytes of the stack that replaces a response after a timeout; a length prefix starts with a zero byte."""
+"""Prefix of the stack sent instead of a reply after a timeout; a length prefix starts with a zero byte."""
 _PDEATHSIG = 1
 
 Part = tuple[str, float, bool, str]
@@ -55,7 +55,7 @@ class WorldLocation:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """Score a trajectory by the rewards of the world, or by those that the settings add (`added`)."""
+    """Score a trajectory by the rewards of the world or, if `added`, by those of the settings."""
 
     task: Task
     trajectory: Trajectory
@@ -64,7 +64,7 @@ class ScoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class RewardsReady:
-    """The process has built its world, with these rewards."""
+    """Reply of a process that has built its world; `parts` are the rewards."""
 
     parts: tuple[Part, ...]
 
@@ -89,7 +89,7 @@ class RewardFailed:
 
 @dataclass(frozen=True, slots=True)
 class UnreadableRequest:
-    """The request cannot be unpickled here."""
+    """Reply to a request that cannot be unpickled in the process."""
 
     why: str
 
@@ -98,14 +98,14 @@ Reply = RewardsReady | ScoredEpisode | RewardFailed | UnreadableRequest
 
 
 def parts_of(world: World) -> tuple[Part, ...]:
-    """Describe the rewards of a world."""
+    """Return the descriptions of the rewards of a world."""
     return tuple((part.name, part.weight, part.outcome, part.world) for part in world.rewards)
 
 
 def fork_on_demand(control: str) -> None:
     """Fork a process for each socket received on `control`, until it is closed.
 
-    A socket comes with the comma-separated names of its worlds, which are imported first.
+    Each message contains a socket and the comma-separated names of its worlds, which are imported first.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -127,20 +127,20 @@ def fork_on_demand(control: str) -> None:
 
 def _exit_with_parent() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    with suppress(AttributeError, OSError):  # not on Linux: it ends with its next response
+    with suppress(AttributeError, OSError):  # not on Linux: exits at its next reply
         ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
 
 
 def answer(descriptor: str) -> None:
     """Build the requested world and score until the other end of the socket is closed."""
-    with suppress(ConnectionError), socket.socket(fileno=int(descriptor)) as ours, ours.makefile("rb") as stream:
+    with suppress(ConnectionError), socket.socket(fileno=int(descriptor)) as conn, conn.makefile("rb") as stream:
         body = read_frame(stream)
         if body is None:
             return
         location: WorldLocation = pickle.loads(body)
-        verifiers = _start(ours, location)
+        verifiers = _build_verifiers(conn, location)
         while verifiers is not None and (body := read_frame(stream)) is not None:
-            _send(ours, _score(verifiers, location.rollout.reward_timeout_s, ours, body))
+            _send(conn, _score(verifiers, location.rollout.reward_timeout_s, conn, body))
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class Verifiers:
     turns: TurnVerifier | None = None
 
     def run(self, request: ScoreRequest) -> ScoredEpisode:
-        """Score a trajectory. Raises WorldError with the message of an error in one of them."""
+        """Score a trajectory. Raises WorldError with the message of a verifier's error."""
         begin = time.perf_counter()
         found = scored(self.rewards, request.task, request.trajectory)
         turns = () if self.turns is None else score_turns(self.turns, request.task, request.trajectory)
@@ -159,48 +159,48 @@ class Verifiers:
 
 
 def added_verifiers(settings: RewardsConfig, world: World) -> Verifiers:
-    """Return the verifiers that the section `rewards` adds to those of the world."""
+    """Return the verifiers added by the section `rewards`."""
     turns = world.turn_verifier if settings.verifies_turns else None
     return Verifiers(added_parts(settings), turns)
 
 
-def _start(ours: socket.socket, location: WorldLocation) -> tuple[Verifiers, Verifiers] | None:
-    """Build the world; return the verifiers of its rewards and of those that the settings add."""
+def _build_verifiers(conn: socket.socket, location: WorldLocation) -> tuple[Verifiers, Verifiers] | None:
+    """Build the world; return the verifiers of its rewards and of the added ones."""
     try:
         sys.path[:] = location.path
         os.chdir(location.folder)
         world = build_world(location.env, location.rollout, location.sandbox)
         found = Verifiers(world.rewards), added_verifiers(location.rewards, world)
-        _send(ours, RewardsReady(parts_of(world)))
+        _send(conn, RewardsReady(parts_of(world)))
     except Exception as error:  # boundary: errors of worlds are raised in the caller
-        _send(ours, _failed(error))
+        _send(conn, _failure_of(error))
         return None
     return found
 
 
-def _score(verifiers: tuple[Verifiers, Verifiers], timeout_s: float, ours: socket.socket, body: bytes) -> Reply:
+def _score(verifiers: tuple[Verifiers, Verifiers], timeout_s: float, conn: socket.socket, body: bytes) -> Reply:
     try:
         request = pickle.loads(body)
         assert isinstance(request, ScoreRequest)
-    except Exception as error:  # boundary: user types may raise anything; the caller scores it
+    except Exception as error:  # boundary: user types may raise anything; the caller scores the trajectory
         return UnreadableRequest(f"{type(error).__name__}: {error}")
-    faulthandler.dump_traceback_later(timeout_s, exit=True, file=ours.fileno())
+    faulthandler.dump_traceback_later(timeout_s, exit=True, file=conn.fileno())
     try:
         return verifiers[request.added].run(request)
     except Exception as error:  # boundary: errors of rewards are raised in the caller
-        return _failed(error)
+        return _failure_of(error)
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _failed(error: Exception) -> RewardFailed:
-    own = error if isinstance(error, LudusError) else LudusError(f"{type(error).__name__}: {error}")
+def _failure_of(error: Exception) -> RewardFailed:
+    sendable = error if isinstance(error, LudusError) else LudusError(f"{type(error).__name__}: {error}")
     try:
-        pickle.loads(pickle.dumps(own))
+        pickle.loads(pickle.dumps(sendable))
     except Exception:  # boundary: an unpicklable class is sent as its message
-        own = LudusError(str(own))
-    return RewardFailed(own, isinstance(error.__cause__, TimeoutError))
+        sendable = LudusError(str(sendable))
+    return RewardFailed(sendable, isinstance(error.__cause__, TimeoutError))
 
 
-def _send(ours: socket.socket, reply: Reply) -> None:
-    ours.sendall(frame(pickle.dumps(reply)))
+def _send(conn: socket.socket, reply: Reply) -> None:
+    conn.sendall(frame(pickle.dumps(reply)))

@@ -15,7 +15,7 @@ A line is one object (`zcat step-000012.jsonl.gz | head -1 | jq .`), keys sorted
                 segments   kind, tokens, turn, parent, agent, logprobs, versions, finish_reason
 
 The task's truth and wall-clock times are not stored: `ToolOutcome.seconds` reads back as 0 and
-`Trajectory.timings` as empty. So equal rollouts produce equal files, byte for byte. Numbers round-trip exactly;
+`Trajectory.timings` as empty. Equal rollouts produce identical files. Numbers round-trip exactly;
 NaN and infinities are rejected.
 """
 
@@ -44,9 +44,9 @@ _NUM_TOKENS = 2**31
 """Upper bound on vocabulary sizes."""
 _ROUNDING = 0.01
 """Largest log-probability accepted as rounding (nats)."""
-_CLOCKS = {"seconds", "timings"}
+_TIME_FIELDS = {"seconds", "timings"}
 """Fields with wall-clock times, which are not stored."""
-_ADDED_LATER: Mapping[str, object] = {
+_DEFAULTS_OF_OLD_FILES: Mapping[str, object] = {
     "anchors": [],
     "leaf_rewards": [],
     "leaves": [],
@@ -54,7 +54,7 @@ _ADDED_LATER: Mapping[str, object] = {
     "cost": 0.0,
     "retried": False,
 }
-"""Fields that older files lack, with their values."""
+"""Fields missing in older files, with their defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +113,9 @@ def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
                 raise EOFError("the file is empty")
             for line in lines:
                 number += 1
-                yield parse_rollout(json.loads(line, parse_constant=_refuse_constant))
+                yield parse_rollout(json.loads(line, parse_constant=_reject_constant))
     except FileNotFoundError:
-        raise UserError(f"There are no rollouts at {path}.", "Check the path and the step.") from None
+        raise UserError(f"{path} does not exist.", "Check the path and the step.") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(
             f"{path} is damaged after line {number}: {error}.", "The lines before it can be read."
@@ -134,17 +134,17 @@ def replaced_file(path: Path) -> Iterator[BinaryIO]:
 
     If the block raises, `path` is unchanged and the temporary file is removed. An OSError becomes a StorageError.
     """
-    unfinished = path.with_name(path.name + ".tmp")
+    temporary = path.with_name(path.name + ".tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with unfinished.open("wb") as file:
+            with temporary.open("wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            unfinished.replace(path)
+            temporary.replace(path)
         finally:
-            unfinished.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -153,7 +153,7 @@ def replaced_file(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise StorageError(
             f"{path} could not be written: {error.strerror or error}.",
-            "Free some space or choose another run folder; what was there before is unchanged.",
+            "Free some space or choose another run folder; the previous file is unchanged.",
         ) from error
 
 
@@ -164,8 +164,8 @@ def rollout_line(record: RolloutRecord) -> str:
         return json.dumps(data, sort_keys=True, allow_nan=False, separators=(",", ":"))
     except ValueError as error:
         raise UserError(
-            f"The rollout of {record.key} holds {_first_non_finite(data)}, which is not a finite number.",
-            "Look at the reward or engine that made it; nothing was written.",
+            f"The rollout of {record.key} contains {_first_non_finite(data)}, which is not a finite number.",
+            "Check the reward or the engine that returned it; the file was not written.",
         ) from error
 
 
@@ -198,19 +198,19 @@ def parse_rollout(value: object) -> RolloutRecord:
 
 def _check_trajectory(trajectory: Trajectory) -> None:
     for number, segment in enumerate(trajectory.segments):
-        if fault := _segment_fault(segment, number):
-            raise ValueError(f"segments[{number}] {fault}")
+        if problem := _segment_error(segment, number):
+            raise ValueError(f"segments[{number}] {problem}")
     for name, own in (("leaf_rewards", trajectory.leaf_rewards), ("leaves", trajectory.leaves)):
         if own and len(own) != len(trajectory.rows):
-            raise ValueError(f"{name} is of length {len(own)}, and the number of leaves is {len(trajectory.rows)}")
+            raise ValueError(f"{name} has length {len(own)}, expected the number of leaves {len(trajectory.rows)}")
     if trajectory.leaves and not trajectory.leaf_rewards:
-        raise ValueError("leaves has entries, and leaf_rewards has none")
+        raise ValueError("leaves are present without leaf_rewards")
 
 
-def _segment_fault(segment: Segment, number: int) -> str:
-    """Return the fault of segment `number`, or an empty string. A parent of -1 is the root."""
-    if odd := [token for token in segment.tokens if not 0 <= token < _NUM_TOKENS]:
-        return f"holds {odd[0]}, which is not a token id"
+def _segment_error(segment: Segment, number: int) -> str:
+    """Return the error of segment `number`, or an empty string. A parent of -1 is the root."""
+    if invalid := [token for token in segment.tokens if not 0 <= token < _NUM_TOKENS]:
+        return f"contains {invalid[0]}, which is not a token id"
     if segment.parent is not None and not -1 <= segment.parent < number:
         return f"continues segments[{segment.parent}], which does not come before it"
     if segment.turn < 0:
@@ -221,7 +221,7 @@ def _segment_fault(segment: Segment, number: int) -> str:
         if values and len(values) != len(segment.tokens):
             return f"has {len(segment.tokens)} tokens and {len(values)} of {name}"
     if (highest := max(segment.logprobs, default=0.0)) > _ROUNDING:
-        return f"has the log-probability {highest}, and none is above 0"
+        return f"has the log-probability {highest}, which is above 0"
     return ""
 
 
@@ -263,15 +263,15 @@ def _codec(kind: object) -> _Codec:
 
 def _record_codec(record: type) -> _Codec:
     hints = get_type_hints(record)
-    codecs = {f.name: _codec(hints[f.name]) for f in fields(record) if f.name not in _CLOCKS}
+    codecs = {f.name: _codec(hints[f.name]) for f in fields(record) if f.name not in _TIME_FIELDS}
     values_of = attrgetter(*codecs)
-    later = {name: value for name, value in _ADDED_LATER.items() if name in codecs}
+    later = {name: value for name, value in _DEFAULTS_OF_OLD_FILES.items() if name in codecs}
 
     def read(data: object) -> object:
-        given: dict[str, object] = later | _object(data)
-        if odd := sorted(codecs.keys() ^ given.keys()):
-            raise ValueError(f"fields missing or unknown in {record.__name__}: {', '.join(odd)}")
-        return record(**{name: codec.read(given[name]) for name, codec in codecs.items()})
+        values: dict[str, object] = later | _object(data)
+        if invalid := sorted(codecs.keys() ^ values.keys()):
+            raise ValueError(f"fields missing or unknown in {record.__name__}: {', '.join(invalid)}")
+        return record(**{name: codec.read(values[name]) for name, codec in codecs.items()})
 
     def write(value: object) -> dict[str, object]:
         pairs = zip(codecs.items(), values_of(value), strict=True)
@@ -296,13 +296,13 @@ def _message(data: object) -> Message:
     return cast(Message, data)
 
 
-def _refuse_constant(name: str) -> float:
+def _reject_constant(name: str) -> float:
     raise ValueError(f"{name} is not a finite number")
 
 
 def _object(value: object) -> dict[str, object]:
     if not isinstance(value, dict):
-        raise TypeError(f"a JSON object is expected, there is a {type(value).__name__}")
+        raise TypeError(f"expected a JSON object, got {type(value).__name__}")
     return value
 
 

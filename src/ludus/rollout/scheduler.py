@@ -47,11 +47,10 @@ _Entry = tuple[Request, "asyncio.Future[Completion]"]
 
 @dataclass
 class LockstepEngine:
-    """Engine whose batches are rounds of all joined episodes, so that they never depend on timing.
+    """Engine wrapper that batches the requests of all joined episodes, so that batches do not depend on timing.
 
     Collects requests until every joined episode is waiting or has left, then sends the round as one batch,
-    ordered by episode; errors of the engine reach every episode of the round. A slow tool delays all episodes,
-    which is the cost of reproducibility.
+    ordered by episode; errors of the engine reach every episode of the round. A slow tool delays all episodes.
     """
 
     inner: Engine
@@ -130,13 +129,13 @@ class LockstepEngine:
         self._waiting = {}
         task = asyncio.get_running_loop().create_task(self._round(entries))
         self._rounds.add(task)
-        task.add_done_callback(lambda ended: self._end(ended, entries))
+        task.add_done_callback(lambda ended: self._on_round_done(ended, entries))
 
     async def _round(self, entries: list[_Entry]) -> None:
         try:
             completions = await self.inner.generate_batch([request for request, _ in entries])
             if len(completions) != len(entries):
-                raise EngineError(f"The engine answered {len(completions)} of {len(entries)} requests.")
+                raise EngineError(f"The engine returned {len(completions)} completions for {len(entries)} requests.")
         except Exception as error:  # boundary: raised in every waiting episode
             self._fail(entries, error)
             return
@@ -144,7 +143,7 @@ class LockstepEngine:
             if not future.done():
                 future.set_result(completion)
 
-    def _end(self, ended: asyncio.Task[None], entries: list[_Entry]) -> None:
+    def _on_round_done(self, ended: asyncio.Task[None], entries: list[_Entry]) -> None:
         self._rounds.discard(ended)
         self._fail(entries, EngineError("The round was cancelled before the engine answered."))
 
@@ -166,7 +165,7 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class Episode:
-    """Finished request. `key` is that of the last attempt; `greedy` as in the request."""
+    """Result of a request. `key` is the key of the last attempt; `greedy` as in the request."""
 
     key: RolloutKey
     task: Task
@@ -184,10 +183,10 @@ class SchedulerLimits:
 
 
 ChatSessionFactory = Callable[[RolloutRequest], ChatSession]
-"""Build the chat session of an attempt, whose episode in a lockstep is `episode_name(request.key)`."""
+"""Callable that builds the chat session of an attempt; its lockstep name is `episode_name(request.key)`."""
 
 Attempt = Callable[[RolloutRequest], Awaitable[Trajectory]]
-"""Run one attempt at a request. Raises WorldError or EngineError if the infrastructure fails."""
+"""Callable that runs one attempt. Raises WorldError or EngineError if the infrastructure fails."""
 
 InfrastructureError = WorldError | EngineError
 
@@ -202,7 +201,7 @@ def episode_name(key: RolloutKey) -> str:
 
 @dataclass
 class FailureBudget:
-    """Permanent failures among `num_requests` requests, or among the `begun` ones if these are more."""
+    """Permanent failures among `num_requests` requests, or among `begun` requests if that is larger."""
 
     num_requests: int
     failures: list[InfrastructureError] = field(default_factory=list)
@@ -215,7 +214,7 @@ class FailureBudget:
         if len(self.failures) > max_failure_rate * num + 1e-9:
             first = self.failures[0]
             raise type(first)(
-                f"{len(self.failures)} of {num} episodes failed for good, more than "
+                f"{len(self.failures)} of {num} episodes failed permanently, more than "
                 f"rollout.max_failure_rate allows. The first failure: {first.message}",
                 first.hint,
             ) from first
@@ -236,8 +235,8 @@ class Scheduler:
     """Run rollout requests. `lockstep`, if set, is the engine of the chat sessions.
 
     `limits_of`, if set, replaces `episode_limits` for a task. `remote`, if set, runs the attempts; ledger and
-    retries stay in this process. `scoring` computes the rewards, unless `scores` is off. With `branch`, episodes
-    that are not greedy become trees.
+    retries stay in this process. `scoring` computes the rewards, unless `scores` is off. If `branch` is set, episodes
+    that are not greedy are sampled as trees.
     """
 
     world: World
@@ -256,13 +255,13 @@ class Scheduler:
     async def run(
         self, requests: Sequence[RolloutRequest], on_done: Callable[[Episode], None] | None = None
     ) -> list[Episode]:
-        """Run all requests; `on_done` is called as each ends."""
+        """Run all requests; `on_done` is called with each finished episode."""
         run = _Run(iter(enumerate(requests)), FailureBudget(len(requests)))
-        first = [self._take(run, None) for _ in range(min(self.limits.concurrency, len(requests)))]
+        first = [self._next_request(run, None) for _ in range(min(self.limits.concurrency, len(requests)))]
         try:
             async with asyncio.TaskGroup() as group:
                 for taken in first:
-                    group.create_task(self._work(run, taken, on_done))
+                    group.create_task(self._run_slot(run, taken, on_done))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors.exceptions[0].__cause__
         finally:
@@ -270,7 +269,7 @@ class Scheduler:
                 self._swap(run, name, None)
         return [run.done[i] for i in range(len(requests))]
 
-    async def _work(
+    async def _run_slot(
         self, run: _Run, taken: tuple[int, RolloutRequest] | None, on_done: Callable[[Episode], None] | None
     ) -> None:
         while taken is not None:
@@ -278,12 +277,12 @@ class Scheduler:
             episode = run.done[position] = await self.run_one(request, run.budget, partial(self._swap, run))
             if on_done is not None:
                 on_done(episode)
-            taken = self._take(run, episode_name(episode.key))
+            taken = self._next_request(run, episode_name(episode.key))
 
     async def run_one(
         self, request: RolloutRequest, budget: FailureBudget, on_retry: Callable[[str, str], None] | None = None
     ) -> Episode:
-        """Run a request until an attempt succeeds or retries are exhausted, which counts as a failure of `budget`.
+        """Run a request until an attempt succeeds; if retries are exhausted, add a failure to `budget`.
 
         `on_retry` receives the names of the failed attempt and of the next one. A cancelled attempt is recorded in
         the ledger as dropped.
@@ -292,8 +291,8 @@ class Scheduler:
         while True:
             self.ledger.start(request.key)
             try:
-                trajectory = await self._play(request)
-                if is_being_cancelled():  # and the world suppressed it
+                trajectory = await self._run_attempt(request)
+                if is_being_cancelled():  # and the world suppressed the exception
                     raise asyncio.CancelledError
                 return Episode(request.key, request.task, trajectory, request.greedy)
             except asyncio.CancelledError:
@@ -307,31 +306,31 @@ class Scheduler:
                 if is_being_cancelled():
                     raise asyncio.CancelledError from error
                 if request.key.attempt >= last:
-                    return self._give_up(budget, request, error)
-                again = replace(request.key, attempt=request.key.attempt + 1)
+                    return self._failed_episode(budget, request, error)
+                next_key = replace(request.key, attempt=request.key.attempt + 1)
                 if on_retry is not None:
-                    on_retry(episode_name(request.key), episode_name(again))
-                request = replace(request, key=again)
+                    on_retry(episode_name(request.key), episode_name(next_key))
+                request = replace(request, key=next_key)
 
     async def attempt(self, request: RolloutRequest) -> Trajectory:
         """Run one attempt in this process, in a fresh environment, without ledger."""
         async with self._slot():
             if self.branch is None or request.greedy:
-                return await self._path(request, (), 0)
-            return await run_tree(self.branch, partial(self._path, request))
+                return await self._run_path(request, (), 0)
+            return await run_tree(self.branch, partial(self._run_path, request))
 
     def _slot(self) -> AbstractAsyncContextManager[None]:
-        """Return a slot among the episodes that may be open at once.
+        """Return a context manager that holds one of the slots for open episodes.
 
-        `run` never exceeds the limit itself: in lockstep, an episode that waits here would block the round.
+        `run` never exceeds the limit: in lockstep, an episode that waits for a slot would block the round.
         """
         if self.world.episodes_at_once is None:
             return nullcontext()
         self._slots = self._slots or asyncio.Semaphore(self.limits.concurrency)
         return self._slots
 
-    async def _path(self, request: RolloutRequest, recorded: tuple[Segment, ...], number: int) -> Trajectory:
-        """Run a path of the episode's tree; 0 is the whole episode."""
+    async def _run_path(self, request: RolloutRequest, recorded: tuple[Segment, ...], number: int) -> Trajectory:
+        """Run a path of the episode's tree; path 0 is the trunk, or the whole episode without branches."""
         session = self.make_chat(request)
         if number:
             assert isinstance(session, EngineChatSession)
@@ -347,23 +346,23 @@ class Scheduler:
         check_scored_elsewhere(self.world.rewards, environment.rewards, environment)
         return trajectory
 
-    async def _play(self, request: RolloutRequest) -> Trajectory:
+    async def _run_attempt(self, request: RolloutRequest) -> Trajectory:
         trajectory = await (self.remote or self.attempt)(request)
-        every = trajectory.attempts()
-        late = any(outcome.status is ToolStatus.TIMED_OUT for one in every for outcome in one.outcomes)
-        if late or any(one.stop_reason is StopReason.TIMEOUT for one in every):
+        paths = trajectory.attempts()
+        late = any(outcome.status is ToolStatus.TIMED_OUT for one in paths for outcome in one.outcomes)
+        if late or any(one.stop_reason is StopReason.TIMEOUT for one in paths):
             self.ledger.note_clock_limit(request.key.step)
         return trajectory
 
-    def _give_up(self, budget: FailureBudget, request: RolloutRequest, error: InfrastructureError) -> Episode:
+    def _failed_episode(self, budget: FailureBudget, request: RolloutRequest, error: InfrastructureError) -> Episode:
         budget.add(error, self.limits.max_failure_rate)
         failure = Failure(error.part, str(error), request.key.attempt + 1)
         tags = dict(request.task.tags)
-        nothing = Trajectory(request.task.id, request.key.sample, (), (), StopReason.FAILED, failure=failure, tags=tags)
-        return Episode(request.key, request.task, nothing, request.greedy)
+        empty = Trajectory(request.task.id, request.key.sample, (), (), StopReason.FAILED, failure=failure, tags=tags)
+        return Episode(request.key, request.task, empty, request.greedy)
 
-    def _take(self, run: _Run, leaving: str | None) -> tuple[int, RolloutRequest] | None:
-        """Return the next request; its episode joins the lockstep as the previous one leaves."""
+    def _next_request(self, run: _Run, leaving: str | None) -> tuple[int, RolloutRequest] | None:
+        """Return the next request, replacing `leaving` by its episode in the lockstep."""
         taken = next(run.pending, None)
         self._swap(run, leaving, episode_name(taken[1].key) if taken else None)
         return taken
@@ -390,12 +389,12 @@ class SamplingPlan:
 
 
 def engine_name(plan: SamplingPlan, key: RolloutKey) -> str:
-    """Return the episode's id for the engine; a task may be trained and evaluated at the same time."""
+    """Return the engine's episode id, unique even if a task is trained and evaluated at the same time."""
     return f"{plan.purpose}/{episode_name(key)}"
 
 
 def sampling_params(rollout: RolloutConfig, temperature: float) -> SamplingParams:
-    """Return the sampling parameters of an action, without stops and seed."""
+    """Return the sampling parameters of an action, without stop strings and seed."""
     return SamplingParams(
         temperature=temperature,
         top_p=rollout.top_p,
@@ -416,7 +415,7 @@ def episode_limits(rollout: RolloutConfig) -> EpisodeLimits:
 
 
 def rollout_for(world: World, rollout: RolloutConfig, task: Task) -> RolloutConfig:
-    """Return the world's rollout settings for a task, otherwise the run's."""
+    """Return the world's rollout settings for a task, defaulting to those of the run."""
     return world.rollout_of(task) or rollout
 
 
@@ -438,21 +437,21 @@ def engine_scheduler(
         renderer.guide(())
 
     def make_chat(request: RolloutRequest) -> ChatSession:
-        key, own = request.key, rollout_for(world, rollout, request.task)
+        key, settings = request.key, rollout_for(world, rollout, request.task)
         return EngineChatSession(
             engine=lockstep or engine,
             renderer=renderer,
-            params=sampling_params(own, 0.0 if request.greedy else plan.temperature),
-            max_tokens=own.max_seq_len,
+            params=sampling_params(settings, 0.0 if request.greedy else plan.temperature),
+            max_tokens=settings.max_seq_len,
             episode=episode_name(key) if lockstep else engine_name(plan, key),
             seed=seed_for(plan.seed, plan.purpose, key.step, key.task_id, key.sample),
             guided=rollout.guided_tools,
         )
 
-    made = scheduler(world, make_chat, rollout, ledger, lockstep)
+    result = scheduler(world, make_chat, rollout, ledger, lockstep)
     if plan.branches and rollout.branch.branches:
-        made.branch = rollout.branch
-    return made
+        result.branch = rollout.branch
+    return result
 
 
 def scheduler(

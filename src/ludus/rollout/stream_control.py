@@ -7,11 +7,11 @@ due first, so it suffices that for every step `d` from the next one on, no more 
 the steps until `d` take. Admission preserves this condition, and `take` waits for a group that would violate
 it. Slow groups are never dropped: an admitted group is taken unless it is discarded explicitly.
 
-`ConcurrencyController` finds the smallest number of episodes that keeps learner and engine busy, by the rule
+`ConcurrencyController` searches for the smallest concurrency that saturates learner and engine, by the rule
 `next_in_flight`. It estimates the speedup of larger batches from a linear fit of the duration of engine passes,
-and the concurrency that the learner needs by Little's law.
+and the concurrency that the learner needs from Little's law.
 
-Neither uses a clock, an engine or an event loop, so that simulations run the same code.
+Neither depends on a clock, an engine or an event loop, so that simulations run the same code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StalenessSchedule:
 
 @dataclass(slots=True)
 class GroupTicket:
-    """Admitted group. `version` is the oldest on which its episodes started."""
+    """Admitted group. `version` is the oldest weight version on which its episodes started."""
 
     number: int
     version: int
@@ -46,7 +46,7 @@ class GroupTicket:
 
 @dataclass
 class StalenessController:
-    """Admitted groups. `version` is that of the last completed step.
+    """Admission of groups. `version` is the weight version of the last completed step.
 
     `begins` is the oldest engine version on which an episode may start.
     """
@@ -66,7 +66,7 @@ class StalenessController:
 
     @property
     def in_progress(self) -> tuple[GroupTicket, ...]:
-        """Return the admitted groups that are neither taken nor discarded, by number."""
+        """The admitted groups that are neither taken nor discarded, by number."""
         return tuple(self._tickets[number] for number in sorted(self._tickets))
 
     @property
@@ -75,12 +75,12 @@ class StalenessController:
 
     @property
     def room(self) -> int:
-        """Return the number of groups that may be admitted now."""
+        """The number of groups that may be admitted now."""
         steps = self._due(self.begins) - self.next_step + 1
         return max(0, self.pace.groups_per_step * steps - len(self._tickets))
 
     def admit(self, number: int) -> GroupTicket:
-        """Admit a group. Raises ValueError if there is no room or the number is in use."""
+        """Admit a group. Raises ValueError if `room` is 0 or the number is in use."""
         if number in self._tickets:
             raise ValueError(f"group {number} was already admitted")
         if not self.room:
@@ -89,9 +89,9 @@ class StalenessController:
         return ticket
 
     def readmit(self, number: int, version: int) -> bool:
-        """Readmit a group that was admitted at `version` before a resume; return whether it continues.
+        """Readmit a restored group that was admitted at `version`; return whether it is admitted.
 
-        It does not if it cannot train in time under the current schedule. Without `hold` it always continues.
+        With `hold`, it is rejected if it can no longer train in time under the current schedule.
         """
         self._tickets[number] = GroupTicket(number, version)
         if not self.pace.hold or self._feasible(self._tickets.values(), self.next_step):
@@ -108,9 +108,9 @@ class StalenessController:
         del self._tickets[number]
 
     def take(self) -> list[int] | None:
-        """Return the groups of the next step, oldest first; None if it must wait.
+        """Return the groups of the next step, oldest first; None if none is complete or a due group is missing.
 
-        The learner works on them until `published`.
+        The learner trains on them until `published`.
         """
         numbers = None if self.learning else self._next_batch()
         if numbers is None:
@@ -127,7 +127,7 @@ class StalenessController:
 
     @property
     def is_held(self) -> bool:
-        """Return whether a batch is complete but the learner waits for a group that is due."""
+        """Whether a batch is complete but the learner waits for a group that is due."""
         return not self.learning and self.num_ready >= self.pace.groups_per_step
 
     def published(self, version: int, *, everywhere: bool = True) -> None:
@@ -140,7 +140,7 @@ class StalenessController:
 
     @property
     def is_behind(self) -> bool:
-        """Return whether episodes may still start on a version older than the newest."""
+        """Whether episodes may still start on a version older than the newest."""
         return self.begins < self.version
 
     def serves(self, version: int) -> None:
@@ -171,27 +171,27 @@ class StalenessController:
 
 
 IDLE = 0.05
-"""Idle fraction from which something counts as idle."""
+"""Minimum fraction of idle time at which learner or engine counts as idle."""
 QUEUED = 0.25
-"""Waiting requests per running one above which the queue is too long."""
+"""Maximum ratio of waiting to running requests; above it, concurrency shrinks."""
 GAIN = 0.05
-"""Engine speedup from which larger batches are worth it."""
+"""Minimum engine speedup at which concurrency grows."""
 MORE, FEWER = 1.3, 0.85
 LEAST = 0.7
 """Largest reduction per step, as a factor."""
 READY = 1.5
 """Target number of batches waiting for the learner."""
 PULL = 0.2
-"""Relative change per batch above or below `READY`."""
+"""Relative change of concurrency per batch above or below `READY`."""
 FIRST = 2.0
-"""Growth per step until concurrency suffices for the first time."""
+"""Growth factor per step until concurrency suffices for the first time."""
 FADE = 0.8
 """Decay of a measurement's weight per step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamThroughput:
-    """Throughput of a step: total seconds of episodes in flight, and groups made ready, in batches."""
+    """Throughput of a step: episode-seconds in flight, and completed groups, in batches."""
 
     flown_s: float
     batches: float
@@ -202,7 +202,7 @@ class EngineLoad:
     """Measurements of a step: idle fractions in [0, 1], waiting requests per running one, and ready batches.
 
     `needed` is the concurrency that matches the learner's pace (None: unknown). `gain` is the engine's speedup
-    with `MORE` times the sequences. `limited`: this limit, not the staleness bound, kept episodes from starting.
+    with `MORE` times the sequences. `limited`: the concurrency limit, not the staleness bound, delayed episodes.
     `seconds` is the duration of the step.
     """
 
@@ -217,12 +217,12 @@ class EngineLoad:
 
 
 def next_in_flight(now: int, load: EngineLoad, least: int, most: int, more: float = MORE) -> int:
-    """Return the concurrency of the next step, from `least` to `most`; `more` is its growth factor.
+    """Return the concurrency of the next step, clamped to [`least`, `most`]; `more` is the growth factor.
 
-    It grows if learner and engine both wait (for tools), or if the learner waits for an engine that larger batches
-    speed up. It shrinks if episodes only age in the engine's queue. If the learner does not wait, it follows
-    `needed`, reduced the more batches are ready. It stays if the learner waits for a group that is due, and does
-    not grow if the staleness bound limits admission.
+    It grows if learner and engine are both idle (tools are slow), or if the learner is idle and larger batches would
+    speed up the engine. It shrinks if requests queue in the engine. If the learner is not idle, it follows `needed`,
+    scaled down by the number of ready batches. It is unchanged if the learner waits for a group that is due, and
+    does not grow if the staleness bound limits admission.
     """
     wanted = float(now)
     if load.engine_queue > QUEUED:
@@ -244,20 +244,20 @@ def first_in_flight(episodes_per_step: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PassTimes:
-    """Mean sequences and duration of the engine's passes in a step."""
+    """Mean batch size and duration (s) of the engine's forward passes in a step."""
 
     running: float
     seconds: float
 
 
 def _add_step(sums: Iterable[float], step: Iterable[float]) -> tuple[float, ...]:
-    """Return sums over steps, in which the weight of earlier steps decays."""
+    """Return running sums over steps, with exponential decay."""
     return tuple(FADE * old + new for old, new in zip(sums, step, strict=True))
 
 
 @dataclass
 class PassTimeModel:
-    """Linear fit to the passes of recent steps, with decaying weights."""
+    """Linear fit of pass duration to batch size over recent steps, with exponential decay."""
 
     _sums: tuple[float, ...] = (0.0,) * 5
 
@@ -269,7 +269,7 @@ class PassTimeModel:
     def gain(self, running: float) -> float:
         """Return the engine's speedup with `MORE` times as many sequences as `running`.
 
-        If all steps had the same number, the fit is undetermined and a pass is assumed to be fully shared.
+        If all steps had the same batch size, a pass is assumed to take the same time for any batch size.
         """
         count, x, y, xx, xy = self._sums
         spread = xx * count - x * x
@@ -283,15 +283,15 @@ class PassTimeModel:
 
 @dataclass
 class IdleTime:
-    """Idle fractions over recent steps, weighted by duration, with decay.
+    """Idle fractions over recent steps, weighted by duration, with exponential decay.
 
-    Groups arrive in bursts, so a single step is too noisy.
+    A single step is too noisy, since groups complete in bursts.
     """
 
     _sums: tuple[float, ...] = (0.0,) * 3
 
     def add(self, load: EngineLoad) -> EngineLoad:
-        """Add a step; return its load with averaged fractions."""
+        """Add a step; return its load with averaged idle fractions."""
         step = (load.seconds, load.seconds * load.learner_idle, load.seconds * load.engine_idle)
         seconds, learner_s, engine_s = self._sums = _add_step(self._sums, step)
         return replace(load, learner_idle=learner_s / (seconds or 1.0), engine_idle=engine_s / (seconds or 1.0))
@@ -299,7 +299,7 @@ class IdleTime:
 
 @dataclass
 class ThroughputAverage:
-    """Stream throughput over recent steps, with decaying weights."""
+    """Stream throughput over recent steps, with exponential decay."""
 
     _sums: tuple[float, ...] = (0.0,) * 4
 
@@ -312,9 +312,9 @@ class ThroughputAverage:
 
 @dataclass
 class ConcurrencyController:
-    """Limit on episodes in flight: `now`, from `least` to `most`.
+    """Limit `now` on episodes in flight, in [`least`, `most`].
 
-    Grows by `FIRST` per step until concurrency suffices for the first time, then by `MORE`.
+    Grows by the factor `FIRST` per step until it suffices for the first time, then by `MORE`.
     """
 
     now: int
@@ -323,8 +323,8 @@ class ConcurrencyController:
     line: PassTimeModel = field(default_factory=PassTimeModel)
     idle: IdleTime = field(default_factory=IdleTime)
     flown: ThroughputAverage = field(default_factory=ThroughputAverage)
-    _more: float = FIRST
-    _fills: bool = True
+    _growth: float = FIRST
+    _is_first_step: bool = True
     """Whether this is the first step, in which the learner waits for the stream to fill."""
 
     def __post_init__(self) -> None:
@@ -333,7 +333,7 @@ class ConcurrencyController:
     def after_step(self, timings: Mapping[str, float], ready: float, flow: StreamThroughput, limited: bool) -> int:
         """Return the limit after a step with these timings; unchanged without engine metrics.
 
-        An unknown idle fraction of the engine is ignored; if the learner waits, `gain` then decides.
+        An unknown idle fraction of the engine counts as 0; if the learner is idle, `gain` then decides.
         """
         if "engine/requests_running" not in timings:
             return self.now
@@ -352,17 +352,17 @@ class ConcurrencyController:
     def after(self, load: EngineLoad, passes: PassTimes | None, flow: StreamThroughput | None = None) -> int:
         """Return the limit after a step. `passes` (None: unknown) determines `load.gain`.
 
-        If learner and engine share cores, a pass takes longer while the learner works, independently of the batch
-        size, so durations are compared as if the learner cost the engine half of its time.
+        If learner and engine share cores, a pass takes longer while the learner computes, independently of the batch
+        size, so durations are scaled as if the learner took half of the engine's time.
         """
         if flow is not None:
             load = replace(load, needed=self.flown.add(flow, load))
-        load = load if self._fills else self.idle.add(load)
-        self._fills = False
+        load = load if self._is_first_step else self.idle.add(load)
+        self._is_first_step = False
         if passes is not None:
             self.line.add(replace(passes, seconds=passes.seconds / (2 - load.learner_idle)))
             load = replace(load, gain=self.line.gain(passes.running))
-        before, self.now = self.now, next_in_flight(self.now, load, self.least, self.most, self._more)
+        before, self.now = self.now, next_in_flight(self.now, load, self.least, self.most, self._growth)
         if self.now <= before:
-            self._more = MORE
+            self._growth = MORE
         return self.now

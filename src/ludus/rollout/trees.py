@@ -1,9 +1,9 @@
-"""Trajectory trees: change the paths of a tree, and sample branching episodes.
+"""Trajectory trees: transform the paths of a tree, and sample branching episodes.
 
 A branching episode samples alternative continuations as one tree. The trunk equals the episode without
 branches. Each branch shares the segments before its fork, with their log-probabilities and versions, and
-continues with its own seeds in a fresh environment to which the recorded actions were replayed. Paths run one
-after the other, so that the tree is deterministic.
+continues with its own seeds in a fresh environment to which the recorded actions were replayed. Paths run
+sequentially, so that the tree is deterministic.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ async def map_paths(trajectory: Trajectory, change: Callable[[Trajectory], Await
     if not trajectory.leaves:
         return await change(trajectory)
     chains = [await change(replace(chain, timings=Timings())) for chain in trajectory.attempts()]
-    timings = _sum_of([trajectory.timings, *(chain.timings for chain in chains)])
+    timings = _sum_timings([trajectory.timings, *(chain.timings for chain in chains)])
     return replace(with_chains(trajectory, chains), timings=timings)
 
 
@@ -58,7 +58,7 @@ class TrajectoryBranch:
 
 
 def grafted(grafts: Sequence[TrajectoryBranch]) -> Trajectory:
-    """Merge chains into one trajectory: the first is the trunk, each other one forks from an earlier one."""
+    """Merge chains into one trajectory: the first is the trunk, and all_timings other one forks from an earlier one."""
     segments: list[Segment] = []
     rows: list[list[int]] = []
     for graft in grafts:
@@ -79,13 +79,13 @@ def grafted(grafts: Sequence[TrajectoryBranch]) -> Trajectory:
         chains[0],
         segments=tuple(segments),
         anchors=tuple(anchors[i] for i in sorted(anchors)),
-        timings=_sum_of([chain.timings for chain in chains]),
+        timings=_sum_timings([chain.timings for chain in chains]),
     )
     return with_chains(tree, chains)
 
 
 def _mean_over_turns(tree: Trajectory, chains: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Return one value per action of the tree, 0 where missing; empty if there are none."""
+    """Return one value per action of the tree, 0 if missing; empty if no chain has values."""
     if not any(chains):
         return ()
     found: list[list[float]] = [[] for segment in tree.segments if segment.kind == "action"]
@@ -101,25 +101,25 @@ def _mean(values: Sequence[float]) -> float:
     return values[0] if len(set(values)) == 1 else math.fsum(values) / len(values)
 
 
-def _sum_of(timings: Iterable[Timings]) -> Timings:
-    every = list(timings)
+def _sum_timings(timings: Iterable[Timings]) -> Timings:
+    all_timings = list(timings)
     return Timings(
-        total_s=sum(one.total_s for one in every),
-        model_s=sum(one.model_s for one in every),
-        tools_s=sum(one.tools_s for one in every),
-        scoring_s=sum(one.scoring_s for one in every),
-        grading_s=sum(one.grading_s for one in every),
+        total_s=sum(one.total_s for one in all_timings),
+        model_s=sum(one.model_s for one in all_timings),
+        tools_s=sum(one.tools_s for one in all_timings),
+        scoring_s=sum(one.scoring_s for one in all_timings),
+        grading_s=sum(one.grading_s for one in all_timings),
     )
 
 
 RunPath = Callable[[tuple[Segment, ...], int], Awaitable[Trajectory]]
-"""Run the path of a number (0: trunk) from these segments to its end."""
+"""Callable that runs the path with a number (0: trunk) from recorded segments to its end."""
 
 
 async def run_tree(settings: BranchConfig, run_path: RunPath) -> Trajectory:
-    """Run a trunk, then branches at its chosen turns, then branches of branches.
+    """Run a trunk, then branches at its selected turns, then branches of branches.
 
-    Stops at `settings.max_leaves` leaves or if no chosen turn is left. Raises WorldError if the world is not
+    Stops at `settings.max_leaves` leaves or when all selected turns are branched. Raises WorldError if the world is not
     deterministic, and errors of the episode.
     """
     grafts = [TrajectoryBranch(await run_path((), 0))]
@@ -136,7 +136,7 @@ async def run_tree(settings: BranchConfig, run_path: RunPath) -> Trajectory:
 
 
 async def _branch(run_path: RunPath, chain: Trajectory, fork: int, of: int, number: int) -> TrajectoryBranch:
-    """Run the path `number`, which forks from `chain`, the path `of`, before its segment `fork`."""
+    """Run path `number`, a fork of `chain` (path `of`) before its segment `fork`."""
     recorded = chain.segments[:fork]
     try:
         found = await run_path(recorded, number)
@@ -151,16 +151,15 @@ async def _branch(run_path: RunPath, chain: Trajectory, fork: int, of: int, numb
 
 def _nondeterminism_error(chain: Trajectory, why: str) -> WorldError:
     return WorldError(
-        f"An episode of task {chain.task_id} cannot branch: {why}",
-        "rollout.branch needs a world that responds equally to equal actions.",
+        f"An episode of task {chain.task_id} cannot branch: {why}", "rollout.branch requires a deterministic world."
     )
 
 
 def _forks(settings: BranchConfig, graft: TrajectoryBranch) -> list[int]:
     """Return the action segments before which a path is forked.
 
-    Candidates are the actions after a branch's first one, or all of a trunk; by entropy, the highest come
-    first.
+    Candidates are all actions of a trunk, or those after the first action of a branch; ranking by entropy is in
+    descending order.
     """
     segments = graft.chain.segments
     actions = [i for i, segment in enumerate(segments) if segment.kind == "action"]

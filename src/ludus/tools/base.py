@@ -43,31 +43,30 @@ class FunctionSchema(TypedDict):
 
 
 class ToolSchema(TypedDict):
-    """A tool in the format of chat templates and OpenAI-compatible servers."""
+    """Tool description in the format of chat templates and OpenAI-compatible servers."""
 
     type: str
     function: FunctionSchema
 
 
 class ToolError(Exception):
-    """A failed call, worded for the model and shown verbatim, without a type name."""
+    """Raised for a failed call; the message is shown to the model verbatim, without a type name."""
 
 
 Latency = Literal["instant", "fast", "slow"]
 """Usual duration of a call: below 10 ms, below 1 s, longer."""
 
 PATIENCE: Final[Mapping[Latency, float]] = MappingProxyType({"instant": 0.25, "fast": 1.0, "slow": 3.0})
-"""Factor of each latency class on the default deadline of a call."""
+"""Factor on the default timeout of a call, by latency class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
     """Properties of a tool's calls.
 
-    `latency` sets the deadline of a tool without `timeout_s` (`PATIENCE`). `cost` of one call, in a unit
-    chosen by the world, is summed in `ToolOutcome.cost`. An `idempotent` call has no further effect when
-    repeated, so it is retried once after an infrastructure failure. A successful call of a tool that `ends`
-    is the last of its episode.
+    `latency` determines the timeout of a tool without `timeout_s` (`PATIENCE`). `cost` per call, in a unit
+    defined by the world, is summed in `ToolOutcome.cost`. If `idempotent`, a call is retried once after an
+    infrastructure failure. If `ends`, a successful call ends the episode.
     """
 
     latency: Latency = "fast"
@@ -76,27 +75,27 @@ class Traits:
     ends: bool = False
 
 
-_sharers: ContextVar[int] = ContextVar("ludus-tool-sharers", default=1)
+_num_sharing_processes: ContextVar[int] = ContextVar("ludus-tool-sharers", default=1)
 
 
 @contextmanager
 def shared_by(num_processes: int) -> Iterator[None]:
-    """Declare within the block that `num_processes` call the same tools as this process.
+    """Divide the `concurrency` of tools among `num_processes` processes within the block.
 
-    Each gets an equal share of a tool's `concurrency`, rounded down, but at least 1.
+    Each process uses an equal share, rounded down, but at least 1.
     """
-    token = _sharers.set(num_processes)
+    token = _num_sharing_processes.set(num_processes)
     try:
         yield
     finally:
-        _sharers.reset(token)
+        _num_sharing_processes.reset(token)
 
 
 @asynccontextmanager
 async def call_timeout(limit_s: float) -> AsyncIterator[asyncio.Timeout]:
     """Raise TimeoutError if the block, a call of a tool or environment, takes longer than `limit_s` seconds.
 
-    Waiting for a sandbox slot, also in tasks created within the block, does not count.
+    Excludes the wait for a sandbox slot, also in tasks created within the block.
     """
     async with asyncio.timeout(limit_s) as timeout:
         token = CALL_TIMEOUTS.set((*CALL_TIMEOUTS.get(), PausableTimeout(timeout)))
@@ -107,7 +106,7 @@ async def call_timeout(limit_s: float) -> AsyncIterator[asyncio.Timeout]:
 
 
 class ArgumentError(ValueError):
-    """The arguments do not match the tool's signature; the text is shown to the model."""
+    """Raised if arguments do not match the tool's signature; the message is shown to the model."""
 
 
 ToolFunction = Callable[..., str] | Callable[..., Awaitable[str]]
@@ -115,12 +114,12 @@ ToolFunction = Callable[..., str] | Callable[..., Awaitable[str]]
 
 @dataclass(frozen=True)
 class Tool:
-    """A function with a schema.
+    """Function with a schema.
 
-    A plain function runs in a thread, an `async` one on the event loop; `timeout_s` (None: the rollout's,
-    scaled by latency class) bounds both. Exceptions become observations for the model, except WorldError and
+    A plain function runs in a thread, an `async` function on the event loop; `timeout_s` (None: the rollout's,
+    scaled by latency class) applies to both. Exceptions become observations for the model, except WorldError and
     EngineError, which are infrastructure failures. `concurrency` bounds the concurrent calls of this tool
-    over all episodes; 0: unlimited. A call past its deadline no longer counts.
+    over all episodes, excluding calls that timed out; 0: unlimited.
     """
 
     name: str
@@ -140,15 +139,15 @@ class Tool:
         return inspect.iscoroutinefunction(self.function)
 
     def slot(self) -> AbstractAsyncContextManager[None]:
-        """Return a context manager that holds one of the `concurrency` slots. For use on an event loop."""
+        """Return a context manager that holds one of the `concurrency` slots. Requires a running event loop."""
         if not self.concurrency:
             return nullcontext()
-        share = max(1, self.concurrency // _sharers.get())
+        share = max(1, self.concurrency // _num_sharing_processes.get())
         return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(share))
 
     @cached_property
     def schema(self) -> ToolSchema:
-        """OpenAI description of the tool."""
+        """The tool description in OpenAI's format."""
         schema = self.arguments.model_json_schema()
         properties = {
             name: {key: value for key, value in prop.items() if key != "title"}
@@ -161,7 +160,7 @@ class Tool:
         return ToolSchema(type="function", function=function)
 
     def check(self, arguments: Mapping[str, JSON]) -> dict[str, Any]:
-        """Validate and convert the arguments. Raises `ArgumentError`, worded for the model."""
+        """Return the validated and converted arguments. Raises `ArgumentError` with a message for the model."""
         try:
             model = self.arguments.model_validate_json(json.dumps(dict(arguments)))
         except ValidationError as error:
@@ -171,30 +170,30 @@ class Tool:
         return {name: model.__dict__[name] for name in self.arguments.model_fields}
 
     async def check_bounded(self, arguments: Mapping[str, JSON]) -> Mapping[str, object]:
-        """Validate as `check`, for use on an event loop."""
+        """Validate as `check`; subclasses may do so in another process."""
         return self.check(arguments)
 
 
 class _NoArguments(BaseModel):
-    """The arguments of tools that do not validate against a pydantic model."""
+    """Arguments of tools without a pydantic model."""
 
 
 @dataclass(frozen=True)
 class DescribedTool(Tool):
-    """A tool with an external schema, from a client, a file or a server."""
+    """Tool with an external schema, from a client, a file or a server."""
 
     arguments: type[BaseModel] = _NoArguments
     given: ToolSchema | None = field(default=None, kw_only=True)
 
     @cached_property
     def schema(self) -> ToolSchema:
-        """The given schema."""
+        """The schema `given`."""
         assert self.given is not None
         return self.given
 
 
 def described_tool(schema: ToolSchema) -> DescribedTool:
-    """Create a tool that is shown to a model, but not executed here, from an OpenAI tool description."""
+    """Create a tool from an OpenAI tool description, to be shown to a model but not executed."""
     function = schema["function"]
     return DescribedTool(function["name"], function["description"], str, given=schema)
 
@@ -232,7 +231,7 @@ def tool(
     """
 
     def make(fn: ToolFunction) -> Tool:
-        summary, described = _read_docstring(inspect.getdoc(fn) or "")
+        summary, described = _parse_docstring(inspect.getdoc(fn) or "")
         return Tool(
             name=name or fn.__name__,
             description=summary,
@@ -262,7 +261,7 @@ def _arguments_model(fn: ToolFunction, described: Mapping[str, str]) -> type[Bas
     return create_model(f"{fn.__name__}_arguments", __config__=config, **fields)
 
 
-def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
+def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
     """Split a docstring into its summary and the descriptions in its `Args:` block."""
     head, _, args = text.partition("\nArgs:")
     described = {

@@ -1,8 +1,8 @@
-"""`calculator`: exact arithmetic where possible, without `eval`.
+"""`calculator`: exact arithmetic if possible, without `eval`.
 
-Integers and decimals are fractions, and stay so through `+ - * / // % **`, brackets and integer functions:
+Integers and decimals are evaluated as fractions by `+ - * / // % **`, brackets and integer functions:
 0.1 + 0.2 is 3/10. Irrational values (`sqrt(2)`, `log(3)`, `pi`) and results computed from them are floats.
-Sizes are bounded, so that a call always ends quickly.
+Bounded sizes ensure short calls.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MOST_CHARACTERS: Final = 500
 """Maximum number of characters of an expression."""
 MOST_BITS: Final = 4096
 """Maximum number of bits of a numerator or denominator, including intermediate results."""
-_MOST_ORDERED: Final = 400
+_MAX_COMBINATORIC: Final = 400
 """Largest argument of `factorial`, `comb` and `perm`."""
-_MOST_COUNTED: Final = 10_000
+_MAX_PRIME: Final = 10_000
 """Largest argument of `isprime` and `primes`."""
-_ANY: Final = 500
+_MAX_ARGUMENTS: Final = 500
 _TOO_MANY_BITS = f"a number has more than {MOST_BITS} bits"
 
 Number = Fraction | float
@@ -42,7 +42,7 @@ _NAMES: Final[Mapping[str, float]] = {"pi": math.pi, "e": math.e}
 
 
 def calculate(expression: str) -> Fraction:
-    """Return the exact value. Raises ToolError, worded for the model, if invalid or inexact."""
+    """Return the exact value. Raises ToolError with a message for the model if invalid or inexact."""
     value = evaluate(expression)
     if isinstance(value, float):
         raise ToolError(f"the value of {expression[:60]!r} is no fraction")
@@ -50,7 +50,7 @@ def calculate(expression: str) -> Fraction:
 
 
 def evaluate(expression: str) -> Number:
-    """Evaluate an arithmetic expression. Raises ToolError, worded for the model, if invalid."""
+    """Evaluate an arithmetic expression. Raises ToolError with a message for the model if invalid."""
     if len(expression) > MOST_CHARACTERS:
         raise ToolError(f"the expression is longer than {MOST_CHARACTERS} characters: split it")
     try:
@@ -69,12 +69,12 @@ def evaluate(expression: str) -> Number:
 
 
 def show(value: Fraction | int) -> str:
-    """Format a fraction like Python's `Fraction`: 7, -7 or 7/3."""
+    """Return a fraction as text: 7, -7 or 7/3."""
     return str(Fraction(value))
 
 
 def show_decimal(value: Number) -> str:
-    """Format an integer or a decimal of 15 digits. Raises OverflowError beyond the range of floats."""
+    """Return an integer, or a decimal of 15 digits, as text. Raises OverflowError beyond the range of floats."""
     if isinstance(value, Fraction) and value.denominator == 1:
         return str(value)
     return format(float(value), ".15g")
@@ -106,7 +106,7 @@ def _value(node: ast.expr) -> Number:
 def _power(base: Number, exponent: Number) -> Number:
     if isinstance(base, Fraction) and isinstance(exponent, Fraction):
         if exponent.denominator == 1:
-            return _whole_power(base, int(exponent))
+            return _integer_power(base, int(exponent))
         if exponent == Fraction(1, 2):
             return _root(base)
     result: object = float(base) ** float(exponent)
@@ -115,7 +115,7 @@ def _power(base: Number, exponent: Number) -> Number:
     return result
 
 
-def _whole_power(base: Fraction, exponent: int) -> Fraction:
+def _integer_power(base: Fraction, exponent: int) -> Fraction:
     bits = max(abs(base.numerator), base.denominator).bit_length()
     if bits <= 1 and base:
         return base ** (exponent % 2)
@@ -125,7 +125,7 @@ def _whole_power(base: Fraction, exponent: int) -> Fraction:
 
 
 def _check_bounds(value: Number | int) -> Number:
-    """Return the value unless it is too large, infinite or NaN."""
+    """Return the value. Raises ToolError if it is too large, infinite or NaN."""
     if isinstance(value, float):
         if not math.isfinite(value):
             raise ToolError("a number is too large or not a number")
@@ -168,13 +168,13 @@ def _round(value: Number, digits: Number = Fraction(0)) -> Number:
 
 
 def _wrap_float(function: Callable[..., float]) -> Callable[..., Number]:
-    """Wrap a function of floats; integers are passed as such, since `log` accepts them beyond floats."""
+    """Wrap a function of floats; integers are not converted, since `log` accepts them beyond the float range."""
     return lambda *given: function(
         *(int(value) if isinstance(value, Fraction) and value.denominator == 1 else float(value) for value in given)
     )
 
 
-def _wrap_whole(name: str, function: Callable[..., int], most: int | None = None) -> Callable[..., Number]:
+def _wrap_integer(name: str, function: Callable[..., int], most: int | None = None) -> Callable[..., Number]:
     def wrapped(*given: Number) -> Number:
         for value in given:
             is_whole = isinstance(value, Fraction) and value.denominator == 1
@@ -192,8 +192,8 @@ def _is_prime(n: int) -> int:
 
 FUNCTIONS: Final[Mapping[str, tuple[Callable[..., Number], int, int]]] = {
     "abs": (abs, 1, 1),
-    "min": (min, 2, _ANY),
-    "max": (max, 2, _ANY),
+    "min": (min, 2, _MAX_ARGUMENTS),
+    "max": (max, 2, _MAX_ARGUMENTS),
     "round": (_round, 1, 2),
     "floor": (lambda value: Fraction(math.floor(value)), 1, 1),
     "ceil": (lambda value: Fraction(math.ceil(value)), 1, 1),
@@ -204,13 +204,13 @@ FUNCTIONS: Final[Mapping[str, tuple[Callable[..., Number], int, int]]] = {
         name: (_wrap_float(vars(math)[name]), 1, 1)
         for name in ("log2", "log10", "sin", "cos", "tan", "asin", "acos", "atan")
     },
-    "gcd": (_wrap_whole("gcd", math.gcd), 2, _ANY),
-    "lcm": (_wrap_whole("lcm", math.lcm), 2, _ANY),
-    "factorial": (_wrap_whole("factorial", math.factorial, _MOST_ORDERED), 1, 1),
-    "comb": (_wrap_whole("comb", math.comb, _MOST_ORDERED), 2, 2),
-    "perm": (_wrap_whole("perm", math.perm, _MOST_ORDERED), 2, 2),
-    "isprime": (_wrap_whole("isprime", _is_prime, _MOST_COUNTED), 1, 1),
-    "primes": (_wrap_whole("primes", lambda n: sum(map(_is_prime, range(2, n + 1))), _MOST_COUNTED), 1, 1),
+    "gcd": (_wrap_integer("gcd", math.gcd), 2, _MAX_ARGUMENTS),
+    "lcm": (_wrap_integer("lcm", math.lcm), 2, _MAX_ARGUMENTS),
+    "factorial": (_wrap_integer("factorial", math.factorial, _MAX_COMBINATORIC), 1, 1),
+    "comb": (_wrap_integer("comb", math.comb, _MAX_COMBINATORIC), 2, 2),
+    "perm": (_wrap_integer("perm", math.perm, _MAX_COMBINATORIC), 2, 2),
+    "isprime": (_wrap_integer("isprime", _is_prime, _MAX_PRIME), 1, 1),
+    "primes": (_wrap_integer("primes", lambda n: sum(map(_is_prime, range(2, n + 1))), _MAX_PRIME), 1, 1),
 }
 """Function, minimum and maximum number of arguments by name. `primes(n)` counts the primes up to n."""
 
@@ -233,7 +233,7 @@ def calculator_tool() -> Tool:
 
 
 def exact_calculator_tool() -> Tool:
-    """Create the tool `calculator(expression)`, which returns fractions and refuses inexact values."""
+    """Create the tool `calculator(expression)`, which returns fractions and rejects inexact values."""
 
     async def calculator(expression: str) -> str:
         """Work out an expression exactly, like (3 + 4) * 5 / 2.

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 DECIMALS: Final = 5
-"""Cosines are rounded to this many decimals; smaller differences are float noise and count as ties."""
+"""Decimals of rounded cosines; smaller differences are rounding errors and count as ties."""
 RRF_K: Final = 60
-"""The constant of reciprocal rank fusion (Cormack, Clarke and Büttcher, SIGIR 2009)."""
+"""Constant of reciprocal rank fusion (Cormack, Clarke and Büttcher, SIGIR 2009)."""
 DEPTH: Final = 100
-"""Number of passages that each ranking contributes to the fusion."""
+"""Number of passages per ranking in the fusion."""
 
 
 class Encoder(Protocol):
-    """Maps texts to unit vectors."""
+    """Interface of text encoders."""
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Return unit vectors, `[len(texts), D]` float32; each depends on its text only."""
@@ -38,7 +38,7 @@ class Encoder(Protocol):
 
 
 class FolderEncoder:
-    """A model from a folder: mean of the last hidden states over a text's tokens, normalized.
+    """Encoder from a model folder: mean of the last hidden states over a text's tokens, normalized.
 
     `prefix` is prepended to every text ("query: " and the like, for models trained with different prefixes
     for passages and queries). Raises UserError for a folder without a model.
@@ -73,7 +73,7 @@ class FolderEncoder:
 
 
 class DenseIndex(RankedIndex):
-    """Ranks passages by cosine similarity. `query_encoder` encodes queries; by default `encoder`."""
+    """Index that ranks passages by cosine similarity. `query_encoder` encodes queries (None: `encoder`)."""
 
     def __init__(self, passages: Sequence[str], encoder: Encoder, query_encoder: Encoder | None = None) -> None:
         self.passages = tuple(passages)
@@ -110,7 +110,7 @@ class HybridIndex(RankedIndex):
 
 
 def fuse(rankings: Sequence[Sequence[int]]) -> list[int]:
-    """Fuse rankings of indices by reciprocal rank. Ties go to the lower index."""
+    """Return the indices of all rankings, fused by reciprocal rank. Ties are broken by index."""
     scores: dict[int, float] = {}
     for ranking in rankings:
         for rank, passage in enumerate(ranking, start=1):
@@ -131,8 +131,8 @@ def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         model = AutoModel.from_pretrained(folder, local_files_only=True, trust_remote_code=False, weights_only=True)
     except UnpicklingError as error:
         raise UserError(
-            f"The weights in {folder} are pickled with more than tensors.",
-            "Unpickling them could run code. Save them as safetensors.",
+            f"The pickled weights in {folder} contain objects other than tensors.",
+            "Unpickling them could execute code. Save them as safetensors.",
         ) from error
     except (OSError, EOFError, ValueError, RuntimeError) as error:
         raise UserError(f"The encoder in {folder} cannot be read: {error}", "Check the folder.") from error

@@ -15,7 +15,7 @@ from ludus.errors import UserError
 from ludus.tools.base import Tool, ToolError, Traits, tool
 
 PAGE: Final = 1500
-"""Characters per page; with its header a page stays below `rollout.max_tool_output`."""
+"""Characters per page; a page and its header fit into `rollout.max_tool_output`."""
 NEAR: Final = 3
 _TEXTS: Final = (".html", ".htm", ".md", ".txt")
 
@@ -24,8 +24,8 @@ def fetch_tool(corpus: Mapping[str, str], page_size: int = PAGE) -> Tool:
     """Create the tool `fetch(url, page)` over a corpus by URL. Raises UserError for equivalent URLs."""
     by_key = {_key(url): url for url in corpus}
     if len(by_key) < len(corpus):
-        twice = next(url for url in corpus if by_key[_key(url)] != url)
-        raise UserError(f"Two URLs of the corpus are equivalent: {twice} and {by_key[_key(twice)]}.")
+        duplicate = next(url for url in corpus if by_key[_key(url)] != url)
+        raise UserError(f"Two URLs of the corpus are equivalent: {duplicate} and {by_key[_key(duplicate)]}.")
 
     async def fetch(url: str, page: int = 1) -> str:
         """Read a web page. A long one has several pages.
@@ -36,7 +36,7 @@ def fetch_tool(corpus: Mapping[str, str], page_size: int = PAGE) -> Tool:
         """
         found = by_key.get(_key(url))
         if found is None:
-            raise ToolError(f"there is no page {url!r}. {_near(url, by_key)}")
+            raise ToolError(f"there is no page {url!r}. {_suggestion(url, by_key)}")
         pages = split_pages(corpus[found], page_size)
         if not 1 <= page <= len(pages):
             raise ToolError(f"{found} has {len(pages)} pages; there is no page {page}")
@@ -47,10 +47,9 @@ def fetch_tool(corpus: Mapping[str, str], page_size: int = PAGE) -> Tool:
 
 
 def split_pages(text: str, size: int) -> list[str]:
-    """Split a text into pages of at most `size` characters, after a line or word in the last third if
-    possible.
+    """Split a text into pages of at most `size` characters, if possible after a line or word in the last third.
 
-    The pages concatenate to the text. An empty text is one empty page.
+    The concatenated pages equal the text. An empty text is one empty page.
     """
     pages: list[str] = []
     while len(text) > size:
@@ -88,7 +87,7 @@ def load_corpus(path: Path) -> dict[str, str]:
 
 
 def json_lines(text: str) -> list[str]:
-    """Split a JSON-lines file, keeping blank lines so that line numbers match the file.
+    """Split a JSON-lines file, including blank lines, so that line numbers match the file.
 
     Only a line feed ends a line: JSON text may contain U+2028, U+2029 and U+0085, at which `str.splitlines`
     would split. A leading byte order mark is removed.
@@ -114,12 +113,12 @@ def _read(file: Path) -> str:
 
 
 def _key(url: str) -> str:
-    """Normalize a URL: without scheme, `www.`, fragment, trailing slash and case."""
-    plain = unquote(urldefrag(url.strip())[0]).casefold()
-    return re.sub(r"^(?:https?://)?(?:www\.)?", "", plain).rstrip("/")
+    """Return the URL in lower case, without scheme, `www.`, fragment and trailing slash."""
+    normalized = unquote(urldefrag(url.strip())[0]).casefold()
+    return re.sub(r"^(?:https?://)?(?:www\.)?", "", normalized).rstrip("/")
 
 
-def _near(url: str, by_key: Mapping[str, str]) -> str:
+def _suggestion(url: str, by_key: Mapping[str, str]) -> str:
     key = _key(url)
     near = difflib.get_close_matches(key, by_key, n=NEAR, cutoff=0.4)
     last = key.rpartition("/")[2]

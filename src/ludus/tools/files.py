@@ -1,7 +1,7 @@
 """Tools to list, read, write, edit and search the files of a workspace.
 
-Files leave and enter the sandbox as snapshots; no host path is opened. The model's search patterns run in the
-sandbox, where endless ones are stopped.
+Files are transferred as snapshots; no host path is opened. The model's search patterns run in the sandbox, which
+stops them at a time limit.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ludus.tools.base import Tool, ToolError, Traits, tool
 from ludus.tools.workspace import WAIT_S, Workspace
 
 HOME: Final = "/box"
-"""A session's folder as seen by its programs."""
-_MOST_FOUND: Final = 100
-"""Maximum number of lines shown by a search, and files shown by a list."""
-_SEARCH: Final = """
+"""Path of a session's folder inside the sandbox."""
+_MAX_SHOWN: Final = 100
+"""Maximum number of lines in the output of a search, and of files in that of a list."""
+_SEARCH_PROGRAM: Final = """
 import json, re, sys
 order = json.loads(sys.stdin.read())
 pattern, found = re.compile(order["pattern"]), 0
@@ -38,7 +38,7 @@ if found > order["most"]:
 
 
 def path_of(path: str) -> str:
-    """Normalize a path relative to the folder. Raises ToolError if it leads outside."""
+    """Return the normalized path relative to the folder. Raises ToolError if it is outside."""
     inside = path.removeprefix(f"{HOME}/") if path.startswith(f"{HOME}/") else path
     try:
         validate_files({inside: b""})
@@ -69,7 +69,7 @@ def with_file(snapshot: Snapshot, path: str, text: str) -> Snapshot:
 
 
 def lines_of(text: str, first: int, last: int | None) -> str:
-    """Return lines `first` to `last`, counted from 1, under a heading. Raises ToolError."""
+    """Return lines `first` to `last` (from 1) with a heading unless they are all lines. Raises ToolError."""
     lines = text.split("\n")
     if lines[-1] == "":
         lines.pop()
@@ -84,7 +84,7 @@ def lines_of(text: str, first: int, last: int | None) -> str:
 
 
 def replaced(text: str, old: str, new: str) -> str:
-    """Replace the only occurrence of `old`. Raises ToolError unless there is exactly one."""
+    """Return the text with `old` replaced. Raises ToolError unless it occurs exactly once."""
     if not old:
         raise ToolError("the text to replace is empty; write_file makes a new file")
     place = text.find(old)
@@ -111,8 +111,8 @@ def _reading(workspace: Workspace) -> tuple[Tool, Tool]:
         held = await workspace.snapshot()
         files = held.files
         names = [name for name in sorted(files) if _matches(name, pattern)]
-        shown = [f"{name} ({len(files[name])})" for name in names[:_MOST_FOUND]]
-        more = [f"[{len(names) - _MOST_FOUND} more files]"] if len(names) > _MOST_FOUND else []
+        shown = [f"{name} ({len(files[name])})" for name in names[:_MAX_SHOWN]]
+        more = [f"[{len(names) - _MAX_SHOWN} more files]"] if len(names) > _MAX_SHOWN else []
         odd = [f"[{held.skipped} files or folders of odd names, links or depth]"] if held.skipped else []
         return "\n".join(shown + more + odd) or "[no files]"
 
@@ -175,9 +175,9 @@ def _searching(workspace: Workspace) -> Tool:
         """
         held = (await workspace.snapshot()).files
         paths = [name for name in sorted(held) if _matches(name, files)]
-        order = json.dumps({"pattern": pattern, "paths": paths, "most": _MOST_FOUND})
+        order = json.dumps({"pattern": pattern, "paths": paths, "most": _MAX_SHOWN})
         outcome = await workspace.sandbox.run(
-            _SEARCH, files={name: held[name] for name in paths}, stdin=order.encode(), limits=limits
+            _SEARCH_PROGRAM, files={name: held[name] for name in paths}, stdin=order.encode(), limits=limits
         )
         if outcome.timed_out:
             raise ToolError(f"the search took longer than {limits.wall_s:g} s; write a simpler pattern")

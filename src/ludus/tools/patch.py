@@ -1,10 +1,10 @@
 """`apply_patch`: apply a unified diff to the files of a workspace atomically.
 
-A hunk applies at its line number if its old lines match there; otherwise at the only other position where
-they match. There is no fuzzy matching: a hunk that does not fit is refused with a reason.
+A hunk applies at its line number if its old lines match there, otherwise at the only other matching position.
+There is no fuzzy matching: a hunk that does not match is rejected with a reason.
 
-Not parsed by the library `unidiff`: it accepts lines beyond a hunk's counts and headers without hunks, its errors
-have no line numbers, and 60,000 characters of "Binary file" or "diff --git" take it a minute (ours are linear).
+The library `unidiff` is not used: it accepts lines beyond a hunk's counts and headers without hunks, its errors
+have no line numbers, and it takes a minute for 60,000 characters of "Binary file" or "diff --git".
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ludus.tools.files import path_of, text_of
 from ludus.tools.workspace import Workspace
 
 _HUNK: Final = re.compile(r"@@ -(\d{1,9})(?:,(\d{1,9}))? \+\d{1,9}(?:,(\d{1,9}))? @@")
-_NOWHERE: Final = "/dev/null"
+_DEV_NULL: Final = "/dev/null"
 _UNSUPPORTED: Final = ("GIT binary patch", "Binary files ", "rename from ", "copy from ")
 
 
 @dataclass(frozen=True, slots=True)
 class Hunk:
-    """Lines with their line ends: old and new. `line` counts from 1 in the old file."""
+    """Old and new lines, with line ends. `line` is a line number in the old file, from 1."""
 
     line: int
     old: tuple[str, ...]
@@ -36,7 +36,7 @@ class Hunk:
 
 @dataclass(frozen=True, slots=True)
 class FilePatch:
-    """Hunks of one file. Without `source` the file is new; without `target` it is removed."""
+    """Hunks of one file. If `source` is None, the file is new; if `target` is None, it is removed."""
 
     source: str | None
     target: str | None
@@ -44,7 +44,7 @@ class FilePatch:
 
 
 def read_patch(patch: str) -> tuple[FilePatch, ...]:
-    """Parse a unified diff. Raises ToolError, worded for the model, if it is invalid."""
+    """Parse a unified diff. Raises ToolError with a message for the model if it is invalid."""
     lines = patch.split("\n")
     if lines[-1] == "":
         lines.pop()
@@ -75,7 +75,7 @@ def read_patch(patch: str) -> tuple[FilePatch, ...]:
 def file_name(line: str) -> str | None:
     """Return the name in a line `--- a/FILE` or `+++ b/FILE`; None for /dev/null."""
     name = line[4:].split("\t")[0].strip()
-    return None if name == _NOWHERE else name[2:] if name.startswith(("a/", "b/")) else name
+    return None if name == _DEV_NULL else name[2:] if name.startswith(("a/", "b/")) else name
 
 
 def read_hunk(lines: Sequence[str], at: int) -> tuple[Hunk, int]:
@@ -106,16 +106,16 @@ def read_hunk(lines: Sequence[str], at: int) -> tuple[Hunk, int]:
 
 
 def patched(text: str, hunks: Sequence[Hunk], path: str) -> str:
-    """Apply all hunks in order. Raises ToolError for a hunk that does not fit."""
+    """Return the text after all hunks. Raises ToolError for a hunk that does not match."""
     parts: list[str] = []
     starts = _line_starts(text)
-    offset, shift = 0, 0  # characters done, and line shift of the last hunk
+    offset, shift = 0, 0  # characters processed, and line shift of the last hunk
     for number, hunk in enumerate(hunks, 1):
         old = "".join(hunk.old)
         line = hunk.line - bool(old) + shift
         place = starts[line] if 0 <= line < len(starts) else -1
-        if place < offset or not _stands(text, old, place):
-            place = _find_place(text, old, offset, f"hunk {number} of {path} (line {hunk.line})")
+        if place < offset or not _matches_lines(text, old, place):
+            place = _find_offset(text, old, offset, f"hunk {number} of {path} (line {hunk.line})")
             shift += bisect_left(starts, place) - line
         parts += [text[offset:place], "".join(hunk.new)]
         offset = place + len(old)
@@ -129,19 +129,19 @@ def _line_starts(text: str) -> list[int]:
     return starts if starts[-1] == len(text) else [*starts, len(text)]
 
 
-def _stands(text: str, old: str, place: int) -> bool:
+def _matches_lines(text: str, old: str, place: int) -> bool:
     ends = old.endswith("\n") or not old or place + len(old) == len(text)
     return ends and text.startswith(old, place)
 
 
-def _find_place(text: str, old: str, offset: int, what: str) -> int:
-    """Return the only offset from `offset` on where `old` matches. Raises ToolError."""
+def _find_offset(text: str, old: str, offset: int, what: str) -> int:
+    """Return the only matching offset of `old` from `offset` on. Raises ToolError unless there is exactly one."""
     if not old:
         raise ToolError(f"{what} adds lines at a place that the file does not have")
-    places = [0] if offset == 0 and _stands(text, old, 0) else []
+    places = [0] if offset == 0 and _matches_lines(text, old, 0) else []
     at = text.find(f"\n{old}", max(offset - 1, 0))
     while at >= 0 and len(places) < 2:
-        places += [at + 1] if _stands(text, old, at + 1) else []
+        places += [at + 1] if _matches_lines(text, old, at + 1) else []
         at = text.find(f"\n{old}", at + 1) if old.endswith("\n") else -1
     if len(places) == 1:
         return places[0]
@@ -151,7 +151,7 @@ def _find_place(text: str, old: str, offset: int, what: str) -> int:
 
 
 def patched_files(snapshot: Snapshot, patches: Sequence[FilePatch]) -> Snapshot:
-    """Return the files after a patch. Raises ToolError, without partial changes."""
+    """Return the files after all patches. Raises ToolError; changes are never partial."""
     files, executable = dict(snapshot.files), set(snapshot.executable)
     for patch in patches:
         before = "" if patch.source is None else text_of(files, patch.source)

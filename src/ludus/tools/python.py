@@ -1,6 +1,6 @@
 """`python` and `shell`: run the model's programs in a sandbox.
 
-A failing program is a successful call: its traceback and exit code are the output.
+If a program fails, the call still succeeds: traceback and exit code are the output.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from ludus.sandbox.base import Limits, Sandbox, SessionKind
 from ludus.tools.base import Tool, ToolError, Traits, tool
 from ludus.tools.workspace import WAIT_S, Workspace, report
 
-_ONCE: Final = Limits(files_out=0)
+_STATELESS_LIMITS: Final = Limits(files_out=0)
 
 
-def python_tool(sandbox: Sandbox, limits: Limits = _ONCE) -> Tool:
+def python_tool(sandbox: Sandbox, limits: Limits = _STATELESS_LIMITS) -> Tool:
     """Create the stateless tool `python(code)`: each call runs in an empty folder."""
 
     async def python(code: str) -> str:
@@ -35,11 +35,11 @@ def python_tool(sandbox: Sandbox, limits: Limits = _ONCE) -> Tool:
 
 
 def python_session_tool(workspace: Workspace) -> Tool:
-    """Create the tool `python(code)` with variables and files kept for the episode.
+    """Create the tool `python(code)`, whose variables and files persist for the episode.
 
     Raises UserError if the workspace is not a Python session.
     """
-    _check(workspace, "python")
+    _check_kind(workspace, "python")
 
     async def python(code: str) -> str:
         """Run Python code; see what it prints and the value of its last line. Variables and files are kept.
@@ -54,11 +54,11 @@ def python_session_tool(workspace: Workspace) -> Tool:
 
 
 def shell_tool(workspace: Workspace) -> Tool:
-    """Create the tool `shell(command)` with folder, variables and files kept for the episode.
+    """Create the tool `shell(command)`, whose folder, variables and files persist for the episode.
 
     Raises UserError if the workspace is not a shell session.
     """
-    _check(workspace, "shell")
+    _check_kind(workspace, "shell")
 
     async def shell(command: str) -> str:
         """Run commands in a shell and see what they print. The working folder and files are kept.
@@ -72,7 +72,7 @@ def shell_tool(workspace: Workspace) -> Tool:
     return tool(timeout_s=workspace.timeout_s)(shell)
 
 
-def _check(workspace: Workspace, kind: SessionKind) -> None:
+def _check_kind(workspace: Workspace, kind: SessionKind) -> None:
     if workspace.kind != kind:
         raise UserError(
             f"This tool needs a workspace of kind {kind!r}, but got {workspace.kind!r}.",

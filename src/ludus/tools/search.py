@@ -1,4 +1,4 @@
-"""BM25 search over short passages (library `bm25s`), deterministic including ties."""
+"""Deterministic BM25 search over short passages (library `bm25s`)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ MAX_PASSAGES = 10
 
 
 def words(text: str) -> list[str]:
-    """Return the lower-case words of a text without accents, as used for matching."""
+    """Return the lower-case words of a text, without accents, used for matching."""
     plain = unicodedata.normalize("NFKD", text.casefold())
     return re.findall(r"[^\W_]+", "".join(c for c in plain if not unicodedata.combining(c)))
 
 
 class RankedIndex(ABC):
-    """Passages that can be ranked for a query."""
+    """Passages that are ranked by relevance to a query."""
 
     passages: tuple[str, ...]
 
@@ -37,7 +37,7 @@ class RankedIndex(ABC):
 
 
 class PassageIndex(RankedIndex):
-    """A BM25 index over passages. Ties are broken by passage order."""
+    """BM25 index over passages. Ties are broken by passage order."""
 
     def __init__(self, passages: Sequence[str]) -> None:
         import bm25s

@@ -1,11 +1,11 @@
 """Queries on an SQLite database with limits on work, time, memory and output, and without disk access.
 
-A `Database` holds the bytes of a database file. Every query runs on its own connection to a copy in memory,
-so calls may run in parallel and cannot affect each other or a file. A writable session keeps the changes of
-successful queries.
+A `Database` contains the bytes of a database file. Every query runs on a separate connection to a copy in
+memory, so calls may run in parallel and cannot affect each other or a file. In a writable database the changes
+of successful queries persist.
 
-An authorizer allows reading and computing (in a writable session also changing tables) and refuses everything
-else: ATTACH, pragmas with side effects, extensions, transactions, `random`. A progress handler stops a query
+An authorizer permits reads and computation (in a writable database also changes of tables) and rejects all
+other actions: ATTACH, pragmas with side effects, extensions, transactions, `random`. A progress handler stops a query
 after `SqlLimits.steps` VM instructions, which is deterministic, or `SqlLimits.seconds`. A single instruction
 or an expression without a jump cannot be interrupted; the limits on value length, function calls and `printf`
 widths keep them short (at most 15 ms on a slow core, for `trim`). The memory limit is SQLite's own and counts
@@ -52,7 +52,7 @@ ACTIONS = {
 PRAGMAS = frozenset({"table_info", "table_xinfo", "foreign_key_list", "index_list", "index_info"})
 """Read-only pragmas."""
 FUNCTIONS = frozenset({"load_extension", "random", "randomblob", "fts3_tokenizer", "readfile", "writefile"})
-"""Refused functions: they load code, are nondeterministic, or access files."""
+"""Rejected functions: they load code, are nondeterministic, or access files."""
 NO_SUCH = re.compile(r"no such (table|column): ((?:\w+\.)?(\w+))")
 LIKE_CHARACTERS = 100
 COLUMNS = 100
@@ -60,15 +60,15 @@ PAGES_GROWTH = 2_000
 SQL_BYTES = 4
 """Maximum bytes per character of a query."""
 WIDE = re.compile(r"%[-+ #!,.\dl]*(?:\*|\d{4})")
-"""A format width or precision given by an argument, or of more than three digits."""
+"""Pattern of a format width or precision that is an argument or has more than three digits."""
 CALLS = 50
-"""Maximum number of function calls in a query's text."""
+"""Maximum number of function calls in a query."""
 CHECK_EVERY = 200
 """Instructions between two checks of the limits."""
 
 
 class SqlError(ValueError):
-    """A query failed or was refused; the text is shown to the model."""
+    """Raised if a query fails or is rejected; the message is shown to the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Result:
 
 @dataclass(eq=False)
 class Database:
-    """One episode's database. `image` holds the bytes of a database file."""
+    """Database of an episode. `image` contains the bytes of a database file."""
 
     image: bytes = field(repr=False)
     writable: bool = False
@@ -108,10 +108,10 @@ class Database:
     _lock: Lock = field(init=False, repr=False, default_factory=Lock)
 
     def query(self, text: str, keep: int | None = None) -> Result:
-        """Run one statement and keep its first rows (default: `limits.rows`).
+        """Run one statement and return its first `keep` rows (None: `limits.rows`).
 
-        Raises SqlError, worded for the model, with the nearest names for unknown ones. A failed statement
-        changes nothing.
+        Raises SqlError with a message for the model, which suggests similar names for unknown ones. A failed
+        statement changes nothing.
         """
         if len(text) > self.limits.text:
             raise SqlError(f"the query has {len(text)} characters; {self.limits.text} are allowed")
@@ -127,10 +127,9 @@ class Database:
             return _tables(connection)
 
     def describe(self, table: str = "", samples: int = 3) -> str:
-        """Describe tables with columns, types and foreign keys, one line each; for one table also sample
-        rows.
+        """Describe tables with columns, types and foreign keys, one line each; for one table also sample rows.
 
-        Raises SqlError for an unknown table, with the nearest name.
+        Raises SqlError for an unknown table, with the most similar name.
         """
         with closing(self._open()) as connection:
             known = _tables(connection)
@@ -139,7 +138,7 @@ class Database:
                     return "\n".join(_outline(connection, name) for name in known)
             names = {name.casefold(): name for name in known}
             if table.casefold() not in names:
-                raise SqlError(f"no such table: {table}.{_nearest(table, known)} Tables: {', '.join(known)}")
+                raise SqlError(f"no such table: {table}.{_suggestion(table, known)} Tables: {', '.join(known)}")
             name = names[table.casefold()]
             with _Guard(False, self.limits).over(connection):
                 first = _fetch(connection, f"SELECT * FROM {_quote(name)}", self.limits, samples)
@@ -162,11 +161,11 @@ class Database:
         with closing(self._open()) as connection:
             known = _tables(connection)
             if found[1] == "table":
-                return f".{_nearest(found[2], known)} Tables: {', '.join(known)}"
+                return f".{_suggestion(found[2], known)} Tables: {', '.join(known)}"
             places = [(column, table) for table in known for column in _columns(connection, table)]
         near = difflib.get_close_matches(found[3].casefold(), {c.casefold() for c, _ in places}, n=3)
-        homes = [f"{table}.{column}" for name in near for column, table in places if column.casefold() == name]
-        return f". Nearest: {', '.join(homes[:4])}" if homes else ""
+        suggestions = [f"{table}.{column}" for name in near for column, table in places if column.casefold() == name]
+        return f". Nearest: {', '.join(suggestions[:4])}" if suggestions else ""
 
     def _open(self) -> sqlite3.Connection:
         """Open a limited connection to a copy of the image, without a guard."""
@@ -191,7 +190,7 @@ class Database:
 
 
 class _Guard:
-    """Authorizer and progress handler of one query; `reason` holds the refusal."""
+    """Authorizer and progress handler of one query; `reason` is the message if it was rejected."""
 
     def __init__(self, writable: bool, limits: SqlLimits) -> None:
         self._allowed = READS | WRITES if writable else READS
@@ -202,7 +201,7 @@ class _Guard:
 
     @contextmanager
     def over(self, connection: sqlite3.Connection) -> Iterator[None]:
-        """Guard statements inside the block. Raises SqlError with the reason for failures."""
+        """Guard statements inside the block. Raises SqlError with the reason of a failure."""
         connection.set_authorizer(self._authorize)
         connection.set_progress_handler(self._progress, CHECK_EVERY)
         for name in ("printf", "format"):
@@ -239,7 +238,7 @@ class _Guard:
         return f"{ACTIONS.get(action, 'this kind of statement is')} not allowed here{why}"
 
     def _format(self, *given: Value) -> Value:
-        """SQLite's `printf`, for widths and precisions of at most three digits."""
+        """Evaluate SQLite's `printf` with widths and precisions of at most three digits."""
         pattern = given[0].decode("latin-1") if given and isinstance(given[0], bytes) else given[:1]
         if WIDE.search(str(pattern)):
             self.reason = "printf and format take no * and at most three digits as a width or precision here"
@@ -288,7 +287,7 @@ def _quote(name: str) -> str:
     return '"' + name.replace('"', '""') + '"'
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
+def _suggestion(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name.casefold(), [k.casefold() for k in known], n=1)
     return next((f" Nearest: {k}." for k in known if near and k.casefold() == near[0]), "")
 
@@ -306,7 +305,7 @@ def _columns(connection: sqlite3.Connection, table: str) -> list[str]:
 
 
 def _outline(connection: sqlite3.Connection, table: str) -> str:
-    """`sale(id INTEGER PRIMARY KEY, customer_id INTEGER -> customer.id, ...)`."""
+    """Return `sale(id INTEGER PRIMARY KEY, customer_id INTEGER -> customer.id, ...)`."""
     links = connection.execute(f"PRAGMA foreign_key_list({_quote(table)})").fetchall()
     target = {link[3]: f" -> {link[2]}.{link[4] or 'rowid'}" for link in links}
     columns = [

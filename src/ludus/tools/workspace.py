@@ -1,8 +1,8 @@
 """`Workspace`: the sandbox session of one episode, shared by several tools.
 
 An environment creates one per episode, opens it in `start` and closes it in `close`
-(`ludus.envs.tool_env.ToolEnv` does both). Calls run one at a time. A call whose deadline expires keeps
-running until the sandbox's limits end it; the next call waits for it.
+(`ludus.envs.tool_env.ToolEnv` does both). Calls run one at a time. A call that times out continues to
+run until it reaches the sandbox's limits; the next call waits for it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ludus.sandbox.base import MIB, FileChange, Limits, Outcome, Process, Sandbo
 from ludus.tools.base import ToolError
 
 WAIT_S: Final = 50.0
-"""Seconds that a tool's deadline adds to the sandbox's, since an episode's calls queue."""
+"""Margin of a tool's timeout over the sandbox's time limit (s), since calls of an episode queue."""
 LIMITS: Final = Limits(files_out=2000, files_out_bytes=16 * MIB)
-"""Limits of a workspace: tools that read and edit files need all of them at once."""
+"""Limits of a workspace; file tools transfer all files at once."""
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 class Workspace:
     """A session with its folder. `files` are the initial contents.
 
-    `run` raises ToolError, worded for the model, if the session is lost; the next call opens a new one.
+    `run` raises ToolError with a message for the model if the session is lost; the next call opens a new one.
     """
 
     sandbox: Sandbox
@@ -42,7 +42,7 @@ class Workspace:
 
     @property
     def timeout_s(self) -> float:
-        """Deadline of a tool on this workspace."""
+        """Timeout of a tool on this workspace (s)."""
         return self.limits.wall_s + WAIT_S
 
     async def open(self) -> None:
@@ -61,11 +61,11 @@ class Workspace:
         return await self._run_shielded(lambda session: session.snapshot())
 
     async def processes(self) -> tuple[Process, ...]:
-        """List the session's processes. Raises ToolError."""
+        """Return the session's processes. Raises ToolError."""
         return await self._run_shielded(lambda session: session.processes())
 
     async def write(self, files: Mapping[str, bytes]) -> None:
-        """Write files to the folder; others stay. Raises ToolError."""
+        """Write files to the folder; other files are unchanged. Raises ToolError."""
         await self._run_shielded(lambda session: session.write(files))
 
     async def restore(self, snapshot: Snapshot) -> None:
@@ -119,7 +119,7 @@ class Workspace:
         return self._session
 
     async def _recover(self, error: WorldError) -> str:
-        """Return the message for a session error; drop a session that no longer responds."""
+        """Return the message for a session error; close the session if it does not respond."""
         session, self._session = self._session, None
         if session is not None:
             try:
@@ -142,7 +142,7 @@ def difference(before: Snapshot, after: Snapshot) -> FileChange:
 
 
 def report(outcome: Outcome, limits: Limits, in_session: bool) -> str:
-    """Describe a run's output and end to a model."""
+    """Return the output and exit status of a run as text for a model."""
     parts = [outcome.text.rstrip("\n")]
     if error := outcome.error_text.rstrip("\n"):
         parts.append(f"[stderr]\n{error}" if parts[0] else error)

@@ -671,7 +671,7 @@ def test_failures_are_counted_among_all_episodes_that_began_since_the_last_batch
         return await asyncio.gather(*(player.run_one(request) for request in make_requests(40)))
 
     if stops:
-        with pytest.raises(WorldError, match="episodes failed for good"):
+        with pytest.raises(WorldError, match="episodes failed permanently"):
             asyncio.run(play())
     else:
         assert sum(episode.trajectory.failure is not None for episode in asyncio.run(play())) == 4

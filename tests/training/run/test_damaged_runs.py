@@ -139,11 +139,11 @@ def test_a_rollout_that_trained_ahead_of_its_step_never_begins_again(spanning):
         ledger.start(key)
         ledger.finish(key, RolloutOutcome(outcome), "done")
     ledger.close(1)
-    with pytest.raises(AccountingError, match="has trained before"):
+    with pytest.raises(AccountingError, match="was trained before"):
         ledger.start(KEY)
     resumed = Ledger.restore(ledger.state(), spanning=spanning)
     assert (resumed.trained_ahead(3), resumed.steps_ahead) == ({"task"}, {3})
-    with pytest.raises(AccountingError, match="has trained before"):
+    with pytest.raises(AccountingError, match="was trained before"):
         resumed.start(KEY)
     resumed.start(other)
     resumed.finish(other, RolloutOutcome.TRAINED, "done")

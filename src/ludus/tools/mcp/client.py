@@ -3,10 +3,10 @@
     server = mcp_server(command="mcp-server-time")
     ToolWorld(..., tools=server.tools, resources=[server])
 
-Needs the extra `mcp` (the official package). Each server has its own thread, so its tools work from any event
-loop and from all episodes at once. The next call restarts a server that died. A call during which it dies
-raises WorldError: the toolbox retries it if the tool is idempotent; otherwise the episode fails as an
-infrastructure failure. Closing, or interpreter exit, ends the server's processes.
+Requires the extra `mcp` (the official package). Each server has a separate thread, so its tools work from any
+event loop and from all episodes at once. If a server died, the next call restarts it. If it dies during a call,
+the call raises WorldError: the toolbox retries it if the tool is idempotent; otherwise the episode fails as an
+infrastructure failure. Closing, or interpreter exit, stops the server's processes.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ T = TypeVar("T")
 MAX_NAME: Final = 64
 """Maximum length of a tool's name in OpenAI-compatible servers."""
 STOP_S: Final = 10.0
-"""Time for a server to stop; its processes are killed earlier."""
+"""Timeout for a server to stop (s); its processes are killed earlier."""
 _CLOSED: Final = "Connection closed"
 """The package's message for a lost connection; servers use its error code for other errors too."""
-_BROKEN: Final = ("Session terminated", "Server returned an error response", "SSE stream ")
+_LOST_SESSION: Final = ("Session terminated", "Server returned an error response", "SSE stream ")
 """Prefixes of the package's messages when an HTTP server lost the session, failed, or dropped a response."""
 
 
 class McpSettings(BaseModel):
-    """Server and use of its tools. Set either `command` or `url`.
+    """Settings of a server and its tools. Set either `command` or `url`.
 
     A relative path in `command` or `args` is relative to `cwd`.
     """
@@ -67,7 +67,7 @@ class McpSettings(BaseModel):
     """Program that serves over standard streams."""
     args: tuple[str, ...] = ()
     env: Mapping[str, str] = Field(default_factory=dict)
-    """Environment variables in addition to HOME, PATH and the like."""
+    """Environment variables in addition to the default ones such as HOME and PATH."""
     cwd: str | None = None
     url: str = ""
     """URL of a running server (streamable HTTP)."""
@@ -90,7 +90,7 @@ class McpSettings(BaseModel):
     """Cost of a call."""
 
     @model_validator(mode="after")
-    def _one_way(self) -> McpSettings:
+    def _check_command_or_url(self) -> McpSettings:
         if bool(self.command) == bool(self.url):
             raise ValueError("give either command or url")
         return self
@@ -103,14 +103,14 @@ class McpSettings(BaseModel):
 
 @dataclass(frozen=True)
 class ServedTool(DescribedTool):
-    """A server's tool, with the schema that the server sent."""
+    """Tool of a server, with the schema sent by the server."""
 
     def check(self, arguments: Mapping[str, JSON]) -> dict[str, JSON]:
         """Return the arguments unchanged. Raises `ArgumentError` if they do not match the schema."""
         return _check(arguments, misfits(self.schema["function"]["parameters"], arguments))
 
     async def check_bounded(self, arguments: Mapping[str, JSON]) -> Mapping[str, object]:
-        """Check in a limited process: patterns and unique items of a schema may be slow."""
+        """Check in a process with limits, since patterns and unique items of a schema may be slow."""
         try:
             found = await call_bounded(misfits, self.schema["function"]["parameters"], dict(arguments))
         except LimitExceeded as error:
@@ -149,7 +149,7 @@ class _Connection:
 
 
 class McpServer:
-    """One server and its tools. Cannot be reopened after closing; `starts` counts its starts."""
+    """MCP server and its tools. It cannot be reopened after closing; `starts` counts its starts."""
 
     def __init__(self, settings: McpSettings, listed: Sequence[types.Tool] | None = None) -> None:
         self.settings = settings
@@ -177,7 +177,7 @@ class McpServer:
     def fresh(self) -> McpServer:
         """Return an unstarted copy of the server for one episode, for servers with state.
 
-        Its tools are already known; pass it to `ToolEnv` as a resource.
+        The list of tools is copied; pass the server to `ToolEnv` as a resource.
         """
         return McpServer(self.settings, tuple(self._listed or ()) or None)
 
@@ -237,9 +237,9 @@ class McpServer:
             return _result_text(await connection.client.call_tool(name, arguments, read_timeout_seconds=limit_s))
         except MCPError as error:
             closed = error.code == CONNECTION_CLOSED and (connection.ended.is_set() or error.message == _CLOSED)
-            if closed or (self.settings.url and error.message.startswith(_BROKEN)):
+            if closed or (self.settings.url and error.message.startswith(_LOST_SESSION)):
                 connection.ended.set()
-                raise WorldError(f"The MCP server {self.settings.name} broke off: {error.message}.") from error
+                raise WorldError(f"The MCP server {self.settings.name} failed: {error.message}.") from error
             if error.code == REQUEST_TIMEOUT:
                 raise ToolError(f"{name} took longer than {limit_s:g} s") from error
             raise ToolError(error.message) from error
@@ -261,7 +261,7 @@ class McpServer:
         return connection
 
     async def _run_connection(self, connection: _Connection, last: _Connection | None) -> None:
-        """Run one connection in one task, as the package requires."""
+        """Run a connection from start to end in one task, as required by the package."""
         from mcp import Client
 
         if last is not None and last.task is not None:
@@ -356,7 +356,7 @@ def _find_program(settings: McpSettings, path: str | None) -> str:
 
 @asynccontextmanager
 async def _watch(transport: Transport, ended: asyncio.Event) -> AsyncIterator[TransportStreams]:
-    """Wrap the transport; `ended` is set before the session sees the server's side closed."""
+    """Wrap the transport; `ended` is set before the session receives the end of the stream."""
     import anyio
     from mcp.shared.message import SessionMessage
 
@@ -397,11 +397,11 @@ def _start_error(settings: McpSettings, error: BaseException, errors: IO[str]) -
     errors.seek(0)
     printed = errors.read().strip()[-500:]
     if isinstance(error, TimeoutError):
-        words = f"no response within {settings.start_timeout_s:g} s"
+        reason = f"no response within {settings.start_timeout_s:g} s"
     else:
-        words = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
     output = f" Its output: {printed}" if printed else ""
-    return WorldError(f"The MCP server {settings.name} failed to start: {words}.{output}", "Run it manually.")
+    return WorldError(f"The MCP server {settings.name} failed to start: {reason}.{output}", "Run it manually.")
 
 
 def _select_tools(listed: Sequence[types.Tool], settings: McpSettings) -> list[types.Tool]:
@@ -415,7 +415,7 @@ def _select_tools(listed: Sequence[types.Tool], settings: McpSettings) -> list[t
 
 
 def _is_idempotent(listed: types.Tool) -> bool:
-    """Return whether the server declares that repeated calls have no further effect; it is trusted."""
+    """Return whether the server declares the tool read-only or idempotent; the declaration is trusted."""
     hints = listed.annotations
     return hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
 
@@ -447,7 +447,7 @@ def _result_text(result: types.CallToolResult) -> str:
 
 
 def _content_text(block: types.ContentBlock) -> str:
-    """Convert a content item to text; non-text items are named with type and size."""
+    """Return a content item as text; other items are described by type and size."""
     from mcp import types
 
     if isinstance(block, types.TextContent):

@@ -1,6 +1,6 @@
 """Transports to MCP servers through a `Screen`: standard streams of a program, and HTTP.
 
-The transports of the package `mcp` buffer lines and bodies of any length.
+They replace those of the package `mcp`, which buffer lines and bodies of unbounded length.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from mcp.client._transport import TransportStreams
     from mcp.shared.message import SessionMessage
 
-_PART: Final = 2**16
-_WAIT_S: Final = 2.0
-"""Time for a program to end after its input was closed, and again after SIGTERM."""
+_CHUNK_BYTES: Final = 2**16
+_EXIT_TIMEOUT_S: Final = 2.0
+"""Time for a program to exit after its input is closed, and again after SIGTERM (s)."""
 _POLL_S: Final = 0.01
-_BEGIN: Final = """setpriv --pdeathsig KILL true 2>/dev/null && exec setpriv --pdeathsig KILL "$@"
+_LAUNCH_SCRIPT: Final = """setpriv --pdeathsig KILL true 2>/dev/null && exec setpriv --pdeathsig KILL "$@"
 exec "$@"
 """
-"""Shell script that becomes the server: with util-linux installed, the kernel kills the server when this
-process ends in any way; a hanging server would not notice that its input closed."""
+"""Shell script that executes the server. If util-linux is installed, the kernel kills the server when this
+process exits, even if the server hangs and does not read its closed input."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerProgram:
-    """A program that serves over standard streams. `errors` receives its stderr."""
+    """Server program on standard streams. `errors` is the file for its stderr."""
 
     command: Sequence[str]
     env: Mapping[str, str]
@@ -48,12 +48,12 @@ class ServerProgram:
 
 @asynccontextmanager
 async def program_transport(program: ServerProgram, screen: Screen) -> AsyncIterator[TransportStreams]:
-    """Start the program; at exit, close its input and end it with its descendants."""
+    """Start the program; on exit, close its input and stop it with its descendants."""
     from mcp.client.stdio import get_default_environment
     from mcp.shared.message import SessionMessage
 
     process = await asyncio.create_subprocess_exec(
-        *("/bin/sh", "-c", _BEGIN, "sh", *program.command),
+        *("/bin/sh", "-c", _LAUNCH_SCRIPT, "sh", *program.command),
         env=get_default_environment() | dict(program.env),
         cwd=program.cwd,
         stdin=asyncio.subprocess.PIPE,
@@ -72,18 +72,18 @@ async def program_transport(program: ServerProgram, screen: Screen) -> AsyncIter
             with anyio.CancelScope(shield=True):
                 reader.close()
                 writer.close()
-                await _end(process)
+                await _stop(process)
             group.cancel_scope.cancel()
 
 
 async def _read(
     process: asyncio.subprocess.Process, screen: Screen, answers: MemoryObjectSendStream[SessionMessage | Exception]
 ) -> None:
-    """Forward the program's messages; if the receiver is gone, keep reading so that it can end."""
+    """Forward the program's messages; if the receiver is closed, drain the output so that the program can exit."""
     from mcp.shared.message import SessionMessage
     from mcp_types import jsonrpc_message_adapter
 
-    parts = _parts(process)
+    parts = _stdout_chunks(process)
     async with answers:
         async for line in screen.lines(parts):
             try:
@@ -100,15 +100,15 @@ async def _read(
         pass
 
 
-async def _parts(process: asyncio.subprocess.Process) -> AsyncIterator[bytes]:
+async def _stdout_chunks(process: asyncio.subprocess.Process) -> AsyncIterator[bytes]:
     assert process.stdout is not None
-    while part := await process.stdout.read(_PART):
+    while part := await process.stdout.read(_CHUNK_BYTES):
         yield part
 
 
 async def _write(process: asyncio.subprocess.Process, requests: MemoryObjectReceiveStream[SessionMessage]) -> None:
     assert process.stdin is not None
-    with suppress(OSError):  # its output ends too, which the session notices
+    with suppress(OSError):  # its output also ends, which the session detects
         async with requests:
             async for request in requests:
                 line = request.message.model_dump_json(by_alias=True, exclude_unset=True)
@@ -117,7 +117,7 @@ async def _write(process: asyncio.subprocess.Process, requests: MemoryObjectRece
     process.stdin.close()
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _stop(process: asyncio.subprocess.Process) -> None:
     assert process.stdin is not None
     process.stdin.close()
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -129,8 +129,8 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 
 
 async def _has_ended(process: asyncio.subprocess.Process) -> bool:
-    """Return whether the process ends in time. `Process.wait` would also wait for heirs of its stdout."""
-    for _ in range(round(_WAIT_S / _POLL_S)):
+    """Return whether the process exits in time. `Process.wait` would also wait for children that hold its stdout."""
+    for _ in range(round(_EXIT_TIMEOUT_S / _POLL_S)):
         if process.returncode is not None:
             return True
         await asyncio.sleep(_POLL_S)
@@ -148,7 +148,7 @@ def screened_client(headers: Mapping[str, str], screen: Screen) -> httpx2.AsyncC
     from mcp.shared._httpx_utils import create_mcp_http_client
 
     class Screened(httpx2.AsyncByteStream):
-        """A response body after screening."""
+        """Response body after screening."""
 
         def __init__(self, response: httpx2.Response) -> None:
             self.inner = cast(httpx2.AsyncByteStream, response.stream)
