@@ -40,15 +40,15 @@ def row_segments(trajectory: Trajectory) -> Iterator[tuple[Segment, bool]]:
 
     Raises ValueError if a path after the first starts with an action, whose first token has no context.
     """
-    met: set[int] = set()
+    seen: set[int] = set()
     for number, path in enumerate(trajectory.rows):
         if number:
             yield _GAP, False
-            if trajectory.segments[path[0]].kind == "action" and path[0] not in met:
+            if trajectory.segments[path[0]].kind == "action" and path[0] not in seen:
                 raise ValueError(f"path {number} of task {trajectory.task_id} begins with an action")
         for i in path:
-            yield trajectory.segments[i], i not in met
-            met.add(i)
+            yield trajectory.segments[i], i not in seen
+            seen.add(i)
 
 
 def new_actions(trajectory: Trajectory) -> list[Segment]:
@@ -70,21 +70,21 @@ def last_actions(trajectory: Trajectory) -> dict[int, int]:
 
 def where_any(own: Sequence[Path], marked: Sequence[bool]) -> tuple[bool, ...]:
     """Return for each action token whether any path through it is marked."""
-    chosen = {place for path, mark in zip(own, marked, strict=True) if mark for place in path.places}
+    marked_positions = {place for path, mark in zip(own, marked, strict=True) if mark for place in path.places}
     every = sorted({place for path in own for place in path.places})
-    return tuple(place in chosen for place in every)
+    return tuple(place in marked_positions for place in every)
 
 
 def turn_nodes(split: Sequence[Sequence[Path]]) -> Tensor:
     """Return action ids of each path of each trajectory, `[P, K]`; shared actions have equal ids. Padded with -1."""
     rows: list[list[int]] = []
     first = 0
-    for own in split:
-        for path in own:
+    for path_actions in split:
+        for path in path_actions:
             actions = [len(s.tokens) for s in path.trajectory.segments if s.kind == "action" and s.tokens]
             starts = [0, *accumulate(actions)][: len(actions)]
             rows.append([first + path.places[start] for start in starts])
-        first += 1 + max((place for path in own for place in path.places), default=0)
+        first += 1 + max((place for path in path_actions for place in path.places), default=0)
     return pad_table(rows, torch.int64, fill=-1)
 
 
@@ -102,8 +102,8 @@ def num_unique_tokens(tokens: tuple[int, ...]) -> int:
     """Return the number of tokens to compute; a prefix that paths share counts once."""
     if BREAK not in tokens:
         return len(tokens)
-    ways = sorted(tokens[start:end] for start, end in _spans(tokens))
-    return sum(map(len, ways)) - sum(common_prefix(a, b) for a, b in pairwise(ways))
+    paths = sorted(tokens[start:end] for start, end in _spans(tokens))
+    return sum(map(len, paths)) - sum(common_prefix(a, b) for a, b in pairwise(paths))
 
 
 def _spans(tokens: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -218,15 +218,15 @@ def transitions_of(row: Row, trajectory: Trajectory) -> list[Row]:
     one. `row` is the trajectory's.
     """
     spans: list[tuple[int, int, int]] = []
-    path, begin, place = 0, 0, 0
+    path, start, place = 0, 0, 0
     for segment, new in row_segments(trajectory):
         if segment.tokens == (BREAK,):
             spans = _extend_last_span(spans, path, place)
-            path = begin = place + 1
+            path = start = place + 1
         place += len(segment.tokens)
         if new and segment.kind == "action" and segment.tokens:
-            spans.append((path, begin, place))
-            begin = place
+            spans.append((path, start, place))
+            start = place
     return [_cut_row(row, *span) for span in _extend_last_span(spans, path, place)]
 
 
@@ -289,10 +289,10 @@ def balance_rows(rows: Sequence[Row], count: int, *, shared: bool = True) -> lis
     parts: list[list[int]] = [[] for _ in range(count)]
     if shared:
         order, new = _in_order(rows)
-        total, done = max(1, sum(new)), 0
+        total, assigned = max(1, sum(new)), 0
         for i, size in zip(order, new, strict=True):
-            parts[min(count - 1, (2 * done + size) * count // (2 * total))].append(i)
-            done += size
+            parts[min(count - 1, (2 * assigned + size) * count // (2 * total))].append(i)
+            assigned += size
     else:
         loads = [0] * count
         for i in sorted(range(len(rows)), key=lambda i: (-len(rows[i].tokens), i)):
@@ -405,41 +405,41 @@ class FiniteChecks:
     failure.
     """
 
-    _odd: list[Tensor] = field(default_factory=list, init=False)
+    _flags: list[Tensor] = field(default_factory=list, init=False)
     _losses: list[Tensor] = field(default_factory=list, init=False)
-    _seen: list[tuple[Microbatch, Tensor, dict[str, Tensor]]] = field(default_factory=list, init=False)
+    _checks: list[tuple[Microbatch, Tensor, dict[str, Tensor]]] = field(default_factory=list, init=False)
 
     def numbers(self, part: Microbatch, mask: Tensor, given: Mapping[str, Tensor | None]) -> None:
         """Add numbers `[B, L]` of a microbatch, by their names in messages; only those in `mask` count."""
-        there = {what: values.detach() for what, values in given.items() if values is not None}
-        self._odd.append((mask & _non_finite(there).any(0)).any())
-        self._seen.append((part, mask, there))
+        present = {what: values.detach() for what, values in given.items() if values is not None}
+        self._flags.append((mask & _non_finite(present).any(0)).any())
+        self._checks.append((part, mask, present))
 
     def loss(self, loss: Tensor) -> None:
         """Add the loss `[]` of a microbatch."""
         self._losses.append(loss.detach())
-        self._odd.append(~loss.detach().isfinite())
+        self._flags.append(~loss.detach().isfinite())
 
     def clear(self) -> None:
         """Reset before the passes are repeated."""
-        self._odd.clear()
+        self._flags.clear()
         self._losses.clear()
-        self._seen.clear()
+        self._checks.clear()
 
     @property
     def fault(self) -> str:
         """Describe the first row with a non-finite number, or the loss; "" if there is none."""
-        if not self._odd or not bool(torch.stack(self._odd).any()):
+        if not self._flags or not bool(torch.stack(self._flags).any()):
             return ""
-        for part, mask, there in self._seen:
-            odd = (mask & _non_finite(there)).nonzero()
-            if len(odd):
-                field_number, place, column = odd[0].tolist()
-                what, values = list(there.items())[field_number]
+        for part, mask, present in self._checks:
+            faulty = (mask & _non_finite(present)).nonzero()
+            if len(faulty):
+                field_number, place, column = faulty[0].tolist()
+                what, values = list(present.items())[field_number]
                 name = part.names[place] or f"row {part.index[place]}"
                 return describe_fault(what, [float(values[place, column])], name)
-        odd_loss = next(float(loss) for loss in self._losses if not loss.isfinite())
-        return f"The loss is {odd_loss}."
+        loss_value = next(float(loss) for loss in self._losses if not loss.isfinite())
+        return f"The loss is {loss_value}."
 
 
 def _non_finite(given: Mapping[str, Tensor]) -> Tensor:
@@ -451,9 +451,9 @@ def describe_fault(what: str, values: Sequence[float], name: str) -> str:
     """Describe the first non-finite value; "" if there is none."""
     if math.isfinite(sum(values)):
         return ""
-    odd = [value for value in values if not math.isfinite(value)]
+    invalid = [value for value in values if not math.isfinite(value)]
     article = "An" if what[0] in "aeiou" else "A"
-    return f"{article} {what} of {name} is {odd[0]}." if odd else ""
+    return f"{article} {what} of {name} is {invalid[0]}." if invalid else ""
 
 
 def num_steps(settings: PreferenceConfig | RewardModelConfig, num_pairs: int) -> int:

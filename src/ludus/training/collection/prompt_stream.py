@@ -77,7 +77,7 @@ class StreamState:
                 done = {index: read_episode(next(lines), task, index >= members) for index in head["ended"]}
                 gone = [done.pop(index) for index in head["ended"] if index >= len(own)]
                 unwanted += [one for one in gone if one.trajectory.failure is None]
-                begun = {index: _read_begun(next(lines)) for index in head["begun"]}
+                begun = {index: _read_started(next(lines)) for index in head["begun"]}
                 groups.append(StreamedGroup(head["group"], own, head["version"], done, head["counts"], begun))
         except (ValueError, TypeError, KeyError, IndexError, StopIteration) as error:
             raise StorageError(
@@ -104,7 +104,7 @@ def _started_line(begun: StartedEpisode, task_id: str) -> str:
     return rollout_line(RolloutRecord(key.step, task_id, RolloutOutcome.DROPPED, "waits", so_far, None, key.attempt))
 
 
-def _read_begun(data: object) -> StartedEpisode:
+def _read_started(data: object) -> StartedEpisode:
     """Read the output of `_started_line`. Raises as `read_episode`."""
     record = parse_rollout(data)
     return StartedEpisode(record.key, record.trajectory.segments)
@@ -141,8 +141,8 @@ class PromptStream:
     _uncounted: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        wanted = min(2 * self.per_step, len(self.order.tasks) // 2)
-        self._recent = deque(self.before, max(wanted, self.per_step - 1))  # no task occurs twice in a step
+        num_recent = min(2 * self.per_step, len(self.order.tasks) // 2)
+        self._recent = deque(self.before, max(num_recent, self.per_step - 1))  # no task occurs twice in a step
 
     def requests(self, number: int) -> Sequence[RolloutRequest]:
         """Return the rollout requests of a new group."""
@@ -171,8 +171,8 @@ class PromptStream:
 
     def _would_request(self, request: RolloutRequest, number: int) -> bool:
         """Return whether a group of that number would have this request; under GRESO any group may."""
-        same = self.collector.algorithm.greso or self.order.take(number, 1)[0].id == request.key.task_id
-        return same and request.key.step == self._step(number)
+        same_task = self.collector.algorithm.greso or self.order.take(number, 1)[0].id == request.key.task_id
+        return same_task and request.key.step == self._step(number)
 
     def counts(self, group: Sequence[Episode]) -> bool:
         """Return whether a group counts towards a batch: no member may have failed permanently.
@@ -194,7 +194,7 @@ class PromptStream:
         collector = self.collector
         if varies(group, collector.algorithm):
             return True
-        members = [one.trajectory for one in group if not one.greedy]
+        members = [member.trajectory for member in group if not member.greedy]
         return collector.reward_mixer is not None and collector.reward_mixer.tells_apart(members)
 
     def begin_step(self) -> None:

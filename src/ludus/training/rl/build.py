@@ -280,17 +280,17 @@ def make_trackers(config: Config, folder: RunFolder, done: int) -> list[Tracker]
 
 def _scorers(session: TrainingSession, algorithm: Algorithm, control: KlControl) -> dict[str, TokenScorer]:
     """Build the scorers besides the policy: teacher and reference, if needed or configured."""
-    found: dict[str, TokenScorer] = {}
+    scorers: dict[str, TokenScorer] = {}
     if algorithm.loss_spec.has(Need.TEACHER):
-        found["teacher"] = load_teacher(session)
+        scorers["teacher"] = load_teacher(session)
     training, temperature = session.config.training, session.config.rollout.temperature or 1.0
     needed = control.needs_reference or algorithm.advantage_spec.has(Need.PROCESS_REWARD_MODEL)
     if not needed and not training.report_kl:
-        return found
+        return scorers
     if session.config.model.lora is not None:
-        return found | {"reference": AdapterOff(session.model, temperature)}
+        return scorers | {"reference": AdapterOff(session.model, temperature)}
     reference = copy.deepcopy(session.model).requires_grad_(False).eval()
-    return found | {"reference": LogprobScorer(reference, temperature)}
+    return scorers | {"reference": LogprobScorer(reference, temperature)}
 
 
 def probe_tokens(session: TrainingSession) -> tuple[int, ...]:
@@ -324,12 +324,12 @@ def load_teacher(session: TrainingSession) -> LogprobScorer:
     """
     config = session.config
     path = config.teacher.path or ""
-    theirs, own = load_tokenizer(path, needs_template=False).get_vocab(), session.tokenizer.get_vocab()
-    if theirs != own:
-        odd = min(t for t in theirs.keys() | own.keys() if theirs.get(t) != own.get(t))
+    teacher_tokens, tokens = load_tokenizer(path, needs_template=False).get_vocab(), session.tokenizer.get_vocab()
+    if teacher_tokens != tokens:
+        differing = min(t for t in teacher_tokens.keys() | tokens.keys() if teacher_tokens.get(t) != tokens.get(t))
         raise ConfigError(
-            f"The teacher {path} has a different vocabulary from the policy ({len(theirs)} tokens and"
-            f" {len(own)}; first difference: {odd!r}).",
+            f"The teacher {path} has a different vocabulary from the policy ({len(teacher_tokens)} tokens and"
+            f" {len(tokens)}; first difference: {differing!r}).",
             "Use a teacher with the policy's tokenizer.",
         )
     model = load_model(path, config.model.dtype, config.model.device).requires_grad_(False).eval()
@@ -344,13 +344,13 @@ def reference_digests(session: TrainingSession, scorers: Mapping[str, TokenScore
 
     `start` is the initial model, if it is the reference or the base of adapters.
     """
-    found = {}
+    digests = {}
     if "reference" in scorers or session.config.model.lora is not None:
-        found[START] = fingerprint_adapted(session.model, {})
+        digests[START] = fingerprint_adapted(session.model, {})
     teacher = scorers.get(TEACHER)
     if isinstance(teacher, LogprobScorer):
-        found[TEACHER] = fingerprint_adapted(teacher.model, {})
-    return found
+        digests[TEACHER] = fingerprint_adapted(teacher.model, {})
+    return digests
 
 
 def check_reference_digests(stored: Mapping[str, str], now: Mapping[str, str], session: TrainingSession) -> None:

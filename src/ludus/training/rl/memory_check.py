@@ -109,13 +109,13 @@ def dry_run(learner: Learner, longest: int) -> MemoryEstimate:
 
 def _check_fits(estimate: MemoryEstimate, ranks: Collectives, device: torch.device) -> None:
     """Raise LearnerError if the estimate exceeds memory. CPU memory is shared by a machine's ranks."""
-    place = socket.gethostname() if device.type == "cpu" else str(ranks.rank)
-    found = ranks.gather((place, estimate.total))
-    here = [total for where, total in found if where == place]
+    own_host = socket.gethostname() if device.type == "cpu" else str(ranks.rank)
+    totals = ranks.gather((own_host, estimate.total))
+    here = [total for host, total in totals if host == own_host]
     fault = ""
     if sum(here) > estimate.available:
-        together = f"; all {len(here)} ranks here need {_gib(sum(here))} GiB" if len(here) > 1 else ""
-        fault = f"Not enough memory: {estimate}{together}."
+        detail = f"; all {len(here)} ranks here need {_gib(sum(here))} GiB" if len(here) > 1 else ""
+        fault = f"Not enough memory: {estimate}{detail}."
     raise_together(fault, f"Lower training.microbatch_tokens. {REMEDY}", ranks)
 
 

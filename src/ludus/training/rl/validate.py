@@ -143,17 +143,17 @@ def check_max_requests(config: Config) -> None:
 
     In async mode, evaluations and weight checks run concurrently with streamed episodes.
     """
-    most = config.engine.max_requests
+    limit = config.engine.max_requests
     needed = config.rollout.concurrency * (2 if config.training.streams else 1)
-    if not most:
+    if not limit:
         return
     if config.engine.is_external:
         raise ConfigError(
             "engine.max_requests needs the embedded engine.", "Set it on the server: ludus serve --max-requests."
         )
-    if not config.cluster.enabled and most < needed:
+    if not config.cluster.enabled and limit < needed:
         raise ConfigError(
-            f"engine.max_requests ({most}) is below the {needed} concurrent requests of this run.",
+            f"engine.max_requests ({limit}) is below the {needed} concurrent requests of this run.",
             "Unset it (an engine in this process has no other clients) or lower rollout.concurrency.",
         )
 
@@ -175,9 +175,9 @@ def check_teacher(config: Config, algorithm: Algorithm) -> None:
 
 def check_critic(config: Config, algorithm: Algorithm) -> None:
     """Raise ConfigError for unused critic settings, and for a critic head on sharded weights."""
-    read, reason = _critic_settings(algorithm)
+    used, reason = _critic_settings(algorithm)
     for key, value in changed(config.critic).items():
-        if key not in read:
+        if key not in used:
             raise ConfigError(
                 f"critic.{key} = {value} would have no effect: {reason}.",
                 "Unset it, or use an algorithm that reads it (ludus algorithms).",
@@ -206,13 +206,13 @@ def _critic_settings(algorithm: Algorithm) -> tuple[set[str], str]:
 
 def check_experts(config: Config, algorithm: Algorithm, world: World) -> None:
     """Raise ConfigError if the loss needs experts and has none, or configured experts are unused."""
-    path, reads = config.experts.path, algorithm.loss_spec.has(Need.DEMONSTRATIONS)
-    for key, value in () if reads else changed(config.experts).items():
+    path, uses = config.experts.path, algorithm.loss_spec.has(Need.DEMONSTRATIONS)
+    for key, value in () if uses else changed(config.experts).items():
         raise ConfigError(
             f"experts.{key} = {value} would have no effect: the loss {algorithm.loss} uses no experts.",
             "Unset it, or set algorithm.preset = 'mixed_policy'.",
         )
-    if reads and path is None and not world.implements("expert"):
+    if uses and path is None and not world.implements("expert"):
         raise ConfigError(
             f"The loss {algorithm.loss} needs experts, but the world {world.name!r} has none.",
             "Set experts.path to a file of dialogues with task ids (docs/use/data.md).",
@@ -259,16 +259,16 @@ def check_replay(config: Config, algorithm: Algorithm) -> None:
     if not replays.share or algorithm.correction != "none" or algorithm.loss_spec.off_policy:
         return
     mode = config.training.mode
-    why = f" (with training.mode = {mode!r}, none is the default)" if not config.training.off_policy else ""
+    note = f" (with training.mode = {mode!r}, none is the default)" if not config.training.off_policy else ""
     if replays.sources:
         raise ConfigError(
-            f"staleness.replay.sources are off-policy rollouts, and algorithm.correction is 'none'{why}.",
+            f"staleness.replay.sources are off-policy rollouts, and algorithm.correction is 'none'{note}.",
             "Set algorithm.correction (tis).",
         )
     if replays.max_age > bound:
         raise ConfigError(
             f"staleness.replay.max_age ({replays.max_age}) replays tokens beyond staleness.max_staleness "
-            f"({bound}), and algorithm.correction is 'none'{why}.",
+            f"({bound}), and algorithm.correction is 'none'{note}.",
             "Set algorithm.correction (tis), or a max_age within the bound.",
         )
 
@@ -310,9 +310,9 @@ def check_branch(config: Config) -> None:
             "rollout.branch needs sampling: at rollout.temperature = 0 all branches are identical.",
             "Set rollout.temperature above 0 or unset rollout.branch.",
         )
-    if late := [turn for turn in rollout.branch.turns if turn >= rollout.max_turns]:
+    if too_late := [turn for turn in rollout.branch.turns if turn >= rollout.max_turns]:
         raise ConfigError(
-            f"rollout.branch.turns has turn {late[0]}, but episodes have turns 0 to "
+            f"rollout.branch.turns has turn {too_late[0]}, but episodes have turns 0 to "
             f"{rollout.max_turns - 1} (rollout.max_turns).",
             "Choose an earlier turn.",
         )
@@ -332,8 +332,8 @@ def config_warnings(config: Config) -> list[str]:
     pretrains = resolve(config.algorithm).advantage_spec.has(Need.PRETRAINED_CRITIC)
     if pretrains and config.critic.warmup_steps == 0:
         found.append("VAPO pre-trains its critic on a fixed policy, but critic.warmup_steps is 0.")
-    if (alone := planned_warmup(config)) >= config.training.steps:
-        found.append(f"The policy is never trained: the first {alone} steps (critic.warmup_steps) are the critic's.")
+    if (warmup := planned_warmup(config)) >= config.training.steps:
+        found.append(f"The policy is never trained: the first {warmup} steps (critic.warmup_steps) are the critic's.")
     if config.training.streams and config.rollout.reproducible:
         found.append(
             "Asynchronous runs (training.mode = async) are not reproducible: rollout.reproducible "
@@ -358,11 +358,11 @@ def staleness_warnings(config: Config) -> list[str]:
     """Return a warning for each `staleness` setting that the training mode does not use."""
     if config.training.streams:
         return []
-    read = OF_EVERY_MODE + (("max_staleness",) if config.rollout.partial.is_set else ())
+    used = OF_EVERY_MODE + (("max_staleness",) if config.rollout.partial.is_set else ())
     return [
         f"staleness.{key} = {value} has no effect: training.mode is {config.training.mode}, and it needs async."
         for key, value in changed(config.staleness).items()
-        if key not in read
+        if key not in used
     ]
 
 
@@ -372,9 +372,9 @@ def unused_settings(config: Config) -> list[str]:
     sections |= {"rollout.partial": config.rollout.partial}
     sections |= {"staleness.replay": config.staleness.replay, "staleness": config.staleness}
     reasons: dict[str, str] = {}
-    for applies, names, why in _unused(config):
-        reasons |= dict.fromkeys(names, why) if applies else {}
-    found = [
+    for applies, names, reason in _unused(config):
+        reasons |= dict.fromkeys(names, reason) if applies else {}
+    warnings = [
         f"{section}.{name} = {value} has no effect: {reasons[f'{section}.{name}']}."
         for section, own in sections.items()
         for name, value in changed(own).items()
@@ -382,11 +382,11 @@ def unused_settings(config: Config) -> list[str]:
     ]
     oversample, most = config.staleness.oversample, config.rollout.concurrency
     if config.training.streams and oversample >= most:
-        found.append(
+        warnings.append(
             f"staleness.oversample = {oversample} has no effect beyond {most - 1}: no more members "
             f"start before the trained ones have ended (rollout.concurrency = {most})."
         )
-    return found
+    return warnings
 
 
 def _unused(config: Config) -> Iterator[tuple[bool, Iterable[str], str]]:

@@ -68,15 +68,15 @@ class Expected:
                 "No checkpoint was trained on rollouts of these weights. "
                 "If another run has trained this server, restart it.",
             )
-        own = self.logprobs
-        found = torch.tensor(scores, dtype=own.dtype)
-        gap = float((own[1:] - found[1:]).abs().max())
-        if not gap <= self.tolerance:
+        logprobs = self.logprobs
+        scored = torch.tensor(scores, dtype=logprobs.dtype)
+        diff = float((logprobs[1:] - scored[1:]).abs().max())
+        if not diff <= self.tolerance:
             raise SyncError(
-                f"Engine and learner disagree on the probe by {gap:.3g} nats (tolerance {self.tolerance:g}).",
+                f"Engine and learner disagree on the probe by {diff:.3g} nats (tolerance {self.tolerance:g}).",
                 "See training.sync_tolerance.",
             )
-        return SyncProof(self.version, theirs, gap)
+        return SyncProof(self.version, theirs, diff)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,8 @@ class WeightSync:
     async def publish(self, version: int) -> SyncProof:
         """Send the weights as `version` and check them. They must not change until this returns."""
         weights = self._gathered()
-        found = await self._transfer(version, self._trainable(weights))
-        return self._expected(version, weights).compare(*found)
+        result = await self._transfer(version, self._trainable(weights))
+        return self._expected(version, weights).compare(*result)
 
     async def copy_weights(self, version: int, dispatch: ComputeDispatch) -> PendingWeights:
         """Copy the weights as `version` for `send_copy`. They may change once this returns.

@@ -72,8 +72,8 @@ class HeadModel:
 
     def idle(self) -> Tensor:
         """Return 0 after a pass of one token: with sharded weights all ranks make every pass."""
-        nowhere = torch.zeros(1, dtype=torch.int64, device=self.device)
-        return 0.0 * self.read(nowhere[None], (nowhere, nowhere)).sum()
+        first = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return 0.0 * self.read(first[None], (first, first)).sum()
 
     def load_head(self, stored: Mapping[str, Tensor]) -> None:
         """Restore a head's `weight` and `bias`. Raises LearnerError if the shapes differ."""
@@ -131,12 +131,12 @@ class TrainedModel(ABC):
         If weights are sharded, all ranks get equally many microbatches; some may be empty.
         """
         device, dtype, shared = next(self.model.parameters()).device, score_dtype(self.model), self.shares_prefixes
-        mine: Sequence[int] = range(len(rows))
+        indices: Sequence[int] = range(len(rows))
         if self.ranks.count > 1:
-            mine = balance_rows(rows, self.ranks.count, shared=shared)[self.ranks.rank]
+            indices = balance_rows(rows, self.ranks.count, shared=shared)[self.ranks.rank]
         found = [
-            replace(part, index=tuple(mine[i] for i in part.index))
-            for part in microbatches([rows[i] for i in mine], self.microbatch_tokens, device, dtype, shared=shared)
+            replace(part, index=tuple(indices[i] for i in part.index))
+            for part in microbatches([rows[i] for i in indices], self.microbatch_tokens, device, dtype, shared=shared)
         ]
         if is_sharded(self.model):
             most = max(self.ranks.gather(len(found)))
@@ -146,12 +146,12 @@ class TrainedModel(ABC):
     @torch.no_grad()
     def score_rows(self, rows: Sequence[Row], score: Callable[[Microbatch], Tensor]) -> list[Tensor]:
         """Return the numbers of all rows, `[T]` each; `score` computes `[B, L]` of a microbatch."""
-        found: dict[int, Tensor] = {}
+        scores: dict[int, Tensor] = {}
         for part in self.parts(rows):
             numbers = score(part)
-            found |= {i: numbers[place, : len(rows[i].tokens)] for place, i in enumerate(part.index)}
-        found = merged(found, self.ranks)
-        return [found[i] for i in range(len(rows))]
+            scores |= {i: numbers[place, : len(rows[i].tokens)] for place, i in enumerate(part.index)}
+        scores = merged(scores, self.ranks)
+        return [scores[i] for i in range(len(rows))]
 
     def state(self) -> dict[str, Tensor]:
         """Return the trained weights and their moments for a checkpoint."""

@@ -92,11 +92,11 @@ class StateModel(TrainedModel):
         """
         rows, columns = torch.nonzero(part.trains[:, 1:], as_tuple=True)
         if not rows.numel():
-            nothing = torch.zeros(*part.tokens.shape, self.head.out_features, device=part.tokens.device)
-            return nothing + self._states.idle() if is_sharded(self.model) else nothing
-        wide = self._states.read(part.tokens, (rows, columns + after), frozen=self.settings.on_policy)
-        empty = torch.zeros(*part.tokens.shape, wide.shape[1], dtype=wide.dtype, device=wide.device)
-        return empty.index_put((rows, columns + 1), wide)
+            zeros = torch.zeros(*part.tokens.shape, self.head.out_features, device=part.tokens.device)
+            return zeros + self._states.idle() if is_sharded(self.model) else zeros
+        table = self._states.read(part.tokens, (rows, columns + after), frozen=self.settings.on_policy)
+        empty = torch.zeros(*part.tokens.shape, table.shape[1], dtype=table.dtype, device=table.device)
+        return empty.index_put((rows, columns + 1), table)
 
 
 class Critic(StateModel):
@@ -146,9 +146,9 @@ class Critic(StateModel):
 
 def _explained(rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]) -> float:
     """Return `1 - var(target - value) / var(target)` over training tokens; 0 if the targets are constant."""
-    wanted, given = torch.cat(_trained(targets, rows)), torch.cat(_trained(old, rows))
-    spread = float(wanted.var(correction=0)) if wanted.numel() else 0.0
-    return 1 - float((wanted - given).var(correction=0)) / spread if spread > 0 else 0.0
+    target, value = torch.cat(_trained(targets, rows)), torch.cat(_trained(old, rows))
+    variance = float(target.var(correction=0)) if target.numel() else 0.0
+    return 1 - float((target - value).var(correction=0)) / variance if variance > 0 else 0.0
 
 
 def _trained(values: Sequence[Tensor], rows: Sequence[Row]) -> list[Tensor]:

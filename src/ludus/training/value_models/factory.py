@@ -113,22 +113,22 @@ def estimate_values(
 
 def bootstrap_values(value_model: Critic, samples: Sequence[TrainingSample], rows: Sequence[Row]) -> list[Tensor]:
     """Return V after the last action token of each path, 0 unless a token limit truncated the episode."""
-    found = [torch.zeros(len(sample.episode.trajectory.rows), dtype=torch.float64) for sample in samples]
+    scored = [torch.zeros(len(sample.episode.trajectory.rows), dtype=torch.float64) for sample in samples]
     places: dict[int, dict[int, int]] = {}
     for i, trajectory in enumerate(sample.episode.trajectory for sample in samples):
         ended = [path.trajectory.stop_reason for path in trajectory.paths()]
-        cut = {n: place for n, place in last_actions(trajectory).items() if ended[n] in CUT_OFF}
-        if cut:
-            places[i] = cut
+        truncated = {n: place for n, place in last_actions(trajectory).items() if ended[n] in CUT_OFF}
+        if truncated:
+            places[i] = truncated
     ends = [replace(rows[i], trains=_mask_of_positions(len(rows[i].tokens), own.values())) for i, own in places.items()]
     if not ends:
-        return found
+        return scored
     with value_model.ranks.together("score_values", ends, (), True):
         scores = value_model.score(ends, after=True)
     for i, values in zip(places, scores, strict=True):
         for path, place in places[i].items():
-            found[i][path] = values[place]
-    return found
+            scored[i][path] = values[place]
+    return scored
 
 
 def _mask_of_positions(length: int, places: Iterable[int]) -> tuple[bool, ...]:
@@ -186,6 +186,6 @@ def _is_solved(samples: Sequence[TrainingSample], success: str) -> list[bool]:
 
 def _scatter_to_row(values: Sequence[float] | None, row: Row) -> Tensor:
     """Map action token values to the row, `[T]`."""
-    spread = torch.zeros(len(row.tokens), dtype=torch.float64)
-    spread[torch.tensor(row.sampled)] = torch.tensor(values or (), dtype=torch.float64)
-    return spread
+    table = torch.zeros(len(row.tokens), dtype=torch.float64)
+    table[torch.tensor(row.sampled)] = torch.tensor(values or (), dtype=torch.float64)
+    return table
