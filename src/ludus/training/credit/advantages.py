@@ -108,7 +108,7 @@ def role_tables(tasks: Sequence[Task]) -> tuple[Tensor, Tensor]:
 
 
 EXPERT = "expert"
-"""Agent name of segments that the policy did not sample."""
+"""Agent name of segments not sampled by the policy."""
 CUT_OFF = frozenset({StopReason.TRUNCATED, StopReason.MAX_TOKENS})
 """Stop reasons caused by a token limit, as used by the overlong filter."""
 BASELINE = "baseline"
@@ -120,7 +120,7 @@ class TrainingSample:
     """Outcome of one episode and its training targets.
 
     `advantages` has one value per action token; None if the episode was not compared with its group. `trains`
-    masks action tokens (None: all train). `values` and `targets`, per action token, are the critic's;
+    masks action tokens (None: all train). `values` and `targets` are the critic's, per action token;
     `reference` holds reference log-probabilities for a process reward model. `group` numbers the groups of a
     step. `baseline` replaces the group as the baseline of the reward. `replayed`: already trained in an
     earlier step.
@@ -140,7 +140,7 @@ class TrainingSample:
 
     @property
     def expert(self) -> bool:
-        """Whether an expert produced it; experts are excluded from ledger and episode metrics."""
+        """Whether this is an expert's episode, excluded from ledger and episode metrics."""
         return is_expert(self.episode)
 
     def masked(self, keep: Sequence[bool]) -> TrainingSample:
@@ -174,7 +174,7 @@ class TrainingSample:
 
 
 def is_expert(episode: Episode) -> bool:
-    """Return whether an expert produced the episode."""
+    """Return whether this is an expert's episode."""
     return any(segment.agent == EXPERT for segment in episode.trajectory.segments)
 
 
@@ -184,8 +184,8 @@ def assign_credit(
     """Return one training sample per episode, in order; groups are numbered from `first_group`.
 
     A group with a failed member is dropped as a whole. A greedy episode is its group's baseline and never
-    trains. Group statistics cover all members, batch statistics only trained ones; filtered samples keep
-    their advantage on record. `max_length` is the longest episode for soft overlong punishment (0: off), in
+    trained. Group statistics cover all members, batch statistics only trained ones; filtered samples retain
+    their advantage. `max_length` is the longest episode for soft overlong punishment (0: off), in
     tokens of `algorithm.overlong_measure`. Raises LearnerError if a reward or log-probability is not finite,
     or the advantage does not support a reward.
     """
@@ -204,9 +204,9 @@ def assign_credit(
 
 
 def compared_again(samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
-    """Recompute the samples of a batch whose rewards have changed since `assign_credit`.
+    """Recompute samples after their rewards changed.
 
-    Baselines, filters and advantages are recomputed; groups keep their numbers.
+    Recomputes baselines, filters and advantages; group numbers do not change.
     """
     greedy = {
         c.group: c.episode.trajectory.reward + _punishment(c.episode.trajectory, algorithm, max_length)
@@ -328,7 +328,7 @@ def compared_rewards(samples: Sequence[TrainingSample], algorithm: Algorithm) ->
 def varied_groups(samples: Sequence[TrainingSample], algorithm: Algorithm) -> dict[int, bool]:
     """Return whether the advantage distinguishes each group's members, by group number.
 
-    Rewards count if they differ as the advantage reads them; for advantages with other inputs, a nonzero
+    Compares the rewards that the advantage uses; for advantages with other inputs, a nonzero
     advantage also counts.
     """
     table, index = compared_rewards(samples, algorithm)
@@ -365,7 +365,7 @@ def _advantages(
 ) -> list[tuple[float, ...]]:
     """Return one value per action token of each trajectory.
 
-    Paths of a tree are compared as separate attempts; a token gets the mean over its paths.
+    Paths of a tree are compared as separate attempts; a token's value is the mean over its paths.
     """
     split = [sample.episode.trajectory.paths() for sample in samples]
     if all(len(paths) == 1 for paths in split):
@@ -470,7 +470,7 @@ def _make_outcomes(samples: Sequence[TrainingSample], estimates: Estimates) -> O
 
 
 def _training_tokens(samples: Sequence[TrainingSample], mask: Tensor) -> Tensor | None:
-    """Return which action tokens in `mask` [N, L] train, or None if none does."""
+    """Return the mask of trained action tokens in `mask` [N, L], or None if it is empty."""
     tokens = mask.clone()
     for i, sample in enumerate(samples):
         if sample.outcome is not RolloutOutcome.TRAINED:
@@ -513,7 +513,7 @@ def _table(values: Sequence[Tensor] | None, width: int) -> Tensor | None:
 
 
 def turns_of_actions(trajectory: Trajectory) -> list[int]:
-    """Return the turn of each action token, counted from 0 without gaps."""
+    """Return the turn index of each action token; turns are numbered consecutively from 0."""
     of_actions = list(compress(trajectory.turn_index, trajectory.action_mask))
     numbers = {turn: number for number, turn in enumerate(dict.fromkeys(of_actions))}
     return [numbers[turn] for turn in of_actions]

@@ -30,7 +30,7 @@ from ludus.training.credit.advantages import assign_credit, turns_of_actions
 from ludus.types import ToolOutcome, ToolStatus, Trajectory
 
 LENGTH_PART = "length"
-"""Recorded part: the length penalty or factor."""
+"""Reward part: the length penalty or factor."""
 NO_CALL = "answer"
 _SAFE = 0.9
 """Largest sum of calibrated turn rewards, as a fraction of the outcome."""
@@ -92,7 +92,7 @@ def with_length(
 
 
 def shaping_ranges(settings: RewardsConfig, max_turns: int, outcome: float) -> list[ShapingRange]:
-    """Return the ranges of both terms if the outcomes are worth `outcome` in total."""
+    """Return the ranges of both terms; `outcome` is the maximum total outcome."""
     ranges = []
     if settings.length.kind == "linear":
         ranges.append(ShapingRange(LENGTH_PART, -settings.length.cap, 0.0))

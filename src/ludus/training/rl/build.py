@@ -75,7 +75,7 @@ class AdapterOff:
     temperature: float
 
     def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens:
-        """Score as `LogprobScorer.score`, under the base weights."""
+        """Return `LogprobScorer.score` under the base weights."""
         with self.model.disable_adapter():
             return self._scorer.score(tokens, scored, entropy)
 
@@ -137,7 +137,7 @@ def restore_groups(folder: RunFolder, source: PromptStream, done: int, file: str
 
 
 def restore_stream(folder: RunFolder, source: PromptStream, done: int) -> StreamState:
-    """Return the stream of the checkpoint of step `done`, or a new one after the tasks of the steps so far."""
+    """Return the stream of step `done`'s checkpoint, or a new one that skips the tasks of earlier steps."""
     path = checkpoint_path(folder.checkpoints, done)
     if done == 0:
         return StreamState()
@@ -156,7 +156,7 @@ def build_trainer(
     ranks: Collectives = ONE_PROCESS,
     remote: RemoteSampler | None = None,
 ) -> tuple[SyncTrainer, int]:
-    """Build the trainer and restore the newest checkpoint; return both the trainer and its step.
+    """Build the trainer from the newest checkpoint; return the trainer and its step.
 
     The run folder is not changed until all parts are built.
     """
@@ -294,7 +294,7 @@ def _scorers(session: TrainingSession, algorithm: Algorithm, control: KlControl)
 
 
 def probe_tokens(session: TrainingSession) -> tuple[int, ...]:
-    """Return a fixed text of the world as tokens, used to compare engine and learner."""
+    """Return the tokens of a fixed prompt for comparing engine and learner."""
     task = session.world.tasks("train")[0]
     return session.renderer.prompt(task.prompt, ())[:PROBE_TOKENS]
 
@@ -364,7 +364,7 @@ def check_reference_digests(stored: Mapping[str, str], now: Mapping[str, str], s
         before = stored.get(name, digest)
         if before != digest:
             raise UserError(
-                f"The {paths[name]} has changed: its weights have the digest {digest[:12]}, and had"
+                f"The {paths[name]} has changed: the digest of its weights is {digest[:12]}, and was"
                 f" {before[:12]} when the checkpoint was written.",
                 "Restore them, or start a new run.",
             )

@@ -1,7 +1,7 @@
 """Synchronous RL loop and the parts that all trainers share.
 
 Each step samples all of its episodes, trains on them, and sends the weights; sampling resumes only after the
-engine's weights were checked. Writes one line of metrics a step, and checkpoints. The other modes are in
+engine's weights are checked. Writes metrics, one line per step, and checkpoints. The other modes are in
 `one_step_trainer` and `async_trainer`. In reproducible mode all output except timings is bit-identical for
 the same seed, also across a kill and resume.
 """
@@ -60,7 +60,7 @@ CheckpointFiles = Callable[[], Mapping[str, str]]
 class Comparison:
     """Evaluations before and after training, on one split with one sampling setting.
 
-    `before` is None if there is none. The number of tasks or other conditions differ if the run was resumed
+    `before` is None without one. The number of tasks and other conditions may differ if the run was resumed
     with other settings.
     """
 
@@ -147,14 +147,14 @@ class SyncTrainer(EvaluatedTrainer):
     collector: RolloutCollector
     train_step: TrainStep
     history: list[Mapping[str, float]] = field(default_factory=list)
-    """Metrics of the last steps that alarms use; all steps if the run was resumed."""
+    """Metrics of the last steps, for alarms; of all steps if the run was resumed."""
     reference_digests: Mapping[str, str] = field(default_factory=dict)
     """Digests of the models outside the checkpoint."""
     collector_state: CollectorState = field(init=False)
     """State of the rollout collector right after the current step was sampled."""
     guards: tuple[StreakGuard, ...] = field(init=False)
     hinted: bool = field(default=False, init=False)
-    """Whether the hint about slow rewards was already shown."""
+    """Whether the hint about slow rewards has been shown."""
 
     def __post_init__(self) -> None:
         self.collector_state = self.collector.state
@@ -172,7 +172,7 @@ class SyncTrainer(EvaluatedTrainer):
         return await self.collector.evaluate(plan)
 
     async def run(self, done: int, train: Callable[[int], Awaitable[None]]) -> list[Comparison]:
-        """Run as `EvaluatedTrainer.run`; unfinished episodes are cancelled after training."""
+        """Train and evaluate as `EvaluatedTrainer.run`, then cancel unfinished episodes."""
 
         async def train_and_close(done: int) -> None:
             try:
@@ -341,7 +341,7 @@ def task_order(config: Config, world: World) -> TaskSequence:
     chunk = config.training.prompts_per_step * (resolve(config.algorithm).max_resample_rounds + 1)
     if len(tasks) < chunk:
         raise ConfigError(
-            f"One step may need {chunk} tasks, and the train split has {len(tasks)}.",
+            f"One step may need {chunk} tasks, but the train split has {len(tasks)}.",
             "Lower training.prompts_per_step or algorithm.max_resample_rounds.",
         )
     return world.order(config.run.seed, chunk, config.training.steps)

@@ -1,6 +1,6 @@
 """One training step: from training samples to updated weights.
 
-Before the first gradient of a batch: filters and the model-based inputs of advantages (KL, values, rejection,
+Before the first gradient of a batch: filters and model-based inputs of advantages (KL, values, rejection,
 entropy filter, parity check), each only if the algorithm needs it. Independent of environment and engine.
 `ComputeDispatch` chooses the compute thread; the ledger is only used on the caller's thread.
 """
@@ -48,7 +48,7 @@ PARITY_ROWS = 8
 PARITY_NATS = 0.05
 """Largest mean log-probability difference between engine and learner at which training starts."""
 ENGINE_PARITY_NATS = 1e-3
-"""The same bound if the engine's log-probabilities replace the learner's."""
+"""Bound if the engine's log-probabilities replace the learner's."""
 
 
 class ComputeDispatch(Protocol):
@@ -77,7 +77,7 @@ class LearnerThread:
         self._executor = ThreadPoolExecutor(1, "ludus-learner", _init_thread, (threads, device))
 
     async def __call__(self, work: Callable[[], T]) -> T:
-        """Run `work` and wait for its result. Started work is never abandoned, even on cancellation."""
+        """Run `work` and return its result. Cancellation waits for running work."""
         future = asyncio.get_running_loop().run_in_executor(self._executor, self._timed, work)
         try:
             return await asyncio.shield(future)
@@ -86,7 +86,7 @@ class LearnerThread:
             raise
 
     def close(self) -> None:
-        """Wait for running work and end the thread."""
+        """Wait for running work and stop the thread."""
         self._executor.shutdown()
 
     def _timed(self, work: Callable[[], T]) -> T:
@@ -98,9 +98,9 @@ class LearnerThread:
 
 
 def _init_thread(threads: int, device: int | None) -> None:
-    """Set the compute threads and the GPU of this thread.
+    """Set this thread's number of compute threads and its GPU.
 
-    OpenMP counts threads per thread, and torch sets its own number on first use.
+    OpenMP's setting is per thread, and torch overrides it on first use.
     """
     torch.zeros(1).sum()
     torch.set_num_threads(threads)
@@ -231,7 +231,7 @@ def _trained_samples(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
 def check_parity(rows: Sequence[Row], learner: Learner) -> MismatchByLength | None:
     """Compare recorded log-probabilities with the learner's, bucketed by position.
 
-    Returns the measurement, None without rows. Raises SyncError if any bucket exceeds `PARITY_NATS`, or
+    Returns the mismatch, None without rows. Raises SyncError if any bucket exceeds `PARITY_NATS`, or
     `ENGINE_PARITY_NATS` if ratios divide by the engine's log-probabilities.
     """
     if not rows:

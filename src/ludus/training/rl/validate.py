@@ -51,7 +51,7 @@ _MORE_UPDATES = "Set training.minibatches = 4, or training.epochs = 2"
 def open_validated_session(config: Config, watch: AuditProgress = UNWATCHED) -> TrainingSession | None:
     """Check a configuration and load its model, before anything is written.
 
-    `watch` receives the progress of the environment audit. Returns None if the model is still to be trained
+    `watch` receives the progress of the environment audit. Returns None if the model must first be trained
     from scratch. Settings and world are checked before the model is loaded.
     """
     algorithm_of(config)
@@ -333,7 +333,7 @@ def config_warnings(config: Config) -> list[str]:
     if pretrains and config.critic.warmup_steps == 0:
         found.append("VAPO pre-trains its critic on a fixed policy, but critic.warmup_steps is 0.")
     if (warmup := planned_warmup(config)) >= config.training.steps:
-        found.append(f"The policy is never trained: the first {warmup} steps (critic.warmup_steps) are the critic's.")
+        found.append(f"The policy is never trained: critic.warmup_steps trains only the critic for {warmup} steps.")
     if config.training.streams and config.rollout.reproducible:
         found.append(
             "Asynchronous runs (training.mode = async) are not reproducible: rollout.reproducible "
@@ -342,7 +342,7 @@ def config_warnings(config: Config) -> list[str]:
     if config.training.streams and config.engine.is_external and config.staleness.kv_cache_on_update == "keep":
         found.append(
             "Servers manage their own KV cache on weight updates: "
-            "staleness.kv_cache_on_update has no effect with an engine.url."
+            "staleness.kv_cache_on_update has no effect with engine.url."
         )
     params = sampling_params(config.rollout, config.rollout.temperature)
     if params.cuts or config.rollout.guided_tools:
@@ -383,14 +383,14 @@ def unused_settings(config: Config) -> list[str]:
     oversample, most = config.staleness.oversample, config.rollout.concurrency
     if config.training.streams and oversample >= most:
         warnings.append(
-            f"staleness.oversample = {oversample} has no effect beyond {most - 1}: no more members "
-            f"start before the trained ones have ended (rollout.concurrency = {most})."
+            f"staleness.oversample = {oversample} has no effect beyond {most - 1}: no further members "
+            f"start before the trained ones finish (rollout.concurrency = {most})."
         )
     return warnings
 
 
 def _unused(config: Config) -> Iterator[tuple[bool, Iterable[str], str]]:
-    """Yield whether a rule applies, the settings that then have no effect, and why; later rules take precedence.
+    """Yield rules: whether it applies, the settings without effect, and the reason; later rules take precedence.
 
     Demonstrations and the extra reward parts are scored in processes even if there are reward workers.
     """
@@ -402,10 +402,10 @@ def _unused(config: Config) -> Iterator[tuple[bool, Iterable[str], str]]:
     yield cluster.kind == "none", _names("cluster", ClusterConfig.model_fields), "cluster.kind is none"
     yield external, ("engine.kv_cache_tokens",), "it needs embedded engines, and engine.url is set"
     samples_here = not external and not cluster.enabled
-    yield samples_here, _names("engine", _SERVERS), "this process samples, with neither engine.url nor a cluster"
+    yield samples_here, _names("engine", _SERVERS), "this process samples, without engine.url and cluster"
     in_processes = resolve(config.algorithm).loss_spec.has(Need.DEMONSTRATIONS) or has_extra_rewards(config.rewards)
     by_workers = cluster.kind != "none" and cluster.reward_workers > 0 and not in_processes
-    why = "the episodes of training are scored by cluster.reward_workers, within cluster.scoring_timeout_s"
+    why = "cluster.reward_workers score the training episodes, with cluster.scoring_timeout_s"
     yield by_workers, _names("rollout", _SCORING), why
     why = "training.mode is async, which streams episodes"
     yield streams, _names("rollout.partial", type(config.rollout.partial).model_fields), why
@@ -422,7 +422,7 @@ def _names(section: str, names: Iterable[str]) -> list[str]:
 
 
 def inactive_parts(config: Config, world: World) -> list[str]:
-    """Return a warning per inactive part of the algorithm: which, why, and what to set."""
+    """Return a warning for each inactive part of the algorithm, with reason and remedy."""
     algorithm = algorithm_of(config)
     return [
         *_warn_ratios(config, algorithm),
@@ -497,12 +497,12 @@ def _warn_overlong(config: Config, algorithm: Algorithm) -> Iterator[str]:
     if algorithm.overlong_mask:
         yield (
             "The soft overlong punishment has no effect on truncated episodes: algorithm.overlong_mask "
-            "keeps them from training. Set algorithm.overlong_mask = false, or algorithm.overlong_buffer = 0."
+            "masks them. Set algorithm.overlong_mask = false, or algorithm.overlong_buffer = 0."
         )
     longest, limit = algorithm.overlong_length or 0, config.rollout.max_seq_len
     begins = longest - max(1, round(algorithm.overlong_buffer * longest))
     if begins >= limit:
         yield (
             f"The soft overlong punishment begins at {begins} tokens (algorithm.overlong_length, "
-            f"overlong_buffer), and episodes are cut at {limit}. Set a smaller algorithm.overlong_length."
+            f"overlong_buffer), but episodes are truncated at {limit}. Set a smaller algorithm.overlong_length."
         )

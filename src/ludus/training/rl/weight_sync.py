@@ -1,4 +1,4 @@
-"""Send the learner's weights to the engine and check that they arrived.
+"""Send the learner's weights to the engine and verify them.
 
 After each transfer the engine's digest must equal the learner's, if the engine reports one, and the
 log-probabilities of a probe must agree within a tolerance. SyncError is raised on a mismatch, on timeout, and
@@ -63,8 +63,8 @@ class Expected:
         """Compare an engine's digest and scores with the expected ones. Raises SyncError if they differ."""
         if theirs is not None and self.fingerprint != theirs:
             raise SyncError(
-                f"The engine's weights are not those of version {self.version}: digest {theirs[:12]} there, "
-                f"{self.fingerprint[:12]} here.",
+                f"The engine's weights are not those of version {self.version}: its digest is {theirs[:12]}, "
+                f"the learner's {self.fingerprint[:12]}.",
                 "No checkpoint was trained on rollouts of these weights. "
                 "If another run has trained this server, restart it.",
             )
@@ -83,7 +83,7 @@ class Expected:
 class PendingWeights:
     """Copy of the trainable weights to send, and the expected check.
 
-    Everything is in CPU memory: the learner's device has no room left during the next step, and reads from it
+    Tensors are in CPU memory: the learner's device has no free memory during the next step, and reads from it
     would wait for its queue.
     """
 
@@ -111,12 +111,12 @@ class WeightSync:
         probe: tuple[int, ...],
         ranks: Collectives = ONE_PROCESS,
     ) -> WeightSync:
-        """Build with the tolerance and the timeout of the settings."""
+        """Build with the configured tolerance and timeout."""
         training = config.training
         return cls(model, engine, probe, training.sync_tolerance, training.sync_timeout_s, ranks)
 
     async def publish(self, version: int) -> SyncProof:
-        """Send the weights as `version` and check them. They must not change until this returns."""
+        """Send the weights as `version` and check them; they must not change meanwhile."""
         weights = self._gathered()
         result = await self._transfer(version, self._trainable(weights))
         return self._expected(version, weights).compare(*result)
@@ -156,7 +156,7 @@ class WeightSync:
             return expected.compare(*await self._read_engine())
 
     async def _transfer(self, version: int, state: Mapping[str, Tensor]) -> tuple[str | None, Sequence[float]]:
-        """Send weights; return the engine's digest and its scores of the probe."""
+        """Send weights; return the engine's digest and log-probabilities of the probe."""
         async with self._within_timeout(version):
             await self.engine.load_weights(version, state)
             return await self._read_engine()
