@@ -2,8 +2,8 @@
 
 They come from a file of dialogues with task ids, or from a world that can solve its tasks. Their actions are
 replayed in a fresh environment: tokens come from the renderer; observations, tool outcomes, turn rewards and
-rewards from the environment, and observations in the dialogue are ignored. An expert whose episode earns no
-outcome is rejected.
+rewards from the environment, and observations in the dialogue are ignored. An expert whose episode has no
+positive outcome is rejected.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class DemonstrationSession:
 
 @dataclass
 class Demonstrations:
-    """Expert trajectories by task. `given` are the dialogues of a file; None uses the world's solver."""
+    """Expert trajectories by task, from the dialogues `given` in a file (None: from the world's solver)."""
 
     session: TrainingSession
     given: Mapping[str, Sequence[Sequence[Message]]] | None
@@ -101,7 +101,7 @@ class Demonstrations:
     _counts: Counter[int] = field(default_factory=Counter, init=False)
 
     async def join(self, step: int, groups: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
-        """Append its task's experts to each group."""
+        """Append experts to the group of their task."""
         tasks = {group[0].task.id: group[0].task for group in groups}
         failed = await self._replay([task for task in tasks.values() if task.id not in self._replays])
         self._counts[step] += sum(self._num_rejected[group[0].task.id] for group in groups)
@@ -122,7 +122,7 @@ class Demonstrations:
         ]
 
     async def _replay(self, tasks: Sequence[Task]) -> set[str]:
-        """Replay the experts of the tasks and keep those with an outcome.
+        """Replay the experts of the tasks; store those with a positive outcome.
 
         Return the tasks whose expert failed because of infrastructure.
         """
@@ -166,7 +166,7 @@ class Demonstrations:
         if any(played.rewards.get(part.name, 0.0) > 0 for part in self._outcome_parts):
             return ""
         turns = f"{played.num_turns} turn{'s' * (played.num_turns != 1)}"
-        ended = f"its episode earns no outcome and ended with {played.stop_reason} after {turns}"
+        ended = f"its episode has no positive outcome and ended with {played.stop_reason} after {turns}"
         errors = [one for one in played.outcomes if one.status is not ToolStatus.OK]
         if not errors:
             return f"{ended}."

@@ -1,6 +1,6 @@
 """Filters on the tasks and samples of a step, and the algorithm state that persists between steps.
 
-GRESO (arXiv:2506.02177) skips tasks that are likely to have zero reward variance: a task whose last groups
+GRESO (arXiv:2506.02177) skips tasks that probably have zero reward variance: a task whose last groups
 had equal rewards is skipped with the probability of `GresoState`, and the next task of the order replaces it.
 
 Staleness: the age of a token trained at step `s` is `s - 1` minus the version that sampled it: the number of
@@ -36,8 +36,8 @@ class AlgorithmState:
     """State of an algorithm between steps. `averages`: moving average of rewards per role (`rae`).
 
     `greso` is the state of GRESO and `position` its place in the task order. `initial_entropy` is the
-    policy's mean entropy on the first batch, nats per token (`gtpo`). `untrained_tasks` are tasks of past steps whose
-    groups were not trained, since the run left asynchronous training.
+    policy's mean entropy on the first batch, nats per token (`gtpo`). `untrained_tasks` are earlier tasks whose
+    groups were not trained because the run left asynchronous mode.
     """
 
     averages: RoleBaselines = field(default_factory=RoleBaselines)
@@ -150,7 +150,7 @@ def with_role_baselines(
 ) -> tuple[list[TrainingSample], RoleBaselines]:
     """Return the samples with their role's average as baseline, and the updated averages.
 
-    In order, each compared trajectory reads the average before its own reward is added.
+    The baseline of each compared trajectory is the average before its own reward is added.
     """
     compared = [sample for sample in samples if sample.advantages is not None]
     tasks = [sample.episode.task for sample in compared]
@@ -222,10 +222,10 @@ def staleness_metrics(
 ) -> dict[str, float]:
     """Return token ages, and statistics of sampled and of trained episodes.
 
-    `staleness/age_K` is the share of tokens of age K, replayed ones included. `staleness/over_age_tokens`
+    `staleness/age_K` is the share of tokens of age K, including replayed ones. `staleness/over_age_tokens`
     counts tokens older than the bound, masked or replayed. `sampled/...` covers episodes that ended since the
-    last step, `trained/...` those that train now, so that starvation of slow tasks is visible. Means over
-    nothing are omitted.
+    last step, `trained/...` those trained now, so that starvation of slow tasks is visible. Means over
+    no episodes are omitted.
     """
     current = [sample for sample in samples if not (sample.replayed or sample.expert)]
     trained = [sample.episode for sample in current if sample.outcome is RolloutOutcome.TRAINED]

@@ -1,7 +1,7 @@
 """Source of streamed groups, which follows the task order, and the checkpoint of the stream.
 
-A resumed run loses only episodes that were running; they are sampled again under the same keys by newer
-weights. Groups that ended without counting towards a batch are kept for the next step's ledger.
+A resumed run loses only running episodes; they are sampled again under the same keys with newer
+weights. Finished groups that do not count towards a batch are stored for the next step's ledger.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class StreamState:
 
     @classmethod
     def from_text(cls, text: str, tasks: Mapping[str, Task], requests: RequestsOf) -> StreamState:
-        """Restore from `to_text`. A group keeps the size and step that it started with.
+        """Restore from `to_text`. Groups retain their original size and step.
 
         Raises StorageError if the text is invalid or a task is unknown.
         """
@@ -93,7 +93,7 @@ def waiting_texts(groups: Sequence[StreamedGroup]) -> dict[str, str]:
 
 
 def _is_stored(group: StreamedGroup, index: int) -> bool:
-    """Return whether a finished episode is kept; failed ones are retried if the group continues."""
+    """Return whether a finished episode is stored; failed ones are retried if the group continues."""
     return not group.counts or group.done[index].trajectory.failure is None
 
 
@@ -126,7 +126,7 @@ def read_episode(data: object, task: Task, greedy: bool) -> Episode:
 
 @dataclass
 class PromptStream:
-    """Group `n` uses the task at index `n` of the order, `per_step` of them for each step.
+    """Stream of groups: group `n` uses task `n` of the order; each step has `per_step` groups.
 
     With GRESO it is the next task that is neither skipped nor recent; `before` are the recent ones of a
     resumed run. `spare` extra members are sampled per group.
@@ -170,7 +170,7 @@ class PromptStream:
         return max(number, *(request.key.step * self.per_step for request in first))
 
     def _would_request(self, request: RolloutRequest, number: int) -> bool:
-        """Return whether a group of that number would have this request; under GRESO any group may."""
+        """Return whether group `number` would have this request; with GRESO any group may."""
         same_task = self.collector.algorithm.greso or self.order.take(number, 1)[0].id == request.key.task_id
         return same_task and request.key.step == self._step(number)
 
@@ -190,7 +190,7 @@ class PromptStream:
         return False
 
     def _varies(self, group: Sequence[Episode]) -> bool:
-        """Return whether the members' advantages differ, or may differ once rewards are combined."""
+        """Return whether the members' advantages differ, or may differ after rewards are combined."""
         collector = self.collector
         if varies(group, collector.algorithm):
             return True
@@ -203,5 +203,5 @@ class PromptStream:
         self.collector.skipped = 0
 
     def _step(self, number: int) -> int:
-        """Return the step that would train a group if none were dropped; it seeds the group's randomness."""
+        """Return the step that trains a group if none is dropped; it seeds the group's randomness."""
         return number // self.per_step + 1

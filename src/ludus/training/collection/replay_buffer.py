@@ -67,13 +67,13 @@ class ReplayBuffer:
     _stored: list[_StoredGroup] = field(default_factory=list, init=False)
 
     def num_at(self, step: int) -> int:
-        """Return how many groups a step replays; summed over steps it is the share, rounded down."""
+        """Return the number of groups that a step replays; over all steps it sums to the share, rounded down."""
         share = self.config.share
         rate = self.groups_per_step * share / (1 - share) + 1e-9
         return int(step * rate) - int((step - 1) * rate)
 
     def add(self, samples: Sequence[TrainingSample]) -> None:
-        """Add the groups of a step that were trained at least in part."""
+        """Add the groups of a step with at least one trained sample."""
         if not self.config.share:
             return
         groups: dict[int, list[Episode]] = {}
@@ -86,7 +86,7 @@ class ReplayBuffer:
     def take_late(self, samples: Sequence[TrainingSample], step: int, bound: int) -> list[TrainingSample]:
         """Move groups with a token older than `bound` to the buffer and return the samples.
 
-        The moved ones are marked as dropped; they train from the buffer and leave the ledger.
+        Moved groups are marked as dropped, removed from the ledger, and trained from the buffer.
         """
         stale = {c.group for c in samples if step - 1 - _oldest_version([c.episode], step) > bound and not c.expert}
         late = {c.group for c in samples if c.group in stale and c.outcome is RolloutOutcome.TRAINED}
@@ -127,9 +127,9 @@ class ReplayBuffer:
             ess = share([one for group in groups[:: -(-len(groups) // _CHECKED)] for one in group])
             if ess < least:
                 raise ConfigError(
-                    f"The rollouts of {source} are too far from this policy to train on: their effective sample "
+                    f"The rollouts of {source} are too far off-policy: their effective sample "
                     f"share is {ess:.2g}, below staleness.min_ess = {least:g}.",
-                    "Remove it from staleness.replay.sources, or start from weights that are closer to it.",
+                    "Remove it from staleness.replay.sources, or start from weights closer to it.",
                 )
             self.add_source(source, groups)
 
@@ -143,7 +143,7 @@ class ReplayBuffer:
     def draw(self, step: int, algorithm: Algorithm, max_length: int, first_group: int) -> list[TrainingSample]:
         """Return the samples of the groups that `step` replays, numbered from `first_group`.
 
-        `RolloutCollector.replay_samples` makes a batch of them.
+        `RolloutCollector.replay_samples` turns them into a batch.
         """
         chosen = self._chosen(step, algorithm)
         self._evict("expired", [stored for stored in self._stored if self._fits(stored, step, algorithm)])
@@ -200,9 +200,9 @@ class ReplayBuffer:
         self._store([])
 
     def _fits(self, stored: _StoredGroup, step: int, algorithm: Algorithm) -> bool:
-        """Return whether a group is young enough and has the baseline that the algorithm needs.
+        """Return whether a group is within the age bound and has the baseline that the algorithm needs.
 
-        Groups from before a resume with another algorithm may lack it.
+        The baseline may be missing after a resume with another algorithm.
         """
         complete = not algorithm.advantage_spec.has(Need.GREEDY_ROLLOUT) or any(one.greedy for one in stored.episodes)
         return complete and (bool(stored.source) or step - 1 - stored.version <= self.config.max_age)
@@ -220,7 +220,7 @@ class ReplayBuffer:
         self._evict("used", [stored for stored in self._stored if stored.replayed < self.config.times])
 
     def _evict(self, reason: str, remaining: list[_StoredGroup]) -> None:
-        """Keep the groups that are `left` and count the others."""
+        """Evict all but the `remaining` groups and count the evicted ones."""
         self.counts[reason] += len(self._stored) - len(remaining)
         self._stored = remaining
 

@@ -1,7 +1,7 @@
-"""Combine reward parts into the reward that is trained: weight schedules, gates, ranks, normalization.
+"""Combine reward parts into the training reward: weight schedules, gates, ranks, normalization.
 
 Takes a step's scored episodes, including the extra parts of the settings (`add_extra_parts`), and returns them
-with a new `reward` (and `turn_rewards` if there is a process model). Parts stay recorded under their names.
+with a new `reward` (and `turn_rewards` if there is a process model). Parts are still recorded by name.
 With default settings there is no mixer. Evaluations are not affected.
 """
 
@@ -52,9 +52,9 @@ from ludus.training.value_models.reward_model import (
 from ludus.types import WORLD_TAG, Failure, Group, StopReason, Task, Trajectory
 
 COMBINED_PART = "combined"
-"""Recorded part: the combined reward before normalization."""
+"""Reward part: the combined reward before normalization."""
 MODEL_STD = f"{MODEL_PART}_std"
-"""Recorded part: the standard deviation of a reward model ensemble."""
+"""Reward part: the standard deviation of a reward model ensemble."""
 FULL = 1 - 1e-9
 """Values above this open a gate."""
 
@@ -184,7 +184,7 @@ def reward_warnings(config: Config) -> list[str]:
 
 
 def make_reward_mixer(session: TrainingSession, algorithm: Algorithm) -> RewardMixer | None:
-    """Build the configured reward_mixer; None if the settings are the defaults.
+    """Build the reward mixer, or return None if the settings are the defaults.
 
     Raises UserError if the reward model's vocabulary differs from the policy's.
     """
@@ -228,7 +228,7 @@ async def add_extra_parts(
 
 
 def build_reward_mixer(config: Config, world: World, takes_turns: bool) -> RewardMixer:
-    """Build the reward_mixer of the settings; loads the reward model if there is one."""
+    """Build the configured reward mixer; loads the reward model if there is one."""
     settings, parts = config.rewards, parts_of(config, world)
     models = settings.models
     return RewardMixer(
@@ -245,7 +245,7 @@ def build_reward_mixer(config: Config, world: World, takes_turns: bool) -> Rewar
 class RewardMixer:
     """Combine the reward parts of a step's episodes. `moments`, per domain, are its only state.
 
-    `adds`: the settings have extra parts, which episodes must already carry. `takes_turns`: the algorithm
+    `adds`: the settings have extra parts, which episodes must already have. `takes_turns`: the algorithm
     uses turn rewards, so a process model's values become turn rewards instead of entering the sum.
     """
 
@@ -329,7 +329,7 @@ class RewardMixer:
         ]
 
     def tells_apart(self, trajectories: Sequence[Trajectory]) -> bool:
-        """Return whether equal rewards may differ once combined: by parts, lengths, or reward model."""
+        """Return whether equal rewards may differ after combination: by parts, lengths, or reward model."""
         trajectories = [path for t in trajectories for path in t.attempts()]
         parts = {tuple(sorted(t.rewards.items())) for t in trajectories}
         texts = {tuple(segment.tokens for segment in t.segments) for t in trajectories}
@@ -347,7 +347,7 @@ class RewardMixer:
     def metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Return the step's weights and the number of inverted pairs.
 
-        A pair of a group is inverted if one member is as good in every part and better in one, but does not
+        A pair in a group is inverted if one member is at least as good in every part and better in one, but does not
         earn more.
         """
         scored = [(g, t) for g, group in enumerate(groups) for t in group.trajectories if t.failure is None]

@@ -1,6 +1,6 @@
 """Collect rollouts: sample groups of episodes for tasks and compute the training samples of a step.
 
-It never changes weights. Its state is that of the algorithm, GRESO and partial rollouts.
+It never changes weights. Its state covers the algorithm, GRESO and partial rollouts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RemoteSampler(Protocol):
         ...
 
     def engine(self) -> Engine:
-        """Return the workers' engine, to send weights to and query."""
+        """Return the engine of the workers."""
         ...
 
 
@@ -94,7 +94,7 @@ class RolloutCollector:
     skipped: int = field(default=0, init=False)
     """Number of tasks that GRESO skipped for the current step."""
     _with_parts: set[RolloutKey] = field(default_factory=set, init=False)
-    """Episodes with the extra reward parts that have no credit yet."""
+    """Keys of episodes that have the extra reward parts but no credit yet."""
     _warned_short: bool = field(default=False, init=False)
 
     @cached_property
@@ -137,7 +137,7 @@ class RolloutCollector:
         self.algorithm_state = replace(state, untrained_tasks=(*state.untrained_tasks, *tasks))
 
     async def sample(self, step: int, order: TaskSequence) -> list[TrainingSample]:
-        """Roll out groups in rounds until enough can train or the rounds are used up."""
+        """Roll out groups until enough are trainable or all resampling rounds are used."""
         num_tasks = self.session.config.training.prompts_per_step
         rounds = self.algorithm.max_resample_rounds + 1
         samples: list[TrainingSample] = []
@@ -162,9 +162,9 @@ class RolloutCollector:
         return self.apply_batch_filters(self.normalize_batch(samples))
 
     def _replace_trained(self, step: int, tasks: Sequence[Task], order: TaskSequence) -> Sequence[Task]:
-        """Return the tasks of a step, with tasks whose groups were already trained replaced by owed tasks.
+        """Return the tasks of a step; tasks with trained groups are replaced by `untrained_tasks`.
 
-        If none is owed, the first task that is not in the step is used.
+        Without any, the first task that is not in the step is used.
         """
         trained_ahead = self.ledger.trained_ahead(step)
         chosen = [task for task in tasks if task.id not in trained_ahead]
@@ -188,7 +188,7 @@ class RolloutCollector:
         return self.partial is not None and self.partial.is_spent
 
     def _warn_short_batch(self, step: int, num_groups: int, target: int) -> None:
-        """Log once per run that the rounds were used up before the batch was full."""
+        """Log once per run that all rounds were used before the batch was full."""
         rounds = self.algorithm.max_resample_rounds
         if rounds and num_groups < target and not self._warned_short:
             self._warned_short = True
@@ -225,7 +225,7 @@ class RolloutCollector:
 
     @property
     def overlong_limit(self) -> int:
-        """Return `overlong_limit` of this run."""
+        """Return the longest episode for soft overlong punishment, in tokens."""
         return overlong_limit(self.session.config, self.algorithm)
 
     def requests(self, step: int, task: Task, spare: int = 0) -> list[RolloutRequest]:
@@ -352,7 +352,7 @@ def max_sessions(world: World) -> int | None:
 
 
 def max_waits_of(config: Config) -> int:
-    """Return how many extra steps an episode may wait under `staleness.max_staleness`."""
+    """Return the number of extra steps that `staleness.max_staleness` allows an episode."""
     return config.staleness.max_staleness - (config.training.one_step_behind)
 
 

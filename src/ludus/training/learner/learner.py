@@ -1,7 +1,7 @@
 """Learner: update weights from rows with advantages. Independent of environment and tokenizer.
 
-The gradient is that of the whole batch however it is split: microbatches are normalized by batch counts, and
-a pass that ran out of memory is retried from its beginning with smaller ones. Other models are used through
+The gradient does not depend on the split into microbatches: they are normalized by batch counts, and
+a pass that runs out of memory is restarted with smaller ones. Other models are used through
 named scorers (`reference`), so that the algorithm only sees tensors.
 """
 
@@ -87,7 +87,7 @@ def explain_out_of_memory() -> Iterator[None]:
 
 @dataclass
 class TokenBudget:
-    """At most `tokens` per forward pass. With `halve` the number is halved when memory runs out."""
+    """Token budget of a forward pass, halved on out-of-memory errors if `halve` is set."""
 
     tokens: int
     halve: bool = True
@@ -153,7 +153,7 @@ class LogprobCache:
         self._entries.append((name, rows, list(logprobs)))
 
     def get(self, name: str, rows: Sequence[Row]) -> list[Tensor] | None:
-        """Return the values of rows with exactly these tokens and masks in this order, or None."""
+        """Return the cached values of the same rows (tokens, masks, order), or None."""
         wanted = [(row.tokens, row.trains) for row in rows]
         for cached_name, cached_rows, logprobs in self._entries:
             if cached_name == name and [(row.tokens, row.trains) for row in cached_rows] == wanted:
@@ -161,7 +161,7 @@ class LogprobCache:
         return None
 
     def clear(self) -> None:
-        """Drop all entries because the weights have changed."""
+        """Drop all entries; call after a weight update."""
         self._entries.clear()
 
 
@@ -239,7 +239,7 @@ class Learner:
     def score(self, rows: Sequence[Row], *, keep: bool = False) -> list[Tensor]:
         """Return log-probabilities `[T]` of each row's training tokens under the current weights.
 
-        With `keep` the next `train` on the same rows reuses them; the weights must not change in between.
+        With `keep` the next `train` on the same rows reuses them; weights must not change before it.
         """
         return [scores.logprobs for scores in self.score_with("", rows, keep=keep)]
 
@@ -325,7 +325,7 @@ class Learner:
         return metrics | {OLD_FROM_ENGINE: float(settings.old_logprobs == "engine")}
 
     def _start(self, rows: Sequence[Row], seed: int) -> CachedLogprobs:
-        """Return the log-probabilities of the step's initial weights, as far as the updates need them."""
+        """Return the log-probabilities under the step's initial weights that the updates need."""
         settings, experts, others = self.settings, None, self._aux_logprobs(rows)
         if settings.old_logprobs == "engine":
             proximal = [torch.tensor(row.behavior, dtype=torch.float64) for row in rows]
@@ -346,12 +346,12 @@ class Learner:
         return AuxScorers(self.algorithm, self.scorers)
 
     def _cached(self, name: str, rows: Sequence[Row]) -> list[Tensor] | None:
-        """Return a scorer's cached values if every rank has them."""
+        """Return a scorer's cached values if all ranks have them, otherwise None."""
         cached = self._cache.get(name, rows)
         return cached if all(self.ranks.gather(cached is not None)) else None
 
     def _aux_logprobs(self, rows: Sequence[Row]) -> dict[str, Sequence[Tensor]]:
-        """Return values of frozen scorers that are cached or needed several times."""
+        """Return the values of frozen scorers that are cached or used in several epochs."""
         logprobs: dict[str, Sequence[Tensor]] = {}
         for name in self._aux.per_token:
             cached = self._cached(name, rows)

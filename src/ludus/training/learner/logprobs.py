@@ -1,7 +1,7 @@
 """Log-probabilities of tokens under a Hugging Face causal language model, with gradient.
 
 Rows are packed as a forest: no padding, shared prefixes computed once. Only scored positions pass through the
-output layer, in chunks. Both are used only if they reproduce the model's own logits on a trial; otherwise
+output layer, in chunks. Both are used only if they reproduce the model's logits in a trial; otherwise
 padded rows and full logits are used. Reference and teacher are scored per token or over full distributions.
 
 Activation checkpointing: transformers' layers support it only in training mode, which would also enable
@@ -116,9 +116,9 @@ def checkpointed(layers: Sequence[Checkpointable]) -> Iterator[None]:
 
 
 def _contexts(layer: Checkpointable) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """Return the contexts of a layer's forward pass and of its recomputation.
+    """Return the contexts of a layer's forward pass and its recomputation.
 
-    The forward pass uses its caller's; autograd runs the recomputation outside of any function mode.
+    The forward pass uses the caller's; autograd recomputes outside of any function mode.
     """
     assert isinstance(layer, nn.Module)
     return nullcontext(), in_float64(layer)
@@ -243,7 +243,7 @@ class LogprobScorer:
             )
 
     def _idle(self, device: torch.device) -> Tensor:
-        """Return 0 after a pass of one token: with sharded weights all ranks make every pass."""
+        """Return 0 after a pass of one token: sharded forward passes are collective."""
         first = torch.zeros(1, dtype=torch.int64, device=device)
         score = self._packed_scores if self.shares_prefixes else self._padded_scores
         scores = score(torch.zeros(1, 2, dtype=torch.int64, device=device), (first, first))
@@ -323,7 +323,7 @@ class LogprobScorer:
     def _trial(self) -> bool:
         """Return whether a forest of three short sequences reproduces the model's log-probabilities.
 
-        Sets the model's attention to the forest implementation, which equals its own without a forest.
+        Sets the model's attention to the forest implementation, equivalent to its own without a forest.
         """
         before = self.model.config._attn_implementation
         if before not in ("sdpa", prefix_packing.NAME):
@@ -437,7 +437,7 @@ class AuxScorers:
 
     @property
     def per_token(self) -> list[str]:
-        """Return the scorers that are read token by token."""
+        """Return the names of scorers that are used per token."""
         return [name for name in FROZEN_SCORERS if name in self.scorers and name not in self.full_divergences]
 
     def against(self, tokens: Tensor, scored: Tensor) -> dict[str, DivergenceTarget]:

@@ -23,7 +23,7 @@ ROUTERS = ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "OlmoeTopKRouter", "Mixtr
 """Supported routers of transformers: softmax over all experts, normalized or not."""
 
 RouterOutput = tuple[Tensor, Tensor, Tensor]
-"""Logits `[T, E]` of the experts; weights `[T, k]` and indices `[T, k]` of the chosen ones."""
+"""Logits `[T, E]`, and weights `[T, k]` and indices `[T, k]` of the chosen experts."""
 
 
 @dataclass
@@ -57,7 +57,7 @@ class RoutingReplay:
         return self._recorded is not None
 
     def place(self, places: Sequence[Tensor], num_tokens: int) -> None:
-        """Set where each token of each row is in the next pass over `num_tokens` tokens."""
+        """Set the index of each row's tokens in the next pass over `num_tokens` tokens."""
         self._places = places
         if self._rows is None:
             return

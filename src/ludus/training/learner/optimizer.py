@@ -114,7 +114,7 @@ class Optimizer:
         return sum(2 * local(p).numel() * p.element_size() for p in self._updated.values())
 
     def step(self) -> float:
-        """Clip the gradients, take one step and clear them; return the norm before clipping.
+        """Clip the gradients, take one step and clear them; return the gradient norm before clipping.
 
         Raises LearnerError, leaving the weights unchanged, if the norm is not finite.
         """
