@@ -214,8 +214,8 @@ def run_rft(session: TrainingSession, folder: RunFolder, reporter: Reporter) -> 
     """Run or resume the rounds in `folder`; return the evaluations before and after."""
     config = session.config
     done, ledger = 0, Ledger()
-    if found := list_checkpoints(folder.checkpoints):
-        done, path = found[-1]
+    if checkpoints := list_checkpoints(folder.checkpoints):
+        done, path = checkpoints[-1]
         optimizer = Optimizer(
             session.model, OptimizerSettings.from_config(config.rft, 1), master_weights=config.model.master_weights
         )

@@ -134,12 +134,12 @@ def batches(session: TrainingSession, settings: SftConfig) -> Iterator[SftBatch]
     UserError if too many are skipped in a row.
     """
     rows: list[Row] = []
-    left_out = streak = 0
+    skipped = streak = 0
     budget = session.config.rollout.max_seq_len
     for dialogue, data_class in dialogues(session.config, session.world):
         row = replace(dialogue_row(session.renderer, dialogue), data_class=data_class)
         if len(row.tokens) > budget:
-            left_out, streak = left_out + 1, streak + 1
+            skipped, streak = skipped + 1, streak + 1
             if streak == MAX_SKIPPED:
                 raise UserError(
                     f"{streak:,} dialogues in a row are longer than rollout.max_seq_len ({budget}).",
@@ -149,8 +149,8 @@ def batches(session: TrainingSession, settings: SftConfig) -> Iterator[SftBatch]
         streak = 0
         rows.append(row)
         if len(rows) == settings.batch_size:
-            yield SftBatch(rows, left_out)
-            rows, left_out = [], 0
+            yield SftBatch(rows, skipped)
+            rows, skipped = [], 0
 
 
 def dialogue_row(renderer: Renderer, dialogue: Demonstration) -> Row:

@@ -40,15 +40,15 @@ def row_segments(trajectory: Trajectory) -> Iterator[tuple[Segment, bool]]:
 
     Raises ValueError if a path after the first starts with an action, whose first token has no context.
     """
-    seen: set[int] = set()
+    emitted: set[int] = set()
     for number, path in enumerate(trajectory.rows):
         if number:
             yield _GAP, False
-            if trajectory.segments[path[0]].kind == "action" and path[0] not in seen:
+            if trajectory.segments[path[0]].kind == "action" and path[0] not in emitted:
                 raise ValueError(f"path {number} of task {trajectory.task_id} begins with an action")
         for i in path:
-            yield trajectory.segments[i], i not in seen
-            seen.add(i)
+            yield trajectory.segments[i], i not in emitted
+            emitted.add(i)
 
 
 def new_actions(trajectory: Trajectory) -> list[Segment]:
@@ -206,9 +206,9 @@ def apply_mask(row: Row, trains: Sequence[bool] | None) -> Row:
     """Return the row with action tokens masked where `trains` is false (None: unchanged)."""
     if trains is None:
         return row
-    given = iter(trains)
+    flags = iter(trains)
     tokens = zip(row.trains, row.sampled, strict=True)
-    return replace(row, trains=tuple(next(given) and own if action else own for own, action in tokens))
+    return replace(row, trains=tuple(next(flags) and trained if action else trained for trained, action in tokens))
 
 
 def transitions_of(row: Row, trajectory: Trajectory) -> list[Row]:
@@ -259,11 +259,11 @@ def _cut_row(row: Row, path: int, start: int, end: int) -> Row:
 
 def _scatter_advantages(values: Sequence[float], sampled: Sequence[bool], trains: Sequence[bool]) -> tuple[float, ...]:
     """Map action token values to the row; other trained tokens get the value of the preceding action."""
-    given = iter(values)
+    remaining = iter(values)
     found, current = [], 0.0
     for action, train in zip(sampled, trains, strict=True):
         if action:
-            current = next(given)
+            current = next(remaining)
         found.append(current if train else 0.0)
     return tuple(found)
 
@@ -388,11 +388,11 @@ def check_estimates(estimates: Mapping[str, Sequence[Tensor] | None], names: Seq
 
 def find_row_fault(rows: Sequence[Row]) -> str:
     """Describe the first row with a non-finite advantage or log-probability; "" if there is none."""
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         for what, values in (("advantage", row.advantages), (RECORDED, row.behavior)):
             if not math.isfinite(sum(values)):
                 trained = [v for v, trains in zip(values, row.trains, strict=True) if trains]
-                if fault := describe_fault(what, trained, row.name or f"row {place}"):
+                if fault := describe_fault(what, trained, row.name or f"row {index}"):
                     return fault
     return ""
 
@@ -432,9 +432,9 @@ class FiniteChecks:
         if not self._flags or not bool(torch.stack(self._flags).any()):
             return ""
         for part, mask, present in self._checks:
-            faulty = (mask & _non_finite(present)).nonzero()
-            if len(faulty):
-                field_number, place, column = faulty[0].tolist()
+            nonfinite = (mask & _non_finite(present)).nonzero()
+            if len(nonfinite):
+                field_number, place, column = nonfinite[0].tolist()
                 what, values = list(present.items())[field_number]
                 name = part.names[place] or f"row {part.index[place]}"
                 return describe_fault(what, [float(values[place, column])], name)

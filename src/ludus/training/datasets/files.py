@@ -49,17 +49,17 @@ def read_rows(path: Path) -> Iterator[object]:
             "Install it: pip install 'ludus[datasets]', or use a file of JSON lines.",
         ) from error
     try:
-        found = load_from_disk(str(path))
+        dataset = load_from_disk(str(path))
     except (OSError, ValueError) as error:
         raise UserError(
             f"{path} is not a dataset: {str(error).splitlines()[0]}.",
             "Give a folder that Dataset.save_to_disk wrote, or a file of JSON lines.",
         ) from error
-    if isinstance(found, DatasetDict):
-        if "train" not in found:
-            raise UserError(f"{path} has no split train, but {', '.join(found)}.", "Give one split's folder.")
-        found = found["train"]
-    yield from found
+    if isinstance(dataset, DatasetDict):
+        if "train" not in dataset:
+            raise UserError(f"{path} has no split train, but {', '.join(dataset)}.", "Give one split's folder.")
+        dataset = dataset["train"]
+    yield from dataset
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, object]]) -> None:
@@ -203,7 +203,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def _first_kind(path: Path) -> DataKind:
-    return next((_kind(found) for _, found in _records(path) if not isinstance(found, FileProblem)), "dialogue")
+    return next((_kind(record) for _, record in _records(path) if not isinstance(record, FileProblem)), "dialogue")
 
 
 def _read_kind(path: Path, kind: DataKind) -> Iterator[Record]:
@@ -302,11 +302,11 @@ def _parse_completion(data: dict[str, object]) -> FileDialogue:
     """Parse TRL's unpaired format; text instead of messages is the user's or the assistant's."""
     if extra := sorted(data.keys() & {"chosen", "rejected"}):
         raise ValueError(f"it has {extra[0]} and completion, and is a pair or a labelled dialogue")
-    label, answer, asked = data.get("label"), data["completion"], data.get("prompt")
+    label, answer, prompt_text = data.get("label"), data["completion"], data.get("prompt")
     if not isinstance(label, bool):
         raise ValueError(f"label is {as_words(label)}, and must be true or false")
     tools = read_tools(data.get("tools"))
-    prompt = _prompt([{"role": "user", "content": asked}] if isinstance(asked, str) else asked)
+    prompt = _prompt([{"role": "user", "content": prompt_text}] if isinstance(prompt_text, str) else prompt_text)
     message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
     completion = _parse_side(message, "completion", prompt, tools)
     trains = [False] * len(prompt) + [message["role"] == "assistant" for message in completion]

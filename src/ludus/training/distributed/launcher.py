@@ -147,9 +147,9 @@ class RankGroup:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(1.0)
             if process.poll() is not None and self.folder is not None:
-                said = (self.folder.path / f"output-{rank}").read_text("utf-8", "replace").strip()
-                words = f": {said[-_LAST_WORDS:]}" if said else "."
-                return f"rank {rank} ({process.returncode}){words}"
+                output = (self.folder.path / f"output-{rank}").read_text("utf-8", "replace").strip()
+                suffix = f": {output[-_LAST_WORDS:]}" if output else "."
+                return f"rank {rank} ({process.returncode}){suffix}"
         return ""
 
     @property

@@ -176,25 +176,25 @@ def pairs_of_file(path: Path, renderer: Renderer, max_tokens: int, labelled: boo
     for number, record in enumerate(read_preferences(path) if labelled else read_pairs(path), start=1):
         if isinstance(record, FileDialogue):
             side = _render_side(renderer, record.messages, record.trains, record.tools)
-            found = PreferencePair(f"dialogue {number}", 0.0, *((side, NO_SIDE) if record.label else (NO_SIDE, side)))
+            pair = PreferencePair(f"dialogue {number}", 0.0, *((side, NO_SIDE) if record.label else (NO_SIDE, side)))
         else:
             chosen, rejected = (_render_continuation(renderer, record, s) for s in (record.chosen, record.rejected))
-            found = PreferencePair(f"pair {number}", 0.0, chosen, rejected)
-        if max(len(side.tokens) for side in found.sides) <= max_tokens:
-            pairs.append(found)
+            pair = PreferencePair(f"pair {number}", 0.0, chosen, rejected)
+        if max(len(side.tokens) for side in pair.sides) <= max_tokens:
+            pairs.append(pair)
     return pairs
 
 
 def with_mismatched(pairs: Sequence[PreferencePair], max_tokens: int) -> list[PreferencePair]:
     """Add to each pair its prompt with the answers of the next pair with another prompt, if they fit."""
     prompts = [pair.sides[0].tokens[: pair.sides[0].prompt_length] for pair in pairs]
-    found = []
+    mismatched = []
     for i, pair in enumerate(pairs):
         later = (j % len(pairs) for j in range(i + 1, i + len(pairs)))
         other = next((pairs[j] for j in later if prompts[j] != prompts[i]), None)
         sides = () if other is None else tuple(_with_prompt(prompts[i], side) for side in other.sides)
-        found.append(replace(pair, mismatched=tuple(side for side in sides if len(side.tokens) <= max_tokens)))
-    return found
+        mismatched.append(replace(pair, mismatched=tuple(side for side in sides if len(side.tokens) <= max_tokens)))
+    return mismatched
 
 
 @torch.no_grad()

@@ -163,15 +163,15 @@ def _simpo(pairs: PairInputs, _: Tensor, settings: PreferenceConfig) -> Tensor:
 
 
 def _kto(pairs: PairInputs, baseline: Tensor, settings: PreferenceConfig) -> Tensor:
-    found = losses.kto(
+    means = losses.kto(
         **_unpaired(pairs), baseline=baseline, beta=_beta(settings), undesirable_weight=settings.undesirable_weight
     )
-    return _mean_of_sides(found, pairs)
+    return _mean_of_sides(means, pairs)
 
 
 def _mean_of_sides(found: Tensor, pairs: PairInputs) -> Tensor:
-    there = torch.stack([pairs["chosen_mask"].any(1), pairs["rejected_mask"].any(1)])
-    return (found.view(2, -1) * there).sum(0) / there.sum(0)
+    present = torch.stack([pairs["chosen_mask"].any(1), pairs["rejected_mask"].any(1)])
+    return (found.view(2, -1) * present).sum(0) / present.sum(0)
 
 
 PreferenceLossFunction = Callable[[PairInputs, Tensor, PreferenceConfig], Tensor]

@@ -114,14 +114,14 @@ def gather_examples(session: TrainingSession) -> list[RewardExample]:
             if settings.data is None
             else pairs_of_file(Path(settings.data), session.renderer, limit)
         )
-        found = [_pair_example(pair) for pair in pairs]
+        examples = [_pair_example(pair) for pair in pairs]
     else:
         rows = _read_usable(files, settings.data, limit)
         discount = settings.discount if settings.kind == "process" else None
         further = sample_continuations(session, rows, settings.rollouts) if settings.rollouts else []
-        found = examples_of_rollouts(rows, session.world.rewards, discount, further)
-    _check(found, session)
-    return hold_out(found, settings.held_out, session.config.run.seed)
+        examples = examples_of_rollouts(rows, session.world.rewards, discount, further)
+    _check(examples, session)
+    return hold_out(examples, settings.held_out, session.config.run.seed)
 
 
 def examples_of_rollouts(
@@ -144,9 +144,9 @@ def examples_of_rollouts(
         for trajectory in [*(record.trajectory for _, record in records), *further]:
             places, outcome = action_ends(trajectory), float(success(rewards, trajectory))
             for turn, end in enumerate(places):
-                own = discount ** (len(places) - 1 - turn) * outcome
-                returns.setdefault(trajectory.token_ids[: end + 1], []).append(own)
-    found = []
+                value = discount ** (len(places) - 1 - turn) * outcome
+                returns.setdefault(trajectory.token_ids[: end + 1], []).append(value)
+    examples = []
     for (source, record), places, outcome in zip(records, ends, outcomes, strict=True):
         tokens = record.trajectory.token_ids
         at: tuple[int, ...] = (places[-1],)
@@ -154,8 +154,8 @@ def examples_of_rollouts(
         if discount is not None:
             at, targets = places, tuple(_mean(returns[tokens[: end + 1]]) for end in places)
         prompt = record.trajectory.action_mask.index(True)
-        found.append(RewardExample(source, prompt, (ScoredSequence(tokens, at, targets),)))
-    return found
+        examples.append(RewardExample(source, prompt, (ScoredSequence(tokens, at, targets),)))
+    return examples
 
 
 def hold_out(examples: Sequence[RewardExample], share: float, seed: int) -> list[RewardExample]:
@@ -164,8 +164,8 @@ def hold_out(examples: Sequence[RewardExample], share: float, seed: int) -> list
     different = sorted(set(prompts))
     random.Random(f"held out:{seed}").shuffle(different)
     num = min(len(different) - 1, math.ceil(share * len(different)))
-    aside = set(different[:num])
-    return [replace(example, held_out=prompt in aside) for example, prompt in zip(examples, prompts, strict=True)]
+    held_out = set(different[:num])
+    return [replace(example, held_out=prompt in held_out) for example, prompt in zip(examples, prompts, strict=True)]
 
 
 def load_examples(path: Path) -> list[RewardExample]:

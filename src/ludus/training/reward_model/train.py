@@ -136,9 +136,9 @@ def measure(model: RewardModel, examples: Sequence[RewardExample], max_tokens: i
         right = (margin > 0).double() + (margin == 0).double() / 2
         return {"loss": loss, "accuracy": float(right.mean()), "margin": float(margin.double().mean())}
     targets = torch.tensor([target for sequence in sequences for target in sequence.targets]).to(scores)
-    found = {"loss": loss, "error": float((torch.sigmoid(scores) - targets).abs().double().mean())}
+    metrics = {"loss": loss, "error": float((torch.sigmoid(scores) - targets).abs().double().mean())}
     area = auc(scores, targets > 0.5)
-    return found if area is None else found | {"auc": area}
+    return metrics if area is None else metrics | {"auc": area}
 
 
 def auc(scores: Tensor, positive: Tensor) -> float | None:

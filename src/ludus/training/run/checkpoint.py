@@ -61,12 +61,12 @@ def check_manifest(folder: Path) -> None:
     path = folder / "trainer" / MANIFEST
     try:
         files = json.loads(path.read_text("utf-8"))["files"]
-        due = {str(name): (int(file["bytes"]), str(file["sha256"])) for name, file in files.items()}
+        expected = {str(name): (int(file["bytes"]), str(file["sha256"])) for name, file in files.items()}
     except FileNotFoundError:
         raise broken(folder, f"trainer/{MANIFEST} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise broken(folder, f"trainer/{MANIFEST} cannot be read ({type(error).__name__})") from error
-    for name, (size, digest) in due.items():
+    for name, (size, digest) in expected.items():
         file = folder / name
         if not file.is_file():
             raise broken(folder, f"{name} is missing")
@@ -78,10 +78,10 @@ def check_manifest(folder: Path) -> None:
 
 def broken(folder: Path, what: str) -> StorageError:
     """Return the error for a damaged checkpoint."""
-    earlier = sorted(path.name for path in folder.parent.glob("step-*") if path.name < folder.name)
-    then = f"resume from {earlier[-1]}" if earlier else "restart the run from its first step"
+    previous = sorted(path.name for path in folder.parent.glob("step-*") if path.name < folder.name)
+    remedy = f"resume from {previous[-1]}" if previous else "restart the run from its first step"
     return StorageError(
-        f"The checkpoint {folder} is damaged: {what}.", f"Remove that folder, and --resume will {then}."
+        f"The checkpoint {folder} is damaged: {what}.", f"Remove that folder, and --resume will {remedy}."
     )
 
 
@@ -113,8 +113,8 @@ def save_shards(
             return StorageMeta()
 
     weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    every = {"model": weights, "optimizer": optimizer.state_dict(), **parts}
-    tensors = {f"{part}/{name}": t for part, named in every.items() for name, t in named.items()}
+    tensors_by_name = {"model": weights, "optimizer": optimizer.state_dict(), **parts}
+    tensors = {f"{part}/{name}": t for part, named in tensors_by_name.items() for name, t in named.items()}
     try:
         with _quiet():
             save(tensors, storage_writer=Writer(folder))
@@ -173,7 +173,7 @@ def _metadata_types() -> dict[str, object]:
         filesystem._StorageInfo,
     ]
     known: dict[str, object] = {f"{kind.__module__}.{kind.__name__}": kind for kind in kinds}
-    known |= {f"torch.{name}": found for name, found in vars(torch).items() if isinstance(found, torch.dtype)}
+    known |= {f"torch.{name}": dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
     return known | {"torch.Size": torch.Size, "torch.serialization._get_layout": _get_layout}
 
 
@@ -328,10 +328,10 @@ def load_part(
     """Load the tensors of a value model, sharded as `like`. Raises UserError if the checkpoint has none."""
     trainer = folder / "trainer"
     known = (trainer / SHARDS).is_dir() or (trainer / f"{name}.safetensors").is_file()
-    found = _read_part(folder, name, like) if known else {}
-    if not found:
+    tensors = _read_part(folder, name, like) if known else {}
+    if not tensors:
         raise UserError(f"{folder} has no {name}.", "Resume with the run's original algorithm.")
-    return found
+    return tensors
 
 
 def _read_part(folder: Path, name: str, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -390,14 +390,14 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_fits(folder: Path, model: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor]) -> None:
-    own = {name: p.shape for name, p in model.items()}
-    theirs = {name: tensor.shape for name, tensor in stored.items()}
-    differing = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
+    sizes = {name: p.shape for name, p in model.items()}
+    stored_sizes = {name: tensor.shape for name, tensor in stored.items()}
+    differing = sorted(name for name in sizes.keys() | stored_sizes.keys() if sizes.get(name) != stored_sizes.get(name))
     if differing:
         raise UserError(
             f"The checkpoint {folder} has a different architecture: {differing[0]} is "
-            f"{tuple(theirs[differing[0]]) if differing[0] in theirs else 'missing'} there and "
-            f"{tuple(own[differing[0]]) if differing[0] in own else 'not'} in the model.",
+            f"{tuple(stored_sizes[differing[0]]) if differing[0] in stored_sizes else 'missing'} there and "
+            f"{tuple(sizes[differing[0]]) if differing[0] in sizes else 'not'} in the model.",
             "Resume with the model the run was started with.",
         )
 
@@ -405,9 +405,9 @@ def _check_fits(folder: Path, model: Mapping[str, torch.Tensor], stored: Mapping
 def prune(checkpoints: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints, and remains of interrupted saves."""
     for _, path in list_checkpoints(checkpoints)[:-keep]:
-        doomed = path.with_name(f".{path.name}.old")
-        path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        stale = path.with_name(f".{path.name}.old")
+        path.rename(stale)
+        shutil.rmtree(stale, ignore_errors=True)
     for leftover in [*checkpoints.glob(".step-*.tmp"), *checkpoints.glob(".step-*.old")]:
         shutil.rmtree(leftover, ignore_errors=True)
 

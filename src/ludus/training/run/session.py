@@ -139,9 +139,9 @@ def session_scheduler(
     session: TrainingSession, engine: Engine, plan: SamplingPlan, ledger: Ledger, rollout: RolloutConfig | None = None
 ) -> Scheduler:
     """Return the scheduler of the session's episodes; `rollout` overrides the session's settings."""
-    how = rollout or session.config.rollout
-    made = engine_scheduler(session.world, engine, session.renderer, how, plan, ledger)
-    return replace(made, scoring=session.scoring)
+    settings = rollout or session.config.rollout
+    scheduler = engine_scheduler(session.world, engine, session.renderer, settings, plan, ledger)
+    return replace(scheduler, scoring=session.scoring)
 
 
 def make_renderer(env: EnvConfig, tokenizer: Any) -> Renderer:  # noqa: ANN401 (a transformers tokenizer)
@@ -240,8 +240,8 @@ def check_tokenizer(run: RunFolder, session: TrainingSession) -> None:
     found = list_checkpoints(run.checkpoints)
     if not found:
         return
-    theirs = load_tokenizer(str(found[-1][1]), needs_template=False).get_vocab()
-    if theirs != session.tokenizer.get_vocab():
+    vocabulary = load_tokenizer(str(found[-1][1]), needs_template=False).get_vocab()
+    if vocabulary != session.tokenizer.get_vocab():
         raise UserError(
             f"The run {run.path} sampled with a different vocabulary from this model's.",
             f"Train the model that sampled it, for example --model {found[-1][1]}.",

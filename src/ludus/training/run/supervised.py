@@ -110,13 +110,13 @@ T = TypeVar("T", bound=_Sized)
 
 def split_by_tokens(examples: Sequence[T], max_tokens: int) -> list[list[T]]:
     """Split the examples in order into microbatches of at most `max_tokens` tokens or one example."""
-    found: list[list[T]] = []
+    parts: list[list[T]] = []
     size = 0
     for example in examples:
-        if found and size + example.num_tokens <= max_tokens:
-            found[-1].append(example)
+        if parts and size + example.num_tokens <= max_tokens:
+            parts[-1].append(example)
         else:
-            found.append([example])
+            parts.append([example])
             size = 0
         size += example.num_tokens
-    return found
+    return parts
