@@ -74,7 +74,7 @@ def check_kind(folder: RunFolder, kind: Kind) -> None:
     if found == kind:
         return
     if found == "eval":
-        raise UserError(f"{folder.path} holds evaluations only, and no run to resume.", "Start a run instead.")
+        raise UserError(f"{folder.path} has evaluations only, and no run to resume.", "Start a run instead.")
     raise UserError(f"{folder.path} is {_NAMES[found]}.", f"Resume it: {resume_command(folder)}")
 
 

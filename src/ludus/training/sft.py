@@ -35,7 +35,7 @@ from ludus.training.run.supervised import SupervisedTraining, step_metrics
 
 
 def make_session(config: Config) -> TrainingSession:
-    """Open the session to fine-tune: the given model, or a new one with its own tokenizer.
+    """Open the fine-tuning session: the configured model, or a new one with its own tokenizer.
 
     Raises UserError for an invalid file of dialogues.
     """
@@ -154,7 +154,7 @@ def batches(session: TrainingSession, settings: SftConfig) -> Iterator[SftBatch]
 
 
 def dialogue_row(renderer: Renderer, dialogue: Demonstration) -> Row:
-    """Return a dialogue as a row; the tokens of trained messages are trained. Raises UserError if there are none."""
+    """Return a dialogue as a row; only marked messages are trained. Raises UserError if there are none."""
     segments = dialogue_segments(renderer, dialogue)
     marked = zip(dialogue.messages, dialogue.trains, strict=True)
     trains = [trained for message, trained in marked if message["role"] == "assistant"]

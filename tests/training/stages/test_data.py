@@ -184,7 +184,7 @@ def test_a_list_over_several_lines_is_one_problem(tmp_path):
     path = tmp_path / "list.json"
     path.write_text(json.dumps([GOOD, GOOD], indent=1))
     (problem,) = check_file(path).problems
-    assert "a list over several lines begins" in problem.text
+    assert "a list spans several lines" in problem.text
 
 
 def test_a_file_of_two_kinds_is_wrong_and_a_file_of_rollouts_is_right(tmp_path, tiny_run):

@@ -3,7 +3,7 @@
 A row is one trajectory or one demonstration. The row of a tree is its concatenated paths, in the order of
 `Trajectory.rows`, separated by `BREAK`. An action token is marked in the first path through it and is context
 in the others, so that sums over marked tokens count it once; shared tokens are computed once anyway
-(`prefix_packing.pack_sequences`). A linear trajectory is its own only path. The order and grouping of rows do not
+(`prefix_packing.pack_sequences`). A linear trajectory is a single path. The order and grouping of rows do not
 change the gradient.
 """
 
@@ -212,9 +212,9 @@ def apply_mask(row: Row, trains: Sequence[bool] | None) -> Row:
 
 
 def transitions_of(row: Row, trajectory: Trajectory) -> list[Row]:
-    """Return one row per turn of a trajectory: its context, and its action, which alone trains.
+    """Return one row per turn of a trajectory: its context and its action; only the action is trained.
 
-    If observations train, those before an action belong to it, and those after a path's last action to that
+    If observations are trained, those before an action belong to it, and those after a path's last action to that
     one. `row` is the trajectory's.
     """
     spans: list[tuple[int, int, int]] = []
@@ -237,14 +237,14 @@ def _extend_last_span(spans: list[tuple[int, int, int]], path: int, end: int) ->
 
 
 def scored_mask(trains: Tensor) -> Tensor:
-    """Return `trains` `[B, L]` without the first column, which no position predicts."""
+    """Return `trains` `[B, L]` without the first column, which has no context."""
     mask = trains.clone()
     mask[:, 0] = False
     return mask
 
 
 def _cut_row(row: Row, path: int, start: int, end: int) -> Row:
-    """Return the tokens from `path` to `end`; only those from `start` on keep their training fields."""
+    """Return the tokens from `path` to `end`; training fields are cleared before `start`."""
     context = start - path
     return replace(
         row,
@@ -401,7 +401,7 @@ def find_row_fault(rows: Sequence[Row]) -> str:
 class FiniteChecks:
     """Check a step's microbatches for non-finite numbers, once after the last of them.
 
-    Each check synchronizes with a GPU, so flags accumulate on the device; the row is only searched for on a
+    Reading a flag synchronizes with the GPU, so flags accumulate on the device; the row is only located after a
     failure.
     """
 

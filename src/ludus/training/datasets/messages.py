@@ -1,6 +1,6 @@
-"""Read and validate messages and tools of data files; ValueError names the place and the fault.
+"""Read and validate messages and tools of data files; ValueError contains the location and the fault.
 
-None counts as missing, since tables with columns (Hugging Face datasets) cannot omit a key.
+None counts as missing, since columnar tables (Hugging Face datasets) cannot omit a key.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def read_messages(data: object, where: str) -> tuple[Message, ...]:
 
 
 def read_train_flags(data: object, where: str) -> tuple[bool, ...]:
-    """Return whether each message trains: assistant messages do unless their `train` is false."""
+    """Return whether each message is trained: assistant messages are unless `train` is false."""
     flags = []
     for i, item in enumerate(_list(data, where)):
         message = as_object(item, f"{where}[{i}]")
@@ -137,7 +137,7 @@ def _message(data: object, where: str) -> Message:
 
 
 def _call(data: object, place: int, where: str) -> MessageToolCall:
-    """A call; its arguments may stand as an object or as JSON text of one."""
+    """Parse a tool call; its arguments are an object or its JSON text."""
     call = as_object(data, where)
     function = as_object(call.get("function"), f"{where}.function")
     name = as_text(function.get("name"), f"{where}.function.name")
@@ -185,7 +185,7 @@ def _check_value(data: object, where: str, depth: int = 0) -> None:
 
 
 def as_words(data: object) -> str:
-    """Return a value as written in a message."""
+    """Format a value for an error message."""
     if data is None:
         return "missing"
     if isinstance(data, dict | list):

@@ -1,6 +1,6 @@
 """Sources of fine-tuning dialogues: the world, a file, or several of both, by weight and class.
 
-The sequence of dialogues depends on the settings and the seed alone, so that a resumed run draws the same ones.
+The sequence of dialogues depends only on the settings and the seed, so a resumed run draws the same ones.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class DialogueSource:
                 excluded = ", ".join(name for name, weight in classes.items() if not weight)
                 raise UserError(
                     f"{self.title} has {MAX_SKIPPED:,} dialogues in a row of classes that "
-                    f"sft.classes leaves out ({excluded}).",
+                    f"sft.classes excludes ({excluded}).",
                     "Raise a weight in sft.classes, or remove the source.",
                 )
             if share == 1 or rng.random() < share:
@@ -117,7 +117,7 @@ def check_sources(config: Config, world: World) -> None:
 
 
 def dialogue_segments(renderer: Renderer, dialogue: Demonstration) -> tuple[Segment, ...]:
-    """Return a dialogue as segments, without training-only keys, which the prompt of a rollout does not have."""
+    """Return a dialogue as segments, without training-only keys, which prompts of rollouts lack."""
     plain = [message.copy() for message in dialogue.messages]
     for message in plain:
         message.pop("train", None)

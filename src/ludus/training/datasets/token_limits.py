@@ -1,6 +1,6 @@
 """Check that a world's prompts and demonstrations fit the token limits of a rollout, before training.
 
-Under a pretrained model's chat template the tool schemas alone may take hundreds of tokens, so limits set for
+In a pretrained model's chat template the tool schemas alone may take hundreds of tokens, so limits chosen for
 another model may leave no room for an answer.
 """
 
@@ -24,7 +24,7 @@ from ludus.types import Task
 NUM_PROMPTS = 32
 NUM_DIALOGUES = 64
 _STEP = 64
-"""Limits proposed in messages are multiples of this."""
+"""Limits suggested in messages are multiples of this value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ def dialogue_length(renderer: Renderer, dialogue: Demonstration) -> DialogueLeng
 
 
 def check_dialogues(session: TrainingSession) -> None:
-    """Raise UserError for a fine-tuning source of which no dialogue fits into `rollout.max_seq_len`.
+    """Raise UserError for a fine-tuning source without a dialogue that fits into `rollout.max_seq_len`.
 
-    Files are searched completely; of a world, the first dialogues.
+    Checks all dialogues of a file, and the first ones of a world.
     """
     budget = session.config.rollout.max_seq_len
     for source in sources_of(session.config, session.world):
@@ -137,7 +137,7 @@ def check_prompts(session: TrainingSession) -> list[str]:
 
 
 def _tools(world: World, task: Task) -> Sequence[Tool] | None:
-    """Return the tools of a task, None if its environment raises: a rollout retries and reports it."""
+    """Return the tools of a task, or None if its environment raises (rollouts retry and report it)."""
     try:
         return world.environment(task).tools
     except Exception:  # boundary: foreign code; rollouts report the error

@@ -1,7 +1,7 @@
 """Rendezvous and heartbeats of the learner's ranks.
 
-The ranks meet at a torch store, kept by rank 0 on this machine or by torchrun. Each rank sends a heartbeat
-every second from its own thread, so that a waiting rank is alive and a stopped one is not. A rank that fails
+The ranks connect to a torch store, run by rank 0 on this machine or by torchrun. Each rank sends a heartbeat
+every second from a separate thread, so waiting ranks count as alive and stopped ones do not. A rank that fails
 stores its error message.
 """
 
@@ -32,7 +32,7 @@ HEARTBEAT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Rank `rank` of `count` at the common store. Waits time out after `limit_s`."""
+    """Rank `rank` of `count` and their shared store. Waits time out after `limit_s`."""
 
     store: Store
     rank: int
@@ -41,7 +41,7 @@ class Rendezvous:
 
     @classmethod
     def create(cls, count: int, limit_s: float) -> Rendezvous:
-        """Create a rendezvous as rank 0. Its store only accepts connections from this machine."""
+        """Create a rendezvous as rank 0; its store only accepts local connections."""
         listener = socket.create_server((_HERE, 0))
         port, limit = listener.getsockname()[1], timedelta(seconds=limit_s)
         store = TCPStore(_HERE, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -58,7 +58,7 @@ class Rendezvous:
         return cls(store, rank, count, limit_s)
 
     def variables(self, rank: int) -> dict[str, str]:
-        """Return the environment variables with which `rank` joins a rendezvous created here."""
+        """Return the environment variables with which `rank` joins this rendezvous."""
         assert isinstance(self.store, TCPStore)
         place = {"MASTER_ADDR": _HERE, "MASTER_PORT": str(self.store.port)}
         return place | {"RANK": str(rank), "WORLD_SIZE": str(self.count)}
@@ -141,7 +141,7 @@ class Rendezvous:
 def destroy_group() -> None:
     """Destroy torch's default group, if there is one.
 
-    Also clears the sharding cache of DTensor: it holds device meshes, which look up their groups by name.
+    Also clears the sharding cache of DTensor: it contains device meshes, which look up their groups by name.
     """
     if distributed.is_initialized():
         distributed.destroy_process_group()

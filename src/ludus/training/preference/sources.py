@@ -1,6 +1,6 @@
-"""Sources of preference pairs: a file, the rollouts of a run, or attempts sampled for the purpose.
+"""Sources of preference pairs: a file, the rollouts of a run, or newly sampled attempts.
 
-The sampled tasks and attempts depend on the seed alone, so an interrupted command samples the same again.
+Sampled tasks and attempts depend only on the seed, so an interrupted command can be repeated exactly.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ludus.training.run.session import (
 
 
 class SilentReporter:
-    """Reporter that ignores everything."""
+    """Reporter that ignores all events."""
 
     def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
         """Do nothing."""

@@ -1,7 +1,7 @@
 """Preference training on pairs of trajectories, and KTO and BCO on labelled ones; the losses are `LOSSES`.
 
 The reference is the model before the first step; it scores every pair once. The pairs of a step depend on the
-seed and the step alone, so a resumed run repeats the uninterrupted one bit for bit.
+seed and the step only, so a resumed run is bit-identical to an uninterrupted one.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ History = tuple[Segment, ...]
 def sample_continuations(
     session: TrainingSession, records: Sequence[tuple[str, RolloutRecord]], num: int
 ) -> list[Trajectory]:
-    """Sample `num` continuations after each action of the attempts except the last; equal histories count once.
+    """Sample `num` continuations after each action except the last of an attempt; equal histories count once.
 
     The session's model samples at `rollout.temperature`. Raises UserError if the world has no such task, and
     WorldError if it does not respond as recorded.
@@ -61,7 +61,7 @@ def sample_continuations(
             histories[record.trajectory.task_id, tokens] = chain[: i + 1]
     if missing := [task_id for task_id, _ in histories if task_id not in tasks]:
         raise UserError(
-            f"The world has no task {missing[0]} to continue.", "Take the recipe and the settings of that run."
+            f"The world has no task {missing[0]} to continue.", "Use the recipe and the settings of that run."
         )
     requests = [
         RolloutRequest(RolloutKey(number, task_id, sample), tasks[task_id])
@@ -102,7 +102,7 @@ def gather_examples(session: TrainingSession) -> list[RewardExample]:
     settings, limit = session.config.reward_model, session.config.rollout.max_seq_len
     if settings.run is None and settings.data is None:
         raise UserError(
-            "There is nothing to learn rewards from.", "Give --run RUN (its rollouts) or --reward_model.data FILE."
+            "The reward model has no training data.", "Pass --run RUN (its rollouts) or --reward_model.data FILE."
         )
     files: list[Path] = []
     if settings.run is not None:

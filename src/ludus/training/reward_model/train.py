@@ -1,6 +1,6 @@
 """Train reward models: a policy's body with a scalar head in place of its output layer.
 
-The examples of a step depend on seed and step alone, so a resumed run repeats the uninterrupted one bit for bit.
+The examples of a step depend only on seed and step, so a resumed run is bit-identical to an uninterrupted one.
 """
 
 from __future__ import annotations

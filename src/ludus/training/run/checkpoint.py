@@ -4,7 +4,7 @@ A checkpoint is a folder in Hugging Face layout, which `from_pretrained` loads, 
 optimizer's moments (safetensors, or shards if the weights are sharded), the trainer state (JSON) and a
 manifest with size and SHA-256 of each file. It is written under a temporary name, synced to disk and renamed,
 so that a folder `step-N` is always complete. Shards are written by all ranks and can be read by any number of
-them, also by a process without a group.
+ranks, or by a process without a group.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path) -> None:
-    """Raise StorageError, with file and remedy, if a checkpoint differs from its manifest."""
+    """Raise StorageError, with file and hint, if a checkpoint differs from its manifest."""
     path = folder / "trainer" / MANIFEST
     try:
         files = json.loads(path.read_text("utf-8"))["files"]
@@ -132,8 +132,8 @@ def save_shards(
 def load_shards(folder: Path, part: str, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors of a part, sharded as those of `like`, which are overwritten.
 
-    Names missing in `like` are returned without data. Empty if there is no such part. Raises StorageError for
-    damaged files, and for metadata with anything but tensors in files of this folder.
+    Names missing in `like` are returned without data. Empty if the part is missing. Raises StorageError for
+    damaged files, and for metadata that lists other objects than tensors in files of this folder.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -316,7 +316,7 @@ def read_state(folder: Path) -> TrainerState:
         state = TypeAdapter(TrainerState).validate_json((folder / "trainer" / "state.json").read_text("utf-8"))
     except (OSError, ValueError, AccountingError) as error:
         cause = " ".join(str(error).split("\n")[:2])
-        raise broken(folder, f"trainer/state.json holds no state to resume from ({cause})") from error
+        raise broken(folder, f"trainer/state.json has no state to resume from ({cause})") from error
     if checkpoint_path(folder.parent, state.step).name != folder.name:
         raise broken(folder, f"trainer/state.json is of step {state.step}")
     return state

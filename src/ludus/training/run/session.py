@@ -76,7 +76,7 @@ def set_up_compute(config: Config) -> None:
 def busy_warning(config: Config) -> str:
     """Return a warning if other processes use the cores of the learner's threads; otherwise "".
 
-    OpenMP threads synchronize at every operation, so contention is expensive.
+    OpenMP threads synchronize in every operation, so contention is expensive.
     """
     threads = config.run.threads or default_threads()
     cores, load = usable_cores(), os.getloadavg()[0]
@@ -168,9 +168,9 @@ def make_engine(session: TrainingSession) -> Engine:
 
 
 def server_engine(config: Config) -> ServerEngine:
-    """Return the configured servers. They keep their initial weights until new ones are sent.
+    """Return the engine of the configured servers, which use their own weights until the first update.
 
-    With `model.lora` they keep the base weights and receive adapters.
+    With `model.lora` they receive adapters only.
     """
     engine, lora = config.engine, config.model.lora
     scaling = None if lora is None else lora.alpha / lora.rank

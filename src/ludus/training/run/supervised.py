@@ -1,6 +1,6 @@
 """The training loop of SFT, preference training and reward models: steps, metrics, checkpoints and resumption.
 
-The batch of a step depends on the seed and the step alone, so a resumed run repeats the uninterrupted one bit for bit.
+The batch of a step depends only on seed and step, so a resumed run is bit-identical to an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SupervisedTraining(ABC):
         """Take one optimizer step; return its metrics."""
 
     def restore(self, checkpoint: Path, state: TrainerState) -> None:
-        """Restore everything but the optimizer."""
+        """Restore all state except the optimizer's."""
         load_weights(checkpoint, self.session.model)
 
     def algorithm_state(self) -> str:

@@ -2,8 +2,8 @@
 
 `values[t]` of a `Critic` is V of the state before token `t`, read from the hidden state at `t - 1`. It is a copy
 of the policy's body with a zero head, so initial values are 0. Before its first gradient step its bias is set
-to the mean target, so that the reward scale need not be learned. It is trained with the clipped value loss.
-Alternatively it is a head on the current policy's hidden states.
+to the mean target, so that it does not have to learn the reward scale. The value loss is clipped.
+Alternatively the critic is a head on the policy's current hidden states.
 
 `OutcomeCritic` follows CodeRL (arXiv:2207.01780), whose four outcomes of a program are compile error, runtime
 error, failed test and passed. Worlds have one outcome reward, so there are two classes: solved or not.
@@ -56,7 +56,7 @@ class CriticSettings:
 class StateModel(TrainedModel):
     """Body, zero-initialized head with `outputs` values, and optimizer.
 
-    The body is a trained copy of the policy's, or the policy's own, left unchanged.
+    The body is a trained copy of the policy's, or the policy's own without gradient.
     """
 
     name = part = "critic"
@@ -186,7 +186,7 @@ class OutcomeCritic(StateModel):
     ) -> dict[str, float]:
         """Train with cross-entropy, averaged over tokens.
 
-        Return loss and accuracy (fraction of tokens that predict the row's outcome) of the first epoch, each
+        Return loss and accuracy (fraction of tokens that predict the row's outcome) in the first epoch, each
         minibatch before its gradient step.
         """
         settings = self.settings

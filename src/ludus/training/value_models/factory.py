@@ -76,7 +76,7 @@ def checkpoint_parts(value_model: ValueModel | None) -> dict[str, dict[str, Tens
 def warmup_steps(value_model: ValueModel | None, config: Config, started: int | None = None) -> int:
     """Return the number of initial steps that train only the critic; default: a tenth of the run.
 
-    A resumed run keeps the `started` value, so that extending a run does not pause the policy again.
+    A resumed run uses the `started` value, so that extending a run does not freeze the policy again.
     """
     return planned_warmup(config, started) if isinstance(value_model, Critic | OutcomeCritic) else 0
 
@@ -139,7 +139,7 @@ def _mask_of_positions(length: int, places: Iterable[int]) -> tuple[bool, ...]:
 def train_value_model(value_model: ValueModel, samples: Sequence[TrainingSample]) -> dict[str, float]:
     """Train on all trained trajectories; return metrics.
 
-    A critic trains at training tokens; outcome predictors use the whole trajectory.
+    A critic is trained at training tokens, outcome predictors on the whole trajectory.
     """
     trained = [sample for sample in samples if sample.outcome is RolloutOutcome.TRAINED]
     rows = [row_of_trajectory(sample.episode.trajectory, 0.0) for sample in trained]

@@ -41,7 +41,7 @@ class ProcessRewardSettings:
 
 
 class ProcessReward(TrainedModel):
-    """Process reward model with its training. If there are adapters, only they train."""
+    """Process reward model with its training; only adapters are trained if there are any."""
 
     name, part = "process reward model", "process_reward"
 
