@@ -47,8 +47,8 @@ def changes(old: Config, new: Config) -> list[ChangedSetting]:
 
 def steps_done(folder: RunFolder) -> int:
     """Return the step of the newest checkpoint, 0 without one."""
-    found = list_checkpoints(folder.checkpoints)
-    return found[-1][0] if found else 0
+    checkpoints = list_checkpoints(folder.checkpoints)
+    return checkpoints[-1][0] if checkpoints else 0
 
 
 def describe_resume(folder: RunFolder, config: Config, kind: Kind) -> str:
@@ -70,12 +70,12 @@ def describe_resume(folder: RunFolder, config: Config, kind: Kind) -> str:
 
 def check_kind(folder: RunFolder, kind: Kind) -> None:
     """Raise UserError if the folder belongs to another kind of run."""
-    found = kind_of(folder)
-    if found == kind:
+    actual = kind_of(folder)
+    if actual == kind:
         return
-    if found == "eval":
+    if actual == "eval":
         raise UserError(f"{folder.path} has evaluations only, and no run to resume.", "Start a run instead.")
-    raise UserError(f"{folder.path} is {_NAMES[found]}.", f"Resume it: {resume_command(folder)}")
+    raise UserError(f"{folder.path} is {_NAMES[actual]}.", f"Resume it: {resume_command(folder)}")
 
 
 def check_resume(folder: RunFolder, config: Config, kind: Kind) -> None:
@@ -93,9 +93,9 @@ def check_resume(folder: RunFolder, config: Config, kind: Kind) -> None:
         fixed = (*fixed, "rollout.", *(f"{kind.replace('-', '_')}.{name}" for name in names.split()))
     if kind == "rl" and list_checkpoints(folder.path / "cold_start" / "checkpoints"):
         fixed = (*fixed, "sft.")
-    found = [c for c in changes(folder.load_config(), config) if c.key.startswith(fixed) and c.key not in _FREE]
-    if found:
-        differences = ", ".join(f"{c.key} = {value_text(c.old)} (not {value_text(c.new)})" for c in found)
+    changed = [c for c in changes(folder.load_config(), config) if c.key.startswith(fixed) and c.key not in _FREE]
+    if changed:
+        differences = ", ".join(f"{c.key} = {value_text(c.old)} (not {value_text(c.new)})" for c in changed)
         raise UserError(
             f"A resumed run keeps model, data, cold start, world, seed and folder: {folder.path} has {differences}.",
             "Unset it, or start a new run with it.",

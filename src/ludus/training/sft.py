@@ -40,12 +40,12 @@ def make_session(config: Config) -> TrainingSession:
     Raises UserError for an invalid file of dialogues.
     """
     if not config.model.from_scratch:
-        return _checked(open_session(config))
+        return _validated(open_session(config))
     set_up_compute(config)
     world = build_world(config.env, config.rollout, config.sandbox)
     tokenizer = train_tokenizer(require_demonstrations(world).texts(), config.model.init.vocab_size)
     model = build_tiny(config.model.init, tokenizer, config.run.seed)
-    return _checked(TrainingSession(config, world, model, tokenizer, make_renderer(config.env, tokenizer)))
+    return _validated(TrainingSession(config, world, model, tokenizer, make_renderer(config.env, tokenizer)))
 
 
 def check_sft(config: Config, world: World) -> None:
@@ -108,14 +108,14 @@ class ClassLosses:
         each = zip(classes, losses.sum(1).tolist(), trains[:, 1:].sum(1).tolist(), strict=True)
         for name, loss, tokens in each:
             if name:
-                own = self.sums.setdefault(name, [0.0, 0.0, 0.0])
-                self.sums[name] = [own[0] + 1, own[1] + tokens, own[2] + loss]
+                sums = self.sums.setdefault(name, [0.0, 0.0, 0.0])
+                self.sums[name] = [sums[0] + 1, sums[1] + tokens, sums[2] + loss]
 
     def metrics(self) -> dict[str, float]:
         """Return each class's share of dialogues and its loss in nats per trained token."""
         num = sum(count for count, _, _ in self.sums.values())
-        shares = {f"data/{name}/share": own[0] / num for name, own in self.sums.items()}
-        losses = {f"data/{name}/loss": own[2] / max(own[1], 1) for name, own in self.sums.items()}
+        shares = {f"data/{name}/share": sums[0] / num for name, sums in self.sums.items()}
+        losses = {f"data/{name}/loss": sums[2] / max(sums[1], 1) for name, sums in self.sums.items()}
         return dict(sorted((shares | losses).items()))
 
 
@@ -168,7 +168,7 @@ def dialogue_row(renderer: Renderer, dialogue: Demonstration) -> Row:
     )
 
 
-def _checked(session: TrainingSession) -> TrainingSession:
+def _validated(session: TrainingSession) -> TrainingSession:
     """Return the session. Raises UserError if the source is invalid or no dialogue fits."""
     check_sources(session.config, session.world)
     check_dialogues(session)

@@ -58,21 +58,21 @@ def new_actions(trajectory: Trajectory) -> list[Segment]:
 
 def last_actions(trajectory: Trajectory) -> dict[int, int]:
     """Return the row index of each path's last action token, for paths that have one."""
-    found, path, place = {}, 0, 0
+    last, path, index = {}, 0, 0
     for segment, _ in row_segments(trajectory):
-        place += len(segment.tokens)
+        index += len(segment.tokens)
         if segment is _GAP:
             path += 1
         elif segment.kind == "action" and segment.tokens:
-            found[path] = place - 1
-    return found
+            last[path] = index - 1
+    return last
 
 
 def where_any(own: Sequence[Path], marked: Sequence[bool]) -> tuple[bool, ...]:
     """Return for each action token whether any path through it is marked."""
     marked_positions = {place for path, mark in zip(own, marked, strict=True) if mark for place in path.places}
-    every = sorted({place for path in own for place in path.places})
-    return tuple(place in marked_positions for place in every)
+    positions = sorted({place for path in own for place in path.places})
+    return tuple(place in marked_positions for place in positions)
 
 
 def turn_nodes(split: Sequence[Sequence[Path]]) -> Tensor:
@@ -122,11 +122,11 @@ def split_paths(tokens: Tensor, at: Positions) -> tuple[Tensor, Positions]:
     path = gaps.long().cumsum(1) - gaps.long()
     counts = gaps.sum(1) + 1
     row = (counts.cumsum(0) - counts)[:, None] + path
-    found = tokens.new_zeros(int(counts.sum()), tokens.shape[1])
+    split = tokens.new_zeros(int(counts.sum()), tokens.shape[1])
     kept = ~gaps
-    found[row[kept], (columns - starts)[kept]] = tokens[kept]
+    split[row[kept], (columns - starts)[kept]] = tokens[kept]
     rows, places = at
-    return found, (row[rows, places], places - starts[rows, places])
+    return split, (row[rows, places], places - starts[rows, places])
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,18 +187,18 @@ def row_of_trajectory(
     `advantage` is one number, or one per action token. If `mask_observations` is False, observation tokens
     also train, with the advantage of the preceding action.
     """
-    parts = list(row_segments(trajectory))
-    sampled = tuple(new and s.kind == "action" for s, new in parts for _ in s.tokens)
+    segments = list(row_segments(trajectory))
+    sampled = tuple(new and s.kind == "action" for s, new in segments for _ in s.tokens)
     trains = sampled
     if not mask_observations:
-        trains = tuple(new and s.kind != "prompt" for s, new in parts for _ in s.tokens)
+        trains = tuple(new and s.kind != "prompt" for s, new in segments for _ in s.tokens)
     if isinstance(advantage, float | int):
         advantages = tuple(float(advantage) if t else 0.0 for t in trains)
     else:
         advantages = _scatter_advantages(advantage, sampled, trains)
-    observed = tuple(new and s.kind == "observation" for s, new in parts for _ in s.tokens)
-    tokens = tuple(token for s, _ in parts for token in s.tokens)
-    behavior = tuple(lp for s, _ in parts for lp in (s.logprobs or (0.0,) * len(s.tokens)))
+    observed = tuple(new and s.kind == "observation" for s, new in segments for _ in s.tokens)
+    tokens = tuple(token for s, _ in segments for token in s.tokens)
+    behavior = tuple(lp for s, _ in segments for lp in (s.logprobs or (0.0,) * len(s.tokens)))
     return Row(tokens, trains, sampled, behavior, advantages, observed, name=trajectory.name)
 
 
@@ -260,12 +260,12 @@ def _cut_row(row: Row, path: int, start: int, end: int) -> Row:
 def _scatter_advantages(values: Sequence[float], sampled: Sequence[bool], trains: Sequence[bool]) -> tuple[float, ...]:
     """Map action token values to the row; other trained tokens get the value of the preceding action."""
     remaining = iter(values)
-    found, current = [], 0.0
+    advantages, current = [], 0.0
     for action, train in zip(sampled, trains, strict=True):
         if action:
             current = next(remaining)
-        found.append(current if train else 0.0)
-    return tuple(found)
+        advantages.append(current if train else 0.0)
+    return tuple(advantages)
 
 
 def microbatches(
@@ -320,12 +320,12 @@ def _by_length(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
 def _by_prefix(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
     order, new = _in_order(rows)
     num_parts = max(1, -(-sum(new) // max_tokens))
-    fair = sum(new) / num_parts
+    mean_size = sum(new) / num_parts
     parts: list[list[int]] = []
     size = 0
     for at, i in enumerate(order):
-        full = size + new[at] > max_tokens or size + new[at] / 2 > fair
-        if not parts or full:
+        is_full = size + new[at] > max_tokens or size + new[at] / 2 > mean_size
+        if not parts or is_full:
             parts.append([i])
             size = num_unique_tokens(rows[i].tokens)
         else:

@@ -141,7 +141,7 @@ def filter_low_variance(samples: Sequence[TrainingSample], algorithm: Algorithm)
     rewards, groups = compared_rewards(compared, algorithm)
     kept_groups = variance_top_p if algorithm.variance_filter == "top_p" else variance_top
     keep = kept_groups(rewards=rewards, group=groups, p=algorithm.top_variance_fraction).tolist()
-    dropped = {group for group, kept in zip(groups, keep, strict=True) if not kept}
+    dropped = {group for group, keep_group in zip(groups, keep, strict=True) if not keep_group}
     return [_drop_sample(c) if c.advantages is not None and c.group in dropped else c for c in samples]
 
 

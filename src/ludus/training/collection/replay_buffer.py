@@ -204,8 +204,8 @@ class ReplayBuffer:
 
         The baseline may be missing after a resume with another algorithm.
         """
-        complete = not algorithm.advantage_spec.has(Need.GREEDY_ROLLOUT) or any(one.greedy for one in stored.episodes)
-        return complete and (bool(stored.source) or step - 1 - stored.version <= self.config.max_age)
+        eligible = not algorithm.advantage_spec.has(Need.GREEDY_ROLLOUT) or any(one.greedy for one in stored.episodes)
+        return eligible and (bool(stored.source) or step - 1 - stored.version <= self.config.max_age)
 
     def _chosen(self, step: int, algorithm: Algorithm) -> list[_StoredGroup]:
         fit = [stored for stored in self._stored if self._fits(stored, step, algorithm)]

@@ -89,8 +89,8 @@ class LeaderRank(SharedBatch):
     def _failure(self, ended: str, error: RuntimeError) -> LearnerError:
         """Return the error of the rank at fault: stopped ranks first, then exited ones."""
         running = self._others.running
-        silent = self._rendezvous.lost_ranks().items()
-        if lost := {rank: process for rank, process in silent if running is None or rank in running}:
+        silent_ranks = self._rendezvous.lost_ranks().items()
+        if lost := {rank: process for rank, process in silent_ranks if running is None or rank in running}:
             names = ", ".join(f"rank {rank} ({process})" for rank, process in lost.items())
             return LearnerError(
                 f"A learner rank is stopped or gone: {names} has sent no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s.",

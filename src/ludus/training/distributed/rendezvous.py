@@ -51,8 +51,8 @@ class Rendezvous:
     def join(cls, limit_s: float) -> Rendezvous:
         """Join the rendezvous that torchrun, or rank 0 with `variables`, passed in environment variables."""
         try:
-            found = next(iter(rendezvous("env://", timeout=timedelta(seconds=limit_s))))
-            store, rank, count = cast("tuple[Store, int, int]", found)
+            joined = next(iter(rendezvous("env://", timeout=timedelta(seconds=limit_s))))
+            store, rank, count = cast("tuple[Store, int, int]", joined)
         except RuntimeError as error:
             raise rendezvous_error(str(error)) from error
         return cls(store, rank, count, limit_s)
@@ -80,7 +80,7 @@ class Rendezvous:
                 timeout=timedelta(seconds=self.limit_s),
             )
         except RuntimeError as error:
-            absent = ", ".join(str(rank) for rank, (_, who) in self._heartbeats().items() if not who)
+            absent = ", ".join(str(rank) for rank, (_, process) in self._heartbeats().items() if not process)
             reason = f"rank {absent} did not join within {self.limit_s:g} s." if absent else str(error)
             raise rendezvous_error(reason) from error
         if device.type == "cuda":
@@ -104,9 +104,9 @@ class Rendezvous:
         time.sleep(HEARTBEAT_TIMEOUT_S)
         after = self._heartbeats()
         return {
-            rank: who
-            for rank, (num, who) in before.items()
-            if after.get(rank, (num, who))[0] == num and not self._text(f"error/{rank}")
+            rank: process
+            for rank, (beat, process) in before.items()
+            if after.get(rank, (beat, process))[0] == beat and not self._text(f"error/{rank}")
         }
 
     def errors(self) -> str:
@@ -115,21 +115,21 @@ class Rendezvous:
         return "; ".join(f"rank {rank}: {text}" for rank, text in texts.items() if text)
 
     def _send_heartbeats(self) -> None:
-        num = 0
+        beat = 0
         with suppress(RuntimeError):  # the store's host is gone
             while True:
-                num += 1
+                beat += 1
                 time.sleep(_HEARTBEAT_S)
-                self._send_heartbeat(num)
+                self._send_heartbeat(beat)
 
-    def _send_heartbeat(self, num: int) -> None:
-        self.store.set(f"heartbeat/{self.rank}", f"{num} {os.getpid()} on {socket.gethostname()}")
+    def _send_heartbeat(self, beat: int) -> None:
+        self.store.set(f"heartbeat/{self.rank}", f"{beat} {os.getpid()} on {socket.gethostname()}")
 
     def _heartbeats(self) -> dict[int, tuple[str, str]]:
         """Return the last heartbeat number of each other rank, with its process and machine."""
         texts = {rank: self._text(f"heartbeat/{rank}") for rank in range(self.count) if rank != self.rank}
         parts = {rank: text.partition(" ") for rank, text in texts.items()}
-        return {rank: (num, who) for rank, (num, _, who) in parts.items()}
+        return {rank: (beat, process) for rank, (beat, _, process) in parts.items()}
 
     def _text(self, key: str) -> str:
         try:

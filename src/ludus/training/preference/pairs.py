@@ -134,8 +134,8 @@ def pairs_of_rollouts(
     files: Sequence[Path], min_gap: float, max_tokens: int, made: PairMaker = pairs_of_attempts
 ) -> list[PreferencePair]:
     """Return the pairs that `made` builds from each file, in file order."""
-    named = [(file.name.removesuffix(".jsonl.gz"), read_rollouts(file)) for file in files]
-    return [pair for name, records in named for pair in made(name, records, min_gap, max_tokens)]
+    rollouts = [(file.name.removesuffix(".jsonl.gz"), read_rollouts(file)) for file in files]
+    return [pair for name, records in rollouts for pair in made(name, records, min_gap, max_tokens)]
 
 
 Steps = dict[tuple[int, ...], dict[tuple[int, ...], list[float]]]

@@ -129,8 +129,8 @@ def _is_in_pair(record: RolloutRecord, sides: Collection[tuple[int, ...]]) -> bo
     """Return whether a record is a side of a pair, or continues one."""
     if record.trajectory.failure is not None:
         return False
-    whole = [path.trajectory.token_ids for path in record.trajectory.paths()]
-    return any(tokens[: len(side)] == side for tokens in whole for side in sides)
+    sequences = [path.trajectory.token_ids for path in record.trajectory.paths()]
+    return any(tokens[: len(side)] == side for tokens in sequences for side in sides)
 
 
 def _initial_status(episode: Episode) -> tuple[RolloutOutcome, str]:

@@ -169,9 +169,9 @@ def _kto(pairs: PairInputs, baseline: Tensor, settings: PreferenceConfig) -> Ten
     return _mean_of_sides(means, pairs)
 
 
-def _mean_of_sides(found: Tensor, pairs: PairInputs) -> Tensor:
+def _mean_of_sides(per_side: Tensor, pairs: PairInputs) -> Tensor:
     present = torch.stack([pairs["chosen_mask"].any(1), pairs["rejected_mask"].any(1)])
-    return (found.view(2, -1) * present).sum(0) / present.sum(0)
+    return (per_side.view(2, -1) * present).sum(0) / present.sum(0)
 
 
 PreferenceLossFunction = Callable[[PairInputs, Tensor, PreferenceConfig], Tensor]
@@ -239,8 +239,8 @@ def _score(scorer: LogprobScorer, sides: Sequence[PairSide], max_tokens: int) ->
     rows, device = [side.row for side in sides], next(scorer.model.parameters()).device
     logprobs = torch.zeros(len(sides), max(len(side.tokens) for side in sides), device=device)
     for part in microbatches(rows, max_tokens, device, torch.float32, shared=scorer.shares_prefixes):
-        found = scorer.score(part.tokens, part.trains).logprobs
-        logprobs[list(part.index), : found.shape[1]] = found.to(logprobs.dtype)
+        scored = scorer.score(part.tokens, part.trains).logprobs
+        logprobs[list(part.index), : scored.shape[1]] = scored.to(logprobs.dtype)
     return logprobs, *_reference(sides, logprobs)
 
 

@@ -142,17 +142,17 @@ def examples_of_rollouts(
     returns: dict[tuple[int, ...], list[float]] = {}
     if discount is not None:
         for trajectory in [*(record.trajectory for _, record in records), *further]:
-            places, outcome = action_ends(trajectory), float(success(rewards, trajectory))
-            for turn, end in enumerate(places):
-                value = discount ** (len(places) - 1 - turn) * outcome
+            positions, outcome = action_ends(trajectory), float(success(rewards, trajectory))
+            for turn, end in enumerate(positions):
+                value = discount ** (len(positions) - 1 - turn) * outcome
                 returns.setdefault(trajectory.token_ids[: end + 1], []).append(value)
     examples = []
-    for (source, record), places, outcome in zip(records, ends, outcomes, strict=True):
+    for (source, record), positions, outcome in zip(records, ends, outcomes, strict=True):
         tokens = record.trajectory.token_ids
-        at: tuple[int, ...] = (places[-1],)
+        at: tuple[int, ...] = (positions[-1],)
         targets: tuple[float, ...] = (outcome,)
         if discount is not None:
-            at, targets = places, tuple(_mean(returns[tokens[: end + 1]]) for end in places)
+            at, targets = positions, tuple(_mean(returns[tokens[: end + 1]]) for end in positions)
         prompt = record.trajectory.action_mask.index(True)
         examples.append(RewardExample(source, prompt, (ScoredSequence(tokens, at, targets),)))
     return examples
@@ -161,10 +161,10 @@ def examples_of_rollouts(
 def hold_out(examples: Sequence[RewardExample], share: float, seed: int) -> list[RewardExample]:
     """Mark the examples of a share of the prompts as held out: at least one prompt, never all of them."""
     prompts = [example.sequences[0].tokens[: example.prompt_length] for example in examples]
-    different = sorted(set(prompts))
-    random.Random(f"held out:{seed}").shuffle(different)
-    num = min(len(different) - 1, math.ceil(share * len(different)))
-    held_out = set(different[:num])
+    unique = sorted(set(prompts))
+    random.Random(f"held out:{seed}").shuffle(unique)
+    num = min(len(unique) - 1, math.ceil(share * len(unique)))
+    held_out = set(unique[:num])
     return [replace(example, held_out=prompt in held_out) for example, prompt in zip(examples, prompts, strict=True)]
 
 
@@ -175,14 +175,14 @@ def load_examples(path: Path) -> list[RewardExample]:
 
 def _read_usable(files: Sequence[Path], data: str | None, limit: int) -> list[tuple[str, RolloutRecord]]:
     if data is not None:
-        named = [(f"rollout {n}", record) for n, record in enumerate(read_rollout_file(Path(data)), start=1)]
+        rollouts = [(f"rollout {n}", record) for n, record in enumerate(read_rollout_file(Path(data)), start=1)]
     else:
-        named = [
+        rollouts = [
             (f"{file.name.removesuffix('.jsonl.gz')}/{record.group}/{record.trajectory.sample}", record)
             for file in files
             for record in read_rollouts(file)
         ]
-    return [(name, record) for name, record in named if is_usable(record, limit)]
+    return [(name, record) for name, record in rollouts if is_usable(record, limit)]
 
 
 def _pair_example(pair: PreferencePair) -> RewardExample:

@@ -147,5 +147,5 @@ def auc(scores: Tensor, positive: Tensor) -> float | None:
     if not high.numel() or not low.numel():
         return None
     ordered = low.sort().values
-    below, up_to = (torch.searchsorted(ordered, high, right=right).double() for right in (False, True))
-    return float((below + up_to).mean()) / (2 * len(low))
+    below, below_or_equal = (torch.searchsorted(ordered, high, right=right).double() for right in (False, True))
+    return float((below + below_or_equal).mean()) / (2 * len(low))

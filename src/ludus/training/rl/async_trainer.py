@@ -118,12 +118,12 @@ class AsyncTrainer:
         replay = ReplayBuffer(staleness.replay, training.prompts_per_step)
         async_trainer = cls(trainer, stream, source, runner, thread, limit, replay, engines)
         text = load_text(checkpoint_path(trainer.folder.checkpoints, done), REPLAY_FILE) if done else None
-        known = {task.id: task for task in order.tasks}
+        tasks_by_id = {task.id: task for task in order.tasks}
         if staleness.replay.share and text is not None:
-            replay.restore(text, known)
+            replay.restore(text, tasks_by_id)
         elif staleness.replay.share:
             share, vocab_size = async_trainer._effective_share, len(trainer.session.tokenizer)
-            replay.load_sources(known, vocab_size, share, staleness.min_ess)
+            replay.load_sources(tasks_by_id, vocab_size, share, staleness.min_ess)
         return async_trainer
 
     async def run(self, done: int, before: StreamState) -> None:
@@ -272,10 +272,10 @@ class AsyncTrainer:
     def _proof_metrics(self, now: tuple[SyncProof, ...]) -> dict[str, float]:
         """Return the largest probe difference since the last step and the number of engines updated one by one."""
         before, self.proofs[:] = tuple(self.proofs), ()
-        found = {} if self.rolling is None else {"sync/engines": float(len(before))}
+        metrics = {} if self.rolling is None else {"sync/engines": float(len(before))}
         if before or now:
-            found["sync/probe_gap"] = max(proof.probe_gap for proof in (*before, *now))
-        return found
+            metrics["sync/probe_gap"] = max(proof.probe_gap for proof in (*before, *now))
+        return metrics
 
     def _effective_share(self, episodes: Sequence[Episode]) -> float:
         return effective_share([episode.trajectory for episode in episodes], self.trainer.train_step.learner)
@@ -286,8 +286,8 @@ class AsyncTrainer:
         An engine in this process is idle if it ran no forward pass.
         """
         stats, stream = await drain_stats(self.trainer.engine), self.stream
-        known = stats.steps or isinstance(self.trainer.engine, RemoteStats)
-        metrics = stats.metrics() if known else {"engine/busy_s": 0.0}
+        has_stats = stats.steps or isinstance(self.trainer.engine, RemoteStats)
+        metrics = stats.metrics() if has_stats else {"engine/busy_s": 0.0}
         metrics |= {
             "queue/in_flight": float(stream.num_in_flight),
             "queue/in_flight_limit": float(stream.in_flight),

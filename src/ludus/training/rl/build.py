@@ -163,10 +163,10 @@ def build_trainer(
     config, model, algorithm = session.config, session.model, algorithm_of(session.config)
     control = control_of(config, algorithm.kl_coef)
     demonstrations, reward_mixer = make_demonstrations(session, algorithm), make_reward_mixer(session, algorithm)
-    found = list_checkpoints(folder.checkpoints)
-    done, path = found[-1] if found else (0, None)
-    waits = path is not None and (path / "trainer" / WAITING_FILE).is_file()
-    spanning = config.training.streams or config.rollout.partial.is_set or waits
+    checkpoints = list_checkpoints(folder.checkpoints)
+    done, path = checkpoints[-1] if checkpoints else (0, None)
+    has_waiting = path is not None and (path / "trainer" / WAITING_FILE).is_file()
+    spanning = config.training.streams or config.rollout.partial.is_set or has_waiting
     ledger = Ledger(spanning=spanning)
     state = AlgorithmState.start(algorithm)
     engine = None
@@ -240,8 +240,8 @@ def make_parts(
         if isinstance(scorer, LogprobScorer):
             ranks.split(scorer.model)
     updates = config.training.steps * updates_of(config)
-    how = OptimizerSettings.from_config(config.training, updates)
-    optimizer = Optimizer(model, how, master_weights=config.model.master_weights, ranks=ranks)
+    settings = OptimizerSettings.from_config(config.training, updates)
+    optimizer = Optimizer(model, settings, master_weights=config.model.master_weights, ranks=ranks)
     stored = None
     if resumed is not None:
         stored = load_trainer(resumed, optimizer)

@@ -149,8 +149,8 @@ def _in_use(device: torch.device) -> int:
 def _peak(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if own := peak_memory("self"):  # getrusage may report the peak of the parent process
-        return own
+    if own_peak := peak_memory("self"):  # getrusage may report the peak of the parent process
+        return own_peak
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -113,9 +113,9 @@ def check_cheats(config: Config, world: World, watch: AuditProgress = UNWATCHED)
     Skipped if `env.check` is off.
     """
     if config.env.check:
-        for one, own in worlds_in(world, config):
-            limits, scoring = episode_limits(own.rollout), ProcessRewardExecutor.of(own)
-            refuse_cheats(one, CheckPlan(seed=own.run.seed, limits=limits, scoring=scoring, watch=watch))
+        for env, env_config in worlds_in(world, config):
+            limits, scoring = episode_limits(env_config.rollout), ProcessRewardExecutor.of(env_config)
+            refuse_cheats(env, CheckPlan(seed=env_config.run.seed, limits=limits, scoring=scoring, watch=watch))
 
 
 def check_trackers(config: Config) -> None:

@@ -48,12 +48,12 @@ MANIFEST = "manifest.json"
 
 def write_manifest(folder: Path) -> None:
     """Write the manifest of all files in a checkpoint."""
-    found = {
+    entries = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _digest(path)}
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    (folder / "trainer" / MANIFEST).write_text(json.dumps({"files": found}, indent=1) + "\n", "utf-8")
+    (folder / "trainer" / MANIFEST).write_text(json.dumps({"files": entries}, indent=1) + "\n", "utf-8")
 
 
 def check_manifest(folder: Path) -> None:
@@ -114,7 +114,7 @@ def save_shards(
 
     weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     tensors_by_name = {"model": weights, "optimizer": optimizer.state_dict(), **parts}
-    tensors = {f"{part}/{name}": t for part, named in tensors_by_name.items() for name, t in named.items()}
+    tensors = {f"{part}/{name}": t for part, by_name in tensors_by_name.items() for name, t in by_name.items()}
     try:
         with _quiet():
             save(tensors, storage_writer=Writer(folder))
@@ -125,8 +125,8 @@ def save_shards(
             f"Rank {rank} could not write its shards of the checkpoint to {folder}: {cause}.",
             "Free some space and resume; earlier checkpoints are unchanged.",
         ) from error
-    found = gathered(model)
-    return {name: found[name] for name in weights}
+    unsharded = gathered(model)
+    return {name: unsharded[name] for name in weights}
 
 
 def load_shards(folder: Path, part: str, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -181,20 +181,20 @@ def _read_metadata(folder: Path) -> Metadata:
     """Read the metadata. Raises UnpicklingError for contents that `save_shards` does not write."""
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-    found = load_pickle((folder / ".metadata").read_bytes(), _metadata_types())
-    if type(found) is not Metadata:
+    parsed = load_pickle((folder / ".metadata").read_bytes(), _metadata_types())
+    if type(parsed) is not Metadata:
         raise UnpicklingError("it is not the metadata of a checkpoint")
     try:
-        kinds = {type(entry) for entry in found.state_dict_metadata.values()}
-        named = {str(place.relative_path) for place in found.storage_data.values()}
+        kinds = {type(entry) for entry in parsed.state_dict_metadata.values()}
+        file_names = {str(info.relative_path) for info in parsed.storage_data.values()}
     except AttributeError as error:
         raise UnpicklingError(str(error)) from error
     if kinds - {TensorStorageMetadata}:  # torch would unpickle other kinds of entry without restrictions
         raise UnpicklingError("it lists something other than a tensor")
-    if outside := named - {path.name for path in folder.iterdir()}:
+    if outside := file_names - {path.name for path in folder.iterdir()}:
         raise UnpicklingError(f"it names {min(outside)}, which is not a file in the folder")
-    found.storage_meta = StorageMeta()
-    return found
+    parsed.storage_meta = StorageMeta()
+    return parsed
 
 
 @contextmanager
@@ -248,8 +248,8 @@ def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
     """Return complete checkpoints with their steps, oldest first."""
     if not checkpoints.is_dir():
         return []
-    found = ((_NAME.fullmatch(path.name), path) for path in checkpoints.iterdir())
-    return sorted((int(match.group(1)), path) for match, path in found if match)
+    matches = ((_NAME.fullmatch(path.name), path) for path in checkpoints.iterdir())
+    return sorted((int(match.group(1)), path) for match, path in matches if match)
 
 
 def save_checkpoint(
@@ -262,29 +262,29 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint. Raises StorageError on failure; earlier checkpoints are unchanged."""
     final = checkpoint_path(checkpoints, state.step)
-    unfinished = final.with_name(f".{final.name}.tmp")
+    temporary = final.with_name(f".{final.name}.tmp")
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        (unfinished / "trainer").mkdir(parents=True)
-        trainer = unfinished / "trainer"
+        shutil.rmtree(temporary, ignore_errors=True)
+        (temporary / "trainer").mkdir(parents=True)
+        trainer = temporary / "trainer"
         if is_sharded(model):
             with optimizer.ranks.together("save", trainer / SHARDS):
                 weights = save_shards(trainer / SHARDS, model, optimizer, extra.parts)
-            save_model(model, tokenizer, unfinished, weights)
+            save_model(model, tokenizer, temporary, weights)
         else:
-            save_model(model, tokenizer, unfinished)
+            save_model(model, tokenizer, temporary)
             _save_tensors(trainer / "optimizer.safetensors", optimizer.state_dict())
             for name, tensors in extra.parts.items():
                 _save_tensors(trainer / f"{name}.safetensors", tensors)
         for name, text in extra.texts.items():
             (trainer / name).write_text(text, "utf-8")
         (trainer / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n", "utf-8")
-        write_manifest(unfinished)
-        for file in filter(Path.is_file, unfinished.rglob("*")):
+        write_manifest(temporary)
+        for file in filter(Path.is_file, temporary.rglob("*")):
             _fsync(file)
         if final.exists():
             shutil.rmtree(final)
-        unfinished.rename(final)
+        temporary.rename(final)
         _fsync(checkpoints)
     except (OSError, SafetensorError) as error:
         raise StorageError(
@@ -292,7 +292,7 @@ def save_checkpoint(
             "Free some space and resume; earlier checkpoints are unchanged.",
         ) from error
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return final
 
 

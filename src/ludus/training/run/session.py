@@ -237,14 +237,14 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
 
 def check_tokenizer(run: RunFolder, session: TrainingSession) -> None:
     """Raise UserError if a run sampled with another vocabulary, as far as its checkpoints show."""
-    found = list_checkpoints(run.checkpoints)
-    if not found:
+    checkpoints = list_checkpoints(run.checkpoints)
+    if not checkpoints:
         return
-    vocabulary = load_tokenizer(str(found[-1][1]), needs_template=False).get_vocab()
+    vocabulary = load_tokenizer(str(checkpoints[-1][1]), needs_template=False).get_vocab()
     if vocabulary != session.tokenizer.get_vocab():
         raise UserError(
             f"The run {run.path} sampled with a different vocabulary from this model's.",
-            f"Train the model that sampled it, for example --model {found[-1][1]}.",
+            f"Train the model that sampled it, for example --model {checkpoints[-1][1]}.",
         )
 
 

@@ -110,15 +110,15 @@ class Critic(StateModel):
     ) -> dict[str, float]:
         """Train on the tables of targets and old values; return loss and explained variance of the old values."""
         targets, old = tables
-        settings, taken = self.settings, self.optimizer.num_steps
-        start = _mean(_trained(targets, rows)) if taken == 0 else 0.0
-        if taken == 0:
+        settings, num_steps = self.settings, self.optimizer.num_steps
+        start = _mean(_trained(targets, rows)) if num_steps == 0 else 0.0
+        if num_steps == 0:
             put(self.head.bias, torch.tensor([start], dtype=torch.float64))
-        before = [values + start for values in old]
-        for index in batches(len(rows), settings.epochs, settings.minibatches, taken):
-            chosen = [rows[i] for i in index]
-            if any(any(row.trains[1:]) for row in chosen):
-                self._step(chosen, [targets[i] for i in index], [before[i] for i in index])
+        old_values = [values + start for values in old]
+        for index in batches(len(rows), settings.epochs, settings.minibatches, num_steps):
+            minibatch = [rows[i] for i in index]
+            if any(any(row.trains[1:]) for row in minibatch):
+                self._step(minibatch, [targets[i] for i in index], [old_values[i] for i in index])
         errors = [t - v for t, v in zip(_trained(targets, rows), _trained(old, rows), strict=True)]
         return {
             "critic/loss": 0.5 * _mean([error.square() for error in errors]),
@@ -199,13 +199,13 @@ class OutcomeCritic(StateModel):
             if any(any(rows[i].trains[1:]) for i in index)
         ]
         first = steps[: len(steps) // settings.epochs]
-        loss, right = (sum(column) for column in zip(*first, strict=True))
-        return {"critic/loss": loss / tokens, "critic/accuracy": right / tokens}
+        loss, correct = (sum(column) for column in zip(*first, strict=True))
+        return {"critic/loss": loss / tokens, "critic/accuracy": correct / tokens}
 
     def _step(self, rows: Sequence[Row], solved: Sequence[bool]) -> tuple[float, int]:
         """Take one gradient step; return the sum of losses before it and the number of correct tokens."""
         tokens = sum(sum(row.trains[1:]) for row in rows)
-        total, right, fault = 0.0, 0, ""
+        total, correct, fault = 0.0, 0, ""
         for part in self.parts(rows):
             mask = scored_mask(part.trains)
             table = self.read(part, after=True)
@@ -217,6 +217,6 @@ class OutcomeCritic(StateModel):
                 fault = "The critic's loss is not a number."
             torch.autograd.backward(loss if part.index else 0.0 * table.sum())
             total += tokens * float(loss.detach())
-            right += int((logits.argmax(1) == labels).sum())
+            correct += int((logits.argmax(1) == labels).sum())
         self.optimizer.step_together(fault, "Lower critic.learning_rate.")
-        return sum(self.ranks.gather(total)), sum(self.ranks.gather(right))
+        return sum(self.ranks.gather(total)), sum(self.ranks.gather(correct))

@@ -114,26 +114,26 @@ def estimate_values(
 def bootstrap_values(value_model: Critic, samples: Sequence[TrainingSample], rows: Sequence[Row]) -> list[Tensor]:
     """Return V after the last action token of each path, 0 unless a token limit truncated the episode."""
     scored = [torch.zeros(len(sample.episode.trajectory.rows), dtype=torch.float64) for sample in samples]
-    places: dict[int, dict[int, int]] = {}
+    cuts: dict[int, dict[int, int]] = {}
     for i, trajectory in enumerate(sample.episode.trajectory for sample in samples):
         ended = [path.trajectory.stop_reason for path in trajectory.paths()]
-        truncated = {n: place for n, place in last_actions(trajectory).items() if ended[n] in CUT_OFF}
+        truncated = {n: position for n, position in last_actions(trajectory).items() if ended[n] in CUT_OFF}
         if truncated:
-            places[i] = truncated
-    ends = [replace(rows[i], trains=_mask_of_positions(len(rows[i].tokens), own.values())) for i, own in places.items()]
+            cuts[i] = truncated
+    ends = [replace(rows[i], trains=_mask_of_positions(len(rows[i].tokens), at.values())) for i, at in cuts.items()]
     if not ends:
         return scored
     with value_model.ranks.together("score_values", ends, (), True):
         scores = value_model.score(ends, after=True)
-    for i, values in zip(places, scores, strict=True):
-        for path, place in places[i].items():
-            scored[i][path] = values[place]
+    for i, values in zip(cuts, scores, strict=True):
+        for path, position in cuts[i].items():
+            scored[i][path] = values[position]
     return scored
 
 
-def _mask_of_positions(length: int, places: Iterable[int]) -> tuple[bool, ...]:
-    chosen = set(places)
-    return tuple(i in chosen for i in range(length))
+def _mask_of_positions(length: int, positions: Iterable[int]) -> tuple[bool, ...]:
+    marked = set(positions)
+    return tuple(i in marked for i in range(length))
 
 
 def train_value_model(value_model: ValueModel, samples: Sequence[TrainingSample]) -> dict[str, float]:
