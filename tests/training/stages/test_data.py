@@ -157,7 +157,7 @@ WRONG = {
     'messages[0].role is "\\ud800"': messages({"role": "\ud800", "content": ""}, SAY),
     "task is 7, and must be text": {**GOOD, "task": 7},
     "prompt is missing": {"chosen": SAY, "rejected": SAY},
-    "prompt ends with the assistant's": {**PAIR, "prompt": [ASK, SAY]},
+    "prompt ends with an assistant message": {**PAIR, "prompt": [ASK, SAY]},
     "rejected does not begin with an assistant": {**PAIR, "rejected": [ASK]},
     "chosen and rejected are the same": {**PAIR, "chosen": SAY},
     "chosen[0].train is false": {**PAIR, "chosen": [{**LOOK, "train": False}, FOUND, SAY]},
