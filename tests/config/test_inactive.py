@@ -81,7 +81,7 @@ def test_the_states_of_gigpo_are_missed_where_an_environment_names_none():
     [
         (("--algorithm.correction", "tis"), "The correction tis has no effect"),
         (("--algorithm.preset", "ppo", "--algorithm.advantage", "vtrace"), "advantage vtrace are 1"),
-        (("--algorithm.preset", "dapo", "--algorithm.overlong_mask"), "keeps them from training"),
+        (("--algorithm.preset", "dapo", "--algorithm.overlong_mask"), "algorithm.overlong_mask masks them"),
         (("--algorithm.preset", "dapo", "--algorithm.overlong_length", "9999"), "begins at 7999 tokens"),
     ],
 )

@@ -47,35 +47,35 @@ def changes(old: Config, new: Config) -> list[ChangedSetting]:
 
 def steps_done(folder: RunFolder) -> int:
     """Return the step of the newest checkpoint, 0 without one."""
-    found = list_checkpoints(folder.checkpoints)
-    return found[-1][0] if found else 0
+    checkpoints = list_checkpoints(folder.checkpoints)
+    return checkpoints[-1][0] if checkpoints else 0
 
 
 def describe_resume(folder: RunFolder, config: Config, kind: Kind) -> str:
     """Describe where an incomplete run resumes."""
     unit = "round" if kind == "rft" else "step"
-    found = list_checkpoints(folder.checkpoints)
-    done, path = found[-1] if found else (0, None)
+    checkpoints = list_checkpoints(folder.checkpoints)
+    done, path = checkpoints[-1] if checkpoints else (0, None)
     if done and done == _planned(folder, config, kind)[1]:
         return f"Resumes after the last {unit}, {done}, from {path}: only evaluation is left."
-    place = f"Starts at {unit} 1: no checkpoint yet."
+    start = f"Starts at {unit} 1: no checkpoint yet."
     if path is not None:
-        place = f"Resumes at {unit} {done + 1}, from {path}."
+        start = f"Resumes at {unit} {done + 1}, from {path}."
     rows = read_metrics(folder.metrics) if folder.metrics.is_file() else []
     last = rows[-1].step if rows else done
     if last == done + 1:
-        return f"{place} This {unit} is repeated."
-    return place if last <= done else f"{place} Those to {last} are repeated."
+        return f"{start} This {unit} is repeated."
+    return start if last <= done else f"{start} Those to {last} are repeated."
 
 
 def check_kind(folder: RunFolder, kind: Kind) -> None:
     """Raise UserError if the folder belongs to another kind of run."""
-    found = kind_of(folder)
-    if found == kind:
+    actual = kind_of(folder)
+    if actual == kind:
         return
-    if found == "eval":
-        raise UserError(f"{folder.path} holds evaluations only, and no run to resume.", "Start a run instead.")
-    raise UserError(f"{folder.path} is {_NAMES[found]}.", f"Resume it: {resume_command(folder)}")
+    if actual == "eval":
+        raise UserError(f"{folder.path} has evaluations only, and no run to resume.", "Start a run instead.")
+    raise UserError(f"{folder.path} is {_NAMES[actual]}.", f"Resume it: {resume_command(folder)}")
 
 
 def check_resume(folder: RunFolder, config: Config, kind: Kind) -> None:
@@ -89,15 +89,15 @@ def check_resume(folder: RunFolder, config: Config, kind: Kind) -> None:
             check_manifest(path)
     check_metrics(folder, steps_done(folder))
     fixed = _FIXED
-    if own := _FIXED_BY_KIND.get(kind):
-        fixed = (*fixed, "rollout.", *(f"{kind.replace('-', '_')}.{name}" for name in own.split()))
+    if names := _FIXED_BY_KIND.get(kind):
+        fixed = (*fixed, "rollout.", *(f"{kind.replace('-', '_')}.{name}" for name in names.split()))
     if kind == "rl" and list_checkpoints(folder.path / "cold_start" / "checkpoints"):
         fixed = (*fixed, "sft.")
-    found = [c for c in changes(folder.load_config(), config) if c.key.startswith(fixed) and c.key not in _FREE]
-    if found:
-        has = ", ".join(f"{c.key} = {value_text(c.old)} (not {value_text(c.new)})" for c in found)
+    changed = [c for c in changes(folder.load_config(), config) if c.key.startswith(fixed) and c.key not in _FREE]
+    if changed:
+        differences = ", ".join(f"{c.key} = {value_text(c.old)} (not {value_text(c.new)})" for c in changed)
         raise UserError(
-            f"A resumed run keeps model, data, cold start, world, seed and folder: {folder.path} has {has}.",
+            f"A resumed run keeps model, data, cold start, world, seed and folder: {folder.path} has {differences}.",
             "Unset it, or start a new run with it.",
         )
     key, steps = _planned(folder, config, kind)

@@ -126,13 +126,13 @@ class RftTrainer(EvaluatedTrainer):
         size = settings.batch_size
         batches = [order[i : i + size] for order in orders for i in range(0, len(order), size)]
         model = self.session.config.model
-        wanted = OptimizerSettings.from_config(settings, len(batches))
-        optimizer = Optimizer(self.session.model, wanted, master_weights=model.master_weights)
+        optimizer_settings = OptimizerSettings.from_config(settings, len(batches))
+        optimizer = Optimizer(self.session.model, optimizer_settings, master_weights=model.master_weights)
         scorer = LogprobScorer(self.session.model, recompute=model.activation_checkpointing)
         total: Counter[str] = Counter()
         for batch in batches:
-            found = sft_step(scorer, optimizer, [rows[i] for i in batch], settings.microbatch_tokens)
-            total.update({name: value / len(batches) for name, value in found.items()})
+            metrics = sft_step(scorer, optimizer, [rows[i] for i in batch], settings.microbatch_tokens)
+            total.update({name: value / len(batches) for name, value in metrics.items()})
         tasks = {trajectory.task_id for trajectory in selected}
         counts = {"rft/kept": len(selected), "rft/tasks_kept": len(tasks), "rft/updates": len(batches)}
         return optimizer, dict(total) | {name: float(count) for name, count in counts.items()}
@@ -214,8 +214,8 @@ def run_rft(session: TrainingSession, folder: RunFolder, reporter: Reporter) -> 
     """Run or resume the rounds in `folder`; return the evaluations before and after."""
     config = session.config
     done, ledger = 0, Ledger()
-    if found := list_checkpoints(folder.checkpoints):
-        done, path = found[-1]
+    if checkpoints := list_checkpoints(folder.checkpoints):
+        done, path = checkpoints[-1]
         optimizer = Optimizer(
             session.model, OptimizerSettings.from_config(config.rft, 1), master_weights=config.model.master_weights
         )

@@ -35,17 +35,17 @@ from ludus.training.run.supervised import SupervisedTraining, step_metrics
 
 
 def make_session(config: Config) -> TrainingSession:
-    """Open the session to fine-tune: the given model, or a new one with its own tokenizer.
+    """Open the fine-tuning session: the configured model, or a new one with its own tokenizer.
 
     Raises UserError for an invalid file of dialogues.
     """
     if not config.model.from_scratch:
-        return _checked(open_session(config))
+        return _validated(open_session(config))
     set_up_compute(config)
     world = build_world(config.env, config.rollout, config.sandbox)
     tokenizer = train_tokenizer(require_demonstrations(world).texts(), config.model.init.vocab_size)
     model = build_tiny(config.model.init, tokenizer, config.run.seed)
-    return _checked(TrainingSession(config, world, model, tokenizer, make_renderer(config.env, tokenizer)))
+    return _validated(TrainingSession(config, world, model, tokenizer, make_renderer(config.env, tokenizer)))
 
 
 def check_sft(config: Config, world: World) -> None:
@@ -108,14 +108,14 @@ class ClassLosses:
         each = zip(classes, losses.sum(1).tolist(), trains[:, 1:].sum(1).tolist(), strict=True)
         for name, loss, tokens in each:
             if name:
-                own = self.sums.setdefault(name, [0.0, 0.0, 0.0])
-                self.sums[name] = [own[0] + 1, own[1] + tokens, own[2] + loss]
+                sums = self.sums.setdefault(name, [0.0, 0.0, 0.0])
+                self.sums[name] = [sums[0] + 1, sums[1] + tokens, sums[2] + loss]
 
     def metrics(self) -> dict[str, float]:
         """Return each class's share of dialogues and its loss in nats per trained token."""
         num = sum(count for count, _, _ in self.sums.values())
-        shares = {f"data/{name}/share": own[0] / num for name, own in self.sums.items()}
-        losses = {f"data/{name}/loss": own[2] / max(own[1], 1) for name, own in self.sums.items()}
+        shares = {f"data/{name}/share": sums[0] / num for name, sums in self.sums.items()}
+        losses = {f"data/{name}/loss": sums[2] / max(sums[1], 1) for name, sums in self.sums.items()}
         return dict(sorted((shares | losses).items()))
 
 
@@ -134,12 +134,12 @@ def batches(session: TrainingSession, settings: SftConfig) -> Iterator[SftBatch]
     UserError if too many are skipped in a row.
     """
     rows: list[Row] = []
-    left_out = streak = 0
+    skipped = streak = 0
     budget = session.config.rollout.max_seq_len
     for dialogue, data_class in dialogues(session.config, session.world):
         row = replace(dialogue_row(session.renderer, dialogue), data_class=data_class)
         if len(row.tokens) > budget:
-            left_out, streak = left_out + 1, streak + 1
+            skipped, streak = skipped + 1, streak + 1
             if streak == MAX_SKIPPED:
                 raise UserError(
                     f"{streak:,} dialogues in a row are longer than rollout.max_seq_len ({budget}).",
@@ -149,12 +149,12 @@ def batches(session: TrainingSession, settings: SftConfig) -> Iterator[SftBatch]
         streak = 0
         rows.append(row)
         if len(rows) == settings.batch_size:
-            yield SftBatch(rows, left_out)
-            rows, left_out = [], 0
+            yield SftBatch(rows, skipped)
+            rows, skipped = [], 0
 
 
 def dialogue_row(renderer: Renderer, dialogue: Demonstration) -> Row:
-    """Return a dialogue as a row; the tokens of trained messages are trained. Raises UserError if there are none."""
+    """Return a dialogue as a row; only marked messages are trained. Raises UserError if there are none."""
     segments = dialogue_segments(renderer, dialogue)
     marked = zip(dialogue.messages, dialogue.trains, strict=True)
     trains = [trained for message, trained in marked if message["role"] == "assistant"]
@@ -168,7 +168,7 @@ def dialogue_row(renderer: Renderer, dialogue: Demonstration) -> Row:
     )
 
 
-def _checked(session: TrainingSession) -> TrainingSession:
+def _validated(session: TrainingSession) -> TrainingSession:
     """Return the session. Raises UserError if the source is invalid or no dialogue fits."""
     check_sources(session.config, session.world)
     check_dialogues(session)

@@ -211,7 +211,7 @@ def test_observations_are_the_environments_and_an_expert_without_an_outcome_is_r
     assert found[0].segments[2].tokens == own.renderer.observation(found[0].messages[3:4])
     assert [one.sample for one in found] == [1, 2]
     said = [record.getMessage() for record in caplog.records]
-    assert "earns no outcome and ended with answered after 1 turn." in said[0]
+    assert "has no positive outcome and ended with answered after 1 turn." in said[0]
     assert "the call of 'nothing' failed (unknown_tool)" in said[1]
     assert "ended with max_turns after 1 turn." in said[2]
     assert (len(said), experts.num_refused(4), experts.num_refused(4)) == (3, 3, 0)

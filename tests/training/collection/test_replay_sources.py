@@ -122,7 +122,7 @@ def test_rollouts_of_another_run_are_replayed_where_they_are_near_enough(tiny_ru
     assert rows[0]["replay/groups"] == 3  # from the first step on
     assert rows[0]["replay/trained"] == 9
     assert all(map(adds_up, rows))
-    for source, message in ((far, "too far from this policy"), (tmp_path / "a", "has no rollouts")):
+    for source, message in ((far, "too far off-policy"), (tmp_path / "a", "has no rollouts")):
         given = settings | {"staleness__replay__sources": f'["{source}"]', "run__dir": tmp_path / message}
         assert message in refused(*words(tiny_run, tmp_path, "async", **given))
 

@@ -97,7 +97,7 @@ def step(kept: bool, **settings):
     if not kept:
         one._cache.clear()
     one.train(training_rows(credits, mask_observations=True), seed=0)
-    assert not one._cache._found
+    assert not one._cache._entries
     return weights(model), sum(policy.passes), sum(reference.passes)
 
 

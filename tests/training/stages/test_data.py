@@ -157,7 +157,7 @@ WRONG = {
     'messages[0].role is "\\ud800"': messages({"role": "\ud800", "content": ""}, SAY),
     "task is 7, and must be text": {**GOOD, "task": 7},
     "prompt is missing": {"chosen": SAY, "rejected": SAY},
-    "prompt ends with the assistant's": {**PAIR, "prompt": [ASK, SAY]},
+    "prompt ends with an assistant message": {**PAIR, "prompt": [ASK, SAY]},
     "rejected does not begin with an assistant": {**PAIR, "rejected": [ASK]},
     "chosen and rejected are the same": {**PAIR, "chosen": SAY},
     "chosen[0].train is false": {**PAIR, "chosen": [{**LOOK, "train": False}, FOUND, SAY]},
@@ -184,7 +184,7 @@ def test_a_list_over_several_lines_is_one_problem(tmp_path):
     path = tmp_path / "list.json"
     path.write_text(json.dumps([GOOD, GOOD], indent=1))
     (problem,) = check_file(path).problems
-    assert "a list over several lines begins" in problem.text
+    assert "a list spans several lines" in problem.text
 
 
 def test_a_file_of_two_kinds_is_wrong_and_a_file_of_rollouts_is_right(tmp_path, tiny_run):

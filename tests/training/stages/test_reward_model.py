@@ -266,7 +266,7 @@ def test_a_process_model_learns_from_further_rollouts(source, tmp_path):
 def test_bad_input_is_one_sentence_and_nothing_is_written(source, tmp_path, trained):
     recipe, folder = make_recipe(tmp_path), tmp_path / "run"
     base = ("reward-model", recipe, *model_words(source), "--run.dir", folder)
-    assert "nothing to learn rewards from" in refused(*base)
+    assert "no training data" in refused(*base)
     assert "is not a run folder" in refused(*base, "--run", tmp_path)
     assert "are mutually exclusive" in refused(*base, "--run", source, "--reward_model.data", "x")
     assert "is for the kind process" in refused(*base, "--run", source, "--reward_model.discount", "0.9")

@@ -2,7 +2,7 @@
 
 The logits of `rows` states at a time are computed, used, dropped, and recomputed in the backward pass; the
 gradient of the output layer is accumulated in place. Memory grows with the chunk times the vocabulary instead
-of the batch. A small table is kept as a whole, which is faster.
+of the batch. A small table is stored as a whole, which is faster.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ludus.algorithms.kl import full_forward, full_reverse
 from ludus.engines.embedded.model_runner import apply, linear, outer_sum, product
 
 MAX_UNCHUNKED_LOGITS = 16_777_216
-"""Largest number of logits that is kept as a whole (64 MiB in float32)."""
+"""Largest number of logits that are stored at once (64 MiB in float32)."""
 CHUNK_LOGITS = 16_777_216
 """Logits of one chunk."""
 _NEAR = 256

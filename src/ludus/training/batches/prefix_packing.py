@@ -118,7 +118,7 @@ def forest_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention `[1, T, Hq, D]` over `options["forest"]`; without one, transformers' `sdpa`.
 
-    `query` `[1, Hq, T, D]`, `key` and `value` `[1, H, T, D]`. Honours transformers' `scaling` and
+    `query` `[1, Hq, T, D]`, `key` and `value` `[1, H, T, D]`. Supports transformers' `scaling` and
     `sliding_window`; raises ValueError for a soft cap or sinks.
     """
     forest: PrefixForest | None = options.pop("forest", None)

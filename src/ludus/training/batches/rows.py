@@ -3,7 +3,7 @@
 A row is one trajectory or one demonstration. The row of a tree is its concatenated paths, in the order of
 `Trajectory.rows`, separated by `BREAK`. An action token is marked in the first path through it and is context
 in the others, so that sums over marked tokens count it once; shared tokens are computed once anyway
-(`prefix_packing.pack_sequences`). A linear trajectory is its own only path. The order and grouping of rows do not
+(`prefix_packing.pack_sequences`). A linear trajectory is a single path. The order and grouping of rows do not
 change the gradient.
 """
 
@@ -40,15 +40,15 @@ def row_segments(trajectory: Trajectory) -> Iterator[tuple[Segment, bool]]:
 
     Raises ValueError if a path after the first starts with an action, whose first token has no context.
     """
-    met: set[int] = set()
+    emitted: set[int] = set()
     for number, path in enumerate(trajectory.rows):
         if number:
             yield _GAP, False
-            if trajectory.segments[path[0]].kind == "action" and path[0] not in met:
+            if trajectory.segments[path[0]].kind == "action" and path[0] not in emitted:
                 raise ValueError(f"path {number} of task {trajectory.task_id} begins with an action")
         for i in path:
-            yield trajectory.segments[i], i not in met
-            met.add(i)
+            yield trajectory.segments[i], i not in emitted
+            emitted.add(i)
 
 
 def new_actions(trajectory: Trajectory) -> list[Segment]:
@@ -58,33 +58,33 @@ def new_actions(trajectory: Trajectory) -> list[Segment]:
 
 def last_actions(trajectory: Trajectory) -> dict[int, int]:
     """Return the row index of each path's last action token, for paths that have one."""
-    found, path, place = {}, 0, 0
+    last, path, index = {}, 0, 0
     for segment, _ in row_segments(trajectory):
-        place += len(segment.tokens)
+        index += len(segment.tokens)
         if segment is _GAP:
             path += 1
         elif segment.kind == "action" and segment.tokens:
-            found[path] = place - 1
-    return found
+            last[path] = index - 1
+    return last
 
 
 def where_any(own: Sequence[Path], marked: Sequence[bool]) -> tuple[bool, ...]:
     """Return for each action token whether any path through it is marked."""
-    chosen = {place for path, mark in zip(own, marked, strict=True) if mark for place in path.places}
-    every = sorted({place for path in own for place in path.places})
-    return tuple(place in chosen for place in every)
+    marked_positions = {place for path, mark in zip(own, marked, strict=True) if mark for place in path.places}
+    positions = sorted({place for path in own for place in path.places})
+    return tuple(place in marked_positions for place in positions)
 
 
 def turn_nodes(split: Sequence[Sequence[Path]]) -> Tensor:
     """Return action ids of each path of each trajectory, `[P, K]`; shared actions have equal ids. Padded with -1."""
     rows: list[list[int]] = []
     first = 0
-    for own in split:
-        for path in own:
+    for path_actions in split:
+        for path in path_actions:
             actions = [len(s.tokens) for s in path.trajectory.segments if s.kind == "action" and s.tokens]
             starts = [0, *accumulate(actions)][: len(actions)]
             rows.append([first + path.places[start] for start in starts])
-        first += 1 + max((place for path in own for place in path.places), default=0)
+        first += 1 + max((place for path in path_actions for place in path.places), default=0)
     return pad_table(rows, torch.int64, fill=-1)
 
 
@@ -102,8 +102,8 @@ def num_unique_tokens(tokens: tuple[int, ...]) -> int:
     """Return the number of tokens to compute; a prefix that paths share counts once."""
     if BREAK not in tokens:
         return len(tokens)
-    ways = sorted(tokens[start:end] for start, end in _spans(tokens))
-    return sum(map(len, ways)) - sum(common_prefix(a, b) for a, b in pairwise(ways))
+    paths = sorted(tokens[start:end] for start, end in _spans(tokens))
+    return sum(map(len, paths)) - sum(common_prefix(a, b) for a, b in pairwise(paths))
 
 
 def _spans(tokens: tuple[int, ...]) -> list[tuple[int, int]]:
@@ -122,11 +122,11 @@ def split_paths(tokens: Tensor, at: Positions) -> tuple[Tensor, Positions]:
     path = gaps.long().cumsum(1) - gaps.long()
     counts = gaps.sum(1) + 1
     row = (counts.cumsum(0) - counts)[:, None] + path
-    found = tokens.new_zeros(int(counts.sum()), tokens.shape[1])
+    split = tokens.new_zeros(int(counts.sum()), tokens.shape[1])
     kept = ~gaps
-    found[row[kept], (columns - starts)[kept]] = tokens[kept]
+    split[row[kept], (columns - starts)[kept]] = tokens[kept]
     rows, places = at
-    return found, (row[rows, places], places - starts[rows, places])
+    return split, (row[rows, places], places - starts[rows, places])
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,18 +187,18 @@ def row_of_trajectory(
     `advantage` is one number, or one per action token. If `mask_observations` is False, observation tokens
     also train, with the advantage of the preceding action.
     """
-    parts = list(row_segments(trajectory))
-    sampled = tuple(new and s.kind == "action" for s, new in parts for _ in s.tokens)
+    segments = list(row_segments(trajectory))
+    sampled = tuple(new and s.kind == "action" for s, new in segments for _ in s.tokens)
     trains = sampled
     if not mask_observations:
-        trains = tuple(new and s.kind != "prompt" for s, new in parts for _ in s.tokens)
+        trains = tuple(new and s.kind != "prompt" for s, new in segments for _ in s.tokens)
     if isinstance(advantage, float | int):
         advantages = tuple(float(advantage) if t else 0.0 for t in trains)
     else:
         advantages = _scatter_advantages(advantage, sampled, trains)
-    observed = tuple(new and s.kind == "observation" for s, new in parts for _ in s.tokens)
-    tokens = tuple(token for s, _ in parts for token in s.tokens)
-    behavior = tuple(lp for s, _ in parts for lp in (s.logprobs or (0.0,) * len(s.tokens)))
+    observed = tuple(new and s.kind == "observation" for s, new in segments for _ in s.tokens)
+    tokens = tuple(token for s, _ in segments for token in s.tokens)
+    behavior = tuple(lp for s, _ in segments for lp in (s.logprobs or (0.0,) * len(s.tokens)))
     return Row(tokens, trains, sampled, behavior, advantages, observed, name=trajectory.name)
 
 
@@ -206,27 +206,27 @@ def apply_mask(row: Row, trains: Sequence[bool] | None) -> Row:
     """Return the row with action tokens masked where `trains` is false (None: unchanged)."""
     if trains is None:
         return row
-    given = iter(trains)
+    flags = iter(trains)
     tokens = zip(row.trains, row.sampled, strict=True)
-    return replace(row, trains=tuple(next(given) and own if action else own for own, action in tokens))
+    return replace(row, trains=tuple(next(flags) and trained if action else trained for trained, action in tokens))
 
 
 def transitions_of(row: Row, trajectory: Trajectory) -> list[Row]:
-    """Return one row per turn of a trajectory: its context, and its action, which alone trains.
+    """Return one row per turn of a trajectory: its context and its action; only the action is trained.
 
-    If observations train, those before an action belong to it, and those after a path's last action to that
+    If observations are trained, those before an action belong to it, and those after a path's last action to that
     one. `row` is the trajectory's.
     """
     spans: list[tuple[int, int, int]] = []
-    path, begin, place = 0, 0, 0
+    path, start, place = 0, 0, 0
     for segment, new in row_segments(trajectory):
         if segment.tokens == (BREAK,):
             spans = _extend_last_span(spans, path, place)
-            path = begin = place + 1
+            path = start = place + 1
         place += len(segment.tokens)
         if new and segment.kind == "action" and segment.tokens:
-            spans.append((path, begin, place))
-            begin = place
+            spans.append((path, start, place))
+            start = place
     return [_cut_row(row, *span) for span in _extend_last_span(spans, path, place)]
 
 
@@ -237,14 +237,14 @@ def _extend_last_span(spans: list[tuple[int, int, int]], path: int, end: int) ->
 
 
 def scored_mask(trains: Tensor) -> Tensor:
-    """Return `trains` `[B, L]` without the first column, which no position predicts."""
+    """Return `trains` `[B, L]` without the first column, which has no context."""
     mask = trains.clone()
     mask[:, 0] = False
     return mask
 
 
 def _cut_row(row: Row, path: int, start: int, end: int) -> Row:
-    """Return the tokens from `path` to `end`; only those from `start` on keep their training fields."""
+    """Return the tokens from `path` to `end`; training fields are cleared before `start`."""
     context = start - path
     return replace(
         row,
@@ -259,13 +259,13 @@ def _cut_row(row: Row, path: int, start: int, end: int) -> Row:
 
 def _scatter_advantages(values: Sequence[float], sampled: Sequence[bool], trains: Sequence[bool]) -> tuple[float, ...]:
     """Map action token values to the row; other trained tokens get the value of the preceding action."""
-    given = iter(values)
-    found, current = [], 0.0
+    remaining = iter(values)
+    advantages, current = [], 0.0
     for action, train in zip(sampled, trains, strict=True):
         if action:
-            current = next(given)
-        found.append(current if train else 0.0)
-    return tuple(found)
+            current = next(remaining)
+        advantages.append(current if train else 0.0)
+    return tuple(advantages)
 
 
 def microbatches(
@@ -289,10 +289,10 @@ def balance_rows(rows: Sequence[Row], count: int, *, shared: bool = True) -> lis
     parts: list[list[int]] = [[] for _ in range(count)]
     if shared:
         order, new = _in_order(rows)
-        total, done = max(1, sum(new)), 0
+        total, assigned = max(1, sum(new)), 0
         for i, size in zip(order, new, strict=True):
-            parts[min(count - 1, (2 * done + size) * count // (2 * total))].append(i)
-            done += size
+            parts[min(count - 1, (2 * assigned + size) * count // (2 * total))].append(i)
+            assigned += size
     else:
         loads = [0] * count
         for i in sorted(range(len(rows)), key=lambda i: (-len(rows[i].tokens), i)):
@@ -320,12 +320,12 @@ def _by_length(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
 def _by_prefix(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
     order, new = _in_order(rows)
     num_parts = max(1, -(-sum(new) // max_tokens))
-    fair = sum(new) / num_parts
+    mean_size = sum(new) / num_parts
     parts: list[list[int]] = []
     size = 0
     for at, i in enumerate(order):
-        full = size + new[at] > max_tokens or size + new[at] / 2 > fair
-        if not parts or full:
+        is_full = size + new[at] > max_tokens or size + new[at] / 2 > mean_size
+        if not parts or is_full:
             parts.append([i])
             size = num_unique_tokens(rows[i].tokens)
         else:
@@ -388,11 +388,11 @@ def check_estimates(estimates: Mapping[str, Sequence[Tensor] | None], names: Seq
 
 def find_row_fault(rows: Sequence[Row]) -> str:
     """Describe the first row with a non-finite advantage or log-probability; "" if there is none."""
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         for what, values in (("advantage", row.advantages), (RECORDED, row.behavior)):
             if not math.isfinite(sum(values)):
                 trained = [v for v, trains in zip(values, row.trains, strict=True) if trains]
-                if fault := describe_fault(what, trained, row.name or f"row {place}"):
+                if fault := describe_fault(what, trained, row.name or f"row {index}"):
                     return fault
     return ""
 
@@ -401,45 +401,45 @@ def find_row_fault(rows: Sequence[Row]) -> str:
 class FiniteChecks:
     """Check a step's microbatches for non-finite numbers, once after the last of them.
 
-    Each check synchronizes with a GPU, so flags accumulate on the device; the row is only searched for on a
+    Reading a flag synchronizes with the GPU, so flags accumulate on the device; the row is only located after a
     failure.
     """
 
-    _odd: list[Tensor] = field(default_factory=list, init=False)
+    _flags: list[Tensor] = field(default_factory=list, init=False)
     _losses: list[Tensor] = field(default_factory=list, init=False)
-    _seen: list[tuple[Microbatch, Tensor, dict[str, Tensor]]] = field(default_factory=list, init=False)
+    _checks: list[tuple[Microbatch, Tensor, dict[str, Tensor]]] = field(default_factory=list, init=False)
 
     def numbers(self, part: Microbatch, mask: Tensor, given: Mapping[str, Tensor | None]) -> None:
         """Add numbers `[B, L]` of a microbatch, by their names in messages; only those in `mask` count."""
-        there = {what: values.detach() for what, values in given.items() if values is not None}
-        self._odd.append((mask & _non_finite(there).any(0)).any())
-        self._seen.append((part, mask, there))
+        present = {what: values.detach() for what, values in given.items() if values is not None}
+        self._flags.append((mask & _non_finite(present).any(0)).any())
+        self._checks.append((part, mask, present))
 
     def loss(self, loss: Tensor) -> None:
         """Add the loss `[]` of a microbatch."""
         self._losses.append(loss.detach())
-        self._odd.append(~loss.detach().isfinite())
+        self._flags.append(~loss.detach().isfinite())
 
     def clear(self) -> None:
         """Reset before the passes are repeated."""
-        self._odd.clear()
+        self._flags.clear()
         self._losses.clear()
-        self._seen.clear()
+        self._checks.clear()
 
     @property
     def fault(self) -> str:
         """Describe the first row with a non-finite number, or the loss; "" if there is none."""
-        if not self._odd or not bool(torch.stack(self._odd).any()):
+        if not self._flags or not bool(torch.stack(self._flags).any()):
             return ""
-        for part, mask, there in self._seen:
-            odd = (mask & _non_finite(there)).nonzero()
-            if len(odd):
-                field_number, place, column = odd[0].tolist()
-                what, values = list(there.items())[field_number]
+        for part, mask, present in self._checks:
+            nonfinite = (mask & _non_finite(present)).nonzero()
+            if len(nonfinite):
+                field_number, place, column = nonfinite[0].tolist()
+                what, values = list(present.items())[field_number]
                 name = part.names[place] or f"row {part.index[place]}"
                 return describe_fault(what, [float(values[place, column])], name)
-        odd_loss = next(float(loss) for loss in self._losses if not loss.isfinite())
-        return f"The loss is {odd_loss}."
+        loss_value = next(float(loss) for loss in self._losses if not loss.isfinite())
+        return f"The loss is {loss_value}."
 
 
 def _non_finite(given: Mapping[str, Tensor]) -> Tensor:
@@ -451,9 +451,9 @@ def describe_fault(what: str, values: Sequence[float], name: str) -> str:
     """Describe the first non-finite value; "" if there is none."""
     if math.isfinite(sum(values)):
         return ""
-    odd = [value for value in values if not math.isfinite(value)]
+    invalid = [value for value in values if not math.isfinite(value)]
     article = "An" if what[0] in "aeiou" else "A"
-    return f"{article} {what} of {name} is {odd[0]}." if odd else ""
+    return f"{article} {what} of {name} is {invalid[0]}." if invalid else ""
 
 
 def num_steps(settings: PreferenceConfig | RewardModelConfig, num_pairs: int) -> int:

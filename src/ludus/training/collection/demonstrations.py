@@ -2,8 +2,8 @@
 
 They come from a file of dialogues with task ids, or from a world that can solve its tasks. Their actions are
 replayed in a fresh environment: tokens come from the renderer; observations, tool outcomes, turn rewards and
-rewards from the environment, and observations in the dialogue are ignored. An expert whose episode earns no
-outcome is rejected.
+rewards from the environment, and observations in the dialogue are ignored. An expert whose episode has no
+positive outcome is rejected.
 """
 
 from __future__ import annotations
@@ -92,22 +92,22 @@ class DemonstrationSession:
 
 @dataclass
 class Demonstrations:
-    """Expert trajectories by task. `given` are the dialogues of a file; None uses the world's solver."""
+    """Expert trajectories by task, from the dialogues `given` in a file (None: from the world's solver)."""
 
     session: TrainingSession
     given: Mapping[str, Sequence[Sequence[Message]]] | None
-    _made: dict[str, list[Trajectory]] = field(default_factory=dict, init=False)
-    _refused: Counter[str] = field(default_factory=Counter, init=False)
+    _replays: dict[str, list[Trajectory]] = field(default_factory=dict, init=False)
+    _num_rejected: Counter[str] = field(default_factory=Counter, init=False)
     _counts: Counter[int] = field(default_factory=Counter, init=False)
 
     async def join(self, step: int, groups: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
-        """Append its task's experts to each group."""
+        """Append experts to the group of their task."""
         tasks = {group[0].task.id: group[0].task for group in groups}
-        failed = await self._replay([task for task in tasks.values() if task.id not in self._made])
-        self._counts[step] += sum(self._refused[group[0].task.id] for group in groups)
+        failed = await self._replay([task for task in tasks.values() if task.id not in self._replays])
+        self._counts[step] += sum(self._num_rejected[group[0].task.id] for group in groups)
         joined = [[*group, *self._episodes(group)] for group in groups]
         for task_id in failed:  # retried at the next step with this task
-            del self._made[task_id], self._refused[task_id]
+            del self._replays[task_id], self._num_rejected[task_id]
         return joined
 
     def num_refused(self, step: int) -> int:
@@ -118,11 +118,11 @@ class Demonstrations:
         task, key = group[0].task, group[0].key
         return [
             Episode(RolloutKey(key.step, task.id, len(group) + i), task, replace(one, sample=len(group) + i))
-            for i, one in enumerate(self._made[task.id])
+            for i, one in enumerate(self._replays[task.id])
         ]
 
     async def _replay(self, tasks: Sequence[Task]) -> set[str]:
-        """Replay the experts of the tasks and keep those with an outcome.
+        """Replay the experts of the tasks; store those with a positive outcome.
 
         Return the tasks whose expert failed because of infrastructure.
         """
@@ -132,14 +132,14 @@ class Demonstrations:
             for i, messages in enumerate(self._task_dialogues(task)[: self.session.config.experts.per_group])
         }
         episodes = await self._play(dialogues)
-        refused = {one.key: reason for one in episodes if (reason := self._rejection_reason(one))}
+        refused = {episode.key: reason for episode in episodes if (reason := self._rejection_reason(episode))}
         for task in tasks:
-            own = [one for one in episodes if one.task.id == task.id]
-            self._made[task.id] = [one.trajectory for one in own if one.key not in refused]
-            self._refused[task.id] = len(own) - len(self._made[task.id])
+            experts = [episode for episode in episodes if episode.task.id == task.id]
+            self._replays[task.id] = [episode.trajectory for episode in experts if episode.key not in refused]
+            self._num_rejected[task.id] = len(experts) - len(self._replays[task.id])
         for key, reason in refused.items():
             log.warning("Expert %d of task %s is rejected: %s", key.sample, key.task_id, reason)
-        return {one.task.id for one in episodes if one.trajectory.failure is not None}
+        return {episode.task.id for episode in episodes if episode.trajectory.failure is not None}
 
     async def _play(self, dialogues: Mapping[RolloutKey, tuple[Task, Sequence[Message]]]) -> list[Episode]:
         session, rollout = self.session, self.session.config.rollout
@@ -166,7 +166,7 @@ class Demonstrations:
         if any(played.rewards.get(part.name, 0.0) > 0 for part in self._outcome_parts):
             return ""
         turns = f"{played.num_turns} turn{'s' * (played.num_turns != 1)}"
-        ended = f"its episode earns no outcome and ended with {played.stop_reason} after {turns}"
+        ended = f"its episode has no positive outcome and ended with {played.stop_reason} after {turns}"
         errors = [one for one in played.outcomes if one.status is not ToolStatus.OK]
         if not errors:
             return f"{ended}."
@@ -192,19 +192,19 @@ def make_demonstrations(session: TrainingSession, algorithm: Algorithm) -> Demon
     if path is None:
         return Demonstrations(session, None)
     known = {task.id: task.prompt for task in session.world.tasks("train")}
-    given: dict[str, list[Sequence[Message]]] = {}
+    dialogues: dict[str, list[Sequence[Message]]] = {}
     for dialogue in read_dialogues(Path(path)):
         if dialogue.task in known:
-            given.setdefault(dialogue.task, []).append(_assistant_messages(dialogue.messages, known[dialogue.task]))
-    if not given:
+            dialogues.setdefault(dialogue.task, []).append(_assistant_messages(dialogue.messages, known[dialogue.task]))
+    if not dialogues:
         raise UserError(
             f"No dialogue of {path} has the id of a task in the train split.",
             'Give each dialogue the id of its task: {"task": "...", "messages": [...]}.',
         )
-    return Demonstrations(session, given)
+    return Demonstrations(session, dialogues)
 
 
 def _assistant_messages(messages: Sequence[Message], prompt: Sequence[Message]) -> Sequence[Message]:
     """Return the assistant messages after the task's prompt; all of them if the prompt differs."""
-    own = messages[len(prompt) :] if tuple(messages[: len(prompt)]) == tuple(prompt) else messages
-    return [message for message in own if message["role"] == "assistant"]
+    continuation = messages[len(prompt) :] if tuple(messages[: len(prompt)]) == tuple(prompt) else messages
+    return [message for message in continuation if message["role"] == "assistant"]

@@ -1,6 +1,6 @@
 """Filters on the tasks and samples of a step, and the algorithm state that persists between steps.
 
-GRESO (arXiv:2506.02177) skips tasks that are likely to have zero reward variance: a task whose last groups
+GRESO (arXiv:2506.02177) skips tasks that probably have zero reward variance: a task whose last groups
 had equal rewards is skipped with the probability of `GresoState`, and the next task of the order replaces it.
 
 Staleness: the age of a token trained at step `s` is `s - 1` minus the version that sampled it: the number of
@@ -36,8 +36,8 @@ class AlgorithmState:
     """State of an algorithm between steps. `averages`: moving average of rewards per role (`rae`).
 
     `greso` is the state of GRESO and `position` its place in the task order. `initial_entropy` is the
-    policy's mean entropy on the first batch, nats per token (`gtpo`). `untrained_tasks` are tasks of past steps whose
-    groups were not trained, since the run left asynchronous training.
+    policy's mean entropy on the first batch, nats per token (`gtpo`). `untrained_tasks` are earlier tasks whose
+    groups were not trained because the run left asynchronous mode.
     """
 
     averages: RoleBaselines = field(default_factory=RoleBaselines)
@@ -87,22 +87,22 @@ def choose_tasks(
     Scans at most one epoch, or until it finds a task outside `taken`, which does not cover all tasks. If all
     are skipped, the first ones are returned, so that no step is empty.
     """
-    seen, found, skipped = set(taken), list[Task](), list[Task]()
+    seen, chosen, skipped = set(taken), list[Task](), list[Task]()
     position = state.position
     end = position + len(order.tasks)
-    while len(found) < num and position < end:
+    while len(chosen) < num and position < end:
         (task,) = order.take(position, 1)
         position += 1
-        if position == end and not (found or skipped) and task.id in seen:
+        if position == end and not (chosen or skipped) and task.id in seen:
             end += len(order.tasks)  # the same task can occur in two epochs
         if task.id in seen:
             continue
         seen.add(task.id)
         skips = state.greso.skips(task.id, SETTINGS, seed=seed, step=step)
-        (skipped if skips else found).append(task)
-    if not found:
-        found, skipped = skipped[:num], skipped[num:]
-    return GresoTasks(tuple(found), len(skipped), replace(state, position=position))
+        (skipped if skips else chosen).append(task)
+    if not chosen:
+        chosen, skipped = skipped[:num], skipped[num:]
+    return GresoTasks(tuple(chosen), len(skipped), replace(state, position=position))
 
 
 def record_greso_visits(
@@ -139,10 +139,10 @@ def filter_low_variance(samples: Sequence[TrainingSample], algorithm: Algorithm)
     if not algorithm.filters_groups or not compared:
         return list(samples)
     rewards, groups = compared_rewards(compared, algorithm)
-    keeps = variance_top_p if algorithm.variance_filter == "top_p" else variance_top
-    keep = keeps(rewards=rewards, group=groups, p=algorithm.top_variance_fraction).tolist()
-    doomed = {group for group, kept in zip(groups, keep, strict=True) if not kept}
-    return [_drop_sample(c) if c.advantages is not None and c.group in doomed else c for c in samples]
+    kept_groups = variance_top_p if algorithm.variance_filter == "top_p" else variance_top
+    keep = kept_groups(rewards=rewards, group=groups, p=algorithm.top_variance_fraction).tolist()
+    dropped = {group for group, keep_group in zip(groups, keep, strict=True) if not keep_group}
+    return [_drop_sample(c) if c.advantages is not None and c.group in dropped else c for c in samples]
 
 
 def with_role_baselines(
@@ -150,15 +150,15 @@ def with_role_baselines(
 ) -> tuple[list[TrainingSample], RoleBaselines]:
     """Return the samples with their role's average as baseline, and the updated averages.
 
-    In order, each compared trajectory reads the average before its own reward is added.
+    The baseline of each compared trajectory is the average before its own reward is added.
     """
     compared = [sample for sample in samples if sample.advantages is not None]
     tasks = [sample.episode.task for sample in compared]
     roles = [(task.tags.get(WORLD_TAG, environment), role_of(task)) for task in tasks]
     rewards = torch.tensor([c.episode.trajectory.reward for c in compared], dtype=torch.float64)
     read = iter(averages.read(roles, rewards).tolist())
-    found = [c if c.advantages is None else replace(c, baseline=next(read)) for c in samples]
-    return found, averages.updated(roles, rewards)
+    updated = [c if c.advantages is None else replace(c, baseline=next(read)) for c in samples]
+    return updated, averages.updated(roles, rewards)
 
 
 def _drop_sample(sample: TrainingSample) -> TrainingSample:
@@ -184,9 +184,9 @@ def age_metrics(samples: Sequence[TrainingSample], step: int) -> dict[str, float
     for sample in samples:
         if sample.outcome is RolloutOutcome.TRAINED and not sample.expert:
             actions = new_actions(sample.episode.trajectory)
-            own = [step - 1 - version for action in actions for version in action.versions]
-            trains = sample.trains or (True,) * len(own)
-            counts.update(age for age, kept in zip(own, trains, strict=True) if kept)
+            token_ages = [step - 1 - version for action in actions for version in action.versions]
+            trains = sample.trains or (True,) * len(token_ages)
+            counts.update(age for age, trained in zip(token_ages, trains, strict=True) if trained)
     return _age_histogram(counts, max(counts, default=0))
 
 
@@ -222,19 +222,19 @@ def staleness_metrics(
 ) -> dict[str, float]:
     """Return token ages, and statistics of sampled and of trained episodes.
 
-    `staleness/age_K` is the share of tokens of age K, replayed ones included. `staleness/over_age_tokens`
+    `staleness/age_K` is the share of tokens of age K, including replayed ones. `staleness/over_age_tokens`
     counts tokens older than the bound, masked or replayed. `sampled/...` covers episodes that ended since the
-    last step, `trained/...` those that train now, so that starvation of slow tasks is visible. Means over
-    nothing are omitted.
+    last step, `trained/...` those trained now, so that starvation of slow tasks is visible. Means over
+    no episodes are omitted.
     """
-    own = [sample for sample in samples if not (sample.replayed or sample.expert)]
-    trained = [sample.episode for sample in own if sample.outcome is RolloutOutcome.TRAINED]
-    masked = [sample.episode for sample in own if sample.reason == OVER_AGE]
+    current = [sample for sample in samples if not (sample.replayed or sample.expert)]
+    trained = [sample.episode for sample in current if sample.outcome is RolloutOutcome.TRAINED]
+    masked = [sample.episode for sample in current if sample.reason == OVER_AGE]
     bound, masks = config.max_staleness, config.on_stale == "mask"
-    again = [c.episode for c in samples if c.replayed and c.outcome is RolloutOutcome.TRAINED]
-    every = Counter(age for one in (*trained, *masked, *again) for age in ages(one.trajectory, step))
-    late = sum(count for age, count in every.items() if age > bound)
-    counts = {age: n for age, n in every.items() if not masks or age <= bound}
+    replayed = [c.episode for c in samples if c.replayed and c.outcome is RolloutOutcome.TRAINED]
+    sampled = Counter(age for one in (*trained, *masked, *replayed) for age in ages(one.trajectory, step))
+    late = sum(count for age, count in sampled.items() if age > bound)
+    counts = {age: n for age, n in sampled.items() if not masks or age <= bound}
     most = max(bound, config.replay.max_age if config.replay.share else 0)
     metrics = _age_histogram(counts, most) | {"staleness/over_age_tokens": float(late)}
     return metrics | _episode_metrics("sampled", ended, success) | _episode_metrics("trained", trained, success)

@@ -1,7 +1,7 @@
 """Source of streamed groups, which follows the task order, and the checkpoint of the stream.
 
-A resumed run loses only episodes that were running; they are sampled again under the same keys by newer
-weights. Groups that ended without counting towards a batch are kept for the next step's ledger.
+A resumed run loses only running episodes; they are sampled again under the same keys with newer
+weights. Finished groups that do not count towards a batch are stored for the next step's ledger.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class StreamState:
 
     @classmethod
     def from_text(cls, text: str, tasks: Mapping[str, Task], requests: RequestsOf) -> StreamState:
-        """Restore from `to_text`. A group keeps the size and step that it started with.
+        """Restore from `to_text`. Groups retain their original size and step.
 
         Raises StorageError if the text is invalid or a task is unknown.
         """
@@ -77,7 +77,7 @@ class StreamState:
                 done = {index: read_episode(next(lines), task, index >= members) for index in head["ended"]}
                 gone = [done.pop(index) for index in head["ended"] if index >= len(own)]
                 unwanted += [one for one in gone if one.trajectory.failure is None]
-                begun = {index: _read_begun(next(lines)) for index in head["begun"]}
+                begun = {index: _read_started(next(lines)) for index in head["begun"]}
                 groups.append(StreamedGroup(head["group"], own, head["version"], done, head["counts"], begun))
         except (ValueError, TypeError, KeyError, IndexError, StopIteration) as error:
             raise StorageError(
@@ -93,7 +93,7 @@ def waiting_texts(groups: Sequence[StreamedGroup]) -> dict[str, str]:
 
 
 def _is_stored(group: StreamedGroup, index: int) -> bool:
-    """Return whether a finished episode is kept; failed ones are retried if the group continues."""
+    """Return whether a finished episode is stored; failed ones are retried if the group continues."""
     return not group.counts or group.done[index].trajectory.failure is None
 
 
@@ -104,7 +104,7 @@ def _started_line(begun: StartedEpisode, task_id: str) -> str:
     return rollout_line(RolloutRecord(key.step, task_id, RolloutOutcome.DROPPED, "waits", so_far, None, key.attempt))
 
 
-def _read_begun(data: object) -> StartedEpisode:
+def _read_started(data: object) -> StartedEpisode:
     """Read the output of `_started_line`. Raises as `read_episode`."""
     record = parse_rollout(data)
     return StartedEpisode(record.key, record.trajectory.segments)
@@ -126,7 +126,7 @@ def read_episode(data: object, task: Task, greedy: bool) -> Episode:
 
 @dataclass
 class PromptStream:
-    """Group `n` uses the task at index `n` of the order, `per_step` of them for each step.
+    """Stream of groups: group `n` uses task `n` of the order; each step has `per_step` groups.
 
     With GRESO it is the next task that is neither skipped nor recent; `before` are the recent ones of a
     resumed run. `spare` extra members are sampled per group.
@@ -141,8 +141,8 @@ class PromptStream:
     _uncounted: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        wanted = min(2 * self.per_step, len(self.order.tasks) // 2)
-        self._recent = deque(self.before, max(wanted, self.per_step - 1))  # no task occurs twice in a step
+        num_recent = min(2 * self.per_step, len(self.order.tasks) // 2)
+        self._recent = deque(self.before, max(num_recent, self.per_step - 1))  # no task occurs twice in a step
 
     def requests(self, number: int) -> Sequence[RolloutRequest]:
         """Return the rollout requests of a new group."""
@@ -170,9 +170,9 @@ class PromptStream:
         return max(number, *(request.key.step * self.per_step for request in first))
 
     def _would_request(self, request: RolloutRequest, number: int) -> bool:
-        """Return whether a group of that number would have this request; under GRESO any group may."""
-        same = self.collector.algorithm.greso or self.order.take(number, 1)[0].id == request.key.task_id
-        return same and request.key.step == self._step(number)
+        """Return whether group `number` would have this request; with GRESO any group may."""
+        same_task = self.collector.algorithm.greso or self.order.take(number, 1)[0].id == request.key.task_id
+        return same_task and request.key.step == self._step(number)
 
     def counts(self, group: Sequence[Episode]) -> bool:
         """Return whether a group counts towards a batch: no member may have failed permanently.
@@ -190,11 +190,11 @@ class PromptStream:
         return False
 
     def _varies(self, group: Sequence[Episode]) -> bool:
-        """Return whether the members' advantages differ, or may differ once rewards are combined."""
+        """Return whether the members' advantages differ, or may differ after rewards are combined."""
         collector = self.collector
         if varies(group, collector.algorithm):
             return True
-        members = [one.trajectory for one in group if not one.greedy]
+        members = [member.trajectory for member in group if not member.greedy]
         return collector.reward_mixer is not None and collector.reward_mixer.tells_apart(members)
 
     def begin_step(self) -> None:
@@ -203,5 +203,5 @@ class PromptStream:
         self.collector.skipped = 0
 
     def _step(self, number: int) -> int:
-        """Return the step that would train a group if none were dropped; it seeds the group's randomness."""
+        """Return the step that trains a group if none is dropped; it seeds the group's randomness."""
         return number // self.per_step + 1

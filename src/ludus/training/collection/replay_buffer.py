@@ -67,13 +67,13 @@ class ReplayBuffer:
     _stored: list[_StoredGroup] = field(default_factory=list, init=False)
 
     def num_at(self, step: int) -> int:
-        """Return how many groups a step replays; summed over steps it is the share, rounded down."""
+        """Return the number of groups that a step replays; over all steps it sums to the share, rounded down."""
         share = self.config.share
         rate = self.groups_per_step * share / (1 - share) + 1e-9
         return int(step * rate) - int((step - 1) * rate)
 
     def add(self, samples: Sequence[TrainingSample]) -> None:
-        """Add the groups of a step that were trained at least in part."""
+        """Add the groups of a step with at least one trained sample."""
         if not self.config.share:
             return
         groups: dict[int, list[Episode]] = {}
@@ -86,10 +86,10 @@ class ReplayBuffer:
     def take_late(self, samples: Sequence[TrainingSample], step: int, bound: int) -> list[TrainingSample]:
         """Move groups with a token older than `bound` to the buffer and return the samples.
 
-        The moved ones are marked as dropped; they train from the buffer and leave the ledger.
+        Moved groups are marked as dropped, removed from the ledger, and trained from the buffer.
         """
-        old = {c.group for c in samples if step - 1 - _oldest_version([c.episode], step) > bound and not c.expert}
-        late = {c.group for c in samples if c.group in old and c.outcome is RolloutOutcome.TRAINED}
+        stale = {c.group for c in samples if step - 1 - _oldest_version([c.episode], step) > bound and not c.expert}
+        late = {c.group for c in samples if c.group in stale and c.outcome is RolloutOutcome.TRAINED}
 
         def goes(sample: TrainingSample) -> bool:
             return sample.group in late and sample.outcome is not RolloutOutcome.FAILED and not sample.expert
@@ -124,12 +124,12 @@ class ReplayBuffer:
                     "this world's train split, with log-probabilities, in this model's vocabulary.",
                     "Remove it from staleness.replay.sources.",
                 )
-            found = share([one for group in groups[:: -(-len(groups) // _CHECKED)] for one in group])
-            if found < least:
+            ess = share([one for group in groups[:: -(-len(groups) // _CHECKED)] for one in group])
+            if ess < least:
                 raise ConfigError(
-                    f"The rollouts of {source} are too far from this policy to train on: their effective sample "
-                    f"share is {found:.2g}, below staleness.min_ess = {least:g}.",
-                    "Remove it from staleness.replay.sources, or start from weights that are closer to it.",
+                    f"The rollouts of {source} are too far off-policy: their effective sample "
+                    f"share is {ess:.2g}, below staleness.min_ess = {least:g}.",
+                    "Remove it from staleness.replay.sources, or start from weights closer to it.",
                 )
             self.add_source(source, groups)
 
@@ -137,13 +137,13 @@ class ReplayBuffer:
         self, step: int, algorithm: Algorithm, share: Callable[[Sequence[Episode]], float], least: float
     ) -> None:
         """Evict the groups of other runs that `step` would replay and whose share is below `least`."""
-        while far := [s for s in self._chosen(step, algorithm) if s.source and share(s.episodes) < least]:
-            self._evict("refused", [stored for stored in self._stored if stored not in far])
+        while refused := [s for s in self._chosen(step, algorithm) if s.source and share(s.episodes) < least]:
+            self._evict("refused", [stored for stored in self._stored if stored not in refused])
 
     def draw(self, step: int, algorithm: Algorithm, max_length: int, first_group: int) -> list[TrainingSample]:
         """Return the samples of the groups that `step` replays, numbered from `first_group`.
 
-        `RolloutCollector.replay_samples` makes a batch of them.
+        `RolloutCollector.replay_samples` turns them into a batch.
         """
         chosen = self._chosen(step, algorithm)
         self._evict("expired", [stored for stored in self._stored if self._fits(stored, step, algorithm)])
@@ -162,10 +162,10 @@ class ReplayBuffer:
         """Return the replay metrics of a step; empty if replay is unused."""
         if not self.config.share:
             return {}
-        again = [sample for sample in samples if sample.replayed]
+        replayed = [sample for sample in samples if sample.replayed]
         return {
-            "replay/groups": float(len({sample.group for sample in again})),
-            "replay/trained": float(sum(sample.outcome is RolloutOutcome.TRAINED for sample in again)),
+            "replay/groups": float(len({sample.group for sample in replayed})),
+            "replay/trained": float(sum(sample.outcome is RolloutOutcome.TRAINED for sample in replayed)),
             "replay/kept": float(len(self._stored)),
         } | {f"replay/{name}": float(self.counts[name]) for name in ("expired", "late", "refused", "used")}
 
@@ -182,30 +182,30 @@ class ReplayBuffer:
 
     def restore(self, text: str, tasks: Mapping[str, Task]) -> None:
         """Restore from `to_text`. Raises StorageError if the text is invalid or a task is unknown."""
-        found = []
+        groups = []
         try:
             lines = iter([json.loads(line) for line in text.splitlines()])
             for head in lines:
                 task = tasks[head["task"]]
                 episodes = [read_episode(next(lines), task, greedy) for greedy in head["greedy"]]
                 version = _oldest_version(episodes)
-                found.append(_StoredGroup(episodes, version, int(head["replayed"]), str(head["source"])))
+                groups.append(_StoredGroup(episodes, version, int(head["replayed"]), str(head["source"])))
         except (ValueError, TypeError, KeyError, StopIteration) as error:
             raise StorageError(
                 f"The checkpoint's replay buffer cannot be read: {error!r}.",
                 "Remove this checkpoint and resume from the one before.",
             ) from error
-        self._stored = found
+        self._stored = groups
         self._drop_used()
         self._store([])
 
     def _fits(self, stored: _StoredGroup, step: int, algorithm: Algorithm) -> bool:
-        """Return whether a group is young enough and has the baseline that the algorithm needs.
+        """Return whether a group is within the age bound and has the baseline that the algorithm needs.
 
-        Groups from before a resume with another algorithm may lack it.
+        The baseline may be missing after a resume with another algorithm.
         """
-        whole = not algorithm.advantage_spec.has(Need.GREEDY_ROLLOUT) or any(one.greedy for one in stored.episodes)
-        return whole and (bool(stored.source) or step - 1 - stored.version <= self.config.max_age)
+        eligible = not algorithm.advantage_spec.has(Need.GREEDY_ROLLOUT) or any(one.greedy for one in stored.episodes)
+        return eligible and (bool(stored.source) or step - 1 - stored.version <= self.config.max_age)
 
     def _chosen(self, step: int, algorithm: Algorithm) -> list[_StoredGroup]:
         fit = [stored for stored in self._stored if self._fits(stored, step, algorithm)]
@@ -219,10 +219,10 @@ class ReplayBuffer:
     def _drop_used(self) -> None:
         self._evict("used", [stored for stored in self._stored if stored.replayed < self.config.times])
 
-    def _evict(self, reason: str, left: list[_StoredGroup]) -> None:
-        """Keep the groups that are `left` and count the others."""
-        self.counts[reason] += len(self._stored) - len(left)
-        self._stored = left
+    def _evict(self, reason: str, remaining: list[_StoredGroup]) -> None:
+        """Evict all but the `remaining` groups and count the evicted ones."""
+        self.counts[reason] += len(self._stored) - len(remaining)
+        self._stored = remaining
 
 
 def _relabel_versions(episode: Episode, version: int) -> Episode:
@@ -255,31 +255,31 @@ def _rollout_files(source: str) -> list[Path]:
         return [path]
     match = _CHECKPOINT.fullmatch(path.name)
     run, last = (path.parent.parent, int(match[1])) if match and path.is_dir() else (path, None)
-    found = sorted((run / "rollouts").glob("step-*.jsonl.gz"))
-    found = [one for one in found if last is None or int(one.name.split("-")[1].split(".")[0]) <= last]
-    if not found:
+    files = sorted((run / "rollouts").glob("step-*.jsonl.gz"))
+    files = [file for file in files if last is None or int(file.name.split("-")[1].split(".")[0]) <= last]
+    if not files:
         raise ConfigError(
             f"{source} has no rollouts to replay.",
             "staleness.replay.sources takes run folders, checkpoints of runs and files step-*.jsonl.gz.",
         )
-    return found
+    return files
 
 
 def _read_groups(source: str, tasks: Mapping[str, Task], vocab_size: int) -> list[list[Episode]]:
-    found: dict[tuple[Path, int, str], list[Episode]] = {}
+    groups: dict[tuple[Path, int, str], list[Episode]] = {}
     for path in _rollout_files(source):
         for record in read_rollouts(path):
             if record.group in tasks and _is_trainable(record, vocab_size):
                 key = RolloutKey(record.step, record.group, record.trajectory.sample, record.attempt)
-                group = found.setdefault((path, record.step, record.group), [])
+                group = groups.setdefault((path, record.step, record.group), [])
                 group.append(Episode(key, tasks[record.group], record.trajectory))
-    return [group for group in found.values() if len(group) > 1]
+    return [group for group in groups.values() if len(group) > 1]
 
 
 def _is_trainable(record: RolloutRecord, vocab_size: int) -> bool:
     """Return whether a rollout has the fields that corrections need, and tokens of this model."""
     segments = record.trajectory.segments
     actions = [segment for segment in segments if segment.kind == "action"]
-    whole = all(len(s.logprobs) == len(s.versions) == len(s.tokens) for s in actions)
-    known = all(0 <= token < vocab_size for segment in segments for token in segment.tokens)
-    return record.trajectory.failure is None and bool(actions) and whole and known
+    complete = all(len(s.logprobs) == len(s.versions) == len(s.tokens) for s in actions)
+    in_vocabulary = all(0 <= token < vocab_size for segment in segments for token in segment.tokens)
+    return record.trajectory.failure is None and bool(actions) and complete and in_vocabulary

@@ -1,7 +1,7 @@
-"""Combine reward parts into the reward that is trained: weight schedules, gates, ranks, normalization.
+"""Combine reward parts into the training reward: weight schedules, gates, ranks, normalization.
 
 Takes a step's scored episodes, including the extra parts of the settings (`add_extra_parts`), and returns them
-with a new `reward` (and `turn_rewards` if there is a process model). Parts stay recorded under their names.
+with a new `reward` (and `turn_rewards` if there is a process model). Parts are still recorded by name.
 With default settings there is no mixer. Evaluations are not affected.
 """
 
@@ -52,9 +52,9 @@ from ludus.training.value_models.reward_model import (
 from ludus.types import WORLD_TAG, Failure, Group, StopReason, Task, Trajectory
 
 COMBINED_PART = "combined"
-"""Recorded part: the combined reward before normalization."""
+"""Reward part: the combined reward before normalization."""
 MODEL_STD = f"{MODEL_PART}_std"
-"""Recorded part: the standard deviation of a reward model ensemble."""
+"""Reward part: the standard deviation of a reward model ensemble."""
 FULL = 1 - 1e-9
 """Values above this open a gate."""
 
@@ -88,11 +88,11 @@ def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[RewardPart, .
     check_names(settings, rewards)
     _check_caps(settings)
     _check_terms(settings, names)
-    found = [_plan_part(config, part) for part in rewards]
+    planned = [_plan_part(config, part) for part in rewards]
     if has_model:
         high = min(1.0, settings.caps.get(MODEL_PART, 1.0))
-        found.append(RewardPart(MODEL_PART, False, _schedule(config, MODEL_PART, settings.model_weight), 0.0, high))
-    parts = tuple(found)
+        planned.append(RewardPart(MODEL_PART, False, _schedule(config, MODEL_PART, settings.model_weight), 0.0, high))
+    parts = tuple(planned)
     if any(part.name in settings.caps for part in parts if part.outcome):
         raise ConfigError("rewards.caps must not cap an outcome.", "Cap the other parts.")
     if any(0 in (p.weight.start, p.weight.end) for p in parts if p.outcome and p.weight.kind != "constant"):
@@ -150,9 +150,9 @@ def check_reward_settings(config: Config, world: World) -> None:
 def _check_task(settings: RewardsConfig, task: Task) -> None:
     """Raise ConfigError for a task that the preset cannot score, or one without the normalization tag."""
     if settings.preset is not None and not isinstance(task.truth, PUBLISHED[settings.preset].truth):
-        wanted, given = PUBLISHED[settings.preset].truth.__name__, type(task.truth).__name__
+        wanted, actual = PUBLISHED[settings.preset].truth.__name__, type(task.truth).__name__
         raise ConfigError(
-            f"rewards.preset = {settings.preset} needs tasks whose truth is {wanted}; here it is {given}.",
+            f"rewards.preset = {settings.preset} needs tasks whose truth is {wanted}; here it is {actual}.",
             "Use another preset, or a world with such tasks (docs/use/rewards.md).",
         )
     if settings.normalise_by is not None and settings.normalise_by not in task.tags:
@@ -164,27 +164,27 @@ def _check_task(settings: RewardsConfig, task: Task) -> None:
 
 def reward_warnings(config: Config) -> list[str]:
     """Return warnings for reward settings that are valid but probably unintended."""
-    settings, found = config.rewards, []
+    settings, warnings = config.rewards, []
     if settings.aggregation == "pareto":
-        found.append(
+        warnings.append(
             "rewards.aggregation = pareto ignores weights: a failure that is best in another part "
             "can earn as much as a success."
         )
     if settings.allow_outweigh:
-        found.append("rewards.allow_outweigh is on: a failure can earn more than a success.")
+        warnings.append("rewards.allow_outweigh is on: a failure can earn more than a success.")
     if (
         settings.normalise_by is not None
         and "std_over" in (algorithm := resolve(config.algorithm)).advantage_spec.options
     ):
-        found.append(
+        warnings.append(
             f"rewards.normalise_by has little effect with the advantage {algorithm.advantage}, which "
             "divides by the standard deviation of each group."
         )
-    return found
+    return warnings
 
 
 def make_reward_mixer(session: TrainingSession, algorithm: Algorithm) -> RewardMixer | None:
-    """Build the configured reward_mixer; None if the settings are the defaults.
+    """Build the reward mixer, or return None if the settings are the defaults.
 
     Raises UserError if the reward model's vocabulary differs from the policy's.
     """
@@ -193,8 +193,8 @@ def make_reward_mixer(session: TrainingSession, algorithm: Algorithm) -> RewardM
     if settings.is_default:
         return None
     for path in settings.models:
-        theirs = load_tokenizer(str(find_reward_model(Path(path))[0]), needs_template=False).get_vocab()
-        if theirs != session.tokenizer.get_vocab():
+        vocabulary = load_tokenizer(str(find_reward_model(Path(path))[0]), needs_template=False).get_vocab()
+        if vocabulary != session.tokenizer.get_vocab():
             raise UserError(
                 f"The reward model {path} has a different vocabulary from the policy.",
                 "Train one from this policy's model.",
@@ -228,7 +228,7 @@ async def add_extra_parts(
 
 
 def build_reward_mixer(config: Config, world: World, takes_turns: bool) -> RewardMixer:
-    """Build the reward_mixer of the settings; loads the reward model if there is one."""
+    """Build the configured reward mixer; loads the reward model if there is one."""
     settings, parts = config.rewards, parts_of(config, world)
     models = settings.models
     return RewardMixer(
@@ -245,7 +245,7 @@ def build_reward_mixer(config: Config, world: World, takes_turns: bool) -> Rewar
 class RewardMixer:
     """Combine the reward parts of a step's episodes. `moments`, per domain, are its only state.
 
-    `adds`: the settings have extra parts, which episodes must already carry. `takes_turns`: the algorithm
+    `adds`: the settings have extra parts, which episodes must already have. `takes_turns`: the algorithm
     uses turn rewards, so a process model's values become turn rewards instead of entering the sum.
     """
 
@@ -269,31 +269,31 @@ class RewardMixer:
         rewards but no parts.
         """
         split = [[one.trajectory.attempts() for one in group] for group in groups]
-        apart = [
+        by_path = [
             [replace(one, trajectory=path) for one, own in zip(group, members, strict=True) for path in own]
             for group, members in zip(groups, split, strict=True)
         ]
-        found = []
-        for group, members, together in zip(groups, split, self._combine(step, apart), strict=True):
-            following = iter(together)
-            taken = [[next(following) for _ in own] for own in members]
-            found.append([_merge_paths(one, own) for one, own in zip(group, taken, strict=True)])
-        return found
+        merged = []
+        for group, members, combined in zip(groups, split, self._combine(step, by_path), strict=True):
+            episodes = iter(combined)
+            per_member = [[next(episodes) for _ in own] for own in members]
+            merged.append([_merge_paths(one, own) for one, own in zip(group, per_member, strict=True)])
+        return merged
 
     def _combine(self, step: int, groups: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
-        places = [
+        positions = [
             (g, i)
             for g, group in enumerate(groups)
             for i, episode in enumerate(group)
             if episode.trajectory.failure is None
         ]
-        found = [list(group) for group in groups]
-        if not places:
-            return found
-        episodes = [groups[g][i] for g, i in places]
+        combined = [list(group) for group in groups]
+        if not positions:
+            return combined
+        episodes = [groups[g][i] for g, i in positions]
         _check_leaves(episodes)
         trajectories = self._add_model_part([episode.trajectory for episode in episodes], step)
-        rewards = self._combine_parts(trajectories, torch.tensor([g for g, _ in places]), step)
+        rewards = self._combine_parts(trajectories, torch.tensor([g for g, _ in positions]), step)
         trajectories, rewards = with_length(trajectories, rewards, self.settings.length)
         if self.settings.rewards_turns:
             trajectories = [self._add_turn_rewards(trajectory) for trajectory in trajectories]
@@ -306,9 +306,9 @@ class RewardMixer:
                 domains = [episode.task.tags.get(self.settings.normalise_by, "") for episode in episodes]
                 self.moments = self.moments.updated(domains, rewards)
                 rewards = domain_normalised(rewards=rewards, domains=domains, moments=self.moments)
-        for (g, i), trajectory, reward in zip(places, trajectories, rewards.tolist(), strict=True):
-            found[g][i] = replace(groups[g][i], trajectory=replace(trajectory, reward=reward))
-        return found
+        for (g, i), trajectory, reward in zip(positions, trajectories, rewards.tolist(), strict=True):
+            combined[g][i] = replace(groups[g][i], trajectory=replace(trajectory, reward=reward))
+        return combined
 
     def over_batch(self, episodes: Sequence[Episode]) -> list[Episode]:
         """Normalize combined rewards over the batch if `normalise_over` is "batch"; failed ones are unchanged."""
@@ -320,25 +320,25 @@ class RewardMixer:
         combined = [episode.trajectory.rewards[COMBINED_PART] for episode in scored]
         rewards = torch.tensor(combined, dtype=torch.float64)
         moments = DomainMoments().updated(domains, rewards)
-        found = iter(domain_normalised(rewards=rewards, domains=domains, moments=moments).tolist())
+        normalized = iter(domain_normalised(rewards=rewards, domains=domains, moments=moments).tolist())
         return [
-            replace(one, trajectory=replace(one.trajectory, reward=next(found)))
+            replace(one, trajectory=replace(one.trajectory, reward=next(normalized)))
             if one.trajectory.failure is None
             else one
             for one in episodes
         ]
 
     def tells_apart(self, trajectories: Sequence[Trajectory]) -> bool:
-        """Return whether equal rewards may differ once combined: by parts, lengths, or reward model."""
-        trajectories = [path for one in trajectories for path in one.attempts()]
-        parts = {tuple(sorted(one.rewards.items())) for one in trajectories}
-        texts = {tuple(segment.tokens for segment in one.segments) for one in trajectories}
+        """Return whether equal rewards may differ after combination: by parts, lengths, or reward model."""
+        trajectories = [path for t in trajectories for path in t.attempts()]
+        parts = {tuple(sorted(t.rewards.items())) for t in trajectories}
+        texts = {tuple(segment.tokens for segment in t.segments) for t in trajectories}
         if len(parts) > 1 or (self.model is not None and len(texts) > 1):
             return True
-        turns = {self._add_turn_rewards(one).turn_rewards for one in trajectories}
+        turns = {self._add_turn_rewards(t).turn_rewards for t in trajectories}
         if self.settings.rewards_turns and len(turns) > 1:
             return True
-        rewards = torch.tensor([one.reward for one in trajectories], dtype=torch.float64)
+        rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
         return len(set(with_length(trajectories, rewards, self.settings.length)[1].tolist())) > 1
 
     def _add_turn_rewards(self, trajectory: Trajectory) -> Trajectory:
@@ -347,11 +347,11 @@ class RewardMixer:
     def metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """Return the step's weights and the number of inverted pairs.
 
-        A pair of a group is inverted if one member is as good in every part and better in one, but does not
+        A pair in a group is inverted if one member is at least as good in every part and better in one, but does not
         earn more.
         """
-        every = [(g, t) for g, group in enumerate(groups) for t in group.trajectories if t.failure is None]
-        rows = [(g, path) for g, one in every for path in one.attempts()]
+        scored = [(g, t) for g, group in enumerate(groups) for t in group.trajectories if t.failure is None]
+        rows = [(g, path) for g, one in scored for path in one.attempts()]
         trajectories = [trajectory for _, trajectory in rows]
         weights = {
             f"reward/weight/{part.name}": part.weight.at(step - 1)
@@ -361,12 +361,12 @@ class RewardMixer:
         if not rows:
             return weights
         earned = [t.rewards.get(COMBINED_PART, t.reward) for t in trajectories]
-        bad = dominance_violations(
+        inverted = dominance_violations(
             parts=self._signed_parts(trajectories, step),
             rewards=torch.tensor(earned, dtype=torch.float64),
             group=torch.tensor([g for g, _ in rows]),
         )
-        return weights | {"reward/dominance_violations": float(len(bad))}
+        return weights | {"reward/dominance_violations": float(len(inverted))}
 
     def _add_model_part(self, trajectories: Sequence[Trajectory], step: int) -> list[Trajectory]:
         """Add the reward model's part, and the turn rewards of a process model."""
@@ -377,13 +377,13 @@ class RewardMixer:
         ends = [action_ends(trajectories[i]) for i in known]
         if model.kind != "process":
             ends = [places[-1:] for places in ends]
-        arms = [
+        inputs = [
             ScoredSequence(trajectories[i].token_ids, places, (0.0,) * len(places))
             for i, places in zip(known, ends, strict=True)
         ]
-        judged = dict(zip(known, model.predict(arms, self.microbatch_tokens), strict=True)) if arms else {}
+        predictions = dict(zip(known, model.predict(inputs, self.microbatch_tokens), strict=True)) if inputs else {}
         unknown = RewardPrediction((), 0.0)
-        return [self._set_model_part(t, judged.get(i, unknown), step) for i, t in enumerate(trajectories)]
+        return [self._set_model_part(t, predictions.get(i, unknown), step) for i, t in enumerate(trajectories)]
 
     def _set_model_part(self, trajectory: Trajectory, judgement: RewardPrediction, step: int) -> Trajectory:
         """Set the part to the mean value; turn rewards sum to the weight times that mean."""
@@ -391,14 +391,14 @@ class RewardMixer:
         rewards = {MODEL_PART: sum(values) / len(values) if values else 0.0}
         if len(self.settings.models) > 1:
             rewards[MODEL_STD] = judgement.std
-        found = replace(trajectory, rewards={**trajectory.rewards, **rewards})
-        if not self._sets_turn_rewards or not self._is_open(found):
-            return found
+        updated = replace(trajectory, rewards={**trajectory.rewards, **rewards})
+        if not self._sets_turn_rewards or not self._is_open(updated):
+            return updated
         weight = part.weight.at(step - 1)
-        own = [weight * min(value, part.high) / len(values) for value in values]
-        before = list(trajectory.turn_rewards) + [0.0] * (len(own) - len(trajectory.turn_rewards))
-        own += [0.0] * (len(before) - len(own))
-        return replace(found, turn_rewards=tuple(a + b for a, b in zip(before, own, strict=True)))
+        turn_rewards = [weight * min(value, part.high) / len(values) for value in values]
+        previous = list(trajectory.turn_rewards) + [0.0] * (len(turn_rewards) - len(trajectory.turn_rewards))
+        turn_rewards += [0.0] * (len(previous) - len(turn_rewards))
+        return replace(updated, turn_rewards=tuple(a + b for a, b in zip(previous, turn_rewards, strict=True)))
 
     @property
     def _sets_turn_rewards(self) -> bool:
@@ -412,8 +412,8 @@ class RewardMixer:
 
     def _gate_values(self, trajectories: Sequence[Trajectory]) -> Tensor:
         gate = self.settings.gate
-        opens = [part for part in self.parts if part.name == gate or (part.outcome and gate == "outcome")]
-        names = [part.name for part in opens]
+        gate_parts = [part for part in self.parts if part.name == gate or (part.outcome and gate == "outcome")]
+        names = [part.name for part in gate_parts]
         table = [[t.rewards.get(name, 0.0) for name in names] for t in trajectories]
         return torch.tensor(table, dtype=torch.float64).amin(1)
 
@@ -451,12 +451,12 @@ class RewardMixer:
 
 
 def _merge_paths(episode: Episode, paths: Sequence[Episode]) -> Episode:
-    whole = episode.trajectory
-    if whole.failure is not None:
+    trajectory = episode.trajectory
+    if trajectory.failure is not None:
         return episode
-    if not whole.leaves:
+    if not trajectory.leaves:
         return paths[0]
-    return replace(episode, trajectory=with_chains(whole, [path.trajectory for path in paths]))
+    return replace(episode, trajectory=with_chains(trajectory, [path.trajectory for path in paths]))
 
 
 def _check_leaves(episodes: Sequence[Episode]) -> None:
@@ -471,8 +471,8 @@ def _check_leaves(episodes: Sequence[Episode]) -> None:
 def _check_caps(settings: RewardsConfig) -> None:
     if MODEL_PART in settings.weights:
         raise ConfigError(f"rewards.weights names {MODEL_PART!r}.", "Its weight is rewards.model_weight.")
-    if odd := [name for name, cap in settings.caps.items() if not 0 <= cap <= 1]:
-        message = f"rewards.caps.{odd[0]} is {settings.caps[odd[0]]:g}."
+    if invalid := [name for name, cap in settings.caps.items() if not 0 <= cap <= 1]:
+        message = f"rewards.caps.{invalid[0]} is {settings.caps[invalid[0]]:g}."
         raise ConfigError(message, "Use a number from 0 to 1; no part exceeds 1.")
 
 
@@ -511,13 +511,13 @@ def _check_outweigh(parts: Sequence[RewardPart], config: Config, step: int) -> N
     """
     settings = config.rewards
     outcomes = [part.weight.at(step) for part in parts if part.outcome]
-    behind = settings.aggregation == "gated" and settings.gate == "outcome"
+    behind_gate = settings.aggregation == "gated" and settings.gate == "outcome"
     terms = []
     for part in parts:
         weight = part.weight.at(step)
         if not part.outcome and weight != 0:
             ends = sorted((weight * part.low, weight * part.high))
-            terms.append(ShapingRange(part.name, min(ends[0], 0.0), 0.0 if behind else max(ends[1], 0.0)))
+            terms.append(ShapingRange(part.name, min(ends[0], 0.0), 0.0 if behind_gate else max(ends[1], 0.0)))
     gap = min(weight for weight in outcomes if weight > 0)
     terms += shaping_ranges(settings, config.rollout.max_turns, sum(outcomes))
     if terms:

@@ -1,6 +1,6 @@
 """Collect rollouts: sample groups of episodes for tasks and compute the training samples of a step.
 
-It never changes weights. Its state is that of the algorithm, GRESO and partial rollouts.
+It never changes weights. Its state covers the algorithm, GRESO and partial rollouts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class RemoteSampler(Protocol):
         ...
 
     def engine(self) -> Engine:
-        """Return the workers' engine, to send weights to and query."""
+        """Return the engine of the workers."""
         ...
 
 
@@ -93,8 +93,8 @@ class RolloutCollector:
     """Unfinished episodes, if a step has a budget."""
     skipped: int = field(default=0, init=False)
     """Number of tasks that GRESO skipped for the current step."""
-    _added: set[RolloutKey] = field(default_factory=set, init=False)
-    """Episodes with the extra reward parts that have no credit yet."""
+    _with_parts: set[RolloutKey] = field(default_factory=set, init=False)
+    """Keys of episodes that have the extra reward parts but no credit yet."""
     _warned_short: bool = field(default=False, init=False)
 
     @cached_property
@@ -121,8 +121,8 @@ class RolloutCollector:
         if not (config.rollout.partial.is_set or waiting):
             return
         limits = scheduler.limits
-        if (room := max_sessions(self.session.world)) is not None:
-            limits = replace(limits, concurrency=min(limits.concurrency, room // 2))
+        if (max_open := max_sessions(self.session.world)) is not None:
+            limits = replace(limits, concurrency=min(limits.concurrency, max_open // 2))
         scheduler = replace(scheduler, limits=limits)
         self.partial = PartialRollouts(scheduler, step_budget(config), waiting, self.reporter.episode)
 
@@ -137,7 +137,7 @@ class RolloutCollector:
         self.algorithm_state = replace(state, untrained_tasks=(*state.untrained_tasks, *tasks))
 
     async def sample(self, step: int, order: TaskSequence) -> list[TrainingSample]:
-        """Roll out groups in rounds until enough can train or the rounds are used up."""
+        """Roll out groups until enough are trainable or all resampling rounds are used."""
         num_tasks = self.session.config.training.prompts_per_step
         rounds = self.algorithm.max_resample_rounds + 1
         samples: list[TrainingSample] = []
@@ -162,40 +162,40 @@ class RolloutCollector:
         return self.apply_batch_filters(self.normalize_batch(samples))
 
     def _replace_trained(self, step: int, tasks: Sequence[Task], order: TaskSequence) -> Sequence[Task]:
-        """Return the tasks of a step, with tasks whose groups were already trained replaced by owed tasks.
+        """Return the tasks of a step; tasks with trained groups are replaced by `untrained_tasks`.
 
-        If none is owed, the first task that is not in the step is used.
+        Without any, the first task that is not in the step is used.
         """
-        ahead = self.ledger.trained_ahead(step)
-        found = [task for task in tasks if task.id not in ahead]
-        taken = ahead | {task.id for task in tasks}
+        trained_ahead = self.ledger.trained_ahead(step)
+        chosen = [task for task in tasks if task.id not in trained_ahead]
+        taken = trained_ahead | {task.id for task in tasks}
         known = {task.id: task for task in order.tasks}
         untrained_tasks = [known[name] for name in self.algorithm_state.untrained_tasks if name in known]
-        for _ in range(len(tasks) - len(found)):
+        for _ in range(len(tasks) - len(chosen)):
             one = next((task for task in (*untrained_tasks, *order.tasks) if task.id not in taken), None)
             if one is None:
                 break
-            found.append(one)
+            chosen.append(one)
             taken.add(one.id)
             if one in untrained_tasks:
                 untrained_tasks.remove(one)
-                left = tuple(task.id for task in untrained_tasks)
-                self.algorithm_state = replace(self.algorithm_state, untrained_tasks=left)
-        return found
+                remaining = tuple(task.id for task in untrained_tasks)
+                self.algorithm_state = replace(self.algorithm_state, untrained_tasks=remaining)
+        return chosen
 
     @property
     def _budget_is_spent(self) -> bool:
         return self.partial is not None and self.partial.is_spent
 
-    def _warn_short_batch(self, step: int, found: int, wanted: int) -> None:
-        """Log once per run that the rounds were used up before the batch was full."""
+    def _warn_short_batch(self, step: int, num_groups: int, target: int) -> None:
+        """Log once per run that all rounds were used before the batch was full."""
         rounds = self.algorithm.max_resample_rounds
-        if rounds and found < wanted and not self._warned_short:
+        if rounds and num_groups < target and not self._warned_short:
             self._warned_short = True
             log.warning(
                 "Step %d trains on %d of %d groups: all %d algorithm.max_resample_rounds were used. "
                 "Logged once per run; see groups/zero_variance for every step.",
-                *(step, found, wanted, rounds),
+                *(step, num_groups, target, rounds),
             )
 
     def choose_tasks(self, step: int, order: TaskSequence, wanted: int, taken: set[str]) -> Sequence[Task]:
@@ -225,7 +225,7 @@ class RolloutCollector:
 
     @property
     def overlong_limit(self) -> int:
-        """Return `overlong_limit` of this run."""
+        """Return the longest episode for soft overlong punishment, in tokens."""
         return overlong_limit(self.session.config, self.algorithm)
 
     def requests(self, step: int, task: Task, spare: int = 0) -> list[RolloutRequest]:
@@ -237,10 +237,10 @@ class RolloutCollector:
 
     def _make_scheduler(self, rollout: RolloutConfig, plan: SamplingPlan, ledger: Ledger) -> Scheduler:
         """Return a scheduler in this process or on remote workers, which do not run in lockstep."""
-        here = session_scheduler(self.session, self.engine, plan, ledger, rollout)
+        in_process = session_scheduler(self.session, self.engine, plan, ledger, rollout)
         if self.remote is None:
-            return here
-        return replace(here, lockstep=None, remote=self.remote.attempts(plan))
+            return in_process
+        return replace(in_process, lockstep=None, remote=self.remote.attempts(plan))
 
     async def make_samples(
         self, step: int, groups: Sequence[Sequence[Episode]], first_group: int = 0
@@ -260,16 +260,16 @@ class RolloutCollector:
         errors = list[WorldError]()
 
         async def complete(episode: Episode) -> Episode:
-            if episode.key in self._added and not is_expert(episode):
+            if episode.key in self._with_parts and not is_expert(episode):
                 return episode
             return await self._with_extra_parts(episode, errors.append)
 
-        found = await asyncio.gather(*(asyncio.gather(*map(complete, group)) for group in groups))
-        most = self.session.config.rollout.max_failure_rate * sum(map(len, groups))
-        if len(errors) > most + 1e-9:
+        completed = await asyncio.gather(*(asyncio.gather(*map(complete, group)) for group in groups))
+        max_failed = self.session.config.rollout.max_failure_rate * sum(map(len, groups))
+        if len(errors) > max_failed + 1e-9:
             raise errors[0]
-        self._added.difference_update(episode.key for episode in chain(*groups))
-        return found
+        self._with_parts.difference_update(episode.key for episode in chain(*groups))
+        return completed
 
     async def add_extra_parts(self, episode: Episode, budget: FailureBudget) -> Episode:
         """Add the extra reward parts to a streamed episode, so that `make_samples` does not add them again.
@@ -280,35 +280,35 @@ class RolloutCollector:
         if episode.trajectory.failure is not None:
             return episode
         try:
-            found = await self._with_extra_parts(episode, errors.append)
+            scored = await self._with_extra_parts(episode, errors.append)
         except asyncio.CancelledError:
             self.ledger.finish(episode.key, RolloutOutcome.DROPPED, CANCELLED)
             raise
         for error in errors:
             budget.add(error, self.session.config.rollout.max_failure_rate)
         if not errors:
-            self._added.add(found.key)
-        return found
+            self._with_parts.add(scored.key)
+        return scored
 
     async def _with_extra_parts(self, episode: Episode, on_error: Callable[[WorldError], None]) -> Episode:
         """Return the episode with the extra reward parts; a failure is recorded in the ledger."""
         if self.reward_mixer is None or not self.reward_mixer.adds:
             return episode
-        found = await add_extra_parts(self.session.scoring, self.session.world, episode, on_error)
-        failure = found.trajectory.failure
-        if failure is not None and episode.trajectory.failure is None and not is_expert(found):
-            self.ledger.finish(found.key, RolloutOutcome.FAILED, failure.part)
+        scored = await add_extra_parts(self.session.scoring, self.session.world, episode, on_error)
+        failure = scored.trajectory.failure
+        if failure is not None and episode.trajectory.failure is None and not is_expert(scored):
+            self.ledger.finish(scored.key, RolloutOutcome.FAILED, failure.part)
             if failure.part == RewardFault.part:  # timed out, or its process has exited
-                self.ledger.note_clock_limit(found.key.step)
-        return found
+                self.ledger.note_clock_limit(scored.key.step)
+        return scored
 
     def normalize_batch(self, samples: list[TrainingSample]) -> list[TrainingSample]:
         """Normalize the rewards over the batch if `rewards.normalise_over` is "batch"."""
         if self.reward_mixer is None or self.reward_mixer.settings.normalise_over != "batch":
             return samples
         episodes = self.reward_mixer.over_batch([sample.episode for sample in samples])
-        found = [replace(c, episode=one) for c, one in zip(samples, episodes, strict=True)]
-        return compared_again(found, self.algorithm, self.overlong_limit)
+        updated = [replace(c, episode=one) for c, one in zip(samples, episodes, strict=True)]
+        return compared_again(updated, self.algorithm, self.overlong_limit)
 
     def apply_batch_filters(self, samples: list[TrainingSample]) -> list[TrainingSample]:
         """Apply the filters and state updates that need all groups of a step."""
@@ -330,9 +330,9 @@ class RolloutCollector:
         """Run an evaluation with the engine's current weights."""
         session, sampling = self.session, SamplingPlan("evaluate", plan.temperature, plan.seed)
         scheduler = self._make_scheduler(session.config.rollout, sampling, Ledger())
-        if self.partial is not None and (room := max_sessions(session.world)) is not None:
-            left = min(scheduler.limits.concurrency, room - self.partial.num_open)
-            scheduler = replace(scheduler, limits=replace(scheduler.limits, concurrency=left))
+        if self.partial is not None and (max_open := max_sessions(session.world)) is not None:
+            concurrency = min(scheduler.limits.concurrency, max_open - self.partial.num_open)
+            scheduler = replace(scheduler, limits=replace(scheduler.limits, concurrency=concurrency))
         tasks = session.world.tasks(plan.split)
         name = f"step {plan.step}: evaluation episodes, {plan.split}"
         self.reporter.phase(name, plan.episodes_of(tasks), self.engine)
@@ -352,7 +352,7 @@ def max_sessions(world: World) -> int | None:
 
 
 def max_waits_of(config: Config) -> int:
-    """Return how many extra steps an episode may wait under `staleness.max_staleness`."""
+    """Return the number of extra steps that `staleness.max_staleness` allows an episode."""
     return config.staleness.max_staleness - (config.training.one_step_behind)
 
 

@@ -67,10 +67,10 @@ class Estimates(NamedTuple):
         def spread(rows: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
             if rows is None:
                 return None
-            return [row[list(path.places)] for row, own in zip(rows, split, strict=True) for path in own]
+            return [row[list(path.places)] for row, paths in zip(rows, split, strict=True) for path in paths]
 
         *per_token, bootstrap = self
-        of_paths = None if bootstrap is None else [value[None] for own in bootstrap for value in own]
+        of_paths = None if bootstrap is None else [value[None] for paths in bootstrap for value in paths]
         return Estimates._make([*map(spread, per_token), of_paths])
 
 
@@ -108,7 +108,7 @@ def role_tables(tasks: Sequence[Task]) -> tuple[Tensor, Tensor]:
 
 
 EXPERT = "expert"
-"""Agent name of segments that the policy did not sample."""
+"""Agent name of segments not sampled by the policy."""
 CUT_OFF = frozenset({StopReason.TRUNCATED, StopReason.MAX_TOKENS})
 """Stop reasons caused by a token limit, as used by the overlong filter."""
 BASELINE = "baseline"
@@ -120,7 +120,7 @@ class TrainingSample:
     """Outcome of one episode and its training targets.
 
     `advantages` has one value per action token; None if the episode was not compared with its group. `trains`
-    masks action tokens (None: all train). `values` and `targets`, per action token, are the critic's;
+    masks action tokens (None: all train). `values` and `targets` are the critic's, per action token;
     `reference` holds reference log-probabilities for a process reward model. `group` numbers the groups of a
     step. `baseline` replaces the group as the baseline of the reward. `replayed`: already trained in an
     earlier step.
@@ -140,7 +140,7 @@ class TrainingSample:
 
     @property
     def expert(self) -> bool:
-        """Whether an expert produced it; experts are excluded from ledger and episode metrics."""
+        """Whether this is an expert's episode, excluded from ledger and episode metrics."""
         return is_expert(self.episode)
 
     def masked(self, keep: Sequence[bool]) -> TrainingSample:
@@ -174,7 +174,7 @@ class TrainingSample:
 
 
 def is_expert(episode: Episode) -> bool:
-    """Return whether an expert produced the episode."""
+    """Return whether this is an expert's episode."""
     return any(segment.agent == EXPERT for segment in episode.trajectory.segments)
 
 
@@ -184,29 +184,29 @@ def assign_credit(
     """Return one training sample per episode, in order; groups are numbered from `first_group`.
 
     A group with a failed member is dropped as a whole. A greedy episode is its group's baseline and never
-    trains. Group statistics cover all members, batch statistics only trained ones; filtered samples keep
-    their advantage on record. `max_length` is the longest episode for soft overlong punishment (0: off), in
+    trained. Group statistics cover all members, batch statistics only trained ones; filtered samples retain
+    their advantage. `max_length` is the longest episode for soft overlong punishment (0: off), in
     tokens of `algorithm.overlong_measure`. Raises LearnerError if a reward or log-probability is not finite,
     or the advantage does not support a reward.
     """
     samples: list[TrainingSample] = []
     compared: list[TrainingSample] = []
-    for place, group in enumerate(groups, start=first_group):
+    for number, group in enumerate(groups, start=first_group):
         if any(episode.trajectory.failure for episode in group):
-            samples += [_dropped_sample(episode, place) for episode in group]
+            samples += [_dropped_sample(episode, number) for episode in group]
         else:
             check_trajectories([episode.trajectory for episode in group])
             if algorithm.advantage_spec.has(Need.BINARY_REWARDS):
                 _check_binary([episode.trajectory for episode in group], algorithm)
-            samples += [TrainingSample(one, RolloutOutcome.MASKED, BASELINE, place) for one in group if one.greedy]
-            compared += _members(group, algorithm, max_length, place)
+            samples += [TrainingSample(one, RolloutOutcome.MASKED, BASELINE, number) for one in group if one.greedy]
+            compared += _members(group, algorithm, max_length, number)
     return samples + _compare(compared, algorithm, max_length)
 
 
 def compared_again(samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
-    """Recompute the samples of a batch whose rewards have changed since `assign_credit`.
+    """Recompute samples after their rewards changed.
 
-    Baselines, filters and advantages are recomputed; groups keep their numbers.
+    Recomputes baselines, filters and advantages; group numbers do not change.
     """
     greedy = {
         c.group: c.episode.trajectory.reward + _punishment(c.episode.trajectory, algorithm, max_length)
@@ -214,17 +214,17 @@ def compared_again(samples: Sequence[TrainingSample], algorithm: Algorithm, max_
         if c.reason == BASELINE
     }
     compared = [replace(c, baseline=greedy.get(c.group, c.baseline)) for c in samples if c.advantages is not None]
-    following = iter(_compare(compared, algorithm, max_length))
-    return [sample if sample.advantages is None else next(following) for sample in samples]
+    recomputed = iter(_compare(compared, algorithm, max_length))
+    return [sample if sample.advantages is None else next(recomputed) for sample in samples]
 
 
-def _members(group: Sequence[Episode], algorithm: Algorithm, max_length: int, place: int) -> list[TrainingSample]:
+def _members(group: Sequence[Episode], algorithm: Algorithm, max_length: int, number: int) -> list[TrainingSample]:
     greedy = next((episode.trajectory for episode in group if episode.greedy), None)
     baseline = None if greedy is None else greedy.reward + _punishment(greedy, algorithm, max_length)
     if algorithm.advantage_spec.has(Need.ROLE_BASELINES):
         baseline = 0.0  # until the role averages are computed over the whole step
     return [
-        TrainingSample(episode, RolloutOutcome.TRAINED, "trained", place, baseline=baseline)
+        TrainingSample(episode, RolloutOutcome.TRAINED, "trained", number, baseline=baseline)
         for episode in group
         if not episode.greedy
     ]
@@ -232,15 +232,15 @@ def _members(group: Sequence[Episode], algorithm: Algorithm, max_length: int, pl
 
 def varies(group: Sequence[Episode], algorithm: Algorithm) -> bool:
     """Return whether the advantage distinguishes the members of a complete group, as in `varied_groups`."""
-    plain = replace(algorithm, overlong_buffer=0.0)
-    return any(varied_groups(_members(group, plain, 0, 0), plain).values())
+    unpunished = replace(algorithm, overlong_buffer=0.0)
+    return any(varied_groups(_members(group, unpunished, 0, 0), unpunished).values())
 
 
 def _check_binary(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> None:
     for one in trajectories:
-        if odd := [reward for reward in one.row_rewards if reward not in (0.0, 1.0)]:
+        if invalid := [reward for reward in one.row_rewards if reward not in (0.0, 1.0)]:
             raise LearnerError(
-                f"The reward of {one.name} is {odd[0]:g}, but the advantage {algorithm.advantage} needs 0 or 1.",
+                f"The reward of {one.name} is {invalid[0]:g}, but the advantage {algorithm.advantage} needs 0 or 1.",
                 "Use another advantage or a binary outcome.",
             )
 
@@ -277,38 +277,38 @@ def _critic_algorithm(algorithm: Algorithm) -> Algorithm:
 
     A KL in the reward is part of the targets; a KL in the advantage and GTPO's conflict weights are not.
     """
-    own = algorithm.options.advantage | {"whiten": 0.0}
+    options = algorithm.options.advantage | {"whiten": 0.0}
     spec = algorithm.advantage_spec
     if "lam_critic" in spec.options:
-        own |= {"lam": algorithm.number("advantage", "lam_critic")}
+        options |= {"lam": algorithm.number("advantage", "lam_critic")}
     if spec.critic_targets:
         algorithm = replace(algorithm, advantage=spec.critic_targets)
     if algorithm.kl_placement == "advantage":
         algorithm = replace(algorithm, kl_coef=0.0)
-    return replace(algorithm.without_token_weights(), options=replace(algorithm.options, advantage=own))
+    return replace(algorithm.without_token_weights(), options=replace(algorithm.options, advantage=options))
 
 
-def _dropped_sample(episode: Episode, place: int) -> TrainingSample:
+def _dropped_sample(episode: Episode, number: int) -> TrainingSample:
     if (failure := episode.trajectory.failure) is not None:
-        return TrainingSample(episode, RolloutOutcome.FAILED, failure.part, place)
-    return TrainingSample(episode, RolloutOutcome.DROPPED, "partial_group", place)
+        return TrainingSample(episode, RolloutOutcome.FAILED, failure.part, number)
+    return TrainingSample(episode, RolloutOutcome.DROPPED, "partial_group", number)
 
 
 def _compare(samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
     if not samples:
         return []
-    kept = varied_groups(samples, algorithm)
-    found = []
+    varied = varied_groups(samples, algorithm)
+    updated = []
     for sample in samples:
-        ends = [one.stop_reason in CUT_OFF for one in sample.episode.trajectory.attempts()]
-        whole = overlong_mask(truncated=ends)
-        outcome, reason = _training_status(sample.episode, kept[sample.group], bool(whole.any()), algorithm)
-        found.append(replace(sample, outcome=outcome, reason=reason))
-        if algorithm.overlong_mask and whole.any() and not whole.all():
-            trains = where_any(sample.episode.trajectory.paths(), whole.tolist())
-            found[-1] = replace(found[-1], trains=trains)
-    advantages = _advantages(found, algorithm, max_length)
-    return [replace(sample, advantages=a) for sample, a in zip(found, advantages, strict=True)]
+        ends = [end.stop_reason in CUT_OFF for end in sample.episode.trajectory.attempts()]
+        complete = overlong_mask(truncated=ends)
+        outcome, reason = _training_status(sample.episode, varied[sample.group], bool(complete.any()), algorithm)
+        updated.append(replace(sample, outcome=outcome, reason=reason))
+        if algorithm.overlong_mask and complete.any() and not complete.all():
+            trains = where_any(sample.episode.trajectory.paths(), complete.tolist())
+            updated[-1] = replace(updated[-1], trains=trains)
+    advantages = _advantages(updated, algorithm, max_length)
+    return [replace(sample, advantages=a) for sample, a in zip(updated, advantages, strict=True)]
 
 
 def compared_rewards(samples: Sequence[TrainingSample], algorithm: Algorithm) -> tuple[Tensor, list[int]]:
@@ -317,30 +317,30 @@ def compared_rewards(samples: Sequence[TrainingSample], algorithm: Algorithm) ->
     Column 0 is the reward; other columns are turn rewards, if the advantage uses them. Length punishment is
     excluded, since DAPO's dynamic sampling is based on correctness.
     """
-    chains = [(path.trajectory, sample.group) for sample in samples for path in sample.episode.trajectory.paths()]
+    paths = [(path.trajectory, sample.group) for sample in samples for path in sample.episode.trajectory.paths()]
     reads_turns = algorithm.advantage_spec.has(Need.OPTIONAL_TURN_REWARDS)
-    turns = [list(t.turn_rewards[: t.num_turns]) if reads_turns else [] for t, _ in chains]
-    most = max(map(len, turns), default=0)
-    rows = [[t.reward, *own, *[0.0] * (most - len(own))] for (t, _), own in zip(chains, turns, strict=True)]
-    return torch.tensor(rows, dtype=torch.float64), [group for _, group in chains]
+    turns = [list(t.turn_rewards[: t.num_turns]) if reads_turns else [] for t, _ in paths]
+    width = max(map(len, turns), default=0)
+    rows = [[t.reward, *values, *[0.0] * (width - len(values))] for (t, _), values in zip(paths, turns, strict=True)]
+    return torch.tensor(rows, dtype=torch.float64), [group for _, group in paths]
 
 
 def varied_groups(samples: Sequence[TrainingSample], algorithm: Algorithm) -> dict[int, bool]:
     """Return whether the advantage distinguishes each group's members, by group number.
 
-    Rewards count if they differ as the advantage reads them; for advantages with other inputs, a nonzero
+    Compares the rewards that the advantage uses; for advantages with other inputs, a nonzero
     advantage also counts.
     """
     table, index = compared_rewards(samples, algorithm)
-    wider = algorithm.advantage_spec.has(Need.ADVANTAGE_OF_EQUAL_REWARDS)
-    varied = zero_variance(rewards=table[:, 0] if wider else table, group=index).tolist()
-    found = dict(zip(index, varied, strict=True))
-    if wider:
-        plain = replace(algorithm.without_token_weights(), kl_coef=0.0, overlong_buffer=0.0)
-        rows = _advantages(samples, plain, 0)
+    by_advantage = algorithm.advantage_spec.has(Need.ADVANTAGE_OF_EQUAL_REWARDS)
+    varied = zero_variance(rewards=table[:, 0] if by_advantage else table, group=index).tolist()
+    by_group = dict(zip(index, varied, strict=True))
+    if by_advantage:
+        unpenalised = replace(algorithm.without_token_weights(), kl_coef=0.0, overlong_buffer=0.0)
+        rows = _advantages(samples, unpenalised, 0)
         for sample, row in zip(samples, rows, strict=True):
-            found[sample.group] |= any(row)
-    return found
+            by_group[sample.group] |= any(row)
+    return by_group
 
 
 def equal_groups(samples: Sequence[TrainingSample], algorithm: Algorithm) -> dict[int, bool]:
@@ -365,28 +365,28 @@ def _advantages(
 ) -> list[tuple[float, ...]]:
     """Return one value per action token of each trajectory.
 
-    Paths of a tree are compared as separate attempts; a token gets the mean over its paths.
+    Paths of a tree are compared as separate attempts; a token's value is the mean over its paths.
     """
     split = [sample.episode.trajectory.paths() for sample in samples]
-    if all(len(own) == 1 for own in split):
+    if all(len(paths) == 1 for paths in split):
         return _chain_advantages(samples, algorithm, max_length, estimates, split)
-    chains = [_path_sample(sample, path) for sample, own in zip(samples, split, strict=True) for path in own]
-    found = iter(_chain_advantages(chains, algorithm, max_length, estimates.along(split), split))
-    return [_mean_of_paths(own, [next(found) for _ in own]) for own in split]
+    attempts = [_path_sample(sample, path) for sample, paths in zip(samples, split, strict=True) for path in paths]
+    values = iter(_chain_advantages(attempts, algorithm, max_length, estimates.along(split), split))
+    return [_mean_of_paths(paths, [next(values) for _ in paths]) for paths in split]
 
 
 def _path_sample(sample: TrainingSample, path: Path) -> TrainingSample:
-    trains = None if sample.trains is None else tuple(sample.trains[place] for place in path.places)
+    trains = None if sample.trains is None else tuple(sample.trains[position] for position in path.places)
     episode = replace(sample.episode, trajectory=path.trajectory)
     return replace(sample, episode=episode, trains=trains)
 
 
-def _mean_of_paths(own: Sequence[Path], values: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    through: dict[int, list[float]] = {}
-    for path, row in zip(own, values, strict=True):
-        for place, value in zip(path.places, row, strict=True):
-            through.setdefault(place, []).append(value)
-    return tuple(math.fsum(through[place]) / len(through[place]) for place in sorted(through))
+def _mean_of_paths(paths: Sequence[Path], values: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    by_position: dict[int, list[float]] = {}
+    for path, row in zip(paths, values, strict=True):
+        for position, value in zip(path.places, row, strict=True):
+            by_position.setdefault(position, []).append(value)
+    return tuple(math.fsum(by_position[position]) / len(by_position[position]) for position in sorted(by_position))
 
 
 def _chain_advantages(
@@ -406,13 +406,13 @@ def _chain_advantages(
     token_level = algorithm.advantage_spec.has(Need.TOKEN_KL)
     if penalty is not None and algorithm.kl_placement == "reward" and not token_level:
         rewards = penalised_rewards(rewards=rewards, kl=penalty, mask=outcomes.mask, coef=algorithm.kl_coef)
-    given = replace(outcomes, rewards=rewards)
+    inputs = replace(outcomes, rewards=rewards)
     if algorithm.kl_placement != "reward":
-        given = replace(given, kl=None)
-    found = algorithm.compute("advantage", given)
+        inputs = replace(inputs, kl=None)
+    advantages = algorithm.compute("advantage", inputs)
     if penalty is not None and algorithm.kl_placement == "advantage":
-        found = penalised_advantages(
-            advantages=found,
+        advantages = penalised_advantages(
+            advantages=advantages,
             kl=penalty,
             mask=outcomes.mask,
             coef=algorithm.kl_coef,
@@ -420,9 +420,9 @@ def _chain_advantages(
             trains=outcomes.trains,
         )
     if algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
-        weights = _conflict_token_weights(samples, outcomes, found, algorithm)
-        found = weights * (found - _entropy_penalty(estimates, outcomes.mask, algorithm))
-    rows = found.tolist()
+        weights = _conflict_token_weights(samples, outcomes, advantages, algorithm)
+        advantages = weights * (advantages - _entropy_penalty(estimates, outcomes.mask, algorithm))
+    rows = advantages.tolist()
     return [tuple(row[:n]) for row, n in zip(rows, outcomes.mask.sum(1).tolist(), strict=True)]
 
 
@@ -443,7 +443,7 @@ def _make_outcomes(samples: Sequence[TrainingSample], estimates: Estimates) -> O
     lengths = torch.tensor([t.num_action_tokens for t in trajectories])
     width = max(1, int(lengths.max()))
     turns = [turns_of_actions(t) for t in trajectories]
-    most = max((max(row, default=0) + 1 for row in turns), default=1)
+    num_turns = max((max(row, default=0) + 1 for row in turns), default=1)
     proposer, proposals = role_tables([sample.episode.task for sample in samples])
     mask = torch.arange(width)[None, :] < lengths[:, None]
     return Outcomes(
@@ -452,7 +452,7 @@ def _make_outcomes(samples: Sequence[TrainingSample], estimates: Estimates) -> O
         mask=mask,
         trains=_training_tokens(samples, mask),
         turn=pad_table(turns, torch.int64, width),
-        turn_rewards=pad_table([t.turn_rewards[:most] for t in trajectories], torch.float64, most),
+        turn_rewards=pad_table([t.turn_rewards[:num_turns] for t in trajectories], torch.float64, num_turns),
         kl=_table(estimates.kl, width),
         values=_table(estimates.values, width),
         bootstrap_values=None if estimates.bootstrap is None else torch.cat(list(estimates.bootstrap)),
@@ -463,21 +463,21 @@ def _make_outcomes(samples: Sequence[TrainingSample], estimates: Estimates) -> O
         behavior_logprobs=_behavior(samples, estimates.old_logprobs, width),
         sum_pi_squared=_table(estimates.sum_pi_squared, width),
         baselines=_baselines(samples),
-        anchors=_anchors(trajectories, most),
+        anchors=_anchors(trajectories, num_turns),
         proposer=proposer,
         proposals=proposals,
     )
 
 
 def _training_tokens(samples: Sequence[TrainingSample], mask: Tensor) -> Tensor | None:
-    """Return which action tokens in `mask` [N, L] train, or None if none does."""
-    found = mask.clone()
+    """Return the mask of trained action tokens in `mask` [N, L], or None if it is empty."""
+    tokens = mask.clone()
     for i, sample in enumerate(samples):
         if sample.outcome is not RolloutOutcome.TRAINED:
-            found[i] = False
+            tokens[i] = False
         elif sample.trains is not None:
-            found[i, : len(sample.trains)] &= torch.tensor(sample.trains, dtype=torch.bool)
-    return found if found.any() else None
+            tokens[i, : len(sample.trains)] &= torch.tensor(sample.trains, dtype=torch.bool)
+    return tokens if tokens.any() else None
 
 
 def _behavior(samples: Sequence[TrainingSample], old: Sequence[Tensor] | None, width: int) -> Tensor | None:
@@ -485,9 +485,9 @@ def _behavior(samples: Sequence[TrainingSample], old: Sequence[Tensor] | None, w
     if old is None:
         return None
     actions = [new_actions(sample.episode.trajectory) for sample in samples]
-    recorded = [torch.tensor([lp for one in own for lp in one.logprobs], dtype=torch.float64) for own in actions]
-    found = [row if sample.expert else mine for sample, row, mine in zip(samples, old, recorded, strict=True)]
-    return _table(found, width)
+    recorded = [torch.tensor([lp for seg in row for lp in seg.logprobs], dtype=torch.float64) for row in actions]
+    rows = [row if sample.expert else engine for sample, row, engine in zip(samples, old, recorded, strict=True)]
+    return _table(rows, width)
 
 
 def _anchors(trajectories: Sequence[Trajectory], width: int) -> Tensor:
@@ -504,8 +504,8 @@ def _anchors(trajectories: Sequence[Trajectory], width: int) -> Tensor:
 
 
 def _baselines(samples: Sequence[TrainingSample]) -> Tensor | None:
-    found = [sample.baseline for sample in samples if sample.baseline is not None]
-    return torch.tensor(found, dtype=torch.float64) if len(found) == len(samples) else None
+    baselines = [sample.baseline for sample in samples if sample.baseline is not None]
+    return torch.tensor(baselines, dtype=torch.float64) if len(baselines) == len(samples) else None
 
 
 def _table(values: Sequence[Tensor] | None, width: int) -> Tensor | None:
@@ -513,7 +513,7 @@ def _table(values: Sequence[Tensor] | None, width: int) -> Tensor | None:
 
 
 def turns_of_actions(trajectory: Trajectory) -> list[int]:
-    """Return the turn of each action token, counted from 0 without gaps."""
+    """Return the turn index of each action token; turns are numbered consecutively from 0."""
     of_actions = list(compress(trajectory.turn_index, trajectory.action_mask))
     numbers = {turn: number for number, turn in enumerate(dict.fromkeys(of_actions))}
     return [numbers[turn] for turn in of_actions]
@@ -564,15 +564,15 @@ def training_rows(
 
     Without `rewards` the weighted sum is used. With `transitions` each turn is a row.
     """
-    found = []
+    rows = []
     for sample in samples:
         if sample.outcome is RolloutOutcome.TRAINED:
-            one = sample.episode.trajectory
-            row = row_of_trajectory(one, sample.advantages or (), mask_observations=mask_observations)
+            trajectory = sample.episode.trajectory
+            row = row_of_trajectory(trajectory, sample.advantages or (), mask_observations=mask_observations)
             row = apply_mask(row, sample.trains)
-            parts = [one.rewards.get(reward.name, 0.0) for reward in rewards if reward.outcome]
+            parts = [trajectory.rewards.get(reward.name, 0.0) for reward in rewards if reward.outcome]
             sampled = (False,) * len(row.tokens) if sample.expert else row.sampled
-            positive = max(parts, default=one.reward) > 0
+            positive = max(parts, default=trajectory.reward) > 0
             row = replace(row, sampled=sampled, positive=positive, expert=sample.expert)
-            found += transitions_of(row, one) if transitions else [row]
-    return found
+            rows += transitions_of(row, trajectory) if transitions else [row]
+    return rows

@@ -30,7 +30,7 @@ from ludus.training.credit.advantages import assign_credit, turns_of_actions
 from ludus.types import ToolOutcome, ToolStatus, Trajectory
 
 LENGTH_PART = "length"
-"""Recorded part: the length penalty or factor."""
+"""Reward part: the length penalty or factor."""
 NO_CALL = "answer"
 _SAFE = 0.9
 """Largest sum of calibrated turn rewards, as a fraction of the outcome."""
@@ -61,10 +61,10 @@ def _padded(values: Sequence[float], length: int) -> list[float]:
 def with_turn_rewards(trajectory: Trajectory, rewards: Mapping[str, float], weight: float = 0.0) -> Trajectory:
     """Return the trajectory with event rewards and `weight` times progress added to `turn_rewards`."""
     events, before = events_of(trajectory), trajectory.turn_rewards
-    most = max(len(events), len(before))
-    own = _padded([rewards.get(event, 0.0) for event in events], most)
-    progress = _padded(trajectory.turn_progress, most)
-    rows = zip(_padded(before, most), own, progress, strict=False)
+    width = max(len(events), len(before))
+    event_rewards = _padded([rewards.get(event, 0.0) for event in events], width)
+    progress = _padded(trajectory.turn_progress, width)
+    rows = zip(_padded(before, width), event_rewards, progress, strict=False)
     return replace(trajectory, turn_rewards=tuple(a + b + weight * share for a, b, share in rows))
 
 
@@ -77,35 +77,35 @@ def with_length(
     lengths = torch.tensor([t.num_action_tokens for t in trajectories])
     if settings.kind == "linear":
         part = length_linear(lengths=lengths, target=settings.target, lam=settings.lam, cap=settings.cap)
-        found = rewards + part
+        shaped = rewards + part
     else:
         ones = torch.ones_like(rewards)
         part = length_sigmoid(
             rewards=ones, lengths=lengths, target=settings.target, tau=settings.tau, floor=settings.floor
         )
-        found = torch.where(rewards > 0, rewards * part, rewards)
-    named = [
+        shaped = torch.where(rewards > 0, rewards * part, rewards)
+    recorded = [
         replace(t, rewards={**t.rewards, LENGTH_PART: value})
         for t, value in zip(trajectories, part.tolist(), strict=True)
     ]
-    return named, found
+    return recorded, shaped
 
 
 def shaping_ranges(settings: RewardsConfig, max_turns: int, outcome: float) -> list[ShapingRange]:
-    """Return the ranges of both terms if the outcomes are worth `outcome` in total."""
-    found = []
+    """Return the ranges of both terms; `outcome` is the maximum total outcome."""
+    ranges = []
     if settings.length.kind == "linear":
-        found.append(ShapingRange(LENGTH_PART, -settings.length.cap, 0.0))
+        ranges.append(ShapingRange(LENGTH_PART, -settings.length.cap, 0.0))
     values = [0.0, *settings.turns.values()]
     if settings.turns:
-        found.append(ShapingRange("turns", max_turns * min(values), max_turns * max(values)))
+        ranges.append(ShapingRange("turns", max_turns * min(values), max_turns * max(values)))
     if settings.turn_verifier_weight:
         weight = settings.turn_verifier_weight
-        found.append(ShapingRange("rewards.turn_verifier_weight", 0.0, weight))
+        ranges.append(ShapingRange("rewards.turn_verifier_weight", 0.0, weight))
     if settings.length.kind == "sigmoid":
         floor = settings.length.floor
-        found.append(ShapingRange(f"rewards.{LENGTH_PART}", (floor - 1) * outcome, 0.0, floor))
-    return found
+        ranges.append(ShapingRange(f"rewards.{LENGTH_PART}", (floor - 1) * outcome, 0.0, floor))
+    return ranges
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +134,16 @@ def calibrate(
     `outcome` is the reward of a success. Needs at least one attempt.
     """
     events = [events_of(trajectory) for trajectory, _ in attempts]
-    counts = dict(sorted(Counter(event for own in events for event in own).items()))
+    counts = dict(sorted(Counter(event for row in events for event in row).items()))
     numbers = {event: number for number, event in enumerate(counts)}
     width = max(map(len, events)) or 1
-    tiers = pad_table([[numbers[event] for event in own] for own in events], torch.int64, width, fill=-1)
-    won = torch.tensor([float(success) for _, success in attempts])
-    whole = calibrate_tiers(tiers=tiers, success=won, num_tiers=len(counts), threshold=threshold)
-    values = [0.0, *whole.reward.tolist()]
+    tiers = pad_table([[numbers[event] for event in row] for row in events], torch.int64, width, fill=-1)
+    successes = torch.tensor([float(success) for _, success in attempts])
+    calibration = calibrate_tiers(tiers=tiers, success=successes, num_tiers=len(counts), threshold=threshold)
+    values = [0.0, *calibration.reward.tolist()]
     spread = max_turns * (max(values) - min(values))
     scale = min(1.0, _SAFE * outcome / spread) if spread else 1.0
-    return EventRewards(counts, replace(whole, reward=whole.reward * scale), scale)
+    return EventRewards(counts, replace(calibration, reward=calibration.reward * scale), scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,27 +176,27 @@ def measure(groups: Sequence[Sequence[Episode]], rewards: Mapping[str, float], a
     if not samples:
         return Alignment(rewards, {})
     trajectories = [sample.episode.trajectory for sample in samples]
-    own = [events_of(trajectory) for trajectory in trajectories]
-    names = sorted({event for events in own for event in events})
+    sequences = [events_of(trajectory) for trajectory in trajectories]
+    names = sorted({event for events in sequences for event in events})
     advantages = pad_table([sample.advantages or () for sample in samples], torch.float64)
     turn = pad_table([turns_of_actions(trajectory) for trajectory in trajectories], torch.int64)
     lengths = torch.tensor([trajectory.num_action_tokens for trajectory in trajectories])
-    found = tier_advantages(
+    means = tier_advantages(
         advantages=advantages,
-        tiers=pad_table([[names.index(event) for event in events] for events in own], torch.int64, fill=-1),
+        tiers=pad_table([[names.index(event) for event in events] for events in sequences], torch.int64, fill=-1),
         turn=turn,
         mask=torch.arange(turn.shape[1])[None, :] < lengths[:, None],
         num_tiers=len(names),
     )
-    return Alignment(rewards, dict(zip(names, found.tolist(), strict=True)))
+    return Alignment(rewards, dict(zip(names, means.tolist(), strict=True)))
 
 
 def align(groups: Sequence[Sequence[Episode]], rewards: Mapping[str, float], algorithm: Algorithm) -> list[Alignment]:
     """Remove misaligned rewards repeatedly; return all rounds, the last of which is aligned."""
     rounds = [measure(groups, rewards, algorithm)]
     while rounds[-1].misaligned:
-        kept = {e: reward for e, reward in rounds[-1].rewards.items() if e not in rounds[-1].misaligned}
-        rounds.append(measure(groups, kept, algorithm))
+        remaining = {e: reward for e, reward in rounds[-1].rewards.items() if e not in rounds[-1].misaligned}
+        rounds.append(measure(groups, remaining, algorithm))
     return rounds
 
 

@@ -1,7 +1,7 @@
-"""Files of dialogues, labelled or not, of preference pairs and of rollouts: read for training, or checked.
+"""Read and check files of dialogues (labelled or not), preference pairs and rollouts.
 
 Formats: JSON lines (`.gz` if compressed), or a local folder of Hugging Face `datasets`, whose package comes with
-the extra `datasets`; see docs/use/data.md. A file holds records of one kind. Also the artifacts of a run
+the extra `datasets`; see docs/use/data.md. A file has records of one kind. Also the artifacts of a run
 folder: gzip-compressed JSON lines, one record per line.
 """
 
@@ -49,17 +49,17 @@ def read_rows(path: Path) -> Iterator[object]:
             "Install it: pip install 'ludus[datasets]', or use a file of JSON lines.",
         ) from error
     try:
-        found = load_from_disk(str(path))
+        dataset = load_from_disk(str(path))
     except (OSError, ValueError) as error:
         raise UserError(
             f"{path} is not a dataset: {str(error).splitlines()[0]}.",
-            "Give a folder that Dataset.save_to_disk wrote, or a file of JSON lines.",
+            "Pass a folder written by Dataset.save_to_disk, or a file of JSON lines.",
         ) from error
-    if isinstance(found, DatasetDict):
-        if "train" not in found:
-            raise UserError(f"{path} has no split train, but {', '.join(found)}.", "Give one split's folder.")
-        found = found["train"]
-    yield from found
+    if isinstance(dataset, DatasetDict):
+        if "train" not in dataset:
+            raise UserError(f"{path} has no split train, but {', '.join(dataset)}.", "Give one split's folder.")
+        dataset = dataset["train"]
+    yield from dataset
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, object]]) -> None:
@@ -154,7 +154,7 @@ class FileReport:
 
 
 def check_file(path: Path) -> FileReport:
-    """Read all records of a file. Raises UserError if there is no file or no record."""
+    """Read all records of a file. Raises UserError if the file is missing or empty."""
     kind: DataKind | None = None
     num_records = 0
     problems = []
@@ -169,7 +169,7 @@ def check_file(path: Path) -> FileReport:
         else:
             problems.append(FileProblem(line, f"it is a {own}, and the file began with a {kind}"))
     if not num_records and not problems:
-        raise UserError(f"{path} is empty.", "It needs one JSON object a line; docs/use/data.md has the formats.")
+        raise UserError(f"{path} is empty.", "It needs one JSON object per line; docs/use/data.md has the formats.")
     return FileReport(path, kind, num_records, tuple(problems))
 
 
@@ -203,7 +203,7 @@ def read_records(path: Path) -> list[Record]:
 
 
 def _first_kind(path: Path) -> DataKind:
-    return next((_kind(found) for _, found in _records(path) if not isinstance(found, FileProblem)), "dialogue")
+    return next((_kind(record) for _, record in _records(path) if not isinstance(record, FileProblem)), "dialogue")
 
 
 def _read_kind(path: Path, kind: DataKind) -> Iterator[Record]:
@@ -235,7 +235,7 @@ def _records(path: Path) -> Iterator[tuple[int, Record | FileProblem]]:
     """Yield the numbered records of a file, FileProblem for invalid ones."""
     for line, data in _lines(path):
         if data == b"[":  # otherwise each further line would be reported
-            yield line, FileProblem(line, "a list over several lines begins, and a record has one line")
+            yield line, FileProblem(line, "a list spans several lines, but each record must be one line")
             return
         try:
             yield line, parse_record(parse_json(data, "it") if isinstance(data, bytes) else data)
@@ -299,14 +299,14 @@ def _parse_dialogue(data: dict[str, object]) -> FileDialogue:
 
 
 def _parse_completion(data: dict[str, object]) -> FileDialogue:
-    """Parse TRL's unpaired format; text instead of messages is the user's or the assistant's."""
+    """Parse TRL's unpaired format; plain text becomes a user or assistant message."""
     if extra := sorted(data.keys() & {"chosen", "rejected"}):
         raise ValueError(f"it has {extra[0]} and completion, and is a pair or a labelled dialogue")
-    label, answer, asked = data.get("label"), data["completion"], data.get("prompt")
+    label, answer, prompt_text = data.get("label"), data["completion"], data.get("prompt")
     if not isinstance(label, bool):
         raise ValueError(f"label is {as_words(label)}, and must be true or false")
     tools = read_tools(data.get("tools"))
-    prompt = _prompt([{"role": "user", "content": asked}] if isinstance(asked, str) else asked)
+    prompt = _prompt([{"role": "user", "content": prompt_text}] if isinstance(prompt_text, str) else prompt_text)
     message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
     completion = _parse_side(message, "completion", prompt, tools)
     trains = [False] * len(prompt) + [message["role"] == "assistant" for message in completion]
@@ -331,7 +331,7 @@ def _parse_pair(data: dict[str, object]) -> FilePair:
     prompt = _prompt(data.get("prompt"))
     tools = read_tools(data.get("tools"))
     if prompt[-1]["role"] == "assistant":
-        raise ValueError("prompt ends with the assistant's message, which belongs into chosen and rejected")
+        raise ValueError("prompt ends with an assistant message, which belongs in chosen and rejected")
     chosen, rejected = (_parse_side(data.get(name), name, prompt, tools) for name in ("chosen", "rejected"))
     if chosen == rejected:
         raise ValueError("chosen and rejected are the same")
@@ -344,7 +344,7 @@ def _parse_side(data: object, name: str, prompt: tuple[Message, ...], tools: tup
     messages = read_messages(items, name)
     for i, trains in enumerate(read_train_flags(items, name)):
         if messages[i]["role"] == "assistant" and not trains:
-            raise ValueError(f"{name}[{i}].train is false, and what does not train belongs into the prompt")
+            raise ValueError(f"{name}[{i}].train is false, and untrained messages belong in the prompt")
     if not messages or messages[0]["role"] != "assistant":
         raise ValueError(f"{name} does not begin with an assistant message")
     check_turns((*prompt, *messages), tools, f"prompt + {name}")
@@ -365,8 +365,6 @@ def _lines(path: Path) -> Iterator[tuple[int, object]]:
     except FileNotFoundError:
         raise UserError(f"There is no file {path}.", "Check the path.") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(
-            f"{path} is damaged after line {number}: {error}.", "The lines before it can be read."
-        ) from error
+        raise UserError(f"{path} is damaged after line {number}: {error}.", "Earlier lines are readable.") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}.", "Check the path.") from error

@@ -1,6 +1,6 @@
-"""Read and validate messages and tools of data files; ValueError names the place and the fault.
+"""Read and validate messages and tools of data files; ValueError contains the location and the fault.
 
-None counts as missing, since tables with columns (Hugging Face datasets) cannot omit a key.
+None counts as missing, since columnar tables (Hugging Face datasets) cannot omit a key.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def read_messages(data: object, where: str) -> tuple[Message, ...]:
 
 
 def read_train_flags(data: object, where: str) -> tuple[bool, ...]:
-    """Return whether each message trains: assistant messages do unless their `train` is false."""
+    """Return whether each message is trained: assistant messages are unless `train` is false."""
     flags = []
     for i, item in enumerate(_list(data, where)):
         message = as_object(item, f"{where}[{i}]")
@@ -112,32 +112,32 @@ def _position_fault(messages: Sequence[Message], at: int) -> str:
 
 
 def _message(data: object, where: str) -> Message:
-    found = as_object(data, where)
-    if unknown := sorted(found.keys() - _KEYS):
+    fields = as_object(data, where)
+    if unknown := sorted(fields.keys() - _KEYS):
         raise ValueError(f"{where} has the unknown key {unknown[0]!r}")
     roles: tuple[Role, ...] = get_args(Role)
-    role = next((role for role in roles if role == found.get("role")), None)
+    role = next((role for role in roles if role == fields.get("role")), None)
     if role is None:
-        raise ValueError(f"{where}.role is {as_words(found.get('role'))}, and must be one of {', '.join(roles)}")
+        raise ValueError(f"{where}.role is {as_words(fields.get('role'))}, and must be one of {', '.join(roles)}")
     for key, owner in _KEY_ROLES.items():
-        if key in found and role != owner and found[key] not in ([], False):
+        if key in fields and role != owner and fields[key] not in ([], False):
             raise ValueError(f"{where}.{key} belongs to {owner} messages, and this one is of the {role}")
-    calls = _list(found.get("tool_calls", []), f"{where}.tool_calls")
-    if "content" not in found and not calls:
+    calls = _list(fields.get("tool_calls", []), f"{where}.tool_calls")
+    if "content" not in fields and not calls:
         raise ValueError(f"{where} has no content")
-    message = Message(role=role, content=as_text(found.get("content", ""), f"{where}.content"))
+    message = Message(role=role, content=as_text(fields.get("content", ""), f"{where}.content"))
     if calls:
         message["tool_calls"] = [_call(call, i, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     texts: tuple[Literal["reasoning_content", "tool_call_id", "name"], ...]
     texts = ("reasoning_content", "tool_call_id", "name")
     for key in texts:
-        if key in found and (key != "reasoning_content" or role == "assistant"):
-            message[key] = as_text(found[key], f"{where}.{key}")
+        if key in fields and (key != "reasoning_content" or role == "assistant"):
+            message[key] = as_text(fields[key], f"{where}.{key}")
     return message
 
 
 def _call(data: object, place: int, where: str) -> MessageToolCall:
-    """A call; its arguments may stand as an object or as JSON text of one."""
+    """Parse a tool call; its arguments are an object or its JSON text."""
     call = as_object(data, where)
     function = as_object(call.get("function"), f"{where}.function")
     name = as_text(function.get("name"), f"{where}.function.name")
@@ -155,16 +155,16 @@ def _call(data: object, place: int, where: str) -> MessageToolCall:
 def _tool(data: object, where: str) -> Tool:
     function = as_object(as_object(data, where).get("function"), f"{where}.function")
     name = as_text(function.get("name"), f"{where}.function.name")
-    about = as_text(function.get("description", ""), f"{where}.function.description")
+    description = as_text(function.get("description", ""), f"{where}.function.description")
     parameters = as_object(function.get("parameters", {}), f"{where}.function.parameters")
     _check_value(parameters, f"{where}.function.parameters")
-    schema = FunctionSchema(name=name, description=about, parameters=_without_none(parameters))
+    schema = FunctionSchema(name=name, description=description, parameters=_without_none(parameters))
     return described_tool(ToolSchema(type="function", function=schema))
 
 
 def _without_none(data: Mapping[str, object]) -> dict[str, object]:
-    kept = {key: value for key, value in data.items() if value is not None}
-    return {key: _without_none(value) if isinstance(value, dict) else value for key, value in kept.items()}
+    rest = {key: value for key, value in data.items() if value is not None}
+    return {key: _without_none(value) if isinstance(value, dict) else value for key, value in rest.items()}
 
 
 def _list(data: object, where: str) -> list[object]:
@@ -185,7 +185,7 @@ def _check_value(data: object, where: str, depth: int = 0) -> None:
 
 
 def as_words(data: object) -> str:
-    """Return a value as written in a message."""
+    """Format a value for an error message."""
     if data is None:
         return "missing"
     if isinstance(data, dict | list):

@@ -1,6 +1,6 @@
 """Sources of fine-tuning dialogues: the world, a file, or several of both, by weight and class.
 
-The sequence of dialogues depends on the settings and the seed alone, so that a resumed run draws the same ones.
+The sequence of dialogues depends only on the settings and the seed, so a resumed run draws the same ones.
 """
 
 from __future__ import annotations
@@ -59,18 +59,18 @@ class DialogueSource:
     def stream(self) -> Iterator[Labelled]:
         """Yield the dialogues in accepted classes endlessly, sampled by class weight."""
         classes, default = self.config.sft.classes, self.settings.data_class
-        most = max([*classes.values(), *([1.0] if len(classes) < len(DATA_CLASSES) else [])])
+        highest = max([*classes.values(), *([1.0] if len(classes) < len(DATA_CLASSES) else [])])
         rng = random.Random(f"classes:{self.config.run.seed}:{self.name}")
-        left_out = 0
+        skipped = 0
         for dialogue in self._read():
             data_class = class_of(dialogue) if dialogue.data_class or not default else default
-            share = classes.get(data_class, 1.0) / most
-            left_out = 0 if share else left_out + 1
-            if left_out == MAX_SKIPPED:
-                excluded = ", ".join(one for one, weight in classes.items() if not weight)
+            share = classes.get(data_class, 1.0) / highest
+            skipped = 0 if share else skipped + 1
+            if skipped == MAX_SKIPPED:
+                excluded = ", ".join(name for name, weight in classes.items() if not weight)
                 raise UserError(
                     f"{self.title} has {MAX_SKIPPED:,} dialogues in a row of classes that "
-                    f"sft.classes leaves out ({excluded}).",
+                    f"sft.classes excludes ({excluded}).",
                     "Raise a weight in sft.classes, or remove the source.",
                 )
             if share == 1 or rng.random() < share:
@@ -80,9 +80,9 @@ class DialogueSource:
         """Yield the dialogues repeatedly: a file in a new order each time, a world with a new seed."""
         seed = f"{self.config.run.seed}:{self.name}" if self.name else str(self.config.run.seed)
         if self.settings.data is not None:
-            found = read_dialogues(Path(self.settings.data))
+            dialogues = read_dialogues(Path(self.settings.data))
             for epoch in itertools.count():
-                yield from (found[i] for i in permutation(len(found), f"sft:{seed}", epoch))
+                yield from (dialogues[i] for i in permutation(len(dialogues), f"sft:{seed}", epoch))
         world = require_demonstrations(self.world)
         first = random.Random(seed).randrange(2**31) if self.name else self.config.run.seed + 1
         for epoch in itertools.count():
@@ -117,7 +117,7 @@ def check_sources(config: Config, world: World) -> None:
 
 
 def dialogue_segments(renderer: Renderer, dialogue: Demonstration) -> tuple[Segment, ...]:
-    """Return a dialogue as segments, without training-only keys, which the prompt of a rollout does not have."""
+    """Return a dialogue as segments, without training-only keys, which prompts of rollouts lack."""
     plain = [message.copy() for message in dialogue.messages]
     for message in plain:
         message.pop("train", None)

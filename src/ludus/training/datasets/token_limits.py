@@ -1,6 +1,6 @@
 """Check that a world's prompts and demonstrations fit the token limits of a rollout, before training.
 
-Under a pretrained model's chat template the tool schemas alone may take hundreds of tokens, so limits set for
+In a pretrained model's chat template the tool schemas alone may take hundreds of tokens, so limits chosen for
 another model may leave no room for an answer.
 """
 
@@ -24,7 +24,7 @@ from ludus.types import Task
 NUM_PROMPTS = 32
 NUM_DIALOGUES = 64
 _STEP = 64
-"""Limits proposed in messages are multiples of this."""
+"""Limits suggested in messages are multiples of this value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ def dialogue_length(renderer: Renderer, dialogue: Demonstration) -> DialogueLeng
 
 
 def check_dialogues(session: TrainingSession) -> None:
-    """Raise UserError for a fine-tuning source of which no dialogue fits into `rollout.max_seq_len`.
+    """Raise UserError for a fine-tuning source without a dialogue that fits into `rollout.max_seq_len`.
 
-    Files are searched completely; of a world, the first dialogues.
+    Checks all dialogues of a file, and the first ones of a world.
     """
     budget = session.config.rollout.max_seq_len
     for source in sources_of(session.config, session.world):
@@ -78,24 +78,24 @@ def sft_warnings(session: TrainingSession) -> list[str]:
 
 def dialogue_warnings(lengths: Sequence[DialogueLength], rollout: RolloutConfig, effect: str) -> list[str]:
     """Return warnings about dialogues that exceed the limits; `effect` describes the consequence."""
-    found = []
+    warnings = []
     long = [one for one in lengths if one.total > rollout.max_seq_len]
     if long:
-        several, long_several = (sum(one.num_turns > 2 for one in some) for some in (lengths, long))
+        several, long_several = (sum(one.num_turns > 2 for one in group) for group in (lengths, long))
         shown = f" ({long_several} of the {several} with three turns or more)" if several else ""
-        found.append(
+        warnings.append(
             f"{len(long)} of {len(lengths)} demonstrations{shown} are longer than rollout.max_seq_len "
             f"({rollout.max_seq_len}) under this model's chat template: {effect}. "
             f"--rollout.max_seq_len {round_up(max(one.total for one in long))} fits all of them."
         )
-    wordy = [one for one in lengths if one.longest_action > rollout.max_tokens_per_turn]
-    if wordy:
-        found.append(
-            f"{len(wordy)} of {len(lengths)} demonstrations have an action that is longer than "
+    long_actions = [one for one in lengths if one.longest_action > rollout.max_tokens_per_turn]
+    if long_actions:
+        warnings.append(
+            f"{len(long_actions)} of {len(lengths)} demonstrations have an action that is longer than "
             f"rollout.max_tokens_per_turn ({rollout.max_tokens_per_turn}), which a rollout would cut off: "
-            f"--rollout.max_tokens_per_turn {round_up(max(one.longest_action for one in wordy))} fits all."
+            f"--rollout.max_tokens_per_turn {round_up(max(one.longest_action for one in long_actions))} fits all."
         )
-    return found
+    return warnings
 
 
 def check_prompts(session: TrainingSession) -> list[str]:
@@ -109,14 +109,14 @@ def check_prompts(session: TrainingSession) -> list[str]:
     context = num_positions(session.model)
     prompts, crowded, fits = [], 0, False
     for task in chosen:
-        own = rollout_for(world, rollout, task)
-        limit = min(own.max_seq_len, context or own.max_seq_len)
+        limits = rollout_for(world, rollout, task)
+        limit = min(limits.max_seq_len, context or limits.max_seq_len)
         if (tools := _tools(world, task)) is None:
             continue
         prompt = len(session.renderer.prompt(task.prompt, tools))
         prompts.append(prompt)
         fits = fits or prompt < limit
-        crowded += prompt + own.max_tokens_per_turn > limit
+        crowded += prompt + limits.max_tokens_per_turn > limit
     if prompts and not fits:
         longest = max(prompts) + rollout.max_turns * rollout.max_tokens_per_turn
         raise UserError(
@@ -137,7 +137,7 @@ def check_prompts(session: TrainingSession) -> list[str]:
 
 
 def _tools(world: World, task: Task) -> Sequence[Tool] | None:
-    """Return the tools of a task, None if its environment raises: a rollout retries and reports it."""
+    """Return the tools of a task, or None if its environment raises (rollouts retry and report it)."""
     try:
         return world.environment(task).tools
     except Exception:  # boundary: foreign code; rollouts report the error

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import ProcessGroup
 
 _PATIENCE = timedelta(days=30)
-"""Timeout of waiting for a command; rollouts can take long."""
+"""Timeout for the next command; rollouts can take long."""
 _LAST_WORDS = 2000
 _END_S = 20.0
 _GLANCE_S = 0.05
@@ -50,7 +50,7 @@ class WorkerRank(SharedBatch):
         self._control = _control_group(_PATIENCE)
 
     def split_on(self, device: torch.device) -> None:
-        """Shard weights on this device from now on."""
+        """Enable sharding of weights on this device."""
         self._device = device
 
     def receive(self) -> Command:
@@ -87,10 +87,10 @@ class LeaderRank(SharedBatch):
             raise failure from error
 
     def _failure(self, ended: str, error: RuntimeError) -> LearnerError:
-        """Return the error of the responsible rank: stopped ranks first, then those that exited."""
+        """Return the error of the rank at fault: stopped ranks first, then exited ones."""
         running = self._others.running
-        silent = self._rendezvous.lost_ranks().items()
-        if lost := {rank: process for rank, process in silent if running is None or rank in running}:
+        silent_ranks = self._rendezvous.lost_ranks().items()
+        if lost := {rank: process for rank, process in silent_ranks if running is None or rank in running}:
             names = ", ".join(f"rank {rank} ({process})" for rank, process in lost.items())
             return LearnerError(
                 f"A learner rank is stopped or gone: {names} has sent no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s.",
@@ -99,7 +99,7 @@ class LeaderRank(SharedBatch):
         if ended:
             return LearnerError(f"A learner rank has exited: {ended}", "Resume the run.")
         return LearnerError(
-            f"The learner ranks have lost connection: {self._rendezvous.errors() or error}",
+            f"The learner ranks lost their connection: {self._rendezvous.errors() or error}",
             "Resume the run. If a rank needs longer, raise training.learner.rank_timeout_s.",
         )
 
@@ -112,7 +112,7 @@ class RankGroup:
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self, rendezvous: Rendezvous, device: torch.device) -> None:
-        """Start the other ranks on devices of this kind; they join the given rendezvous."""
+        """Start the other ranks on devices of this type; they join `rendezvous`."""
         self.folder = TemporaryFolder("ludus-ranks-")
         command = python_command(
             "ludus.training.rl.rank_worker:main", str(rendezvous.limit_s), device.type, str(os.getpid())
@@ -147,9 +147,9 @@ class RankGroup:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(1.0)
             if process.poll() is not None and self.folder is not None:
-                said = (self.folder.path / f"output-{rank}").read_text("utf-8", "replace").strip()
-                words = f": {said[-_LAST_WORDS:]}" if said else "."
-                return f"rank {rank} ({process.returncode}){words}"
+                output = (self.folder.path / f"output-{rank}").read_text("utf-8", "replace").strip()
+                suffix = f": {output[-_LAST_WORDS:]}" if output else "."
+                return f"rank {rank} ({process.returncode}){suffix}"
         return ""
 
     @property
@@ -178,7 +178,7 @@ class RankGroup:
 
 @contextmanager
 def leading(config: Config, device: torch.device) -> Iterator[Collectives]:
-    """Start or join the run's ranks and lead them: torchrun's, or `training.learner.ranks`.
+    """Start or join the run's ranks as rank 0: torchrun's, or `training.learner.ranks`.
 
     Raises UserError if there are fewer GPUs than ranks, and for settings that need a single process.
     """

@@ -1,7 +1,7 @@
 """Rendezvous and heartbeats of the learner's ranks.
 
-The ranks meet at a torch store, kept by rank 0 on this machine or by torchrun. Each rank sends a heartbeat
-every second from its own thread, so that a waiting rank is alive and a stopped one is not. A rank that fails
+The ranks connect to a torch store, run by rank 0 on this machine or by torchrun. Each rank sends a heartbeat
+every second from a separate thread, so waiting ranks count as alive and stopped ones do not. A rank that fails
 stores its error message.
 """
 
@@ -32,7 +32,7 @@ HEARTBEAT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Rank `rank` of `count` at the common store. Waits time out after `limit_s`."""
+    """Rank `rank` of `count` and their shared store. Waits time out after `limit_s`."""
 
     store: Store
     rank: int
@@ -41,7 +41,7 @@ class Rendezvous:
 
     @classmethod
     def create(cls, count: int, limit_s: float) -> Rendezvous:
-        """Create a rendezvous as rank 0. Its store only accepts connections from this machine."""
+        """Create a rendezvous as rank 0; its store only accepts local connections."""
         listener = socket.create_server((_HERE, 0))
         port, limit = listener.getsockname()[1], timedelta(seconds=limit_s)
         store = TCPStore(_HERE, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -51,14 +51,14 @@ class Rendezvous:
     def join(cls, limit_s: float) -> Rendezvous:
         """Join the rendezvous that torchrun, or rank 0 with `variables`, passed in environment variables."""
         try:
-            found = next(iter(rendezvous("env://", timeout=timedelta(seconds=limit_s))))
-            store, rank, count = cast("tuple[Store, int, int]", found)
+            joined = next(iter(rendezvous("env://", timeout=timedelta(seconds=limit_s))))
+            store, rank, count = cast("tuple[Store, int, int]", joined)
         except RuntimeError as error:
             raise rendezvous_error(str(error)) from error
         return cls(store, rank, count, limit_s)
 
     def variables(self, rank: int) -> dict[str, str]:
-        """Return the environment variables with which `rank` joins a rendezvous created here."""
+        """Return the environment variables with which `rank` joins this rendezvous."""
         assert isinstance(self.store, TCPStore)
         place = {"MASTER_ADDR": _HERE, "MASTER_PORT": str(self.store.port)}
         return place | {"RANK": str(rank), "WORLD_SIZE": str(self.count)}
@@ -80,7 +80,7 @@ class Rendezvous:
                 timeout=timedelta(seconds=self.limit_s),
             )
         except RuntimeError as error:
-            absent = ", ".join(str(rank) for rank, (_, who) in self._heartbeats().items() if not who)
+            absent = ", ".join(str(rank) for rank, (_, process) in self._heartbeats().items() if not process)
             reason = f"rank {absent} did not join within {self.limit_s:g} s." if absent else str(error)
             raise rendezvous_error(reason) from error
         if device.type == "cuda":
@@ -104,9 +104,9 @@ class Rendezvous:
         time.sleep(HEARTBEAT_TIMEOUT_S)
         after = self._heartbeats()
         return {
-            rank: who
-            for rank, (num, who) in before.items()
-            if after.get(rank, (num, who))[0] == num and not self._text(f"error/{rank}")
+            rank: process
+            for rank, (beat, process) in before.items()
+            if after.get(rank, (beat, process))[0] == beat and not self._text(f"error/{rank}")
         }
 
     def errors(self) -> str:
@@ -115,21 +115,21 @@ class Rendezvous:
         return "; ".join(f"rank {rank}: {text}" for rank, text in texts.items() if text)
 
     def _send_heartbeats(self) -> None:
-        num = 0
+        beat = 0
         with suppress(RuntimeError):  # the store's host is gone
             while True:
-                num += 1
+                beat += 1
                 time.sleep(_HEARTBEAT_S)
-                self._send_heartbeat(num)
+                self._send_heartbeat(beat)
 
-    def _send_heartbeat(self, num: int) -> None:
-        self.store.set(f"heartbeat/{self.rank}", f"{num} {os.getpid()} on {socket.gethostname()}")
+    def _send_heartbeat(self, beat: int) -> None:
+        self.store.set(f"heartbeat/{self.rank}", f"{beat} {os.getpid()} on {socket.gethostname()}")
 
     def _heartbeats(self) -> dict[int, tuple[str, str]]:
         """Return the last heartbeat number of each other rank, with its process and machine."""
         texts = {rank: self._text(f"heartbeat/{rank}") for rank in range(self.count) if rank != self.rank}
         parts = {rank: text.partition(" ") for rank, text in texts.items()}
-        return {rank: (num, who) for rank, (num, _, who) in parts.items()}
+        return {rank: (beat, process) for rank, (beat, _, process) in parts.items()}
 
     def _text(self, key: str) -> str:
         try:
@@ -141,7 +141,7 @@ class Rendezvous:
 def destroy_group() -> None:
     """Destroy torch's default group, if there is one.
 
-    Also clears the sharding cache of DTensor: it holds device meshes, which look up their groups by name.
+    Also clears the sharding cache of DTensor: it contains device meshes, which look up their groups by name.
     """
     if distributed.is_initialized():
         distributed.destroy_process_group()

@@ -1,7 +1,7 @@
 """Learner: update weights from rows with advantages. Independent of environment and tokenizer.
 
-The gradient is that of the whole batch however it is split: microbatches are normalized by batch counts, and
-a pass that ran out of memory is retried from its beginning with smaller ones. Other models are used through
+The gradient does not depend on the split into microbatches: they are normalized by batch counts, and
+a pass that runs out of memory is restarted with smaller ones. Other models are used through
 named scorers (`reference`), so that the algorithm only sees tensors.
 """
 
@@ -87,7 +87,7 @@ def explain_out_of_memory() -> Iterator[None]:
 
 @dataclass
 class TokenBudget:
-    """At most `tokens` per forward pass. With `halve` the number is halved when memory runs out."""
+    """Token budget of a forward pass, halved on out-of-memory errors if `halve` is set."""
 
     tokens: int
     halve: bool = True
@@ -146,23 +146,23 @@ class LogprobCache:
     Rounding depends on how rows are batched, so values are only returned for the same list of rows.
     """
 
-    _found: deque[tuple[str, Sequence[Row], list[Tensor]]] = field(default_factory=lambda: deque(maxlen=_MAX_CACHED))
+    _entries: deque[tuple[str, Sequence[Row], list[Tensor]]] = field(default_factory=lambda: deque(maxlen=_MAX_CACHED))
 
     def add(self, name: str, rows: Sequence[Row], logprobs: Sequence[Tensor]) -> None:
         """Cache a scorer's values of the rows."""
-        self._found.append((name, rows, list(logprobs)))
+        self._entries.append((name, rows, list(logprobs)))
 
     def get(self, name: str, rows: Sequence[Row]) -> list[Tensor] | None:
-        """Return the values of rows with exactly these tokens and masks in this order, or None."""
+        """Return the cached values of the same rows (tokens, masks, order), or None."""
         wanted = [(row.tokens, row.trains) for row in rows]
-        for known, known_rows, logprobs in self._found:
-            if known == name and [(row.tokens, row.trains) for row in known_rows] == wanted:
+        for cached_name, cached_rows, logprobs in self._entries:
+            if cached_name == name and [(row.tokens, row.trains) for row in cached_rows] == wanted:
                 return logprobs
         return None
 
     def clear(self) -> None:
-        """Drop all entries because the weights have changed."""
-        self._found.clear()
+        """Drop all entries; call after a weight update."""
+        self._entries.clear()
 
 
 OldLogprobs = Literal["recomputed", "engine"]
@@ -239,24 +239,24 @@ class Learner:
     def score(self, rows: Sequence[Row], *, keep: bool = False) -> list[Tensor]:
         """Return log-probabilities `[T]` of each row's training tokens under the current weights.
 
-        With `keep` the next `train` on the same rows reuses them; the weights must not change in between.
+        With `keep` the next `train` on the same rows reuses them; weights must not change before it.
         """
         return [scores.logprobs for scores in self.score_with("", rows, keep=keep)]
 
     def entropies(self, rows: Sequence[Row]) -> list[Tensor]:
         """Return entropies `[T]` in nats at each row's training tokens under the current weights."""
-        found = self.score_with("", rows, "value")
-        return [scores.logprobs if scores.entropy is None else scores.entropy for scores in found]
+        scored = self.score_with("", rows, "value")
+        return [scores.logprobs if scores.entropy is None else scores.entropy for scores in scored]
 
     def score_with(
         self, name: str, rows: Sequence[Row], entropy: Entropy = "none", keep: bool = False
     ) -> list[ScoredTokens]:
         """Return the scores `[T]` of each row by the policy ("") or another scorer; `keep` as in `score`."""
         with self.ranks.together("score", name, rows, entropy, keep):
-            found = self._score_all(rows, self._score_function(name), entropy)[0]
+            scored = self._score_all(rows, self._score_function(name), entropy)[0]
             if keep:
-                self._cache.add(name, rows, [scores.logprobs for scores in found])
-            return found
+                self._cache.add(name, rows, [scores.logprobs for scores in scored])
+            return scored
 
     def _score_function(self, name: str) -> ScoreFunction:
         """Return the scores of a scorer by name. Raises LearnerError without a reference if it is needed."""
@@ -284,7 +284,7 @@ class Learner:
             return [scores.logprobs for scores in self.score_with(FULL_KL, rows)]
         references = self.reference(rows)
         estimate = KLS[self.algorithm.kl]
-        return [estimate(logprobs=own, ref_logprobs=theirs) for own, theirs in zip(proximal, references, strict=True)]
+        return [estimate(logprobs=own, ref_logprobs=ref) for own, ref in zip(proximal, references, strict=True)]
 
     def train(self, rows: Sequence[Row], seed: int) -> dict[str, float]:
         """Train on one batch of rows; return the metrics over the tokens of all its optimizer steps.
@@ -316,26 +316,26 @@ class Learner:
             if settings.minibatches > 1:
                 shuffled.shuffle(order)
             for part in range(settings.minibatches):
-                chosen = order[part :: settings.minibatches]
-                if any(self.ranks.gather(len(chosen))):
-                    updates.append(self._update([rows[i] for i in chosen], known.of(chosen)))
+                indices = order[part :: settings.minibatches]
+                if any(self.ranks.gather(len(indices))):
+                    updates.append(self._update([rows[i] for i in indices], known.of(indices)))
         metrics = _token_metrics([statistics for statistics, _ in updates])
         reports = [report for _, report in updates]
         metrics |= {name: sum(report[name] for report in reports) / len(reports) for name in reports[0]}
         return metrics | {OLD_FROM_ENGINE: float(settings.old_logprobs == "engine")}
 
     def _start(self, rows: Sequence[Row], seed: int) -> CachedLogprobs:
-        """Return the log-probabilities of the step's initial weights, as far as the updates need them."""
+        """Return the log-probabilities under the step's initial weights that the updates need."""
         settings, experts, others = self.settings, None, self._aux_logprobs(rows)
         if settings.old_logprobs == "engine":
             proximal = [torch.tensor(row.behavior, dtype=torch.float64) for row in rows]
         elif settings.epochs * settings.minibatches > 1 or self.algorithm.loss_spec.has(Need.TOKEN_CHOICE):
-            known = None if self.scorer.routing is not None else self._known("", rows)
-            if known is None:
+            cached = None if self.scorer.routing is not None else self._cached("", rows)
+            if cached is None:
                 with nullcontext() if self.scorer.routing is None else self.scorer.routing.recording():
-                    found, experts = self._score_all(rows, self.scorer.score)
-                known = [scores.logprobs for scores in found]
-            proximal = known
+                    scored, experts = self._score_all(rows, self.scorer.score)
+                cached = [scores.logprobs for scores in scored]
+            proximal = cached
         else:
             return CachedLogprobs(others=others)
         chosen = choose_tokens(rows, proximal, self.algorithm, seed) if proximal else None
@@ -345,21 +345,21 @@ class Learner:
     def _aux(self) -> AuxScorers:
         return AuxScorers(self.algorithm, self.scorers)
 
-    def _known(self, name: str, rows: Sequence[Row]) -> list[Tensor] | None:
-        """Return a scorer's cached values if every rank has them."""
-        found = self._cache.get(name, rows)
-        return found if all(self.ranks.gather(found is not None)) else None
+    def _cached(self, name: str, rows: Sequence[Row]) -> list[Tensor] | None:
+        """Return a scorer's cached values if all ranks have them, otherwise None."""
+        cached = self._cache.get(name, rows)
+        return cached if all(self.ranks.gather(cached is not None)) else None
 
     def _aux_logprobs(self, rows: Sequence[Row]) -> dict[str, Sequence[Tensor]]:
-        """Return values of frozen scorers that are cached or needed several times."""
-        found: dict[str, Sequence[Tensor]] = {}
+        """Return the values of frozen scorers that are cached or used in several epochs."""
+        logprobs: dict[str, Sequence[Tensor]] = {}
         for name in self._aux.per_token:
-            known = self._known(name, rows)
-            if known is None and self.settings.epochs > 1:
-                known = [scores.logprobs for scores in self._score_all(rows, self.scorers[name].score)[0]]
-            if known is not None:
-                found[name] = known
-        return found
+            cached = self._cached(name, rows)
+            if cached is None and self.settings.epochs > 1:
+                cached = [scores.logprobs for scores in self._score_all(rows, self.scorers[name].score)[0]]
+            if cached is not None:
+                logprobs[name] = cached
+        return logprobs
 
     def gradient(self, rows: Sequence[Row], known: CachedLogprobs | None = None) -> tuple[Statistics, int]:
         """Write the gradient of a batch to `.grad`; return statistics and the number of trained tokens.
@@ -368,25 +368,25 @@ class Learner:
         single row, or a row has a non-finite number.
         """
         self.scorer.model.eval()  # with dropout the ratio of an unchanged policy would not be 1
-        mine = self._mine(rows)
-        rows, known = [rows[i] for i in mine], (known or CachedLogprobs()).of(mine)
-        own = Normalizer(
+        indices = self._local_indices(rows)
+        rows, known = [rows[i] for i in indices], (known or CachedLogprobs()).of(indices)
+        local = Normalizer(
             sum(sum(row.trains[1:]) for row in rows),
             sum(any(row.trains[1:]) for row in rows),
             self.settings.trajectory_tokens,
             observed=sum(sum(row.observed[1:]) for row in rows),
             positive=sum(sum(row.trains[1:]) for row in rows if row.positive),
         )
-        normaliser = functools.reduce(operator.add, self.ranks.gather(own))
-        found: list[Statistics] = []
+        normaliser = functools.reduce(operator.add, self.ranks.gather(local))
+        collected: list[Statistics] = []
 
         def backward(part: Microbatch) -> None:
             statistics = self._backward(part, normaliser, known)
             if part.index:
-                found.append(statistics)
+                collected.append(statistics)
 
         def undo() -> None:
-            found.clear()
+            collected.clear()
             self._finite.clear()
             self.optimizer.zero_grad()
 
@@ -397,12 +397,12 @@ class Learner:
         self._check_finite(self._finite.fault)
         self._finite.clear()
         sum_gradients(self.optimizer.parameters, self.ranks)
-        everything = [statistics for part in self.ranks.gather(found) for statistics in part]
-        if not everything:
+        gathered = [statistics for part in self.ranks.gather(collected) for statistics in part]
+        if not gathered:
             raise ValueError("a batch needs at least one row")
-        return functools.reduce(operator.add, everything), normaliser.tokens
+        return functools.reduce(operator.add, gathered), normaliser.tokens
 
-    def _mine(self, rows: Sequence[Row]) -> Sequence[int]:
+    def _local_indices(self, rows: Sequence[Row]) -> Sequence[int]:
         if not self.ranks.whole or self.ranks.count == 1:
             return range(len(rows))
         return balance_rows(rows, self.ranks.count, shared=self.scorer.shares_prefixes)[self.ranks.rank]
@@ -432,7 +432,7 @@ class Learner:
             "optim/grad_norm": norm,
             "optim/learning_rate": rate,
             "batch/trained_tokens": float(tokens),
-            "batch/trained_rows": float(sum(self.ranks.gather(len(self._mine(batch))))),
+            "batch/trained_rows": float(sum(self.ranks.gather(len(self._local_indices(batch))))),
         }
 
     def _backward(self, part: Microbatch, normaliser: Normalizer, known: CachedLogprobs) -> Statistics:
@@ -486,26 +486,26 @@ class Learner:
         self, rows: Sequence[Row], function: ScoreFunction, entropy: Entropy = "none"
     ) -> tuple[list[ScoredTokens], list[Tensor] | None]:
         """Return the scores of each row, `[T]`, and its routed experts if they are recorded."""
-        found: dict[int, ScoredTokens] = {}
+        scored: dict[int, ScoredTokens] = {}
         experts: dict[int, Tensor] = {}
         routing = self.scorer.routing
         self.scorer.model.eval()  # with dropout the ratio of an unchanged policy would not be 1
-        mine = self._mine(rows)
-        own = [rows[i] for i in mine]
+        indices = self._local_indices(rows)
+        local = [rows[i] for i in indices]
 
         def score(part: Microbatch) -> None:
             scores = function(part.tokens, part.trains, entropy)
-            for place, i in enumerate(part.index):
-                length = len(own[i].tokens)
-                spread = None if scores.entropy is None else scores.entropy[place, :length]
-                found[mine[i]] = ScoredTokens(scores.logprobs[place, :length], spread)
+            for position, i in enumerate(part.index):
+                length = len(local[i].tokens)
+                entropies = None if scores.entropy is None else scores.entropy[position, :length]
+                scored[indices[i]] = ScoredTokens(scores.logprobs[position, :length], entropies)
             if part.index and routing is not None and routing.records:
-                experts.update(zip((mine[i] for i in part.index), routing.taken(), strict=True))
+                experts.update(zip((indices[i] for i in part.index), routing.taken(), strict=True))
 
         with model_precision(self.scorer.model):
-            self.budget.each(lambda limit: self._split(own, limit), score, found.clear, self.ranks)
-        found, experts = merged(found, self.ranks), merged(experts, self.ranks)
-        return [found[i] for i in range(len(rows))], [experts[i] for i in range(len(rows))] if experts else None
+            self.budget.each(lambda limit: self._split(local, limit), score, scored.clear, self.ranks)
+        scored, experts = merged(scored, self.ranks), merged(experts, self.ranks)
+        return [scored[i] for i in range(len(rows))], [experts[i] for i in range(len(rows))] if experts else None
 
 
 def _scored_tokens(part: Microbatch, algorithm: Algorithm) -> Tensor:
@@ -543,8 +543,8 @@ def choose_tokens(
     means = CovarianceMeans.of(old_logprobs=old, advantages=advantages, mask=mask)
     covariance = token_covariance(old_logprobs=old, advantages=advantages, mask=mask, means=means)
     chosen = algorithm.call(choose, "loss", {"covariance": covariance, "mask": mask, "seed": seed})
-    of_row = {i: chosen[place, : len(rows[i].tokens)] for place, i in enumerate(order)}
-    return [of_row[i] for i in range(len(rows))]
+    by_row = {i: chosen[position, : len(rows[i].tokens)] for position, i in enumerate(order)}
+    return [by_row[i] for i in range(len(rows))]
 
 
 def _token_metrics(updates: Sequence[Statistics]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Log-probabilities of tokens under a Hugging Face causal language model, with gradient.
 
 Rows are packed as a forest: no padding, shared prefixes computed once. Only scored positions pass through the
-output layer, in chunks. Both are used only if they reproduce the model's own logits on a trial; otherwise
+output layer, in chunks. Both are used only if they reproduce the model's logits in a trial; otherwise
 padded rows and full logits are used. Reference and teacher are scored per token or over full distributions.
 
 Activation checkpointing: transformers' layers support it only in training mode, which would also enable
@@ -61,7 +61,7 @@ class Float64(TorchFunctionMode):
         if func is Tensor.float:
             func = Tensor.double
         return func(
-            *(_wider(value) for value in args), **{name: _wider(value) for name, value in (kwargs or {}).items()}
+            *(_widen(value) for value in args), **{name: _widen(value) for name, value in (kwargs or {}).items()}
         )
 
 
@@ -70,7 +70,7 @@ def in_float64(module: nn.Module) -> AbstractContextManager[object]:
     return Float64() if next(module.parameters()).dtype == torch.float64 else nullcontext()
 
 
-def _wider(value: object) -> object:
+def _widen(value: object) -> object:
     return torch.float64 if value is torch.float32 else value
 
 
@@ -103,8 +103,8 @@ def checkpointed(layers: Sequence[Checkpointable]) -> Iterator[None]:
         return
     modes = [layer.training for layer in layers]
     for layer in layers:
-        again = partial(_contexts, layer)
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, context_fn=again)
+        make_contexts = partial(_contexts, layer)
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, context_fn=make_contexts)
         layer.gradient_checkpointing = True
         layer.training = True
     try:
@@ -116,9 +116,9 @@ def checkpointed(layers: Sequence[Checkpointable]) -> Iterator[None]:
 
 
 def _contexts(layer: Checkpointable) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """Return the contexts of a layer's forward pass and of its recomputation.
+    """Return the contexts of a layer's forward pass and its recomputation.
 
-    The forward pass uses its caller's; autograd runs the recomputation outside of any function mode.
+    The forward pass uses the caller's; autograd recomputes outside of any function mode.
     """
     assert isinstance(layer, nn.Module)
     return nullcontext(), in_float64(layer)
@@ -176,19 +176,19 @@ class LogprobScorer:
         if rows.numel() == 0:
             if self.routing is not None:
                 self.routing.place([rows] * tokens.shape[0], 0)
-            nothing = torch.zeros(tokens.shape, dtype=score_dtype(self.model), device=tokens.device)
+            zeros = torch.zeros(tokens.shape, dtype=score_dtype(self.model), device=tokens.device)
             if is_sharded(self.model):
-                nothing = nothing + self._idle(tokens.device)
-            return ScoredTokens(nothing, None if entropy == "none" else nothing), dict.fromkeys(against, nothing)
+                zeros = zeros + self._idle(tokens.device)
+            return ScoredTokens(zeros, None if entropy == "none" else zeros), dict.fromkeys(against, zeros)
         at = (rows, columns + 1)
         if against:
-            scores, found = self._scores_and_divergences(tokens, (rows, columns), entropy, against)
+            scores, per_token = self._scores_and_divergences(tokens, (rows, columns), entropy, against)
         else:
             score = self._packed_scores if self.shares_prefixes else self._padded_scores
-            scores, found = score(tokens, (rows, columns), entropy), {}
-        spread = None if scores.entropy is None else _scatter(scores.entropy, at, tokens)
-        divergences = {name: _scatter(values, at, tokens) for name, values in found.items()}
-        return ScoredTokens(_scatter(scores.logprobs, at, tokens), spread), divergences
+            scores, per_token = score(tokens, (rows, columns), entropy), {}
+        entropies = None if scores.entropy is None else _scatter(scores.entropy, at, tokens)
+        divergences = {name: _scatter(values, at, tokens) for name, values in per_token.items()}
+        return ScoredTokens(_scatter(scores.logprobs, at, tokens), entropies), divergences
 
     @torch.no_grad()
     def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates:
@@ -217,8 +217,8 @@ class LogprobScorer:
         """Return scores and divergences `[A]` after the positions `at`, from one pass."""
         head, targets = self._whole_head(), tokens[at[0], at[1] + 1]
         hidden = self.states(tokens, at)
-        found = {name: divergence(HiddenStates(hidden, head), other) for name, other in against.items()}
-        return head.score(hidden, targets, entropy), found
+        divergences = {name: divergence(HiddenStates(hidden, head), other) for name, other in against.items()}
+        return head.score(hidden, targets, entropy), divergences
 
     def _whole_head(self) -> LmHead:
         """Return the output layer. Raises LearnerError if full distributions are unavailable."""
@@ -243,10 +243,10 @@ class LogprobScorer:
             )
 
     def _idle(self, device: torch.device) -> Tensor:
-        """Return 0 after a pass of one token: with sharded weights all ranks make every pass."""
-        nowhere = torch.zeros(1, dtype=torch.int64, device=device)
-        found = self._packed_scores if self.shares_prefixes else self._padded_scores
-        scores = found(torch.zeros(1, 2, dtype=torch.int64, device=device), (nowhere, nowhere))
+        """Return 0 after a pass of one token: sharded forward passes are collective."""
+        first = torch.zeros(1, dtype=torch.int64, device=device)
+        score = self._packed_scores if self.shares_prefixes else self._padded_scores
+        scores = score(torch.zeros(1, 2, dtype=torch.int64, device=device), (first, first))
         return 0.0 * scores.logprobs.sum()
 
     def _packed_scores(self, tokens: Tensor, at: tuple[Tensor, Tensor], entropy: Entropy = "none") -> TokenScores:
@@ -254,19 +254,19 @@ class LogprobScorer:
         rows, columns = at
         index, forest = self._pack_prefixes(tokens, at)
         states, targets = index, tokens[rows, columns + 1]
-        back: Tensor | None = None
+        inverse: Tensor | None = None
         if forest.branches:
             pairs = torch.stack([states, targets])
-            (states, targets), back = torch.unique(pairs, dim=1, return_inverse=True)
+            (states, targets), inverse = torch.unique(pairs, dim=1, return_inverse=True)
 
         def score_hidden() -> TokenScores:
-            found = self._lm_head.score(self._hidden(forest)[states], targets, entropy)
-            return TokenScores(found.logprobs.clone(), found.entropy)  # hooks may not return a view
+            distinct = self._lm_head.score(self._hidden(forest)[states], targets, entropy)
+            return TokenScores(distinct.logprobs.clone(), distinct.entropy)  # hooks may not return a view
 
         scores = within(self.model, score_hidden)
-        if back is None:
+        if inverse is None:
             return scores
-        return TokenScores(scores.logprobs[back], None if scores.entropy is None else scores.entropy[back])
+        return TokenScores(scores.logprobs[inverse], None if scores.entropy is None else scores.entropy[inverse])
 
     def states(self, tokens: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
         """Return the hidden states `[A, H]` at positions `at` (rows, columns) of `tokens` `[B, L]`.
@@ -287,8 +287,8 @@ class LogprobScorer:
         tokens, (rows, columns) = split_paths(tokens, at)
         lengths = torch.zeros(tokens.shape[0], dtype=torch.int64, device=tokens.device)
         lengths.scatter_reduce_(0, rows, columns + 1, "amax")
-        given = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
-        forest = prefix_packing.pack_sequences(given, tokens.device)
+        sequences = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+        forest = prefix_packing.pack_sequences(sequences, tokens.device)
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         return torch.cat(forest.places)[offsets[rows] + columns], forest
 
@@ -296,12 +296,12 @@ class LogprobScorer:
         assert self._body is not None
         if self.routing is not None:
             self.routing.place(forest.places, forest.num_tokens)
-        unused = torch.zeros(1, 1, 1, 1, device=forest.tokens.device)  # a 4-D mask is passed through unchanged
+        dummy_mask = torch.zeros(1, 1, 1, 1, device=forest.tokens.device)  # a 4-D mask is passed through unchanged
         with checkpointed(self._layers):
             states: Tensor = self._body(
                 input_ids=forest.tokens,
                 position_ids=forest.positions,
-                attention_mask=unused,
+                attention_mask=dummy_mask,
                 use_cache=False,
                 forest=forest,
             ).last_hidden_state[0]
@@ -310,12 +310,12 @@ class LogprobScorer:
     def _padded_scores(self, tokens: Tensor, at: tuple[Tensor, Tensor], entropy: Entropy = "none") -> TokenScores:
         targets = tokens[at[0], at[1] + 1]
         tokens, (rows, columns) = split_paths(tokens, at)
-        used = int(columns.max()) + 1
+        width = int(columns.max()) + 1
         if self.routing is not None:
-            every = torch.arange(tokens.shape[0] * used, device=tokens.device)
-            self.routing.place(torch.split(every, used), len(every))
+            indices = torch.arange(tokens.shape[0] * width, device=tokens.device)
+            self.routing.place(torch.split(indices, width), len(indices))
         with checkpointed(self._layers):
-            logits = self.model(input_ids=tokens[:, :used], use_cache=False).logits[rows, columns]
+            logits = self.model(input_ids=tokens[:, :width], use_cache=False).logits[rows, columns]
         logits = (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
         return logits_to_scores(logits, targets, entropy)
 
@@ -323,7 +323,7 @@ class LogprobScorer:
     def _trial(self) -> bool:
         """Return whether a forest of three short sequences reproduces the model's log-probabilities.
 
-        Sets the model's attention to the forest implementation, which equals its own without a forest.
+        Sets the model's attention to the forest implementation, equivalent to its own without a forest.
         """
         before = self.model.config._attn_implementation
         if before not in ("sdpa", prefix_packing.NAME):
@@ -338,19 +338,19 @@ class LogprobScorer:
         training = self.model.training
         self.model.eval()
         try:
-            plain = self._padded_scores(tokens, at).logprobs
+            padded = self._padded_scores(tokens, at).logprobs
             self.model.set_attn_implementation(prefix_packing.NAME)
-            planted = self._packed_scores(tokens, at).logprobs
+            packed = self._packed_scores(tokens, at).logprobs
         except (AttributeError, TypeError, ValueError, RuntimeError):
-            planted = plain = torch.full((), torch.nan)
+            packed = padded = torch.full((), torch.nan)
         finally:
             self.model.train(training)
-        close = 1e-3 if plain.dtype != torch.float64 else 1e-9
-        coarse = next(self.model.parameters()).dtype not in (torch.float32, torch.float64)
-        holds = bool(((planted - plain).abs() <= (0.5 if coarse else close)).all())
-        if not holds:
+        tolerance = 1e-3 if padded.dtype != torch.float64 else 1e-9
+        low_precision = next(self.model.parameters()).dtype not in (torch.float32, torch.float64)
+        matches = bool(((packed - padded).abs() <= (0.5 if low_precision else tolerance)).all())
+        if not matches:
             self.model.set_attn_implementation(before)
-        return holds
+        return matches
 
 
 @contextmanager
@@ -427,17 +427,17 @@ class AuxScorers:
     @property
     def full_divergences(self) -> dict[str, Divergence]:
         """Return the scorers that are compared over full distributions, with their divergence."""
-        found: dict[str, Divergence] = {}
+        divergences: dict[str, Divergence] = {}
         if self.algorithm.loss_spec.has(Need.TEACHER_DISTRIBUTION) and "teacher" in self.scorers:
-            found["teacher"] = "full_reverse"
+            divergences["teacher"] = "full_reverse"
         for which in FULL_KL_NAMES:
             if self.algorithm.kl == which and "reference" in self.scorers:
-                found["reference"] = which
-        return found
+                divergences["reference"] = which
+        return divergences
 
     @property
     def per_token(self) -> list[str]:
-        """Return the scorers that are read token by token."""
+        """Return the names of scorers that are used per token."""
         return [name for name in FROZEN_SCORERS if name in self.scorers and name not in self.full_divergences]
 
     def against(self, tokens: Tensor, scored: Tensor) -> dict[str, DivergenceTarget]:
@@ -449,27 +449,27 @@ class AuxScorers:
 
     def score(self, part: Microbatch, known: Mapping[str, Sequence[Tensor]], scored: Tensor) -> AuxLogprobs:
         """Return the scores of a microbatch; `known` holds cached ones, `[T]` a row."""
-        found: dict[str, Tensor] = {}
+        logprobs: dict[str, Tensor] = {}
         for name in self.per_token:
             if name in known:
-                found[name] = pad_rows(known[name], part, part.advantages)
+                logprobs[name] = pad_rows(known[name], part, part.advantages)
             else:
                 with torch.no_grad():
-                    found[name] = self.scorers[name].score(part.tokens, part.trains).logprobs
-        return AuxLogprobs(found.get("reference"), found.get("teacher"), self.against(part.tokens, scored))
+                    logprobs[name] = self.scorers[name].score(part.tokens, part.trains).logprobs
+        return AuxLogprobs(logprobs.get("reference"), logprobs.get("teacher"), self.against(part.tokens, scored))
 
 
 def full_kl(
     policy: LogprobScorer, aux: AuxScorers, tokens: Tensor, scored: Tensor, entropy: Entropy = "none"
 ) -> ScoredTokens:
     """Return the full KL to the reference at each scored token, instead of log-probabilities."""
-    found, divergences = policy.compare(tokens, scored, entropy, aux.against(tokens, scored))
-    return ScoredTokens(divergences["reference"], found.entropy)
+    scores, divergences = policy.compare(tokens, scored, entropy, aux.against(tokens, scored))
+    return ScoredTokens(divergences["reference"], scores.entropy)
 
 
 def pad_rows(values: Sequence[Tensor], part: Microbatch, like: Tensor) -> Tensor:
     """Pad values `[T]` of each row to `[B, L]` of a microbatch, typed as `like`, without gradient."""
     table = torch.zeros_like(like)
-    for place, i in enumerate(part.index):
-        table[place, : len(values[i])] = values[i].to(table)
+    for position, i in enumerate(part.index):
+        table[position, : len(values[i])] = values[i].to(table)
     return table.detach()

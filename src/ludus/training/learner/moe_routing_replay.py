@@ -23,7 +23,7 @@ ROUTERS = ("Qwen3MoeTopKRouter", "Qwen2MoeTopKRouter", "OlmoeTopKRouter", "Mixtr
 """Supported routers of transformers: softmax over all experts, normalized or not."""
 
 RouterOutput = tuple[Tensor, Tensor, Tensor]
-"""Logits `[T, E]` of the experts; weights `[T, k]` and indices `[T, k]` of the chosen ones."""
+"""Logits `[T, E]`, and weights `[T, k]` and indices `[T, k]` of the chosen experts."""
 
 
 @dataclass
@@ -36,9 +36,9 @@ class RoutingReplay:
     routers: Sequence[nn.Module]
     normalised: Sequence[bool]
     _places: Sequence[Tensor] = field(default=(), init=False)
-    _taken: list[Tensor] | None = field(default=None, init=False)
+    _recorded: list[Tensor] | None = field(default=None, init=False)
     _rows: Sequence[Tensor] | None = field(default=None, init=False)
-    _wanted: Tensor | None = field(default=None, init=False)
+    _replayed: Tensor | None = field(default=None, init=False)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> RoutingReplay:
@@ -49,44 +49,44 @@ class RoutingReplay:
                 f"{type(model).__name__} has no router that supports routing replay.",
                 f"Unset training.learner.replay_routing. Supported: {', '.join(ROUTERS)}.",
             )
-        return cls(routers, [bool(router.norm_topk_prob) if _chooses(router) else True for router in routers])
+        return cls(routers, [bool(router.norm_topk_prob) if _has_norm_option(router) else True for router in routers])
 
     @property
     def records(self) -> bool:
         """Whether experts are being recorded."""
-        return self._taken is not None
+        return self._recorded is not None
 
     def place(self, places: Sequence[Tensor], num_tokens: int) -> None:
-        """Set where each token of each row is in the next pass over `num_tokens` tokens."""
+        """Set the index of each row's tokens in the next pass over `num_tokens` tokens."""
         self._places = places
         if self._rows is None:
             return
-        known = next((row for row in self._rows if row.numel()), None)
-        if known is None or not num_tokens:
+        first = next((row for row in self._rows if row.numel()), None)
+        if first is None or not num_tokens:
             return
-        layers, _, width = known.shape
-        wanted = torch.arange(width, device=places[0].device).repeat(layers, num_tokens, 1)
+        layers, _, width = first.shape
+        experts = torch.arange(width, device=places[0].device).repeat(layers, num_tokens, 1)
         for place, row in zip(places, self._rows, strict=True):
             length = min(len(place), row.shape[1])
             if length:
-                wanted[:, place[:length]] = row[:, :length]
-        self._wanted = wanted
+                experts[:, place[:length]] = row[:, :length]
+        self._replayed = experts
 
     def taken(self) -> list[Tensor]:
         """Return the experts of each row in the last pass, `[R, n, k]`; empty for rows without tokens."""
-        assert self._taken is not None
-        table = torch.stack(self._taken)
+        assert self._recorded is not None
+        table = torch.stack(self._recorded)
         return [table[:, place] for place in self._places]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record the experts of passes within the block; `taken` returns those of the last."""
-        self._taken = [torch.empty(0)] * len(self.routers)
+        self._recorded = [torch.empty(0)] * len(self.routers)
         try:
             with self._hooked(self._record):
                 yield
         finally:
-            self._taken = None
+            self._recorded = None
 
     @contextmanager
     def following(self, rows: Sequence[Tensor]) -> Iterator[None]:
@@ -96,7 +96,7 @@ class RoutingReplay:
             with self._hooked(self._replace):
                 yield
         finally:
-            self._rows = self._wanted = None
+            self._rows = self._replayed = None
 
     @contextmanager
     def _hooked(self, hook: Callable[[int, RouterOutput], RouterOutput | None]) -> Iterator[None]:
@@ -111,20 +111,20 @@ class RoutingReplay:
                 handle.remove()
 
     def _record(self, at: int, output: RouterOutput) -> None:
-        assert self._taken is not None
-        self._taken[at] = output[2].detach()
+        assert self._recorded is not None
+        self._recorded[at] = output[2].detach()
 
     def _replace(self, at: int, output: RouterOutput) -> RouterOutput | None:
-        if self._wanted is None:
+        if self._replayed is None:
             return None
         logits, weights, _ = output
-        experts = self._wanted[at]
+        experts = self._replayed[at]
         shares = torch.softmax(logits, -1, dtype=torch.float).gather(-1, experts)
         if self.normalised[at]:
             shares = shares / shares.sum(-1, keepdim=True)
         return logits, shares.to(weights.dtype), experts
 
 
-def _chooses(router: nn.Module) -> bool:
+def _has_norm_option(router: nn.Module) -> bool:
     """Return whether the router can disable weight normalization; Mixtral's cannot."""
     return type(router).__name__ != "MixtralTopKRouter"

@@ -114,7 +114,7 @@ class Optimizer:
         return sum(2 * local(p).numel() * p.element_size() for p in self._updated.values())
 
     def step(self) -> float:
-        """Clip the gradients, take one step and clear them; return the norm before clipping.
+        """Clip the gradients, take one step and clear them; return the gradient norm before clipping.
 
         Raises LearnerError, leaving the weights unchanged, if the norm is not finite.
         """
@@ -184,10 +184,10 @@ class Optimizer:
         expected = {f"{kind}/{name}" for name in self._named for kind in _MOMENTS}
         expected |= {f"master/{name}" for name in self._masters}
         if set(state) != expected:
-            odd = sorted(expected ^ set(state))[0]
+            mismatch = sorted(expected ^ set(state))[0]
             raise LearnerError(
-                f"The optimizer state does not match the model: {odd}.",
-                "Resume with the run's original model.master_weights." if odd.startswith("master/") else "",
+                f"The optimizer state does not match the model: {mismatch}.",
+                "Resume with the run's original model.master_weights." if mismatch.startswith("master/") else "",
             )
         for name, moved in self._updated.items():
             moments = {kind: torch.zeros_like(moved) for kind in _MOMENTS}

@@ -1,6 +1,6 @@
 """Preference pairs as token ids, with the reference model's log-probabilities.
 
-Pairs of a run use the sampled ids, which are never re-tokenized. Prompts and observations never train. The pairs
+Pairs of a run use the sampled ids, which are never re-tokenized. Prompts and observations are not trained. The pairs
 of a run folder are built once and stored in `pairs.jsonl.gz` with the reference's log-probabilities, so that a
 resumed run trains on the same ones.
 """
@@ -57,8 +57,8 @@ NO_SIDE = PairSide((), ())
 class PreferencePair:
     """Two trajectories with one prompt. `source` names its origin, `gap` is the reward difference.
 
-    A labelled dialogue has one side; the other one is `NO_SIDE`. `mismatched` are this prompt with the answers to
-    another one, on which KTO estimates its baseline.
+    A labelled dialogue has one side; the other is `NO_SIDE`. `mismatched` are this prompt with the answers to
+    another prompt, from which KTO estimates its baseline.
     """
 
     source: str
@@ -108,8 +108,8 @@ def pairs_of_branches(
     """Pair the best with the worst action at each step where a group tried several.
 
     All paths of a group form one tree: two actions branch at a step if all tokens before them are equal. A branch
-    is worth the mean reward of the leaves below it, each path counted once. Both sides are the shared history and
-    the action, which alone trains (step-level preferences, arXiv:2405.00451). Otherwise as `pairs_of_attempts`.
+    has the mean reward of the leaves below it, each path counted once. Both sides are the shared history and
+    the action; only the action is trained (step-level preferences, arXiv:2405.00451). Otherwise as `pairs_of_attempts`.
     """
     pairs = []
     for source, group in _groups(name, records):
@@ -134,8 +134,8 @@ def pairs_of_rollouts(
     files: Sequence[Path], min_gap: float, max_tokens: int, made: PairMaker = pairs_of_attempts
 ) -> list[PreferencePair]:
     """Return the pairs that `made` builds from each file, in file order."""
-    named = [(file.name.removesuffix(".jsonl.gz"), read_rollouts(file)) for file in files]
-    return [pair for name, records in named for pair in made(name, records, min_gap, max_tokens)]
+    rollouts = [(file.name.removesuffix(".jsonl.gz"), read_rollouts(file)) for file in files]
+    return [pair for name, records in rollouts for pair in made(name, records, min_gap, max_tokens)]
 
 
 Steps = dict[tuple[int, ...], dict[tuple[int, ...], list[float]]]
@@ -176,25 +176,25 @@ def pairs_of_file(path: Path, renderer: Renderer, max_tokens: int, labelled: boo
     for number, record in enumerate(read_preferences(path) if labelled else read_pairs(path), start=1):
         if isinstance(record, FileDialogue):
             side = _render_side(renderer, record.messages, record.trains, record.tools)
-            found = PreferencePair(f"dialogue {number}", 0.0, *((side, NO_SIDE) if record.label else (NO_SIDE, side)))
+            pair = PreferencePair(f"dialogue {number}", 0.0, *((side, NO_SIDE) if record.label else (NO_SIDE, side)))
         else:
             chosen, rejected = (_render_continuation(renderer, record, s) for s in (record.chosen, record.rejected))
-            found = PreferencePair(f"pair {number}", 0.0, chosen, rejected)
-        if max(len(side.tokens) for side in found.sides) <= max_tokens:
-            pairs.append(found)
+            pair = PreferencePair(f"pair {number}", 0.0, chosen, rejected)
+        if max(len(side.tokens) for side in pair.sides) <= max_tokens:
+            pairs.append(pair)
     return pairs
 
 
 def with_mismatched(pairs: Sequence[PreferencePair], max_tokens: int) -> list[PreferencePair]:
     """Add to each pair its prompt with the answers of the next pair with another prompt, if they fit."""
     prompts = [pair.sides[0].tokens[: pair.sides[0].prompt_length] for pair in pairs]
-    found = []
+    mismatched = []
     for i, pair in enumerate(pairs):
         later = (j % len(pairs) for j in range(i + 1, i + len(pairs)))
         other = next((pairs[j] for j in later if prompts[j] != prompts[i]), None)
         sides = () if other is None else tuple(_with_prompt(prompts[i], side) for side in other.sides)
-        found.append(replace(pair, mismatched=tuple(side for side in sides if len(side.tokens) <= max_tokens)))
-    return found
+        mismatched.append(replace(pair, mismatched=tuple(side for side in sides if len(side.tokens) <= max_tokens)))
+    return mismatched
 
 
 @torch.no_grad()
@@ -243,7 +243,7 @@ def is_usable(record: RolloutRecord, max_tokens: int) -> bool:
 
 
 def _render_continuation(renderer: Renderer, pair: FilePair, side: Sequence[Message]) -> PairSide:
-    """Render the prompt and one side; the messages of the prompt do not train."""
+    """Render the prompt and one side; prompt messages are not trained."""
     trains = [False] * len(pair.prompt) + [True] * len(side)
     return _render_side(renderer, (*pair.prompt, *side), trains, pair.tools)
 
@@ -251,7 +251,7 @@ def _render_continuation(renderer: Renderer, pair: FilePair, side: Sequence[Mess
 def _render_side(
     renderer: Renderer, messages: Sequence[Message], trains: Sequence[bool], tools: Sequence[Tool]
 ) -> PairSide:
-    """Render a dialogue; the assistant messages marked in `trains` train."""
+    """Render a dialogue; assistant messages marked in `trains` are trained."""
     segments = render_dialogue(renderer, messages, tools)
     turns = [trained for message, trained in zip(messages, trains, strict=True) if message["role"] == "assistant"]
     tokens = tuple(token for segment in segments for token in segment.tokens)

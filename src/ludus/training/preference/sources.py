@@ -1,6 +1,6 @@
-"""Sources of preference pairs: a file, the rollouts of a run, or attempts sampled for the purpose.
+"""Sources of preference pairs: a file, the rollouts of a run, or newly sampled attempts.
 
-The sampled tasks and attempts depend on the seed alone, so an interrupted command samples the same again.
+Sampled tasks and attempts depend only on the seed, so an interrupted command can be repeated exactly.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from ludus.training.run.session import (
 
 
 class SilentReporter:
-    """Reporter that ignores everything."""
+    """Reporter that ignores all events."""
 
     def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
         """Do nothing."""
@@ -85,18 +85,18 @@ def gather_pairs(session: TrainingSession, reporter: EpisodeReporter | None = No
     sampled: Sequence[RolloutRecord] = ()
     if settings.data is not None:
         pairs = pairs_of_file(Path(settings.data), session.renderer, limit, settings.loss in UNPAIRED_LOSSES)
-        where = f"No dialogue of {settings.data} fits into rollout.max_seq_len = {limit}."
+        fault = f"No dialogue of {settings.data} fits into rollout.max_seq_len = {limit}."
     elif settings.run is not None:
         run = RunFolder(Path(settings.run))
         files = rollout_files(run.path)
         check_tokenizer(run, session)
         pairs = pairs_of_rollouts(files, settings.min_reward_gap, limit, _pair_maker(session))
-        where = f"No group of {settings.run} has two attempts with different rewards that make a pair."
+        fault = f"No group of {settings.run} has two attempts with different rewards that make a pair."
     else:
         pairs, sampled = _sample_pairs(session, reporter or SilentReporter())
-        where = "No task has two attempts of the model with different rewards that make a pair."
+        fault = "No task has two attempts of the model with different rewards that make a pair."
     if not pairs:
-        raise UserError(where, "See docs/use/stages.md, or lower preference.min_reward_gap.")
+        raise UserError(fault, "See docs/use/stages.md, or lower preference.min_reward_gap.")
     check_vocabulary(max(max(side.tokens) for pair in pairs for side in pair.all_sides), session)
     return GatheredPairs(with_mismatched(pairs, limit) if PREFERENCES[settings.loss].mismatched else pairs, sampled)
 
@@ -129,8 +129,8 @@ def _is_in_pair(record: RolloutRecord, sides: Collection[tuple[int, ...]]) -> bo
     """Return whether a record is a side of a pair, or continues one."""
     if record.trajectory.failure is not None:
         return False
-    whole = [path.trajectory.token_ids for path in record.trajectory.paths()]
-    return any(tokens[: len(side)] == side for tokens in whole for side in sides)
+    sequences = [path.trajectory.token_ids for path in record.trajectory.paths()]
+    return any(tokens[: len(side)] == side for tokens in sequences for side in sides)
 
 
 def _initial_status(episode: Episode) -> tuple[RolloutOutcome, str]:

@@ -1,7 +1,7 @@
 """Preference training on pairs of trajectories, and KTO and BCO on labelled ones; the losses are `LOSSES`.
 
 The reference is the model before the first step; it scores every pair once. The pairs of a step depend on the
-seed and the step alone, so a resumed run repeats the uninterrupted one bit for bit.
+seed and the step only, so a resumed run is bit-identical to an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -163,15 +163,15 @@ def _simpo(pairs: PairInputs, _: Tensor, settings: PreferenceConfig) -> Tensor:
 
 
 def _kto(pairs: PairInputs, baseline: Tensor, settings: PreferenceConfig) -> Tensor:
-    found = losses.kto(
+    means = losses.kto(
         **_unpaired(pairs), baseline=baseline, beta=_beta(settings), undesirable_weight=settings.undesirable_weight
     )
-    return _mean_of_sides(found, pairs)
+    return _mean_of_sides(means, pairs)
 
 
-def _mean_of_sides(found: Tensor, pairs: PairInputs) -> Tensor:
-    there = torch.stack([pairs["chosen_mask"].any(1), pairs["rejected_mask"].any(1)])
-    return (found.view(2, -1) * there).sum(0) / there.sum(0)
+def _mean_of_sides(per_side: Tensor, pairs: PairInputs) -> Tensor:
+    present = torch.stack([pairs["chosen_mask"].any(1), pairs["rejected_mask"].any(1)])
+    return (per_side.view(2, -1) * present).sum(0) / present.sum(0)
 
 
 PreferenceLossFunction = Callable[[PairInputs, Tensor, PreferenceConfig], Tensor]
@@ -239,8 +239,8 @@ def _score(scorer: LogprobScorer, sides: Sequence[PairSide], max_tokens: int) ->
     rows, device = [side.row for side in sides], next(scorer.model.parameters()).device
     logprobs = torch.zeros(len(sides), max(len(side.tokens) for side in sides), device=device)
     for part in microbatches(rows, max_tokens, device, torch.float32, shared=scorer.shares_prefixes):
-        found = scorer.score(part.tokens, part.trains).logprobs
-        logprobs[list(part.index), : found.shape[1]] = found.to(logprobs.dtype)
+        scored = scorer.score(part.tokens, part.trains).logprobs
+        logprobs[list(part.index), : scored.shape[1]] = scored.to(logprobs.dtype)
     return logprobs, *_reference(sides, logprobs)
 
 

@@ -42,7 +42,7 @@ History = tuple[Segment, ...]
 def sample_continuations(
     session: TrainingSession, records: Sequence[tuple[str, RolloutRecord]], num: int
 ) -> list[Trajectory]:
-    """Sample `num` continuations after each action of the attempts except the last; equal histories count once.
+    """Sample `num` continuations after each action except the last of an attempt; equal histories count once.
 
     The session's model samples at `rollout.temperature`. Raises UserError if the world has no such task, and
     WorldError if it does not respond as recorded.
@@ -61,7 +61,7 @@ def sample_continuations(
             histories[record.trajectory.task_id, tokens] = chain[: i + 1]
     if missing := [task_id for task_id, _ in histories if task_id not in tasks]:
         raise UserError(
-            f"The world has no task {missing[0]} to continue.", "Take the recipe and the settings of that run."
+            f"The world has no task {missing[0]} to continue.", "Use the recipe and the settings of that run."
         )
     requests = [
         RolloutRequest(RolloutKey(number, task_id, sample), tasks[task_id])
@@ -102,7 +102,7 @@ def gather_examples(session: TrainingSession) -> list[RewardExample]:
     settings, limit = session.config.reward_model, session.config.rollout.max_seq_len
     if settings.run is None and settings.data is None:
         raise UserError(
-            "There is nothing to learn rewards from.", "Give --run RUN (its rollouts) or --reward_model.data FILE."
+            "The reward model has no training data.", "Pass --run RUN (its rollouts) or --reward_model.data FILE."
         )
     files: list[Path] = []
     if settings.run is not None:
@@ -114,14 +114,14 @@ def gather_examples(session: TrainingSession) -> list[RewardExample]:
             if settings.data is None
             else pairs_of_file(Path(settings.data), session.renderer, limit)
         )
-        found = [_pair_example(pair) for pair in pairs]
+        examples = [_pair_example(pair) for pair in pairs]
     else:
         rows = _read_usable(files, settings.data, limit)
         discount = settings.discount if settings.kind == "process" else None
         further = sample_continuations(session, rows, settings.rollouts) if settings.rollouts else []
-        found = examples_of_rollouts(rows, session.world.rewards, discount, further)
-    _check(found, session)
-    return hold_out(found, settings.held_out, session.config.run.seed)
+        examples = examples_of_rollouts(rows, session.world.rewards, discount, further)
+    _check(examples, session)
+    return hold_out(examples, settings.held_out, session.config.run.seed)
 
 
 def examples_of_rollouts(
@@ -142,30 +142,30 @@ def examples_of_rollouts(
     returns: dict[tuple[int, ...], list[float]] = {}
     if discount is not None:
         for trajectory in [*(record.trajectory for _, record in records), *further]:
-            places, outcome = action_ends(trajectory), float(success(rewards, trajectory))
-            for turn, end in enumerate(places):
-                own = discount ** (len(places) - 1 - turn) * outcome
-                returns.setdefault(trajectory.token_ids[: end + 1], []).append(own)
-    found = []
-    for (source, record), places, outcome in zip(records, ends, outcomes, strict=True):
+            positions, outcome = action_ends(trajectory), float(success(rewards, trajectory))
+            for turn, end in enumerate(positions):
+                value = discount ** (len(positions) - 1 - turn) * outcome
+                returns.setdefault(trajectory.token_ids[: end + 1], []).append(value)
+    examples = []
+    for (source, record), positions, outcome in zip(records, ends, outcomes, strict=True):
         tokens = record.trajectory.token_ids
-        at: tuple[int, ...] = (places[-1],)
+        at: tuple[int, ...] = (positions[-1],)
         targets: tuple[float, ...] = (outcome,)
         if discount is not None:
-            at, targets = places, tuple(_mean(returns[tokens[: end + 1]]) for end in places)
+            at, targets = positions, tuple(_mean(returns[tokens[: end + 1]]) for end in positions)
         prompt = record.trajectory.action_mask.index(True)
-        found.append(RewardExample(source, prompt, (ScoredSequence(tokens, at, targets),)))
-    return found
+        examples.append(RewardExample(source, prompt, (ScoredSequence(tokens, at, targets),)))
+    return examples
 
 
 def hold_out(examples: Sequence[RewardExample], share: float, seed: int) -> list[RewardExample]:
     """Mark the examples of a share of the prompts as held out: at least one prompt, never all of them."""
     prompts = [example.sequences[0].tokens[: example.prompt_length] for example in examples]
-    different = sorted(set(prompts))
-    random.Random(f"held out:{seed}").shuffle(different)
-    num = min(len(different) - 1, math.ceil(share * len(different)))
-    aside = set(different[:num])
-    return [replace(example, held_out=prompt in aside) for example, prompt in zip(examples, prompts, strict=True)]
+    unique = sorted(set(prompts))
+    random.Random(f"held out:{seed}").shuffle(unique)
+    num = min(len(unique) - 1, math.ceil(share * len(unique)))
+    held_out = set(unique[:num])
+    return [replace(example, held_out=prompt in held_out) for example, prompt in zip(examples, prompts, strict=True)]
 
 
 def load_examples(path: Path) -> list[RewardExample]:
@@ -175,14 +175,14 @@ def load_examples(path: Path) -> list[RewardExample]:
 
 def _read_usable(files: Sequence[Path], data: str | None, limit: int) -> list[tuple[str, RolloutRecord]]:
     if data is not None:
-        named = [(f"rollout {n}", record) for n, record in enumerate(read_rollout_file(Path(data)), start=1)]
+        rollouts = [(f"rollout {n}", record) for n, record in enumerate(read_rollout_file(Path(data)), start=1)]
     else:
-        named = [
+        rollouts = [
             (f"{file.name.removesuffix('.jsonl.gz')}/{record.group}/{record.trajectory.sample}", record)
             for file in files
             for record in read_rollouts(file)
         ]
-    return [(name, record) for name, record in named if is_usable(record, limit)]
+    return [(name, record) for name, record in rollouts if is_usable(record, limit)]
 
 
 def _pair_example(pair: PreferencePair) -> RewardExample:

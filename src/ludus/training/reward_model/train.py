@@ -1,6 +1,6 @@
 """Train reward models: a policy's body with a scalar head in place of its output layer.
 
-The examples of a step depend on seed and step alone, so a resumed run repeats the uninterrupted one bit for bit.
+The examples of a step depend only on seed and step, so a resumed run is bit-identical to an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -136,9 +136,9 @@ def measure(model: RewardModel, examples: Sequence[RewardExample], max_tokens: i
         right = (margin > 0).double() + (margin == 0).double() / 2
         return {"loss": loss, "accuracy": float(right.mean()), "margin": float(margin.double().mean())}
     targets = torch.tensor([target for sequence in sequences for target in sequence.targets]).to(scores)
-    found = {"loss": loss, "error": float((torch.sigmoid(scores) - targets).abs().double().mean())}
+    metrics = {"loss": loss, "error": float((torch.sigmoid(scores) - targets).abs().double().mean())}
     area = auc(scores, targets > 0.5)
-    return found if area is None else found | {"auc": area}
+    return metrics if area is None else metrics | {"auc": area}
 
 
 def auc(scores: Tensor, positive: Tensor) -> float | None:
@@ -147,5 +147,5 @@ def auc(scores: Tensor, positive: Tensor) -> float | None:
     if not high.numel() or not low.numel():
         return None
     ordered = low.sort().values
-    below, up_to = (torch.searchsorted(ordered, high, right=right).double() for right in (False, True))
-    return float((below + up_to).mean()) / (2 * len(low))
+    below, below_or_equal = (torch.searchsorted(ordered, high, right=right).double() for right in (False, True))
+    return float((below + below_or_equal).mean()) / (2 * len(low))

@@ -2,7 +2,7 @@
 
 The learner takes a batch when the staleness controller admits it. New weights are loaded between two forward
 passes; if episodes must finish on the version they started with, each of several engines is updated once it
-has drained. The learner runs on its own thread; the event loop, the ledger and the episodes stay on the
+has drained. The learner runs in a separate thread; event loop, ledger and episodes stay in the
 caller's.
 """
 
@@ -36,7 +36,7 @@ from ludus.training.run.checkpoint import checkpoint_path, load_text
 from ludus.training.run.session import keeps_adapter_versions
 
 TOO_LATE = "too_late"
-"""Drop reason of an episode from before a resume, sampled for settings that have changed."""
+"""Drop reason of an episode sampled before a resume that changed its settings."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class StreamRunner:
         self.budget = FailureBudget(self.num_requests)
 
     async def run_one(self, request: RolloutRequest) -> Episode:
-        """Run a request to its end, rewards included."""
+        """Run a request until its episode is scored."""
         budget = self.budget
         budget.begun += 1
         return await self.collector.add_extra_parts(await self.scheduler.run_one(request, budget), budget)
@@ -77,7 +77,7 @@ class AsyncTrainer:
     limit: ConcurrencyController
     replay: ReplayBuffer
     engines: SupportsRollingUpdate | None = None
-    """The engines, if episodes keep their starting version and engines are updated one by one."""
+    """The engines if they are updated one by one (episodes finish on their first version)."""
     rolling: RollingUpdate | None = field(default=None, init=False)
     proofs: list[SyncProof] = field(default_factory=list)
     """Checks of the engines updated since the last step."""
@@ -88,7 +88,7 @@ class AsyncTrainer:
 
     @classmethod
     def build(cls, trainer: SyncTrainer, done: int, before: StreamState) -> AsyncTrainer:
-        """Build the trainer that continues after step `done` with the restored stream."""
+        """Build the trainer from step `done` and the restored stream `before`."""
         config, collector = trainer.session.config, trainer.collector
         training, staleness = config.training, config.staleness
         pace = StalenessSchedule(
@@ -118,12 +118,12 @@ class AsyncTrainer:
         replay = ReplayBuffer(staleness.replay, training.prompts_per_step)
         async_trainer = cls(trainer, stream, source, runner, thread, limit, replay, engines)
         text = load_text(checkpoint_path(trainer.folder.checkpoints, done), REPLAY_FILE) if done else None
-        known = {task.id: task for task in order.tasks}
+        tasks_by_id = {task.id: task for task in order.tasks}
         if staleness.replay.share and text is not None:
-            replay.restore(text, known)
+            replay.restore(text, tasks_by_id)
         elif staleness.replay.share:
             share, vocab_size = async_trainer._effective_share, len(trainer.session.tokenizer)
-            replay.load_sources(known, vocab_size, share, staleness.min_ess)
+            replay.load_sources(tasks_by_id, vocab_size, share, staleness.min_ess)
         return async_trainer
 
     async def run(self, done: int, before: StreamState) -> None:
@@ -210,7 +210,7 @@ class AsyncTrainer:
         return samples + collector.replay_samples(drawn)
 
     async def _publish(self, step: int) -> tuple[SyncProof, ...]:
-        """Send the weights, or start sending them; return the checks that have completed."""
+        """Send the weights, if configured in the background; return the completed checks."""
         sync, config = self.trainer.weight_sync, self.trainer.session.config
         if self.rolling is not None and step < config.training.steps:
             await sync.push_weights(step, self.rolling, self.thread, self.proofs.append)
@@ -257,7 +257,7 @@ class AsyncTrainer:
         self.sending = asyncio.create_task(self._run_in_background(partial(self.trainer.weight_sync.check, expected)))
 
     async def _run_in_background(self, proving: Callable[[], Awaitable[SyncProof]]) -> None:
-        """Record a check that completes during the next step, whose batch raises its error."""
+        """Run a check during the next step; its error is raised when the batch is taken."""
         try:
             self.proofs.append(await proving())
         except Exception as error:  # boundary: raised by the learner when it waits for a batch
@@ -272,10 +272,10 @@ class AsyncTrainer:
     def _proof_metrics(self, now: tuple[SyncProof, ...]) -> dict[str, float]:
         """Return the largest probe difference since the last step and the number of engines updated one by one."""
         before, self.proofs[:] = tuple(self.proofs), ()
-        found = {} if self.rolling is None else {"sync/engines": float(len(before))}
+        metrics = {} if self.rolling is None else {"sync/engines": float(len(before))}
         if before or now:
-            found["sync/probe_gap"] = max(proof.probe_gap for proof in (*before, *now))
-        return found
+            metrics["sync/probe_gap"] = max(proof.probe_gap for proof in (*before, *now))
+        return metrics
 
     def _effective_share(self, episodes: Sequence[Episode]) -> float:
         return effective_share([episode.trajectory for episode in episodes], self.trainer.train_step.learner)
@@ -283,11 +283,11 @@ class AsyncTrainer:
     async def _stream_metrics(self) -> dict[str, float]:
         """Return metrics of the engine, the queue and the background transfers since the last step.
 
-        An engine of this process without a forward pass was idle.
+        An engine in this process is idle if it ran no forward pass.
         """
         stats, stream = await drain_stats(self.trainer.engine), self.stream
-        known = stats.steps or isinstance(self.trainer.engine, RemoteStats)
-        metrics = stats.metrics() if known else {"engine/busy_s": 0.0}
+        has_stats = stats.steps or isinstance(self.trainer.engine, RemoteStats)
+        metrics = stats.metrics() if has_stats else {"engine/busy_s": 0.0}
         metrics |= {
             "queue/in_flight": float(stream.num_in_flight),
             "queue/in_flight_limit": float(stream.in_flight),
@@ -313,7 +313,7 @@ async def run_async(trainer: SyncTrainer, before: StreamState, done: int) -> Non
 
 
 async def track_version(stream: GroupQueue, engines: RollingUpdate, version: int) -> None:
-    """Keep a stream informed of the version that new episodes use, and of transfer errors."""
+    """Forward the version of new episodes, and transfer errors, to the stream."""
     try:
         while True:
             version = await engines.served(version)

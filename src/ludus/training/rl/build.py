@@ -75,7 +75,7 @@ class AdapterOff:
     temperature: float
 
     def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens:
-        """Score as `LogprobScorer.score`, under the base weights."""
+        """Return `LogprobScorer.score` under the base weights."""
         with self.model.disable_adapter():
             return self._scorer.score(tokens, scored, entropy)
 
@@ -137,7 +137,7 @@ def restore_groups(folder: RunFolder, source: PromptStream, done: int, file: str
 
 
 def restore_stream(folder: RunFolder, source: PromptStream, done: int) -> StreamState:
-    """Return the stream of the checkpoint of step `done`, or a new one after the tasks of the steps so far."""
+    """Return the stream of step `done`'s checkpoint, or a new one that skips the tasks of earlier steps."""
     path = checkpoint_path(folder.checkpoints, done)
     if done == 0:
         return StreamState()
@@ -156,17 +156,17 @@ def build_trainer(
     ranks: Collectives = ONE_PROCESS,
     remote: RemoteSampler | None = None,
 ) -> tuple[SyncTrainer, int]:
-    """Build the trainer and restore the newest checkpoint; return both the trainer and its step.
+    """Build the trainer from the newest checkpoint; return the trainer and its step.
 
     The run folder is not changed until all parts are built.
     """
     config, model, algorithm = session.config, session.model, algorithm_of(session.config)
     control = control_of(config, algorithm.kl_coef)
     demonstrations, reward_mixer = make_demonstrations(session, algorithm), make_reward_mixer(session, algorithm)
-    found = list_checkpoints(folder.checkpoints)
-    done, path = found[-1] if found else (0, None)
-    waits = path is not None and (path / "trainer" / WAITING_FILE).is_file()
-    spanning = config.training.streams or config.rollout.partial.is_set or waits
+    checkpoints = list_checkpoints(folder.checkpoints)
+    done, path = checkpoints[-1] if checkpoints else (0, None)
+    has_waiting = path is not None and (path / "trainer" / WAITING_FILE).is_file()
+    spanning = config.training.streams or config.rollout.partial.is_set or has_waiting
     ledger = Ledger(spanning=spanning)
     state = AlgorithmState.start(algorithm)
     engine = None
@@ -240,8 +240,8 @@ def make_parts(
         if isinstance(scorer, LogprobScorer):
             ranks.split(scorer.model)
     updates = config.training.steps * updates_of(config)
-    how = OptimizerSettings.from_config(config.training, updates)
-    optimizer = Optimizer(model, how, master_weights=config.model.master_weights, ranks=ranks)
+    settings = OptimizerSettings.from_config(config.training, updates)
+    optimizer = Optimizer(model, settings, master_weights=config.model.master_weights, ranks=ranks)
     stored = None
     if resumed is not None:
         stored = load_trainer(resumed, optimizer)
@@ -280,21 +280,21 @@ def make_trackers(config: Config, folder: RunFolder, done: int) -> list[Tracker]
 
 def _scorers(session: TrainingSession, algorithm: Algorithm, control: KlControl) -> dict[str, TokenScorer]:
     """Build the scorers besides the policy: teacher and reference, if needed or configured."""
-    found: dict[str, TokenScorer] = {}
+    scorers: dict[str, TokenScorer] = {}
     if algorithm.loss_spec.has(Need.TEACHER):
-        found["teacher"] = load_teacher(session)
+        scorers["teacher"] = load_teacher(session)
     training, temperature = session.config.training, session.config.rollout.temperature or 1.0
     needed = control.needs_reference or algorithm.advantage_spec.has(Need.PROCESS_REWARD_MODEL)
     if not needed and not training.report_kl:
-        return found
+        return scorers
     if session.config.model.lora is not None:
-        return found | {"reference": AdapterOff(session.model, temperature)}
+        return scorers | {"reference": AdapterOff(session.model, temperature)}
     reference = copy.deepcopy(session.model).requires_grad_(False).eval()
-    return found | {"reference": LogprobScorer(reference, temperature)}
+    return scorers | {"reference": LogprobScorer(reference, temperature)}
 
 
 def probe_tokens(session: TrainingSession) -> tuple[int, ...]:
-    """Return a fixed text of the world as tokens, used to compare engine and learner."""
+    """Return the tokens of a fixed prompt for comparing engine and learner."""
     task = session.world.tasks("train")[0]
     return session.renderer.prompt(task.prompt, ())[:PROBE_TOKENS]
 
@@ -324,12 +324,12 @@ def load_teacher(session: TrainingSession) -> LogprobScorer:
     """
     config = session.config
     path = config.teacher.path or ""
-    theirs, own = load_tokenizer(path, needs_template=False).get_vocab(), session.tokenizer.get_vocab()
-    if theirs != own:
-        odd = min(t for t in theirs.keys() | own.keys() if theirs.get(t) != own.get(t))
+    teacher_tokens, tokens = load_tokenizer(path, needs_template=False).get_vocab(), session.tokenizer.get_vocab()
+    if teacher_tokens != tokens:
+        differing = min(t for t in teacher_tokens.keys() | tokens.keys() if teacher_tokens.get(t) != tokens.get(t))
         raise ConfigError(
-            f"The teacher {path} has a different vocabulary from the policy ({len(theirs)} tokens and"
-            f" {len(own)}; first difference: {odd!r}).",
+            f"The teacher {path} has a different vocabulary from the policy ({len(teacher_tokens)} tokens and"
+            f" {len(tokens)}; first difference: {differing!r}).",
             "Use a teacher with the policy's tokenizer.",
         )
     model = load_model(path, config.model.dtype, config.model.device).requires_grad_(False).eval()
@@ -344,13 +344,13 @@ def reference_digests(session: TrainingSession, scorers: Mapping[str, TokenScore
 
     `start` is the initial model, if it is the reference or the base of adapters.
     """
-    found = {}
+    digests = {}
     if "reference" in scorers or session.config.model.lora is not None:
-        found[START] = fingerprint_adapted(session.model, {})
+        digests[START] = fingerprint_adapted(session.model, {})
     teacher = scorers.get(TEACHER)
     if isinstance(teacher, LogprobScorer):
-        found[TEACHER] = fingerprint_adapted(teacher.model, {})
-    return found
+        digests[TEACHER] = fingerprint_adapted(teacher.model, {})
+    return digests
 
 
 def check_reference_digests(stored: Mapping[str, str], now: Mapping[str, str], session: TrainingSession) -> None:
@@ -364,7 +364,7 @@ def check_reference_digests(stored: Mapping[str, str], now: Mapping[str, str], s
         before = stored.get(name, digest)
         if before != digest:
             raise UserError(
-                f"The {paths[name]} has changed: its weights have the digest {digest[:12]}, and had"
+                f"The {paths[name]} has changed: the digest of its weights is {digest[:12]}, and was"
                 f" {before[:12]} when the checkpoint was written.",
                 "Restore them, or start a new run.",
             )

@@ -1,7 +1,7 @@
-"""Memory check: run the longest allowed microbatch before the first step.
+"""Memory check: run a microbatch of maximum length before the first step.
 
 Out-of-memory errors then occur at the start of a run instead of at its first long batch. The gradient is
-dropped; weights, moments and random state are unchanged. With several ranks all run it together.
+dropped; weights, moments and random state are unchanged. The check is collective.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _CGROUP = Path("/sys/fs/cgroup/memory.max")
 class MemoryEstimate:
     """Memory in bytes for the longest microbatch of `tokens` tokens, and the `available` memory.
 
-    `others` is all prior memory besides the policy's weights: engine, reference, libraries. `activations`
+    `others` is memory allocated before, without the policy's weights: engine, reference, libraries. `activations`
     excludes gradients. The first optimizer step allocates `moments`. On the CPU the numbers use the process's
     high-water mark, so an earlier peak can hide `activations`.
     """
@@ -56,12 +56,12 @@ class MemoryEstimate:
             f"the longest microbatch ({self.tokens} tokens) peaks at about {_gib(self.total)} GiB of "
             f"{_gib(self.available)} GiB: weights {_gib(self.weights)}, gradients {_gib(self.gradients)}, "
             f"moments {_gib(self.moments)}, activations {_gib(self.activations)}, "
-            f"all else {_gib(self.others)}"
+            f"other {_gib(self.others)}"
         )
 
 
 def check_memory(config: Config, learner: Learner) -> MemoryEstimate | None:
-    """Run the memory check if configured. `auto` runs it on a GPU only: on the CPU it may take as long as a step."""
+    """Run the memory check if configured; `auto`: on a GPU only, since on the CPU it may take as long as a step."""
     wanted = config.training.learner.dry_run
     device = next(learner.scorer.model.parameters()).device
     if wanted == "never" or (wanted == "auto" and device.type != "cuda"):
@@ -75,7 +75,7 @@ def check_memory(config: Config, learner: Learner) -> MemoryEstimate | None:
 def dry_run(learner: Learner, longest: int) -> MemoryEstimate:
     """Run forward and backward over as many rows of `longest` tokens as fit the budget (or one).
 
-    All tokens but the first train, and no prefix is shared. All ranks have equally many rows. Raises
+    All tokens except the first are trained; no prefix is shared; ranks have equal row counts. Raises
     LearnerError on all ranks if the pass or the following step runs out of memory.
     """
     parameters, model, ranks = list(learner.optimizer.parameters), learner.scorer.model, learner.ranks
@@ -109,13 +109,13 @@ def dry_run(learner: Learner, longest: int) -> MemoryEstimate:
 
 def _check_fits(estimate: MemoryEstimate, ranks: Collectives, device: torch.device) -> None:
     """Raise LearnerError if the estimate exceeds memory. CPU memory is shared by a machine's ranks."""
-    place = socket.gethostname() if device.type == "cpu" else str(ranks.rank)
-    found = ranks.gather((place, estimate.total))
-    here = [total for where, total in found if where == place]
+    own_host = socket.gethostname() if device.type == "cpu" else str(ranks.rank)
+    totals = ranks.gather((own_host, estimate.total))
+    here = [total for host, total in totals if host == own_host]
     fault = ""
     if sum(here) > estimate.available:
-        together = f"; all {len(here)} ranks here need {_gib(sum(here))} GiB" if len(here) > 1 else ""
-        fault = f"Not enough memory: {estimate}{together}."
+        detail = f"; all {len(here)} ranks here need {_gib(sum(here))} GiB" if len(here) > 1 else ""
+        fault = f"Not enough memory: {estimate}{detail}."
     raise_together(fault, f"Lower training.microbatch_tokens. {REMEDY}", ranks)
 
 
@@ -149,8 +149,8 @@ def _in_use(device: torch.device) -> int:
 def _peak(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if own := peak_memory("self"):  # getrusage may report the peak of the parent process
-        return own
+    if own_peak := peak_memory("self"):  # getrusage may report the peak of the parent process
+        return own_peak
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 

@@ -1,7 +1,7 @@
 """One-step-off-policy training: sample the next batch while the learner trains on the current one.
 
 Each batch is sampled by one version, one step old, so runs are as reproducible as synchronous ones. The
-learner runs on its own thread; the event loop, the ledger and the episodes stay on the caller's.
+learner runs in a separate thread; event loop, ledger and episodes stay in the caller's.
 """
 
 from __future__ import annotations

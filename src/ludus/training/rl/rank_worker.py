@@ -1,7 +1,7 @@
 """Learner process of a rank other than 0.
 
 It joins the rendezvous of rank 0, receives the run's configuration, builds the learner and runs the methods called by
-rank 0 until `stop`. A rank that rank 0 started (`main`) exits when rank 0 ends, even before the rendezvous.
+rank 0 until `stop`. A rank started by rank 0 (`main`) exits with rank 0, even before the rendezvous.
 """
 
 from __future__ import annotations
@@ -104,14 +104,14 @@ def cold_start(config: Config, folder: Path) -> Path | None:
 
 
 def _exit_with_parent(leader: int) -> None:
-    """Exit once rank 0 is gone; this also covers the time before the rendezvous."""
+    """Exit when rank 0 exits, even before the rendezvous."""
     while os.getppid() == leader:
         time.sleep(_LOOK_S)
     os._exit(1)
 
 
 def main(limit_s: str, kind: str, leader: str) -> None:
-    """Run as a rank on a device of this kind; process `leader`, which started it, is rank 0."""
+    """Run as a rank on a device of type `kind`; `leader` is the process id of rank 0."""
     threading.Thread(target=_exit_with_parent, args=(int(leader),), name="ludus-leader", daemon=True).start()
     hide_progress()
     run_rank(torch.device(kind), float(limit_s))

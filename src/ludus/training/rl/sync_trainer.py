@@ -1,7 +1,7 @@
 """Synchronous RL loop and the parts that all trainers share.
 
 Each step samples all of its episodes, trains on them, and sends the weights; sampling resumes only after the
-engine's weights were checked. Writes one line of metrics a step, and checkpoints. The other modes are in
+engine's weights are checked. Writes metrics, one line per step, and checkpoints. The other modes are in
 `one_step_trainer` and `async_trainer`. In reproducible mode all output except timings is bit-identical for
 the same seed, also across a kill and resume.
 """
@@ -60,7 +60,7 @@ CheckpointFiles = Callable[[], Mapping[str, str]]
 class Comparison:
     """Evaluations before and after training, on one split with one sampling setting.
 
-    `before` is None if there is none. The number of tasks or other conditions differ if the run was resumed
+    `before` is None without one. The number of tasks and other conditions may differ if the run was resumed
     with other settings.
     """
 
@@ -147,14 +147,14 @@ class SyncTrainer(EvaluatedTrainer):
     collector: RolloutCollector
     train_step: TrainStep
     history: list[Mapping[str, float]] = field(default_factory=list)
-    """Metrics of the last steps that alarms use; all steps if the run was resumed."""
+    """Metrics of the last steps, for alarms; of all steps if the run was resumed."""
     reference_digests: Mapping[str, str] = field(default_factory=dict)
     """Digests of the models outside the checkpoint."""
     collector_state: CollectorState = field(init=False)
     """State of the rollout collector right after the current step was sampled."""
     guards: tuple[StreakGuard, ...] = field(init=False)
     hinted: bool = field(default=False, init=False)
-    """Whether the hint about slow rewards was already shown."""
+    """Whether the hint about slow rewards has been shown."""
 
     def __post_init__(self) -> None:
         self.collector_state = self.collector.state
@@ -172,7 +172,7 @@ class SyncTrainer(EvaluatedTrainer):
         return await self.collector.evaluate(plan)
 
     async def run(self, done: int, train: Callable[[int], Awaitable[None]]) -> list[Comparison]:
-        """Run as `EvaluatedTrainer.run`; unfinished episodes are cancelled after training."""
+        """Train and evaluate as `EvaluatedTrainer.run`, then cancel unfinished episodes."""
 
         async def train_and_close(done: int) -> None:
             try:
@@ -221,8 +221,8 @@ class SyncTrainer(EvaluatedTrainer):
         metrics = self.account(step, samples, learned)
         with clock.phase("evaluate"):
             metrics |= await self.evaluate_during(step)
-        played = [sample.episode.trajectory for sample in samples]
-        timings = clock.metrics(played, scoring_concurrency(self.session.config))
+        trajectories = [sample.episode.trajectory for sample in samples]
+        timings = clock.metrics(trajectories, scoring_concurrency(self.session.config))
         await dispatch(lambda: self.write(step, samples, metrics, timings))
         self.history = [*self.history, metrics][-ALARM_STEPS:]
         for text in alarms(self.history):
@@ -235,26 +235,26 @@ class SyncTrainer(EvaluatedTrainer):
 
     def account(self, step: int, samples: list[TrainingSample], learned: Mapping[str, float]) -> dict[str, float]:
         """Close the ledger of a step and return its metrics. Remove replayed and expert samples from `samples`."""
-        collector, found = self.collector, dict(learned)
+        collector, extra = self.collector, dict(learned)
         samples[:] = [sample for sample in samples if not sample.replayed]
-        equal = equal_groups(samples, collector.algorithm)
+        zero_variance = equal_groups(samples, collector.algorithm)
         if collector.demonstrations is not None:
-            foreign = [sample for sample in samples if sample.expert]
+            experts = [sample for sample in samples if sample.expert]
             samples[:] = [sample for sample in samples if not sample.expert]
-            found["experts/count"] = float(len(foreign))
-            found["experts/refused"] = float(collector.demonstrations.num_refused(step))
-            found["experts/trained"] = float(sum(c.outcome is RolloutOutcome.TRAINED for c in foreign))
+            extra["experts/count"] = float(len(experts))
+            extra["experts/refused"] = float(collector.demonstrations.num_refused(step))
+            extra["experts/trained"] = float(sum(c.outcome is RolloutOutcome.TRAINED for c in experts))
         trained = sum(sample.outcome is RolloutOutcome.TRAINED for sample in samples)
         counts = collector.ledger.close(step, trained=trained)
         by_number = _metric_groups(samples)
-        groups, known = list(by_number.values()), [equal.get(number) for number in by_number]
-        metrics = rollout_metrics(groups, self.session.world.rewards[0].name, known)
+        groups, flags = list(by_number.values()), [zero_variance.get(number) for number in by_number]
+        metrics = rollout_metrics(groups, self.session.world.rewards[0].name, flags)
         for metric in step_metrics(self.session.config.run.metrics):
             metrics |= metric(groups)
         if collector.reward_mixer is not None:
             metrics |= collector.reward_mixer.metrics(step, groups)
-        probe = found.pop("sync/probe_gap", None)
-        metrics |= found | counts.metrics() | ({} if probe is None else {"sync/probe_gap": probe})
+        probe = extra.pop("sync/probe_gap", None)
+        metrics |= extra | counts.metrics() | ({} if probe is None else {"sync/probe_gap": probe})
         if collector.algorithm.greso:
             metrics |= greso_metrics(self.collector_state.algorithm_state, self.collector_state.skipped)
         return metrics | dict(self.collector_state.partial)
@@ -285,9 +285,9 @@ class SyncTrainer(EvaluatedTrainer):
         """Return the first reason of the guards to pause, with its remedy. Every guard receives the metrics."""
         if warning := ess_warning(metrics, self.session.config.staleness):
             self.alarm(step, warning)
-        found = [(self.train_step.control_kl(metrics), KL_REMEDY)]
-        found += [(guard.update(metrics), guard.remedy) for guard in self.guards]
-        return next((pair for pair in found if pair[0]), None)
+        reasons = [(self.train_step.control_kl(metrics), KL_REMEDY)]
+        reasons += [(guard.update(metrics), guard.remedy) for guard in self.guards]
+        return next((pair for pair in reasons if pair[0]), None)
 
     async def evaluate_during(self, step: int) -> dict[str, float]:
         """Return the evaluation metrics if an evaluation is due at this step."""
@@ -322,10 +322,10 @@ class SyncTrainer(EvaluatedTrainer):
     def save(self, state: TrainerState, files: Mapping[str, str]) -> None:
         """Write a checkpoint and remove the oldest ones."""
         session, value_model, optimizer = self.session, self.train_step.value_model, self.train_step.learner.optimizer
-        shelf = self.folder.checkpoints
+        checkpoints = self.folder.checkpoints
         extra = Extra(checkpoint_parts(value_model), files)
-        save_checkpoint(shelf, session.model, session.tokenizer, optimizer, state, extra)
-        prune(shelf, session.config.training.keep_checkpoints)
+        save_checkpoint(checkpoints, session.model, session.tokenizer, optimizer, state, extra)
+        prune(checkpoints, session.config.training.keep_checkpoints)
         log.info("saved checkpoint of step %d", state.step)
 
 
@@ -341,7 +341,7 @@ def task_order(config: Config, world: World) -> TaskSequence:
     chunk = config.training.prompts_per_step * (resolve(config.algorithm).max_resample_rounds + 1)
     if len(tasks) < chunk:
         raise ConfigError(
-            f"One step may need {chunk} tasks, and the train split has {len(tasks)}.",
+            f"One step may need {chunk} tasks, but the train split has {len(tasks)}.",
             "Lower training.prompts_per_step or algorithm.max_resample_rounds.",
         )
     return world.order(config.run.seed, chunk, config.training.steps)

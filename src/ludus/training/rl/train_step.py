@@ -1,6 +1,6 @@
 """One training step: from training samples to updated weights.
 
-Before the first gradient of a batch: filters and the model-based inputs of advantages (KL, values, rejection,
+Before the first gradient of a batch: filters and model-based inputs of advantages (KL, values, rejection,
 entropy filter, parity check), each only if the algorithm needs it. Independent of environment and engine.
 `ComputeDispatch` chooses the compute thread; the ledger is only used on the caller's thread.
 """
@@ -48,7 +48,7 @@ PARITY_ROWS = 8
 PARITY_NATS = 0.05
 """Largest mean log-probability difference between engine and learner at which training starts."""
 ENGINE_PARITY_NATS = 1e-3
-"""The same bound if the engine's log-probabilities replace the learner's."""
+"""Bound if the engine's log-probabilities replace the learner's."""
 
 
 class ComputeDispatch(Protocol):
@@ -74,10 +74,10 @@ class LearnerThread:
     def __init__(self, threads: int) -> None:
         self.busy_s = 0.0
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self._executor = ThreadPoolExecutor(1, "ludus-learner", _begin, (threads, device))
+        self._executor = ThreadPoolExecutor(1, "ludus-learner", _init_thread, (threads, device))
 
     async def __call__(self, work: Callable[[], T]) -> T:
-        """Run `work` and wait for its result. Started work is never abandoned, even on cancellation."""
+        """Run `work` and return its result. Cancellation waits for running work."""
         future = asyncio.get_running_loop().run_in_executor(self._executor, self._timed, work)
         try:
             return await asyncio.shield(future)
@@ -86,21 +86,21 @@ class LearnerThread:
             raise
 
     def close(self) -> None:
-        """Wait for running work and end the thread."""
+        """Wait for running work and stop the thread."""
         self._executor.shutdown()
 
     def _timed(self, work: Callable[[], T]) -> T:
-        begin = time.perf_counter()
+        start = time.perf_counter()
         try:
             return work()
         finally:
-            self.busy_s += time.perf_counter() - begin
+            self.busy_s += time.perf_counter() - start
 
 
-def _begin(threads: int, device: int | None) -> None:
-    """Set the compute threads and the GPU of this thread.
+def _init_thread(threads: int, device: int | None) -> None:
+    """Set this thread's number of compute threads and its GPU.
 
-    OpenMP counts threads per thread, and torch sets its own number on first use.
+    OpenMP's setting is per thread, and torch overrides it on first use.
     """
     torch.zeros(1).sum()
     torch.set_num_threads(threads)
@@ -138,24 +138,24 @@ class TrainStep:
         self, step: int, samples: Sequence[TrainingSample], dispatch: ComputeDispatch = run_inline
     ) -> tuple[list[TrainingSample], dict[str, float]]:
         """Record outcomes and train; return the final samples and the metrics."""
-        found = await dispatch(lambda: self._prepare(step, samples))
-        record_outcomes(self.ledger, found)
+        prepared = await dispatch(lambda: self._prepare(step, samples))
+        record_outcomes(self.ledger, prepared)
         rows = training_rows(
-            found,
+            prepared,
             mask_observations=self.session.config.training.mask_observations,
             rewards=self.session.world.rewards,
             transitions=self.session.config.training.transitions,
         )
-        return found, await dispatch(lambda: self._train(step, found, rows))
+        return prepared, await dispatch(lambda: self._train(step, prepared, rows))
 
     def control_kl(self, metrics: Mapping[str, float]) -> str:
         """Update the KL controller with a step's KL; return the reason to pause, or an empty string."""
         kl = metrics.get("policy/kl_reference")
         if kl is None:
             return ""
-        verdict = self.kl_control.verdict(kl)
+        reason = self.kl_control.verdict(kl)
         self.kl_control = self.kl_control.update(kl, round(metrics["ledger/trained"]))
-        return verdict
+        return reason
 
     def _prepare(self, step: int, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         if self.kl_control.acts:
@@ -171,8 +171,8 @@ class TrainStep:
 
     def _set_entropy_filter(self, samples: Sequence[TrainingSample]) -> None:
         """Measure the initial entropy on the first batch; switch GTPO's entropy filter off if it is high."""
-        if self.initial_entropy is None and (found := compared_entropies(samples, self.learner)):
-            self.initial_entropy = float(torch.cat(found).mean())
+        if self.initial_entropy is None and (entropies := compared_entropies(samples, self.learner)):
+            self.initial_entropy = float(torch.cat(entropies).mean())
             if with_entropy_filter(self.learner.algorithm, self.initial_entropy) != self.learner.algorithm:
                 log.warning(ENTROPY_FILTER_OFF, self.initial_entropy)
         if self.initial_entropy is not None:
@@ -192,19 +192,19 @@ def filter_and_estimate(
     samples: Sequence[TrainingSample], learner: Learner, max_length: int, value_model: ValueModel | None = None
 ) -> list[TrainingSample]:
     """Return the samples with filters and model estimates applied."""
-    found, entropies = list(samples), None
+    kept, entropies = list(samples), None
     algorithm = learner.algorithm
     if algorithm.correction_spec.has(Need.REJECTION):
-        found = _reject_samples(found, learner)
+        kept = _reject_samples(kept, learner)
     if algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
-        entropies = compared_entropies(found, learner)
-        found = _filter_uncertain(found, entropies, algorithm)
+        entropies = compared_entropies(kept, learner)
+        kept = _filter_uncertain(kept, entropies, algorithm)
     # Last, so that batch means cover only the remaining samples.
     needs = (Need.BATCH_STATISTICS, Need.DISTRIBUTIONS)
     estimated = value_model is not None or entropies is not None or _penalises_kl(algorithm)
     if estimated or any(map(algorithm.advantage_spec.has, needs)):
-        found = _add_estimates(found, learner, value_model, max_length, Estimates(entropies=entropies))
-    return found
+        kept = _add_estimates(kept, learner, value_model, max_length, Estimates(entropies=entropies))
+    return kept
 
 
 def _penalises_kl(algorithm: Algorithm) -> bool:
@@ -231,31 +231,31 @@ def _trained_samples(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
 def check_parity(rows: Sequence[Row], learner: Learner) -> MismatchByLength | None:
     """Compare recorded log-probabilities with the learner's, bucketed by position.
 
-    Returns the measurement, None without rows. Raises SyncError if any bucket exceeds `PARITY_NATS`, or
+    Returns the mismatch, None without rows. Raises SyncError if any bucket exceeds `PARITY_NATS`, or
     `ENGINE_PARITY_NATS` if ratios divide by the engine's log-probabilities.
     """
     if not rows:
         return None
     ranked = sorted(rows, key=lambda row: len(row.tokens))
-    places = {round(i * (len(ranked) - 1) / max(1, PARITY_ROWS - 1)) for i in range(PARITY_ROWS)}
-    chosen = [ranked[place] for place in sorted(places)]
+    indices = {round(i * (len(ranked) - 1) / max(1, PARITY_ROWS - 1)) for i in range(PARITY_ROWS)}
+    chosen = [ranked[index] for index in sorted(indices)]
     old, behavior, mask = _pad_scores(chosen, learner.score(chosen))
     from_engine = learner.settings.old_logprobs == "engine"
     bound = ENGINE_PARITY_NATS if from_engine else PARITY_NATS
     measured = mismatch_by_length(old_logprobs=old, behavior_logprobs=behavior, mask=mask)
-    apart = [
+    mismatches = [
         f"{bucket.gap_mean:.3g} at positions {label}"
         for label, bucket in zip(measured.labels, measured.buckets, strict=True)
         if not bucket.gap_mean <= bound
     ]
-    if apart:
-        why = "Check that both use the same weights, temperature and precision. Nothing was trained."
+    if mismatches:
+        hint = "Check that both use the same weights, temperature and precision. Nothing was trained."
         raise SyncError(
-            f"Engine and learner differ in the log-probabilities of sampled tokens by {', '.join(apart)} "
+            f"Engine and learner differ in the log-probabilities of sampled tokens by {', '.join(mismatches)} "
             f"nats on average (at most {bound:g}).",
             "Set training.learner.old_logprobs = 'recomputed': the engine's are not precise enough."
             if from_engine
-            else why,
+            else hint,
         )
     return measured
 
@@ -304,14 +304,14 @@ def _reject_samples(samples: list[TrainingSample], learner: Learner) -> list[Tra
     rows = [_sample_row(sample) for sample in trained]
     old, behavior, mask = _pad_scores(rows, learner.score(rows, keep=True))
     keep = _accepted_tokens(old, behavior, mask, learner.algorithm)
-    thinned = {
+    masked = {
         id(sample): sample.masked(row[inside].tolist())
         for sample, row, inside in zip(trained, keep, mask, strict=True)
         if row.any() and not row[inside].all()
     }
-    found = [thinned.get(id(sample), sample) for sample in samples]
-    left = [thinned.get(id(sample), sample) for sample in trained]
-    return _mask_samples(found, left, keep.any(1), REJECTED)
+    all_samples = [masked.get(id(sample), sample) for sample in samples]
+    remaining = [masked.get(id(sample), sample) for sample in trained]
+    return _mask_samples(all_samples, remaining, keep.any(1), REJECTED)
 
 
 def _accepted_tokens(old: Tensor, behavior: Tensor, mask: Tensor, algorithm: Algorithm) -> Tensor:
@@ -327,9 +327,9 @@ def rejected_share(samples: Sequence[TrainingSample]) -> float:
     """
     trained = _trained_samples(samples)
     rejected = [c for c in samples if c.reason == REJECTED]
-    everything = sum(c.episode.trajectory.num_action_tokens for c in (*trained, *rejected))
-    kept = sum(c.episode.trajectory.num_action_tokens if c.trains is None else sum(c.trains) for c in trained)
-    return (everything - kept) / max(everything, 1)
+    total = sum(c.episode.trajectory.num_action_tokens for c in (*trained, *rejected))
+    accepted = sum(c.episode.trajectory.num_action_tokens if c.trains is None else sum(c.trains) for c in trained)
+    return (total - accepted) / max(total, 1)
 
 
 def compared_entropies(samples: Sequence[TrainingSample], learner: Learner) -> list[Tensor]:

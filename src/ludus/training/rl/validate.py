@@ -51,7 +51,7 @@ _MORE_UPDATES = "Set training.minibatches = 4, or training.epochs = 2"
 def open_validated_session(config: Config, watch: AuditProgress = UNWATCHED) -> TrainingSession | None:
     """Check a configuration and load its model, before anything is written.
 
-    `watch` receives the progress of the environment audit. Returns None if the model is still to be trained
+    `watch` receives the progress of the environment audit. Returns None if the model must first be trained
     from scratch. Settings and world are checked before the model is loaded.
     """
     algorithm_of(config)
@@ -113,9 +113,9 @@ def check_cheats(config: Config, world: World, watch: AuditProgress = UNWATCHED)
     Skipped if `env.check` is off.
     """
     if config.env.check:
-        for one, own in worlds_in(world, config):
-            limits, scoring = episode_limits(own.rollout), ProcessRewardExecutor.of(own)
-            refuse_cheats(one, CheckPlan(seed=own.run.seed, limits=limits, scoring=scoring, watch=watch))
+        for env, env_config in worlds_in(world, config):
+            limits, scoring = episode_limits(env_config.rollout), ProcessRewardExecutor.of(env_config)
+            refuse_cheats(env, CheckPlan(seed=env_config.run.seed, limits=limits, scoring=scoring, watch=watch))
 
 
 def check_trackers(config: Config) -> None:
@@ -143,17 +143,17 @@ def check_max_requests(config: Config) -> None:
 
     In async mode, evaluations and weight checks run concurrently with streamed episodes.
     """
-    most = config.engine.max_requests
+    limit = config.engine.max_requests
     needed = config.rollout.concurrency * (2 if config.training.streams else 1)
-    if not most:
+    if not limit:
         return
     if config.engine.is_external:
         raise ConfigError(
             "engine.max_requests needs the embedded engine.", "Set it on the server: ludus serve --max-requests."
         )
-    if not config.cluster.enabled and most < needed:
+    if not config.cluster.enabled and limit < needed:
         raise ConfigError(
-            f"engine.max_requests ({most}) is below the {needed} concurrent requests of this run.",
+            f"engine.max_requests ({limit}) is below the {needed} concurrent requests of this run.",
             "Unset it (an engine in this process has no other clients) or lower rollout.concurrency.",
         )
 
@@ -175,9 +175,9 @@ def check_teacher(config: Config, algorithm: Algorithm) -> None:
 
 def check_critic(config: Config, algorithm: Algorithm) -> None:
     """Raise ConfigError for unused critic settings, and for a critic head on sharded weights."""
-    read, reason = _critic_settings(algorithm)
+    used, reason = _critic_settings(algorithm)
     for key, value in changed(config.critic).items():
-        if key not in read:
+        if key not in used:
             raise ConfigError(
                 f"critic.{key} = {value} would have no effect: {reason}.",
                 "Unset it, or use an algorithm that reads it (ludus algorithms).",
@@ -206,13 +206,13 @@ def _critic_settings(algorithm: Algorithm) -> tuple[set[str], str]:
 
 def check_experts(config: Config, algorithm: Algorithm, world: World) -> None:
     """Raise ConfigError if the loss needs experts and has none, or configured experts are unused."""
-    path, reads = config.experts.path, algorithm.loss_spec.has(Need.DEMONSTRATIONS)
-    for key, value in () if reads else changed(config.experts).items():
+    path, uses = config.experts.path, algorithm.loss_spec.has(Need.DEMONSTRATIONS)
+    for key, value in () if uses else changed(config.experts).items():
         raise ConfigError(
             f"experts.{key} = {value} would have no effect: the loss {algorithm.loss} uses no experts.",
             "Unset it, or set algorithm.preset = 'mixed_policy'.",
         )
-    if reads and path is None and not world.implements("expert"):
+    if uses and path is None and not world.implements("expert"):
         raise ConfigError(
             f"The loss {algorithm.loss} needs experts, but the world {world.name!r} has none.",
             "Set experts.path to a file of dialogues with task ids (docs/use/data.md).",
@@ -259,16 +259,16 @@ def check_replay(config: Config, algorithm: Algorithm) -> None:
     if not replays.share or algorithm.correction != "none" or algorithm.loss_spec.off_policy:
         return
     mode = config.training.mode
-    why = f" (with training.mode = {mode!r}, none is the default)" if not config.training.off_policy else ""
+    note = f" (with training.mode = {mode!r}, none is the default)" if not config.training.off_policy else ""
     if replays.sources:
         raise ConfigError(
-            f"staleness.replay.sources are off-policy rollouts, and algorithm.correction is 'none'{why}.",
+            f"staleness.replay.sources are off-policy rollouts, and algorithm.correction is 'none'{note}.",
             "Set algorithm.correction (tis).",
         )
     if replays.max_age > bound:
         raise ConfigError(
             f"staleness.replay.max_age ({replays.max_age}) replays tokens beyond staleness.max_staleness "
-            f"({bound}), and algorithm.correction is 'none'{why}.",
+            f"({bound}), and algorithm.correction is 'none'{note}.",
             "Set algorithm.correction (tis), or a max_age within the bound.",
         )
 
@@ -310,9 +310,9 @@ def check_branch(config: Config) -> None:
             "rollout.branch needs sampling: at rollout.temperature = 0 all branches are identical.",
             "Set rollout.temperature above 0 or unset rollout.branch.",
         )
-    if late := [turn for turn in rollout.branch.turns if turn >= rollout.max_turns]:
+    if too_late := [turn for turn in rollout.branch.turns if turn >= rollout.max_turns]:
         raise ConfigError(
-            f"rollout.branch.turns has turn {late[0]}, but episodes have turns 0 to "
+            f"rollout.branch.turns has turn {too_late[0]}, but episodes have turns 0 to "
             f"{rollout.max_turns - 1} (rollout.max_turns).",
             "Choose an earlier turn.",
         )
@@ -332,8 +332,8 @@ def config_warnings(config: Config) -> list[str]:
     pretrains = resolve(config.algorithm).advantage_spec.has(Need.PRETRAINED_CRITIC)
     if pretrains and config.critic.warmup_steps == 0:
         found.append("VAPO pre-trains its critic on a fixed policy, but critic.warmup_steps is 0.")
-    if (alone := planned_warmup(config)) >= config.training.steps:
-        found.append(f"The policy is never trained: the first {alone} steps (critic.warmup_steps) are the critic's.")
+    if (warmup := planned_warmup(config)) >= config.training.steps:
+        found.append(f"The policy is never trained: critic.warmup_steps trains only the critic for {warmup} steps.")
     if config.training.streams and config.rollout.reproducible:
         found.append(
             "Asynchronous runs (training.mode = async) are not reproducible: rollout.reproducible "
@@ -342,7 +342,7 @@ def config_warnings(config: Config) -> list[str]:
     if config.training.streams and config.engine.is_external and config.staleness.kv_cache_on_update == "keep":
         found.append(
             "Servers manage their own KV cache on weight updates: "
-            "staleness.kv_cache_on_update has no effect with an engine.url."
+            "staleness.kv_cache_on_update has no effect with engine.url."
         )
     params = sampling_params(config.rollout, config.rollout.temperature)
     if params.cuts or config.rollout.guided_tools:
@@ -358,11 +358,11 @@ def staleness_warnings(config: Config) -> list[str]:
     """Return a warning for each `staleness` setting that the training mode does not use."""
     if config.training.streams:
         return []
-    read = OF_EVERY_MODE + (("max_staleness",) if config.rollout.partial.is_set else ())
+    used = OF_EVERY_MODE + (("max_staleness",) if config.rollout.partial.is_set else ())
     return [
         f"staleness.{key} = {value} has no effect: training.mode is {config.training.mode}, and it needs async."
         for key, value in changed(config.staleness).items()
-        if key not in read
+        if key not in used
     ]
 
 
@@ -372,9 +372,9 @@ def unused_settings(config: Config) -> list[str]:
     sections |= {"rollout.partial": config.rollout.partial}
     sections |= {"staleness.replay": config.staleness.replay, "staleness": config.staleness}
     reasons: dict[str, str] = {}
-    for applies, names, why in _unused(config):
-        reasons |= dict.fromkeys(names, why) if applies else {}
-    found = [
+    for applies, names, reason in _unused(config):
+        reasons |= dict.fromkeys(names, reason) if applies else {}
+    warnings = [
         f"{section}.{name} = {value} has no effect: {reasons[f'{section}.{name}']}."
         for section, own in sections.items()
         for name, value in changed(own).items()
@@ -382,15 +382,15 @@ def unused_settings(config: Config) -> list[str]:
     ]
     oversample, most = config.staleness.oversample, config.rollout.concurrency
     if config.training.streams and oversample >= most:
-        found.append(
-            f"staleness.oversample = {oversample} has no effect beyond {most - 1}: no more members "
-            f"start before the trained ones have ended (rollout.concurrency = {most})."
+        warnings.append(
+            f"staleness.oversample = {oversample} has no effect beyond {most - 1}: no further members "
+            f"start before the trained ones finish (rollout.concurrency = {most})."
         )
-    return found
+    return warnings
 
 
 def _unused(config: Config) -> Iterator[tuple[bool, Iterable[str], str]]:
-    """Yield whether a rule applies, the settings that then have no effect, and why; later rules take precedence.
+    """Yield rules: whether it applies, the settings without effect, and the reason; later rules take precedence.
 
     Demonstrations and the extra reward parts are scored in processes even if there are reward workers.
     """
@@ -402,10 +402,10 @@ def _unused(config: Config) -> Iterator[tuple[bool, Iterable[str], str]]:
     yield cluster.kind == "none", _names("cluster", ClusterConfig.model_fields), "cluster.kind is none"
     yield external, ("engine.kv_cache_tokens",), "it needs embedded engines, and engine.url is set"
     samples_here = not external and not cluster.enabled
-    yield samples_here, _names("engine", _SERVERS), "this process samples, with neither engine.url nor a cluster"
+    yield samples_here, _names("engine", _SERVERS), "this process samples, without engine.url and cluster"
     in_processes = resolve(config.algorithm).loss_spec.has(Need.DEMONSTRATIONS) or has_extra_rewards(config.rewards)
     by_workers = cluster.kind != "none" and cluster.reward_workers > 0 and not in_processes
-    why = "the episodes of training are scored by cluster.reward_workers, within cluster.scoring_timeout_s"
+    why = "cluster.reward_workers score the training episodes, with cluster.scoring_timeout_s"
     yield by_workers, _names("rollout", _SCORING), why
     why = "training.mode is async, which streams episodes"
     yield streams, _names("rollout.partial", type(config.rollout.partial).model_fields), why
@@ -422,7 +422,7 @@ def _names(section: str, names: Iterable[str]) -> list[str]:
 
 
 def inactive_parts(config: Config, world: World) -> list[str]:
-    """Return a warning per inactive part of the algorithm: which, why, and what to set."""
+    """Return a warning for each inactive part of the algorithm, with reason and remedy."""
     algorithm = algorithm_of(config)
     return [
         *_warn_ratios(config, algorithm),
@@ -497,12 +497,12 @@ def _warn_overlong(config: Config, algorithm: Algorithm) -> Iterator[str]:
     if algorithm.overlong_mask:
         yield (
             "The soft overlong punishment has no effect on truncated episodes: algorithm.overlong_mask "
-            "keeps them from training. Set algorithm.overlong_mask = false, or algorithm.overlong_buffer = 0."
+            "masks them. Set algorithm.overlong_mask = false, or algorithm.overlong_buffer = 0."
         )
     longest, limit = algorithm.overlong_length or 0, config.rollout.max_seq_len
     begins = longest - max(1, round(algorithm.overlong_buffer * longest))
     if begins >= limit:
         yield (
             f"The soft overlong punishment begins at {begins} tokens (algorithm.overlong_length, "
-            f"overlong_buffer), and episodes are cut at {limit}. Set a smaller algorithm.overlong_length."
+            f"overlong_buffer), but episodes are truncated at {limit}. Set a smaller algorithm.overlong_length."
         )

@@ -1,4 +1,4 @@
-"""Send the learner's weights to the engine and check that they arrived.
+"""Send the learner's weights to the engine and verify them.
 
 After each transfer the engine's digest must equal the learner's, if the engine reports one, and the
 log-probabilities of a probe must agree within a tolerance. SyncError is raised on a mismatch, on timeout, and
@@ -63,27 +63,27 @@ class Expected:
         """Compare an engine's digest and scores with the expected ones. Raises SyncError if they differ."""
         if theirs is not None and self.fingerprint != theirs:
             raise SyncError(
-                f"The engine's weights are not those of version {self.version}: digest {theirs[:12]} there, "
-                f"{self.fingerprint[:12]} here.",
+                f"The engine's weights are not those of version {self.version}: its digest is {theirs[:12]}, "
+                f"the learner's {self.fingerprint[:12]}.",
                 "No checkpoint was trained on rollouts of these weights. "
                 "If another run has trained this server, restart it.",
             )
-        own = self.logprobs
-        found = torch.tensor(scores, dtype=own.dtype)
-        gap = float((own[1:] - found[1:]).abs().max())
-        if not gap <= self.tolerance:
+        logprobs = self.logprobs
+        scored = torch.tensor(scores, dtype=logprobs.dtype)
+        diff = float((logprobs[1:] - scored[1:]).abs().max())
+        if not diff <= self.tolerance:
             raise SyncError(
-                f"Engine and learner disagree on the probe by {gap:.3g} nats (tolerance {self.tolerance:g}).",
+                f"Engine and learner disagree on the probe by {diff:.3g} nats (tolerance {self.tolerance:g}).",
                 "See training.sync_tolerance.",
             )
-        return SyncProof(self.version, theirs, gap)
+        return SyncProof(self.version, theirs, diff)
 
 
 @dataclass(frozen=True, slots=True)
 class PendingWeights:
     """Copy of the trainable weights to send, and the expected check.
 
-    Everything is in CPU memory: the learner's device has no room left during the next step, and reads from it
+    Tensors are in CPU memory: the learner's device has no free memory during the next step, and reads from it
     would wait for its queue.
     """
 
@@ -111,15 +111,15 @@ class WeightSync:
         probe: tuple[int, ...],
         ranks: Collectives = ONE_PROCESS,
     ) -> WeightSync:
-        """Build with the tolerance and the timeout of the settings."""
+        """Build with the configured tolerance and timeout."""
         training = config.training
         return cls(model, engine, probe, training.sync_tolerance, training.sync_timeout_s, ranks)
 
     async def publish(self, version: int) -> SyncProof:
-        """Send the weights as `version` and check them. They must not change until this returns."""
+        """Send the weights as `version` and check them; they must not change meanwhile."""
         weights = self._gathered()
-        found = await self._transfer(version, self._trainable(weights))
-        return self._expected(version, weights).compare(*found)
+        result = await self._transfer(version, self._trainable(weights))
+        return self._expected(version, weights).compare(*result)
 
     async def copy_weights(self, version: int, dispatch: ComputeDispatch) -> PendingWeights:
         """Copy the weights as `version` for `send_copy`. They may change once this returns.
@@ -156,7 +156,7 @@ class WeightSync:
             return expected.compare(*await self._read_engine())
 
     async def _transfer(self, version: int, state: Mapping[str, Tensor]) -> tuple[str | None, Sequence[float]]:
-        """Send weights; return the engine's digest and its scores of the probe."""
+        """Send weights; return the engine's digest and log-probabilities of the probe."""
         async with self._within_timeout(version):
             await self.engine.load_weights(version, state)
             return await self._read_engine()

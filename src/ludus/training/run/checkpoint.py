@@ -4,7 +4,7 @@ A checkpoint is a folder in Hugging Face layout, which `from_pretrained` loads, 
 optimizer's moments (safetensors, or shards if the weights are sharded), the trainer state (JSON) and a
 manifest with size and SHA-256 of each file. It is written under a temporary name, synced to disk and renamed,
 so that a folder `step-N` is always complete. Shards are written by all ranks and can be read by any number of
-them, also by a process without a group.
+ranks, or by a process without a group.
 """
 
 from __future__ import annotations
@@ -48,25 +48,25 @@ MANIFEST = "manifest.json"
 
 def write_manifest(folder: Path) -> None:
     """Write the manifest of all files in a checkpoint."""
-    found = {
+    entries = {
         path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _digest(path)}
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    (folder / "trainer" / MANIFEST).write_text(json.dumps({"files": found}, indent=1) + "\n", "utf-8")
+    (folder / "trainer" / MANIFEST).write_text(json.dumps({"files": entries}, indent=1) + "\n", "utf-8")
 
 
 def check_manifest(folder: Path) -> None:
-    """Raise StorageError, with file and remedy, if a checkpoint differs from its manifest."""
+    """Raise StorageError, with file and hint, if a checkpoint differs from its manifest."""
     path = folder / "trainer" / MANIFEST
     try:
         files = json.loads(path.read_text("utf-8"))["files"]
-        due = {str(name): (int(file["bytes"]), str(file["sha256"])) for name, file in files.items()}
+        expected = {str(name): (int(file["bytes"]), str(file["sha256"])) for name, file in files.items()}
     except FileNotFoundError:
         raise broken(folder, f"trainer/{MANIFEST} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise broken(folder, f"trainer/{MANIFEST} cannot be read ({type(error).__name__})") from error
-    for name, (size, digest) in due.items():
+    for name, (size, digest) in expected.items():
         file = folder / name
         if not file.is_file():
             raise broken(folder, f"{name} is missing")
@@ -78,10 +78,10 @@ def check_manifest(folder: Path) -> None:
 
 def broken(folder: Path, what: str) -> StorageError:
     """Return the error for a damaged checkpoint."""
-    earlier = sorted(path.name for path in folder.parent.glob("step-*") if path.name < folder.name)
-    then = f"resume from {earlier[-1]}" if earlier else "restart the run from its first step"
+    previous = sorted(path.name for path in folder.parent.glob("step-*") if path.name < folder.name)
+    remedy = f"resume from {previous[-1]}" if previous else "restart the run from its first step"
     return StorageError(
-        f"The checkpoint {folder} is damaged: {what}.", f"Remove that folder, and --resume will {then}."
+        f"The checkpoint {folder} is damaged: {what}.", f"Remove that folder, and --resume will {remedy}."
     )
 
 
@@ -113,8 +113,8 @@ def save_shards(
             return StorageMeta()
 
     weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    every = {"model": weights, "optimizer": optimizer.state_dict(), **parts}
-    tensors = {f"{part}/{name}": t for part, named in every.items() for name, t in named.items()}
+    tensors_by_name = {"model": weights, "optimizer": optimizer.state_dict(), **parts}
+    tensors = {f"{part}/{name}": t for part, by_name in tensors_by_name.items() for name, t in by_name.items()}
     try:
         with _quiet():
             save(tensors, storage_writer=Writer(folder))
@@ -125,15 +125,15 @@ def save_shards(
             f"Rank {rank} could not write its shards of the checkpoint to {folder}: {cause}.",
             "Free some space and resume; earlier checkpoints are unchanged.",
         ) from error
-    found = gathered(model)
-    return {name: found[name] for name in weights}
+    unsharded = gathered(model)
+    return {name: unsharded[name] for name in weights}
 
 
 def load_shards(folder: Path, part: str, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors of a part, sharded as those of `like`, which are overwritten.
 
-    Names missing in `like` are returned without data. Empty if there is no such part. Raises StorageError for
-    damaged files, and for metadata with anything but tensors in files of this folder.
+    Names missing in `like` are returned without data. Empty if the part is missing. Raises StorageError for
+    damaged files, and for metadata that lists other objects than tensors in files of this folder.
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -173,7 +173,7 @@ def _metadata_types() -> dict[str, object]:
         filesystem._StorageInfo,
     ]
     known: dict[str, object] = {f"{kind.__module__}.{kind.__name__}": kind for kind in kinds}
-    known |= {f"torch.{name}": found for name, found in vars(torch).items() if isinstance(found, torch.dtype)}
+    known |= {f"torch.{name}": dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
     return known | {"torch.Size": torch.Size, "torch.serialization._get_layout": _get_layout}
 
 
@@ -181,20 +181,20 @@ def _read_metadata(folder: Path) -> Metadata:
     """Read the metadata. Raises UnpicklingError for contents that `save_shards` does not write."""
     from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-    found = load_pickle((folder / ".metadata").read_bytes(), _metadata_types())
-    if type(found) is not Metadata:
+    parsed = load_pickle((folder / ".metadata").read_bytes(), _metadata_types())
+    if type(parsed) is not Metadata:
         raise UnpicklingError("it is not the metadata of a checkpoint")
     try:
-        kinds = {type(entry) for entry in found.state_dict_metadata.values()}
-        named = {str(place.relative_path) for place in found.storage_data.values()}
+        kinds = {type(entry) for entry in parsed.state_dict_metadata.values()}
+        file_names = {str(info.relative_path) for info in parsed.storage_data.values()}
     except AttributeError as error:
         raise UnpicklingError(str(error)) from error
     if kinds - {TensorStorageMetadata}:  # torch would unpickle other kinds of entry without restrictions
         raise UnpicklingError("it lists something other than a tensor")
-    if outside := named - {path.name for path in folder.iterdir()}:
+    if outside := file_names - {path.name for path in folder.iterdir()}:
         raise UnpicklingError(f"it names {min(outside)}, which is not a file in the folder")
-    found.storage_meta = StorageMeta()
-    return found
+    parsed.storage_meta = StorageMeta()
+    return parsed
 
 
 @contextmanager
@@ -248,8 +248,8 @@ def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
     """Return complete checkpoints with their steps, oldest first."""
     if not checkpoints.is_dir():
         return []
-    found = ((_NAME.fullmatch(path.name), path) for path in checkpoints.iterdir())
-    return sorted((int(match.group(1)), path) for match, path in found if match)
+    matches = ((_NAME.fullmatch(path.name), path) for path in checkpoints.iterdir())
+    return sorted((int(match.group(1)), path) for match, path in matches if match)
 
 
 def save_checkpoint(
@@ -262,29 +262,29 @@ def save_checkpoint(
 ) -> Path:
     """Write a checkpoint. Raises StorageError on failure; earlier checkpoints are unchanged."""
     final = checkpoint_path(checkpoints, state.step)
-    unfinished = final.with_name(f".{final.name}.tmp")
+    temporary = final.with_name(f".{final.name}.tmp")
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        (unfinished / "trainer").mkdir(parents=True)
-        trainer = unfinished / "trainer"
+        shutil.rmtree(temporary, ignore_errors=True)
+        (temporary / "trainer").mkdir(parents=True)
+        trainer = temporary / "trainer"
         if is_sharded(model):
             with optimizer.ranks.together("save", trainer / SHARDS):
                 weights = save_shards(trainer / SHARDS, model, optimizer, extra.parts)
-            save_model(model, tokenizer, unfinished, weights)
+            save_model(model, tokenizer, temporary, weights)
         else:
-            save_model(model, tokenizer, unfinished)
+            save_model(model, tokenizer, temporary)
             _save_tensors(trainer / "optimizer.safetensors", optimizer.state_dict())
             for name, tensors in extra.parts.items():
                 _save_tensors(trainer / f"{name}.safetensors", tensors)
         for name, text in extra.texts.items():
             (trainer / name).write_text(text, "utf-8")
         (trainer / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n", "utf-8")
-        write_manifest(unfinished)
-        for file in filter(Path.is_file, unfinished.rglob("*")):
+        write_manifest(temporary)
+        for file in filter(Path.is_file, temporary.rglob("*")):
             _fsync(file)
         if final.exists():
             shutil.rmtree(final)
-        unfinished.rename(final)
+        temporary.rename(final)
         _fsync(checkpoints)
     except (OSError, SafetensorError) as error:
         raise StorageError(
@@ -292,7 +292,7 @@ def save_checkpoint(
             "Free some space and resume; earlier checkpoints are unchanged.",
         ) from error
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
     return final
 
 
@@ -316,7 +316,7 @@ def read_state(folder: Path) -> TrainerState:
         state = TypeAdapter(TrainerState).validate_json((folder / "trainer" / "state.json").read_text("utf-8"))
     except (OSError, ValueError, AccountingError) as error:
         cause = " ".join(str(error).split("\n")[:2])
-        raise broken(folder, f"trainer/state.json holds no state to resume from ({cause})") from error
+        raise broken(folder, f"trainer/state.json has no state to resume from ({cause})") from error
     if checkpoint_path(folder.parent, state.step).name != folder.name:
         raise broken(folder, f"trainer/state.json is of step {state.step}")
     return state
@@ -328,10 +328,10 @@ def load_part(
     """Load the tensors of a value model, sharded as `like`. Raises UserError if the checkpoint has none."""
     trainer = folder / "trainer"
     known = (trainer / SHARDS).is_dir() or (trainer / f"{name}.safetensors").is_file()
-    found = _read_part(folder, name, like) if known else {}
-    if not found:
+    tensors = _read_part(folder, name, like) if known else {}
+    if not tensors:
         raise UserError(f"{folder} has no {name}.", "Resume with the run's original algorithm.")
-    return found
+    return tensors
 
 
 def _read_part(folder: Path, name: str, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -390,14 +390,14 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_fits(folder: Path, model: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor]) -> None:
-    own = {name: p.shape for name, p in model.items()}
-    theirs = {name: tensor.shape for name, tensor in stored.items()}
-    differing = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
+    sizes = {name: p.shape for name, p in model.items()}
+    stored_sizes = {name: tensor.shape for name, tensor in stored.items()}
+    differing = sorted(name for name in sizes.keys() | stored_sizes.keys() if sizes.get(name) != stored_sizes.get(name))
     if differing:
         raise UserError(
             f"The checkpoint {folder} has a different architecture: {differing[0]} is "
-            f"{tuple(theirs[differing[0]]) if differing[0] in theirs else 'missing'} there and "
-            f"{tuple(own[differing[0]]) if differing[0] in own else 'not'} in the model.",
+            f"{tuple(stored_sizes[differing[0]]) if differing[0] in stored_sizes else 'missing'} there and "
+            f"{tuple(sizes[differing[0]]) if differing[0] in sizes else 'not'} in the model.",
             "Resume with the model the run was started with.",
         )
 
@@ -405,9 +405,9 @@ def _check_fits(folder: Path, model: Mapping[str, torch.Tensor], stored: Mapping
 def prune(checkpoints: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints, and remains of interrupted saves."""
     for _, path in list_checkpoints(checkpoints)[:-keep]:
-        doomed = path.with_name(f".{path.name}.old")
-        path.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        stale = path.with_name(f".{path.name}.old")
+        path.rename(stale)
+        shutil.rmtree(stale, ignore_errors=True)
     for leftover in [*checkpoints.glob(".step-*.tmp"), *checkpoints.glob(".step-*.old")]:
         shutil.rmtree(leftover, ignore_errors=True)
 

@@ -76,7 +76,7 @@ def set_up_compute(config: Config) -> None:
 def busy_warning(config: Config) -> str:
     """Return a warning if other processes use the cores of the learner's threads; otherwise "".
 
-    OpenMP threads synchronize at every operation, so contention is expensive.
+    OpenMP threads synchronize in every operation, so contention is expensive.
     """
     threads = config.run.threads or default_threads()
     cores, load = usable_cores(), os.getloadavg()[0]
@@ -139,9 +139,9 @@ def session_scheduler(
     session: TrainingSession, engine: Engine, plan: SamplingPlan, ledger: Ledger, rollout: RolloutConfig | None = None
 ) -> Scheduler:
     """Return the scheduler of the session's episodes; `rollout` overrides the session's settings."""
-    how = rollout or session.config.rollout
-    made = engine_scheduler(session.world, engine, session.renderer, how, plan, ledger)
-    return replace(made, scoring=session.scoring)
+    settings = rollout or session.config.rollout
+    scheduler = engine_scheduler(session.world, engine, session.renderer, settings, plan, ledger)
+    return replace(scheduler, scoring=session.scoring)
 
 
 def make_renderer(env: EnvConfig, tokenizer: Any) -> Renderer:  # noqa: ANN401 (a transformers tokenizer)
@@ -168,9 +168,9 @@ def make_engine(session: TrainingSession) -> Engine:
 
 
 def server_engine(config: Config) -> ServerEngine:
-    """Return the configured servers. They keep their initial weights until new ones are sent.
+    """Return the engine of the configured servers, which use their own weights until the first update.
 
-    With `model.lora` they keep the base weights and receive adapters.
+    With `model.lora` they receive adapters only.
     """
     engine, lora = config.engine, config.model.lora
     scaling = None if lora is None else lora.alpha / lora.rank
@@ -237,14 +237,14 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
 
 def check_tokenizer(run: RunFolder, session: TrainingSession) -> None:
     """Raise UserError if a run sampled with another vocabulary, as far as its checkpoints show."""
-    found = list_checkpoints(run.checkpoints)
-    if not found:
+    checkpoints = list_checkpoints(run.checkpoints)
+    if not checkpoints:
         return
-    theirs = load_tokenizer(str(found[-1][1]), needs_template=False).get_vocab()
-    if theirs != session.tokenizer.get_vocab():
+    vocabulary = load_tokenizer(str(checkpoints[-1][1]), needs_template=False).get_vocab()
+    if vocabulary != session.tokenizer.get_vocab():
         raise UserError(
             f"The run {run.path} sampled with a different vocabulary from this model's.",
-            f"Train the model that sampled it, for example --model {found[-1][1]}.",
+            f"Train the model that sampled it, for example --model {checkpoints[-1][1]}.",
         )
 
 

@@ -1,6 +1,6 @@
 """The training loop of SFT, preference training and reward models: steps, metrics, checkpoints and resumption.
 
-The batch of a step depends on the seed and the step alone, so a resumed run repeats the uninterrupted one bit for bit.
+The batch of a step depends only on seed and step, so a resumed run is bit-identical to an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SupervisedTraining(ABC):
         """Take one optimizer step; return its metrics."""
 
     def restore(self, checkpoint: Path, state: TrainerState) -> None:
-        """Restore everything but the optimizer."""
+        """Restore all state except the optimizer's."""
         load_weights(checkpoint, self.session.model)
 
     def algorithm_state(self) -> str:
@@ -110,13 +110,13 @@ T = TypeVar("T", bound=_Sized)
 
 def split_by_tokens(examples: Sequence[T], max_tokens: int) -> list[list[T]]:
     """Split the examples in order into microbatches of at most `max_tokens` tokens or one example."""
-    found: list[list[T]] = []
+    parts: list[list[T]] = []
     size = 0
     for example in examples:
-        if found and size + example.num_tokens <= max_tokens:
-            found[-1].append(example)
+        if parts and size + example.num_tokens <= max_tokens:
+            parts[-1].append(example)
         else:
-            found.append([example])
+            parts.append([example])
             size = 0
         size += example.num_tokens
-    return found
+    return parts

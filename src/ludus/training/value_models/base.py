@@ -1,6 +1,6 @@
 """Base of value models: a transformer body with a scalar head instead of the output layer.
 
-Also defines the checkpoint format of all models that train next to the policy.
+Also defines the checkpoint format of all models trained with the policy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class HeadModel:
     def __init__(
         self, policy: PreTrainedModel, what: str, hint: str, outputs: int = 1, *, recompute: bool = False
     ) -> None:
-        """Raise UserError, naming the model type `what`, if hidden states are unavailable."""
+        """Raise UserError if hidden states are unavailable; the message names `what`, the model type."""
         self._scorer = LogprobScorer(policy, recompute=recompute)
         if not self._scorer.shares_prefixes:
             raise UserError(
@@ -71,9 +71,9 @@ class HeadModel:
         return within(self.model, numbers).to(score_dtype(self.head))
 
     def idle(self) -> Tensor:
-        """Return 0 after a pass of one token: with sharded weights all ranks make every pass."""
-        nowhere = torch.zeros(1, dtype=torch.int64, device=self.device)
-        return 0.0 * self.read(nowhere[None], (nowhere, nowhere)).sum()
+        """Return 0 after a pass of one token: sharded forward passes are collective."""
+        first = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return 0.0 * self.read(first[None], (first, first)).sum()
 
     def load_head(self, stored: Mapping[str, Tensor]) -> None:
         """Restore a head's `weight` and `bias`. Raises LearnerError if the shapes differ."""
@@ -86,7 +86,7 @@ class HeadModel:
 
 
 class TrainedModel(ABC):
-    """Model that trains next to the policy, on all of `ranks`.
+    """Model trained with the policy, on all `ranks`.
 
     `name` is used in messages; `part` is its name in a checkpoint.
     """
@@ -100,7 +100,7 @@ class TrainedModel(ABC):
     shares_prefixes: bool = True
 
     def score(self, rows: Sequence[Row], solved: Sequence[bool] = (), after: bool = False) -> list[Tensor]:
-        """Return the output at each training token, `[T]` a row, 0 elsewhere.
+        """Return the output at each training token, `[T]` per row, 0 elsewhere.
 
         `solved` are the rows' outcomes. A critic scores the states before the tokens, or `after` them.
         """
@@ -110,7 +110,7 @@ class TrainedModel(ABC):
     def train(
         self, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool] = ()
     ) -> dict[str, float]:
-        """Train on `tables` of numbers, `[T]` a row, and on the outcomes; return metrics.
+        """Train on `tables` of values, `[T]` per row, and on the outcomes; return metrics.
 
         Raises LearnerError if the loss is not finite.
         """
@@ -131,12 +131,12 @@ class TrainedModel(ABC):
         If weights are sharded, all ranks get equally many microbatches; some may be empty.
         """
         device, dtype, shared = next(self.model.parameters()).device, score_dtype(self.model), self.shares_prefixes
-        mine: Sequence[int] = range(len(rows))
+        indices: Sequence[int] = range(len(rows))
         if self.ranks.count > 1:
-            mine = balance_rows(rows, self.ranks.count, shared=shared)[self.ranks.rank]
+            indices = balance_rows(rows, self.ranks.count, shared=shared)[self.ranks.rank]
         found = [
-            replace(part, index=tuple(mine[i] for i in part.index))
-            for part in microbatches([rows[i] for i in mine], self.microbatch_tokens, device, dtype, shared=shared)
+            replace(part, index=tuple(indices[i] for i in part.index))
+            for part in microbatches([rows[i] for i in indices], self.microbatch_tokens, device, dtype, shared=shared)
         ]
         if is_sharded(self.model):
             most = max(self.ranks.gather(len(found)))
@@ -145,13 +145,13 @@ class TrainedModel(ABC):
 
     @torch.no_grad()
     def score_rows(self, rows: Sequence[Row], score: Callable[[Microbatch], Tensor]) -> list[Tensor]:
-        """Return the numbers of all rows, `[T]` each; `score` computes `[B, L]` of a microbatch."""
-        found: dict[int, Tensor] = {}
+        """Return the scores of all rows, `[T]` each; `score` computes `[B, L]` of a microbatch."""
+        scores: dict[int, Tensor] = {}
         for part in self.parts(rows):
             numbers = score(part)
-            found |= {i: numbers[place, : len(rows[i].tokens)] for place, i in enumerate(part.index)}
-        found = merged(found, self.ranks)
-        return [found[i] for i in range(len(rows))]
+            scores |= {i: numbers[place, : len(rows[i].tokens)] for place, i in enumerate(part.index)}
+        scores = merged(scores, self.ranks)
+        return [scores[i] for i in range(len(rows))]
 
     def state(self) -> dict[str, Tensor]:
         """Return the trained weights and their moments for a checkpoint."""
@@ -186,7 +186,7 @@ class TrainedModel(ABC):
 def batches(num_rows: int, epochs: int, minibatches: int, seed: int) -> Iterator[list[int]]:
     """Yield the row indices of each gradient step: `epochs` times `minibatches`, shuffled by `seed`.
 
-    A single minibatch keeps the order. With fewer rows than `minibatches` each row is one.
+    A single minibatch is not shuffled. With fewer rows than `minibatches` each row is a minibatch.
     """
     shuffled, order = random.Random(seed), list(range(num_rows))
     for _ in range(epochs):

@@ -2,8 +2,8 @@
 
 `values[t]` of a `Critic` is V of the state before token `t`, read from the hidden state at `t - 1`. It is a copy
 of the policy's body with a zero head, so initial values are 0. Before its first gradient step its bias is set
-to the mean target, so that the reward scale need not be learned. It is trained with the clipped value loss.
-Alternatively it is a head on the current policy's hidden states.
+to the mean target, so that it does not have to learn the reward scale. The value loss is clipped.
+Alternatively the critic is a head on the policy's current hidden states.
 
 `OutcomeCritic` follows CodeRL (arXiv:2207.01780), whose four outcomes of a program are compile error, runtime
 error, failed test and passed. Worlds have one outcome reward, so there are two classes: solved or not.
@@ -56,7 +56,7 @@ class CriticSettings:
 class StateModel(TrainedModel):
     """Body, zero-initialized head with `outputs` values, and optimizer.
 
-    The body is a trained copy of the policy's, or the policy's own, left unchanged.
+    The body is a trained copy of the policy's, or the policy's own without gradient.
     """
 
     name = part = "critic"
@@ -92,11 +92,11 @@ class StateModel(TrainedModel):
         """
         rows, columns = torch.nonzero(part.trains[:, 1:], as_tuple=True)
         if not rows.numel():
-            nothing = torch.zeros(*part.tokens.shape, self.head.out_features, device=part.tokens.device)
-            return nothing + self._states.idle() if is_sharded(self.model) else nothing
-        wide = self._states.read(part.tokens, (rows, columns + after), frozen=self.settings.on_policy)
-        empty = torch.zeros(*part.tokens.shape, wide.shape[1], dtype=wide.dtype, device=wide.device)
-        return empty.index_put((rows, columns + 1), wide)
+            zeros = torch.zeros(*part.tokens.shape, self.head.out_features, device=part.tokens.device)
+            return zeros + self._states.idle() if is_sharded(self.model) else zeros
+        table = self._states.read(part.tokens, (rows, columns + after), frozen=self.settings.on_policy)
+        empty = torch.zeros(*part.tokens.shape, table.shape[1], dtype=table.dtype, device=table.device)
+        return empty.index_put((rows, columns + 1), table)
 
 
 class Critic(StateModel):
@@ -110,15 +110,15 @@ class Critic(StateModel):
     ) -> dict[str, float]:
         """Train on the tables of targets and old values; return loss and explained variance of the old values."""
         targets, old = tables
-        settings, taken = self.settings, self.optimizer.num_steps
-        start = _mean(_trained(targets, rows)) if taken == 0 else 0.0
-        if taken == 0:
+        settings, num_steps = self.settings, self.optimizer.num_steps
+        start = _mean(_trained(targets, rows)) if num_steps == 0 else 0.0
+        if num_steps == 0:
             put(self.head.bias, torch.tensor([start], dtype=torch.float64))
-        before = [values + start for values in old]
-        for index in batches(len(rows), settings.epochs, settings.minibatches, taken):
-            chosen = [rows[i] for i in index]
-            if any(any(row.trains[1:]) for row in chosen):
-                self._step(chosen, [targets[i] for i in index], [before[i] for i in index])
+        old_values = [values + start for values in old]
+        for index in batches(len(rows), settings.epochs, settings.minibatches, num_steps):
+            minibatch = [rows[i] for i in index]
+            if any(any(row.trains[1:]) for row in minibatch):
+                self._step(minibatch, [targets[i] for i in index], [old_values[i] for i in index])
         errors = [t - v for t, v in zip(_trained(targets, rows), _trained(old, rows), strict=True)]
         return {
             "critic/loss": 0.5 * _mean([error.square() for error in errors]),
@@ -146,9 +146,9 @@ class Critic(StateModel):
 
 def _explained(rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]) -> float:
     """Return `1 - var(target - value) / var(target)` over training tokens; 0 if the targets are constant."""
-    wanted, given = torch.cat(_trained(targets, rows)), torch.cat(_trained(old, rows))
-    spread = float(wanted.var(correction=0)) if wanted.numel() else 0.0
-    return 1 - float((wanted - given).var(correction=0)) / spread if spread > 0 else 0.0
+    target, value = torch.cat(_trained(targets, rows)), torch.cat(_trained(old, rows))
+    variance = float(target.var(correction=0)) if target.numel() else 0.0
+    return 1 - float((target - value).var(correction=0)) / variance if variance > 0 else 0.0
 
 
 def _trained(values: Sequence[Tensor], rows: Sequence[Row]) -> list[Tensor]:
@@ -186,7 +186,7 @@ class OutcomeCritic(StateModel):
     ) -> dict[str, float]:
         """Train with cross-entropy, averaged over tokens.
 
-        Return loss and accuracy (fraction of tokens that predict the row's outcome) of the first epoch, each
+        Return loss and accuracy (fraction of tokens that predict the row's outcome) in the first epoch, each
         minibatch before its gradient step.
         """
         settings = self.settings
@@ -199,13 +199,13 @@ class OutcomeCritic(StateModel):
             if any(any(rows[i].trains[1:]) for i in index)
         ]
         first = steps[: len(steps) // settings.epochs]
-        loss, right = (sum(column) for column in zip(*first, strict=True))
-        return {"critic/loss": loss / tokens, "critic/accuracy": right / tokens}
+        loss, correct = (sum(column) for column in zip(*first, strict=True))
+        return {"critic/loss": loss / tokens, "critic/accuracy": correct / tokens}
 
     def _step(self, rows: Sequence[Row], solved: Sequence[bool]) -> tuple[float, int]:
         """Take one gradient step; return the sum of losses before it and the number of correct tokens."""
         tokens = sum(sum(row.trains[1:]) for row in rows)
-        total, right, fault = 0.0, 0, ""
+        total, correct, fault = 0.0, 0, ""
         for part in self.parts(rows):
             mask = scored_mask(part.trains)
             table = self.read(part, after=True)
@@ -217,6 +217,6 @@ class OutcomeCritic(StateModel):
                 fault = "The critic's loss is not a number."
             torch.autograd.backward(loss if part.index else 0.0 * table.sum())
             total += tokens * float(loss.detach())
-            right += int((logits.argmax(1) == labels).sum())
+            correct += int((logits.argmax(1) == labels).sum())
         self.optimizer.step_together(fault, "Lower critic.learning_rate.")
-        return sum(self.ranks.gather(total)), sum(self.ranks.gather(right))
+        return sum(self.ranks.gather(total)), sum(self.ranks.gather(correct))

@@ -76,7 +76,7 @@ def checkpoint_parts(value_model: ValueModel | None) -> dict[str, dict[str, Tens
 def warmup_steps(value_model: ValueModel | None, config: Config, started: int | None = None) -> int:
     """Return the number of initial steps that train only the critic; default: a tenth of the run.
 
-    A resumed run keeps the `started` value, so that extending a run does not pause the policy again.
+    A resumed run uses the `started` value, so that extending a run does not freeze the policy again.
     """
     return planned_warmup(config, started) if isinstance(value_model, Critic | OutcomeCritic) else 0
 
@@ -113,33 +113,33 @@ def estimate_values(
 
 def bootstrap_values(value_model: Critic, samples: Sequence[TrainingSample], rows: Sequence[Row]) -> list[Tensor]:
     """Return V after the last action token of each path, 0 unless a token limit truncated the episode."""
-    found = [torch.zeros(len(sample.episode.trajectory.rows), dtype=torch.float64) for sample in samples]
-    places: dict[int, dict[int, int]] = {}
+    scored = [torch.zeros(len(sample.episode.trajectory.rows), dtype=torch.float64) for sample in samples]
+    cuts: dict[int, dict[int, int]] = {}
     for i, trajectory in enumerate(sample.episode.trajectory for sample in samples):
         ended = [path.trajectory.stop_reason for path in trajectory.paths()]
-        cut = {n: place for n, place in last_actions(trajectory).items() if ended[n] in CUT_OFF}
-        if cut:
-            places[i] = cut
-    ends = [replace(rows[i], trains=_mask_of_positions(len(rows[i].tokens), own.values())) for i, own in places.items()]
+        truncated = {n: position for n, position in last_actions(trajectory).items() if ended[n] in CUT_OFF}
+        if truncated:
+            cuts[i] = truncated
+    ends = [replace(rows[i], trains=_mask_of_positions(len(rows[i].tokens), at.values())) for i, at in cuts.items()]
     if not ends:
-        return found
+        return scored
     with value_model.ranks.together("score_values", ends, (), True):
         scores = value_model.score(ends, after=True)
-    for i, values in zip(places, scores, strict=True):
-        for path, place in places[i].items():
-            found[i][path] = values[place]
-    return found
+    for i, values in zip(cuts, scores, strict=True):
+        for path, position in cuts[i].items():
+            scored[i][path] = values[position]
+    return scored
 
 
-def _mask_of_positions(length: int, places: Iterable[int]) -> tuple[bool, ...]:
-    chosen = set(places)
-    return tuple(i in chosen for i in range(length))
+def _mask_of_positions(length: int, positions: Iterable[int]) -> tuple[bool, ...]:
+    marked = set(positions)
+    return tuple(i in marked for i in range(length))
 
 
 def train_value_model(value_model: ValueModel, samples: Sequence[TrainingSample]) -> dict[str, float]:
     """Train on all trained trajectories; return metrics.
 
-    A critic trains at training tokens; outcome predictors use the whole trajectory.
+    A critic is trained at training tokens, outcome predictors on the whole trajectory.
     """
     trained = [sample for sample in samples if sample.outcome is RolloutOutcome.TRAINED]
     rows = [row_of_trajectory(sample.episode.trajectory, 0.0) for sample in trained]
@@ -186,6 +186,6 @@ def _is_solved(samples: Sequence[TrainingSample], success: str) -> list[bool]:
 
 def _scatter_to_row(values: Sequence[float] | None, row: Row) -> Tensor:
     """Map action token values to the row, `[T]`."""
-    spread = torch.zeros(len(row.tokens), dtype=torch.float64)
-    spread[torch.tensor(row.sampled)] = torch.tensor(values or (), dtype=torch.float64)
-    return spread
+    table = torch.zeros(len(row.tokens), dtype=torch.float64)
+    table[torch.tensor(row.sampled)] = torch.tensor(values or (), dtype=torch.float64)
+    return table

@@ -41,7 +41,7 @@ class ProcessRewardSettings:
 
 
 class ProcessReward(TrainedModel):
-    """Process reward model with its training. If there are adapters, only they train."""
+    """Process reward model with its training; only adapters are trained if there are any."""
 
     name, part = "process reward model", "process_reward"
 
@@ -73,13 +73,13 @@ class ProcessReward(TrainedModel):
         if not rows:
             return {}
         (references,) = tables
-        loss, right = self._step(rows, references, solved)
+        loss, correct = self._step(rows, references, solved)
         for _ in range(1, self.settings.epochs):
             self._step(rows, references, solved)
-        return {"prime/loss": loss, "prime/accuracy": right / len(rows)}
+        return {"prime/loss": loss, "prime/accuracy": correct / len(rows)}
 
     def _step(self, rows: Sequence[Row], references: Sequence[Tensor], solved: Sequence[bool]) -> tuple[float, int]:
-        total, right, fault = 0.0, 0, ""
+        total, correct, fault = 0.0, 0, ""
         for part in self.parts(rows):
             scores = self._scorer.score(part.tokens, part.trains).logprobs
             if not part.index:
@@ -93,6 +93,6 @@ class ProcessReward(TrainedModel):
                 fault = "The process reward model's loss is not a number."
             torch.autograd.backward(loss)
             total += float(loss.detach())
-            right += int(((logits > 0) == (labels > 0.5)).sum())
+            correct += int(((logits > 0) == (labels > 0.5)).sum())
         self.optimizer.step_together(fault, "Lower critic.prime.learning_rate.")
-        return sum(self.ranks.gather(total)), sum(self.ranks.gather(right))
+        return sum(self.ranks.gather(total)), sum(self.ranks.gather(correct))

@@ -37,10 +37,10 @@ class RewardModel:
         for i, sequence in enumerate(sequences):
             tokens[i, : len(sequence.tokens)] = torch.tensor(sequence.tokens)
         rows = torch.tensor([i for i, sequence in enumerate(sequences) for _ in sequence.at])
-        columns = torch.tensor([place for sequence in sequences for place in sequence.at])
+        columns = torch.tensor([position for sequence in sequences for position in sequence.at])
         device = states.device
-        found = states.read(tokens.to(device), (rows.to(device), columns.to(device)))[:, 0]
-        return list(torch.split(found, [len(sequence.at) for sequence in sequences]))
+        values = states.read(tokens.to(device), (rows.to(device), columns.to(device)))[:, 0]
+        return list(torch.split(values, [len(sequence.at) for sequence in sequences]))
 
     @torch.no_grad()
     def predict(self, sequences: Sequence[ScoredSequence], max_tokens: int) -> list[tuple[float, ...]]:
