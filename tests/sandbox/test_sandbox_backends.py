@@ -87,7 +87,7 @@ def test_a_cancelled_process_is_killed():
 
 
 def test_weak_backends_have_no_sessions():
-    with pytest.raises(UserError, match="no sessions"):
+    with pytest.raises(UserError, match="does not support sessions"):
         asyncio.run(ProcessSandbox(unsafe=True).session())
 
 
