@@ -327,7 +327,7 @@ def test_an_episode_that_only_its_environment_can_score_is_refused_and_not_score
             inner = super().environment(task)
             return Watching(inner.inner, inner.number, inner.hooks)
 
-    for bound, words in ((True, "'right' is a method of the environment"), (False, "have others")):
+    for bound, words in ((True, "'right' is a method of the environment"), (False, "have other rewards")):
         Watching.bound = bound
         scheduler = make_scheduler(scripted(lambda request, turn: "Paris"), World())
         scheduler.scores = False

@@ -335,7 +335,7 @@ def test_adapters_that_are_missing_or_do_not_fit_are_refused():
         with pytest.raises(EngineError, match="Adapter 'a' is not loaded; loaded: none"):
             await engine.generate(Request("x", (1, 2), SamplingParams(), adapter="a"))
         odd = {name: tensor[:, :3] if "lora_A" in name else tensor for name, tensor in state.items()}
-        with pytest.raises(SyncError, match="which is"):
+        with pytest.raises(SyncError, match="whose weight is"):
             await engine.load_adapter("a", 1, odd, 2.0)
         with pytest.raises(SyncError, match="no supported linear layer"):
             await engine.load_adapter("a", 1, {"model.nowhere.lora_A.weight": torch.zeros(2, 2)}, 2.0)

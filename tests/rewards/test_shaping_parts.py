@@ -175,7 +175,7 @@ def test_form_counts_once_nothing_else_failed():
     assert only_if(part(0.5))(TASK, episode()) == 0.5
     assert only_if(part(0.5), either(part(0.3), part(1.0)))(TASK, episode()) == 0.5
     assert only_if(part(0.5), either(part(0.3), part(0.9)))(TASK, episode()) == 0.0
-    with pytest.raises(ValueError, match="needs a part"):
+    with pytest.raises(ValueError, match="needs at least one part"):
         either()
 
 

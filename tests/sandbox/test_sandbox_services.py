@@ -264,7 +264,7 @@ def test_a_world_whose_episodes_hold_sessions_is_refused_where_there_are_none():
 
 def test_services_have_no_sessions_and_need_an_address(tmp_path):
     for backend in (FusionSandbox, PistonSandbox):
-        with pytest.raises(UserError, match="no sessions"):
+        with pytest.raises(UserError, match="does not support sessions"):
             asyncio.run(backend(SandboxSettings(url="http://127.0.0.1:9")).session())
         with pytest.raises(UserError, match="URL"):
             backend(SandboxSettings(url="127.0.0.1:9"))

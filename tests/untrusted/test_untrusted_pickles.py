@@ -150,7 +150,7 @@ def test_pickled_weights_that_name_code_are_refused(make, broken, tmp_path, mark
     with pytest.raises(UserError) as raised:
         read()
     if broken == "code":
-        assert "could run code" in str(raised.value)
+        assert "could execute code" in str(raised.value)
     shutil.rmtree(tmp_path / "model")
 
 

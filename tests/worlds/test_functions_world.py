@@ -727,7 +727,7 @@ def test_all_bad_lines_are_named_and_skipped_if_set(tmp_path, caplog):
     path = tmp_path / "tasks.jsonl"
     bare = {key: value for key, value in record("simple_2").items() if key != "ground_truth"}
     path.write_text("\n".join([json.dumps(record("a")), "{", json.dumps(bare), json.dumps(record("a"))]))
-    with pytest.raises(UserError, match=r"line 2.*not JSON.*line 3.*ground_truth.*line 4.*before") as error:
+    with pytest.raises(UserError, match=r"line 2.*not JSON.*line 3.*ground_truth.*line 4.*duplicate id") as error:
         FunctionsWorld(FunctionsSettings(data=str(path))).tasks("file")
     assert "data_bad_lines" in error.value.hint
     tasks = FunctionsWorld(FunctionsSettings(data=str(path), data_bad_lines="skip")).tasks("file")

@@ -75,7 +75,7 @@ def test_without_a_type_a_number_is_one():
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ({"type": "choice", "answer": "A"}, '"options" are not'),
+        ({"type": "choice", "answer": "A"}, '"options" must be'),
         ({"type": "choice", "answer": "C", "options": ["a", "b"]}, "not one of the options"),
         ({"type": "choice", "answer": "same", "options": ["same", "same"]}, "not one of the options"),
         ({"type": "choice", "answer": "a", "options": {"1": "a", "2": "b"}}, "letters from A to Z"),

@@ -280,7 +280,7 @@ def test_tasks_of_harbor_that_need_a_container_are_refused_with_their_reason_or_
         load_bench(harbor.parent, "/app", "refuse")
     (task,) = load_bench(harbor.parent, "/app", "skip")
     assert task.name == "other"
-    assert "The task squares" in caplog.text
+    assert "that needs a container: squares" in caplog.text
 
 
 def test_an_image_without_dockerfile_and_steps_are_named(harbor):
