@@ -30,7 +30,7 @@ _HUB_TIMEOUT_S = 10.0
 _ATTENTION = "sdpa"
 _MAX_MERGE_LOSS = 0.1
 _TRIAL_TOKENS = 24
-_PICKLE_HINT = "Unpickling them could run code. Save them as safetensors."
+_PICKLE_HINT = "Unpickling them could execute code. Save them as safetensors."
 
 
 def resolve_device(device: DeviceName) -> torch.device:
