@@ -410,6 +410,22 @@ def test_the_project_speaks_only_of_itself():
     assert {path: words for path, words in found.items() if words} == {}
 
 
+def duplicate_classes(found: Sequence[Module]) -> dict[str, list[str]]:
+    """Return the names of public top-level classes that several modules define, with their modules."""
+    places: dict[str, list[str]] = {}
+    for module in found:
+        for node in module.tree.body:
+            if module.in_package and isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module.path)
+    return {name: paths for name, paths in places.items() if len(paths) > 1}
+
+
+def test_no_public_class_name_is_used_twice():
+    assert duplicate_classes(modules()) == {}
+    twice = [Module(f"src/ludus/{name}.py", "class Command: ...\n") for name in ("a", "b")]
+    assert duplicate_classes(twice) == {"Command": ["src/ludus/a.py", "src/ludus/b.py"]}
+
+
 def test_no_folder_is_crowded():
     sizes = Counter(str(Path(m.path).parent) for m in modules() if m.in_package)
     assert {folder: n for folder, n in sizes.items() if n > FOLDER_MODULES} == {}

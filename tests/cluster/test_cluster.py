@@ -23,11 +23,11 @@ from ludus.cluster.cluster import check_cluster
 from ludus.cluster.local_launcher import LocalLauncher, LocalWorkerHandle
 from ludus.cluster.log_forwarding import MOST, ForwardedRecords, LogForwarder, repeat
 from ludus.cluster.protocol import (
-    Command,
     EngineSet,
     Heartbeat,
     RolloutJob,
     Started,
+    WorkerCommand,
     WorkerDied,
     WorkerResponse,
     WorkerSpec,
@@ -84,9 +84,9 @@ class FakeRemote:
                 raise WorkerDied(f"{self.number} is silent.") from error
             raise WorkerDied(f"{self.number} is gone.")
         match message:
-            case Command.START:
+            case WorkerCommand.START:
                 return Started("here", self.number, self.url)
-            case Command.PING:
+            case WorkerCommand.PING:
                 return Heartbeat(under_way=self.under_way)
         return None
 
@@ -319,7 +319,7 @@ def test_what_leaves_a_pool_ends_its_work_first():
         assert not member.remote.killed
         await pool.release(member)
         await until(lambda: member.remote.killed)
-        assert any(message is Command.SHUTDOWN for message in member.remote.said)
+        assert any(message is WorkerCommand.SHUTDOWN for message in member.remote.said)
         await pool.close()
 
     asyncio.run(scenario())
@@ -427,11 +427,11 @@ def test_what_is_late_is_cancelled_over_there(tmp_path):
         with subprocess.Popen(["sleep", "60"], start_new_session=True) as process, theirs:
             remote = LocalWorkerHandle("worker 0", process, tmp_path / "said", *line)
             with pytest.raises(WorkerDied, match=r"did not respond within 0\.05 s"):
-                await remote.call(Command.PING, 0.05)
+                await remote.call(WorkerCommand.PING, 0.05)
             await asyncio.sleep(0)
             sent = theirs.makefile("rb")
             (number, body), cancelled = (split_number(read_frame(sent)) for _ in range(2))
-            assert (number, decode_request(body), cancelled) == (1, Command.PING, (1, b""))
+            assert (number, decode_request(body), cancelled) == (1, WorkerCommand.PING, (1, b""))
             await remote.kill()
 
     asyncio.run(scenario())
@@ -568,7 +568,7 @@ def test_a_real_child_begins_logs_answers_raises_and_dies(tmp_path, caplog):
         launcher = LocalLauncher()
         remote = await launcher.start("worker 0", WorkerSpec("worker", config, str(COLD_START), os.getcwd()))
         try:
-            started = await remote.call(Command.START, 120)
+            started = await remote.call(WorkerCommand.START, 120)
             assert started.pid != os.getpid()
             (record,) = [one for one in caplog.records if one.name == "ludus.prices"]
             assert record.getMessage() == "worker 0: the index is from yesterday"
@@ -579,8 +579,8 @@ def test_a_real_child_begins_logs_answers_raises_and_dies(tmp_path, caplog):
             await remote.call(EngineSet(0, (url,), None, None), 30)
             os.kill(started.pid, signal.SIGSTOP)
             with pytest.raises(WorkerDied, match=r"did not respond within 0\.3 s"):
-                await remote.call(Command.PING, 0.3)
-            waits = asyncio.create_task(remote.call(Command.PING, 60))
+                await remote.call(WorkerCommand.PING, 0.3)
+            waits = asyncio.create_task(remote.call(WorkerCommand.PING, 60))
             await asyncio.sleep(0.05)
             os.kill(started.pid, signal.SIGKILL)
             with pytest.raises(WorkerDied, match=r"has exited \(-9\)"):
@@ -589,7 +589,7 @@ def test_a_real_child_begins_logs_answers_raises_and_dies(tmp_path, caplog):
             await remote.kill()
             assert not remote.output.exists()
             with pytest.raises(WorkerDied, match="has exited") as lost:
-                await remote.call(Command.PING, 60)
+                await remote.call(WorkerCommand.PING, 60)
             assert said.strip() in str(lost.value)
         finally:
             await launcher.close()
@@ -665,10 +665,10 @@ def test_each_worker_makes_its_share_of_the_calls_that_a_tool_allows_at_once(bou
     said = f"Search. {call('search')}", "Paris"
     config = load_config("search", ["--cluster.kind", "local", "--cluster.workers", str(workers)])
     role = RolloutWorker(WorkerSpec("worker", config, "m", "."), world, None, None)
-    role._schedulers[JOB.play] = make_scheduler(scripted(said), world)
+    role._schedulers[JOB.plan] = make_scheduler(scripted(said), world)
 
     async def plays():
-        return await asyncio.gather(*(role.do(RolloutJob(job, JOB.play)) for job in make_requests(6)))
+        return await asyncio.gather(*(role.do(RolloutJob(job, JOB.plan)) for job in make_requests(6)))
 
     found = asyncio.run(plays())
     assert all(len(one.outcomes) == 1 for one in found)

@@ -16,9 +16,9 @@ import pytest
 from ludus.cluster.cluster import Cluster, ClusterEngine, EventLoopThread
 from ludus.cluster.local_launcher import LocalLauncher, attend
 from ludus.cluster.protocol import (
-    Command,
     Heartbeat,
     Started,
+    WorkerCommand,
     WorkerDied,
     WorkerSpec,
     decode_request,
@@ -39,7 +39,7 @@ from tests.cluster.test_cluster import JOB, STATE, FakeLauncher, FakeRemote, Sou
 from tests.engines.test_engine_server import Fake, serving
 from waiting import until
 
-SOUR = replace(JOB, job=RolloutRequest(RolloutKey(1, "t", 0), Task("t", (), Sour())))
+SOUR = replace(JOB, request=RolloutRequest(RolloutKey(1, "t", 0), Task("t", (), Sour())))
 
 
 def test_a_request_that_cannot_be_unpickled_raises():
@@ -57,7 +57,7 @@ def test_a_child_that_cannot_read_what_it_is_asked_says_so_and_goes_on():
                 UserError, match=r"cannot be unpickled by the receiving process: ValueError.*must survive pickling"
             ):
                 await remote.call(SOUR, 60)
-            assert isinstance(await remote.call(Command.PING, 60), Heartbeat)
+            assert isinstance(await remote.call(WorkerCommand.PING, 60), Heartbeat)
         finally:
             await launcher.close()
 
@@ -84,12 +84,12 @@ def test_a_call_that_is_cancelled_in_the_same_breath_is_not_done():
         host = WorkerServer(WorkerSpec("reward worker", load_config("search", []), "m", "."), "127.0.0.1")
         role = host._worker = Noting()
         inbox, outbox = asyncio.Queue(), queue.SimpleQueue()
-        for request in ((1, encode_request(JOB)), (1, b""), (2, encode_request(Command.PING))):
+        for request in ((1, encode_request(JOB)), (1, b""), (2, encode_request(WorkerCommand.PING))):
             inbox.put_nowait(request)
         attending = asyncio.create_task(attend(inbox, outbox, host))
-        await until(lambda: Command.PING in role.begun, 10)
+        await until(lambda: WorkerCommand.PING in role.begun, 10)
         await until(lambda: role.begun.count(JOB) == role.ended.count(JOB), 2)
-        assert Command.PING not in role.ended
+        assert WorkerCommand.PING not in role.ended
         attending.cancel()
 
     asyncio.run(scenario())
@@ -118,7 +118,7 @@ class Deaf(FakeRemote):
     hears: bool = True
 
     async def call(self, message, deadline_s):
-        if message is Command.PING and not self.hears:
+        if message is WorkerCommand.PING and not self.hears:
             await asyncio.sleep(deadline_s)
             raise WorkerDied(f"{self.number} is silent.") from TimeoutError()
         return await super().call(message, deadline_s)
@@ -181,7 +181,7 @@ def test_a_pool_that_closes_waits_for_the_end_of_what_was_lost():
     asyncio.run(scenario())
 
 
-def test_a_member_that_hangs_while_it_leaves_is_ended_after_its_until_silent():
+def test_a_member_that_hangs_while_it_leaves_is_ended_after_its_heartbeat_timeout():
     async def scenario():
         made = []
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from ludus.cluster.protocol import (
-    Command,
     Heartbeat,
     RewardScores,
     RolloutJob,
     ScoreJob,
     Started,
+    WorkerCommand,
     WorkerDied,
     WorkerSpec,
 )
@@ -70,9 +70,9 @@ class Judging:
 
     async def call(self, message, deadline_s):
         match message:
-            case Command.START:
+            case WorkerCommand.START:
                 return Started("here", self.number)
-            case Command.PING:
+            case WorkerCommand.PING:
                 return Heartbeat()
             case ScoreJob():
                 self.scored.append(message)
@@ -209,7 +209,7 @@ def test_what_a_worker_played_comes_back_scored_by_a_reward_worker():
         found = await group.play(JOB, 5)
         assert (found.rewards, found.reward) == ({"solved": 1.0}, 1.0)
         (job,) = [job for one in launcher.made if isinstance(one, Judging) for job in one.scored]
-        assert job == ScoreJob(JOB.job.task, PLAYED)
+        assert job == ScoreJob(JOB.request.task, PLAYED)
         await group.scale(None, None, 3)
         assert sum(isinstance(one, Judging) for one in launcher.made) == 3
         await group.close()
@@ -232,11 +232,11 @@ def test_a_reward_worker_scores_with_its_world_and_answers_while_it_does(host, m
     monkeypatch.chdir(tmp_path)
 
     async def scenario():
-        assert isinstance((await host.call(0, Command.START)).take(), Started)
+        assert isinstance((await host.call(0, WorkerCommand.START)).take(), Started)
         played = [replace(PLAYED, sample=n, tags={"waits": str(tmp_path)}) for n in (1, 2)]
         both = [asyncio.create_task(host.call(one.sample, ScoreJob(TASK, one))) for one in played]
         await until(lambda: len(list(tmp_path.glob("begun-*"))) == 2)  # two at once, as set
-        assert (await host.call(3, Command.PING)).take() == Heartbeat(under_way=2)
+        assert (await host.call(3, WorkerCommand.PING)).take() == Heartbeat(under_way=2)
         (tmp_path / "go").touch()
         for one in both:
             found = (await one).take()
@@ -244,7 +244,7 @@ def test_a_reward_worker_scores_with_its_world_and_answers_while_it_does(host, m
             assert found.seconds > 0
         with pytest.raises(WorldError, match=r"A reward of task broken raised .*no such verdict"):
             (await host.call(4, ScoreJob(Task("broken", (), None), played[0]))).take()
-        (await host.call(5, Command.SHUTDOWN)).take()
+        (await host.call(5, WorkerCommand.SHUTDOWN)).take()
 
     asyncio.run(scenario())
 
@@ -257,7 +257,7 @@ class Near:
     scored: list[ScoreJob] = field(default_factory=list)
 
     async def call(self, message, deadline_s):
-        number = len(self.scored) + 1000 * (message is Command.PING)
+        number = len(self.scored) + 1000 * (message is WorkerCommand.PING)
         if isinstance(message, ScoreJob):
             self.scored.append(message)
         try:

@@ -13,7 +13,7 @@ import pytest
 
 import small_runs
 from cluster_runs import CLUSTER, Meddling, all_gone, cluster_threads, keys, pids, run, sends, started
-from ludus.cluster.protocol import Command, ResourceRequest, WorkerDied, WorkerResponse
+from ludus.cluster.protocol import ResourceRequest, WorkerCommand, WorkerDied, WorkerResponse
 from ludus.config import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import LudusError
@@ -218,11 +218,11 @@ def test_what_an_actor_of_ray_cannot_read_is_no_lost_actor():
 
     async def calls():
         remote = RayWorkerHandle("worker 1", ray.remote(Echo).options(num_cpus=0).remote(), ResourceRequest())
-        first = await remote.call(Command.PING, 60)
+        first = await remote.call(WorkerCommand.PING, 60)
         with pytest.raises(LudusError, match="cannot be unpickled by the receiving process: invalid literal") as met:
             await remote.call(Unreadable(), 60)
         assert not isinstance(met.value, WorkerDied)
-        return first, await remote.call(Command.PING, 60)
+        return first, await remote.call(WorkerCommand.PING, 60)
 
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:

@@ -68,7 +68,7 @@ class Started:
     url: str = ""
 
 
-class Command(Enum):
+class WorkerCommand(Enum):
     """Messages without data: initialize the worker (returns `Started`), send a `Heartbeat`, stop."""
 
     START = "start"
@@ -93,8 +93,8 @@ class EngineSet:
 class RolloutJob:
     """Run one attempt on the engine `pin` (any engine if None) and return its `Trajectory`."""
 
-    job: RolloutRequest
-    play: SamplingPlan
+    request: RolloutRequest
+    plan: SamplingPlan
     pin: EpisodePin | None = None
 
 
@@ -123,7 +123,7 @@ class Heartbeat:
     under_way: int = 0
 
 
-Message = Command | EngineSet | RolloutJob | ScoreJob
+Message = WorkerCommand | EngineSet | RolloutJob | ScoreJob
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,7 @@ class WorkerGroup:
         if not self.plan.urls:
             await self.engines.wait_for_any()
         member = await self.workers.take(self.plan.config.episodes_per_worker)
-        name = engine_name(message.play, message.job.key)
+        name = engine_name(message.plan, message.request.key)
         try:
             if self.rolling is not None:
                 message = replace(message, pin=await self.rolling.place(name))
@@ -174,7 +174,7 @@ class WorkerGroup:
         assert isinstance(trajectory, Trajectory)
         if (rewards := self.rewards) is None:
             return trajectory
-        return await map_paths(trajectory, lambda path: rewards.scored(message.job.task, path))
+        return await map_paths(trajectory, lambda path: rewards.scored(message.request.task, path))
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Send weights to all engines, including replacements that start during the transfer."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 
-from ludus.cluster.protocol import Command, Heartbeat, Role, Started, WorkerHandle, failed
+from ludus.cluster.protocol import Heartbeat, Role, Started, WorkerCommand, WorkerHandle, failed
 from ludus.errors import LudusError
 
 _HEARTBEAT_S = 1.0
@@ -187,7 +187,7 @@ class WorkerPool:
         self._number += 1
         try:
             remote = await self.start(number)
-            started = await remote.call(Command.START, self.limits.start_s)
+            started = await remote.call(WorkerCommand.START, self.limits.start_s)
             assert isinstance(started, Started)
             member = PoolMember(number, remote, started)
             await self._while_alive(member, self._join(member))
@@ -267,7 +267,7 @@ class WorkerPool:
             self.run_in_background(self.replace_dead(member, error))
 
     async def _heartbeat(self, member: PoolMember) -> Heartbeat:
-        heartbeat = await member.remote.call(Command.PING, self.limits.heartbeat_timeout_s)
+        heartbeat = await member.remote.call(WorkerCommand.PING, self.limits.heartbeat_timeout_s)
         assert isinstance(heartbeat, Heartbeat)
         return heartbeat
 
@@ -298,7 +298,7 @@ class WorkerPool:
 
     async def _stop(self, remote: WorkerHandle) -> None:
         try:
-            await remote.call(Command.SHUTDOWN, _SHUTDOWN_S)
+            await remote.call(WorkerCommand.SHUTDOWN, _SHUTDOWN_S)
         except LudusError as error:
             log.info("a %s did not stop in time: %s", self.kind, error)
         finally:

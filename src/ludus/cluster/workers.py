@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from ludus.chat.render import Renderer, TemplateRenderer
 from ludus.cluster.log_forwarding import LogForwarder
 from ludus.cluster.protocol import (
-    Command,
     EngineSet,
     Heartbeat,
     Message,
@@ -24,6 +23,7 @@ from ludus.cluster.protocol import (
     RolloutJob,
     ScoreJob,
     Started,
+    WorkerCommand,
     WorkerResponse,
     WorkerSpec,
     failed,
@@ -66,7 +66,7 @@ class WorkerServer:
     async def call(self, number: int, message: Message) -> WorkerResponse:
         """Handle a message and return the response."""
         response = await self._respond(number, message)
-        if self.log_forwarder is None or not isinstance(message, Command):
+        if self.log_forwarder is None or not isinstance(message, WorkerCommand):
             return response
         return replace(response, records=self.log_forwarder.take())
 
@@ -84,11 +84,11 @@ class WorkerServer:
             self._tasks.pop(number, None)
 
     async def _handle(self, message: Message) -> object:
-        if message is Command.START:
+        if message is WorkerCommand.START:
             return self._start()
         if self._worker is not None:
             return await self._worker.do(message)
-        if message is Command.PING:
+        if message is WorkerCommand.PING:
             return Heartbeat()
         raise LudusError(f"The {self.spec.role} has not been started.")
 
@@ -141,9 +141,9 @@ class EngineWorker:
     async def do(self, message: Message) -> object:
         """Handle ping and shutdown."""
         match message:
-            case Command.PING:
+            case WorkerCommand.PING:
                 return Heartbeat(self._service.engine.stats(), self._service.num_under_way)
-            case Command.SHUTDOWN:
+            case WorkerCommand.SHUTDOWN:
                 self._server.should_exit = True
                 await self._serving
                 await self._service.engine.close()
@@ -195,9 +195,9 @@ class RolloutWorker:
                 await self._update_engines(message)
             case RolloutJob():
                 return await self._play(message)
-            case Command.PING:
+            case WorkerCommand.PING:
                 return Heartbeat(under_way=self._playing)
-            case Command.SHUTDOWN:
+            case WorkerCommand.SHUTDOWN:
                 await self.world.close()
                 if self._engine is not None:
                     await self._engine.close()
@@ -219,13 +219,13 @@ class RolloutWorker:
             self._serial = engines.serial
 
     async def _play(self, message: RolloutJob) -> object:
-        scheduler = self._schedulers.get(message.play) or self._scheduler(message.play)
+        scheduler = self._schedulers.get(message.plan) or self._scheduler(message.plan)
         if message.pin is not None and self._engine is not None:
-            self._engine.pin(engine_name(message.play, message.job.key), message.pin)
+            self._engine.pin(engine_name(message.plan, message.request.key), message.pin)
         self._playing += 1
         try:
             with shared_by(self.spec.config.cluster.workers):
-                return await scheduler.attempt(message.job)
+                return await scheduler.attempt(message.request)
         finally:
             self._playing -= 1
 
@@ -254,9 +254,9 @@ class RewardWorker:
         match message:
             case ScoreJob():
                 return await self._score(message)
-            case Command.PING:
+            case WorkerCommand.PING:
                 return Heartbeat(under_way=self._scoring)
-            case Command.SHUTDOWN:
+            case WorkerCommand.SHUTDOWN:
                 self._threads.shutdown(wait=False, cancel_futures=True)
                 await self._world.close()
                 return None

@@ -12,6 +12,6 @@ def launched_rank() -> int | None:
     return int(os.environ["RANK"])
 
 
-def extended(variables: dict[str, str]) -> dict[str, str]:
+def child_environment(variables: dict[str, str]) -> dict[str, str]:
     """Return the environment of a child process: this environment with these variables added."""
     return os.environ | variables

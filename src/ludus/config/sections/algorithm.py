@@ -129,7 +129,7 @@ class TeacherConfig(Section):
     """The teacher of on-policy distillation (preset distill)."""
 
     path: str | None = None
-    """A model folder or name with the policy's tokenizer; none is no teacher."""
+    """A model folder or name with the policy's tokenizer; none uses no teacher."""
 
 
 class DemonstrationsConfig(Section):

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import distributed
 
-from ludus.config.environment import extended, launched_rank
+from ludus.config.environment import child_environment, launched_rank
 from ludus.config.schema import Config
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError, UserError
@@ -31,14 +31,14 @@ from ludus.training.distributed.rendezvous import HEARTBEAT_TIMEOUT_S, Rendezvou
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import ProcessGroup
 
-_PATIENCE = timedelta(days=30)
+_COMMAND_TIMEOUT = timedelta(days=30)
 """Timeout for the next command; rollouts can take long."""
-_LAST_WORDS = 2000
-_END_S = 20.0
-_GLANCE_S = 0.05
+_MAX_OUTPUT_CHARS = 2000
+_EXIT_TIMEOUT_S = 20.0
+_POLL_S = 0.05
 
 
-Command = tuple[RankMethod, tuple[Any, ...]]
+RankCommand = tuple[RankMethod, tuple[Any, ...]]
 """Method with its arguments."""
 
 
@@ -47,13 +47,13 @@ class WorkerRank(SharedBatch):
 
     def __init__(self) -> None:
         super().__init__()
-        self._control = _control_group(_PATIENCE)
+        self._control = _control_group(_COMMAND_TIMEOUT)
 
     def split_on(self, device: torch.device) -> None:
         """Enable sharding of weights on this device."""
         self._device = device
 
-    def receive(self) -> Command:
+    def receive(self) -> RankCommand:
         """Wait for the next command."""
         return _broadcast(None, self._control)
 
@@ -118,7 +118,7 @@ class RankGroup:
             "ludus.training.rl.rank_worker:main", str(rendezvous.limit_s), device.type, str(os.getpid())
         )
         for rank in range(1, rendezvous.count):
-            environment = extended(rendezvous.variables(rank))
+            environment = child_environment(rendezvous.variables(rank))
             with (self.folder.path / f"output-{rank}").open("wb") as output:
                 self.processes.append(subprocess.Popen(command, stderr=output, stdout=output, env=environment))
 
@@ -139,7 +139,7 @@ class RankGroup:
                     f"Learner rank {late[0]} did not start within {rendezvous.limit_s:g} s.",
                     "Try again, or raise training.learner.rank_timeout_s.",
                 )
-            time.sleep(_GLANCE_S)
+            time.sleep(_POLL_S)
 
     def exit_message(self) -> str:
         """Return the end of the output of exited ranks; empty if all are running."""
@@ -148,7 +148,7 @@ class RankGroup:
                 process.wait(1.0)
             if process.poll() is not None and self.folder is not None:
                 output = (self.folder.path / f"output-{rank}").read_text("utf-8", "replace").strip()
-                suffix = f": {output[-_LAST_WORDS:]}" if output else "."
+                suffix = f": {output[-_MAX_OUTPUT_CHARS:]}" if output else "."
                 return f"rank {rank} ({process.returncode}){suffix}"
         return ""
 
@@ -168,7 +168,7 @@ class RankGroup:
         """Wait for the ranks to exit; kill them on timeout."""
         for process in self.processes:
             try:
-                process.wait(_END_S)
+                process.wait(_EXIT_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -234,10 +234,10 @@ def _control_group(patience: timedelta) -> ProcessGroup:
     return cast("ProcessGroup", distributed.new_group(backend="gloo", timeout=patience))
 
 
-def _broadcast(command: Command | None, group: ProcessGroup) -> Command:
+def _broadcast(command: RankCommand | None, group: ProcessGroup) -> RankCommand:
     holder = [command]
     distributed.broadcast_object_list(holder, src=0, group=group, device=torch.device("cpu"))
-    return cast(Command, holder[0])
+    return cast(RankCommand, holder[0])
 
 
 def _broken(error: RuntimeError) -> bool:
