@@ -452,7 +452,7 @@ def test_a_worker_is_told_where_an_episode_stays_and_a_new_engine_has_the_newest
         await group.push_weights(CHECK, STATE)
         assert await group.rolling.served(7) == 8
         assert (stays.label, other.label) == ("7", "8")
-        later = asyncio.create_task(group.play(replace(JOB, job=replace(JOB.job, greedy=True)), 60))
+        later = asyncio.create_task(group.play(replace(JOB, request=replace(JOB.request, greedy=True)), 60))
         await until(lambda: sum(map(len, map(jobs, workers))) == 2, 10)
         pins = [job.pin for worker in workers for job in jobs(worker)]
         assert EpisodePin(other.url, 8) in pins
@@ -482,10 +482,10 @@ def test_an_engine_that_is_let_go_ends_the_episodes_that_stay_with_it_first():
         goes = sent.pin.url
         assert next(iter(group.engines.members.values())).started.url == goes
         await group.scale(1)
-        later = replace(JOB, job=replace(JOB.job, key=RolloutKey(2, "t", 0)))
+        later = replace(JOB, request=replace(JOB.request, key=RolloutKey(2, "t", 0)))
         attempts.append(asyncio.create_task(group.play(later, 60)))
         await until(lambda: sum(map(len, map(jobs, workers))) == 2, 10)
-        (begun,) = (job for worker in workers for job in jobs(worker) if job.job == later.job)
+        (begun,) = (job for worker in workers for job in jobs(worker) if job.request == later.request)
         assert begun.pin.url != goes
         assert all(goes in views(worker)[-1].urls for worker in workers)
         attempts[0].cancel()
@@ -507,7 +507,7 @@ def test_a_worker_refuses_what_is_of_another_version_than_the_episode(pair):
         engine = ServerEngine([first.url], "vllm", QUICK)
         engine.follow([first.url], 8, None)
         first.label, second.label = "7", "8"
-        name = episode_name(JOB.job.key)
+        name = episode_name(JOB.request.key)
         engine.pin(name, EpisodePin(first.url, 7))  # one that lags; this worker is new and never heard of 7
         assert (await ask(engine, name)).versions == (7, 7)
         engine.pin("new", EpisodePin(second.url, 8))  # it joined a moment ago
