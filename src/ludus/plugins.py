@@ -19,6 +19,9 @@ from types import ModuleType
 
 from ludus.errors import ConfigError, LudusError, UserError, did_you_mean
 
+_FILE_MODULE = "ludus_plugin_"
+_ENTRY_POINT_PACKAGES: set[str] = set()
+
 
 def is_file_reference(name: str) -> bool:
     """Return whether `name` has the form `path/to/file.py:name`."""
@@ -43,6 +46,7 @@ def find_plugin(kind: str, name: str, setting: str, built_in: Iterable[str]) -> 
     if name in found:
         with plugin_errors(f"The entry point {found[name].value} of {setting}"):
             loaded: object = found[name].load()
+            _ENTRY_POINT_PACKAGES.add(found[name].module.partition(".")[0])
             return loaded
     known = [*built_in, *sorted(found)]
     raise ConfigError(
@@ -56,7 +60,7 @@ def _module(path: Path, setting: str) -> ModuleType:
     """Import a Python file once. Raises UserError if it is missing, ConfigError if it raises."""
     if not path.is_file():
         raise UserError(
-            f"There is no file {path}.",
+            f"{path} does not exist.",
             f"{setting} takes the path of a Python file, relative to the working directory ({Path.cwd()}).",
         )
     return _import_file(path.resolve(), path)
@@ -64,7 +68,7 @@ def _module(path: Path, setting: str) -> ModuleType:
 
 @cache
 def _import_file(resolved: Path, path: Path) -> ModuleType:
-    name = f"ludus_plugin_{path.stem}"
+    name = f"{_FILE_MODULE}{path.stem}"
     spec = importlib.util.spec_from_file_location(name, resolved)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} cannot be imported.", "Is it a Python file?")
@@ -88,6 +92,17 @@ def plugin_errors(what: str, path: Path | None = None) -> Iterator[None]:
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
         where = f"{what}, line {lines[-1]}" if lines else what
         raise ConfigError(f"{where}: {type(error).__name__}: {error}.", "Fix the file.") from error
+
+
+def plugin_line(error: Exception) -> str:
+    """Return the file and line of the last plug-in that `error` passed through; empty if there was none."""
+    files = {
+        module.__file__
+        for name, module in list(sys.modules.items())
+        if name.startswith(_FILE_MODULE) or name.partition(".")[0] in _ENTRY_POINT_PACKAGES
+    }
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
+    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
 
 
 def import_object(path: str) -> object:

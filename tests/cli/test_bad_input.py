@@ -208,8 +208,9 @@ def test_a_plug_in_is_checked_by_config_as_by_train(tmp_path, capsys, setting, n
     assert not (tmp_path / "r").exists()
 
 
-def test_an_error_of_an_engine_plug_in_names_its_file_and_line(tmp_path, capsys):
-    file = tmp_path / "mine.py"
+@pytest.mark.parametrize("installed", [False, True])
+def test_an_error_of_an_engine_plug_in_names_its_file_and_line(tmp_path, capsys, monkeypatch, installed):
+    file = tmp_path / "ludus_test_engine.py"
     file.write_text(
         "from ludus.training.run.session import local_engine\n\n\n"
         "def mine(session):\n"
@@ -220,7 +221,13 @@ def test_an_error_of_an_engine_plug_in_names_its_file_and_line(tmp_path, capsys)
         "    return engine\n",
         encoding="utf-8",
     )
-    shown = refused(capsys, "train", "search", *words(tmp_path / "r"), "--engine.plugin", f"{file}:mine")
+    package = tmp_path / "ludus_test_engine-1.dist-info"
+    package.mkdir()
+    (package / "METADATA").write_text("Metadata-Version: 2.1\nName: ludus-test-engine\nVersion: 1\n", "utf-8")
+    (package / "entry_points.txt").write_text("[ludus.engines]\nmine = ludus_test_engine:mine\n", "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    name = "mine" if installed else f"{file}:mine"
+    shown = refused(capsys, "train", "search", *words(tmp_path / "r"), "--engine.plugin", name)
     assert f"{file}, line 6: RuntimeError: no GPU is free" in shown
     assert "ludus train --resume" in shown
 

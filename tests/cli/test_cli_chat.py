@@ -194,9 +194,9 @@ def test_a_model_takes_the_world_that_is_named(tiny_run, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("./nope",), "There is no run and no model at ./nope"),
-        (("runs/a/b",), "There is no run and no model at runs/a/b"),
-        (("full/nope",), "There is no run and no model at full/nope"),
+        (("./nope",), "./nope is neither a run nor a model"),
+        (("runs/a/b",), "runs/a/b is neither a run nor a model"),
+        (("full/nope",), "full/nope is neither a run nor a model"),
         (("full",), "full"),
         (("RUN", "--temperature", "-1"), "--temperature is -1"),
         (("MODEL", "--world", "serch"), "search"),

@@ -109,7 +109,7 @@ def test_keys_of_one_section():
     lines = ludus("config", "--keys", "model.init").out.splitlines()
     assert all(line.startswith(("model.init.", "    ")) for line in lines)
     assert len(lines) > 5
-    assert "There is no section 'modl'" in refused("config", "--keys", "modl")
+    assert "Unknown section 'modl'" in refused("config", "--keys", "modl")
 
 
 def test_keys_of_a_recipe_show_its_values_beside_the_defaults():

@@ -165,7 +165,7 @@ def test_baselines_of_the_search_world_have_no_tool(tiny_run, tmp_path, baseline
     ("words", "expected"),
     [
         ((), "Name a recipe, or a run"),
-        (("--run", "nope"), "There is no run at nope"),
+        (("--run", "nope"), "nope does not exist"),
         (("--run", "RUN", "--model", "m"), "--run takes world and weights from the run"),
         (("search", "--run", "RUN"), "--run takes world and weights from the run"),
         (("TINY", "--endpoint", "http://h"), "--endpoint needs --model"),
@@ -205,7 +205,7 @@ def test_an_endpoint_that_fails_ends_with_the_code_of_engines(tmp_path):
         said = refused("eval", make_recipe(tmp_path), *words, "--out", tmp_path / "out", code=3)
     assert "out of order" in said
     assert server.url in said
-    assert said.endswith(f"\nThere is no result: the folder {tmp_path / 'out'} was removed.\n")
+    assert said.endswith(f"\nNo result was saved; the folder {tmp_path / 'out'} was removed.\n")
     assert not (tmp_path / "out").exists()
 
 

@@ -98,7 +98,7 @@ def test_a_run_goes_on_with_a_setting_after_its_folder(tiny_run, tmp_path):
     ("words", "expected"),
     [
         (("train",), "Name a recipe"),
-        (("train", "serch"), "There is no recipe \"serch\". Did you mean 'search'? Known: code"),
+        (("train", "serch"), "Unknown recipe \"serch\". Did you mean 'search'? Known: code"),
         (("train", "search", "--training.step", "3"), "the nearest is training.steps"),
         (("train", "search", "--group_size", "3"), "As a setting, write --algorithm.group_size."),
         (("train", "--resume", "/no/run"), "/no/run"),
@@ -136,7 +136,7 @@ def test_what_is_misspelt_gets_what_is_nearest(line, expected, tmp_path, monkeyp
 
 
 def test_an_unknown_command_names_those_there_are():
-    assert "There is no command 'trian'. Did you mean `ludus train`? " in refused("trian")
+    assert "Unknown command 'trian'. Did you mean `ludus train`? " in refused("trian")
     assert "Did you mean" not in refused("banana")
     assert "eval" in refused("--training.steps", "3", "banana")
 

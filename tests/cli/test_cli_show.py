@@ -279,7 +279,7 @@ def test_a_fine_tuning_run_is_read_as_well(tiny_run, tmp_path):
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("nope",), "There is no run at nope"),
+        (("nope",), "nope does not exist"),
         (("empty",), "empty is not a run folder"),
         (("RUN", "--step", "7"), "has no rollouts of step 7. It has rollouts from step 1 to 2."),
         (("RUN", "--evaluation", "x"), "no evaluation 'x'. It has step-000000-test-greedy"),

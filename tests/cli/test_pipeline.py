@@ -191,11 +191,11 @@ BAD = {
     + stage("rl", 'settings.algorithm = {{preset = "dppo", correction = "tis"}}'),
     "Stage 2 (rl): The loss distill needs a teacher": SFT + stage("rl", 'settings.algorithm.preset = "distill"'),
     "Stage 2 (rl): rewards.caps names 'speed'": SFT + stage("rl", "settings.rewards.caps.speed = 0.5"),
-    "Stage 2 (rl): There is no file experts.jsonl": SFT
+    "Stage 2 (rl): experts.jsonl does not exist": SFT
     + stage("rl", 'settings = {{algorithm.preset = "mixed_policy", experts.path = "experts.jsonl"}}'),
-    "Stage 2 (sft): There is no file none.jsonl": SFT + stage("sft", 'settings.sft.data = "none.jsonl"'),
+    "Stage 2 (sft): none.jsonl does not exist": SFT + stage("sft", 'settings.sft.data = "none.jsonl"'),
     "Stage 2 (rft): A round needs 9999 tasks": SFT + stage("rft", "settings.rft.tasks_per_round = 9999"),
-    "Stage 2 (preference): There is no file none.jsonl": SFT
+    "Stage 2 (preference): none.jsonl does not exist": SFT
     + stage("preference", 'settings.preference.data = "none.jsonl"'),
     "Stage 2 (preference): nowhere is not a run folder": SFT
     + stage("preference", 'settings.preference.run = "nowhere"'),

@@ -65,7 +65,7 @@ def test_what_does_not_run_or_has_no_cluster_is_refused_in_a_sentence(tmp_path):
     folder = made(tmp_path / "run")
     assert "is not running" in refused("cluster", "list", folder.path)
     assert "--number is for remove-engine" in refused("cluster", "list", folder.path, "--number", 1)
-    assert "There is no run" in refused("cluster", "list", tmp_path / "none")
+    assert "does not exist" in refused("cluster", "list", tmp_path / "none")
     alone = made(tmp_path / "alone", cluster__kind="none")
     assert "has no cluster" in refused("cluster", "add-engine", alone.path)
 

@@ -56,7 +56,7 @@ def check_run(folder: RunFolder) -> None:
         folder.check_config()
         return
     if not folder.path.exists():
-        raise UserError(f"There is no run at {folder.path}.", "Check the path; runs are under runs/.")
+        raise UserError(f"{folder.path} does not exist.", "Check the path; runs are under runs/.")
     raise UserError(f"{folder.path} is not a run folder: it has no config.toml.", "Name the folder of a run.")
 
 

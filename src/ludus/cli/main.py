@@ -16,7 +16,6 @@ import re
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +24,7 @@ from ludus.cli.arguments import split_settings
 from ludus.cli.signals import INTERRUPTED
 from ludus.config.settings import is_section, list_settings, nearest, suggestion
 from ludus.errors import LudusError, UserError, did_you_mean, nearest_names
+from ludus.plugins import plugin_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _print_error(error)
         return error.exit_code
     except Exception as error:  # boundary: plug-ins; any other error is a bug of Ludus and is raised again
-        line = _plugin_line(error)
+        line = plugin_line(error)
         if not line:
             raise
         log.exception("a plug-in failed")
@@ -100,13 +100,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader closed the pipe; avoid an error at interpreter exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-
-
-def _plugin_line(error: Exception) -> str:
-    """Return the file and line of a plug-in (`path/to/file.py:name`) through which an error passed; empty if none."""
-    files = {module.__file__: name for name, module in sys.modules.items() if name.startswith("ludus_plugin_")}
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
-    return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
 
 
 def _skip_final_gc() -> None:
@@ -155,7 +148,7 @@ def _command_name(words: Sequence[str]) -> str:
     if chosen and chosen not in names:
         near = nearest_names(chosen, names, cutoff=0.5)
         guess = f"Did you mean {' or '.join(f'`ludus {name}`' for name in near)}? " if near else ""
-        raise UserError(f"There is no command {chosen!r}.", f"{guess}Commands: {', '.join(names)}.")
+        raise UserError(f"Unknown command {chosen!r}.", f"{guess}Commands: {', '.join(names)}.")
     return chosen
 
 

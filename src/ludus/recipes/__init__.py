@@ -37,7 +37,7 @@ def recipe_folder(name: str) -> Path:
         return recipes[name]
     guess = did_you_mean(name, recipes, cutoff=0.5)
     raise ConfigError(
-        f'There is no recipe "{name}".',
+        f'Unknown recipe "{name}".',
         f"{guess}Known: {', '.join(recipes)}. A file of your own is given by its path, ending in .toml.",
     )
 

@@ -84,7 +84,7 @@ class StalenessController:
         if number in self._tickets:
             raise ValueError(f"group {number} was already admitted")
         if not self.room:
-            raise ValueError(f"there is no room for group {number}")
+            raise ValueError(f"group {number} exceeds the capacity")
         ticket = self._tickets[number] = GroupTicket(number, self.begins)
         return ticket
 

@@ -221,7 +221,7 @@ def test_files_that_cannot_be_read_are_one_sentence_each_and_the_others_are_chec
     lines = said.out.splitlines()
     assert said.code == 2
     for line, words in zip(
-        lines, ("There is no file", "is empty", "is damaged", "ludus[datasets]", "1 dialogue"), strict=True
+        lines, ("does not exist", "is empty", "is damaged", "ludus[datasets]", "1 dialogue"), strict=True
     ):
         assert words in line
     assert f"{none}, {empty}, {cut}, {tmp_path} cannot be used for training" in said.err

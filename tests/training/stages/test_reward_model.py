@@ -221,7 +221,7 @@ def test_a_reward_model_loads_with_its_head(trained):
     for sequence, values in zip(sequences, judged, strict=True):
         plain = [1 / (1 + math.exp(-score)) for score in by_hand(model, sequence)]
         assert values == pytest.approx(plain, abs=1e-4)
-    with pytest.raises(UserError, match="There is no reward model"):
+    with pytest.raises(UserError, match="does not contain a reward model"):
         load_reward_model(trained / "checkpoints", Config())
 
 

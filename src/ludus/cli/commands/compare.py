@@ -58,7 +58,7 @@ def find_pairs(a: Path, b: Path) -> list[Pair]:
     """Return the pairs of comparable evaluations. Raises UserError if there are none."""
     for path in (a, b):
         if not path.exists():
-            raise UserError(f"There is no evaluation and no run at {path}.", "Check the path; runs are under runs/.")
+            raise UserError(f"{path} is neither an evaluation nor a run.", "Check the path; runs are under runs/.")
     if a.resolve() == b.resolve():
         raise UserError(f"A and B are both {a}.", "Name two folders, or two files of one folder's evaluations/.")
     if a.is_dir() != b.is_dir():

@@ -111,7 +111,7 @@ def algorithm_lines(algorithm: Algorithm, config: Config) -> Iterator[str]:
 def key_lines(section: str, config: Config) -> Iterator[str]:
     """Yield every setting of a section (empty: of all), with value, type, default and meaning."""
     if section and not is_section(section):
-        raise ConfigError(f"There is no section {section!r}.", f"{suggestion(section)}.".capitalize())
+        raise ConfigError(f"Unknown section {section!r}.", f"{suggestion(section)}.".capitalize())
     for setting in list_settings():
         if not section or setting.key.startswith(f"{section}."):
             yield from setting_lines(setting, value_of(setting, config))

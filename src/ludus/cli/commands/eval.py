@@ -152,7 +152,7 @@ async def _evaluate(
                 evaluated.append(EvaluatedEpisodes(result, [episode.trajectory for episode in episodes]))
     except LudusError as error:
         if folder is not None and folder.path != args.run and remove_unstarted(folder):
-            error.hint = f"{error.hint}\nThere is no result: the folder {folder.path} was removed."
+            error.hint = f"{error.hint}\nNo result was saved; the folder {folder.path} was removed."
         raise
     finally:
         await backend.close()

@@ -100,7 +100,7 @@ def read_costs(args: argparse.Namespace) -> tuple[Costs, RunLayout, str, list[st
     else:
         if missing := [f"--{name.replace('_', '-')}" for name in REQUIRED if name not in options]:
             raise UserError(
-                f"There is no run to fit the costs to, and no {', '.join(missing)}.",
+                f"Missing: a run to fit the costs to, or {', '.join(missing)}.",
                 "Name a run folder, or set these options; `ludus plan --help` explains them.",
             )
         costs = Costs(EngineCost(1.0, 0.0), LearnerCost(0.0, 0.0), ToolCost(), EpisodeShape(1.0, 1.0))

@@ -95,7 +95,7 @@ def target_config(target: str, world: str | None, overrides: Sequence[str]) -> t
         chosen = ["--env.name", world] if world else []
         return RunFolder(path), policy_config(RunFolder(path), [*chosen, *overrides])
     if not path.exists() and _is_path(target):
-        raise UserError(f"There is no run and no model at {target}.", "Check the path.")
+        raise UserError(f"{target} is neither a run nor a model.", "Check the path.")
     name = world or DEFAULT_WORLD
     words = [*model_settings(target, name), *overrides]
     if name.endswith(".py"):

@@ -156,4 +156,4 @@ def newest_checkpoint_words(folder: RunFolder) -> str:
     from ludus.training.run.checkpoint import list_checkpoints
 
     found = list_checkpoints(folder.checkpoints)
-    return f"The newest checkpoint is that of step {found[-1][0]}. " if found else "There is no checkpoint yet. "
+    return f"The newest checkpoint is that of step {found[-1][0]}. " if found else "No checkpoint was saved. "

@@ -363,7 +363,7 @@ def _lines(path: Path) -> Iterator[tuple[int, object]]:
                 if line.strip():
                     yield number, line.strip()
     except FileNotFoundError:
-        raise UserError(f"There is no file {path}.", "Check the path.") from None
+        raise UserError(f"{path} does not exist.", "Check the path.") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{path} is damaged after line {number}: {error}.", "Earlier lines are readable.") from error
     except OSError as error:

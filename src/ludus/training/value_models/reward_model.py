@@ -110,7 +110,7 @@ def find_reward_model(path: Path) -> tuple[Path, Kind]:
     kind = next((k for k in get_args(Kind) if (folder / "trainer" / f"{head_name(k)}.safetensors").is_file()), None)
     if kind is None:
         raise UserError(
-            f"There is no reward model at {path}.", "Train one with `ludus reward-model` and use its folder."
+            f"{path} does not contain a reward model.", "Train one with `ludus reward-model` and use its folder."
         )
     return folder, kind
 

@@ -209,7 +209,7 @@ def make_code_world(settings: Mapping[str, object], limits: ToolLimits) -> CodeW
     chosen = read_settings(CodeSettings, settings)
     if unknown := [family for family in chosen.families if family not in FAMILIES]:
         known = ", ".join(FAMILIES)
-        raise ConfigError(f"There is no family {unknown[0]!r} (env.settings.families).", f"Families: {known}.")
+        raise ConfigError(f"Unknown family {unknown[0]!r} in env.settings.families.", f"Families: {known}.")
     if chosen.data is None and chosen.format != "own":
         raise ConfigError("env.settings.format is set without env.settings.data.", "Name the file of tasks.")
     world = CodeWorld(chosen, limits)

@@ -347,7 +347,7 @@ def _commit_files(repo: str, commit: str, folder: Path) -> dict[str, bytes]:
     clone = next((place for place in places if place.is_dir()), None)
     if clone is None:
         hint = f"Clone it to {places[1]}, with the commits of its tasks."
-        raise UserError(f"There is no clone of {repo} in {folder}.", hint)
+        raise UserError(f"{folder} does not contain a clone of {repo}.", hint)
     if commit.startswith("-"):
         raise UserError(f"{commit!r} is not a commit.")
     command_line = ["git", "-C", str(clone), "archive", "--format=tar", commit]

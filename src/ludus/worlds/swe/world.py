@@ -203,7 +203,7 @@ def make_swe_world(settings: Mapping[str, object], limits: ToolLimits) -> SweWor
     given = read_settings(SweSettings, settings)
     unknown = [kind for kind in given.kinds if kind not in swe_tasks.KINDS]
     if unknown:
-        raise ConfigError(f"There is no kind of bug {unknown[0]!r}.", f"Kinds: {', '.join(swe_tasks.KINDS)}.")
+        raise ConfigError(f"Unknown kind of bug: {unknown[0]!r}.", f"Kinds: {', '.join(swe_tasks.KINDS)}.")
     if bool(given.instances) != bool(given.repositories):
         raise ConfigError(
             "env.settings.instances and env.settings.repositories go together.",

@@ -263,7 +263,7 @@ def make_terminal_world(settings: Mapping[str, object], limits: ToolLimits) -> T
     """Return the world with these settings. Raises ConfigError for invalid ones."""
     chosen = read_settings(TerminalSettings, settings)
     if unknown := [topic for topic in chosen.topics if topic not in TOPICS]:
-        raise ConfigError(f"There is no topic {unknown[0]!r} (env.settings.topics).", f"Topics: {', '.join(TOPICS)}.")
+        raise ConfigError(f"Unknown topic {unknown[0]!r} in env.settings.topics.", f"Topics: {', '.join(TOPICS)}.")
     if chosen.bench is not None or chosen.per_shape > 1 or chosen.num_held_out:
         _tasks_of(chosen)
     return TerminalWorld(chosen, limits)

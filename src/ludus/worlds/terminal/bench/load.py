@@ -72,7 +72,8 @@ def load_bench(
     places = sorted({path.parent for name in ("task.yaml", "task.toml") for path in folder.glob(f"*/{name}")})
     if not places:
         raise ConfigError(
-            f"There is no task in {folder}.", "env.settings.bench is a folder of folders with a task.yaml or task.toml."
+            f"{folder} does not contain a task.",
+            "env.settings.bench is a folder of folders with a task.yaml or task.toml.",
         )
     found: list[BenchTask] = []
     refused: list[str] = []
