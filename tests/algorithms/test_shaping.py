@@ -1,6 +1,7 @@
 """Length terms, caps, composite rewards, GRESO and the entropy filter."""
 
 import math
+import re
 from dataclasses import asdict, replace
 
 import pytest
@@ -54,6 +55,9 @@ def test_caps_and_the_check_that_shaping_cannot_outweigh_the_outcome():
             shaping.check_shaping(outcome_gap=gap, terms=small)
     with pytest.raises(ConfigError, match="from 1 to -1"):
         shaping.check_shaping(outcome_gap=9.0, terms=[shaping.ShapingRange("odd", 1, -1)])
+    fades = [shaping.ShapingRange("length", 0.2, 1.0, floor=0.2), shaping.ShapingRange("format", 0.0, 0.2)]
+    with pytest.raises(ConfigError, match=re.escape("Set length.floor = 0.399.")):  # (1 - 0.399) + 0.2 = 0.9 * 0.89
+        shaping.check_shaping(outcome_gap=0.89, terms=fades)
     with pytest.raises(ValueError, match="cache"):
         shaping.soft_overlong(lengths=torch.tensor([1]), max_length=10, cache=11)
 

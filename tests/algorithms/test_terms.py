@@ -195,6 +195,7 @@ def run(folder, reporter=None, **changes):
     return [metrics for _, metrics in reporter.steps]
 
 
+@pytest.mark.learning
 def test_a_run_learns_what_tools_answer(tmp_path):
     steps = run(
         tmp_path / "run",

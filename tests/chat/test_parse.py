@@ -584,7 +584,7 @@ def mutate(text, mutations):
     return text
 
 
-@settings(STABLE, max_examples=2000)
+@settings(STABLE, max_examples=1000)
 @given(mutated)
 def test_no_parser_raises_on_mutated_outputs(case):
     text = mutate(*case)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from ludus.rewards.math import math_verify
+from ludus.rewards.math import math_verify, worker
 from ludus.rewards.math.math_verify import Expression, is_equal
 
 ENDLESS = [
@@ -54,3 +54,8 @@ def test_threads_get_verdicts_of_their_own():
 def test_a_gold_answer_that_is_none_is_the_worlds_fault():
     with pytest.raises(ValueError, match="gold answer"):
         is_equal("1", Expression("(" * 40 + ")" * 40))
+
+
+def test_expressions_without_variables_have_no_ratio():
+    one, two = (["number", "", digit, []] for digit in "12")
+    assert worker.judge("ratio", one, two) == 0

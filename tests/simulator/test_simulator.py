@@ -235,6 +235,7 @@ def test_streaming_beats_being_in_step_where_tools_are_slow():
         assert run.step_s == pytest.approx(estimate(TINY, run.layout).step_s, rel=0.25)
 
 
+@pytest.mark.scale
 def test_what_is_found_by_measurement_comes_near_the_best_number_in_flight():
     for bound in (5, 10):
         setup = RunLayout(groups=2, steps=60, max_staleness=bound)

@@ -136,6 +136,14 @@ def run(folder, reporter=None, **changes):
     return [metrics for _, metrics in reporter.steps]
 
 
+def test_a_penalty_has_its_reference_model_also_if_the_kl_is_not_reported(tmp_path):
+    given = {key: value for key, value in HELD.items() if not key.startswith("kl_control")}
+    settings = config(tmp_path, **(given | {"training__report_kl": "false", "training__steps": "1"}))
+    with locked(new_run(settings, "search", "rl")):
+        train(open_session(settings), RunFolder(tmp_path), reporter := Silent())
+    assert "policy/kl_reference" in reporter.steps[0][1]
+
+
 @pytest.mark.fault
 def test_a_run_with_a_controller_that_is_cut_and_resumed_equals_the_uninterrupted_one(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
