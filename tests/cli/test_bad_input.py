@@ -87,7 +87,8 @@ def test_a_checkpoint_of_another_architecture_is_refused_on_resume(tmp_path, cap
     assert "model.path" in refused(capsys, "train", "--resume", str(folder), "--model.path", str(other))
     settings = folder / "config.toml"
     settings.write_text(settings.read_text("utf-8").replace("[model]", f'[model]\npath = "{other}"', 1))
-    assert "architecture" in refused(capsys, "train", "--resume", str(folder), "--training.steps", "3")
+    shown = refused(capsys, "train", "--resume", str(folder), "--training.steps", "3")
+    assert "has a different architecture: model.layers.2.input_layernorm.weight is (128,) there and not in" in shown
     assert before == {p: p.read_bytes() for p in folder.rglob("*.safetensors")}
 
 
