@@ -35,6 +35,11 @@ def test_draws_follow_the_tempered_distribution():
     assert chi_square(counts, logits.double().softmax(-1).numpy()) > 1000
 
 
+def test_seeds_are_hashed_by_splitmix64():
+    first_outputs = {0: 0xE220A8397B1DCDAF, 1: 0x910A2DEC89025CC1, 1234567: 0x599ED017FB08FC85}
+    assert [int(word) for word in seed_words(list(first_outputs))] == list(first_outputs.values())
+
+
 def test_uniforms_are_uniform_over_seeds_and_over_steps():
     over_seeds = uniforms(seed_words(range(20_000)), 3)
     over_steps = np.concatenate([uniforms(seed_words([5]), step) for step in range(20_000)])

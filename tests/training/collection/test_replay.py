@@ -183,3 +183,9 @@ def test_old_tokens_are_not_replayed_without_a_correction(settings, refuses):
             check_replay(config, algorithm_of(config))
     else:
         check_replay(config, algorithm_of(config))
+
+
+def test_the_advantage_of_a_sample_is_the_mean_over_its_action_tokens():
+    one = group(1, version=0)[0]
+    means = [replace(one, advantages=given).advantage for given in (None, (), (2.0, 2.0), (1.0, 4.0, 1.0))]
+    assert means == [None, 0.0, 2.0, 2.0]
