@@ -89,6 +89,10 @@ def test_a_checkpoint_of_another_architecture_is_refused_on_resume(tmp_path, cap
     settings.write_text(settings.read_text("utf-8").replace("[model]", f'[model]\npath = "{other}"', 1))
     shown = refused(capsys, "train", "--resume", str(folder), "--training.steps", "3")
     assert "has a different architecture: model.layers.2.input_layernorm.weight is (128,) there and not in" in shown
+    save_model(build_tiny(ScratchConfig(hidden_size=64), tokenizer, seed=0), tokenizer, other)
+    shown = refused(capsys, "train", "--resume", str(folder), "--training.steps", "3")
+    size = len(tokenizer)
+    assert f"model.embed_tokens.weight is ({size}, 128) there and ({size}, 64) in the model" in shown
     assert before == {p: p.read_bytes() for p in folder.rglob("*.safetensors")}
 
 
