@@ -23,7 +23,7 @@ def task_shapes(tasks: Sequence[Task]) -> list[TaskShape]:
 
 def no_tool_rate(tasks: Sequence[Task]) -> float:
     """Return the success of a policy that never calls and always refuses."""
-    return _rate(tasks, lambda attempt: attempt.say(NO_TOOL))
+    return _rate(tasks, lambda attempt: attempt.answer(NO_TOOL))
 
 
 def majority_rate(train: Sequence[Task], tasks: Sequence[Task]) -> float:
@@ -45,7 +45,7 @@ def majority_rate(train: Sequence[Task], tasks: Sequence[Task]) -> float:
         named = [(param.name, (function.name, param.name)) for param in function.required]
         known = {name: common[key] for name, key in named if key in common}
         attempt.call(ExpectedCall(function.name, function.encode(known)))
-        attempt.say(DONE)
+        attempt.answer(DONE)
 
     return _rate(tasks, call)
 

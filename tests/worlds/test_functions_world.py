@@ -15,6 +15,7 @@ from generators.reports.shared import variety
 
 from ludus.config.load import load_config
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
+from ludus.envs.messages import calling_message
 from ludus.envs.registry import build_world
 from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
@@ -333,7 +334,7 @@ def test_calls_find_their_gold_ones_whatever_the_order_in_which_they_could():
 
 def say(task, text):
     attempt = Attempt(task)
-    attempt.say(text)
+    attempt.answer(text)
     return attempt.trajectory()
 
 
@@ -434,7 +435,7 @@ def made_up(task, names, seed=0):
     rng, attempt = random.Random(seed), Attempt(task)
     for name in names:
         attempt.call(ExpectedCall(name, task.truth.scene.function(name).drawn(rng)))
-    attempt.say(DONE)
+    attempt.answer(DONE)
     return attempt.trajectory()
 
 
@@ -458,7 +459,7 @@ def test_one_wrong_value_one_call_too_many_or_too_few_is_a_failure(tasks):
             attempt = Attempt(task)
             for one in calls:
                 attempt.call(one)
-            attempt.say(DONE)
+            attempt.answer(DONE)
             assert solved(task, attempt.trajectory()) == 0, task.id
 
 
@@ -475,10 +476,11 @@ def other(value):
 
 def test_a_refused_call_does_not_count_against_a_solution_but_against_silence(tasks):
     for task in tasks["test"][::3]:
-        attempt = Attempt(task)
-        attempt.call(call("no_such_function"))
-        script = play(task, NO_FLAWS, random.Random(0)).messages
-        (trajectory,), _ = play_all(FunctionsWorld(), [task], [[*attempt.messages[:1], *renumbered(script)]])
+        script = [
+            calling_message(0, "no_such_function", {}),
+            *renumbered(play(task, NO_FLAWS, random.Random(0)).messages),
+        ]
+        (trajectory,), _ = play_all(FunctionsWorld(), [task], [script])
         assert trajectory.rewards["solved"] == float(task.truth.right == "call")
         assert trajectory.rewards["well_formed"] == 0
 
@@ -650,7 +652,7 @@ def test_tasks_of_a_file_take_all_the_values_that_it_names(tmp_path, arguments, 
     assert task.tags["family"] == "simple"
     attempt = Attempt(task)
     attempt.call(ExpectedCall("weather.get", arguments))
-    attempt.say(DONE)
+    attempt.answer(DONE)
     (played,), _ = play_all(world, [task], [attempt.messages])
     assert played.rewards["solved"] == float(is_right)
     assert played.outcomes == tuple(attempt.outcomes)
@@ -711,12 +713,12 @@ def test_in_relevance_a_call_must_be_made_and_in_irrelevance_none(tmp_path):
     for task in world.tasks("file"):
         must_call = "irrelevance" not in task.id
         silent, called = Attempt(task), Attempt(task)
-        silent.say("None of these can do that.")
+        silent.answer("None of these can do that.")
         called.call(ExpectedCall("weather.get", {"city": "Anywhere"}))
-        called.say("Done.")
+        called.answer("Done.")
         misfit = Attempt(task)
         misfit.call(ExpectedCall("weather.get", {"town": "Anywhere"}))
-        misfit.say("Done.")
+        misfit.answer("Done.")
         paid = [solved(task, one.trajectory()) for one in (silent, called, misfit)]
         assert paid == ([0, 1, 0] if must_call else [1, 0, 0])
         assert solved(task, play(task, CallFlaws(), random.Random(0)).trajectory()) == 1

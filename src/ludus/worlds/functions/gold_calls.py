@@ -8,17 +8,16 @@ never equals a number.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from ludus.rewards.base import Reward, truth_of
+from ludus.rewards.base import truth_of
 from ludus.rewards.code.turns import Progress, made_calls
 from ludus.rewards.code.unit_tests import Suite, share_passed, suite_passes
-from ludus.rewards.exact_match import ExpectedAnswers, matches, well_formed
+from ludus.rewards.exact_match import ExpectedAnswers, matches
 from ludus.rewards.extract import last_output
 from ludus.rewards.paper_rewards import ExpectedCall, ExpectedCalls
-from ludus.rewards.shaping import either, only_if
 from ludus.types import JSON, StopReason, Task, ToolStatus, Trajectory
 from ludus.worlds.functions.catalogue import Scene
 from ludus.worlds.functions.replies import Ask, asks_for, refuses, speaks
@@ -122,18 +121,20 @@ def executed_calls(trajectory: Trajectory) -> list[ExpectedCall]:
     ]
 
 
-def calls_agree(gold: Sequence[GoldCall], made: Sequence[ExpectedCall]) -> bool:
-    """Return whether the calls are the gold calls, each once and after those whose results it takes."""
-    return len(made) == len(gold) and _can_match(gold, made, frozenset())
+def calls_agree(gold: Sequence[GoldCall], made: Sequence[ExpectedCall], matched: frozenset[int] = frozenset()) -> bool:
+    """Return whether the calls are the gold calls, each once and after those whose results it takes.
+
+    `matched` are the indices of the gold calls that were made before.
+    """
+    if len(matched) + len(made) != len(gold):
+        return False
+    return not made or any(calls_agree(gold, made[1:], matched | {i}) for i in _matches_of(made[0], gold, matched))
 
 
-def _can_match(gold: Sequence[GoldCall], made: Sequence[ExpectedCall], places: frozenset[int]) -> bool:
-    """Return whether the calls match the gold calls, of which those at `places` are matched already."""
-    return not made or any(
-        wanted.fits(made[0]) and _can_match(gold, made[1:], places | {number})
-        for number, wanted in enumerate(gold)
-        if number not in places and places.issuperset(wanted.after)
-    )
+def _matches_of(call: ExpectedCall, gold: Sequence[GoldCall], made: Set[int]) -> Iterator[int]:
+    """Yield the indices of the gold calls that equal a call, except those in `made` and those that take results
+    of calls not in `made`."""
+    return (i for i, wanted in enumerate(gold) if i not in made and made.issuperset(wanted.after) and wanted.fits(call))
 
 
 def solved(task: Task, trajectory: Trajectory) -> float:
@@ -164,23 +165,8 @@ def gold_calls_made(task: Task, trajectory: Trajectory) -> Progress:
     reached: list[set[str]] = [set() for _ in range(trajectory.num_turns)]
     made: set[int] = set()
     for call in made_calls(task, trajectory):
-        if call.outcome.status is not ToolStatus.OK:
-            continue
-        given = ExpectedCall(call.name, call.arguments)
-        for number, wanted in enumerate(gold):
-            if number not in made and made.issuperset(wanted.after) and wanted.fits(given):
-                made.add(number)
-                reached[call.turn].add(str(number))
-                break
+        number = next(_matches_of(ExpectedCall(call.name, call.arguments), gold, made), None)
+        if number is not None and call.outcome.status is ToolStatus.OK:
+            made.add(number)
+            reached[call.turn].add(str(number))
     return Progress(reached, len(gold))
-
-
-def function_rewards(well_formed_weight: float) -> tuple[Reward, ...]:
-    """Return the outcome reward (0 or 1) and a smaller format reward.
-
-    The format reward is 1 for an episode without failed calls that is solved or made one of the gold calls.
-    """
-    return (
-        Reward("solved", solved, weight=1.0, outcome=True),
-        Reward("well_formed", only_if(well_formed, either(solved, part_made)), weight=well_formed_weight),
-    )

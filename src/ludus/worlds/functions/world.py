@@ -17,13 +17,15 @@ from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, check_split
 from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.code.turns import TurnVerifier
+from ludus.rewards.exact_match import well_formed
+from ludus.rewards.shaping import either, only_if
 from ludus.sandbox import Sandbox, open_sandbox
 from ludus.types import JSON, Message, Task
 from ludus.worlds.functions.bfcl.api_env import ApiEnv, ApiTruth, gold_messages
 from ludus.worlds.functions.bfcl.reader import load_tasks
 from ludus.worlds.functions.catalogue import Scene, catalogue
 from ludus.worlds.functions.generate import SPLITS, SYSTEM, TaskSampler, make_tasks, request_of
-from ludus.worlds.functions.gold_calls import Truth, function_rewards, gold_calls_made
+from ludus.worlds.functions.gold_calls import Truth, gold_calls_made, part_made, solved
 from ludus.worlds.functions.solver import CallFlaws, alternative_solutions, play
 from ludus.worlds.functions.tools import SchemaTool
 
@@ -81,8 +83,10 @@ class FunctionsWorld(World):
 
     @property
     def rewards(self) -> tuple[Reward, ...]:
-        """The outcome is 0 or 1; an episode without failed calls has a smaller format reward."""
-        return function_rewards(self.settings.well_formed_weight)
+        """The outcome, 0 or 1, and a smaller format reward, for an episode without failed calls that is solved or
+        made a gold call."""
+        form = only_if(well_formed, either(solved, part_made))
+        return Reward("solved", solved, outcome=True), Reward("well_formed", form, self.settings.well_formed_weight)
 
     @property
     def turn_verifier(self) -> TurnVerifier | None:
