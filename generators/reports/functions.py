@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
@@ -11,14 +12,49 @@ from ludus.envs.base import World
 from ludus.rewards.base import truth_of
 from ludus.rewards.paper_rewards import ExpectedCall
 from ludus.types import Task
+from ludus.worlds.functions.generate import request_of
 from ludus.worlds.functions.gold_calls import Truth, solved
+from ludus.worlds.functions.plans import request_specs
 from ludus.worlds.functions.solver import DONE, NO_TOOL, Attempt
 
 
 def task_shapes(tasks: Sequence[Task]) -> list[TaskShape]:
     """Return the shape of each task."""
-    truths = [(task.tags.get("level", ""), truth_of(task, Truth)) for task in tasks]
-    return [TaskShape(level, truth.form, truth.shape) for level, truth in truths]
+    forms = [(task, _form(task)) for task in tasks]
+    return [TaskShape(task.tags.get("level", ""), form, _shape(truth_of(task, Truth), form)) for task, form in forms]
+
+
+def _form(task: Task) -> str:
+    """Return the request with the kinds of values instead of the values."""
+    request, at = request_of(task), 0
+    if truth_of(task, Truth).right == "answer":
+        return _template(request)
+    for step in truth_of(task, Truth).plan:
+        for param in step.function.params:
+            if param.name in step.values:
+                words = param.piece.format(param.of.in_words(step.values[param.name]))
+                kind = param.piece.format(f"<{param.kind}>")
+                place = request.index(words, at)
+                request, at = request[:place] + kind + request[place + len(words) :], place + len(kind)
+    return request
+
+
+def _template(request: str) -> str:
+    """Return the form of a request with the answer in it."""
+    forms = [form for form, _ in request_specs().questions]
+    return next(form for form in forms if re.fullmatch(re.sub(r"\\{\w+\\}", ".+", re.escape(form)), request))
+
+
+def _shape(truth: Truth, form: str) -> str:
+    """Return the solution without values: the calls as `name(argument, argument<-place)`."""
+    steps, missing = [], ""
+    for number, step in enumerate(truth.plan):
+        given = [*step.values, *(f"{name}<-{place}" for name, (place, _) in step.links.items())]
+        if truth.ask is not None and truth.ask.function == step.function.name:
+            given.append(truth.ask.param.name)
+            missing = f" without {number}.{truth.ask.param.name}"
+        steps.append(f"{step.function.name}({', '.join(sorted(given))})")
+    return f"{truth.right}: {'; '.join(sorted(steps)) or form}{missing}"
 
 
 def no_tool_rate(tasks: Sequence[Task]) -> float:

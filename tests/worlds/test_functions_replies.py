@@ -29,7 +29,7 @@ def ask_of(case):
     function = catalogue()[name]
     (missing,) = (param for param in function.required if param.name not in values)
     stated = tuple((param, values[param.name]) for param in function.required if param != missing)
-    return Ask(name, missing, missing.name, request, stated)
+    return Ask(name, missing, request, stated)
 
 
 @pytest.mark.parametrize(("pairs", "is_right"), [(ASKS_RIGHT, True), (ASKS_WRONG, False)])

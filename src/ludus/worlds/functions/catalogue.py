@@ -97,11 +97,6 @@ class Function:
         return tuple(param for param in self.params if param.is_required)
 
     @property
-    def is_changed(self) -> bool:
-        """Whether the signature differs from the catalogue."""
-        return self != catalogue()[self.name]
-
-    @property
     def schema(self) -> ToolSchema:
         """The description that the model sees."""
         properties = {param.offered: param.schema for param in self.params}
@@ -180,13 +175,9 @@ class Scene:
     functions: tuple[Function, ...] = ()
     described: tuple[ToolSchema, ...] = ()
 
-    def state(self) -> DomainState:
-        """Return the initial state of an episode."""
-        return DomainState(self.seed, self.known)
-
     def tools(self) -> tuple[SchemaTool, ...]:
         """Return the tools of a new episode, which share one state."""
-        state = self.state()
+        state = DomainState(self.seed, self.known)
         generated = (function.tool(state) for function in self.functions)
         return (*generated, *(schema_tool(schema, lambda given: "ok") for schema in self.described))
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence, Set
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
 from ludus.errors import ConfigError
 from ludus.rewards.exact_match import ExpectedAnswers
 from ludus.types import Message, Task
-from ludus.worlds.functions.catalogue import Function, Param, Scene, change_signature
+from ludus.worlds.functions.catalogue import Function, Param, Scene, catalogue, change_signature
 from ludus.worlds.functions.gold_calls import GoldCall, Right, Truth
 from ludus.worlds.functions.plans import Plan, PlanSampler, functions_for, request_specs
 from ludus.worlds.functions.replies import Ask
-from ludus.worlds.functions.state import Row, vocabulary
+from ludus.worlds.functions.state import DomainState, Row, vocabulary
 
 SYSTEM: Final = "Do what is asked with the tools. Ask back where something is missing; call nothing where no tool fits."
 SPLITS: Final = ("train", "validation", "test", "composition")
@@ -25,51 +25,14 @@ def looks_like(function: Function) -> frozenset[str]:
     return frozenset({function.name}).union(*(own for own in request_specs().lookalikes if function.name in own))
 
 
-@dataclass(frozen=True, slots=True)
-class _Draft:
-    """A task before its tools are chosen: requests with and without values, and the right response.
-
-    `missing` is the parameter that the request omits, and the index of its step.
-    """
+class _Draft(NamedTuple):
+    """A task before its tools are chosen."""
 
     plan: Plan
     request: str
-    form: str
     right: Right
-    missing: tuple[int, Param] | None = None
+    ask: Ask | None = None
     answer: ExpectedAnswers | None = None
-
-    def truth(self, scene: Scene) -> Truth:
-        """Return the truth. Raises LookupError or ValueError if a gold call fails."""
-        gold = self._gold(scene) if self.right == "call" else ()
-        shape = f"{self.right}: " + "; ".join(sorted(step.shape for step in self.plan))
-        ask = None
-        if self.missing is not None:
-            place, param = self.missing
-            shape += f" without {place}.{param.name}"
-            function = scene.function(self.plan[place].function.name)
-            (offered,) = (one.offered for one in function.params if one.name == param.name)
-            stated = [(one, step.values.get(one.name)) for step in self.plan for one in step.function.required]
-            values = tuple((one, value) for one, value in stated if value is not None)
-            ask = Ask(function.name, param, offered, self.request, values)
-        elif self.answer is not None:
-            shape += self.form
-        calls = tuple(call.expected for call in gold)
-        return Truth(calls, self.right, gold, scene, ask, self.answer, shape, self.form)
-
-    def _gold(self, scene: Scene) -> tuple[GoldCall, ...]:
-        """Run the plan on the initial state, and return its calls with the signatures of the task."""
-        state, results, found = scene.state(), list[Row](), list[GoldCall]()
-        for step in self.plan:
-            given = {**step.values, **{name: results[place][key] for name, (place, key) in step.links.items()}}
-            left = {param.name: param.default for param in step.function.params if param.name not in given}
-            results.append(step.function.run(state, **given, **left))
-            function = scene.function(step.function.name)
-            accepted = {name: (value,) for name, value in function.encode({**given, **left}).items()}
-            optional = frozenset(param.offered for param in function.params if param.name in left)
-            after = tuple(sorted({place for place, _ in step.links.values()}))
-            found.append(GoldCall(function.name, accepted, optional, after))
-        return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +60,17 @@ class TaskSampler:
         )
         scene = Scene(rng.randrange(2**32), known, self._offered(draft, is_changed, level.tools))
         try:
-            truth = draft.truth(scene)
+            gold = _gold_calls(draft.plan, scene) if draft.right == "call" else ()
         except (LookupError, ValueError):
             return None
+        calls = tuple(call.expected for call in gold)
+        truth = Truth(calls, draft.right, gold, scene, draft.ask, draft.answer, draft.plan)
         prompt = (Message(role="system", content=SYSTEM), Message(role="user", content=draft.request))
         tags = {
             "split": self.split,
             "family": family,
             "level": str(self.level),
-            "signature": "changed" if any(function.is_changed for function in scene.functions) else "plain",
+            "signature": "plain" if all(one == catalogue()[one.name] for one in scene.functions) else "changed",
             "null": "true" if draft.right == "decline" else "false",
         }
         return Task(f"{self.split}-{self.level}-{number:04d}", prompt, truth, tags, seed=scene.seed)
@@ -113,49 +78,44 @@ class TaskSampler:
     def _draft(self, family: str, num: int) -> _Draft:
         if family == "answer":
             return self._question()
-        maker = PlanSampler(self.rng, self.split)
         if family == "missing":
-            return self._missing(maker)
-        plan = maker.plan(family, (3 if self.level == 5 else 2) if family == "chain" else num)
-        return _Draft(plan, *self._render(plan, family), "decline" if family == "decline" else "call")
+            return self._missing("chain" if self.level >= 4 else "single")
+        num_calls = (3 if self.level == 5 else 2) if family == "chain" else num
+        plan = PlanSampler(self.rng, self.split).plan(family, num_calls)
+        request = self._request(plan, family, request_specs().styles)
+        return _Draft(plan, request, "decline" if family == "decline" else "call")
 
-    def _render(self, plan: Plan, family: str, missing: tuple[int, Param] | None = None) -> tuple[str, str]:
-        """Return the request, and the same without values."""
-        rng, specs = self.rng, request_specs()
-        verbs = [rng.choice(step.function.verbs) for step in plan]
-        joints = rng.choice(specs.joints.get(family, specs.joints["parallel"]))
-        style = rng.choice(specs.styles[:3] if missing else specs.styles)
-        texts = []
-        for masked in (False, True):
-            parts = [
-                step.say(verb, without=missing[1].name if missing and missing[0] == i else "", masked=masked)
-                for i, (step, verb) in enumerate(zip(plan, verbs, strict=True))
-            ]
-            text = style.format(parts[0] + "".join(map(str.__add__, joints, parts[1:])))
-            texts.append(text[0].upper() + text[1:])
-        return texts[0], texts[1]
+    def _request(self, plan: Plan, family: str, styles: Sequence[str]) -> str:
+        parts = [step.request(self.rng.choice(step.function.verbs)) for step in plan]
+        joints = self.rng.choice(request_specs().joints.get(family, request_specs().joints["parallel"]))
+        text = self.rng.choice(styles).format(parts[0] + "".join(map(str.__add__, joints, parts[1:])))
+        return text[0].upper() + text[1:]
 
-    def _missing(self, maker: PlanSampler) -> _Draft:
+    def _missing(self, family: str) -> _Draft:
         """Return a request without one value, neither an identifier nor the only required one."""
-        family = "chain" if self.level >= 4 else "single"
-        while True:
-            plan = maker.plan(family, 2)
+        free: list[tuple[int, Param]] = []
+        while not free:
+            plan = PlanSampler(self.rng, self.split).plan(family, 2)
             free = [
                 (i, param)
                 for i, step in enumerate(plan)
                 for param in step.function.required
                 if param.name in step.values and not param.of.letter and len(step.function.required) > 1
             ]
-            if free:
-                missing = self.rng.choice(free)
-                return _Draft(plan, *self._render(plan, family, missing), "ask", missing)
+        place, missing = self.rng.choice(free)
+        values = {name: value for name, value in plan[place].values.items() if name != missing.name}
+        plan = (*plan[:place], replace(plan[place], values=values), *plan[place + 1 :])
+        request = self._request(plan, family, request_specs().styles[:3])
+        named = [(one, step) for step in plan for one in step.function.required if one.name in step.values]
+        stated = tuple((one, step.values[one.name]) for one, step in named)
+        return _Draft(plan, request, "ask", Ask(plan[place].function.name, missing, request, stated))
 
     def _question(self) -> _Draft:
         kinds = vocabulary().kinds
         text, wanted = self.rng.choice(request_specs().questions)
         values = {name: kind.draw(self.rng, self.split) for name, kind in kinds.items() if f"{{{name}}}" in text}
-        request = text.format(**{name: kinds[name].say(value) for name, value in values.items()})
-        return _Draft((), request, text, "answer", answer=ExpectedAnswers((str(values[wanted]),)))
+        request = text.format(**{name: kinds[name].in_words(value) for name, value in values.items()})
+        return _Draft((), request, "answer", answer=ExpectedAnswers((str(values[wanted]),)))
 
     def _offered(self, draft: _Draft, is_changed: bool, num: int) -> tuple[Function, ...]:
         """Return the functions of the plan (none if no call is right) and others, shuffled."""
@@ -164,7 +124,7 @@ class TaskSampler:
         declines = draft.right == "decline"
         chosen = [] if declines else list(needed.values())
         excluded = set(needed).union(*map(looks_like, needed.values() if declines else ()))
-        kind = draft.missing[1].kind if draft.missing else None
+        kind = draft.ask.param.kind if draft.ask else None
         domains = {function.domain for function in needed.values()}
         near, far = list[Function](), list[Function]()
         for function in functions_for(self.split):
@@ -172,8 +132,7 @@ class TaskSampler:
                 (near if function.domain in domains else far).append(function)
         num_others = max(num - len(chosen), 1)
         num_near = min(len(near), num_others // 2 + rng.randrange(2), num_others) if self.level > 1 else 0
-        chosen += rng.sample(near, num_near)
-        chosen += rng.sample(far, num_others - num_near)
+        chosen += [*rng.sample(near, num_near), *rng.sample(far, num_others - num_near)]
         rng.shuffle(chosen)
         return tuple(
             change_signature(function, rng, self.split)
@@ -181,6 +140,24 @@ class TaskSampler:
             else function
             for function in chosen
         )
+
+
+def _gold_calls(plan: Plan, scene: Scene) -> tuple[GoldCall, ...]:
+    """Run the plan on the initial state, and return its calls with the signatures of the task.
+
+    Raises LookupError or ValueError if a call fails.
+    """
+    state, results, found = DomainState(scene.seed, scene.known), list[Row](), list[GoldCall]()
+    for step in plan:
+        given = {**step.values, **{name: results[place][key] for name, (place, key) in step.links.items()}}
+        left = {param.name: param.default for param in step.function.params if param.name not in given}
+        results.append(step.function.run(state, **given, **left))
+        function = scene.function(step.function.name)
+        accepted = {name: (value,) for name, value in function.encode({**given, **left}).items()}
+        optional = frozenset(param.offered for param in function.params if param.name in left)
+        after = tuple(sorted({place for place, _ in step.links.values()}))
+        found.append(GoldCall(function.name, accepted, optional, after))
+    return tuple(found)
 
 
 def make_tasks(

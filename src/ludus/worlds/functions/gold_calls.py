@@ -20,6 +20,7 @@ from ludus.rewards.extract import last_output
 from ludus.rewards.paper_rewards import ExpectedCall, ExpectedCalls
 from ludus.types import JSON, StopReason, Task, ToolStatus, Trajectory
 from ludus.worlds.functions.catalogue import Scene
+from ludus.worlds.functions.plans import Plan
 from ludus.worlds.functions.replies import Ask, asks_for, refuses, speaks
 
 VERDICT: Final = "verdict"
@@ -69,7 +70,7 @@ class GoldCall:
 class Truth(ExpectedCalls):
     """The truth: the gold calls, or another right response; `ludus.rewards.paper_rewards` reads `calls`.
 
-    `shape` is the solution without values, `form` the request without identifiers, names and numbers.
+    `plan` are the steps of a generated request.
     """
 
     right: Right
@@ -77,8 +78,7 @@ class Truth(ExpectedCalls):
     scene: Scene
     ask: Ask | None = None
     answer: ExpectedAnswers | None = None
-    shape: str = ""
-    form: str = ""
+    plan: Plan = ()
 
     def accepts_text(self, answer: str) -> bool:
         """Return whether an answer without calls is right: it asks, answers, or refuses.

@@ -8,15 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
-from typing import Final
 
 from ludus.types import JSON
-from ludus.worlds.functions.catalogue import Function, Param, catalogue
+from ludus.worlds.functions.catalogue import Function, catalogue
 from ludus.worlds.functions.state import data_text
 
 Links = Mapping[str, tuple[int, str]]
 """Parameters that take earlier results: index of the step, and field of its result."""
-_NO_LINKS: Final[Links] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,47 +56,36 @@ class PlanStep:
     values: Mapping[str, JSON]
     links: Links = field(default_factory=dict)
 
-    def say(self, verb: str, *, without: str = "", masked: bool = False) -> str:
-        """Return the request for this step, without one parameter; `masked` writes kinds instead of values."""
+    def request(self, verb: str) -> str:
+        """Return the request for this step."""
         pieces = [verb]
         for param in self.function.params:
-            if param.name == without:
-                continue
             if param.name in self.links:
                 pieces.append(param.piece.format(param.of.reference))
             elif param.name in self.values:
-                value = f"<{param.kind}>" if masked else param.of.say(self.values[param.name])
-                pieces.append(param.piece.format(value))
+                pieces.append(param.piece.format(param.of.in_words(self.values[param.name])))
         return " ".join(pieces)
-
-    @property
-    def shape(self) -> str:
-        """The step without values: `name(argument, argument<-place)`."""
-        given = [*self.values, *(f"{name}<-{place}" for name, (place, _) in self.links.items())]
-        return f"{self.function.name}({', '.join(sorted(given))})"
 
 
 Plan = tuple[PlanStep, ...]
 
 
 @cache
-def functions_for(split: str) -> tuple[Function, ...]:
-    """Return the functions that tasks of a split may offer."""
-    held_out = request_specs().held_out_domain
-    return tuple(one for one in catalogue().values() if split == "composition" or one.domain != held_out)
-
-
-@cache
 def targets_for(split: str) -> tuple[Function, ...]:
     """Return the functions of single calls: the held-out domain for `composition`, else the other domains."""
     held_out = request_specs().held_out_domain
-    return tuple(one for one in functions_for(split) if (one.domain == held_out) == (split == "composition"))
+    return tuple(one for one in catalogue().values() if (one.domain == held_out) == (split == "composition"))
+
+
+def functions_for(split: str) -> Sequence[Function]:
+    """Return the functions that tasks of a split may offer: for `composition` all, else without the held-out domain."""
+    return tuple(catalogue().values()) if split == "composition" else targets_for(split)
 
 
 @cache
 def _pairs() -> tuple[tuple[Function, Function], ...]:
     """Return all pairs of functions of which the second takes a result of the first."""
-    every = tuple(catalogue().values())
+    every = catalogue().values()
     return tuple((a, b) for a in every for b in every if a != b and _links(a, b, 0))
 
 
@@ -119,7 +106,7 @@ def fans_for(split: str) -> tuple[tuple[Function, Function, Function], ...]:
         (first, second, last)
         for first, last in ordered
         for second, other in ordered
-        if other == last and second.domain != first.domain and len(_fan_links(first, second, last)) == 2
+        if other == last and second.domain != first.domain and _fan_links(first, second, last)
         if (_is_held_out(first, last) or _is_held_out(second, last)) == (split == "composition")
     )
 
@@ -143,8 +130,7 @@ class PlanSampler:
                 return self._chain(num)
             case "fan":
                 first, second, last = rng.choice(fans_for(split))
-                steps = (self._step(first), self._step(second))
-                return (*steps, self._step(last, _fan_links(first, second, last)))
+                return self._step(first), self._step(second), self._step(last, _fan_links(first, second, last))
             case "mixed":  # a chain of two, and an unrelated call of another domain
                 linked = self._chain(2)
                 domains = {step.function.domain for step in linked}
@@ -175,22 +161,21 @@ class PlanSampler:
             else:
                 functions = list(rng.choice(pairs))
         links = [_links(first, second, place) for place, (first, second) in enumerate(pairwise(functions))]
-        return tuple(map(self._step, functions, [_NO_LINKS, *links]))
+        return self._step(functions[0]), *map(self._step, functions[1:], links)
 
-    def _step(self, function: Function, links: Links = _NO_LINKS) -> PlanStep:
-        """Return the function with values of the split; a parameter with a default has one with probability 0.4."""
+    def _step(self, function: Function, links: Links | None = None) -> PlanStep:
+        """Return the function with values of the split, all different, none the default of its parameter.
+
+        A parameter with a default has a value with probability 0.4.
+        """
         values: dict[str, JSON] = {}
         for param in function.params:
-            if param.name not in links and (param.is_required or self.rng.random() < 0.4):
-                values[param.name] = self._value(param, list(values.values()))
-        return PlanStep(function, values, links)
-
-    def _value(self, param: Param, used: Sequence[JSON]) -> JSON:
-        """Return a value that no other parameter of the step has and that is not the default."""
-        while True:
-            value = param.of.draw(self.rng, self.split)
-            if value not in used and value != param.default:
-                return value
+            if param.name not in (links or {}) and (param.is_required or self.rng.random() < 0.4):
+                value = param.of.draw(self.rng, self.split)
+                while value in values.values() or value == param.default:
+                    value = param.of.draw(self.rng, self.split)
+                values[param.name] = value
+        return PlanStep(function, values, links or {})
 
 
 def _links(first: Function, second: Function, place: int) -> Links:

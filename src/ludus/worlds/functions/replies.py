@@ -33,21 +33,17 @@ _INTERROGATIVES: Final = words_of("who whom where when name called")
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The question for the parameter `param` of `function`, which the task offers as `offered`.
-
-    `values` are the required arguments of all calls in the request.
-    """
+    """The question for the parameter `param` of `function`; `values` are the required arguments in the request."""
 
     function: str
     param: Param
-    offered: str
     request: str
     values: tuple[tuple[Param, JSON], ...]
 
     @property
     def phrases(self) -> frozenset[frozenset[str]]:
         """Phrases, as words, one of which a question contains."""
-        return ask_phrases(self.param, self.offered)
+        return ask_phrases(self.param)
 
     def stated(self) -> Iterator[tuple[frozenset[str], str]]:
         """Yield the words that ask for each other argument, and its value in the request.
@@ -55,7 +51,7 @@ class Ask:
         The words of the missing parameter and identifiers are excluded, since a question may name its
         topic; persons have interrogatives only.
         """
-        taken = frozenset({"from"}).union(*ask_phrases(self.param, self.param.name))
+        taken = frozenset({"from"}).union(*ask_phrases(self.param))
         for param, value in self.values:
             if param == self.param or param.of.letter:
                 continue
@@ -68,10 +64,10 @@ class Ask:
                 yield words, " and ".join(map(str, value if isinstance(value, list) else [value]))
 
 
-def ask_phrases(param: Param, offered: str) -> frozenset[frozenset[str]]:
-    """Return the phrases of the kind of a parameter, and those of its names; `offered` is its name in the task."""
+def ask_phrases(param: Param) -> frozenset[frozenset[str]]:
+    """Return the phrases of the kind of a parameter, and those of its names."""
     said = map(words_of, vocabulary().asks.get(param.name, param.of.asks))
-    names = (frozenset(name.split("_")) - _EMPTY for name in (param.name, offered, *vocabulary().aliases[param.name]))
+    names = (frozenset(name.split("_")) - _EMPTY for name in (param.name, *vocabulary().aliases[param.name]))
     return frozenset(phrase for phrase in (*said, *names) if phrase - _FILLERS or len(phrase) > 1)
 
 
@@ -173,7 +169,7 @@ def _asking_words() -> Mapping[str, frozenset[str]]:
     found: dict[str, frozenset[str]] = {}
     kinds = [kind for kind in vocabulary().kinds.values() if not kind.letter]
     params = [param for function in catalogue().values() for param in function.params if not param.of.letter]
-    phrases = [(param.kind, ask_phrases(param, param.name)) for param in params]
+    phrases = [(param.kind, ask_phrases(param)) for param in params]
     for kind, asks in phrases + [(kind.name, frozenset(map(words_of, kind.asks))) for kind in kinds]:
         for word in frozenset[str]().union(*asks) - _FILLERS:
             found[word] = found.get(word, frozenset()) | {kind}

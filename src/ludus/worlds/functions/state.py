@@ -60,7 +60,7 @@ class ValueKind:
             if is_shared or place % 10 in places:
                 return self.pool[place]
 
-    def say(self, value: JSON) -> str:
+    def in_words(self, value: JSON) -> str:
         """Return the words for a value in a request."""
         return self.literal.format(" and ".join(map(str, value)) if isinstance(value, list) else str(value))
 

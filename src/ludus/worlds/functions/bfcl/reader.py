@@ -175,8 +175,6 @@ def _single(record: _BfclRecord, right: Right) -> Truth:
         right=right,
         gold=gold,
         scene=Scene(described=tuple(schemas.values())),
-        shape="; ".join(sorted(call.name for call in gold)),
-        form=record.question[0][-1].content,
     )
 
 
