@@ -12,9 +12,8 @@ from ludus.envs.base import World
 from ludus.rewards.base import truth_of
 from ludus.rewards.paper_rewards import ExpectedCall
 from ludus.types import Task
-from ludus.worlds.functions.generate import request_of
+from ludus.worlds.functions.generate import request_of, request_specs
 from ludus.worlds.functions.gold_calls import Truth, solved
-from ludus.worlds.functions.plans import request_specs
 from ludus.worlds.functions.solver import DONE, NO_TOOL, Attempt
 
 

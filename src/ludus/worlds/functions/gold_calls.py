@@ -19,8 +19,7 @@ from ludus.rewards.exact_match import ExpectedAnswers, matches
 from ludus.rewards.extract import last_output
 from ludus.rewards.paper_rewards import ExpectedCall, ExpectedCalls
 from ludus.types import JSON, StopReason, Task, ToolStatus, Trajectory
-from ludus.worlds.functions.catalogue import Scene
-from ludus.worlds.functions.plans import Plan
+from ludus.worlds.functions.catalogue import Plan, Scene
 from ludus.worlds.functions.replies import Ask, asks_for, refuses, speaks
 
 VERDICT: Final = "verdict"

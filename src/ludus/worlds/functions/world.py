@@ -23,11 +23,10 @@ from ludus.sandbox import Sandbox, open_sandbox
 from ludus.types import JSON, Message, Task
 from ludus.worlds.functions.bfcl.api_env import ApiEnv, ApiTruth, gold_messages
 from ludus.worlds.functions.bfcl.reader import load_tasks
-from ludus.worlds.functions.catalogue import Scene, catalogue
+from ludus.worlds.functions.catalogue import Scene, SchemaTool, catalogue
 from ludus.worlds.functions.generate import SPLITS, SYSTEM, TaskSampler, make_tasks, request_of
 from ludus.worlds.functions.gold_calls import Truth, gold_calls_made, part_made, solved
 from ludus.worlds.functions.solver import CallFlaws, alternative_solutions, play
-from ludus.worlds.functions.tools import SchemaTool
 
 SHARES = {"train": 1.0, "validation": 0.1, "test": 0.25, "composition": 0.2}
 """Number of tasks of each split relative to training."""

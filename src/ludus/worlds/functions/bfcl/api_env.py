@@ -25,8 +25,8 @@ from ludus.tools.base import ToolError, ToolSchema
 from ludus.types import JSON, Action, Message, StepResult, ToolOutcome, ToolStatus
 from ludus.worlds.functions.bfcl import guest_runner
 from ludus.worlds.functions.bfcl.api_classes import archive
+from ludus.worlds.functions.catalogue import CheckedTool
 from ludus.worlds.functions.gold_calls import VERDICT
-from ludus.worlds.functions.tools import CheckedTool
 
 LIMITS: Final = Limits(wall_s=20.0, cpu_s=15.0, output_bytes=8 * MIB, files_out=0)
 Turns = Sequence[Sequence[ExpectedCall]]

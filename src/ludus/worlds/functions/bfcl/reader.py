@@ -40,10 +40,9 @@ from ludus.tools.base import ToolSchema
 from ludus.types import JSON, Message, Task
 from ludus.worlds.functions.bfcl.api_classes import Description, find_classes, read_schemas, schemas_of
 from ludus.worlds.functions.bfcl.api_env import ApiTruth
-from ludus.worlds.functions.catalogue import Scene
+from ludus.worlds.functions.catalogue import Scene, fits
 from ludus.worlds.functions.generate import SYSTEM
 from ludus.worlds.functions.gold_calls import GoldCall, Right, Truth
-from ludus.worlds.functions.tools import fits
 
 BadLines = Literal["refuse", "skip"]
 T = TypeVar("T")
