@@ -11,7 +11,7 @@ from generators.reports.shared import TaskShape, rate_lines, variety_lines
 from ludus.envs.base import World
 from ludus.rewards.base import truth_of
 from ludus.rewards.paper_rewards import ExpectedCall
-from ludus.types import Task
+from ludus.types import StopReason, Task, Trajectory
 from ludus.worlds.functions.generate import request_of, request_specs
 from ludus.worlds.functions.gold_calls import Truth, solved
 from ludus.worlds.functions.solver import DONE, NO_TOOL, Attempt
@@ -89,7 +89,13 @@ def _rate(tasks: Sequence[Task], play: Callable[[Attempt], None]) -> float:
     attempts = [Attempt(task) for task in tasks]
     for attempt in attempts:
         play(attempt)
-    return sum(solved(attempt.task, attempt.trajectory()) for attempt in attempts) / len(tasks)
+    return sum(solved(attempt.task, trajectory_of(attempt)) for attempt in attempts) / len(tasks)
+
+
+def trajectory_of(attempt: Attempt) -> Trajectory:
+    """Return an attempt as an episode for rewards, without tokens."""
+    messages = (*attempt.task.prompt, *attempt.messages)
+    return Trajectory(attempt.task.id, 0, (), messages, StopReason.ANSWERED, tuple(attempt.outcomes))
 
 
 def report(world: World) -> str:

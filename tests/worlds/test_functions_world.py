@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import pytest
-from generators.reports.functions import majority_rate, no_tool_rate, task_shapes
+from generators.reports.functions import majority_rate, no_tool_rate, task_shapes, trajectory_of
 from generators.reports.shared import variety
 
 from ludus.config.load import load_config
@@ -334,7 +334,7 @@ def test_calls_find_their_gold_ones_whatever_the_order_in_which_they_could():
 def say(task, text):
     attempt = Attempt(task)
     attempt.answer(text)
-    return attempt.trajectory()
+    return trajectory_of(attempt)
 
 
 @dataclass
@@ -391,7 +391,7 @@ def test_the_oracle_earns_everything_in_every_task(world, everything):
 
 def test_toolrl_gives_the_oracle_its_most_and_others_less(everything):
     for task in everything[::7]:
-        right = play(task, NO_FLAWS, random.Random(0)).trajectory()
+        right = trajectory_of(play(task, NO_FLAWS, random.Random(0)))
         assert score(toolrl(), task, right).reward == pytest.approx(4.0)
         assert score(toolrl(), task, say(task, DONE)).reward == pytest.approx(-2.0)
 
@@ -435,7 +435,7 @@ def made_up(task, names, seed=0):
     for name in names:
         attempt.call(ExpectedCall(name, task.truth.scene.function(name).drawn(rng)))
     attempt.answer(DONE)
-    return attempt.trajectory()
+    return trajectory_of(attempt)
 
 
 def test_whoever_calls_everything_or_the_first_or_the_right_one_with_other_values_solves_nothing(everything):
@@ -459,7 +459,7 @@ def test_one_wrong_value_one_call_too_many_or_too_few_is_a_failure(tasks):
             for one in calls:
                 attempt.call(one)
             attempt.answer(DONE)
-            assert solved(task, attempt.trajectory()) == 0, task.id
+            assert solved(task, trajectory_of(attempt)) == 0, task.id
 
 
 def spoilt(made):
@@ -494,7 +494,7 @@ def renumbered(script):
 
 def test_an_episode_that_does_not_end_by_itself_is_no_success(tasks):
     task = tasks["test"][0]
-    right = play(task, NO_FLAWS, random.Random(0)).trajectory()
+    right = trajectory_of(play(task, NO_FLAWS, random.Random(0)))
     assert solved(task, right) == 1
     assert solved(task, replace(right, stop_reason=StopReason.MAX_TURNS)) == 0
 
@@ -718,9 +718,9 @@ def test_in_relevance_a_call_must_be_made_and_in_irrelevance_none(tmp_path):
         misfit = Attempt(task)
         misfit.call(ExpectedCall("weather.get", {"town": "Anywhere"}))
         misfit.answer("Done.")
-        paid = [solved(task, one.trajectory()) for one in (silent, called, misfit)]
+        paid = [solved(task, trajectory_of(one)) for one in (silent, called, misfit)]
         assert paid == ([0, 1, 0] if must_call else [1, 0, 0])
-        assert solved(task, play(task, CallFlaws(), random.Random(0)).trajectory()) == 1
+        assert solved(task, trajectory_of(play(task, CallFlaws(), random.Random(0)))) == 1
         assert task.tags["null"] == str(not must_call).lower()
 
 
@@ -747,7 +747,7 @@ def test_scenes_are_fresh_for_each_episode(tasks):
     task = next(t for t in tasks["train"] if t.truth.gold and t.truth.gold[0].name.startswith(("cancel", "delete")))
     assert isinstance(task.truth.scene, Scene)
     for _ in range(2):
-        assert solved(task, play(task, NO_FLAWS, random.Random(0)).trajectory()) == 1
+        assert solved(task, trajectory_of(play(task, NO_FLAWS, random.Random(0)))) == 1
 
 
 def test_the_transcript_of_the_recipes_page_is_real():

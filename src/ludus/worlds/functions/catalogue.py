@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Final, Literal
 
 from ludus.tools.base import ArgumentError, DescribedTool, FunctionSchema, ToolSchema
 from ludus.types import JSON
-from ludus.worlds.functions.state import DomainState, Row, ValueKind, data_text, run_steps, vocabulary
+from ludus.worlds.functions.state import DomainState, Row, ValueKind, read_data, run_steps, vocabulary
 
 Form = Literal["plain", "text", "list"]
 """Format of an argument: unchanged, a number as text, or a text as a list of one."""
@@ -100,11 +99,6 @@ class Param:
         return vocabulary().kinds[self.kind]
 
     @property
-    def is_required(self) -> bool:
-        """Whether a call must pass it."""
-        return self.default is None
-
-    @property
     def offered(self) -> str:
         """Its name in the task."""
         return self.alias or self.name
@@ -115,7 +109,7 @@ class Param:
         found: dict[str, JSON] = {"type": {"text": "string", "list": "array"}.get(self.form, self.of.type)}
         if found["type"] == "array":
             found["items"] = {"type": "string"}
-        if not self.is_required:
+        if self.default is not None:
             found["default"] = self.encode(self.default)
         return found
 
@@ -146,15 +140,15 @@ class Function:
     name: str
     domain: str
     description: str
-    verbs: tuple[str, ...]
+    verbs: Sequence[str]
     params: tuple[Param, ...]
-    returns: Mapping[str, str] = field(compare=False)
     steps: Mapping[str, JSON] = field(compare=False)
+    returns: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def required(self) -> tuple[Param, ...]:
         """The parameters without a default."""
-        return tuple(param for param in self.params if param.is_required)
+        return tuple(param for param in self.params if param.default is None)
 
     @property
     def schema(self) -> ToolSchema:
@@ -194,12 +188,10 @@ class Function:
 @cache
 def catalogue() -> Mapping[str, Function]:
     """Return all functions by name."""
-    found = {}
-    for name, row in tomllib.loads(data_text("functions.toml")).items():
-        params = tuple(Param(*param) for param in row["params"])
-        words = row["domain"], row["description"], tuple(row["verbs"])
-        found[name] = Function(name, *words, params, row.get("returns", {}), row["run"])
-    return found
+    rows = read_data("functions.toml", dict)
+    for row in rows.values():
+        row["params"] = tuple(Param(*param) for param in row["params"])
+    return {name: Function(name, **row) for name, row in rows.items()}
 
 
 def change_signature(function: Function, rng: random.Random, split: str) -> Function:

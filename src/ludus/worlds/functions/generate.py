@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import tomllib
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,7 +15,7 @@ from ludus.types import JSON, Message, Task
 from ludus.worlds.functions.catalogue import Function, Links, Param, Plan, PlanStep, Scene, catalogue, change_signature
 from ludus.worlds.functions.gold_calls import GoldCall, Right, Truth
 from ludus.worlds.functions.replies import Ask
-from ludus.worlds.functions.state import DomainState, Row, data_text, vocabulary
+from ludus.worlds.functions.state import DomainState, Row, read_data, vocabulary
 
 SYSTEM: Final = "Do what is asked with the tools. Ask back where something is missing; call nothing where no tool fits."
 SPLITS: Final = ("train", "validation", "test", "composition")
@@ -48,9 +47,7 @@ class RequestSpecs:
 @cache
 def request_specs() -> RequestSpecs:
     """Return the tables of `data/requests.toml`."""
-    tables = tomllib.loads(data_text("requests.toml"))
-    tables["levels"] = {level: LevelSpec(**row) for level, row in tables["levels"].items()}
-    return RequestSpecs(**tables)
+    return read_data("requests.toml", RequestSpecs)
 
 
 @cache
@@ -158,7 +155,7 @@ class PlanSampler:
         """
         values: dict[str, JSON] = {}
         for param in function.params:
-            if param.name not in (links or {}) and (param.is_required or self.rng.random() < 0.4):
+            if param.name not in (links or {}) and (param.default is None or self.rng.random() < 0.4):
                 value = param.of.draw(self.rng, self.split)
                 while value in values.values() or value == param.default:
                     value = param.of.draw(self.rng, self.split)
@@ -324,25 +321,23 @@ def _gold_calls(plan: Plan, scene: Scene) -> tuple[GoldCall, ...]:
     return tuple(found)
 
 
-def make_tasks(
-    split: str, num: int, levels: Sequence[int], seed: int, taken: Set[str] = frozenset(), changes: bool = True
-) -> tuple[Task, ...]:
-    """Return `num` tasks of a split that alternate between levels; no request occurs twice or is in `taken`.
+def sample_tasks(samplers: Sequence[TaskSampler], num: int, taken: Set[str]) -> tuple[Task, ...]:
+    """Return `num` tasks, alternately from each sampler; no request occurs twice or is in `taken`.
 
-    Without `changes` no signature is changed. Raises ConfigError if there are too few different tasks.
+    Raises ConfigError if there are too few different tasks.
     """
-    makers = [TaskSampler(random.Random(f"{split}/{level}/{seed}"), split, level, changes) for level in levels]
     tasks: list[Task] = []
     seen = set(taken)
     for _ in range(20 * num + 200):
-        task = makers[len(tasks) % len(makers)].task(len(tasks))
+        task = samplers[len(tasks) % len(samplers)].task(len(tasks))
         if task is not None and request_of(task) not in seen:
             seen.add(request_of(task))
             tasks.append(task)
         if len(tasks) == num:
             return tuple(tasks)
     raise ConfigError(
-        f"There are no {num} different tasks of the split {split!r}.", "Decrease env.settings.num_tasks, or add levels."
+        f"There are no {num} different tasks of the split {samplers[0].split!r}.",
+        "Decrease env.settings.num_tasks, or add levels.",
     )
 
 

@@ -133,7 +133,7 @@ def calls_agree(gold: Sequence[GoldCall], made: Sequence[ExpectedCall], matched:
 def _matches_of(call: ExpectedCall, gold: Sequence[GoldCall], made: Set[int]) -> Iterator[int]:
     """Yield the indices of the gold calls that equal a call, except those in `made` and those that take results
     of calls not in `made`."""
-    return (i for i, wanted in enumerate(gold) if i not in made and made.issuperset(wanted.after) and wanted.fits(call))
+    return (i for i, wanted in enumerate(gold) if i not in made and made >= set(wanted.after) and wanted.fits(call))
 
 
 def solved(task: Task, trajectory: Trajectory) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 import unicodedata
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,10 +12,12 @@ from typing import Final
 from ludus.rewards.exact_match import normalise
 from ludus.types import JSON
 from ludus.worlds.functions.catalogue import Param, catalogue
-from ludus.worlds.functions.state import data_text, vocabulary
+from ludus.worlds.functions.state import read_data, vocabulary
 
 _INVISIBLE: Final = frozenset("\u115f\u1160\u2800")
 """Invisible letters and symbols."""
+_HIDDEN: Final = ("Cc", "Cf", "Cn", "Co", "Cs", "Me", "Mn")
+"""Categories of characters that are not displayed."""
 
 
 def words_of(text: str) -> frozenset[str]:
@@ -40,11 +41,6 @@ class Ask:
     request: str
     values: tuple[tuple[Param, JSON], ...]
 
-    @property
-    def phrases(self) -> frozenset[frozenset[str]]:
-        """Phrases, as words, one of which a question contains."""
-        return ask_phrases(self.param)
-
     def stated(self) -> Iterator[tuple[frozenset[str], str]]:
         """Yield the words that ask for each other argument, and its value in the request.
 
@@ -65,7 +61,7 @@ class Ask:
 
 
 def ask_phrases(param: Param) -> frozenset[frozenset[str]]:
-    """Return the phrases of the kind of a parameter, and those of its names."""
+    """Return the phrases, as words, one of which a question for a parameter contains: of its kind and its names."""
     said = map(words_of, vocabulary().asks.get(param.name, param.of.asks))
     names = (frozenset(name.split("_")) - _EMPTY for name in (param.name, *vocabulary().aliases[param.name]))
     return frozenset(phrase for phrase in (*said, *names) if phrase - _FILLERS or len(phrase) > 1)
@@ -82,9 +78,10 @@ def asks_for(answer: str, ask: Ask) -> bool:
     sentences = [(one, _asks(one)) for one in re.findall(r"[^.?!\n]+[.?!]?", plain)]
     asking, other = ("\n".join(one for one, is_asking in sentences if is_asking is which) for which in (True, False))
     asked, said, params = words_of(asking), normalise(plain), catalogue()[ask.function].params
-    others = asked - words_of(ask.request) - frozenset(ask.function.split("_")).union(*ask.phrases)
+    phrases = ask_phrases(ask.param)
+    others = asked - words_of(ask.request) - frozenset(ask.function.split("_")).union(*phrases)
     return (
-        any(phrase <= asked for phrase in ask.phrases)
+        any(phrase <= asked for phrase in phrases)
         and _of_one_kind(others, frozenset(param.kind for param in params))
         and normalise(ask.request) not in said
         and not claims_done(other)
@@ -110,7 +107,7 @@ def visible(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text.strip().casefold()
     plain = re.sub(r"[^\S\n]", " ", unicodedata.normalize("NFKD", text).replace("\u2019", "'"))
-    shown = (char for char in plain if char == "\n" or not _is_hidden(char))
+    shown = (c for c in plain if c == "\n" or (c not in _INVISIBLE and unicodedata.category(c) not in _HIDDEN))
     return re.sub(" +", " ", "".join(shown)).strip().casefold()
 
 
@@ -130,15 +127,10 @@ def claims_done(plain: str, groups: frozenset[str] = frozenset()) -> bool:
 
 @cache
 def _patterns() -> Mapping[str, re.Pattern[str]]:
-    tables = tomllib.loads(data_text("replies.toml"))
-    fragments = tables.pop("fragments")
-    found = {}
-    for name, parts in tables.items():
-        text = "|".join(parts)
-        for fragment, own in fragments.items():
-            text = text.replace(f"<{fragment}>", f"(?:{'|'.join(own)})")
-        found[name] = re.compile(text)
-    return found
+    tables = read_data("replies.toml", dict)
+    groups = {f"<{name}>": f"(?:{'|'.join(parts)})" for name, parts in tables.pop("fragments").items()}
+    texts = {name: re.split(r"(<\w+>)", "|".join(parts)) for name, parts in tables.items()}
+    return {name: re.compile("".join(groups.get(part, part) for part in parts)) for name, parts in texts.items()}
 
 
 def _matches(name: str, text: str) -> bool:
@@ -146,13 +138,8 @@ def _matches(name: str, text: str) -> bool:
 
 
 def _asks(sentence: str) -> bool:
-    if _matches("requests", sentence):
-        return True
-    return sentence.endswith("?") and (not _matches("absent", sentence) or _matches("interrogative", sentence))
-
-
-def _is_hidden(char: str) -> bool:
-    return char in _INVISIBLE or unicodedata.category(char) in ("Cc", "Cf", "Cn", "Co", "Cs", "Me", "Mn")
+    is_open = not _matches("absent", sentence) or _matches("interrogative", sentence)
+    return _matches("requests", sentence) or (sentence.endswith("?") and is_open)
 
 
 def _of_one_kind(words: frozenset[str], takes: frozenset[str]) -> bool:
@@ -167,10 +154,10 @@ def _of_one_kind(words: frozenset[str], takes: frozenset[str]) -> bool:
 def _asking_words() -> Mapping[str, frozenset[str]]:
     """Return the kinds that each word of any phrase asks for."""
     found: dict[str, frozenset[str]] = {}
-    kinds = [kind for kind in vocabulary().kinds.values() if not kind.letter]
+    kinds = [(name, kind) for name, kind in vocabulary().kinds.items() if not kind.letter]
     params = [param for function in catalogue().values() for param in function.params if not param.of.letter]
     phrases = [(param.kind, ask_phrases(param)) for param in params]
-    for kind, asks in phrases + [(kind.name, frozenset(map(words_of, kind.asks))) for kind in kinds]:
+    for kind, asks in phrases + [(name, frozenset(map(words_of, kind.asks))) for name, kind in kinds]:
         for word in frozenset[str]().union(*asks) - _FILLERS:
             found[word] = found.get(word, frozenset()) | {kind}
     return found

@@ -15,7 +15,7 @@ from ludus.envs.tool_env import describe_error
 from ludus.rewards.base import truth_of
 from ludus.rewards.paper_rewards import ExpectedCall
 from ludus.tools.base import ArgumentError
-from ludus.types import JSON, Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
+from ludus.types import JSON, Message, Task, ToolOutcome, ToolStatus
 from ludus.worlds.functions.gold_calls import GoldCall, Truth
 
 DONE = "Done."
@@ -58,11 +58,6 @@ class Attempt:
     def answer(self, text: str) -> None:
         """Add the last message."""
         self.messages.append(assistant(text))
-
-    def trajectory(self) -> Trajectory:
-        """Return the episode for rewards, without tokens."""
-        messages = (*self.task.prompt, *self.messages)
-        return Trajectory(self.task.id, 0, (), messages, StopReason.ANSWERED, tuple(self.outcomes))
 
     def _execute(self, call: ExpectedCall) -> tuple[ToolStatus, str]:
         tool = self._tools[call.name]

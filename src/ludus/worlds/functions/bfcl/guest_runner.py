@@ -8,10 +8,10 @@ Its source text is the program. It reads the arguments of `reply` from stdin and
     made       the calls of each turn, `[name, arguments]`
     gold       the same for the gold calls, or null
 
-Without gold calls the reply is `{"said": texts, "raised": flags}` of the calls of the last turn. With them it
-is `{"agrees": flags}`, one flag for each turn: whether calls were made, the public attributes of all objects
-equal those after the gold calls, and the responses so far contain those of the turn's gold calls. A turn
-without gold calls agrees. `{"fault": text}` reports objects that cannot be created.
+Without gold calls the reply is `{"response": text, "raised": flag}` of the last call. With them it is a flag for
+each `turn N`: whether calls were made, the public attributes of all objects equal those after the gold calls, and
+the responses so far contain those of the turn's gold calls. A turn without gold calls agrees. `{"fault": text}`
+reports objects that cannot be created.
 """
 
 from __future__ import annotations
@@ -73,15 +73,15 @@ def reply(
     except Exception as error:  # boundary: third-party code and configuration may raise
         return {"fault": f"{type(error).__name__}: {error}"}
     if gold is None:
-        *_, last = map(objects.run, made)
-        return {"said": [text for text, _ in last], "raised": [raised for _, raised in last]}
-    said, agrees = Counter[str](), list[bool]()
-    for calls, wanted in zip(made, gold, strict=True):
+        *_, (response, raised) = [one for calls in made for one in objects.run(calls)]
+        return {"response": response, "raised": raised}
+    said, agrees = Counter[str](), dict[str, object]()
+    for number, (calls, wanted) in enumerate(zip(made, gold, strict=True), 1):
         said.update(text for text, _ in objects.run(calls))
         due = Counter(text for text, _ in right.run(wanted))
         is_equal = right.state().items() <= objects.state().items()
-        agrees.append(not wanted or (bool(calls) and is_equal and due <= said))
-    return {"agrees": agrees}
+        agrees[f"turn {number}"] = not wanted or (bool(calls) and is_equal and due <= said)
+    return agrees
 
 
 def main() -> None:

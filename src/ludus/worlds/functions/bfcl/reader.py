@@ -38,8 +38,7 @@ from ludus.envs.task_files import Record, RecordError, parse_record, read_lines,
 from ludus.errors import UserError
 from ludus.tools.base import ToolSchema
 from ludus.types import JSON, Message, Task
-from ludus.worlds.functions.bfcl.api_classes import Description, find_classes, read_schemas, schemas_of
-from ludus.worlds.functions.bfcl.api_env import ApiTruth
+from ludus.worlds.functions.bfcl.api_env import ApiTruth, Description, find_classes, read_schemas
 from ludus.worlds.functions.catalogue import Scene, fits
 from ludus.worlds.functions.generate import SYSTEM
 from ludus.worlds.functions.gold_calls import GoldCall, Right, Truth
@@ -98,21 +97,29 @@ def load_tasks(path: Path, answers: Path | None, split: str, bad_lines: BadLines
     faults: list[tuple[str, RecordError]] = []
     right: dict[str, JSON] = {}
     tasks: dict[str, Task] = {}
+    for file, is_answers in ((answers, True), (path, False)):
+        for line, text in read_lines(file) if file is not None else ():
+            try:
+                record = parse_record(text)
+                if is_answers:
+                    right[text_field(record, "id")] = record.get("ground_truth")
+                    continue
+                if answers is not None:
+                    record["ground_truth"] = right.get(text_field(record, "id"))
+                task = _task(record, split)
+                if task.id in tasks:
+                    raise RecordError(f"duplicate id {task.id!r}")
+                tasks[task.id] = task
+            except RecordError as error:
+                faults.append((f"{file}, line {line}", error))
+    _report(faults, bad_lines)
+    if not tasks:
+        raise UserError(f"{path} contains no tasks.", "Write one JSON object per line.")
+    return tuple(tasks.values())
 
-    def add_answer(record: Record) -> None:
-        right[text_field(record, "id")] = record.get("ground_truth")
 
-    def add_task(record: Record) -> None:
-        if answers is not None:
-            record = {**record, "ground_truth": right.get(text_field(record, "id"))}
-        task = _task(record, split)
-        if task.id in tasks:
-            raise RecordError(f"duplicate id {task.id!r}")
-        tasks[task.id] = task
-
-    if answers is not None:
-        _for_each(answers, add_answer, faults)
-    _for_each(path, add_task, faults)
+def _report(faults: Sequence[tuple[str, RecordError]], bad_lines: BadLines) -> None:
+    """Raise UserError with the invalid lines, or log them."""
     if faults and bad_lines == "refuse":
         named = [f"{place}, is not a task: {reason}" for place, reason in faults[:MAX_NAMED]]
         more = f" And {len(faults) - MAX_NAMED} more lines." if len(faults) > MAX_NAMED else ""
@@ -123,18 +130,6 @@ def load_tasks(path: Path, answers: Path | None, split: str, bad_lines: BadLines
         )
     for place, reason in faults:
         _LOG.warning("%s, is skipped: %s.", place, reason)
-    if not tasks:
-        raise UserError(f"{path} contains no tasks.", "Write one JSON object per line.")
-    return tuple(tasks.values())
-
-
-def _for_each(path: Path, add: Callable[[Record], None], faults: list[tuple[str, RecordError]]) -> None:
-    """Call `add` with each record of a file, and append the records that raise RecordError to `faults`."""
-    for line, text in read_lines(path):
-        try:
-            add(parse_record(text))
-        except RecordError as error:
-            faults.append((f"{path}, line {line}", error))
 
 
 def _task(line: Record, split: str) -> Task:
@@ -148,7 +143,7 @@ def _task(line: Record, split: str) -> Task:
         raise RecordError(f'there is no "ground_truth" for {record.id!r}')
     right: Right = "call" if record.ground_truth else "any_call" if found and not found[1] else "decline"
     messages = _messages(record.question[0])
-    truth = _turns(record) if record.involved_classes else _single(record, right)
+    truth = _several_turns(record) if record.involved_classes else _one_turn(record, right)
     if messages[0]["role"] != "system":
         messages = (Message(role="system", content=SYSTEM), *messages)
     is_null = not record.involved_classes and right == "decline"
@@ -162,25 +157,19 @@ def _messages(turn: Sequence[_BfclMessage]) -> tuple[Message, ...]:
     return tuple(Message(role=message.role, content=message.content) for message in turn)
 
 
-def _single(record: _BfclRecord, right: Right) -> Truth:
+def _one_turn(record: _BfclRecord, right: Right) -> Truth:
     if len(record.question) > 1:
         raise RecordError('"question" has several turns, but no "involved_classes"')
     if record.function is None:
         raise RecordError('it has no "function"')
     schemas = read_schemas(record.function)
     gold = tuple(read_gold(one, schemas) for one in record.ground_truth or ())
-    return Truth(
-        calls=tuple(call.expected for call in gold),
-        right=right,
-        gold=gold,
-        scene=Scene(described=tuple(schemas.values())),
-    )
+    return Truth(tuple(call.expected for call in gold), right, gold, Scene(described=tuple(schemas.values())))
 
 
-def _turns(record: _BfclRecord) -> ApiTruth:
+def _several_turns(record: _BfclRecord) -> ApiTruth:
     """Return the truth of a record of several turns. Raises UserError if bfcl-eval is not installed."""
-    modules = find_classes(record.involved_classes or ())
-    functions = schemas_of(modules.values())
+    modules, functions = find_classes(record.involved_classes or ())
     late = [name for names in record.missed_function.values() for name in names]
     if odd := [name for name in late if name not in functions]:
         raise RecordError(f'"missed_function" names {odd[0]!r}, which is not a function of the task')
@@ -254,13 +243,12 @@ def _choices(value: JSON) -> list[JSON]:
         return [list(one) for one in _product([_choices(part) for part in value])]
     if not isinstance(value, dict):
         return [value]
-    fields: list[list[tuple[tuple[str, JSON], ...]]] = []
+    fields: list[list[dict[str, JSON]]] = []
     for name, options in value.items():
         given = options if isinstance(options, list) else [options]
-        fields.append([((name, one),) for part in given if part != "" for one in _choices(part)])
-        if "" in given:
-            fields[-1].append(())
-    return [dict(itertools.chain(*chosen)) for chosen in _product(fields)]
+        fields.append([{name: one} for part in given if part != "" for one in _choices(part)])
+        fields[-1] += [{}] if "" in given else []
+    return [{name: one for field in chosen for name, one in field.items()} for chosen in _product(fields)]
 
 
 def _product(options: Sequence[Sequence[T]]) -> list[tuple[T, ...]]:
