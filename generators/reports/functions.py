@@ -13,7 +13,7 @@ from ludus.rewards.base import truth_of
 from ludus.rewards.paper_rewards import ExpectedCall
 from ludus.types import StopReason, Task, Trajectory
 from ludus.worlds.functions.generate import request_of, request_specs
-from ludus.worlds.functions.gold_calls import Truth, solved
+from ludus.worlds.functions.grader import Truth, solved
 from ludus.worlds.functions.solver import DONE, NO_TOOL, Attempt
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ludus.worlds.functions.catalogue import catalogue
-from ludus.worlds.functions.replies import Ask, ask_phrases, asks_for, refuses, speaks
+from ludus.worlds.functions.grader import Ask, ask_phrases, asks_for, refuses, speaks
 from ludus.worlds.functions.world import FunctionsSettings, FunctionsWorld
 from tables import held_out_replies
 from tables.reply_pairs import ASKS_RIGHT, ASKS_WRONG, REFUSALS_RIGHT, REFUSALS_WRONG

@@ -1,4 +1,4 @@
-"""The functions, and their signatures in a task: from the catalogue or changed."""
+"""The functions, their signatures in a task (from the catalogue or changed), and the tools of an episode."""
 
 from __future__ import annotations
 
@@ -205,8 +205,7 @@ def change_signature(function: Function, rng: random.Random, split: str) -> Func
     for place, param in enumerate(function.params):
         aliases = vocabulary().aliases[param.name]
         free = [one for one in (aliases[-1:] if split == "composition" else aliases[:-1]) if one not in used]
-        renamed = free and (place == must or rng.random() < 0.6)
-        alias = rng.choice(free) if renamed else ""
+        alias = rng.choice(free) if free and (place == must or rng.random() < 0.6) else ""
         used.add(alias)
         form: Form = "plain" if rng.random() < 0.65 else _FORMS.get(param.of.type, "plain")
         params.append(replace(param, alias=alias, form=form))

@@ -1,4 +1,5 @@
-"""Generation of tasks: a plan, its request, the offered functions and the truth."""
+"""Generation of tasks: a plan (the calls, with arguments from the request or from the results of earlier calls), its
+request, the offered functions and the truth."""
 
 from __future__ import annotations
 
@@ -13,8 +14,7 @@ from ludus.errors import ConfigError
 from ludus.rewards.exact_match import ExpectedAnswers
 from ludus.types import JSON, Message, Task
 from ludus.worlds.functions.catalogue import Function, Links, Param, Plan, PlanStep, Scene, catalogue, change_signature
-from ludus.worlds.functions.gold_calls import GoldCall, Right, Truth
-from ludus.worlds.functions.replies import Ask
+from ludus.worlds.functions.grader import Ask, GoldCall, Right, Truth
 from ludus.worlds.functions.state import DomainState, Row, read_data, vocabulary
 
 SYSTEM: Final = "Do what is asked with the tools. Ask back where something is missing; call nothing where no tool fits."
@@ -197,11 +197,9 @@ class _Draft(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TaskSampler:
-    """Generates the tasks of one split at one level from `rng`; signatures are changed only with `changes`."""
+class TaskSampler(PlanSampler):
+    """Draws the tasks of a split at one level; signatures are changed only with `changes`."""
 
-    rng: random.Random
-    split: str
     level: int
     changes: bool = True
 
@@ -242,7 +240,7 @@ class TaskSampler:
         if family == "missing":
             return self._missing("chain" if self.level >= 4 else "single")
         num_calls = (3 if self.level == 5 else 2) if family == "chain" else num
-        plan = PlanSampler(self.rng, self.split).plan(family, num_calls)
+        plan = self.plan(family, num_calls)
         request = self._request(plan, family, request_specs().styles)
         return _Draft(plan, request, "decline" if family == "decline" else "call")
 
@@ -256,7 +254,7 @@ class TaskSampler:
         """Return a request without one value, neither an identifier nor the only required one."""
         free: list[tuple[int, Param]] = []
         while not free:
-            plan = PlanSampler(self.rng, self.split).plan(family, 2)
+            plan = self.plan(family, 2)
             free = [
                 (i, param)
                 for i, step in enumerate(plan)

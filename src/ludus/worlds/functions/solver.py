@@ -16,7 +16,7 @@ from ludus.rewards.base import truth_of
 from ludus.rewards.paper_rewards import ExpectedCall
 from ludus.tools.base import ArgumentError
 from ludus.types import JSON, Message, Task, ToolOutcome, ToolStatus
-from ludus.worlds.functions.gold_calls import GoldCall, Truth
+from ludus.worlds.functions.grader import GoldCall, Truth
 
 DONE = "Done."
 NO_TOOL = "No tool fits."

@@ -25,7 +25,7 @@ from ludus.worlds.functions.bfcl.api_env import ApiEnv, ApiTruth, gold_messages
 from ludus.worlds.functions.bfcl.reader import load_tasks
 from ludus.worlds.functions.catalogue import Scene, catalogue
 from ludus.worlds.functions.generate import SPLITS, TaskSampler, request_of, sample_tasks
-from ludus.worlds.functions.gold_calls import Truth, gold_calls_made, part_made, solved
+from ludus.worlds.functions.grader import Truth, gold_calls_made, part_made, solved
 from ludus.worlds.functions.solver import CallFlaws, alternative_solutions, play
 
 SHARES = {"train": 1.0, "validation": 0.1, "test": 0.25, "composition": 0.2}
@@ -118,13 +118,12 @@ class FunctionsWorld(World):
         """
         settings = self.settings
         rng = random.Random(f"demonstrations/{settings.seed}/{seed}")
-        flaws = CallFlaws(settings.habit, settings.mended)
         makers = [TaskSampler(rng, "train", level, settings.changed_in_training) for level in settings.levels]
         held_out = {request_of(task) for split in SPLITS[1:] for task in self.tasks(split)}
         for number in itertools.count():
             task = makers[number % len(makers)].task(number)
             if task is not None and request_of(task) not in held_out:
-                yield _show(task, flaws, rng)
+                yield _show(task, CallFlaws(settings.habit, settings.mended), rng)
 
     def expert(self, task: Task) -> Dialogue | None:
         """Return a dialogue of the solver without flaws; None if the task offers no functions.

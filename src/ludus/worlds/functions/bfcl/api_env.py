@@ -36,7 +36,7 @@ from ludus.tools.base import FunctionSchema, ToolError, ToolSchema
 from ludus.types import JSON, Action, Message, StepResult, ToolOutcome, ToolStatus
 from ludus.worlds.functions.bfcl import guest_runner
 from ludus.worlds.functions.catalogue import CheckedTool
-from ludus.worlds.functions.gold_calls import VERDICT
+from ludus.worlds.functions.grader import VERDICT
 
 LIMITS: Final = Limits(wall_s=20.0, cpu_s=15.0, output_bytes=8 * MIB, files_out=0)
 Turns = Sequence[Sequence[ExpectedCall]]

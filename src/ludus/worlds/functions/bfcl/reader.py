@@ -41,7 +41,7 @@ from ludus.types import JSON, Message, Task
 from ludus.worlds.functions.bfcl.api_env import ApiTruth, Description, find_classes, read_schemas
 from ludus.worlds.functions.catalogue import Scene, fits
 from ludus.worlds.functions.generate import SYSTEM
-from ludus.worlds.functions.gold_calls import GoldCall, Right, Truth
+from ludus.worlds.functions.grader import GoldCall, Right, Truth
 
 BadLines = Literal["refuse", "skip"]
 T = TypeVar("T")
