@@ -11,7 +11,7 @@ import operator
 import random
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Final, TypeVar
@@ -89,13 +89,11 @@ class DomainState:
 
     seed: int
     known: tuple[tuple[str, str], ...] = ()
-    operations: Mapping[str, Callable[..., JSON]] = field(init=False, repr=False)
-    _rows: dict[tuple[str, str], Row] = field(init=False)
 
     def __post_init__(self) -> None:
-        own = {"number": self.number, "pick": self.pick, "issue": self.issue, "drop": self.drop}
-        self.operations = {**_OPERATIONS, **own}
-        self._rows = {one: {} for one in self.known}
+        self._rows: dict[tuple[str, str], Row] = {one: {} for one in self.known}
+        self.operations: dict[str, Callable[..., JSON]] = {"number": self.number, "pick": self.pick}
+        self.operations |= {"issue": self.issue, "drop": self.drop, **_OPERATIONS}
 
     def number(self, low: int, high: int, *parts: JSON) -> int:
         """Return a number from `low` to `high`, the same for equal parts."""

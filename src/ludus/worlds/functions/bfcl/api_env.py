@@ -49,7 +49,8 @@ _PACKAGES: Final = {
     "mpmath": ("A class of bfcl-eval needs another package", "pip install mpmath"),
 }
 """The packages that are sent to the sandbox, with the reasons, and the commands that install them."""
-_TYPES: Final = {name: name for name in ("object", "number", "integer", "string", "boolean", "array")} | {
+_TYPES: Final = {
+    **{name: name for name in ("object", "number", "integer", "string", "boolean", "array")},
     "dict": "object",
     "float": "number",
     "double": "number",
@@ -117,7 +118,8 @@ def find_classes(names: Iterable[str]) -> tuple[dict[str, str], dict[str, ToolSc
         path = site / _DESCRIPTIONS / f"{stem}.json"
         if stem is None or not path.is_file():
             raise RecordError(f"its class {name!r} is not in the installed bfcl-eval")
-        if lacking := sorted(_imports_of(site / _SOURCES / f"{stem}.py")[1] - _PACKAGES.keys()):
+        _, packages = _imports_of(frozenset({site / _SOURCES / f"{stem}.py"}))
+        if lacking := [package for package in packages if package not in _PACKAGES]:
             raise RecordError(f"its class {name!r} needs the package {lacking[0]!r}, which is not in the sandbox")
         try:
             lines = path.read_text("utf-8").split("\n")
@@ -140,21 +142,19 @@ def _classes(site: Path) -> Mapping[str, str]:
 
 
 @cache
-def _imports_of(source: Path) -> tuple[frozenset[Path], frozenset[str]]:
-    """Return the transitive imports of a module: modules of the package, itself included, and other packages."""
-    modules, packages, pending = {source}, set[str](), [source]
-    while pending:
-        for node in ast.walk(ast.parse(pending.pop().read_text("utf-8"))):
+def _imports_of(modules: frozenset[Path]) -> tuple[list[Path], list[str]]:
+    """Return the transitive imports of modules: modules of the package, with themselves, and other packages."""
+    found, packages = sorted(modules), set[str]()
+    for module in found:
+        for node in ast.walk(ast.parse(module.read_text("utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             for name in [node.module or ""] if isinstance(node, ast.ImportFrom) else names:
-                sibling = source.with_name(f"{name.rpartition('.')[2]}.py")
-                top = name.partition(".")[0]
+                sibling, top = module.with_name(f"{name.rpartition('.')[2]}.py"), name.partition(".")[0]
                 if top == _PACKAGE and sibling.is_file():
-                    pending += {sibling} - modules
-                    modules.add(sibling)
+                    found += [] if sibling in found else [sibling]
                 elif top not in sys.stdlib_module_names:
                     packages.add(top)
-    return frozenset(modules), frozenset(packages)
+    return sorted(found), sorted(packages)
 
 
 @cache
@@ -164,18 +164,17 @@ def archive(modules: frozenset[str]) -> bytes:
     Raises UserError if a package that they need is not installed.
     """
     folder = _site_folder(_PACKAGE) / _SOURCES
-    needs = [_imports_of(folder / f"{module.rpartition('.')[2]}.py") for module in modules]
+    paths, packages = _imports_of(frozenset(folder / f"{module.rpartition('.')[2]}.py" for module in modules))
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as packed:
         for parent in (_SOURCES, *_SOURCES.parents[:-1]):
             packed.writestr(f"{parent}/__init__.py", "")
-        for path in sorted(frozenset[Path]().union(*(paths for paths, _ in needs))):
+        for path in paths:
             packed.write(path, f"{_SOURCES}/{path.name}")
-        for name in sorted(frozenset[str]().union(*(packages for _, packages in needs))):
+        for name in packages:
             site = _site_folder(name)
-            for path in sorted((site / name).rglob("*.py")):
-                if "tests" not in path.parts:
-                    packed.write(path, path.relative_to(site).as_posix())
+            for path in sorted(path for path in (site / name).rglob("*.py") if "tests" not in path.parts):
+                packed.write(path, path.relative_to(site).as_posix())
     return buffer.getvalue()
 
 
@@ -214,12 +213,7 @@ class ApiEnv(ToolEnv):
     """
 
     def __init__(
-        self,
-        truth: ApiTruth,
-        rewards: Sequence[Reward],
-        limits: ToolLimits,
-        sandbox: Sandbox,
-        offers_tools: bool = True,
+        self, truth: ApiTruth, rewards: Sequence[Reward], limits: ToolLimits, sandbox: Sandbox, offers_tools: bool
     ) -> None:
         super().__init__(tuple(map(self._tool, truth.schemas)) if offers_tools else (), rewards, limits)
         self._truth, self._sandbox = truth, sandbox

@@ -1,21 +1,19 @@
 """Sandbox program for tasks of several turns: runs calls on new objects of API classes.
 
-Its source text is the program. It reads the arguments of `reply` from stdin and writes one JSON object to stdout:
+Its source text is the program. It reads the arguments of `reply` from stdin as JSON: the modules of the involved
+classes by name, all imported from the program's folder; the arguments of their `_load_scenario` by class (a class
+without that method has no state); whether the long contents of `long_context` are loaded; the calls of each turn,
+`[name, arguments]`; and the gold calls, or null.
 
-    classes    the modules of the involved classes by name; all are imported from the program's folder
-    config     the arguments of their `_load_scenario` by class; a class without that method has no state
-    extended   whether the long contents of `long_context` are loaded
-    made       the calls of each turn, `[name, arguments]`
-    gold       the same for the gold calls, or null
-
-Without gold calls the reply is `{"response": text, "raised": flag}` of the last call. With them it is a flag for
-each `turn N`: whether calls were made, the public attributes of all objects equal those after the gold calls, and
-the responses so far contain those of the turn's gold calls. A turn without gold calls agrees. `{"fault": text}`
-reports objects that cannot be created.
+It writes one JSON object to stdout. Without gold calls, `{"response": text, "raised": flag}` of the last call. With
+them, a flag for each `turn N`: whether calls were made, the public attributes of all objects equal those after the
+gold calls, and the responses so far contain those of the turn's gold calls. A turn without gold calls agrees.
+`{"fault": text}` reports objects that cannot be created.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import json
@@ -36,8 +34,7 @@ class Objects:
         for name, one in self.made.items():
             found = dict(inspect.getmembers(one, inspect.ismethod))
             if "_load_scenario" in found:
-                own = json.loads(json.dumps(config.get(name, {})))
-                found["_load_scenario"](own, long_context=extended)
+                found["_load_scenario"](copy.deepcopy(config.get(name, {})), long_context=extended)
             self.methods.update(found)
 
     def run(self, calls: Calls) -> list[tuple[str, bool]]:

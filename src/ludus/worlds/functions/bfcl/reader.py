@@ -1,22 +1,15 @@
-"""Tasks from files in the format of BFCL: JSON lines with a question, functions and the right calls.
+"""Tasks from files in the format of BFCL: JSON lines with `id`, `question`, `function` and `ground_truth`.
 
-    id
-    question      a list of messages, a list with one such list, or a text
-    function      descriptions: name, description, parameters (a JSON schema, also with BFCL's type names)
-    ground_truth  calls in any order, `{name: {argument: [right values]}}`, with "" among the values of an
-                  optional argument, or as text, `name(argument=value)`; an empty list: no call is right
+`question` is a list of messages, a list with one such list, or a text. `function` has descriptions, with a JSON
+schema or BFCL's type names. `ground_truth` lists calls in any order, `{name: {argument: [right values]}}`, with ""
+among the values of an optional argument, or as text, `name(argument=value)`; if it is empty, no call is right. The
+categories without answers are recognised by their ids: in `irrelevance` (`live_irrelevance_0-0-0`) no call is right,
+in `relevance` any call that fits its description. No function is executed: each such call is answered with `ok`.
 
-The categories without answers are recognised by their ids: in `irrelevance` (`live_irrelevance_0-0-0`) no
-call is right, in `relevance` any call that fits its description. No function is executed: each call that fits
-its description is answered with `ok`.
-
-Records of several turns (`multi_turn_*`) have these fields instead, and their calls are executed:
-
-    question          a list of turns, each a list of messages; an empty turn if it adds functions
-    involved_classes  the API classes whose functions are offered
-    initial_config    the initial state of an object of each class
-    missed_function   names of functions by the turn that adds them; all others are offered from the start
-    ground_truth      for each turn a list of calls as text, `mv(source='a', destination='b')`
+Calls of records of several turns (`multi_turn_*`) are executed. `involved_classes` are the API classes whose functions
+are offered, `initial_config` is the initial state of an object of each class. `question` has a list of messages for
+each turn, empty if the turn adds functions; `missed_function` has the names of these by turn, all others are
+offered from the start. `ground_truth` has a list of calls as text for each turn.
 """
 
 from __future__ import annotations
@@ -29,6 +22,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar
 
@@ -143,7 +137,16 @@ def _task(line: Record, split: str) -> Task:
         raise RecordError(f'there is no "ground_truth" for {record.id!r}')
     right: Right = "call" if record.ground_truth else "any_call" if found and not found[1] else "decline"
     messages = _messages(record.question[0])
-    truth = _several_turns(record) if record.involved_classes else _one_turn(record, right)
+    if record.involved_classes:
+        truth: Truth | ApiTruth = _several_turns(record, record.involved_classes)
+    elif len(record.question) > 1:
+        raise RecordError('"question" has several turns, but no "involved_classes"')
+    elif record.function is None:
+        raise RecordError('it has no "function"')
+    else:
+        schemas = read_schemas(record.function)
+        gold = tuple(read_gold(one, schemas) for one in record.ground_truth or ())
+        truth = Truth(tuple(call.expected for call in gold), right, gold, Scene(described=tuple(schemas.values())))
     if messages[0]["role"] != "system":
         messages = (Message(role="system", content=SYSTEM), *messages)
     is_null = not record.involved_classes and right == "decline"
@@ -157,19 +160,9 @@ def _messages(turn: Sequence[_BfclMessage]) -> tuple[Message, ...]:
     return tuple(Message(role=message.role, content=message.content) for message in turn)
 
 
-def _one_turn(record: _BfclRecord, right: Right) -> Truth:
-    if len(record.question) > 1:
-        raise RecordError('"question" has several turns, but no "involved_classes"')
-    if record.function is None:
-        raise RecordError('it has no "function"')
-    schemas = read_schemas(record.function)
-    gold = tuple(read_gold(one, schemas) for one in record.ground_truth or ())
-    return Truth(tuple(call.expected for call in gold), right, gold, Scene(described=tuple(schemas.values())))
-
-
-def _several_turns(record: _BfclRecord) -> ApiTruth:
+def _several_turns(record: _BfclRecord, classes: Sequence[str]) -> ApiTruth:
     """Return the truth of a record of several turns. Raises UserError if bfcl-eval is not installed."""
-    modules, functions = find_classes(record.involved_classes or ())
+    modules, functions = find_classes(classes)
     late = [name for names in record.missed_function.values() for name in names]
     if odd := [name for name in late if name not in functions]:
         raise RecordError(f'"missed_function" names {odd[0]!r}, which is not a function of the task')
@@ -258,13 +251,10 @@ def _product(options: Sequence[Sequence[T]]) -> list[tuple[T, ...]]:
 
 
 def _parse(text: str) -> ast.Call:
-    try:
-        node = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        node = None
-    if not isinstance(node, ast.Call):
-        raise RecordError(f'{text[:80]!r} of "ground_truth" is not a call')
-    return node
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        if isinstance(node := ast.parse(text, mode="eval").body, ast.Call):
+            return node
+    raise RecordError(f'{text[:80]!r} of "ground_truth" is not a call')
 
 
 def _literals(call: ast.Call, names: Sequence[str]) -> dict[str, tuple[JSON, ...]]:
