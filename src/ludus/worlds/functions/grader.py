@@ -81,9 +81,8 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class GoldCall:
-    """A required call.
+    """A required call: the right values of each argument, and the arguments that may be omitted.
 
-    `accepted` are the right values of each argument, `optional` the arguments that may be omitted.
     `after` are the indices of earlier gold calls whose results it takes.
     """
 
@@ -114,10 +113,7 @@ class GoldCall:
 
 @dataclass(frozen=True, slots=True)
 class Truth(ExpectedCalls):
-    """The truth: the gold calls, or another right response; `ludus.rewards.paper_rewards` reads `calls`.
-
-    `plan` are the steps of a generated request.
-    """
+    """The truth: the gold calls, or another right response. `plan` are the steps of a generated request."""
 
     right: Right
     gold: tuple[GoldCall, ...]

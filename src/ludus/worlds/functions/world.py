@@ -112,10 +112,7 @@ class FunctionsWorld(World):
         return ToolEnv(scene.tools() if has_tools else (), self.rewards, self.limits)
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
-        """Yield dialogues of the flawed solver on new training tasks without end.
-
-        No request occurs in a held-out split.
-        """
+        """Yield dialogues of the flawed solver on new training tasks without end; no request is held out."""
         settings = self.settings
         rng = random.Random(f"demonstrations/{settings.seed}/{seed}")
         makers = [TaskSampler(rng, "train", level, settings.changed_in_training) for level in settings.levels]
@@ -126,10 +123,7 @@ class FunctionsWorld(World):
                 yield _show(task, CallFlaws(settings.habit, settings.mended), rng)
 
     def expert(self, task: Task) -> Dialogue | None:
-        """Return a dialogue of the solver without flaws; None if the task offers no functions.
-
-        A dialogue of several turns has the gold calls without their responses.
-        """
+        """Return a dialogue without flaws (of several turns: without responses); None if there are no functions."""
         if self.settings.access == "none":
             return None
         if isinstance(task.truth, ApiTruth):
@@ -197,5 +191,5 @@ def make_functions_world(settings: Mapping[str, object], limits: ToolLimits) -> 
 
 def _show(task: Task, flaws: CallFlaws, rng: random.Random) -> Dialogue:
     messages, truth = play(task, flaws, rng).messages, truth_of(task, Truth)
-    teaches: Literal["tool_use", "negatives"] = "tool_use" if truth.right in ("call", "any_call") else "negatives"
-    return Dialogue((*task.prompt, *messages), truth.scene.tools(), teaches)
+    has_call = truth.right in ("call", "any_call")
+    return Dialogue((*task.prompt, *messages), truth.scene.tools(), "tool_use" if has_call else "negatives")

@@ -1,9 +1,8 @@
 """Tasks of several turns: the API classes of BFCL, and episodes whose calls run on them in the sandbox.
 
-The classes are those of the package bfcl-eval, installed by `pip install --no-deps bfcl-eval`; none of its pinned
-dependencies is needed. Its modules are read as files and imported only in the sandbox, which keeps no state: each
-run replays all earlier calls first, which is deterministic because the classes draw from seeds in their
-configuration.
+The modules of the package bfcl-eval are read as files and imported only in the sandbox; its pinned dependencies are
+not needed. The sandbox keeps no state: each run replays all earlier calls first, which is deterministic because the
+classes draw from seeds in their configuration.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import json
 import sys
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -159,10 +158,7 @@ def _imports_of(modules: frozenset[Path]) -> tuple[list[Path], list[str]]:
 
 @cache
 def archive(modules: frozenset[str]) -> bytes:
-    """Return the modules and their imports as an importable archive.
-
-    Raises UserError if a package that they need is not installed.
-    """
+    """Return the modules and their imports as an importable archive. Raises UserError if a package is missing."""
     folder = _site_folder(_PACKAGE) / _SOURCES
     paths, packages = _imports_of(frozenset(folder / f"{module.rpartition('.')[2]}.py" for module in modules))
     buffer = io.BytesIO()
@@ -182,8 +178,7 @@ def archive(modules: frozenset[str]) -> bytes:
 class ApiTruth(Suite):
     """The truth of a task of several turns: a test `turn N` for each turn with gold calls.
 
-    `modules` are those of the involved classes. `schemas` are offered from the start, `added` maps a turn to
-    the schemas offered from then on. `turns` are the messages of the user.
+    `modules` are those of the involved classes, `turns` the user's messages, `added` the schemas that a turn adds.
     """
 
     modules: Mapping[str, str] = field(default_factory=dict)
@@ -208,8 +203,7 @@ class ApiTruth(Suite):
 class ApiEnv(ToolEnv):
     """One episode of several turns: an answer without a call is followed by the user's next turn.
 
-    After the last turn, all calls are compared with the gold calls, and the verdict becomes an outcome that
-    the model does not see. `offers_tools` is false for a baseline without tools.
+    After the last turn, all calls are compared with the gold calls; the model does not see the outcome.
     """
 
     def __init__(
@@ -245,27 +239,13 @@ class ApiEnv(ToolEnv):
         verdict = {test: reply.get(test) is True for test in self._truth.fail_to_pass}
         return ToolOutcome("", VERDICT, ToolStatus.OK, json.dumps(verdict))
 
-    async def _call(self, call: ExpectedCall) -> str:
-        """Record a call and return its response. Raises ToolError if the call raised an exception."""
-        async with self._lock:
-            made = [*self._made[-1], call]
-            reply = await self._run([*self._made[:-1], made], None)
-            response = reply.get("response")
-            if not isinstance(response, str):
-                raise ToolError("the call takes too much time or memory and was not made")
-            self._made[-1] = made
-        if reply.get("raised") is True:
-            raise ToolError(response)
-        return response
-
     async def _run(self, made: Turns, gold: Turns | None) -> Mapping[str, JSON]:
         """Return the reply of the sandbox, empty if the run exceeds its limits. Raises WorldError if it fails."""
-        truth = self._truth
-        shared = {"classes": truth.modules, "config": truth.config, "extended": truth.extended}
+        shared = {"classes": self._truth.modules, "config": self._truth.config, "extended": self._truth.extended}
         outcome = await self._sandbox.run(
             f"{inspect.getsource(guest_runner)}\nmain()\n",
-            files={"apis.zip": archive(frozenset(truth.modules.values()))},
-            stdin=json.dumps({**shared, "made": made, "gold": gold}, default=_as_json).encode(),
+            files={"apis.zip": archive(frozenset(self._truth.modules.values()))},
+            stdin=json.dumps({**shared, "made": made, "gold": gold}, default=astuple).encode(),
             limits=LIMITS,
         )
         try:
@@ -280,13 +260,18 @@ class ApiEnv(ToolEnv):
         described = schema["function"]
 
         async def call(**given: JSON) -> str:
-            return await self._call(ExpectedCall(described["name"], given))
+            async with self._lock:
+                made = [*self._made[-1], ExpectedCall(described["name"], given)]
+                reply = await self._run([*self._made[:-1], made], None)
+                response = reply.get("response")
+                if not isinstance(response, str):
+                    raise ToolError("the call takes too much time or memory and was not made")
+                self._made[-1] = made
+            if reply.get("raised") is True:
+                raise ToolError(response)
+            return response
 
         return CheckedTool(described["name"], described["description"], call, given=schema)
-
-
-def _as_json(call: ExpectedCall) -> list[JSON]:
-    return [call.name, dict(call.arguments)]
 
 
 def gold_messages(truth: ApiTruth) -> list[Message]:

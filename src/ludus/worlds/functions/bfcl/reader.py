@@ -21,7 +21,7 @@ import logging
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar
@@ -45,12 +45,7 @@ MAX_NAMED: Final = 20
 """Maximum number of faults in an error message."""
 MAX_CHOICES: Final = 1000
 """Maximum number of combinations of the values of one argument."""
-_OPERATORS: Final[Mapping[type[ast.operator], Callable[[float, float], float]]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
+_OPERATORS: Final = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def _as_turns(question: object) -> object:
@@ -268,12 +263,14 @@ def _literals(call: ast.Call, names: Sequence[str]) -> dict[str, tuple[JSON, ...
 
 
 def _literal(node: ast.expr) -> JSON:
+    value: JSON
     try:
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             left, right = _literal(node.left), _literal(node.right)
             if isinstance(left, int | float) and isinstance(right, int | float):
-                return _OPERATORS[type(node.op)](left, right)
-        value: JSON = json.loads(json.dumps(ast.literal_eval(node)))
+                value = _OPERATORS[type(node.op)](left, right)
+                return value
+        value = json.loads(json.dumps(ast.literal_eval(node)))
     except (ArithmeticError, ValueError, TypeError, RecursionError, MemoryError):
         raise RecordError(f'{ast.unparse(node)[:80]!r} of "ground_truth" is not a literal') from None
     return value
