@@ -216,9 +216,9 @@ def gold_calls_made(task: Task, trajectory: Trajectory) -> Progress:
 
 def ask_phrases(param: Param) -> frozenset[frozenset[str]]:
     """Return the phrases, as words, one of which a question for a parameter contains: of its kind and its names."""
-    said = map(words_of, vocabulary().asks.get(param.name, param.of.asks))
+    asks = map(words_of, vocabulary().asks.get(param.name, param.of.asks))
     names = (frozenset(name.split("_")) - _EMPTY for name in (param.name, *vocabulary().aliases[param.name]))
-    return frozenset(phrase for phrase in (*said, *names) if phrase - _FILLERS or len(phrase) > 1)
+    return frozenset(phrase for phrase in (*asks, *names) if phrase - _FILLERS or len(phrase) > 1)
 
 
 def asks_for(answer: str, ask: Ask) -> bool:
@@ -231,15 +231,15 @@ def asks_for(answer: str, ask: Ask) -> bool:
     plain = visible(answer)
     sentences = [(one, _asks(one)) for one in re.findall(r"[^.?!\n]+[.?!]?", plain)]
     asking, other = ("\n".join(one for one, is_asking in sentences if is_asking is which) for which in (True, False))
-    asked, said, params = words_of(asking), normalise(plain), catalogue()[ask.function].params
+    asked, normal, params = words_of(asking), normalise(plain), catalogue()[ask.function].params
     phrases = ask_phrases(ask.param)
     others = asked - words_of(ask.request) - frozenset(ask.function.split("_")).union(*phrases)
     return (
         any(phrase <= asked for phrase in phrases)
         and _of_one_kind(others, frozenset(param.kind for param in params))
-        and normalise(ask.request) not in said
+        and normalise(ask.request) not in normal
         and not claims_done(other)
-        and all(not asked & words or normalise(value) in said for words, value in ask.stated())
+        and all(not asked & words or normalise(value) in normal for words, value in ask.stated())
     )
 
 

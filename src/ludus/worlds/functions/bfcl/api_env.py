@@ -106,8 +106,7 @@ def _site_folder(package: str) -> Path:
 def find_classes(names: Iterable[str]) -> tuple[dict[str, str], dict[str, ToolSchema]]:
     """Return the names of the modules that define classes, by class, and the descriptions of their functions.
 
-    Raises RecordError for a class that is not in the package, has no valid descriptions, or needs a package that
-    the sandbox lacks; UserError if bfcl-eval is not installed.
+    Raises RecordError for a class that cannot be used in the sandbox, and UserError if bfcl-eval is not installed.
     """
     site = _site_folder(_PACKAGE)
     modules: dict[str, str] = {}

@@ -1,9 +1,8 @@
 """Sandbox program for tasks of several turns: runs calls on new objects of API classes.
 
 Its source text is the program. It reads the arguments of `reply` from stdin as JSON: the modules of the involved
-classes by name, all imported from the program's folder; the arguments of their `_load_scenario` by class (a class
-without that method has no state); whether the long contents of `long_context` are loaded; the calls of each turn,
-`[name, arguments]`; and the gold calls, or null.
+classes by name; the arguments of their `_load_scenario` by class (a class without that method has no state); whether
+the long contents of `long_context` are loaded; the calls of each turn, `[name, arguments]`; the gold calls, or null.
 
 It writes one JSON object to stdout. Without gold calls, `{"response": text, "raised": flag}` of the last call. With
 them, a flag for each `turn N`: whether calls were made, the public attributes of all objects equal those after the
@@ -72,12 +71,12 @@ def reply(
     if gold is None:
         *_, (response, raised) = [one for calls in made for one in objects.run(calls)]
         return {"response": response, "raised": raised}
-    said, agrees = Counter[str](), dict[str, object]()
+    responses, agrees = Counter[str](), dict[str, object]()
     for number, (calls, wanted) in enumerate(zip(made, gold, strict=True), 1):
-        said.update(text for text, _ in objects.run(calls))
+        responses.update(text for text, _ in objects.run(calls))
         due = Counter(text for text, _ in right.run(wanted))
         is_equal = right.state().items() <= objects.state().items()
-        agrees[f"turn {number}"] = not wanted or (bool(calls) and is_equal and due <= said)
+        agrees[f"turn {number}"] = not wanted or (bool(calls) and is_equal and due <= responses)
     return agrees
 
 

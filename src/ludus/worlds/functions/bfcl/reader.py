@@ -80,8 +80,7 @@ class _BfclRecord(BaseModel):
 def load_tasks(path: Path, answers: Path | None, split: str, bad_lines: BadLines = "refuse") -> tuple[Task, ...]:
     """Return the tasks of a file. `answers` is an optional separate file with `{"id", "ground_truth"}`.
 
-    Raises UserError, with the lines, for invalid records, repeated ids, and missing answers; if `bad_lines`
-    is `skip`, these are logged and skipped.
+    Raises UserError, with the lines, for invalid records, repeated ids and missing answers, or logs and skips them.
     """
     faults: list[tuple[str, RecordError]] = []
     right: dict[str, JSON] = {}
@@ -186,8 +185,7 @@ def _several_turns(record: _BfclRecord, classes: Sequence[str]) -> ApiTruth:
 def read_gold(given: JSON, functions: Mapping[str, ToolSchema]) -> GoldCall:
     """Return a gold call, given as in a record. Raises RecordError, also if no such call fits its description.
 
-    Text is `name(argument=value)`, with literals and arithmetic as values. Values without a name belong to the
-    parameters in the order of the description.
+    Text is `name(argument=value)`, with literals and arithmetic; values without a name follow the description's order.
     """
     if isinstance(given, str):
         node = _parse(given)
@@ -263,14 +261,12 @@ def _literals(call: ast.Call, names: Sequence[str]) -> dict[str, tuple[JSON, ...
 
 
 def _literal(node: ast.expr) -> JSON:
-    value: JSON
     try:
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             left, right = _literal(node.left), _literal(node.right)
             if isinstance(left, int | float) and isinstance(right, int | float):
-                value = _OPERATORS[type(node.op)](left, right)
-                return value
-        value = json.loads(json.dumps(ast.literal_eval(node)))
+                node = ast.Constant(_OPERATORS[type(node.op)](left, right))
+        value: JSON = json.loads(json.dumps(ast.literal_eval(node)))
     except (ArithmeticError, ValueError, TypeError, RecursionError, MemoryError):
         raise RecordError(f'{ast.unparse(node)[:80]!r} of "ground_truth" is not a literal') from None
     return value
