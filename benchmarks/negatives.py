@@ -26,7 +26,7 @@ from ludus.config.schema import Config
 from ludus.evaluation.evaluate import EvaluationPlan, evaluate
 from ludus.rewards.base import truth_of
 from ludus.rollout.scheduler import Episode, SamplingPlan
-from ludus.worlds.functions.gold_calls import Truth
+from ludus.worlds.functions.grader import Truth
 
 ARMS = {"with negatives": {}, "without negatives": {"sft.classes.negatives": 0}}
 SHOWN = {

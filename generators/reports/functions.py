@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
@@ -10,20 +11,54 @@ from generators.reports.shared import TaskShape, rate_lines, variety_lines
 from ludus.envs.base import World
 from ludus.rewards.base import truth_of
 from ludus.rewards.paper_rewards import ExpectedCall
-from ludus.types import Task
-from ludus.worlds.functions.gold_calls import Truth, solved
+from ludus.types import StopReason, Task, Trajectory
+from ludus.worlds.functions.generate import request_of, request_specs
+from ludus.worlds.functions.grader import Truth, solved
 from ludus.worlds.functions.solver import DONE, NO_TOOL, Attempt
 
 
 def task_shapes(tasks: Sequence[Task]) -> list[TaskShape]:
     """Return the shape of each task."""
-    truths = [(task.tags.get("level", ""), truth_of(task, Truth)) for task in tasks]
-    return [TaskShape(level, truth.form, truth.shape) for level, truth in truths]
+    forms = [(task, _form(task)) for task in tasks]
+    return [TaskShape(task.tags.get("level", ""), form, _shape(truth_of(task, Truth), form)) for task, form in forms]
+
+
+def _form(task: Task) -> str:
+    """Return the request with the kinds of values instead of the values."""
+    request, at = request_of(task), 0
+    if truth_of(task, Truth).right == "answer":
+        return _template(request)
+    for step in truth_of(task, Truth).plan:
+        for param in step.function.params:
+            if param.name in step.values:
+                words = param.piece.format(param.of.in_words(step.values[param.name]))
+                kind = param.piece.format(f"<{param.kind}>")
+                place = request.index(words, at)
+                request, at = request[:place] + kind + request[place + len(words) :], place + len(kind)
+    return request
+
+
+def _template(request: str) -> str:
+    """Return the form of a request with the answer in it."""
+    forms = [form for form, _ in request_specs().questions]
+    return next(form for form in forms if re.fullmatch(re.sub(r"\\{\w+\\}", ".+", re.escape(form)), request))
+
+
+def _shape(truth: Truth, form: str) -> str:
+    """Return the solution without values: the calls as `name(argument, argument<-place)`."""
+    steps, missing = [], ""
+    for number, step in enumerate(truth.plan):
+        given = [*step.values, *(f"{name}<-{place}" for name, (place, _) in step.links.items())]
+        if truth.ask is not None and truth.ask.function == step.function.name:
+            given.append(truth.ask.param.name)
+            missing = f" without {number}.{truth.ask.param.name}"
+        steps.append(f"{step.function.name}({', '.join(sorted(given))})")
+    return f"{truth.right}: {'; '.join(sorted(steps)) or form}{missing}"
 
 
 def no_tool_rate(tasks: Sequence[Task]) -> float:
     """Return the success of a policy that never calls and always refuses."""
-    return _rate(tasks, lambda attempt: attempt.say(NO_TOOL))
+    return _rate(tasks, lambda attempt: attempt.answer(NO_TOOL))
 
 
 def majority_rate(train: Sequence[Task], tasks: Sequence[Task]) -> float:
@@ -45,7 +80,7 @@ def majority_rate(train: Sequence[Task], tasks: Sequence[Task]) -> float:
         named = [(param.name, (function.name, param.name)) for param in function.required]
         known = {name: common[key] for name, key in named if key in common}
         attempt.call(ExpectedCall(function.name, function.encode(known)))
-        attempt.say(DONE)
+        attempt.answer(DONE)
 
     return _rate(tasks, call)
 
@@ -54,7 +89,13 @@ def _rate(tasks: Sequence[Task], play: Callable[[Attempt], None]) -> float:
     attempts = [Attempt(task) for task in tasks]
     for attempt in attempts:
         play(attempt)
-    return sum(solved(attempt.task, attempt.trajectory()) for attempt in attempts) / len(tasks)
+    return sum(solved(attempt.task, trajectory_of(attempt)) for attempt in attempts) / len(tasks)
+
+
+def trajectory_of(attempt: Attempt) -> Trajectory:
+    """Return an attempt as an episode for rewards, without tokens."""
+    messages = (*attempt.task.prompt, *attempt.messages)
+    return Trajectory(attempt.task.id, 0, (), messages, StopReason.ANSWERED, tuple(attempt.outcomes))
 
 
 def report(world: World) -> str:

@@ -11,7 +11,7 @@ from ludus.rewards.code.sql_rows import read_rows, same_rows
 from ludus.rewards.exact_match import ExpectedAnswers, is_answer, matches
 from ludus.rewards.math.math_verify import is_equal
 from ludus.rewards.paper_rewards import ExpectedCall
-from ludus.worlds.functions.gold_calls import calls_agree
+from ludus.worlds.functions.grader import calls_agree
 from tables import (
     answer_pairs,
     call_pairs,

@@ -1,6 +1,6 @@
 """Calls of the world `functions`, derived: (calls made, gold calls); a call is its name and arguments."""
 
-from ludus.worlds.functions.gold_calls import GoldCall
+from ludus.worlds.functions.grader import GoldCall
 
 ITEM, OTHER = "fig tree", "pear"
 

@@ -3,7 +3,7 @@
 import pytest
 
 from ludus.worlds.functions.catalogue import catalogue
-from ludus.worlds.functions.replies import Ask, asks_for, refuses, speaks
+from ludus.worlds.functions.grader import Ask, ask_phrases, asks_for, refuses, speaks
 from ludus.worlds.functions.world import FunctionsSettings, FunctionsWorld
 from tables import held_out_replies
 from tables.reply_pairs import ASKS_RIGHT, ASKS_WRONG, REFUSALS_RIGHT, REFUSALS_WRONG
@@ -29,7 +29,7 @@ def ask_of(case):
     function = catalogue()[name]
     (missing,) = (param for param in function.required if param.name not in values)
     stated = tuple((param, values[param.name]) for param in function.required if param != missing)
-    return Ask(name, missing, missing.name, request, stated)
+    return Ask(name, missing, request, stated)
 
 
 @pytest.mark.parametrize(("pairs", "is_right"), [(ASKS_RIGHT, True), (ASKS_WRONG, False)])
@@ -55,7 +55,7 @@ def test_held_out_questions_and_refusals():
 def test_no_constant_question_is_paid_often():
     tasks = FunctionsWorld(FunctionsSettings(num_tasks=150, levels=(2, 3))).tasks("train")
     asks = [task.truth.ask for task in tasks if task.truth.ask is not None]
-    phrases = {tuple(sorted(phrase)) for ask in asks for phrase in ask.phrases}
+    phrases = {tuple(sorted(phrase)) for ask in asks for phrase in ask_phrases(ask.param)}
 
     def paid(*words):
         return sum(asks_for(f"Which {', '.join(words)}?", ask) for ask in asks) / len(asks)

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import pytest
-from generators.reports.functions import majority_rate, no_tool_rate, task_shapes
+from generators.reports.functions import majority_rate, no_tool_rate, task_shapes, trajectory_of
 from generators.reports.shared import variety
 
 from ludus.config.load import load_config
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
+from ludus.envs.messages import calling_message
 from ludus.envs.registry import build_world
 from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
@@ -26,9 +27,8 @@ from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.tools.base import ArgumentError
 from ludus.types import Action, Message, StopReason, ToolCall
 from ludus.worlds.functions.catalogue import Scene, catalogue, change_signature
-from ludus.worlds.functions.generate import SPLITS, looks_like, request_of
-from ludus.worlds.functions.gold_calls import GoldCall, calls_agree, equal, solved
-from ludus.worlds.functions.plans import request_specs
+from ludus.worlds.functions.generate import SPLITS, looks_like, request_of, request_specs
+from ludus.worlds.functions.grader import GoldCall, calls_agree, equal, solved
 from ludus.worlds.functions.solver import DONE, Attempt, CallFlaws, play
 from ludus.worlds.functions.state import DomainState, vocabulary
 from ludus.worlds.functions.world import FunctionsSettings, FunctionsWorld, make_functions_world
@@ -274,9 +274,9 @@ def test_where_nothing_fits_nothing_that_looks_like_it_is_on_offer(everything):
     declined = [task for task in everything if task.truth.right == "decline"]
     assert len(declined) > 30
     for task in declined:
-        asked = re.search(r"^decline: (\w+)", task.truth.shape)[1]
+        (asked,) = (step.function for step in task.truth.plan)
         offered = {function.name for function in task.truth.scene.functions}
-        assert not offered & looks_like(catalogue()[asked])
+        assert not offered & looks_like(asked)
 
 
 # Values
@@ -333,8 +333,8 @@ def test_calls_find_their_gold_ones_whatever_the_order_in_which_they_could():
 
 def say(task, text):
     attempt = Attempt(task)
-    attempt.say(text)
-    return attempt.trajectory()
+    attempt.answer(text)
+    return trajectory_of(attempt)
 
 
 @dataclass
@@ -391,7 +391,7 @@ def test_the_oracle_earns_everything_in_every_task(world, everything):
 
 def test_toolrl_gives_the_oracle_its_most_and_others_less(everything):
     for task in everything[::7]:
-        right = play(task, NO_FLAWS, random.Random(0)).trajectory()
+        right = trajectory_of(play(task, NO_FLAWS, random.Random(0)))
         assert score(toolrl(), task, right).reward == pytest.approx(4.0)
         assert score(toolrl(), task, say(task, DONE)).reward == pytest.approx(-2.0)
 
@@ -434,8 +434,8 @@ def made_up(task, names, seed=0):
     rng, attempt = random.Random(seed), Attempt(task)
     for name in names:
         attempt.call(ExpectedCall(name, task.truth.scene.function(name).drawn(rng)))
-    attempt.say(DONE)
-    return attempt.trajectory()
+    attempt.answer(DONE)
+    return trajectory_of(attempt)
 
 
 def test_whoever_calls_everything_or_the_first_or_the_right_one_with_other_values_solves_nothing(everything):
@@ -458,8 +458,8 @@ def test_one_wrong_value_one_call_too_many_or_too_few_is_a_failure(tasks):
             attempt = Attempt(task)
             for one in calls:
                 attempt.call(one)
-            attempt.say(DONE)
-            assert solved(task, attempt.trajectory()) == 0, task.id
+            attempt.answer(DONE)
+            assert solved(task, trajectory_of(attempt)) == 0, task.id
 
 
 def spoilt(made):
@@ -475,10 +475,11 @@ def other(value):
 
 def test_a_refused_call_does_not_count_against_a_solution_but_against_silence(tasks):
     for task in tasks["test"][::3]:
-        attempt = Attempt(task)
-        attempt.call(call("no_such_function"))
-        script = play(task, NO_FLAWS, random.Random(0)).messages
-        (trajectory,), _ = play_all(FunctionsWorld(), [task], [[*attempt.messages[:1], *renumbered(script)]])
+        script = [
+            calling_message(0, "no_such_function", {}),
+            *renumbered(play(task, NO_FLAWS, random.Random(0)).messages),
+        ]
+        (trajectory,), _ = play_all(FunctionsWorld(), [task], [script])
         assert trajectory.rewards["solved"] == float(task.truth.right == "call")
         assert trajectory.rewards["well_formed"] == 0
 
@@ -493,14 +494,14 @@ def renumbered(script):
 
 def test_an_episode_that_does_not_end_by_itself_is_no_success(tasks):
     task = tasks["test"][0]
-    right = play(task, NO_FLAWS, random.Random(0)).trajectory()
+    right = trajectory_of(play(task, NO_FLAWS, random.Random(0)))
     assert solved(task, right) == 1
     assert solved(task, replace(right, stop_reason=StopReason.MAX_TURNS)) == 0
 
 
 def test_nothing_that_the_policy_is_shown_depends_on_the_truth(world, tasks):
     for task in tasks["test"][:60]:
-        blind = replace(task, truth=replace(task.truth, calls=(), gold=(), ask=None, answer=None, shape="", form=""))
+        blind = replace(task, truth=replace(task.truth, calls=(), gold=(), ask=None, answer=None, plan=()))
         script = play(task, NO_FLAWS, random.Random(0)).messages
         _, players = play_all(world, [task, blind], [script, script])
         assert players[0].seen == players[1].seen
@@ -650,7 +651,7 @@ def test_tasks_of_a_file_take_all_the_values_that_it_names(tmp_path, arguments, 
     assert task.tags["family"] == "simple"
     attempt = Attempt(task)
     attempt.call(ExpectedCall("weather.get", arguments))
-    attempt.say(DONE)
+    attempt.answer(DONE)
     (played,), _ = play_all(world, [task], [attempt.messages])
     assert played.rewards["solved"] == float(is_right)
     assert played.outcomes == tuple(attempt.outcomes)
@@ -711,15 +712,15 @@ def test_in_relevance_a_call_must_be_made_and_in_irrelevance_none(tmp_path):
     for task in world.tasks("file"):
         must_call = "irrelevance" not in task.id
         silent, called = Attempt(task), Attempt(task)
-        silent.say("None of these can do that.")
+        silent.answer("None of these can do that.")
         called.call(ExpectedCall("weather.get", {"city": "Anywhere"}))
-        called.say("Done.")
+        called.answer("Done.")
         misfit = Attempt(task)
         misfit.call(ExpectedCall("weather.get", {"town": "Anywhere"}))
-        misfit.say("Done.")
-        paid = [solved(task, one.trajectory()) for one in (silent, called, misfit)]
+        misfit.answer("Done.")
+        paid = [solved(task, trajectory_of(one)) for one in (silent, called, misfit)]
         assert paid == ([0, 1, 0] if must_call else [1, 0, 0])
-        assert solved(task, play(task, CallFlaws(), random.Random(0)).trajectory()) == 1
+        assert solved(task, trajectory_of(play(task, CallFlaws(), random.Random(0)))) == 1
         assert task.tags["null"] == str(not must_call).lower()
 
 
@@ -746,7 +747,7 @@ def test_scenes_are_fresh_for_each_episode(tasks):
     task = next(t for t in tasks["train"] if t.truth.gold and t.truth.gold[0].name.startswith(("cancel", "delete")))
     assert isinstance(task.truth.scene, Scene)
     for _ in range(2):
-        assert solved(task, play(task, NO_FLAWS, random.Random(0)).trajectory()) == 1
+        assert solved(task, trajectory_of(play(task, NO_FLAWS, random.Random(0)))) == 1
 
 
 def test_the_transcript_of_the_recipes_page_is_real():

@@ -32,7 +32,7 @@ from ludus.training.rl.train_step import check_samples, filter_and_estimate
 from ludus.training.rl.validate import check_experts
 from ludus.training.run.run_dir import RunFolder, locked, new_run
 from ludus.training.run.session import open_session
-from ludus.worlds.functions.gold_calls import Truth
+from ludus.worlds.functions.grader import Truth
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 from small_worlds import WatchedWorld
 from tests.algorithms.test_terms import plain_logprobs

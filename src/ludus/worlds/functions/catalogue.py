@@ -1,23 +1,82 @@
-"""The functions, and their signatures in a task: from the catalogue or changed."""
+"""The functions, their signatures in a task (from the catalogue or changed), and the tools of an episode."""
 
 from __future__ import annotations
 
 import json
 import random
-import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Final, Literal
 
-from ludus.tools.base import ArgumentError, FunctionSchema, ToolSchema
+from ludus.tools.base import ArgumentError, DescribedTool, FunctionSchema, ToolSchema
 from ludus.types import JSON
-from ludus.worlds.functions.state import DomainState, Row, ValueKind, data_text, run_steps, vocabulary
-from ludus.worlds.functions.tools import SchemaTool, schema_tool
+from ludus.worlds.functions.state import DomainState, Row, ValueKind, read_data, run_steps, vocabulary
 
 Form = Literal["plain", "text", "list"]
 """Format of an argument: unchanged, a number as text, or a text as a list of one."""
 _FORMS: Final[Mapping[str, Form]] = {"integer": "text", "number": "text", "string": "list"}
+_TYPES: Final[Mapping[str, tuple[type, ...]]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "array": (list,),
+    "object": (dict,),
+}
+
+
+@dataclass(frozen=True)
+class CheckedTool(DescribedTool):
+    """Executable tool that validates arguments against its schema."""
+
+    def check(self, arguments: Mapping[str, JSON]) -> dict[str, JSON]:
+        """Return the arguments. Raises ArgumentError for missing, unknown and ill-typed ones."""
+        parameters = self.schema["function"]["parameters"]
+        properties: Mapping[str, Mapping[str, JSON]] = parameters.get("properties", {})
+        missing = [name for name in parameters.get("required", []) if name not in arguments]
+        faults = [f"the argument {name!r} is missing" for name in missing]
+        for name, value in arguments.items():
+            if name not in properties:
+                faults.append(f"there is no argument {name!r}")
+            elif not fits(value, properties[name]):
+                choices = properties[name].get("enum")
+                one_of = f"one of {', '.join(map(str, choices))}" if isinstance(choices, list) else ""
+                expected = one_of or f"the type {properties[name].get('type')}"
+                faults.append(f"the argument {name!r} is wrong: it takes {expected}")
+        if faults:
+            raise ArgumentError("; ".join(faults))
+        return dict(arguments)
+
+
+@dataclass(frozen=True)
+class SchemaTool(CheckedTool):
+    """A tool with a synchronous `answer` to checked arguments, so calls of one turn run in their order."""
+
+    answer: Callable[[Mapping[str, JSON]], str] = field(kw_only=True)
+
+
+def schema_tool(schema: ToolSchema, answer: Callable[[Mapping[str, JSON]], str]) -> SchemaTool:
+    """Return the tool with this description and these answers."""
+
+    async def call(**given: JSON) -> str:
+        return answer(given)
+
+    described = schema["function"]
+    return SchemaTool(described["name"], described["description"], call, given=schema, answer=answer)
+
+
+def fits(value: JSON, schema: Mapping[str, JSON]) -> bool:
+    """Return whether a value and its items have the types of the schema."""
+    wanted = _TYPES.get(str(schema.get("type")))
+    if wanted is None:
+        return True
+    if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
+        return False
+    choices, items = schema.get("enum"), schema.get("items")
+    if isinstance(choices, list) and value not in choices:
+        return False
+    return not isinstance(value, list) or not isinstance(items, dict) or all(fits(v, items) for v in value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +99,6 @@ class Param:
         return vocabulary().kinds[self.kind]
 
     @property
-    def is_required(self) -> bool:
-        """Whether a call must pass it."""
-        return self.default is None
-
-    @property
     def offered(self) -> str:
         """Its name in the task."""
         return self.alias or self.name
@@ -55,7 +109,7 @@ class Param:
         found: dict[str, JSON] = {"type": {"text": "string", "list": "array"}.get(self.form, self.of.type)}
         if found["type"] == "array":
             found["items"] = {"type": "string"}
-        if not self.is_required:
+        if self.default is not None:
             found["default"] = self.encode(self.default)
         return found
 
@@ -86,20 +140,15 @@ class Function:
     name: str
     domain: str
     description: str
-    verbs: tuple[str, ...]
+    verbs: Sequence[str]
     params: tuple[Param, ...]
-    returns: Mapping[str, str] = field(compare=False)
     steps: Mapping[str, JSON] = field(compare=False)
+    returns: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def required(self) -> tuple[Param, ...]:
         """The parameters without a default."""
-        return tuple(param for param in self.params if param.is_required)
-
-    @property
-    def is_changed(self) -> bool:
-        """Whether the signature differs from the catalogue."""
-        return self != catalogue()[self.name]
+        return tuple(param for param in self.params if param.default is None)
 
     @property
     def schema(self) -> ToolSchema:
@@ -139,12 +188,10 @@ class Function:
 @cache
 def catalogue() -> Mapping[str, Function]:
     """Return all functions by name."""
-    found = {}
-    for name, row in tomllib.loads(data_text("functions.toml")).items():
-        params = tuple(Param(*param) for param in row["params"])
-        words = row["domain"], row["description"], tuple(row["verbs"])
-        found[name] = Function(name, *words, params, row.get("returns", {}), row["run"])
-    return found
+    rows = read_data("functions.toml", dict)
+    for row in rows.values():
+        row["params"] = tuple(Param(*param) for param in row["params"])
+    return {name: Function(name, **row) for name, row in rows.items()}
 
 
 def change_signature(function: Function, rng: random.Random, split: str) -> Function:
@@ -158,13 +205,38 @@ def change_signature(function: Function, rng: random.Random, split: str) -> Func
     for place, param in enumerate(function.params):
         aliases = vocabulary().aliases[param.name]
         free = [one for one in (aliases[-1:] if split == "composition" else aliases[:-1]) if one not in used]
-        renamed = free and (place == must or rng.random() < 0.6)
-        alias = rng.choice(free) if renamed else ""
+        alias = rng.choice(free) if free and (place == must or rng.random() < 0.6) else ""
         used.add(alias)
         form: Form = "plain" if rng.random() < 0.65 else _FORMS.get(param.of.type, "plain")
         params.append(replace(param, alias=alias, form=form))
     rng.shuffle(params)
     return replace(function, params=tuple(params))
+
+
+Links = Mapping[str, tuple[int, str]]
+"""Parameters that take earlier results: index of the step, and field of its result."""
+
+
+@dataclass(frozen=True)
+class PlanStep:
+    """A call with the values that the request states and links to earlier results."""
+
+    function: Function
+    values: Mapping[str, JSON]
+    links: Links = field(default_factory=dict)
+
+    def request(self, verb: str) -> str:
+        """Return the request for this step."""
+        pieces = [verb]
+        for param in self.function.params:
+            if param.name in self.links:
+                pieces.append(param.piece.format(param.of.reference))
+            elif param.name in self.values:
+                pieces.append(param.piece.format(param.of.in_words(self.values[param.name])))
+        return " ".join(pieces)
+
+
+Plan = tuple[PlanStep, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,13 +252,9 @@ class Scene:
     functions: tuple[Function, ...] = ()
     described: tuple[ToolSchema, ...] = ()
 
-    def state(self) -> DomainState:
-        """Return the initial state of an episode."""
-        return DomainState(self.seed, self.known)
-
     def tools(self) -> tuple[SchemaTool, ...]:
         """Return the tools of a new episode, which share one state."""
-        state = self.state()
+        state = DomainState(self.seed, self.known)
         generated = (function.tool(state) for function in self.functions)
         return (*generated, *(schema_tool(schema, lambda given: "ok") for schema in self.described))
 

@@ -1,23 +1,94 @@
-"""Generation of tasks: a plan, its request, the offered functions and the truth."""
+"""Generation of tasks: a plan (the calls, with arguments from the request or from the results of earlier calls), its
+request, the offered functions and the truth."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence, Set
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import pairwise
+from typing import Final, NamedTuple
 
 from ludus.errors import ConfigError
 from ludus.rewards.exact_match import ExpectedAnswers
-from ludus.types import Message, Task
-from ludus.worlds.functions.catalogue import Function, Param, Scene, change_signature
-from ludus.worlds.functions.gold_calls import GoldCall, Right, Truth
-from ludus.worlds.functions.plans import Plan, PlanSampler, functions_for, request_specs
-from ludus.worlds.functions.replies import Ask
-from ludus.worlds.functions.state import Row, vocabulary
+from ludus.types import JSON, Message, Task
+from ludus.worlds.functions.catalogue import Function, Links, Param, Plan, PlanStep, Scene, catalogue, change_signature
+from ludus.worlds.functions.grader import Ask, GoldCall, Right, Truth
+from ludus.worlds.functions.state import DomainState, Row, read_data, vocabulary
 
 SYSTEM: Final = "Do what is asked with the tools. Ask back where something is missing; call nothing where no tool fits."
 SPLITS: Final = ("train", "validation", "test", "composition")
+
+
+@dataclass(frozen=True, slots=True)
+class LevelSpec:
+    """The tasks of a level; `data/requests.toml` describes the fields."""
+
+    calls: int
+    tools: int
+    changed: float
+    families: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpecs:
+    """The tables of `data/requests.toml`."""
+
+    held_out_domain: str
+    held_out_links: Sequence[Sequence[str]]
+    styles: Sequence[str]
+    joints: Mapping[str, Sequence[Sequence[str]]]
+    lookalikes: Sequence[Sequence[str]]
+    questions: Sequence[Sequence[str]]
+    levels: Mapping[str, LevelSpec]
+
+
+@cache
+def request_specs() -> RequestSpecs:
+    """Return the tables of `data/requests.toml`."""
+    return read_data("requests.toml", RequestSpecs)
+
+
+@cache
+def targets_for(split: str) -> tuple[Function, ...]:
+    """Return the functions of single calls: the held-out domain for `composition`, else the other domains."""
+    held_out = request_specs().held_out_domain
+    return tuple(one for one in catalogue().values() if (one.domain == held_out) == (split == "composition"))
+
+
+def functions_for(split: str) -> Sequence[Function]:
+    """Return the functions that tasks of a split may offer: for `composition` all, else without the held-out domain."""
+    return tuple(catalogue().values()) if split == "composition" else targets_for(split)
+
+
+@cache
+def _pairs() -> tuple[tuple[Function, Function], ...]:
+    """Return all pairs of functions of which the second takes a result of the first."""
+    every = catalogue().values()
+    return tuple((a, b) for a in every for b in every if a != b and _links(a, b, 0))
+
+
+@cache
+def pairs_for(split: str) -> tuple[tuple[Function, Function], ...]:
+    """Return the held-out pairs for `composition`, all others for every other split."""
+    return tuple(pair for pair in _pairs() if _is_held_out(*pair) == (split == "composition"))
+
+
+@cache
+def fans_for(split: str) -> tuple[tuple[Function, Function, Function], ...]:
+    """Return the triples of which the third takes a result of the first and another kind of the second.
+
+    For `composition` one of these two pairs is held out, for other splits neither.
+    """
+    ordered = sorted(_pairs(), key=lambda pair: (pair[0].name, pair[1].name))
+    return tuple(
+        (first, second, last)
+        for first, last in ordered
+        for second, other in ordered
+        if other == last and second.domain != first.domain and _fan_links(first, second, last)
+        if (_is_held_out(first, last) or _is_held_out(second, last)) == (split == "composition")
+    )
 
 
 def looks_like(function: Function) -> frozenset[str]:
@@ -26,58 +97,109 @@ def looks_like(function: Function) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Draft:
-    """A task before its tools are chosen: requests with and without values, and the right response.
-
-    `missing` is the parameter that the request omits, and the index of its step.
-    """
-
-    plan: Plan
-    request: str
-    form: str
-    right: Right
-    missing: tuple[int, Param] | None = None
-    answer: ExpectedAnswers | None = None
-
-    def truth(self, scene: Scene) -> Truth:
-        """Return the truth. Raises LookupError or ValueError if a gold call fails."""
-        gold = self._gold(scene) if self.right == "call" else ()
-        shape = f"{self.right}: " + "; ".join(sorted(step.shape for step in self.plan))
-        ask = None
-        if self.missing is not None:
-            place, param = self.missing
-            shape += f" without {place}.{param.name}"
-            function = scene.function(self.plan[place].function.name)
-            (offered,) = (one.offered for one in function.params if one.name == param.name)
-            stated = [(one, step.values.get(one.name)) for step in self.plan for one in step.function.required]
-            values = tuple((one, value) for one, value in stated if value is not None)
-            ask = Ask(function.name, param, offered, self.request, values)
-        elif self.answer is not None:
-            shape += self.form
-        calls = tuple(call.expected for call in gold)
-        return Truth(calls, self.right, gold, scene, ask, self.answer, shape, self.form)
-
-    def _gold(self, scene: Scene) -> tuple[GoldCall, ...]:
-        """Run the plan on the initial state, and return its calls with the signatures of the task."""
-        state, results, found = scene.state(), list[Row](), list[GoldCall]()
-        for step in self.plan:
-            given = {**step.values, **{name: results[place][key] for name, (place, key) in step.links.items()}}
-            left = {param.name: param.default for param in step.function.params if param.name not in given}
-            results.append(step.function.run(state, **given, **left))
-            function = scene.function(step.function.name)
-            accepted = {name: (value,) for name, value in function.encode({**given, **left}).items()}
-            optional = frozenset(param.offered for param in function.params if param.name in left)
-            after = tuple(sorted({place for place, _ in step.links.values()}))
-            found.append(GoldCall(function.name, accepted, optional, after))
-        return tuple(found)
-
-
-@dataclass(frozen=True, slots=True)
-class TaskSampler:
-    """Generates the tasks of one split at one level from `rng`; signatures are changed only with `changes`."""
+class PlanSampler:
+    """Draws the plans of a split."""
 
     rng: random.Random
     split: str
+
+    def plan(self, family: str, num: int) -> Plan:
+        """Return a plan of a family; `num` counts the calls of `several`, `parallel` and `chain`."""
+        rng, split = self.rng, self.split
+        match family:
+            case "several":
+                return tuple(self._step(function) for function in rng.sample(targets_for(split), num))
+            case "parallel":
+                return self._parallel(num)
+            case "chain":
+                return self._chain(num)
+            case "fan":
+                first, second, last = rng.choice(fans_for(split))
+                return self._step(first), self._step(second), self._step(last, _fan_links(first, second, last))
+            case "mixed":  # a chain of two, and an unrelated call of another domain
+                linked = self._chain(2)
+                domains = {step.function.domain for step in linked}
+                others = [function for function in functions_for(split) if function.domain not in domains]
+                return (*linked, self._step(rng.choice(others)))
+        return (self._step(rng.choice(targets_for(split))),)
+
+    def _parallel(self, num: int) -> Plan:
+        """Return calls of one function with different values."""
+        function, steps = self.rng.choice(targets_for(self.split)), list[PlanStep]()
+        for _ in range(20 * num):
+            step = self._step(function)
+            if len(steps) < num and all(step.values != other.values for other in steps):
+                steps.append(step)
+        return tuple(steps)
+
+    def _chain(self, num: int) -> Plan:
+        """Return calls that each take results of the one before. `composition` has a held-out link."""
+        rng, pairs, usual = self.rng, pairs_for(self.split), pairs_for("train")
+        functions = list(rng.choice(pairs))
+        while len(functions) < num:
+            after = [b for a, b in usual if a == functions[-1] and b not in functions]
+            before = [a for a, b in usual if b == functions[0] and a not in functions]
+            if after and (not before or rng.random() < 0.7):
+                functions.append(rng.choice(after))
+            elif before:
+                functions.insert(0, rng.choice(before))
+            else:
+                functions = list(rng.choice(pairs))
+        links = [_links(first, second, place) for place, (first, second) in enumerate(pairwise(functions))]
+        return self._step(functions[0]), *map(self._step, functions[1:], links)
+
+    def _step(self, function: Function, links: Links | None = None) -> PlanStep:
+        """Return the function with values of the split, all different, none the default of its parameter.
+
+        A parameter with a default has a value with probability 0.4.
+        """
+        values: dict[str, JSON] = {}
+        for param in function.params:
+            if param.name not in (links or {}) and (param.default is None or self.rng.random() < 0.4):
+                value = param.of.draw(self.rng, self.split)
+                while value in values.values() or value == param.default:
+                    value = param.of.draw(self.rng, self.split)
+                values[param.name] = value
+        return PlanStep(function, values, links or {})
+
+
+def _links(first: Function, second: Function, place: int) -> Links:
+    """Return links for the required parameters of `second` from the result of `first`, which has index `place`."""
+    found: dict[str, tuple[int, str]] = {}
+    left = dict(first.returns)
+    for param in second.required:
+        name = next((name for name, kind in left.items() if kind == param.kind), None)
+        if name is not None:
+            found[param.name] = (place, name)
+            del left[name]
+    return found
+
+
+def _fan_links(first: Function, second: Function, last: Function) -> Links:
+    """Return one link to each of two first steps, of kinds that only one of them returns."""
+    one, other = _links(first, last, 0), _links(second, last, 1)
+    return {**one, **other} if len(one) == len(other) == 1 and not set(one) & set(other) else {}
+
+
+def _is_held_out(first: Function, second: Function) -> bool:
+    domains, specs = [first.domain, second.domain], request_specs()
+    return domains in specs.held_out_links or specs.held_out_domain in domains
+
+
+class _Draft(NamedTuple):
+    """A task before its tools are chosen."""
+
+    plan: Plan
+    request: str
+    right: Right
+    ask: Ask | None = None
+    answer: ExpectedAnswers | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSampler(PlanSampler):
+    """Draws the tasks of a split at one level; signatures are changed only with `changes`."""
+
     level: int
     changes: bool = True
 
@@ -97,15 +219,17 @@ class TaskSampler:
         )
         scene = Scene(rng.randrange(2**32), known, self._offered(draft, is_changed, level.tools))
         try:
-            truth = draft.truth(scene)
+            gold = _gold_calls(draft.plan, scene) if draft.right == "call" else ()
         except (LookupError, ValueError):
             return None
+        calls = tuple(call.expected for call in gold)
+        truth = Truth(calls, draft.right, gold, scene, draft.ask, draft.answer, draft.plan)
         prompt = (Message(role="system", content=SYSTEM), Message(role="user", content=draft.request))
         tags = {
             "split": self.split,
             "family": family,
             "level": str(self.level),
-            "signature": "changed" if any(function.is_changed for function in scene.functions) else "plain",
+            "signature": "plain" if all(one == catalogue()[one.name] for one in scene.functions) else "changed",
             "null": "true" if draft.right == "decline" else "false",
         }
         return Task(f"{self.split}-{self.level}-{number:04d}", prompt, truth, tags, seed=scene.seed)
@@ -113,49 +237,44 @@ class TaskSampler:
     def _draft(self, family: str, num: int) -> _Draft:
         if family == "answer":
             return self._question()
-        maker = PlanSampler(self.rng, self.split)
         if family == "missing":
-            return self._missing(maker)
-        plan = maker.plan(family, (3 if self.level == 5 else 2) if family == "chain" else num)
-        return _Draft(plan, *self._render(plan, family), "decline" if family == "decline" else "call")
+            return self._missing("chain" if self.level >= 4 else "single")
+        num_calls = (3 if self.level == 5 else 2) if family == "chain" else num
+        plan = self.plan(family, num_calls)
+        request = self._request(plan, family, request_specs().styles)
+        return _Draft(plan, request, "decline" if family == "decline" else "call")
 
-    def _render(self, plan: Plan, family: str, missing: tuple[int, Param] | None = None) -> tuple[str, str]:
-        """Return the request, and the same without values."""
-        rng, specs = self.rng, request_specs()
-        verbs = [rng.choice(step.function.verbs) for step in plan]
-        joints = rng.choice(specs.joints.get(family, specs.joints["parallel"]))
-        style = rng.choice(specs.styles[:3] if missing else specs.styles)
-        texts = []
-        for masked in (False, True):
-            parts = [
-                step.say(verb, without=missing[1].name if missing and missing[0] == i else "", masked=masked)
-                for i, (step, verb) in enumerate(zip(plan, verbs, strict=True))
-            ]
-            text = style.format(parts[0] + "".join(map(str.__add__, joints, parts[1:])))
-            texts.append(text[0].upper() + text[1:])
-        return texts[0], texts[1]
+    def _request(self, plan: Plan, family: str, styles: Sequence[str]) -> str:
+        parts = [step.request(self.rng.choice(step.function.verbs)) for step in plan]
+        joints = self.rng.choice(request_specs().joints.get(family, request_specs().joints["parallel"]))
+        text = self.rng.choice(styles).format(parts[0] + "".join(map(str.__add__, joints, parts[1:])))
+        return text[0].upper() + text[1:]
 
-    def _missing(self, maker: PlanSampler) -> _Draft:
+    def _missing(self, family: str) -> _Draft:
         """Return a request without one value, neither an identifier nor the only required one."""
-        family = "chain" if self.level >= 4 else "single"
-        while True:
-            plan = maker.plan(family, 2)
+        free: list[tuple[int, Param]] = []
+        while not free:
+            plan = self.plan(family, 2)
             free = [
                 (i, param)
                 for i, step in enumerate(plan)
                 for param in step.function.required
                 if param.name in step.values and not param.of.letter and len(step.function.required) > 1
             ]
-            if free:
-                missing = self.rng.choice(free)
-                return _Draft(plan, *self._render(plan, family, missing), "ask", missing)
+        place, missing = self.rng.choice(free)
+        values = {name: value for name, value in plan[place].values.items() if name != missing.name}
+        plan = (*plan[:place], replace(plan[place], values=values), *plan[place + 1 :])
+        request = self._request(plan, family, request_specs().styles[:3])
+        named = [(one, step) for step in plan for one in step.function.required if one.name in step.values]
+        stated = tuple((one, step.values[one.name]) for one, step in named)
+        return _Draft(plan, request, "ask", Ask(plan[place].function.name, missing, request, stated))
 
     def _question(self) -> _Draft:
         kinds = vocabulary().kinds
         text, wanted = self.rng.choice(request_specs().questions)
         values = {name: kind.draw(self.rng, self.split) for name, kind in kinds.items() if f"{{{name}}}" in text}
-        request = text.format(**{name: kinds[name].say(value) for name, value in values.items()})
-        return _Draft((), request, text, "answer", answer=ExpectedAnswers((str(values[wanted]),)))
+        request = text.format(**{name: kinds[name].in_words(value) for name, value in values.items()})
+        return _Draft((), request, "answer", answer=ExpectedAnswers((str(values[wanted]),)))
 
     def _offered(self, draft: _Draft, is_changed: bool, num: int) -> tuple[Function, ...]:
         """Return the functions of the plan (none if no call is right) and others, shuffled."""
@@ -164,7 +283,7 @@ class TaskSampler:
         declines = draft.right == "decline"
         chosen = [] if declines else list(needed.values())
         excluded = set(needed).union(*map(looks_like, needed.values() if declines else ()))
-        kind = draft.missing[1].kind if draft.missing else None
+        kind = draft.ask.param.kind if draft.ask else None
         domains = {function.domain for function in needed.values()}
         near, far = list[Function](), list[Function]()
         for function in functions_for(self.split):
@@ -172,8 +291,7 @@ class TaskSampler:
                 (near if function.domain in domains else far).append(function)
         num_others = max(num - len(chosen), 1)
         num_near = min(len(near), num_others // 2 + rng.randrange(2), num_others) if self.level > 1 else 0
-        chosen += rng.sample(near, num_near)
-        chosen += rng.sample(far, num_others - num_near)
+        chosen += [*rng.sample(near, num_near), *rng.sample(far, num_others - num_near)]
         rng.shuffle(chosen)
         return tuple(
             change_signature(function, rng, self.split)
@@ -183,25 +301,41 @@ class TaskSampler:
         )
 
 
-def make_tasks(
-    split: str, num: int, levels: Sequence[int], seed: int, taken: Set[str] = frozenset(), changes: bool = True
-) -> tuple[Task, ...]:
-    """Return `num` tasks of a split that alternate between levels; no request occurs twice or is in `taken`.
+def _gold_calls(plan: Plan, scene: Scene) -> tuple[GoldCall, ...]:
+    """Run the plan on the initial state, and return its calls with the signatures of the task.
 
-    Without `changes` no signature is changed. Raises ConfigError if there are too few different tasks.
+    Raises LookupError or ValueError if a call fails.
     """
-    makers = [TaskSampler(random.Random(f"{split}/{level}/{seed}"), split, level, changes) for level in levels]
+    state, results, found = DomainState(scene.seed, scene.known), list[Row](), list[GoldCall]()
+    for step in plan:
+        given = {**step.values, **{name: results[place][key] for name, (place, key) in step.links.items()}}
+        left = {param.name: param.default for param in step.function.params if param.name not in given}
+        results.append(step.function.run(state, **given, **left))
+        function = scene.function(step.function.name)
+        accepted = {name: (value,) for name, value in function.encode({**given, **left}).items()}
+        optional = frozenset(param.offered for param in function.params if param.name in left)
+        after = tuple(sorted({place for place, _ in step.links.values()}))
+        found.append(GoldCall(function.name, accepted, optional, after))
+    return tuple(found)
+
+
+def sample_tasks(samplers: Sequence[TaskSampler], num: int, taken: Set[str]) -> tuple[Task, ...]:
+    """Return `num` tasks, alternately from each sampler; no request occurs twice or is in `taken`.
+
+    Raises ConfigError if there are too few different tasks.
+    """
     tasks: list[Task] = []
     seen = set(taken)
     for _ in range(20 * num + 200):
-        task = makers[len(tasks) % len(makers)].task(len(tasks))
+        task = samplers[len(tasks) % len(samplers)].task(len(tasks))
         if task is not None and request_of(task) not in seen:
             seen.add(request_of(task))
             tasks.append(task)
         if len(tasks) == num:
             return tuple(tasks)
     raise ConfigError(
-        f"There are no {num} different tasks of the split {split!r}.", "Decrease env.settings.num_tasks, or add levels."
+        f"There are no {num} different tasks of the split {samplers[0].split!r}.",
+        "Decrease env.settings.num_tasks, or add levels.",
     )
 
 

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ludus.envs.messages import assistant, tool_call
+from ludus.envs.tool_env import describe_error
 from ludus.rewards.base import truth_of
 from ludus.rewards.paper_rewards import ExpectedCall
 from ludus.tools.base import ArgumentError
-from ludus.types import JSON, Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
-from ludus.worlds.functions.gold_calls import GoldCall, Truth
+from ludus.types import JSON, Message, Task, ToolOutcome, ToolStatus
+from ludus.worlds.functions.grader import GoldCall, Truth
 
 DONE = "Done."
 NO_TOOL = "No tool fits."
@@ -39,36 +40,27 @@ class Attempt:
     task: Task
     messages: list[Message] = field(default_factory=list)
     outcomes: list[ToolOutcome] = field(default_factory=list)
-    _num_turns: int = 0
 
     def __post_init__(self) -> None:
         self._tools = {tool.name: tool for tool in truth_of(self.task, Truth).scene.tools()}
 
     def call(self, *calls: ExpectedCall, train: bool = True) -> None:
         """Add one turn of calls and their responses."""
-        ids = [f"call_{self._num_turns}_{i}" for i in range(len(calls))]
-        self._num_turns += 1
-        made = [tool_call(id_, call.name, call.arguments) for id_, call in zip(ids, calls, strict=True)]
+        turn = sum(message["role"] == "assistant" for message in self.messages)
+        made = [tool_call(f"call_{turn}_{i}", call.name, call.arguments) for i, call in enumerate(calls)]
         message = Message(role="assistant", content="", tool_calls=made)
         self.messages.append(message if train else Message({**message, "train": False}))
-        for id_, call in zip(ids, calls, strict=True):
-            status, text = self._answer(call)
-            self.messages.append(Message(role="tool", content=text, tool_call_id=id_, name=call.name))
-            self.outcomes.append(ToolOutcome(id_, call.name, status, text))
+        for one, call in zip(made, calls, strict=True):
+            status, text = self._execute(call)
+            self.messages.append(Message(role="tool", content=text, tool_call_id=one["id"], name=call.name))
+            self.outcomes.append(ToolOutcome(one["id"], call.name, status, text))
 
-    def say(self, text: str) -> None:
+    def answer(self, text: str) -> None:
         """Add the last message."""
         self.messages.append(assistant(text))
 
-    def trajectory(self) -> Trajectory:
-        """Return the episode for rewards, without tokens."""
-        messages = (*self.task.prompt, *self.messages)
-        return Trajectory(self.task.id, 0, (), messages, StopReason.ANSWERED, tuple(self.outcomes))
-
-    def _answer(self, call: ExpectedCall) -> tuple[ToolStatus, str]:
-        tool = self._tools.get(call.name)
-        if tool is None:
-            return ToolStatus.UNKNOWN_TOOL, f"Error: there is no tool {call.name!r}."
+    def _execute(self, call: ExpectedCall) -> tuple[ToolStatus, str]:
+        tool = self._tools[call.name]
         try:
             checked = tool.check(call.arguments)
         except ArgumentError as error:
@@ -76,12 +68,12 @@ class Attempt:
         try:
             return ToolStatus.OK, tool.answer(checked)
         except (LookupError, ValueError) as error:
-            return ToolStatus.RAISED, f"Error: {type(error).__name__}: {error}"
+            return ToolStatus.RAISED, f"Error: {describe_error(error)}"
 
 
 def play(task: Task, flaws: CallFlaws, rng: random.Random) -> Attempt:
     """Return an attempt at the task."""
-    truth, attempt = truth_of(task, Truth), Attempt(task)
+    truth, attempt, text = truth_of(task, Truth), Attempt(task), DONE
     is_flawed = rng.random() < flaws.habit
     if truth.right == "call":
         turns = turns_of(truth.gold)
@@ -92,16 +84,15 @@ def play(task: Task, flaws: CallFlaws, rng: random.Random) -> Attempt:
             turns = [turns[0][:1]]
         for calls in turns:
             attempt.call(*(call.expected for call in calls))
-        attempt.say(DONE)
     elif truth.right == "any_call":
         function = truth.scene.tools()[0].schema["function"]
         attempt.call(ExpectedCall(function["name"], _required_values(function["parameters"])))
-        attempt.say(DONE)
     elif is_flawed and truth.answer is None and truth.scene.functions:
-        attempt.call(_invented_call(truth, rng))
-        attempt.say(DONE)
+        chosen = truth.scene.functions[0] if truth.ask is None else truth.scene.function(truth.ask.function)
+        attempt.call(ExpectedCall(chosen.name, chosen.drawn(rng)))
     else:
-        attempt.say(_right_answers(truth)[0])
+        text = _right_answers(truth)[0]
+    attempt.answer(text)
     return attempt
 
 
@@ -118,23 +109,21 @@ def alternative_solutions(task: Task) -> Iterator[Sequence[Message]]:
     truth = truth_of(task, Truth)
     if truth.right == "call":
         turns = turns_of(truth.gold)
-        seen = [_called(task, [[gold.expected for gold in turn] for turn in turns])]
-        for solution in (
-            _called(task, [[_with_all_arguments(gold) for gold in turn] for turn in turns]),
-            _called(task, [[gold.with_values(-1)] for turn in turns for gold in reversed(turn)]),
-        ):
-            if solution not in seen:
-                seen.append(solution)
-                yield solution
+        episodes = [
+            _episode(task, [[gold.expected for gold in turn] for turn in turns]),
+            _episode(task, [[_with_all_arguments(gold) for gold in turn] for turn in turns]),
+            _episode(task, [[gold.with_values(-1)] for turn in turns for gold in reversed(turn)]),
+        ]
+        yield from (one for i, one in enumerate(episodes) if i and one not in episodes[:i])
     elif truth.right != "any_call":
         yield from ([assistant(text)] for text in _right_answers(truth)[1:])
 
 
-def _called(task: Task, turns: Sequence[Sequence[ExpectedCall]]) -> Sequence[Message]:
+def _episode(task: Task, turns: Sequence[Sequence[ExpectedCall]]) -> Sequence[Message]:
     attempt = Attempt(task)
     for calls in turns:
         attempt.call(*calls)
-    attempt.say(DONE)
+    attempt.answer(DONE)
     return attempt.messages
 
 
@@ -163,13 +152,6 @@ def _flawed_call(truth: Truth, gold: GoldCall) -> ExpectedCall | None:
     if any(name != plain[name] for name in call.arguments):
         return ExpectedCall(call.name, {plain[name]: value for name, value in call.arguments.items()})
     return ExpectedCall(call.name, dict(list(call.arguments.items())[:-1])) if call.arguments else None
-
-
-def _invented_call(truth: Truth, rng: random.Random) -> ExpectedCall:
-    """Return a call, with invented values, of the function with a missing argument or the first one."""
-    scene = truth.scene
-    function = scene.function(truth.ask.function) if truth.ask is not None else scene.functions[0]
-    return ExpectedCall(function.name, function.drawn(rng))
 
 
 def _required_values(schema: Mapping[str, JSON]) -> dict[str, JSON]:

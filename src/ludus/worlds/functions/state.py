@@ -10,31 +10,33 @@ import hashlib
 import operator
 import random
 import tomllib
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Final
+from typing import Final, TypeVar
+
+from pydantic import TypeAdapter
 
 from ludus.rewards.exact_match import normalise
 from ludus.types import JSON
 
+T = TypeVar("T")
 Row = dict[str, JSON]
 
 
-def data_text(name: str) -> str:
-    """Return the text of a data file of the world."""
-    return (files("ludus.worlds.functions") / "data" / name).read_text("utf-8")
+def read_data(name: str, kind: type[T]) -> T:
+    """Return a TOML file of the folder `data`, converted to a type, such as a dataclass with a field per table."""
+    text = (files("ludus.worlds.functions") / "data" / name).read_text("utf-8")
+    return TypeAdapter(kind).validate_python(tomllib.loads(text))
 
 
 @dataclass(frozen=True, slots=True)
 class ValueKind:
     """A kind of value; `data/values.toml` describes the fields."""
 
-    name: str
     type: str = "string"
-    pool: Sequence[JSON] = ()
+    pool: Sequence[bool | int | float | str] = ()
     literal: str = "{}"
     reference: str = ""
     asks: Sequence[str] = ()
@@ -52,7 +54,7 @@ class ValueKind:
             return self.identifier(rng.randrange(1000, 10_000))
         places = {"train": range(6), "validation": range(6, 7)}.get(split, range(7, 10))
         if self.type == "array":
-            people = vocabulary().kinds["person"].pool
+            people: Sequence[JSON] = vocabulary().kinds["person"].pool
             return rng.sample([name for i, name in enumerate(people) if i % 10 in places], 2)
         is_shared = len(self.pool) < 10 or self.type != "string"
         while True:
@@ -60,7 +62,7 @@ class ValueKind:
             if is_shared or place % 10 in places:
                 return self.pool[place]
 
-    def say(self, value: JSON) -> str:
+    def in_words(self, value: JSON) -> str:
         """Return the words for a value in a request."""
         return self.literal.format(" and ".join(map(str, value)) if isinstance(value, list) else str(value))
 
@@ -78,9 +80,7 @@ class Vocabulary:
 @cache
 def vocabulary() -> Vocabulary:
     """Return the kinds of values and the words for them."""
-    tables = tomllib.loads(data_text("values.toml"))
-    tables["kinds"] = {name: ValueKind(name, **row) for name, row in tables["kinds"].items()}
-    return Vocabulary(**tables)
+    return read_data("values.toml", Vocabulary)
 
 
 @dataclass
@@ -89,11 +89,11 @@ class DomainState:
 
     seed: int
     known: tuple[tuple[str, str], ...] = ()
-    _rows: dict[str, dict[str, Row]] = field(init=False, default_factory=lambda: defaultdict(dict))
 
     def __post_init__(self) -> None:
-        for kind, key in self.known:
-            self._rows[kind][key] = {}
+        self._rows: dict[tuple[str, str], Row] = {one: {} for one in self.known}
+        self.operations: dict[str, Callable[..., JSON]] = {"number": self.number, "pick": self.pick}
+        self.operations |= {"issue": self.issue, "drop": self.drop, **_OPERATIONS}
 
     def number(self, low: int, high: int, *parts: JSON) -> int:
         """Return a number from `low` to `high`, the same for equal parts."""
@@ -110,20 +110,20 @@ class DomainState:
     def issue(self, kind: str, *parts: JSON) -> str:
         """Return the identifier for these parts and add it to `known`."""
         made = vocabulary().kinds[kind].identifier(self.number(1000, 9999, kind, *_flatten(parts)))
-        self._rows[kind].setdefault(made, {})
+        self._rows.setdefault((kind, made), {})
         return made
 
     def row(self, kind: str, key: str) -> Row:
         """Return the row of a key, such as a room. Raises LookupError for an unknown identifier."""
         if not vocabulary().kinds[kind].letter:
-            return self._rows[kind].setdefault(normalise(key) or key, {})
-        if key not in self._rows[kind]:
+            return self._rows.setdefault((kind, normalise(key) or key), {})
+        if (kind, key) not in self._rows:
             raise LookupError(f"there is no {kind} {key!r}")
-        return self._rows[kind][key]
+        return self._rows[kind, key]
 
     def drop(self, kind: str, key: str) -> str:
         """Delete the row of a known identifier, and return the identifier."""
-        del self._rows[kind][key]
+        del self._rows[kind, key]
         return key
 
 
@@ -151,9 +151,7 @@ def _evaluate(expression: JSON, scope: Row, state: DomainState) -> JSON:
         kind, argument, *place = str(operands[0]).split(".")
         row = state.row(kind, str(scope[argument]))
         return row.get(place[0], *operands[1:]) if place else row
-    if name in _STATE_OPERATIONS:
-        return _STATE_OPERATIONS[str(name)](state, *operands)
-    return _OPERATIONS[str(name)](*operands)
+    return state.operations[str(name)](*operands)
 
 
 def _withdraw(balance: float, amount: float, account: str) -> float:
@@ -163,12 +161,6 @@ def _withdraw(balance: float, amount: float, account: str) -> float:
     return left
 
 
-_STATE_OPERATIONS: Final[Mapping[str, Callable[..., JSON]]] = {
-    "number": DomainState.number,
-    "pick": DomainState.pick,
-    "issue": DomainState.issue,
-    "drop": DomainState.drop,
-}
 _OPERATIONS: Final[Mapping[str, Callable[..., JSON]]] = {
     "+": operator.add,
     "*": operator.mul,

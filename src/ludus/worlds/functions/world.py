@@ -17,15 +17,16 @@ from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, check_split
 from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.code.turns import TurnVerifier
+from ludus.rewards.exact_match import well_formed
+from ludus.rewards.shaping import either, only_if
 from ludus.sandbox import Sandbox, open_sandbox
-from ludus.types import JSON, Message, Task
+from ludus.types import Message, Task
 from ludus.worlds.functions.bfcl.api_env import ApiEnv, ApiTruth, gold_messages
 from ludus.worlds.functions.bfcl.reader import load_tasks
 from ludus.worlds.functions.catalogue import Scene, catalogue
-from ludus.worlds.functions.generate import SPLITS, SYSTEM, TaskSampler, make_tasks, request_of
-from ludus.worlds.functions.gold_calls import Truth, function_rewards, gold_calls_made
+from ludus.worlds.functions.generate import SPLITS, TaskSampler, request_of, sample_tasks
+from ludus.worlds.functions.grader import Truth, gold_calls_made, part_made, solved
 from ludus.worlds.functions.solver import CallFlaws, alternative_solutions, play
-from ludus.worlds.functions.tools import SchemaTool
 
 SHARES = {"train": 1.0, "validation": 0.1, "test": 0.25, "composition": 0.2}
 """Number of tasks of each split relative to training."""
@@ -81,8 +82,10 @@ class FunctionsWorld(World):
 
     @property
     def rewards(self) -> tuple[Reward, ...]:
-        """The outcome is 0 or 1; an episode without failed calls has a smaller format reward."""
-        return function_rewards(self.settings.well_formed_weight)
+        """The outcome, 0 or 1, and a smaller format reward, for an episode without failed calls that is solved or
+        made a gold call."""
+        form = only_if(well_formed, either(solved, part_made))
+        return Reward("solved", solved, outcome=True), Reward("well_formed", form, self.settings.well_formed_weight)
 
     @property
     def turn_verifier(self) -> TurnVerifier | None:
@@ -98,34 +101,29 @@ class FunctionsWorld(World):
 
     def environment(self, task: Task) -> ToolEnv | ApiEnv:
         """Return a new episode with its own state; calls of tasks of several turns run in the sandbox."""
+        has_tools = self.settings.access == "tool"
         if isinstance(task.truth, ApiTruth):
-            return ApiEnv(task.truth, self.rewards, self.limits, self.sandbox, self.settings.access != "none")
-        return ToolEnv(self._tools(task), self.rewards, self.limits)
-
-    def opening(self, question: str) -> tuple[Message, ...]:
-        """Return the system message and the request."""
-        return Message(role="system", content=SYSTEM), Message(role="user", content=question)
+            return ApiEnv(task.truth, self.rewards, self.limits, self.sandbox, has_tools)
+        if isinstance(task.truth, Truth):
+            scene = task.truth.scene
+        else:  # a question of a user: one function of each domain
+            first = {function.domain: function for function in [*catalogue().values()][::-1]}
+            scene = Scene(task.seed, functions=tuple(first.values()))
+        return ToolEnv(scene.tools() if has_tools else (), self.rewards, self.limits)
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
-        """Yield dialogues of the flawed solver on new training tasks without end.
-
-        No request occurs in a held-out split.
-        """
+        """Yield dialogues of the flawed solver on new training tasks without end; no request is held out."""
         settings = self.settings
         rng = random.Random(f"demonstrations/{settings.seed}/{seed}")
-        flaws = CallFlaws(settings.habit, settings.mended)
         makers = [TaskSampler(rng, "train", level, settings.changed_in_training) for level in settings.levels]
         held_out = {request_of(task) for split in SPLITS[1:] for task in self.tasks(split)}
         for number in itertools.count():
             task = makers[number % len(makers)].task(number)
             if task is not None and request_of(task) not in held_out:
-                yield _show(task, flaws, rng)
+                yield _show(task, CallFlaws(settings.habit, settings.mended), rng)
 
     def expert(self, task: Task) -> Dialogue | None:
-        """Return a dialogue of the solver without flaws; None if the task offers no functions.
-
-        A dialogue of several turns has the gold calls without their responses.
-        """
+        """Return a dialogue without flaws (of several turns: without responses); None if there are no functions."""
         if self.settings.access == "none":
             return None
         if isinstance(task.truth, ApiTruth):
@@ -147,8 +145,8 @@ class FunctionsWorld(World):
         for dialogue in itertools.islice(self.demonstrations(seed=0), self.num_text_dialogues):
             for tool in dialogue.tools:
                 function = tool.schema["function"]
-                properties: Mapping[str, Mapping[str, JSON]] = function["parameters"]["properties"]
-                params = ", ".join(f"{name}: {schema.get('type', 'any')}" for name, schema in properties.items())
+                properties = function["parameters"]["properties"].items()
+                params = ", ".join(f"{name}: {schema.get('type', 'any')}" for name, schema in properties)
                 yield f"{function['name']}({params}) {function['description']}"
             for message in dialogue.messages:
                 yield message["content"]
@@ -169,26 +167,21 @@ class FunctionsWorld(World):
         """Close the sandbox."""
         await self.sandbox.close()
 
-    def _tools(self, task: Task) -> Sequence[SchemaTool]:
-        """Return the tools of the task; without a truth, one function of each domain."""
-        if self.settings.access == "none":
-            return ()
-        if isinstance(task.truth, Truth):
-            return task.truth.scene.tools()
-        first = {function.domain: function for function in [*catalogue().values()][::-1]}
-        return Scene(task.seed, (), tuple(first.values())).tools()
-
     def _make(self, split: str) -> tuple[Task, ...]:
         settings = self.settings
         if split == FILE_SPLIT and settings.data is not None:
-            answers = None if settings.data_answers is None else Path(settings.data_answers)
+            answers = Path(settings.data_answers) if settings.data_answers is not None else None
             return load_tasks(Path(settings.data), answers, split, settings.data_bad_lines)
         is_held_out = split in ("test", "composition")
         share = max(round(settings.num_tasks * SHARES[split]), 1)
         num = settings.num_held_out or share if is_held_out else share
         taken = {request_of(task) for other in SPLITS[: SPLITS.index(split)] for task in self.tasks(other)}
         changes = settings.changed_in_training or is_held_out
-        return make_tasks(split, num, settings.levels, settings.seed, taken, changes)
+        samplers = [
+            TaskSampler(random.Random(f"{split}/{level}/{settings.seed}"), split, level, changes)
+            for level in settings.levels
+        ]
+        return sample_tasks(samplers, num, taken)
 
 
 def make_functions_world(settings: Mapping[str, object], limits: ToolLimits) -> FunctionsWorld:
@@ -198,5 +191,5 @@ def make_functions_world(settings: Mapping[str, object], limits: ToolLimits) -> 
 
 def _show(task: Task, flaws: CallFlaws, rng: random.Random) -> Dialogue:
     messages, truth = play(task, flaws, rng).messages, truth_of(task, Truth)
-    teaches: Literal["tool_use", "negatives"] = "tool_use" if truth.right in ("call", "any_call") else "negatives"
-    return Dialogue((*task.prompt, *messages), truth.scene.tools(), teaches)
+    has_call = truth.right in ("call", "any_call")
+    return Dialogue((*task.prompt, *messages), truth.scene.tools(), "tool_use" if has_call else "negatives")

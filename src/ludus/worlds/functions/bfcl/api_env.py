@@ -1,44 +1,183 @@
-"""Episodes of BFCL tasks of several turns, whose calls run on API classes in the sandbox.
+"""Tasks of several turns: the API classes of BFCL, and episodes whose calls run on them in the sandbox.
 
-The sandbox keeps no state: each run replays all earlier calls first, which is deterministic because the
+The modules of the package bfcl-eval are read as files and imported only in the sandbox; its pinned dependencies are
+not needed. The sandbox keeps no state: each run replays all earlier calls first, which is deterministic because the
 classes draw from seeds in their configuration.
 """
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import importlib.util
 import inspect
+import io
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import sys
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from functools import cache
+from pathlib import Path, PurePosixPath
 from typing import Final
 
+from pydantic import BaseModel, Field, JsonValue
+
 from ludus.envs.messages import assistant, tool_call
+from ludus.envs.task_files import RecordError, parse_record
 from ludus.envs.tool_env import ToolEnv, ToolLimits
-from ludus.errors import WorldError
+from ludus.errors import UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.unit_tests import Suite
-from ludus.rewards.extract import NotJson, read_json
 from ludus.rewards.paper_rewards import ExpectedCall
 from ludus.sandbox.base import MIB, Limits, Sandbox
-from ludus.tools.base import ToolError, ToolSchema
+from ludus.tools.base import FunctionSchema, ToolError, ToolSchema
 from ludus.types import JSON, Action, Message, StepResult, ToolOutcome, ToolStatus
 from ludus.worlds.functions.bfcl import guest_runner
-from ludus.worlds.functions.bfcl.api_classes import archive
-from ludus.worlds.functions.gold_calls import VERDICT
-from ludus.worlds.functions.tools import CheckedTool
+from ludus.worlds.functions.catalogue import CheckedTool
+from ludus.worlds.functions.grader import VERDICT
 
 LIMITS: Final = Limits(wall_s=20.0, cpu_s=15.0, output_bytes=8 * MIB, files_out=0)
 Turns = Sequence[Sequence[ExpectedCall]]
 """The calls of each turn."""
+_PACKAGE: Final = "bfcl_eval"
+_SOURCES: Final = PurePosixPath("bfcl_eval/eval_checker/multi_turn_eval/func_source_code")
+_DESCRIPTIONS: Final = PurePosixPath("bfcl_eval/data/multi_turn_func_doc")
+_PACKAGES: Final = {
+    _PACKAGE: ("BFCL's tasks of several turns run on its API classes", "pip install --no-deps bfcl-eval"),
+    "mpmath": ("A class of bfcl-eval needs another package", "pip install mpmath"),
+}
+"""The packages that are sent to the sandbox, with the reasons, and the commands that install them."""
+_TYPES: Final = {
+    **{name: name for name in ("object", "number", "integer", "string", "boolean", "array")},
+    "dict": "object",
+    "float": "number",
+    "double": "number",
+    "long": "integer",
+    "tuple": "array",
+}
+"""JSON schema types by their names in BFCL; others are not checked."""
+
+
+class Description(BaseModel):
+    """The description of a function."""
+
+    name: str = Field(min_length=1)
+    description: str = ""
+    parameters: dict[str, JsonValue] = {}
+
+
+def read_schemas(described: Iterable[Description]) -> dict[str, ToolSchema]:
+    """Return the descriptions of functions by name. Raises RecordError."""
+    found: dict[str, ToolSchema] = {}
+    for one in described:
+        if one.name in found:
+            raise RecordError(f"duplicate function {one.name!r}")
+        schema = _schema(one.parameters)
+        if not isinstance(schema, dict) or not isinstance(schema.get("properties", {}), dict):
+            raise RecordError(f'"parameters" of {one.name!r} is not a JSON schema')
+        parameters = {"type": "object", "properties": {}, "required": [], **schema}
+        function = FunctionSchema(name=one.name, description=one.description, parameters=parameters)
+        found[one.name] = ToolSchema(type="function", function=function)
+    return found
+
+
+def _schema(given: JSON) -> JSON:
+    """Return the schema with the type names of JSON schema, without unknown types."""
+    if not isinstance(given, dict):
+        return given
+    schema = {key: _schema(value) if key == "items" else value for key, value in given.items() if key != "type"}
+    if str(given.get("type")) in _TYPES:
+        schema["type"] = _TYPES[str(given["type"])]
+    if isinstance(properties := schema.get("properties"), dict):
+        schema["properties"] = {name: _schema(one) for name, one in properties.items()}
+    return schema
+
+
+def _site_folder(package: str) -> Path:
+    """Return the folder in which a package is installed. Raises UserError if it is not."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        reason, command = _PACKAGES[package]
+        raise UserError(f"{reason}, and {package.replace('_', '-')} is not installed.", command)
+    return Path(spec.submodule_search_locations[0]).parent
+
+
+def find_classes(names: Iterable[str]) -> tuple[dict[str, str], dict[str, ToolSchema]]:
+    """Return the names of the modules that define classes, by class, and the descriptions of their functions.
+
+    Raises RecordError for a class that cannot be used in the sandbox, and UserError if bfcl-eval is not installed.
+    """
+    site = _site_folder(_PACKAGE)
+    modules: dict[str, str] = {}
+    described: list[Description] = []
+    for name in names:
+        stem = _classes(site).get(name)
+        path = site / _DESCRIPTIONS / f"{stem}.json"
+        if stem is None or not path.is_file():
+            raise RecordError(f"its class {name!r} is not in the installed bfcl-eval")
+        _, packages = _imports_of(frozenset({site / _SOURCES / f"{stem}.py"}))
+        if lacking := [package for package in packages if package not in _PACKAGES]:
+            raise RecordError(f"its class {name!r} needs the package {lacking[0]!r}, which is not in the sandbox")
+        try:
+            lines = path.read_text("utf-8").split("\n")
+            described += [Description.model_validate_json(line) for line in lines if line.strip()]
+        except (OSError, ValueError) as error:
+            raise RecordError(f"{path} cannot be read ({error})") from None
+        modules[name] = ".".join((*_SOURCES.parts, stem))
+    return modules, read_schemas(described)
+
+
+@cache
+def _classes(site: Path) -> Mapping[str, str]:
+    """Return the module, without its folder, that defines each class."""
+    return {
+        node.name: source.stem
+        for source in sorted((site / _SOURCES).glob("*.py"))
+        for node in ast.parse(source.read_text("utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    }
+
+
+@cache
+def _imports_of(modules: frozenset[Path]) -> tuple[list[Path], list[str]]:
+    """Return the transitive imports of modules: modules of the package, with themselves, and other packages."""
+    found, packages = sorted(modules), set[str]()
+    for module in found:
+        for node in ast.walk(ast.parse(module.read_text("utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in [node.module or ""] if isinstance(node, ast.ImportFrom) else names:
+                sibling, top = module.with_name(f"{name.rpartition('.')[2]}.py"), name.partition(".")[0]
+                if top == _PACKAGE and sibling.is_file():
+                    found += [] if sibling in found else [sibling]
+                elif top not in sys.stdlib_module_names:
+                    packages.add(top)
+    return sorted(found), sorted(packages)
+
+
+@cache
+def archive(modules: frozenset[str]) -> bytes:
+    """Return the modules and their imports as an importable archive. Raises UserError if a package is missing."""
+    folder = _site_folder(_PACKAGE) / _SOURCES
+    paths, packages = _imports_of(frozenset(folder / f"{module.rpartition('.')[2]}.py" for module in modules))
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as packed:
+        for parent in (_SOURCES, *_SOURCES.parents[:-1]):
+            packed.writestr(f"{parent}/__init__.py", "")
+        for path in paths:
+            packed.write(path, f"{_SOURCES}/{path.name}")
+        for name in packages:
+            site = _site_folder(name)
+            for path in sorted(path for path in (site / name).rglob("*.py") if "tests" not in path.parts):
+                packed.write(path, path.relative_to(site).as_posix())
+    return buffer.getvalue()
 
 
 @dataclass(frozen=True, slots=True)
 class ApiTruth(Suite):
     """The truth of a task of several turns: a test `turn N` for each turn with gold calls.
 
-    `modules` are those of the involved classes. `schemas` are offered from the start, `added` maps a turn to
-    the schemas offered from then on. `turns` are the messages of the user.
+    `modules` are those of the involved classes, `turns` the user's messages, `added` the schemas that a turn adds.
     """
 
     modules: Mapping[str, str] = field(default_factory=dict)
@@ -63,17 +202,11 @@ class ApiTruth(Suite):
 class ApiEnv(ToolEnv):
     """One episode of several turns: an answer without a call is followed by the user's next turn.
 
-    After the last turn, all calls are compared with the gold calls, and the verdict becomes an outcome that
-    the model does not see. `offers_tools` is false for a baseline without tools.
+    After the last turn, all calls are compared with the gold calls; the model does not see the outcome.
     """
 
     def __init__(
-        self,
-        truth: ApiTruth,
-        rewards: Sequence[Reward],
-        limits: ToolLimits,
-        sandbox: Sandbox,
-        offers_tools: bool = True,
+        self, truth: ApiTruth, rewards: Sequence[Reward], limits: ToolLimits, sandbox: Sandbox, offers_tools: bool
     ) -> None:
         super().__init__(tuple(map(self._tool, truth.schemas)) if offers_tools else (), rewards, limits)
         self._truth, self._sandbox = truth, sandbox
@@ -101,46 +234,22 @@ class ApiEnv(ToolEnv):
 
     async def _verdict(self) -> ToolOutcome:
         """Return whether each turn agrees with the gold calls, by test name; all False if the run fails."""
-        agrees = (await self._run(self._made, self._truth.gold)).get("agrees")
-        flags = enumerate(agrees, 1) if isinstance(agrees, list) else ()
-        agreeing = {f"turn {number}" for number, flag in flags if flag is True}
-        verdict = {test: test in agreeing for test in self._truth.fail_to_pass}
+        reply = await self._run(self._made, self._truth.gold)
+        verdict = {test: reply.get(test) is True for test in self._truth.fail_to_pass}
         return ToolOutcome("", VERDICT, ToolStatus.OK, json.dumps(verdict))
-
-    async def _call(self, call: ExpectedCall) -> str:
-        """Record a call and return its response. Raises ToolError if the call raised an exception."""
-        async with self._lock:
-            made = [*self._made[-1], call]
-            reply = await self._run([*self._made[:-1], made], None)
-            texts, raised = reply.get("said"), reply.get("raised")
-            if not isinstance(texts, list) or not isinstance(raised, list):
-                raise ToolError("the call takes too much time or memory and was not made")
-            self._made[-1] = made
-        if raised[-1] is True:
-            raise ToolError(str(texts[-1]))
-        return str(texts[-1])
 
     async def _run(self, made: Turns, gold: Turns | None) -> Mapping[str, JSON]:
         """Return the reply of the sandbox, empty if the run exceeds its limits. Raises WorldError if it fails."""
-        truth = self._truth
-        order = {
-            "classes": dict(truth.modules),
-            "config": dict(truth.config),
-            "extended": truth.extended,
-            "made": _as_json(made),
-            "gold": None if gold is None else _as_json(gold),
-        }
+        shared = {"classes": self._truth.modules, "config": self._truth.config, "extended": self._truth.extended}
         outcome = await self._sandbox.run(
             f"{inspect.getsource(guest_runner)}\nmain()\n",
-            files={"apis.zip": archive(frozenset(truth.modules.values()))},
-            stdin=json.dumps(order).encode(),
+            files={"apis.zip": archive(frozenset(self._truth.modules.values()))},
+            stdin=json.dumps({**shared, "made": made, "gold": gold}, default=astuple).encode(),
             limits=LIMITS,
         )
         try:
-            reply = read_json(outcome.text) if outcome.ok else {}
-        except NotJson:
-            return {}
-        if not isinstance(reply, dict):
+            reply = parse_record(outcome.text if outcome.ok else "{}")
+        except RecordError:
             return {}
         if "fault" in reply:
             raise WorldError(f"The objects of the task cannot be created: {reply['fault']}.")
@@ -150,13 +259,18 @@ class ApiEnv(ToolEnv):
         described = schema["function"]
 
         async def call(**given: JSON) -> str:
-            return await self._call(ExpectedCall(described["name"], given))
+            async with self._lock:
+                made = [*self._made[-1], ExpectedCall(described["name"], given)]
+                reply = await self._run([*self._made[:-1], made], None)
+                response = reply.get("response")
+                if not isinstance(response, str):
+                    raise ToolError("the call takes too much time or memory and was not made")
+                self._made[-1] = made
+            if reply.get("raised") is True:
+                raise ToolError(response)
+            return response
 
         return CheckedTool(described["name"], described["description"], call, given=schema)
-
-
-def _as_json(turns: Turns) -> list[list[list[JSON]]]:
-    return [[[call.name, dict(call.arguments)] for call in calls] for calls in turns]
 
 
 def gold_messages(truth: ApiTruth) -> list[Message]:

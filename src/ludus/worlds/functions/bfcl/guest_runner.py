@@ -1,21 +1,18 @@
 """Sandbox program for tasks of several turns: runs calls on new objects of API classes.
 
-Its source text is the program. It reads the arguments of `reply` from stdin and writes one JSON object to stdout:
+Its source text is the program. It reads the arguments of `reply` from stdin as JSON: the modules of the involved
+classes by name; the arguments of their `_load_scenario` by class (a class without that method has no state); whether
+the long contents of `long_context` are loaded; the calls of each turn, `[name, arguments]`; the gold calls, or null.
 
-    classes    the modules of the involved classes by name; all are imported from the program's folder
-    config     the arguments of their `_load_scenario` by class; a class without that method has no state
-    extended   whether the long contents of `long_context` are loaded
-    made       the calls of each turn, `[name, arguments]`
-    gold       the same for the gold calls, or null
-
-Without gold calls the reply is `{"said": texts, "raised": flags}` of the calls of the last turn. With them it
-is `{"agrees": flags}`, one flag for each turn: whether calls were made, the public attributes of all objects
-equal those after the gold calls, and the responses so far contain those of the turn's gold calls. A turn
-without gold calls agrees. `{"fault": text}` reports objects that cannot be created.
+It writes one JSON object to stdout. Without gold calls, `{"response": text, "raised": flag}` of the last call. With
+them, a flag for each `turn N`: whether calls were made, the public attributes of all objects equal those after the
+gold calls, and the responses so far contain those of the turn's gold calls. A turn without gold calls agrees.
+`{"fault": text}` reports objects that cannot be created.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import json
@@ -36,8 +33,7 @@ class Objects:
         for name, one in self.made.items():
             found = dict(inspect.getmembers(one, inspect.ismethod))
             if "_load_scenario" in found:
-                own = json.loads(json.dumps(config.get(name, {})))
-                found["_load_scenario"](own, long_context=extended)
+                found["_load_scenario"](copy.deepcopy(config.get(name, {})), long_context=extended)
             self.methods.update(found)
 
     def run(self, calls: Calls) -> list[tuple[str, bool]]:
@@ -73,15 +69,15 @@ def reply(
     except Exception as error:  # boundary: third-party code and configuration may raise
         return {"fault": f"{type(error).__name__}: {error}"}
     if gold is None:
-        *_, last = map(objects.run, made)
-        return {"said": [text for text, _ in last], "raised": [raised for _, raised in last]}
-    said, agrees = Counter[str](), list[bool]()
-    for calls, wanted in zip(made, gold, strict=True):
-        said.update(text for text, _ in objects.run(calls))
+        *_, (response, raised) = [one for calls in made for one in objects.run(calls)]
+        return {"response": response, "raised": raised}
+    responses, agrees = Counter[str](), dict[str, object]()
+    for number, (calls, wanted) in enumerate(zip(made, gold, strict=True), 1):
+        responses.update(text for text, _ in objects.run(calls))
         due = Counter(text for text, _ in right.run(wanted))
         is_equal = right.state().items() <= objects.state().items()
-        agrees.append(not wanted or (bool(calls) and is_equal and due <= said))
-    return {"agrees": agrees}
+        agrees[f"turn {number}"] = not wanted or (bool(calls) and is_equal and due <= responses)
+    return agrees
 
 
 def main() -> None:

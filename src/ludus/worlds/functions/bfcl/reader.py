@@ -1,22 +1,15 @@
-"""Tasks from files in the format of BFCL: JSON lines with a question, functions and the right calls.
+"""Tasks from files in the format of BFCL: JSON lines with `id`, `question`, `function` and `ground_truth`.
 
-    id
-    question      a list of messages, a list with one such list, or a text
-    function      descriptions: name, description, parameters (a JSON schema, also with BFCL's type names)
-    ground_truth  calls in any order, `{name: {argument: [right values]}}`, with "" among the values of an
-                  optional argument, or as text, `name(argument=value)`; an empty list: no call is right
+`question` is a list of messages, a list with one such list, or a text. `function` has descriptions, with a JSON
+schema or BFCL's type names. `ground_truth` lists calls in any order, `{name: {argument: [right values]}}`, with ""
+among the values of an optional argument, or as text, `name(argument=value)`; if it is empty, no call is right. The
+categories without answers are recognised by their ids: in `irrelevance` (`live_irrelevance_0-0-0`) no call is right,
+in `relevance` any call that fits its description. No function is executed: each such call is answered with `ok`.
 
-The categories without answers are recognised by their ids: in `irrelevance` (`live_irrelevance_0-0-0`) no
-call is right, in `relevance` any call that fits its description. No function is executed: each call that fits
-its description is answered with `ok`.
-
-Records of several turns (`multi_turn_*`) have these fields instead, and their calls are executed:
-
-    question          a list of turns, each a list of messages; an empty turn if it adds functions
-    involved_classes  the API classes whose functions are offered
-    initial_config    the initial state of an object of each class
-    missed_function   names of functions by the turn that adds them; all others are offered from the start
-    ground_truth      for each turn a list of calls as text, `mv(source='a', destination='b')`
+Calls of records of several turns (`multi_turn_*`) are executed. `involved_classes` are the API classes whose functions
+are offered, `initial_config` is the initial state of an object of each class. `question` has a list of messages for
+each turn, empty if the turn adds functions; `missed_function` has the names of these by turn, all others are
+offered from the start. `ground_truth` has a list of calls as text for each turn.
 """
 
 from __future__ import annotations
@@ -28,7 +21,8 @@ import logging
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Final, Literal, TypeVar
 
@@ -38,12 +32,10 @@ from ludus.envs.task_files import Record, RecordError, parse_record, read_lines,
 from ludus.errors import UserError
 from ludus.tools.base import ToolSchema
 from ludus.types import JSON, Message, Task
-from ludus.worlds.functions.bfcl.api_classes import Description, find_classes, read_schemas, schemas_of
-from ludus.worlds.functions.bfcl.api_env import ApiTruth
-from ludus.worlds.functions.catalogue import Scene
+from ludus.worlds.functions.bfcl.api_env import ApiTruth, Description, find_classes, read_schemas
+from ludus.worlds.functions.catalogue import Scene, fits
 from ludus.worlds.functions.generate import SYSTEM
-from ludus.worlds.functions.gold_calls import GoldCall, Right, Truth
-from ludus.worlds.functions.tools import fits
+from ludus.worlds.functions.grader import GoldCall, Right, Truth
 
 BadLines = Literal["refuse", "skip"]
 T = TypeVar("T")
@@ -53,12 +45,7 @@ MAX_NAMED: Final = 20
 """Maximum number of faults in an error message."""
 MAX_CHOICES: Final = 1000
 """Maximum number of combinations of the values of one argument."""
-_OPERATORS: Final[Mapping[type[ast.operator], Callable[[float, float], float]]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
+_OPERATORS: Final = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 
 
 def _as_turns(question: object) -> object:
@@ -93,27 +80,34 @@ class _BfclRecord(BaseModel):
 def load_tasks(path: Path, answers: Path | None, split: str, bad_lines: BadLines = "refuse") -> tuple[Task, ...]:
     """Return the tasks of a file. `answers` is an optional separate file with `{"id", "ground_truth"}`.
 
-    Raises UserError, with the lines, for invalid records, repeated ids, and missing answers; if `bad_lines`
-    is `skip`, these are logged and skipped.
+    Raises UserError, with the lines, for invalid records, repeated ids and missing answers, or logs and skips them.
     """
     faults: list[tuple[str, RecordError]] = []
     right: dict[str, JSON] = {}
     tasks: dict[str, Task] = {}
+    for file, is_answers in ((answers, True), (path, False)):
+        for line, text in read_lines(file) if file is not None else ():
+            try:
+                record = parse_record(text)
+                if is_answers:
+                    right[text_field(record, "id")] = record.get("ground_truth")
+                    continue
+                if answers is not None:
+                    record["ground_truth"] = right.get(text_field(record, "id"))
+                task = _task(record, split)
+                if task.id in tasks:
+                    raise RecordError(f"duplicate id {task.id!r}")
+                tasks[task.id] = task
+            except RecordError as error:
+                faults.append((f"{file}, line {line}", error))
+    _report(faults, bad_lines)
+    if not tasks:
+        raise UserError(f"{path} contains no tasks.", "Write one JSON object per line.")
+    return tuple(tasks.values())
 
-    def add_answer(record: Record) -> None:
-        right[text_field(record, "id")] = record.get("ground_truth")
 
-    def add_task(record: Record) -> None:
-        if answers is not None:
-            record = {**record, "ground_truth": right.get(text_field(record, "id"))}
-        task = _task(record, split)
-        if task.id in tasks:
-            raise RecordError(f"duplicate id {task.id!r}")
-        tasks[task.id] = task
-
-    if answers is not None:
-        _for_each(answers, add_answer, faults)
-    _for_each(path, add_task, faults)
+def _report(faults: Sequence[tuple[str, RecordError]], bad_lines: BadLines) -> None:
+    """Raise UserError with the invalid lines, or log them."""
     if faults and bad_lines == "refuse":
         named = [f"{place}, is not a task: {reason}" for place, reason in faults[:MAX_NAMED]]
         more = f" And {len(faults) - MAX_NAMED} more lines." if len(faults) > MAX_NAMED else ""
@@ -124,18 +118,6 @@ def load_tasks(path: Path, answers: Path | None, split: str, bad_lines: BadLines
         )
     for place, reason in faults:
         _LOG.warning("%s, is skipped: %s.", place, reason)
-    if not tasks:
-        raise UserError(f"{path} contains no tasks.", "Write one JSON object per line.")
-    return tuple(tasks.values())
-
-
-def _for_each(path: Path, add: Callable[[Record], None], faults: list[tuple[str, RecordError]]) -> None:
-    """Call `add` with each record of a file, and append the records that raise RecordError to `faults`."""
-    for line, text in read_lines(path):
-        try:
-            add(parse_record(text))
-        except RecordError as error:
-            faults.append((f"{path}, line {line}", error))
 
 
 def _task(line: Record, split: str) -> Task:
@@ -149,7 +131,16 @@ def _task(line: Record, split: str) -> Task:
         raise RecordError(f'there is no "ground_truth" for {record.id!r}')
     right: Right = "call" if record.ground_truth else "any_call" if found and not found[1] else "decline"
     messages = _messages(record.question[0])
-    truth = _turns(record) if record.involved_classes else _single(record, right)
+    if record.involved_classes:
+        truth: Truth | ApiTruth = _several_turns(record, record.involved_classes)
+    elif len(record.question) > 1:
+        raise RecordError('"question" has several turns, but no "involved_classes"')
+    elif record.function is None:
+        raise RecordError('it has no "function"')
+    else:
+        schemas = read_schemas(record.function)
+        gold = tuple(read_gold(one, schemas) for one in record.ground_truth or ())
+        truth = Truth(tuple(call.expected for call in gold), right, gold, Scene(described=tuple(schemas.values())))
     if messages[0]["role"] != "system":
         messages = (Message(role="system", content=SYSTEM), *messages)
     is_null = not record.involved_classes and right == "decline"
@@ -163,27 +154,9 @@ def _messages(turn: Sequence[_BfclMessage]) -> tuple[Message, ...]:
     return tuple(Message(role=message.role, content=message.content) for message in turn)
 
 
-def _single(record: _BfclRecord, right: Right) -> Truth:
-    if len(record.question) > 1:
-        raise RecordError('"question" has several turns, but no "involved_classes"')
-    if record.function is None:
-        raise RecordError('it has no "function"')
-    schemas = read_schemas(record.function)
-    gold = tuple(read_gold(one, schemas) for one in record.ground_truth or ())
-    return Truth(
-        calls=tuple(call.expected for call in gold),
-        right=right,
-        gold=gold,
-        scene=Scene(described=tuple(schemas.values())),
-        shape="; ".join(sorted(call.name for call in gold)),
-        form=record.question[0][-1].content,
-    )
-
-
-def _turns(record: _BfclRecord) -> ApiTruth:
+def _several_turns(record: _BfclRecord, classes: Sequence[str]) -> ApiTruth:
     """Return the truth of a record of several turns. Raises UserError if bfcl-eval is not installed."""
-    modules = find_classes(record.involved_classes or ())
-    functions = schemas_of(modules.values())
+    modules, functions = find_classes(classes)
     late = [name for names in record.missed_function.values() for name in names]
     if odd := [name for name in late if name not in functions]:
         raise RecordError(f'"missed_function" names {odd[0]!r}, which is not a function of the task')
@@ -212,8 +185,7 @@ def _turns(record: _BfclRecord) -> ApiTruth:
 def read_gold(given: JSON, functions: Mapping[str, ToolSchema]) -> GoldCall:
     """Return a gold call, given as in a record. Raises RecordError, also if no such call fits its description.
 
-    Text is `name(argument=value)`, with literals and arithmetic as values. Values without a name belong to the
-    parameters in the order of the description.
+    Text is `name(argument=value)`, with literals and arithmetic; values without a name follow the description's order.
     """
     if isinstance(given, str):
         node = _parse(given)
@@ -257,13 +229,12 @@ def _choices(value: JSON) -> list[JSON]:
         return [list(one) for one in _product([_choices(part) for part in value])]
     if not isinstance(value, dict):
         return [value]
-    fields: list[list[tuple[tuple[str, JSON], ...]]] = []
+    fields: list[list[dict[str, JSON]]] = []
     for name, options in value.items():
         given = options if isinstance(options, list) else [options]
-        fields.append([((name, one),) for part in given if part != "" for one in _choices(part)])
-        if "" in given:
-            fields[-1].append(())
-    return [dict(itertools.chain(*chosen)) for chosen in _product(fields)]
+        fields.append([{name: one} for part in given if part != "" for one in _choices(part)])
+        fields[-1] += [{}] if "" in given else []
+    return [{name: one for field in chosen for name, one in field.items()} for chosen in _product(fields)]
 
 
 def _product(options: Sequence[Sequence[T]]) -> list[tuple[T, ...]]:
@@ -273,13 +244,10 @@ def _product(options: Sequence[Sequence[T]]) -> list[tuple[T, ...]]:
 
 
 def _parse(text: str) -> ast.Call:
-    try:
-        node = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        node = None
-    if not isinstance(node, ast.Call):
-        raise RecordError(f'{text[:80]!r} of "ground_truth" is not a call')
-    return node
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        if isinstance(node := ast.parse(text, mode="eval").body, ast.Call):
+            return node
+    raise RecordError(f'{text[:80]!r} of "ground_truth" is not a call')
 
 
 def _literals(call: ast.Call, names: Sequence[str]) -> dict[str, tuple[JSON, ...]]:
@@ -297,7 +265,7 @@ def _literal(node: ast.expr) -> JSON:
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             left, right = _literal(node.left), _literal(node.right)
             if isinstance(left, int | float) and isinstance(right, int | float):
-                return _OPERATORS[type(node.op)](left, right)
+                node = ast.Constant(_OPERATORS[type(node.op)](left, right))
         value: JSON = json.loads(json.dumps(ast.literal_eval(node)))
     except (ArithmeticError, ValueError, TypeError, RecursionError, MemoryError):
         raise RecordError(f'{ast.unparse(node)[:80]!r} of "ground_truth" is not a literal') from None
