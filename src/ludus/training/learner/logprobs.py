@@ -40,7 +40,7 @@ from ludus.training.batches.chunked_lm_head import (
     logits_to_scores,
 )
 from ludus.training.batches.rows import BREAK, Microbatch, Positions, split_paths
-from ludus.training.distributed.collectives import is_sharded, within
+from ludus.training.distributed.collectives import is_sharded, run_as_forward
 from ludus.training.learner.moe_routing_replay import RoutingReplay
 
 if TYPE_CHECKING:
@@ -263,7 +263,7 @@ class LogprobScorer:
             distinct = self._lm_head.score(self._hidden(forest)[states], targets, entropy)
             return TokenScores(distinct.logprobs.clone(), distinct.entropy)  # hooks may not return a view
 
-        scores = within(self.model, score_hidden)
+        scores = run_as_forward(self.model, score_hidden)
         if inverse is None:
             return scores
         return TokenScores(scores.logprobs[inverse], None if scores.entropy is None else scores.entropy[inverse])

@@ -32,7 +32,7 @@ from ludus.algorithms.kl import KlState
 from ludus.engines.models.loading import save_model
 from ludus.errors import StorageError, UserError
 from ludus.rollout.ledger import AccountingError, LedgerState
-from ludus.training.distributed.collectives import gathered, is_sharded
+from ludus.training.distributed.collectives import full_state_dict, is_sharded
 from ludus.training.learner.optimizer import Optimizer
 from ludus.untrusted.pickles import load_pickle
 
@@ -125,7 +125,7 @@ def save_shards(
             f"Rank {rank} could not write its shards of the checkpoint to {folder}: {cause}.",
             "Free some space and resume; earlier checkpoints are unchanged.",
         ) from error
-    unsharded = gathered(model)
+    unsharded = full_state_dict(model)
     return {name: unsharded[name] for name in weights}
 
 
@@ -268,7 +268,7 @@ def save_checkpoint(
         (temporary / "trainer").mkdir(parents=True)
         trainer = temporary / "trainer"
         if is_sharded(model):
-            with optimizer.ranks.together("save", trainer / SHARDS):
+            with optimizer.ranks.call_on_ranks("save", trainer / SHARDS):
                 weights = save_shards(trainer / SHARDS, model, optimizer, extra.parts)
             save_model(model, tokenizer, temporary, weights)
         else:
