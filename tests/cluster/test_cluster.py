@@ -44,7 +44,7 @@ from ludus.config import load_config
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.engines.base import EngineStats, Request, combined
 from ludus.engines.remote.engine import ServerEngine
-from ludus.engines.remote.http_client import HttpRefusal, RemoteEngineSettings
+from ludus.engines.remote.http_client import HttpStatusError, RemoteEngineSettings
 from ludus.errors import ConfigError, EngineError, SyncError, UserError, WorldError
 from ludus.ipc import read_frame, split_number
 from ludus.rollout.ledger import RolloutKey
@@ -501,8 +501,8 @@ def test_errors_travel_with_their_words_class_and_cause():
     with pytest.raises(EngineError, match=r"It was late\. Wait\.") as caught:
         answer.take()
     assert isinstance(caught.value.__cause__, TimeoutError)
-    with pytest.raises(HttpRefusal) as refused:
-        pickle.loads(pickle.dumps(failed(HttpRefusal("No.", status=409)))).take()
+    with pytest.raises(HttpStatusError) as refused:
+        pickle.loads(pickle.dumps(failed(HttpStatusError("No.", status=409)))).take()
     assert refused.value.status == 409
 
     class Foreign(WorldError):

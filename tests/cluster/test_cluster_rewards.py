@@ -17,7 +17,7 @@ from ludus.cluster.protocol import (
     WorkerDied,
     WorkerSpec,
 )
-from ludus.cluster.reward_pool import TRIES, RewardWorkers, ScoringLost
+from ludus.cluster.reward_pool import MAX_ATTEMPTS, RewardWorkers, ScoringLost
 from ludus.cluster.supervisor import WorkerGroup
 from ludus.cluster.worker_pool import PoolLimits
 from ludus.cluster.workers import WorkerServer
@@ -161,14 +161,14 @@ def test_an_episode_that_ends_one_reward_worker_after_another_is_a_failure_of_it
     async def scenario(made):
         rewards = workers(made)
         rewards.pool.reconcile()
-        with pytest.raises(ScoringLost, match=f"{TRIES} reward workers died scoring task t: .*2 is gone"):
+        with pytest.raises(ScoringLost, match=f"{MAX_ATTEMPTS} reward workers died scoring task t: .*2 is gone"):
             await rewards.scored(TASK, PLAYED)
-        made[TRIES].ends = False
+        made[MAX_ATTEMPTS].ends = False
         assert (await rewards.scored(TASK, PLAYED)).reward == 1.0
         await rewards.pool.close()
 
     assert ScoringLost.part == "reward"
-    asyncio.run(scenario([Judging(number, ends=True) for number in range(TRIES + 1)]))
+    asyncio.run(scenario([Judging(number, ends=True) for number in range(MAX_ATTEMPTS + 1)]))
 
 
 def test_a_pool_of_reward_workers_that_cannot_go_on_stops_the_run_and_no_episode():

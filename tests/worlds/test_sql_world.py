@@ -232,8 +232,8 @@ def written_down(question):
 )
 def test_form_counts_for_a_wrong_query_that_ran_and_not_for_idle_words(asked, answer, formed):
     task = next(t for t in WORLD.tasks("test") if t.tags["answer"] == "query")
-    turns = [scripted.call(0, ("sql", {"query": asked}))] if asked else []
-    (played,) = play(WORLD, [task], [Player([one.message for one in (*turns, scripted.say(answer))])])
+    turns = [scripted.call_action(0, ("sql", {"query": asked}))] if asked else []
+    (played,) = play(WORLD, [task], [Player([one.message for one in (*turns, scripted.text_action(answer))])])
     assert (played.rewards["result_set"], played.rewards["well_formed"]) == (0, formed)
 
 

@@ -22,7 +22,7 @@ from ludus.errors import WorldError
 from ludus.rollout.reward_executor import RewardTimeout, graded, waited
 from ludus.types import Task, Trajectory
 
-TRIES = 3
+MAX_ATTEMPTS = 3
 """Maximum attempts to score one trajectory."""
 
 log = logging.getLogger("ludus.cluster")
@@ -50,7 +50,7 @@ class RewardWorkers:
         """Return the trajectory with rewards, computed by the least busy worker."""
         lost: WorkerDied | None = None
         start_s = time.perf_counter()
-        for _ in range(TRIES):
+        for _ in range(MAX_ATTEMPTS):
             member = await self.pool.take(self.config.scorings_per_worker)
             scoring = asyncio.create_task(self._score_on(member, ScoreJob(task, trajectory)))
             self.pool.run_in_background(_finish(scoring))
@@ -67,7 +67,9 @@ class RewardWorkers:
                 lost = error
                 log.warning("a reward worker died while scoring task %s, sample %d", task.id, trajectory.sample)
         assert lost is not None
-        raise ScoringLost(f"{TRIES} reward workers died scoring task {task.id}: {lost.message}", lost.hint) from lost
+        raise ScoringLost(
+            f"{MAX_ATTEMPTS} reward workers died scoring task {task.id}: {lost.message}", lost.hint
+        ) from lost
 
     async def _score_on(self, member: PoolMember, job: ScoreJob) -> RewardScores:
         """Send a job to a worker and free its slot; replace the worker on timeout or loss."""

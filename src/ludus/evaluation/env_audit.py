@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -18,7 +17,14 @@ from typing import Literal
 
 from ludus.envs.base import Environment, World, check_tasks
 from ludus.errors import ConfigError, LudusError, UserError, WorldError
-from ludus.evaluation.scripted_agents import Agent, AgentKind, ScriptedChatSession, actions_of, asked, cheats, knowing
+from ludus.evaluation.scripted_agents import (
+    Agent,
+    AgentKind,
+    ScriptedChatSession,
+    actions_of,
+    blind_agents,
+    informed_agents,
+)
 from ludus.evaluation.stats import wilson
 from ludus.rewards.base import Reward, success
 from ludus.rollout.episode import EpisodeLimits, fresh_environment, run_unscored
@@ -204,8 +210,8 @@ def check_world(world: World, plan: CheckPlan) -> CheckReport:
     """
     tasks = some_tasks(world, plan)
     shown, flawless = solutions(world, tasks)
-    agents = (*cheats(tasks, vocabulary(tasks), plan.seed), *_own_cheats(world, tasks))
-    agents = (*agents, *knowing(tasks, shown, flawless))
+    agents = (*blind_agents(tasks, plan.seed), *_own_cheats(world, tasks))
+    agents = (*agents, *informed_agents(tasks, shown, flawless))
     plan.watch.phase(f"{world.name}: run agents", len(agents) * len(tasks))
     return CheckReport(world, tasks, asyncio.run(play_all(world, tasks, agents, plan)), shown)
 
@@ -218,7 +224,7 @@ def refuse_cheats(world: World, plan: CheckPlan) -> None:
     """
     plan = replace(plan, num_tasks=START_TASKS)
     tasks = some_tasks(world, plan)
-    agents = (*cheats(tasks, vocabulary(tasks), plan.seed), *knowing(tasks, {}, flawless=False)[:2])
+    agents = (*blind_agents(tasks, plan.seed), *informed_agents(tasks, {}, flawless=False)[:2])
     plan.watch.phase(f"{world.name}: agents that must not be rewarded", len(agents) * len(tasks))
     rows = asyncio.run(play_all(world, tasks, agents, plan))
     problems = [row.problem for row in rows if row.counted and row.problem]
@@ -248,12 +254,6 @@ def _own_cheats(world: World, tasks: Sequence[Task]) -> tuple[Agent, ...]:
         return Agent(name, AgentKind.CHEAT, "a cheat of this world", lambda task, _: plans.get(task.id))
 
     return tuple(map(agent, dict.fromkeys(name for cheats in own.values() for name in cheats)))
-
-
-def vocabulary(tasks: Sequence[Task]) -> list[str]:
-    """Return the words of the prompts, without punctuation."""
-    text = " ".join(asked(task) for task in tasks)
-    return list(dict.fromkeys(re.findall(r"\w(?:[\w'.-]*\w)?", text)))
 
 
 def solutions(world: World, tasks: Sequence[Task]) -> tuple[dict[str, Sequence[Action]], bool]:

@@ -13,7 +13,7 @@ from functools import partial
 from ludus.envs.base import World
 from ludus.evaluation.agent_texts import near_misses, plain_answer, rewritten
 from ludus.evaluation.env_audit import AuditEpisode, CheckPlan, CheckReport, Mark, play_all
-from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of, asked
+from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of, user_prompt
 from ludus.evaluation.stats import wilson
 from ludus.rewards.exact_match import ExpectedAnswers, normalise
 from ludus.tools.base import Tool
@@ -114,7 +114,7 @@ async def _scorecard(report: CheckReport, plan: CheckPlan) -> Scorecard:
         rewritten=rewritten,
         spoilt=spoilt,
         values=tuple(sorted({round(play.share, 9) for play in plays})),
-        distinct=VerdictShare(len({form_of(asked(task)) for task in tasks}), len(tasks)),
+        distinct=VerdictShare(len({form_of(user_prompt(task)) for task in tasks}), len(tasks)),
         saturated=_saturated(report),
     )
 

@@ -34,7 +34,7 @@ from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import seed_for
 from ludus.envs.base import World
 from ludus.errors import ConfigError, EngineError, UserError
-from ludus.rollout.accepted_fields import REASONING, REFUSED, AcceptedFields
+from ludus.rollout.accepted_fields import REASONING, REJECTED_STATUS, AcceptedFields
 from ludus.rollout.episode import ChatSession
 from ludus.rollout.scheduler import ChatSessionFactory, RolloutRequest, SamplingPlan, rollout_for, sampling_params
 from ludus.tools.base import Tool, ToolSchema
@@ -238,9 +238,9 @@ class OpenAIClient:
             sent = {key: value for key, value in merged_body.items() if value is not None}
             response = await self._send(json.dumps(sent).encode())  # ASCII also encodes lone surrogates
             if response.status_code == httpx.codes.OK:
-                self.accepted = self.accepted.merged(tried)
-            rejected = response.status_code in REFUSED and not _TOO_LONG.search(response.text)
-            fields = tried.after_refusal(body, response.content) if rejected else None
+                self.accepted = self.accepted.union(tried)
+            rejected = response.status_code in REJECTED_STATUS and not _TOO_LONG.search(response.text)
+            fields = tried.after_rejection(body, response.content) if rejected else None
         return response
 
     async def _send(self, body: bytes) -> httpx.Response:

@@ -30,7 +30,7 @@ from ludus.training.credit.advantages import EXPERT, assign_credit, record_outco
 from ludus.training.rl.build import train
 from ludus.training.rl.train_step import check_samples, filter_and_estimate
 from ludus.training.rl.validate import check_experts
-from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
 from ludus.worlds.functions.gold_calls import Truth
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
@@ -265,7 +265,7 @@ def test_experts_that_nobody_reads_or_gives_are_refused():
 
 def run(folder, reporter):
     settings = config(folder, **MIXED)
-    with locked(new_run(settings, "search", "rl")):
+    with lock_run(new_run(settings, "search", "rl")):
         train(open_session(settings), RunFolder(folder), reporter)
     return [metrics for _, metrics in reporter.steps]
 

@@ -19,7 +19,7 @@ from ludus.config.schema import Config
 from ludus.errors import ConfigError, LearnerError
 from ludus.training.rl.build import train
 from ludus.training.run.checkpoint import list_checkpoints
-from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 
@@ -131,7 +131,7 @@ def test_a_granularity_that_nothing_reads_is_refused(placement):
 def run(folder, reporter=None, **changes):
     reporter = reporter or Silent()
     settings = config(folder, **(HELD | changes))
-    with locked(new_run(settings, "search", "rl")):
+    with lock_run(new_run(settings, "search", "rl")):
         train(open_session(settings), RunFolder(folder), reporter)
     return [metrics for _, metrics in reporter.steps]
 
@@ -166,7 +166,7 @@ def test_the_guard_pauses_a_run_behind_a_checkpoint(tmp_path):
         key: value for key, value in (HELD | held).items() if key not in ("kl_control__target", "kl_control__horizon")
     }
     settings = config(folder, **given)
-    with locked(new_run(settings, "search", "rl")), pytest.raises(LearnerError, match="paused after step 2"):
+    with lock_run(new_run(settings, "search", "rl")), pytest.raises(LearnerError, match="paused after step 2"):
         train(open_session(settings), RunFolder(folder), Silent())
     assert [step for step, _ in list_checkpoints(folder / "checkpoints")] == [2]
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2

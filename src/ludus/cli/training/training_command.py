@@ -18,7 +18,7 @@ from ludus.cli.ui.terminal import make_console, print_line, silence_libraries
 from ludus.config.pipeline import StageKind
 from ludus.config.schema import Config
 from ludus.errors import LudusError, UserError
-from ludus.training.run.run_dir import RunFolder, kind_of, locked, new_run, remove_unstarted, resume_command
+from ludus.training.run.run_dir import RunFolder, kind_of, lock_run, new_run, remove_unstarted, resume_command
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class TrainingStage:
         silence_libraries()
         train = self.prepare(config, True)
         folder = new_run(config, name, self.kind, recipe)
-        with locked(folder), resume_hint(folder, new=True), explain_out_of_memory():
+        with lock_run(folder), resume_hint(folder, new=True), explain_out_of_memory():
             train(folder)
 
     def resume(self, folder: RunFolder, overrides: Sequence[str]) -> int:
@@ -82,7 +82,7 @@ class TrainingStage:
 
         silence_libraries()
         check_kind(folder, self.kind)
-        with locked(folder):
+        with lock_run(folder):
             config = run_config(folder, overrides)
             check_resume(folder, config, self.kind)
             if is_complete(folder, config, self.kind):

@@ -26,7 +26,7 @@ from ludus.engines.remote.api_adapters import (
     SglangApi,
     VllmApi,
 )
-from ludus.engines.remote.http_client import HttpRefusal, RemoteEngineSettings, Replica
+from ludus.engines.remote.http_client import HttpStatusError, RemoteEngineSettings, Replica
 from ludus.engines.remote.metrics import ServerStats
 from ludus.engines.remote.rolling_update import EpisodePin, Placement, RollingUpdates
 from ludus.engines.remote.router import InflightRequest, InflightRequests, Router
@@ -296,7 +296,7 @@ class ServerEngine:
             return await call(BASE)
         try:
             return await call(adapter.name)
-        except HttpRefusal as error:
+        except HttpStatusError as error:
             if error.status not in _UNKNOWN_NAME or adapter.name in await self._api.adapters(replica):
                 raise
         replica.holds = None

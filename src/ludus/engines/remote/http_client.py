@@ -55,18 +55,18 @@ class RemoteEngineSettings:
     token: str = field(default="", repr=False)
 
 
-class HttpRefusal(EngineError):
+class HttpStatusError(EngineError):
     """Raised if the server rejects a request. `status` is the HTTP status."""
 
     def __init__(self, message: str, hint: str = "", status: int = 0) -> None:
         super().__init__(message, hint)
         self.status = status
 
-    def __reduce__(self) -> tuple[type[HttpRefusal], tuple[str, str, int]]:  # type: ignore[override]
-        return HttpRefusal, (self.message, self.hint, self.status)
+    def __reduce__(self) -> tuple[type[HttpStatusError], tuple[str, str, int]]:  # type: ignore[override]
+        return HttpStatusError, (self.message, self.hint, self.status)
 
 
-class NoServerAvailable(EngineError):
+class ServerUnreachable(EngineError):
     """Raised if no server responds at `url`; no request was sent."""
 
     def __init__(self, message: str, hint: str = "", url: str = "") -> None:
@@ -244,7 +244,7 @@ class Replica:
         )
 
 
-def ask_once(url: str, path: str, reply: type[Reply]) -> Reply:
+def get_once(url: str, path: str, reply: type[Reply]) -> Reply:
     """Send a GET outside an event loop. Raises EngineError, UserError for an invalid address."""
     try:
         response = get_bounded(f"{url}{path}", 10.0)
@@ -253,7 +253,7 @@ def ask_once(url: str, path: str, reply: type[Reply]) -> Reply:
     except httpx.DecodingError as error:
         raise EngineError(f"{url}{path} sent an unreadable response: {error}.") from error
     except httpx.HTTPError as error:
-        raise NoServerAvailable(
+        raise ServerUnreachable(
             f"The inference server {url} is unreachable: {type(error).__name__}: {error}.",
             f"Start it first, for example with: {serve_command(url, 'MODEL')}",
             url,
@@ -265,7 +265,7 @@ def _raise_for_status(response: httpx.Response) -> httpx.Response:
     if response.is_success:
         return response
     status = response.status_code
-    raise HttpRefusal(f"{response.request.url} responded with {status}: {server_words(response)}", status=status)
+    raise HttpStatusError(f"{response.request.url} responded with {status}: {error_message(response)}", status=status)
 
 
 def _parse(response: httpx.Response, reply: type[Reply]) -> Reply:
@@ -288,7 +288,7 @@ def serve_command(url: str, model: str) -> str:
     return f"ludus serve {shlex.quote(model)}{host} --port {port} --control"
 
 
-def server_words(response: httpx.Response) -> str:
+def error_message(response: httpx.Response) -> str:
     """Return the error message in the body, or else the beginning of the body."""
     try:
         body = response.json()

@@ -30,7 +30,7 @@ from ludus.training.rl.build import LearnerParts, make_parts
 from ludus.training.rl.memory_check import dry_run
 from ludus.training.rl.weight_sync import probe_logprobs
 from ludus.training.run.checkpoint import list_checkpoints, save_shards
-from ludus.training.run.run_dir import RunFolder, log_into
+from ludus.training.run.run_dir import RunFolder, attach_run_log
 from ludus.training.run.session import TrainingSession, open_session
 from ludus.training.value_models.factory import checkpoint_parts
 
@@ -60,7 +60,7 @@ def _execute_commands(rendezvous: Rendezvous, device: torch.device) -> None:
         return
     config, folder, resumed = cast("tuple[Config, Path, Path | None]", arguments)
     if folder.is_dir():  # missing on a machine without the shared disk
-        log_into(RunFolder(folder), f"rank {rendezvous.rank}")
+        attach_run_log(RunFolder(folder), f"rank {rendezvous.rank}")
     log.info("ready (process %d)", os.getpid())
     if config.training.learner.shard:
         follower.shard_on(device)

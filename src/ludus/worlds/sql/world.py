@@ -139,7 +139,7 @@ class SqlWorld(World):
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """Yield dialogues of the flawed expert on random training tasks without end."""
         rng = random.Random(f"demonstrations:{self.settings.seed}:{seed}")
-        flaws = SqlFlaws(forget=self.settings.forget)
+        flaws = SqlFlaws(omit_condition=self.settings.forget)
         while True:
             yield self._dialogue(rng.choice(self.questions["train"]), flaws, rng)
 
