@@ -54,7 +54,7 @@ def check_params(params: SamplingParams) -> None:
     """Raise RequestRefused if a parameter is outside `PARAM_BOUNDS`."""
     for name, value in params.numbers.items():
         bound = PARAM_BOUNDS[name]
-        if not bound.holds(value):
+        if not bound.contains(value):
             raise RequestRefused(f"{name} is {value:.10g}; {bound.words}.")
 
 

@@ -29,7 +29,7 @@ import httpx
 from pydantic import BaseModel, Field, JsonValue
 
 from ludus.chat.parse import PARSERS, ToolCallParser
-from ludus.chat.parse_json import Malformed, call_of, decode, tool_call
+from ludus.chat.parse_json import MalformedCall, call_of, decode, tool_call
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import seed_for
 from ludus.envs.base import World
@@ -490,7 +490,7 @@ def _read_calls(content: str, raw: Sequence[_ReplyCall], turn: int) -> Action:
     for name, call in zip(ids, raw, strict=True):
         try:
             tool, arguments, text = _read_function(call.function)
-        except Malformed as error:
+        except MalformedCall as error:
             errors.append(CallError(name, json.dumps(call.function, ensure_ascii=False), error.reason))
             continue
         calls.append(ToolCall(name, tool, arguments))
@@ -503,7 +503,7 @@ def _read_calls(content: str, raw: Sequence[_ReplyCall], turn: int) -> Action:
 
 
 def _read_function(function: Mapping[str, JsonValue]) -> tuple[str, dict[str, JSON], str]:
-    """Return name, arguments and their JSON text, unmodified if it encodes an object. Raises Malformed."""
+    """Return name, arguments and their JSON text, unmodified if it encodes an object. Raises MalformedCall."""
     raw = function.get("arguments")
     text = raw.strip() if isinstance(raw, str) else ""
     value: object = decode(text) if text else {} if raw is None or isinstance(raw, str) else raw

@@ -51,7 +51,7 @@ def test_a_schedule_follows_the_training_steps():
     wave = replace(wave, rule=replace(wave.rule, num_steps=4))
     assert [wave.coef(step) for step in (1, 3, 5)] == pytest.approx([0.5, 0.3, 0.1])
     assert control().coef(7) == 0.5
-    assert not control(kl_coef=0.0).acts
+    assert not control(kl_coef=0.0).is_active
 
 
 def test_controllers_answer_the_kl_and_come_back_from_a_checkpoint():
@@ -71,17 +71,17 @@ def test_controllers_answer_the_kl_and_come_back_from_a_checkpoint():
 def test_the_guard_follows_the_run_unless_it_is_told_what_to_expect():
     free = control(guard_factor=2.0, guard_warmup=6)
     for _ in range(6):
-        assert free.verdict(9.0) == ""
+        assert free.pause_reason(9.0) == ""
         free = free.update(0.01, 8)
-    assert free.verdict(0.35) == ""  # step 1 alone is older than the window, whose middle is step 5
-    said = free.verdict(0.5)
+    assert free.pause_reason(0.35) == ""  # step 1 alone is older than the window, whose middle is step 5
+    said = free.pause_reason(0.5)
     assert "0.108 nats per token over the last steps, more than 2 times the expected 0.05" in said
     stored = KlState(**json.loads(json.dumps(asdict(free.state))))
     assert control(guard_factor=2.0, guard_warmup=6).restored(stored) == free
-    assert control(guard_factor=2.0).update(0.01, 8).verdict(9.0) == ""
+    assert control(guard_factor=2.0).update(0.01, 8).pause_reason(9.0) == ""
     told = control(guard_factor=2.0, guard_expected=0.5)
-    assert told.verdict(0.9) == ""
-    assert told.update(0.9, 8).verdict(1.1)
+    assert told.pause_reason(0.9) == ""
+    assert told.update(0.9, 8).pause_reason(1.1)
 
 
 @pytest.mark.parametrize(

@@ -416,7 +416,7 @@ def _chain_advantages(
             kl=penalty,
             mask=outcomes.mask,
             coef=algorithm.kl_coef,
-            granularity=algorithm.word("kl", "granularity", GRANULARITIES),
+            granularity=algorithm.choice("kl", "granularity", GRANULARITIES),
             trains=outcomes.trains,
         )
     if algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
