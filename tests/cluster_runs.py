@@ -64,7 +64,7 @@ def run(folder: Path, reporter: Silent | None = None, **changes: str) -> RunFold
 def pids(cluster: Cluster, kind: str) -> list[int]:
     """The processes of a kind, the busiest first."""
     pool = next(pool for pool in cluster.group.pools if pool.kind == kind)
-    members = sorted(pool.members.values(), key=lambda member: -member.busy - member.heartbeat.under_way)
+    members = sorted(pool.members.values(), key=lambda member: -member.busy - member.heartbeat.in_flight)
     return [member.started.pid for member in members]
 
 

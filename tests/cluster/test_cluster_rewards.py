@@ -206,7 +206,7 @@ def test_what_a_worker_played_comes_back_scored_by_a_reward_worker():
         group = WorkerGroup(plan(engines=1, workers=1, reward_workers=2), launcher)
         assert [need.cpus for need in group.plan.needs] == [1, 1, 1, 1]
         await group.open()
-        found = await group.play(JOB, 5)
+        found = await group.run_attempt(JOB, 5)
         assert (found.rewards, found.reward) == ({"solved": 1.0}, 1.0)
         (job,) = [job for one in launcher.made if isinstance(one, Judging) for job in one.scored]
         assert job == ScoreJob(JOB.request.task, PLAYED)
@@ -236,7 +236,7 @@ def test_a_reward_worker_scores_with_its_world_and_answers_while_it_does(host, m
         played = [replace(PLAYED, sample=n, tags={"waits": str(tmp_path)}) for n in (1, 2)]
         both = [asyncio.create_task(host.call(one.sample, ScoreJob(TASK, one))) for one in played]
         await until(lambda: len(list(tmp_path.glob("begun-*"))) == 2)  # two at once, as set
-        assert (await host.call(3, WorkerCommand.PING)).take() == Heartbeat(under_way=2)
+        assert (await host.call(3, WorkerCommand.PING)).take() == Heartbeat(in_flight=2)
         (tmp_path / "go").touch()
         for one in both:
             found = (await one).take()

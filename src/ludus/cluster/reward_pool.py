@@ -19,7 +19,7 @@ from ludus.cluster.protocol import RewardScores, ScoreJob, WorkerDied, WorkerHan
 from ludus.cluster.worker_pool import PoolLimits, PoolMember, WorkerPool
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.errors import WorldError
-from ludus.rollout.reward_executor import RewardTimeout, graded, waited
+from ludus.rollout.reward_executor import RewardTimeout, add_grading_time, add_wait_time
 from ludus.types import Task, Trajectory
 
 MAX_ATTEMPTS = 3
@@ -57,7 +57,7 @@ class RewardWorkers:
             try:
                 scores = await asyncio.shield(scoring)
                 found = replace(trajectory, rewards=scores.parts, reward=scores.total)
-                return waited(graded(found, scores.seconds), time.perf_counter() - start_s)
+                return add_wait_time(add_grading_time(found, scores.seconds), time.perf_counter() - start_s)
             except WorkerDied as error:
                 if isinstance(error.__cause__, TimeoutError):
                     raise RewardTimeout(
