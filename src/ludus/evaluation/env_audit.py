@@ -208,25 +208,25 @@ def check_world(world: World, plan: CheckPlan) -> CheckReport:
 
     Raises WorldError after `MAX_LATE` reward timeouts.
     """
-    tasks = some_tasks(world, plan)
+    tasks = sample_tasks(world, plan)
     shown, flawless = solutions(world, tasks)
     agents = (*blind_agents(tasks, plan.seed), *_own_cheats(world, tasks))
     agents = (*agents, *informed_agents(tasks, shown, flawless))
     plan.watch.phase(f"{world.name}: run agents", len(agents) * len(tasks))
-    return CheckReport(world, tasks, asyncio.run(play_all(world, tasks, agents, plan)), shown)
+    return CheckReport(world, tasks, asyncio.run(run_agents(world, tasks, agents, plan)), shown)
 
 
-def refuse_cheats(world: World, plan: CheckPlan) -> None:
+def reject_cheats(world: World, plan: CheckPlan) -> None:
     """Run the agents that must not be rewarded on a few tasks. Cannot be called from a running event loop.
 
     Raises ConfigError with agent and task if one is rewarded, and WorldError after `MAX_LATE` reward timeouts. Other
     failures of the environment are ignored here.
     """
     plan = replace(plan, num_tasks=START_TASKS)
-    tasks = some_tasks(world, plan)
+    tasks = sample_tasks(world, plan)
     agents = (*blind_agents(tasks, plan.seed), *informed_agents(tasks, {}, flawless=False)[:2])
     plan.watch.phase(f"{world.name}: agents that must not be rewarded", len(agents) * len(tasks))
-    rows = asyncio.run(play_all(world, tasks, agents, plan))
+    rows = asyncio.run(run_agents(world, tasks, agents, plan))
     problems = [row.problem for row in rows if row.counted and row.problem]
     if problems:
         raise ConfigError(
@@ -236,7 +236,7 @@ def refuse_cheats(world: World, plan: CheckPlan) -> None:
         )
 
 
-def some_tasks(world: World, plan: CheckPlan) -> list[Task]:
+def sample_tasks(world: World, plan: CheckPlan) -> list[Task]:
     """Return random tasks of the plan's split, in its order. Raises UserError for an empty split."""
     tasks = world.tasks(plan.split)
     if not tasks:
@@ -286,7 +286,7 @@ def _demonstrated(world: World, tasks: Sequence[Task]) -> dict[str, Sequence[Act
     return found
 
 
-async def play_all(world: World, tasks: Sequence[Task], agents: Sequence[Agent], plan: CheckPlan) -> list[AuditRow]:
+async def run_agents(world: World, tasks: Sequence[Task], agents: Sequence[Agent], plan: CheckPlan) -> list[AuditRow]:
     """Run each agent on each task, in new environments.
 
     Raises WorldError after `MAX_LATE` reward timeouts.
@@ -296,7 +296,7 @@ async def play_all(world: World, tasks: Sequence[Task], agents: Sequence[Agent],
 
     async def one(agent: Agent, task: Task) -> AuditEpisode | None:
         async with semaphore:
-            played = await play(world, task, agent, plan)
+            played = await run_agent(world, task, agent, plan)
         plan.watch.done(agent.name)
         if played is not None and played.late:
             late.append(played.failure)
@@ -313,7 +313,7 @@ async def play_all(world: World, tasks: Sequence[Task], agents: Sequence[Agent],
     return rows
 
 
-async def play(world: World, task: Task, agent: Agent, plan: CheckPlan) -> AuditEpisode | None:
+async def run_agent(world: World, task: Task, agent: Agent, plan: CheckPlan) -> AuditEpisode | None:
     """Run one episode of an agent; return None if the agent does not apply to the task."""
     try:
         environment = fresh_environment(world, task)

@@ -80,7 +80,7 @@ def last_output(tool: str) -> Evidence:
     return read
 
 
-def fenced(text: str) -> str:
+def fenced_block(text: str) -> str:
     """Return the content of the only fenced block; the whole text if there is none; empty if there are several."""
     blocks = [match[2].strip() for match in _FENCE.finditer(text)]
     if not blocks:

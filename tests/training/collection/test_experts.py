@@ -19,7 +19,7 @@ from ludus.config.schema import Config
 from ludus.config.sections.algorithm import DemonstrationsConfig
 from ludus.envs.registry import WORLDS, build_world, closing
 from ludus.errors import ConfigError, UserError
-from ludus.evaluation.env_audit import CheckPlan, play
+from ludus.evaluation.env_audit import CheckPlan, run_agent
 from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of
 from ludus.rewards.base import truth_of
 from ludus.rollout.ledger import Ledger, RolloutKey
@@ -174,7 +174,7 @@ def test_an_expert_earns_what_the_oracle_earns_in_an_episode(session, name):
 
     async def both():
         found = await joined_by(own, make_demonstrations(own, PRESETS["mixed_policy"]), tasks)
-        return found, [await play(own.world, task, oracle, plan) for task in tasks if task.id in shown]
+        return found, [await run_agent(own.world, task, oracle, plan) for task in tasks if task.id in shown]
 
     found, plays = asyncio.run(both())
     assert len(plays) > NUM_TASKS / 2

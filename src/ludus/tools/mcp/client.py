@@ -107,12 +107,12 @@ class ServedTool(DescribedTool):
 
     def check(self, arguments: Mapping[str, JSON]) -> dict[str, JSON]:
         """Return the arguments unchanged. Raises `ArgumentError` if they do not match the schema."""
-        return _check(arguments, misfits(self.schema["function"]["parameters"], arguments))
+        return _check(arguments, schema_errors(self.schema["function"]["parameters"], arguments))
 
     async def check_bounded(self, arguments: Mapping[str, JSON]) -> Mapping[str, object]:
         """Check in a process with limits, since patterns and unique items of a schema may be slow."""
         try:
-            found = await call_bounded(misfits, self.schema["function"]["parameters"], dict(arguments))
+            found = await call_bounded(schema_errors, self.schema["function"]["parameters"], dict(arguments))
         except LimitExceeded as error:
             raise ArgumentError("the arguments take too long to compare with the schema") from error
         return _check(arguments, found)
@@ -124,7 +124,7 @@ def _check(arguments: Mapping[str, JSON], found: Sequence[str]) -> dict[str, JSO
     return dict(arguments)
 
 
-def misfits(schema: Mapping[str, JSON], arguments: Mapping[str, JSON]) -> list[str]:
+def schema_errors(schema: Mapping[str, JSON], arguments: Mapping[str, JSON]) -> list[str]:
     """Return descriptions of schema violations; [] if the schema is unusable, since the server checks too."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError

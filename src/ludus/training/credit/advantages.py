@@ -203,7 +203,7 @@ def assign_credit(
     return samples + _compare(compared, algorithm, max_length)
 
 
-def compared_again(samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
+def recompute_samples(samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
     """Recompute samples after their rewards changed.
 
     Recomputes baselines, filters and advantages; group numbers do not change.

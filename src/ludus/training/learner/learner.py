@@ -439,7 +439,7 @@ class Learner:
         others = self._aux.score(part, known.others, _scored_tokens(part, self.algorithm))
         replay: AbstractContextManager[None] = nullcontext()
         if self.scorer.routing is not None and known.experts is not None:
-            replay = self.scorer.routing.following([known.experts[i] for i in part.index])
+            replay = self.scorer.routing.replay([known.experts[i] for i in part.index])
         with replay:
             loss, statistics = self._loss(part, normaliser, known, others)
             self._finite.loss(loss)
@@ -500,7 +500,7 @@ class Learner:
                 entropies = None if scores.entropy is None else scores.entropy[position, :length]
                 scored[indices[i]] = ScoredTokens(scores.logprobs[position, :length], entropies)
             if part.index and routing is not None and routing.records:
-                experts.update(zip((indices[i] for i in part.index), routing.taken(), strict=True))
+                experts.update(zip((indices[i] for i in part.index), routing.recorded_experts(), strict=True))
 
         with model_precision(self.scorer.model):
             self.budget.each(lambda limit: self._split(local, limit), score, scored.clear, self.ranks)

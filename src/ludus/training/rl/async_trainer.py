@@ -198,14 +198,14 @@ class AsyncTrainer:
         collector = self.trainer.collector
         samples = collector.normalize_batch(await collector.make_samples(step, groups))
         if (staleness := self.trainer.session.config.staleness).on_stale == "replay":
-            samples = self.replay.take_late(samples, step, staleness.max_staleness)
+            samples = self.replay.take_stale(samples, step, staleness.max_staleness)
         samples = collector.apply_batch_filters(samples)
         self.trainer.collector_state = collector.state
         self.source.begin_step()
         self.runner.begin_step()
         if self.replay.config.sources:
-            least = self.trainer.session.config.staleness.min_ess
-            await self.thread(partial(self.replay.refuse_far, step, collector.algorithm, self._effective_share, least))
+            share, least = self._effective_share, self.trainer.session.config.staleness.min_ess
+            await self.thread(partial(self.replay.evict_low_ess, step, collector.algorithm, share, least))
         drawn = self.replay.draw(step, collector.algorithm, collector.overlong_limit, len(groups))
         return samples + collector.replay_samples(drawn)
 

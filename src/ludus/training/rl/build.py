@@ -45,8 +45,8 @@ from ludus.training.rl.validate import config_warnings, inactive_parts, updates_
 from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.checkpoint import (
     TrainerState,
-    broken,
     checkpoint_path,
+    damaged,
     list_checkpoints,
     load_part,
     load_text,
@@ -143,7 +143,7 @@ def restore_stream(folder: RunFolder, source: PromptStream, done: int) -> Stream
         return StreamState()
     if load_text(path, STREAM_FILE) is None:
         if read_state(path).mode == "async":
-            raise broken(path, f"trainer/{STREAM_FILE} is missing")
+            raise damaged(path, f"trainer/{STREAM_FILE} is missing")
         return StreamState(max([done, *source.collector.ledger.steps_ahead]) * source.order.chunk)
     state = restore_groups(folder, source, done, STREAM_FILE)
     return replace(state, next_number=source.free(state.next_number, state.groups))
@@ -188,7 +188,7 @@ def build_trainer(
     engine = engine or make_engine(session)
     probe = probe_tokens(session)
     save_config(folder, config)
-    remove_after(folder, done)
+    remove_later_steps(folder, done)
     warmup = warmup_steps(parts.value_model, config, None if stored is None else stored.warmup_steps)
     if warmup > done:
         log.info("only the critic is trained until step %d (critic.warmup_steps)", warmup)
@@ -299,7 +299,7 @@ def probe_tokens(session: TrainingSession) -> tuple[int, ...]:
     return session.renderer.prompt(task.prompt, ())[:PROBE_TOKENS]
 
 
-def remove_after(folder: RunFolder, done: int) -> None:
+def remove_later_steps(folder: RunFolder, done: int) -> None:
     """Remove rollouts and evaluations of steps after `done`."""
     for path in [*folder.rollouts.glob("step-*"), *folder.evaluations.glob("step-*")]:
         if int(path.name.split("-")[1].split(".")[0]) > done:

@@ -61,7 +61,7 @@ class TrainingSession:
         return ProcessRewardExecutor.of(self.config)
 
 
-BUSY = 0.75
+MAX_LOAD = 0.75
 """Load per core above which compute threads compete with other processes."""
 
 
@@ -80,7 +80,7 @@ def busy_warning(config: Config) -> str:
     """
     threads = config.run.threads or default_threads()
     cores, load = usable_cores(), os.getloadavg()[0]
-    if threads == 1 or load <= BUSY * cores:
+    if threads == 1 or load <= MAX_LOAD * cores:
         return ""
     return (
         f"The machine is busy (load {load:.1f} on {cores} cores): {threads} compute threads competing "

@@ -70,7 +70,7 @@ class HeadModel:
 
         return run_as_forward(self.model, numbers).to(score_dtype(self.head))
 
-    def idle(self) -> Tensor:
+    def dummy_pass(self) -> Tensor:
         """Return 0 after a pass of one token: sharded forward passes are collective."""
         first = torch.zeros(1, dtype=torch.int64, device=self.device)
         return 0.0 * self.read(first[None], (first, first)).sum()

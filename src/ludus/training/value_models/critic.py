@@ -93,7 +93,7 @@ class StateModel(TrainedModel):
         rows, columns = torch.nonzero(part.trains[:, 1:], as_tuple=True)
         if not rows.numel():
             zeros = torch.zeros(*part.tokens.shape, self.head.out_features, device=part.tokens.device)
-            return zeros + self._states.idle() if is_sharded(self.model) else zeros
+            return zeros + self._states.dummy_pass() if is_sharded(self.model) else zeros
         table = self._states.read(part.tokens, (rows, columns + after), frozen=self.settings.on_policy)
         empty = torch.zeros(*part.tokens.shape, table.shape[1], dtype=table.dtype, device=table.device)
         return empty.index_put((rows, columns + 1), table)
