@@ -67,9 +67,8 @@ class RewardWorkers:
                 lost = error
                 log.warning("a reward worker died while scoring task %s, sample %d", task.id, trajectory.sample)
         assert lost is not None
-        raise ScoringLost(
-            f"{MAX_ATTEMPTS} reward workers died scoring task {task.id}: {lost.message}", lost.hint
-        ) from lost
+        message = f"{MAX_ATTEMPTS} reward workers died scoring task {task.id}: {lost.message}"
+        raise ScoringLost(message, lost.hint) from lost
 
     async def _score_on(self, member: PoolMember, job: ScoreJob) -> RewardScores:
         """Send a job to a worker and free its slot; replace the worker on timeout or loss."""

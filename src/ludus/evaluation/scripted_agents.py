@@ -135,8 +135,7 @@ def answer_of(task: Task, shown: Sequence[Action] = ()) -> str | None:
 
 def blind_agents(tasks: Sequence[Task], seed: int) -> tuple[Agent, ...]:
     """Return the agents that read only the prompt: cheats and random policies."""
-    text = " ".join(user_prompt(task) for task in tasks)
-    vocabulary = list(dict.fromkeys(re.findall(r"\w(?:[\w'.-]*\w)?", text)))
+    vocabulary = list(dict.fromkeys(re.findall(r"\w(?:[\w'.-]*\w)?", " ".join(map(user_prompt, tasks)))))
 
     def words(task: Task, tools: Sequence[Tool]) -> Sequence[Action] | None:
         return random_words(_rng(seed, "words", task), vocabulary)

@@ -77,16 +77,14 @@ async def program_transport(program: ServerProgram, filters: MessageFilter) -> A
 
 
 async def _read(
-    process: asyncio.subprocess.Process,
-    filters: MessageFilter,
-    answers: MemoryObjectSendStream[SessionMessage | Exception],
+    child: asyncio.subprocess.Process, filters: MessageFilter, sink: MemoryObjectSendStream[SessionMessage | Exception]
 ) -> None:
     """Forward the program's messages; if the receiver is closed, drain the output so that the program can exit."""
     from mcp.shared.message import SessionMessage
     from mcp_types import jsonrpc_message_adapter
 
-    parts = _stdout_chunks(process)
-    async with answers:
+    parts = _stdout_chunks(child)
+    async with sink:
         async for line in filters.lines(parts):
             try:
                 message = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
@@ -95,7 +93,7 @@ async def _read(
             else:
                 taken = message
             try:
-                await answers.send(taken)
+                await sink.send(taken)
             except (anyio.ClosedResourceError, anyio.BrokenResourceError):
                 break
     async for _ in parts:

@@ -103,13 +103,13 @@ class SharedBatch(ProcessGroup):
     receives_all_rows = True
 
     def __init__(self, shard_device: torch.device | None = None) -> None:
-        self._device = shard_device
+        self.shard_device = shard_device
         self._mesh: DeviceMesh | None = None
 
     def shard_model(self, model: torch.nn.Module) -> None:
         """Shard the weights if a device is set."""
-        if self._device is not None:
-            self._mesh = self._mesh or make_mesh(self._device, self.world_size)
+        if self.shard_device is not None:
+            self._mesh = self._mesh or make_mesh(self.shard_device, self.world_size)
             shard(model, self._mesh)
 
 

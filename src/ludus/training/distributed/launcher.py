@@ -49,10 +49,6 @@ class WorkerRank(SharedBatch):
         super().__init__()
         self._control = _control_group(_COMMAND_TIMEOUT)
 
-    def shard_on(self, device: torch.device) -> None:
-        """Enable sharding of weights on this device."""
-        self._device = device
-
     def receive(self) -> RankCommand:
         """Wait for the next command."""
         return _broadcast(None, self._control)
@@ -197,7 +193,7 @@ def launch_ranks(config: Config, device: torch.device) -> Iterator[Collectives]:
             rendezvous = Rendezvous.create(learner.ranks, learner.rank_timeout_s)
             others.start(rendezvous, device)
             others.gather(rendezvous)
-        leader = join_ranks(rendezvous, others, device, device if learner.shard else None)
+        leader = connect(rendezvous, others, device, device if learner.shard else None)
         try:
             yield leader
         finally:
@@ -208,9 +204,7 @@ def launch_ranks(config: Config, device: torch.device) -> Iterator[Collectives]:
         others.close()
 
 
-def join_ranks(
-    rendezvous: Rendezvous, others: RankGroup, device: torch.device, shard: torch.device | None
-) -> LeaderRank:
+def connect(rendezvous: Rendezvous, others: RankGroup, device: torch.device, shard: torch.device | None) -> LeaderRank:
     """Join the other ranks as rank 0. Raises LearnerError with the error of a rank that has exited."""
     try:
         rendezvous.form_group(device)

@@ -63,7 +63,7 @@ def _execute_commands(rendezvous: Rendezvous, device: torch.device) -> None:
         attach_run_log(RunFolder(folder), f"rank {rendezvous.rank}")
     log.info("ready (process %d)", os.getpid())
     if config.training.learner.shard:
-        follower.shard_on(device)
+        follower.shard_device = device
     session = open_session(config, cold_start(config, folder))
     methods = rank_methods(session, make_parts(session, resolve(config.algorithm), follower, resumed))
     while (command := follower.receive())[0] != "stop":
