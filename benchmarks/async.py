@@ -43,7 +43,7 @@ from ludus.simulator.costs import RunLayout
 from ludus.training.batches.rows import Row
 from ludus.training.learner.learner import Learner
 from ludus.training.rl.build import train
-from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import make_engine, open_session, session_scheduler
 from rollout import fill
 from slow_tools import Latency, Sizes
@@ -157,7 +157,7 @@ def run_arm(args: argparse.Namespace, mode: str, work: Work) -> Arm:
             model = async_work.made(async_work.SHAPES[args.model], work.sizes, folder / "model")
             more["engine__url"] = stack.enter_context(async_work.serving(model))
         config = settings(args, mode, folder, work, **more)
-        stack.enter_context(locked(new_run(config, "async", "rl")))
+        stack.enter_context(lock_run(new_run(config, "async", "rl")))
         session = open_session(config)
         cluster = stack.enter_context(open_cluster(session)) if mode == "cluster" else None
         with batches.kept():

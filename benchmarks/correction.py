@@ -20,7 +20,7 @@ from ludus.config.load import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.evaluation.stats import t_interval
 from ludus.training.rl.build import train
-from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
 from rollout import check_place, fill
 from watching import Watch
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, arm: str, seed: int) -> Rows:
             "evaluation.every": 10**6,
         }
         config = load_config("search", [w for key, value in words.items() for w in (f"--{key}", str(value))])
-        with locked(new_run(config, "correction", "rl")):
+        with lock_run(new_run(config, "correction", "rl")):
             train(open_session(config), RunFolder(folder), Watch())
         rows = [dict(row.metrics) for row in read_metrics(folder / "metrics.jsonl")]
         kept.write_text(json.dumps(rows))

@@ -28,7 +28,7 @@ from ludus.simulator.costs import Costs, RunLayout
 from ludus.simulator.fit import estimate, fit
 from ludus.simulator.simulate import simulate
 from ludus.training.rl.build import train
-from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
 from rollout import check_place, fill
 from slow_tools import Latency, Sizes
@@ -60,7 +60,7 @@ def make(setup: RunLayout, latency: Latency, model: str, folder: Path) -> Seen:
     """Train a real run of this layout, and look at the clock."""
     config, watch = async_work.settings(setup, Sizes(), latency, model, folder), Watch()
     torch.set_num_threads(1)
-    with locked(new_run(config, "plan", "rl")):
+    with lock_run(new_run(config, "plan", "rl")):
         train(open_session(config), RunFolder(folder / "run"), watch)
     ends = [watch.began, *watch.ends]
     edge = min(setup.max_staleness + 1, (setup.steps - 1) // 3) if setup.mode == "async" else 1

@@ -13,7 +13,7 @@ import small_runs
 from ludus.cluster.cluster import Cluster, open_cluster
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.training.rl.build import train
-from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
 from small_runs import SMALLEST, Silent
 
@@ -50,7 +50,7 @@ def run(folder: Path, reporter: Silent | None = None, **changes: str) -> RunFold
     reporter = reporter or Silent()
     session = open_session(small_runs.config(folder, **SMALLEST | CLUSTER | changes))
     made = new_run(session.config, "run", "rl", "search")
-    with locked(made):
+    with lock_run(made):
         if session.config.cluster.kind == "none":
             train(session, made, reporter)
             return made
@@ -64,7 +64,7 @@ def run(folder: Path, reporter: Silent | None = None, **changes: str) -> RunFold
 def pids(cluster: Cluster, kind: str) -> list[int]:
     """The processes of a kind, the busiest first."""
     pool = next(pool for pool in cluster.group.pools if pool.kind == kind)
-    members = sorted(pool.members.values(), key=lambda member: -member.busy - member.heartbeat.under_way)
+    members = sorted(pool.members.values(), key=lambda member: -member.busy - member.heartbeat.in_flight)
     return [member.started.pid for member in members]
 
 

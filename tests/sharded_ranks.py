@@ -13,7 +13,7 @@ from ludus.algorithms.spec.resolve import PRESETS
 from ludus.engines.models.loading import load_tokenizer
 from ludus.errors import LearnerError
 from ludus.rollout.ledger import Ledger
-from ludus.training.distributed.collectives import Collectives, SharedBatch, is_sharded, whole
+from ludus.training.distributed.collectives import Collectives, SharedBatch, full_tensor, is_sharded
 from ludus.training.learner.learner import CachedLogprobs, Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
@@ -73,8 +73,8 @@ def ranks_here():
 def make(kind, dtype, algorithm, settings, ranks):
     """A learner, its weights split where there are several processes."""
     model, reference = policy(kind, dtype), tiny_model(dtype, seed=1).requires_grad_(False)
-    ranks.split(model)
-    ranks.split(reference)
+    ranks.shard_model(model)
+    ranks.shard_model(reference)
     how = OptimizerSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=0.05)
     scorer = LogprobScorer(model, recompute=kind == "recomputed")
     optimizer = Optimizer(model, how, ranks=ranks)
@@ -89,13 +89,13 @@ def policy_results(kind, dtype):
         one = make(kind, dtype, algorithm, LearnerSettings(microbatch_tokens=60), ranks)
         statistics, tokens = one.gradient(rows, known)
         named = {n: p for n, p in one.scorer.model.named_parameters() if p.requires_grad}
-        found |= {f"{case}/gradient/{n}": whole(p.grad).clone() for n, p in named.items()}
+        found |= {f"{case}/gradient/{n}": full_tensor(p.grad).clone() for n, p in named.items()}
         found[f"{case}/loss"] = torch.tensor([statistics.loss, statistics.kl_mean or 0.0, tokens])
     one = make(kind, dtype, WITH_ALL_TERMS, LearnerSettings(60), ranks)
     found |= {f"first/{n}": torch.tensor(value) for n, value in one.train(rows, seed=3).items()}
     one = make(kind, dtype, WITH_ALL_TERMS, LearnerSettings(60, epochs=2, minibatches=2), ranks)
     found |= {f"metrics/{n}": torch.tensor(value) for n, value in one.train(rows, seed=3).items()}
-    found |= {f"weights/{n}": whole(p).clone() for n, p in one.scorer.model.named_parameters()}
+    found |= {f"weights/{n}": full_tensor(p).clone() for n, p in one.scorer.model.named_parameters()}
     return found | {f"score/{i}": scores for i, scores in enumerate(one.score(rows))}
 
 
@@ -116,7 +116,7 @@ def critic_results(dtype):
     how = replace(unclipped, max_grad_norm=0.05)
     critic = Critic(tiny_model(dtype), how, CriticSettings(minibatches=2, microbatch_tokens=60), ranks)
     found |= {f"metrics/{n}": torch.tensor(v) for n, v in critic.train(rows, (targets, old)).items()}
-    found |= {f"weights/{n}": whole(p).clone() for n, p in critic.model.named_parameters()}
+    found |= {f"weights/{n}": full_tensor(p).clone() for n, p in critic.model.named_parameters()}
     return found | {f"value/{i}": values for i, values in enumerate(critic.score(rows))}
 
 
@@ -124,7 +124,7 @@ def first_gradient(optimizer):
     """The gradient of the first step, which was not clipped, from its first moment."""
     share = 1.0 - optimizer.settings.beta1
     moments = {n: m for n, m in optimizer.state_dict().items() if n.startswith("exp_avg/")}
-    return {n.removeprefix("exp_avg/"): whole(m) / share for n, m in moments.items()}
+    return {n.removeprefix("exp_avg/"): full_tensor(m) / share for n, m in moments.items()}
 
 
 def results(*cases):
@@ -143,14 +143,14 @@ def dry_runs(split):
     is left of it."""
     ranks = ranks_here() if split == "split" else SharedBatch()
     one = make("plain", torch.float32, WITH_ALL_TERMS, LearnerSettings(microbatch_tokens=100), ranks)
-    before = {n: whole(p).clone() for n, p in one.scorer.model.named_parameters()}
+    before = {n: full_tensor(p).clone() for n, p in one.scorer.model.named_parameters()}
     estimate, said = dry_run(one, 30), ""
     dry_run_module._available = lambda device: estimate.total * 3 // 2
     try:
         dry_run(one, 30)
     except LearnerError as error:
         said = str(error)
-    unchanged = all(torch.equal(before[n], whole(p)) for n, p in one.scorer.model.named_parameters())
+    unchanged = all(torch.equal(before[n], full_tensor(p)) for n, p in one.scorer.model.named_parameters())
     clean = unchanged and not any(p.grad is not None for p in one.scorer.model.parameters())
     return estimate, said, clean
 
@@ -162,8 +162,8 @@ def parts_of_run(kind, ranks, resumed=None):
     critic = Critic(tiny_model(seed=2), how, CriticSettings(microbatch_tokens=60), ranks)
     if resumed is not None:
         load_weights(resumed, model)
-    ranks.split(model)
-    ranks.split(reference)
+    ranks.shard_model(model)
+    ranks.shard_model(reference)
     optimizer = Optimizer(model, how, ranks=ranks)
     if resumed is not None:
         state = load_trainer(resumed, optimizer)
@@ -186,7 +186,7 @@ def everything(one, critic):
     found = {f"policy/{n}": p for n, p in model.named_parameters()}
     found |= {f"optimizer/{n}": t for n, t in one.optimizer.state_dict().items()}
     found |= {f"critic/{n}": t for n, t in critic.state().items()}
-    return {n: whole(t).clone() for n, t in found.items()}
+    return {n: full_tensor(t).clone() for n, t in found.items()}
 
 
 def saves(kind, shelf):

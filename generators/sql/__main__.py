@@ -11,7 +11,7 @@ from pathlib import Path
 from generators.sql.compose import DrawnQuestion, compose
 from generators.sql.databases import DrawnPair, make_pair
 from generators.sql.domains import domain
-from ludus.worlds.sql.questions import DOMAINS, FILES, MOST_DATABASES
+from ludus.worlds.sql.questions import DOMAINS, FILES, NUM_DATABASES
 
 OUT = Path(__file__).parents[2] / "src/ludus/worlds/sql/data"
 NUM: Mapping[str, int] = {"default": 3_000, "recipe": 12_000, "more": 24_000}
@@ -41,7 +41,7 @@ def questions_text(name: str, num: int) -> str:
     return as_text({str(level): [one.data for own, one in found if own == level] for level in FILES[name].levels})
 
 
-def databases_text(databases: int = MOST_DATABASES) -> str:
+def databases_text(databases: int = NUM_DATABASES) -> str:
     """Return the lines of the file of databases."""
     return as_text({pair.key: [pair.tables] for pair in draw_pairs(DOMAINS, databases)})
 

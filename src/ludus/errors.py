@@ -54,7 +54,7 @@ class EngineError(LudusError):
     part = "engine"
 
 
-class RequestRefused(EngineError):
+class RequestRejected(EngineError):
     """The engine rejects the request permanently; it must not be retried."""
 
 

@@ -41,11 +41,11 @@ def read_frame(stream: IO[bytes]) -> bytes | None:
     return body if len(body) == length else None
 
 
-def numbered(number: int, body: bytes = b"") -> bytes:
+def with_number(number: int, body: bytes = b"") -> bytes:
     """Return a message that starts with the number of its request."""
     return _NUMBER.pack(number) + body
 
 
 def split_number(body: bytes) -> tuple[int, bytes]:
-    """Return the number and the content of a `numbered` message."""
+    """Return the number and the content of a message of `with_number`."""
     return _NUMBER.unpack_from(body)[0], body[_NUMBER.size :]

@@ -243,7 +243,7 @@ class Bound:
     high: float
     or_zero: bool = False
 
-    def holds(self, value: float) -> bool:
+    def contains(self, value: float) -> bool:
         """Return whether the value is in the range; NaN is not."""
         return self.low <= value <= self.high or (self.or_zero and value == 0)
 

@@ -325,7 +325,7 @@ MINE = '''
 from ludus.algorithms.algorithm import AdvantageSpec, Need, Option, OptionBounds
 
 
-@AdvantageSpec(help="doubled", needs={Need.GROUP}, options={"factor": Option("factor", OptionBounds(1, whole=True))})
+@AdvantageSpec(help="doubled", needs={Need.GROUP}, options={"factor": Option("x", OptionBounds(1, is_integer=True))})
 def mine(*, rewards, mask, factor=2):
     return factor * rewards[:, None] * mask
 

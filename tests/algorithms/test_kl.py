@@ -128,7 +128,7 @@ def test_adaptive_kl_equals_the_loop_and_resumes(kls, num):
 @given(kls=st.lists(st.floats(0, 0.5), max_size=12))
 def test_pid_equals_the_loop_and_resumes(kls):
     """Far from its bounds the controller is the textbook sum."""
-    state = PIDKL(target=0.2, base=50.0, kp=2.0, ki=0.5, kd=1.0, most=100.0)
+    state = PIDKL(target=0.2, base=50.0, kp=2.0, ki=0.5, kd=1.0, max_coef=100.0)
     assert state.at() == 50.0
     errors = []
     for value in kls:
@@ -140,7 +140,7 @@ def test_pid_equals_the_loop_and_resumes(kls):
 
 
 def test_pid_keeps_its_bounds_and_does_not_wind_up():
-    state = PIDKL(target=0.1, base=0.0, kp=0.0, ki=1.0, most=0.5)
+    state = PIDKL(target=0.1, base=0.0, kp=0.0, ki=1.0, max_coef=0.5)
     for _ in range(100):
         state = state.update(0.4)
     assert state.at() == 0.5
@@ -168,7 +168,7 @@ def pauses_in(series, guard):
     """The steps of a series that pause, counted from 1; the run goes on after each."""
     found = []
     for step, value in enumerate(series, start=1):
-        found += [step] if guard.pauses(value) else []
+        found += [step] if guard.should_pause(value) else []
         guard = guard.update(value)
     return found
 
@@ -203,21 +203,21 @@ def test_a_guard_that_learns_follows_a_steady_growth_and_a_new_level():
 
 def test_the_guard_pauses_beyond_twice_the_expected_value():
     fixed = KLGuard(expected=0.1)
-    assert not fixed.pauses(0.2)
-    assert fixed.pauses(0.2001)
-    assert fixed.pauses(math.nan)
+    assert not fixed.should_pause(0.2)
+    assert fixed.should_pause(0.2001)
+    assert fixed.should_pause(math.nan)
     assert fixed.update(0.15) == fixed
     learning = KLGuard(expected=None, decay=0.5, warmup=7)
     for value in (0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07):
-        assert not learning.pauses(9.0)
+        assert not learning.should_pause(9.0)
         learning = KLGuard(**asdict(learning.update(value)))
     # Steps 1 and 2 have left the window of the last five: 0.015 on average, at step 1.5.
     assert (learning.expected, learning.expected_step) == pytest.approx((0.015, 1.5))
     # Step 8: the window is of the steps 4 to 8, the middle one is 6.
     assert learning.predicted == pytest.approx(0.015 * 6 / 1.5)
     edge = 5 * 2 * learning.predicted - (0.04 + 0.05 + 0.06 + 0.07)
-    assert not learning.pauses(edge - 1e-9)
-    assert learning.pauses(edge + 1e-9)
+    assert not learning.should_pause(edge - 1e-9)
+    assert learning.should_pause(edge + 1e-9)
     assert learning.update(math.inf) == learning
     with pytest.raises(ValueError, match="decay"):
         KLGuard(expected=None)

@@ -26,7 +26,7 @@ from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.rl.build import load_teacher, train
 from ludus.training.rl.train_step import filter_and_estimate
 from ludus.training.rl.validate import check, config_warnings
-from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
 from ludus.training.value_models.factory import train_value_model
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
@@ -190,7 +190,7 @@ def test_a_critic_that_learns_alone_in_all_steps_is_doubted():
 def run(folder, reporter=None, **changes):
     reporter = reporter or Silent()
     settings = config(folder, **(SMALLEST | {"evaluation__tasks": "1"} | changes))
-    with locked(new_run(settings, "search", "rl")):
+    with lock_run(new_run(settings, "search", "rl")):
         train(open_session(settings), RunFolder(folder), reporter)
     return [metrics for _, metrics in reporter.steps]
 

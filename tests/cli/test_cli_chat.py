@@ -32,7 +32,7 @@ def ask(dialogue, *questions):
     shown = []
     for question in questions:
         parts = []
-        asyncio.run(dialogue.ask(question, parts.append))
+        asyncio.run(dialogue.send(question, parts.append))
         shown.append(parts)
     return shown
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from ludus.cli.ui.run_summary import alarm_words, find_curves, ledger_words, loss_words, sparkline
+from ludus.cli.ui.run_summary import explain_loss, find_curves, format_alarms, format_ledger, sparkline
 from ludus.cli.ui.transcripts import marked_messages
 from ludus.diagnostics.trackers import MetricsRow, read_metrics
 from ludus.evaluation.evaluate import load_evaluation
@@ -66,20 +66,20 @@ def test_the_ledger_is_summed_with_its_reasons():
         "ledger/dropped/zero_variance": 3.0,
         "ledger/failed/engine": 1.0,
     }
-    assert ledger_words(rows(step, step | {"ledger/clock_limited": 1.0})) == (
+    assert format_ledger(rows(step, step | {"ledger/clock_limited": 1.0})) == (
         "16 rollouts started: 8 trained, 0 masked, 6 dropped (6 zero_variance), 2 failed (2 engine). "
         "A wall-clock limit fired in 1 of 2 steps: the run is not reproducible."
     )
-    assert ledger_words(rows({"loss/total": 1.0})) == ""
+    assert format_ledger(rows({"loss/total": 1.0})) == ""
 
 
 def test_an_alarm_is_told_once_with_its_steps():
     loud = {"tools/error_rate": 0.9, "tools/status/raised": 0.9}
-    (text,) = alarm_words(rows(loud, {"tools/error_rate": 0.1}, loud | {"tools/error_rate": 0.8}))
+    (text,) = format_alarms(rows(loud, {"tools/error_rate": 0.1}, loud | {"tools/error_rate": 0.8}))
     assert text.startswith("80% of the tool calls end in an error, most often raised")
     assert text.endswith("(at 2 of 3 steps, last at step 3)")
     dead = {"reward/mean": 0.0, "reward/std": 0.0}
-    assert "(at 2 of 6 steps, last at step 6)" in alarm_words(rows(*[dead] * 6))[0]
+    assert "(at 2 of 6 steps, last at step 6)" in format_alarms(rows(*[dead] * 6))[0]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_an_alarm_is_told_once_with_its_steps():
     ],
 )
 def test_a_loss_of_zero_is_explained(metrics, said):
-    text = loss_words(rows({"loss/policy": 0.0}, metrics))
+    text = explain_loss(rows({"loss/policy": 0.0}, metrics))
     assert said in text
     assert bool(text) == bool(said)
     assert not said or "step 2" in text.lower()

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from ludus.cli import signals
-from ludus.cli.signals import INTERRUPTED, watched_interrupts
+from ludus.cli.signals import INTERRUPTED, handle_interrupts
 from ludus.training.collection import rollout_collector
 from ludus.training.run.checkpoint import list_checkpoints
 from tiny_run import copy_run, ludus
@@ -18,11 +18,11 @@ from tiny_run import copy_run, ludus
 STUCK = """
 import signal, time
 from ludus.cli import signals
-from ludus.cli.signals import watched_interrupts
+from ludus.cli.signals import handle_interrupts
 
 signals._DUPLICATE_S = SAME_PRESS_S
 signal.signal(signal.SIGINT, lambda number, frame: None)
-with watched_interrupts("Resume the run with: ludus train --resume R"):
+with handle_interrupts("Resume the run with: ludus train --resume R"):
     print("begun", flush=True)
     while True:
         time.sleep(60)
@@ -99,7 +99,7 @@ def test_after_the_watch_signals_are_as_before():
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer)
-    with watched_interrupts(""):
+    with handle_interrupts(""):
         pass
     assert signal.set_wakeup_fd(before) == writer
     os.close(reader)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from ludus.cli.ui.progress import ProgressReporter
-from ludus.cli.ui.run_summary import mean_timings, time_words
+from ludus.cli.ui.run_summary import format_times, mean_timings
 from ludus.cli.ui.terminal import PIPE_COLUMNS, bars
 from ludus.config import load_config
 from ludus.diagnostics.timings import StepTimings, episode_shares, scoring_hint
@@ -67,7 +67,7 @@ def test_a_step_tells_how_long_rewards_took_and_what_to_do_about_it():
     assert "take 40% of the step (8 s, 2 at a time, the slowest 5 s)" in said
     assert "60% of its time" in said
     assert "Raise rollout.reward_processes (2)" in said
-    told = time_words(mean_timings([MetricsRow(1, found), MetricsRow(2, found)]))
+    told = format_times(mean_timings([MetricsRow(1, found), MetricsRow(2, found)]))
     assert told == (
         "Mean step time 100 s: rollout 8%, train 2%, evaluate 90%. Episode time: model 20%, tools 20%, rewards 60%."
     )

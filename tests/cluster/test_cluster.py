@@ -21,7 +21,7 @@ import torch
 from cluster_runs import all_gone
 from ludus.cluster.cluster import check_cluster
 from ludus.cluster.local_launcher import LocalLauncher, LocalWorkerHandle
-from ludus.cluster.log_forwarding import MOST, ForwardedRecords, LogForwarder, repeat
+from ludus.cluster.log_forwarding import MAX_RECORDS, ForwardedRecords, LogForwarder, log_records
 from ludus.cluster.protocol import (
     EngineSet,
     Heartbeat,
@@ -35,7 +35,7 @@ from ludus.cluster.protocol import (
     decode_response,
     encode_request,
     encode_response,
-    failed,
+    failure_response,
 )
 from ludus.cluster.supervisor import ClusterPlan, WorkerGroup, WorkerLost
 from ludus.cluster.worker_pool import PoolLimits, WorkerPool
@@ -44,7 +44,7 @@ from ludus.config import load_config
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.engines.base import EngineStats, Request, combined
 from ludus.engines.remote.engine import ServerEngine
-from ludus.engines.remote.http_client import HttpRefusal, RemoteEngineSettings
+from ludus.engines.remote.http_client import HttpStatusError, RemoteEngineSettings
 from ludus.errors import ConfigError, EngineError, SyncError, UserError, WorldError
 from ludus.ipc import read_frame, split_number
 from ludus.rollout.ledger import RolloutKey
@@ -87,7 +87,7 @@ class FakeRemote:
             case WorkerCommand.START:
                 return Started("here", self.number, self.url)
             case WorkerCommand.PING:
-                return Heartbeat(under_way=self.under_way)
+                return Heartbeat(in_flight=self.under_way)
         return None
 
     async def kill(self):
@@ -384,7 +384,7 @@ def test_an_attempt_at_a_worker_that_dies_fails_as_the_workers():
         group = WorkerGroup(plan(engines=1, workers=1), launcher)
         await group.open()
         worker = next(remote for remote in launcher.made if not remote.url)
-        attempt = asyncio.create_task(group.play(JOB, 60))
+        attempt = asyncio.create_task(group.run_attempt(JOB, 60))
         await until(lambda: any(isinstance(message, RolloutJob) for message in worker.said), 5)
         worker.dead = True
         with pytest.raises(WorkerLost, match="is gone") as caught:
@@ -404,9 +404,9 @@ def test_an_attempt_that_is_late_is_lost_alone_where_its_worker_answers():
         launcher = FakeLauncher([url])
         group = WorkerGroup(plan(engines=1, workers=1, episodes_per_worker=2), launcher)
         await group.open()
-        other = asyncio.create_task(group.play(JOB, 60))
+        other = asyncio.create_task(group.run_attempt(JOB, 60))
         with pytest.raises(WorkerLost, match="is silent"):
-            await group.play(JOB, 0.05)
+            await group.run_attempt(JOB, 0.05)
         assert not other.done()
         assert (len(group.workers.members), group.workers.num_lost) == (1, 0)
         next(remote for remote in launcher.made if not remote.url).dead = True
@@ -497,21 +497,21 @@ def test_a_follower_samples_under_what_was_said_and_refuses_other_weights():
 def test_errors_travel_with_their_words_class_and_cause():
     cause = EngineError("It was late.", "Wait.")
     cause.__cause__ = TimeoutError()
-    answer = pickle.loads(pickle.dumps(failed(cause)))
+    answer = pickle.loads(pickle.dumps(failure_response(cause)))
     with pytest.raises(EngineError, match=r"It was late\. Wait\.") as caught:
         answer.take()
     assert isinstance(caught.value.__cause__, TimeoutError)
-    with pytest.raises(HttpRefusal) as refused:
-        pickle.loads(pickle.dumps(failed(HttpRefusal("No.", status=409)))).take()
+    with pytest.raises(HttpStatusError) as refused:
+        pickle.loads(pickle.dumps(failure_response(HttpStatusError("No.", status=409)))).take()
     assert refused.value.status == 409
 
     class Foreign(WorldError):
         pass
 
     with pytest.raises(Exception, match="The index is gone"):
-        pickle.loads(pickle.dumps(failed(Foreign("The index is gone.")))).take()
+        pickle.loads(pickle.dumps(failure_response(Foreign("The index is gone.")))).take()
     with pytest.raises(Exception, match="ZeroDivisionError: by nothing"):
-        pickle.loads(pickle.dumps(failed(ZeroDivisionError("by nothing")))).take()
+        pickle.loads(pickle.dumps(failure_response(ZeroDivisionError("by nothing")))).take()
 
 
 def test_an_answer_that_cannot_be_sent_comes_back_as_the_error_that_says_so():
@@ -637,16 +637,16 @@ def test_what_a_process_logs_is_kept_until_it_is_asked_for_and_no_more_than_fits
     except ValueError:
         elsewhere.exception("a search failed: %d", 7)
     said = pickle.loads(pickle.dumps(ear.take()))
-    repeat("worker 3", said)
+    log_records("worker 3", said)
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("ludus.far", "ERROR")
     assert record.getMessage().startswith("worker 3: a search failed: 7\nTraceback")
     assert record.getMessage().endswith("ValueError: no index")
     assert ear.take() == ()
-    for number in range(MOST + 5):
+    for number in range(MAX_RECORDS + 5):
         elsewhere.info("%d", number)
     said = ear.take()
-    assert (len(said), said[-1].text) == (MOST + 1, "5 more were dropped")
+    assert (len(said), said[-1].text) == (MAX_RECORDS + 1, "5 more were dropped")
 
 
 @pytest.mark.parametrize(("bound", "workers", "share"), [(4, 2, 2), (3, 2, 1), (2, 8, 1), (4, 1, 4)])

@@ -13,7 +13,7 @@ from cluster_runs import CLUSTER, Meddling, all_gone, pids, run, started
 from ludus.cluster.cluster import Cluster, EventLoopThread
 from ludus.cluster.control import controlled
 from ludus.cluster.supervisor import WorkerGroup
-from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from small_runs import SMALLEST
 from tests.cluster.test_cluster_moments import STATE, FakeLauncher, plan, serving
 from tests.engines.test_rolling import Vllm
@@ -39,7 +39,7 @@ def running(folder: RunFolder):
 
         group = background.wait(begin())
         cluster = Cluster(folder.load_config(), None, group, background)
-        with locked(folder), controlled(folder.path, cluster):
+        with lock_run(folder), controlled(folder.path, cluster):
             yield group, fakes
         background.wait(group.close())
         background.close()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from ludus.cluster.cluster import Cluster, ClusterEngine, EventLoopThread
-from ludus.cluster.local_launcher import LocalLauncher, attend
+from ludus.cluster.local_launcher import LocalLauncher, serve
 from ludus.cluster.protocol import (
     Heartbeat,
     Started,
@@ -23,7 +23,7 @@ from ludus.cluster.protocol import (
     WorkerSpec,
     decode_request,
     encode_request,
-    failed,
+    failure_response,
 )
 from ludus.cluster.supervisor import WorkerGroup, WorkerLost
 from ludus.cluster.worker_pool import PoolMember
@@ -86,7 +86,7 @@ def test_a_call_that_is_cancelled_in_the_same_breath_is_not_done():
         inbox, outbox = asyncio.Queue(), queue.SimpleQueue()
         for request in ((1, encode_request(JOB)), (1, b""), (2, encode_request(WorkerCommand.PING))):
             inbox.put_nowait(request)
-        attending = asyncio.create_task(attend(inbox, outbox, host))
+        attending = asyncio.create_task(serve(inbox, outbox, host))
         await until(lambda: WorkerCommand.PING in role.begun, 10)
         await until(lambda: role.begun.count(JOB) == role.ended.count(JOB), 2)
         assert WorkerCommand.PING not in role.ended
@@ -106,7 +106,7 @@ def test_an_error_of_a_class_that_does_not_pickle_is_still_of_its_kind():
     error = IndexGone("x")
     error.__cause__ = TimeoutError()
     with pytest.raises(WorldError, match=r"The index x is gone\. Make it anew\.") as caught:
-        failed(error).take()
+        failure_response(error).take()
     assert caught.value.part == "environment"
     assert isinstance(caught.value.__cause__, TimeoutError)
 
@@ -366,7 +366,7 @@ def test_an_attempt_that_is_given_up_while_its_worker_ends_leaves_a_pool_that_go
             return remote
 
     def play(group):
-        return group.play(JOB, 60)
+        return group.run_attempt(JOB, 60)
 
     background, fake = EventLoopThread("test"), Fake()
     with serving(fake):

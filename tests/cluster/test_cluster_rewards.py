@@ -17,7 +17,7 @@ from ludus.cluster.protocol import (
     WorkerDied,
     WorkerSpec,
 )
-from ludus.cluster.reward_pool import TRIES, RewardWorkers, ScoringLost
+from ludus.cluster.reward_pool import MAX_ATTEMPTS, RewardWorkers, ScoringLost
 from ludus.cluster.supervisor import WorkerGroup
 from ludus.cluster.worker_pool import PoolLimits
 from ludus.cluster.workers import WorkerServer
@@ -161,14 +161,14 @@ def test_an_episode_that_ends_one_reward_worker_after_another_is_a_failure_of_it
     async def scenario(made):
         rewards = workers(made)
         rewards.pool.reconcile()
-        with pytest.raises(ScoringLost, match=f"{TRIES} reward workers died scoring task t: .*2 is gone"):
+        with pytest.raises(ScoringLost, match=f"{MAX_ATTEMPTS} reward workers died scoring task t: .*2 is gone"):
             await rewards.scored(TASK, PLAYED)
-        made[TRIES].ends = False
+        made[MAX_ATTEMPTS].ends = False
         assert (await rewards.scored(TASK, PLAYED)).reward == 1.0
         await rewards.pool.close()
 
     assert ScoringLost.part == "reward"
-    asyncio.run(scenario([Judging(number, ends=True) for number in range(TRIES + 1)]))
+    asyncio.run(scenario([Judging(number, ends=True) for number in range(MAX_ATTEMPTS + 1)]))
 
 
 def test_a_pool_of_reward_workers_that_cannot_go_on_stops_the_run_and_no_episode():
@@ -206,7 +206,7 @@ def test_what_a_worker_played_comes_back_scored_by_a_reward_worker():
         group = WorkerGroup(plan(engines=1, workers=1, reward_workers=2), launcher)
         assert [need.cpus for need in group.plan.needs] == [1, 1, 1, 1]
         await group.open()
-        found = await group.play(JOB, 5)
+        found = await group.run_attempt(JOB, 5)
         assert (found.rewards, found.reward) == ({"solved": 1.0}, 1.0)
         (job,) = [job for one in launcher.made if isinstance(one, Judging) for job in one.scored]
         assert job == ScoreJob(JOB.request.task, PLAYED)
@@ -236,7 +236,7 @@ def test_a_reward_worker_scores_with_its_world_and_answers_while_it_does(host, m
         played = [replace(PLAYED, sample=n, tags={"waits": str(tmp_path)}) for n in (1, 2)]
         both = [asyncio.create_task(host.call(one.sample, ScoreJob(TASK, one))) for one in played]
         await until(lambda: len(list(tmp_path.glob("begun-*"))) == 2)  # two at once, as set
-        assert (await host.call(3, WorkerCommand.PING)).take() == Heartbeat(under_way=2)
+        assert (await host.call(3, WorkerCommand.PING)).take() == Heartbeat(in_flight=2)
         (tmp_path / "go").touch()
         for one in both:
             found = (await one).take()

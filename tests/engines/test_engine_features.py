@@ -17,7 +17,7 @@ from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.engines.embedded.guided_decoding import GuideCompiler
 from ludus.engines.embedded.sampler import SamplingRules, sample
 from ludus.engines.models.loading import load_model, load_tokenizer
-from ludus.errors import EngineBusy, EngineError, RequestRefused, SyncError
+from ludus.errors import EngineBusy, EngineError, RequestRejected, SyncError
 from ludus.training.run.session import model_path
 from ludus.types import Guide, SamplingParams
 from small_runs import config
@@ -369,7 +369,7 @@ def test_a_deadline_ends_a_request_with_what_it_has_also_while_paused():
 def test_more_requests_than_the_limit_are_refused_until_some_are_done():
     async def work(engine):
         asked = [Request(str(i), (1, 2, 3), SamplingParams(max_new_tokens=3)) for i in range(3)]
-        with pytest.raises(RequestRefused, match="3 requests in one batch; the engine accepts 2"):
+        with pytest.raises(RequestRejected, match="3 requests in one batch; the engine accepts 2"):
             await engine.generate_batch(asked)
         both = asyncio.gather(*map(engine.generate, asked[:2]))
         await asyncio.sleep(0)

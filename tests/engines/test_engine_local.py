@@ -40,7 +40,7 @@ from ludus.engines.embedded.kv_cache import LayerShape, PagePool
 from ludus.engines.embedded.sampler import StopStrings
 from ludus.engines.models import fingerprint
 from ludus.engines.models.fingerprint import fingerprint_module
-from ludus.errors import EngineError, RequestRefused, SyncError, UserError
+from ludus.errors import EngineError, RequestRejected, SyncError, UserError
 from ludus.types import SamplingParams
 from waiting import until
 
@@ -665,7 +665,7 @@ ODD_NUMBERS = [
 
 @pytest.mark.parametrize(("name", "value"), ODD_NUMBERS)
 def test_numbers_out_of_bounds_are_refused_by_every_engine(name, value):
-    with pytest.raises(RequestRefused, match=f"{name} is .*; it must be "):
+    with pytest.raises(RequestRejected, match=f"{name} is .*; it must be "):
         check_params(SamplingParams(**{name: value}))
 
 

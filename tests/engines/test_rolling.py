@@ -52,14 +52,14 @@ def engines(count: int, lag: int = 1) -> Placement:
 def publish(placement: Placement, version: int) -> list[str]:
     """New weights, which all engines that hold others are to take; gives those that may at once."""
     for one in placement.replicas:
-        one.behind = placement.newest if one.behind is None else one.behind
-    placement.newest = version
+        one.stale_version = placement.latest if one.stale_version is None else one.stale_version
+    placement.latest = version
     return [one.url for one in placement.due_updates()]
 
 
 def take(placement: Placement, *numbers: int) -> None:
     for number in numbers:
-        placement.replicas[number].behind = None
+        placement.replicas[number].stale_version = None
     placement.due_updates()
 
 
@@ -69,7 +69,7 @@ def test_an_engine_without_episodes_takes_weights_at_once_and_one_with_them_when
     assert publish(placement, 1) == ["http://1"]
     take(placement, 1)
     assert placement.begin("b") == placement.begin("c") == EpisodePin("http://1", 1)  # busier, but the other waits
-    assert placement.floor == 1
+    assert placement.min_version == 1
     placement.end("a")
     assert [one.url for one in placement.due_updates()] == ["http://0"]
 
@@ -80,12 +80,12 @@ def test_one_engine_waits_and_the_other_goes_on_with_what_it_has():
         placement.begin(name)
     assert publish(placement, 1) == []
     assert [placement.begin(name).url for name in "de"] == ["http://0"] * 2  # 1 has fewer, so it waits
-    assert placement.floor == 0
+    assert placement.min_version == 0
     placement.end("b")
     placement.due_updates()
     take(placement, 1)
     assert placement.begin("f") == EpisodePin("http://1", 1)
-    assert placement.floor == 1
+    assert placement.min_version == 1
 
 
 def test_an_engine_that_waits_for_too_long_changes_places():
@@ -114,8 +114,8 @@ def test_no_episode_begins_on_an_older_version_than_was_said_even_when_the_newes
     placement.begin("a")
     publish(placement, 1)
     take(placement, 1)
-    assert placement.floor == 1
-    placement.replicas.pop().gone = True
+    assert placement.min_version == 1
+    placement.replicas.pop().removed = True
     placement.due_updates()
     assert placement.begin("b") is None
     placement.replicas.append(Replica("http://2", RemoteEngineSettings()))
@@ -128,7 +128,7 @@ def test_where_the_newest_weights_are_asked_for_nothing_begins_until_an_engine_h
     placement.begin("b")
     publish(placement, 1)
     assert len(placement.open) == 1
-    placement.floor = placement.newest
+    placement.min_version = placement.latest
     assert placement.begin("c") is None
     placement.end("b")
     assert [one.url for one in placement.due_updates()] == ["http://1"]
@@ -155,7 +155,7 @@ class Fleet(World):
 
     async def give(self, replica, check):
         await asyncio.sleep(self.draw("give", replica.url, check.version).random())
-        replica.behind = None
+        replica.stale_version = None
 
     async def play(self, job, attempt=0):
         name, draw = f"{job.key}/{attempt}", self.draw(job.key, attempt)
@@ -166,7 +166,7 @@ class Fleet(World):
             await asyncio.sleep(self.seconds(job, draw))
         finally:
             self.rolling.release(name)
-        if replica.gone:
+        if replica.removed:
             return await self.play(job, attempt + 1)
         versions = (pin.version, self.rolling.placement.version_of(replica))
         self.lengths[job.key] = 0.0
@@ -181,13 +181,13 @@ class Fleet(World):
         """An engine dies, and another joins in its place."""
         draw, replicas = self.draw("dies", step), self.rolling.placement.replicas
         if draw.random() < self.dying:
-            replicas.pop(draw.randrange(len(replicas))).gone = True
+            replicas.pop(draw.randrange(len(replicas))).removed = True
             replicas.append(Replica(f"http://new-{step}", RemoteEngineSettings()))
             self.rolling.start_due_updates()
 
     async def hold(self, version, state):
         for one in self.rolling.placement.replicas:
-            one.behind = version - 1 if one.behind is None else one.behind
+            one.stale_version = version - 1 if one.stale_version is None else one.stale_version
 
     async def push_weights(self, step):
         await self.rolling.push_weights(WeightCheck(step, (), lambda *_: None, 1e6), {})
@@ -206,15 +206,15 @@ def train(fleet: Fleet, pace: StalenessSchedule, in_flight=8, learning=1.0, eval
             trained.append([episode for group in batch.groups for episode in group.episodes])
             await asyncio.sleep(fleet.draw("learner", step).random() * learning)
             await fleet.push_weights(step)
-            stream.published(step, everywhere=False)
+            stream.on_publish(step, everywhere=False)
             fleet.log.append(("published", step))
             fleet.dies(step)
             if evaluates and step % evaluates == 0:
                 await fleet.rolling.wait_until_current()
-                fleet.log.append(("newest", step, fleet.rolling.placement.floor))
+                fleet.log.append(("newest", step, fleet.rolling.placement.min_version))
         assert stream.num_in_flight == stream.num_waiting == 0
         following.cancel()
-        async with fleet.rolling.quiet():
+        async with fleet.rolling.pause_transfers():
             fleet.rolling.close()
         return trained
 
@@ -271,7 +271,7 @@ def test_whatever_a_transfer_meets_reaches_a_learner_that_waits_for_weights():
         following = asyncio.create_task(track_version(stream, fleet.rolling, 0))
         await stream.take()
         await fleet.push_weights(1)
-        stream.published(1, everywhere=False)
+        stream.on_publish(1, everywhere=False)
         await asyncio.wait_for(stream.take(), 60)
         await following
 
@@ -442,7 +442,7 @@ def test_a_worker_is_told_where_an_episode_stays_and_a_new_engine_has_the_newest
         await group.open()
         await group.load_weights(7, STATE)
         await group.roll(1)
-        first = asyncio.create_task(group.play(JOB, 60))
+        first = asyncio.create_task(group.run_attempt(JOB, 60))
         workers = [remote for remote in launcher.made if not remote.url]
         await until(lambda: sum(map(len, map(jobs, workers))) == 1, 10)
         (sent,) = (job for worker in workers for job in jobs(worker))
@@ -452,7 +452,7 @@ def test_a_worker_is_told_where_an_episode_stays_and_a_new_engine_has_the_newest
         await group.push_weights(CHECK, STATE)
         assert await group.rolling.served(7) == 8
         assert (stays.label, other.label) == ("7", "8")
-        later = asyncio.create_task(group.play(replace(JOB, request=replace(JOB.request, greedy=True)), 60))
+        later = asyncio.create_task(group.run_attempt(replace(JOB, request=replace(JOB.request, greedy=True)), 60))
         await until(lambda: sum(map(len, map(jobs, workers))) == 2, 10)
         pins = [job.pin for worker in workers for job in jobs(worker)]
         assert EpisodePin(other.url, 8) in pins
@@ -476,14 +476,14 @@ def test_an_engine_that_is_let_go_ends_the_episodes_that_stay_with_it_first():
         await group.load_weights(7, STATE)
         await group.roll(1)
         workers = [remote for remote in launcher.made if not remote.url]
-        attempts = [asyncio.create_task(group.play(JOB, 60))]
+        attempts = [asyncio.create_task(group.run_attempt(JOB, 60))]
         await until(lambda: sum(map(len, map(jobs, workers))) == 1, 10)
         (sent,) = (job for worker in workers for job in jobs(worker))
         goes = sent.pin.url
         assert next(iter(group.engines.members.values())).started.url == goes
         await group.scale(1)
         later = replace(JOB, request=replace(JOB.request, key=RolloutKey(2, "t", 0)))
-        attempts.append(asyncio.create_task(group.play(later, 60)))
+        attempts.append(asyncio.create_task(group.run_attempt(later, 60)))
         await until(lambda: sum(map(len, map(jobs, workers))) == 2, 10)
         (begun,) = (job for worker in workers for job in jobs(worker) if job.request == later.request)
         assert begun.pin.url != goes
@@ -526,7 +526,7 @@ def embedded(path, count: int):
     import uvicorn
 
     from ludus.gateway.app import make_app
-    from ludus.gateway.limits import listening
+    from ludus.gateway.limits import open_socket
     from ludus.gateway.service import CompletionService, served_model
 
     made, servers = [], []
@@ -537,7 +537,7 @@ def embedded(path, count: int):
             CompletionService(engine, served_model(model, tokenizer, "policy", str(path), None), TOKEN), model
         )
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
-        listener = listening("127.0.0.1", 0)
+        listener = open_socket("127.0.0.1", 0)
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
         servers.append((server, thread))

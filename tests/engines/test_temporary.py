@@ -42,7 +42,7 @@ def test_what_a_killed_process_left_goes_with_the_next_folder(left, tmp_path, mo
     assert left.is_dir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     others = RankGroup()
-    others.start(SimpleNamespace(count=1, limit_s=1.0), torch.device("cpu"))
+    others.start(SimpleNamespace(world_size=1, limit_s=1.0), torch.device("cpu"))
     assert not left.exists()
     assert others.folder.path.is_dir()
     for folder in (other, others.folder):

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ludus.engines.base import Request
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
-from ludus.engines.embedded.sampler import SamplingRules, likeliest, sample
-from ludus.errors import RequestRefused
+from ludus.engines.embedded.sampler import SamplingRules, sample, top_tokens
+from ludus.errors import RequestRejected
 from ludus.types import Guide, SamplingParams
 from scripted_engine import ScriptedEngine
 from tests.engines.test_engine_local import VOCAB, build, byte_tokenizer
@@ -161,7 +161,7 @@ def test_a_stream_gives_each_token_its_own():
 )
 def test_equals_come_by_their_ids_and_what_cannot_be_is_left_out(table, data):
     nums = data.draw(st.lists(st.integers(0, 12), min_size=len(table), max_size=len(table)).filter(any))
-    found = likeliest(torch.tensor(table), nums)
+    found = top_tokens(torch.tensor(table), nums)
     assert found == [by_hand(row, num) for row, num in zip(table, nums, strict=True)]
 
 
@@ -178,9 +178,9 @@ def test_the_top_tokens_of_a_row_do_not_depend_on_the_other_rows():
 
 @pytest.mark.parametrize("num", [-1, 21])
 def test_more_than_twenty_are_refused(num):
-    with pytest.raises(RequestRefused, match=f"top_logprobs is {num}; it must be 0 to 20"):
+    with pytest.raises(RequestRejected, match=f"top_logprobs is {num}; it must be 0 to 20"):
         sampled(Request("a", PROMPT, SamplingParams(top_logprobs=num)))
-    with pytest.raises(RequestRefused, match=f"top_logprobs is {num}"):
+    with pytest.raises(RequestRejected, match=f"top_logprobs is {num}"):
         with_engine(lambda engine: engine.score_top(PROMPT, num))
 
 

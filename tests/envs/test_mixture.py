@@ -342,7 +342,7 @@ def test_rewards_are_normalised_by_world(world, recipe):
 
         def combined(step, some, combiner=combiner):
             found = combiner.combine(step, some)
-            whole = iter(combiner.over_batch([one for group in found for one in group]))
+            whole = iter(combiner.normalize_batch([one for group in found for one in group]))
             return [[next(whole) for _ in group] for group in found]
 
         first = combined(1, groups)

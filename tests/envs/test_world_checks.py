@@ -9,7 +9,7 @@ from ludus.config import load_config
 from ludus.config.schema import Config
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.registry import WORLDS, build_world, closing
-from ludus.evaluation.env_audit import CheckPlan, check_world, play
+from ludus.evaluation.env_audit import CheckPlan, check_world, run_agent
 from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of
 from ludus.rewards.base import score, success
 from ludus.rollout.episode import EpisodeLimits
@@ -95,7 +95,7 @@ def test_right_episodes_done_otherwise_are_right(name, num_tasks):
 
     async def played(task, messages):
         agent = Agent("other way", AgentKind.ORACLE, "does it otherwise", lambda *_: actions_of(messages))
-        return task.id, messages, (await play(world, task, agent, plan)).succeeded
+        return task.id, messages, (await run_agent(world, task, agent, plan)).succeeded
 
     async def all_played():
         async with closing(world):
@@ -122,7 +122,7 @@ def test_what_tests_said_at_the_end_they_say_again_of_what_was_left(name):
             turns = actions_of(world.expert(task).messages[len(task.prompt) :])
             agent = Agent("oracle", AgentKind.ORACLE, "knows", lambda task, tools: turns)
             plan = CheckPlan(limits=episode_limits(config.rollout))
-            one = await play(world, task, agent, plan)
+            one = await run_agent(world, task, agent, plan)
             return one, await one.environment.grade_again()
 
     one, again = asyncio.run(scenario())

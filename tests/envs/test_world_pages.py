@@ -9,7 +9,7 @@ from generators.reports.__main__ import OUT, REPORTS, report
 from ludus.config import load_config
 from ludus.envs.registry import WORLDS, build_world
 from ludus.envs.tool_env import ToolLimits
-from ludus.evaluation.env_audit import CheckPlan, play
+from ludus.evaluation.env_audit import CheckPlan, run_agent
 from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of
 from ludus.recipes import recipe_folder
 from ludus.types import Message
@@ -101,6 +101,6 @@ def test_the_transcript_of_guess_is_a_real_one():
     task = next(t for t in world.tasks("train") if t.prompt[-1]["content"] == opening and t.truth == turns[-1])
     moves = actions_of([Message(role="assistant", content=turn) for turn in turns[::2]])
     agent = Agent("the page", AgentKind.SHOWN, "plays what it shows", lambda task, tools: moves)
-    played = asyncio.run(play(world, task, agent, CheckPlan()))
+    played = asyncio.run(run_agent(world, task, agent, CheckPlan()))
     assert played.succeeded
     assert [message["content"] for message in played.trajectory.messages][1:] == turns

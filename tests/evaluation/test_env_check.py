@@ -17,7 +17,7 @@ from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, ToolWorld
 from ludus.errors import ConfigError, WorldError
 from ludus.evaluation.arguments import random_arguments
-from ludus.evaluation.env_audit import AuditEpisode, CheckPlan, check_world, refuse_cheats, some_tasks
+from ludus.evaluation.env_audit import AuditEpisode, CheckPlan, check_world, reject_cheats, sample_tasks
 from ludus.evaluation.scripted_agents import PROGRAMS, AgentKind, edit_tests, run_program
 from ludus.evaluation.verifier_report import EPISODES, VerdictShare, form_of, scorecard
 from ludus.rewards.base import Reward
@@ -241,7 +241,7 @@ def test_an_environment_that_breaks_is_said_and_does_not_stop_training():
 
     report = check_world(world(raises), PLAN)
     assert "The environment failed in every episode of the agents null, idle" in report.problems[0]
-    refuse_cheats(world(raises), PLAN)
+    reject_cheats(world(raises), PLAN)
 
 
 def test_what_breaks_all_agents_alike_is_told_once():
@@ -279,7 +279,7 @@ def test_whoever_watches_a_check_sees_each_thing_that_is_done():
     ]
     assert all(total == done for _, total, done in seen.phases)
     assert seen.phases[0][1] == 8 * 21
-    refuse_cheats(world(exact), plan)
+    reject_cheats(world(exact), plan)
     assert seen.phases[-1] == ["broken: agents that must not be rewarded", 120, 120]
 
 
@@ -290,7 +290,7 @@ def test_an_environment_that_breaks_now_and_then_hides_no_cheat():
         return anything(task, trajectory)
 
     with pytest.raises(ConfigError, match="The agent null"):
-        refuse_cheats(world(often_raises), PLAN)
+        reject_cheats(world(often_raises), PLAN)
 
 
 def test_training_is_refused_with_agent_and_task_unless_the_check_is_off():
@@ -340,9 +340,9 @@ def test_training_does_not_begin_where_rewards_are_late(tmp_path):
 
 def test_equal_seeds_draw_equal_tasks():
     many = world(exact, [str(i) for i in range(100)])
-    first = [task.id for task in some_tasks(many, PLAN)]
-    assert first == [task.id for task in some_tasks(many, PLAN)]
-    assert first != [task.id for task in some_tasks(many, CheckPlan(num_tasks=8, seed=1))]
+    first = [task.id for task in sample_tasks(many, PLAN)]
+    assert first == [task.id for task in sample_tasks(many, PLAN)]
+    assert first != [task.id for task in sample_tasks(many, CheckPlan(num_tasks=8, seed=1))]
     assert len(set(first)) == 8
     assert AuditEpisode(many.tasks("train")[0], None).excused is False
 

@@ -7,8 +7,8 @@ import pytest
 
 from ludus.envs.tool_world import Dialogue, ToolWorld
 from ludus.evaluation.agent_texts import TEXTS, near_misses, rewritten
-from ludus.evaluation.env_audit import CheckPlan, CheckReport, check_world, play_all, some_tasks, vocabulary
-from ludus.evaluation.scripted_agents import cheats
+from ludus.evaluation.env_audit import CheckPlan, CheckReport, check_world, run_agents, sample_tasks
+from ludus.evaluation.scripted_agents import blind_agents
 from ludus.evaluation.verifier_report import (
     Scorecard,
     VerdictShare,
@@ -101,9 +101,9 @@ BAD = {
 def test_a_planted_verifier_is_caught_by_the_row_that_is_there_for_it(name):
     pays, row = BAD[name]
     world = planted(lambda task, text: right(task, text) or pays(task, text))
-    tasks = some_tasks(world, PLAN)
-    agents = [agent for agent in cheats(tasks, vocabulary(tasks), 0) if agent.name == row]
-    rows = asyncio.run(play_all(world, tasks, agents, PLAN))
+    tasks = sample_tasks(world, PLAN)
+    agents = [agent for agent in blind_agents(tasks, 0) if agent.name == row]
+    rows = asyncio.run(run_agents(world, tasks, agents, PLAN))
     report = CheckReport(world, tasks, rows, {})
     if agents:
         assert [one.mark for one in rows] == ["fail"]

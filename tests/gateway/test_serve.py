@@ -16,7 +16,7 @@ from ludus.engines.base import Request
 from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.http_client import RemoteEngineSettings
-from ludus.gateway.protocol.detokenize import GrowingText, TextRules
+from ludus.gateway.protocol.detokenize import StreamedText, TextRules
 from ludus.types import SamplingParams
 from served import COLD_START, CONTEXT, counted, serving_model, until_counts
 from tiny_run import refused
@@ -410,7 +410,7 @@ def test_a_stream_decodes_each_token_a_bounded_number_of_times(tokenizer, size, 
 
     tokens = tokenizer.encode("Zürich 🏔️ 日本語 is\n" * 30 + "Bern 🏔")
     rules = TextRules(Counting(), stops=stops)
-    growing = GrowingText(rules)
+    growing = StreamedText(rules)
     cuts = range(0, len(tokens), size)
     pieces = [growing.add(tokens[at : at + size], None if at < cuts[-1] else "stop") for at in cuts]
     assert sum(counted) < 16 * len(tokens)

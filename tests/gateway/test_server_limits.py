@@ -19,12 +19,12 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from ludus.engines.control_tokens import find_token, published
+from ludus.engines.control_tokens import find_token, publish_token
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.gateway.app import Public, make_app
 from ludus.gateway.control import Control
 from ludus.gateway.endpoints import check_shape, error_response
-from ludus.gateway.limits import HttpLimits, http_server, listening
+from ludus.gateway.limits import HttpLimits, http_server, open_socket
 from ludus.gateway.protocol.detokenize import Scored, TokenNames, chat_logprobs
 from ludus.gateway.protocol.requests import BadRequest
 from ludus.gateway.protocol.responses import error_body, json_bytes, response_body
@@ -46,7 +46,7 @@ NARROW = HttpLimits(
 
 @contextlib.contextmanager
 def running(app, limits):
-    listener = listening("127.0.0.1", 0)
+    listener = open_socket("127.0.0.1", 0)
     server = http_server(app, limits, error_response)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
@@ -150,7 +150,7 @@ def test_json_of_more_values_than_a_request_has_is_refused_before_it_is_decoded(
 
 def test_a_token_is_left_for_the_same_user_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with published(8123, TOKEN):
+    with publish_token(8123, TOKEN):
         assert find_token("http://127.0.0.1:8123") == find_token("http://localhost:8123") == TOKEN
         assert find_token("http://127.0.0.1:8124") == find_token("http://example.org:8123") == ""
         (path,) = tmp_path.glob("*/8123.token")
@@ -160,7 +160,7 @@ def test_a_token_is_left_for_the_same_user_alone(tmp_path, monkeypatch):
         path.chmod(0o600)
     assert find_token("http://127.0.0.1:8123") == ""
     (tmp_path / path.parent.name).chmod(0o777)
-    with published(8123, TOKEN):
+    with publish_token(8123, TOKEN):
         assert find_token("http://127.0.0.1:8123") == ""
 
 

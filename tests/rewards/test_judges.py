@@ -20,7 +20,7 @@ from ludus.training.credit.advantages import assign_credit
 from ludus.training.learner.optimizer import OptimizerSettings
 from ludus.training.rl.build import train
 from ludus.training.rl.train_step import filter_and_estimate
-from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import add_lora, open_session
 from ludus.training.value_models.critic import CriticSettings, OutcomeCritic
 from ludus.training.value_models.factory import train_value_model
@@ -240,7 +240,7 @@ def test_a_run_that_is_cut_and_resumed_equals_the_uninterrupted_one_and_its_judg
     assert second < first
 
     settings = config(cut, **(SMALLEST | changes))
-    with locked(new_run(settings, "search", "rl")), pytest.raises(Cut):
+    with lock_run(new_run(settings, "search", "rl")), pytest.raises(Cut):
         train(open_session(settings), RunFolder(cut), Cutting(2))
     assert main(["train", "--resume", str(cut)]) == 0
     one, two = lasting_files(whole), lasting_files(cut)

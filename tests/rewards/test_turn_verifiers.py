@@ -42,7 +42,7 @@ from ludus.types import (
 from ludus.worlds.code.world import CodeSettings, CodeWorld
 from ludus.worlds.functions.world import FunctionsSettings, FunctionsWorld
 from ludus.worlds.guess.world import make_guess_world
-from ludus.worlds.sql.grader import holds_gold
+from ludus.worlds.sql.grader import contains_gold
 from ludus.worlds.sql.world import SqlSettings, SqlWorld
 from ludus.worlds.terminal.splits import TerminalSettings
 from ludus.worlds.terminal.world import TerminalWorld
@@ -148,13 +148,13 @@ def test_sql_pays_the_query_that_gives_the_gold_rows_once():
     right, wrong = [("sql", {"query": gold})], [("sql", {"query": copied})]
     assert shares(world, task, wrong, right, right, [*right, *right]) == (0.0, 1.0, 0.0, 0.0, 0.0)
     assert shares(world, task, [("sql", {"query": "SELECT FROM"})], [("schema", {})]) == (0.0, 0.0, 0.0)
-    assert holds_gold(f"SELECT 1, g.* FROM ({gold}) g", truth)
+    assert contains_gold(f"SELECT 1, g.* FROM ({gold}) g", truth)
     seen = " UNION ALL ".join(
         "SELECT " + ", ".join("NULL" if v is None else repr(v) for v in row) for row in truth.rows.rows
     )
-    assert not holds_gold(seen, truth)  # a copy of the shown rows
-    assert not holds_gold(f"SELECT g.*, 1, 2, 3 FROM ({gold}) g", truth)
-    assert not holds_gold("SELECT 1 WHERE 0", truth)
+    assert not contains_gold(seen, truth)  # a copy of the shown rows
+    assert not contains_gold(f"SELECT g.*, 1, 2, 3 FROM ({gold}) g", truth)
+    assert not contains_gold("SELECT 1 WHERE 0", truth)
 
 
 REPORT = {"a": True, "b": True, "kept": True, "c": False}

@@ -148,7 +148,7 @@ async def send_beside(step, stream, world, way) -> None:
     await asyncio.sleep(world.draw("transfer", step).random() * way.transfer)
     world.version = step
     await asyncio.sleep(world.draw("sync", step).random() * 0.1)
-    stream.serves(step)
+    stream.on_serve(step)
 
 
 async def publish(step, stream, world, way) -> None:
@@ -157,7 +157,7 @@ async def publish(step, stream, world, way) -> None:
         await stream.drain()
     world.version = step
     await asyncio.sleep(world.draw("sync", step).random() * 0.1)
-    stream.published(step)
+    stream.on_publish(step)
 
 
 async def resumed(stream, world, pace, way) -> GroupQueue:
@@ -189,7 +189,7 @@ def simulate(world, pace, way=Way()) -> Played:
             if way.varies:
                 stream.in_flight = world.draw("in flight", step).randint(1, way.in_flight)
             if way.transfer and not way.drains and step not in (way.cut, pace.last_step):
-                stream.published(step, everywhere=False)
+                stream.on_publish(step, everywhere=False)
                 sending = asyncio.create_task(send_beside(step, stream, world, way))
             else:
                 await publish(step, stream, world, way)
@@ -289,12 +289,12 @@ def test_the_oldest_train_first_and_a_slow_group_is_waited_for():
     admission = StalenessController(StalenessSchedule(2, 1, 10))
     for number in range(4):
         admission.admit(number)
-    assert admission.room == 0
+    assert admission.capacity == 0
     for number in (1, 2, 3):
         admission.ready(number)
     assert admission.take() == [1, 2]  # two of version 0 may still train at step 2: 0 and 3
-    assert (admission.room, admission.next_step) == (0, 2)
-    admission.published(1)
+    assert (admission.capacity, admission.next_step) == (0, 2)
+    admission.on_publish(1)
     admission.admit(4)
     admission.admit(5)
     admission.ready(4)
@@ -320,7 +320,7 @@ def test_a_stream_says_what_keeps_more_episodes_from_starting():
             await stream.take()
             found.append(stream.held)
             world.version = step
-            stream.published(step)
+            stream.on_publish(step)
         await stream.close()
         return limited, found
 
@@ -344,7 +344,7 @@ def test_no_batch_counts_as_ready_while_a_group_is_due_that_is_not_there():
     assert admission.batches_ready == 1
     assert admission.take() == [0, 1]
     assert admission.batches_ready == 0
-    admission.published(1)
+    admission.on_publish(1)
     for number in (4, 5):  # due at step 3
         admission.admit(number)
         admission.ready(number)
@@ -378,9 +378,9 @@ def test_a_stream_counts_the_seconds_in_flight_and_the_batches_made_ready():
         return first, flown, stream.flow()
 
     first, flown, later = on_made_up_time(run())
-    assert first.flown_s == pytest.approx(flown)
+    assert first.in_flight_s == pytest.approx(flown)
     assert first.batches == 5  # as many as the bound lets there be
-    assert (later.flown_s, later.batches) == (0, 0)  # no room, as the step has not ended
+    assert (later.in_flight_s, later.batches) == (0, 0)  # no room, as the step has not ended
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -423,7 +423,7 @@ def test_a_resumed_run_goes_on_with_what_can_still_be_in_time_and_plays_the_rest
             batch = await stream.take()
             found += [(step, group) for group in batch.groups]
             world.version = step
-            stream.published(step)
+            stream.on_publish(step)
         return stayed, late, found
 
     stayed, late, found = on_made_up_time(run())
@@ -485,9 +485,9 @@ def test_what_cannot_be_in_time_is_not_admitted():
     with pytest.raises(ValueError, match="already admitted"):
         admission.admit(1)
     admission.discard(1)
-    assert admission.room == 1
+    assert admission.capacity == 1
     with pytest.raises(ValueError, match="follows"):
-        admission.published(1)
+        admission.on_publish(1)
 
 
 def test_the_first_members_that_end_are_enough_and_the_others_stop():
@@ -604,7 +604,7 @@ def test_what_a_source_raises_reaches_whoever_waits_for_a_batch():
             for step in (1, 2):
                 await stream.take()
                 world.version = step
-                stream.published(step)
+                stream.on_publish(step)
 
     loop = FakeLoop()
     try:

@@ -12,7 +12,7 @@ from ludus.diagnostics.trackers import read_metrics
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.training.collection.filters import ages
 from ludus.training.rl.build import train
-from ludus.training.run.run_dir import locked, new_run
+from ludus.training.run.run_dir import lock_run, new_run
 from ludus.training.run.session import open_session
 from small_runs import Silent
 from tests.training.rl.test_async_run import words
@@ -127,7 +127,7 @@ def run(tiny_run, folder: Path, wait: str, which: str, **changes) -> Watching:
     given[2] = "--model.path"
     settings, reporter = load_config(given[1], given[2:]), Watching()
     made = new_run(settings, "tiny", "rl")
-    with locked(made):
+    with lock_run(made):
         train(open_session(settings), made, reporter)
     return reporter
 

@@ -137,7 +137,7 @@ def test_a_simulated_engine_of_the_learner_s_process_rests_and_one_elsewhere_doe
 
     def both(costs):
         with monkeypatch.context() as patch:
-            patch.setattr(group_queue, "REST", 0.0)
+            patch.setattr(group_queue, "PAUSE_FACTOR", 0.0)
             never = simulate(costs, setup)
         return never, simulate(costs, setup)
 
@@ -291,7 +291,7 @@ def test_the_limit_grows_fast_until_it_need_not_and_slowly_from_then_on():
     assert limit.after(replace(waits, limited=False), None) == 32  # the bound on staleness lets no more start
     assert limit.after(waits, None) == 42
     assert limit.after(replace(waits, engine_queue=1.0), None) == 36
-    assert ConcurrencyController(8, 10, 9).now <= 10
+    assert ConcurrencyController(8, 10, 9).limit <= 10
 
 
 def write_run(folder, engine, learner, running=(4.0, 8.0, 16.0, 32.0)):

@@ -19,7 +19,7 @@ from ludus.envs.tool_env import ToolEnv, ToolExecutor, ToolLimits
 from ludus.envs.tool_world import ToolWorld
 from ludus.errors import ConfigError, ToolFault, UserError, WorldError
 from ludus.tools.mcp.client import McpServer, McpSettings, mcp_server
-from ludus.tools.mcp.messages import Screen
+from ludus.tools.mcp.messages import MessageFilter
 from ludus.types import Action, Message, ToolCall, ToolStatus
 from waiting import free_port, until
 
@@ -194,24 +194,25 @@ def event(number, text):
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_streams_are_screened_message_by_message_however_they_are_cut(size):
+def test_streams_are_filtered_message_by_message_however_they_are_cut(size):
     good, long = event(1, b"here"), event(2, b"a" * 300)
     streams = {
         "lines": [good, long, b"no JSON", good],
         "events": [b"id: 1\r\ndata: " + good, b": a comment", b"data:" + long, b"data: " + good],
     }
 
-    async def screened(read, joined, *call):
+    async def filtered(read, joined, *call):
         async def parts():
             for begin in range(0, len(joined), size):
                 yield joined[begin : begin + size]
 
-        return [message async for message in read(Screen(200), parts(), *call)]
+        return [message async for message in read(MessageFilter(200), parts(), *call)]
 
     async def all_kinds():
-        lines = await screened(Screen.lines, b"\n".join(streams["lines"]) + b"\n")
-        events = await screened(Screen.events, b"\n\n".join(streams["events"]) + b"\n\n", b"2")
-        return lines, events, await screened(Screen.body, long, b"2"), await screened(Screen.body, good, b"1")
+        lines = await filtered(MessageFilter.lines, b"\n".join(streams["lines"]) + b"\n")
+        events = await filtered(MessageFilter.events, b"\n\n".join(streams["events"]) + b"\n\n", b"2")
+        long_body = await filtered(MessageFilter.body, long, b"2")
+        return lines, events, long_body, await filtered(MessageFilter.body, good, b"1")
 
     lines, events, long_body, body = asyncio.run(all_kinds())
     refused = json.loads(long_body[0])
@@ -232,7 +233,7 @@ def test_an_event_without_an_end_is_not_held_whole():
             yield b"data: aaaa"
 
     async def ask():
-        return [part async for part in Screen(100).events(parts(), b'"x"')]
+        return [part async for part in MessageFilter(100).events(parts(), b'"x"')]
 
     (only,) = asyncio.run(ask())
     assert b'"id": "x"' in only

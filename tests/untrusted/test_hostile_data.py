@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 import heartbeat
-from ludus.engines.remote.http_client import RemoteEngineSettings, Replica, ask_once
+from ludus.engines.remote.http_client import RemoteEngineSettings, Replica, get_once
 from ludus.engines.remote.metrics import ServerStats
 from ludus.envs.git_objects import GitObjects, object_head
 from ludus.envs.tool_env import ToolExecutor
@@ -322,7 +322,7 @@ async def ask_endpoint(url):
 
 CLIENTS = {
     "an inference server": lambda url: Replica(url, RemoteEngineSettings()).post("/x", {}, Health),
-    "before there is a loop": lambda url: asyncio.to_thread(ask_once, url, "/x", Health),
+    "before there is a loop": lambda url: asyncio.to_thread(get_once, url, "/x", Health),
     "an endpoint": ask_endpoint,
     "sandbox serve": lambda url: RemoteSandbox(SandboxSettings(url=url, token="t")).run("print()"),
     "SandboxFusion": lambda url: FusionSandbox(SandboxSettings(url=url)).run("print()"),

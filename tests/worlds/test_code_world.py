@@ -34,7 +34,7 @@ from ludus.envs.registry import build_world
 from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation.env_audit import CheckPlan, check_world
-from ludus.evaluation.scripted_agents import actions_of, say
+from ludus.evaluation.scripted_agents import actions_of, text_action
 from ludus.evaluation.verifier_report import form_of
 from ludus.rewards.base import check_rewards, score, success
 from ludus.sandbox import open_sandbox
@@ -642,13 +642,13 @@ def test_a_program_for_the_shown_tests_alone_earns_its_share(sandbox):
     task = world.tasks("train")[0]
     program = f"KNOWN = {[(one.given, one.due) for one in task.truth.cases[:NUM_SHOWN]]!r}\n"
     program += "def solve(*args):\n    return next((due for given, due in KNOWN if given == args), None)\n"
-    result = played(world, task, say(f"```python\n{program}```"))
+    result = played(world, task, text_action(f"```python\n{program}```"))
     assert not success(world.rewards, result)
     assert result.rewards["loads"] == 1
     assert result.rewards["hidden_share"] < 0.2
     share = small(sandbox, styles=("function",), outcome="share")
     assert [part.name for part in share.rewards] == ["tests", "loads", "well_formed"]
-    graded = played(share, task, say(program))
+    graded = played(share, task, text_action(program))
     assert 0.1 < graded.rewards["tests"] < 0.4
     assert not success(share.rewards, graded)
 
@@ -657,8 +657,8 @@ def test_a_program_for_the_shown_tests_alone_earns_its_share(sandbox):
 def test_a_program_that_does_nothing_of_the_task_earns_nothing_for_its_form(sandbox, style, program):
     world = small(sandbox, styles=(style,))
     task = world.tasks("train")[0]
-    assert played(world, task, say(program)).reward == 0
-    assert played(world, task, say(task.truth.reference)).rewards["well_formed"] == 1
+    assert played(world, task, text_action(program)).reward == 0
+    assert played(world, task, text_action(task.truth.reference)).rewards["well_formed"] == 1
 
 
 @pytest.mark.parametrize("outcome", ["all", "share"])
@@ -666,7 +666,7 @@ def test_silence_earns_nothing_where_a_test_wants_no_output(sandbox, outcome):
     settings = CodeSettings(tasks=200, levels=(1, 2), styles=("stdin",), outcome=outcome)
     world = CodeWorld(settings).with_sandbox(sandbox)
     silent = (t for t in world.tasks("train") if any(not str(c.due).strip() for c in t.truth.cases))
-    result = played(world, next(silent), say("pass"))
+    result = played(world, next(silent), text_action("pass"))
     assert '": true' in result.outcomes[-1].output  # a test passed
     assert result.reward == 0
 
@@ -674,7 +674,7 @@ def test_silence_earns_nothing_where_a_test_wants_no_output(sandbox, outcome):
 def test_thrift_is_measured_only_where_it_is_wanted(sandbox):
     world = small(sandbox, thrift_weight=0.05)
     task = world.tasks("train")[0]
-    result = played(world, task, say(task.truth.reference))
+    result = played(world, task, text_action(task.truth.reference))
     assert 0.3 < result.rewards["thrift"] < 1
     assert {"seconds", "memory_bytes"} < set(json.loads(result.outcomes[0].output))
     check_rewards(world.rewards)
@@ -705,7 +705,7 @@ def test_other_words_for_the_solution_are_as_right(sandbox):
     world = small(sandbox)
     task = world.tasks("train")[1]
     for text in world.paraphrases(task):
-        assert success(world.rewards, played(world, task, say(text)))
+        assert success(world.rewards, played(world, task, text_action(text)))
 
 
 def test_demonstrations_forget_steps_and_are_programs(world):

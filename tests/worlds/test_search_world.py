@@ -22,7 +22,16 @@ from ludus.rewards.exact_match import ExpectedAnswers, matches, normalise
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.types import Action, Message, StopReason, ToolCall
 from ludus.worlds.search.facts import load_facts
-from ludus.worlds.search.questions import ASKS, CHAINS, HELD_OUT, NOUNS, QUERIES, SPLITS, WEIGHTS, all_questions
+from ludus.worlds.search.questions import (
+    CHAINS,
+    HELD_OUT,
+    NOUNS,
+    QUERIES,
+    QUESTION_FORMS,
+    SPLITS,
+    WEIGHTS,
+    all_questions,
+)
 from ludus.worlds.search.solver import SearchFlaws, SearchSolver, to_messages
 from ludus.worlds.search.world import SYSTEM, SearchSettings, SearchWorld, make_search_world
 from tests.rewards.test_turn_verifiers import calls_of, shares
@@ -146,7 +155,7 @@ def patterns(templates):
     }
 
 
-ASK_PATTERNS, NOUN_PATTERNS = patterns(ASKS), patterns(NOUNS)
+ASK_PATTERNS, NOUN_PATTERNS = patterns(QUESTION_FORMS), patterns(NOUNS)
 
 
 def read_question(text):

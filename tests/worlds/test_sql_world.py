@@ -31,7 +31,7 @@ from ludus.rewards.base import check_rewards, success
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.types import Action, Message, StopReason, ToolCall
 from ludus.worlds.sql import questions as data
-from ludus.worlds.sql.grader import gives, is_right, make_truth, paraphrases
+from ludus.worlds.sql.grader import is_right, make_truth, paraphrases, returns_rows
 from ludus.worlds.sql.questions import FILES, LEVELS, SPLITS, make_image
 from ludus.worlds.sql.solver import SqlFlaws, SqlSolver
 from ludus.worlds.sql.world import SqlSettings, SqlWorld, make_sql_world
@@ -232,8 +232,8 @@ def written_down(question):
 )
 def test_form_counts_for_a_wrong_query_that_ran_and_not_for_idle_words(asked, answer, formed):
     task = next(t for t in WORLD.tasks("test") if t.tags["answer"] == "query")
-    turns = [scripted.call(0, ("sql", {"query": asked}))] if asked else []
-    (played,) = play(WORLD, [task], [Player([one.message for one in (*turns, scripted.say(answer))])])
+    turns = [scripted.call_action(0, ("sql", {"query": asked}))] if asked else []
+    (played,) = play(WORLD, [task], [Player([one.message for one in (*turns, scripted.text_action(answer))])])
     assert (played.rewards["result_set"], played.rewards["well_formed"]) == (0, formed)
 
 
@@ -241,7 +241,7 @@ def test_rows_written_down_are_right_on_the_shown_database_only(questions):
     asked = [q for q in questions if q.kind == "query" and len(written_down(q)) < 4000]
     for question in asked:
         truth = make_truth(question)
-        assert gives(written_down(question), truth.image, truth.rows), question.sql
+        assert returns_rows(written_down(question), truth.image, truth.rows), question.sql
         assert not is_right(written_down(question), truth), question.sql
     assert len(asked) > 300
 

@@ -27,7 +27,7 @@ from ludus.envs.registry import build_world
 from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation.env_audit import CheckPlan, check_world
-from ludus.evaluation.scripted_agents import ScriptedChatSession, actions_of, call
+from ludus.evaluation.scripted_agents import ScriptedChatSession, actions_of, call_action
 from ludus.recipes import recipe_folder
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.sandbox.base import Snapshot
@@ -685,7 +685,7 @@ def test_a_scripted_agent_repairs_with_the_shell_and_the_tools(catalogue):
         ("shell", {"command": "git diff --stat && python3 -c 'import tidy; print(tidy.__file__)'"}),
         ("submit", {"answer": "Mended."}),
     )
-    played = play(world, task, [call(i, step) for i, step in enumerate(steps)])
+    played = play(world, task, [call_action(i, step) for i, step in enumerate(steps)])
     said = [outcome.output for outcome in played.outcomes]
     assert "Import" in said[0]
     assert "passed" in said[0]
@@ -773,7 +773,7 @@ def test_instances_in_the_format_of_swe_bench(catalogue, tmp_path):
     assert "It is broken." in task.prompt[-1]["content"]
     played = play(world, task, actions_of(world.expert(task).messages))
     assert played.rewards["resolved"] == 1
-    idle = play(world, task, [call(0, ("submit", {"answer": ""}))])
+    idle = play(world, task, [call_action(0, ("submit", {"answer": ""}))])
     assert idle.rewards["resolved"] == 0
 
 

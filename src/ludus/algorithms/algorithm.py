@@ -35,18 +35,18 @@ class OptionBounds:
 
     low: float = -math.inf
     high: float = math.inf
-    whole: bool = False
+    is_integer: bool = False
     above: bool = False
 
-    def hold(self, value: float) -> bool:
+    def contains(self, value: float) -> bool:
         """Return whether `value` is within the bounds."""
         inside = self.low < value if self.above else self.low <= value
-        return inside and value <= self.high and (not self.whole or value == int(value))
+        return inside and value <= self.high and (not self.is_integer or value == int(value))
 
     def __str__(self) -> str:
         if self.low == -math.inf:
             return "any number"
-        kind = "a whole number " if self.whole else ""
+        kind = "a whole number " if self.is_integer else ""
         if self.above:
             most = f" and at most {self.high:g}" if self.high < math.inf else ""
             return f"{kind}above {self.low:g}{most}"
@@ -57,7 +57,7 @@ ANY = OptionBounds()
 POSITIVE = OptionBounds(0, above=True)
 NOT_NEGATIVE = OptionBounds(0)
 FRACTION = OptionBounds(0, 1)
-SWITCH = OptionBounds(0, 1, whole=True)
+SWITCH = OptionBounds(0, 1, is_integer=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +80,12 @@ class Option:
                 raise ConfigError(f"{name} = {value!r} is not known.", f"There are: {', '.join(self.choices)}.")
         elif isinstance(value, str):
             raise ConfigError(f"{name} = {value!r} is not a number.")
-        elif not self.bounds.hold(value):
+        elif not self.bounds.contains(value):
             raise ConfigError(f"{key} is {value:g}, but must be {self.bounds}.")
 
-    def argument(self, value: float | str) -> float | str:
+    def convert(self, value: float | str) -> float | str:
         """Convert `value` to the type of the function's parameter: a switch to bool, a whole number to int."""
-        if isinstance(value, str) or not self.bounds.whole:
+        if isinstance(value, str) or not self.bounds.is_integer:
             return value
         return bool(value) if self.bounds == SWITCH else int(value)
 
@@ -453,7 +453,7 @@ class Algorithm:
             raise ConfigError(f"{name} = {value!r} is not a number.")
         return value
 
-    def word(self, part: Part, name: str, choices: Sequence[W]) -> W:
+    def choice(self, part: Part, name: str, choices: Sequence[W]) -> W:
         """Return the value of an option with `choices`. Raises ConfigError for any other value."""
         value = self.option(part, name)
         for choice in choices:
@@ -482,7 +482,7 @@ class Algorithm:
         given: dict[str, object] = {}
         for name, parameter in _parameters(function).items():
             if name in known:
-                given[name] = known[name].argument(self.option(part, name))
+                given[name] = known[name].convert(self.option(part, name))
             elif name in inputs:
                 required = parameter.default is inspect.Parameter.empty
                 given[name] = self._present(name, part, inputs) if required else inputs[name]

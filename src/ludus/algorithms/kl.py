@@ -236,14 +236,14 @@ class KlControl:
     guard: KLGuard | None = None
 
     @property
-    def acts(self) -> bool:
+    def is_active(self) -> bool:
         """Whether any step has a KL term."""
         return self.base > 0 or self.kind != "constant"
 
     @property
     def needs_reference(self) -> bool:
         """Whether the KL to the reference must be computed."""
-        return self.acts or self.guard is not None
+        return self.is_active or self.guard is not None
 
     def coef(self, step: int) -> float:
         """Return the coefficient of a training step, counted from 1."""
@@ -260,14 +260,14 @@ class KlControl:
             raise LearnerError(f"The KL to the reference is {kl}.", "Lower training.learning_rate.") from error
         return replace(self, rule=rule, guard=None if self.guard is None else self.guard.update(kl))
 
-    def verdict(self, kl: float) -> str:
+    def pause_reason(self, kl: float) -> str:
         """Return the reason, in one sentence, if a step with this KL pauses the run, else an empty string."""
         guard = self.guard
-        if guard is None or not guard.pauses(kl):
+        if guard is None or not guard.should_pause(kl):
             return ""
         averaged = "" if guard.decay is None else " over the last steps"
         return (
-            f"The KL to the reference is {guard.compared(kl):.3g} nats per token{averaged}, more than"
+            f"The KL to the reference is {guard.smoothed(kl):.3g} nats per token{averaged}, more than"
             f" {guard.factor:g} times the expected {guard.predicted:.3g}."
         )
 
@@ -400,14 +400,14 @@ class PIDKL:
     kp: float
     ki: float = 0.0
     kd: float = 0.0
-    most: float = 1.0
+    max_coef: float = 1.0
     integral: float = 0.0
     previous: float | None = None
     coef: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.base <= self.most:
-            raise ValueError(f"base must lie between 0 and most = {self.most}, not at {self.base}")
+        if not 0 <= self.base <= self.max_coef:
+            raise ValueError(f"base must lie between 0 and max_coef = {self.max_coef}, not at {self.base}")
 
     def at(self, step: int = 0) -> float:
         """Return the coefficient of the next step: `base` before the first update."""
@@ -421,9 +421,9 @@ class PIDKL:
         slope = 0.0 if self.previous is None else error - self.previous
         integral = self.integral + error
         raw = self.base + self.kp * error + self.ki * integral + self.kd * slope
-        if (raw > self.most and error > 0) or (raw < 0 and error < 0):
+        if (raw > self.max_coef and error > 0) or (raw < 0 and error < 0):
             integral = self.integral
-        return replace(self, integral=integral, previous=error, coef=min(max(raw, 0.0), self.most))
+        return replace(self, integral=integral, previous=error, coef=min(max(raw, 0.0), self.max_coef))
 
 
 WINDOW = 5
@@ -438,13 +438,13 @@ class KLGuard:
     (`recent`) is compared with a prediction from earlier steps: `expected` is the moving average of their KL, `expected
     = d expected + (1 - d) kl` (paused steps included), and `expected_step` that of their step numbers. The KL grows at
     most linearly with the steps, so the prediction is `expected` times the ratio of the step numbers. The guard is
-    inactive for the first `warmup` steps (`seen`). An expected value below `least` counts as `least`.
+    inactive for the first `warmup` steps (`seen`). A lower expected value counts as `min_expected`.
     """
 
     expected: float | None
     factor: float = 2.0
     decay: float | None = None
-    least: float = 1e-3
+    min_expected: float = 1e-3
     warmup: int = 20
     recent: tuple[float, ...] = ()
     seen: int = 0
@@ -456,7 +456,7 @@ class KLGuard:
         if self.factor <= 0 or (self.decay is not None and not 0 <= self.decay < 1):
             raise ValueError("factor must be above 0, decay at least 0 and below 1")
 
-    def compared(self, kl: float) -> float:
+    def smoothed(self, kl: float) -> float:
         """Return the value compared with the prediction: `kl`, or its mean over the window if `decay` is set."""
         return kl if self.decay is None else math.fsum(self._window(kl)) / len(self._window(kl))
 
@@ -464,19 +464,19 @@ class KLGuard:
     def predicted(self) -> float:
         """The predicted KL of the next step."""
         if self.expected is None:
-            return self.least
+            return self.min_expected
         growth = 1.0
         if self.decay is not None:
             growth = max(1.0, (self.seen + 1 - (len(self._window(0.0)) - 1) / 2) / self.expected_step)
-        return max(self.expected * growth, self.least)
+        return max(self.expected * growth, self.min_expected)
 
-    def pauses(self, kl: float) -> bool:
+    def should_pause(self, kl: float) -> bool:
         """Return whether a step with a mean of `kl` pauses the run."""
         if not math.isfinite(kl):
             return True
         if self.expected is None or (self.decay is not None and self.seen < self.warmup):
             return False
-        return self.compared(kl) > self.factor * self.predicted
+        return self.smoothed(kl) > self.factor * self.predicted
 
     def update(self, kl: float) -> KLGuard:
         """Return the state after a step; unchanged if `kl` is not finite."""

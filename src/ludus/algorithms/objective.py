@@ -184,17 +184,17 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -
     kl = _kl(batch, algorithm)
     if algorithm.kl_coef > 0 and algorithm.kl_placement == "loss":
         term = _needed(kl, "full_kl" if algorithm.kl in FULL_KL_NAMES else "ref_logprobs", "kl_coef")
-        if algorithm.word("kl", "importance", IMPORTANCES) == "ratio":
+        if algorithm.choice("kl", "importance", IMPORTANCES) == "ratio":
             term = importance_weighted(
                 kl=term, logprobs=batch.logprobs, old_logprobs=batch.old_logprobs, mask=batch.mask
             )
-        if algorithm.word("kl", "granularity", GRANULARITIES) == "trajectory":
+        if algorithm.choice("kl", "granularity", GRANULARITIES) == "trajectory":
             term = trajectory_kl(kl=term, mask=batch.mask)
         total = total + algorithm.kl_coef * _aggregated(term, batch, algorithm, normaliser)
     if algorithm.entropy_coef > 0:
         term = _needed(batch.entropy, "entropy", "entropy_coef")
         total = total - algorithm.entropy_coef * _aggregated(term, batch, algorithm, normaliser)
-    terms = added_terms(batch, algorithm, normaliser)
+    terms = aux_losses(batch, algorithm, normaliser)
     for value in terms.values():
         total = total + value
     teacher = batch.teacher_kl
@@ -215,7 +215,7 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -
         loss=read["loss"],
         policy_loss=read["policy"],
         clip=clip_stats(
-            logprobs=batch.logprobs, old_logprobs=batch.old_logprobs, mask=batch.mask, cut=cut_off(batch, algorithm)
+            logprobs=batch.logprobs, old_logprobs=batch.old_logprobs, mask=batch.mask, cut=clip_masks(batch, algorithm)
         ),
         mismatch=_mismatch(batch, weights, algorithm),
         by_length=mismatch_by_length(
@@ -230,7 +230,7 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -
     return total, statistics
 
 
-def added_terms(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -> dict[str, Tensor]:
+def aux_losses(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -> dict[str, Tensor]:
     """Return the auxiliary losses [] of one microbatch by name, times their coefficients.
 
     Raises ValueError if the batch lacks an input of a term.
@@ -312,7 +312,7 @@ def _limited(batch: TokenBatch, algorithm: Algorithm, weights: Tensor) -> tuple[
     """
     if algorithm.correction_spec.has(Need.LIMITED_RATIO):
         has_level = "level" in algorithm.correction_spec.options
-        level = algorithm.word("correction", "level", LEVELS) if has_level else "token"
+        level = algorithm.choice("correction", "level", LEVELS) if has_level else "token"
         return importance_ratios(batch.old_logprobs, batch.behavior_logprobs, batch.mask, level), weights
     if algorithm.advantage_spec.has(Need.BEHAVIOR_RATIO):
         ratios = importance_ratios(batch.old_logprobs, batch.behavior_logprobs, batch.mask, "token")
@@ -322,7 +322,7 @@ def _limited(batch: TokenBatch, algorithm: Algorithm, weights: Tensor) -> tuple[
     return None
 
 
-def cut_off(batch: TokenBatch, algorithm: Algorithm) -> Cut | None:
+def clip_masks(batch: TokenBatch, algorithm: Algorithm) -> Cut | None:
     """Return the tokens clipped by the loss, or None if the loss has no clip."""
     cut = algorithm.loss_spec.cut
     if cut is None:

@@ -84,7 +84,7 @@ class GroupedRewards:
         squares = self.sum((self.rewards - self.mean()[self.index]) ** 2)
         return (squares / (self.sizes - ddof).clamp(min=1)).sqrt()
 
-    def minus(self, baseline: Tensor) -> Tensor:
+    def subtract(self, baseline: Tensor) -> Tensor:
         """Return `rewards` minus their group's `baseline` [K], [N]; exactly 0 in groups of equal rewards."""
         return torch.where(self.equal[self.index], 0.0, self.rewards - baseline[self.index])
 
@@ -107,10 +107,10 @@ def group_rewards(rewards: Tensor | Sequence[float], group: Tensor | Sequence[in
         raise ValueError(f"rewards[{row}] is {float(values[row])}; rewards must be finite")
     unique, index = torch.unique(ids, return_inverse=True)
     member = index == torch.arange(len(unique), device=index.device)[:, None]
-    return GroupedRewards(values, index, member, _equal(values, member, rounding(given.dtype)))
+    return GroupedRewards(values, index, member, _equal(values, member, reward_rtol(given.dtype)))
 
 
-def rounding(dtype: torch.dtype) -> float:
+def reward_rtol(dtype: torch.dtype) -> float:
     """Return the relative tolerance below which two rewards of `dtype` count as equal.
 
     64 epsilons of float64, or 4 of float32. Adjacent 16-bit floats are far apart and count as different, so 16-bit
@@ -187,7 +187,7 @@ def cells(name: str, values: Tensor, where: Tensor) -> Tensor:
     return found
 
 
-def on_actions(scores: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+def per_action(scores: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `scores` [N] on every action token of its row, in `dtype`, [N, L]."""
     return select(scores.to(mask.device, dtype)[:, None].expand(mask.shape), mask)
 

@@ -32,7 +32,7 @@ _TRAILING_COMMA = re.compile(r",\s*[}\]]")
 _KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
 
 
-class Malformed(ValueError):
+class MalformedCall(ValueError):
     """Malformed call. `reason` is a sentence for the model. Parsers catch it."""
 
     def __init__(self, reason: str) -> None:
@@ -120,14 +120,14 @@ def parse_whole(text: str, turn: int, fill: Callable[[ParsedDraft, str], None]) 
     return draft.action(reasoning)
 
 
-def unfence(text: str) -> str:
+def strip_fence(text: str) -> str:
     """Return the content of a Markdown fence around the whole text, or the stripped text."""
     stripped = text.strip()
     fenced = _FENCE.fullmatch(stripped)
     return fenced[1].strip() if fenced else stripped
 
 
-def deeper_than(value: object, limit: int) -> bool:
+def exceeds_depth(value: object, limit: int) -> bool:
     """Return whether lists and dicts in `value` are nested in more than `limit` levels."""
     level = [value]
     for _ in range(limit + 1):
@@ -139,15 +139,15 @@ def deeper_than(value: object, limit: int) -> bool:
 
 
 def check_plain(arguments: dict[str, JSON]) -> dict[str, JSON]:
-    """Return `arguments` if they can be encoded as JSON and UTF-8. Raises Malformed."""
-    if deeper_than(arguments, MAX_DEPTH):
-        raise Malformed(f"The arguments nest deeper than {MAX_DEPTH} levels. Make them flatter.")
+    """Return `arguments` if they can be encoded as JSON and UTF-8. Raises MalformedCall."""
+    if exceeds_depth(arguments, MAX_DEPTH):
+        raise MalformedCall(f"The arguments nest deeper than {MAX_DEPTH} levels. Make them flatter.")
     try:
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
-        raise Malformed("The call holds half of a surrogate pair. Write the character itself.") from None
+        raise MalformedCall("The call holds half of a surrogate pair. Write the character itself.") from None
     except ValueError:
-        raise Malformed("The arguments hold a number that is not finite or far too long.") from None
+        raise MalformedCall("The arguments hold a number that is not finite or far too long.") from None
     return arguments
 
 
@@ -160,66 +160,66 @@ def skip_blanks(text: str, start: int) -> int:
 def decode_prefix(text: str, start: int = 0) -> tuple[object, int]:
     """Decode the JSON value at `start`, skipping blanks; return it and the offset after it.
 
-    The last value of a repeated key wins. Raises Malformed for invalid JSON, NaN and infinities, numbers
+    The last value of a repeated key wins. Raises MalformedCall for invalid JSON, NaN and infinities, numbers
     beyond the range of floats, and too many digits or levels.
     """
     begin = skip_blanks(text, start)
     try:
         return _DECODER.raw_decode(text, begin)
     except json.JSONDecodeError as error:
-        raise Malformed(_reason(error, begin)) from None
-    except Malformed:
+        raise MalformedCall(_reason(error, begin)) from None
+    except MalformedCall:
         raise
     except ValueError:
-        raise Malformed("The JSON holds a number with far too many digits.") from None
+        raise MalformedCall("The JSON holds a number with far too many digits.") from None
     except RecursionError:
-        raise Malformed("The JSON nests too deeply. Make the arguments flatter.") from None
+        raise MalformedCall("The JSON nests too deeply. Make the arguments flatter.") from None
 
 
 def decode(text: str) -> object:
-    """Decode a text that is exactly one JSON value. Raises Malformed as `decode_prefix`."""
+    """Decode a text that is exactly one JSON value. Raises MalformedCall as `decode_prefix`."""
     value, end = decode_prefix(text)
     after = text[end:].strip()
     if after:
-        raise Malformed(f"The JSON ends before {_snippet(after)}. Write one JSON object and nothing after it.")
+        raise MalformedCall(f"The JSON ends before {_snippet(after)}. Write one JSON object and nothing after it.")
     return value
 
 
 def call_of(value: object, key: str) -> tuple[str, dict[str, JSON]]:
-    """Parse a decoded value as a call; return name and arguments. Raises Malformed.
+    """Parse a decoded value as a call; return name and arguments. Raises MalformedCall.
 
     The arguments are an object, or JSON text of one, under `arguments` or else `parameters`; missing
     arguments are empty. `key` is the name used in error messages.
     """
     if not isinstance(value, dict):
-        raise Malformed(f'A call is a JSON object with "name" and "{key}", not {_kind(value)}.')
+        raise MalformedCall(f'A call is a JSON object with "name" and "{key}", not {_kind(value)}.')
     if "name" not in value:
-        raise Malformed(f'The call has no "name". Write {{"name": ..., "{key}": {{...}}}}.')
+        raise MalformedCall(f'The call has no "name". Write {{"name": ..., "{key}": {{...}}}}.')
     name = value["name"]
     if not isinstance(name, str):
-        raise Malformed(f'The "name" of a call is a string, not {_kind(name)}.')
+        raise MalformedCall(f'The "name" of a call is a string, not {_kind(name)}.')
     if not name.strip():
-        raise Malformed('The "name" of the call is empty. Write the name of a tool.')
+        raise MalformedCall('The "name" of the call is empty. Write the name of a tool.')
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         try:
             arguments = decode(arguments)
-        except Malformed as error:
-            raise Malformed(f"The arguments are a string that holds no JSON object. {error.reason}") from None
+        except MalformedCall as error:
+            raise MalformedCall(f"The arguments are a string that holds no JSON object. {error.reason}") from None
     if not isinstance(arguments, dict):
-        raise Malformed(f"The arguments of a call are a JSON object, not {_kind(arguments)}.")
+        raise MalformedCall(f"The arguments of a call are a JSON object, not {_kind(arguments)}.")
     check_plain({name: None})
     return name, check_plain(cast("dict[str, JSON]", arguments))
 
 
 def _reject_constant(word: str) -> NoReturn:
-    raise Malformed(f"{word} is not JSON. Write a finite number, a string or null.")
+    raise MalformedCall(f"{word} is not JSON. Write a finite number, a string or null.")
 
 
 def _finite(digits: str) -> float:
     number = float(digits)
     if number in (float("inf"), float("-inf")):
-        raise Malformed("The JSON holds a number that is too large.")
+        raise MalformedCall("The JSON holds a number that is too large.")
     return number
 
 
@@ -295,7 +295,7 @@ def _inside_call(text: str, at: int) -> bool:
 def _json_end(text: str, start: int) -> int:
     try:
         return decode_prefix(text, start)[1]
-    except Malformed:
+    except MalformedCall:
         return -1
 
 
@@ -303,8 +303,8 @@ def _is_untagged_call(text: str) -> bool:
     if _TAG.search(text) or '"name"' not in text:
         return False
     try:
-        value = decode(unfence(text))
-    except Malformed:
+        value = decode(strip_fence(text))
+    except MalformedCall:
         return False
     return isinstance(value, dict) and "name" in value and ("arguments" in value or "parameters" in value)
 
@@ -338,8 +338,8 @@ def _read_block(draft: ParsedDraft, text: str, start: int) -> int:
         block_end = tag.end() if tag else len(text)
     block = text[start:block_end].strip()
     try:
-        draft.add_call(*call_of(decode(unfence(body)), "arguments"))
-    except Malformed as error:
+        draft.add_call(*call_of(decode(strip_fence(body)), "arguments"))
+    except MalformedCall as error:
         closed = block.endswith(CALL_CLOSE) or after == len(text)
         draft.add_error(block, error.reason if closed else f"{_UNCLOSED} {error.reason}")
     return block_end
@@ -420,7 +420,7 @@ class Llama3Parser:
 
 
 def _parse_llama3(draft: ParsedDraft, text: str) -> None:
-    body = unfence(text)
+    body = strip_fence(text)
     if _CALL_START.match(body):
         _read_calls(draft, body, tagged=False)
         return
@@ -429,8 +429,8 @@ def _parse_llama3(draft: ParsedDraft, text: str) -> None:
         draft.add_error(text.strip(), _NOT_ALONE)
         return
     draft.add_text(prose)
-    if tag and unfence(after):
-        _read_calls(draft, unfence(after), tagged=True)
+    if tag and strip_fence(after):
+        _read_calls(draft, strip_fence(after), tagged=True)
     elif tag:
         draft.add_error(tag + after, _NOTHING)
 
@@ -440,7 +440,7 @@ def _read_calls(draft: ParsedDraft, body: str, *, tagged: bool) -> None:
     while position < len(body):
         try:
             value, end = decode_prefix(body, position)
-        except Malformed as error:
+        except MalformedCall as error:
             draft.add_error(body[position:], error.reason)
             return
         if not (tagged or draft.calls or draft.errors or _is_call(value)):
@@ -448,7 +448,7 @@ def _read_calls(draft: ParsedDraft, body: str, *, tagged: bool) -> None:
             return
         try:
             draft.add_call(*call_of(value, "parameters"))
-        except Malformed as error:
+        except MalformedCall as error:
             draft.add_error(body[position:end], error.reason)
         position = skip_blanks(body, end)
         if position < len(body) and body[position] != ";":

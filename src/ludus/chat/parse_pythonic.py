@@ -10,7 +10,7 @@ import re
 import warnings
 from dataclasses import dataclass
 
-from ludus.chat.parse_json import MAX_DEPTH, Malformed, ParsedDraft, check_plain, parse_whole, unfence
+from ludus.chat.parse_json import MAX_DEPTH, MalformedCall, ParsedDraft, check_plain, parse_whole, strip_fence
 from ludus.types import JSON, Action
 
 _MARKS = re.compile(r"^\s*<\|(?:python_tag|python_start)\|>|<\|python_end\|>\s*$")
@@ -40,7 +40,7 @@ class PythonicParser:
 
 def _fill(draft: ParsedDraft, text: str) -> None:
     inner, num_marks = _MARKS.subn("", text)
-    body = unfence(inner)
+    body = strip_fence(inner)
     if not num_marks and not _LIST_START.match(body):
         if _BARE_CALL.fullmatch(body):
             draft.add_error(body, f"The call stands outside a list. {_EXAMPLE}")
@@ -49,13 +49,13 @@ def _fill(draft: ParsedDraft, text: str) -> None:
         return
     try:
         items = _items(body)
-    except Malformed as error:
+    except MalformedCall as error:
         draft.add_error(body or text.strip(), error.reason)
         return
     for item in items:
         try:
             draft.add_call(*_call_of(item))
-        except Malformed as error:
+        except MalformedCall as error:
             draft.add_error(ast.get_source_segment(body, item) or body, error.reason)
 
 
@@ -65,25 +65,25 @@ def _items(body: str) -> list[ast.expr]:
             warnings.simplefilter("ignore")  # the model may write invalid escapes such as "\d"
             tree = ast.parse(body, mode="eval").body
     except SyntaxError as error:
-        raise Malformed(f"This is not a Python list of calls ({error.msg}). {_EXAMPLE}") from None
+        raise MalformedCall(f"This is not a Python list of calls ({error.msg}). {_EXAMPLE}") from None
     except (ValueError, RecursionError, MemoryError):
-        raise Malformed(f"This is not a Python list of calls, or nests too deeply. {_EXAMPLE}") from None
+        raise MalformedCall(f"This is not a Python list of calls, or nests too deeply. {_EXAMPLE}") from None
     if not isinstance(tree, ast.List) or not tree.elts:
-        raise Malformed(f"This is not a list of calls. {_EXAMPLE}")
+        raise MalformedCall(f"This is not a list of calls. {_EXAMPLE}")
     return tree.elts
 
 
 def _call_of(item: ast.expr) -> tuple[str, dict[str, JSON]]:
     if not isinstance(item, ast.Call):
-        raise Malformed(f"An item of the list is not a call. {_EXAMPLE}")
+        raise MalformedCall(f"An item of the list is not a call. {_EXAMPLE}")
     if item.args:
-        raise Malformed("An argument has no name. Write every argument as name=value.")
+        raise MalformedCall("An argument has no name. Write every argument as name=value.")
     arguments: dict[str, JSON] = {}
     for keyword in item.keywords:
         if keyword.arg is None:
-            raise Malformed("** is not allowed. Write every argument as name=value.")
+            raise MalformedCall("** is not allowed. Write every argument as name=value.")
         if keyword.arg in arguments:
-            raise Malformed(f"The argument {keyword.arg} is given twice. Give it once.")
+            raise MalformedCall(f"The argument {keyword.arg} is given twice. Give it once.")
         arguments[keyword.arg] = _literal(keyword.value, MAX_DEPTH)
     return _dotted_name(item.func), check_plain(arguments)
 
@@ -94,14 +94,14 @@ def _dotted_name(func: ast.expr) -> str:
         parts.append(func.attr)
         func = func.value
     if not isinstance(func, ast.Name):
-        raise Malformed(f"The name of a tool is missing before the parenthesis. {_EXAMPLE}")
+        raise MalformedCall(f"The name of a tool is missing before the parenthesis. {_EXAMPLE}")
     return ".".join([func.id, *reversed(parts)])
 
 
 def _literal(node: ast.expr, levels: int) -> JSON:
-    """Return the JSON value of a literal. Raises Malformed for anything else."""
+    """Return the JSON value of a literal. Raises MalformedCall for anything else."""
     if levels < 0:
-        raise Malformed(f"The arguments nest deeper than {MAX_DEPTH} levels. Make them flatter.")
+        raise MalformedCall(f"The arguments nest deeper than {MAX_DEPTH} levels. Make them flatter.")
     match node:
         case ast.Constant(value=None | bool() | int() | float() | str() as value):
             return value
@@ -114,11 +114,11 @@ def _literal(node: ast.expr, levels: int) -> JSON:
         case ast.Dict(keys=keys, values=values):
             return {_key(k): _literal(v, levels - 1) for k, v in zip(keys, values, strict=True)}
         case ast.Name(id=word) if word in _JSON_WORDS:
-            raise Malformed(f"{word} is not Python. Write {_JSON_WORDS[word]}.")
-    raise Malformed("A value is not a literal. Use strings in quotes, numbers, True, False, None, lists and dicts.")
+            raise MalformedCall(f"{word} is not Python. Write {_JSON_WORDS[word]}.")
+    raise MalformedCall("A value is not a literal. Use strings in quotes, numbers, True, False, None, lists and dicts.")
 
 
 def _key(node: ast.expr | None) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
-    raise Malformed("The keys of a dict in the arguments are strings in quotes.")
+    raise MalformedCall("The keys of a dict in the arguments are strings in quotes.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ludus.chat.parse_json import THINK_CLOSE, THINK_OPEN, ParsedDraft, split_thinking, unfence
+from ludus.chat.parse_json import THINK_CLOSE, THINK_OPEN, ParsedDraft, split_thinking, strip_fence
 from ludus.types import Action
 
 ANSWER = "answer"
@@ -102,7 +102,7 @@ def _fill(draft: ParsedDraft, rest: str, whole: str, protocol: TagProtocol) -> N
 
 
 def _program(text: str) -> str:
-    inner = unfence(text)
+    inner = strip_fence(text)
     if inner != text.strip():
         return inner
     lines = text.rstrip().split("\n")

@@ -26,7 +26,7 @@ log = logging.getLogger("ludus")
 
 
 @contextmanager
-def watched_interrupts(hint: str) -> Iterator[None]:
+def handle_interrupts(hint: str) -> Iterator[None]:
     """Announce the first interrupt in the block, and end the process on the second, printing `hint`.
 
     Does nothing outside the main thread, since only that receives signals.

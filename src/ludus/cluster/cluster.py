@@ -104,11 +104,11 @@ class ClusterEngine:
 
     async def generate(self, request: Request) -> Completion:
         """Sample one action; workers call the engines directly."""
-        return await self.background.do(self.group.ask(lambda server: server.generate(request)))
+        return await self.background.do(self.group.query(lambda server: server.generate(request)))
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample one action for each request."""
-        return await self.background.do(self.group.ask(lambda server: server.generate_batch(requests)))
+        return await self.background.do(self.group.query(lambda server: server.generate_batch(requests)))
 
     def release(self, episode: str) -> None:
         """Do nothing: workers release their own episodes."""
@@ -123,17 +123,17 @@ class ClusterEngine:
         plan = self.group.plan
         return self.server.can_roll if plan.urls else plan.config.engines > 1
 
-    async def roll(self, lag: int) -> RollingUpdate:
+    async def roll(self, max_lag: int) -> RollingUpdate:
         """Start rolling updates; see `ServerEngine.roll`."""
-        return _ThreadsafeRollingUpdate(self.group, await self.background.do(self.group.roll(lag)), self.background)
+        return _ThreadsafeRollingUpdate(self.group, await self.background.do(self.group.roll(max_lag)), self.background)
 
     async def fingerprint(self) -> str | None:
         """Return the digest of the current weights, equal on all engines."""
-        return await self.background.do(self.group.ask(lambda server: server.fingerprint()))
+        return await self.background.do(self.group.query(lambda server: server.fingerprint()))
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
         """Return the log-probability of each token; all engines must agree."""
-        return await self.background.do(self.group.ask(lambda server: server.score(token_ids, adapter=adapter)))
+        return await self.background.do(self.group.query(lambda server: server.score(token_ids, adapter=adapter)))
 
     async def measure(self) -> None:
         """Query the statistics of the engines."""
@@ -191,7 +191,7 @@ class Cluster:
 
         async def attempt(request: RolloutRequest) -> Trajectory:
             message, deadline_s = RolloutJob(request, play), self.deadline_s(request.task)
-            return await self.background.do(self.group.play(message, deadline_s))
+            return await self.background.do(self.group.run_attempt(message, deadline_s))
 
         return attempt
 

@@ -35,7 +35,7 @@ class EngineRow(TypedDict):
     number: int
     url: str
     pid: int
-    under_way: int
+    in_flight: int
 
 
 class ControlReply(TypedDict, total=False):
@@ -61,7 +61,7 @@ def controlled(run: Path, cluster: Cluster) -> Iterator[None]:
         shutil.rmtree(run / FOLDER, ignore_errors=True)
 
 
-def ask(run: Path, act: Act, number: int | None = None, *, timeout_s: float = 600.0) -> ControlReply:
+def send_request(run: Path, act: Act, number: int | None = None, *, timeout_s: float = 600.0) -> ControlReply:
     """Send a request to a running run and wait for the response.
 
     Raises UserError if the run is not running or rejects the request, StorageError if the folder cannot be
@@ -134,7 +134,7 @@ def _execute(cluster: Cluster, request: object) -> ControlReply:
         case _:
             return ControlReply(error="This version of Ludus does not support the request.")
     rows = [
-        EngineRow(number=one.number, url=one.started.url, pid=one.started.pid, under_way=one.heartbeat.under_way)
+        EngineRow(number=one.number, url=one.started.url, pid=one.started.pid, in_flight=one.heartbeat.in_flight)
         for one in cluster.engines()
     ]
     return ControlReply(engines=rows, workers=len(cluster.group.workers.members))

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from ludus.cluster.log_forwarding import listen, repeat
+from ludus.cluster.log_forwarding import log_records, start_forwarding
 from ludus.cluster.protocol import (
     Message,
     WorkerDied,
@@ -31,13 +31,13 @@ from ludus.cluster.protocol import (
     decode_response,
     encode_request,
     encode_response,
-    failed,
+    failure_response,
 )
 from ludus.cluster.workers import WorkerServer
 from ludus.engines.models.loading import hide_progress
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import UserError
-from ludus.ipc import LENGTH, frame, numbered, python_command, read_frame, split_number
+from ludus.ipc import LENGTH, frame, python_command, read_frame, split_number, with_number
 
 _LOCALHOST = "127.0.0.1"
 _TAIL_CHARS = 2000
@@ -74,14 +74,14 @@ class LocalWorkerHandle:
         number, future = self._number, asyncio.get_running_loop().create_future()
         self._waiting[number] = future
         try:
-            self.writer.write(frame(numbered(number, encode_request(message))))
+            self.writer.write(frame(with_number(number, encode_request(message))))
             async with asyncio.timeout(deadline_s):
                 response: WorkerResponse = await future
         except TimeoutError as error:
-            self.writer.write(frame(numbered(number)))
+            self.writer.write(frame(with_number(number)))
             raise WorkerDied(f"{self.name} did not respond within {deadline_s:g} s.") from error
         except asyncio.CancelledError:
-            self.writer.write(frame(numbered(number)))
+            self.writer.write(frame(with_number(number)))
             raise
         finally:
             self._waiting.pop(number, None)
@@ -105,7 +105,7 @@ class LocalWorkerHandle:
                 (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
                 number, body = split_number(await self.reader.readexactly(length))
                 response = decode_response(body)
-                repeat(self.name, response.records)
+                log_records(self.name, response.records)
                 future = self._waiting.get(number)
                 if future is not None and not future.done():
                     future.set_result(response)
@@ -174,7 +174,7 @@ def run_worker(descriptor: str) -> None:
     stream = sock.makefile("rb")
     if (spec := read_frame(stream)) is not None:
         hide_progress()
-        asyncio.run(_serve(sock, stream, WorkerServer(pickle.loads(spec), _LOCALHOST, listen())))
+        asyncio.run(_serve(sock, stream, WorkerServer(pickle.loads(spec), _LOCALHOST, start_forwarding())))
 
 
 async def _serve(sock: socket.socket, stream: BinaryIO, host: WorkerServer) -> None:
@@ -182,10 +182,10 @@ async def _serve(sock: socket.socket, stream: BinaryIO, host: WorkerServer) -> N
     outbox = queue.SimpleQueue[bytes]()
     threading.Thread(target=_read, args=(stream, loop, inbox), daemon=True).start()
     threading.Thread(target=_write, args=(sock, outbox), daemon=True).start()
-    await attend(inbox, outbox, host)
+    await serve(inbox, outbox, host)
 
 
-async def attend(inbox: asyncio.Queue[tuple[int, bytes]], outbox: queue.SimpleQueue[bytes], host: WorkerServer) -> None:
+async def serve(inbox: asyncio.Queue[tuple[int, bytes]], outbox: queue.SimpleQueue[bytes], host: WorkerServer) -> None:
     """Handle numbered requests with `host` and put numbered responses into `outbox`. Never returns."""
     calls: set[asyncio.Task[None]] = set()
 
@@ -193,8 +193,8 @@ async def attend(inbox: asyncio.Queue[tuple[int, bytes]], outbox: queue.SimpleQu
         try:
             response = await host.call(number, decode_request(body))
         except UserError as error:
-            response = failed(error)
-        outbox.put(numbered(number, encode_response(response)))
+            response = failure_response(error)
+        outbox.put(with_number(number, encode_response(response)))
 
     while True:
         number, body = await inbox.get()

@@ -1,7 +1,7 @@
 """Forward log records from workers to the run log.
 
 A worker buffers its records and sends them with the next heartbeat; the trainer logs them with their
-original time and the worker's name. At most `MOST` records are buffered; further ones are only counted. The
+original time and the worker's name. At most `MAX_RECORDS` records are buffered; further ones are only counted. The
 last records of a dying process reach only its standard error.
 """
 
@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-MOST = 1000
+MAX_RECORDS = 1000
 """Maximum number of buffered records."""
 
 log = logging.getLogger("ludus")
@@ -42,7 +42,7 @@ class LogForwarder(logging.Handler):
         """Buffer a record."""
         forwarded = ForwardedRecords(record.created, record.levelno, record.name, self.format(record))
         with self._guard:
-            if len(self._records) < MOST:
+            if len(self._records) < MAX_RECORDS:
                 self._records.append(forwarded)
             else:
                 self._dropped += 1
@@ -59,7 +59,7 @@ class LogForwarder(logging.Handler):
         return tuple(records)
 
 
-def listen() -> LogForwarder:
+def start_forwarding() -> LogForwarder:
     """Start buffering this process's log records; they also go to its standard error."""
     forwarder, shown = LogForwarder(), logging.StreamHandler()
     shown.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
@@ -69,7 +69,7 @@ def listen() -> LogForwarder:
     return forwarder
 
 
-def repeat(who: str, records: Iterable[ForwardedRecords]) -> None:
+def log_records(who: str, records: Iterable[ForwardedRecords]) -> None:
     """Log another process's records here."""
     for record in records:
         logger = logging.getLogger(record.name)

@@ -120,7 +120,7 @@ class Heartbeat:
     """Statistics of an engine since its start, and the number of requests in flight."""
 
     stats: EngineStats = field(default_factory=EngineStats)
-    under_way: int = 0
+    in_flight: int = 0
 
 
 Message = WorkerCommand | EngineSet | RolloutJob | ScoreJob
@@ -145,7 +145,7 @@ class WorkerResponse:
         raise self.error from TimeoutError() if self.late else None
 
 
-def failed(error: Exception) -> WorkerResponse:
+def failure_response(error: Exception) -> WorkerResponse:
     """Return the response for an error, readable in any process."""
     if not isinstance(error, LudusError):
         trace = "".join(traceback.format_exception(error)).strip()
@@ -190,7 +190,7 @@ def encode_response(response: WorkerResponse) -> bytes:
         return pickle.dumps(response)
     except Exception as error:  # boundary: user types may raise anything
         text = f"A {type(response.value).__name__} cannot be sent from another process: {error}."
-        return pickle.dumps(replace(failed(UserError(text, _RESPONSE_HINT)), records=response.records))
+        return pickle.dumps(replace(failure_response(UserError(text, _RESPONSE_HINT)), records=response.records))
 
 
 def decode_response(body: bytes) -> WorkerResponse:
@@ -199,7 +199,7 @@ def decode_response(body: bytes) -> WorkerResponse:
         response: WorkerResponse = pickle.loads(body)
     except Exception as error:  # boundary: user types may raise anything
         text = f"A response of another process cannot be unpickled: {type(error).__name__}: {error}."
-        return failed(UserError(text, _RESPONSE_HINT))
+        return failure_response(UserError(text, _RESPONSE_HINT))
     return response
 
 

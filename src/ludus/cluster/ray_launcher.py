@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludus.cluster.log_forwarding import listen, repeat
+from ludus.cluster.log_forwarding import log_records, start_forwarding
 from ludus.cluster.protocol import (
     Message,
     ResourceRequest,
@@ -45,7 +45,7 @@ class RayActor(WorkerServer):
     def __init__(self, spec: WorkerSpec) -> None:
         import ray
 
-        super().__init__(spec, str(ray.util.get_node_ip_address()), listen())
+        super().__init__(spec, str(ray.util.get_node_ip_address()), start_forwarding())
 
 
 @dataclass
@@ -75,7 +75,7 @@ class RayWorkerHandle:
             raise
         except RayError as error:
             raise _convert_error(self.name, error) from error
-        repeat(self.name, response.records)
+        log_records(self.name, response.records)
         value = response.take()
         if isinstance(value, Started):
             self._location = value

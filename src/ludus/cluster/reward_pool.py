@@ -19,10 +19,10 @@ from ludus.cluster.protocol import RewardScores, ScoreJob, WorkerDied, WorkerHan
 from ludus.cluster.worker_pool import PoolLimits, PoolMember, WorkerPool
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.errors import WorldError
-from ludus.rollout.reward_executor import RewardTimeout, graded, waited
+from ludus.rollout.reward_executor import RewardTimeout, add_grading_time, add_wait_time
 from ludus.types import Task, Trajectory
 
-TRIES = 3
+MAX_ATTEMPTS = 3
 """Maximum attempts to score one trajectory."""
 
 log = logging.getLogger("ludus.cluster")
@@ -50,14 +50,14 @@ class RewardWorkers:
         """Return the trajectory with rewards, computed by the least busy worker."""
         lost: WorkerDied | None = None
         start_s = time.perf_counter()
-        for _ in range(TRIES):
+        for _ in range(MAX_ATTEMPTS):
             member = await self.pool.take(self.config.scorings_per_worker)
             scoring = asyncio.create_task(self._score_on(member, ScoreJob(task, trajectory)))
             self.pool.run_in_background(_finish(scoring))
             try:
                 scores = await asyncio.shield(scoring)
                 found = replace(trajectory, rewards=scores.parts, reward=scores.total)
-                return waited(graded(found, scores.seconds), time.perf_counter() - start_s)
+                return add_wait_time(add_grading_time(found, scores.seconds), time.perf_counter() - start_s)
             except WorkerDied as error:
                 if isinstance(error.__cause__, TimeoutError):
                     raise RewardTimeout(
@@ -67,7 +67,8 @@ class RewardWorkers:
                 lost = error
                 log.warning("a reward worker died while scoring task %s, sample %d", task.id, trajectory.sample)
         assert lost is not None
-        raise ScoringLost(f"{TRIES} reward workers died scoring task {task.id}: {lost.message}", lost.hint) from lost
+        message = f"{MAX_ATTEMPTS} reward workers died scoring task {task.id}: {lost.message}"
+        raise ScoringLost(message, lost.hint) from lost
 
     async def _score_on(self, member: PoolMember, job: ScoreJob) -> RewardScores:
         """Send a job to a worker and free its slot; replace the worker on timeout or loss."""

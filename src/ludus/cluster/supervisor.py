@@ -154,7 +154,7 @@ class WorkerGroup:
         pool.reconcile()
         await pool.wait_until_full()
 
-    async def play(self, message: RolloutJob, deadline_s: float) -> Trajectory:
+    async def run_attempt(self, message: RolloutJob, deadline_s: float) -> Trajectory:
         """Run an attempt on the least busy worker. Raises its error or `WorkerLost`."""
         if not self.plan.urls:
             await self.engines.wait_for_any()
@@ -188,12 +188,12 @@ class WorkerGroup:
                 if self.plan.sends_adapters:
                     await self._send_engines()
 
-        await self.ask(send)
+        await self.query(send)
 
-    async def roll(self, lag: int) -> RollingUpdates:
+    async def roll(self, max_lag: int) -> RollingUpdates:
         """Start rolling updates."""
         assert self.server is not None
-        self.rolling = await self.server.roll(lag, self._is_alive)
+        self.rolling = await self.server.roll(max_lag, self._is_alive)
         return self.rolling
 
     async def push_weights(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
@@ -212,7 +212,7 @@ class WorkerGroup:
         await asyncio.sleep(0)
         return any(member.started.url == url for member in self.engines.members.values())
 
-    async def ask(self, what: Callable[[ServerEngine], Awaitable[Result]]) -> Result:
+    async def query(self, what: Callable[[ServerEngine], Awaitable[Result]]) -> Result:
         """Query the engines; retry if an engine died or was removed during the query."""
         for attempt in range(_TRIES):
             if not self.plan.urls:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 
-from ludus.cluster.protocol import Heartbeat, Role, Started, WorkerCommand, WorkerHandle, failed
+from ludus.cluster.protocol import Heartbeat, Role, Started, WorkerCommand, WorkerHandle, failure_response
 from ludus.errors import LudusError
 
 _HEARTBEAT_S = 1.0
@@ -198,7 +198,7 @@ class WorkerPool:
         except Exception as error:  # boundary: raised by callers that wait for a member
             if remote is not None:
                 await remote.kill()
-            cause = failed(error).error or LudusError(str(error))
+            cause = failure_response(error).error or LudusError(str(error))
             log.warning("%s %d did not start: %s", self.kind, number, cause)
             await self._record_loss(cause)
             return False
@@ -289,7 +289,7 @@ class WorkerPool:
             async with asyncio.timeout(_DRAIN_S):
                 if self.left is not None:
                     await self._while_alive(member, self.left(member))
-                while (await self._heartbeat(member)).under_way or member.busy:
+                while (await self._heartbeat(member)).in_flight or member.busy:
                     await asyncio.sleep(_HEARTBEAT_S / 4)
         except (TimeoutError, LudusError) as error:
             log.warning("%s %d is stopped with requests in flight: %s", self.kind, member.number, error)

@@ -26,7 +26,7 @@ from ludus.cluster.protocol import (
     WorkerCommand,
     WorkerResponse,
     WorkerSpec,
-    failed,
+    failure_response,
 )
 from ludus.config.schema import Config
 from ludus.config.sections.rollout import SandboxConfig
@@ -45,7 +45,7 @@ from ludus.sandbox import open_sandbox
 from ludus.tools.base import shared_by
 from ludus.training.run.session import add_lora, engine_settings, make_renderer, server_settings, set_up_compute
 
-UNSENT = -1
+NO_VERSION = -1
 """Weight version of an engine before its first update; never sent by a trainer."""
 _NAME = "policy"
 
@@ -79,7 +79,7 @@ class WorkerServer:
             task.cancel()
             return WorkerResponse(error=LudusError("The request was cancelled."))
         except Exception as error:  # boundary: the error is returned to the sender
-            return failed(error)
+            return failure_response(error)
         finally:
             self._tasks.pop(number, None)
 
@@ -118,7 +118,7 @@ class EngineWorker:
     def __init__(self, spec: WorkerSpec, address: str) -> None:
         from ludus.gateway.app import make_app
         from ludus.gateway.endpoints import error_response
-        from ludus.gateway.limits import http_server, listening, model_limits
+        from ludus.gateway.limits import http_server, model_limits, open_socket
         from ludus.gateway.service import CompletionService, served_model
 
         config, source = spec.config, spec.source
@@ -127,11 +127,11 @@ class EngineWorker:
         if config.model.lora is not None:
             model = add_lora(model, config.model.lora)
         settings = engine_settings(config, model)
-        engine = LocalEngine(model, tokenizer, settings, version=UNSENT, copy=False)
+        engine = LocalEngine(model, tokenizer, settings, version=NO_VERSION, copy=False)
         renderer = TemplateRenderer(tokenizer, config.env.tool_parser) if tokenizer.chat_template else None
         served = served_model(model, tokenizer, _NAME, source, renderer)
         self._service = CompletionService(engine, served, spec.token)
-        listener = listening(address, 0)
+        listener = open_socket(address, 0)
         app = make_app(self._service, model)
         self._server = http_server(app, model_limits(engine.context_tokens), error_response)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
@@ -196,7 +196,7 @@ class RolloutWorker:
             case RolloutJob():
                 return await self._play(message)
             case WorkerCommand.PING:
-                return Heartbeat(under_way=self._playing)
+                return Heartbeat(in_flight=self._playing)
             case WorkerCommand.SHUTDOWN:
                 await self.world.close()
                 if self._engine is not None:
@@ -255,7 +255,7 @@ class RewardWorker:
             case ScoreJob():
                 return await self._score(message)
             case WorkerCommand.PING:
-                return Heartbeat(under_way=self._scoring)
+                return Heartbeat(in_flight=self._scoring)
             case WorkerCommand.SHUTDOWN:
                 self._threads.shutdown(wait=False, cancel_futures=True)
                 await self._world.close()

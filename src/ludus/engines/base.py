@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
-from ludus.errors import RequestRefused
+from ludus.errors import RequestRejected
 from ludus.types import PARAM_BOUNDS, Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -51,18 +51,18 @@ def copies(request: Request, n: int) -> list[Request]:
 
 
 def check_params(params: SamplingParams) -> None:
-    """Raise RequestRefused if a parameter is outside `PARAM_BOUNDS`."""
+    """Raise RequestRejected if a parameter is outside `PARAM_BOUNDS`."""
     for name, value in params.numbers.items():
         bound = PARAM_BOUNDS[name]
-        if not bound.holds(value):
-            raise RequestRefused(f"{name} is {value:.10g}; {bound.words}.")
+        if not bound.contains(value):
+            raise RequestRejected(f"{name} is {value:.10g}; {bound.words}.")
 
 
 def check_fits(request: Request, limit: int) -> None:
-    """Raise RequestRefused if a prompt is empty or does not fit the context, or a parameter is out of range."""
+    """Raise RequestRejected if a prompt is empty or does not fit the context, or a parameter is out of range."""
     length = len(request.token_ids)
     if not 0 < length < limit:
-        raise RequestRefused(
+        raise RequestRejected(
             f"Episode {request.episode} has a prompt of {length} tokens, but the engine accepts 1 to {limit - 1} "
             f"(its context is {limit}).",
             "Shorten the history or increase the engine's context.",
@@ -243,8 +243,8 @@ class SupportsRollingUpdate(Protocol):
     def can_roll(self) -> bool:
         """Whether there are several engines that all support rolling updates."""
 
-    async def roll(self, lag: int) -> RollingUpdate:
-        """Pin each episode to an engine and a version and update engines one at a time; for `lag` see `Placement`."""
+    async def roll(self, max_lag: int) -> RollingUpdate:
+        """Pin each episode to an engine and version and update engines one at a time; for `max_lag` see `Placement`."""
 
 
 class Engine(Protocol):

@@ -39,7 +39,7 @@ def token_of(path: Path | None) -> str:
 
 
 @contextmanager
-def published(port: int, token: str) -> Iterator[None]:
+def publish_token(port: int, token: str) -> Iterator[None]:
     """Store the token of the server at `port`, if any, for this user's trainers during the block."""
     if not token:
         yield

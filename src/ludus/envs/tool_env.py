@@ -26,7 +26,7 @@ from typing import Protocol
 from ludus.envs.base import Environment
 from ludus.errors import EngineError, ToolFault, UserError, WorldError
 from ludus.rewards.base import Reward
-from ludus.tools.base import PATIENCE, ArgumentError, Tool, ToolError, call_timeout
+from ludus.tools.base import TIMEOUT_FACTORS, ArgumentError, Tool, ToolError, call_timeout
 from ludus.types import Action, CallError, Message, StepResult, Task, ToolCall, ToolOutcome, ToolStatus
 
 
@@ -100,7 +100,7 @@ class ToolLimits:
 
     def deadline_s(self, tool: Tool) -> float:
         """Return the timeout of a call: the tool's, or else `timeout_s` scaled by its latency class."""
-        return self.timeout_s * PATIENCE[tool.traits.latency] if tool.timeout_s is None else tool.timeout_s
+        return self.timeout_s * TIMEOUT_FACTORS[tool.traits.latency] if tool.timeout_s is None else tool.timeout_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -18,7 +17,14 @@ from typing import Literal
 
 from ludus.envs.base import Environment, World, check_tasks
 from ludus.errors import ConfigError, LudusError, UserError, WorldError
-from ludus.evaluation.scripted_agents import Agent, AgentKind, ScriptedChatSession, actions_of, asked, cheats, knowing
+from ludus.evaluation.scripted_agents import (
+    Agent,
+    AgentKind,
+    ScriptedChatSession,
+    actions_of,
+    blind_agents,
+    informed_agents,
+)
 from ludus.evaluation.stats import wilson
 from ludus.rewards.base import Reward, success
 from ludus.rollout.episode import EpisodeLimits, fresh_environment, run_unscored
@@ -202,25 +208,25 @@ def check_world(world: World, plan: CheckPlan) -> CheckReport:
 
     Raises WorldError after `MAX_LATE` reward timeouts.
     """
-    tasks = some_tasks(world, plan)
+    tasks = sample_tasks(world, plan)
     shown, flawless = solutions(world, tasks)
-    agents = (*cheats(tasks, vocabulary(tasks), plan.seed), *_own_cheats(world, tasks))
-    agents = (*agents, *knowing(tasks, shown, flawless))
+    agents = (*blind_agents(tasks, plan.seed), *_own_cheats(world, tasks))
+    agents = (*agents, *informed_agents(tasks, shown, flawless))
     plan.watch.phase(f"{world.name}: run agents", len(agents) * len(tasks))
-    return CheckReport(world, tasks, asyncio.run(play_all(world, tasks, agents, plan)), shown)
+    return CheckReport(world, tasks, asyncio.run(run_agents(world, tasks, agents, plan)), shown)
 
 
-def refuse_cheats(world: World, plan: CheckPlan) -> None:
+def reject_cheats(world: World, plan: CheckPlan) -> None:
     """Run the agents that must not be rewarded on a few tasks. Cannot be called from a running event loop.
 
     Raises ConfigError with agent and task if one is rewarded, and WorldError after `MAX_LATE` reward timeouts. Other
     failures of the environment are ignored here.
     """
     plan = replace(plan, num_tasks=START_TASKS)
-    tasks = some_tasks(world, plan)
-    agents = (*cheats(tasks, vocabulary(tasks), plan.seed), *knowing(tasks, {}, flawless=False)[:2])
+    tasks = sample_tasks(world, plan)
+    agents = (*blind_agents(tasks, plan.seed), *informed_agents(tasks, {}, flawless=False)[:2])
     plan.watch.phase(f"{world.name}: agents that must not be rewarded", len(agents) * len(tasks))
-    rows = asyncio.run(play_all(world, tasks, agents, plan))
+    rows = asyncio.run(run_agents(world, tasks, agents, plan))
     problems = [row.problem for row in rows if row.counted and row.problem]
     if problems:
         raise ConfigError(
@@ -230,7 +236,7 @@ def refuse_cheats(world: World, plan: CheckPlan) -> None:
         )
 
 
-def some_tasks(world: World, plan: CheckPlan) -> list[Task]:
+def sample_tasks(world: World, plan: CheckPlan) -> list[Task]:
     """Return random tasks of the plan's split, in its order. Raises UserError for an empty split."""
     tasks = world.tasks(plan.split)
     if not tasks:
@@ -248,12 +254,6 @@ def _own_cheats(world: World, tasks: Sequence[Task]) -> tuple[Agent, ...]:
         return Agent(name, AgentKind.CHEAT, "a cheat of this world", lambda task, _: plans.get(task.id))
 
     return tuple(map(agent, dict.fromkeys(name for cheats in own.values() for name in cheats)))
-
-
-def vocabulary(tasks: Sequence[Task]) -> list[str]:
-    """Return the words of the prompts, without punctuation."""
-    text = " ".join(asked(task) for task in tasks)
-    return list(dict.fromkeys(re.findall(r"\w(?:[\w'.-]*\w)?", text)))
 
 
 def solutions(world: World, tasks: Sequence[Task]) -> tuple[dict[str, Sequence[Action]], bool]:
@@ -286,7 +286,7 @@ def _demonstrated(world: World, tasks: Sequence[Task]) -> dict[str, Sequence[Act
     return found
 
 
-async def play_all(world: World, tasks: Sequence[Task], agents: Sequence[Agent], plan: CheckPlan) -> list[AuditRow]:
+async def run_agents(world: World, tasks: Sequence[Task], agents: Sequence[Agent], plan: CheckPlan) -> list[AuditRow]:
     """Run each agent on each task, in new environments.
 
     Raises WorldError after `MAX_LATE` reward timeouts.
@@ -296,7 +296,7 @@ async def play_all(world: World, tasks: Sequence[Task], agents: Sequence[Agent],
 
     async def one(agent: Agent, task: Task) -> AuditEpisode | None:
         async with semaphore:
-            played = await play(world, task, agent, plan)
+            played = await run_agent(world, task, agent, plan)
         plan.watch.done(agent.name)
         if played is not None and played.late:
             late.append(played.failure)
@@ -313,7 +313,7 @@ async def play_all(world: World, tasks: Sequence[Task], agents: Sequence[Agent],
     return rows
 
 
-async def play(world: World, task: Task, agent: Agent, plan: CheckPlan) -> AuditEpisode | None:
+async def run_agent(world: World, task: Task, agent: Agent, plan: CheckPlan) -> AuditEpisode | None:
     """Run one episode of an agent; return None if the agent does not apply to the task."""
     try:
         environment = fresh_environment(world, task)

@@ -95,12 +95,12 @@ class ScriptedChatSession:
         """Do nothing."""
 
 
-def say(text: str) -> Action:
+def text_action(text: str) -> Action:
     """Return a turn without tool calls."""
     return Action(Message(role="assistant", content=text))
 
 
-def call(turn: int, *calls: tuple[str, Mapping[str, JSON]]) -> Action:
+def call_action(turn: int, *calls: tuple[str, Mapping[str, JSON]]) -> Action:
     """Return a turn with tool calls, each a tool name and its arguments."""
     functions = [FunctionCall(name=name, arguments=json.dumps(dict(given))) for name, given in calls]
     made = [MessageToolCall(id=f"call_{turn}_{i}", type="function", function=f) for i, f in enumerate(functions)]
@@ -117,7 +117,7 @@ def _action(message: Message) -> Action:
     return Action(message, tuple(ToolCall(id_, f["name"], json.loads(f["arguments"])) for id_, f in functions))
 
 
-def asked(task: Task) -> str:
+def user_prompt(task: Task) -> str:
     """Return the user's last message in the prompt."""
     texts = [message["content"] for message in task.prompt if message["role"] == "user"]
     return texts[-1] if texts else task.prompt[-1]["content"]
@@ -133,8 +133,9 @@ def answer_of(task: Task, shown: Sequence[Action] = ()) -> str | None:
     return (shown[-1].message["content"] or None) if shown else None
 
 
-def cheats(tasks: Sequence[Task], vocabulary: Sequence[str], seed: int) -> tuple[Agent, ...]:
+def blind_agents(tasks: Sequence[Task], seed: int) -> tuple[Agent, ...]:
     """Return the agents that read only the prompt: cheats and random policies."""
+    vocabulary = list(dict.fromkeys(re.findall(r"\w(?:[\w'.-]*\w)?", " ".join(map(user_prompt, tasks)))))
 
     def words(task: Task, tools: Sequence[Tool]) -> Sequence[Action] | None:
         return random_words(_rng(seed, "words", task), vocabulary)
@@ -143,9 +144,9 @@ def cheats(tasks: Sequence[Task], vocabulary: Sequence[str], seed: int) -> tuple
         return random_calls(_rng(seed, "calls", task), tools, vocabulary)
 
     return (
-        Agent("null", AgentKind.CHEAT, "gives an empty answer", lambda task, tools: (say(""),)),
-        Agent("idle", AgentKind.CHEAT, "answers Done and does nothing", lambda task, tools: (say("Done."),)),
-        Agent("echo", AgentKind.CHEAT, "repeats the prompt", lambda task, tools: (say(asked(task)),)),
+        Agent("null", AgentKind.CHEAT, "gives an empty answer", lambda task, tools: (text_action(""),)),
+        Agent("idle", AgentKind.CHEAT, "answers Done and does nothing", lambda task, tools: (text_action("Done."),)),
+        Agent("echo", AgentKind.CHEAT, "repeats the prompt", lambda task, tools: (text_action(user_prompt(task)),)),
         Agent("keywords", AgentKind.CHEAT, "answers the sorted words of the prompt", _keywords),
         *(_cycling_cheat(name, what, texts, tasks) for name, (what, texts) in TEXTS.items()),
         Agent("exit-0", AgentKind.CHEAT, "os._exit(0)", lambda task, tools: run_program("exit-0", tools)),
@@ -158,7 +159,7 @@ def cheats(tasks: Sequence[Task], vocabulary: Sequence[str], seed: int) -> tuple
 
 
 def _keywords(task: Task, tools: Sequence[Tool]) -> tuple[Action, ...]:
-    return (say(" ".join(sorted(set(re.findall(r"\w+", asked(task).casefold()))))),)
+    return (text_action(" ".join(sorted(set(re.findall(r"\w+", user_prompt(task).casefold()))))),)
 
 
 def _cycling_cheat(name: str, what: str, texts: Sequence[str], tasks: Sequence[Task]) -> Agent:
@@ -168,12 +169,12 @@ def _cycling_cheat(name: str, what: str, texts: Sequence[str], tasks: Sequence[T
     def plan(task: Task, tools: Sequence[Tool]) -> tuple[Action, ...] | None:
         answer = normalise(plain_answer(task) or "")
         text = texts[places.get(task.id, 0) % len(texts)]
-        return None if answer and answer == normalise(text) else (say(text),)
+        return None if answer and answer == normalise(text) else (text_action(text),)
 
     return Agent(name, AgentKind.CHEAT, what, plan)
 
 
-def knowing(tasks: Sequence[Task], shown: Mapping[str, Sequence[Action]], flawless: bool) -> tuple[Agent, ...]:
+def informed_agents(tasks: Sequence[Task], shown: Mapping[str, Sequence[Action]], flawless: bool) -> tuple[Agent, ...]:
     """Return the agents that have answers: that of the task, of another task, or the most frequent one.
 
     `shown` maps task ids to the turns of a solution; `flawless` means that all of them are correct.
@@ -181,7 +182,7 @@ def knowing(tasks: Sequence[Task], shown: Mapping[str, Sequence[Action]], flawle
     answers = {task.id: answer_of(task, shown.get(task.id, ())) for task in tasks}
     counts = Counter(answer for answer in answers.values() if answer is not None)
     most = counts.most_common(1)[0][0] if counts else None
-    majority = None if most is None else (say(most),)
+    majority = None if most is None else (text_action(most),)
 
     def another(task: Task, tools: Sequence[Tool]) -> Sequence[Action] | None:
         return _of_another(task, tasks, answers, shown)
@@ -201,13 +202,13 @@ def run_program(name: str, tools: Sequence[Tool]) -> tuple[Action, ...]:
     program = PROGRAMS[name]
     command = "echo PASS" if name == "prints-pass" else "exit 0"
     runs = _calls_in_turn(tools, program, command)
-    return (*runs, say(f"```python\n{program}```"))
+    return (*runs, text_action(f"```python\n{program}```"))
 
 
 def _calls_in_turn(tools: Sequence[Tool], program: str, command: str) -> list[Action]:
     """Return one turn for each tool that runs programs (with `program`) or commands (with `command`)."""
     given = ((tool, {name: program if name in _CODE else command}) for tool, name in _runs(tools))
-    return [call(turn, (tool.name, _with_required(tool, values))) for turn, (tool, values) in enumerate(given)]
+    return [call_action(turn, (tool.name, _with_required(tool, values))) for turn, (tool, values) in enumerate(given)]
 
 
 def edit_tests(task: Task, tools: Sequence[Tool]) -> tuple[Action, ...] | None:
@@ -221,10 +222,10 @@ def edit_tests(task: Task, tools: Sequence[Tool]) -> tuple[Action, ...] | None:
     if found is not None:
         tool, path, text = found
         forged = ({path: file, text: content} for file, content in files.items())
-        turns = [call(turn, (tool.name, _with_required(tool, given))) for turn, given in enumerate(forged)]
+        turns = [call_action(turn, (tool.name, _with_required(tool, given))) for turn, given in enumerate(forged)]
     else:
         turns = _calls_in_turn(tools, _in_python(files), _in_shell(files))
-    return (*turns, say("Done.")) if turns else None
+    return (*turns, text_action("Done.")) if turns else None
 
 
 def _passing_tests(task: Task) -> dict[str, str]:
@@ -249,7 +250,7 @@ def _in_shell(files: Mapping[str, str]) -> str:
 def random_words(rng: random.Random, vocabulary: Sequence[str]) -> tuple[Action, ...]:
     """Return turns of one to eight random words."""
     words = vocabulary or ("word",)
-    return tuple(say(" ".join(rng.choices(words, k=rng.choice((1, 1, 2, 4, 8))))) for _ in range(8))
+    return tuple(text_action(" ".join(rng.choices(words, k=rng.choice((1, 1, 2, 4, 8))))) for _ in range(8))
 
 
 def random_calls(rng: random.Random, tools: Sequence[Tool], vocabulary: Sequence[str]) -> tuple[Action, ...] | None:
@@ -259,8 +260,8 @@ def random_calls(rng: random.Random, tools: Sequence[Tool], vocabulary: Sequence
     turns = []
     for turn in range(rng.randint(1, NUM_RANDOM_CALLS)):
         tool = rng.choice(tools)
-        turns.append(call(turn, (tool.name, random_arguments(tool, rng, vocabulary))))
-    return (*turns, say(rng.choice(vocabulary or ("word",))))
+        turns.append(call_action(turn, (tool.name, random_arguments(tool, rng, vocabulary))))
+    return (*turns, text_action(rng.choice(vocabulary or ("word",))))
 
 
 def _of_another(
@@ -271,7 +272,7 @@ def _of_another(
     for other in (*tasks[start + 1 :], *tasks[:start]):
         answer = answers[other.id]
         if answer is not None and normalise(answer) != own:
-            return shown.get(other.id, (say(answer),))
+            return shown.get(other.id, (text_action(answer),))
     return None
 
 

@@ -12,8 +12,8 @@ from functools import partial
 
 from ludus.envs.base import World
 from ludus.evaluation.agent_texts import near_misses, plain_answer, rewritten
-from ludus.evaluation.env_audit import AuditEpisode, CheckPlan, CheckReport, Mark, play_all
-from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of, asked
+from ludus.evaluation.env_audit import AuditEpisode, CheckPlan, CheckReport, Mark, run_agents
+from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of, user_prompt
 from ludus.evaluation.stats import wilson
 from ludus.rewards.exact_match import ExpectedAnswers, normalise
 from ludus.tools.base import Tool
@@ -61,7 +61,7 @@ class Scorecard:
     scripted agent, one at a time and `concurrency` at a time. `unstable` counts trajectories whose reward differs
     between gradings, `replayed` episodes whose reward differs when the same actions are replayed, `paraphrased`
     accepted paraphrases and alternative solutions. `rewritten` counts accepted correct answers with other case or
-    spacing (unless the world has paraphrases), and `spoilt` accepted wrong answers near the correct one, both for tasks
+    spacing (unless the world has paraphrases), and `corrupted` accepted wrong answers near the correct one, for tasks
     whose truth is an answer. `values` are the observed outcomes. `distinct` counts the tasks of the split that differ
     in more than identifiers, names and numbers. `saturated` counts the tasks that one of the `BASELINES`
     solves.
@@ -76,7 +76,7 @@ class Scorecard:
     replayed: VerdictShare
     paraphrased: VerdictShare
     rewritten: VerdictShare
-    spoilt: VerdictShare
+    corrupted: VerdictShare
     values: tuple[float, ...]
     distinct: VerdictShare
     saturated: VerdictShare
@@ -112,9 +112,9 @@ async def _scorecard(report: CheckReport, plan: CheckPlan) -> Scorecard:
         replayed=await _replayed(report, plan),
         paraphrased=await _paraphrased(report, plan),
         rewritten=rewritten,
-        spoilt=spoilt,
+        corrupted=spoilt,
         values=tuple(sorted({round(play.share, 9) for play in plays})),
-        distinct=VerdictShare(len({form_of(asked(task)) for task in tasks}), len(tasks)),
+        distinct=VerdictShare(len({form_of(user_prompt(task)) for task in tasks}), len(tasks)),
         saturated=_saturated(report),
     )
 
@@ -193,7 +193,7 @@ async def _speed(report: CheckReport, plan: CheckPlan, concurrency: int) -> floa
     agent, tasks = _best(report), report.tasks[:EPISODES]
     plan.watch.phase(f"speed, {concurrency} at a time", len(tasks))
     begin = time.perf_counter()
-    (row,) = await play_all(report.world, tasks, [agent], replace(plan, concurrency=concurrency))
+    (row,) = await run_agents(report.world, tasks, [agent], replace(plan, concurrency=concurrency))
     return len(row.plays) / (time.perf_counter() - begin)
 
 
@@ -204,7 +204,7 @@ async def _replayed(report: CheckReport, plan: CheckPlan) -> VerdictShare:
     changed = num = 0
     agents = [row.agent for row in report.rows]
     plan.watch.phase("played again", len(agents) * len(tasks))
-    for before, after in zip(report.rows, await play_all(report.world, tasks, agents, plan), strict=True):
+    for before, after in zip(report.rows, await run_agents(report.world, tasks, agents, plan), strict=True):
         first = {play.task.id: play for play in before.plays if play.task.id in names}
         for play in after.plays:
             one = first[play.task.id].trajectory
@@ -224,7 +224,7 @@ async def _paraphrased(report: CheckReport, plan: CheckPlan) -> VerdictShare:
     accepted = await _num_accepted(report, texts, plan)
     for turns in ways:
         agent = Agent("alternative solution", AgentKind.ORACLE, "alternative solution", partial(_turns_of, turns))
-        (row,) = await play_all(report.world, [task for task in shown if task.id in turns], [agent], plan)
+        (row,) = await run_agents(report.world, [task for task in shown if task.id in turns], [agent], plan)
         accepted += row.num_successes
     return VerdictShare(accepted, num)
 
@@ -245,7 +245,7 @@ async def _num_accepted(report: CheckReport, texts: Sequence[tuple[Task, str]], 
     accepted = 0
     for task, text in texts:
         agent = _with_answer(report.shown.get(task.id, ()), text)
-        (row,) = await play_all(report.world, [task], [agent], plan)
+        (row,) = await run_agents(report.world, [task], [agent], plan)
         accepted += row.num_successes
     return accepted
 
@@ -316,8 +316,8 @@ def verdicts(card: Scorecard) -> list[ScorecardVerdict]:
         _noise("stability, replayed", card.replayed, "episodes"),
         _accepts("paraphrases", card.paraphrased, "none available", "paraphrased answers or alternative solutions"),
         _accepts("rewritten answers", card.rewritten, "nothing to rewrite", "answers with other case or spacing"),
-        wrong_answers_row(card.spoilt),
-        ScorecardVerdict("errors", f"false negatives {_rate(refused)}; false positives {_rate(card.spoilt)}"),
+        wrong_answers_row(card.corrupted),
+        ScorecardVerdict("errors", f"false negatives {_rate(refused)}; false positives {_rate(card.corrupted)}"),
         ScorecardVerdict("outcome", graded),
         _distinct(card.distinct),
         _saturation(card.saturated),

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from ludus.errors import EngineBusy, EngineError, RequestRefused
+from ludus.errors import EngineBusy, EngineError, RequestRejected
 from ludus.gateway import chat, completions
 from ludus.gateway.control import Control
 from ludus.gateway.endpoints import ControlAccess, HttpRouter, NoBody, error_response, json_response
@@ -120,12 +120,12 @@ class Public:
             return await self.service.threads.do(partial(json_bytes, await complete()))
 
         name = body.request_id
-        pending = work() if name is None else self.service.responses.once(name, await request.body(), work)
+        pending = work() if name is None else self.service.responses.get_or_compute(name, await request.body(), work)
         content = await _until_disconnect(request, pending)
         if content is None:
             return Response(status_code=_CLIENT_GONE)
         if name is not None and b'"finish_reason":"abort"' in content:
-            self.service.responses.forget(name)
+            self.service.responses.discard(name)
         return Response(content, media_type="application/json")
 
 
@@ -169,7 +169,7 @@ async def _error(_: Request, error: Exception) -> Response:
             response = error_response(error.status_code, f"{error.detail}.")
             response.headers.update(error.headers or {})
             return response
-        case RequestRefused():
+        case RequestRejected():
             return error_response(_REFUSED, str(error))
         case EngineBusy():
             response = error_response(_BUSY, str(error))

@@ -13,7 +13,7 @@ from functools import partial
 
 from ludus.chat.render import TemplateRenderer
 from ludus.errors import UserError
-from ludus.gateway.protocol.detokenize import GrowingText, Scored, TextRules, chat_logprobs
+from ludus.gateway.protocol.detokenize import Scored, StreamedText, TextRules, chat_logprobs
 from ludus.gateway.protocol.requests import BadRequest, ChatRequest
 from ludus.gateway.protocol.responses import JsonBody, response_body, version_spans
 from ludus.gateway.service import CompletionService, choices
@@ -36,7 +36,7 @@ async def complete(service: CompletionService, name: str, request: ChatRequest) 
     """Return the complete response. Raises BadRequest, EngineError."""
     prompt = await _chat_prompt(service, request)
     parts = [(prompt.ids, params) for params in choices(prompt.params, request.n)]
-    with service.under(request.model) as adapter:
+    with service.use_adapter(request.model) as adapter:
         done = await service.sample(name, parts, adapter)
 
     def build_choices() -> list[JsonBody]:
@@ -52,10 +52,10 @@ async def stream(service: CompletionService, name: str, request: ChatRequest) ->
     """Stream the response. Raises BadRequest before the first chunk, EngineError."""
     prompt = await _chat_prompt(service, request)
     rules = TextRules(service.model.tokenizer, request.stops, keep_stop=True)
-    texts = [GrowingText(rules, plain_only=True) for _ in range(request.n)]
+    texts = [StreamedText(rules, plain_only=True) for _ in range(request.n)]
     names = service.token_names(request)
     chunk = partial(response_body, "chat.completion.chunk", name, request.model or service.model.name)
-    with service.under(request.model) as adapter:
+    with service.use_adapter(request.model) as adapter:
         opening = [_delta_choice(i, {"role": "assistant", "content": ""}) for i in range(request.n)]
         yield chunk(opening) | {"prompt_token_ids": list(prompt.ids) if request.return_token_ids else None}
         parts = [(prompt.ids, params) for params in choices(prompt.params, request.n)]

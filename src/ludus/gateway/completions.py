@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ludus.chat.render import decode_exactly
-from ludus.gateway.protocol.detokenize import GrowingText, Scored, TextRules, prompt_logprobs, text_logprobs
+from ludus.gateway.protocol.detokenize import Scored, StreamedText, TextRules, prompt_logprobs, text_logprobs
 from ludus.gateway.protocol.requests import BadRequest, CompletionRequest
 from ludus.gateway.protocol.responses import JsonBody, response_body, version_spans
 from ludus.gateway.service import CompletionService, choices
@@ -29,7 +29,7 @@ class _Sample:
 async def complete(service: CompletionService, name: str, request: CompletionRequest) -> JsonBody:
     """Return the complete response. Raises BadRequest, EngineError."""
     prompts = await _prompts(service, request)
-    with service.under(request.model) as adapter:
+    with service.use_adapter(request.model) as adapter:
         samples = [
             _Sample(ids, params, scores)
             for ids in prompts
@@ -54,10 +54,10 @@ async def stream(service: CompletionService, name: str, request: CompletionReque
     prompts = await _prompts(service, request)
     samples = [(ids, p) for ids in prompts for p in choices(_params(service, request, ids), request.n)]
     rules = _text_rules(service, request)
-    texts = [GrowingText(rules) for _ in samples]
+    texts = [StreamedText(rules) for _ in samples]
     names = service.token_names(request)
     chunk = partial(response_body, "text_completion", name, request.model or service.model.name)
-    with service.under(request.model) as adapter:
+    with service.use_adapter(request.model) as adapter:
         async for i, piece in service.stream(name, samples, adapter):
             offset, first = len(texts[i].shown), not texts[i].tokens
             choice = _bare_choice(i, texts[i].add(piece.tokens, piece.finish_reason), piece.finish_reason)

@@ -284,7 +284,7 @@ class Control:
         return {f"{_WORKER}{name}": tensor_digest(parameter) for name, parameter in self.model.named_parameters()}
 
     async def fingerprint(self, request: Request, _: NoBody) -> Response:
-        with self.service.under(request.query_params.get("model")) as adapter:
+        with self.service.use_adapter(request.query_params.get("model")) as adapter:
             return JSONResponse({"fingerprint": await self.service.engine.fingerprint(adapter=adapter)})
 
     async def load_adapter(self, _: Request, body: _LoadAdapter) -> Response:

@@ -30,7 +30,7 @@ _DRAIN_S = 5.0
 _SPARE_FILES = 256
 """File descriptors reserved for purposes other than connections."""
 
-Refuse = Callable[[int, str], Response]
+ErrorResponder = Callable[[int, str], Response]
 """Create an error response from a status and a message."""
 
 
@@ -60,7 +60,7 @@ def model_limits(context_tokens: int) -> HttpLimits:
     return HttpLimits(body_bytes=max(8 * MIB, 64 * context_tokens))
 
 
-def http_server(app: ASGIApp, limits: HttpLimits, refuse: Refuse, *, lifespan: bool = False) -> uvicorn.Server:
+def http_server(app: ASGIApp, limits: HttpLimits, refuse: ErrorResponder, *, lifespan: bool = False) -> uvicorn.Server:
     """Create a server of `app` with limits. `refuse` creates the error responses."""
     process_limits = replace(limits, connections=_max_connections(limits.connections))
 
@@ -97,7 +97,7 @@ class LimitsMiddleware:
 
     app: ASGIApp
     limits: HttpLimits
-    refuse: Refuse
+    refuse: ErrorResponder
     _num_requests: int = field(default=0, init=False)
     _num_bytes: int = field(default=0, init=False)
 
@@ -249,7 +249,7 @@ class _Protocol(H11Protocol):
         self.transport.close()
 
 
-def listening(host: str, port: int) -> socket.socket:
+def open_socket(host: str, port: int) -> socket.socket:
     """Create a listening socket. Raises UserError if the address is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sets TCP_NODELAY only if the socket names its protocol; otherwise responses take 40 ms more

@@ -172,7 +172,7 @@ class ResponseCache:
 
     _by_name: dict[str, _CachedResponse] = field(default_factory=dict)
 
-    async def once(self, name: str, body: bytes, work: Callable[[], Coroutine[None, None, bytes]]) -> bytes:
+    async def get_or_compute(self, name: str, body: bytes, work: Callable[[], Coroutine[None, None, bytes]]) -> bytes:
         """Return the response to `body`, computed once. Raises BadRequest if the id was used with another body."""
         digest = hashlib.sha256(body).digest()
         response = self._by_name.get(name)
@@ -188,7 +188,7 @@ class ResponseCache:
             response.waiting -= 1
             self._cancel_or_drop(name, response)
 
-    def forget(self, name: str) -> None:
+    def discard(self, name: str) -> None:
         """Remove a response, so that a retry recomputes it."""
         self._by_name.pop(name, None)
 
@@ -297,7 +297,7 @@ class CompletionService:
         return found
 
     @contextmanager
-    def under(self, model: str | None) -> Iterator[str | None]:
+    def use_adapter(self, model: str | None) -> Iterator[str | None]:
         """Hold the adapter of a request's `model` during the block; yield its name in the engine."""
         adapter = self.adapter(model)
         if adapter is None:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from ludus.chat.parse_json import deeper_than
+from ludus.chat.parse_json import exceeds_depth
 from ludus.types import JSON, ToolStatus, Trajectory
 
 Evidence = Callable[[Trajectory], str]
@@ -80,7 +80,7 @@ def last_output(tool: str) -> Evidence:
     return read
 
 
-def fenced(text: str) -> str:
+def fenced_block(text: str) -> str:
     """Return the content of the only fenced block; the whole text if there is none; empty if there are several."""
     blocks = [match[2].strip() for match in _FENCE.finditer(text)]
     if not blocks:
@@ -100,7 +100,7 @@ def read_json(text: str) -> JSON:
         value: JSON = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise NotJson(str(error)) from error
-    if deeper_than(value, MAX_DEPTH - 1):
+    if exceeds_depth(value, MAX_DEPTH - 1):
         raise NotJson("nested too deep")
     return value
 

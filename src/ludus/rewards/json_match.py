@@ -21,7 +21,7 @@ from fractions import Fraction
 
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import RewardFunction, truth_of
-from ludus.rewards.extract import Evidence, NotJson, fenced, final_answer, read_json
+from ludus.rewards.extract import Evidence, NotJson, fenced_block, final_answer, read_json
 from ludus.types import JSON, Task, Trajectory
 
 MAX_CHARACTERS = 20_000
@@ -106,7 +106,7 @@ def fits_schema(text: str, truth: Schema) -> bool:
     if len(text) > MAX_CHARACTERS:
         return False
     try:
-        return fits(read_json(fenced(text)), truth.schema)
+        return fits(read_json(fenced_block(text)), truth.schema)
     except (NotJson, RecursionError):
         return False
 
@@ -118,7 +118,7 @@ def json_schema(task: Task, trajectory: Trajectory) -> float:
 
 def is_value(text: str, truth: Value) -> bool:
     """Return whether the text, or its only fenced block, is the JSON value."""
-    return _is_json_value(fenced(text), truth.value, truth.tolerance, frozenset())
+    return _is_json_value(fenced_block(text), truth.value, truth.tolerance, frozenset())
 
 
 def json_value(task: Task, trajectory: Trajectory) -> float:

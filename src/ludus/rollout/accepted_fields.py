@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-REFUSED = (400, 422)
+REJECTED_STATUS = (400, 422)
 """Status codes of a rejected request."""
 REASONING = ("reasoning_content", "reasoning")
 """Field names of the model's reasoning in an assistant message."""
@@ -41,16 +41,16 @@ class AcceptedFields:
         adapted = {names.get(key, key): self._adapted_value(key, value) for key, value in body.items()}
         return {key: value for key, value in adapted.items() if key not in self.dropped}
 
-    def after_refusal(self, body: Mapping[str, object], refusal: bytes) -> AcceptedFields | None:
+    def after_rejection(self, body: Mapping[str, object], response: bytes) -> AcceptedFields | None:
         """Return the next adaptation to try after a rejection, or None if it names no adaptable field."""
         sent = self.apply(body)
-        named = [name for name in _adaptable_fields(sent) if _mentions(refusal, name)]
-        param = _error_param(refusal)
+        named = [name for name in _adaptable_fields(sent) if _mentions(response, name)]
+        param = _error_param(response)
         if param in named:
             named = [param]
         return self._adapt(named[0], sent) if named else None
 
-    def merged(self, other: AcceptedFields) -> AcceptedFields:
+    def union(self, other: AcceptedFields) -> AcceptedFields:
         """Return the union of both adaptations."""
         renamed = _RENAMED in (self.max_tokens_name, other.max_tokens_name)
         return AcceptedFields(
@@ -91,13 +91,13 @@ def _adaptable_fields(sent: Mapping[str, object]) -> Iterator[str]:
             yield name
 
 
-def _mentions(refusal: bytes, field: str) -> bool:
-    return re.search(rf"(?<![\w]){field}(?![\w])".encode(), refusal) is not None
+def _mentions(response: bytes, field: str) -> bool:
+    return re.search(rf"(?<![\w]){field}(?![\w])".encode(), response) is not None
 
 
-def _error_param(refusal: bytes) -> str:
+def _error_param(response: bytes) -> str:
     try:
-        error = json.loads(refusal)["error"]
+        error = json.loads(response)["error"]
         param = error["param"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return ""

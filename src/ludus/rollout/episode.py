@@ -379,7 +379,7 @@ class EngineChatSession:
         return tuple(self._segments)
 
     @property
-    def so_far(self) -> tuple[Segment, ...]:
+    def current_segments(self) -> tuple[Segment, ...]:
         """The segments including a partial action, in the form of `recorded`."""
         part = self._partial
         if not part.tokens:

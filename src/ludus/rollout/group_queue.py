@@ -21,7 +21,7 @@ from ludus.rollout.scheduler import Episode, RolloutRequest
 from ludus.rollout.stream_control import StalenessController, StreamThroughput
 from ludus.types import Segment
 
-REST = 1.0
+PAUSE_FACTOR = 1.0
 """Pause of the engine after a forward pass, as a multiple of the duration of the pass."""
 
 
@@ -160,15 +160,15 @@ class GroupQueue:
             self._set_pause = None
             rest(0.0)
 
-    def published(self, version: int, *, everywhere: bool = True) -> None:
+    def on_publish(self, version: int, *, everywhere: bool = True) -> None:
         """Record that the engine (or the first of several) has the weights of the last batch."""
-        self.admission.published(version, everywhere=everywhere)
+        self.admission.on_publish(version, everywhere=everywhere)
         self._draining = False
         self._start_pending()
 
-    def serves(self, version: int) -> None:
+    def on_serve(self, version: int) -> None:
         """Record the oldest version on which new episodes may start."""
-        self.admission.serves(version)
+        self.admission.on_serve(version)
         self._start_pending()
         self._changed.set()
 
@@ -178,7 +178,7 @@ class GroupQueue:
         self._changed.set()
 
     async def drain(self) -> None:
-        """Stop starting episodes until `published`, and wait for running ones."""
+        """Stop starting episodes until `on_publish`, and wait for running ones."""
         self._draining = True
         while self._running and self._failure is None:
             self._changed.clear()
@@ -204,7 +204,7 @@ class GroupQueue:
     @property
     def is_limited(self) -> bool:
         """Return whether the concurrency limit keeps episodes from starting."""
-        return bool(self._pending) or self.admission.room > 0
+        return bool(self._pending) or self.admission.capacity > 0
 
     def in_progress(self) -> list[StreamedGroup]:
         """Return copies of the unfinished and untaken groups, by number."""
@@ -219,7 +219,7 @@ class GroupQueue:
     def flow(self) -> StreamThroughput:
         """Return and reset the throughput."""
         self._measure()
-        found = StreamThroughput(self._episode_s, self._num_ready / self.admission.pace.groups_per_step)
+        found = StreamThroughput(self._episode_s, self._num_ready / self.admission.schedule.groups_per_step)
         self._episode_s, self._num_ready = 0.0, 0
         return found
 
@@ -230,12 +230,12 @@ class GroupQueue:
 
     def _update_pause(self) -> None:
         if self._set_pause is not None:
-            self._set_pause(REST if self.admission.batches_ready and not self.held else 0.0)
+            self._set_pause(PAUSE_FACTOR if self.admission.batches_ready and not self.held else 0.0)
 
     def _start_pending(self) -> None:
         """Start episodes up to the limit, oldest group first."""
         while not self._draining and self._failure is None and len(self._running) < self.in_flight:
-            if not self._pending and self.admission.room:
+            if not self._pending and self.admission.capacity:
                 self._admit()
             if not self._pending:
                 return

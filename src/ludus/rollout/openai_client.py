@@ -29,12 +29,12 @@ import httpx
 from pydantic import BaseModel, Field, JsonValue
 
 from ludus.chat.parse import PARSERS, ToolCallParser
-from ludus.chat.parse_json import Malformed, call_of, decode, tool_call
+from ludus.chat.parse_json import MalformedCall, call_of, decode, tool_call
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import seed_for
 from ludus.envs.base import World
 from ludus.errors import ConfigError, EngineError, UserError
-from ludus.rollout.accepted_fields import REASONING, REFUSED, AcceptedFields
+from ludus.rollout.accepted_fields import REASONING, REJECTED_STATUS, AcceptedFields
 from ludus.rollout.episode import ChatSession
 from ludus.rollout.scheduler import ChatSessionFactory, RolloutRequest, SamplingPlan, rollout_for, sampling_params
 from ludus.tools.base import Tool, ToolSchema
@@ -238,9 +238,9 @@ class OpenAIClient:
             sent = {key: value for key, value in merged_body.items() if value is not None}
             response = await self._send(json.dumps(sent).encode())  # ASCII also encodes lone surrogates
             if response.status_code == httpx.codes.OK:
-                self.accepted = self.accepted.merged(tried)
-            rejected = response.status_code in REFUSED and not _TOO_LONG.search(response.text)
-            fields = tried.after_refusal(body, response.content) if rejected else None
+                self.accepted = self.accepted.union(tried)
+            rejected = response.status_code in REJECTED_STATUS and not _TOO_LONG.search(response.text)
+            fields = tried.after_rejection(body, response.content) if rejected else None
         return response
 
     async def _send(self, body: bytes) -> httpx.Response:
@@ -490,7 +490,7 @@ def _read_calls(content: str, raw: Sequence[_ReplyCall], turn: int) -> Action:
     for name, call in zip(ids, raw, strict=True):
         try:
             tool, arguments, text = _read_function(call.function)
-        except Malformed as error:
+        except MalformedCall as error:
             errors.append(CallError(name, json.dumps(call.function, ensure_ascii=False), error.reason))
             continue
         calls.append(ToolCall(name, tool, arguments))
@@ -503,7 +503,7 @@ def _read_calls(content: str, raw: Sequence[_ReplyCall], turn: int) -> Action:
 
 
 def _read_function(function: Mapping[str, JsonValue]) -> tuple[str, dict[str, JSON], str]:
-    """Return name, arguments and their JSON text, unmodified if it encodes an object. Raises Malformed."""
+    """Return name, arguments and their JSON text, unmodified if it encodes an object. Raises MalformedCall."""
     raw = function.get("arguments")
     text = raw.strip() if isinstance(raw, str) else ""
     value: object = decode(text) if text else {} if raw is None or isinstance(raw, str) else raw

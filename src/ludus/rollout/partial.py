@@ -81,7 +81,7 @@ class _OpenEpisode:
 
     def state(self) -> StartedEpisode | None:
         """Return the segments of the attempt so far; None before its first token."""
-        recorded = () if self.session is None else self.session.so_far
+        recorded = () if self.session is None else self.session.current_segments
         return StartedEpisode(self.request.key, recorded) if recorded else self.begun
 
     @property

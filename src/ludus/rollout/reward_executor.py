@@ -33,7 +33,7 @@ from ludus.errors import ConfigError, WorldError
 from ludus.ipc import LENGTH, frame, python_command
 from ludus.rewards.base import Reward, check_scored_elsewhere
 from ludus.rollout.reward_process import (
-    LATE,
+    TIMEOUT_PREFIX,
     RewardFailed,
     RewardsReady,
     ScoredEpisode,
@@ -114,16 +114,16 @@ def _rewards_of(world: World, environment: Environment | None) -> Sequence[Rewar
 
 
 def _with_rewards(trajectory: Trajectory, found: ScoredEpisode) -> Trajectory:
-    return graded(replace(trajectory, rewards=found.parts, reward=found.total), found.seconds)
+    return add_grading_time(replace(trajectory, rewards=found.parts, reward=found.total), found.seconds)
 
 
-def graded(trajectory: Trajectory, seconds: float) -> Trajectory:
+def add_grading_time(trajectory: Trajectory, seconds: float) -> Trajectory:
     """Return the trajectory with `seconds` added to the time spent computing its rewards."""
     before = trajectory.timings
     return replace(trajectory, timings=replace(before, grading_s=before.grading_s + seconds))
 
 
-def waited(trajectory: Trajectory, seconds: float) -> Trajectory:
+def add_wait_time(trajectory: Trajectory, seconds: float) -> Trajectory:
     """Return the trajectory with `seconds` added to the time spent waiting for its rewards."""
     before = trajectory.timings
     return replace(trajectory, timings=replace(before, scoring_s=before.scoring_s + seconds))
@@ -238,7 +238,7 @@ class _Connection:
 
     async def _receive(self) -> object:
         head = await self._read(LENGTH.size)
-        if LATE.startswith(head):
+        if TIMEOUT_PREFIX.startswith(head):
             raise _ProcessExited((head + await self._read(None)).decode("utf-8", "replace"))
         return pickle.loads(await self._read(*LENGTH.unpack(head)))
 

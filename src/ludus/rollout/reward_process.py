@@ -33,7 +33,7 @@ from ludus.rewards.registry import added_parts
 from ludus.rollout.episode import score_turns, scored
 from ludus.types import Task, Trajectory
 
-LATE = b"Timeout ("
+TIMEOUT_PREFIX = b"Timeout ("
 """Prefix of the stack sent instead of a reply after a timeout; a length prefix starts with a zero byte."""
 _PDEATHSIG = 1
 

@@ -33,7 +33,7 @@ from ludus.rollout.episode import (
     run_unscored,
 )
 from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
-from ludus.rollout.reward_executor import RewardExecutor, ThreadRewardExecutor, waited
+from ludus.rollout.reward_executor import RewardExecutor, ThreadRewardExecutor, add_wait_time
 from ludus.rollout.trees import run_tree
 from ludus.types import Completion, Failure, SamplingParams, Segment, StopReason, Task, ToolStatus, Trajectory
 
@@ -342,7 +342,7 @@ class Scheduler:
         if self.scores:
             begin = time.perf_counter()
             found = await self.scoring.scored(self.world, environment, request.task, trajectory)
-            return waited(found, time.perf_counter() - begin)
+            return add_wait_time(found, time.perf_counter() - begin)
         check_scored_elsewhere(self.world.rewards, environment.rewards, environment)
         return trajectory
 

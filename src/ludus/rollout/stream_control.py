@@ -48,21 +48,21 @@ class GroupTicket:
 class StalenessController:
     """Admission of groups. `version` is the weight version of the last completed step.
 
-    `begins` is the oldest engine version on which an episode may start.
+    `start_version` is the oldest engine version on which an episode may start.
     """
 
-    pace: StalenessSchedule
+    schedule: StalenessSchedule
     version: int = 0
-    begins: int = field(init=False)
-    learning: bool = field(default=False, init=False)
+    start_version: int = field(init=False)
+    is_training: bool = field(default=False, init=False)
     _tickets: dict[int, GroupTicket] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.begins = self.version
+        self.start_version = self.version
 
     @property
     def next_step(self) -> int:
-        return self.version + 1 + self.learning
+        return self.version + 1 + self.is_training
 
     @property
     def in_progress(self) -> tuple[GroupTicket, ...]:
@@ -74,18 +74,18 @@ class StalenessController:
         return sum(ticket.ready for ticket in self._tickets.values())
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """The number of groups that may be admitted now."""
-        steps = self._due(self.begins) - self.next_step + 1
-        return max(0, self.pace.groups_per_step * steps - len(self._tickets))
+        steps = self._due(self.start_version) - self.next_step + 1
+        return max(0, self.schedule.groups_per_step * steps - len(self._tickets))
 
     def admit(self, number: int) -> GroupTicket:
-        """Admit a group. Raises ValueError if `room` is 0 or the number is in use."""
+        """Admit a group. Raises ValueError if `capacity` is 0 or the number is in use."""
         if number in self._tickets:
             raise ValueError(f"group {number} was already admitted")
-        if not self.room:
+        if not self.capacity:
             raise ValueError(f"group {number} exceeds the capacity")
-        ticket = self._tickets[number] = GroupTicket(number, self.begins)
+        ticket = self._tickets[number] = GroupTicket(number, self.start_version)
         return ticket
 
     def readmit(self, number: int, version: int) -> bool:
@@ -94,7 +94,7 @@ class StalenessController:
         With `hold`, it is rejected if it can no longer train in time under the current schedule.
         """
         self._tickets[number] = GroupTicket(number, version)
-        if not self.pace.hold or self._feasible(self._tickets.values(), self.next_step):
+        if not self.schedule.hold or self._feasible(self._tickets.values(), self.next_step):
             return True
         del self._tickets[number]
         return False
@@ -110,82 +110,82 @@ class StalenessController:
     def take(self) -> list[int] | None:
         """Return the groups of the next step, oldest first; None if none is complete or a due group is missing.
 
-        The learner trains on them until `published`.
+        The learner trains on them until `on_publish`.
         """
-        numbers = None if self.learning else self._next_batch()
+        numbers = None if self.is_training else self._next_batch()
         if numbers is None:
             return None
         for number in numbers:
             del self._tickets[number]
-        self.learning = True
+        self.is_training = True
         return numbers
 
     @property
     def batches_ready(self) -> int:
         """The number of complete batches; 0 if the learner would wait for a group that is due."""
-        return 0 if self._next_batch() is None else self.num_ready // self.pace.groups_per_step
+        return 0 if self._next_batch() is None else self.num_ready // self.schedule.groups_per_step
 
     @property
     def is_held(self) -> bool:
         """Whether a batch is complete but the learner waits for a group that is due."""
-        return not self.learning and self.num_ready >= self.pace.groups_per_step
+        return not self.is_training and self.num_ready >= self.schedule.groups_per_step
 
-    def published(self, version: int, *, everywhere: bool = True) -> None:
+    def on_publish(self, version: int, *, everywhere: bool = True) -> None:
         """Record that the engine (or the first of several) has the weights of the last step."""
-        if version != self.version + 1 or not self.learning:
-            raise ValueError(f"version {version} follows {self.version}, learning: {self.learning}")
-        self.version, self.learning = version, False
+        if version != self.version + 1 or not self.is_training:
+            raise ValueError(f"version {version} follows {self.version}, learning: {self.is_training}")
+        self.version, self.is_training = version, False
         if everywhere:
-            self.begins = version
+            self.start_version = version
 
     @property
     def is_behind(self) -> bool:
         """Whether episodes may still start on a version older than the newest."""
-        return self.begins < self.version
+        return self.start_version < self.version
 
-    def serves(self, version: int) -> None:
+    def on_serve(self, version: int) -> None:
         """Record the oldest version on which new episodes may start."""
-        self.begins = max(self.begins, version)
+        self.start_version = max(self.start_version, version)
 
     def _next_batch(self) -> list[int] | None:
-        if self.num_ready < self.pace.groups_per_step:
+        if self.num_ready < self.schedule.groups_per_step:
             return None
         ready = sorted((t for t in self._tickets.values() if t.ready), key=lambda t: (t.version, t.number))
-        chosen = {ticket.number: ticket for ticket in ready[: self.pace.groups_per_step]}
+        chosen = {ticket.number: ticket for ticket in ready[: self.schedule.groups_per_step]}
         others = [ticket for ticket in self._tickets.values() if ticket.number not in chosen]
-        if self.pace.hold and not self._feasible(others, self.next_step + 1):
+        if self.schedule.hold and not self._feasible(others, self.next_step + 1):
             return None
         return list(chosen)
 
     def _due(self, version: int) -> int:
-        return min(version + self.pace.max_staleness + 1, self.pace.last_step)
+        return min(version + self.schedule.max_staleness + 1, self.schedule.last_step)
 
     def _feasible(self, tickets: Collection[GroupTicket], first: int) -> bool:
         due = Counter(self._due(ticket.version) for ticket in tickets)
         total = 0
         for step in sorted(due):
             total += due[step]
-            if total > self.pace.groups_per_step * (step - first + 1):
+            if total > self.schedule.groups_per_step * (step - first + 1):
                 return False
         return True
 
 
-IDLE = 0.05
+MIN_IDLE = 0.05
 """Minimum fraction of idle time at which learner or engine counts as idle."""
-QUEUED = 0.25
+MAX_QUEUE_RATIO = 0.25
 """Maximum ratio of waiting to running requests; above it, concurrency shrinks."""
-GAIN = 0.05
+MIN_GAIN = 0.05
 """Minimum engine speedup at which concurrency grows."""
-MORE, FEWER = 1.3, 0.85
-LEAST = 0.7
+GROWTH, SHRINKAGE = 1.3, 0.85
+MIN_FACTOR = 0.7
 """Largest reduction per step, as a factor."""
-READY = 1.5
+TARGET_BATCHES = 1.5
 """Target number of batches waiting for the learner."""
-PULL = 0.2
-"""Relative change of concurrency per batch above or below `READY`."""
-FIRST = 2.0
+CHANGE_PER_BATCH = 0.2
+"""Relative change of concurrency per batch above or below `TARGET_BATCHES`."""
+INITIAL_GROWTH = 2.0
 """Growth factor per step until concurrency suffices for the first time."""
-FADE = 0.8
+DECAY = 0.8
 """Decay of a measurement's weight per step."""
 
 
@@ -193,7 +193,7 @@ FADE = 0.8
 class StreamThroughput:
     """Throughput of a step: episode-seconds in flight, and completed groups, in batches."""
 
-    flown_s: float
+    in_flight_s: float
     batches: float
 
 
@@ -202,7 +202,7 @@ class EngineLoad:
     """Measurements of a step: idle fractions in [0, 1], waiting requests per running one, and ready batches.
 
     `needed` is the concurrency that matches the learner's pace (None: unknown). `gain` is the engine's speedup
-    with `MORE` times the sequences. `limited`: the concurrency limit, not the staleness bound, delayed episodes.
+    with `GROWTH` times the sequences. `limited`: the concurrency limit, not the staleness bound, delayed episodes.
     `seconds` is the duration of the step.
     """
 
@@ -216,8 +216,8 @@ class EngineLoad:
     seconds: float = 1.0
 
 
-def next_in_flight(now: int, load: EngineLoad, least: int, most: int, more: float = MORE) -> int:
-    """Return the concurrency of the next step, clamped to [`least`, `most`]; `more` is the growth factor.
+def next_in_flight(now: int, load: EngineLoad, min_limit: int, max_limit: int, growth: float = GROWTH) -> int:
+    """Return the concurrency of the next step, clamped to [`min_limit`, `max_limit`]; `growth` is the growth factor.
 
     It grows if learner and engine are both idle (tools are slow), or if the learner is idle and larger batches would
     speed up the engine. It shrinks if requests queue in the engine. If the learner is not idle, it follows `needed`,
@@ -225,16 +225,16 @@ def next_in_flight(now: int, load: EngineLoad, least: int, most: int, more: floa
     does not grow if the staleness bound limits admission.
     """
     wanted = float(now)
-    if load.engine_queue > QUEUED:
-        wanted = min(now - 1, now * FEWER)
-    elif load.learner_idle > IDLE:
-        if load.ready < 1 and load.limited and (load.engine_idle > IDLE or load.gain > GAIN):
-            wanted = max(now + 1, now * more)
+    if load.engine_queue > MAX_QUEUE_RATIO:
+        wanted = min(now - 1, now * SHRINKAGE)
+    elif load.learner_idle > MIN_IDLE:
+        if load.ready < 1 and load.limited and (load.engine_idle > MIN_IDLE or load.gain > MIN_GAIN):
+            wanted = max(now + 1, now * growth)
     elif load.needed is not None:
-        wanted = load.needed * (1 + PULL * (READY - load.ready))
-        grown = max(now + 1, now * MORE) if load.limited else now
-        wanted = max(now * LEAST, min(grown, wanted))
-    return max(least, min(most, round(wanted)))
+        wanted = load.needed * (1 + CHANGE_PER_BATCH * (TARGET_BATCHES - load.ready))
+        grown = max(now + 1, now * GROWTH) if load.limited else now
+        wanted = max(now * MIN_FACTOR, min(grown, wanted))
+    return max(min_limit, min(max_limit, round(wanted)))
 
 
 def first_in_flight(episodes_per_step: int) -> int:
@@ -252,7 +252,7 @@ class PassTimes:
 
 def _add_step(sums: Iterable[float], step: Iterable[float]) -> tuple[float, ...]:
     """Return running sums over steps, with exponential decay."""
-    return tuple(FADE * old + new for old, new in zip(sums, step, strict=True))
+    return tuple(DECAY * old + new for old, new in zip(sums, step, strict=True))
 
 
 @dataclass
@@ -267,18 +267,18 @@ class PassTimeModel:
         self._sums = _add_step(self._sums, (1.0, x, y, x * x, x * y))
 
     def gain(self, running: float) -> float:
-        """Return the engine's speedup with `MORE` times as many sequences as `running`.
+        """Return the engine's speedup with `GROWTH` times as many sequences as `running`.
 
         If all steps had the same batch size, a pass is assumed to take the same time for any batch size.
         """
         count, x, y, xx, xy = self._sums
         spread = xx * count - x * x
         if count == 0 or spread <= 1e-3 * x * x:
-            return MORE - 1
+            return GROWTH - 1
         slope = max(0.0, (xy * count - x * y) / spread)
         shared = max(0.0, (y - slope * x) / count)
         seconds = shared + slope * running
-        return MORE * seconds / (seconds + (MORE - 1) * slope * running) - 1 if seconds > 0 else 0.0
+        return GROWTH * seconds / (seconds + (GROWTH - 1) * slope * running) - 1 if seconds > 0 else 0.0
 
 
 @dataclass
@@ -305,30 +305,30 @@ class ThroughputAverage:
 
     def add(self, flow: StreamThroughput, load: EngineLoad) -> float | None:
         """Add a step; return the concurrency that matches the learner's pace, if known."""
-        step = (flow.flown_s, flow.batches, load.seconds * (1 - load.learner_idle), 1.0)
+        step = (flow.in_flight_s, flow.batches, load.seconds * (1 - load.learner_idle), 1.0)
         flown_s, batches, learner_s, steps = self._sums = _add_step(self._sums, step)
         return flown_s / batches / (learner_s / steps) if batches and learner_s else None
 
 
 @dataclass
 class ConcurrencyController:
-    """Limit `now` on episodes in flight, in [`least`, `most`].
+    """`limit` on episodes in flight, in [`min_limit`, `max_limit`].
 
-    Grows by the factor `FIRST` per step until it suffices for the first time, then by `MORE`.
+    Grows by the factor `INITIAL_GROWTH` per step until it suffices for the first time, then by `GROWTH`.
     """
 
-    now: int
-    least: int
-    most: int
-    line: PassTimeModel = field(default_factory=PassTimeModel)
-    idle: IdleTime = field(default_factory=IdleTime)
-    flown: ThroughputAverage = field(default_factory=ThroughputAverage)
-    _growth: float = FIRST
+    limit: int
+    min_limit: int
+    max_limit: int
+    pass_times: PassTimeModel = field(default_factory=PassTimeModel)
+    idle_time: IdleTime = field(default_factory=IdleTime)
+    throughput: ThroughputAverage = field(default_factory=ThroughputAverage)
+    _growth: float = INITIAL_GROWTH
     _is_first_step: bool = True
     """Whether this is the first step, in which the learner waits for the stream to fill."""
 
     def __post_init__(self) -> None:
-        self.now = max(self.least, min(self.most, self.now))
+        self.limit = max(self.min_limit, min(self.max_limit, self.limit))
 
     def after_step(self, timings: Mapping[str, float], ready: float, flow: StreamThroughput, limited: bool) -> int:
         """Return the limit after a step with these timings; unchanged without engine metrics.
@@ -336,7 +336,7 @@ class ConcurrencyController:
         An unknown idle fraction of the engine counts as 0; if the learner is idle, `gain` then decides.
         """
         if "engine/requests_running" not in timings:
-            return self.now
+            return self.limit
         running, speed = timings["engine/requests_running"], timings["engine/decode_tokens_per_s"]
         load = EngineLoad(
             learner_idle=timings.get("idle/learner", 0.0),
@@ -356,13 +356,13 @@ class ConcurrencyController:
         size, so durations are scaled as if the learner took half of the engine's time.
         """
         if flow is not None:
-            load = replace(load, needed=self.flown.add(flow, load))
-        load = load if self._is_first_step else self.idle.add(load)
+            load = replace(load, needed=self.throughput.add(flow, load))
+        load = load if self._is_first_step else self.idle_time.add(load)
         self._is_first_step = False
         if passes is not None:
-            self.line.add(replace(passes, seconds=passes.seconds / (2 - load.learner_idle)))
-            load = replace(load, gain=self.line.gain(passes.running))
-        before, self.now = self.now, next_in_flight(self.now, load, self.least, self.most, self._growth)
-        if self.now <= before:
-            self._growth = MORE
-        return self.now
+            self.pass_times.add(replace(passes, seconds=passes.seconds / (2 - load.learner_idle)))
+            load = replace(load, gain=self.pass_times.gain(passes.running))
+        before, self.limit = self.limit, next_in_flight(self.limit, load, self.min_limit, self.max_limit, self._growth)
+        if self.limit <= before:
+            self._growth = GROWTH
+        return self.limit

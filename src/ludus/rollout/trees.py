@@ -57,7 +57,7 @@ class TrajectoryBranch:
     shared: int = 0
 
 
-def grafted(grafts: Sequence[TrajectoryBranch]) -> Trajectory:
+def graft_branches(grafts: Sequence[TrajectoryBranch]) -> Trajectory:
     """Merge chains into one trajectory: the first is the trunk, and all_timings other one forks from an earlier one."""
     segments: list[Segment] = []
     rows: list[list[int]] = []
@@ -129,10 +129,10 @@ async def run_tree(settings: BranchConfig, run_path: RunPath) -> Trajectory:
         for fork in _forks(settings, one):
             for _ in range(settings.branches):
                 if len(grafts) >= settings.max_leaves:
-                    return grafted(grafts)
+                    return graft_branches(grafts)
                 grafts.append(await _branch(run_path, one.chain, fork, number, len(grafts)))
         number += 1
-    return grafted(grafts)
+    return graft_branches(grafts)
 
 
 async def _branch(run_path: RunPath, chain: Trajectory, fork: int, of: int, number: int) -> TrajectoryBranch:

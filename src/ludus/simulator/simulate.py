@@ -193,7 +193,7 @@ class _Simulation:
             admission=StalenessController(StalenessSchedule(layout.groups, layout.max_staleness, layout.steps)),
             source=self.source,
             run_request=lambda request: self.scheduler.run_one(request, budget),
-            in_flight=layout.in_flight or limit.now,
+            in_flight=layout.in_flight or limit.limit,
         )
         queue.start()
         sending = asyncio.create_task(asyncio.sleep(0))
@@ -209,11 +209,11 @@ class _Simulation:
             await sending
             if self.costs.transfer_s and step < layout.steps:
                 await asyncio.sleep(self.costs.sync_s)
-                queue.published(step, everywhere=False)
+                queue.on_publish(step, everywhere=False)
                 sending = asyncio.create_task(self._send_in_background(step, queue))
             else:
                 await self._send_weights(step)
-                queue.published(step)
+                queue.on_publish(step)
             marks.append(now())
             queue.pop_ended()
             done, passes = self._record_step(step, episodes, marks, queue.in_flight)
@@ -241,7 +241,7 @@ class _Simulation:
 
     async def _send_in_background(self, step: int, queue: GroupQueue) -> None:
         await self.pool.load_weights(step, self.costs.transfer_s)
-        queue.serves(step)
+        queue.on_serve(step)
 
     async def _sample(self, step: int) -> list[Episode]:
         numbers = range((step - 1) * self.layout.groups, step * self.layout.groups)

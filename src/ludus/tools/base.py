@@ -56,7 +56,7 @@ class ToolError(Exception):
 Latency = Literal["instant", "fast", "slow"]
 """Usual duration of a call: below 10 ms, below 1 s, longer."""
 
-PATIENCE: Final[Mapping[Latency, float]] = MappingProxyType({"instant": 0.25, "fast": 1.0, "slow": 3.0})
+TIMEOUT_FACTORS: Final[Mapping[Latency, float]] = MappingProxyType({"instant": 0.25, "fast": 1.0, "slow": 3.0})
 """Factor on the default timeout of a call, by latency class."""
 
 
@@ -64,7 +64,7 @@ PATIENCE: Final[Mapping[Latency, float]] = MappingProxyType({"instant": 0.25, "f
 class Traits:
     """Properties of a tool's calls.
 
-    `latency` determines the timeout of a tool without `timeout_s` (`PATIENCE`). `cost` per call, in a unit
+    `latency` determines the timeout of a tool without `timeout_s` (`TIMEOUT_FACTORS`). `cost` per call, in a unit
     defined by the world, is summed in `ToolOutcome.cost`. If `idempotent`, a call is retried once after an
     infrastructure failure. If `ends`, a successful call ends the episode.
     """

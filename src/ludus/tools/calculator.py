@@ -16,16 +16,16 @@ from typing import Final
 
 from ludus.tools.base import Tool, ToolError, Traits, tool
 
-MOST_CHARACTERS: Final = 500
+MAX_CHARACTERS: Final = 500
 """Maximum number of characters of an expression."""
-MOST_BITS: Final = 4096
+MAX_BITS: Final = 4096
 """Maximum number of bits of a numerator or denominator, including intermediate results."""
 _MAX_COMBINATORIC: Final = 400
 """Largest argument of `factorial`, `comb` and `perm`."""
 _MAX_PRIME: Final = 10_000
 """Largest argument of `isprime` and `primes`."""
 _MAX_ARGUMENTS: Final = 500
-_TOO_MANY_BITS = f"a number has more than {MOST_BITS} bits"
+_TOO_MANY_BITS = f"a number has more than {MAX_BITS} bits"
 
 Number = Fraction | float
 
@@ -51,8 +51,8 @@ def calculate(expression: str) -> Fraction:
 
 def evaluate(expression: str) -> Number:
     """Evaluate an arithmetic expression. Raises ToolError with a message for the model if invalid."""
-    if len(expression) > MOST_CHARACTERS:
-        raise ToolError(f"the expression is longer than {MOST_CHARACTERS} characters: split it")
+    if len(expression) > MAX_CHARACTERS:
+        raise ToolError(f"the expression is longer than {MAX_CHARACTERS} characters: split it")
     try:
         tree = ast.parse(expression.strip(), mode="eval")
         return _check_bounds(_value(tree.body))
@@ -119,7 +119,7 @@ def _integer_power(base: Fraction, exponent: int) -> Fraction:
     bits = max(abs(base.numerator), base.denominator).bit_length()
     if bits <= 1 and base:
         return base ** (exponent % 2)
-    if abs(exponent) * bits > MOST_BITS and base:
+    if abs(exponent) * bits > MAX_BITS and base:
         raise ToolError(_TOO_MANY_BITS)
     return Fraction(base**exponent)
 
@@ -130,7 +130,7 @@ def _check_bounds(value: Number | int) -> Number:
         if not math.isfinite(value):
             raise ToolError("a number is too large or not a number")
         return value
-    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MOST_BITS:
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise ToolError(_TOO_MANY_BITS)
     return Fraction(value)
 
@@ -157,7 +157,7 @@ def _root(value: Number) -> Number:
 
 
 def _round(value: Number, digits: Number = Fraction(0)) -> Number:
-    if digits != int(digits) or not -MOST_CHARACTERS <= digits <= MOST_CHARACTERS:
+    if digits != int(digits) or not -MAX_CHARACTERS <= digits <= MAX_CHARACTERS:
         raise ToolError("round takes a small whole number of digits")
     places = int(digits)
     if not places:

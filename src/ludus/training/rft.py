@@ -30,7 +30,7 @@ from ludus.training.batches.rows import row_of_trajectory
 from ludus.training.credit.advantages import TrainingSample, record_outcomes
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.rl.build import closing_parts, make_trackers, probe_tokens, remove_after
+from ludus.training.rl.build import closing_parts, make_trackers, probe_tokens, remove_later_steps
 from ludus.training.rl.sync_trainer import Comparison, EvaluatedTrainer, Reporter
 from ludus.training.rl.validate import check_trackers
 from ludus.training.rl.weight_sync import WeightSync
@@ -225,7 +225,7 @@ def run_rft(session: TrainingSession, folder: RunFolder, reporter: Reporter) -> 
     engine = make_engine(session)
     sync = WeightSync.of(config, session.model, engine, probe_tokens(session))
     save_config(folder, config)
-    remove_after(folder, done)
+    remove_later_steps(folder, done)
     trainer = RftTrainer(session, folder, sync, make_trackers(config, folder, done), reporter, ledger)
     with closing_parts(trainer):
         return asyncio.run(trainer.run(done, trainer.train))

@@ -19,7 +19,7 @@ from ludus.config.schema import Config
 from ludus.config.sections.algorithm import DemonstrationsConfig
 from ludus.envs.registry import WORLDS, build_world, closing
 from ludus.errors import ConfigError, UserError
-from ludus.evaluation.env_audit import CheckPlan, play
+from ludus.evaluation.env_audit import CheckPlan, run_agent
 from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of
 from ludus.rewards.base import truth_of
 from ludus.rollout.ledger import Ledger, RolloutKey
@@ -30,7 +30,7 @@ from ludus.training.credit.advantages import EXPERT, assign_credit, record_outco
 from ludus.training.rl.build import train
 from ludus.training.rl.train_step import check_samples, filter_and_estimate
 from ludus.training.rl.validate import check_experts
-from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
 from ludus.worlds.functions.grader import Truth
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
@@ -174,7 +174,7 @@ def test_an_expert_earns_what_the_oracle_earns_in_an_episode(session, name):
 
     async def both():
         found = await joined_by(own, make_demonstrations(own, PRESETS["mixed_policy"]), tasks)
-        return found, [await play(own.world, task, oracle, plan) for task in tasks if task.id in shown]
+        return found, [await run_agent(own.world, task, oracle, plan) for task in tasks if task.id in shown]
 
     found, plays = asyncio.run(both())
     assert len(plays) > NUM_TASKS / 2
@@ -265,7 +265,7 @@ def test_experts_that_nobody_reads_or_gives_are_refused():
 
 def run(folder, reporter):
     settings = config(folder, **MIXED)
-    with locked(new_run(settings, "search", "rl")):
+    with lock_run(new_run(settings, "search", "rl")):
         train(open_session(settings), RunFolder(folder), reporter)
     return [metrics for _, metrics in reporter.steps]
 

@@ -22,7 +22,7 @@ from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.rl.build import train
 from ludus.training.run.checkpoint import checkpoint_path
-from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
 from ludus.types import Failure, Task
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
@@ -112,7 +112,7 @@ def test_a_run_skips_what_taught_nothing_and_resumes_with_its_streaks(tmp_path):
     for folder in (whole, cut):
         reporter = Cutting(3) if folder == cut else Silent()
         settings = config(folder, **(SMALLEST | CHANGES))
-        with locked(new_run(settings, "search", "rl")):
+        with lock_run(new_run(settings, "search", "rl")):
             if folder == cut:
                 with pytest.raises(Cut):
                     train(open_session(settings), RunFolder(folder), reporter)

@@ -29,7 +29,7 @@ GIVEN = {key.replace(".", "__"): value for key, value in REPLAYS.items()}
 def test_a_group_past_the_bound_goes_into_the_buffer_and_trains_from_there():
     replay = buffer()
     late, young = group(1, version=0), group(2, version=3)
-    found = replay.take_late([*late, *young], step=4, bound=2)
+    found = replay.take_stale([*late, *young], step=4, bound=2)
     assert [(c.outcome, c.reason) for c in found[:2]] == [(RolloutOutcome.DROPPED, TO_REPLAY)] * 2
     assert found[2:] == young
     assert (replay.metrics([])["replay/late"], counts(replay)[0]) == (1, 1)
@@ -39,7 +39,7 @@ def test_a_group_past_the_bound_goes_into_the_buffer_and_trains_from_there():
 def test_a_late_group_that_would_not_train_is_not_kept():
     replay = buffer()
     gone = group(1, version=0, outcome=RolloutOutcome.DROPPED)
-    assert replay.take_late(gone, step=9, bound=2) == gone
+    assert replay.take_stale(gone, step=9, bound=2) == gone
     assert counts(replay) == (0, 0, 0)
 
 
@@ -152,8 +152,8 @@ def test_a_group_that_has_become_too_far_is_left_out_and_counted():
     def share(episodes):
         return effective_share([one.trajectory for one in episodes], Drifted())
 
-    replay.refuse_far(1, ALGORITHM, share, 0.1)
+    replay.evict_low_ess(1, ALGORITHM, share, 0.1)
     assert replay.metrics([])["replay/refused"] == 0
-    replay.refuse_far(1, ALGORITHM, share, 0.9)
+    replay.evict_low_ess(1, ALGORITHM, share, 0.9)
     assert replay.metrics([])["replay/refused"] == 1
     assert draw(replay, 1) == []

@@ -381,7 +381,7 @@ def test_rewards_over_the_batch_share_the_scale_of_all_its_rounds():
 def one_round(*groups: list[Episode]) -> list[float]:
     one = combiner(normalise_by="family", normalise_over="batch")
     combined = one.combine(1, groups)
-    return [e.trajectory.reward for e in one.over_batch([e for group in combined for e in group])]
+    return [e.trajectory.reward for e in one.normalize_batch([e for group in combined for e in group])]
 
 
 def test_a_greedy_baseline_is_on_the_scale_of_the_batch_too():

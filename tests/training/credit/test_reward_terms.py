@@ -20,7 +20,7 @@ from ludus.training.collection.reward_mixing import (
     check_reward_settings,
     parts_of,
     plan_parts,
-    reads_turns,
+    uses_turn_rewards,
 )
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.credit.turn_rewards import calibrate, events_of
@@ -165,7 +165,7 @@ def test_without_an_advantage_that_reads_turns_their_rewards_are_refused(tmp_pat
     world = type("World", (), {"rewards": WORLD, "tasks": lambda self, split: []})()
     with pytest.raises(ConfigError, match="the advantage grpo uses no turn rewards"):
         check_reward_settings(config, world)
-    assert reads_turns(PRESETS["turn_grpo"])
+    assert uses_turn_rewards(PRESETS["turn_grpo"])
 
 
 def test_a_run_folder_is_calibrated(tiny_run, tmp_path):

@@ -29,7 +29,7 @@ from ludus.training.credit.advantages import assign_credit
 from ludus.training.rl.build import train
 from ludus.training.rl.validate import check_roles
 from ludus.training.run.checkpoint import checkpoint_path
-from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 from tests.training.credit.test_credit import group, same, table
@@ -89,7 +89,7 @@ def test_a_run_of_rae_that_is_cut_and_resumed_equals_the_uninterrupted_one(tmp_p
     run(whole, **changes)
 
     settings = config(cut, **(SMALLEST | changes))
-    with locked(new_run(settings, "search", "rl")), pytest.raises(Cut):
+    with lock_run(new_run(settings, "search", "rl")), pytest.raises(Cut):
         train(open_session(settings), RunFolder(cut), Cutting(2))
     assert main(["train", "--resume", str(cut)]) == 0
     first, second = lasting_files(whole), lasting_files(cut)
@@ -146,7 +146,7 @@ def test_a_run_of_proposers_and_solvers_compares_across_tasks(tmp_path):
         "model__path": str(recipe_folder("search") / "cold_start"),
     }
     settings = config(tmp_path / "run", **(SMALLEST | changes))
-    with locked(new_run(settings, None, "rl")):
+    with lock_run(new_run(settings, None, "rl")):
         train(open_session(settings), RunFolder(tmp_path / "run"), Silent())
     records = list(read_rollouts(rollouts_path(tmp_path / "run", 1)))
     assert {r.trajectory.tags["role"] for r in records} == {"proposer", "solver"}

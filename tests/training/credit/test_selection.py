@@ -111,10 +111,10 @@ def test_five_batches_in_a_row_that_the_filter_empties_stop_the_run():
     assert verdicts(*[empty] * 4, full, *[empty] * 4) == [False] * 9
     assert verdicts(*[empty] * 9, filtered=PRESETS["ppo"]) == [False] * 9
     guard = empty_batch_guard(algorithm)
-    guard.recall([full, *[empty] * 4])
+    guard.restore([full, *[empty] * 4])
     assert "5 steps in a row" in guard.update(empty)
     guard = empty_batch_guard(algorithm)
-    guard.recall([empty] * 5)
+    guard.restore([empty] * 5)
     assert not guard.update(empty)
 
 

@@ -70,7 +70,7 @@ _MEETS = """
 import os, subprocess, sys, torch
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError
-from ludus.training.distributed.launcher import RankGroup, meet
+from ludus.training.distributed.launcher import RankGroup, connect
 from ludus.training.distributed.rendezvous import Rendezvous
 rendezvous, others = Rendezvous.create(2, 120.0), RankGroup(TemporaryFolder("ludus-ranks-"))
 with (others.folder.path / "output-1").open("wb") as said:
@@ -78,7 +78,7 @@ with (others.folder.path / "output-1").open("wb") as said:
     others.processes.append(subprocess.Popen(command, stdout=said, stderr=said, env=environment))
 others.gather(rendezvous)
 try:
-    meet(rendezvous, others, torch.device("cpu"), None)
+    connect(rendezvous, others, torch.device("cpu"), None)
 except LearnerError as error:
     print(error)
 others.close()

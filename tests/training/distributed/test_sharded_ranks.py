@@ -215,7 +215,7 @@ def test_a_process_without_memory_for_a_row_is_heard_of_by_the_others():
 def test_a_model_is_split_in_place_and_its_copy_is_not(group_of_one):
     model = tiny_model()
     other = copy.deepcopy(model)
-    sharded_ranks.ranks_here().split(model)
+    sharded_ranks.ranks_here().shard_model(model)
     assert is_sharded(model)
     assert not is_sharded(other)
 
@@ -228,14 +228,14 @@ def test_what_an_ended_process_said_is_raised_in_the_leader(group_of_one):
     with pytest.raises(LearnerError, match=r"rank 1 .* the disk is full"):
         others.gather(Rendezvous.create(2, 60.0))  # nobody waits to meet it
     leader = LeaderRank(group_of_one, others, None)
-    with pytest.raises(LearnerError, match=r"rank 1 .* the disk is full"), leader.together("stop"):
+    with pytest.raises(LearnerError, match=r"rank 1 .* the disk is full"), leader.call_on_ranks("stop"):
         raise RuntimeError("Connection closed by peer")
     others.close()
 
 
 def test_a_fault_of_one_process_is_raised_in_all(group_of_one):
     model = tiny_model()
-    sharded_ranks.ranks_here().split(model)
+    sharded_ranks.ranks_here().shard_model(model)
     one = learner(model)
     rows = [replace(row, advantages=(float("inf"),) * len(row.tokens)) for row in random_rows()]
     with pytest.raises(LearnerError, match=r"An advantage of .* is inf"):

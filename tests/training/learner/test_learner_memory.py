@@ -23,7 +23,7 @@ from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.rl import memory_check as dry_runs
 from ludus.training.rl.build import train
 from ludus.training.rl.memory_check import check_memory, dry_run, longest_rows
-from ludus.training.run.run_dir import locked, new_run
+from ludus.training.run.run_dir import lock_run, new_run
 from ludus.training.run.session import add_lora, open_session
 from small_runs import SMALLEST, Silent, config, lasting_files
 from tests.training.batches.test_forest import families, in_double
@@ -195,7 +195,7 @@ def test_a_run_with_a_dry_run_is_the_run_without(tmp_path, caplog):
             algorithm__entropy_coef="0.01",
         )
         made = new_run(settings, "search", "rl")
-        with locked(made), caplog.at_level(logging.INFO):
+        with lock_run(made), caplog.at_level(logging.INFO):
             train(open_session(settings), made, Silent())
         found.append(lasting_files(made.path))
     assert caplog.text.count("dry run: the longest microbatch (640 tokens)") == 1

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ludus.algorithms.spec.resolve import PRESETS, algorithm_of
-from ludus.cli.ui.progress import idle_words
+from ludus.cli.ui.progress import format_idle
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.config.sections.training import StalenessConfig
@@ -510,7 +510,7 @@ def test_a_resumed_run_counts_on_the_steps_of_a_low_share_and_after_a_stop_anew(
     low, whole = {ESS: 0.1}, {ESS: 0.9}
     for before, more in (([], 3), ([whole, low], 2), ([low, whole, low, low], 1), ([low, low, low], 3)):
         guard = ess_guard(Config(staleness=StalenessConfig(min_ess=0.5, ess_patience=3)))
-        guard.recall(before)
+        guard.restore(before)
         assert [guard.update(low) for _ in range(more - 1)] == [""] * (more - 1)
         assert "3 steps in a row" in guard.update(low)
 
@@ -603,13 +603,13 @@ def test_the_progress_line_says_who_waited_and_which_tool_was_slow():
         "tools/look/slowest_s": 12.3,
         "tools/add/stragglers": 0.0,
     }
-    assert idle_words({}, {"idle/learner": 0.25}) == "  idle: learner 25%"  # nobody knows of the engine
-    line = idle_words({"staleness/mean": 1.23}, timings)
+    assert format_idle({}, {"idle/learner": 0.25}) == "  idle: learner 25%"  # nobody knows of the engine
+    line = format_idle({"staleness/mean": 1.23}, timings)
     for words_in_it in ("learner 25%", "engine 50%", "40 in flight", "3 groups", "age 1.2", "look 2 times, to 12.3"):
         assert words_in_it in line
     assert "add" not in line
-    assert idle_words({}, {}) == ""
-    assert idle_words({}, {"tools/look/stragglers": 1.0, "tools/look/slowest_s": 0.04}) == ""
+    assert format_idle({}, {}) == ""
+    assert format_idle({}, {"tools/look/stragglers": 1.0, "tools/look/slowest_s": 0.04}) == ""
 
 
 def test_the_learner_works_while_the_event_loop_goes_on():

@@ -13,7 +13,7 @@ from ludus.rollout.ledger import RolloutKey, RolloutOutcome
 from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.training.credit.advantages import assign_credit, training_rows
 from ludus.training.rl.build import train
-from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
 from ludus.types import Failure
 from small_runs import SMALLEST, Silent, config
@@ -36,7 +36,7 @@ def with_greedy(reward, rewards=REWARDS):
 def run(folder, **changes):
     reporter = Silent()
     settings = config(folder, **(SMALLEST | changes))
-    with locked(new_run(settings, "search", "rl")):
+    with lock_run(new_run(settings, "search", "rl")):
         train(open_session(settings), RunFolder(folder), reporter)
     return reporter
 

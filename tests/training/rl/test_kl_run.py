@@ -19,7 +19,7 @@ from ludus.config.schema import Config
 from ludus.errors import ConfigError, LearnerError
 from ludus.training.rl.build import train
 from ludus.training.run.checkpoint import list_checkpoints
-from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 
@@ -51,7 +51,7 @@ def test_a_schedule_follows_the_training_steps():
     wave = replace(wave, rule=replace(wave.rule, num_steps=4))
     assert [wave.coef(step) for step in (1, 3, 5)] == pytest.approx([0.5, 0.3, 0.1])
     assert control().coef(7) == 0.5
-    assert not control(kl_coef=0.0).acts
+    assert not control(kl_coef=0.0).is_active
 
 
 def test_controllers_answer_the_kl_and_come_back_from_a_checkpoint():
@@ -71,17 +71,17 @@ def test_controllers_answer_the_kl_and_come_back_from_a_checkpoint():
 def test_the_guard_follows_the_run_unless_it_is_told_what_to_expect():
     free = control(guard_factor=2.0, guard_warmup=6)
     for _ in range(6):
-        assert free.verdict(9.0) == ""
+        assert free.pause_reason(9.0) == ""
         free = free.update(0.01, 8)
-    assert free.verdict(0.35) == ""  # step 1 alone is older than the window, whose middle is step 5
-    said = free.verdict(0.5)
+    assert free.pause_reason(0.35) == ""  # step 1 alone is older than the window, whose middle is step 5
+    said = free.pause_reason(0.5)
     assert "0.108 nats per token over the last steps, more than 2 times the expected 0.05" in said
     stored = KlState(**json.loads(json.dumps(asdict(free.state))))
     assert control(guard_factor=2.0, guard_warmup=6).restored(stored) == free
-    assert control(guard_factor=2.0).update(0.01, 8).verdict(9.0) == ""
+    assert control(guard_factor=2.0).update(0.01, 8).pause_reason(9.0) == ""
     told = control(guard_factor=2.0, guard_expected=0.5)
-    assert told.verdict(0.9) == ""
-    assert told.update(0.9, 8).verdict(1.1)
+    assert told.pause_reason(0.9) == ""
+    assert told.update(0.9, 8).pause_reason(1.1)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_granularity_that_nothing_reads_is_refused(placement):
 def run(folder, reporter=None, **changes):
     reporter = reporter or Silent()
     settings = config(folder, **(HELD | changes))
-    with locked(new_run(settings, "search", "rl")):
+    with lock_run(new_run(settings, "search", "rl")):
         train(open_session(settings), RunFolder(folder), reporter)
     return [metrics for _, metrics in reporter.steps]
 
@@ -139,7 +139,7 @@ def run(folder, reporter=None, **changes):
 def test_a_penalty_has_its_reference_model_also_if_the_kl_is_not_reported(tmp_path):
     given = {key: value for key, value in HELD.items() if not key.startswith("kl_control")}
     settings = config(tmp_path, **(given | {"training__report_kl": "false", "training__steps": "1"}))
-    with locked(new_run(settings, "search", "rl")):
+    with lock_run(new_run(settings, "search", "rl")):
         train(open_session(settings), RunFolder(tmp_path), reporter := Silent())
     assert "policy/kl_reference" in reporter.steps[0][1]
 
@@ -174,7 +174,7 @@ def test_the_guard_pauses_a_run_behind_a_checkpoint(tmp_path):
         key: value for key, value in (HELD | held).items() if key not in ("kl_control__target", "kl_control__horizon")
     }
     settings = config(folder, **given)
-    with locked(new_run(settings, "search", "rl")), pytest.raises(LearnerError, match="paused after step 2"):
+    with lock_run(new_run(settings, "search", "rl")), pytest.raises(LearnerError, match="paused after step 2"):
         train(open_session(settings), RunFolder(folder), Silent())
     assert [step for step, _ in list_checkpoints(folder / "checkpoints")] == [2]
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2

@@ -23,7 +23,7 @@ from ludus.rollout.scheduler import RolloutRequest, SamplingPlan, engine_schedul
 from ludus.training.rl.build import train
 from ludus.training.rl.validate import config_warnings
 from ludus.training.run.checkpoint import checkpoint_path
-from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import make_engine, model_path, open_session
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files, words
 
@@ -32,7 +32,7 @@ def run(folder: Path, **changes: str) -> Silent:
     reporter = Silent()
     settings = config(folder, **changes)
     made = new_run(settings, "search", "rl")
-    with locked(made):
+    with lock_run(made):
         train(open_session(settings), made, reporter)
     return reporter
 
@@ -185,7 +185,7 @@ def test_a_run_cut_in_the_middle_and_resumed_equals_the_uninterrupted_one(finish
     folder = tmp_path / "cut"
 
     settings = config(folder)
-    with locked(new_run(settings, "search", "rl")), pytest.raises(Cut):
+    with lock_run(new_run(settings, "search", "rl")), pytest.raises(Cut):
         train(open_session(settings), RunFolder(folder), Cutting(3))
     assert main(["train", "--resume", str(folder)]) == 0
     first, second = lasting_files(finished), lasting_files(folder)
@@ -210,10 +210,10 @@ def test_a_run_that_is_extended_does_not_stop_its_policy_for_the_critic_once_mor
     folder, changes = tmp_path / "vapo", SMALLEST | {"algorithm__preset": "vapo"}
     settings = config(folder, **changes | {"training__steps": "10"})
     made = new_run(settings, "search", "rl")
-    with locked(made), pytest.raises(Cut):
+    with lock_run(made), pytest.raises(Cut):
         train(open_session(settings), made, Cutting(2))
     settings = config(folder, **changes | {"training__steps": "20"})
-    with locked(RunFolder(folder)), pytest.raises(Cut):
+    with lock_run(RunFolder(folder)), pytest.raises(Cut):
         train(open_session(settings), RunFolder(folder), Cutting(3))
     assert json.loads((folder / "checkpoints/step-000001/trainer/state.json").read_text())["warmup_steps"] == 1
     assert "optim/learning_rate" in read_metrics(folder / "metrics.jsonl")[1].metrics
@@ -296,7 +296,7 @@ def test_a_folder_in_use_or_not_empty_is_refused_and_left_alone(finished, capsys
     before = lasting_files(finished)
     assert main(["train", "search", *words(finished)]) == 2
     assert "not empty" in capsys.readouterr().err
-    with locked(RunFolder(finished)):
+    with lock_run(RunFolder(finished)):
         assert main(["train", "--resume", str(finished)]) == 2
     assert "in use" in capsys.readouterr().err
     assert lasting_files(finished) == before

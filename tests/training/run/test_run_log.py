@@ -8,7 +8,7 @@ import pytest
 
 from ludus.config import load_config
 from ludus.errors import StorageError
-from ludus.training.run.run_dir import locked, new_run
+from ludus.training.run.run_dir import lock_run, new_run
 
 
 def test_a_log_that_cannot_be_written_hides_nothing_and_says_nothing(tmp_path, capsys):
@@ -19,7 +19,7 @@ def test_a_log_that_cannot_be_written_hides_nothing_and_says_nothing(tmp_path, c
     before = list(logging.getLogger("ludus").handlers)
 
     def fail():
-        with locked(folder):
+        with lock_run(folder):
             logging.getLogger("ludus.rl").warning("before")
             raise StorageError("There is no room for the rollouts.")
 

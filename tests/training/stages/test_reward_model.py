@@ -56,7 +56,7 @@ def test_the_last_action_token_is_judged_by_the_success():
 def test_a_turn_is_worth_the_mean_return_of_the_rollouts_that_share_it():
     records = [rollout(4, 5, True), rollout(4, 6, False), rollout(7, 5, True)]
     found = [example.sequences[0] for example in examples_of_rollouts(records, REWARDS, 0.5)]
-    assert [sequence.at for sequence in found] == [(3, 5)] * 3
+    assert [sequence.positions for sequence in found] == [(3, 5)] * 3
     # Two pass through the first action [3, 4]: (0.5 * 1 + 0.5 * 0) / 2; the others are alone with their own.
     assert [sequence.targets for sequence in found] == [(0.25, 1.0), (0.25, 0.0), (0.5, 1.0)]
 
@@ -98,7 +98,7 @@ def by_hand(model: RewardModel, sequence: ScoredSequence) -> list[float]:
     body = model.states.model["body"]
     with torch.no_grad():
         states = body(input_ids=torch.tensor([sequence.tokens]), use_cache=False).last_hidden_state[0]
-        return [float(model.states.head(states[place])) for place in sequence.at]
+        return [float(model.states.head(states[place])) for place in sequence.positions]
 
 
 PAIR = RewardExample("", 2, (ScoredSequence((1, 2, 3, 4), (3,), (1.0,)), ScoredSequence((1, 2, 5), (2,), (0.0,))))
@@ -217,7 +217,7 @@ def test_a_reward_model_loads_with_its_head(trained):
     assert float(model.states.head.weight.detach().abs().sum()) > 0
     sequences = [example.sequences[0] for example in load_examples(trained / "examples.jsonl.gz")][:3]
     judged = model.predict(sequences, 400)
-    assert [len(values) for values in judged] == [len(sequence.at) for sequence in sequences]
+    assert [len(values) for values in judged] == [len(sequence.positions) for sequence in sequences]
     for sequence, values in zip(sequences, judged, strict=True):
         plain = [1 / (1 + math.exp(-score)) for score in by_hand(model, sequence)]
         assert values == pytest.approx(plain, abs=1e-4)

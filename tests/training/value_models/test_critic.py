@@ -26,7 +26,7 @@ from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.rl.build import train
 from ludus.training.rl.train_step import filter_and_estimate
 from ludus.training.rl.validate import check_critic
-from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
 from ludus.training.value_models.base import batches
 from ludus.training.value_models.critic import Critic, CriticSettings
@@ -350,7 +350,7 @@ def test_ppo_takes_its_advantages_and_targets_from_the_values():
 def run(folder, **changes):
     reporter = Silent()
     settings = config(folder, **(PPO | changes))
-    with locked(new_run(settings, "search", "rl")):
+    with lock_run(new_run(settings, "search", "rl")):
         train(open_session(settings), RunFolder(folder), reporter)
     return reporter
 
@@ -363,7 +363,7 @@ def test_a_run_of_ppo_that_is_cut_and_resumed_equals_the_uninterrupted_one(model
     assert {"critic/loss", "critic/explained_variance", "policy/ratio_mean"} <= set(reporter.steps[-1][1])
 
     settings = config(cut, **PPO, critic__model=model)
-    with locked(new_run(settings, "search", "rl")), pytest.raises(Cut):
+    with lock_run(new_run(settings, "search", "rl")), pytest.raises(Cut):
         train(open_session(settings), RunFolder(cut), Cutting(2))
     assert main(["train", "--resume", str(cut)]) == 0
     first, second = lasting_files(whole), lasting_files(cut)

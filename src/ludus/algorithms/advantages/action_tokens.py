@@ -29,7 +29,7 @@ class ActionTokens:
     @property
     def last(self) -> Tensor:
         """[N, T] bool, set on the last action token of each row."""
-        return self.present & ~shifted(self.present, False)
+        return self.present & ~shift_left(self.present, False)
 
     def take(self, name: str, values: Tensor) -> Tensor:
         """Return `values` [N, L] at the action tokens, [N, T] float64, 0 past the end of a row.
@@ -45,7 +45,7 @@ class ActionTokens:
 
     def following(self, values: Tensor, after: Tensor) -> Tensor:
         """Return `values` [N, T] shifted to the next action token, with `after` [N] at the last one of each row."""
-        return torch.where(self.last, after[:, None], select(shifted(values, 0.0), self.present))
+        return torch.where(self.last, after[:, None], select(shift_left(values, 0.0), self.present))
 
 
 def action_tokens(mask: Tensor) -> ActionTokens:
@@ -59,12 +59,12 @@ def action_tokens(mask: Tensor) -> ActionTokens:
     return ActionTokens(chosen, columns, torch.arange(longest, device=mask.device) < counts[:, None])
 
 
-def shifted(values: Tensor, fill: float | bool) -> Tensor:
+def shift_left(values: Tensor, fill: float | bool) -> Tensor:
     """Return `values` [N, X] shifted left by one, with `fill` in the last column."""
     return torch.cat([values[:, 1:], torch.full_like(values[:, :1], fill)], 1)
 
 
-def scan_back(terms: Tensor, decay: Tensor) -> Tensor:
+def reverse_scan(terms: Tensor, decay: Tensor) -> Tensor:
     """Return `y_t = terms_t + decay_t y_{t+1}`, a reverse scan; all [N, X]."""
     found = torch.empty_like(terms)
     running = terms.new_zeros(terms.shape[0])
@@ -91,13 +91,13 @@ class Turns:
     @property
     def last(self) -> Tensor:
         """[N, K] bool, set on the last turn of each row."""
-        return self.reached & ~shifted(self.reached, False)
+        return self.reached & ~shift_left(self.reached, False)
 
-    def at_opening(self, values: Tensor) -> Tensor:
+    def at_turn_start(self, values: Tensor) -> Tensor:
         """Return `values` [N, T] at the first action token of each turn, [N, K]; 0 for turns not reached."""
         return self._gathered(values, self.opens)
 
-    def summed(self, values: Tensor) -> Tensor:
+    def sum_per_turn(self, values: Tensor) -> Tensor:
         """Return `values` [N, T] summed over the action tokens of each turn, [N, K]."""
         return self._gathered(values, self.tokens.present)
 
@@ -135,7 +135,7 @@ def turns_of(turn: Tensor | None, mask: Tensor, num_turns: int | None = None) ->
         row = int((index == most - 1).any(1).nonzero()[0])
         raise ValueError(f"row {row} has {most} turns, turn_rewards {num_turns}")
     opens = tokens.present & (step == 1)
-    closes = tokens.present & (tokens.last | shifted(opens, False))
+    closes = tokens.present & (tokens.last | shift_left(opens, False))
     reached = torch.arange(most if num_turns is None else num_turns, device=index.device) < opens.sum(1)[:, None]
     return Turns(tokens, index, opens, closes, reached)
 

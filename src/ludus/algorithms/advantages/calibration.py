@@ -70,7 +70,7 @@ def tier_advantages(*, advantages: Tensor, tiers: Tensor, turn: Tensor, mask: Te
         raise ValueError(f"tiers must be [N, K] integers, not {list(tiers.shape)} {tiers.dtype}")
     _check_tiers(tiers, num_tiers)
     turns = turns_of(turn, mask, tiers.shape[1])
-    of_turns = turns.at_opening(turns.tokens.take("advantages", advantages))
+    of_turns = turns.at_turn_start(turns.tokens.take("advantages", advantages))
     counted = (tiers.to(mask.device)[:, :, None] == torch.arange(num_tiers, device=mask.device)).double()
     counted = counted * turns.reached[:, :, None]
     totals = (counted * of_turns[:, :, None]).sum((0, 1))

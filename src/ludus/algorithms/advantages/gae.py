@@ -23,9 +23,9 @@ from ludus.algorithms.advantages.action_tokens import (
     ActionTokens,
     Turns,
     action_tokens,
+    reverse_scan,
     rewards_of_turns,
-    scan_back,
-    shifted,
+    shift_left,
     token_rewards,
 )
 from ludus.algorithms.advantages.group_relative import whiten as whiten_tokens
@@ -109,7 +109,7 @@ def gae(*, gamma: float = 1.0, lam: float | Tensor = 1.0, **inputs: Unpack[Criti
     mask, delta = steps.tokens.mask, steps.delta(gamma)
     per_row = torch.as_tensor(lam, dtype=torch.float64, device=mask.device)
     decay = gamma * (numbers("lam", per_row, mask)[:, None] if per_row.ndim else per_row)
-    return steps.tokens.spread(scan_back(delta, decay.expand(delta.shape)), steps.dtype)
+    return steps.tokens.spread(reverse_scan(delta, decay.expand(delta.shape)), steps.dtype)
 
 
 @AdvantageSpec(
@@ -160,7 +160,7 @@ def step_gae(*, gamma: float = 1.0, lam: float = 1.0, **inputs: Unpack[CriticInp
     the paper's best are near 0.99 and 0.9.
     """
     turns, reward, penalty = _turn_steps(inputs)
-    found = _over_turns(turns, reward - turns.summed(penalty), inputs, (gamma, lam))
+    found = _over_turns(turns, reward - turns.sum_per_turn(penalty), inputs, (gamma, lam))
     return turns.tokens.spread(turns.spread(found), _dtype(inputs))
 
 
@@ -193,13 +193,13 @@ def turn_gae(
     """
     turns, reward, penalty = _turn_steps(inputs)
     tokens = turns.tokens
-    reward = reward - turns.summed(select(penalty, turns.closes))
+    reward = reward - turns.sum_per_turn(select(penalty, turns.closes))
     of_turns = _over_turns(turns, reward, inputs, (gamma_turn, lam_turn))
     current, following = values_and_next(tokens, inputs["values"], inputs.get("bootstrap_values"))
     inside = gamma_token * following - current - penalty
     terms = torch.where(turns.closes, turns.spread(of_turns), select(inside, tokens.present))
     decay = select(torch.full_like(terms, gamma_token * lam_token), tokens.present & ~turns.closes)
-    return tokens.spread(scan_back(terms, decay), _dtype(inputs))
+    return tokens.spread(reverse_scan(terms, decay), _dtype(inputs))
 
 
 @AdvantageSpec(
@@ -215,8 +215,8 @@ def vtrace(
     """
     steps, weights = _token_steps(inputs), _weights(inputs)
     rho = weights.clamp(max=rho_bar)
-    excess = scan_back(rho * steps.delta(gamma), gamma * weights.clamp(max=c_bar))
-    ahead = steps.following + select(shifted(excess, 0.0), steps.tokens.present)
+    excess = reverse_scan(rho * steps.delta(gamma), gamma * weights.clamp(max=c_bar))
+    ahead = steps.following + select(shift_left(excess, 0.0), steps.tokens.present)
     return steps.tokens.spread(rho * (steps.reward + gamma * ahead - steps.current), steps.dtype)
 
 
@@ -228,7 +228,7 @@ def retrace(*, gamma: float = 1.0, lam: float = 1.0, **inputs: Unpack[OffPolicyI
     paper. If `w >= 1` it equals `gae(gamma, lam)`.
     """
     steps, weights = _token_steps(inputs), _weights(inputs)
-    found = scan_back(steps.delta(gamma), gamma * lam * shifted(weights.clamp(max=1.0), 0.0))
+    found = reverse_scan(steps.delta(gamma), gamma * lam * shift_left(weights.clamp(max=1.0), 0.0))
     return steps.tokens.spread(found, steps.dtype)
 
 
@@ -248,7 +248,7 @@ def vtrace_targets(
     `delta_t = rho_t (r_t + gamma V_next - V_t)`; `v_next = V_next` (the bootstrap) after the last action token.
     """
     steps, weights = _token_steps(inputs), _weights(inputs)
-    excess = scan_back(weights.clamp(max=rho_bar) * steps.delta(gamma), gamma * weights.clamp(max=c_bar))
+    excess = reverse_scan(weights.clamp(max=rho_bar) * steps.delta(gamma), gamma * weights.clamp(max=c_bar))
     return steps.tokens.spread(steps.current + excess, steps.dtype)
 
 
@@ -311,11 +311,11 @@ def _dtype(inputs: CriticInputs) -> torch.dtype:
 def _over_turns(turns: Turns, reward: Tensor, inputs: CriticInputs, gamma_and_lam: tuple[float, float]) -> Tensor:
     """Return GAE with a turn as the step, [N, K]; 0 for turns not reached."""
     gamma, lam = gamma_and_lam
-    current = turns.at_opening(turns.tokens.take("values", inputs["values"]))
+    current = turns.at_turn_start(turns.tokens.take("values", inputs["values"]))
     after = _bootstrap(current, inputs.get("bootstrap_values"), turns.tokens.mask)
-    following = torch.where(turns.last, after[:, None], shifted(current, 0.0))
+    following = torch.where(turns.last, after[:, None], shift_left(current, 0.0))
     delta = select(reward + gamma * following - current, turns.reached)
-    return scan_back(delta, torch.full_like(delta, gamma * lam))
+    return reverse_scan(delta, torch.full_like(delta, gamma * lam))
 
 
 def _bootstrap(current: Tensor, values: Tensor | None, mask: Tensor) -> Tensor:

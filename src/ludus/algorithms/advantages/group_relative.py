@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import comb
 from typing import Literal
 
-from ludus.algorithms.advantages.action_tokens import ActionTokens, action_tokens, scan_back, token_rewards
+from ludus.algorithms.advantages.action_tokens import ActionTokens, action_tokens, reverse_scan, token_rewards
 from ludus.algorithms.algorithm import FRACTION, NOT_NEGATIVE, SWITCH, AdvantageSpec, Need, Option, OptionBounds
 from ludus.algorithms.tensors import (
     Tensor,
@@ -21,8 +21,8 @@ from ludus.algorithms.tensors import (
     group_rewards,
     groups_to_compare,
     numbers,
-    on_actions,
-    rounding,
+    per_action,
+    reward_rtol,
     select,
     torch,
 )
@@ -30,7 +30,7 @@ from ludus.algorithms.tensors import (
 SPREADS = ("group", "batch")
 COUNTS = ("varying", "nonzero")
 WHITEN_EPS = 1e-8
-NO_ENERGY = 1e-8
+MIN_WEIGHT_SUM = 1e-8
 """The optimal baseline is 0 for sums of weights up to this value."""
 
 
@@ -65,14 +65,14 @@ def grpo(
         raise ValueError(f"std_over = {std_over!r} is neither 'group' nor 'batch'")
     spread = grouped if std_over == "group" else group_rewards(rewards, torch.zeros_like(group))
     scale = spread.std(ddof).clamp(min=std_floor) + eps
-    return on_actions(grouped.minus(grouped.mean()) / scale[spread.index], mask, float_dtype(rewards))
+    return per_action(grouped.subtract(grouped.mean()) / scale[spread.index], mask, float_dtype(rewards))
 
 
 @AdvantageSpec(help="rewards minus the mean of the group", needs={Need.GROUP})
 def dr_grpo(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
     """Return `r - mean_g`, arXiv:2503.20783 (Dr. GRPO)."""
     grouped = groups_to_compare(rewards, group, mask)
-    return on_actions(grouped.minus(grouped.mean()), mask, float_dtype(rewards))
+    return per_action(grouped.subtract(grouped.mean()), mask, float_dtype(rewards))
 
 
 @AdvantageSpec(
@@ -91,7 +91,7 @@ def gpg(*, rewards: Tensor, group: Tensor, mask: Tensor, counted: Literal["varyi
     grouped = groups_to_compare(rewards, group, mask)
     rows = ~grouped.equal[grouped.index] if counted == "varying" else grouped.rewards != 0
     factor = len(grouped.rewards) / max(int(rows.sum()), 1)
-    return on_actions(factor * grouped.minus(grouped.mean()), mask, float_dtype(rewards))
+    return per_action(factor * grouped.subtract(grouped.mean()), mask, float_dtype(rewards))
 
 
 @AdvantageSpec(help="rewards minus the mean of the other attempts", needs={Need.GROUP})
@@ -99,7 +99,7 @@ def rloo(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
     """Return `r - mean of the others in the group` = `G/(G-1) (r - mean_g)`, arXiv:2402.14740."""
     grouped = groups_to_compare(rewards, group, mask)
     factor = grouped.sizes / (grouped.sizes - 1)
-    return on_actions(grouped.minus(grouped.mean()) * factor[grouped.index], mask, float_dtype(rewards))
+    return per_action(grouped.subtract(grouped.mean()) * factor[grouped.index], mask, float_dtype(rewards))
 
 
 @AdvantageSpec(help="rewards minus the length-weighted mean of the group", needs={Need.GROUP})
@@ -108,7 +108,7 @@ def opo(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
     grouped = groups_to_compare(rewards, group, mask)
     lengths = mask.bool().sum(1).double().to(grouped.rewards.device)
     baseline = grouped.sum(lengths * grouped.rewards) / grouped.sum(lengths).clamp(min=1)
-    return on_actions(grouped.minus(baseline), mask, float_dtype(rewards))
+    return per_action(grouped.subtract(baseline), mask, float_dtype(rewards))
 
 
 @AdvantageSpec(help="rewards minus the mean of the group, over the mean", needs={Need.GROUP})
@@ -121,9 +121,9 @@ def maxrl(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
     grouped = groups_to_compare(rewards, group, mask)
     mean = grouped.mean()
     largest = torch.where(grouped.member, grouped.rewards.abs(), 0.0).amax(1) if mean.numel() else mean
-    positive = mean > rounding(rewards.dtype) * largest
+    positive = mean > reward_rtol(rewards.dtype) * largest
     scale = torch.where(positive, 1 / torch.where(positive, mean, 1.0), 0.0)
-    return on_actions(grouped.minus(mean) * scale[grouped.index], mask, float_dtype(rewards))
+    return per_action(grouped.subtract(mean) * scale[grouped.index], mask, float_dtype(rewards))
 
 
 @AdvantageSpec(help="the best attempt of a group alone", needs={Need.GROUP, Need.NON_NEGATIVE})
@@ -134,17 +134,17 @@ def best_of_group(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
     """
     grouped = groups_to_compare(rewards, group, mask)
     if not grouped.rewards.numel():
-        return on_actions(grouped.rewards, mask, float_dtype(rewards))
+        return per_action(grouped.rewards, mask, float_dtype(rewards))
     first, second = torch.where(grouped.member, grouped.rewards, -torch.inf).topk(2, dim=1).values.unbind(1)
     gain = torch.where(grouped.equal, 0.0, first - second)[grouped.index]
     best = grouped.rewards == first[grouped.index]
-    return on_actions(torch.where(best, gain, 0.0), mask, float_dtype(rewards))
+    return per_action(torch.where(best, gain, 0.0), mask, float_dtype(rewards))
 
 
 @AdvantageSpec(
     help="the analytic advantage of pass@k",
     needs={Need.GROUP, Need.BINARY_REWARDS},
-    options={"k": Option("attempts that pass@k counts", OptionBounds(1, whole=True), default=4)},
+    options={"k": Option("attempts that pass@k counts", OptionBounds(1, is_integer=True), default=4)},
 )
 def pass_at_k(*, rewards: Tensor, group: Tensor, mask: Tensor, k: int) -> Tensor:
     """Return the analytic advantage of pass@k for rewards 0 and 1, arXiv:2508.10751 (Pass@k Training).
@@ -166,7 +166,7 @@ def pass_at_k(*, rewards: Tensor, group: Tensor, mask: Tensor, k: int) -> Tensor
     table = torch.tensor(pairs, dtype=torch.float64, device=grouped.rewards.device).reshape(-1, 2)
     won = grouped.rewards == 1
     scores = torch.where(won, table[:, 0][grouped.index], table[:, 1][grouped.index])
-    return on_actions(scores, mask, float_dtype(rewards))
+    return per_action(scores, mask, float_dtype(rewards))
 
 
 def _pass_at_k_pair(size: int, failed: int, k: int) -> tuple[float, float]:
@@ -233,7 +233,7 @@ def remax(*, rewards: Tensor, greedy_rewards: Tensor, mask: Tensor, group: Tenso
     """
     check_group(group, mask)
     scores = numbers("rewards", rewards, mask) - numbers("greedy_rewards", greedy_rewards, mask)
-    return on_actions(scores, mask, float_dtype(rewards))
+    return per_action(scores, mask, float_dtype(rewards))
 
 
 @AdvantageSpec(
@@ -250,7 +250,7 @@ def raw(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
     """Return `r` without a baseline (Williams 1992). Groups are not compared: equal rewards do not become 0."""
     grouped = group_rewards(rewards, group)
     check_rows(len(grouped.rewards), mask)
-    return on_actions(grouped.rewards, mask, float_dtype(rewards))
+    return per_action(grouped.rewards, mask, float_dtype(rewards))
 
 
 # Relative to the batch
@@ -301,11 +301,11 @@ def reinforce_pp(
     tokens = action_tokens(mask)
     terms = tokens.take("rewards", placed)
     dtype = float_dtype(rewards, turn_rewards)
-    returns = tokens.spread(scan_back(terms, torch.full_like(terms, gamma)), torch.float64)
+    returns = tokens.spread(reverse_scan(terms, torch.full_like(terms, gamma)), torch.float64)
     kept = returns[tokens.mask if trains is None else tokens.mask & trains.bool()]
     if kept.numel():
         scale = max(1.0, float(kept.abs().max()))
-        if float(kept.max() - kept.min()) <= rounding(dtype) * scale:
+        if float(kept.max() - kept.min()) <= reward_rtol(dtype) * scale:
             return torch.zeros(mask.shape, dtype=dtype, device=mask.device)
     return whiten(values=returns, mask=mask, trains=trains, ddof=ddof).to(dtype)
 
@@ -322,7 +322,7 @@ def reinforce_pp_baseline(
     `ddof` 1 as in verl, 0 as in OpenRLHF. `trains` as in `whiten`; the mean is over all members of a group.
     """
     grouped = groups_to_compare(rewards, group, mask)
-    centred = grouped.minus(grouped.mean()).to(mask.device)[:, None].expand(mask.shape)
+    centred = grouped.subtract(grouped.mean()).to(mask.device)[:, None].expand(mask.shape)
     return whiten(values=centred, mask=mask, trains=trains, ddof=ddof).to(float_dtype(rewards))
 
 
@@ -361,7 +361,7 @@ def optimal_token_baseline(
     tokens = action_tokens(mask)
     placed = token_rewards(mask=mask, rewards=rewards, turn_rewards=turn_rewards, turn=turn)
     terms = tokens.take("rewards", placed)
-    returns = scan_back(terms, torch.ones_like(terms))
+    returns = reverse_scan(terms, torch.ones_like(terms))
     energy = _energy(tokens, old_logprobs, sum_pi_squared, weights)
     found = torch.zeros_like(returns)
     for member in grouped.member:
@@ -387,7 +387,7 @@ def _above_baseline(returns: Tensor, energy: Tensor, present: Tensor, zero_tail:
     above = torch.where(present, returns - lowest, 0.0)
     weights = torch.where(present, energy, 0.0)
     total = weights.sum(0)
-    compared = total > NO_ENERGY
+    compared = total > MIN_WEIGHT_SUM
     baseline = (weights * above).sum(0) / torch.where(compared, total, 1.0)
     found = torch.where(compared, above - baseline, returns)
     if zero_tail:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ludus.algorithms.advantages.action_tokens import action_tokens, scan_back
+from ludus.algorithms.advantages.action_tokens import action_tokens, reverse_scan
 from ludus.algorithms.advantages.group_relative import rloo
 from ludus.algorithms.algorithm import FRACTION, POSITIVE, AdvantageSpec, Need, Option
 from ludus.algorithms.tensors import Tensor, check_group, float_dtype, groups_to_compare, numbers, select, torch
@@ -40,7 +40,7 @@ def prime(
     baseline = (grouped.sum(own)[grouped.index] - own) / others.clamp(min=1)
     terms = select((q - baseline[:, None]).to(mask.device), tokens.present)
     dtype = float_dtype(rewards)
-    dense = tokens.spread(scan_back(terms, torch.full_like(terms, gamma)), torch.float64)
+    dense = tokens.spread(reverse_scan(terms, torch.full_like(terms, gamma)), torch.float64)
     return (dense + rloo(rewards=grouped.rewards, group=group, mask=mask)).to(dtype)
 
 

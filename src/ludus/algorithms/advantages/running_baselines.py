@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from ludus.algorithms.advantages.group_relative import remax
 from ludus.algorithms.algorithm import FRACTION, AdvantageSpec, Need, Option
-from ludus.algorithms.tensors import Tensor, check_group, float_dtype, numbers, on_actions, rounding, torch
+from ludus.algorithms.tensors import Tensor, check_group, float_dtype, numbers, per_action, reward_rtol, torch
 
 RoleKey = tuple[str, str]
 """Names of an environment and of a role in it."""
@@ -70,7 +70,7 @@ def rae(
     check_group(group, mask)
     given = numbers("rewards", rewards, mask)
     before = baselines.read(roles, given).to(given.device)
-    return on_actions(given - before, mask, float_dtype(rewards))
+    return per_action(given - before, mask, float_dtype(rewards))
 
 
 @AdvantageSpec(
@@ -148,7 +148,7 @@ def domain_normalised(*, rewards: Tensor, domains: Sequence[str], moments: Domai
     found = []
     for domain, value in zip(domains, values, strict=True):
         own = moments.moments.get(domain, Moments())
-        noise = rounding(rewards.dtype) * max(1.0, abs(own.mean))
+        noise = reward_rtol(rewards.dtype) * max(1.0, abs(own.mean))
         gap = value - own.mean if abs(value - own.mean) > noise else 0.0
         found.append(gap / (own.variance + eps) ** 0.5 if own.variance > noise**2 else gap)
     return torch.tensor(found, dtype=torch.float64).to(rewards.device, float_dtype(rewards))

@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from ludus.algorithms.advantages.action_tokens import Turns, rewards_of_turns, scan_back, turns_of
+from ludus.algorithms.advantages.action_tokens import Turns, reverse_scan, rewards_of_turns, turns_of
 from ludus.algorithms.algorithm import FRACTION, NOT_NEGATIVE, AdvantageSpec, Need, Option
-from ludus.algorithms.tensors import Tensor, float_dtype, groups_to_compare, rounding, select, torch
+from ludus.algorithms.tensors import Tensor, float_dtype, groups_to_compare, reward_rtol, select, torch
 
 Scale = Literal["std", "none"]
 SCALES = ("std", "none")
@@ -123,7 +123,7 @@ def turn_return(
     """
     turns, of_turns = rewards_of_turns(mask, turn, turn_rewards, rewards)
     _checked_rewards(torch.zeros(mask.shape[0]) if rewards is None else rewards, group, mask)
-    returns = scan_back(of_turns, torch.full_like(of_turns, gamma))
+    returns = reverse_scan(of_turns, torch.full_like(of_turns, gamma))
     norm = _Normaliser(ddof, eps, "std", _rounding_error(turn_rewards, rewards))
     return _expand_to_tokens(turns, norm.per_turn(returns, group.to(mask.device), turns), turn_rewards, rewards)
 
@@ -154,7 +154,7 @@ def turn_return_hybrid(
     turns, of_turns = rewards_of_turns(mask, turn, turn_rewards, None)
     ids = group.to(mask.device)
     terms = of_turns + gamma * select(outcome[:, None].expand(of_turns.shape), turns.last)
-    returns = scan_back(terms, torch.full_like(terms, gamma))
+    returns = reverse_scan(terms, torch.full_like(terms, gamma))
     norm = _Normaliser(ddof, eps, "std", _rounding_error(turn_rewards, rewards))
     advantage = norm.per_turn(returns, ids, turns) + outcome_weight * norm.rows(outcome, ids)[:, None]
     return _expand_to_tokens(turns, advantage, turn_rewards, rewards)
@@ -191,7 +191,7 @@ def gigpo(
         raise ValueError("anchors must hold integers")
     ids = group.to(mask.device).long()
     states = anchors[:, : shape[1]].to(mask.device).long()
-    returns = scan_back(of_turns, torch.full_like(of_turns, gamma))
+    returns = reverse_scan(of_turns, torch.full_like(of_turns, gamma))
     norm = _Normaliser(ddof, eps, scale, _rounding_error(turn_rewards, rewards))
     local = norm.cells(returns, torch.stack([ids[:, None].expand(shape), states], -1), turns.reached)
     return _expand_to_tokens(turns, norm.rows(outcome, ids)[:, None] + weight * local, rewards, turn_rewards)
@@ -304,4 +304,4 @@ def _expand_to_tokens(turns: Turns, advantage: Tensor, *rewards: Tensor | None) 
 
 def _rounding_error(*rewards: Tensor | None) -> float:
     """Return the largest relative rounding error of the given dtypes."""
-    return max((rounding(t.dtype) for t in rewards if t is not None), default=0.0)
+    return max((reward_rtol(t.dtype) for t in rewards if t is not None), default=0.0)

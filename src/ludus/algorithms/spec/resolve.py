@@ -55,7 +55,7 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
     for name in algorithm.options.terms:
         _check_name("options.terms", name, TERM_OPTIONS)
     _check_options(algorithm, "terms", "")
-    check_together(algorithm)
+    check_combinations(algorithm)
     check_corrections(algorithm)
     for wrong, what, remedy in _contradictions(algorithm):
         if wrong:
@@ -289,7 +289,7 @@ def check_corrections(algorithm: Algorithm) -> None:
         )
 
 
-def check_together(algorithm: Algorithm) -> None:
+def check_combinations(algorithm: Algorithm) -> None:
     """Raise ConfigError for options that are incompatible with each other or with the group size."""
     for part, options, known in (
         ("loss", algorithm.options.loss, algorithm.loss_spec.options),

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from rich.table import Table
 
 from ludus.cli.arguments import no_settings
-from ludus.cli.ui.tables import sampling_words
+from ludus.cli.ui.tables import format_sampling
 from ludus.cli.ui.terminal import make_console, make_table, print_line
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import Evaluation, load_evaluation
@@ -134,7 +134,7 @@ def comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDifferen
     for (a, b), found in zip(pairs, differences, strict=True):
         low, high = found.interval.low, found.interval.high
         plan = a.result.plan
-        row = (plan.split, sampling_words(plan), found.num_tasks, f"{a.result.rate:.1%}", f"{b.result.rate:.1%}")
+        row = (plan.split, format_sampling(plan), found.num_tasks, f"{a.result.rate:.1%}", f"{b.result.rate:.1%}")
         difference = f"{found.difference:+.1%} [{low:+.1%}, {high:+.1%}]"
         detectable = None if found.detectable is None else f"{found.detectable:.1%}"
         p_value = None if found.p_value is None else f"{found.p_value:.3g}"

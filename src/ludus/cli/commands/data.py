@@ -16,7 +16,7 @@ from ludus.cli.ui.terminal import make_console, print_line
 from ludus.errors import UserError
 from ludus.training.datasets.files import FileReport, check_file, read_records, row_of, write_rows
 
-SHOWN = 20
+MAX_SHOWN = 20
 """Maximum number of problems printed per file."""
 
 
@@ -66,9 +66,9 @@ def report_lines(report: FileReport) -> list[str]:
     """Return lines that describe a file and its problems."""
     records, faults = counted(report.num_records, report.kind or "record"), len(report.problems)
     lines = [f"{report.path}: {records}, {counted(faults, 'problem')}"]
-    lines += [f"  line {problem.line}: {problem.text}." for problem in report.problems[:SHOWN]]
-    if len(report.problems) > SHOWN:
-        lines.append(f"  ... and {len(report.problems) - SHOWN:,} more.")
+    lines += [f"  line {problem.line}: {problem.text}." for problem in report.problems[:MAX_SHOWN]]
+    if len(report.problems) > MAX_SHOWN:
+        lines.append(f"  ... and {len(report.problems) - MAX_SHOWN:,} more.")
     return lines
 
 

@@ -176,12 +176,12 @@ def _hardware() -> DoctorFinding:
 
 
 def _threads() -> DoctorFinding:
-    from ludus.training.run.session import BUSY, usable_cores
+    from ludus.training.run.session import MAX_LOAD, usable_cores
 
     cores = usable_cores()
     busy = os.getloadavg()[0]
     text = f"{cores} for this process; the machine's load is {busy:.1f}"
-    if busy > BUSY * cores:
+    if busy > MAX_LOAD * cores:
         return DoctorFinding("cores", "note", f"{text}: competing threads are slow; use --run.threads 1")
     return DoctorFinding("cores", "fine", text)
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from ludus.cli.arguments import model_settings, policy_config, recipe_config
-from ludus.cli.ui.tables import EvaluatedEpisodes, print_evaluations, sampling_words, temperature_words
+from ludus.cli.ui.tables import EvaluatedEpisodes, format_sampling, format_temperature, print_evaluations
 from ludus.cli.ui.terminal import bars, make_console, print_line
 from ludus.config.schema import Config
 from ludus.envs.base import World
@@ -146,7 +146,7 @@ async def _evaluate(
         print_line(console, headline(args, config, backend))
         async with closing(world):
             for plan in plans(config, backend.step, policy_name(args)):
-                result, episodes = await play(backend, plan, console)
+                result, episodes = await run_plan(backend, plan, console)
                 result = replace(result, notices=backend.notices())
                 saved.append(save_or_compare(folder.evaluations, result, episodes, label))
                 evaluated.append(EvaluatedEpisodes(result, [episode.trajectory for episode in episodes]))
@@ -165,7 +165,7 @@ def headline(args: argparse.Namespace, config: Config, backend: EvalBackend) -> 
     if args.run is not None and args.baseline:
         policy += f", baseline {args.baseline}"
     settings = config.evaluation
-    sampling = " and ".join(temperature_words(temperature) for temperature in settings.temperatures)
+    sampling = " and ".join(format_temperature(temperature) for temperature in settings.temperatures)
     return (
         f"Evaluating {policy} in the world {backend.world.name}: split {', '.join(settings.splits)}; "
         f"{settings.tasks} tasks per split, {settings.samples} attempts per task; {sampling}."
@@ -250,11 +250,11 @@ def result_folder(args: argparse.Namespace, config: Config) -> RunFolder:
     return new_run(config.model_copy(update={"run": settings}), "eval", "eval")
 
 
-async def play(backend: EvalBackend, plan: EvaluationPlan, console: Console) -> tuple[Evaluation, list[Episode]]:
+async def run_plan(backend: EvalBackend, plan: EvaluationPlan, console: Console) -> tuple[Evaluation, list[Episode]]:
     """Run one evaluation with a progress bar."""
     episode_scheduler = backend.scheduler(SamplingPlan("evaluate", plan.temperature, plan.seed))
     with bars(console) as progress:
-        name = f"episodes of {plan.split}, {sampling_words(plan)}"
+        name = f"episodes of {plan.split}, {format_sampling(plan)}"
         tasks = backend.world.tasks(plan.split)
         if warning := short_split(backend.world, plan.split, plan.num_tasks):
             print_line(console, warning)

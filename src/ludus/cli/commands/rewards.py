@@ -196,10 +196,10 @@ def _reward_mixer(config: Config, world: World) -> RewardMixer | None:
     if config.rewards.is_default:
         return None
     from ludus.algorithms.spec.resolve import resolve
-    from ludus.training.collection.reward_mixing import build_reward_mixer, check_reward_settings, reads_turns
+    from ludus.training.collection.reward_mixing import build_reward_mixer, check_reward_settings, uses_turn_rewards
 
     check_reward_settings(config, world)
-    return build_reward_mixer(config, world, reads_turns(resolve(config.algorithm)))
+    return build_reward_mixer(config, world, uses_turn_rewards(resolve(config.algorithm)))
 
 
 def _combined(
@@ -214,7 +214,7 @@ def _combined(
             group = groups.setdefault(records[i].group, {})
             group[i] = Episode(records[i].key, tasks[records[i].group], scored[i])
         combined = mixer.combine(step, [list(group.values()) for group in groups.values()])
-        episodes = mixer.over_batch(list(chain(*combined)))
+        episodes = mixer.normalize_batch(list(chain(*combined)))
         found |= zip(chain(*groups.values()), (episode.trajectory for episode in episodes), strict=True)
     return [found[i] for i in range(len(records))]
 

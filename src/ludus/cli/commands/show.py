@@ -22,7 +22,7 @@ from ludus.chat.render import Tokenizer
 from ludus.cli.arguments import no_settings, run_config
 from ludus.cli.ui import run_summary as summary
 from ludus.cli.ui.run_summary import curve_table, find_curves, mean_timings, sparkline
-from ludus.cli.ui.tables import sampling_words, success_words
+from ludus.cli.ui.tables import format_sampling, format_success
 from ludus.cli.ui.terminal import make_console, make_table, print_line, silence_libraries
 from ludus.cli.ui.transcripts import print_record
 from ludus.config.schema import Config
@@ -82,9 +82,9 @@ def print_overview(folder: RunFolder, config: Config, console: Console) -> None:
     curves = find_curves([*rows, *timings])
     console.print(curve_table(curves) if curves else "No step has finished yet.")
     means = mean_timings(timings)
-    for text in filter(None, [summary.ledger_words(rows), summary.loss_words(rows), summary.time_words(means)]):
+    for text in filter(None, [summary.format_ledger(rows), summary.explain_loss(rows), summary.format_times(means)]):
         print_line(console, text)
-    for text in filter(None, [*summary.alarm_words(rows), scoring_hint(means, config)]):
+    for text in filter(None, [*summary.format_alarms(rows), scoring_hint(means, config)]):
         print_line(console, f"! {text}", "yellow")
     print_evaluations(folder, console)
 
@@ -123,7 +123,7 @@ def print_evaluations(folder: RunFolder, console: Console) -> None:
     for file in files:
         result = load_evaluation(file)
         plan, number = result.plan, len(result.task_ids)
-        rows.append((file.stem, plan.step, plan.split, sampling_words(plan), number, success_words(result)))
+        rows.append((file.stem, plan.step, plan.split, format_sampling(plan), number, format_success(result)))
     columns = ("name", "step", "split", "sampling", "tasks", "success")
     console.print(make_table(columns, rows, "Evaluations, with 95 % intervals"))
 

@@ -127,7 +127,7 @@ def chat(repl: ChatRepl, console: Console, runner: asyncio.Runner) -> None:
             console.rule("new dialogue")
         if not interactive:
             print_line(console, f"[you] {question}")
-        runner.run(repl.ask(question, show))
+        runner.run(repl.send(question, show))
 
 
 def _read_line() -> str:
@@ -157,7 +157,7 @@ class ChatRepl:
     episode. If the context is full or an action was cut off, the next question starts a new dialogue.
     """
 
-    opened: LoadedRun
+    loaded: LoadedRun
     temperature: float
     _number: int = field(init=False, default=0)
     _session: EngineChatSession | None = field(init=False, default=None)
@@ -175,9 +175,9 @@ class ChatRepl:
         self._session = None
         self._pending = []
 
-    async def ask(self, question: str, on_part: OnPart) -> None:
+    async def send(self, question: str, on_part: OnPart) -> None:
         """Run turns until the answer. Raises EngineError and WorldError."""
-        world = self.opened.session.world
+        world = self.loaded.session.world
         task = Task("chat", tuple(world.opening(question)), None)
         environment = world.environment(task)
         try:
@@ -200,10 +200,10 @@ class ChatRepl:
             pending, self._pending = self._pending, []
             return self._session, self._session.observe([*pending, *shown])
         self._number += 1
-        session = self.opened.session
+        session = self.loaded.session
         rollout = session.config.rollout
         self._session = EngineChatSession(
-            engine=self.opened.engine,
+            engine=self.loaded.engine,
             renderer=session.renderer,
             params=sampling_params(rollout, self.temperature),
             max_tokens=rollout.max_seq_len,
@@ -214,7 +214,7 @@ class ChatRepl:
 
     async def _run_turns(self, session: EngineChatSession, environment: Environment, on_part: OnPart) -> StopReason:
         """Alternate model turns and environment steps; return the stop reason."""
-        turns = self.opened.session.config.rollout.max_turns
+        turns = self.loaded.session.config.rollout.max_turns
         for turn in range(1, turns + 1):
             action = await session.act()
             if isinstance(action, StopReason):

@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Send the request to the run and print its engines afterwards."""
-    from ludus.cluster.control import ask
+    from ludus.cluster.control import send_request
 
     no_settings(overrides, "cluster")
     folder = RunFolder(args.folder)
@@ -40,8 +40,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             f"The run in {args.folder} has no cluster: its engine runs in the learner's process.",
             f"Resume it with one: ludus train --resume {args.folder} --cluster local",
         )
-    reply = ask(args.folder, args.act, args.number, timeout_s=args.timeout_s)
-    rows = [(row["number"], row["url"], row["pid"], row["under_way"]) for row in reply["engines"]]
+    reply = send_request(args.folder, args.act, args.number, timeout_s=args.timeout_s)
+    rows = [(row["number"], row["url"], row["pid"], row["in_flight"]) for row in reply["engines"]]
     console = make_console()
     console.print(make_table(("engine", "address", "process", "requests"), rows))
     print_line(console, f"engines: {len(reply['engines'])}, workers: {reply['workers']}")

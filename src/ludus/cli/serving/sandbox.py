@@ -93,7 +93,7 @@ def _check(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace, sandbox: Sandbox) -> int:
     with needs_serve_extra():
-        from ludus.gateway.limits import MIB, HttpLimits, http_server, listening
+        from ludus.gateway.limits import MIB, HttpLimits, http_server, open_socket
         from ludus.sandbox.remote.server import MAX_BODY_BYTES, SandboxServerSettings, error_response, make_app
     token, console = token_of(args.token_file), make_console()
     ceiling = replace(
@@ -111,7 +111,7 @@ def _serve(args: argparse.Namespace, sandbox: Sandbox) -> int:
         files_out_bytes=64 * 2**20,
     )
     app = make_app(sandbox, SandboxServerSettings(token=token, ceiling=ceiling))
-    with listening(args.host, args.port) as listener:
+    with open_socket(args.host, args.port) as listener:
         print_line(console, f"Serving the {sandbox.name} sandbox at {url_of(listener)}")
         if args.token_file is None:
             print_line(console, f"Token: {token}")

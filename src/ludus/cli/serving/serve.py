@@ -20,7 +20,7 @@ from ludus.cli.arguments import policy_config
 from ludus.cli.ui.terminal import make_console, print_line, silence_libraries
 from ludus.config.load import load_config
 from ludus.config.schema import Config
-from ludus.engines.control_tokens import published, token_of
+from ludus.engines.control_tokens import publish_token, token_of
 from ludus.errors import UserError
 from ludus.training.run.run_dir import RunFolder
 
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     with needs_serve_extra():
         from ludus.gateway.app import make_app
         from ludus.gateway.endpoints import error_response
-        from ludus.gateway.limits import http_server, listening, model_limits
+        from ludus.gateway.limits import http_server, model_limits, open_socket
     from ludus.training.run.session import default_threads, set_up_compute
 
     default_threads()
@@ -72,9 +72,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         asyncio.run(service.engine.close())
         print_line(console, f"{what} can be served.")
         return 0
-    with listening(args.host, args.port) as listener:
+    with open_socket(args.host, args.port) as listener:
         server = http_server(make_app(service, model), model_limits(context), error_response)
-        with published(listener.getsockname()[1], service.control_token):
+        with publish_token(listener.getsockname()[1], service.control_token):
             print_line(console, f"Serving {what} at {url_of(listener)}")
             if service.control_token:
                 print_line(console, f"Control token: {service.control_token}")

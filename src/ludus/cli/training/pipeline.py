@@ -37,7 +37,7 @@ STAGES: Mapping[StageKind, TrainingStage] = {
 }
 SAMPLES: frozenset[StageKind] = frozenset({"rft", "rl"})
 """Stages that sample rollouts, usable as training data of later stages."""
-LEARNS: Mapping[StageKind, str] = {"preference": "preference", "reward-model": "reward_model"}
+TRAIN_SECTIONS: Mapping[StageKind, str] = {"preference": "preference", "reward-model": "reward_model"}
 """Configuration sections of the stages that train on rollouts."""
 _FREE = ("model.device", "run.threads")
 _COPY = "pipeline.toml"
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     stages = load_pipeline(args.file)
     folder = args.folder or Path("runs") / args.file.stem
     check_stages(stages, overrides, args.file)
-    check_ahead(stages, folder, overrides)
+    check_pending(stages, folder, overrides)
     open_folder(folder, stages, args.file)
     for stage in stages:
         own = RunFolder(folder / stage.name)
@@ -74,15 +74,15 @@ def check_stages(stages: Sequence[Stage], overrides: Sequence[str], file: Path) 
     """Raise ConfigError for contradictory settings of any stage."""
     origin = " and ".join([str(file), *(["the command line"] if overrides else [])])
     for stage in stages:
-        with naming(stage):
+        with prefix_errors(stage):
             config = load_config(stage.recipe, [*stage.settings, *overrides], overrides_origin=origin)
             added_parts(config.rewards)
-        if stage.kind == "reward-model" and not is_fed(stage, stages, config):
+        if stage.kind == "reward-model" and not has_training_data(stage, stages, config):
             hint = "Add a stage of rft or rl before it, or set reward_model.run or reward_model.data."
             raise ConfigError(f"Stage {stage.number} ({stage.kind}) has no training data.", hint)
 
 
-def check_ahead(stages: Sequence[Stage], folder: Path, overrides: Sequence[str]) -> None:
+def check_pending(stages: Sequence[Stage], folder: Path, overrides: Sequence[str]) -> None:
     """Check the stages that have not started, except the rewards of a reward model that an earlier stage trains."""
     for stage in stages:
         if (folder / stage.name).exists():
@@ -90,8 +90,8 @@ def check_ahead(stages: Sequence[Stage], folder: Path, overrides: Sequence[str])
         config = load_config(stage.recipe, [*stage.settings, *overrides])
         if stage.kind == "rl" and config.rewards.model is None and reward_models_before(stage, stages):
             config = config.model_copy(update={"rewards": RewardsConfig()})
-        with naming(stage):
-            check_stage(stage, config, is_fed(stage, stages, config))
+        with prefix_errors(stage):
+            check_stage(stage, config, has_training_data(stage, stages, config))
 
 
 def check_stage(stage: Stage, config: Config, fed: bool) -> None:
@@ -130,7 +130,7 @@ def check_source(stage: Stage, config: Config) -> None:
 
 
 @contextmanager
-def naming(stage: Stage) -> Iterator[None]:
+def prefix_errors(stage: Stage) -> Iterator[None]:
     """Prefix errors in the block with the stage."""
     try:
         yield
@@ -143,7 +143,7 @@ def source_of(stage: Stage, config: Config) -> PreferenceConfig | RewardModelCon
     return config.preference if stage.kind == "preference" else config.reward_model
 
 
-def is_fed(stage: Stage, stages: Sequence[Stage], config: Config) -> bool:
+def has_training_data(stage: Stage, stages: Sequence[Stage], config: Config) -> bool:
     """Return whether a stage has training data: a named source, or an earlier stage that sampled."""
     settings = source_of(stage, config)
     named = settings.run is not None or settings.data is not None
@@ -189,8 +189,8 @@ def stage_config(stage: Stage, stages: Sequence[Stage], folder: Path, overrides:
     reward_models = reward_models_before(stage, stages)
     if stage.kind == "rl" and reward_models and config.rewards.model is None:
         words += ["--rewards.model", str(folder / reward_models[-1].name)]
-    elif stage.kind in LEARNS and sampled and not is_fed(stage, (), config):
-        words += [f"--{LEARNS[stage.kind]}.run", str(folder / sampled[-1].name)]
+    elif stage.kind in TRAIN_SECTIONS and sampled and not has_training_data(stage, (), config):
+        words += [f"--{TRAIN_SECTIONS[stage.kind]}.run", str(folder / sampled[-1].name)]
     return load_config(stage.recipe, words)
 
 

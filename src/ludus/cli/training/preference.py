@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from ludus.cli.training.training_command import TrainingStage, refuse_from_scratch
+from ludus.cli.training.training_command import TrainingStage, reject_from_scratch
 from ludus.cli.ui.terminal import bars, make_console, print_line
 from ludus.config.schema import Config
 from ludus.training.run.run_dir import RunFolder, save_config
@@ -31,7 +31,7 @@ def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
     if not new:
         session = open_session(config)
         return lambda folder: train(PreferenceTraining(session, folder))
-    refuse_from_scratch(config, "Preference training needs a model that can already act")
+    reject_from_scratch(config, "Preference training needs a model that can already act")
     check_trackers(config)
     session = open_session(config)
     with bars(make_console()) as progress:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludus.cli.training.training_command import TrainingStage, refuse_from_scratch
+from ludus.cli.training.training_command import TrainingStage, reject_from_scratch
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.config.schema import Config
 from ludus.training.run.run_dir import RunFolder, save_config
@@ -32,7 +32,7 @@ def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
     if not new:
         session = open_session(config)
         return lambda folder: train(RewardTraining(session, folder))
-    refuse_from_scratch(config, "A reward model starts from a trained model")
+    reject_from_scratch(config, "A reward model starts from a trained model")
     check_trackers(config)
     session = open_session(config)
     examples = gather_examples(session)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ludus.cli.training.training_command import TrainingStage, print_run_done, refuse_from_scratch
+from ludus.cli.training.training_command import TrainingStage, print_run_done, reject_from_scratch
 from ludus.cli.ui.terminal import bars, make_console, print_line
 from ludus.config.schema import Config
 from ludus.training.run.run_dir import RunFolder
@@ -25,7 +25,7 @@ def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
     from ludus.training.rl.validate import check_rollouts
     from ludus.training.run.session import open_session
 
-    refuse_from_scratch(config, "Rejection sampling needs a model that solves some tasks")
+    reject_from_scratch(config, "Rejection sampling needs a model that solves some tasks")
     session = open_session(config)
     check_rft(config, session.world)
     check_rollouts(config, session.world)

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ludus.cli.arguments import check_run, model_settings, recipe_config, recipe_stem, run_config
-from ludus.cli.signals import watched_interrupts
+from ludus.cli.signals import handle_interrupts
 from ludus.cli.ui.terminal import make_console, print_line, silence_libraries
 from ludus.config.pipeline import StageKind
 from ludus.config.schema import Config
 from ludus.errors import LudusError, UserError
-from ludus.training.run.run_dir import RunFolder, kind_of, locked, new_run, remove_unstarted, resume_command
+from ludus.training.run.run_dir import RunFolder, kind_of, lock_run, new_run, remove_unstarted, resume_command
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class TrainingStage:
         silence_libraries()
         train = self.prepare(config, True)
         folder = new_run(config, name, self.kind, recipe)
-        with locked(folder), resume_hint(folder, new=True), explain_out_of_memory():
+        with lock_run(folder), resume_hint(folder, new=True), explain_out_of_memory():
             train(folder)
 
     def resume(self, folder: RunFolder, overrides: Sequence[str]) -> int:
@@ -82,7 +82,7 @@ class TrainingStage:
 
         silence_libraries()
         check_kind(folder, self.kind)
-        with locked(folder):
+        with lock_run(folder):
             config = run_config(folder, overrides)
             check_resume(folder, config, self.kind)
             if is_complete(folder, config, self.kind):
@@ -115,7 +115,7 @@ def resumed_folder(args: argparse.Namespace) -> RunFolder:
     return folder
 
 
-def refuse_from_scratch(config: Config, why: str) -> None:
+def reject_from_scratch(config: Config, why: str) -> None:
     """Raise UserError if the configuration creates a new model."""
     if config.model.from_scratch:
         raise UserError(
@@ -129,13 +129,13 @@ def resume_hint(what: RunFolder | str, new: bool = False) -> Iterator[None]:
     """Add the resume command to an error or interrupt that ends the run in the block.
 
     `what` is the run folder, or the command that resumes a pipeline. The folder of a `new` run that fails before it
-    begins is removed. A second interrupt ends the process immediately (`watched_interrupts`).
+    begins is removed. A second interrupt ends the process immediately (`handle_interrupts`).
     """
     folder = None if isinstance(what, str) else what
     command = what if isinstance(what, str) else resume_command(what)
     hint = f"Resume the {'run' if folder else 'pipeline'} with: {command}"
     try:
-        with watched_interrupts(hint):
+        with handle_interrupts(hint):
             yield
     except LudusError as error:
         if folder is not None and new and remove_unstarted(folder):
@@ -144,14 +144,14 @@ def resume_hint(what: RunFolder | str, new: bool = False) -> Iterator[None]:
             error.hint = f"{error.hint}\n{hint}"
         raise
     except KeyboardInterrupt as interrupt:
-        interrupt.args = (f"{'' if folder is None else newest_checkpoint_words(folder)}{hint}",)
+        interrupt.args = (f"{'' if folder is None else describe_checkpoint(folder)}{hint}",)
         raise
     except BaseException as error:
         error.add_note(hint)
         raise
 
 
-def newest_checkpoint_words(folder: RunFolder) -> str:
+def describe_checkpoint(folder: RunFolder) -> str:
     """Describe the newest checkpoint of an interrupted run in a sentence."""
     from ludus.training.run.checkpoint import list_checkpoints
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from ludus.cli.ui.tables import sampling_words, success_words
+from ludus.cli.ui.tables import format_sampling, format_success
 from ludus.cli.ui.terminal import PhaseBar, bars, make_console, make_table, print_line
 from ludus.cli.ui.transcripts import print_transcript
 from ludus.cluster.control import controlled
@@ -92,7 +92,7 @@ class ProgressReporter(EpisodeBar):
         if "success/mean" in metrics:
             numbers += f"  success {metrics['success/mean']:.0%}"
         numbers += f"{self._held_out}  {timings.get('speed/sampled_tokens_per_s', 0.0):,.0f} tokens/s"
-        numbers += idle_words(metrics, timings)
+        numbers += format_idle(metrics, timings)
         self._progress.update(self._steps, completed=step, numbers=numbers)
 
     def alarm(self, text: str) -> None:
@@ -104,7 +104,7 @@ SLOW_S = 0.1
 """Minimum seconds of a tool call that is reported as slow."""
 
 
-def idle_words(metrics: Mapping[str, float], timings: Mapping[str, float]) -> str:
+def format_idle(metrics: Mapping[str, float], timings: Mapping[str, float]) -> str:
     """Describe the waiting in a step: idle shares, the group queue of asynchronous training, slow tools."""
     line = f"  idle: learner {timings['idle/learner']:.0%}" if "idle/learner" in timings else ""
     if "idle/engine" in timings:
@@ -247,11 +247,11 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     columns = ("split", "sampling", "tasks", "before training", "after training")
     rows = []
     for pair in comparisons:
-        before = success_words(pair.before) if pair.before else "not evaluated"
+        before = format_success(pair.before) if pair.before else "not evaluated"
         plan, num = pair.after.plan, len(pair.after.task_ids)
         num_before = len(pair.before.task_ids) if pair.before else num
         tasks = num if num_before == num else f"{num_before} before, {num} after"
-        rows.append((plan.split, sampling_words(plan), tasks, before, success_words(pair.after)))
+        rows.append((plan.split, format_sampling(plan), tasks, before, format_success(pair.after)))
     return make_table(columns, rows, "Held-out success, with 95 % intervals")
 
 
@@ -259,11 +259,11 @@ def worlds_table(comparisons: Sequence[Comparison]) -> Table:
     """Return a table of held-out success in each world of a mixture, before and after training."""
     rows: list[tuple[object, ...]] = []
     for pair in comparisons:
-        plan = (pair.after.plan.split, sampling_words(pair.after.plan))
+        plan = (pair.after.plan.split, format_sampling(pair.after.plan))
         was = pair.before.by_world() if pair.before else {}
         for name, one in pair.after.by_world().items():
             before = f"{was[name].rate:.1%}" if name in was else "not evaluated"
-            rows.append((*plan, name, one.num_tasks, before, success_words(one)))
+            rows.append((*plan, name, one.num_tasks, before, format_success(one)))
         average = f"{pair.before.macro:.1%}" if pair.before else ""
         rows.append((*plan, "average of the worlds", "", average, f"{pair.after.macro:.1%}"))
     return make_table(("split", "sampling", "world", "tasks", "before training", "after training"), rows, "By world")

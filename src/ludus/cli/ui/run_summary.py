@@ -110,7 +110,7 @@ PHASES = ("rollout", "train", "sync", "evaluate")
 _OUTCOMES = ("trained", "masked", "dropped", "failed")
 
 
-def ledger_words(rows: Sequence[MetricsRow]) -> str:
+def format_ledger(rows: Sequence[MetricsRow]) -> str:
     """Describe the outcomes of all rollouts with their reasons; return "" for a run without rollouts."""
     total: Counter[str] = Counter()
     for row in rows:
@@ -130,7 +130,7 @@ def ledger_words(rows: Sequence[MetricsRow]) -> str:
     return text
 
 
-def alarm_words(rows: Sequence[MetricsRow]) -> list[str]:
+def format_alarms(rows: Sequence[MetricsRow]) -> list[str]:
     """Return each distinct alarm of the run with its latest text and the number of steps at which it fired."""
     history = [row.metrics for row in rows]
     fired: dict[str, list[int]] = defaultdict(list)
@@ -144,7 +144,7 @@ def alarm_words(rows: Sequence[MetricsRow]) -> list[str]:
     return [f"{latest[kind]} ({count})" for kind, count in counts.items()]
 
 
-def loss_words(rows: Sequence[MetricsRow]) -> str:
+def explain_loss(rows: Sequence[MetricsRow]) -> str:
     """Explain a loss of 0, or a missing loss, at the last step; return "" otherwise."""
     if not rows:
         return ""
@@ -181,7 +181,7 @@ def mean_timings(rows: Sequence[MetricsRow]) -> dict[str, float]:
     return means | {name: max(values) for name, values in found.items() if name == "scoring/slowest_s"}
 
 
-def time_words(timings: Mapping[str, float]) -> str:
+def format_times(timings: Mapping[str, float]) -> str:
     """Describe the time shares of a step and an episode, from `mean_timings`; return "" if no step was timed."""
     total_s = timings.get("time/step_s", 0.0)
     if not total_s:

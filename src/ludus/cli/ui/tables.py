@@ -22,18 +22,18 @@ class EvaluatedEpisodes:
     trajectories: Sequence[Trajectory]
 
 
-def temperature_words(temperature: float) -> str:
+def format_temperature(temperature: float) -> str:
     """Describe a temperature."""
     return "greedy" if temperature == 0 else f"temperature {temperature:g}"
 
 
-def sampling_words(plan: EvaluationPlan) -> str:
+def format_sampling(plan: EvaluationPlan) -> str:
     """Describe the temperature and, if above 1, the number of attempts."""
-    how = temperature_words(plan.temperature)
+    how = format_temperature(plan.temperature)
     return how if plan.samples == 1 else f"{how}, {plan.samples} attempts"
 
 
-def success_words(result: Evaluation | WorldResult) -> str:
+def format_success(result: Evaluation | WorldResult) -> str:
     """Format a success rate with its interval in per cent."""
     return f"{result.rate:.1%} [{result.interval.low:.1%}, {result.interval.high:.1%}]"
 
@@ -59,8 +59,8 @@ def success_table(evaluated: Sequence[EvaluatedEpisodes], outcomes: Sequence[str
     rows = []
     for result in (one.result for one in evaluated):
         values = [f"{result.parts[part]:.3f}" if part in result.parts else "" for part in parts]
-        numbers = (len(result.task_ids), success_words(result), f"{result.detectable:.1%}")
-        rows.append((result.plan.split, sampling_words(result.plan), *numbers, *values, result.failed))
+        numbers = (len(result.task_ids), format_success(result), f"{result.detectable:.1%}")
+        rows.append((result.plan.split, format_sampling(result.plan), *numbers, *values, result.failed))
     return make_table(columns, rows, "Held-out success, with 95 % intervals")
 
 
@@ -68,8 +68,8 @@ def world_table(results: Sequence[Evaluation]) -> Table:
     """Return a table of success in each world of a mixture, and its unweighted average."""
     rows: list[tuple[object, ...]] = []
     for result in results:
-        plan = (result.plan.split, sampling_words(result.plan))
-        rows += [(*plan, name, one.num_tasks, success_words(one)) for name, one in result.by_world().items()]
+        plan = (result.plan.split, format_sampling(result.plan))
+        rows += [(*plan, name, one.num_tasks, format_success(one)) for name, one in result.by_world().items()]
         rows.append((*plan, "average of the worlds", "", f"{result.macro:.1%}"))
     columns = ("split", "sampling", "world", "tasks", "success")
     return make_table(columns, rows, "Held-out success by world, 95 % intervals")
@@ -81,7 +81,7 @@ def attempts_table(evaluated: Sequence[EvaluatedEpisodes]) -> Table:
     for result in (one.result for one in evaluated):
         for k in powers_of_two(result.plan.samples):
             values = (f"{result.pass_at(k):.1%}", f"{result.pass_hat(k):.1%}")
-            rows.append((result.plan.split, sampling_words(result.plan), k, *values))
+            rows.append((result.plan.split, format_sampling(result.plan), k, *values))
     columns = ("split", "sampling", "k", "pass@k", "pass^k")
     return make_table(columns, rows, "pass@k: one of k succeeds; pass^k: all k succeed")
 
@@ -98,7 +98,7 @@ def family_table(split: str, evaluated: Sequence[EvaluatedEpisodes]) -> Table:
     for family in sorted({name for found in families for name in found}):
         number = next(found[family][1] for found in families if family in found)
         rows.append((family, number, *(f"{found[family][0]:.1%}" if family in found else "" for found in families)))
-    columns = ("family", "tasks", *(sampling_words(one.result.plan) for one in evaluated))
+    columns = ("family", "tasks", *(format_sampling(one.result.plan) for one in evaluated))
     return make_table(columns, rows, f"{split}: success by family")
 
 
@@ -107,5 +107,5 @@ def stop_table(evaluated: Sequence[EvaluatedEpisodes]) -> Table:
     counts = [Counter(t.stop_reason for t in one.trajectories) for one in evaluated]
     reasons = dict.fromkeys(reason for count in counts for reason, _ in count.most_common())
     rows = ((reason, *(f"{count[reason] / max(1, count.total()):.1%}" for count in counts)) for reason in reasons)
-    titles = (f"{one.result.plan.split}, {sampling_words(one.result.plan)}" for one in evaluated)
+    titles = (f"{one.result.plan.split}, {format_sampling(one.result.plan)}" for one in evaluated)
     return make_table(("stop reason", *titles), rows, "Stop reasons")

@@ -27,7 +27,7 @@ from ludus.engines.embedded.model_runner import RaggedForward
 from ludus.engines.embedded.scheduler import BatchScheduler, SequenceState
 from ludus.engines.models.fingerprint import fingerprint_adapted
 from ludus.engines.models.lora import is_peft
-from ludus.errors import EngineBusy, EngineError, RequestRefused, SyncError
+from ludus.errors import EngineBusy, EngineError, RequestRejected, SyncError
 from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ class LocalEngine:
         return completion
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
-        """Sample one action per request, queued in order. Raises RequestRefused for an invalid one, or EngineBusy."""
+        """Sample one action per request, queued in order. Raises RequestRejected for an invalid one, or EngineBusy."""
         pending = await self._sequences(requests)
         self._worker.submit(partial(_for_each, self._sessions.add, pending))
         try:
@@ -274,7 +274,7 @@ class LocalEngine:
         for request in requests:
             _check_fits(request, self.context_tokens, self._forward.vocab_size)
             if (request.params.stop or request.params.guide) and self._tokenizer is None:
-                raise RequestRefused(
+                raise RequestRejected(
                     "Stop strings and guides need a tokenizer.", "Pass a tokenizer or use stop_token_ids."
                 )
             self._check_adapter(request.adapter)
@@ -282,7 +282,7 @@ class LocalEngine:
     def _check_adapter(self, adapter: str | None) -> None:
         if adapter and adapter not in self._forward.adapters.names:
             loaded = ", ".join(sorted(self._forward.adapters.names)) or "none"
-            raise RequestRefused(f"Adapter {adapter!r} is not loaded; loaded: {loaded}.")
+            raise RequestRejected(f"Adapter {adapter!r} is not loaded; loaded: {loaded}.")
 
     async def _sequences(self, requests: Sequence[Request]) -> list[_Pending]:
         """Create sequences for valid requests; guides are compiled on another thread."""
@@ -361,9 +361,9 @@ def _for_each(function: Callable[[SequenceState], None], pending: Sequence[_Pend
 
 
 def _check_capacity(num_unfinished: int, num: int, limit: int) -> None:
-    """Raise RequestRefused if `num` exceeds the limit (0: none), EngineBusy if the queue is full."""
+    """Raise RequestRejected if `num` exceeds the limit (0: none), EngineBusy if the queue is full."""
     if 0 < limit < num:
-        raise RequestRefused(f"{num} requests in one batch; the engine accepts {limit} (max_requests).")
+        raise RequestRejected(f"{num} requests in one batch; the engine accepts {limit} (max_requests).")
     if limit and num_unfinished + num > limit:
         raise EngineBusy(
             f"The engine has {num_unfinished} requests and accepts {limit} at most (max_requests).",
@@ -372,10 +372,10 @@ def _check_capacity(num_unfinished: int, num: int, limit: int) -> None:
 
 
 def _check_fits(request: Request, limit: int, vocab_size: int) -> None:
-    """Raise RequestRefused for a request beyond the engine's context or vocabulary."""
+    """Raise RequestRejected for a request beyond the engine's context or vocabulary."""
     check_fits(request, limit)
     if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
-        raise RequestRefused(
+        raise RequestRejected(
             f"Episode {request.episode} has token ids outside the model's vocabulary of {vocab_size}.",
             "Use the model's own tokenizer.",
         )

@@ -16,7 +16,7 @@ import numpy as np
 
 from ludus.chat.parse_json import JSON_STYLE
 from ludus.engines.base import Request, first_line
-from ludus.errors import EngineError, RequestRefused, UserError
+from ludus.errors import EngineError, RequestRejected, UserError
 from ludus.types import Guide
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class GuideCompiler:
         self._matcher = lru_cache(_CACHE_SIZE)(self._compile)
 
     def start(self, guide: Guide, stop_token_ids: tuple[int, ...]) -> GuideState:
-        """Return the initial state of an action. Raises RequestRefused for an invalid guide."""
+        """Return the initial state of an action. Raises RequestRejected for an invalid guide."""
         return GuideState(self._matcher(guide).deep_copy(), stop_token_ids)
 
     def start_all(self, requests: Sequence[Request]) -> list[GuideState | None]:
@@ -101,5 +101,5 @@ class GuideCompiler:
         except ValueError as error:
             problem = str(error)
         if problem:
-            raise RequestRefused(f"The {guide.kind.replace('_', ' ')} of the guide is invalid: {first_line(problem)}.")
+            raise RequestRejected(f"The {guide.kind.replace('_', ' ')} of the guide is invalid: {first_line(problem)}.")
         return matcher

@@ -102,7 +102,7 @@ class SamplingRules:
 
 @dataclass(frozen=True, slots=True)
 class TokenDraw:
-    """Token ids `[B]` int64, their log-probabilities `[B]` in the plain and the cut distribution, and `likeliest` of
+    """Token ids `[B]` int64, their log-probabilities `[B]` in the plain and the cut distribution, and `top_tokens` of
     the plain one (empty if no row requests it)."""
 
     tokens: Tensor
@@ -122,7 +122,7 @@ def sample(
     logits = logits if logits.dtype == torch.float64 else logits.float()
     tempered = logits / rules.temperature.to(logits.dtype) if rules.any_tempered else logits
     logprobs = torch.log_softmax(tempered, dim=-1)
-    top = likeliest(logprobs, rules.num_top) if rules.any_top else ()
+    top = top_tokens(logprobs, rules.num_top) if rules.any_top else ()
     best = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
     if rules.all_greedy and allowed is None:
         tokens = best.argmax(dim=-1)
@@ -144,7 +144,7 @@ def sample(
     return TokenDraw(tokens, plain, torch.where(changed, cut_probs.log().to(plain.dtype), plain), top)
 
 
-def likeliest(logprobs: Tensor, nums: Sequence[int]) -> list[TopLogprobs]:
+def top_tokens(logprobs: Tensor, nums: Sequence[int]) -> list[TopLogprobs]:
     """Return the `nums[b]` most likely tokens of each row of `logprobs` `[B, V]`, without those of zero probability.
     Some `nums` must be positive. The result of a row depends on that row only."""
     requested = [row for row, num in enumerate(nums) if num > 0]

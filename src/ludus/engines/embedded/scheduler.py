@@ -25,7 +25,7 @@ from ludus.engines.base import EngineStats, Request
 from ludus.engines.embedded.guided_decoding import GuideState
 from ludus.engines.embedded.kv_cache import PAGE, CacheMatch, RadixCache, RadixNode
 from ludus.engines.embedded.model_runner import ROW_BLOCK, Chunk, RaggedForward
-from ludus.engines.embedded.sampler import SamplingRules, StopStrings, TokenDraw, likeliest, sample
+from ludus.engines.embedded.sampler import SamplingRules, StopStrings, TokenDraw, sample, top_tokens
 from ludus.errors import EngineError
 from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 
@@ -492,5 +492,5 @@ def _append_scores(sequence: SequenceState, chunk: Chunk, logits: Tensor) -> int
     num_top = sequence.request.params.top_logprobs
     if num_top and after:
         del sequence.top_logprobs[chunk.start :]
-        sequence.top_logprobs.extend(likeliest(logprobs, [num_top] * len(after)))
+        sequence.top_logprobs.extend(top_tokens(logprobs, [num_top] * len(after)))
     return len(chunk.ids)

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from pydantic import BaseModel, Field
 
 from ludus.engines.base import Request
-from ludus.engines.remote.http_client import HttpRefusal, Replica, Reply, ask_once
+from ludus.engines.remote.http_client import HttpStatusError, Replica, Reply, get_once
 from ludus.errors import EngineError
 from ludus.types import FinishReason, Guide, SamplingParams, TopLogprobs
 
@@ -128,7 +128,7 @@ class ApiAdapter(ABC):
 
     def describe(self, url: str) -> ServerFacts:
         """Query the server's properties. Raises EngineError, UserError for an invalid address."""
-        model = ask_once(url, _MODELS, _Models).data[0]
+        model = get_once(url, _MODELS, _Models).data[0]
         if model.max_model_len is None:
             raise EngineError(f"{url} does not report its context length.", "Check engine.api.")
         is_ludus = model.owned_by == "ludus"
@@ -273,7 +273,7 @@ class VllmApi(ApiAdapter):
         body = {"lora_name": adapter.name, "lora_path": adapter.folder}
         try:
             await replica.send("/v1/load_lora_adapter", body | {"weight_version": str(adapter.version)})
-        except HttpRefusal as error:
+        except HttpStatusError as error:
             error.hint = (
                 f"Start vLLM with --enable-lora --max-loras 2 --max-lora-rank {max(16, adapter.rank)} and "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment, `ludus serve` with --control."
@@ -290,7 +290,7 @@ class VllmApi(ApiAdapter):
         """Pause computation; requests stay queued."""
         try:
             await super().pause(replica)
-        except HttpRefusal as error:
+        except HttpStatusError as error:
             if error.status in (_NOT_FOUND, _FORBIDDEN):
                 error.hint = "Start `ludus serve` with --control, vLLM with VLLM_SERVER_DEV_MODE=1."
             if error.status == _UNAUTHORIZED:
@@ -385,7 +385,7 @@ class SglangApi(ApiAdapter):
         body = {"lora_name": adapter.name, "lora_path": adapter.folder}
         try:
             done = await replica.post("/load_lora_adapter", body, _SglangResult)
-        except HttpRefusal as error:
+        except HttpStatusError as error:
             error.hint = f"Start SGLang with --enable-lora --max-lora-rank {adapter.rank} --lora-target-modules all."
             raise
         if not done.success:
@@ -400,7 +400,7 @@ async def _if_supported(reply: Awaitable[Reply]) -> Reply | None:
     """Return the reply, or None if the server lacks the endpoint."""
     try:
         return await reply
-    except HttpRefusal as error:
+    except HttpStatusError as error:
         if error.status == _NOT_FOUND:
             return None
         raise

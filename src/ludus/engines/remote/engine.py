@@ -26,7 +26,7 @@ from ludus.engines.remote.api_adapters import (
     SglangApi,
     VllmApi,
 )
-from ludus.engines.remote.http_client import HttpRefusal, RemoteEngineSettings, Replica
+from ludus.engines.remote.http_client import HttpStatusError, RemoteEngineSettings, Replica
 from ludus.engines.remote.metrics import ServerStats
 from ludus.engines.remote.rolling_update import EpisodePin, Placement, RollingUpdates
 from ludus.engines.remote.router import InflightRequest, InflightRequests, Router
@@ -101,7 +101,7 @@ class ServerEngine:
         if self._rolling is not None:
             await _place(self._rolling, self._router, request.episode, moves=self._settings.moves_episodes)
         replica = self._router.of(request.episode)
-        with self._inflight.under_way(replica, request) as call:
+        with self._inflight.track(replica, request) as call:
             await self._check_logprobs(replica, request.params)
             with self._weights.adapters.using(request.adapter, request.episode) as adapter:
                 return await self._generate(call, request, adapter)
@@ -142,18 +142,18 @@ class ServerEngine:
         if self._rolling is None:
             await self._weights.send(version, state)
             return
-        async with self._rolling.quiet():
+        async with self._rolling.pause_transfers():
             await self._weights.send(version, state)
-            self._rolling.placement.newest = version
+            self._rolling.placement.latest = version
 
     @property
     def can_roll(self) -> bool:
         """Whether there are several replicas that receive full weights."""
         return len(self._replicas) > 1 and self._lora_scaling is None
 
-    async def roll(self, lag: int, is_alive: Callable[[str], Awaitable[bool]] | None = None) -> RollingUpdates:
-        """Start rolling updates: pin each episode to a replica and a version; see `Placement` for `lag`."""
-        placement = Placement(self._replicas, self.version, lag)
+    async def roll(self, max_lag: int, is_alive: Callable[[str], Awaitable[bool]] | None = None) -> RollingUpdates:
+        """Start rolling updates: pin each episode to a replica and a version; see `Placement` for `max_lag`."""
+        placement = Placement(self._replicas, self.version, max_lag)
         self._rolling = RollingUpdates(placement, self._weights.stage, self._push, is_alive)
         return self._rolling
 
@@ -183,7 +183,7 @@ class ServerEngine:
 
     def leave(self, url: str) -> None:
         """Remove a replica; its episodes move to others."""
-        self._router.leave(url)
+        self._router.remove(url)
         if self._weights.broadcaster is not None:
             self._weights.broadcaster.regroup()
         if self._rolling is not None:
@@ -192,7 +192,7 @@ class ServerEngine:
     def follow(self, urls: Sequence[str], version: int | None, adapter: RemoteAdapter | None) -> None:
         """Sample from these replicas under weights sent by another client, last `version`; reject all others."""
         for url in set(self.urls) - set(urls):
-            self._router.leave(url)
+            self._router.remove(url)
         for url in (url for url in urls if url not in self.urls):
             self._replicas.append(Replica(url, self._settings, restore=self._restore))
         self._weights.follow(version, adapter)
@@ -250,7 +250,7 @@ class ServerEngine:
         if self._rolling is not None:
             self._rolling.close()
         await self._weights.close()
-        for replica in (*self._replicas, *self._router.left):
+        for replica in (*self._replicas, *self._router.removed):
             await replica.close()
 
     async def _generate(self, call: InflightRequest, request: Request, adapter: RemoteAdapter | None) -> Completion:
@@ -262,12 +262,12 @@ class ServerEngine:
             await self._weights.ensure_weights(replica, first_turn=first, pinned=pinned)
             if call.aborted:
                 return Completion((), (), (), "abort")
-            self._router.keep(request.episode, replica)
+            self._router.assign(request.episode, replica)
             before = self._weights.starting_version(adapter, pinned)
             sampled = await self._with_adapter(replica, adapter, partial(self._sample, call, request))
             if self._weights.accepts(sampled, adapter, pinned):
                 return _completion(sampled, before)
-            replica.holds = None
+            replica.weight_version = None
             log.warning("%s sampled from unknown weights", replica.url)
         labels = ", ".join(span.version for span in sampled.spans or ())
         raise EngineError(
@@ -296,10 +296,10 @@ class ServerEngine:
             return await call(BASE)
         try:
             return await call(adapter.name)
-        except HttpRefusal as error:
+        except HttpStatusError as error:
             if error.status not in _UNKNOWN_NAME or adapter.name in await self._api.adapters(replica):
                 raise
-        replica.holds = None
+        replica.weight_version = None
         await self._weights.ensure_weights(replica, first_turn=False)
         return await call(adapter.name)
 
@@ -331,9 +331,9 @@ async def _call_all(replicas: Sequence[Replica], call: Callable[[Replica], Await
         try:
             found[replica] = await call(replica)
         except EngineError:
-            if not replica.gone:
+            if not replica.removed:
                 raise
-    remaining = {replica: answer for replica, answer in found.items() if not replica.gone}
+    remaining = {replica: answer for replica, answer in found.items() if not replica.removed}
     if not remaining:
         raise EngineError("No inference server is left: all were removed.")
     return remaining

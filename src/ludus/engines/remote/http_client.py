@@ -55,18 +55,18 @@ class RemoteEngineSettings:
     token: str = field(default="", repr=False)
 
 
-class HttpRefusal(EngineError):
+class HttpStatusError(EngineError):
     """Raised if the server rejects a request. `status` is the HTTP status."""
 
     def __init__(self, message: str, hint: str = "", status: int = 0) -> None:
         super().__init__(message, hint)
         self.status = status
 
-    def __reduce__(self) -> tuple[type[HttpRefusal], tuple[str, str, int]]:  # type: ignore[override]
-        return HttpRefusal, (self.message, self.hint, self.status)
+    def __reduce__(self) -> tuple[type[HttpStatusError], tuple[str, str, int]]:  # type: ignore[override]
+        return HttpStatusError, (self.message, self.hint, self.status)
 
 
-class NoServerAvailable(EngineError):
+class ServerUnreachable(EngineError):
     """Raised if no server responds at `url`; no request was sent."""
 
     def __init__(self, message: str, hint: str = "", url: str = "") -> None:
@@ -85,19 +85,19 @@ class _Connection:
 
 @dataclass(eq=False)
 class Replica:
-    """One server. `load` counts its running calls; `holds` is its weight version, None if unknown.
+    """One server. `load` counts its running calls; `weight_version` is None if unknown.
 
-    `behind` is the older version it serves until its episodes end; None if it should hold the newest.
+    `stale_version` is the older version it serves until its episodes end; None if it should hold the newest.
     `restore` ensures its weights before a sampling call is retried, since the server may have been restarted.
-    No calls are made if `gone`.
+    No calls are made if `removed`.
     """
 
     url: str
     settings: RemoteEngineSettings
     load: int = 0
-    holds: int | None = None
-    behind: int | None = None
-    gone: bool = False
+    weight_version: int | None = None
+    stale_version: int | None = None
+    removed: bool = False
     restore: Callable[[Replica], Awaitable[None]] | None = None
     _down_since: float | None = field(init=False, default=None)
     _connection: _Connection | None = field(init=False, default=None)
@@ -130,9 +130,9 @@ class Replica:
         """POST JSON and ignore the response body. Raises EngineError."""
         await self._call("POST", path, body)
 
-    def part(self) -> None:
+    def remove(self) -> None:
         """Stop making calls. Connections close when running calls have ended."""
-        self.gone = True
+        self.removed = True
         self._close_idle()
 
     async def close(self) -> None:
@@ -155,7 +155,7 @@ class Replica:
             raise await self._timeout_error(path) from error
         finally:
             self.load -= 1
-            if self.gone:
+            if self.removed:
                 self._close_idle()
 
     async def _timeout_error(self, path: str) -> EngineError:
@@ -192,9 +192,9 @@ class Replica:
             try:
                 response = await self._send(method, path, body)
             except _CONNECTION_ERRORS as error:
-                self.holds = None
+                self.weight_version = None
                 self._down_since = begin if self._down_since is None else self._down_since
-                if self.gone or time.monotonic() - self._down_since >= self.settings.connect_timeout_s:
+                if self.removed or time.monotonic() - self._down_since >= self.settings.connect_timeout_s:
                     raise self._unreachable_error(path, error, attempt + 1) from error
             except httpx.DecodingError as error:
                 raise EngineError(f"{self.url}{path} sent an unreadable response: {error}.") from error
@@ -209,7 +209,7 @@ class Replica:
                     return _raise_for_status(response)
             await asyncio.sleep(min(self.settings.backoff_s * 2**attempt, _LONGEST_WAIT_S))
             attempt += 1
-            if samples and self.holds is None and self.restore is not None:
+            if samples and self.weight_version is None and self.restore is not None:
                 await self.restore(self)
 
     async def _send(self, method: str, path: str, body: bytes | None) -> httpx.Response:
@@ -244,7 +244,7 @@ class Replica:
         )
 
 
-def ask_once(url: str, path: str, reply: type[Reply]) -> Reply:
+def get_once(url: str, path: str, reply: type[Reply]) -> Reply:
     """Send a GET outside an event loop. Raises EngineError, UserError for an invalid address."""
     try:
         response = get_bounded(f"{url}{path}", 10.0)
@@ -253,7 +253,7 @@ def ask_once(url: str, path: str, reply: type[Reply]) -> Reply:
     except httpx.DecodingError as error:
         raise EngineError(f"{url}{path} sent an unreadable response: {error}.") from error
     except httpx.HTTPError as error:
-        raise NoServerAvailable(
+        raise ServerUnreachable(
             f"The inference server {url} is unreachable: {type(error).__name__}: {error}.",
             f"Start it first, for example with: {serve_command(url, 'MODEL')}",
             url,
@@ -265,7 +265,7 @@ def _raise_for_status(response: httpx.Response) -> httpx.Response:
     if response.is_success:
         return response
     status = response.status_code
-    raise HttpRefusal(f"{response.request.url} responded with {status}: {server_words(response)}", status=status)
+    raise HttpStatusError(f"{response.request.url} responded with {status}: {error_message(response)}", status=status)
 
 
 def _parse(response: httpx.Response, reply: type[Reply]) -> Reply:
@@ -288,7 +288,7 @@ def serve_command(url: str, model: str) -> str:
     return f"ludus serve {shlex.quote(model)}{host} --port {port} --control"
 
 
-def server_words(response: httpx.Response) -> str:
+def error_message(response: httpx.Response) -> str:
     """Return the error message in the body, or else the beginning of the body."""
     try:
         body = response.json()

@@ -18,8 +18,8 @@ from ludus.engines.base import BASE, DEFAULT
 from ludus.engines.models.lora import write_adapter
 from ludus.engines.remote.api_adapters import ApiAdapter, RemoteAdapter
 from ludus.engines.remote.http_client import Replica
-from ludus.engines.remote.weight_folder import WeightFolder, unwritable
-from ludus.errors import EngineError, RequestRefused, SyncError
+from ludus.engines.remote.weight_folder import WeightFolder, write_error
+from ludus.errors import EngineError, RequestRejected, SyncError
 
 if TYPE_CHECKING:
     import torch
@@ -88,12 +88,12 @@ class LoraPublisher:
 
     @contextmanager
     def using(self, adapter: str | None, episode: str = "") -> Iterator[RemoteAdapter | None]:
-        """Keep an episode's adapter (None: the base model) loaded. Raises RequestRefused for an unknown one."""
+        """Keep an episode's adapter (None: the base model) loaded. Raises RequestRejected for an unknown one."""
         loaded = self._episodes.get(episode) or self._current.get(DEFAULT if adapter is None else adapter)
         if loaded is None:
             if adapter not in (None, BASE):
                 known = ", ".join(sorted(self._current)) or "none"
-                raise RequestRefused(f"Adapter {adapter!r} is not loaded; loaded: {known}.")
+                raise RequestRejected(f"Adapter {adapter!r} is not loaded; loaded: {known}.")
             yield None
             return
         if self.keeps and episode and adapter is None and episode not in self._episodes:
@@ -145,7 +145,7 @@ class LoraPublisher:
         try:
             rank = write_adapter(folder, state, scaling)
         except OSError as error:
-            raise unwritable(folder, error) from error
+            raise write_error(folder, error) from error
         return RemoteAdapter(served, str(folder), version, rank)
 
     async def _load_locked(self, replica: Replica, served: RemoteAdapter) -> None:

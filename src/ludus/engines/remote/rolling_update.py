@@ -39,42 +39,42 @@ class EpisodePin:
 class Placement:
     """Selection of the engine of each new episode and of the engines to update, without clock or event loop.
 
-    `replicas` is modified in place. `newest` is the last published version; a replica with `behind` unset
+    `replicas` is modified in place. `latest` is the last published version; a replica with `stale_version` unset
     holds it. At most half of the engines, oldest versions first, drain at once (wait for their episodes to
-    end), plus all that are more than `lag` versions behind; but never all engines. An engine that drains for
-    more than `lag` versions swaps roles with an open one of the same version.
+    end), plus all that are more than `max_lag` versions behind; but never all engines. An engine that drains for
+    more than `max_lag` versions swaps roles with an open one of the same version.
     """
 
     replicas: list[Replica]
-    newest: int
-    lag: int
-    floor: int = field(init=False)
+    latest: int
+    max_lag: int
+    min_version: int = field(init=False)
     """Minimum version on which an episode may start."""
-    taking: set[Replica] = field(default_factory=set, init=False)
+    receiving: set[Replica] = field(default_factory=set, init=False)
     """Replicas whose weights are being sent."""
-    leaving: set[str] = field(default_factory=set, init=False)
+    removing: set[str] = field(default_factory=set, init=False)
     """Addresses of engines being removed: they accept no new episode."""
     _waiting: dict[Replica, int] = field(default_factory=dict, init=False)
     """Draining replicas, with the newest version at the time they began."""
     _pins: dict[str, EpisodePin] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self.floor = self.newest
+        self.min_version = self.latest
 
     def version_of(self, replica: Replica) -> int:
         """Return the version that a replica samples from."""
-        return self.newest if replica.behind is None else replica.behind
+        return self.latest if replica.stale_version is None else replica.stale_version
 
     @property
     def open(self) -> list[Replica]:
         """Replicas that accept new episodes."""
-        closed = self.taking | self._waiting.keys()
-        return [replica for replica in self._active if replica not in closed and self.version_of(replica) >= self.floor]
+        closed = self.receiving | self._waiting.keys()
+        return [one for one in self._active if one not in closed and self.version_of(one) >= self.min_version]
 
     @property
     def _active(self) -> list[Replica]:
         """Replicas that have not left and are not being removed."""
-        return [replica for replica in self.replicas if not replica.gone and replica.url not in self.leaving]
+        return [replica for replica in self.replicas if not replica.removed and replica.url not in self.removing]
 
     def is_empty(self, url: str) -> bool:
         """Return whether an address has no episode."""
@@ -87,7 +87,7 @@ class Placement:
     def move(self, episode: str) -> EpisodePin | None:
         """Move an episode from a draining engine to an open engine with newer weights; None if it stays."""
         pin = self._pins[episode]
-        if pin.url not in {replica.url for replica in self._waiting} | self.leaving:
+        if pin.url not in {replica.url for replica in self._waiting} | self.removing:
             return None
         return self._pin(episode, [replica for replica in self.open if self.version_of(replica) > pin.version])
 
@@ -107,24 +107,24 @@ class Placement:
     def due_updates(self) -> list[Replica]:
         """Choose the engines to drain; return those that may update now."""
         busy = self._busy()
-        behind = [replica for replica in self._active if self.version_of(replica) < self.newest]
+        behind = [replica for replica in self._active if self.version_of(replica) < self.latest]
         self._waiting = {replica: since for replica, since in self._waiting.items() if replica in behind}
         self._swap_draining(busy)
         for replica in sorted(behind, key=lambda replica: (self.version_of(replica), busy[replica.url])):
-            is_late = self.newest - self.version_of(replica) > self.lag
+            is_late = self.latest - self.version_of(replica) > self.max_lag
             num_open, num = len(self.open), len(self.replicas)
             if replica in self.open and num_open > 1 and (is_late or num - num_open < num // 2):
-                self._waiting[replica] = self.newest
-        self.floor = max(self.floor, min(map(self.version_of, self.open), default=0))
-        return [replica for replica in behind if not (busy[replica.url] or replica in self.taking)]
+                self._waiting[replica] = self.latest
+        self.min_version = max(self.min_version, min(map(self.version_of, self.open), default=0))
+        return [replica for replica in behind if not (busy[replica.url] or replica in self.receiving)]
 
     def _swap_draining(self, busy: Counter[str]) -> None:
         """Prevent a slow episode from blocking updates of engines of the same version."""
         for replica, since in tuple(self._waiting.items()):
             same_version = [other for other in self.open if self.version_of(other) == self.version_of(replica)]
-            if self.newest - since > self.lag and self.version_of(replica) >= self.floor and same_version:
+            if self.latest - since > self.max_lag and self.version_of(replica) >= self.min_version and same_version:
                 del self._waiting[replica]
-                self._waiting[min(same_version, key=lambda other: busy[other.url])] = self.newest
+                self._waiting[min(same_version, key=lambda other: busy[other.url])] = self.latest
 
     def _busy(self) -> Counter[str]:
         return Counter(pin.url for pin in self._pins.values())
@@ -167,26 +167,26 @@ class RollingUpdates:
 
     async def served(self, beyond: int) -> int:
         """Return the minimum version on which episodes may start, once above `beyond`. Raises a transfer's error."""
-        while self.placement.floor <= beyond:
+        while self.placement.min_version <= beyond:
             await self._wait_for_change()
-        return self.placement.floor
+        return self.placement.min_version
 
     async def wait_until_current(self) -> None:
         """Allow only the newest weights for new episodes, and wait until one engine has them."""
-        self.placement.floor = self.placement.newest
+        self.placement.min_version = self.placement.latest
         self.start_due_updates()
         while not self.placement.open:
             await self._wait_for_change()
 
     async def push_weights(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
         """Store weights for each replica to load and verify once its episodes have ended."""
-        async with self.quiet():
+        async with self.pause_transfers():
             await self.stage(check.version, state)
             self._check = check
-            self.placement.newest = check.version
+            self.placement.latest = check.version
 
     @asynccontextmanager
-    async def quiet(self) -> AsyncIterator[None]:
+    async def pause_transfers(self) -> AsyncIterator[None]:
         """Suspend transfers during the block, after waiting for running ones."""
         self._paused = True
         try:
@@ -198,13 +198,13 @@ class RollingUpdates:
 
     async def empty(self, url: str) -> None:
         """Stop new episodes at an address and wait until its episodes have ended."""
-        self.placement.leaving.add(url)
+        self.placement.removing.add(url)
         try:
             self.start_due_updates()
             while not self.placement.is_empty(url):
                 await self._wait_for_change()
         finally:
-            self.placement.leaving.discard(url)
+            self.placement.removing.discard(url)
 
     def close(self) -> None:
         """Cancel running transfers."""
@@ -216,7 +216,7 @@ class RollingUpdates:
         """Start the transfers that may start, and wake all waiters."""
         for replica in () if self._paused else self.placement.due_updates():
             assert self._check is not None
-            self.placement.taking.add(replica)
+            self.placement.receiving.add(replica)
             task = asyncio.get_running_loop().create_task(self._push(replica, self._check))
             self._transfers[replica] = task
             task.add_done_callback(partial(self._finish_transfer, replica))
@@ -231,8 +231,8 @@ class RollingUpdates:
                 f"Sending weights {check.version} to {replica.url} took longer than {check.deadline_s:g} s."
             ) from error
         except EngineError as error:
-            if replica.gone or (self.is_alive is not None and not await self.is_alive(replica.url)):
-                replica.gone = True
+            if replica.removed or (self.is_alive is not None and not await self.is_alive(replica.url)):
+                replica.removed = True
                 return
             raise SyncError(f"{replica.url} failed to load weights {check.version}: {error}") from error
         log.info("%s loaded weights %d; %s", replica.url, check.version, self._versions())
@@ -242,7 +242,7 @@ class RollingUpdates:
         self._transfers.pop(replica, None)
         error = None if task.cancelled() else task.exception()
         if error is None:
-            self.placement.taking.discard(replica)
+            self.placement.receiving.discard(replica)
         self._failure = self._failure or error
         self.start_due_updates()
 

@@ -27,7 +27,7 @@ class Router:
     """The replicas of one client (modified in place), removed ones, and the replica of each episode."""
 
     replicas: list[Replica]
-    left: list[Replica] = field(default_factory=list)
+    removed: list[Replica] = field(default_factory=list)
     _by_episode: dict[str, Replica] = field(default_factory=dict)
     pins: dict[str, EpisodePin] = field(default_factory=dict)
 
@@ -55,9 +55,9 @@ class Router:
         """Return whether the episode has no replica yet."""
         return episode not in self._by_episode
 
-    def keep(self, episode: str, replica: Replica) -> None:
+    def assign(self, episode: str, replica: Replica) -> None:
         """Route the episode's next request to the same replica, unless it was removed."""
-        if not replica.gone:
+        if not replica.removed:
             self._by_episode[episode] = replica
 
     def release(self, episode: str) -> None:
@@ -65,12 +65,12 @@ class Router:
         self._by_episode.pop(episode, None)
         self.pins.pop(episode, None)
 
-    def leave(self, url: str) -> None:
+    def remove(self, url: str) -> None:
         """Remove a replica: requests waiting to reconnect fail, and episodes move to others."""
         for replica in [one for one in self.replicas if one.url == url]:
-            replica.part()
+            replica.remove()
             self.replicas.remove(replica)
-            self.left.append(replica)
+            self.removed.append(replica)
             self._by_episode = {e: r for e, r in self._by_episode.items() if r is not replica}
 
 
@@ -81,7 +81,7 @@ class InflightRequest:
     replica: Replica
     name: str = ""
     aborted: bool = False
-    over: asyncio.Event = field(default_factory=asyncio.Event)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class InflightRequests:
@@ -100,7 +100,7 @@ class InflightRequests:
         return f"{self._prefix}-{self._num_names}"
 
     @contextmanager
-    def under_way(self, replica: Replica, request: Request) -> Iterator[InflightRequest]:
+    def track(self, replica: Replica, request: Request) -> Iterator[InflightRequest]:
         """Register a request during the block; abort it after its `timeout_s`."""
         call = InflightRequest(replica)
         calls = self._by_episode.setdefault(request.episode, set())
@@ -111,7 +111,7 @@ class InflightRequests:
         try:
             yield call
         finally:
-            call.over.set()
+            call.done.set()
             if timer is not None:
                 timer.cancel()
             calls.discard(call)
@@ -139,7 +139,7 @@ class InflightRequests:
     async def _end(self, call: InflightRequest) -> None:
         """Retry the abort with growing delays until the request ends."""
         wait_s = _FIRST_WAIT_S
-        while not call.over.is_set():
+        while not call.done.is_set():
             if call.name:
                 try:
                     await self._api.abort(call.replica, call.name)
@@ -148,5 +148,5 @@ class InflightRequests:
                     return
             with suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
-                    await call.over.wait()
+                    await call.done.wait()
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)

@@ -24,7 +24,7 @@ from ludus.engines.remote.gloo_broadcast import (
     run_in_thread,
     weight_delta,
 )
-from ludus.engines.remote.http_client import HttpRefusal, RemoteEngineSettings, Replica
+from ludus.engines.remote.http_client import HttpStatusError, RemoteEngineSettings, Replica
 from ludus.errors import EngineError
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class Broadcaster:
             return False
         try:
             await self._prepare(manifest)
-        except HttpRefusal as error:
+        except HttpStatusError as error:
             if error.status != _NO_GROUP:
                 raise
             log.info("re-forming the weight transfer group: %s", error)
@@ -143,7 +143,7 @@ class Broadcaster:
             try:
                 await replica.send(path, body)
                 return
-            except HttpRefusal as error:
+            except HttpStatusError as error:
                 if error.status != _NOT_FOUND:
                     raise
             self._via_worker_rpc.add(replica.url)
@@ -207,12 +207,12 @@ def make_broadcaster(
 
 
 async def call_workers(replica: Replica, path: str, body: Mapping[str, object]) -> None:
-    """Call the worker method of `path` (as in `ludus serve`). Raises HttpRefusal with its error."""
+    """Call the worker method of `path` (as in `ludus serve`). Raises HttpStatusError with its error."""
     method = "ludus_" + path.removeprefix("/")
     request = {"method": method, "kwargs": {"text": json.dumps(body)}}
     try:
         responses = (await replica.post("/collective_rpc", request, _Results)).results
-    except HttpRefusal as error:
+    except HttpStatusError as error:
         error.hint = (
             f"Start vLLM with --worker-extension-cls {EXTENSION} and VLLM_SERVER_DEV_MODE=1 in an "
             "environment with Ludus installed; or unset engine.broadcast_host."
@@ -220,4 +220,4 @@ async def call_workers(replica: Replica, path: str, body: Mapping[str, object]) 
         raise
     for answer in responses:
         if isinstance(answer, dict):
-            raise HttpRefusal(f"{replica.url}: {answer['error']}", status=int(answer["status"]))
+            raise HttpStatusError(f"{replica.url}: {answer['error']}", status=int(answer["status"]))

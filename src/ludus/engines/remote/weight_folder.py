@@ -37,7 +37,7 @@ class WeightFolder:
             try:
                 self._own = self._make(_COPIES * num_bytes)
             except OSError as error:
-                raise unwritable(Path(tempfile.gettempdir()), error) from error
+                raise write_error(Path(tempfile.gettempdir()), error) from error
         return self._own.path / name
 
     def close(self) -> None:
@@ -63,7 +63,7 @@ def save_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
         plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
         save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
     except (OSError, SafetensorError) as error:
-        raise unwritable(folder, error) from error
+        raise write_error(folder, error) from error
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -80,7 +80,7 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
         ) from error
 
 
-def unwritable(folder: Path, error: Exception) -> StorageError:
+def write_error(folder: Path, error: Exception) -> StorageError:
     """Return the error for weights that cannot be written."""
     return StorageError(
         f"The weights for the server cannot be written to {folder}: {error}.",

@@ -101,7 +101,7 @@ class WeightPublisher:
         else:
             self._announce(version, await self._save(version, with_lm_head(state)))
         for replica in self._replicas:
-            replica.behind = old if replica.behind is None else replica.behind
+            replica.stale_version = old if replica.stale_version is None else replica.stale_version
         await self._remove_outdated()
 
     async def push_staged(self, replica: Replica) -> None:
@@ -112,7 +112,7 @@ class WeightPublisher:
             else:
                 assert self._sent.folder is not None
                 await self._update(replica, await asyncio.to_thread(read_weights, self._sent.folder))
-            replica.holds, replica.behind = self.version, None
+            replica.weight_version, replica.stale_version = self.version, None
 
     async def _save(self, version: int, state: Mapping[str, torch.Tensor]) -> Path:
         folder = self._weight_folder.folder(f"{self._name}-{version}", sum(t.nbytes for t in state.values()))
@@ -142,7 +142,7 @@ class WeightPublisher:
         self._announce(version, None)
         for replica in tuple(self._replicas):
             await self._verify_digests(replica, state)
-            replica.holds, replica.behind = version, None
+            replica.weight_version, replica.stale_version = version, None
 
     async def send_adapter(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
         """Send an adapter to every replica. Raises as `ServerEngine.load_adapter`."""
@@ -150,7 +150,7 @@ class WeightPublisher:
         if name != DEFAULT:
             return
         for replica in self._replicas:
-            replica.holds = version if replica.holds == self.version else None
+            replica.weight_version = version if replica.weight_version == self.version else None
         self.version = version
 
     def follow(self, version: int | None, adapter: RemoteAdapter | None) -> None:
@@ -173,14 +173,14 @@ class WeightPublisher:
             last = await self.broadcaster.sync_replica(replica)
             if last:
                 await self._verify_digests(replica, last)
-                replica.holds = self.version
+                replica.weight_version = self.version
         await self.ensure_weights(replica, first_turn=True)
 
     async def ensure_weights(self, replica: Replica, *, first_turn: bool, pinned: int | None = None) -> None:
         """Ensure that a replica holds the expected weights. One that reports versions with its tokens is queried only
         when in doubt, others once per episode. Raises EngineError if it does not hold the version `pinned`."""
         if self._follows:
-            if replica.holds != self.version or (first_turn and not self._reports_versions):
+            if replica.weight_version != self.version or (first_turn and not self._reports_versions):
                 await self._check_label(replica, pinned)
             return
         if self._sent.folder is None and not self.adapters:
@@ -192,23 +192,23 @@ class WeightPublisher:
 
     async def _ensure_latest(self, replica: Replica, first_turn: bool) -> None:
         """Resend the last weights if the replica lost them."""
-        in_doubt = replica.holds != self._expected_version(replica)
+        in_doubt = replica.weight_version != self._expected_version(replica)
         reports = self._reports_versions or self._sent.folder is None
         if not in_doubt and (reports or not first_turn):
             return
         async with replica.lock:
-            if replica.holds == self._expected_version(replica) and in_doubt:
+            if replica.weight_version == self._expected_version(replica) and in_doubt:
                 return
             folder, version = self._sent.folder, self._sent.version
-            expected = str(version if replica.behind is None else replica.behind)
+            expected = str(version if replica.stale_version is None else replica.stale_version)
             if folder is not None and (label := await self._api.version(replica)) != expected:
                 log.warning("%s holds weights %s; sending version %d", replica.url, label, version)
                 await self._update(replica, await asyncio.to_thread(read_weights, folder))
             await self.adapters.restore(replica)
-            replica.holds = self._expected_version(replica)
+            replica.weight_version = self._expected_version(replica)
 
     def _expected_version(self, replica: Replica) -> int:
-        return self.version if replica.behind is None else replica.behind
+        return self.version if replica.stale_version is None else replica.stale_version
 
     def starting_version(self, adapter: RemoteAdapter | None, pinned: int | None = None) -> int:
         """Return the version that a request starts under."""
@@ -239,25 +239,25 @@ class WeightPublisher:
             label = await self._api.version(replica)
             if label not in labels:
                 raise EngineError(f"{replica.url} holds unknown weights {label}.")
-        replica.holds = self.version
+        replica.weight_version = self.version
 
     async def _check_broadcast(self, replica: Replica) -> None:
         """Raise EngineError if a replica that was unreachable lacks the last broadcast."""
         expected = self._expected_version(replica)
-        if self.broadcaster is None or not self._sent.labels or replica.holds == expected:
+        if self.broadcaster is None or not self._sent.labels or replica.weight_version == expected:
             return
         if await self._api.version(replica) != str(expected):
             raise EngineError(
                 f"{replica.url} lost the broadcast weights of version {expected}.",
                 "Resume the run to resend them. Weights in a folder are resent automatically.",
             )
-        replica.holds = expected
+        replica.weight_version = expected
 
     async def _update(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
         """Load the weights in the folder at one replica and verify its digests against `state`."""
         await self._api.update(replica, str(self._sent.folder), self._sent.version)
         await self._verify_digests(replica, state)
-        replica.holds, replica.behind = self.version, None
+        replica.weight_version, replica.stale_version = self.version, None
 
     async def _verify_digests(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
         digests = await self._api.digests(replica)

@@ -65,7 +65,7 @@ class TextRules:
 
 
 @dataclass
-class GrowingText:
+class StreamedText:
     """Streamed text of one choice. `plain_only` holds back text that may begin a tool call.
 
     New tokens are decoded together with those of the previous call, so the cost is linear in the number of

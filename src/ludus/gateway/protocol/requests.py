@@ -96,7 +96,7 @@ def _within(name: str, *, also: int | None = None) -> AfterValidator:
     bound = PARAM_BOUNDS[name]
 
     def check(value: float) -> float:
-        if value != also and not bound.holds(value):
+        if value != also and not bound.contains(value):
             raise ValueError(bound.words)
         return value
 

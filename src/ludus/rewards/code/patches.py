@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from ludus.rewards.base import RewardFunction, truth_of
-from ludus.rewards.extract import Evidence, fenced, final_answer
+from ludus.rewards.extract import Evidence, fenced_block, final_answer
 from ludus.tools.base import ToolError
 from ludus.tools.patch import file_name, read_hunk
 from ludus.types import Task, Trajectory
@@ -117,7 +117,7 @@ def patch_value(text: str, truth: Patch) -> float:
     oracle = read_patch(truth.diff)
     if oracle is None:
         raise ValueError(f"the reference patch is not a unified diff: {truth.diff[:80]!r}")
-    given = read_patch(text) or read_patch(fenced(text))
+    given = read_patch(text) or read_patch(fenced_block(text))
     return -1.0 if given is None else similarity(given, oracle)
 
 

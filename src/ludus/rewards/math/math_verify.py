@@ -278,7 +278,7 @@ def _same_two_sided(gold: ExpressionNode, given: ExpressionNode) -> bool:
 
 def _same_regions(gold: ExpressionNode, given: ExpressionNode) -> bool:
     expected, found = region_of(gold), region_of(given)
-    if expected is None or found is None or len(expected.spans) != len(found.spans):
+    if expected is None or found is None or len(expected.intervals) != len(found.intervals):
         return False
     if expected.variable and found.variable and expected.variable != found.variable:
         return False
@@ -286,7 +286,7 @@ def _same_regions(gold: ExpressionNode, given: ExpressionNode) -> bool:
         (one.low_closed, one.high_closed) == (other.low_closed, other.high_closed)
         and same(one.low, other.low)
         and same(one.high, other.high)
-        for one, other in zip(expected.spans, found.spans, strict=True)
+        for one, other in zip(expected.intervals, found.intervals, strict=True)
     )
 
 

@@ -39,7 +39,7 @@ _OPERATIONS: dict[str, Callable[[list[complex]], complex]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class TextSpan:
+class RealInterval:
     """Interval between two endpoints, each open or closed; an infinite endpoint is always open."""
 
     low: ExpressionNode
@@ -52,13 +52,13 @@ class TextSpan:
 class Region:
     """Union of ordered intervals, and the variable named in the text, if any."""
 
-    spans: tuple[TextSpan, ...]
+    intervals: tuple[RealInterval, ...]
     variable: str = ""
 
 
 _MINUS_INFINITE = ExpressionNode("neg", (_INFINITE,))
 _REGIONS = frozenset(("relation", "pair", "set", "domain", "union", "intersection", "difference", "list"))
-_LINE = TextSpan(_MINUS_INFINITE, _INFINITE, False, False)
+_LINE = RealInterval(_MINUS_INFINITE, _INFINITE, False, False)
 
 
 def region_of(node: ExpressionNode) -> Region | None:
@@ -94,7 +94,7 @@ def _region(node: ExpressionNode) -> Region:
         case "difference":
             first, second = node.args
             removed = _region(second if second.op in _REGIONS else ExpressionNode("set", (second,)))
-            return _intersect([_region(first), Region(tuple(_complement(removed.spans)))])
+            return _intersect([_region(first), Region(tuple(_complement(removed.intervals)))])
         case "list" if node.name in ("or", "and") and all(arg.op == "relation" for arg in node.args):
             return (_unite if node.name == "or" else _intersect)([_region(arg) for arg in node.args])
     raise NotationError("not a region")
@@ -103,7 +103,7 @@ def _region(node: ExpressionNode) -> Region:
 def _relation_region(node: ExpressionNode) -> Region:
     sides, signs = node.args, node.name
     if len(sides) == 2 and sides[0].op == "name" and signs == "∈":
-        return Region(_region(sides[1]).spans, sides[0].name)
+        return Region(_region(sides[1]).intervals, sides[0].name)
     if len(sides) == 2 and sides[1].op in ("name", "abs") and sides[0].op not in ("name", "abs"):
         sides, signs = sides[::-1], _FLIPPED.get(signs, "?")
     if len(sides) == 3 and sides[1].op == "name" and set(signs) <= {">", "≥"}:
@@ -117,8 +117,8 @@ def _relation_region(node: ExpressionNode) -> Region:
     if len(sides) != 2 or sides[0].op != "name" or signs not in _FLIPPED:
         raise NotationError("not a region")
     end, name = sides[1], _check_bounds(sides[0].name, sides[1])
-    below = TextSpan(_MINUS_INFINITE, end, False, signs == "≤")
-    above = TextSpan(end, _INFINITE, signs == "≥", False)
+    below = RealInterval(_MINUS_INFINITE, end, False, signs == "≤")
+    above = RealInterval(end, _INFINITE, signs == "≥", False)
     spans = {"<": (below,), "≤": (below,), ">": (above,), "≥": (above,), "≠": (below, above)}
     return Region(spans.get(signs) or (_point(end),), name)
 
@@ -134,7 +134,7 @@ def _distance_region(inner: ExpressionNode, sign: str, distance: ExpressionNode)
     name = _check_bounds(terms[0].name, *terms[1:])
     if sign in "<≤":
         return Region((_span(low, high, sign == "≤", sign == "≤"),), name)
-    ends = TextSpan(_MINUS_INFINITE, low, False, sign == "≥"), TextSpan(high, _INFINITE, sign == "≥", False)
+    ends = RealInterval(_MINUS_INFINITE, low, False, sign == "≥"), RealInterval(high, _INFINITE, sign == "≥", False)
     return Region(ends, name)
 
 
@@ -144,15 +144,15 @@ def _check_bounds(name: str, *ends: ExpressionNode) -> str:
     return name
 
 
-def _span(low: ExpressionNode, high: ExpressionNode, low_closed: bool, high_closed: bool) -> TextSpan:
-    span = TextSpan(low, high, low_closed and not _is_infinite(low), high_closed and not _is_infinite(high))
+def _span(low: ExpressionNode, high: ExpressionNode, low_closed: bool, high_closed: bool) -> RealInterval:
+    span = RealInterval(low, high, low_closed and not _is_infinite(low), high_closed and not _is_infinite(high))
     if not low.names() and not high.names() and approximate(low) > approximate(high) - _TOLERANCE:
         raise NotationError("an interval without width")
     return span
 
 
-def _point(node: ExpressionNode) -> TextSpan:
-    return TextSpan(node, node, True, True)
+def _point(node: ExpressionNode) -> RealInterval:
+    return RealInterval(node, node, True, True)
 
 
 def _is_infinite(node: ExpressionNode) -> bool:
@@ -160,10 +160,10 @@ def _is_infinite(node: ExpressionNode) -> bool:
 
 
 def _unite(regions: Sequence[Region]) -> Region:
-    spans = sorted((span for region in regions for span in region.spans), key=lambda s: approximate(s.low))
+    spans = sorted((span for region in regions for span in region.intervals), key=lambda s: approximate(s.low))
     if len(spans) > _MAX_SPANS:
         raise NotationError("too many intervals")
-    found: list[TextSpan] = []
+    found: list[RealInterval] = []
     for span in spans:
         last = found[-1] if found else None
         if last is None or not _touch(last, span):
@@ -172,11 +172,11 @@ def _unite(regions: Sequence[Region]) -> Region:
         low_closed = last.low_closed or (span.low_closed and _are_near(span.low, last.low))
         end = span if approximate(span.high) > approximate(last.high) + _TOLERANCE else last
         high_closed = end.high_closed or (span.high_closed and _are_near(span.high, last.high))
-        found[-1] = TextSpan(last.low, end.high, low_closed, high_closed)
+        found[-1] = RealInterval(last.low, end.high, low_closed, high_closed)
     return Region(tuple(found), _shared_variable(regions))
 
 
-def _touch(first: TextSpan, second: TextSpan) -> bool:
+def _touch(first: RealInterval, second: RealInterval) -> bool:
     """Return whether no number lies between two spans."""
     gap = approximate(second.low) - approximate(first.high)
     if _are_near(second.low, first.high):
@@ -185,16 +185,16 @@ def _touch(first: TextSpan, second: TextSpan) -> bool:
 
 
 def _intersect(regions: Sequence[Region]) -> Region:
-    spans: Sequence[TextSpan] = regions[0].spans
+    spans: Sequence[RealInterval] = regions[0].intervals
     for region in regions[1:]:
-        found = [both for one in spans for other in region.spans if (both := _intersect_spans(one, other))]
+        found = [both for one in spans for other in region.intervals if (both := _intersect_spans(one, other))]
         if len(found) > _MAX_SPANS:
             raise NotationError("too many intervals")
         spans = found
     return Region(tuple(spans), _shared_variable(regions))
 
 
-def _intersect_spans(one: TextSpan, other: TextSpan) -> TextSpan | None:
+def _intersect_spans(one: RealInterval, other: RealInterval) -> RealInterval | None:
     first, second = (one, other) if approximate(one.low) >= approximate(other.low) else (other, one)
     low_closed = first.low_closed and (second.low_closed or not _are_near(first.low, second.low))
     low = first.low
@@ -202,18 +202,18 @@ def _intersect_spans(one: TextSpan, other: TextSpan) -> TextSpan | None:
     high_closed = first.high_closed and (second.high_closed or not _are_near(first.high, second.high))
     high = first.high
     if _are_near(low, high):
-        return TextSpan(low, high, True, True) if low_closed and high_closed else None
-    return TextSpan(low, high, low_closed, high_closed) if approximate(low) < approximate(high) else None
+        return RealInterval(low, high, True, True) if low_closed and high_closed else None
+    return RealInterval(low, high, low_closed, high_closed) if approximate(low) < approximate(high) else None
 
 
-def _complement(spans: Sequence[TextSpan]) -> list[TextSpan]:
+def _complement(spans: Sequence[RealInterval]) -> list[RealInterval]:
     found, low, closed = [], _MINUS_INFINITE, False
     for span in spans:
         if not _is_infinite(span.low):
-            found.append(TextSpan(low, span.low, closed, not span.low_closed))
+            found.append(RealInterval(low, span.low, closed, not span.low_closed))
         low, closed = span.high, not span.high_closed
     if not _is_infinite(low) or not spans:
-        found.append(TextSpan(low, _INFINITE, closed, False))
+        found.append(RealInterval(low, _INFINITE, closed, False))
     return found
 
 

@@ -35,7 +35,7 @@ _POINTS = ((13, 7), (29, 17), (5, 11))
 Tree = list[JSON]
 
 
-class ExpressionRefused(ValueError):
+class ExpressionRejected(ValueError):
     """The expression has no finite value or exceeds the bounds."""
 
 
@@ -182,7 +182,7 @@ def _ratio(first: Expr, second: Expr) -> int:
 
 
 def _expression(tree: Tree) -> Expr:
-    """Convert a tree to sympy. Raises ExpressionRefused for infinities and operations that exceed the bounds."""
+    """Convert a tree to sympy. Raises ExpressionRejected for infinities and operations that exceed the bounds."""
     import sympy
 
     op, name, value = str(tree[0]), str(tree[1]), tree[2]
@@ -193,12 +193,12 @@ def _expression(tree: Tree) -> Expr:
     if op == "constant":
         constants = {"pi": sympy.pi, "e": sympy.E, "i": sympy.I}
         if name not in constants:
-            raise ExpressionRefused(name)
+            raise ExpressionRejected(name)
         return constants[name]
     args = [_expression(cast("Tree", arg)) for arg in cast("Tree", tree[3])]
     found = _apply_operation(op, name, args)
     if found.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo):
-        raise ExpressionRefused("no finite value")
+        raise ExpressionRejected("no finite value")
     return found
 
 
@@ -220,13 +220,13 @@ def _apply_operation(op: str, name: str, args: list[Expr]) -> Expr:
     if op == "call":
         return _call_function(name, args)
     if op not in simple:
-        raise ExpressionRefused(op)
+        raise ExpressionRejected(op)
     return simple[op](*args)
 
 
 def _quotient(above: Expr, below: Expr) -> Expr:
     if below.is_zero or below.equals(0):
-        raise ExpressionRefused("a division by zero")
+        raise ExpressionRejected("a division by zero")
     return above / below
 
 
@@ -234,9 +234,9 @@ def _power(base: Expr, exponent: Expr) -> Expr:
     if base.is_Rational and exponent.is_Rational:
         bits = max(abs(int(base.p)), int(base.q)).bit_length()
         if bits * abs(exponent) > MAX_BITS or (base == 0 and exponent <= 0):
-            raise ExpressionRefused("a power beyond the bounds")
+            raise ExpressionRejected("a power beyond the bounds")
     elif not exponent.free_symbols and abs(exponent.evalf(15)) > MAX_BITS:
-        raise ExpressionRefused("a power beyond the bounds")
+        raise ExpressionRejected("a power beyond the bounds")
     return base**exponent
 
 
@@ -246,7 +246,7 @@ def _root(inner: Expr, degree: Expr) -> Expr:
     if degree.is_Integer and degree % 2 == 1 and inner.is_negative:
         return -((-inner) ** (sympy.Integer(1) / degree))
     if degree == 0:
-        raise ExpressionRefused("a root of order 0")
+        raise ExpressionRejected("a root of order 0")
     return inner ** (1 / degree)
 
 
@@ -254,7 +254,7 @@ def _factorial(number: Expr) -> Expr:
     import sympy
 
     if number.is_number and not (number.is_Integer and 0 <= number <= MAX_FACTORIAL):
-        raise ExpressionRefused("a factorial beyond the bounds")
+        raise ExpressionRejected("a factorial beyond the bounds")
     return sympy.factorial(number)
 
 
@@ -278,6 +278,6 @@ def _call_function(name: str, args: list[Expr]) -> Expr:
         return sympy.Integer((sympy.igcd if name == "gcd" else sympy.ilcm)(*map(int, args)))
     if name == "binom" and len(args) == 2:
         if any(arg.is_number and not (arg.is_Integer and abs(arg) <= MAX_FACTORIAL) for arg in args):
-            raise ExpressionRefused("a binomial beyond the bounds")
+            raise ExpressionRejected("a binomial beyond the bounds")
         return sympy.binomial(*args)
-    raise ExpressionRefused(name)
+    raise ExpressionRejected(name)

@@ -31,8 +31,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ludus.errors import ConfigError, LudusError, UserError, WorldError
 from ludus.tools.base import ArgumentError, DescribedTool, FunctionSchema, Latency, Tool, ToolError, ToolSchema, Traits
-from ludus.tools.mcp.messages import MOST_BYTES, Screen
-from ludus.tools.mcp.transport import ServerProgram, program_transport, screened_client
+from ludus.tools.mcp.messages import MAX_BYTES, MessageFilter
+from ludus.tools.mcp.transport import ServerProgram, filtered_client, program_transport
 from ludus.types import JSON
 from ludus.untrusted.worker import LimitExceeded, call_bounded
 
@@ -81,7 +81,7 @@ class McpSettings(BaseModel):
     timeout_s: float = Field(30.0, gt=0)
     """Timeout of a call."""
     start_timeout_s: float = Field(60.0, gt=0)
-    max_message_bytes: int = Field(MOST_BYTES, ge=2**16)
+    max_message_bytes: int = Field(MAX_BYTES, ge=2**16)
     """Maximum size of a server message. A call with a longer response fails."""
     concurrency: int = Field(0, ge=0)
     """Maximum number of concurrent calls per tool; 0 is no limit."""
@@ -107,12 +107,12 @@ class ServedTool(DescribedTool):
 
     def check(self, arguments: Mapping[str, JSON]) -> dict[str, JSON]:
         """Return the arguments unchanged. Raises `ArgumentError` if they do not match the schema."""
-        return _check(arguments, misfits(self.schema["function"]["parameters"], arguments))
+        return _check(arguments, schema_errors(self.schema["function"]["parameters"], arguments))
 
     async def check_bounded(self, arguments: Mapping[str, JSON]) -> Mapping[str, object]:
         """Check in a process with limits, since patterns and unique items of a schema may be slow."""
         try:
-            found = await call_bounded(misfits, self.schema["function"]["parameters"], dict(arguments))
+            found = await call_bounded(schema_errors, self.schema["function"]["parameters"], dict(arguments))
         except LimitExceeded as error:
             raise ArgumentError("the arguments take too long to compare with the schema") from error
         return _check(arguments, found)
@@ -124,7 +124,7 @@ def _check(arguments: Mapping[str, JSON], found: Sequence[str]) -> dict[str, JSO
     return dict(arguments)
 
 
-def misfits(schema: Mapping[str, JSON], arguments: Mapping[str, JSON]) -> list[str]:
+def schema_errors(schema: Mapping[str, JSON], arguments: Mapping[str, JSON]) -> list[str]:
     """Return descriptions of schema violations; [] if the schema is unusable, since the server checks too."""
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
@@ -325,19 +325,19 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: Thread, connections: Sequence
 
 
 async def _transport(settings: McpSettings, errors: IO[str], stack: AsyncExitStack) -> Transport:
-    screen = Screen(settings.max_message_bytes)
+    filters = MessageFilter(settings.max_message_bytes)
     if settings.command:
         from mcp.client.stdio import get_default_environment
 
         path = (get_default_environment() | dict(settings.env)).get("PATH")
         command = [_find_program(settings, path), *settings.args]
-        return program_transport(ServerProgram(command, settings.env, settings.cwd, errors), screen)
+        return program_transport(ServerProgram(command, settings.env, settings.cwd, errors), filters)
     from mcp.client.streamable_http import streamable_http_client
 
     headers = dict(settings.headers)
     if settings.token_file:
         headers["Authorization"] = f"Bearer {Path(settings.token_file).read_text('utf-8').strip()}"
-    client = await stack.enter_async_context(screened_client(headers, screen))
+    client = await stack.enter_async_context(filtered_client(headers, filters))
     return streamable_http_client(settings.url, http_client=client, max_sse_event_size=None)
 
 

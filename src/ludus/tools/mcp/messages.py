@@ -17,11 +17,11 @@ from typing import Final
 from ludus.types import JSON
 from ludus.untrusted.worker import LimitExceeded, call_bounded
 
-MOST_BYTES: Final = 8 * 2**20
+MAX_BYTES: Final = 8 * 2**20
 """Default maximum number of bytes of one message."""
-MOST_VALUES: Final = 65_536
+MAX_VALUES: Final = 65_536
 """Maximum number of values of a reduced message; the package validates each on its event loop."""
-MOST_ITEMS: Final = 1_024
+MAX_ITEMS: Final = 1_024
 """Maximum number of content items of a result, and of tools per page."""
 _SHORT: Final = 2**16
 """Maximum number of bytes of a message that is parsed in this process."""
@@ -38,28 +38,28 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Screen:
+class MessageFilter:
     """Filter between a server and the `mcp` package."""
 
-    most_bytes: int = MOST_BYTES
+    max_bytes: int = MAX_BYTES
 
     async def message(self, raw: bytes, call: bytes | None = None) -> bytes | None:
         """Return the reduced message; None if it is unacceptable and not a response to a call.
 
         `call` is the JSON id of its call, if known.
         """
-        if len(raw) > self.most_bytes:
-            return self.refused(raw, raw, call)
+        if len(raw) > self.max_bytes:
+            return self.oversized_error(raw, raw, call)
         try:
-            return reduced(raw) if len(raw) <= _SHORT else await call_bounded(reduced, raw)
+            return reduce_message(raw) if len(raw) <= _SHORT else await call_bounded(reduce_message, raw)
         except LimitExceeded:
             return _error_response("its answer takes too much time or memory to be read", raw, raw, call)
         except (ValueError, RecursionError) as error:
             return _error_response(f"its answer cannot be read: {error}"[:300], raw, raw, call)
 
-    def refused(self, head: bytes, tail: bytes, call: bytes | None = None) -> bytes | None:
+    def oversized_error(self, head: bytes, tail: bytes, call: bytes | None = None) -> bytes | None:
         """Return the error response for an oversized message, given its two ends."""
-        return _error_response(f"its answer has more than {self.most_bytes} bytes", head, tail, call)
+        return _error_response(f"its answer has more than {self.max_bytes} bytes", head, tail, call)
 
     async def lines(self, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Yield the messages of a line stream. Only the ends of an oversized line are buffered."""
@@ -68,12 +68,12 @@ class Screen:
             *whole, rest = part.split(b"\n")
             for piece in whole:
                 line += piece
-                filtered = self.refused(head, bytes(line)) if head else await self.message(bytes(line))
+                filtered = self.oversized_error(head, bytes(line)) if head else await self.message(bytes(line))
                 line, head = bytearray(), b""
                 if filtered is not None:
                     yield filtered
             line += rest
-            if len(line) > self.most_bytes:
+            if len(line) > self.max_bytes:
                 head = head or bytes(line[:_ENDS])
             if head:
                 del line[:-_ENDS]
@@ -83,7 +83,7 @@ class Screen:
         buffer = bytearray()
         async for part in parts:
             buffer += part
-            if len(buffer) > self.most_bytes:
+            if len(buffer) > self.max_bytes:
                 break
         yield await self.message(bytes(buffer), call) or b""
 
@@ -97,8 +97,8 @@ class Screen:
                 del buffer[: found.end()]
                 yield await self._event(event, call)
             searched = len(buffer)
-            if searched > 2 * self.most_bytes:  # includes the fields around a message
-                refused = self.refused(b"", b"", call)
+            if searched > 2 * self.max_bytes:  # includes the fields around a message
+                refused = self.oversized_error(b"", b"", call)
                 yield b"" if refused is None else b"data: " + refused + b"\n\n"
                 return
         if buffer:
@@ -125,7 +125,7 @@ def _error_response(why: str, head: bytes, tail: bytes, call: bytes | None) -> b
     return b'{"jsonrpc": "2.0", "id": ' + call + b', "error": ' + error.encode() + b"}"
 
 
-def reduced(raw: bytes) -> bytes:
+def reduce_message(raw: bytes) -> bytes:
     """Return the message reduced to one line. Raises ValueError or RecursionError if invalid."""
     message: JSON = json.loads(raw)
     if not isinstance(message, dict):
@@ -133,8 +133,8 @@ def reduced(raw: bytes) -> bytes:
     result = message.get("result")
     if isinstance(result, dict):
         message["result"] = _reduced_result(result)
-    if _num_values(message) > MOST_VALUES:
-        raise ValueError(f"it has more than {MOST_VALUES} values")
+    if _num_values(message) > MAX_VALUES:
+        raise ValueError(f"it has more than {MAX_VALUES} values")
     return json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
@@ -168,15 +168,15 @@ def _joined_texts(content: list[JSON]) -> list[JSON]:
 
 
 def _checked_items(items: list[JSON]) -> list[JSON]:
-    if len(items) > MOST_ITEMS:
-        raise ValueError(f"it has more than {MOST_ITEMS} pieces")
+    if len(items) > MAX_ITEMS:
+        raise ValueError(f"it has more than {MAX_ITEMS} pieces")
     return items
 
 
 def _num_values(value: JSON) -> int:
     """Count the nested values, including `value` itself; stop above the maximum of a message."""
     num, pending = 0, [value]
-    while pending and num <= MOST_VALUES:
+    while pending and num <= MAX_VALUES:
         one = pending.pop()
         num += 1
         if isinstance(one, dict):

@@ -1,4 +1,4 @@
-"""Transports to MCP servers through a `Screen`: standard streams of a program, and HTTP.
+"""Transports to MCP servers through a `MessageFilter`: standard streams of a program, and HTTP.
 
 They replace those of the package `mcp`, which buffer lines and bodies of unbounded length.
 """
@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Final, cast
 
 import anyio
 
-from ludus.tools.mcp.messages import Screen
+from ludus.tools.mcp.messages import MessageFilter
 from ludus.untrusted.replies import PLAIN
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class ServerProgram:
 
 
 @asynccontextmanager
-async def program_transport(program: ServerProgram, screen: Screen) -> AsyncIterator[TransportStreams]:
+async def program_transport(program: ServerProgram, filters: MessageFilter) -> AsyncIterator[TransportStreams]:
     """Start the program; on exit, close its input and stop it with its descendants."""
     from mcp.client.stdio import get_default_environment
     from mcp.shared.message import SessionMessage
@@ -64,7 +64,7 @@ async def program_transport(program: ServerProgram, screen: Screen) -> AsyncIter
     answers, reader = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     writer, requests = anyio.create_memory_object_stream[SessionMessage](0)
     async with anyio.create_task_group() as group:
-        group.start_soon(_read, process, screen, answers)
+        group.start_soon(_read, process, filters, answers)
         group.start_soon(_write, process, requests)
         try:
             yield reader, writer
@@ -77,15 +77,15 @@ async def program_transport(program: ServerProgram, screen: Screen) -> AsyncIter
 
 
 async def _read(
-    process: asyncio.subprocess.Process, screen: Screen, answers: MemoryObjectSendStream[SessionMessage | Exception]
+    child: asyncio.subprocess.Process, filters: MessageFilter, sink: MemoryObjectSendStream[SessionMessage | Exception]
 ) -> None:
     """Forward the program's messages; if the receiver is closed, drain the output so that the program can exit."""
     from mcp.shared.message import SessionMessage
     from mcp_types import jsonrpc_message_adapter
 
-    parts = _stdout_chunks(process)
-    async with answers:
-        async for line in screen.lines(parts):
+    parts = _stdout_chunks(child)
+    async with sink:
+        async for line in filters.lines(parts):
             try:
                 message = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
             except ValueError as error:
@@ -93,7 +93,7 @@ async def _read(
             else:
                 taken = message
             try:
-                await answers.send(taken)
+                await sink.send(taken)
             except (anyio.ClosedResourceError, anyio.BrokenResourceError):
                 break
     async for _ in parts:
@@ -142,13 +142,13 @@ def _kill_group(process: asyncio.subprocess.Process, number: int) -> None:
         os.killpg(process.pid, number)
 
 
-def screened_client(headers: Mapping[str, str], screen: Screen) -> httpx2.AsyncClient:
-    """Create an HTTP client whose responses pass the screen."""
+def filtered_client(headers: Mapping[str, str], filters: MessageFilter) -> httpx2.AsyncClient:
+    """Create an HTTP client whose responses pass the filter."""
     import httpx2
     from mcp.shared._httpx_utils import create_mcp_http_client
 
-    class Screened(httpx2.AsyncByteStream):
-        """Response body after screening."""
+    class Filtered(httpx2.AsyncByteStream):
+        """Response body after filtering."""
 
         def __init__(self, response: httpx2.Response) -> None:
             self.inner = cast(httpx2.AsyncByteStream, response.stream)
@@ -158,9 +158,9 @@ def screened_client(headers: Mapping[str, str], screen: Screen) -> httpx2.AsyncC
         async def __aiter__(self) -> AsyncIterator[bytes]:
             read = None
             if self.kind.startswith("text/event-stream"):
-                read = screen.events
+                read = filters.events
             elif self.kind.startswith("application/json"):
-                read = screen.body
+                read = filters.body
             if read is not None:
                 async for part in read(aiter(self.inner), self.call):
                     yield part
@@ -171,7 +171,7 @@ def screened_client(headers: Mapping[str, str], screen: Screen) -> httpx2.AsyncC
     async def take(response: httpx2.Response) -> None:
         if response.headers.get("Content-Encoding", "identity") != "identity":
             raise httpx2.DecodingError("the response is compressed, which the request did not accept")
-        response.stream = Screened(response)
+        response.stream = Filtered(response)
 
     client = create_mcp_http_client(headers={**headers, **PLAIN})
     client.event_hooks = {"response": [take]}

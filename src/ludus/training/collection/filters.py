@@ -277,7 +277,7 @@ class StreakGuard:
             self._count = self._count + 1 if bad else 0
         return f"{self.reason} {self._count} steps in a row." if 0 < self.patience <= self._count else ""
 
-    def recall(self, history: Sequence[Mapping[str, float]]) -> None:
+    def restore(self, history: Sequence[Mapping[str, float]]) -> None:
         """Count the steps before a resume; the count restarts at 0 after a pause."""
         for metrics in history:
             if self.update(metrics):

@@ -195,7 +195,7 @@ class PromptStream:
         if varies(group, collector.algorithm):
             return True
         members = [member.trajectory for member in group if not member.greedy]
-        return collector.reward_mixer is not None and collector.reward_mixer.tells_apart(members)
+        return collector.reward_mixer is not None and collector.reward_mixer.can_differ(members)
 
     def begin_step(self) -> None:
         """Reset the resampling rounds for the next batch."""

@@ -83,7 +83,7 @@ class ReplayBuffer:
                 groups.setdefault(sample.group, []).append(sample.episode)
         self._store([_StoredGroup(episodes, _oldest_version(episodes)) for episodes in groups.values()])
 
-    def take_late(self, samples: Sequence[TrainingSample], step: int, bound: int) -> list[TrainingSample]:
+    def take_stale(self, samples: Sequence[TrainingSample], step: int, bound: int) -> list[TrainingSample]:
         """Move groups with a token older than `bound` to the buffer and return the samples.
 
         Moved groups are marked as dropped, removed from the ledger, and trained from the buffer.
@@ -133,7 +133,7 @@ class ReplayBuffer:
                 )
             self.add_source(source, groups)
 
-    def refuse_far(
+    def evict_low_ess(
         self, step: int, algorithm: Algorithm, share: Callable[[Sequence[Episode]], float], least: float
     ) -> None:
         """Evict the groups of other runs that `step` would replay and whose share is below `least`."""

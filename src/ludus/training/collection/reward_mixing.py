@@ -35,7 +35,7 @@ from ludus.rewards.registry import (
     has_extra_rewards,
     training_parts,
 )
-from ludus.rollout.reward_executor import ProcessRewardExecutor, waited
+from ludus.rollout.reward_executor import ProcessRewardExecutor, add_wait_time
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.trees import map_paths, with_chains
 from ludus.training.credit.turn_rewards import LENGTH_PART, shaping_ranges, with_length, with_turn_rewards
@@ -127,7 +127,7 @@ def check_reward_settings(config: Config, world: World) -> None:
     if settings.is_default:
         return
     plan_parts(config, parts_of(config, world))
-    if settings.rewards_turns and not reads_turns(algorithm):
+    if settings.rewards_turns and not uses_turn_rewards(algorithm):
         name = "turns" if settings.turns else "turn_verifier_weight"
         raise ConfigError(
             f"rewards.{name} would have no effect: the advantage {algorithm.advantage} uses no turn rewards.",
@@ -199,10 +199,10 @@ def make_reward_mixer(session: TrainingSession, algorithm: Algorithm) -> RewardM
                 f"The reward model {path} has a different vocabulary from the policy.",
                 "Train one from this policy's model.",
             )
-    return build_reward_mixer(config, session.world, reads_turns(algorithm))
+    return build_reward_mixer(config, session.world, uses_turn_rewards(algorithm))
 
 
-def reads_turns(algorithm: Algorithm) -> bool:
+def uses_turn_rewards(algorithm: Algorithm) -> bool:
     """Return whether the algorithm uses turn rewards."""
     return algorithm.advantage_spec.has(Need.OPTIONAL_TURN_REWARDS)
 
@@ -219,7 +219,7 @@ async def add_extra_parts(
     begin = time.perf_counter()
     try:
         scored = await map_paths(episode.trajectory, lambda path: scoring.with_added(world, episode.task, path))
-        return replace(episode, trajectory=waited(scored, time.perf_counter() - begin))
+        return replace(episode, trajectory=add_wait_time(scored, time.perf_counter() - begin))
     except WorldError as error:
         on_error(error)
         failure = Failure(error.part, str(error), episode.key.attempt + 1)
@@ -310,7 +310,7 @@ class RewardMixer:
             combined[g][i] = replace(groups[g][i], trajectory=replace(trajectory, reward=reward))
         return combined
 
-    def over_batch(self, episodes: Sequence[Episode]) -> list[Episode]:
+    def normalize_batch(self, episodes: Sequence[Episode]) -> list[Episode]:
         """Normalize combined rewards over the batch if `normalise_over` is "batch"; failed ones are unchanged."""
         tag = self.settings.normalise_by
         if tag is None or self.settings.normalise_over != "batch":
@@ -328,7 +328,7 @@ class RewardMixer:
             for one in episodes
         ]
 
-    def tells_apart(self, trajectories: Sequence[Trajectory]) -> bool:
+    def can_differ(self, trajectories: Sequence[Trajectory]) -> bool:
         """Return whether equal rewards may differ after combination: by parts, lengths, or reward model."""
         trajectories = [path for t in trajectories for path in t.attempts()]
         parts = {tuple(sorted(t.rewards.items())) for t in trajectories}

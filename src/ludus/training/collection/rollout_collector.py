@@ -34,7 +34,7 @@ from ludus.training.collection.filters import (
     with_role_baselines,
 )
 from ludus.training.collection.reward_mixing import RewardMixer, add_extra_parts
-from ludus.training.credit.advantages import TrainingSample, assign_credit, compared_again, is_expert, with_estimates
+from ludus.training.credit.advantages import TrainingSample, assign_credit, is_expert, recompute_samples, with_estimates
 from ludus.training.run.session import TrainingSession, session_scheduler
 from ludus.types import Task
 
@@ -306,9 +306,9 @@ class RolloutCollector:
         """Normalize the rewards over the batch if `rewards.normalise_over` is "batch"."""
         if self.reward_mixer is None or self.reward_mixer.settings.normalise_over != "batch":
             return samples
-        episodes = self.reward_mixer.over_batch([sample.episode for sample in samples])
+        episodes = self.reward_mixer.normalize_batch([sample.episode for sample in samples])
         updated = [replace(c, episode=one) for c, one in zip(samples, episodes, strict=True)]
-        return compared_again(updated, self.algorithm, self.overlong_limit)
+        return recompute_samples(updated, self.algorithm, self.overlong_limit)
 
     def apply_batch_filters(self, samples: list[TrainingSample]) -> list[TrainingSample]:
         """Apply the filters and state updates that need all groups of a step."""

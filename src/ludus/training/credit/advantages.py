@@ -203,7 +203,7 @@ def assign_credit(
     return samples + _compare(compared, algorithm, max_length)
 
 
-def compared_again(samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
+def recompute_samples(samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
     """Recompute samples after their rewards changed.
 
     Recomputes baselines, filters and advantages; group numbers do not change.
@@ -416,7 +416,7 @@ def _chain_advantages(
             kl=penalty,
             mask=outcomes.mask,
             coef=algorithm.kl_coef,
-            granularity=algorithm.word("kl", "granularity", GRANULARITIES),
+            granularity=algorithm.choice("kl", "granularity", GRANULARITIES),
             trains=outcomes.trains,
         )
     if algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):

@@ -37,11 +37,11 @@ RankMethod = Literal[
 class Collectives:
     """Collectives of a single process, the base of others. Every rank calls every method in the same order."""
 
-    whole = True
+    receives_all_rows = True
     """Whether each rank receives all rows and selects its part; otherwise it receives its part."""
 
     @property
-    def count(self) -> int:
+    def world_size(self) -> int:
         """The world size."""
         return 1
 
@@ -57,10 +57,10 @@ class Collectives:
         """Return the values of all ranks, in order."""
         return [value]
 
-    def split(self, model: torch.nn.Module) -> None:
+    def shard_model(self, model: torch.nn.Module) -> None:
         """Shard a model's weights in place, if the ranks use sharding."""
 
-    def together(self, method: RankMethod, *arguments: object) -> AbstractContextManager[None]:
+    def call_on_ranks(self, method: RankMethod, *arguments: object) -> AbstractContextManager[None]:
         """Call `method` on the other ranks during the block, if this is rank 0 (`distributed.launcher`)."""
         return nullcontext()
 
@@ -71,10 +71,10 @@ ONE_PROCESS = Collectives()
 class ProcessGroup(Collectives):
     """Collectives of torch's default process group. Each rank receives its own part of the rows."""
 
-    whole = False
+    receives_all_rows = False
 
     @property
-    def count(self) -> int:
+    def world_size(self) -> int:
         """The world size."""
         return distributed.get_world_size()
 
@@ -89,7 +89,7 @@ class ProcessGroup(Collectives):
 
     def gather(self, value: T) -> list[T]:
         """Return the pickled values of all ranks."""
-        found: list[T] = [value] * self.count
+        found: list[T] = [value] * self.world_size
         distributed.all_gather_object(found, value)
         return found
 
@@ -97,19 +97,19 @@ class ProcessGroup(Collectives):
 class SharedBatch(ProcessGroup):
     """Process group in which every rank receives all rows and selects its part.
 
-    Weights are sharded if there is a device to `split` on (`shard`), otherwise replicated.
+    Weights are sharded if `shard_device` is set (`shard`), otherwise replicated.
     """
 
-    whole = True
+    receives_all_rows = True
 
-    def __init__(self, split: torch.device | None = None) -> None:
-        self._device = split
+    def __init__(self, shard_device: torch.device | None = None) -> None:
+        self.shard_device = shard_device
         self._mesh: DeviceMesh | None = None
 
-    def split(self, model: torch.nn.Module) -> None:
+    def shard_model(self, model: torch.nn.Module) -> None:
         """Shard the weights if a device is set."""
-        if self._device is not None:
-            self._mesh = self._mesh or make_mesh(self._device, self.count)
+        if self.shard_device is not None:
+            self._mesh = self._mesh or make_mesh(self.shard_device, self.world_size)
             shard(model, self._mesh)
 
 
@@ -123,9 +123,9 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Collectives) 
 
     Gradients of sharded weights are already reduced.
     """
-    if ranks.count == 1:
+    if ranks.world_size == 1:
         return
-    replicated = [p for p in parameters if not is_split(p)]
+    replicated = [p for p in parameters if not is_dtensor(p)]
     present = ranks.gather([p.grad is not None for p in replicated])
     for parameter, any_present in zip(replicated, map(any, zip(*present, strict=True)), strict=True):
         if not any_present:
@@ -135,44 +135,44 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Collectives) 
         ranks.sum(parameter.grad)
 
 
-def merged(found: Mapping[int, T], ranks: Collectives) -> dict[int, T]:
+def gather_rows(found: Mapping[int, T], ranks: Collectives) -> dict[int, T]:
     """Gather the ranks' results by row; with several ranks, tensors are moved to the CPU."""
-    if ranks.count == 1 or not ranks.whole:
+    if ranks.world_size == 1 or not ranks.receives_all_rows:
         return dict(found)
     plain: dict[int, T] = tree_map_only(Tensor, lambda tensor: tensor.cpu(), dict(found))
     return {i: value for part in ranks.gather(plain) for i, value in part.items()}
 
 
-def raise_together(fault: str, hint: str, ranks: Collectives) -> None:
+def raise_on_all_ranks(fault: str, hint: str, ranks: Collectives) -> None:
     """Raise LearnerError with the message and hint of the first rank whose `fault` is not empty. Collective."""
     faults: Sequence[tuple[str, str]] = ranks.gather((fault, hint))
     for rank, (text, advice) in enumerate(faults):
         if text:
-            where = f" (rank {rank} of {ranks.count})" if ranks.count > 1 else ""
+            where = f" (rank {rank} of {ranks.world_size})" if ranks.world_size > 1 else ""
             raise LearnerError(text + where, advice)
 
 
 @torch.no_grad()
-def same_weights(model: torch.nn.Module, ranks: Collectives) -> None:
+def broadcast_weights(model: torch.nn.Module, ranks: Collectives) -> None:
     """Broadcast the weights of rank 0."""
-    if ranks.count > 1:
+    if ranks.world_size > 1:
         for parameter in model.parameters():
             distributed.broadcast(parameter.detach(), src=0)
 
 
-_FORWARD_METHOD = "ludus_within"
+_FORWARD_METHOD = "ludus_forward"
 """Method of a sharded model during which its weights are unsharded."""
 
 
 class _ShardedModel(Protocol):
-    def ludus_within(self, work: Callable[[], T]) -> T: ...
+    def ludus_forward(self, work: Callable[[], T]) -> T: ...
 
 
-def make_mesh(device: torch.device, count: int) -> DeviceMesh:
+def make_mesh(device: torch.device, world_size: int) -> DeviceMesh:
     """Return a 1-D device mesh of all ranks. Collective."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(device.type, (count,))
+    return init_device_mesh(device.type, (world_size,))
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -201,19 +201,19 @@ def is_sharded(model: nn.Module) -> bool:
     return "FSDPModule" in {c.__name__ for c in type(model).__mro__}
 
 
-def is_split(tensor: Tensor) -> bool:
+def is_dtensor(tensor: Tensor) -> bool:
     """Return whether the tensor is a `DTensor`."""
     return type(tensor).__name__ == "DTensor"
 
 
-def within(model: nn.Module, work: Callable[[], T]) -> T:
+def run_as_forward(model: nn.Module, work: Callable[[], T]) -> T:
     """Run `work` as the forward pass of `model`, with unsharded weights, also in the backward pass.
 
     The tensors of its result support `backward`.
     """
     if not is_sharded(model):
         return work()
-    return cast(_ShardedModel, model).ludus_within(work)
+    return cast(_ShardedModel, model).ludus_forward(work)
 
 
 def _run_work(work: Callable[[], T]) -> T:
@@ -231,27 +231,27 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return list(lists[sizes.index(max(sizes))])
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return the unsharded tensor, without gradient. Collective for a sharded tensor."""
     plain = tensor.detach()
-    return cast("DTensor", plain).full_tensor() if is_split(plain) else plain
+    return cast("DTensor", plain).full_tensor() if is_dtensor(plain) else plain
 
 
-def gathered(model: nn.Module) -> dict[str, Tensor]:
+def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return the unsharded weights by name, tied weights once. Collective."""
-    return {name: whole(p) for name, p in model.named_parameters()}
+    return {name: full_tensor(p) for name, p in model.named_parameters()}
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return the local shard of a tensor."""
-    return cast("DTensor", tensor).to_local() if is_split(tensor) else tensor
+    return cast("DTensor", tensor).to_local() if is_dtensor(tensor) else tensor
 
 
-def put(target: Tensor, value: Tensor) -> None:
+def copy_into(target: Tensor, value: Tensor) -> None:
     """Copy `value`, unsharded or sharded as `target`, into `target`, without communication."""
     with torch.no_grad():
-        if is_split(target) and not is_split(value):
-            local(target).copy_(_cut(value, cast("DTensor", target)))
+        if is_dtensor(target) and not is_dtensor(value):
+            local_shard(target).copy_(_cut(value, cast("DTensor", target)))
         else:
             target.copy_(value)
 

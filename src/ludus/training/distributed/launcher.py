@@ -1,7 +1,7 @@
 """Ranks of one learner, on one or several machines.
 
 Rank 0 runs the loop: sampling, credit, checkpoints. Operations on the trained model are collective: rank 0
-broadcasts a command (`together`) and runs it as well. Ranks other than 0 execute commands broadcast by rank 0
+broadcasts a command (`call_on_ranks`) and runs it as well. Ranks other than 0 execute commands broadcast by rank 0
 and exit with it.
 """
 
@@ -49,10 +49,6 @@ class WorkerRank(SharedBatch):
         super().__init__()
         self._control = _control_group(_COMMAND_TIMEOUT)
 
-    def split_on(self, device: torch.device) -> None:
-        """Enable sharding of weights on this device."""
-        self._device = device
-
     def receive(self) -> RankCommand:
         """Wait for the next command."""
         return _broadcast(None, self._control)
@@ -61,15 +57,15 @@ class WorkerRank(SharedBatch):
 class LeaderRank(SharedBatch):
     """Rank 0, which broadcasts commands; `others` are the other ranks if this process started them."""
 
-    def __init__(self, rendezvous: Rendezvous, others: RankGroup, split: torch.device | None) -> None:
-        super().__init__(split)
+    def __init__(self, rendezvous: Rendezvous, others: RankGroup, shard_device: torch.device | None) -> None:
+        super().__init__(shard_device)
         self._control = _control_group(timedelta(seconds=rendezvous.limit_s))
         self._rendezvous = rendezvous
         self._others = others
         self._lock = threading.RLock()
 
     @contextmanager
-    def together(self, method: RankMethod, *arguments: object) -> Iterator[None]:
+    def call_on_ranks(self, method: RankMethod, *arguments: object) -> Iterator[None]:
         """Call a method on the other ranks during the block.
 
         Raises LearnerError if a rank has exited, or the timeout expires.
@@ -117,7 +113,7 @@ class RankGroup:
         command = python_command(
             "ludus.training.rl.rank_worker:main", str(rendezvous.limit_s), device.type, str(os.getpid())
         )
-        for rank in range(1, rendezvous.count):
+        for rank in range(1, rendezvous.world_size):
             environment = child_environment(rendezvous.variables(rank))
             with (self.folder.path / f"output-{rank}").open("wb") as output:
                 self.processes.append(subprocess.Popen(command, stderr=output, stdout=output, env=environment))
@@ -177,7 +173,7 @@ class RankGroup:
 
 
 @contextmanager
-def leading(config: Config, device: torch.device) -> Iterator[Collectives]:
+def launch_ranks(config: Config, device: torch.device) -> Iterator[Collectives]:
     """Start or join the run's ranks as rank 0: torchrun's, or `training.learner.ranks`.
 
     Raises UserError if there are fewer GPUs than ranks, and for settings that need a single process.
@@ -197,22 +193,22 @@ def leading(config: Config, device: torch.device) -> Iterator[Collectives]:
             rendezvous = Rendezvous.create(learner.ranks, learner.rank_timeout_s)
             others.start(rendezvous, device)
             others.gather(rendezvous)
-        leader = meet(rendezvous, others, device, device if learner.shard else None)
+        leader = connect(rendezvous, others, device, device if learner.shard else None)
         try:
             yield leader
         finally:
-            with suppress(LearnerError), leader.together("stop"):
+            with suppress(LearnerError), leader.call_on_ranks("stop"):
                 pass
     finally:
         destroy_group()
         others.close()
 
 
-def meet(rendezvous: Rendezvous, others: RankGroup, device: torch.device, split: torch.device | None) -> LeaderRank:
+def connect(rendezvous: Rendezvous, others: RankGroup, device: torch.device, shard: torch.device | None) -> LeaderRank:
     """Join the other ranks as rank 0. Raises LearnerError with the error of a rank that has exited."""
     try:
         rendezvous.form_group(device)
-        return LeaderRank(rendezvous, others, split)
+        return LeaderRank(rendezvous, others, shard)
     except (LearnerError, RuntimeError) as error:
         ended = others.exit_message()
         others.kill()
@@ -221,17 +217,17 @@ def meet(rendezvous: Rendezvous, others: RankGroup, device: torch.device, split:
         raise error if isinstance(error, LearnerError) else rendezvous_error(str(error)) from error
 
 
-def check_devices(device: torch.device, count: int) -> None:
+def check_devices(device: torch.device, num_ranks: int) -> None:
     """Raise UserError if there are fewer GPUs than ranks."""
-    if device.type == "cuda" and torch.cuda.device_count() < count:
+    if device.type == "cuda" and torch.cuda.device_count() < num_ranks:
         raise UserError(
-            f"training.learner.ranks is {count}, but there are {torch.cuda.device_count()} GPUs.",
+            f"training.learner.ranks is {num_ranks}, but there are {torch.cuda.device_count()} GPUs.",
             "Set it to their number, or model.device to cpu.",
         )
 
 
-def _control_group(patience: timedelta) -> ProcessGroup:
-    return cast("ProcessGroup", distributed.new_group(backend="gloo", timeout=patience))
+def _control_group(timeout: timedelta) -> ProcessGroup:
+    return cast("ProcessGroup", distributed.new_group(backend="gloo", timeout=timeout))
 
 
 def _broadcast(command: RankCommand | None, group: ProcessGroup) -> RankCommand:

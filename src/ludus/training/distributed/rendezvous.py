@@ -36,7 +36,7 @@ class Rendezvous:
 
     store: Store
     rank: int
-    count: int
+    world_size: int
     limit_s: float
 
     @classmethod
@@ -61,7 +61,7 @@ class Rendezvous:
         """Return the environment variables with which `rank` joins this rendezvous."""
         assert isinstance(self.store, TCPStore)
         place = {"MASTER_ADDR": _HERE, "MASTER_PORT": str(self.store.port)}
-        return place | {"RANK": str(rank), "WORLD_SIZE": str(self.count)}
+        return place | {"RANK": str(rank), "WORLD_SIZE": str(self.world_size)}
 
     def form_group(self, device: torch.device) -> None:
         """Create torch's default group; on GPUs this rank uses the device of its local rank.
@@ -76,7 +76,7 @@ class Rendezvous:
                 backend,
                 store=PrefixStore("group", self.store),
                 rank=self.rank,
-                world_size=self.count,
+                world_size=self.world_size,
                 timeout=timedelta(seconds=self.limit_s),
             )
         except RuntimeError as error:
@@ -88,7 +88,7 @@ class Rendezvous:
 
     def not_started(self) -> list[int]:
         """Return the other ranks that have not sent a heartbeat yet."""
-        return [rank for rank in range(self.count) if rank != self.rank and not self._text(f"heartbeat/{rank}")]
+        return [rank for rank in range(self.world_size) if rank != self.rank and not self._text(f"heartbeat/{rank}")]
 
     def store_error(self, text: str) -> None:
         """Store an error message of this rank, replacing the previous one."""
@@ -111,7 +111,7 @@ class Rendezvous:
 
     def errors(self) -> str:
         """Return the stored error messages with their ranks; empty if there are none."""
-        texts = {rank: self._text(f"error/{rank}") for rank in range(self.count) if rank != self.rank}
+        texts = {rank: self._text(f"error/{rank}") for rank in range(self.world_size) if rank != self.rank}
         return "; ".join(f"rank {rank}: {text}" for rank, text in texts.items() if text)
 
     def _send_heartbeats(self) -> None:
@@ -127,7 +127,7 @@ class Rendezvous:
 
     def _heartbeats(self) -> dict[int, tuple[str, str]]:
         """Return the last heartbeat number of each other rank, with its process and machine."""
-        texts = {rank: self._text(f"heartbeat/{rank}") for rank in range(self.count) if rank != self.rank}
+        texts = {rank: self._text(f"heartbeat/{rank}") for rank in range(self.world_size) if rank != self.rank}
         parts = {rank: text.partition(" ") for rank, text in texts.items()}
         return {rank: (beat, process) for rank, (beat, _, process) in parts.items()}
 

@@ -43,9 +43,9 @@ from ludus.training.distributed.collectives import (
     ONE_PROCESS,
     Collectives,
     current_ranks,
+    gather_rows,
     is_sharded,
-    merged,
-    raise_together,
+    raise_on_all_ranks,
     sum_gradients,
 )
 from ludus.training.learner.logprobs import (
@@ -117,7 +117,7 @@ class TokenBudget:
                 )
         except LearnerError as error:
             fault, hint = error.message, error.hint
-        raise_together(fault, hint, ranks)
+        raise_on_all_ranks(fault, hint, ranks)
 
     def _first_failure(self, parts: Sequence[Microbatch], work: Callable[[Microbatch], None]) -> int | None:
         """Return the token count, with padding, of the part that ran out of memory, or None."""
@@ -252,7 +252,7 @@ class Learner:
         self, name: str, rows: Sequence[Row], entropy: Entropy = "none", keep: bool = False
     ) -> list[ScoredTokens]:
         """Return the scores `[T]` of each row by the policy ("") or another scorer; `keep` as in `score`."""
-        with self.ranks.together("score", name, rows, entropy, keep):
+        with self.ranks.call_on_ranks("score", name, rows, entropy, keep):
             scored = self._score_all(rows, self._score_function(name), entropy)[0]
             if keep:
                 self._cache.add(name, rows, [scores.logprobs for scores in scored])
@@ -294,7 +294,7 @@ class Learner:
         those of the last good step. With several ranks `rows` are all rows or this rank's part (possibly
         empty), see `Collectives.whole`; metrics are global.
         """
-        with self.ranks.together("train", rows, seed, self.algorithm):
+        with self.ranks.call_on_ranks("train", rows, seed, self.algorithm):
             try:
                 return self._train(rows, seed)
             finally:
@@ -303,7 +303,7 @@ class Learner:
     def _train(self, rows: Sequence[Row], seed: int) -> dict[str, float]:
         if not any(self.ranks.gather(len(rows))):
             return {}
-        if not self.ranks.whole and self.algorithm.loss_spec.has(Need.TOKEN_CHOICE):
+        if not self.ranks.receives_all_rows and self.algorithm.loss_spec.has(Need.TOKEN_CHOICE):
             raise LearnerError(
                 f"The loss {self.algorithm.loss} selects tokens over all rows, so every rank needs all rows."
             )
@@ -403,9 +403,9 @@ class Learner:
         return functools.reduce(operator.add, gathered), normaliser.tokens
 
     def _local_indices(self, rows: Sequence[Row]) -> Sequence[int]:
-        if not self.ranks.whole or self.ranks.count == 1:
+        if not self.ranks.receives_all_rows or self.ranks.world_size == 1:
             return range(len(rows))
-        return balance_rows(rows, self.ranks.count, shared=self.scorer.shares_prefixes)[self.ranks.rank]
+        return balance_rows(rows, self.ranks.world_size, shared=self.scorer.shares_prefixes)[self.ranks.rank]
 
     def _split(self, rows: Sequence[Row], limit: int) -> list[Microbatch]:
         """Split into microbatches; equally many on every rank if weights are sharded."""
@@ -419,7 +419,7 @@ class Learner:
     def _check_finite(self, fault: str) -> None:
         """Raise LearnerError on all ranks if one has a fault; gradients are cleared."""
         try:
-            raise_together(fault, "Look for extreme rewards or log-probabilities in this step.", self.ranks)
+            raise_on_all_ranks(fault, "Look for extreme rewards or log-probabilities in this step.", self.ranks)
         except LearnerError:
             self.optimizer.zero_grad()
             raise
@@ -439,7 +439,7 @@ class Learner:
         others = self._aux.score(part, known.others, _scored_tokens(part, self.algorithm))
         replay: AbstractContextManager[None] = nullcontext()
         if self.scorer.routing is not None and known.experts is not None:
-            replay = self.scorer.routing.following([known.experts[i] for i in part.index])
+            replay = self.scorer.routing.replay([known.experts[i] for i in part.index])
         with replay:
             loss, statistics = self._loss(part, normaliser, known, others)
             self._finite.loss(loss)
@@ -500,11 +500,11 @@ class Learner:
                 entropies = None if scores.entropy is None else scores.entropy[position, :length]
                 scored[indices[i]] = ScoredTokens(scores.logprobs[position, :length], entropies)
             if part.index and routing is not None and routing.records:
-                experts.update(zip((indices[i] for i in part.index), routing.taken(), strict=True))
+                experts.update(zip((indices[i] for i in part.index), routing.recorded_experts(), strict=True))
 
         with model_precision(self.scorer.model):
             self.budget.each(lambda limit: self._split(local, limit), score, scored.clear, self.ranks)
-        scored, experts = merged(scored, self.ranks), merged(experts, self.ranks)
+        scored, experts = gather_rows(scored, self.ranks), gather_rows(experts, self.ranks)
         return [scored[i] for i in range(len(rows))], [experts[i] for i in range(len(rows))] if experts else None
 
 

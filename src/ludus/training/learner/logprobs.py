@@ -40,7 +40,7 @@ from ludus.training.batches.chunked_lm_head import (
     logits_to_scores,
 )
 from ludus.training.batches.rows import BREAK, Microbatch, Positions, split_paths
-from ludus.training.distributed.collectives import is_sharded, within
+from ludus.training.distributed.collectives import is_sharded, run_as_forward
 from ludus.training.learner.moe_routing_replay import RoutingReplay
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class LogprobScorer:
         self._check_routing(tokens)
         if rows.numel() == 0:
             if self.routing is not None:
-                self.routing.place([rows] * tokens.shape[0], 0)
+                self.routing.set_positions([rows] * tokens.shape[0], 0)
             zeros = torch.zeros(tokens.shape, dtype=score_dtype(self.model), device=tokens.device)
             if is_sharded(self.model):
                 zeros = zeros + self._idle(tokens.device)
@@ -263,7 +263,7 @@ class LogprobScorer:
             distinct = self._lm_head.score(self._hidden(forest)[states], targets, entropy)
             return TokenScores(distinct.logprobs.clone(), distinct.entropy)  # hooks may not return a view
 
-        scores = within(self.model, score_hidden)
+        scores = run_as_forward(self.model, score_hidden)
         if inverse is None:
             return scores
         return TokenScores(scores.logprobs[inverse], None if scores.entropy is None else scores.entropy[inverse])
@@ -295,7 +295,7 @@ class LogprobScorer:
     def _hidden(self, forest: prefix_packing.PrefixForest) -> Tensor:
         assert self._body is not None
         if self.routing is not None:
-            self.routing.place(forest.places, forest.num_tokens)
+            self.routing.set_positions(forest.places, forest.num_tokens)
         dummy_mask = torch.zeros(1, 1, 1, 1, device=forest.tokens.device)  # a 4-D mask is passed through unchanged
         with checkpointed(self._layers):
             states: Tensor = self._body(
@@ -313,7 +313,7 @@ class LogprobScorer:
         width = int(columns.max()) + 1
         if self.routing is not None:
             indices = torch.arange(tokens.shape[0] * width, device=tokens.device)
-            self.routing.place(torch.split(indices, width), len(indices))
+            self.routing.set_positions(torch.split(indices, width), len(indices))
         with checkpointed(self._layers):
             logits = self.model(input_ids=tokens[:, :width], use_cache=False).logits[rows, columns]
         logits = (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature

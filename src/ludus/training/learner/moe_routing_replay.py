@@ -56,7 +56,7 @@ class RoutingReplay:
         """Whether experts are being recorded."""
         return self._recorded is not None
 
-    def place(self, places: Sequence[Tensor], num_tokens: int) -> None:
+    def set_positions(self, places: Sequence[Tensor], num_tokens: int) -> None:
         """Set the index of each row's tokens in the next pass over `num_tokens` tokens."""
         self._places = places
         if self._rows is None:
@@ -72,7 +72,7 @@ class RoutingReplay:
                 experts[:, place[:length]] = row[:, :length]
         self._replayed = experts
 
-    def taken(self) -> list[Tensor]:
+    def recorded_experts(self) -> list[Tensor]:
         """Return the experts of each row in the last pass, `[R, n, k]`; empty for rows without tokens."""
         assert self._recorded is not None
         table = torch.stack(self._recorded)
@@ -80,7 +80,7 @@ class RoutingReplay:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the experts of passes within the block; `taken` returns those of the last."""
+        """Record the experts of passes within the block; `recorded_experts` returns those of the last."""
         self._recorded = [torch.empty(0)] * len(self.routers)
         try:
             with self._hooked(self._record):
@@ -89,7 +89,7 @@ class RoutingReplay:
             self._recorded = None
 
     @contextmanager
-    def following(self, rows: Sequence[Tensor]) -> Iterator[None]:
+    def replay(self, rows: Sequence[Tensor]) -> Iterator[None]:
         """Replay the experts of these rows in one forward and backward pass."""
         self._rows = rows
         try:

@@ -16,11 +16,11 @@ from ludus.errors import LearnerError
 from ludus.training.distributed.collectives import (
     ONE_PROCESS,
     Collectives,
-    local,
-    put,
-    raise_together,
+    copy_into,
+    full_tensor,
+    local_shard,
+    raise_on_all_ranks,
     sum_gradients,
-    whole,
 )
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -111,7 +111,7 @@ class Optimizer:
         """
         if self._adamw.state:
             return 0
-        return sum(2 * local(p).numel() * p.element_size() for p in self._updated.values())
+        return sum(2 * local_shard(p).numel() * p.element_size() for p in self._updated.values())
 
     def step(self) -> float:
         """Clip the gradients, take one step and clear them; return the gradient norm before clipping.
@@ -120,7 +120,7 @@ class Optimizer:
         """
         self._move_gradients_to_masters()
         moved = [p for p in self._updated.values() if p.grad is not None]
-        total = whole(get_total_norm([p.grad for p in moved if p.grad is not None]))
+        total = full_tensor(get_total_norm([p.grad for p in moved if p.grad is not None]))
         clip_grads_with_norm_(moved, self.settings.max_grad_norm, total)
         norm = float(total)
         if not math.isfinite(norm):
@@ -139,13 +139,13 @@ class Optimizer:
         self.num_steps += 1
         return norm
 
-    def step_together(self, fault: str, hint: str) -> float:
+    def reduce_and_step(self, fault: str, hint: str) -> float:
         """All-reduce the gradients, then `step`.
 
         Raises LearnerError on all ranks if one has a `fault` (message; empty: none).
         """
         try:
-            raise_together(fault, hint, self.ranks)
+            raise_on_all_ranks(fault, hint, self.ranks)
         except LearnerError:
             self.zero_grad()
             raise
@@ -192,7 +192,7 @@ class Optimizer:
         for name, moved in self._updated.items():
             moments = {kind: torch.zeros_like(moved) for kind in _MOMENTS}
             for kind, moment in moments.items():
-                put(moment, state[f"{kind}/{name}"])
+                copy_into(moment, state[f"{kind}/{name}"])
             self._adamw.state[moved] = {"step": torch.tensor(float(num_steps)), **moments}
         for name, master in self._masters.items():
-            put(master, state[f"master/{name}"])
+            copy_into(master, state[f"master/{name}"])

@@ -95,7 +95,7 @@ def reward_step(
         "loss/total": total,
         **step_metrics(optimizer),
         "batch/examples": float(len(batch)),
-        "batch/scores": float(sum(len(sequence.at) for example in batch for sequence in example.sequences)),
+        "batch/scores": float(sum(len(sequence.positions) for example in batch for sequence in example.sequences)),
         "batch/total_tokens": float(sum(len(sequence.tokens) for example in batch for sequence in example.sequences)),
     }
 
@@ -104,7 +104,7 @@ def num_terms(kind: Kind, examples: Sequence[RewardExample]) -> int:
     """Return the number of losses of a batch: one per pair, otherwise one per scored position."""
     if kind == "pairwise":
         return len(examples)
-    return sum(len(sequence.at) for example in examples for sequence in example.sequences)
+    return sum(len(sequence.positions) for example in examples for sequence in example.sequences)
 
 
 def losses(model: RewardModel, examples: Sequence[RewardExample]) -> Tensor:

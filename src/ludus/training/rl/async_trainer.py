@@ -107,7 +107,7 @@ class AsyncTrainer:
             admission=StalenessController(pace, done),
             source=source,
             run_request=runner.run_one,
-            in_flight=staleness.max_concurrent_rollouts or limit.now,
+            in_flight=staleness.max_concurrent_rollouts or limit.limit,
             needed=collector.algorithm.group_size,
             next_number=before.next_number,
             restored=before.groups,
@@ -133,7 +133,7 @@ class AsyncTrainer:
         tracking: asyncio.Task[None] | None = None
         try:
             if self.engines is not None:
-                self.rolling = await self.engines.roll(self.stream.admission.pace.max_staleness // 2)
+                self.rolling = await self.engines.roll(self.stream.admission.schedule.max_staleness // 2)
                 tracking = asyncio.create_task(track_version(self.stream, self.rolling, done))
             for episode in self.stream.start():
                 if episode.trajectory.failure is None:  # failed episodes are in the totals
@@ -198,14 +198,14 @@ class AsyncTrainer:
         collector = self.trainer.collector
         samples = collector.normalize_batch(await collector.make_samples(step, groups))
         if (staleness := self.trainer.session.config.staleness).on_stale == "replay":
-            samples = self.replay.take_late(samples, step, staleness.max_staleness)
+            samples = self.replay.take_stale(samples, step, staleness.max_staleness)
         samples = collector.apply_batch_filters(samples)
         self.trainer.collector_state = collector.state
         self.source.begin_step()
         self.runner.begin_step()
         if self.replay.config.sources:
-            least = self.trainer.session.config.staleness.min_ess
-            await self.thread(partial(self.replay.refuse_far, step, collector.algorithm, self._effective_share, least))
+            share, least = self._effective_share, self.trainer.session.config.staleness.min_ess
+            await self.thread(partial(self.replay.evict_low_ess, step, collector.algorithm, share, least))
         drawn = self.replay.draw(step, collector.algorithm, collector.overlong_limit, len(groups))
         return samples + collector.replay_samples(drawn)
 
@@ -214,7 +214,7 @@ class AsyncTrainer:
         sync, config = self.trainer.weight_sync, self.trainer.session.config
         if self.rolling is not None and step < config.training.steps:
             await sync.push_weights(step, self.rolling, self.thread, self.proofs.append)
-            self.stream.published(step, everywhere=False)
+            self.stream.on_publish(step, everywhere=False)
             return ()
         if step == config.training.steps or not (
             config.staleness.in_flight_weight_updates or keeps_adapter_versions(config)
@@ -227,7 +227,7 @@ class AsyncTrainer:
             return ()
         await self._wait_for_transfer()
         proof = await sync.check(await sync.send_in_flight(step, self.thread))
-        self.stream.published(step)
+        self.stream.on_publish(step)
         return (proof,)
 
     async def _send_in_background(self, step: int) -> None:
@@ -237,13 +237,13 @@ class AsyncTrainer:
         """
         await self._wait_for_transfer()
         copied = await self.trainer.weight_sync.copy_weights(step, self.thread)
-        self.stream.published(step, everywhere=False)
+        self.stream.on_publish(step, everywhere=False)
 
         async def send() -> SyncProof:
             begin = time.perf_counter()
             proof = await self.trainer.weight_sync.send_copy(copied)
             self.transfers_s.append(time.perf_counter() - begin)
-            self.stream.serves(step)
+            self.stream.on_serve(step)
             return proof
 
         self.sending = asyncio.create_task(self._run_in_background(send))
@@ -252,7 +252,7 @@ class AsyncTrainer:
         """Load the weights into the engine of this process and check them in the background."""
         await self._wait_for_transfer()
         expected = await self.trainer.weight_sync.send_in_flight(step, self.thread)
-        self.stream.published(step)
+        self.stream.on_publish(step)
 
         self.sending = asyncio.create_task(self._run_in_background(partial(self.trainer.weight_sync.check, expected)))
 
@@ -294,7 +294,7 @@ class AsyncTrainer:
             "queue/waiting": float(stream.num_waiting),
             "queue/groups_ready": float(stream.admission.num_ready),
             "queue/groups_on_their_way": float(len(stream.admission.in_progress)),
-            "queue/room": float(stream.admission.room),
+            "queue/room": float(stream.admission.capacity),
         }
         transfers_s, self.transfers_s = self.transfers_s, []
         return metrics | ({"sync/transfer_s": statistics.fmean(transfers_s)} if transfers_s else {})
@@ -317,7 +317,7 @@ async def track_version(stream: GroupQueue, engines: RollingUpdate, version: int
     try:
         while True:
             version = await engines.served(version)
-            stream.serves(version)
+            stream.on_serve(version)
     except Exception as error:  # boundary: raised by the learner when it waits for weights
         stream.fail(error)
 

@@ -30,8 +30,8 @@ from ludus.training.collection.prompt_stream import STREAM_FILE, WAITING_FILE, P
 from ludus.training.collection.reward_mixing import make_reward_mixer
 from ludus.training.collection.rollout_collector import RemoteSampler, RolloutCollector
 from ludus.training.datasets.token_limits import rollout_warnings
-from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, same_weights
-from ludus.training.distributed.launcher import leading
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, broadcast_weights
+from ludus.training.distributed.launcher import launch_ranks
 from ludus.training.learner.learner import Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens, TokenScorer
 from ludus.training.learner.moe_routing_replay import RoutingReplay
@@ -45,8 +45,8 @@ from ludus.training.rl.validate import config_warnings, inactive_parts, updates_
 from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.checkpoint import (
     TrainerState,
-    broken,
     checkpoint_path,
+    damaged,
     list_checkpoints,
     load_part,
     load_text,
@@ -101,7 +101,7 @@ def train(
     for text in filter(None, [*warnings, busy_warning(config)]):
         log.warning(text)
         reporter.alarm(text)
-    with leading(config, next(session.model.parameters()).device) as ranks:
+    with launch_ranks(config, next(session.model.parameters()).device) as ranks:
         trainer, done = build_trainer(session, folder, reporter, ranks, remote)
         with closing_parts(trainer):
             check_memory(config, trainer.train_step.learner)
@@ -143,7 +143,7 @@ def restore_stream(folder: RunFolder, source: PromptStream, done: int) -> Stream
         return StreamState()
     if load_text(path, STREAM_FILE) is None:
         if read_state(path).mode == "async":
-            raise broken(path, f"trainer/{STREAM_FILE} is missing")
+            raise damaged(path, f"trainer/{STREAM_FILE} is missing")
         return StreamState(max([done, *source.collector.ledger.steps_ahead]) * source.order.chunk)
     state = restore_groups(folder, source, done, STREAM_FILE)
     return replace(state, next_number=source.free(state.next_number, state.groups))
@@ -172,9 +172,9 @@ def build_trainer(
     engine = None
     if remote is not None:
         engine = remote.engine()
-    elif ranks.count > 1:  # before the weights are sharded
+    elif ranks.world_size > 1:  # before the weights are sharded
         engine = make_engine(session)
-    with ranks.together("start", config, folder.path, path):
+    with ranks.call_on_ranks("start", config, folder.path, path):
         parts = make_parts(session, algorithm, ranks, path)
     stored = parts.stored
     if stored is not None:
@@ -188,7 +188,7 @@ def build_trainer(
     engine = engine or make_engine(session)
     probe = probe_tokens(session)
     save_config(folder, config)
-    remove_after(folder, done)
+    remove_later_steps(folder, done)
     warmup = warmup_steps(parts.value_model, config, None if stored is None else stored.warmup_steps)
     if warmup > done:
         log.info("only the critic is trained until step %d (critic.warmup_steps)", warmup)
@@ -229,16 +229,16 @@ def make_parts(
     Copies of the model are made before the weights are sharded.
     """
     config, model = session.config, session.model
-    same_weights(model, ranks)
+    broadcast_weights(model, ranks)
     scorers = _scorers(session, algorithm, control_of(config, algorithm.kl_coef))
     digests = reference_digests(session, scorers) if ranks.rank == 0 else {}
     value_model = make_value_model(config, algorithm, model, session.world.rewards[0].name, ranks)
     if resumed is not None:
         load_weights(resumed, model)
-    ranks.split(model)
+    ranks.shard_model(model)
     for scorer in scorers.values():
         if isinstance(scorer, LogprobScorer):
-            ranks.split(scorer.model)
+            ranks.shard_model(scorer.model)
     updates = config.training.steps * updates_of(config)
     settings = OptimizerSettings.from_config(config.training, updates)
     optimizer = Optimizer(model, settings, master_weights=config.model.master_weights, ranks=ranks)
@@ -299,7 +299,7 @@ def probe_tokens(session: TrainingSession) -> tuple[int, ...]:
     return session.renderer.prompt(task.prompt, ())[:PROBE_TOKENS]
 
 
-def remove_after(folder: RunFolder, done: int) -> None:
+def remove_later_steps(folder: RunFolder, done: int) -> None:
     """Remove rollouts and evaluations of steps after `done`."""
     for path in [*folder.rollouts.glob("step-*"), *folder.evaluations.glob("step-*")]:
         if int(path.name.split("-")[1].split(".")[0]) > done:

@@ -21,7 +21,7 @@ from ludus.config.schema import Config
 from ludus.engines.models.loading import num_positions
 from ludus.sandbox.guest.procfs import peak_memory
 from ludus.training.batches.rows import Row
-from ludus.training.distributed.collectives import Collectives, local, raise_together
+from ludus.training.distributed.collectives import Collectives, local_shard, raise_on_all_ranks
 from ludus.training.learner.learner import REMEDY, CachedLogprobs, Learner
 
 log = logging.getLogger("ludus.learner")
@@ -68,7 +68,7 @@ def check_memory(config: Config, learner: Learner) -> MemoryEstimate | None:
         return None
     context = num_positions(learner.scorer.model) or config.rollout.max_seq_len
     longest = min(config.rollout.max_seq_len, context)
-    with learner.ranks.together("dry_run", longest):
+    with learner.ranks.call_on_ranks("dry_run", longest):
         return dry_run(learner, longest)
 
 
@@ -82,7 +82,7 @@ def dry_run(learner: Learner, longest: int) -> MemoryEstimate:
     device = parameters[0].device
     vocabulary = model.get_input_embeddings().weight.shape[0]
     num = max(1, learner.budget.tokens // longest)
-    rows = longest_rows(num * (ranks.count if ranks.whole else 1), longest, vocabulary)
+    rows = longest_rows(num * (ranks.world_size if ranks.receives_all_rows else 1), longest, vocabulary)
     weights = sum(_size(p) for p in model.parameters())
     before = _in_use(device)
     devices = [device] if device.type == "cuda" else []
@@ -116,11 +116,11 @@ def _check_fits(estimate: MemoryEstimate, ranks: Collectives, device: torch.devi
     if sum(here) > estimate.available:
         detail = f"; all {len(here)} ranks here need {_gib(sum(here))} GiB" if len(here) > 1 else ""
         fault = f"Not enough memory: {estimate}{detail}."
-    raise_together(fault, f"Lower training.microbatch_tokens. {REMEDY}", ranks)
+    raise_on_all_ranks(fault, f"Lower training.microbatch_tokens. {REMEDY}", ranks)
 
 
 def _size(tensor: torch.Tensor) -> int:
-    return local(tensor).numel() * tensor.element_size()
+    return local_shard(tensor).numel() * tensor.element_size()
 
 
 def longest_rows(num: int, length: int, vocabulary: int) -> list[Row]:

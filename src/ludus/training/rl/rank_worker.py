@@ -22,7 +22,7 @@ from ludus.config.schema import Config
 from ludus.engines.models.loading import hide_progress
 from ludus.errors import LearnerError
 from ludus.training.batches.rows import Row
-from ludus.training.distributed.collectives import RankMethod, gathered
+from ludus.training.distributed.collectives import RankMethod, full_state_dict
 from ludus.training.distributed.launcher import WorkerRank
 from ludus.training.distributed.rendezvous import Rendezvous, destroy_group
 from ludus.training.learner.logprobs import LogprobScorer
@@ -30,7 +30,7 @@ from ludus.training.rl.build import LearnerParts, make_parts
 from ludus.training.rl.memory_check import dry_run
 from ludus.training.rl.weight_sync import probe_logprobs
 from ludus.training.run.checkpoint import list_checkpoints, save_shards
-from ludus.training.run.run_dir import RunFolder, log_into
+from ludus.training.run.run_dir import RunFolder, attach_run_log
 from ludus.training.run.session import TrainingSession, open_session
 from ludus.training.value_models.factory import checkpoint_parts
 
@@ -60,10 +60,10 @@ def _execute_commands(rendezvous: Rendezvous, device: torch.device) -> None:
         return
     config, folder, resumed = cast("tuple[Config, Path, Path | None]", arguments)
     if folder.is_dir():  # missing on a machine without the shared disk
-        log_into(RunFolder(folder), f"rank {rendezvous.rank}")
+        attach_run_log(RunFolder(folder), f"rank {rendezvous.rank}")
     log.info("ready (process %d)", os.getpid())
     if config.training.learner.shard:
-        follower.split_on(device)
+        follower.shard_device = device
     session = open_session(config, cold_start(config, folder))
     methods = rank_methods(session, make_parts(session, resolve(config.algorithm), follower, resumed))
     while (command := follower.receive())[0] != "stop":
@@ -86,7 +86,7 @@ def rank_methods(session: TrainingSession, parts: LearnerParts) -> dict[RankMeth
     methods: dict[RankMethod, Callable[..., object]] = {
         "score": learner.score_with,
         "train": train,
-        "gather_weights": lambda: gathered(model),
+        "gather_weights": lambda: full_state_dict(model),
         "probe": lambda tokens: probe_logprobs(LogprobScorer(model), tokens),
         "save": lambda folder: save_shards(folder, model, learner.optimizer, checkpoint_parts(value_model)),
         "dry_run": lambda longest: dry_run(learner, longest),

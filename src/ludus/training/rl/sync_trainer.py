@@ -153,14 +153,14 @@ class SyncTrainer(EvaluatedTrainer):
     collector_state: CollectorState = field(init=False)
     """State of the rollout collector right after the current step was sampled."""
     guards: tuple[StreakGuard, ...] = field(init=False)
-    hinted: bool = field(default=False, init=False)
+    hint_shown: bool = field(default=False, init=False)
     """Whether the hint about slow rewards has been shown."""
 
     def __post_init__(self) -> None:
         self.collector_state = self.collector.state
         self.guards = (empty_batch_guard(self.collector.algorithm), ess_guard(self.session.config))
         for guard in self.guards:
-            guard.recall(self.history)
+            guard.restore(self.history)
 
     @property
     def num_steps(self) -> int:
@@ -227,8 +227,8 @@ class SyncTrainer(EvaluatedTrainer):
         self.history = [*self.history, metrics][-ALARM_STEPS:]
         for text in alarms(self.history):
             self.alarm(step, text)
-        if not self.hinted and (hint := scoring_hint(timings, self.session.config)):
-            self.hinted = True
+        if not self.hint_shown and (hint := scoring_hint(timings, self.session.config)):
+            self.hint_shown = True
             self.alarm(step, hint)
         self.reporter.step(step, metrics, timings)
         return metrics

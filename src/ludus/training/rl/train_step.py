@@ -153,12 +153,12 @@ class TrainStep:
         kl = metrics.get("policy/kl_reference")
         if kl is None:
             return ""
-        reason = self.kl_control.verdict(kl)
+        reason = self.kl_control.pause_reason(kl)
         self.kl_control = self.kl_control.update(kl, round(metrics["ledger/trained"]))
         return reason
 
     def _prepare(self, step: int, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
-        if self.kl_control.acts:
+        if self.kl_control.is_active:
             self.learner.algorithm = replace(self.learner.algorithm, kl_coef=self.kl_control.coef(step))
         if self.learner.algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
             self._set_entropy_filter(samples)
@@ -185,7 +185,7 @@ class TrainStep:
         if self.learner.algorithm.correction_spec.has(Need.REJECTION):
             metrics["is/mask_frac"] = rejected_share(samples)
         metrics |= age_metrics(samples, step)
-        return metrics | ({"kl/coef": self.kl_control.coef(step)} if self.kl_control.acts else {})
+        return metrics | ({"kl/coef": self.kl_control.coef(step)} if self.kl_control.is_active else {})
 
 
 def filter_and_estimate(

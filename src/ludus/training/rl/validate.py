@@ -22,7 +22,7 @@ from ludus.envs.base import World
 from ludus.envs.mixture import worlds_in
 from ludus.envs.registry import build_world, check_sandbox
 from ludus.errors import ConfigError
-from ludus.evaluation.env_audit import AuditProgress, CheckPlan, refuse_cheats
+from ludus.evaluation.env_audit import AuditProgress, CheckPlan, reject_cheats
 from ludus.evaluation.evaluate import check_evaluation
 from ludus.rewards.registry import has_extra_rewards
 from ludus.rollout.reward_executor import ProcessRewardExecutor
@@ -36,8 +36,8 @@ from ludus.training.rl.sync_trainer import task_order
 from ludus.training.run.session import TrainingSession, open_session
 from ludus.training.value_models.factory import planned_warmup
 
-UNWATCHED = AuditProgress()
-OF_EVERY_MODE = ("min_ess", "ess_patience")
+NO_PROGRESS = AuditProgress()
+COMMON_SETTINGS = ("min_ess", "ess_patience")
 """Settings of `staleness` that apply in every training mode."""
 _ENGINE_WORKERS: Final = ("engines", "engine_cpus", "engine_gpus", "engine_resources")
 _REWARD_RESOURCES: Final = ("reward_cpus", "reward_gpus", "reward_resources")
@@ -48,7 +48,7 @@ _SCORING: Final = ("reward_timeout_s", "reward_processes")
 _MORE_UPDATES = "Set training.minibatches = 4, or training.epochs = 2"
 
 
-def open_validated_session(config: Config, watch: AuditProgress = UNWATCHED) -> TrainingSession | None:
+def open_validated_session(config: Config, watch: AuditProgress = NO_PROGRESS) -> TrainingSession | None:
     """Check a configuration and load its model, before anything is written.
 
     `watch` receives the progress of the environment audit. Returns None if the model must first be trained
@@ -66,7 +66,7 @@ def open_validated_session(config: Config, watch: AuditProgress = UNWATCHED) -> 
     return session
 
 
-def check(config: Config, world: World, watch: AuditProgress = UNWATCHED) -> None:
+def check(config: Config, world: World, watch: AuditProgress = NO_PROGRESS) -> None:
     """Validate a configuration before anything is written.
 
     Raises UserError as `check_settings`, and WorldError if the sandbox does not respond.
@@ -97,7 +97,7 @@ def check_settings(config: Config, world: World) -> None:
     check_reward_settings(config, world)
 
 
-def check_rollouts(config: Config, world: World, watch: AuditProgress = UNWATCHED) -> None:
+def check_rollouts(config: Config, world: World, watch: AuditProgress = NO_PROGRESS) -> None:
     """Raise WorldError if the world's sandbox does not respond; raise as `check_cheats`.
 
     On a Ray cluster the workers check the sandbox, which may be unreachable from this machine.
@@ -107,7 +107,7 @@ def check_rollouts(config: Config, world: World, watch: AuditProgress = UNWATCHE
     check_cheats(config, world, watch)
 
 
-def check_cheats(config: Config, world: World, watch: AuditProgress = UNWATCHED) -> None:
+def check_cheats(config: Config, world: World, watch: AuditProgress = NO_PROGRESS) -> None:
     """Raise ConfigError if the world rewards cheating, WorldError if its rewards time out repeatedly.
 
     Skipped if `env.check` is off.
@@ -115,7 +115,7 @@ def check_cheats(config: Config, world: World, watch: AuditProgress = UNWATCHED)
     if config.env.check:
         for env, env_config in worlds_in(world, config):
             limits, scoring = episode_limits(env_config.rollout), ProcessRewardExecutor.of(env_config)
-            refuse_cheats(env, CheckPlan(seed=env_config.run.seed, limits=limits, scoring=scoring, watch=watch))
+            reject_cheats(env, CheckPlan(seed=env_config.run.seed, limits=limits, scoring=scoring, watch=watch))
 
 
 def check_trackers(config: Config) -> None:
@@ -358,7 +358,7 @@ def staleness_warnings(config: Config) -> list[str]:
     """Return a warning for each `staleness` setting that the training mode does not use."""
     if config.training.streams:
         return []
-    used = OF_EVERY_MODE + (("max_staleness",) if config.rollout.partial.is_set else ())
+    used = COMMON_SETTINGS + (("max_staleness",) if config.rollout.partial.is_set else ())
     return [
         f"staleness.{key} = {value} has no effect: training.mode is {config.training.mode}, and it needs async."
         for key, value in changed(config.staleness).items()

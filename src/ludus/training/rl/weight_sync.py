@@ -21,7 +21,7 @@ from ludus.config.schema import Config
 from ludus.engines.base import Engine, RollingUpdate, WeightCheck
 from ludus.engines.models.fingerprint import fingerprint_gathered
 from ludus.errors import EngineError, SyncError
-from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, gathered, is_sharded
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, full_state_dict, is_sharded
 from ludus.training.learner.logprobs import LogprobScorer
 
 if TYPE_CHECKING:
@@ -205,14 +205,14 @@ class WeightSync:
         """Return all weights unsharded. Unsharded weights are not copied."""
         if not is_sharded(self.model):
             return {name: p.detach() for name, p in self.model.named_parameters()}
-        with self.ranks.together("gather_weights"):
-            return gathered(self.model)
+        with self.ranks.call_on_ranks("gather_weights"):
+            return full_state_dict(self.model)
 
     @torch.no_grad()
     def _expected(self, version: int, weights: Mapping[str, Tensor]) -> Expected:
         ours = fingerprint_gathered(self.model, weights)
         if is_sharded(self.model):
-            with self.ranks.together("probe", self.probe):
+            with self.ranks.call_on_ranks("probe", self.probe):
                 own = probe_logprobs(LogprobScorer(self.model), self.probe)
         else:
             own = probe_logprobs(self._scorer, self.probe)

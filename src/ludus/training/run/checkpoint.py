@@ -32,7 +32,7 @@ from ludus.algorithms.kl import KlState
 from ludus.engines.models.loading import save_model
 from ludus.errors import StorageError, UserError
 from ludus.rollout.ledger import AccountingError, LedgerState
-from ludus.training.distributed.collectives import gathered, is_sharded
+from ludus.training.distributed.collectives import full_state_dict, is_sharded
 from ludus.training.learner.optimizer import Optimizer
 from ludus.untrusted.pickles import load_pickle
 
@@ -63,20 +63,20 @@ def check_manifest(folder: Path) -> None:
         files = json.loads(path.read_text("utf-8"))["files"]
         expected = {str(name): (int(file["bytes"]), str(file["sha256"])) for name, file in files.items()}
     except FileNotFoundError:
-        raise broken(folder, f"trainer/{MANIFEST} is missing") from None
+        raise damaged(folder, f"trainer/{MANIFEST} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise broken(folder, f"trainer/{MANIFEST} cannot be read ({type(error).__name__})") from error
+        raise damaged(folder, f"trainer/{MANIFEST} cannot be read ({type(error).__name__})") from error
     for name, (size, digest) in expected.items():
         file = folder / name
         if not file.is_file():
-            raise broken(folder, f"{name} is missing")
+            raise damaged(folder, f"{name} is missing")
         if file.stat().st_size != size:
-            raise broken(folder, f"{name} has {file.stat().st_size} bytes instead of {size}")
+            raise damaged(folder, f"{name} has {file.stat().st_size} bytes instead of {size}")
         if _digest(file) != digest:
-            raise broken(folder, f"{name} has changed since it was written")
+            raise damaged(folder, f"{name} has changed since it was written")
 
 
-def broken(folder: Path, what: str) -> StorageError:
+def damaged(folder: Path, what: str) -> StorageError:
     """Return the error for a damaged checkpoint."""
     previous = sorted(path.name for path in folder.parent.glob("step-*") if path.name < folder.name)
     remedy = f"resume from {previous[-1]}" if previous else "restart the run from its first step"
@@ -125,7 +125,7 @@ def save_shards(
             f"Rank {rank} could not write its shards of the checkpoint to {folder}: {cause}.",
             "Free some space and resume; earlier checkpoints are unchanged.",
         ) from error
-    unsharded = gathered(model)
+    unsharded = full_state_dict(model)
     return {name: unsharded[name] for name in weights}
 
 
@@ -236,7 +236,7 @@ class Extra:
     """Additional checkpoint contents by name: tensors of value models, and text files."""
 
     parts: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
-    texts: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 def checkpoint_path(checkpoints: Path, step: int) -> Path:
@@ -268,7 +268,7 @@ def save_checkpoint(
         (temporary / "trainer").mkdir(parents=True)
         trainer = temporary / "trainer"
         if is_sharded(model):
-            with optimizer.ranks.together("save", trainer / SHARDS):
+            with optimizer.ranks.call_on_ranks("save", trainer / SHARDS):
                 weights = save_shards(trainer / SHARDS, model, optimizer, extra.parts)
             save_model(model, tokenizer, temporary, weights)
         else:
@@ -276,7 +276,7 @@ def save_checkpoint(
             _save_tensors(trainer / "optimizer.safetensors", optimizer.state_dict())
             for name, tensors in extra.parts.items():
                 _save_tensors(trainer / f"{name}.safetensors", tensors)
-        for name, text in extra.texts.items():
+        for name, text in extra.files.items():
             (trainer / name).write_text(text, "utf-8")
         (trainer / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n", "utf-8")
         write_manifest(temporary)
@@ -305,7 +305,7 @@ def load_trainer(folder: Path, optimizer: Optimizer) -> TrainerState:
     try:
         moments = _read_part(folder, "optimizer", optimizer.zero_state_dict())
     except OSError as error:
-        raise broken(folder, f"the optimizer's moments cannot be read ({error})") from error
+        raise damaged(folder, f"the optimizer's moments cannot be read ({error})") from error
     optimizer.load_state_dict(moments, state.optimizer_steps)
     return state
 
@@ -316,9 +316,9 @@ def read_state(folder: Path) -> TrainerState:
         state = TypeAdapter(TrainerState).validate_json((folder / "trainer" / "state.json").read_text("utf-8"))
     except (OSError, ValueError, AccountingError) as error:
         cause = " ".join(str(error).split("\n")[:2])
-        raise broken(folder, f"trainer/state.json has no state to resume from ({cause})") from error
+        raise damaged(folder, f"trainer/state.json has no state to resume from ({cause})") from error
     if checkpoint_path(folder.parent, state.step).name != folder.name:
-        raise broken(folder, f"trainer/state.json is of step {state.step}")
+        raise damaged(folder, f"trainer/state.json is of step {state.step}")
     return state
 
 

@@ -192,7 +192,7 @@ class _RunLog(logging.FileHandler):
 
 
 @contextmanager
-def locked(folder: RunFolder) -> Iterator[None]:
+def lock_run(folder: RunFolder) -> Iterator[None]:
     """Lock the folder and log to it. Raises UserError if another process holds the lock."""
     try:
         lock = (folder.path / "lock").open("w")
@@ -206,7 +206,7 @@ def locked(folder: RunFolder) -> Iterator[None]:
                 f"The run folder {folder.path} is in use by another process.",
                 "Wait for it to end, or use another folder.",
             ) from None
-        handler = log_into(folder)
+        handler = attach_run_log(folder)
         try:
             yield
         except LudusError as error:
@@ -223,7 +223,7 @@ def locked(folder: RunFolder) -> Iterator[None]:
             handler.close()
 
 
-def log_into(folder: RunFolder, source: str = "") -> logging.Handler:
+def attach_run_log(folder: RunFolder, source: str = "") -> logging.Handler:
     """Append log records of this process to the run log, with the prefix `source`."""
     handler = _RunLog(folder.path / "log.txt", encoding="utf-8")
     prefix = f"{source}: " if source else ""

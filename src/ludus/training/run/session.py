@@ -23,7 +23,7 @@ from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.engines.embedded.kv_cache import PAGE
 from ludus.engines.models.loading import load_model, load_tokenizer, num_positions
 from ludus.engines.remote.engine import ServerEngine
-from ludus.engines.remote.http_client import NoServerAvailable, RemoteEngineSettings, serve_command
+from ludus.engines.remote.http_client import RemoteEngineSettings, ServerUnreachable, serve_command
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import EngineError, UserError
@@ -61,7 +61,7 @@ class TrainingSession:
         return ProcessRewardExecutor.of(self.config)
 
 
-BUSY = 0.75
+MAX_LOAD = 0.75
 """Load per core above which compute threads compete with other processes."""
 
 
@@ -80,7 +80,7 @@ def busy_warning(config: Config) -> str:
     """
     threads = config.run.threads or default_threads()
     cores, load = usable_cores(), os.getloadavg()[0]
-    if threads == 1 or load <= BUSY * cores:
+    if threads == 1 or load <= MAX_LOAD * cores:
         return ""
     return (
         f"The machine is busy (load {load:.1f} on {cores} cores): {threads} compute threads competing "
@@ -163,7 +163,7 @@ def make_engine(session: TrainingSession) -> Engine:
         return local_engine(session)
     try:
         return server_engine(session.config)
-    except NoServerAvailable as error:
+    except ServerUnreachable as error:
         raise EngineError(error.message, f"Start it first: {serve_command(error.url, session.source)}") from error
 
 

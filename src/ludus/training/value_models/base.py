@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ludus.errors import LearnerError, UserError
 from ludus.training.batches.rows import Microbatch, Row, balance_rows, blank_microbatch, microbatches
-from ludus.training.distributed.collectives import Collectives, is_sharded, merged, put, within
+from ludus.training.distributed.collectives import Collectives, copy_into, gather_rows, is_sharded, run_as_forward
 from ludus.training.learner.logprobs import LogprobScorer, model_precision, score_dtype
 from ludus.training.learner.optimizer import Optimizer
 
@@ -68,9 +68,9 @@ class HeadModel:
             values: Tensor = self.head(states)
             return values
 
-        return within(self.model, numbers).to(score_dtype(self.head))
+        return run_as_forward(self.model, numbers).to(score_dtype(self.head))
 
-    def idle(self) -> Tensor:
+    def dummy_pass(self) -> Tensor:
         """Return 0 after a pass of one token: sharded forward passes are collective."""
         first = torch.zeros(1, dtype=torch.int64, device=self.device)
         return 0.0 * self.read(first[None], (first, first)).sum()
@@ -132,8 +132,8 @@ class TrainedModel(ABC):
         """
         device, dtype, shared = next(self.model.parameters()).device, score_dtype(self.model), self.shares_prefixes
         indices: Sequence[int] = range(len(rows))
-        if self.ranks.count > 1:
-            indices = balance_rows(rows, self.ranks.count, shared=shared)[self.ranks.rank]
+        if self.ranks.world_size > 1:
+            indices = balance_rows(rows, self.ranks.world_size, shared=shared)[self.ranks.rank]
         found = [
             replace(part, index=tuple(indices[i] for i in part.index))
             for part in microbatches([rows[i] for i in indices], self.microbatch_tokens, device, dtype, shared=shared)
@@ -150,7 +150,7 @@ class TrainedModel(ABC):
         for part in self.parts(rows):
             numbers = score(part)
             scores |= {i: numbers[place, : len(rows[i].tokens)] for place, i in enumerate(part.index)}
-        scores = merged(scores, self.ranks)
+        scores = gather_rows(scores, self.ranks)
         return [scores[i] for i in range(len(rows))]
 
     def state(self) -> dict[str, Tensor]:
@@ -168,7 +168,7 @@ class TrainedModel(ABC):
                 stored = state.get(f"model/{key}")
                 if stored is None or stored.shape != parameter.shape:
                     raise LearnerError(f"The checkpoint's {self.name} does not match: {key}.")
-                put(parameter, stored)
+                copy_into(parameter, stored)
         prefix = "optimizer/"
         moments = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
         self.optimizer.load_state_dict(moments, num_steps)

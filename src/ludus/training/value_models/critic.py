@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 
 from ludus.algorithms.losses.likelihood import value_loss
 from ludus.training.batches.rows import Microbatch, Row, scored_mask
-from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, is_sharded, put
+from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, copy_into, is_sharded
 from ludus.training.learner.logprobs import pad_rows
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.value_models.base import HeadModel, TrainedModel, batches
@@ -79,7 +79,7 @@ class StateModel(TrainedModel):
             self.model = nn.ModuleDict({"head": self.head})
         else:
             self.model.requires_grad_(True)
-            ranks.split(self.model)
+            ranks.shard_model(self.model)
         self.ranks = ranks
         self.optimizer = Optimizer(self.model, optimizer, ranks=ranks)
         self.microbatch_tokens = settings.microbatch_tokens
@@ -93,7 +93,7 @@ class StateModel(TrainedModel):
         rows, columns = torch.nonzero(part.trains[:, 1:], as_tuple=True)
         if not rows.numel():
             zeros = torch.zeros(*part.tokens.shape, self.head.out_features, device=part.tokens.device)
-            return zeros + self._states.idle() if is_sharded(self.model) else zeros
+            return zeros + self._states.dummy_pass() if is_sharded(self.model) else zeros
         table = self._states.read(part.tokens, (rows, columns + after), frozen=self.settings.on_policy)
         empty = torch.zeros(*part.tokens.shape, table.shape[1], dtype=table.dtype, device=table.device)
         return empty.index_put((rows, columns + 1), table)
@@ -113,7 +113,7 @@ class Critic(StateModel):
         settings, num_steps = self.settings, self.optimizer.num_steps
         start = _mean(_trained(targets, rows)) if num_steps == 0 else 0.0
         if num_steps == 0:
-            put(self.head.bias, torch.tensor([start], dtype=torch.float64))
+            copy_into(self.head.bias, torch.tensor([start], dtype=torch.float64))
         old_values = [values + start for values in old]
         for index in batches(len(rows), settings.epochs, settings.minibatches, num_steps):
             minibatch = [rows[i] for i in index]
@@ -141,7 +141,7 @@ class Critic(StateModel):
             if not torch.isfinite(scaled):
                 fault = "The critic's loss is not a number."
             torch.autograd.backward(scaled)
-        self.optimizer.step_together(fault, "Lower critic.learning_rate.")
+        self.optimizer.reduce_and_step(fault, "Lower critic.learning_rate.")
 
 
 def _explained(rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]) -> float:
@@ -218,5 +218,5 @@ class OutcomeCritic(StateModel):
             torch.autograd.backward(loss if part.index else 0.0 * table.sum())
             total += tokens * float(loss.detach())
             correct += int((logits.argmax(1) == labels).sum())
-        self.optimizer.step_together(fault, "Lower critic.learning_rate.")
+        self.optimizer.reduce_and_step(fault, "Lower critic.learning_rate.")
         return sum(self.ranks.gather(total)), sum(self.ranks.gather(correct))

@@ -98,7 +98,7 @@ def estimate_values(
     Raises LearnerError if a reference is needed and missing.
     """
     solved = _is_solved(samples, value_model.settings.success)
-    with value_model.ranks.together("score_values", rows, solved):
+    with value_model.ranks.call_on_ranks("score_values", rows, solved):
         scores = at_actions(value_model.score(rows, solved), rows)
     match value_model:
         case Critic():
@@ -123,7 +123,7 @@ def bootstrap_values(value_model: Critic, samples: Sequence[TrainingSample], row
     ends = [replace(rows[i], trains=_mask_of_positions(len(rows[i].tokens), at.values())) for i, at in cuts.items()]
     if not ends:
         return scored
-    with value_model.ranks.together("score_values", ends, (), True):
+    with value_model.ranks.call_on_ranks("score_values", ends, (), True):
         scores = value_model.score(ends, after=True)
     for i, values in zip(cuts, scores, strict=True):
         for path, position in cuts[i].items():
@@ -157,7 +157,7 @@ def train_value_model(value_model: ValueModel, samples: Sequence[TrainingSample]
     elif isinstance(value_model, ProcessReward):
         inputs = [[sample.reference for sample in trained]]
     tables = tuple([_scatter_to_row(v, row) for v, row in zip(values, rows, strict=True)] for values in inputs)
-    with value_model.ranks.together("train_values", rows, tables, solved):
+    with value_model.ranks.call_on_ranks("train_values", rows, tables, solved):
         return value_model.train(rows, tables, solved)
 
 

@@ -55,7 +55,7 @@ class ProcessReward(TrainedModel):
         self.settings = settings
         self.model = copy.deepcopy(policy).eval()
         self._scorer = LogprobScorer(self.model, settings.temperature, recompute=settings.recompute)
-        ranks.split(self.model)
+        ranks.shard_model(self.model)
         self.ranks = ranks
         self.optimizer = Optimizer(self.model, optimizer, ranks=ranks)
         self.microbatch_tokens, self.shares_prefixes = settings.microbatch_tokens, self._scorer.shares_prefixes
@@ -94,5 +94,5 @@ class ProcessReward(TrainedModel):
             torch.autograd.backward(loss)
             total += float(loss.detach())
             correct += int(((logits > 0) == (labels > 0.5)).sum())
-        self.optimizer.step_together(fault, "Lower critic.prime.learning_rate.")
+        self.optimizer.reduce_and_step(fault, "Lower critic.prime.learning_rate.")
         return sum(self.ranks.gather(total)), sum(self.ranks.gather(correct))

@@ -36,11 +36,11 @@ class RewardModel:
         tokens = torch.zeros(len(sequences), width, dtype=torch.int64)
         for i, sequence in enumerate(sequences):
             tokens[i, : len(sequence.tokens)] = torch.tensor(sequence.tokens)
-        rows = torch.tensor([i for i, sequence in enumerate(sequences) for _ in sequence.at])
-        columns = torch.tensor([position for sequence in sequences for position in sequence.at])
+        rows = torch.tensor([i for i, sequence in enumerate(sequences) for _ in sequence.positions])
+        columns = torch.tensor([position for sequence in sequences for position in sequence.positions])
         device = states.device
         values = states.read(tokens.to(device), (rows.to(device), columns.to(device)))[:, 0]
-        return list(torch.split(values, [len(sequence.at) for sequence in sequences]))
+        return list(torch.split(values, [len(sequence.positions) for sequence in sequences]))
 
     @torch.no_grad()
     def predict(self, sequences: Sequence[ScoredSequence], max_tokens: int) -> list[tuple[float, ...]]:
@@ -150,7 +150,7 @@ class ScoredSequence:
     """
 
     tokens: tuple[int, ...]
-    at: tuple[int, ...]
+    positions: tuple[int, ...]
     targets: tuple[float, ...]
 
     @property

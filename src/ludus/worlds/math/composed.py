@@ -22,7 +22,7 @@ _ENDS: Mapping[int, Sequence[str]] = {
 }
 
 
-def tell(d: Draft) -> tuple[str, Pairs]:
+def make_story(d: Draft) -> tuple[str, Pairs]:
     """Return the question of a story of `level` events and the pairs of consecutive events."""
     start = d.choice((12, 20, 24, 30, 36, 40, 48, 60, 72, 80, 90)) + d.choice((0, 0, 0, 5, 7))
     who, things, mark = d.word("people"), d.word("counted"), str(start)
@@ -53,7 +53,7 @@ def _divisor(d: Draft, event: KindTable, mark: str, sentences: list[str], who: s
     return n, d.do(f"{mark} + {-value % n}")
 
 
-def link(d: Draft, parts: Mapping[str, Sequence[tuple[int, Callable[[Draft], str]]]]) -> tuple[str, Pairs]:
+def combine_topics(d: Draft, parts: Mapping[str, Sequence[tuple[int, Callable[[Draft], str]]]]) -> tuple[str, Pairs]:
     """Combine `level - 1` numbers, each with its level, of the topics in `parts`; a number may depend on the
     previous one. Return the question and the pairs of consecutive topics."""
     topics = [d.choice(list(parts)) for _ in range(d.level - 1)]

@@ -11,7 +11,7 @@ from functools import cache, partial
 
 from ludus.errors import ConfigError
 from ludus.rewards.math.math_verify import Expression
-from ludus.worlds.math.composed import HELD_OUT, Pairs, link, tell
+from ludus.worlds.math.composed import HELD_OUT, Pairs, combine_topics, make_story
 from ludus.worlds.math.problems import Draft, MathProblem, tables
 from ludus.worlds.math.topics import algebra, arithmetic, geometry, numbers
 
@@ -64,9 +64,9 @@ class ProblemMaker:
         """Return a problem of the topic, or None if the drawn one belongs to another split."""
         draft, kind, pairs = Draft(rng, self.level), topic, Pairs()
         if topic == "stories":
-            question, pairs = tell(draft)
+            question, pairs = make_story(draft)
         elif topic == "links":
-            question, pairs = link(draft, _link_parts())
+            question, pairs = combine_topics(draft, _link_parts())
         else:
             kind = rng.choice(self._kinds(topic))
             question = make_text(topic, kind, draft)

@@ -36,7 +36,7 @@ WEIGHTS: dict[str, float] = {"/".join(chain): weight for chain, weight in CHAINS
 """Fraction of each family in a split, by name; the sum is 1. The held-out family is the only one of its split."""
 
 NOUNS = {"city": "the city that {} serves", "country": "the country of {}"}
-ASKS = {
+QUESTION_FORMS = {
     "city": ("Which city does {} serve?", "{} serves which city?"),
     "code": ("What is the code of {}?", "Which code does {} have?"),
     "country": ("In which country is {}?", "What is the country of {}?"),
@@ -60,7 +60,7 @@ ENTITY_AFTER = {"city": "city", "country": "country"}
 """Kind of entity that a relation refers to, for relations that have a next hop."""
 
 
-KEPT = {"United States": 1 / 8, "Brazil": 1 / 3}
+KEEP_FRACTIONS = {"United States": 1 / 8, "Brazil": 1 / 3}
 """Fraction of the heads in these countries that have country questions. Otherwise, 40 % of the answers are the
 United States, so that guessing succeeds."""
 
@@ -138,7 +138,7 @@ def _chained(facts: Facts, chain: tuple[str, ...], split: str) -> Iterator[Searc
         hops = _follow(facts, entity, relations)
         if hops is None or _too_common(hops, family + name):
             continue
-        asks = ASKS[relations[-1]]
+        asks = QUESTION_FORMS[relations[-1]]
         ask = asks[int(_hash_fraction(f"{family}:{name}") * len(asks))]
         subject = name
         for relation in relations[:-1]:
@@ -163,7 +163,7 @@ def _follow(facts: Facts, entity: Entity, relations: Sequence[str]) -> tuple[Hop
 
 def _too_common(hops: Sequence[Hop], key: str) -> bool:
     countries = [hop.fact.value for hop in hops if hop.relation == "country"]
-    return any(_hash_fraction(f"kept:{key}") >= KEPT.get(country, 1.0) for country in countries)
+    return any(_hash_fraction(f"kept:{key}") >= KEEP_FRACTIONS.get(country, 1.0) for country in countries)
 
 
 def _intersection(homonym: Homonym) -> SearchQuestion:

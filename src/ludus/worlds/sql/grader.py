@@ -12,7 +12,7 @@ from ludus.rewards.base import truth_of
 from ludus.rewards.code.sql_rows import Rows, same_rows
 from ludus.rewards.code.turns import Progress, made_calls
 from ludus.rewards.exact_match import ExpectedAnswers
-from ludus.rewards.extract import fenced
+from ludus.rewards.extract import fenced_block
 from ludus.rewards.math.numeric import Quantity
 from ludus.tools.sql import Database, Row, SqlError, SqlLimits
 from ludus.types import Task, ToolStatus, Trajectory
@@ -21,9 +21,9 @@ from ludus.worlds.sql.questions import SqlQuestion
 PlainRow = tuple[int | float | str | None, ...]
 TOLERANCE = 1e-6
 """Tolerance of numbers in rows: absolute, relative above 1."""
-MOST_EXTRA = 2
+MAX_EXTRA = 2
 """Maximum additional columns in a result with the gold rows."""
-MOST_CHOICES = 720
+MAX_CHOICES = 720
 """Maximum number of column selections that are compared."""
 LIMITS = SqlLimits()
 """Limits of a query that is an answer."""
@@ -61,16 +61,16 @@ def is_right(answer: str, truth: SqlTruth) -> bool:
     """Return whether the answer is right; a query must be right on both databases."""
     if truth.value is not None:
         return truth_records.is_right(answer, truth.value)
-    return gives(answer, truth.image, truth.rows) and gives(answer, truth.hidden, truth.hidden_rows)
+    return returns_rows(answer, truth.image, truth.rows) and returns_rows(answer, truth.hidden, truth.hidden_rows)
 
 
 @lru_cache(maxsize=256)
-def gives(answer: str, image: bytes, due: Rows) -> bool:
+def returns_rows(answer: str, image: bytes, due: Rows) -> bool:
     """Return whether the answer is a query that returns these rows on a database, within `LIMITS`.
 
     A Markdown fence and a final semicolon are removed. Results are cached, because two rewards need them.
     """
-    rows = _rows_of(fenced(answer), image, len(due.rows) + 1)
+    rows = _rows_of(fenced_block(answer), image, len(due.rows) + 1)
     return rows is not None and same_rows(rows, due)
 
 
@@ -86,8 +86,8 @@ def _rows_of(query: str, image: bytes, enough: int) -> list[PlainRow] | None:
     return plain if len(plain) == len(rows) else None
 
 
-def holds_gold(query: str, truth: SqlTruth) -> bool:
-    """Return whether a query returns the gold rows on both databases, with at most `MOST_EXTRA` additional columns.
+def contains_gold(query: str, truth: SqlTruth) -> bool:
+    """Return whether a query returns the gold rows on both databases, with at most `MAX_EXTRA` additional columns.
 
     Constants and copies of the shown rows do not match, because the hidden database has other rows.
     """
@@ -97,26 +97,26 @@ def holds_gold(query: str, truth: SqlTruth) -> bool:
         return False
     tables = [rows for rows in found if rows]
     gold, width = len(truth.rows.rows[0]), len(tables[0][0])
-    if width > gold + MOST_EXTRA:
+    if width > gold + MAX_EXTRA:
         return False
     return any(
         all(
             same_rows([tuple(row[column] for column in columns) for row in rows], due)
             for rows, (_, due) in zip(tables, pairs, strict=True)
         )
-        for columns in islice(permutations(range(width), gold), MOST_CHOICES)
+        for columns in islice(permutations(range(width), gold), MAX_CHOICES)
     )
 
 
 def gold_rows_found(task: Task, trajectory: Trajectory) -> Progress:
-    """Turn verifier with one milestone: a call whose query returns the gold rows (`holds_gold`)."""
+    """Turn verifier with one milestone: a call whose query returns the gold rows (`contains_gold`)."""
     truth = truth_of(task, SqlTruth)
     reached: list[set[str]] = [set() for _ in range(trajectory.num_turns)]
     for call in made_calls(task, trajectory):
         query = call.arguments.get("query")
         if call.outcome.status is not ToolStatus.OK or not isinstance(query, str):
             continue
-        if holds_gold(query, truth):
+        if contains_gold(query, truth):
             reached[call.turn].add("gold rows")
             break
     return Progress(reached, 1)
@@ -154,13 +154,13 @@ def shown_rows(task: Task, trajectory: Trajectory) -> float:
     truth = truth_of(task, SqlTruth)
     if truth.value is not None:
         return result_set(task, trajectory)
-    return float(gives(trajectory.answer, truth.image, truth.rows))
+    return float(returns_rows(trajectory.answer, truth.image, truth.rows))
 
 
 def was_run(task: Task, trajectory: Trajectory) -> float:
     """Return 1 if the answer is a query that a call executed without an error, else 0."""
     del task
-    answer = fenced(trajectory.answer)
+    answer = fenced_block(trajectory.answer)
     fine = {one.call_id for one in trajectory.outcomes if one.status is ToolStatus.OK}
     made = [call for message in trajectory.messages for call in message.get("tool_calls", [])]
     ran = [json.loads(call["function"]["arguments"]) for call in made if call["id"] in fine]

@@ -30,7 +30,7 @@ SHARES = (("train", 0.6), ("validation", 0.1), ("test", 0.3))
 LEVELS = (1, 2, 3, 4, 5)
 Domain = Literal["shop", "library", "clinic", "flights", "school", "cinema"]
 DOMAINS: Final[tuple[Domain, ...]] = ("shop", "library", "clinic", "flights", "school", "cinema")
-MOST_DATABASES: Final = 8
+NUM_DATABASES: Final = 8
 """Number of databases of each domain in the data."""
 AnswerKind = Literal["query", "value"]
 Table = tuple[tuple[Cell, ...], ...]
@@ -42,7 +42,7 @@ class QuestionFile:
 
     levels: tuple[int, ...] = LEVELS
     domains: tuple[str, ...] = DOMAINS
-    databases: int = MOST_DATABASES
+    databases: int = NUM_DATABASES
     per_shape: int = 40
 
 

@@ -23,11 +23,11 @@ from ludus.worlds.sql.questions import SqlQuestion
 class SqlFlaws:
     """Probabilities of the mistakes of the solver."""
 
-    forget: float = 0.4
+    omit_condition: float = 0.4
     """Omit a condition or the order from the query."""
-    blind: float = 0.15
+    skip_schema: float = 0.15
     """If the answer is a query: write it without reading the schema, with the names in the question."""
-    slip: float = 0.15
+    misspell_name: float = 0.15
     """First misspell a name, then correct the query after the error. The wrong call is excluded from the loss."""
 
 
@@ -42,12 +42,12 @@ class SqlSolver:
     def messages(self, question: SqlQuestion, rng: random.Random) -> list[Message]:
         """Return the messages after the question, mistakes included."""
         query, plain = question.data["queries"]
-        if rng.random() < self.flaws.forget and question.data["forgetful"]:
+        if rng.random() < self.flaws.omit_condition and question.data["forgetful"]:
             query, plain = rng.choice(question.data["forgetful"])
-        if question.kind == "query" and rng.random() < self.flaws.blind:
+        if question.kind == "query" and rng.random() < self.flaws.skip_schema:
             return [assistant(plain)]
         messages = list(self._call(self.schema, {}, "Look at the tables.", 0))
-        if rng.random() < self.flaws.slip:
+        if rng.random() < self.flaws.misspell_name:
             wrong = _misspelled(query, question, rng)
             call, output = self._call(self.sql, {"query": wrong}, "Run the query.", 1)
             messages += [Message({**call, "train": False}), output]

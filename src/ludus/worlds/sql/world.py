@@ -24,7 +24,7 @@ from ludus.types import Message, Task
 from ludus.worlds.sql.grader import SqlTruth, gold_rows_found, make_truth, paraphrases, result_set, shown_rows, was_run
 from ludus.worlds.sql.questions import (
     DOMAINS,
-    MOST_DATABASES,
+    NUM_DATABASES,
     SPLITS,
     DatabasePair,
     Domain,
@@ -38,7 +38,7 @@ SYSTEM = {
     "tool": "Answer the question about the database. See its tables with schema, try queries with sql.",
     "none": "Answer the question about the database without looking at it.",
 }
-ASKED = {
+ANSWER_PROMPTS = {
     "query": "Answer with one SQLite query that gives this, columns in this order, nothing rounded.",
     "value": "Answer with the value alone, numbers to two decimals.",
 }
@@ -53,7 +53,7 @@ class SqlSettings(BaseModel):
     """Levels of the questions: 1 is one table and one condition, 5 joins, nested queries, ranks."""
     domains: tuple[Domain, ...] = Field(DOMAINS, min_length=1)
     """Domains of the databases."""
-    databases: int = Field(2, ge=1, le=MOST_DATABASES)
+    databases: int = Field(2, ge=1, le=NUM_DATABASES)
     """Number of databases of each domain, which differ in names and rows."""
     vary_names: bool = True
     """Whether databases name their tables and columns differently from the questions."""
@@ -139,7 +139,7 @@ class SqlWorld(World):
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """Yield dialogues of the flawed expert on random training tasks without end."""
         rng = random.Random(f"demonstrations:{self.settings.seed}:{seed}")
-        flaws = SqlFlaws(forget=self.settings.forget)
+        flaws = SqlFlaws(omit_condition=self.settings.forget)
         while True:
             yield self._dialogue(rng.choice(self.questions["train"]), flaws, rng)
 
@@ -184,7 +184,7 @@ class SqlWorld(World):
         return Task(question.id, self._opening(question), make_truth(question), tags)
 
     def _opening(self, question: SqlQuestion) -> tuple[Message, ...]:
-        asked = f"{question.text}\n{ASKED[question.kind]}"
+        asked = f"{question.text}\n{ANSWER_PROMPTS[question.kind]}"
         system = SYSTEM[self.settings.access]
         return Message(role="system", content=system), Message(role="user", content=asked)
 

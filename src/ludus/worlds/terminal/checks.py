@@ -52,14 +52,14 @@ class SessionState:
     processes: tuple[Process, ...] = ()
 
     @property
-    def living(self) -> Iterator[Process]:
+    def running(self) -> Iterator[Process]:
         """The running processes."""
         return (process for process in self.processes if process.state not in ("Z", "X"))
 
     def process(self, service: str) -> Process | None:
         """Return the initial process of a service, or None if it exited."""
         started = self.started.get(service)
-        return next((process for process in self.living if (process.pid, process.started) == started), None)
+        return next((process for process in self.running if (process.pid, process.started) == started), None)
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def processes_run(
 
     None may be suspended, and all need these environment variables. If set, `pid_file` contains the single pid.
     """
-    found = [process for process in state.living if _script_of(process) == words]
+    found = [process for process in state.running if _script_of(process) == words]
     fit = all(environment.items() <= process.environment.items() and process.state != "T" for process in found)
     pids = [str(process.pid).encode() for process in found]
     return len(found) == num and fit and (not pid_file or state.files.get(pid_file, b"").split() == pids)
