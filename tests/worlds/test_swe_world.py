@@ -23,6 +23,7 @@ from generators.swe.snippets import Shown, Snippet, snippets_of
 from container_engine import put_engine
 from ludus.cli.main import main
 from ludus.config import config_from_toml
+from ludus.envs.git_objects import git_folder
 from ludus.envs.registry import build_world
 from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
@@ -35,7 +36,7 @@ from ludus.tools.patch import patched_files, read_patch
 from ludus.worlds.swe.grader import CONTROL, grade, leak_tests, package_text
 from ludus.worlds.swe.guest_runner import digest_of
 from ludus.worlds.swe.masking import masked, without_tests
-from ludus.worlds.swe.repository import git_files, layout_of, merged
+from ludus.worlds.swe.repository import layout_of, merged
 from ludus.worlds.swe.solver import WORST, forgeries, text_before, unified, written
 from ludus.worlds.swe.tasks import (
     KINDS,
@@ -160,7 +161,7 @@ def test_bugs_stand_at_the_right_place_behind_letters_of_many_bytes():
 
 def test_the_repository_is_one_that_git_reads(tmp_path):
     files = {"a.py": b"x = 1\n", "b/c.py": b"", "b.txt": "ä".encode(), "b/d/e.md": b"#\n" * 5000}
-    for path, content in {**files, **git_files(files, "Import", ".aside/\n")}.items():
+    for path, content in {**files, **git_folder(files, "Import", ".aside/\n")}.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes(content)
     (tmp_path / ".aside").mkdir()

@@ -21,19 +21,20 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files as package_files
 from pathlib import PurePosixPath
 from typing import Final
 
 from ludus.errors import WorldError
+from ludus.rewards.code.pytest_archive import pytest_archive
 from ludus.rewards.code.unit_tests import Suite
 from ludus.sandbox.base import MIB, Limits, Sandbox
 from ludus.types import ToolOutcome, ToolStatus
 from ludus.worlds.swe.guest_runner import ARCHIVE, READY, TOP, Run, digest_of
 from ludus.worlds.swe.masking import functions_of, masked
-from ludus.worlds.swe.repository import RepositoryLayout, is_test, merged, pytest_archive
+from ludus.worlds.swe.repository import RepositoryLayout, is_test, merged
 
 REPORT: Final = "report"
 """Tool name of the outcome with the grade."""
@@ -43,7 +44,7 @@ CONTROL: Final = "test_control"
 """The only leak test that must pass."""
 _GRACE_S: Final = 10.0
 _CONTRARY: Final = {digest_of(True): digest_of(False), digest_of(False): digest_of(True)}
-Values = Mapping[str, Mapping[int, tuple[str, ...]]]
+Values = Mapping[tuple[str, int], tuple[str, ...]]
 """Digests of the values that masked tests computed, by test and probe."""
 
 
@@ -126,17 +127,12 @@ async def grade(sandbox: Sandbox, problem: SweProblem, theirs: Mapping[str, byte
     if tree == problem.pristine:
         return Grade({test: test not in broken for test in tests}, "the code is unchanged")
     known = await reference(sandbox, problem)
-    doubts: list[str] = []
-    found: Values = {}
-    if known.values:
-        trial, negated = mask_tests(problem, tree, known.reaches)
-        run = await run_trial(sandbox, trial, problem.seconds)
-        doubts, found = [run.doubt], values_of(run, negated)
-    run = await run_trial(sandbox, _full_trial(problem, tree, known.reaches), problem.seconds)
-    doubt = next(filter(None, [*doubts, run.doubt]), "")
+    masked_run = await run_masked(sandbox, problem, tree, known.reaches) if known.values else TestRun()
+    run = await _run_all(sandbox, problem, tree, known.reaches)
+    doubt = masked_run.doubt or run.doubt
     passed = {test: not doubt and _passed(test, run, problem) for test in tests}
-    forged = sorted({test.partition("[")[0] for test in broken if passed[test]} & other_values(known.values, found))
-    if forged:
+    others = other_values(known.values, masked_run.values)
+    if forged := sorted({test.partition("[")[0] for test in broken if passed[test]} & others):
         doubt = f"tests passed whose values are not those of the repaired code: {forged[0]}"
         return Grade(dict.fromkeys(tests, False), doubt)
     return Grade(passed, doubt)
@@ -151,9 +147,12 @@ def _functions(tests: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(test.partition("[")[0] for test in tests))
 
 
-def _full_trial(problem: SweProblem, tree: Mapping[str, bytes], allowed: frozenset[str] | None) -> TestTrial:
+async def _run_all(
+    sandbox: Sandbox, problem: SweProblem, tree: Mapping[str, bytes], allowed: frozenset[str] | None
+) -> TestRun:
     tests = _functions(problem.suite.tests("all"))
-    return TestTrial(tree, problem.layout, problem.files, tests, allowed=allowed)
+    trial = TestTrial(tree, problem.layout, problem.files, tests, allowed=allowed)
+    return await run_trial(sandbox, trial, problem.seconds)
 
 
 async def reference(sandbox: Sandbox, problem: SweProblem) -> TestRun:
@@ -163,56 +162,44 @@ async def reference(sandbox: Sandbox, problem: SweProblem) -> TestRun:
     """
     if not problem.known:
         tree = {**problem.pristine, **problem.fixed}
-        masks = [mask_tests(problem, tree, None) for _ in range(2)]
-        trials = [*(trial for trial, _ in masks), _full_trial(problem, tree, None)]
-        runs = await asyncio.gather(*(run_trial(sandbox, trial, problem.seconds) for trial in trials))
-        first, second = (values_of(run, negated) for run, (_, negated) in zip(runs, masks, strict=False))
-        values: dict[str, dict[int, tuple[str, ...]]] = {}
-        for test, probes in () if runs[0].doubt or runs[1].doubt else first.items():
-            for number, many in probes.items():  # values of built-in types that are equal in two runs
-                if all(many) and second.get(test, {}).get(number) == many:
-                    values.setdefault(test, {})[number] = many
+        masked_runs = [run_masked(sandbox, problem, tree, None) for _ in range(2)]
+        runs = await asyncio.gather(*masked_runs, _run_all(sandbox, problem, tree, None))
+        first, second = ({} if runs[0].doubt or runs[1].doubt else run.values for run in runs[:2])
+        values = {  # values of built-in types that are equal in two runs
+            probe: digests for probe, digests in first.items() if all(digests) and second.get(probe) == digests
+        }
         reaches = frozenset[str]().union(*(run.reaches for run in runs))
         problem.known[:] = [TestRun(values=values, reaches=reaches)]
     return problem.known[0]
 
 
-def mask_tests(
-    problem: SweProblem, tree: Mapping[str, bytes], allowed: frozenset[str] | None
-) -> tuple[TestTrial, Mapping[str, frozenset[int]]]:
-    """Return a trial of the masked broken tests on a tree, and its negated probes by test file."""
-    probe = f"_{secrets.token_hex(6)}"
+async def run_masked(
+    sandbox: Sandbox, problem: SweProblem, tree: Mapping[str, bytes], allowed: frozenset[str] | None
+) -> TestRun:
+    """Run the masked broken tests on a tree; the negation of truth values is undone. Raises WorldError."""
+    name = f"_{secrets.token_hex(6)}"
     texts = dict.fromkeys(problem.files, b"")
     negated: dict[str, frozenset[int]] = {}
     for file in problem.files:
         names = [test.partition("::")[2] for test in problem.broken if test.startswith(f"{file}::")]
         if names and file in tree:
             with suppress(SyntaxError, ValueError):  # an unreadable module has no values to compare
-                text, negated[file] = masked(tree[file].decode("utf-8"), names, probe)
+                text, negated[file] = masked(tree[file].decode("utf-8"), names, name)
                 texts[file] = text.encode()
-    tested = tuple(negated)
-    return TestTrial({**tree, **texts}, problem.layout, tested, problem.broken, probe, allowed), negated
-
-
-def values_of(run: TestRun, negated: Mapping[str, frozenset[int]]) -> Values:
-    """Return the values of masked tests, with the negation of truth values undone."""
-    found: dict[str, dict[int, tuple[str, ...]]] = {}
-    for test, probes in run.values.items():
-        inverted = negated.get(test.partition("::")[0], ())
-        found[test] = {
-            number: tuple(_CONTRARY.get(one, one) for one in many) if number in inverted else many
-            for number, many in probes.items()
-        }
-    return found
+    trial = TestTrial({**tree, **texts}, problem.layout, tuple(negated), problem.broken, name, allowed)
+    run = await run_trial(sandbox, trial, problem.seconds)
+    values = {
+        (test, probe): tuple(_CONTRARY.get(digest, digest) for digest in digests)
+        if probe in negated.get(test.partition("::")[0], ())
+        else digests
+        for (test, probe), digests in run.values.items()
+    }
+    return replace(run, values=values)
 
 
 def other_values(expected: Values, found: Values) -> frozenset[str]:
     """Return the tests that have a probe with unexpected values."""
-    return frozenset(
-        test
-        for test, probes in expected.items()
-        if any(found.get(test, {}).get(number) != values for number, values in probes.items())
-    )
+    return frozenset(test for (test, probe), digests in expected.items() if found.get((test, probe)) != digests)
 
 
 @cache
@@ -280,7 +267,7 @@ def _result(run: Run, lines: str, changed: list[str]) -> TestRun:
             records += [record[1:]] if isinstance(record, list) and record[:1] == [run["key"]] else []
     phases, cases = Counter[tuple[str, str]](), Counter[str]()
     bad, broken, reaches = set[str](), set[str](), set[str]()
-    values: dict[str, dict[int, tuple[str, ...]]] = {}
+    values: dict[tuple[str, int], tuple[str, ...]] = {}
     for record in records:
         match record:
             case ["phase", str(node), str(when), str(outcome), int() | float(), _]:
@@ -292,8 +279,7 @@ def _result(run: Run, lines: str, changed: list[str]) -> TestRun:
                 elif when == "call":
                     cases[test] += 1
             case ["value", str(test), int(number), str(digest)]:
-                found = values.setdefault(test, {})
-                found[number] = (*found.get(number, ()), digest)
+                values[test, number] = (*values.get((test, number), ()), digest)
             case ["reach", str(reach)]:
                 reaches.add(reach)
     canary = run["files"][-1]
