@@ -36,18 +36,9 @@ from ludus.tools.patch import patched_files, read_patch
 from ludus.worlds.swe.grader import CONTROL, grade, leak_tests, package_text
 from ludus.worlds.swe.guest_runner import digest_of
 from ludus.worlds.swe.masking import masked, without_tests
-from ludus.worlds.swe.repository import layout_of, merged
+from ludus.worlds.swe.repository import DATA, layout_of, merged
 from ludus.worlds.swe.solver import WORST, forgeries, text_before, unified, written
-from ludus.worlds.swe.tasks import (
-    KINDS,
-    fetch,
-    load_catalogue,
-    load_instances,
-    pytest_name,
-    read_archive,
-    require,
-    shipped_folder,
-)
+from ludus.worlds.swe.tasks import KINDS, fetch, load_catalogue, load_instances, pytest_name, read_archive, require
 
 FIXTURE = Path(__file__).parents[1] / "swe_fixture" / "tidy"
 
@@ -79,10 +70,10 @@ def test_mining_draws_the_same_tasks_each_time(catalogue):
 
 
 def test_the_shipped_files_are_those_that_the_generator_writes(tmp_path):
-    shipped = load_catalogue(shipped_folder())
+    shipped = load_catalogue(DATA)
     save_catalogue(tmp_path, list(shipped.packages.values()), list(shipped.bugs))
     for file in tmp_path.iterdir():
-        assert file.read_bytes() == (shipped_folder() / file.name).read_bytes()
+        assert file.read_bytes() == (DATA / file.name).read_bytes()
 
 
 def make(catalogue: Path, more: str = ""):
@@ -808,7 +799,7 @@ def test_bad_instances_are_named_with_their_line(tmp_path):
 
 
 def test_missing_sources_say_how_to_get_them(tmp_path):
-    packages = load_catalogue(shipped_folder()).packages.values()
+    packages = load_catalogue(DATA).packages.values()
     with pytest.raises(UserError, match="sources of") as error:
         require(packages, tmp_path)
     assert "ludus env prepare swe" in error.value.hint
@@ -935,7 +926,7 @@ def undefined(code):
 
 
 def test_every_shipped_text_stands_alone():
-    for bug in load_catalogue(shipped_folder()).bugs:
+    for bug in load_catalogue(DATA).bugs:
         code = snippet_in(bug.issue)
         assert code, bug.id
         assert "import" in code, bug.id
@@ -957,7 +948,7 @@ def test_names_of_unittest_become_those_of_pytest(name, expected):
 
 
 def test_the_shipped_tasks_are_as_many_as_the_page_says():
-    shipped = load_catalogue(shipped_folder())
+    shipped = load_catalogue(DATA)
     kinds = {bug.edit.kind for bug in shipped.bugs}
     assert len(shipped.bugs) == 142
     assert len(shipped.packages) == len({bug.package for bug in shipped.bugs}) == 15
@@ -968,7 +959,7 @@ def test_the_shipped_tasks_are_as_many_as_the_page_says():
 
 
 def test_the_baseline_without_tools_is_counted():
-    shipped = load_catalogue(shipped_folder())
+    shipped = load_catalogue(DATA)
     first = [bug for bug in shipped.bugs if bug.level == 1]
     rest = [bug for bug in shipped.bugs if bug.level > 1]
     lines = survey(replace(shipped, bugs=(*(replace(bug, broken=()) for bug in first), *rest))).splitlines()
@@ -977,7 +968,7 @@ def test_the_baseline_without_tools_is_counted():
 
 
 def test_the_shipped_tasks_are_whole():
-    shipped = load_catalogue(shipped_folder())
+    shipped = load_catalogue(DATA)
     splits = {package.split for package in shipped.packages.values()}
     assert splits == {"train", "validation", "test"}
     assert len({bug.id for bug in shipped.bugs}) == len(shipped.bugs)

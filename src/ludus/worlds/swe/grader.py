@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.resources import files as package_files
 from pathlib import PurePosixPath
 from typing import Final
 
@@ -34,7 +33,7 @@ from ludus.sandbox.base import MIB, Limits, Sandbox
 from ludus.types import ToolOutcome, ToolStatus
 from ludus.worlds.swe.guest_runner import ARCHIVE, READY, TOP, Run, digest_of
 from ludus.worlds.swe.masking import functions_of, masked
-from ludus.worlds.swe.repository import RepositoryLayout, is_test, merged
+from ludus.worlds.swe.repository import DATA, RepositoryLayout, is_test, merged
 
 REPORT: Final = "report"
 """Tool name of the outcome with the grade."""
@@ -205,7 +204,7 @@ def other_values(expected: Values, found: Values) -> frozenset[str]:
 @cache
 def package_text(path: str) -> str:
     """Return a text file of this package."""
-    return (package_files("ludus.worlds.swe") / path).read_text("utf-8")
+    return (DATA.parent / path).read_text("utf-8")
 
 
 @cache

@@ -12,24 +12,15 @@ from __future__ import annotations
 
 import ast
 import secrets
+import tomllib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from importlib.resources import files
 from typing import Final
 
-_EQUALITIES: Final = ("", "List", "Dict", "Tuple", "Set", "Sequence", "MultiLine")
-_COMPARISONS: Final[Mapping[str, type[ast.cmpop]]] = {
-    **{f"assert{kind}Equal": ast.Eq for kind in _EQUALITIES},
-    "assertEquals": ast.Eq,
-    "assertNotEqual": ast.NotEq,
-    "assertIs": ast.Is,
-    "assertIsNot": ast.IsNot,
-    "assertIn": ast.In,
-    "assertNotIn": ast.NotIn,
-    "assertGreater": ast.Gt,
-    "assertLess": ast.Lt,
-    "assertGreaterEqual": ast.GtE,
-    "assertLessEqual": ast.LtE,
-}
+_ASSERTIONS: Final[Mapping[str, str]] = tomllib.loads(
+    (files("ludus.worlds.swe") / "data/assertions.toml").read_text("utf-8")
+)
 _RAISES_NAMES: Final = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
 _BUILTINS: Final = frozenset({"list", "dict", "set", "frozenset", "tuple", "str", "bytes", "int", "float", "range"})
 """Built-in types: a call with given arguments is given."""
@@ -101,7 +92,7 @@ def masked(source: str, names: Collection[str], probe: str) -> tuple[str, frozen
             node.body = [ast.Pass()]
     for node in tests:
         mask.given = _given_names(node.body, module_names | _parameters(node))
-        node.body = mask.block(node.body)
+        mask.generic_visit(node)
     for _ in range(_PASSES):
         read = _count_reads(tree)
         for block in (tree.body, *(node.body for node in tests)):
@@ -113,7 +104,7 @@ def masked(source: str, names: Collection[str], probe: str) -> tuple[str, frozen
     return ast.unparse(ast.fix_missing_locations(tree)), frozenset(mask.negated)
 
 
-class _Mask:
+class _Mask(ast.NodeTransformer):
     """Replace assertions with probes. `given` are the literal names in scope."""
 
     def __init__(self, probe: str) -> None:
@@ -121,21 +112,12 @@ class _Mask:
         self.negated: set[int] = set()
         self.count = 0
 
-    def block(self, body: Sequence[ast.stmt]) -> list[ast.stmt]:
-        return [new for one in body for new in self.statement(one)]
-
-    def statement(self, node: ast.stmt) -> list[ast.stmt]:
-        for name in ("body", "orelse", "finalbody"):
-            block = node.__dict__.get(name)
-            if block and not isinstance(node, ast.ClassDef):
-                node.__dict__[name] = self.block(block)
-        if isinstance(node, ast.Try):
-            for handler in node.handlers:
-                handler.body = self.block(handler.body)
-        match node:
-            case ast.Assert(ast.BoolOp(ast.And(), parts)):
-                return self.block([ast.copy_location(ast.Assert(one), node) for one in parts])
-        return [ast.copy_location(new, node) for new in self._replaced(node)]
+    def visit(self, node: ast.AST) -> ast.AST | list[ast.stmt]:
+        """Replace the statements inside a node, then the node if it is a statement; skip classes."""
+        if isinstance(node, ast.expr | ast.ClassDef):
+            return node
+        self.generic_visit(node)
+        return self._replaced(node) if isinstance(node, ast.stmt) else node
 
     def _replaced(self, node: ast.stmt) -> list[ast.stmt]:
         raised = raising(node)
@@ -148,6 +130,8 @@ class _Mask:
         match test:
             case None:
                 return [node]
+            case ast.BoolOp(ast.And(), parts) if isinstance(node, ast.Assert):
+                return [new for part in parts for new in self._replaced(ast.Assert(part))]
             case ast.Compare(left=left, ops=[ast.Eq() | ast.Is()], comparators=[right]):
                 for value, side in ((left, right), (right, left)):
                     if is_given(side, self.given) and (not is_given(value, self.given) or not _names(side)):
@@ -185,14 +169,17 @@ def raising(node: ast.stmt) -> list[ast.stmt] | None:
 def asserted(node: ast.stmt) -> ast.expr | None:
     """Return the expression that a statement asserts; None if it asserts none or its form is unsupported."""
     match node:
-        case ast.Assert(test=test) | ast.Expr(ast.Call(func=ast.Attribute(attr="assertTrue"), args=[test, *_])):
+        case ast.Assert(test=test):
             return test
-        case ast.Expr(ast.Call(func=ast.Attribute(attr="assertFalse"), args=[test, *_])):
-            return ast.UnaryOp(ast.Not(), test)
-        case ast.Expr(ast.Call(func=ast.Attribute(attr="assertIsNone"), args=[left, *_])):
-            return ast.Compare(left, [ast.Is()], [ast.Constant(None)])
-        case ast.Expr(ast.Call(func=ast.Attribute(attr=name), args=[left, right, *_])) if name in _COMPARISONS:
-            return ast.Compare(left, [_COMPARISONS[name]()], [right])
+        case ast.Expr(ast.Call(func=ast.Attribute(attr=name), args=[left, *rest])) if name in _ASSERTIONS:
+            match ast.parse(_ASSERTIONS[name], mode="eval").body:
+                case ast.Compare(ops=ops, comparators=[ast.Constant() as right]):
+                    return ast.Compare(left, ops, [right])
+                case ast.Compare(ops=ops):
+                    return ast.Compare(left, ops, rest[:1]) if rest else None
+                case ast.UnaryOp(op=op):
+                    return ast.UnaryOp(op, left)
+            return left
     return None
 
 
@@ -219,10 +206,12 @@ def _given_names(body: Sequence[ast.stmt], known: frozenset[str]) -> frozenset[s
     """Return the names, in a block and its enclosing blocks, whose bindings are all given."""
     bound = Counter(name for one in body for name in _bound_names(one))
     given = {name for name in known if name not in bound}
-    for target, value in _assignments(body):
-        if is_given(value, given):
-            names = [one.id for one in ast.walk(target) if isinstance(one, ast.Name)]
-            given |= {name for name in names if bound[name] == 1}
+    for statement in _statements(body, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        match statement:
+            case ast.Assign(targets=[target], value=value) | ast.For(target=target, iter=value):
+                if is_given(value, given):
+                    names = (one.id for one in ast.walk(target) if isinstance(one, ast.Name))
+                    given |= {name for name in names if bound[name] == 1}
     return frozenset(given)
 
 
@@ -236,17 +225,13 @@ def _bound_names(statement: ast.stmt) -> Iterator[str]:
             yield (node.asname or node.name).partition(".")[0]
 
 
-def _assignments(body: Sequence[ast.stmt]) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield targets and values of the assignments and loops of a block, without those of functions inside it."""
+def _statements(body: Iterable[ast.stmt], closed: tuple[type[ast.stmt], ...]) -> Iterator[ast.stmt]:
+    """Yield the statements of a block and of the blocks in it, but not those inside statements of `closed` types."""
     for statement in body:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            continue
-        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            yield statement.targets[0], statement.value
-        if isinstance(statement, ast.For):
-            yield statement.target, statement.iter
-        for name in ("body", "orelse"):
-            yield from _assignments(statement.__dict__.get(name, ()))
+        yield statement
+        if not isinstance(statement, closed):
+            for name in ("body", "orelse"):
+                yield from _statements(statement.__dict__.get(name, ()), closed)
 
 
 def _columns(node: ast.FunctionDef) -> Iterator[tuple[str, _Column]]:
@@ -280,7 +265,7 @@ def _parameters(node: ast.FunctionDef) -> frozenset[str]:
 
 def _blank_unread(body: Iterable[ast.stmt], read: Mapping[str, int]) -> None:
     """Replace given values that are bound to unread names with None."""
-    for statement in body:
+    for statement in _statements(body, (ast.FunctionDef, ast.ClassDef)):
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)]) if not read.get(name) and is_given(statement.value, read):
                 statement.value = ast.Constant(None)
@@ -288,9 +273,6 @@ def _blank_unread(body: Iterable[ast.stmt], read: Mapping[str, int]) -> None:
                 for i, target in enumerate(targets):
                     if isinstance(target, ast.Name) and not read.get(target.id):
                         _clear(_column(statement.iter, i, len(targets)))
-        if not isinstance(statement, ast.FunctionDef | ast.ClassDef):
-            for part in ("body", "orelse"):
-                _blank_unread(statement.__dict__.get(part, ()), read)
 
 
 def _clear(column: _Column) -> None:

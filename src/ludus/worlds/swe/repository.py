@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
+from importlib.resources import files
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 from ludus.envs.git_objects import git_folder
@@ -17,21 +19,12 @@ from ludus.tools.python import shell_tool
 from ludus.tools.workspace import Workspace
 from ludus.worlds.swe.guest_runner import ARCHIVE
 
-HOOKS: Final = frozenset({"conftest.py", "sitecustomize.py", "usercustomize.py", "pytest.py", "unittest.py"})
-"""Modules that change how tests run: those of the repository stay unchanged, others are omitted."""
-_MAX_PATH: Final = 256
-_TEST_FOLDERS: Final = frozenset({"test", "tests", "testing"})
-_EXCLUDED: Final = frozenset({"doc", "docs", "example", "examples", "benchmark", "benchmarks", "build", "tools"})
-_SCRIPTS: Final = frozenset({"setup.py", "noxfile.py", "tasks.py", "conftest.py", "fabfile.py"})
-_SETUP: Final = """
-if [ -z "$__ready" ]; then
-  export PYTHONPATH={paths} PYTHONDONTWRITEBYTECODE=1 PAGER=cat GIT_PAGER=cat
-  command -v python >/dev/null || python() {{ python3 "$@"; }}
-  pytest() {{ python3 -m pytest -p no:cacheprovider -o addopts= -W ignore "$@"; }}
-  __ready=1
-fi
-"""
+DATA: Final = Path(str(files("ludus.worlds.swe") / "data"))
+"""The folder of the files that ship with this world, among them the catalogue."""
+NAMES: Final = {key: frozenset(names) for key, names in tomllib.loads((DATA / "names.toml").read_text("utf-8")).items()}
+"""Names of files and folders by what they decide."""
 _SHELL: Final = "Run commands in a shell in the repository: git, python, pytest. Working folder and files are kept."
+_MAX_PATH: Final = 256
 
 
 def is_test(path: str) -> bool:
@@ -39,7 +32,7 @@ def is_test(path: str) -> bool:
     parts = PurePosixPath(path).parts
     name = parts[-1]
     named = name.endswith(".py") and (name.startswith("test_") or name.endswith(("_test.py", "_tests.py")))
-    return named or name == "conftest.py" or bool(_TEST_FOLDERS.intersection(parts[:-1]))
+    return named or name == "conftest.py" or not NAMES["test_folders"].isdisjoint(parts[:-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +51,7 @@ class RepositoryLayout:
     def is_code(self, path: str) -> bool:
         """Return whether a policy may change or create this file."""
         inside = path in self.modules or path.startswith(tuple(f"{folder}/" for folder in self.packages))
-        return inside and not is_test(path) and PurePosixPath(path).name not in HOOKS
+        return inside and not is_test(path) and PurePosixPath(path).name not in NAMES["hooks"]
 
 
 def layout_of(files: Iterable[str]) -> RepositoryLayout:
@@ -68,12 +61,12 @@ def layout_of(files: Iterable[str]) -> RepositoryLayout:
     outermost = [one for one in sorted(folders) if str(PurePosixPath(one).parent) not in folders]
     packages = tuple(one for one in outermost if not _is_excluded(f"{one}/__init__.py"))
     loose = [path for path in paths if path.endswith(".py") and path.count("/") == path.startswith("src/")]
-    modules = [path for path in loose if PurePosixPath(path).name not in _SCRIPTS and not _is_excluded(path)]
+    modules = [path for path in loose if PurePosixPath(path).name not in NAMES["scripts"] and not _is_excluded(path)]
     return RepositoryLayout(packages, tuple(modules))
 
 
 def _is_excluded(path: str) -> bool:
-    return is_test(path) or bool(_EXCLUDED.intersection(PurePosixPath(path).parts[:-1]))
+    return is_test(path) or not NAMES["other_folders"].isdisjoint(PurePosixPath(path).parts[:-1])
 
 
 def merged(pristine: Mapping[str, bytes], theirs: Mapping[str, bytes], layout: RepositoryLayout) -> dict[str, bytes]:
@@ -103,7 +96,8 @@ class Checkout(Workspace):
 
     async def run(self, code: str) -> Outcome:
         """Run commands in the shell, with the repository's code and pytest importable. Raises ToolError."""
-        return await Workspace.run(self, f"{_SETUP.format(paths=self.paths)}{code}")
+        setup = (DATA / "setup.sh").read_text("utf-8").replace("PATHS", self.paths)
+        return await Workspace.run(self, f"{setup}{code}")
 
     async def snapshot(self) -> Snapshot:
         """Return the files except those of git and pytest. Raises ToolError."""

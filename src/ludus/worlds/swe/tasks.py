@@ -24,22 +24,21 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files as package_files
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final
 
-from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from ludus.errors import ConfigError, UserError
+from ludus.envs.task_files import read_rows
+from ludus.errors import UserError
 from ludus.rewards.code.unit_tests import Suite
 from ludus.sandbox.base import Snapshot
 from ludus.tools.base import ToolError
-from ludus.tools.fetch import json_lines
 from ludus.tools.patch import patched_files, read_patch
 from ludus.types import Message, Task
 from ludus.worlds.swe.grader import SweProblem
 from ludus.worlds.swe.masking import without_tests
-from ludus.worlds.swe.repository import layout_of
+from ludus.worlds.swe.repository import NAMES, layout_of
 
 SYSTEM: Final = (
     "You repair Python code. A git repository lies in the working folder. Find the cause of the issue, mend "
@@ -50,13 +49,10 @@ KINDS: Final = (
     *("boundary", "comparison", "operator", "boolean", "condition", "off_by_one", "slice", "arguments"),
     *("name", "default", "constant", "guard", "branch", "statement", "loop"),
 )
-_SUFFIXES: Final = (".py", ".pyi", ".toml", ".cfg", ".ini", ".md", ".rst", ".txt", ".json", ".typed", ".html")
-_EXCLUDED: Final = frozenset({"docs", "doc", "benchmarks", "benchmark", ".github", "requirements", "examples"})
 _MAX_BYTES: Final = 600_000
 """Size limit of one file: larger ones are tables, not code."""
 _PIP_S: Final = 300.0
 _GIT_S: Final = 60.0
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +124,14 @@ class Catalogue:
 
 @dataclass(frozen=True, eq=False)
 class SweCase:
-    """A task, and a function that reads its repository and raises UserError if sources or clone are missing."""
+    """A task of a catalogue, which has a `package`, or an instance.
+
+    `load` reads the repository, and raises UserError if sources or clone are missing.
+    """
 
     task: Task
     load: Callable[[], SweProblem]
+    package: Package | None = None
 
 
 def _task(name: str, repository: str, issue: str, suite: Suite, tags: Mapping[str, str]) -> Task:
@@ -139,27 +139,12 @@ def _task(name: str, repository: str, issue: str, suite: Suite, tags: Mapping[st
     return Task(name, (Message(role="system", content=SYSTEM), Message(role="user", content=text)), suite, tags)
 
 
-def shipped_folder() -> Path:
-    """Return the folder of the tasks that ship with Ludus."""
-    return Path(str(package_files("ludus.worlds.swe") / "data"))
-
-
 @cache
 def load_catalogue(folder: Path) -> Catalogue:
-    """Return the catalogue of a folder. Raises ConfigError if a file is missing or invalid."""
-    packages = _rows(folder / "packages.jsonl", Package)
-    return Catalogue({one.name: one for one in packages}, tuple(_rows(folder / "tasks.jsonl", Bug)))
-
-
-def _rows(path: Path, kind: type[T]) -> list[T]:
-    reader = TypeAdapter(kind)
-    try:
-        return [reader.validate_json(line) for line in json_lines(path.read_text("utf-8")) if line.strip()]
-    except (OSError, ValidationError) as error:
-        raise ConfigError(
-            f"The catalogue of the world swe cannot be read: {error}.",
-            "env.settings.catalogue names a folder with packages.jsonl and tasks.jsonl.",
-        ) from error
+    """Return the catalogue of a folder. Raises UserError if a file is missing or invalid."""
+    hint = "env.settings.catalogue names a folder with packages.jsonl and tasks.jsonl."
+    packages = {one.name: one for one in read_rows(folder / "packages.jsonl", Package, hint)}
+    return Catalogue(packages, tuple(read_rows(folder / "tasks.jsonl", Bug, hint)))
 
 
 def case_of(bug: Bug, package: Package, sources: Path, seconds: float) -> SweCase:
@@ -181,16 +166,17 @@ def case_of(bug: Bug, package: Package, sources: Path, seconds: float) -> SweCas
 
     tags = {"split": package.split, "family": bug.edit.kind, "level": str(bug.level)}
     tags |= {"package": package.name, "style": bug.style}
-    return SweCase(_task(bug.id, f"{package.name} {package.version}", bug.issue, suite, tags), load)
+    return SweCase(_task(bug.id, f"{package.name} {package.version}", bug.issue, suite, tags), load, package)
 
 
-def _missing(packages: Iterable[Package], folder: Path) -> list[Package]:
-    return [one for one in packages if not (folder / one.archive).is_file()]
+def missing(packages: Iterable[Package], folder: Path) -> list[Package]:
+    """Return the packages whose sources are not in a folder, sorted by name."""
+    return sorted((one for one in packages if not (folder / one.archive).is_file()), key=lambda one: one.name)
 
 
 def require(packages: Iterable[Package], folder: Path) -> None:
     """Raise UserError with the download command if sources are missing."""
-    if names := sorted(one.name for one in _missing(packages, folder)):
+    if names := [one.name for one in missing(packages, folder)]:
         named = ", ".join(names if len(names) < 5 else [*names[:4], "..."])
         raise UserError(
             f"The sources of {len(names)} packages ({named}) are not in {folder}.",
@@ -201,7 +187,7 @@ def require(packages: Iterable[Package], folder: Path) -> None:
 def fetch(packages: Iterable[Package], folder: Path, tell: Callable[[str], None]) -> None:
     """Download missing sources. Raises UserError if pip fails or an archive is not the pinned one."""
     folder.mkdir(parents=True, exist_ok=True)
-    for package in _missing(packages, folder):
+    for package in missing(packages, folder):
         tell(f"{package.name} {package.version}")
         with tempfile.TemporaryDirectory() as temp_dir:
             archive = download(f"{package.name}=={package.version}", Path(temp_dir))
@@ -216,20 +202,27 @@ def fetch(packages: Iterable[Package], folder: Path, tell: Callable[[str], None]
 
 def download(requirement: str, folder: Path) -> Path:
     """Download a source distribution with pip. Raises UserError."""
-    command_line = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command_line += ["--no-binary", requirement.partition("==")[0], "--dest", str(folder), requirement]
-    try:
-        process = subprocess.run(command_line, capture_output=True, text=True, timeout=_PIP_S, check=False)
-        problem = process.stderr.strip().splitlines()[-1:] if process.returncode else []
-    except (OSError, subprocess.TimeoutExpired) as error:
-        problem = [str(error)]
+    words = ["download", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-binary"]
+    words += [requirement.partition("==")[0], "--dest", str(folder), requirement]
+    _, problem = _run([sys.executable, "-m", "pip", *words], _PIP_S)
     found = sorted(folder.glob("*.tar.gz"))
     if problem or not found:
+        reason = problem.rpartition("\n")[2] or "there is none"
         raise UserError(
-            f"pip cannot fetch the source of {requirement}: {' '.join(problem) or 'there is none'}.",
+            f"pip cannot fetch the source of {requirement}: {reason}.",
             "Check the network connection, and that this interpreter has pip.",
         )
     return found[0]
+
+
+def _run(words: list[str], seconds: float) -> tuple[bytes, str]:
+    """Run a program; return its output, and the reason if it failed, else an empty text."""
+    try:
+        process = subprocess.run(words, capture_output=True, timeout=seconds, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return b"", str(error)
+    problem = process.stderr.decode("utf-8", "replace").strip() or f"exit code {process.returncode}"
+    return process.stdout, problem if process.returncode else ""
 
 
 @cache
@@ -252,8 +245,8 @@ def read_archive(path: Path, sha256: str = "") -> Mapping[str, bytes]:
 
 def _in_repository(name: str) -> bool:
     path = PurePosixPath(name)
-    excluded = bool(_EXCLUDED.intersection(path.parts[:-1])) or any(".egg-info" in part for part in path.parts)
-    return bool(name) and not excluded and (path.suffix in _SUFFIXES or "/tests/" in f"/{name}")
+    omitted = not NAMES["omitted_folders"].isdisjoint(path.parts[:-1]) or ".egg-info" in name
+    return bool(name) and not omitted and (path.suffix in NAMES["suffixes"] or "/tests/" in f"/{name}")
 
 
 def _parsed(value: object) -> object:
@@ -300,23 +293,9 @@ def pytest_name(test: str, folder: str) -> str:
 
 
 def load_instances(file: str, folder: str, seconds: float) -> list[SweCase]:
-    """Return the tasks of a file; `folder` has the clones. Raises ConfigError, naming the line, if it is invalid."""
-    try:
-        lines = json_lines(Path(file).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"env.settings.instances cannot be read: {error}.", "Name a file.") from error
-    found = []
-    for number, line in ((number, line) for number, line in enumerate(lines, 1) if line.strip()):
-        try:
-            found.append(_instance_case(Instance.model_validate_json(line), Path(folder), seconds))
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the line"
-            raise ConfigError(
-                f"{file}, line {number}: {where}: {first['msg'].lower()}.",
-                "Each line is one instance in the format of SWE-bench.",
-            ) from error
-    return found
+    """Return the tasks of a file; `folder` has the clones. Raises UserError, naming the line, if it is invalid."""
+    hint = "Each line of env.settings.instances is one instance in the format of SWE-bench."
+    return [_instance_case(one, Path(folder), seconds) for one in read_rows(Path(file), Instance, hint)]
 
 
 def _instance_case(given: Instance, folder: Path, seconds: float) -> SweCase:
@@ -350,13 +329,9 @@ def _commit_files(repo: str, commit: str, folder: Path) -> dict[str, bytes]:
         raise UserError(f"There is no clone of {repo} in {folder}.", hint)
     if commit.startswith("-"):
         raise UserError(f"{commit!r} is not a commit.")
-    command_line = ["git", "-C", str(clone), "archive", "--format=tar", commit]
-    try:
-        process = subprocess.run(command_line, capture_output=True, timeout=_GIT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"git cannot read {clone}: {error}.", "Install git.") from error
-    if process.returncode:
-        problem = process.stderr.decode("utf-8", "replace").strip()
-        raise UserError(f"git cannot read the commit {commit} of {clone}: {problem}.", "Fetch it into the clone.")
-    with tarfile.open(fileobj=io.BytesIO(process.stdout)) as tar:
+    content, problem = _run(["git", "-C", str(clone), "archive", "--format=tar", commit], _GIT_S)
+    if problem:
+        hint = "Install git, and fetch the commit into the clone."
+        raise UserError(f"git cannot read the commit {commit} of {clone}: {problem}.", hint)
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
         return {one.name: content.read() for one in tar if one.isfile() and (content := tar.extractfile(one))}
