@@ -37,7 +37,7 @@ from ludus.worlds.swe.grader import CONTROL, grade, leak_tests, package_text
 from ludus.worlds.swe.guest_runner import digest_of
 from ludus.worlds.swe.masking import masked, without_tests
 from ludus.worlds.swe.repository import DATA, layout_of, merged
-from ludus.worlds.swe.solver import WORST, forgeries, text_before, unified, written
+from ludus.worlds.swe.solver import WORST, forgeries, unified, written
 from ludus.worlds.swe.tasks import KINDS, fetch, load_catalogue, load_instances, pytest_name, read_archive, require
 
 FIXTURE = Path(__file__).parents[1] / "swe_fixture" / "tidy"
@@ -346,7 +346,7 @@ def applies(problem):
     """Whether the solver's patches, as the tool reads them, produce the fixed files."""
     tree = problem.shown
     for path, content in problem.fixed.items():
-        patch = unified(path, text_before(problem, path), content.decode(), new=path not in problem.shown)
+        patch = unified(path, problem.text(path), content.decode(), new=path not in problem.shown)
         tree = patched_files(Snapshot(tree), read_patch(patch)).files
     return all(tree[path] == content for path, content in problem.fixed.items())
 

@@ -105,6 +105,10 @@ class SweProblem:
         """The functions of the broken tests."""
         return _functions(self.suite.fail_to_pass)
 
+    def text(self, path: str) -> str:
+        """Return a file as the model finds it; empty for a new file."""
+        return self.shown.get(path, b"").decode("utf-8")
+
 
 @dataclass(frozen=True, slots=True)
 class Grade:

@@ -93,14 +93,11 @@ def masked(source: str, names: Collection[str], probe: str) -> tuple[str, frozen
     for node in tests:
         mask.given = _given_names(node.body, module_names | _parameters(node))
         mask.generic_visit(node)
+    others = [one for one in tree.body if not isinstance(one, ast.FunctionDef)]
     for _ in range(_PASSES):
         read = _count_reads(tree)
-        for block in (tree.body, *(node.body for node in tests)):
+        for block in (others, *([node, *node.body] for node in tests)):
             _blank_unread(block, read)
-        for node in tests:
-            for name, column in _columns(node):
-                if not read.get(name):
-                    _clear(column)
     return ast.unparse(ast.fix_missing_locations(tree)), frozenset(mask.negated)
 
 
@@ -120,39 +117,35 @@ class _Mask(ast.NodeTransformer):
         return self._replaced(node) if isinstance(node, ast.stmt) else node
 
     def _replaced(self, node: ast.stmt) -> list[ast.stmt]:
-        raised = raising(node)
+        raised, test = raising(node), asserted(node)
         if raised is not None:  # the probe sends the name of the exception's type, or None if nothing was raised
-            caught = self._probe_call(ast.parse("type(_raised).__name__", mode="eval").body)
+            caught = self._probe("type(_raised).__name__")
             self.count -= 1
             handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), "_raised", [caught])
-            return [ast.Try(raised, [handler], [self._probe_call(ast.Constant(None))], [])]
-        test = asserted(node)
+            return [ast.Try(raised, [handler], [self._probe("None")], [])]
         match test:
             case None:
                 return [node]
             case ast.BoolOp(ast.And(), parts) if isinstance(node, ast.Assert):
                 return [new for part in parts for new in self._replaced(ast.Assert(part))]
-            case ast.Compare(left=left, ops=[ast.Eq() | ast.Is()], comparators=[right]):
+            case ast.Compare(left, [ast.Eq() | ast.Is() as operator], [right]):
                 for value, side in ((left, right), (right, left)):
                     if is_given(side, self.given) and (not is_given(value, self.given) or not _names(side)):
-                        return [self._probe_call(value)]
-        if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq) and len(test.ops) == 1:
-            another = ast.parse("_left == ('another value', _right)", mode="eval").body
-            left = ast.NamedExpr(ast.Name("_left", ast.Store()), test.left)
-            right = ast.NamedExpr(ast.Name("_right", ast.Store()), test.comparators[0])
-            return [self._truth_probe(ast.Compare(left, test.ops, [right])), self._truth_probe(another)]
-        return [self._truth_probe(test)]
+                        return [self._probe(ast.unparse(value))]
+                if isinstance(operator, ast.Eq):
+                    both = f"(_left := {ast.unparse(left)}) == (_right := {ast.unparse(right)})"
+                    return [self._truth_probe(both), self._truth_probe("_left == ('another value', _right)")]
+        return [self._truth_probe(ast.unparse(test))]
 
-    def _truth_probe(self, test: ast.expr) -> ast.stmt:
-        if secrets.randbelow(2):
-            self.negated.add(self.count)
-            return self._probe_call(ast.UnaryOp(ast.Not(), test))
-        return self._probe_call(ast.Call(ast.Name("bool", ast.Load()), [test], []))
+    def _truth_probe(self, test: str) -> ast.stmt:
+        if not secrets.randbelow(2):
+            return self._probe(f"bool({test})")
+        self.negated.add(self.count)
+        return self._probe(f"not ({test})")
 
-    def _probe_call(self, value: ast.expr) -> ast.stmt:
-        call = ast.Call(ast.Name(self.probe, ast.Load()), [ast.Constant(self.count), value], [])
+    def _probe(self, value: str) -> ast.stmt:
         self.count += 1
-        return ast.Expr(call)
+        return ast.parse(f"{self.probe}({self.count - 1}, {value})").body[0]
 
 
 def raising(node: ast.stmt) -> list[ast.stmt] | None:
@@ -234,16 +227,19 @@ def _statements(body: Iterable[ast.stmt], closed: tuple[type[ast.stmt], ...]) ->
                 yield from _statements(statement.__dict__.get(name, ()), closed)
 
 
-def _columns(node: ast.FunctionDef) -> Iterator[tuple[str, _Column]]:
-    """Yield the parameters of a test (`pytest.mark.parametrize`) with the cells of their rows."""
-    for call in node.decorator_list:
+def _columns(node: ast.stmt) -> Iterator[tuple[str, _Column]]:
+    """Yield the targets of a loop, or the parameters of a test (`pytest.mark.parametrize`), with their cells."""
+    calls = node.decorator_list if isinstance(node, ast.FunctionDef) else [node]
+    for call in calls:
         names: list[str] = []
         match call:
-            case ast.Call(func=ast.Attribute(attr="parametrize"), args=[ast.Constant(str(text)), rows, *_]):
+            case ast.Call(ast.Attribute(attr="parametrize"), [ast.Constant(str(text)), rows, *_]):
                 names = [name.strip() for name in text.split(",") if name.strip()]
-            case ast.Call(func=ast.Attribute(attr="parametrize"), args=[ast.Tuple() | ast.List() as many, rows, *_]):
+            case ast.Call(ast.Attribute(attr="parametrize"), [ast.Tuple() | ast.List() as many, rows, *_]):
                 names = [str(one.value) for one in many.elts if isinstance(one, ast.Constant)]
-        yield from ((name, _column(rows, i, len(names))) for i, name in enumerate(names))
+            case ast.For(ast.Tuple(targets), rows):
+                names = [one.id if isinstance(one, ast.Name) else "" for one in targets]
+        yield from ((name, _column(rows, i, len(names))) for i, name in enumerate(names) if name)
 
 
 def _column(values: ast.expr, place: int, width: int) -> _Column:
@@ -269,15 +265,8 @@ def _blank_unread(body: Iterable[ast.stmt], read: Mapping[str, int]) -> None:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)]) if not read.get(name) and is_given(statement.value, read):
                 statement.value = ast.Constant(None)
-            case ast.For(target=ast.Tuple(elts=targets)):
-                for i, target in enumerate(targets):
-                    if isinstance(target, ast.Name) and not read.get(target.id):
-                        _clear(_column(statement.iter, i, len(targets)))
-
-
-def _clear(column: _Column) -> None:
-    for cells, place in column:
-        cells[place] = ast.Constant(None)
+        for cells, place in (cell for name, column in _columns(statement) if not read.get(name) for cell in column):
+            cells[place] = ast.Constant(None)
 
 
 def _count_reads(tree: ast.AST) -> Counter[str]:
