@@ -32,7 +32,7 @@ FEWEST_WHOLE: Final = 5
 """Minimum number of test cases that still pass."""
 PER_SYMBOL: Final = 2
 _TRACING: Final = """
-class Tracing(Watching):
+class Tracing(Recorder):
     trace = {trace}
 
     def pytest_runtest_logstart(self, nodeid):
@@ -59,7 +59,7 @@ class Tracing(Watching):
         if event == "call" and code.co_filename.startswith(root):
             self.calls.add((code.co_filename[len(root):], code.co_firstlineno))
 
-Watching = Tracing
+Recorder = Tracing
 
 
 if __name__ == "__main__":

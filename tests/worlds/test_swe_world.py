@@ -32,12 +32,12 @@ from ludus.evaluation.scripted_agents import ScriptedChatSession, actions_of, ca
 from ludus.recipes import recipe_folder
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.sandbox.base import Snapshot
-from ludus.tools.patch import patched_files, read_patch
+from ludus.tools.patch import patched_files, read_patch, unified_diff
 from ludus.worlds.swe.grader import CONTROL, grade, leak_tests, package_text
 from ludus.worlds.swe.guest_runner import digest_of
 from ludus.worlds.swe.masking import masked, without_tests
 from ludus.worlds.swe.repository import DATA, layout_of, merged
-from ludus.worlds.swe.solver import WORST, forgeries, unified, written
+from ludus.worlds.swe.solver import WORST, forgeries, written
 from ludus.worlds.swe.tasks import KINDS, fetch, load_catalogue, load_instances, pytest_name, read_archive, require
 
 FIXTURE = Path(__file__).parents[1] / "swe_fixture" / "tidy"
@@ -346,7 +346,7 @@ def applies(problem):
     """Whether the solver's patches, as the tool reads them, produce the fixed files."""
     tree = problem.shown
     for path, content in problem.fixed.items():
-        patch = unified(path, problem.text(path), content.decode(), new=path not in problem.shown)
+        patch = unified_diff(path, problem.text(path), content.decode(), new=path not in problem.shown)
         tree = patched_files(Snapshot(tree), read_patch(patch)).files
     return all(tree[path] == content for path, content in problem.fixed.items())
 
@@ -468,7 +468,7 @@ time.sleep(0.5)
 SPOILS_ITS_LINES = """
 import gc, json, os
 for held in gc.get_objects():
-    if type(held).__name__ == "Watching":
+    if type(held).__name__ == "Recorder":
         lines = ["[" * 100000, json.dumps([held.key, "calls", "x", [1]])]
         lines.append(json.dumps([held.key, "calls", "x", [["a", "b"]]]))
         lines.append('["%s", "phase", "x", "call", "passed", 1%s, {}]' % (held.key, "0" * 400))
@@ -667,7 +667,7 @@ def test_a_scripted_agent_repairs_with_the_shell_and_the_tools(catalogue):
     task = world.tasks("train")[0]
     problem = world.problem(task.id)
     ((path, right),) = problem.fixed.items()
-    patch = unified(path, problem.shown[path].decode(), right.decode())
+    patch = unified_diff(path, problem.shown[path].decode(), right.decode())
     steps = (
         ("shell", {"command": "git log --oneline && git status --short && pytest -q 2>&1 | tail -3"}),
         ("list_files", {"pattern": "*"}),
@@ -736,8 +736,8 @@ def swe_bench_config(catalogue, tmp_path, appended=b""):
         "instance_id": "owner__tidy-1",
         "repo": "owner/tidy",
         "base_commit": git(clone, "rev-parse", "HEAD"),
-        "patch": unified(path, problem.shown[path].decode(), (right + appended).decode()),
-        "test_patch": "".join(unified(*one) for one in tests),
+        "patch": unified_diff(path, problem.shown[path].decode(), (right + appended).decode()),
+        "test_patch": "".join(unified_diff(*one) for one in tests),
         "problem_statement": "It is broken.",
         "FAIL_TO_PASS": json.dumps(list(suite.fail_to_pass)),
         "PASS_TO_PASS": ["tests/test_lists.py::test_clamp[2-2]"],

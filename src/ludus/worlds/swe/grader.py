@@ -18,8 +18,8 @@ import asyncio
 import json
 import secrets
 import tomllib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -146,7 +146,7 @@ def _passed(test: str, run: TestRun, problem: SweProblem) -> bool:
     return test in run.nodes if "[" in test else 0 < num == problem.cases.get(test, num)
 
 
-def _functions(tests: tuple[str, ...]) -> tuple[str, ...]:
+def _functions(tests: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(test.partition("[")[0] for test in tests))
 
 
@@ -268,37 +268,29 @@ def _result(run: Run, lines: str, changed: list[str]) -> TestRun:
         with suppress(ValueError, RecursionError):  # skip malformed lines
             record = json.loads(line)
             records += [record[1:]] if isinstance(record, list) and record[:1] == [run["key"]] else []
-    phases, cases = Counter[tuple[str, str]](), Counter[str]()
-    bad, broken, reaches = set[str](), set[str](), set[str]()
+    outcomes = defaultdict[str, list[tuple[str, str]]](list)
     values: dict[tuple[str, int], tuple[str, ...]] = {}
+    reaches = set[str]()
     for record in records:
         match record:
             case ["phase", str(node), str(when), str(outcome), int() | float(), _]:
-                test = node.split("[")[0]
-                phases[node, when] += 1
-                if outcome != "passed" or phases[node, when] > 1:
-                    bad |= {test, node}
-                    broken |= {test} if outcome == "failed" else set()
-                elif when == "call":
-                    cases[test] += 1
+                outcomes[node].append((when, outcome))
             case ["value", str(test), int(number), str(digest)]:
                 values[test, number] = (*values.get((test, number), ()), digest)
             case ["reach", str(reach)]:
                 reaches.add(reach)
-    canary = run["files"][-1]
-    caught = {f"{canary}::{name}" for name in leak_tests()} <= broken and cases[f"{canary}::{CONTROL}"] == 1
+    nodes = {node for node, phases in outcomes.items() if phases == [("call", "passed")]}
+    bad = _functions(outcomes.keys() - nodes)
+    cases = Counter(test for test in (node.partition("[")[0] for node in nodes) if test not in bad)
+    failed = (node for node, phases in outcomes.items() if any(outcome == "failed" for _, outcome in phases))
+    broken = frozenset(_functions(failed))
+    control, *leaks = (f"{run['files'][-1]}::{name}" for name in (CONTROL, *leak_tests()))
+    caught = broken.issuperset(leaks) and cases.pop(control, 0) == 1
     doubts = {
         f"tests were changed while they ran: {', '.join(changed)}": bool(changed),
         f"the code did what tests do not need: {min(reaches, default='')}": reaches and run["allowed"] is not None,
         "the tests did not run to their end": ["end"] not in records,
         "tests that must fail passed, or did not run": not caught,
     }
-    return TestRun(
-        next((doubt for doubt, holds in doubts.items() if holds), ""),
-        {test: num for test, num in cases.items() if test not in bad and not test.startswith(f"{canary}::")},
-        frozenset(test for test in broken if not test.startswith(f"{canary}::")),
-        frozenset(node for node, when in phases if when == "call" and node not in bad),
-        values,
-        frozenset(reaches),
-        records,
-    )
+    doubt = next((doubt for doubt, holds in doubts.items() if holds), "")
+    return TestRun(doubt, cases, broken, frozenset(nodes), values, frozenset(reaches), records)

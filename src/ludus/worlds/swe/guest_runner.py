@@ -48,11 +48,9 @@ _SCALARS: tuple[tuple[type, Callable[..., str]], ...] = (
     (bytearray, lambda value: f"b{bytearray.hex(value)}"),
 )
 _CONTAINERS: tuple[tuple[type, str, Callable[..., Iterable[object]], Callable[[Iterable[str]], list[str]]], ...] = (
-    *((list, "l", list.__iter__, list), (tuple, "t", tuple.__iter__, list)),
+    *((list, "l", list.__iter__, list), (tuple, "t", tuple.__iter__, list), (dict, "d", dict.items, sorted)),
     *((set, "s", set.__iter__, sorted), (frozenset, "s", frozenset.__iter__, sorted)),
 )
-_PYTEST = ("_pytest/", "pytest/", "pluggy/", "iniconfig/", "packaging/", "pygments/")
-"""File names in the bytecode of the archive."""
 
 
 class Run(TypedDict):
@@ -96,6 +94,9 @@ class Recorder:
             config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
             items[:] = chosen
 
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.test = nodeid.split("[")[0]
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         outcome = "expected" if report.__dict__.get("wasxfail") is not None else report.outcome
         part = type(report).__name__ == "SubtestReport"
@@ -105,13 +106,6 @@ class Recorder:
 
     def pytest_sessionfinish(self) -> None:
         self.tell("end")
-
-
-class Watching(Recorder):
-    """Recorder that also tracks the running test."""
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.test = nodeid.split("[")[0]
 
 
 def digest_of(value: object) -> str:
@@ -129,9 +123,6 @@ def canonical(value: object, depth: int = 0) -> str:
     for kind, text_of in _SCALARS:
         if isinstance(value, kind):
             return text_of(value)
-    if isinstance(value, dict):
-        pairs = (f"{canonical(key, depth + 1)}:{canonical(one, depth + 1)}" for key, one in dict.items(value))
-        return f"{{{','.join(sorted(pairs))}}}"
     for kind, letter, each, order in _CONTAINERS:
         if isinstance(value, kind):
             return f"{letter}[{','.join(order(canonical(one, depth + 1) for one in each(value)))}]"
@@ -166,7 +157,7 @@ def make_details(
 def make_watch(recorder: Recorder, run: Run, bottom: FrameType) -> Callable[[str, tuple[object, ...]], None]:
     """Return an audit hook that reports reaches of the repository's code and ends the process unless allowed."""
     tests = frozenset(f"{run['folder']}/{path}" for path in run["frozen"])
-    trusted = (*_PYTEST, f"{os.path.dirname(os.__file__)}/", "<frozen ")
+    trusted = (*run["watched"]["archive"], f"{os.path.dirname(os.__file__)}/", "<frozen ")
     watched, harmless = frozenset(run["watched"]["events"]), tuple(run["watched"]["harmless"])
     detail_of = make_details(run, tests, trusted)
     busy, seen = set[int](), set[str]()
@@ -194,9 +185,8 @@ def make_watch(recorder: Recorder, run: Run, bottom: FrameType) -> Callable[[str
         try:
             detail = detail_of(event, given)
             caller = None if detail is None else caller_of()
-            if caller is None or caller.endswith(harmless):
-                return
-            if caller.startswith("<frozen importlib") and event in ("compile", "marshal.loads"):
+            imports = event in ("compile", "marshal.loads") and (caller or "").startswith("<frozen importlib")
+            if caller is None or imports or caller.endswith(harmless):
                 return
             reach = f"{event} {detail} by {caller}".replace("  ", " ")
             if reach not in seen and (allowed is None or reach not in allowed):
@@ -224,7 +214,7 @@ def be_child(run: Run, fd: int) -> None:
 
     words = ["-q", "-p", "no:cacheprovider", "--tb=no", "--continue-on-collection-errors", "-W", "ignore"]
     words += ["-o", "addopts=", "-c", f"{TOP}/pytest.ini", "--rootdir", run["folder"], "--confcutdir", run["folder"]]
-    recorder = Watching(fd, run)
+    recorder = Recorder(fd, run)
     if run["probe"]:
         builtins.__dict__[run["probe"]] = recorder.probe
     sys.addaudithook(make_watch(recorder, run, sys._getframe()))

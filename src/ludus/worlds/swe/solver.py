@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import io
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from typing import Final
 
 from ludus.envs.messages import calling_message, tool_turn
 from ludus.tools.files import lines_of
+from ludus.tools.patch import unified_diff
 from ludus.types import JSON, Message
 from ludus.worlds.swe.grader import SweProblem, package_text
 
@@ -33,7 +33,7 @@ def solution(problem: SweProblem) -> tuple[Message, ...]:
             first, last = _line_range(before, after)
             place: dict[str, JSON] = {"path": path, "first": first, "last": last}
             turns.append(("read_file", place, lines_of(before, first, last), _LOOK))
-        patch, result = unified(path, before, after, new), f"{'made' if new else 'changed'} {path}"
+        patch, result = unified_diff(path, before, after, new), f"{'made' if new else 'changed'} {path}"
         turns.append(("apply_patch", {"patch": patch}, result, _FOUND))
     return _episode(turns)
 
@@ -53,20 +53,9 @@ def _episode(turns: Sequence[_Turn]) -> tuple[Message, ...]:
     return (*messages, last)
 
 
-def unified(path: str, before: str, after: str, new: bool = False) -> str:
-    """Return the difference of two texts of a file as a unified diff."""
-    source = "/dev/null" if new else f"a/{path}"
-    lines = difflib.unified_diff(_lines(before), _lines(after), source, f"b/{path}", lineterm="\n")
-    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
-
-
-def _lines(text: str) -> list[str]:
-    return list(io.StringIO(text))
-
-
 def _line_range(before: str, after: str) -> tuple[int, int]:
     """Return the first and last line to read (1-based): the changed lines with some context."""
-    old, new = _lines(before), _lines(after)
+    old, new = list(io.StringIO(before)), list(io.StringIO(after))
     head = next((i for i, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), len(old) - 1)
     same = zip(reversed(old), reversed(new), strict=False)
     tail = next((i for i, (one, other) in enumerate(same) if one != other), 0)

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -231,16 +231,17 @@ def read_archive(path: Path, sha256: str = "") -> Mapping[str, bytes]:
 
     Raises UserError if the archive does not match the digest.
     """
-    if sha256 and hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+    content = path.read_bytes()
+    if sha256 and hashlib.sha256(content).hexdigest() != sha256:
         raise UserError(f"{path} is not the pinned archive.", "Remove it and fetch it again.")
-    found = {}
-    with tarfile.open(path) as archive:
-        for member in archive:
-            name = member.name.partition("/")[2]
-            if member.isfile() and member.size <= _MAX_BYTES and _in_repository(name):
-                content = archive.extractfile(member)
-                found[name] = content.read() if content is not None else b""
-    return found
+    found = ((name.partition("/")[2], data) for name, data in _archived_files(content))
+    return {name: data for name, data in found if len(data) <= _MAX_BYTES and _in_repository(name)}
+
+
+def _archived_files(archive: bytes) -> Iterator[tuple[str, bytes]]:
+    """Yield the regular files of a tar archive."""
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        yield from ((one.name, file.read()) for one in tar if one.isfile() and (file := tar.extractfile(one)))
 
 
 def _in_repository(name: str) -> bool:
@@ -333,5 +334,4 @@ def _commit_files(repo: str, commit: str, folder: Path) -> dict[str, bytes]:
     if problem:
         hint = "Install git, and fetch the commit into the clone."
         raise UserError(f"git cannot read the commit {commit} of {clone}: {problem}.", hint)
-    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
-        return {one.name: content.read() for one in tar if one.isfile() and (content := tar.extractfile(one))}
+    return dict(_archived_files(content))
