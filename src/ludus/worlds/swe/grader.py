@@ -1,14 +1,12 @@
 """Grading of a policy's tree by hidden tests, unmasked and masked, on a fresh copy of the repository.
 
-Only code is taken from the policy's tree (`ludus.worlds.swe.repository.merged`); tests, `conftest.py` and settings are
-those of the repository. The broken tests run masked in one sandbox: they have no expected value, and digests of the
-values that they compute are compared here with those of the repaired repository. These reference values come from
-sandboxes that never see code of the policy. Then all tests run unmasked in another sandbox. If a test passes and its
-masked values differ, the result is forged and no test counts as passed; the same holds if a leak test passes, test
-files change, an audit hook detects an access that tests do not need, or a run does not finish.
+Only code is taken from the policy's tree (`ludus.worlds.swe.repository.merged`). The broken tests run masked in one
+sandbox, and the values that they compute are compared here, as digests, with those of the repaired repository, which
+are computed in sandboxes that never have code of the policy. Then all tests run unmasked in another sandbox. No test
+counts as passed if one passes and its masked values differ, a leak test passes, test files change, an audit hook
+detects an access that tests do not need, or a run does not finish.
 
-Test functions are named without parameters, `tests/test_a.py::TestB::test_c`: one passes if each of its cases passes in
-each phase. The sandbox sees no package of the host.
+Test functions are named without parameters, `tests/test_a.py::TestB::test_c`: one passes if all of its cases pass.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """The program that runs tests inside the sandbox. Its source is sent to the sandbox, so it imports nothing from Ludus.
 
-A parent process, which never imports code of the policy, forks a child, which imports the tests and the code under
-test. The child writes the outcome of each test to a pipe, each line with the key of the run. The parent accepts no
-commands from the child: it kills every process that the child left, checks that the test files are unchanged, and only
-then reads the nonce by which the host recognises the parent's report.
+A parent process, which never imports code of the policy, forks a child, which imports the tests and the code under test
+and writes the results to a pipe, each line with the key of the run. The parent kills every process that the child left,
+checks that the test files are unchanged, and only then reads the nonce by which the host recognises its report.
 
-Masked tests (`ludus.worlds.swe.masking`) call a probe with the values that they computed; the child sends a digest of
-each value and has no expected value. An audit hook ends a child if code of the repository accesses frames,
-the garbage collector, code objects, test files, raw memory or other processes, unless the reference run did the same.
+Masked tests (`ludus.worlds.swe.masking`) call a probe with the values that they computed; the child sends digests.
+An audit hook ends a child if code of the repository accesses frames, the garbage collector, code objects, test files,
+raw memory or other processes, unless the reference run did the same.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ READY = "ready\n"
 """The first output of the parent, before any child: a later failure is caused by the policy's code."""
 _SET_DUMPABLE = 4
 _MAX_BYTES = 1 << 25
-_MAX_DEPTH = 60
+_MAX_DEPTH = 120
 _SCALARS: tuple[tuple[type, Callable[..., str]], ...] = (
     (type(None), lambda value: "None"),
     (int, lambda value: f"n{int.__index__(value):x}"),
@@ -100,9 +99,8 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         outcome = "expected" if report.__dict__.get("wasxfail") is not None else report.outcome
         part = type(report).__name__ == "SubtestReport"
-        if outcome == "passed" and (part or report.when != "call"):
-            return
-        self.tell("phase", report.nodeid, report.when, outcome, round(report.duration, 4), {})
+        if outcome != "passed" or (report.when == "call" and not part):
+            self.tell("phase", report.nodeid, report.when, outcome, round(report.duration, 4), {})
 
     def pytest_sessionfinish(self) -> None:
         self.tell("end")

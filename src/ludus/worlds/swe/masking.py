@@ -91,11 +91,14 @@ def masked(source: str, names: Collection[str], probe: str) -> tuple[str, frozen
         elif node.name.startswith("test"):
             node.body = [ast.Pass()]
     for node in tests:
-        mask.given = _given_names(node.body, module_names | _parameters(node))
+        columns = [(name, column) for name, column in _columns(node) if column]
+        literal = {name for name, column in columns if all(is_given(cells[i], ()) for cells, i in column)}
+        mask.given = _given_names(node.body, module_names | literal)
         mask.generic_visit(node)
     others = [one for one in tree.body if not isinstance(one, ast.FunctionDef)]
     for _ in range(_PASSES):
-        read = _count_reads(tree)
+        names_read = {one.id for one in ast.walk(tree) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
+        read = names_read | {one.attr for one in ast.walk(tree) if isinstance(one, ast.Attribute)}  # as by `getattr`
         for block in (others, *([node, *node.body] for node in tests)):
             _blank_unread(block, read)
     return ast.unparse(ast.fix_missing_locations(tree)), frozenset(mask.negated)
@@ -253,26 +256,14 @@ def _column(values: ast.expr, place: int, width: int) -> _Column:
     return [(row, place) for row in rows] if [len(row) for row in rows] == [width] * len(values.elts) else []
 
 
-def _parameters(node: ast.FunctionDef) -> frozenset[str]:
-    """Return the parameters of a test that take literals only."""
-    columns = [(name, column) for name, column in _columns(node) if column]
-    return frozenset(name for name, column in columns if all(is_given(cells[i], ()) for cells, i in column))
-
-
-def _blank_unread(body: Iterable[ast.stmt], read: Mapping[str, int]) -> None:
+def _blank_unread(body: Iterable[ast.stmt], read: Collection[str]) -> None:
     """Replace given values that are bound to unread names with None."""
     for statement in _statements(body, (ast.FunctionDef, ast.ClassDef)):
         match statement:
-            case ast.Assign(targets=[ast.Name(id=name)]) if not read.get(name) and is_given(statement.value, read):
+            case ast.Assign(targets=[ast.Name(id=name)]) if name not in read and is_given(statement.value, read):
                 statement.value = ast.Constant(None)
-        for cells, place in (cell for name, column in _columns(statement) if not read.get(name) for cell in column):
+        for cells, place in (cell for name, column in _columns(statement) if name not in read for cell in column):
             cells[place] = ast.Constant(None)
-
-
-def _count_reads(tree: ast.AST) -> Counter[str]:
-    """Count the reads of each name; attributes count as well, since `getattr` may access them."""
-    names = Counter(one.id for one in ast.walk(tree) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load))
-    return names + Counter(one.attr for one in ast.walk(tree) if isinstance(one, ast.Attribute))
 
 
 def _names(node: ast.expr) -> set[str]:

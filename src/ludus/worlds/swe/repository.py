@@ -21,18 +21,21 @@ from ludus.worlds.swe.guest_runner import ARCHIVE
 
 DATA: Final = Path(str(files("ludus.worlds.swe") / "data"))
 """The folder of the files that ship with this world, among them the catalogue."""
-NAMES: Final = {key: frozenset(names) for key, names in tomllib.loads((DATA / "names.toml").read_text("utf-8")).items()}
-"""Names of files and folders by what they decide."""
-_SHELL: Final = "Run commands in a shell in the repository: git, python, pytest. Working folder and files are kept."
+NAMES: Final[Mapping[str, list[str]]] = tomllib.loads((DATA / "names.toml").read_text("utf-8"))
+"""Names of files and folders by what they decide, and the kinds of bugs."""
 _MAX_PATH: Final = 256
+
+
+def is_inside(path: str, folders: str) -> bool:
+    """Return whether a path is inside a folder whose name is among those of this key of `NAMES`."""
+    return not set(PurePosixPath(path).parts[:-1]).isdisjoint(NAMES[folders])
 
 
 def is_test(path: str) -> bool:
     """Return whether a path is a test file by pytest's conventions."""
-    parts = PurePosixPath(path).parts
-    name = parts[-1]
+    name = PurePosixPath(path).name
     named = name.endswith(".py") and (name.startswith("test_") or name.endswith(("_test.py", "_tests.py")))
-    return named or name == "conftest.py" or not NAMES["test_folders"].isdisjoint(parts[:-1])
+    return named or name == "conftest.py" or is_inside(path, "test_folders")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ def layout_of(files: Iterable[str]) -> RepositoryLayout:
 
 
 def _is_excluded(path: str) -> bool:
-    return is_test(path) or not NAMES["other_folders"].isdisjoint(PurePosixPath(path).parts[:-1])
+    return is_test(path) or is_inside(path, "other_folders")
 
 
 def merged(pristine: Mapping[str, bytes], theirs: Mapping[str, bytes], layout: RepositoryLayout) -> dict[str, bytes]:
@@ -127,5 +130,6 @@ def checkout(sandbox: Sandbox, tree: Mapping[str, bytes], layout: RepositoryLayo
 
 def repair_tools(workspace: Checkout) -> tuple[Tool, ...]:
     """Return all tools of an episode."""
-    shell = replace(shell_tool(workspace), description=_SHELL)
+    about = "Run commands in a shell in the repository: git, python, pytest. Working folder and files are kept."
+    shell = replace(shell_tool(workspace), description=about)
     return (shell, *files_tools(workspace), apply_patch_tool(workspace), submit_tool())

@@ -1,14 +1,13 @@
 """Tasks of a catalogue, and tasks in the format of SWE-bench (arXiv:2310.06770).
 
 A catalogue is a folder with `packages.jsonl`, packages with their pinned source distributions and tests, and
-`tasks.jsonl`, bugs with the tests that they break. It has no source of a package except the text that a bug replaces:
-`ludus env prepare swe` downloads the source distributions with pip and checks their SHA-256.
+`tasks.jsonl`, bugs with the tests that they break. It has no source except the text that a bug replaces: `ludus env
+prepare swe` downloads the source distributions with pip and checks their SHA-256.
 
-SWE-bench's instances are JSON lines (class `Instance`; other keys are ignored). `FAIL_TO_PASS` and `PASS_TO_PASS` are
-lists or their JSON as text. Tests are named as in pytest or unittest, `test_a (app.tests.TestB)` and
-`test_a (app.tests.TestB.test_a)`; modules of Django's tests are in `tests/`. A test named by its docstring cannot be
-found: it is dropped from `PASS_TO_PASS` and refused in `FAIL_TO_PASS`. The packages that the tests import must be in
-the sandbox (`sandbox.python`, `sandbox.binds`, `sandbox.paths`).
+Instances of SWE-bench are JSON lines (class `Instance`). Lists of tests may be JSON as text, with names as in pytest or
+unittest, `test_a (app.tests.TestB)` and `test_a (app.tests.TestB.test_a)`; modules of Django's tests are in `tests/`. A
+test named by its docstring cannot be found: it is dropped from `PASS_TO_PASS` and refused in `FAIL_TO_PASS`. Packages
+that tests import must be in the sandbox (`sandbox.python`, `sandbox.binds`, `sandbox.paths`).
 """
 
 from __future__ import annotations
@@ -38,17 +37,15 @@ from ludus.tools.patch import patched_files, read_patch
 from ludus.types import Message, Task
 from ludus.worlds.swe.grader import SweProblem
 from ludus.worlds.swe.masking import without_tests
-from ludus.worlds.swe.repository import NAMES, layout_of
+from ludus.worlds.swe.repository import NAMES, is_inside, layout_of
 
 SYSTEM: Final = (
     "You repair Python code. A git repository lies in the working folder. Find the cause of the issue, mend "
     "it in the code, and hand in with submit. Tests that you do not see decide; changes of tests and of "
     "settings do not count."
 )
-KINDS: Final = (
-    *("boundary", "comparison", "operator", "boolean", "condition", "off_by_one", "slice", "arguments"),
-    *("name", "default", "constant", "guard", "branch", "statement", "loop"),
-)
+KINDS: Final = NAMES["kinds"]
+"""Kinds of bugs."""
 _MAX_BYTES: Final = 600_000
 """Size limit of one file: larger ones are tables, not code."""
 _PIP_S: Final = 300.0
@@ -149,18 +146,16 @@ def load_catalogue(folder: Path) -> Catalogue:
 
 def case_of(bug: Bug, package: Package, sources: Path, seconds: float) -> SweCase:
     """Return the task of a bug; `sources` is the folder of the archives."""
-    names = [f"{file}::{test}" for file in bug.files for test in package.tests[file]]
-    broken = frozenset(bug.broken)
-    suite = Suite(bug.broken, tuple(name for name in names if name not in broken), hidden=frozenset(names))
+    cases = {f"{file}::{test}": num for file in bug.files for test, num in package.tests[file].items()}
+    suite = Suite(bug.broken, tuple(test for test in cases if test not in bug.broken), hidden=frozenset(cases))
 
     def load() -> SweProblem:
         tree = read_archive(sources / package.archive, package.sha256)
         right = tree[bug.path]
         pristine = {**tree, bug.path: bug.edit.apply(right.decode("utf-8")).encode()}
-        cases = {f"{file}::{test}": num for file in bug.files for test, num in package.tests[file].items()}
         shown = dict(pristine)
         for file in {test.partition("::")[0] for test in bug.broken} & tree.keys():
-            hidden = [test.partition("::")[2].partition("[")[0] for test in broken if test.startswith(f"{file}::")]
+            hidden = [test.partition("::")[2].partition("[")[0] for test in bug.broken if test.startswith(f"{file}::")]
             shown[file] = without_tests(tree[file].decode("utf-8"), hidden).encode()
         return SweProblem(shown, pristine, layout_of(tree), suite, bug.files, {bug.path: right}, cases, seconds)
 
@@ -245,16 +240,11 @@ def _archived_files(archive: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def _in_repository(name: str) -> bool:
-    path = PurePosixPath(name)
-    omitted = not NAMES["omitted_folders"].isdisjoint(path.parts[:-1]) or ".egg-info" in name
-    return bool(name) and not omitted and (path.suffix in NAMES["suffixes"] or "/tests/" in f"/{name}")
+    excluded = is_inside(name, "omitted_folders") or ".egg-info" in name
+    return bool(name) and not excluded and (PurePosixPath(name).suffix in NAMES["suffixes"] or "/tests/" in f"/{name}")
 
 
-def _parsed(value: object) -> object:
-    return json.loads(value) if isinstance(value, str) else value
-
-
-_Names = Annotated[tuple[str, ...], BeforeValidator(_parsed)]
+_Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: json.loads(value) if type(value) is str else value)]
 
 
 class Instance(BaseModel):
