@@ -25,6 +25,7 @@ from ludus.cli.main import main
 from ludus.config import config_from_toml
 from ludus.envs.git_objects import git_folder
 from ludus.envs.registry import build_world
+from ludus.envs.sources import fetch, require
 from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation.env_audit import CheckPlan, check_world
@@ -38,7 +39,7 @@ from ludus.worlds.swe.guest_runner import digest_of
 from ludus.worlds.swe.masking import masked, without_tests
 from ludus.worlds.swe.repository import DATA, layout_of, merged
 from ludus.worlds.swe.solver import WORST, forgeries, written
-from ludus.worlds.swe.tasks import KINDS, fetch, load_catalogue, load_instances, pytest_name, read_archive, require
+from ludus.worlds.swe.tasks import KINDS, load_catalogue, load_instances, pytest_name, read_archive
 
 FIXTURE = Path(__file__).parents[1] / "swe_fixture" / "tidy"
 
@@ -801,7 +802,7 @@ def test_bad_instances_are_named_with_their_line(tmp_path):
 def test_missing_sources_say_how_to_get_them(tmp_path):
     packages = load_catalogue(DATA).packages.values()
     with pytest.raises(UserError, match="sources of") as error:
-        require(packages, tmp_path)
+        require(packages, tmp_path, "swe")
     assert "ludus env prepare swe" in error.value.hint
 
 
@@ -809,7 +810,7 @@ def test_another_archive_than_the_pinned_one_is_refused(catalogue, tmp_path, mon
     (package,) = load_catalogue(catalogue).packages.values()
     fetch([package], catalogue, lambda said: pytest.fail("it is there already"))
     archive = catalogue / package.archive
-    monkeypatch.setattr("ludus.worlds.swe.tasks.download", lambda wanted, room: archive)
+    monkeypatch.setattr("ludus.envs.sources.download", lambda wanted, room: archive)
     fetch([package], tmp_path / "one", lambda said: None)
     assert (tmp_path / "one" / package.archive).read_bytes() == archive.read_bytes()
     with pytest.raises(UserError, match="is not the pinned source"):
@@ -820,7 +821,7 @@ def test_another_archive_than_the_pinned_one_is_refused(catalogue, tmp_path, mon
 
 def test_the_command_prepares(catalogue, tmp_path, monkeypatch, capsys):
     archive = catalogue / "tidy-1.0.tar.gz"
-    monkeypatch.setattr("ludus.worlds.swe.tasks.download", lambda wanted, room: archive)
+    monkeypatch.setattr("ludus.envs.sources.download", lambda wanted, room: archive)
     settings = (f"--env.settings.catalogue={catalogue}", f"--env.settings.sources={tmp_path / 'sources'}")
     words = [word for setting in settings for word in setting.split("=")]
     assert main(["env", "prepare", "swe", *words]) == 0

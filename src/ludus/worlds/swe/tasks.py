@@ -12,15 +12,9 @@ that tests import must be in the sandbox (`sandbox.python`, `sandbox.binds`, `sa
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 import re
-import subprocess
-import sys
-import tarfile
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
@@ -28,6 +22,7 @@ from typing import Annotated, Final
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
+from ludus.envs.sources import PinnedSource, commit_files, source_files
 from ludus.envs.task_files import read_rows
 from ludus.errors import UserError
 from ludus.rewards.code.unit_tests import Suite
@@ -48,8 +43,6 @@ KINDS: Final = NAMES["kinds"]
 """Kinds of bugs."""
 _MAX_BYTES: Final = 600_000
 """Size limit of one file: larger ones are tables, not code."""
-_PIP_S: Final = 300.0
-_GIT_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +68,13 @@ class Edit:
         return text[: self.start] + self.new + text[end:]
 
 
-@dataclass(frozen=True, slots=True)
-class Package:
-    """A package of the index. `archive` and `sha256` are those of its source distribution.
+@dataclass(frozen=True)
+class Package(PinnedSource):
+    """A package of the index. `tests` counts, by test file and test function, the cases that pass without a bug.
 
-    `tests` counts, by test file and test function, the cases that pass without a bug; failing, slow and flaky tests
-    are excluded.
+    Failing, slow and flaky tests are excluded.
     """
 
-    name: str
-    version: str
-    archive: str
-    sha256: str
     split: str
     summary: str
     tests: Mapping[str, Mapping[str, int]]
@@ -164,79 +152,11 @@ def case_of(bug: Bug, package: Package, sources: Path, seconds: float) -> SweCas
     return SweCase(_task(bug.id, f"{package.name} {package.version}", bug.issue, suite, tags), load, package)
 
 
-def missing(packages: Iterable[Package], folder: Path) -> list[Package]:
-    """Return the packages whose sources are not in a folder, sorted by name."""
-    return sorted((one for one in packages if not (folder / one.archive).is_file()), key=lambda one: one.name)
-
-
-def require(packages: Iterable[Package], folder: Path) -> None:
-    """Raise UserError with the download command if sources are missing."""
-    if names := [one.name for one in missing(packages, folder)]:
-        named = ", ".join(names if len(names) < 5 else [*names[:4], "..."])
-        raise UserError(
-            f"The sources of {len(names)} packages ({named}) are not in {folder}.",
-            "Fetch them with `ludus env prepare swe` (by pip, from the package index that it is configured for).",
-        )
-
-
-def fetch(packages: Iterable[Package], folder: Path, tell: Callable[[str], None]) -> None:
-    """Download missing sources. Raises UserError if pip fails or an archive is not the pinned one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for package in missing(packages, folder):
-        tell(f"{package.name} {package.version}")
-        with tempfile.TemporaryDirectory() as temp_dir:
-            archive = download(f"{package.name}=={package.version}", Path(temp_dir))
-            content = archive.read_bytes()
-        if archive.name != package.archive or hashlib.sha256(content).hexdigest() != package.sha256:
-            raise UserError(
-                f"{archive.name} is not the pinned source of {package.name} {package.version}.",
-                f"Expected: {package.archive}, SHA-256 {package.sha256}.",
-            )
-        (folder / archive.name).write_bytes(content)
-
-
-def download(requirement: str, folder: Path) -> Path:
-    """Download a source distribution with pip. Raises UserError."""
-    words = ["download", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-binary"]
-    words += [requirement.partition("==")[0], "--dest", str(folder), requirement]
-    _, problem = _run([sys.executable, "-m", "pip", *words], _PIP_S)
-    found = sorted(folder.glob("*.tar.gz"))
-    if problem or not found:
-        reason = problem.rpartition("\n")[2] or "there is none"
-        raise UserError(
-            f"pip cannot fetch the source of {requirement}: {reason}.",
-            "Check the network connection, and that this interpreter has pip.",
-        )
-    return found[0]
-
-
-def _run(words: list[str], seconds: float) -> tuple[bytes, str]:
-    """Run a program; return its output, and the reason if it failed, else an empty text."""
-    try:
-        process = subprocess.run(words, capture_output=True, timeout=seconds, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return b"", str(error)
-    problem = process.stderr.decode("utf-8", "replace").strip() or f"exit code {process.returncode}"
-    return process.stdout, problem if process.returncode else ""
-
-
 @cache
 def read_archive(path: Path, sha256: str = "") -> Mapping[str, bytes]:
-    """Return the files of a source distribution that are part of the repository, without the outer folder.
-
-    Raises UserError if the archive does not match the digest.
-    """
-    content = path.read_bytes()
-    if sha256 and hashlib.sha256(content).hexdigest() != sha256:
-        raise UserError(f"{path} is not the pinned archive.", "Remove it and fetch it again.")
-    found = ((name.partition("/")[2], data) for name, data in _archived_files(content))
+    """Return the files of a source distribution that belong to the repository. Raises UserError, as `source_files`."""
+    found = source_files(path, sha256)
     return {name: data for name, data in found if len(data) <= _MAX_BYTES and _in_repository(name)}
-
-
-def _archived_files(archive: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield the regular files of a tar archive."""
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        yield from ((one.name, file.read()) for one in tar if one.isfile() and (file := tar.extractfile(one)))
 
 
 def _in_repository(name: str) -> bool:
@@ -244,7 +164,9 @@ def _in_repository(name: str) -> bool:
     return bool(name) and not excluded and (PurePosixPath(name).suffix in NAMES["suffixes"] or "/tests/" in f"/{name}")
 
 
-_Names = Annotated[tuple[str, ...], BeforeValidator(lambda value: json.loads(value) if type(value) is str else value)]
+_Names = Annotated[
+    tuple[str, ...], BeforeValidator(lambda value: json.loads(value) if isinstance(value, str) else value)
+]
 
 
 class Instance(BaseModel):
@@ -294,7 +216,7 @@ def _instance_case(given: Instance, folder: Path, seconds: float) -> SweCase:
     suite = Suite(given.fail_to_pass, given.pass_to_pass, hidden=frozenset(tests))
 
     def load() -> SweProblem:
-        tree = _commit_files(given.repo, given.base_commit, folder)
+        tree = commit_files(given.repo, given.base_commit, folder)
         try:
             pristine = patched_files(Snapshot(tree), read_patch(given.test_patch)).files
             fixed = patched_files(Snapshot(tree), read_patch(given.patch)).files
@@ -309,19 +231,3 @@ def _instance_case(given: Instance, folder: Path, seconds: float) -> SweCase:
 
     tags = {"split": given.split, "family": given.repo, "package": given.repo}
     return SweCase(_task(given.instance_id, given.repo, given.problem_statement, suite, tags), load)
-
-
-def _commit_files(repo: str, commit: str, folder: Path) -> dict[str, bytes]:
-    """Return the files of a commit; the clone is in `owner/name`, `owner__name` or `name`. Raises UserError."""
-    places = (folder / repo, folder / repo.replace("/", "__"), folder / repo.rpartition("/")[2])
-    clone = next((place for place in places if place.is_dir()), None)
-    if clone is None:
-        hint = f"Clone it to {places[1]}, with the commits of its tasks."
-        raise UserError(f"There is no clone of {repo} in {folder}.", hint)
-    if commit.startswith("-"):
-        raise UserError(f"{commit!r} is not a commit.")
-    content, problem = _run(["git", "-C", str(clone), "archive", "--format=tar", commit], _GIT_S)
-    if problem:
-        hint = "Install git, and fetch the commit into the clone."
-        raise UserError(f"git cannot read the commit {commit} of {clone}: {problem}.", hint)
-    return dict(_archived_files(content))

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs.base import SessionWorld
 from ludus.envs.settings import read_settings
+from ludus.envs.sources import fetch, require
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, check_split
 from ludus.errors import ConfigError
@@ -128,12 +129,12 @@ class SweWorld(SessionWorld):
 
     def prepare(self, tell: Callable[[str], None]) -> None:
         """Download the sources of all packages that tasks need. Raises UserError."""
-        swe_tasks.fetch(self._packages, self._sources, tell)
+        fetch(self._packages, self._sources, tell)
 
     def tasks(self, split: str) -> Sequence[Task]:
         """Return the tasks of a split, packages mixed. Raises UserError if sources are missing."""
         check_split(split, self.splits, self.name)
-        swe_tasks.require(self._packages, self._sources)
+        require(self._packages, self._sources, self.name)
         return [case.task for case in self.cases.values() if case.task.tags["split"] == split]
 
     def environment(self, task: Task) -> SweEnv:
