@@ -34,12 +34,12 @@ from ludus.recipes import recipe_folder
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.sandbox.base import Snapshot
 from ludus.tools.patch import patched_files, read_patch, unified_diff
-from ludus.worlds.swe.grader import CONTROL, grade, leak_tests, package_text
+from ludus.worlds.swe.grader import CONTROL, grade, leak_tests
 from ludus.worlds.swe.guest_runner import digest_of
 from ludus.worlds.swe.masking import masked, without_tests
-from ludus.worlds.swe.repository import DATA, layout_of, merged
+from ludus.worlds.swe.repository import DATA, layout_of, merged, names_of, package_text
 from ludus.worlds.swe.solver import WORST, forgeries, written
-from ludus.worlds.swe.tasks import KINDS, load_catalogue, load_instances, pytest_name, read_archive
+from ludus.worlds.swe.tasks import load_catalogue, load_instances, pytest_name, read_archive
 
 FIXTURE = Path(__file__).parents[1] / "swe_fixture" / "tidy"
 
@@ -126,7 +126,7 @@ def f(items, start=0, *, deep=False):
 
 def test_every_kind_of_bug_is_found_and_undone():
     found = [edit for edit in edits(SNIPPET) if is_sound(edit, SNIPPET)]
-    assert {edit.kind for edit in found} == set(KINDS)
+    assert {edit.kind for edit in found} == set(names_of("kinds"))
     for edit in found:
         broken = edit.apply(SNIPPET)
         assert replace(edit, old=edit.new, new=edit.old).apply(broken) == SNIPPET
@@ -953,7 +953,7 @@ def test_the_shipped_tasks_are_as_many_as_the_page_says():
     kinds = {bug.edit.kind for bug in shipped.bugs}
     assert len(shipped.bugs) == 142
     assert len(shipped.packages) == len({bug.package for bug in shipped.bugs}) == 15
-    assert kinds == set(KINDS)
+    assert kinds == set(names_of("kinds"))
     assert len(kinds) == 15
     page = (recipe_folder("swe") / "README.md").read_text()
     assert survey(shipped) in page

@@ -174,9 +174,9 @@ def patched_files(snapshot: Snapshot, patches: Sequence[FilePatch]) -> Snapshot:
 
 
 def unified_diff(path: str, before: str, after: str, new: bool = False) -> str:
-    """Return the difference of two texts of a file as a unified diff; `new`: the file does not exist before."""
-    texts = [list(io.StringIO(text)) for text in (before, after)]
-    lines = difflib.unified_diff(*texts, _DEV_NULL if new else f"a/{path}", f"b/{path}", lineterm="\n")
+    """Return the difference of two texts of a file as a unified diff; `new`: the patch creates the file."""
+    old_lines, new_lines = list(io.StringIO(before)), list(io.StringIO(after))
+    lines = difflib.unified_diff(old_lines, new_lines, _DEV_NULL if new else f"a/{path}", f"b/{path}")
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 

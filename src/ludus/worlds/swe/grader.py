@@ -31,7 +31,7 @@ from ludus.sandbox.base import MIB, Limits, Sandbox
 from ludus.types import ToolOutcome, ToolStatus
 from ludus.worlds.swe.guest_runner import ARCHIVE, READY, TOP, Run, digest_of
 from ludus.worlds.swe.masking import functions_of, masked
-from ludus.worlds.swe.repository import DATA, RepositoryLayout, is_test, merged
+from ludus.worlds.swe.repository import RepositoryLayout, is_test, merged, package_text
 
 REPORT: Final = "report"
 """Tool name of the outcome with the grade."""
@@ -201,12 +201,6 @@ async def run_masked(
 def other_values(expected: Values, found: Values) -> frozenset[str]:
     """Return the tests that have a probe with unexpected values."""
     return frozenset(test for (test, probe), digests in expected.items() if found.get((test, probe)) != digests)
-
-
-@cache
-def package_text(path: str) -> str:
-    """Return a text file of this package."""
-    return (DATA.parent / path).read_text("utf-8")
 
 
 @cache

@@ -15,12 +15,11 @@ import secrets
 import tomllib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from importlib.resources import files
+from functools import cache
 from typing import Final
 
-_ASSERTIONS: Final[Mapping[str, str]] = tomllib.loads(
-    (files("ludus.worlds.swe") / "data/assertions.toml").read_text("utf-8")
-)
+from ludus.worlds.swe.repository import package_text
+
 _RAISES_NAMES: Final = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
 _BUILTINS: Final = frozenset({"list", "dict", "set", "frozenset", "tuple", "str", "bytes", "int", "float", "range"})
 """Built-in types: a call with given arguments is given."""
@@ -162,13 +161,18 @@ def raising(node: ast.stmt) -> list[ast.stmt] | None:
     return None
 
 
+@cache
+def _assertions() -> Mapping[str, str]:
+    return tomllib.loads(package_text("data/assertions.toml"))
+
+
 def asserted(node: ast.stmt) -> ast.expr | None:
     """Return the expression that a statement asserts; None if it asserts none or its form is unsupported."""
     match node:
         case ast.Assert(test=test):
             return test
-        case ast.Expr(ast.Call(func=ast.Attribute(attr=name), args=[left, *rest])) if name in _ASSERTIONS:
-            match ast.parse(_ASSERTIONS[name], mode="eval").body:
+        case ast.Expr(ast.Call(func=ast.Attribute(attr=name), args=[left, *rest])) if name in _assertions():
+            match ast.parse(_assertions()[name], mode="eval").body:
                 case ast.Compare(ops=ops, comparators=[ast.Constant() as right]):
                     return ast.Compare(left, ops, [right])
                 case ast.Compare(ops=ops):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.resources import files
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -21,14 +22,25 @@ from ludus.worlds.swe.guest_runner import ARCHIVE
 
 DATA: Final = Path(str(files("ludus.worlds.swe") / "data"))
 """The folder of the files that ship with this world, among them the catalogue."""
-NAMES: Final[Mapping[str, list[str]]] = tomllib.loads((DATA / "names.toml").read_text("utf-8"))
-"""Names of files and folders by what they decide, and the kinds of bugs."""
 _MAX_PATH: Final = 256
 
 
+@cache
+def package_text(path: str) -> str:
+    """Return a text file of this package."""
+    return (DATA.parent / path).read_text("utf-8")
+
+
+@cache
+def names_of(key: str) -> tuple[str, ...]:
+    """Return a list of `data/names.toml`: names of files and folders by what they decide, and the kinds of bugs."""
+    lists: dict[str, list[str]] = tomllib.loads(package_text("data/names.toml"))
+    return tuple(lists[key])
+
+
 def is_inside(path: str, folders: str) -> bool:
-    """Return whether a path is inside a folder whose name is among those of this key of `NAMES`."""
-    return not set(PurePosixPath(path).parts[:-1]).isdisjoint(NAMES[folders])
+    """Return whether a path is inside a folder whose name is listed under this key (`names_of`)."""
+    return not set(PurePosixPath(path).parts[:-1]).isdisjoint(names_of(folders))
 
 
 def is_test(path: str) -> bool:
@@ -54,7 +66,7 @@ class RepositoryLayout:
     def is_code(self, path: str) -> bool:
         """Return whether a policy may change or create this file."""
         inside = path in self.modules or path.startswith(tuple(f"{folder}/" for folder in self.packages))
-        return inside and not is_test(path) and PurePosixPath(path).name not in NAMES["hooks"]
+        return inside and not is_test(path) and PurePosixPath(path).name not in names_of("hooks")
 
 
 def layout_of(files: Iterable[str]) -> RepositoryLayout:
@@ -64,7 +76,7 @@ def layout_of(files: Iterable[str]) -> RepositoryLayout:
     outermost = [one for one in sorted(folders) if str(PurePosixPath(one).parent) not in folders]
     packages = tuple(one for one in outermost if not _is_excluded(f"{one}/__init__.py"))
     loose = [path for path in paths if path.endswith(".py") and path.count("/") == path.startswith("src/")]
-    modules = [path for path in loose if PurePosixPath(path).name not in NAMES["scripts"] and not _is_excluded(path)]
+    modules = [path for path in loose if PurePosixPath(path).name not in names_of("scripts") and not _is_excluded(path)]
     return RepositoryLayout(packages, tuple(modules))
 
 
@@ -99,7 +111,7 @@ class Checkout(Workspace):
 
     async def run(self, code: str) -> Outcome:
         """Run commands in the shell, with the repository's code and pytest importable. Raises ToolError."""
-        setup = (DATA / "setup.sh").read_text("utf-8").replace("PATHS", self.paths)
+        setup = package_text("data/setup.sh").replace("PATHS", self.paths)
         return await Workspace.run(self, f"{setup}{code}")
 
     async def snapshot(self) -> Snapshot:

@@ -12,7 +12,8 @@ from ludus.envs.messages import calling_message, tool_turn
 from ludus.tools.files import lines_of
 from ludus.tools.patch import unified_diff
 from ludus.types import JSON, Message
-from ludus.worlds.swe.grader import SweProblem, package_text
+from ludus.worlds.swe.grader import SweProblem
+from ludus.worlds.swe.repository import package_text
 
 WORST: Final = ("gc", "frames", "recorder", "reports", "an early end", "lines")
 """Forgeries that `ludus env check` runs."""

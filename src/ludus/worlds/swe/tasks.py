@@ -32,15 +32,13 @@ from ludus.tools.patch import patched_files, read_patch
 from ludus.types import Message, Task
 from ludus.worlds.swe.grader import SweProblem
 from ludus.worlds.swe.masking import without_tests
-from ludus.worlds.swe.repository import NAMES, is_inside, layout_of
+from ludus.worlds.swe.repository import is_inside, layout_of, names_of
 
 SYSTEM: Final = (
     "You repair Python code. A git repository lies in the working folder. Find the cause of the issue, mend "
     "it in the code, and hand in with submit. Tests that you do not see decide; changes of tests and of "
     "settings do not count."
 )
-KINDS: Final = NAMES["kinds"]
-"""Kinds of bugs."""
 _MAX_BYTES: Final = 600_000
 """Size limit of one file: larger ones are tables, not code."""
 
@@ -161,12 +159,16 @@ def read_archive(path: Path, sha256: str = "") -> Mapping[str, bytes]:
 
 def _in_repository(name: str) -> bool:
     excluded = is_inside(name, "omitted_folders") or ".egg-info" in name
-    return bool(name) and not excluded and (PurePosixPath(name).suffix in NAMES["suffixes"] or "/tests/" in f"/{name}")
+    return (
+        bool(name) and not excluded and (PurePosixPath(name).suffix in names_of("suffixes") or "/tests/" in f"/{name}")
+    )
 
 
-_Names = Annotated[
-    tuple[str, ...], BeforeValidator(lambda value: json.loads(value) if isinstance(value, str) else value)
-]
+def _parsed(value: object) -> object:
+    return json.loads(value) if isinstance(value, str) else value
+
+
+_Names = Annotated[tuple[str, ...], BeforeValidator(_parsed)]
 
 
 class Instance(BaseModel):

@@ -24,7 +24,7 @@ from ludus.tools.base import ToolError
 from ludus.types import Action, Message, StepResult, Task, ToolOutcome
 from ludus.worlds.swe import tasks as swe_tasks
 from ludus.worlds.swe.grader import REPORT, Grade, SweProblem, grade
-from ludus.worlds.swe.repository import DATA, Checkout, checkout, repair_tools
+from ludus.worlds.swe.repository import DATA, Checkout, checkout, names_of, repair_tools
 from ludus.worlds.swe.solver import WORST, forged, forgeries, solution, written
 
 SPLITS = ("train", "validation", "test")
@@ -181,9 +181,9 @@ class SweWorld(SessionWorld):
 def make_swe_world(settings: Mapping[str, object], limits: ToolLimits) -> SweWorld:
     """Create the world from its settings. Raises ConfigError for invalid settings."""
     given = read_settings(SweSettings, settings)
-    unknown = [kind for kind in given.kinds if kind not in swe_tasks.KINDS]
-    if unknown:
-        raise ConfigError(f"There is no kind of bug {unknown[0]!r}.", f"Kinds: {', '.join(swe_tasks.KINDS)}.")
+    kinds = names_of("kinds")
+    if unknown := [kind for kind in given.kinds if kind not in kinds]:
+        raise ConfigError(f"There is no kind of bug {unknown[0]!r}.", f"Kinds: {', '.join(kinds)}.")
     if bool(given.instances) != bool(given.repositories):
         raise ConfigError(
             "env.settings.instances and env.settings.repositories go together.",
