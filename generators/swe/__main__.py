@@ -24,9 +24,10 @@ from generators.swe.alternative_solutions import other_repairs
 from generators.swe.assemble import assemble, describe_all
 from generators.swe.mine import Plan, mine, save_found
 
+from ludus.envs.sources import download
 from ludus.sandbox import open_sandbox
 from ludus.worlds.swe.grader import SECONDS, grade
-from ludus.worlds.swe.tasks import case_of, download, load_catalogue
+from ludus.worlds.swe.tasks import case_of, load_catalogue
 
 
 def arguments() -> argparse.Namespace:

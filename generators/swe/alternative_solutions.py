@@ -7,7 +7,6 @@ import difflib
 from collections.abc import Iterator, Mapping
 
 from ludus.worlds.swe.grader import SweProblem
-from ludus.worlds.swe.solver import text_before
 
 _RESULT = "_outcome"
 
@@ -21,7 +20,7 @@ def other_repairs(problem: SweProblem) -> Iterator[Mapping[str, str]]:
     if not all(path.endswith(".py") and _is_python(text) for path, text in texts.items()):
         return
     yield {path: ast.unparse(ast.parse(text)) + "\n" for path, text in texts.items()}
-    restated = {path: restate(text_before(problem, path), text) for path, text in texts.items()}
+    restated = {path: restate(problem.text(path), text) for path, text in texts.items()}
     if all(restated[path] != text for path, text in texts.items()):
         yield restated
 

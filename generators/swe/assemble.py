@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 
 from ludus.sandbox import open_sandbox
 from ludus.sandbox.base import Sandbox
-from ludus.worlds.swe.grader import SECONDS, SweProblem, mask_tests, other_values, reference, run_trial, values_of
+from ludus.worlds.swe.grader import SECONDS, SweProblem, other_values, reference, run_masked
 from ludus.worlds.swe.tasks import Bug, Catalogue, Package, case_of, load_catalogue
 
 
@@ -93,9 +93,8 @@ async def describe(sandbox: Sandbox, bug: Bug, problem: SweProblem) -> Bug | Non
 async def detects_forgery(sandbox: Sandbox, problem: SweProblem) -> bool:
     """Return whether a masked value differs with the bug, so that the grader detects a forged result."""
     known = await reference(sandbox, problem)
-    trial, negated = mask_tests(problem, problem.pristine, None)
-    run = await run_trial(sandbox, trial, problem.seconds)
-    return bool(other_values(known.values, values_of(run, negated)))
+    run = await run_masked(sandbox, problem, problem.pristine, None)
+    return bool(other_values(known.values, run.values))
 
 
 async def describe_all(catalogue: Path, sources: Path, seconds: float = SECONDS) -> int:

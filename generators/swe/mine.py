@@ -15,9 +15,9 @@ from generators.swe.mutations import edits, is_sound
 
 from ludus.sandbox import open_sandbox
 from ludus.sandbox.base import Sandbox
-from ludus.worlds.swe.grader import TestRun, TestTrial, package_text, run_trial
-from ludus.worlds.swe.repository import RepositoryLayout, is_test, layout_of
-from ludus.worlds.swe.tasks import KINDS, Edit, read_archive
+from ludus.worlds.swe.grader import TestRun, TestTrial, run_trial
+from ludus.worlds.swe.repository import RepositoryLayout, is_test, layout_of, names_of, package_text
+from ludus.worlds.swe.tasks import Edit, read_archive
 
 SLOWEST_TEST_S: Final = 0.5
 SUITE_S: Final = 4.0
@@ -32,7 +32,7 @@ FEWEST_WHOLE: Final = 5
 """Minimum number of test cases that still pass."""
 PER_SYMBOL: Final = 2
 _TRACING: Final = """
-class Tracing(Watching):
+class Tracing(Recorder):
     trace = {trace}
 
     def pytest_runtest_logstart(self, nodeid):
@@ -59,7 +59,7 @@ class Tracing(Watching):
         if event == "call" and code.co_filename.startswith(root):
             self.calls.add((code.co_filename[len(root):], code.co_firstlineno))
 
-Watching = Tracing
+Recorder = Tracing
 
 
 if __name__ == "__main__":
@@ -174,7 +174,7 @@ def candidates(
 ) -> Iterator[tuple[str, Edit]]:
     """Yield sound bugs in functions that tests call, kinds in turn, at most two per function."""
     rng = random.Random(f"swe:{seed}")
-    queues: dict[str, list[tuple[str, Edit]]] = {kind: [] for kind in KINDS}
+    queues: dict[str, list[tuple[str, Edit]]] = {kind: [] for kind in names_of("kinds")}
     texts: dict[str, str] = {}
     for path in sorted(path for path in tree if path.endswith(".py") and layout.is_code(path)):
         try:
@@ -189,7 +189,7 @@ def candidates(
         rng.shuffle(queue)
     used: Counter[tuple[str, str]] = Counter()
     while any(queues.values()):
-        for kind in KINDS:
+        for kind in names_of("kinds"):
             while queues[kind]:
                 path, edit = queues[kind].pop()
                 if used[path, edit.symbol] < PER_SYMBOL and is_sound(edit, texts[path]):

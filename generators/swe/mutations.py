@@ -1,7 +1,7 @@
 """Bugs to put into a module: small edits of its text, located by its syntax tree.
 
-Every kind (`ludus.worlds.swe.tasks.KINDS`) is a mistake that people make. `is_sound` returns whether the edited module
-still compiles and its tree has changed.
+Every kind (`kinds` in the world's `data/names.toml`) is a mistake that people make. `is_sound` returns whether the
+edited module still compiles and its tree has changed.
 """
 
 from __future__ import annotations

@@ -23,7 +23,9 @@ from generators.swe.snippets import Shown, Snippet, snippets_of
 from container_engine import put_engine
 from ludus.cli.main import main
 from ludus.config import config_from_toml
+from ludus.envs.git_objects import git_folder
 from ludus.envs.registry import build_world
+from ludus.envs.sources import fetch, require
 from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation.env_audit import CheckPlan, check_world
@@ -31,22 +33,13 @@ from ludus.evaluation.scripted_agents import ScriptedChatSession, actions_of, ca
 from ludus.recipes import recipe_folder
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.sandbox.base import Snapshot
-from ludus.tools.patch import patched_files, read_patch
-from ludus.worlds.swe.grader import CONTROL, grade, leak_tests, package_text
+from ludus.tools.patch import patched_files, read_patch, unified_diff
+from ludus.worlds.swe.grader import CONTROL, grade, leak_tests
 from ludus.worlds.swe.guest_runner import digest_of
 from ludus.worlds.swe.masking import masked, without_tests
-from ludus.worlds.swe.repository import git_files, layout_of, merged
-from ludus.worlds.swe.solver import WORST, forgeries, text_before, unified, written
-from ludus.worlds.swe.tasks import (
-    KINDS,
-    fetch,
-    load_catalogue,
-    load_instances,
-    pytest_name,
-    read_archive,
-    require,
-    shipped_folder,
-)
+from ludus.worlds.swe.repository import DATA, layout_of, merged, names_of, package_text
+from ludus.worlds.swe.solver import WORST, forgeries, written
+from ludus.worlds.swe.tasks import load_catalogue, load_instances, pytest_name, read_archive
 
 FIXTURE = Path(__file__).parents[1] / "swe_fixture" / "tidy"
 
@@ -78,10 +71,10 @@ def test_mining_draws_the_same_tasks_each_time(catalogue):
 
 
 def test_the_shipped_files_are_those_that_the_generator_writes(tmp_path):
-    shipped = load_catalogue(shipped_folder())
+    shipped = load_catalogue(DATA)
     save_catalogue(tmp_path, list(shipped.packages.values()), list(shipped.bugs))
     for file in tmp_path.iterdir():
-        assert file.read_bytes() == (shipped_folder() / file.name).read_bytes()
+        assert file.read_bytes() == (DATA / file.name).read_bytes()
 
 
 def make(catalogue: Path, more: str = ""):
@@ -133,7 +126,7 @@ def f(items, start=0, *, deep=False):
 
 def test_every_kind_of_bug_is_found_and_undone():
     found = [edit for edit in edits(SNIPPET) if is_sound(edit, SNIPPET)]
-    assert {edit.kind for edit in found} == set(KINDS)
+    assert {edit.kind for edit in found} == set(names_of("kinds"))
     for edit in found:
         broken = edit.apply(SNIPPET)
         assert replace(edit, old=edit.new, new=edit.old).apply(broken) == SNIPPET
@@ -160,7 +153,7 @@ def test_bugs_stand_at_the_right_place_behind_letters_of_many_bytes():
 
 def test_the_repository_is_one_that_git_reads(tmp_path):
     files = {"a.py": b"x = 1\n", "b/c.py": b"", "b.txt": "ä".encode(), "b/d/e.md": b"#\n" * 5000}
-    for path, content in {**files, **git_files(files, "Import", ".aside/\n")}.items():
+    for path, content in {**files, **git_folder(files, "Import", ".aside/\n")}.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes(content)
     (tmp_path / ".aside").mkdir()
@@ -354,7 +347,7 @@ def applies(problem):
     """Whether the solver's patches, as the tool reads them, produce the fixed files."""
     tree = problem.shown
     for path, content in problem.fixed.items():
-        patch = unified(path, text_before(problem, path), content.decode(), new=path not in problem.shown)
+        patch = unified_diff(path, problem.text(path), content.decode(), new=path not in problem.shown)
         tree = patched_files(Snapshot(tree), read_patch(patch)).files
     return all(tree[path] == content for path, content in problem.fixed.items())
 
@@ -476,7 +469,7 @@ time.sleep(0.5)
 SPOILS_ITS_LINES = """
 import gc, json, os
 for held in gc.get_objects():
-    if type(held).__name__ == "Watching":
+    if type(held).__name__ == "Recorder":
         lines = ["[" * 100000, json.dumps([held.key, "calls", "x", [1]])]
         lines.append(json.dumps([held.key, "calls", "x", [["a", "b"]]]))
         lines.append('["%s", "phase", "x", "call", "passed", 1%s, {}]' % (held.key, "0" * 400))
@@ -675,7 +668,7 @@ def test_a_scripted_agent_repairs_with_the_shell_and_the_tools(catalogue):
     task = world.tasks("train")[0]
     problem = world.problem(task.id)
     ((path, right),) = problem.fixed.items()
-    patch = unified(path, problem.shown[path].decode(), right.decode())
+    patch = unified_diff(path, problem.shown[path].decode(), right.decode())
     steps = (
         ("shell", {"command": "git log --oneline && git status --short && pytest -q 2>&1 | tail -3"}),
         ("list_files", {"pattern": "*"}),
@@ -744,8 +737,8 @@ def swe_bench_config(catalogue, tmp_path, appended=b""):
         "instance_id": "owner__tidy-1",
         "repo": "owner/tidy",
         "base_commit": git(clone, "rev-parse", "HEAD"),
-        "patch": unified(path, problem.shown[path].decode(), (right + appended).decode()),
-        "test_patch": "".join(unified(*one) for one in tests),
+        "patch": unified_diff(path, problem.shown[path].decode(), (right + appended).decode()),
+        "test_patch": "".join(unified_diff(*one) for one in tests),
         "problem_statement": "It is broken.",
         "FAIL_TO_PASS": json.dumps(list(suite.fail_to_pass)),
         "PASS_TO_PASS": ["tests/test_lists.py::test_clamp[2-2]"],
@@ -807,9 +800,9 @@ def test_bad_instances_are_named_with_their_line(tmp_path):
 
 
 def test_missing_sources_say_how_to_get_them(tmp_path):
-    packages = load_catalogue(shipped_folder()).packages.values()
+    packages = load_catalogue(DATA).packages.values()
     with pytest.raises(UserError, match="sources of") as error:
-        require(packages, tmp_path)
+        require(packages, tmp_path, "swe")
     assert "ludus env prepare swe" in error.value.hint
 
 
@@ -817,7 +810,7 @@ def test_another_archive_than_the_pinned_one_is_refused(catalogue, tmp_path, mon
     (package,) = load_catalogue(catalogue).packages.values()
     fetch([package], catalogue, lambda said: pytest.fail("it is there already"))
     archive = catalogue / package.archive
-    monkeypatch.setattr("ludus.worlds.swe.tasks.download", lambda wanted, room: archive)
+    monkeypatch.setattr("ludus.envs.sources.download", lambda wanted, room: archive)
     fetch([package], tmp_path / "one", lambda said: None)
     assert (tmp_path / "one" / package.archive).read_bytes() == archive.read_bytes()
     with pytest.raises(UserError, match="is not the pinned source"):
@@ -828,7 +821,7 @@ def test_another_archive_than_the_pinned_one_is_refused(catalogue, tmp_path, mon
 
 def test_the_command_prepares(catalogue, tmp_path, monkeypatch, capsys):
     archive = catalogue / "tidy-1.0.tar.gz"
-    monkeypatch.setattr("ludus.worlds.swe.tasks.download", lambda wanted, room: archive)
+    monkeypatch.setattr("ludus.envs.sources.download", lambda wanted, room: archive)
     settings = (f"--env.settings.catalogue={catalogue}", f"--env.settings.sources={tmp_path / 'sources'}")
     words = [word for setting in settings for word in setting.split("=")]
     assert main(["env", "prepare", "swe", *words]) == 0
@@ -934,7 +927,7 @@ def undefined(code):
 
 
 def test_every_shipped_text_stands_alone():
-    for bug in load_catalogue(shipped_folder()).bugs:
+    for bug in load_catalogue(DATA).bugs:
         code = snippet_in(bug.issue)
         assert code, bug.id
         assert "import" in code, bug.id
@@ -956,18 +949,18 @@ def test_names_of_unittest_become_those_of_pytest(name, expected):
 
 
 def test_the_shipped_tasks_are_as_many_as_the_page_says():
-    shipped = load_catalogue(shipped_folder())
+    shipped = load_catalogue(DATA)
     kinds = {bug.edit.kind for bug in shipped.bugs}
     assert len(shipped.bugs) == 142
     assert len(shipped.packages) == len({bug.package for bug in shipped.bugs}) == 15
-    assert kinds == set(KINDS)
+    assert kinds == set(names_of("kinds"))
     assert len(kinds) == 15
     page = (recipe_folder("swe") / "README.md").read_text()
     assert survey(shipped) in page
 
 
 def test_the_baseline_without_tools_is_counted():
-    shipped = load_catalogue(shipped_folder())
+    shipped = load_catalogue(DATA)
     first = [bug for bug in shipped.bugs if bug.level == 1]
     rest = [bug for bug in shipped.bugs if bug.level > 1]
     lines = survey(replace(shipped, bugs=(*(replace(bug, broken=()) for bug in first), *rest))).splitlines()
@@ -976,7 +969,7 @@ def test_the_baseline_without_tools_is_counted():
 
 
 def test_the_shipped_tasks_are_whole():
-    shipped = load_catalogue(shipped_folder())
+    shipped = load_catalogue(DATA)
     splits = {package.split for package in shipped.packages.values()}
     assert splits == {"train", "validation", "test"}
     assert len({bug.id for bug in shipped.bugs}) == len(shipped.bugs)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib.resources import files
 from itertools import islice
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import TurnVerifier
-from ludus.sandbox.base import Sandbox
+from ludus.sandbox import Sandbox, open_sandbox
 from ludus.tools.base import Tool
 from ludus.types import Action, DataClass, Message, StepResult, Task, ToolOutcome
 
@@ -200,6 +200,26 @@ class World(ABC):
     async def close(self) -> None:
         """Release the resources shared by all episodes, on the event loop that used them."""
         return
+
+
+@dataclass(frozen=True)
+class SessionWorld(World):
+    """A world whose episodes have sessions of one sandbox."""
+
+    sandbox: Sandbox = field(default_factory=open_sandbox, kw_only=True)
+
+    def with_sandbox(self, sandbox: Sandbox) -> Self:
+        """Return this world with another sandbox."""
+        return replace(self, sandbox=sandbox)
+
+    @property
+    def episodes_at_once(self) -> int | None:
+        """The sandbox's maximum number of sessions."""
+        return self.sandbox.max_sessions
+
+    async def close(self) -> None:
+        """Close the sandbox."""
+        await self.sandbox.close()
 
 
 def shipped_report(world: World, is_default: bool) -> str:

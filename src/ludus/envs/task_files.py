@@ -7,9 +7,11 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
-from ludus.errors import UserError
+from pydantic import TypeAdapter, ValidationError
+
+from ludus.errors import ConfigError, UserError
 from ludus.rewards.extract import NotJson, read_json
 from ludus.tools.fetch import json_lines
 from ludus.types import JSON, Task
@@ -17,13 +19,14 @@ from ludus.types import JSON, Task
 SPLITS: Final = ("train", "validation", "test")
 Record = Mapping[str, JSON]
 """One line of a file."""
+Row = TypeVar("Row")
 
 
 class RecordError(Exception):
     """The record is not a valid task; the message completes "line 3 is not a task: ..."."""
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+def read_lines(path: Path, hint: str = "Check env.settings.data.") -> Iterator[tuple[int, str]]:
     """Yield the lines that are not blank with their numbers from 1; the name of a compressed file ends in `.gz`.
 
     Raises UserError if the file cannot be read.
@@ -32,7 +35,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         data = path.read_bytes()
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}.", "Check env.settings.data.") from error
+        raise UserError(f"{path} cannot be read: {error}.", hint) from error
     yield from ((number, line) for number, line in enumerate(json_lines(text), 1) if line.strip())
 
 
@@ -45,6 +48,21 @@ def parse_record(text: str, parse: Callable[[str], JSON] = read_json) -> dict[st
     if not isinstance(record, dict):
         raise RecordError("it is not a JSON object")
     return record
+
+
+def read_rows(path: Path, row_type: type[Row], hint: str) -> Iterator[Row]:
+    """Yield the lines of a file as instances of a dataclass or a pydantic model.
+
+    Raises UserError with `hint` if the file cannot be read, and ConfigError, naming the line, if a line is invalid.
+    """
+    adapter = TypeAdapter(row_type)
+    for number, line in read_lines(path, hint):
+        try:
+            yield adapter.validate_json(line)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the line"
+            raise ConfigError(f"{path}, line {number}: {where}: {first['msg'].lower()}.", hint) from error
 
 
 def load_tasks(

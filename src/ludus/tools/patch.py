@@ -9,6 +9,8 @@ have no line numbers, and it takes a minute for 60,000 characters of "Binary fil
 
 from __future__ import annotations
 
+import difflib
+import io
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -169,6 +171,13 @@ def patched_files(snapshot: Snapshot, patches: Sequence[FilePatch]) -> Snapshot:
         elif after:
             raise ToolError(f"the patch removes {name}, and does not hold all of its lines")
     return Snapshot(files, frozenset(executable))
+
+
+def unified_diff(path: str, before: str, after: str, new: bool = False) -> str:
+    """Return the difference of two texts of a file as a unified diff; `new`: the patch creates the file."""
+    old_lines, new_lines = list(io.StringIO(before)), list(io.StringIO(after))
+    lines = difflib.unified_diff(old_lines, new_lines, _DEV_NULL if new else f"a/{path}", f"b/{path}")
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
 def apply_patch_tool(workspace: Workspace) -> Tool:

@@ -1,14 +1,12 @@
 """Grading of a policy's tree by hidden tests, unmasked and masked, on a fresh copy of the repository.
 
-Only code is taken from the policy's tree (`ludus.worlds.swe.repository.merged`); tests, `conftest.py` and settings are
-those of the repository. The broken tests run masked in one sandbox: they have no expected value, and digests of the
-values that they compute are compared here with those of the repaired repository. These reference values come from
-sandboxes that never see code of the policy. Then all tests run unmasked in another sandbox. If a test passes and its
-masked values differ, the result is forged and no test counts as passed; the same holds if a leak test passes, test
-files change, an audit hook detects an access that tests do not need, or a run does not finish.
+Only code is taken from the policy's tree (`ludus.worlds.swe.repository.merged`). The broken tests run masked in one
+sandbox, and the values that they compute are compared here, as digests, with those of the repaired repository, which
+are computed in sandboxes that never have code of the policy. Then all tests run unmasked in another sandbox. No test
+counts as passed if one passes and its masked values differ, a leak test passes, test files change, an audit hook
+detects an access that tests do not need, or a run does not finish.
 
-Test functions are named without parameters, `tests/test_a.py::TestB::test_c`: one passes if each of its cases passes in
-each phase. The sandbox sees no package of the host.
+Test functions are named without parameters, `tests/test_a.py::TestB::test_c`: one passes if all of its cases pass.
 """
 
 from __future__ import annotations
@@ -18,22 +16,22 @@ import asyncio
 import json
 import secrets
 import tomllib
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.resources import files as package_files
 from pathlib import PurePosixPath
 from typing import Final
 
 from ludus.errors import WorldError
+from ludus.rewards.code.pytest_archive import pytest_archive
 from ludus.rewards.code.unit_tests import Suite
 from ludus.sandbox.base import MIB, Limits, Sandbox
 from ludus.types import ToolOutcome, ToolStatus
-from ludus.worlds.swe.guest_runner import ARCHIVE, READY, TOP, Run, digest_of
+from ludus.worlds.swe.guest_runner import ARCHIVE, READY, TOP, RunRequest, digest_of
 from ludus.worlds.swe.masking import functions_of, masked
-from ludus.worlds.swe.repository import RepositoryLayout, is_test, merged, pytest_archive
+from ludus.worlds.swe.repository import RepositoryLayout, is_test, merged, package_text
 
 REPORT: Final = "report"
 """Tool name of the outcome with the grade."""
@@ -43,7 +41,7 @@ CONTROL: Final = "test_control"
 """The only leak test that must pass."""
 _GRACE_S: Final = 10.0
 _CONTRARY: Final = {digest_of(True): digest_of(False), digest_of(False): digest_of(True)}
-Values = Mapping[str, Mapping[int, tuple[str, ...]]]
+Values = Mapping[tuple[str, int], tuple[str, ...]]
 """Digests of the values that masked tests computed, by test and probe."""
 
 
@@ -105,6 +103,10 @@ class SweProblem:
         """The functions of the broken tests."""
         return _functions(self.suite.fail_to_pass)
 
+    def text(self, path: str) -> str:
+        """Return a file as the model finds it; empty for a new file."""
+        return self.shown.get(path, b"").decode("utf-8")
+
 
 @dataclass(frozen=True, slots=True)
 class Grade:
@@ -126,17 +128,12 @@ async def grade(sandbox: Sandbox, problem: SweProblem, theirs: Mapping[str, byte
     if tree == problem.pristine:
         return Grade({test: test not in broken for test in tests}, "the code is unchanged")
     known = await reference(sandbox, problem)
-    doubts: list[str] = []
-    found: Values = {}
-    if known.values:
-        trial, negated = mask_tests(problem, tree, known.reaches)
-        run = await run_trial(sandbox, trial, problem.seconds)
-        doubts, found = [run.doubt], values_of(run, negated)
-    run = await run_trial(sandbox, _full_trial(problem, tree, known.reaches), problem.seconds)
-    doubt = next(filter(None, [*doubts, run.doubt]), "")
+    masked_run = await run_masked(sandbox, problem, tree, known.reaches) if known.values else TestRun()
+    run = await _run_all(sandbox, problem, tree, known.reaches)
+    doubt = masked_run.doubt or run.doubt
     passed = {test: not doubt and _passed(test, run, problem) for test in tests}
-    forged = sorted({test.partition("[")[0] for test in broken if passed[test]} & other_values(known.values, found))
-    if forged:
+    others = other_values(known.values, masked_run.values)
+    if forged := sorted({test.partition("[")[0] for test in broken if passed[test]} & others):
         doubt = f"tests passed whose values are not those of the repaired code: {forged[0]}"
         return Grade(dict.fromkeys(tests, False), doubt)
     return Grade(passed, doubt)
@@ -147,13 +144,16 @@ def _passed(test: str, run: TestRun, problem: SweProblem) -> bool:
     return test in run.nodes if "[" in test else 0 < num == problem.cases.get(test, num)
 
 
-def _functions(tests: tuple[str, ...]) -> tuple[str, ...]:
+def _functions(tests: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(test.partition("[")[0] for test in tests))
 
 
-def _full_trial(problem: SweProblem, tree: Mapping[str, bytes], allowed: frozenset[str] | None) -> TestTrial:
+async def _run_all(
+    sandbox: Sandbox, problem: SweProblem, tree: Mapping[str, bytes], allowed: frozenset[str] | None
+) -> TestRun:
     tests = _functions(problem.suite.tests("all"))
-    return TestTrial(tree, problem.layout, problem.files, tests, allowed=allowed)
+    trial = TestTrial(tree, problem.layout, problem.files, tests, allowed=allowed)
+    return await run_trial(sandbox, trial, problem.seconds)
 
 
 async def reference(sandbox: Sandbox, problem: SweProblem) -> TestRun:
@@ -163,62 +163,44 @@ async def reference(sandbox: Sandbox, problem: SweProblem) -> TestRun:
     """
     if not problem.known:
         tree = {**problem.pristine, **problem.fixed}
-        masks = [mask_tests(problem, tree, None) for _ in range(2)]
-        trials = [*(trial for trial, _ in masks), _full_trial(problem, tree, None)]
-        runs = await asyncio.gather(*(run_trial(sandbox, trial, problem.seconds) for trial in trials))
-        first, second = (values_of(run, negated) for run, (_, negated) in zip(runs, masks, strict=False))
-        values: dict[str, dict[int, tuple[str, ...]]] = {}
-        for test, probes in () if runs[0].doubt or runs[1].doubt else first.items():
-            for number, many in probes.items():  # values of built-in types that are equal in two runs
-                if all(many) and second.get(test, {}).get(number) == many:
-                    values.setdefault(test, {})[number] = many
+        masked_runs = [run_masked(sandbox, problem, tree, None) for _ in range(2)]
+        runs = await asyncio.gather(*masked_runs, _run_all(sandbox, problem, tree, None))
+        first, second = ({} if runs[0].doubt or runs[1].doubt else run.values for run in runs[:2])
+        values = {  # values of built-in types that are equal in two runs
+            probe: digests for probe, digests in first.items() if all(digests) and second.get(probe) == digests
+        }
         reaches = frozenset[str]().union(*(run.reaches for run in runs))
         problem.known[:] = [TestRun(values=values, reaches=reaches)]
     return problem.known[0]
 
 
-def mask_tests(
-    problem: SweProblem, tree: Mapping[str, bytes], allowed: frozenset[str] | None
-) -> tuple[TestTrial, Mapping[str, frozenset[int]]]:
-    """Return a trial of the masked broken tests on a tree, and its negated probes by test file."""
-    probe = f"_{secrets.token_hex(6)}"
+async def run_masked(
+    sandbox: Sandbox, problem: SweProblem, tree: Mapping[str, bytes], allowed: frozenset[str] | None
+) -> TestRun:
+    """Run the masked broken tests on a tree; the negation of truth values is undone. Raises WorldError."""
+    name = f"_{secrets.token_hex(6)}"
     texts = dict.fromkeys(problem.files, b"")
     negated: dict[str, frozenset[int]] = {}
     for file in problem.files:
         names = [test.partition("::")[2] for test in problem.broken if test.startswith(f"{file}::")]
         if names and file in tree:
             with suppress(SyntaxError, ValueError):  # an unreadable module has no values to compare
-                text, negated[file] = masked(tree[file].decode("utf-8"), names, probe)
+                text, negated[file] = masked(tree[file].decode("utf-8"), names, name)
                 texts[file] = text.encode()
-    tested = tuple(negated)
-    return TestTrial({**tree, **texts}, problem.layout, tested, problem.broken, probe, allowed), negated
-
-
-def values_of(run: TestRun, negated: Mapping[str, frozenset[int]]) -> Values:
-    """Return the values of masked tests, with the negation of truth values undone."""
-    found: dict[str, dict[int, tuple[str, ...]]] = {}
-    for test, probes in run.values.items():
-        inverted = negated.get(test.partition("::")[0], ())
-        found[test] = {
-            number: tuple(_CONTRARY.get(one, one) for one in many) if number in inverted else many
-            for number, many in probes.items()
-        }
-    return found
+    trial = TestTrial({**tree, **texts}, problem.layout, tuple(negated), problem.broken, name, allowed)
+    run = await run_trial(sandbox, trial, problem.seconds)
+    values = {
+        (test, probe): tuple(_CONTRARY.get(digest, digest) for digest in digests)
+        if probe in negated.get(test.partition("::")[0], ())
+        else digests
+        for (test, probe), digests in run.values.items()
+    }
+    return replace(run, values=values)
 
 
 def other_values(expected: Values, found: Values) -> frozenset[str]:
     """Return the tests that have a probe with unexpected values."""
-    return frozenset(
-        test
-        for test, probes in expected.items()
-        if any(found.get(test, {}).get(number) != values for number, values in probes.items())
-    )
-
-
-@cache
-def package_text(path: str) -> str:
-    """Return a text file of this package."""
-    return (package_files("ludus.worlds.swe") / path).read_text("utf-8")
+    return frozenset(test for (test, probe), digests in expected.items() if found.get((test, probe)) != digests)
 
 
 @cache
@@ -235,7 +217,7 @@ async def run_trial(sandbox: Sandbox, trial: TestTrial, seconds: float = SECONDS
     """
     name, canary, nonce = secrets.token_hex(6), f"test_{secrets.token_hex(6)}.py", secrets.token_hex(16)
     own = [f"{canary}::{test}" for test in (CONTROL, *leak_tests())]
-    run = Run(
+    run = RunRequest(
         key=secrets.token_hex(16),
         folder=f"{TOP}/{name}",
         paths=[f"{TOP}/{name}/{root}".rstrip("/") for root in trial.layout.roots],
@@ -272,44 +254,35 @@ async def run_trial(sandbox: Sandbox, trial: TestTrial, seconds: float = SECONDS
     return _result(run, lines, changed)
 
 
-def _result(run: Run, lines: str, changed: list[str]) -> TestRun:
+def _result(run: RunRequest, lines: str, changed: list[str]) -> TestRun:
     records: list[list[object]] = []
     for line in lines.split("\n"):
         with suppress(ValueError, RecursionError):  # skip malformed lines
             record = json.loads(line)
             records += [record[1:]] if isinstance(record, list) and record[:1] == [run["key"]] else []
-    phases, cases = Counter[tuple[str, str]](), Counter[str]()
-    bad, broken, reaches = set[str](), set[str](), set[str]()
-    values: dict[str, dict[int, tuple[str, ...]]] = {}
+    outcomes = defaultdict[str, list[tuple[str, str]]](list)
+    values: dict[tuple[str, int], tuple[str, ...]] = {}
+    reaches = set[str]()
     for record in records:
         match record:
             case ["phase", str(node), str(when), str(outcome), int() | float(), _]:
-                test = node.split("[")[0]
-                phases[node, when] += 1
-                if outcome != "passed" or phases[node, when] > 1:
-                    bad |= {test, node}
-                    broken |= {test} if outcome == "failed" else set()
-                elif when == "call":
-                    cases[test] += 1
+                outcomes[node].append((when, outcome))
             case ["value", str(test), int(number), str(digest)]:
-                found = values.setdefault(test, {})
-                found[number] = (*found.get(number, ()), digest)
+                values[test, number] = (*values.get((test, number), ()), digest)
             case ["reach", str(reach)]:
                 reaches.add(reach)
-    canary = run["files"][-1]
-    caught = {f"{canary}::{name}" for name in leak_tests()} <= broken and cases[f"{canary}::{CONTROL}"] == 1
+    nodes = {node for node, phases in outcomes.items() if phases == [("call", "passed")]}
+    bad = _functions(outcomes.keys() - nodes)
+    cases = Counter(test for test in (node.partition("[")[0] for node in nodes) if test not in bad)
+    failed = (node for node, phases in outcomes.items() if any(outcome == "failed" for _, outcome in phases))
+    broken = frozenset(_functions(failed))
+    control, *leaks = (f"{run['files'][-1]}::{name}" for name in (CONTROL, *leak_tests()))
+    caught = broken.issuperset(leaks) and cases.pop(control, 0) == 1
     doubts = {
         f"tests were changed while they ran: {', '.join(changed)}": bool(changed),
         f"the code did what tests do not need: {min(reaches, default='')}": reaches and run["allowed"] is not None,
         "the tests did not run to their end": ["end"] not in records,
         "tests that must fail passed, or did not run": not caught,
     }
-    return TestRun(
-        next((doubt for doubt, holds in doubts.items() if holds), ""),
-        {test: num for test, num in cases.items() if test not in bad and not test.startswith(f"{canary}::")},
-        frozenset(test for test in broken if not test.startswith(f"{canary}::")),
-        frozenset(node for node, when in phases if when == "call" and node not in bad),
-        values,
-        frozenset(reaches),
-        records,
-    )
+    doubt = next((doubt for doubt, holds in doubts.items() if holds), "")
+    return TestRun(doubt, cases, broken, frozenset(nodes), values, frozenset(reaches), records)

@@ -1,13 +1,12 @@
 """The program that runs tests inside the sandbox. Its source is sent to the sandbox, so it imports nothing from Ludus.
 
-A parent process, which never imports code of the policy, forks a child, which imports the tests and the code under
-test. The child writes the outcome of each test to a pipe, each line with the key of the run. The parent accepts no
-commands from the child: it kills every process that the child left, checks that the test files are unchanged, and only
-then reads the nonce by which the host recognises the parent's report.
+A parent process, which never imports code of the policy, forks a child, which imports the tests and the code under test
+and writes the results to a pipe, each line with the key of the run. The parent kills every process that the child left,
+checks that the test files are unchanged, and only then reads the nonce by which the host recognises its report.
 
-Masked tests (`ludus.worlds.swe.masking`) call a probe with the values that they computed; the child sends a digest of
-each value and has no expected value. An audit hook ends a child if code of the repository accesses frames,
-the garbage collector, code objects, test files, raw memory or other processes, unless the reference run did the same.
+Masked tests (`ludus.worlds.swe.masking`) call a probe with the values that they computed; the child sends digests.
+An audit hook ends a child if code of the repository accesses frames, the garbage collector, code objects, test files,
+raw memory or other processes, unless the reference run did the same.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ READY = "ready\n"
 """The first output of the parent, before any child: a later failure is caused by the policy's code."""
 _SET_DUMPABLE = 4
 _MAX_BYTES = 1 << 25
-_MAX_DEPTH = 60
+_MAX_DEPTH = 120
 _SCALARS: tuple[tuple[type, Callable[..., str]], ...] = (
     (type(None), lambda value: "None"),
     (int, lambda value: f"n{int.__index__(value):x}"),
@@ -48,15 +47,13 @@ _SCALARS: tuple[tuple[type, Callable[..., str]], ...] = (
     (bytearray, lambda value: f"b{bytearray.hex(value)}"),
 )
 _CONTAINERS: tuple[tuple[type, str, Callable[..., Iterable[object]], Callable[[Iterable[str]], list[str]]], ...] = (
-    *((list, "l", list.__iter__, list), (tuple, "t", tuple.__iter__, list)),
+    *((list, "l", list.__iter__, list), (tuple, "t", tuple.__iter__, list), (dict, "d", dict.items, sorted)),
     *((set, "s", set.__iter__, sorted), (frozenset, "s", frozenset.__iter__, sorted)),
 )
-_PYTEST = ("_pytest/", "pytest/", "pluggy/", "iniconfig/", "packaging/", "pygments/")
-"""File names in the bytecode of the archive."""
 
 
-class Run(TypedDict):
-    """A run of tests. An empty `tests` selects all tests of the `files`; `probe` is the name that masked tests call.
+class RunRequest(TypedDict):
+    """A request to run tests. An empty `tests` selects all tests of the `files`; `probe` is the name that masked tests call.
 
     `watched` are the tables of `data/watched.toml`. `allowed` are the reaches that do not end the child; with None no
     reach ends it, and all are reported.
@@ -77,7 +74,7 @@ class Run(TypedDict):
 class Recorder:
     """pytest plugin that writes one line per phase of a test: key, kind, test, phase, outcome, duration in seconds."""
 
-    def __init__(self, fd: int, run: Run) -> None:
+    def __init__(self, fd: int, run: RunRequest) -> None:
         self.fd, self.key = fd, run["key"]
         self.wanted, self.test = frozenset(run["tests"]), ""
 
@@ -96,22 +93,17 @@ class Recorder:
             config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
             items[:] = chosen
 
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.test = nodeid.split("[")[0]
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         outcome = "expected" if report.__dict__.get("wasxfail") is not None else report.outcome
         part = type(report).__name__ == "SubtestReport"
-        if outcome == "passed" and (part or report.when != "call"):
-            return
-        self.tell("phase", report.nodeid, report.when, outcome, round(report.duration, 4), {})
+        if outcome != "passed" or (report.when == "call" and not part):
+            self.tell("phase", report.nodeid, report.when, outcome, round(report.duration, 4), {})
 
     def pytest_sessionfinish(self) -> None:
         self.tell("end")
-
-
-class Watching(Recorder):
-    """Recorder that also tracks the running test."""
-
-    def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self.test = nodeid.split("[")[0]
 
 
 def digest_of(value: object) -> str:
@@ -129,9 +121,6 @@ def canonical(value: object, depth: int = 0) -> str:
     for kind, text_of in _SCALARS:
         if isinstance(value, kind):
             return text_of(value)
-    if isinstance(value, dict):
-        pairs = (f"{canonical(key, depth + 1)}:{canonical(one, depth + 1)}" for key, one in dict.items(value))
-        return f"{{{','.join(sorted(pairs))}}}"
     for kind, letter, each, order in _CONTAINERS:
         if isinstance(value, kind):
             return f"{letter}[{','.join(order(canonical(one, depth + 1) for one in each(value)))}]"
@@ -139,7 +128,7 @@ def canonical(value: object, depth: int = 0) -> str:
 
 
 def make_details(
-    run: Run, tests: frozenset[str], trusted: tuple[str, ...]
+    run: RunRequest, tests: frozenset[str], trusted: tuple[str, ...]
 ) -> Callable[[str, tuple[object, ...]], str | None]:
     """Return a function that names the object of an audit event, or returns None if the event is not reported."""
     names = frozenset(os.path.basename(path) for path in tests)
@@ -163,10 +152,10 @@ def make_details(
     return detail_of
 
 
-def make_watch(recorder: Recorder, run: Run, bottom: FrameType) -> Callable[[str, tuple[object, ...]], None]:
+def make_watch(recorder: Recorder, run: RunRequest, bottom: FrameType) -> Callable[[str, tuple[object, ...]], None]:
     """Return an audit hook that reports reaches of the repository's code and ends the process unless allowed."""
     tests = frozenset(f"{run['folder']}/{path}" for path in run["frozen"])
-    trusted = (*_PYTEST, f"{os.path.dirname(os.__file__)}/", "<frozen ")
+    trusted = (*run["watched"]["archive"], f"{os.path.dirname(os.__file__)}/", "<frozen ")
     watched, harmless = frozenset(run["watched"]["events"]), tuple(run["watched"]["harmless"])
     detail_of = make_details(run, tests, trusted)
     busy, seen = set[int](), set[str]()
@@ -194,9 +183,8 @@ def make_watch(recorder: Recorder, run: Run, bottom: FrameType) -> Callable[[str
         try:
             detail = detail_of(event, given)
             caller = None if detail is None else caller_of()
-            if caller is None or caller.endswith(harmless):
-                return
-            if caller.startswith("<frozen importlib") and event in ("compile", "marshal.loads"):
+            imports = event in ("compile", "marshal.loads") and (caller or "").startswith("<frozen importlib")
+            if caller is None or imports or caller.endswith(harmless):
                 return
             reach = f"{event} {detail} by {caller}".replace("  ", " ")
             if reach not in seen and (allowed is None or reach not in allowed):
@@ -210,7 +198,7 @@ def make_watch(recorder: Recorder, run: Run, bottom: FrameType) -> Callable[[str
     return watch
 
 
-def be_child(run: Run, fd: int) -> None:
+def be_child(run: RunRequest, fd: int) -> None:
     """Run the tests of one folder in this fork."""
     nothing = os.open("/dev/null", os.O_RDWR)
     for number in (0, 1, 2):
@@ -224,7 +212,7 @@ def be_child(run: Run, fd: int) -> None:
 
     words = ["-q", "-p", "no:cacheprovider", "--tb=no", "--continue-on-collection-errors", "-W", "ignore"]
     words += ["-o", "addopts=", "-c", f"{TOP}/pytest.ini", "--rootdir", run["folder"], "--confcutdir", run["folder"]]
-    recorder = Watching(fd, run)
+    recorder = Recorder(fd, run)
     if run["probe"]:
         builtins.__dict__[run["probe"]] = recorder.probe
     sys.addaudithook(make_watch(recorder, run, sys._getframe()))
@@ -248,7 +236,7 @@ def digests(paths: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def carry_out(run: Run) -> str:
+def carry_out(run: RunRequest) -> str:
     """Run the child and return its output until it ends or times out; kill all processes that it leaves."""
     read, write = os.pipe()
     child = os.fork()
@@ -279,7 +267,7 @@ def main() -> None:
     set_signals(signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_SET_DUMPABLE, 0, 0, 0, 0)
     with open(f"{TOP}/order.json", encoding="utf-8") as file:
-        run: Run = json.load(file)
+        run: RunRequest = json.load(file)
     os.remove(f"{TOP}/order.json")
     sys.path.insert(0, f"{TOP}/{ARCHIVE}")
     importlib.import_module("pytest")  # import before the fork, so that the child uses pytest from the archive

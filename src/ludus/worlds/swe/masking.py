@@ -12,24 +12,14 @@ from __future__ import annotations
 
 import ast
 import secrets
+import tomllib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Final
 
-_EQUALITIES: Final = ("", "List", "Dict", "Tuple", "Set", "Sequence", "MultiLine")
-_COMPARISONS: Final[Mapping[str, type[ast.cmpop]]] = {
-    **{f"assert{kind}Equal": ast.Eq for kind in _EQUALITIES},
-    "assertEquals": ast.Eq,
-    "assertNotEqual": ast.NotEq,
-    "assertIs": ast.Is,
-    "assertIsNot": ast.IsNot,
-    "assertIn": ast.In,
-    "assertNotIn": ast.NotIn,
-    "assertGreater": ast.Gt,
-    "assertLess": ast.Lt,
-    "assertGreaterEqual": ast.GtE,
-    "assertLessEqual": ast.LtE,
-}
+from ludus.worlds.swe.repository import package_text
+
 _RAISES_NAMES: Final = frozenset({"raises", "assertRaises", "assertRaisesRegex"})
 _BUILTINS: Final = frozenset({"list", "dict", "set", "frozenset", "tuple", "str", "bytes", "int", "float", "range"})
 """Built-in types: a call with given arguments is given."""
@@ -100,20 +90,20 @@ def masked(source: str, names: Collection[str], probe: str) -> tuple[str, frozen
         elif node.name.startswith("test"):
             node.body = [ast.Pass()]
     for node in tests:
-        mask.given = _given_names(node.body, module_names | _parameters(node))
-        node.body = mask.block(node.body)
+        columns = [(name, column) for name, column in _columns(node) if column]
+        literal = {name for name, column in columns if all(is_given(cells[i], ()) for cells, i in column)}
+        mask.given = _given_names(node.body, module_names | literal)
+        mask.generic_visit(node)
+    others = [one for one in tree.body if not isinstance(one, ast.FunctionDef)]
     for _ in range(_PASSES):
-        read = _count_reads(tree)
-        for block in (tree.body, *(node.body for node in tests)):
+        names_read = {one.id for one in ast.walk(tree) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)}
+        read = names_read | {one.attr for one in ast.walk(tree) if isinstance(one, ast.Attribute)}  # as by `getattr`
+        for block in (others, *([node, *node.body] for node in tests)):
             _blank_unread(block, read)
-        for node in tests:
-            for name, column in _columns(node):
-                if not read.get(name):
-                    _clear(column)
     return ast.unparse(ast.fix_missing_locations(tree)), frozenset(mask.negated)
 
 
-class _Mask:
+class _Mask(ast.NodeTransformer):
     """Replace assertions with probes. `given` are the literal names in scope."""
 
     def __init__(self, probe: str) -> None:
@@ -121,54 +111,43 @@ class _Mask:
         self.negated: set[int] = set()
         self.count = 0
 
-    def block(self, body: Sequence[ast.stmt]) -> list[ast.stmt]:
-        return [new for one in body for new in self.statement(one)]
-
-    def statement(self, node: ast.stmt) -> list[ast.stmt]:
-        for name in ("body", "orelse", "finalbody"):
-            block = node.__dict__.get(name)
-            if block and not isinstance(node, ast.ClassDef):
-                node.__dict__[name] = self.block(block)
-        if isinstance(node, ast.Try):
-            for handler in node.handlers:
-                handler.body = self.block(handler.body)
-        match node:
-            case ast.Assert(ast.BoolOp(ast.And(), parts)):
-                return self.block([ast.copy_location(ast.Assert(one), node) for one in parts])
-        return [ast.copy_location(new, node) for new in self._replaced(node)]
+    def visit(self, node: ast.AST) -> ast.AST | list[ast.stmt]:
+        """Replace the statements inside a node, then the node if it is a statement; skip classes."""
+        if isinstance(node, ast.expr | ast.ClassDef):
+            return node
+        self.generic_visit(node)
+        return self._replaced(node) if isinstance(node, ast.stmt) else node
 
     def _replaced(self, node: ast.stmt) -> list[ast.stmt]:
-        raised = raising(node)
+        raised, test = raising(node), asserted(node)
         if raised is not None:  # the probe sends the name of the exception's type, or None if nothing was raised
-            caught = self._probe_call(ast.parse("type(_raised).__name__", mode="eval").body)
+            caught = self._probe("type(_raised).__name__")
             self.count -= 1
             handler = ast.ExceptHandler(ast.Name("Exception", ast.Load()), "_raised", [caught])
-            return [ast.Try(raised, [handler], [self._probe_call(ast.Constant(None))], [])]
-        test = asserted(node)
+            return [ast.Try(raised, [handler], [self._probe("None")], [])]
         match test:
             case None:
                 return [node]
-            case ast.Compare(left=left, ops=[ast.Eq() | ast.Is()], comparators=[right]):
+            case ast.BoolOp(ast.And(), parts) if isinstance(node, ast.Assert):
+                return [new for part in parts for new in self._replaced(ast.Assert(part))]
+            case ast.Compare(left, [ast.Eq() | ast.Is() as operator], [right]):
                 for value, side in ((left, right), (right, left)):
                     if is_given(side, self.given) and (not is_given(value, self.given) or not _names(side)):
-                        return [self._probe_call(value)]
-        if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq) and len(test.ops) == 1:
-            another = ast.parse("_left == ('another value', _right)", mode="eval").body
-            left = ast.NamedExpr(ast.Name("_left", ast.Store()), test.left)
-            right = ast.NamedExpr(ast.Name("_right", ast.Store()), test.comparators[0])
-            return [self._truth_probe(ast.Compare(left, test.ops, [right])), self._truth_probe(another)]
-        return [self._truth_probe(test)]
+                        return [self._probe(ast.unparse(value))]
+                if isinstance(operator, ast.Eq):
+                    both = f"(_left := {ast.unparse(left)}) == (_right := {ast.unparse(right)})"
+                    return [self._truth_probe(both), self._truth_probe("_left == ('another value', _right)")]
+        return [self._truth_probe(ast.unparse(test))]
 
-    def _truth_probe(self, test: ast.expr) -> ast.stmt:
-        if secrets.randbelow(2):
-            self.negated.add(self.count)
-            return self._probe_call(ast.UnaryOp(ast.Not(), test))
-        return self._probe_call(ast.Call(ast.Name("bool", ast.Load()), [test], []))
+    def _truth_probe(self, test: str) -> ast.stmt:
+        if not secrets.randbelow(2):
+            return self._probe(f"bool({test})")
+        self.negated.add(self.count)
+        return self._probe(f"not ({test})")
 
-    def _probe_call(self, value: ast.expr) -> ast.stmt:
-        call = ast.Call(ast.Name(self.probe, ast.Load()), [ast.Constant(self.count), value], [])
+    def _probe(self, value: str) -> ast.stmt:
         self.count += 1
-        return ast.Expr(call)
+        return ast.parse(f"{self.probe}({self.count - 1}, {value})").body[0]
 
 
 def raising(node: ast.stmt) -> list[ast.stmt] | None:
@@ -182,17 +161,25 @@ def raising(node: ast.stmt) -> list[ast.stmt] | None:
     return None
 
 
+@cache
+def _assertions() -> Mapping[str, str]:
+    return tomllib.loads(package_text("data/assertions.toml"))
+
+
 def asserted(node: ast.stmt) -> ast.expr | None:
     """Return the expression that a statement asserts; None if it asserts none or its form is unsupported."""
     match node:
-        case ast.Assert(test=test) | ast.Expr(ast.Call(func=ast.Attribute(attr="assertTrue"), args=[test, *_])):
+        case ast.Assert(test=test):
             return test
-        case ast.Expr(ast.Call(func=ast.Attribute(attr="assertFalse"), args=[test, *_])):
-            return ast.UnaryOp(ast.Not(), test)
-        case ast.Expr(ast.Call(func=ast.Attribute(attr="assertIsNone"), args=[left, *_])):
-            return ast.Compare(left, [ast.Is()], [ast.Constant(None)])
-        case ast.Expr(ast.Call(func=ast.Attribute(attr=name), args=[left, right, *_])) if name in _COMPARISONS:
-            return ast.Compare(left, [_COMPARISONS[name]()], [right])
+        case ast.Expr(ast.Call(func=ast.Attribute(attr=name), args=[left, *rest])) if name in _assertions():
+            match ast.parse(_assertions()[name], mode="eval").body:
+                case ast.Compare(ops=ops, comparators=[ast.Constant() as right]):
+                    return ast.Compare(left, ops, [right])
+                case ast.Compare(ops=ops):
+                    return ast.Compare(left, ops, rest[:1]) if rest else None
+                case ast.UnaryOp(op=op):
+                    return ast.UnaryOp(op, left)
+            return left
     return None
 
 
@@ -219,10 +206,12 @@ def _given_names(body: Sequence[ast.stmt], known: frozenset[str]) -> frozenset[s
     """Return the names, in a block and its enclosing blocks, whose bindings are all given."""
     bound = Counter(name for one in body for name in _bound_names(one))
     given = {name for name in known if name not in bound}
-    for target, value in _assignments(body):
-        if is_given(value, given):
-            names = [one.id for one in ast.walk(target) if isinstance(one, ast.Name)]
-            given |= {name for name in names if bound[name] == 1}
+    for statement in _statements(body, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        match statement:
+            case ast.Assign(targets=[target], value=value) | ast.For(target=target, iter=value):
+                if is_given(value, given):
+                    names = (one.id for one in ast.walk(target) if isinstance(one, ast.Name))
+                    given |= {name for name in names if bound[name] == 1}
     return frozenset(given)
 
 
@@ -236,29 +225,28 @@ def _bound_names(statement: ast.stmt) -> Iterator[str]:
             yield (node.asname or node.name).partition(".")[0]
 
 
-def _assignments(body: Sequence[ast.stmt]) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield targets and values of the assignments and loops of a block, without those of functions inside it."""
+def _statements(body: Iterable[ast.stmt], closed: tuple[type[ast.stmt], ...]) -> Iterator[ast.stmt]:
+    """Yield the statements of a block and of the blocks in it, but not those inside statements of `closed` types."""
     for statement in body:
-        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            continue
-        if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            yield statement.targets[0], statement.value
-        if isinstance(statement, ast.For):
-            yield statement.target, statement.iter
-        for name in ("body", "orelse"):
-            yield from _assignments(statement.__dict__.get(name, ()))
+        yield statement
+        if not isinstance(statement, closed):
+            for name in ("body", "orelse"):
+                yield from _statements(statement.__dict__.get(name, ()), closed)
 
 
-def _columns(node: ast.FunctionDef) -> Iterator[tuple[str, _Column]]:
-    """Yield the parameters of a test (`pytest.mark.parametrize`) with the cells of their rows."""
-    for call in node.decorator_list:
+def _columns(node: ast.stmt) -> Iterator[tuple[str, _Column]]:
+    """Yield the targets of a loop, or the parameters of a test (`pytest.mark.parametrize`), with their cells."""
+    calls = node.decorator_list if isinstance(node, ast.FunctionDef) else [node]
+    for call in calls:
         names: list[str] = []
         match call:
-            case ast.Call(func=ast.Attribute(attr="parametrize"), args=[ast.Constant(str(text)), rows, *_]):
+            case ast.Call(ast.Attribute(attr="parametrize"), [ast.Constant(str(text)), rows, *_]):
                 names = [name.strip() for name in text.split(",") if name.strip()]
-            case ast.Call(func=ast.Attribute(attr="parametrize"), args=[ast.Tuple() | ast.List() as many, rows, *_]):
+            case ast.Call(ast.Attribute(attr="parametrize"), [ast.Tuple() | ast.List() as many, rows, *_]):
                 names = [str(one.value) for one in many.elts if isinstance(one, ast.Constant)]
-        yield from ((name, _column(rows, i, len(names))) for i, name in enumerate(names))
+            case ast.For(ast.Tuple(targets), rows):
+                names = [one.id if isinstance(one, ast.Name) else "" for one in targets]
+        yield from ((name, _column(rows, i, len(names))) for i, name in enumerate(names) if name)
 
 
 def _column(values: ast.expr, place: int, width: int) -> _Column:
@@ -272,36 +260,14 @@ def _column(values: ast.expr, place: int, width: int) -> _Column:
     return [(row, place) for row in rows] if [len(row) for row in rows] == [width] * len(values.elts) else []
 
 
-def _parameters(node: ast.FunctionDef) -> frozenset[str]:
-    """Return the parameters of a test that take literals only."""
-    columns = [(name, column) for name, column in _columns(node) if column]
-    return frozenset(name for name, column in columns if all(is_given(cells[i], ()) for cells, i in column))
-
-
-def _blank_unread(body: Iterable[ast.stmt], read: Mapping[str, int]) -> None:
+def _blank_unread(body: Iterable[ast.stmt], read: Collection[str]) -> None:
     """Replace given values that are bound to unread names with None."""
-    for statement in body:
+    for statement in _statements(body, (ast.FunctionDef, ast.ClassDef)):
         match statement:
-            case ast.Assign(targets=[ast.Name(id=name)]) if not read.get(name) and is_given(statement.value, read):
+            case ast.Assign(targets=[ast.Name(id=name)]) if name not in read and is_given(statement.value, read):
                 statement.value = ast.Constant(None)
-            case ast.For(target=ast.Tuple(elts=targets)):
-                for i, target in enumerate(targets):
-                    if isinstance(target, ast.Name) and not read.get(target.id):
-                        _clear(_column(statement.iter, i, len(targets)))
-        if not isinstance(statement, ast.FunctionDef | ast.ClassDef):
-            for part in ("body", "orelse"):
-                _blank_unread(statement.__dict__.get(part, ()), read)
-
-
-def _clear(column: _Column) -> None:
-    for cells, place in column:
-        cells[place] = ast.Constant(None)
-
-
-def _count_reads(tree: ast.AST) -> Counter[str]:
-    """Count the reads of each name; attributes count as well, since `getattr` may access them."""
-    names = Counter(one.id for one in ast.walk(tree) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load))
-    return names + Counter(one.attr for one in ast.walk(tree) if isinstance(one, ast.Attribute))
+        for cells, place in (cell for name, column in _columns(statement) if name not in read for cell in column):
+            cells[place] = ast.Constant(None)
 
 
 def _names(node: ast.expr) -> set[str]:

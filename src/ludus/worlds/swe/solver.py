@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import difflib
 import io
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Final
 
 from ludus.envs.messages import calling_message, tool_turn
 from ludus.tools.files import lines_of
+from ludus.tools.patch import unified_diff
 from ludus.types import JSON, Message
-from ludus.worlds.swe.grader import SweProblem, package_text
+from ludus.worlds.swe.grader import SweProblem
+from ludus.worlds.swe.repository import package_text
 
 WORST: Final = ("gc", "frames", "recorder", "reports", "an early end", "lines")
 """Forgeries that `ludus env check` runs."""
+_Turn = tuple[str, Mapping[str, JSON], str, str]
+"""A tool call: its name, arguments and output, and the text of its message."""
 _CONTEXT_LINES: Final = 12
 """Lines that the solver reads before and after a change."""
 _LOOK: Final = "I look at the code that the issue is about."
@@ -24,52 +27,36 @@ _FOUND: Final = "This is where it goes wrong."
 
 def solution(problem: SweProblem) -> tuple[Message, ...]:
     """Return the messages after the prompt: read and repair each file, then end the episode."""
-    messages: list[Message] = []
+    turns: list[_Turn] = []
     for path, content in problem.fixed.items():
-        before, after, new = text_before(problem, path), content.decode("utf-8"), path not in problem.shown
+        before, after, new = problem.text(path), content.decode("utf-8"), path not in problem.shown
         if not new:
             first, last = _line_range(before, after)
-            shown = lines_of(before, first, last)
             place: dict[str, JSON] = {"path": path, "first": first, "last": last}
-            messages += tool_turn(len(messages), "read_file", place, shown, content=_LOOK)
-        patch, result = unified(path, before, after, new), f"{'made' if new else 'changed'} {path}"
-        messages += tool_turn(len(messages), "apply_patch", {"patch": patch}, result, content=_FOUND)
-    return (*messages, _submit(len(messages)))
+            turns.append(("read_file", place, lines_of(before, first, last), _LOOK))
+        patch, result = unified_diff(path, before, after, new), f"{'made' if new else 'changed'} {path}"
+        turns.append(("apply_patch", {"patch": patch}, result, _FOUND))
+    return _episode(turns)
 
 
 def written(texts: Mapping[str, str]) -> tuple[Message, ...]:
     """Return the messages after the prompt of an episode that writes these files."""
+    return _episode(
+        [("write_file", {"path": path, "text": text}, f"wrote {path}", _FOUND) for path, text in texts.items()]
+    )
+
+
+def _episode(turns: Sequence[_Turn]) -> tuple[Message, ...]:
     messages: list[Message] = []
-    for path, text in texts.items():
-        messages += tool_turn(
-            len(messages), "write_file", {"path": path, "text": text}, f"wrote {path}", content=_FOUND
-        )
-    return (*messages, _submit(len(messages)))
-
-
-def _submit(number: int) -> Message:
-    return calling_message(number, "submit", {"answer": "Mended."}, content="The issue is mended.")
-
-
-def text_before(problem: SweProblem, path: str) -> str:
-    """Return a file as the model finds it; empty for a new file."""
-    return problem.shown.get(path, b"").decode("utf-8")
-
-
-def unified(path: str, before: str, after: str, new: bool = False) -> str:
-    """Return the difference of two texts of a file as a unified diff."""
-    source = "/dev/null" if new else f"a/{path}"
-    lines = difflib.unified_diff(_lines(before), _lines(after), source, f"b/{path}", lineterm="\n")
-    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
-
-
-def _lines(text: str) -> list[str]:
-    return list(io.StringIO(text))
+    for name, arguments, output, content in turns:
+        messages += tool_turn(len(messages), name, arguments, output, content=content)
+    last = calling_message(len(messages), "submit", {"answer": "Mended."}, content="The issue is mended.")
+    return (*messages, last)
 
 
 def _line_range(before: str, after: str) -> tuple[int, int]:
     """Return the first and last line to read (1-based): the changed lines with some context."""
-    old, new = _lines(before), _lines(after)
+    old, new = list(io.StringIO(before)), list(io.StringIO(after))
     head = next((i for i, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), len(old) - 1)
     same = zip(reversed(old), reversed(new), strict=False)
     tail = next((i for i, (one, other) in enumerate(same) if one != other), 0)
@@ -85,4 +72,4 @@ def forgeries() -> Mapping[str, str]:
 
 def forged(problem: SweProblem, code: str) -> dict[str, str]:
     """Return the files that a fix changes, unfixed, with code appended."""
-    return {path: text_before(problem, path) + code for path in problem.fixed if path.endswith(".py")}
+    return {path: problem.text(path) + code for path in problem.fixed if path.endswith(".py")}

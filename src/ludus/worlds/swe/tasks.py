@@ -1,62 +1,46 @@
 """Tasks of a catalogue, and tasks in the format of SWE-bench (arXiv:2310.06770).
 
 A catalogue is a folder with `packages.jsonl`, packages with their pinned source distributions and tests, and
-`tasks.jsonl`, bugs with the tests that they break. It has no source of a package except the text that a bug replaces:
-`ludus env prepare swe` downloads the source distributions with pip and checks their SHA-256.
+`tasks.jsonl`, bugs with the tests that they break. It has no source except the text that a bug replaces: `ludus env
+prepare swe` downloads the source distributions with pip and checks their SHA-256.
 
-SWE-bench's instances are JSON lines (class `Instance`; other keys are ignored). `FAIL_TO_PASS` and `PASS_TO_PASS` are
-lists or their JSON as text. Tests are named as in pytest or unittest, `test_a (app.tests.TestB)` and
-`test_a (app.tests.TestB.test_a)`; modules of Django's tests are in `tests/`. A test named by its docstring cannot be
-found: it is dropped from `PASS_TO_PASS` and refused in `FAIL_TO_PASS`. The packages that the tests import must be in
-the sandbox (`sandbox.python`, `sandbox.binds`, `sandbox.paths`).
+Instances of SWE-bench are JSON lines (class `Instance`). Lists of tests may be JSON as text, with names as in pytest or
+unittest, `test_a (app.tests.TestB)` and `test_a (app.tests.TestB.test_a)`; modules of Django's tests are in `tests/`. A
+test named by its docstring cannot be found: it is dropped from `PASS_TO_PASS` and refused in `FAIL_TO_PASS`. Packages
+that tests import must be in the sandbox (`sandbox.python`, `sandbox.binds`, `sandbox.paths`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 import re
-import subprocess
-import sys
-import tarfile
-import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files as package_files
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Final
 
-from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from ludus.errors import ConfigError, UserError
+from ludus.envs.sources import PinnedSource, commit_files, source_files
+from ludus.envs.task_files import read_rows
+from ludus.errors import UserError
 from ludus.rewards.code.unit_tests import Suite
 from ludus.sandbox.base import Snapshot
 from ludus.tools.base import ToolError
-from ludus.tools.fetch import json_lines
 from ludus.tools.patch import patched_files, read_patch
 from ludus.types import Message, Task
 from ludus.worlds.swe.grader import SweProblem
 from ludus.worlds.swe.masking import without_tests
-from ludus.worlds.swe.repository import layout_of
+from ludus.worlds.swe.repository import is_inside, layout_of, names_of
 
 SYSTEM: Final = (
     "You repair Python code. A git repository lies in the working folder. Find the cause of the issue, mend "
     "it in the code, and hand in with submit. Tests that you do not see decide; changes of tests and of "
     "settings do not count."
 )
-KINDS: Final = (
-    *("boundary", "comparison", "operator", "boolean", "condition", "off_by_one", "slice", "arguments"),
-    *("name", "default", "constant", "guard", "branch", "statement", "loop"),
-)
-_SUFFIXES: Final = (".py", ".pyi", ".toml", ".cfg", ".ini", ".md", ".rst", ".txt", ".json", ".typed", ".html")
-_EXCLUDED: Final = frozenset({"docs", "doc", "benchmarks", "benchmark", ".github", "requirements", "examples"})
 _MAX_BYTES: Final = 600_000
 """Size limit of one file: larger ones are tables, not code."""
-_PIP_S: Final = 300.0
-_GIT_S: Final = 60.0
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +66,13 @@ class Edit:
         return text[: self.start] + self.new + text[end:]
 
 
-@dataclass(frozen=True, slots=True)
-class Package:
-    """A package of the index. `archive` and `sha256` are those of its source distribution.
+@dataclass(frozen=True)
+class Package(PinnedSource):
+    """A package of the index. `tests` counts, by test file and test function, the cases that pass without a bug.
 
-    `tests` counts, by test file and test function, the cases that pass without a bug; failing, slow and flaky tests
-    are excluded.
+    Failing, slow and flaky tests are excluded.
     """
 
-    name: str
-    version: str
-    archive: str
-    sha256: str
     split: str
     summary: str
     tests: Mapping[str, Mapping[str, int]]
@@ -128,10 +107,14 @@ class Catalogue:
 
 @dataclass(frozen=True, eq=False)
 class SweCase:
-    """A task, and a function that reads its repository and raises UserError if sources or clone are missing."""
+    """A task of a catalogue, which has a `package`, or an instance.
+
+    `load` reads the repository, and raises UserError if sources or clone are missing.
+    """
 
     task: Task
     load: Callable[[], SweProblem]
+    package: Package | None = None
 
 
 def _task(name: str, repository: str, issue: str, suite: Suite, tags: Mapping[str, str]) -> Task:
@@ -139,121 +122,46 @@ def _task(name: str, repository: str, issue: str, suite: Suite, tags: Mapping[st
     return Task(name, (Message(role="system", content=SYSTEM), Message(role="user", content=text)), suite, tags)
 
 
-def shipped_folder() -> Path:
-    """Return the folder of the tasks that ship with Ludus."""
-    return Path(str(package_files("ludus.worlds.swe") / "data"))
-
-
 @cache
 def load_catalogue(folder: Path) -> Catalogue:
-    """Return the catalogue of a folder. Raises ConfigError if a file is missing or invalid."""
-    packages = _rows(folder / "packages.jsonl", Package)
-    return Catalogue({one.name: one for one in packages}, tuple(_rows(folder / "tasks.jsonl", Bug)))
-
-
-def _rows(path: Path, kind: type[T]) -> list[T]:
-    reader = TypeAdapter(kind)
-    try:
-        return [reader.validate_json(line) for line in json_lines(path.read_text("utf-8")) if line.strip()]
-    except (OSError, ValidationError) as error:
-        raise ConfigError(
-            f"The catalogue of the world swe cannot be read: {error}.",
-            "env.settings.catalogue names a folder with packages.jsonl and tasks.jsonl.",
-        ) from error
+    """Return the catalogue of a folder. Raises UserError if a file is missing or invalid."""
+    hint = "env.settings.catalogue names a folder with packages.jsonl and tasks.jsonl."
+    packages = {one.name: one for one in read_rows(folder / "packages.jsonl", Package, hint)}
+    return Catalogue(packages, tuple(read_rows(folder / "tasks.jsonl", Bug, hint)))
 
 
 def case_of(bug: Bug, package: Package, sources: Path, seconds: float) -> SweCase:
     """Return the task of a bug; `sources` is the folder of the archives."""
-    names = [f"{file}::{test}" for file in bug.files for test in package.tests[file]]
-    broken = frozenset(bug.broken)
-    suite = Suite(bug.broken, tuple(name for name in names if name not in broken), hidden=frozenset(names))
+    cases = {f"{file}::{test}": num for file in bug.files for test, num in package.tests[file].items()}
+    suite = Suite(bug.broken, tuple(test for test in cases if test not in bug.broken), hidden=frozenset(cases))
 
     def load() -> SweProblem:
         tree = read_archive(sources / package.archive, package.sha256)
         right = tree[bug.path]
         pristine = {**tree, bug.path: bug.edit.apply(right.decode("utf-8")).encode()}
-        cases = {f"{file}::{test}": num for file in bug.files for test, num in package.tests[file].items()}
         shown = dict(pristine)
         for file in {test.partition("::")[0] for test in bug.broken} & tree.keys():
-            hidden = [test.partition("::")[2].partition("[")[0] for test in broken if test.startswith(f"{file}::")]
+            hidden = [test.partition("::")[2].partition("[")[0] for test in bug.broken if test.startswith(f"{file}::")]
             shown[file] = without_tests(tree[file].decode("utf-8"), hidden).encode()
         return SweProblem(shown, pristine, layout_of(tree), suite, bug.files, {bug.path: right}, cases, seconds)
 
     tags = {"split": package.split, "family": bug.edit.kind, "level": str(bug.level)}
     tags |= {"package": package.name, "style": bug.style}
-    return SweCase(_task(bug.id, f"{package.name} {package.version}", bug.issue, suite, tags), load)
-
-
-def _missing(packages: Iterable[Package], folder: Path) -> list[Package]:
-    return [one for one in packages if not (folder / one.archive).is_file()]
-
-
-def require(packages: Iterable[Package], folder: Path) -> None:
-    """Raise UserError with the download command if sources are missing."""
-    if names := sorted(one.name for one in _missing(packages, folder)):
-        named = ", ".join(names if len(names) < 5 else [*names[:4], "..."])
-        raise UserError(
-            f"The sources of {len(names)} packages ({named}) are not in {folder}.",
-            "Fetch them with `ludus env prepare swe` (by pip, from the package index that it is configured for).",
-        )
-
-
-def fetch(packages: Iterable[Package], folder: Path, tell: Callable[[str], None]) -> None:
-    """Download missing sources. Raises UserError if pip fails or an archive is not the pinned one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for package in _missing(packages, folder):
-        tell(f"{package.name} {package.version}")
-        with tempfile.TemporaryDirectory() as temp_dir:
-            archive = download(f"{package.name}=={package.version}", Path(temp_dir))
-            content = archive.read_bytes()
-        if archive.name != package.archive or hashlib.sha256(content).hexdigest() != package.sha256:
-            raise UserError(
-                f"{archive.name} is not the pinned source of {package.name} {package.version}.",
-                f"Expected: {package.archive}, SHA-256 {package.sha256}.",
-            )
-        (folder / archive.name).write_bytes(content)
-
-
-def download(requirement: str, folder: Path) -> Path:
-    """Download a source distribution with pip. Raises UserError."""
-    command_line = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    command_line += ["--no-binary", requirement.partition("==")[0], "--dest", str(folder), requirement]
-    try:
-        process = subprocess.run(command_line, capture_output=True, text=True, timeout=_PIP_S, check=False)
-        problem = process.stderr.strip().splitlines()[-1:] if process.returncode else []
-    except (OSError, subprocess.TimeoutExpired) as error:
-        problem = [str(error)]
-    found = sorted(folder.glob("*.tar.gz"))
-    if problem or not found:
-        raise UserError(
-            f"pip cannot fetch the source of {requirement}: {' '.join(problem) or 'there is none'}.",
-            "Check the network connection, and that this interpreter has pip.",
-        )
-    return found[0]
+    return SweCase(_task(bug.id, f"{package.name} {package.version}", bug.issue, suite, tags), load, package)
 
 
 @cache
 def read_archive(path: Path, sha256: str = "") -> Mapping[str, bytes]:
-    """Return the files of a source distribution that are part of the repository, without the outer folder.
-
-    Raises UserError if the archive does not match the digest.
-    """
-    if sha256 and hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
-        raise UserError(f"{path} is not the pinned archive.", "Remove it and fetch it again.")
-    found = {}
-    with tarfile.open(path) as archive:
-        for member in archive:
-            name = member.name.partition("/")[2]
-            if member.isfile() and member.size <= _MAX_BYTES and _in_repository(name):
-                content = archive.extractfile(member)
-                found[name] = content.read() if content is not None else b""
-    return found
+    """Return the files of a source distribution that belong to the repository. Raises UserError, as `source_files`."""
+    found = source_files(path, sha256)
+    return {name: data for name, data in found if len(data) <= _MAX_BYTES and _in_repository(name)}
 
 
 def _in_repository(name: str) -> bool:
-    path = PurePosixPath(name)
-    excluded = bool(_EXCLUDED.intersection(path.parts[:-1])) or any(".egg-info" in part for part in path.parts)
-    return bool(name) and not excluded and (path.suffix in _SUFFIXES or "/tests/" in f"/{name}")
+    excluded = is_inside(name, "omitted_folders") or ".egg-info" in name
+    return (
+        bool(name) and not excluded and (PurePosixPath(name).suffix in names_of("suffixes") or "/tests/" in f"/{name}")
+    )
 
 
 def _parsed(value: object) -> object:
@@ -300,23 +208,9 @@ def pytest_name(test: str, folder: str) -> str:
 
 
 def load_instances(file: str, folder: str, seconds: float) -> list[SweCase]:
-    """Return the tasks of a file; `folder` has the clones. Raises ConfigError, naming the line, if it is invalid."""
-    try:
-        lines = json_lines(Path(file).read_text("utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"env.settings.instances cannot be read: {error}.", "Name a file.") from error
-    found = []
-    for number, line in ((number, line) for number, line in enumerate(lines, 1) if line.strip()):
-        try:
-            found.append(_instance_case(Instance.model_validate_json(line), Path(folder), seconds))
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the line"
-            raise ConfigError(
-                f"{file}, line {number}: {where}: {first['msg'].lower()}.",
-                "Each line is one instance in the format of SWE-bench.",
-            ) from error
-    return found
+    """Return the tasks of a file; `folder` has the clones. Raises UserError, naming the line, if it is invalid."""
+    hint = "Each line of env.settings.instances is one instance in the format of SWE-bench."
+    return [_instance_case(one, Path(folder), seconds) for one in read_rows(Path(file), Instance, hint)]
 
 
 def _instance_case(given: Instance, folder: Path, seconds: float) -> SweCase:
@@ -324,7 +218,7 @@ def _instance_case(given: Instance, folder: Path, seconds: float) -> SweCase:
     suite = Suite(given.fail_to_pass, given.pass_to_pass, hidden=frozenset(tests))
 
     def load() -> SweProblem:
-        tree = _commit_files(given.repo, given.base_commit, folder)
+        tree = commit_files(given.repo, given.base_commit, folder)
         try:
             pristine = patched_files(Snapshot(tree), read_patch(given.test_patch)).files
             fixed = patched_files(Snapshot(tree), read_patch(given.patch)).files
@@ -339,24 +233,3 @@ def _instance_case(given: Instance, folder: Path, seconds: float) -> SweCase:
 
     tags = {"split": given.split, "family": given.repo, "package": given.repo}
     return SweCase(_task(given.instance_id, given.repo, given.problem_statement, suite, tags), load)
-
-
-def _commit_files(repo: str, commit: str, folder: Path) -> dict[str, bytes]:
-    """Return the files of a commit; the clone is in `owner/name`, `owner__name` or `name`. Raises UserError."""
-    places = (folder / repo, folder / repo.replace("/", "__"), folder / repo.rpartition("/")[2])
-    clone = next((place for place in places if place.is_dir()), None)
-    if clone is None:
-        hint = f"Clone it to {places[1]}, with the commits of its tasks."
-        raise UserError(f"{folder} does not contain a clone of {repo}.", hint)
-    if commit.startswith("-"):
-        raise UserError(f"{commit!r} is not a commit.")
-    command_line = ["git", "-C", str(clone), "archive", "--format=tar", commit]
-    try:
-        process = subprocess.run(command_line, capture_output=True, timeout=_GIT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"git cannot read {clone}: {error}.", "Install git.") from error
-    if process.returncode:
-        problem = process.stderr.decode("utf-8", "replace").strip()
-        raise UserError(f"git cannot read the commit {commit} of {clone}: {problem}.", "Fetch it into the clone.")
-    with tarfile.open(fileobj=io.BytesIO(process.stdout)) as tar:
-        return {one.name: content.read() for one in tar if one.isfile() and (content := tar.extractfile(one))}

@@ -11,21 +11,20 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ludus.envs.base import World
+from ludus.envs.base import SessionWorld
 from ludus.envs.settings import read_settings
+from ludus.envs.sources import fetch, require
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, check_split
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.unit_tests import share_passed, suite_passes
 from ludus.rewards.extract import last_output
-from ludus.sandbox import open_sandbox
-from ludus.sandbox.base import Sandbox
 from ludus.tools.base import ToolError
 from ludus.types import Action, Message, StepResult, Task, ToolOutcome
 from ludus.worlds.swe import tasks as swe_tasks
 from ludus.worlds.swe.grader import REPORT, Grade, SweProblem, grade
-from ludus.worlds.swe.repository import Checkout, checkout, repair_tools
+from ludus.worlds.swe.repository import DATA, Checkout, checkout, names_of, repair_tools
 from ludus.worlds.swe.solver import WORST, forged, forgeries, solution, written
 
 SPLITS = ("train", "validation", "test")
@@ -87,23 +86,29 @@ class SweEnv(ToolEnv):
 
 
 @dataclass(frozen=True)
-class SweWorld(World):
+class SweWorld(SessionWorld):
     """Repositories to repair."""
 
     settings: SweSettings = field(default_factory=SweSettings)
     limits: ToolLimits = field(default_factory=ToolLimits)
-    sandbox: Sandbox = field(default_factory=open_sandbox)
     name: str = "swe"
     splits: Sequence[str] = SPLITS
 
     @cached_property
     def cases(self) -> Mapping[str, swe_tasks.SweCase]:
-        """All tasks by id, in their order. Raises ConfigError and UserError if a file cannot be read."""
+        """All tasks by id, in their order. Raises UserError if a file cannot be read."""
         given = self.settings
         if given.instances:
             cases = swe_tasks.load_instances(given.instances, given.repositories, given.tests_s)
         else:
-            cases = [swe_tasks.case_of(bug, package, self._sources, given.tests_s) for bug, package in self._bugs]
+            held = swe_tasks.load_catalogue(self._catalogue)
+            cases = [
+                swe_tasks.case_of(bug, held.packages[bug.package], self._sources, given.tests_s)
+                for bug in held.bugs
+                if (not given.packages or bug.package in given.packages)
+                and (not given.kinds or bug.edit.kind in given.kinds)
+                and bug.level in given.levels
+            ]
             random.Random(f"swe:{given.seed}").shuffle(cases)
         return {case.task.id: case for case in cases}
 
@@ -122,27 +127,14 @@ class SweWorld(World):
             Reward("kept", share_passed(read, "pass_to_pass"), weight=0.0),
         )
 
-    def with_sandbox(self, sandbox: Sandbox) -> SweWorld:
-        """Return this world with another sandbox."""
-        return replace(self, sandbox=sandbox)
-
-    @property
-    def episodes_at_once(self) -> int | None:
-        """The sandbox's maximum number of sessions."""
-        return self.sandbox.max_sessions
-
-    async def close(self) -> None:
-        """Close the sandbox."""
-        await self.sandbox.close()
-
     def prepare(self, tell: Callable[[str], None]) -> None:
         """Download the sources of all packages that tasks need. Raises UserError."""
-        swe_tasks.fetch(self._packages, self._sources, tell)
+        fetch(self._packages, self._sources, tell)
 
     def tasks(self, split: str) -> Sequence[Task]:
         """Return the tasks of a split, packages mixed. Raises UserError if sources are missing."""
         check_split(split, self.splits, self.name)
-        swe_tasks.require(self._packages, self._sources)
+        require(self._packages, self._sources, self.name)
         return [case.task for case in self.cases.values() if case.task.tags["split"] == split]
 
     def environment(self, task: Task) -> SweEnv:
@@ -174,36 +166,24 @@ class SweWorld(World):
 
     @property
     def _catalogue(self) -> Path:
-        return Path(self.settings.catalogue) if self.settings.catalogue else swe_tasks.shipped_folder()
+        return Path(self.settings.catalogue or DATA)
 
     @property
     def _sources(self) -> Path:
         return Path(self.settings.sources) if self.settings.sources else Path.home() / ".cache" / "ludus" / "swe"
 
-    @cached_property
-    def _bugs(self) -> Sequence[tuple[swe_tasks.Bug, swe_tasks.Package]]:
-        """The chosen bugs of the catalogue with their packages; none if instances replace it."""
-        given = self.settings
-        held = swe_tasks.load_catalogue(self._catalogue) if not given.instances else swe_tasks.Catalogue({}, ())
-        return [
-            (bug, held.packages[bug.package])
-            for bug in held.bugs
-            if (not given.packages or bug.package in given.packages)
-            and (not given.kinds or bug.edit.kind in given.kinds)
-            and bug.level in given.levels
-        ]
-
     @property
     def _packages(self) -> Iterable[swe_tasks.Package]:
-        return {package.name: package for _, package in self._bugs}.values()
+        packages = [case.package for case in self.cases.values() if case.package is not None]
+        return {package.name: package for package in packages}.values()
 
 
 def make_swe_world(settings: Mapping[str, object], limits: ToolLimits) -> SweWorld:
     """Create the world from its settings. Raises ConfigError for invalid settings."""
     given = read_settings(SweSettings, settings)
-    unknown = [kind for kind in given.kinds if kind not in swe_tasks.KINDS]
-    if unknown:
-        raise ConfigError(f"Unknown kind of bug: {unknown[0]!r}.", f"Kinds: {', '.join(swe_tasks.KINDS)}.")
+    kinds = names_of("kinds")
+    if unknown := [kind for kind in given.kinds if kind not in kinds]:
+        raise ConfigError(f"Unknown kind of bug: {unknown[0]!r}.", f"Kinds: {', '.join(kinds)}.")
     if bool(given.instances) != bool(given.repositories):
         raise ConfigError(
             "env.settings.instances and env.settings.repositories go together.",

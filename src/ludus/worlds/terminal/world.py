@@ -11,7 +11,7 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import ClassVar, Final
 
-from ludus.envs.base import World, shipped_report
+from ludus.envs.base import SessionWorld, shipped_report
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, split_of
@@ -22,7 +22,6 @@ from ludus.rewards.code.unit_tests import Suite, read_report, share_passed, suit
 from ludus.rewards.exact_match import well_formed
 from ludus.rewards.extract import last_output
 from ludus.rewards.shaping import only_if
-from ludus.sandbox import Sandbox, open_sandbox
 from ludus.tools.base import Tool, ToolError, submit_tool
 from ludus.tools.files import files_tools
 from ludus.tools.python import shell_tool
@@ -126,14 +125,13 @@ def _verdict(report: str) -> ToolOutcome:
 
 
 @dataclass(frozen=True)
-class TerminalWorld(World):
+class TerminalWorld(SessionWorld):
     """Shell tasks."""
 
     num_text_dialogues: ClassVar[int] = 1_000
 
     settings: TerminalSettings = field(default_factory=TerminalSettings)
     limits: ToolLimits = field(default_factory=ToolLimits)
-    sandbox: Sandbox = field(default_factory=open_sandbox)
     name: str = "terminal"
 
     @property
@@ -171,19 +169,6 @@ class TerminalWorld(World):
         """Return the tools of an episode."""
         shell = shell_tool(workspace)
         return (shell,) if self.settings.tools == "shell" else (shell, *files_tools(workspace), submit_tool())
-
-    def with_sandbox(self, sandbox: Sandbox) -> TerminalWorld:
-        """Return this world with another sandbox."""
-        return replace(self, sandbox=sandbox)
-
-    @property
-    def episodes_at_once(self) -> int | None:
-        """The sandbox's maximum number of sessions."""
-        return self.sandbox.max_sessions
-
-    async def close(self) -> None:
-        """Close the sandbox."""
-        await self.sandbox.close()
 
     def opening(self, question: str) -> tuple[Message, ...]:
         """Return the system message and the instruction."""

@@ -10,20 +10,17 @@ policy's code runs it in the reporting process.
 from __future__ import annotations
 
 import ast
-import importlib.util
-import io
 import json
 import re
 import secrets
-import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
-from pathlib import Path, PurePosixPath
+from functools import cached_property
+from pathlib import PurePosixPath
 from typing import ClassVar, Final, TypeGuard
 
 from ludus.envs.messages import assistant, tool_turn
-from ludus.errors import UserError
+from ludus.rewards.code.pytest_archive import pytest_archive
 from ludus.rewards.code.unit_tests import Suite
 from ludus.rewards.extract import NotJson, read_json
 from ludus.sandbox.base import MIB, Limits, Sandbox, Snapshot
@@ -35,8 +32,6 @@ LIMITS: Final = Limits(wall_s=120.0, cpu_s=100.0, disk_bytes=128 * MIB, disk_fil
 """Limits of the grading sandbox, with more files than a session may create, so that its files fit."""
 REWARD_SCRIPT: Final = "tests/test.sh"
 """Path of a script that writes a reward file; any other script grades by its exit code."""
-_PACKAGES: Final = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py")
-_LEXERS: Final = ("__init__.py", "_mapping.py", "python.py", "special.py", "diff.py")
 _CANARY: Final = b"def test_must_fail():\n    assert False\n"
 _DRIVER: Final = """
 import ctypes, json, os, sys
@@ -199,24 +194,3 @@ def _report(text: str, nonce: str) -> Mapping[str, object]:
     except NotJson:
         return {}
     return value if isinstance(value, dict) else {}
-
-
-@cache
-def pytest_archive() -> bytes:
-    """Return the installed pytest and its dependencies as an importable archive. Raises UserError if not installed."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in _PACKAGES:
-            spec = importlib.util.find_spec(name)
-            if spec is None or spec.origin is None:
-                raise UserError(
-                    f"Tests of Terminal-Bench need pytest, and {name} is not installed.", "pip install pytest"
-                )
-            if not spec.submodule_search_locations:
-                archive.write(spec.origin, f"{name}.py")
-                continue
-            root = Path(spec.origin).parent
-            for path in sorted(root.rglob("*.py")):
-                if path.parent.name != "lexers" or path.name in _LEXERS:
-                    archive.write(path, f"{name}/{path.relative_to(root).as_posix()}")
-    return buffer.getvalue()
