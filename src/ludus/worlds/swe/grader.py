@@ -29,7 +29,7 @@ from ludus.rewards.code.pytest_archive import pytest_archive
 from ludus.rewards.code.unit_tests import Suite
 from ludus.sandbox.base import MIB, Limits, Sandbox
 from ludus.types import ToolOutcome, ToolStatus
-from ludus.worlds.swe.guest_runner import ARCHIVE, READY, TOP, RunRequest, digest_of
+from ludus.worlds.swe.guest_runner import ARCHIVE, READY, TOP, TrialRequest, digest_of
 from ludus.worlds.swe.masking import functions_of, masked
 from ludus.worlds.swe.repository import RepositoryLayout, is_test, merged, package_text
 
@@ -217,7 +217,7 @@ async def run_trial(sandbox: Sandbox, trial: TestTrial, seconds: float = SECONDS
     """
     name, canary, nonce = secrets.token_hex(6), f"test_{secrets.token_hex(6)}.py", secrets.token_hex(16)
     own = [f"{canary}::{test}" for test in (CONTROL, *leak_tests())]
-    run = RunRequest(
+    run = TrialRequest(
         key=secrets.token_hex(16),
         folder=f"{TOP}/{name}",
         paths=[f"{TOP}/{name}/{root}".rstrip("/") for root in trial.layout.roots],
@@ -254,7 +254,7 @@ async def run_trial(sandbox: Sandbox, trial: TestTrial, seconds: float = SECONDS
     return _result(run, lines, changed)
 
 
-def _result(run: RunRequest, lines: str, changed: list[str]) -> TestRun:
+def _result(run: TrialRequest, lines: str, changed: list[str]) -> TestRun:
     records: list[list[object]] = []
     for line in lines.split("\n"):
         with suppress(ValueError, RecursionError):  # skip malformed lines

@@ -52,8 +52,8 @@ _CONTAINERS: tuple[tuple[type, str, Callable[..., Iterable[object]], Callable[[I
 )
 
 
-class RunRequest(TypedDict):
-    """A request to run tests. An empty `tests` selects all tests of the `files`; `probe` is the name that masked tests call.
+class TrialRequest(TypedDict):
+    """A trial of tests. An empty `tests` selects all tests of the `files`; `probe` is the name that masked tests call.
 
     `watched` are the tables of `data/watched.toml`. `allowed` are the reaches that do not end the child; with None no
     reach ends it, and all are reported.
@@ -74,7 +74,7 @@ class RunRequest(TypedDict):
 class Recorder:
     """pytest plugin that writes one line per phase of a test: key, kind, test, phase, outcome, duration in seconds."""
 
-    def __init__(self, fd: int, run: RunRequest) -> None:
+    def __init__(self, fd: int, run: TrialRequest) -> None:
         self.fd, self.key = fd, run["key"]
         self.wanted, self.test = frozenset(run["tests"]), ""
 
@@ -128,7 +128,7 @@ def canonical(value: object, depth: int = 0) -> str:
 
 
 def make_details(
-    run: RunRequest, tests: frozenset[str], trusted: tuple[str, ...]
+    run: TrialRequest, tests: frozenset[str], trusted: tuple[str, ...]
 ) -> Callable[[str, tuple[object, ...]], str | None]:
     """Return a function that names the object of an audit event, or returns None if the event is not reported."""
     names = frozenset(os.path.basename(path) for path in tests)
@@ -152,7 +152,7 @@ def make_details(
     return detail_of
 
 
-def make_watch(recorder: Recorder, run: RunRequest, bottom: FrameType) -> Callable[[str, tuple[object, ...]], None]:
+def make_watch(recorder: Recorder, run: TrialRequest, bottom: FrameType) -> Callable[[str, tuple[object, ...]], None]:
     """Return an audit hook that reports reaches of the repository's code and ends the process unless allowed."""
     tests = frozenset(f"{run['folder']}/{path}" for path in run["frozen"])
     trusted = (*run["watched"]["archive"], f"{os.path.dirname(os.__file__)}/", "<frozen ")
@@ -198,7 +198,7 @@ def make_watch(recorder: Recorder, run: RunRequest, bottom: FrameType) -> Callab
     return watch
 
 
-def be_child(run: RunRequest, fd: int) -> None:
+def be_child(run: TrialRequest, fd: int) -> None:
     """Run the tests of one folder in this fork."""
     nothing = os.open("/dev/null", os.O_RDWR)
     for number in (0, 1, 2):
@@ -236,7 +236,7 @@ def digests(paths: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def carry_out(run: RunRequest) -> str:
+def carry_out(run: TrialRequest) -> str:
     """Run the child and return its output until it ends or times out; kill all processes that it leaves."""
     read, write = os.pipe()
     child = os.fork()
@@ -267,7 +267,7 @@ def main() -> None:
     set_signals(signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_SET_DUMPABLE, 0, 0, 0, 0)
     with open(f"{TOP}/order.json", encoding="utf-8") as file:
-        run: RunRequest = json.load(file)
+        run: TrialRequest = json.load(file)
     os.remove(f"{TOP}/order.json")
     sys.path.insert(0, f"{TOP}/{ARCHIVE}")
     importlib.import_module("pytest")  # import before the fork, so that the child uses pytest from the archive
