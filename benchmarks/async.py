@@ -37,8 +37,8 @@ import torch
 import async_work
 from ludus.cluster.cluster import open_cluster
 from ludus.config.schema import Config
-from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan
+from ludus.rollouts.ledger import Ledger, RolloutKey
+from ludus.rollouts.scheduler import Episode, RolloutRequest, SamplingPlan
 from ludus.simulator.costs import RunLayout
 from ludus.training.batches.rows import Row
 from ludus.training.learner.learner import Learner

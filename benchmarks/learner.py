@@ -36,7 +36,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ludus.algorithms.spec.resolve import PRESETS
 from ludus.config.sections.rollout import BranchConfig
-from ludus.rollout.trees import run_tree
+from ludus.rollouts.trees import run_tree
 from ludus.training.batches import prefix_packing
 from ludus.training.batches.rows import BREAK, Row, row_of_trajectory
 from ludus.training.learner.learner import Learner, LearnerSettings

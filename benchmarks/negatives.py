@@ -25,7 +25,7 @@ from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.evaluation.evaluate import EvaluationPlan, evaluate
 from ludus.rewards.base import truth_of
-from ludus.rollout.scheduler import Episode, SamplingPlan
+from ludus.rollouts.scheduler import Episode, SamplingPlan
 from ludus.worlds.functions.grader import Truth
 
 ARMS = {"with negatives": {}, "without negatives": {"sft.classes.negatives": 0}}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ludus.engines.base import Engine
-from ludus.rollout.scheduler import Episode
+from ludus.rollouts.scheduler import Episode
 
 
 @dataclass

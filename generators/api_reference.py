@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 MODULES = (
     *("types", "errors", "plugins", "tools.base", "rewards.base", "rewards.extract", "sandbox.base"),
-    *("envs.base", "envs.tool_env", "envs.tool_world", "engines.base", "rollout.rollout_files"),
+    *("envs.base", "envs.tool_env", "envs.tool_world", "engines.base", "rollouts.rollout_files"),
     *("algorithms.tensors", "algorithms.algorithm", "algorithms.kl"),
     *("algorithms.advantages.group_relative", "algorithms.advantages.turns", "algorithms.advantages.gae"),
     *("algorithms.losses.clipped", "algorithms.losses.sequence"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import small_runs
 from ludus.cluster.cluster import Cluster, open_cluster
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.training.rl.build import train
 from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session

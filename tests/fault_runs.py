@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ludus.cli.main import main
 from ludus.diagnostics.trackers import read_metrics
-from ludus.rollout.rollout_files import RolloutRecord, read_rollouts, rollouts_path
+from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts, rollouts_path
 from small_runs import lasting_files
 from tiny_run import make_recipe
 

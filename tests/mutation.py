@@ -1,7 +1,7 @@
 """Do the tests notice a changed line? Random single-line mutations of the core, each run against the tests near it.
 
     python tests/mutation.py --count 40 --seed 0            # about an hour on two cores
-    python tests/mutation.py --only src/ludus/rollout/ledger.py:120
+    python tests/mutation.py --only src/ludus/rollouts/ledger.py:120
 
 A mutation changes one comparison, operator, constant, boolean or returned value in a function of the folders in
 `CORE`. It is applied to a copy of the repository. The tests that run are those of the mirrored folder and those
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-CORE = ("algorithms", "chat", "engines/embedded", "envs", "evaluation", "rewards", "rollout", "sandbox/local", "tools")
+CORE = ("algorithms", "chat", "engines/embedded", "envs", "evaluation", "rewards", "rollouts", "sandbox/local", "tools")
 CORE += tuple(f"training/{name}" for name in ("batches", "collection", "credit", "learner", "rl", "run"))
 LIMIT_S = 900
 OPPOSITES = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}

@@ -12,7 +12,7 @@ from torch import distributed
 from ludus.algorithms.spec.resolve import PRESETS
 from ludus.engines.models.loading import load_tokenizer
 from ludus.errors import LearnerError
-from ludus.rollout.ledger import Ledger
+from ludus.rollouts.ledger import Ledger
 from ludus.training.distributed.collectives import Collectives, SharedBatch, full_tensor, is_sharded
 from ludus.training.learner.learner import CachedLogprobs, Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer

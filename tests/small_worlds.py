@@ -12,9 +12,9 @@ from ludus.engines.base import seed_for
 from ludus.envs.base import Environment, World
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.rewards.base import Reward
-from ludus.rollout.episode import EngineChatSession, EpisodeLimits, run_episode
-from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.scheduler import LockstepEngine, RolloutRequest, Scheduler, SchedulerLimits, episode_name
+from ludus.rollouts.episode import EngineChatSession, EpisodeLimits, run_episode
+from ludus.rollouts.ledger import Ledger, RolloutKey
+from ludus.rollouts.scheduler import LockstepEngine, RolloutRequest, Scheduler, SchedulerLimits, episode_name
 from ludus.tools.base import Tool, tool
 from ludus.types import Message, SamplingParams, Task
 from scripted_engine import ScriptedEngine

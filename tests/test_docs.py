@@ -40,7 +40,7 @@ PAGES = sorted(
     for pattern in ("docs/**/*.md", "README.md", "src/ludus/recipes/*/README.md")
     for file in ROOT.glob(pattern)
 )
-LONGER = """algorithm plugins environment learner mixtures quick_start reproducibility
+LONGER = """algorithm library plugins environment learner mixtures quick_start reproducibility
 reward_models rewards async_training cluster planning server stages"""
 LONG = {page for page in PAGES if Path(page).stem in LONGER.split() or "/recipes/" in page}
 """Pages whose commands take long: `make pages` runs them. All that is said of a page is looked at always."""

@@ -17,8 +17,8 @@ from ludus.config.sections.training import TrainingConfig
 from ludus.envs.tool_env import ToolEnv
 from ludus.rewards.base import Reward
 from ludus.rewards.exact_match import ExpectedAnswers, exact_match, normalise
-from ludus.rollout.ledger import RolloutKey, RolloutOutcome
-from ludus.rollout.scheduler import Episode
+from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
+from ludus.rollouts.scheduler import Episode
 from ludus.tools.search import PassageIndex, search_tool
 from ludus.training.batches.rows import row_of_trajectory
 from ludus.training.credit.advantages import assign_credit

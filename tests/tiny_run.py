@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ludus.cli.main import main
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path, write_rollouts
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path, write_rollouts
 
 WORLD = Path(__file__).parent / "tiny_world.py"
 

@@ -31,7 +31,7 @@ from ludus.chat.tokenizer import chat_template, train_tokenizer
 from ludus.config.sections.rollout import EnvConfig
 from ludus.envs.tool_env import ToolEnv
 from ludus.errors import ConfigError, UserError
-from ludus.rollout.episode import EngineChatSession, EpisodeLimits, run_episode
+from ludus.rollouts.episode import EngineChatSession, EpisodeLimits, run_episode
 from ludus.tools.base import tool
 from ludus.training.run.session import make_renderer
 from ludus.types import Completion, Message, SamplingParams, StopReason, Task

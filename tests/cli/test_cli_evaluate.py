@@ -14,7 +14,7 @@ from ludus.config import load_config
 from ludus.engines.models.loading import load_model
 from ludus.evaluation.evaluate import load_evaluation
 from ludus.evaluation.stats import pass_at_k, pass_hat_k
-from ludus.rollout.rollout_files import read_rollouts
+from ludus.rollouts.rollout_files import read_rollouts
 from ludus.types import ToolStatus
 from tiny_run import copy_run, ludus, make_recipe, refused
 from tiny_world import PRICES

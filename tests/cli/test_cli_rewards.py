@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path, write_rollouts
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path, write_rollouts
 from ludus.types import Message, StopReason
 from tiny_run import WORLD, cold_start, copy_run, ludus, make_recipe, refused
 from tiny_world import PRICES

@@ -9,8 +9,8 @@ from ludus.cli.ui.run_summary import explain_loss, find_curves, format_alarms, f
 from ludus.cli.ui.transcripts import marked_messages
 from ludus.diagnostics.trackers import MetricsRow, read_metrics
 from ludus.evaluation.evaluate import load_evaluation
-from ludus.rollout.ledger import RolloutOutcome
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path, write_rollouts
+from ludus.rollouts.ledger import RolloutOutcome
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path, write_rollouts
 from ludus.types import Failure, StopReason, Trajectory
 from tiny_run import WORLD, copy_run, ludus, refused
 

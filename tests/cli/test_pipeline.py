@@ -10,7 +10,7 @@ from ludus.cli.training.pipeline import stage_config
 from ludus.config import load_config
 from ludus.config.pipeline import load_pipeline
 from ludus.errors import LearnerError
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path, write_rollouts
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path, write_rollouts
 from ludus.training.preference import train
 from ludus.training.run.run_dir import RunFolder, kind_of
 from small_runs import lasting_files

@@ -18,9 +18,9 @@ from ludus.diagnostics.timings import StepTimings, episode_shares, scoring_hint
 from ludus.diagnostics.trackers import MetricsRow
 from ludus.engines.base import EngineStats, Request
 from ludus.engines.embedded.engine import LocalEngine
-from ludus.rollout.ledger import RolloutKey
-from ludus.rollout.reward_executor import scoring_concurrency
-from ludus.rollout.scheduler import Episode
+from ludus.rollouts.ledger import RolloutKey
+from ludus.rollouts.reward_executor import scoring_concurrency
+from ludus.rollouts.scheduler import Episode
 from ludus.types import SamplingParams, StopReason, Task, Timings, Trajectory
 from tests.engines.test_engine_batching import SMALL, build
 

@@ -47,8 +47,8 @@ from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.http_client import HttpStatusError, RemoteEngineSettings
 from ludus.errors import ConfigError, EngineError, SyncError, UserError, WorldError
 from ludus.ipc import read_frame, split_number
-from ludus.rollout.ledger import RolloutKey
-from ludus.rollout.scheduler import RolloutRequest, SamplingPlan
+from ludus.rollouts.ledger import RolloutKey
+from ludus.rollouts.scheduler import RolloutRequest, SamplingPlan
 from ludus.types import SamplingParams, StopReason, Task, Trajectory
 from served import COLD_START
 from small_worlds import WatchedWorld, call, make_requests, make_scheduler, scripted, tool_of

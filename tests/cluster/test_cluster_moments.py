@@ -30,8 +30,8 @@ from ludus.cluster.worker_pool import PoolMember
 from ludus.cluster.workers import WorkerServer
 from ludus.config import load_config
 from ludus.errors import EngineError, UserError, WorldError
-from ludus.rollout.ledger import RolloutKey
-from ludus.rollout.scheduler import RolloutRequest
+from ludus.rollouts.ledger import RolloutKey
+from ludus.rollouts.scheduler import RolloutRequest
 from ludus.types import Task
 from served import COLD_START
 from small_worlds import WatchedWorld

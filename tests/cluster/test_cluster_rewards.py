@@ -25,7 +25,7 @@ from ludus.config import load_config
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.errors import ConfigError, WorldError
 from ludus.rewards.base import Reward
-from ludus.rollout.reward_executor import RewardTimeout
+from ludus.rollouts.reward_executor import RewardTimeout
 from ludus.types import StopReason, Task, Trajectory
 from small_worlds import WatchedEnv, WatchedWorld, make_requests, make_scheduler, scripted
 from tests.cluster.test_cluster import JOB, FakeLauncher, plan
@@ -40,7 +40,7 @@ import time
 from pathlib import Path
 from ludus.envs.tool_world import ToolWorld
 from ludus.rewards.base import Reward
-from ludus.rollout.reward_executor import RewardTimeout
+from ludus.rollouts.reward_executor import RewardTimeout
 
 def turns(task, trajectory):
     here = Path(trajectory.tags["waits"])

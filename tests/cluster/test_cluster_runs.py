@@ -17,7 +17,7 @@ from ludus.cluster.protocol import ResourceRequest, WorkerCommand, WorkerDied, W
 from ludus.config import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import LudusError
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.training.run.run_dir import RunFolder
 from served import COLD_START
 from small_runs import SMALLEST, lasting_files

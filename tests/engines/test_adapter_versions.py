@@ -11,7 +11,7 @@ from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.engines.models.loading import load_model
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.http_client import RemoteEngineSettings
-from ludus.rollout.group_queue import GroupQueue
+from ludus.rollouts.group_queue import GroupQueue
 from ludus.types import SamplingParams
 from served import COLD_START
 from tests.engines.test_engine_features import adapted, build, with_engine

@@ -29,11 +29,11 @@ from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.http_client import RemoteEngineSettings, Replica
 from ludus.engines.remote.rolling_update import EpisodePin, Placement, RollingUpdates
 from ludus.errors import EngineError, SyncError
-from ludus.rollout.group_queue import GroupQueue
-from ludus.rollout.ledger import RolloutKey
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path
-from ludus.rollout.scheduler import Episode, episode_name
-from ludus.rollout.stream_control import StalenessController, StalenessSchedule
+from ludus.rollouts.group_queue import GroupQueue
+from ludus.rollouts.ledger import RolloutKey
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
+from ludus.rollouts.scheduler import Episode, episode_name
+from ludus.rollouts.stream_control import StalenessController, StalenessSchedule
 from ludus.training.rl.async_trainer import track_version
 from ludus.types import Segment, StopReason, Trajectory
 from tests.cluster.test_cluster import JOB, QUICK, FakeLauncher, ask, plan, views

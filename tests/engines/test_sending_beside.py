@@ -11,7 +11,7 @@ import torch
 
 from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.embedded.engine import LocalEngine
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.rl import build
 from ludus.training.run.session import engine_settings

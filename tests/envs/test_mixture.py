@@ -22,10 +22,10 @@ from ludus.envs.tool_world import ToolWorld
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation.evaluate import Conditions, load_evaluation
 from ludus.rewards.base import Reward, score, success
-from ludus.rollout.episode import EngineChatSession
-from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path
-from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan, engine_scheduler
+from ludus.rollouts.episode import EngineChatSession
+from ludus.rollouts.ledger import Ledger, RolloutKey
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
+from ludus.rollouts.scheduler import Episode, RolloutRequest, SamplingPlan, engine_scheduler
 from ludus.training.collection.reward_mixing import build_reward_mixer, check_reward_settings
 from ludus.types import Group, Segment, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from small_runs import lasting_files

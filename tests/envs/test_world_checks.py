@@ -12,8 +12,8 @@ from ludus.envs.registry import WORLDS, build_world, closing
 from ludus.evaluation.env_audit import CheckPlan, check_world, run_agent
 from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of
 from ludus.rewards.base import score, success
-from ludus.rollout.episode import EpisodeLimits
-from ludus.rollout.scheduler import episode_limits
+from ludus.rollouts.episode import EpisodeLimits
+from ludus.rollouts.scheduler import episode_limits
 from ludus.types import Message, StopReason, Trajectory
 
 QUICK = {

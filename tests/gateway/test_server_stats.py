@@ -13,7 +13,7 @@ from ludus.engines.base import EngineStats, Request, drain_stats
 from ludus.engines.remote import metrics
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.metrics import MetricsReading, PolledServer, reading_of
-from ludus.rollout.stream_control import ConcurrencyController, StreamThroughput
+from ludus.rollouts.stream_control import ConcurrencyController, StreamThroughput
 from ludus.types import Message, SamplingParams, Segment, StopReason, Trajectory
 from tests.engines.test_engine_server import QUICK, Fake, serving
 from waiting import until

@@ -14,7 +14,7 @@ from ludus.algorithms.spec.resolve import PRESETS
 from ludus.cli.main import main
 from ludus.config.sections.model import LoraConfig
 from ludus.errors import LearnerError
-from ludus.rollout.ledger import RolloutOutcome
+from ludus.rollouts.ledger import RolloutOutcome
 from ludus.training.batches.rows import row_of_trajectory
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.learner.optimizer import OptimizerSettings

@@ -13,9 +13,9 @@ from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, WorldError
 from ludus.rewards.exact_match import ExpectedAnswers
 from ludus.rewards.registry import NAMED, RegisteredReward, named_part
-from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.reward_executor import ProcessRewardExecutor
-from ludus.rollout.scheduler import Episode, FailureBudget
+from ludus.rollouts.ledger import Ledger, RolloutKey
+from ludus.rollouts.reward_executor import ProcessRewardExecutor
+from ludus.rollouts.scheduler import Episode, FailureBudget
 from ludus.training.collection.reward_mixing import add_extra_parts, build_reward_mixer, check_reward_settings
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import record_outcomes

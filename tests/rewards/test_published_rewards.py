@@ -16,9 +16,9 @@ from ludus.rewards.math.numeric import Quantity
 from ludus.rewards.paper_rewards import ExpectedCall, ExpectedCalls, match_calls, tool_correctness
 from ludus.rewards.registry import PUBLISHED, added_parts, preset_parts, training_parts
 from ludus.rewards.shaping import extra_turns, format_score, think_format, tool_use
-from ludus.rollout.ledger import RolloutKey
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path
-from ludus.rollout.scheduler import Episode
+from ludus.rollouts.ledger import RolloutKey
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
+from ludus.rollouts.scheduler import Episode
 from ludus.training.collection.reward_mixing import RewardMixer, plan_parts
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from ludus.worlds.search.world import SearchSettings, SearchWorld

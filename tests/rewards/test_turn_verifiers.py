@@ -18,11 +18,11 @@ from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.code.turns import Progress, suite_progress, turn_report, turn_shares
 from ludus.rewards.code.unit_tests import Suite
-from ludus.rollout.episode import EpisodeLimits, run_episode
-from ludus.rollout.ledger import RolloutKey, RolloutOutcome
-from ludus.rollout.reward_executor import ProcessRewardExecutor
-from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line
-from ludus.rollout.scheduler import Episode
+from ludus.rollouts.episode import EpisodeLimits, run_episode
+from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
+from ludus.rollouts.reward_executor import ProcessRewardExecutor
+from ludus.rollouts.rollout_files import RolloutRecord, parse_rollout, rollout_line
+from ludus.rollouts.scheduler import Episode
 from ludus.sandbox import open_sandbox
 from ludus.training.collection.reward_mixing import build_reward_mixer, check_reward_settings
 from ludus.training.credit.turn_rewards import events_of, with_turn_rewards

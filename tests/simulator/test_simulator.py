@@ -17,8 +17,8 @@ import pytest
 from ludus.config.load import load_config
 from ludus.config.toml import to_toml
 from ludus.errors import LudusError, UserError
-from ludus.rollout import group_queue
-from ludus.rollout.stream_control import ConcurrencyController, EngineLoad, PassTimeModel, PassTimes, StreamThroughput
+from ludus.rollouts import group_queue
+from ludus.rollouts.stream_control import ConcurrencyController, EngineLoad, PassTimeModel, PassTimes, StreamThroughput
 from ludus.simulator.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
 from ludus.simulator.devices import DevicePool, Overlap, SimEngine, SimLearner, run_virtual
 from ludus.simulator.fit import (

@@ -9,8 +9,8 @@ from ludus.diagnostics.metrics import rollout_metrics
 from ludus.diagnostics.timings import StepTimings
 from ludus.envs.tool_env import ToolExecutor, ToolLimits
 from ludus.errors import EngineError, ToolFault, UserError, WorldError
-from ludus.rollout.ledger import RolloutOutcome
-from ludus.rollout.scheduler import SchedulerLimits
+from ludus.rollouts.ledger import RolloutOutcome
+from ludus.rollouts.scheduler import SchedulerLimits
 from ludus.tools.base import Traits, tool
 from ludus.types import Action, Group, Message, ToolCall, ToolStatus
 from small_worlds import WatchedWorld, make_requests, make_scheduler, make_task, play, scripted, tool_of

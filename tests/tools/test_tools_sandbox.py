@@ -8,7 +8,7 @@ from ludus.envs.base import World
 from ludus.envs.tool_env import ToolEnv, ToolExecutor, ToolLimits
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
-from ludus.rollout.episode import EpisodeLimits, run_episode
+from ludus.rollouts.episode import EpisodeLimits, run_episode
 from ludus.sandbox import Limits, NamespacesSandbox, SandboxSettings
 from ludus.tools.base import Traits, submit_tool, tool
 from ludus.tools.calculator import calculator_tool

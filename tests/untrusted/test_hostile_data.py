@@ -18,7 +18,7 @@ from ludus.envs.git_objects import GitObjects, object_head
 from ludus.envs.tool_env import ToolExecutor
 from ludus.errors import LudusError, did_you_mean
 from ludus.rewards.code.sql_rows import Rows, read_rows, same_rows
-from ludus.rollout.openai_client import OpenAIClient, OpenAIClientSettings
+from ludus.rollouts.openai_client import OpenAIClient, OpenAIClientSettings
 from ludus.sandbox.base import Outcome, SandboxSettings
 from ludus.sandbox.guest.wire import unpack_frame
 from ludus.sandbox.remote import client as sandbox_client

@@ -23,7 +23,7 @@ from ludus.recipes import recipe_folder
 from ludus.rewards.base import check_rewards, score, success
 from ludus.rewards.paper_rewards import ExpectedCall, tool_correctness, toolrl
 from ludus.rewards.registry import PUBLISHED
-from ludus.rollout.episode import EpisodeLimits, run_episode
+from ludus.rollouts.episode import EpisodeLimits, run_episode
 from ludus.tools.base import ArgumentError
 from ludus.types import Action, Message, StopReason, ToolCall
 from ludus.worlds.functions.catalogue import Scene, catalogue, change_signature

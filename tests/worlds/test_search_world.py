@@ -19,7 +19,7 @@ from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import check_rewards, success
 from ludus.rewards.exact_match import ExpectedAnswers, matches, normalise
-from ludus.rollout.episode import EpisodeLimits, run_episode
+from ludus.rollouts.episode import EpisodeLimits, run_episode
 from ludus.types import Action, Message, StopReason, ToolCall
 from ludus.worlds.search.facts import load_facts
 from ludus.worlds.search.questions import (

@@ -28,7 +28,7 @@ from ludus.errors import ConfigError, UserError
 from ludus.evaluation import scripted_agents as scripted
 from ludus.recipes import recipe_folder
 from ludus.rewards.base import check_rewards, success
-from ludus.rollout.episode import EpisodeLimits, run_episode
+from ludus.rollouts.episode import EpisodeLimits, run_episode
 from ludus.types import Action, Message, StopReason, ToolCall
 from ludus.worlds.sql import questions as data
 from ludus.worlds.sql.grader import is_right, make_truth, paraphrases, returns_rows

@@ -31,7 +31,7 @@ from ludus.errors import ConfigError, UserError
 from ludus.evaluation.env_audit import CheckPlan, check_world
 from ludus.evaluation.scripted_agents import ScriptedChatSession, actions_of, call_action
 from ludus.recipes import recipe_folder
-from ludus.rollout.episode import EpisodeLimits, run_episode
+from ludus.rollouts.episode import EpisodeLimits, run_episode
 from ludus.sandbox.base import Snapshot
 from ludus.tools.patch import patched_files, read_patch, unified_diff
 from ludus.worlds.swe.grader import CONTROL, grade, leak_tests

@@ -25,8 +25,8 @@ from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.rolling_update import RollingUpdates
 from ludus.envs.base import World
 from ludus.errors import ConfigError, UserError
-from ludus.rollout.reward_executor import START_S
-from ludus.rollout.scheduler import Attempt, RolloutRequest, SamplingPlan, rollout_for
+from ludus.rollouts.reward_executor import START_S
+from ludus.rollouts.scheduler import Attempt, RolloutRequest, SamplingPlan, rollout_for
 from ludus.training.run.session import TrainingSession, server_engine, server_settings
 from ludus.types import Completion, Task, Trajectory
 

@@ -14,7 +14,7 @@ from ludus.engines.base import EngineStats
 from ludus.engines.remote.api_adapters import RemoteAdapter
 from ludus.engines.remote.rolling_update import EpisodePin
 from ludus.errors import LudusError, UserError
-from ludus.rollout.scheduler import RolloutRequest, SamplingPlan
+from ludus.rollouts.scheduler import RolloutRequest, SamplingPlan
 from ludus.types import Task, Trajectory
 
 _RESPONSE_HINT = "All data of episodes and rewards must survive pickling and unpickling."

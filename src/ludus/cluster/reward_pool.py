@@ -19,7 +19,7 @@ from ludus.cluster.protocol import RewardScores, ScoreJob, WorkerDied, WorkerHan
 from ludus.cluster.worker_pool import PoolLimits, PoolMember, WorkerPool
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.errors import WorldError
-from ludus.rollout.reward_executor import RewardTimeout, add_grading_time, add_wait_time
+from ludus.rollouts.reward_executor import RewardTimeout, add_grading_time, add_wait_time
 from ludus.types import Task, Trajectory
 
 MAX_ATTEMPTS = 3

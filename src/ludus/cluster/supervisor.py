@@ -32,8 +32,8 @@ from ludus.engines.base import EngineStats, WeightCheck
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.rolling_update import RollingUpdates
 from ludus.errors import EngineError, LudusError, UserError, WorldError
-from ludus.rollout.scheduler import engine_name
-from ludus.rollout.trees import map_paths
+from ludus.rollouts.scheduler import engine_name
+from ludus.rollouts.trees import map_paths
 from ludus.types import Trajectory
 
 if TYPE_CHECKING:

@@ -37,10 +37,10 @@ from ludus.envs.base import World
 from ludus.envs.registry import build_world, sandbox_settings
 from ludus.errors import LudusError, WorldError
 from ludus.rewards.base import Reward
-from ludus.rollout.episode import scored
-from ludus.rollout.ledger import Ledger
-from ludus.rollout.reward_executor import ProcessRewardExecutor
-from ludus.rollout.scheduler import SamplingPlan, Scheduler, engine_name, engine_scheduler
+from ludus.rollouts.episode import scored
+from ludus.rollouts.ledger import Ledger
+from ludus.rollouts.reward_executor import ProcessRewardExecutor
+from ludus.rollouts.scheduler import SamplingPlan, Scheduler, engine_name, engine_scheduler
 from ludus.sandbox import open_sandbox
 from ludus.tools.base import shared_by
 from ludus.training.run.session import add_lora, engine_settings, make_renderer, server_settings, set_up_compute

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ludus.config.schema import Config
 from ludus.errors import StorageError
-from ludus.rollout.reward_executor import scoring_concurrency
+from ludus.rollouts.reward_executor import scoring_concurrency
 from ludus.types import Trajectory
 
 STRAGGLER = 5.0

@@ -21,7 +21,7 @@ from typing import Protocol, cast
 
 from ludus.errors import StorageError, UserError
 from ludus.plugins import find_plugin
-from ludus.rollout.rollout_files import replaced_file
+from ludus.rollouts.rollout_files import replaced_file
 
 METRICS_FILE = "metrics.jsonl"
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

@@ -27,8 +27,8 @@ from ludus.evaluation.scripted_agents import (
 )
 from ludus.evaluation.stats import wilson
 from ludus.rewards.base import Reward, success
-from ludus.rollout.episode import EpisodeLimits, fresh_environment, run_unscored
-from ludus.rollout.reward_executor import RewardExecutor, RewardTimeout, ThreadRewardExecutor
+from ludus.rollouts.episode import EpisodeLimits, fresh_environment, run_unscored
+from ludus.rollouts.reward_executor import RewardExecutor, RewardTimeout, ThreadRewardExecutor
 from ludus.types import Action, StopReason, Task, Trajectory
 
 NULL_TAG = "null"

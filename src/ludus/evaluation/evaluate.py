@@ -19,9 +19,9 @@ from ludus.errors import UserError
 from ludus.evaluation import stats
 from ludus.evaluation.stats import Interval, detectable_difference, smoothed, wilson
 from ludus.rewards.base import Reward, success
-from ludus.rollout.ledger import RolloutKey, RolloutOutcome
-from ludus.rollout.rollout_files import RolloutRecord, replaced_file, write_rollouts
-from ludus.rollout.scheduler import Episode, RolloutRequest, Scheduler
+from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
+from ludus.rollouts.rollout_files import RolloutRecord, replaced_file, write_rollouts
+from ludus.rollouts.scheduler import Episode, RolloutRequest, Scheduler
 from ludus.types import WORLD_TAG, StopReason, Task, Trajectory
 
 log = logging.getLogger("ludus.evaluation")

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from ludus.envs.base import Environment, World
 from ludus.rewards.base import Reward
-from ludus.rollout.scheduler import Episode, RolloutRequest
+from ludus.rollouts.scheduler import Episode, RolloutRequest
 from ludus.simulator.costs import EpisodeShape, ToolCost
 from ludus.simulator.devices import DevicePool
 from ludus.tools.base import Tool

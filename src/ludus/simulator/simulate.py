@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
-from ludus.rollout.episode import EpisodeLimits
-from ludus.rollout.group_queue import GroupQueue
-from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
-from ludus.rollout.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler, SchedulerLimits
-from ludus.rollout.stream_control import (
+from ludus.rollouts.episode import EpisodeLimits
+from ludus.rollouts.group_queue import GroupQueue
+from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
+from ludus.rollouts.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler, SchedulerLimits
+from ludus.rollouts.stream_control import (
     ConcurrencyController,
     EngineLoad,
     PassTimes,

@@ -23,9 +23,9 @@ from ludus.envs.base import World
 from ludus.errors import ConfigError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_evaluation, evaluate, plan_during
 from ludus.rewards.base import success
-from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
-from ludus.rollout.reward_executor import scoring_concurrency
-from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan
+from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
+from ludus.rollouts.reward_executor import scoring_concurrency
+from ludus.rollouts.scheduler import Episode, RolloutRequest, SamplingPlan
 from ludus.training.batches.rows import row_of_trajectory
 from ludus.training.credit.advantages import TrainingSample, record_outcomes
 from ludus.training.learner.logprobs import LogprobScorer

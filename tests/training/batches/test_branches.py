@@ -19,9 +19,9 @@ from ludus.diagnostics.metrics import rollout_metrics
 from ludus.envs.base import TaskOrder
 from ludus.errors import LearnerError
 from ludus.rewards.base import Reward
-from ludus.rollout.ledger import RolloutKey, RolloutOutcome
-from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line
-from ludus.rollout.scheduler import Episode
+from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
+from ludus.rollouts.rollout_files import RolloutRecord, parse_rollout, rollout_line
+from ludus.rollouts.scheduler import Episode
 from ludus.training.batches.rows import BREAK, microbatches, new_actions, num_unique_tokens, row_of_trajectory
 from ludus.training.collection.filters import AlgorithmState, filter_low_variance, mask_over_age, record_greso_visits
 from ludus.training.collection.prompt_stream import PromptStream

@@ -22,9 +22,9 @@ from ludus.errors import ConfigError, UserError
 from ludus.evaluation.env_audit import CheckPlan, run_agent
 from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of
 from ludus.rewards.base import truth_of
-from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.rollout_files import read_rollouts
-from ludus.rollout.scheduler import Episode, episode_limits
+from ludus.rollouts.ledger import Ledger, RolloutKey
+from ludus.rollouts.rollout_files import read_rollouts
+from ludus.rollouts.scheduler import Episode, episode_limits
 from ludus.training.collection.demonstrations import Demonstrations, make_demonstrations
 from ludus.training.credit.advantages import EXPERT, assign_credit, record_outcomes, training_rows
 from ludus.training.rl.build import train

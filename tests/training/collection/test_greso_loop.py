@@ -14,8 +14,8 @@ from ludus.cli.main import main
 from ludus.config.schema import Config
 from ludus.envs.base import TaskOrder
 from ludus.recipes import recipe_folder
-from ludus.rollout.group_queue import StreamedGroup
-from ludus.rollout.ledger import Ledger
+from ludus.rollouts.group_queue import StreamedGroup
+from ludus.rollouts.ledger import Ledger
 from ludus.training.collection.filters import SETTINGS, AlgorithmState, choose_tasks, record_greso_visits
 from ludus.training.collection.prompt_stream import PromptStream
 from ludus.training.collection.rollout_collector import RolloutCollector

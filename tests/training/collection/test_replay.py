@@ -10,8 +10,8 @@ from ludus.algorithms.spec.resolve import PRESETS, algorithm_of
 from ludus.config.load import load_config
 from ludus.config.sections.training import ReplayConfig, StalenessConfig
 from ludus.errors import ConfigError, StorageError
-from ludus.rollout.ledger import RolloutKey, RolloutOutcome
-from ludus.rollout.scheduler import Episode
+from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
+from ludus.rollouts.scheduler import Episode
 from ludus.training.collection.filters import age_metrics, staleness_metrics
 from ludus.training.collection.replay_buffer import ReplayBuffer
 from ludus.training.credit.advantages import TrainingSample

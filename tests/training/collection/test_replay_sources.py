@@ -11,8 +11,8 @@ import torch
 from ludus.config.load import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import ConfigError
-from ludus.rollout.ledger import RolloutOutcome
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path, write_rollouts
+from ludus.rollouts.ledger import RolloutOutcome
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path, write_rollouts
 from ludus.training.collection.replay_buffer import TO_REPLAY
 from ludus.training.rl.async_trainer import StreamRunner
 from ludus.training.rl.train_step import effective_share

@@ -13,8 +13,8 @@ from ludus.algorithms.algorithm import PartOptions
 from ludus.algorithms.spec.resolve import PRESETS
 from ludus.envs.base import Environment
 from ludus.errors import WorldError
-from ludus.rollout.episode import EpisodeLimits, run_episode
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path
+from ludus.rollouts.episode import EpisodeLimits, run_episode
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.training.credit.advantages import assign_credit
 from ludus.types import Action, Message, Segment, StepResult, Task
 from tests.training.credit.test_credit import group, inputs, same, table

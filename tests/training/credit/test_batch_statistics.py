@@ -11,7 +11,7 @@ from algorithm_parts import ADVANTAGES, GREEDY_ADVANTAGES, WHITENED_ADVANTAGES
 from ludus.algorithms import advantages
 from ludus.algorithms.kl import penalised_advantages
 from ludus.algorithms.spec.resolve import PRESETS
-from ludus.rollout.ledger import RolloutKey, RolloutOutcome
+from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
 from ludus.training.collection.filters import mask_over_age
 from ludus.training.credit.advantages import Estimates, assign_credit, training_rows, with_estimates
 from ludus.training.rl.train_step import filter_and_estimate

@@ -26,9 +26,9 @@ from ludus.envs.base import TaskOrder
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
-from ludus.rollout.ledger import RolloutKey, RolloutOutcome
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path
-from ludus.rollout.scheduler import Episode
+from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
+from ludus.rollouts.scheduler import Episode
 from ludus.training.collection.prompt_stream import PromptStream
 from ludus.training.collection.reward_mixing import RewardMixer, check_reward_settings, plan_parts
 from ludus.training.collection.rollout_collector import RolloutCollector

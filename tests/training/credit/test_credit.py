@@ -21,8 +21,8 @@ from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.errors import LearnerError, SyncError
 from ludus.recipes import list_recipes
 from ludus.rewards.base import Reward
-from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
-from ludus.rollout.scheduler import Episode
+from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
+from ludus.rollouts.scheduler import Episode
 from ludus.training.batches.rows import row_of_trajectory
 from ludus.training.collection.filters import AlgorithmState
 from ludus.training.collection.rollout_collector import overlong_limit

@@ -22,7 +22,7 @@ from ludus.algorithms.spec.resolve import PRESETS
 from ludus.algorithms.tensors import TokenBatch
 from ludus.config.load import load_config
 from ludus.envs.base import TaskOrder
-from ludus.rollout.ledger import Ledger
+from ludus.rollouts.ledger import Ledger
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import training_rows
 from ludus.types import Task

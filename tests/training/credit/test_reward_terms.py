@@ -14,7 +14,7 @@ from ludus.config.schema import Config
 from ludus.config.sections.rewards import RewardsConfig
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path, write_rollouts
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path, write_rollouts
 from ludus.training.collection.reward_mixing import (
     RewardMixer,
     check_reward_settings,

@@ -20,8 +20,8 @@ from ludus.config.sections.training import ReplayConfig
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
 from ludus.recipes import recipe_folder
-from ludus.rollout.ledger import Ledger
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path
+from ludus.rollouts.ledger import Ledger
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.training.collection.filters import AlgorithmState, with_role_baselines
 from ludus.training.collection.replay_buffer import ReplayBuffer
 from ludus.training.collection.rollout_collector import RolloutCollector, filter_batch

@@ -17,7 +17,7 @@ from ludus.algorithms.spec.resolve import PRESETS, resolve
 from ludus.config.load import load_config
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.envs.base import TaskOrder
-from ludus.rollout.ledger import Ledger, RolloutOutcome
+from ludus.rollouts.ledger import Ledger, RolloutOutcome
 from ludus.training.collection.filters import empty_batch_guard, filter_low_variance
 from ludus.training.collection.rollout_collector import RolloutCollector, filter_batch, num_training_groups
 from ludus.training.credit.advantages import assign_credit, record_outcomes, training_rows

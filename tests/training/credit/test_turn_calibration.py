@@ -12,9 +12,9 @@ from ludus.algorithms.spec.resolve import PRESETS
 from ludus.cli.commands.calibrate import recorded_groups
 from ludus.config.load import load_config
 from ludus.envs.registry import build_world
-from ludus.rollout.ledger import RolloutOutcome
-from ludus.rollout.rollout_files import RolloutRecord, rollouts_path, write_rollouts
-from ludus.rollout.trees import with_chains
+from ludus.rollouts.ledger import RolloutOutcome
+from ludus.rollouts.rollout_files import RolloutRecord, rollouts_path, write_rollouts
+from ludus.rollouts.trees import with_chains
 from ludus.training.credit.advantages import BASELINE, assign_credit
 from ludus.training.credit.turn_rewards import align, calibration_algorithm, measure, with_turn_rewards
 from ludus.types import Leaf, StopReason, ToolStatus

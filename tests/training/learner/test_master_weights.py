@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ludus.errors import LearnerError
-from ludus.rollout.ledger import Ledger
+from ludus.rollouts.ledger import Ledger
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.run.checkpoint import TrainerState, load_trainer, load_weights, save_checkpoint
 from tests.engines.test_engine_local import byte_tokenizer

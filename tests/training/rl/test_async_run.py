@@ -22,9 +22,9 @@ from ludus.diagnostics.metrics import ALARM_STEPS
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import StorageError, WorldError
 from ludus.rewards.registry import NAMED, RegisteredReward
-from ludus.rollout.ledger import AccountingError, Ledger, RolloutKey, RolloutOutcome
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path
-from ludus.rollout.scheduler import Episode, SchedulerLimits
+from ludus.rollouts.ledger import AccountingError, Ledger, RolloutKey, RolloutOutcome
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
+from ludus.rollouts.scheduler import Episode, SchedulerLimits
 from ludus.training.collection.filters import ESS, ess_guard, ess_warning, mask_over_age, staleness_metrics
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import TrainingSample, training_rows

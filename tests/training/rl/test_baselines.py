@@ -9,8 +9,8 @@ import torch
 
 from ludus.algorithms import advantages
 from ludus.algorithms.spec.resolve import PRESETS
-from ludus.rollout.ledger import RolloutKey, RolloutOutcome
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path
+from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.training.credit.advantages import assign_credit, training_rows
 from ludus.training.rl.build import train
 from ludus.training.run.run_dir import RunFolder, lock_run, new_run

@@ -8,8 +8,8 @@ import pytest
 
 from ludus.envs.registry import build_world
 from ludus.errors import StorageError
-from ludus.rollout.ledger import AccountingError, Ledger, RolloutKey, RolloutOutcome
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path
+from ludus.rollouts.ledger import AccountingError, Ledger, RolloutKey, RolloutOutcome
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.training.rl.build import task_order
 from ludus.training.run.checkpoint import MANIFEST, check_manifest, checkpoint_path, read_state, write_manifest
 from ludus.training.run.run_dir import RunFolder

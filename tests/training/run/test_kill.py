@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ludus.diagnostics.trackers import read_metrics
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.training.run.checkpoint import checkpoint_path
 from small_runs import lasting_files, start, words
 from tiny_run import cold_start, make_recipe, with_unlike_rewards

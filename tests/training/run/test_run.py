@@ -17,9 +17,9 @@ from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.embedded.scheduler import BatchScheduler
 from ludus.engines.models.loading import load_model
 from ludus.evaluation.evaluate import load_evaluation
-from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path
-from ludus.rollout.scheduler import RolloutRequest, SamplingPlan, engine_scheduler
+from ludus.rollouts.ledger import Ledger, RolloutKey
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
+from ludus.rollouts.scheduler import RolloutRequest, SamplingPlan, engine_scheduler
 from ludus.training.rl.build import train
 from ludus.training.rl.validate import config_warnings
 from ludus.training.run.checkpoint import checkpoint_path

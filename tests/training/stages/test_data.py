@@ -16,7 +16,7 @@ from ludus.config import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.models.loading import load_tokenizer
 from ludus.errors import UserError
-from ludus.rollout.rollout_files import rollout_line, rollouts_path
+from ludus.rollouts.rollout_files import rollout_line, rollouts_path
 from ludus.training.datasets.files import (
     FileDialogue,
     FilePair,

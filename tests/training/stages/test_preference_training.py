@@ -18,8 +18,8 @@ from ludus.config import load_config
 from ludus.config.sections.stages import SMOOTHED, PreferenceConfig, PreferenceLoss
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import ConfigError
-from ludus.rollout.ledger import RolloutOutcome
-from ludus.rollout.rollout_files import RolloutRecord, read_rollouts, rollouts_path, write_rollouts
+from ludus.rollouts.ledger import RolloutOutcome
+from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts, rollouts_path, write_rollouts
 from ludus.training.batches.rows import batch_of_step, num_steps
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings

@@ -16,9 +16,9 @@ from ludus.config.schema import Config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import UserError, WorldError
 from ludus.rewards.base import Reward
-from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
-from ludus.rollout.rollout_files import RolloutRecord, read_rollouts, rollouts_path, write_rollouts
-from ludus.rollout.scheduler import RolloutRequest, SamplingPlan, engine_scheduler
+from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
+from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts, rollouts_path, write_rollouts
+from ludus.rollouts.scheduler import RolloutRequest, SamplingPlan, engine_scheduler
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.reward_model.data import examples_of_rollouts, hold_out, load_examples, sample_continuations
 from ludus.training.reward_model.train import auc, losses, measure, reward_step

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from ludus.config import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.evaluation.evaluate import load_evaluation
-from ludus.rollout.ledger import RolloutKey, RolloutOutcome
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path
-from ludus.rollout.scheduler import Episode
+from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
+from ludus.rollouts.scheduler import Episode
 from ludus.training.rft import select_samples
 from ludus.training.run.session import open_session
 from ludus.types import Failure, Message, Segment, StopReason, Task, Trajectory

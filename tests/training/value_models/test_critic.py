@@ -16,9 +16,9 @@ from ludus.cli.main import main
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.errors import ConfigError, LearnerError, UserError
-from ludus.rollout.ledger import RolloutOutcome
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path
-from ludus.rollout.scheduler import Episode
+from ludus.rollouts.ledger import RolloutOutcome
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
+from ludus.rollouts.scheduler import Episode
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.learner.learner import Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer

@@ -20,9 +20,9 @@ from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import UserError
 from ludus.rewards.base import success
-from ludus.rollout.reward_executor import ProcessRewardExecutor
-from ludus.rollout.rollout_files import read_rollouts
-from ludus.rollout.scheduler import Episode
+from ludus.rollouts.reward_executor import ProcessRewardExecutor
+from ludus.rollouts.rollout_files import read_rollouts
+from ludus.rollouts.scheduler import Episode
 from ludus.training.collection.reward_mixing import parts_of
 from ludus.training.credit.advantages import BASELINE
 from ludus.training.credit.turn_rewards import (

@@ -34,8 +34,8 @@ from ludus.evaluation.stats import wilson
 from ludus.evaluation.verifier_report import ScorecardVerdict, problems_in, scorecard, verdicts
 from ludus.recipes import list_recipes
 from ludus.rewards.registry import added_parts, check_task_fits, has_extra_rewards
-from ludus.rollout.reward_executor import ProcessRewardExecutor
-from ludus.rollout.scheduler import episode_limits
+from ludus.rollouts.reward_executor import ProcessRewardExecutor
+from ludus.rollouts.scheduler import episode_limits
 from ludus.types import Task, Trajectory
 
 

@@ -39,10 +39,10 @@ from ludus.evaluation.evaluate import (
     save_or_compare,
     short_split,
 )
-from ludus.rollout.ledger import Ledger
-from ludus.rollout.openai_client import OpenAIClient, OpenAIClientSettings, endpoint_chat_factory
-from ludus.rollout.reward_executor import ProcessRewardExecutor
-from ludus.rollout.scheduler import Episode, SamplingPlan, Scheduler, engine_scheduler, scheduler
+from ludus.rollouts.ledger import Ledger
+from ludus.rollouts.openai_client import OpenAIClient, OpenAIClientSettings, endpoint_chat_factory
+from ludus.rollouts.reward_executor import ProcessRewardExecutor
+from ludus.rollouts.scheduler import Episode, SamplingPlan, Scheduler, engine_scheduler, scheduler
 from ludus.training.run.run_dir import RunFolder, new_run, remove_unstarted
 
 if TYPE_CHECKING:

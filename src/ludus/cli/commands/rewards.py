@@ -38,10 +38,10 @@ from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import Reward, success
 from ludus.rewards.registry import has_extra_rewards, preset_parts
-from ludus.rollout.reward_executor import ProcessRewardExecutor
-from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
-from ludus.rollout.scheduler import Episode
-from ludus.rollout.trees import map_paths
+from ludus.rollouts.reward_executor import ProcessRewardExecutor
+from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts
+from ludus.rollouts.scheduler import Episode
+from ludus.rollouts.trees import map_paths
 from ludus.training.run.run_dir import RunFolder
 from ludus.types import Task, Trajectory
 

@@ -31,7 +31,7 @@ from ludus.envs.registry import build_world
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import load_evaluation
 from ludus.rewards.base import success
-from ludus.rollout.rollout_files import RolloutRecord, read_rollouts, rollouts_path
+from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts, rollouts_path
 from ludus.training.run.run_dir import RunFolder
 
 

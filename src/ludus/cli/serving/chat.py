@@ -28,8 +28,8 @@ from ludus.config.schema import Config
 from ludus.envs.base import Environment
 from ludus.envs.tool_env import describe_error
 from ludus.errors import LudusError, UserError, WorldError
-from ludus.rollout.episode import EngineChatSession
-from ludus.rollout.scheduler import sampling_params
+from ludus.rollouts.episode import EngineChatSession
+from ludus.rollouts.scheduler import sampling_params
 from ludus.training.run.run_dir import RunFolder
 from ludus.types import Action, Message, StopReason, Task
 

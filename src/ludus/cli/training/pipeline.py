@@ -28,7 +28,7 @@ from ludus.config.toml import value_text
 from ludus.envs.registry import build_world, check_sandbox
 from ludus.errors import ConfigError, LudusError, UserError
 from ludus.rewards.registry import added_parts
-from ludus.rollout.rollout_files import replaced_file
+from ludus.rollouts.rollout_files import replaced_file
 from ludus.training.datasets.files import read_dialogues, read_pairs, read_rollout_file
 from ludus.training.run.run_dir import RunFolder
 

@@ -24,8 +24,8 @@ from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine, EngineStats
 from ludus.errors import ConfigError
 from ludus.evaluation.evaluate import Evaluation
-from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
-from ludus.rollout.scheduler import Episode
+from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts
+from ludus.rollouts.scheduler import Episode
 from ludus.training.datasets.token_limits import sft_warnings
 from ludus.training.resume import changes, steps_done
 from ludus.training.rl.build import make_trackers

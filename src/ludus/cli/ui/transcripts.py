@@ -10,7 +10,7 @@ from rich.text import Text
 from ludus.chat.render import Tokenizer
 from ludus.cli.ui.terminal import print_line
 from ludus.engines.base import common_prefix
-from ludus.rollout.rollout_files import RolloutRecord
+from ludus.rollouts.rollout_files import RolloutRecord
 from ludus.types import Message, Segment, ToolOutcome, ToolStatus, Trajectory
 
 STYLES = {"prompt": "dim", "action": "bold cyan", "observation": "yellow"}

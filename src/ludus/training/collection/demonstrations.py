@@ -19,8 +19,8 @@ from ludus.chat.render import Renderer
 from ludus.engines.models.loading import num_positions
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
-from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.scheduler import Episode, RolloutRequest, rollout_for, scheduler
+from ludus.rollouts.ledger import Ledger, RolloutKey
+from ludus.rollouts.scheduler import Episode, RolloutRequest, rollout_for, scheduler
 from ludus.tools.base import Tool
 from ludus.training.credit.advantages import EXPERT
 from ludus.training.datasets.files import read_dialogues

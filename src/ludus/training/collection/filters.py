@@ -24,8 +24,8 @@ from ludus.config.schema import Config
 from ludus.config.sections.training import StalenessConfig
 from ludus.diagnostics.metrics import MEAN_AGE
 from ludus.envs.base import TaskSequence
-from ludus.rollout.ledger import RolloutOutcome
-from ludus.rollout.scheduler import Episode
+from ludus.rollouts.ledger import RolloutOutcome
+from ludus.rollouts.scheduler import Episode
 from ludus.training.batches.rows import new_actions
 from ludus.training.credit.advantages import TrainingSample, compared_rewards, role_of, varied_groups
 from ludus.types import WORLD_TAG, Task, Trajectory

@@ -14,10 +14,10 @@ from typing import Final
 
 from ludus.envs.base import TaskSequence
 from ludus.errors import StorageError
-from ludus.rollout.group_queue import StartedEpisode, StreamedGroup
-from ludus.rollout.ledger import RolloutOutcome
-from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line
-from ludus.rollout.scheduler import Episode, RolloutRequest
+from ludus.rollouts.group_queue import StartedEpisode, StreamedGroup
+from ludus.rollouts.ledger import RolloutOutcome
+from ludus.rollouts.rollout_files import RolloutRecord, parse_rollout, rollout_line
+from ludus.rollouts.scheduler import Episode, RolloutRequest
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import varies
 from ludus.types import StopReason, Task, Trajectory

@@ -20,9 +20,9 @@ from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.config.schema import Config
 from ludus.config.sections.training import ReplayConfig
 from ludus.errors import ConfigError, StorageError
-from ludus.rollout.ledger import RolloutKey, RolloutOutcome
-from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
-from ludus.rollout.scheduler import Episode
+from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
+from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts
+from ludus.rollouts.scheduler import Episode
 from ludus.training.collection.prompt_stream import episode_line, read_episode
 from ludus.training.credit.advantages import TrainingSample, assign_credit
 from ludus.types import Task

@@ -35,9 +35,9 @@ from ludus.rewards.registry import (
     has_extra_rewards,
     training_parts,
 )
-from ludus.rollout.reward_executor import ProcessRewardExecutor, add_wait_time
-from ludus.rollout.scheduler import Episode
-from ludus.rollout.trees import map_paths, with_chains
+from ludus.rollouts.reward_executor import ProcessRewardExecutor, add_wait_time
+from ludus.rollouts.scheduler import Episode
+from ludus.rollouts.trees import map_paths, with_chains
 from ludus.training.credit.turn_rewards import LENGTH_PART, shaping_ranges, with_length, with_turn_rewards
 from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.reward_model import (

@@ -20,11 +20,11 @@ from ludus.engines.base import Engine
 from ludus.envs.base import TaskSequence, World
 from ludus.errors import WorldError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
-from ludus.rollout.group_queue import StreamedGroup
-from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
-from ludus.rollout.partial import PartialRollouts, StepBudget
-from ludus.rollout.reward_executor import RewardFault
-from ludus.rollout.scheduler import CANCELLED, Attempt, Episode, FailureBudget, RolloutRequest, SamplingPlan, Scheduler
+from ludus.rollouts.group_queue import StreamedGroup
+from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
+from ludus.rollouts.partial import PartialRollouts, StepBudget
+from ludus.rollouts.reward_executor import RewardFault
+from ludus.rollouts.scheduler import CANCELLED, Attempt, Episode, FailureBudget, RolloutRequest, SamplingPlan, Scheduler
 from ludus.training.collection.demonstrations import Demonstrations
 from ludus.training.collection.filters import (
     AlgorithmState,

@@ -23,9 +23,9 @@ from ludus.algorithms.shaping import soft_overlong
 from ludus.algorithms.tensors import Outcomes
 from ludus.errors import LearnerError
 from ludus.rewards.base import Reward
-from ludus.rollout.ledger import Ledger, RolloutOutcome
-from ludus.rollout.rollout_files import RolloutRecord
-from ludus.rollout.scheduler import Episode
+from ludus.rollouts.ledger import Ledger, RolloutOutcome
+from ludus.rollouts.rollout_files import RolloutRecord
+from ludus.rollouts.scheduler import Episode
 from ludus.training.batches.rows import (
     Row,
     apply_mask,

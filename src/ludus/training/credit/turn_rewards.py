@@ -24,7 +24,7 @@ from ludus.algorithms.shaping import ShapingRange, length_linear, length_sigmoid
 from ludus.algorithms.spec.resolve import TURN_LEVEL
 from ludus.config.sections.rewards import PROGRESS, LengthConfig, RewardsConfig
 from ludus.rewards.code.turns import turn_of_call
-from ludus.rollout.scheduler import Episode
+from ludus.rollouts.scheduler import Episode
 from ludus.training.batches.rows import pad_table
 from ludus.training.credit.advantages import assign_credit, turns_of_actions
 from ludus.types import ToolOutcome, ToolStatus, Trajectory

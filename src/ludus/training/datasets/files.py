@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 from pydantic import TypeAdapter
 
 from ludus.errors import StorageError, UserError
-from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line, write_lines
+from ludus.rollouts.rollout_files import RolloutRecord, parse_rollout, rollout_line, write_lines
 from ludus.tools.base import Tool
 from ludus.training.datasets.messages import (
     as_object,

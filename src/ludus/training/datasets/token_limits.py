@@ -15,7 +15,7 @@ from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.models.loading import num_positions
 from ludus.envs.base import Demonstration, World, permutation
 from ludus.errors import UserError
-from ludus.rollout.scheduler import rollout_for
+from ludus.rollouts.scheduler import rollout_for
 from ludus.tools.base import Tool
 from ludus.training.datasets.sources import dialogue_segments, sources_of
 from ludus.training.run.session import TrainingSession

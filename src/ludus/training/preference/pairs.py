@@ -16,7 +16,7 @@ import torch
 
 from ludus.chat.render import Renderer, render_dialogue
 from ludus.errors import UserError
-from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
+from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts
 from ludus.tools.base import Tool
 from ludus.training.batches.rows import Row, microbatches
 from ludus.training.datasets.files import FileDialogue, FilePair, load_records, read_pairs, read_preferences

@@ -15,9 +15,9 @@ from ludus.config.sections.stages import UNPAIRED_LOSSES
 from ludus.engines.base import Engine
 from ludus.envs.registry import closing
 from ludus.errors import UserError
-from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
-from ludus.rollout.rollout_files import RolloutRecord
-from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan
+from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
+from ludus.rollouts.rollout_files import RolloutRecord
+from ludus.rollouts.scheduler import Episode, RolloutRequest, SamplingPlan
 from ludus.training.collection.rollout_collector import EpisodeReporter
 from ludus.training.credit.advantages import TrainingSample
 from ludus.training.preference.pairs import (

@@ -21,7 +21,7 @@ from ludus.algorithms import preference as losses
 from ludus.algorithms.preference import PREFERENCES, PairInputs
 from ludus.config.sections.stages import PreferenceConfig
 from ludus.errors import LearnerError
-from ludus.rollout.rollout_files import rollouts_path, write_rollouts
+from ludus.rollouts.rollout_files import rollouts_path, write_rollouts
 from ludus.training.batches.rows import batch_of_step, microbatches, num_steps
 from ludus.training.datasets.files import write_records
 from ludus.training.learner.logprobs import LogprobScorer

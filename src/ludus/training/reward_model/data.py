@@ -18,10 +18,10 @@ from pathlib import Path
 from ludus.envs.registry import closing
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import Reward, success
-from ludus.rollout.episode import ChatSession, EngineChatSession
-from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
-from ludus.rollout.scheduler import Episode, RolloutRequest, SamplingPlan
+from ludus.rollouts.episode import ChatSession, EngineChatSession
+from ludus.rollouts.ledger import Ledger, RolloutKey
+from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts
+from ludus.rollouts.scheduler import Episode, RolloutRequest, SamplingPlan
 from ludus.training.datasets.files import load_records, read_rollout_file
 from ludus.training.preference.pairs import PreferencePair, is_usable, pairs_of_file, pairs_of_rollouts, rollout_files
 from ludus.training.run.run_dir import RunFolder

@@ -20,10 +20,10 @@ import torch
 
 from ludus.diagnostics.timings import StepTimings
 from ludus.engines.base import Engine, RemoteStats, RollingUpdate, SupportsRollingUpdate, Throttleable, drain_stats
-from ludus.rollout.group_queue import GroupBatch, GroupQueue
-from ludus.rollout.ledger import RolloutOutcome
-from ludus.rollout.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler
-from ludus.rollout.stream_control import ConcurrencyController, StalenessController, StalenessSchedule, first_in_flight
+from ludus.rollouts.group_queue import GroupBatch, GroupQueue
+from ludus.rollouts.ledger import RolloutOutcome
+from ludus.rollouts.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler
+from ludus.rollouts.stream_control import ConcurrencyController, StalenessController, StalenessSchedule, first_in_flight
 from ludus.training.collection.filters import staleness_metrics
 from ludus.training.collection.prompt_stream import STREAM_FILE, PromptStream, StreamState
 from ludus.training.collection.replay_buffer import REPLAY_FILE, ReplayBuffer

@@ -22,7 +22,7 @@ from ludus.diagnostics.trackers import Tracker, make_tracker, read_metrics
 from ludus.engines.models.fingerprint import fingerprint_adapted
 from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.errors import ConfigError, UserError
-from ludus.rollout.ledger import Ledger
+from ludus.rollouts.ledger import Ledger
 from ludus.training.batches.chunked_lm_head import Entropy, HiddenStates
 from ludus.training.collection.demonstrations import make_demonstrations
 from ludus.training.collection.filters import AlgorithmState

@@ -32,10 +32,10 @@ from ludus.evaluation.evaluate import (
     plans,
     save_evaluation,
 )
-from ludus.rollout.ledger import RolloutOutcome
-from ludus.rollout.reward_executor import scoring_concurrency
-from ludus.rollout.rollout_files import rollouts_path, write_rollouts
-from ludus.rollout.scheduler import Episode
+from ludus.rollouts.ledger import RolloutOutcome
+from ludus.rollouts.reward_executor import scoring_concurrency
+from ludus.rollouts.rollout_files import rollouts_path, write_rollouts
+from ludus.rollouts.scheduler import Episode
 from ludus.training.collection.filters import StreakGuard, empty_batch_guard, ess_guard, ess_warning, greso_metrics
 from ludus.training.collection.prompt_stream import waiting_texts
 from ludus.training.collection.rollout_collector import CollectorState, EpisodeReporter, RolloutCollector

@@ -24,7 +24,7 @@ from ludus.algorithms.corrections import MismatchByLength, mismatch, mismatch_by
 from ludus.algorithms.filters import entropy_bound
 from ludus.algorithms.kl import FULL_KL_NAMES, KlControl
 from ludus.errors import SyncError
-from ludus.rollout.ledger import Ledger, RolloutOutcome
+from ludus.rollouts.ledger import Ledger, RolloutOutcome
 from ludus.training.batches.rows import Row, pad_table, row_of_trajectory, scored_mask
 from ludus.training.collection.filters import age_metrics, mask_over_age
 from ludus.training.collection.rollout_collector import overlong_limit

@@ -25,8 +25,8 @@ from ludus.errors import ConfigError
 from ludus.evaluation.env_audit import AuditProgress, CheckPlan, reject_cheats
 from ludus.evaluation.evaluate import check_evaluation
 from ludus.rewards.registry import has_extra_rewards
-from ludus.rollout.reward_executor import ProcessRewardExecutor
-from ludus.rollout.scheduler import episode_limits, sampling_params
+from ludus.rollouts.reward_executor import ProcessRewardExecutor
+from ludus.rollouts.scheduler import episode_limits, sampling_params
 from ludus.training.collection.replay_buffer import check_sources
 from ludus.training.collection.reward_mixing import check_reward_settings, reward_warnings
 from ludus.training.collection.rollout_collector import max_sessions, max_waits_of

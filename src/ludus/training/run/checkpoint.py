@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from ludus.algorithms.kl import KlState
 from ludus.engines.models.loading import save_model
 from ludus.errors import StorageError, UserError
-from ludus.rollout.ledger import AccountingError, LedgerState
+from ludus.rollouts.ledger import AccountingError, LedgerState
 from ludus.training.distributed.collectives import full_state_dict, is_sharded
 from ludus.training.learner.optimizer import Optimizer
 from ludus.untrusted.pickles import load_pickle

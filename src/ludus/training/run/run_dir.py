@@ -34,7 +34,7 @@ from ludus.config.load import config_from_toml
 from ludus.config.schema import Config
 from ludus.config.toml import num_settings, to_toml
 from ludus.errors import LudusError, StorageError, UserError
-from ludus.rollout.rollout_files import replaced_file
+from ludus.rollouts.rollout_files import replaced_file
 
 PACKAGES = ("ludus", "torch", "transformers", "tokenizers", "safetensors", "numpy", "bm25s", "peft")
 

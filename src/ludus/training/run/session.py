@@ -29,9 +29,9 @@ from ludus.envs.registry import build_world
 from ludus.errors import EngineError, UserError
 from ludus.plugins import find_plugin
 from ludus.recipes import recipe_folder
-from ludus.rollout.ledger import Ledger
-from ludus.rollout.reward_executor import ProcessRewardExecutor
-from ludus.rollout.scheduler import SamplingPlan, Scheduler, engine_scheduler
+from ludus.rollouts.ledger import Ledger
+from ludus.rollouts.reward_executor import ProcessRewardExecutor
+from ludus.rollouts.scheduler import SamplingPlan, Scheduler, engine_scheduler
 from ludus.training.run.checkpoint import list_checkpoints
 from ludus.training.run.run_dir import RunFolder
 

@@ -17,7 +17,7 @@ from torch import nn
 from ludus.config.sections.rewards import RewardModelConfig
 from ludus.config.sections.stages import PreferenceConfig, SftConfig
 from ludus.diagnostics.trackers import Tracker
-from ludus.rollout.ledger import Ledger
+from ludus.rollouts.ledger import Ledger
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.run.checkpoint import (
     Extra,

@@ -12,7 +12,7 @@ from torch import Tensor
 from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
-from ludus.rollout.ledger import RolloutOutcome
+from ludus.rollouts.ledger import RolloutOutcome
 from ludus.training.batches.rows import Row, apply_mask, last_actions, row_of_trajectory, row_segments
 from ludus.training.credit.advantages import CUT_OFF, Estimates, TrainingSample
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives

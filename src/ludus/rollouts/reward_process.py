@@ -30,7 +30,7 @@ from ludus.ipc import frame, read_frame
 from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import TurnVerifier
 from ludus.rewards.registry import added_parts
-from ludus.rollout.episode import score_turns, scored
+from ludus.rollouts.episode import score_turns, scored
 from ludus.types import Task, Trajectory
 
 TIMEOUT_PREFIX = b"Timeout ("

@@ -32,7 +32,7 @@ from ludus.envs.base import Environment, World
 from ludus.errors import ConfigError, WorldError
 from ludus.ipc import LENGTH, frame, python_command
 from ludus.rewards.base import Reward, check_scored_elsewhere
-from ludus.rollout.reward_process import (
+from ludus.rollouts.reward_process import (
     TIMEOUT_PREFIX,
     RewardFailed,
     RewardsReady,
@@ -430,6 +430,6 @@ class _ForkServer:
     def _start(self) -> socket.socket:
         local_end, remote_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with remote_end:
-            command = python_command("ludus.rollout.reward_process:fork_on_demand", str(remote_end.fileno()))
+            command = python_command("ludus.rollouts.reward_process:fork_on_demand", str(remote_end.fileno()))
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[remote_end.fileno()])
         return local_end

@@ -17,7 +17,7 @@ from ludus.envs.registry import build_world
 from ludus.errors import WorldError
 from ludus.ipc import frame
 from ludus.rewards.base import Reward
-from ludus.rollout.reward_executor import (
+from ludus.rollouts.reward_executor import (
     ProcessRewardExecutor,
     RewardFault,
     RewardTimeout,
@@ -260,7 +260,7 @@ def test_processes_end_with_whoever_asks_them(scoring):
 def test_a_process_that_nobody_asks_any_more_ends_without_a_word(scoring):
     made, _ = scoring()
     ours, theirs = socket.socketpair()
-    program = "import sys; from ludus.rollout.reward_process import answer; answer(sys.argv[1])"
+    program = "import sys; from ludus.rollouts.reward_process import answer; answer(sys.argv[1])"
     command = [sys.executable, "-c", program, str(theirs.fileno())]
     place = pickle.dumps(made.location)
     with theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as child:

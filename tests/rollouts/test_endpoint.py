@@ -18,9 +18,9 @@ from ludus.errors import ConfigError, EngineError, UserError
 from ludus.evaluation.evaluate import EvaluationPlan, evaluate
 from ludus.rewards.base import Reward
 from ludus.rewards.exact_match import ExpectedAnswers, exact_match, well_formed
-from ludus.rollout.episode import ChatSession, EpisodeLimits, run_episode
-from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.openai_client import (
+from ludus.rollouts.episode import ChatSession, EpisodeLimits, run_episode
+from ludus.rollouts.ledger import Ledger, RolloutKey
+from ludus.rollouts.openai_client import (
     OpenAIChatSession,
     OpenAIClient,
     OpenAIClientSettings,
@@ -28,7 +28,7 @@ from ludus.rollout.openai_client import (
     endpoint_chat_factory,
     read_answer,
 )
-from ludus.rollout.scheduler import RolloutRequest, SamplingPlan, scheduler
+from ludus.rollouts.scheduler import RolloutRequest, SamplingPlan, scheduler
 from ludus.tools.search import PassageIndex, search_tool
 from ludus.types import SamplingParams, StopReason, Task, ToolStatus
 

@@ -23,7 +23,7 @@ from ludus.engines.base import ContinuesActions, Engine, EngineStats, RemoteStat
 from ludus.envs.base import World
 from ludus.errors import EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
-from ludus.rollout.episode import (
+from ludus.rollouts.episode import (
     ChatSession,
     EngineChatSession,
     EpisodeLimits,
@@ -32,9 +32,9 @@ from ludus.rollout.episode import (
     is_being_cancelled,
     run_unscored,
 )
-from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
-from ludus.rollout.reward_executor import RewardExecutor, ThreadRewardExecutor, add_wait_time
-from ludus.rollout.trees import run_tree
+from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
+from ludus.rollouts.reward_executor import RewardExecutor, ThreadRewardExecutor, add_wait_time
+from ludus.rollouts.trees import run_tree
 from ludus.types import Completion, Failure, SamplingParams, Segment, StopReason, Task, ToolStatus, Trajectory
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import pytest
 from ludus.chat.parse_json import JSON_STYLE
 from ludus.engines.base import Request
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
-from ludus.rollout.episode import EngineChatSession, EpisodeLimits, run_episode
+from ludus.rollouts.episode import EngineChatSession, EpisodeLimits, run_episode
 from ludus.tools.base import tool
 from ludus.types import Guide, SamplingParams, StopReason
 from small_worlds import WatchedWorld, make_task, renderer, tokenizer

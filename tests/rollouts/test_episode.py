@@ -13,7 +13,7 @@ from ludus.diagnostics.metrics import rollout_metrics
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.errors import EngineError, UserError, WorldError
 from ludus.rewards.base import Reward
-from ludus.rollout.episode import EpisodeLimits, run_episode
+from ludus.rollouts.episode import EpisodeLimits, run_episode
 from ludus.types import Completion, Group, Message, StepResult, StopReason, ToolStatus
 from scripted_engine import Faults
 from small_worlds import (

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ludus.errors import LudusError
-from ludus.rollout.ledger import RolloutKey
-from ludus.rollout.scheduler import Episode, RolloutRequest
-from ludus.rollout.stream_control import StalenessController, StreamThroughput
+from ludus.rollouts.ledger import RolloutKey
+from ludus.rollouts.scheduler import Episode, RolloutRequest
+from ludus.rollouts.stream_control import StalenessController, StreamThroughput
 from ludus.types import Segment
 
 PAUSE_FACTOR = 1.0

@@ -34,9 +34,9 @@ from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import seed_for
 from ludus.envs.base import World
 from ludus.errors import ConfigError, EngineError, UserError
-from ludus.rollout.accepted_fields import REASONING, REJECTED_STATUS, AcceptedFields
-from ludus.rollout.episode import ChatSession
-from ludus.rollout.scheduler import ChatSessionFactory, RolloutRequest, SamplingPlan, rollout_for, sampling_params
+from ludus.rollouts.accepted_fields import REASONING, REJECTED_STATUS, AcceptedFields
+from ludus.rollouts.episode import ChatSession
+from ludus.rollouts.scheduler import ChatSessionFactory, RolloutRequest, SamplingPlan, rollout_for, sampling_params
 from ludus.tools.base import Tool, ToolSchema
 from ludus.types import (
     JSON,

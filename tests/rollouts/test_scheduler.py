@@ -13,9 +13,9 @@ from ludus.diagnostics.metrics import rollout_metrics
 from ludus.engines.base import Request
 from ludus.envs.registry import build_world
 from ludus.errors import EngineError, UserError, WorldError
-from ludus.rollout.episode import EpisodeLimits
-from ludus.rollout.ledger import Ledger, RolloutOutcome
-from ludus.rollout.scheduler import (
+from ludus.rollouts.episode import EpisodeLimits
+from ludus.rollouts.ledger import Ledger, RolloutOutcome
+from ludus.rollouts.scheduler import (
     FailureBudget,
     LockstepEngine,
     SamplingPlan,

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
-from ludus.rollout.episode import EPISODE_TIMEOUT, ChatSession, EngineChatSession, Grant
-from ludus.rollout.group_queue import StartedEpisode, StreamedGroup
-from ludus.rollout.ledger import RolloutKey
-from ludus.rollout.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler, episode_name
+from ludus.rollouts.episode import EPISODE_TIMEOUT, ChatSession, EngineChatSession, Grant
+from ludus.rollouts.group_queue import StartedEpisode, StreamedGroup
+from ludus.rollouts.ledger import RolloutKey
+from ludus.rollouts.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler, episode_name
 
 NOTHING = Grant(0)
 UNBOUNDED = Grant()

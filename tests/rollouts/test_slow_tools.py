@@ -9,7 +9,7 @@ import pytest
 
 from ludus.config.load import load_config
 from ludus.diagnostics.trackers import read_metrics
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.training.collection.filters import ages
 from ludus.training.rl.build import train
 from ludus.training.run.run_dir import lock_run, new_run

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from ludus.config.sections.rollout import BranchConfig
 from ludus.errors import WorldError
-from ludus.rollout.episode import RestoreError
+from ludus.rollouts.episode import RestoreError
 from ludus.types import Leaf, Segment, Timings, Trajectory
 
 

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from ludus.algorithms.spec.resolve import PRESETS
 from ludus.config.sections.training import StalenessConfig
 from ludus.envs.base import TaskOrder
-from ludus.rollout.group_queue import GroupQueue, StreamedGroup
-from ludus.rollout.ledger import Ledger, RolloutKey, RolloutOutcome
-from ludus.rollout.scheduler import Episode, RolloutRequest
-from ludus.rollout.stream_control import EngineLoad, StalenessController, StalenessSchedule, next_in_flight
+from ludus.rollouts.group_queue import GroupQueue, StreamedGroup
+from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
+from ludus.rollouts.scheduler import Episode, RolloutRequest
+from ludus.rollouts.stream_control import EngineLoad, StalenessController, StalenessSchedule, next_in_flight
 from ludus.training.collection.filters import ages, mask_over_age, staleness_metrics
 from ludus.training.collection.prompt_stream import PromptStream, StreamState
 from ludus.training.collection.rollout_collector import RolloutCollector

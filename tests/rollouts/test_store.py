@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ludus.errors import StorageError, UserError
-from ludus.rollout.ledger import RolloutKey, RolloutOutcome
-from ludus.rollout.rollout_files import RolloutRecord, read_rollouts, replaced_file, rollouts_path, write_rollouts
+from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
+from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts, replaced_file, rollouts_path, write_rollouts
 from ludus.types import Failure, Segment, StopReason, Timings, ToolOutcome, ToolStatus, Trajectory
 
 TRAJECTORY = Trajectory(

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast, get_args, get_origin, get_type_hints
 
 from ludus.errors import StorageError, UserError
-from ludus.rollout.ledger import RolloutKey, RolloutOutcome
+from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
 from ludus.types import Message, Segment, Trajectory
 
 SCHEMA = 1

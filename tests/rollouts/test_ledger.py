@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.errors import LudusError
-from ludus.rollout.ledger import (
+from ludus.rollouts.ledger import (
     KEPT_STEPS,
     AccountingError,
     Ledger,

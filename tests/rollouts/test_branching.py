@@ -21,9 +21,9 @@ from ludus.diagnostics.metrics import rollout_metrics
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, WorldError
 from ludus.rewards.base import Reward
-from ludus.rollout.episode import RestoreError
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path
-from ludus.rollout.trees import run_tree
+from ludus.rollouts.episode import RestoreError
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
+from ludus.rollouts.trees import run_tree
 from ludus.training.collection.reward_mixing import RewardMixer, plan_parts
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.rl.validate import check_branch, inactive_parts

@@ -15,7 +15,7 @@ from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.base import Request
 from ludus.engines.embedded.engine import LocalEngine
 from ludus.errors import ConfigError
-from ludus.rollout.rollout_files import read_rollouts, rollouts_path
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.training.rl.validate import check_partial, staleness_warnings, unused_settings
 from ludus.training.run.checkpoint import write_manifest
 from ludus.types import SamplingParams
