@@ -144,7 +144,7 @@ bench-step: $(VENV)/.ready bench-trl
 	$(PY) benchmarks/step.py --page docs/understand/performance.md $(BENCH)
 
 bench-scaling: $(VENV)/.ready
-	$(PY) -m pip install $(PIP_FLAGS) -e '.[bench]'
+	$(PY) -m pip install $(PIP_FLAGS) -e '.[plot]'
 	$(PY) benchmarks/rollout_scaling.py --page docs/understand/performance.md --plot docs/understand/performance.svg $(BENCH)
 
 bench-sandbox: setup

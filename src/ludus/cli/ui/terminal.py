@@ -19,10 +19,10 @@ PLAIN_EVERY_S = 10.0
 _WIDE_COLUMNS = 110
 
 
-def make_console() -> Console:
-    """Return a console on standard output, without markup and highlighting."""
+def make_console(quiet: bool = False) -> Console:
+    """Return a console on standard output, without markup and highlighting; a `quiet` one prints nothing."""
     width = None if sys.stdout.isatty() else PIPE_COLUMNS
-    return Console(markup=False, highlight=False, width=width)
+    return Console(markup=False, highlight=False, width=width, quiet=quiet)
 
 
 def print_line(console: Console, text: str, style: str = "") -> None:

@@ -1,0 +1,372 @@
+"""Ludus as a library: `train`, `evaluate`, `rollout` and `load`, with the settings of the command line.
+
+Each function also works inside a running event loop, such as a notebook's, and has an asynchronous form
+(`train_async`, `evaluate_async`, `rollout_async`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial, wraps
+from pathlib import Path
+from threading import get_ident
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+from ludus.cli.arguments import model_settings, policy_config
+from ludus.config.load import config_from_toml, load_config
+from ludus.config.schema import Config
+from ludus.config.settings import find
+from ludus.config.toml import to_toml, toml_value
+from ludus.diagnostics.trackers import read_metrics
+from ludus.envs.agent_world import AgentFunction, AgentWorld, RewardFunction
+from ludus.errors import UserError
+from ludus.evaluation.evaluate import Evaluation, load_evaluation, plans
+from ludus.evaluation.evaluate import evaluate as run_evaluation
+from ludus.rollouts.ledger import Ledger, RolloutKey
+from ludus.rollouts.rollout_files import read_rollouts
+from ludus.rollouts.scheduler import RolloutRequest, SamplingPlan
+from ludus.training.run.run_dir import RunFolder, lock_run, new_run
+from ludus.types import Trajectory
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from ludus.cli.ui.load_run import LoadedRun
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Source = str | Path | Config
+Tasks = Sequence[object] | Mapping[str, Sequence[object]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The folder of a training run, of which all properties are read when they are used."""
+
+    path: Path
+
+    @property
+    def config(self) -> Config:
+        """The resolved configuration."""
+        return RunFolder(self.path).load_config()
+
+    @property
+    def metrics(self) -> list[dict[str, float]]:
+        """The metrics of each step, with the number of the step as `step`."""
+        rows = read_metrics(RunFolder(self.path).metrics)
+        return [{"step": row.step, **row.metrics} for row in rows]
+
+    @property
+    def rollouts(self) -> list[Trajectory]:
+        """The training rollouts of all steps, in order."""
+        files = sorted(RunFolder(self.path).rollouts.glob("step-*.jsonl.gz"))
+        return [record.trajectory for file in files for record in read_rollouts(file)]
+
+    @property
+    def evaluations(self) -> list[Evaluation]:
+        """The evaluations, by step, split and temperature."""
+        return [load_evaluation(file) for file in sorted(RunFolder(self.path).evaluations.glob("*.json"))]
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder of the newest checkpoint. Raises UserError if there is none."""
+        from ludus.training.run.checkpoint import list_checkpoints
+
+        found = list_checkpoints(RunFolder(self.path).checkpoints)
+        if not found:
+            raise UserError(f"{self.path} has no checkpoint yet.", "Wait for the first one.")
+        return found[-1][1]
+
+    def plot(self, *names: str) -> Figure:
+        """Return a figure of metrics by step: by default the mean reward and the held-out success with its interval."""
+        figure, axes = _figure()
+        for name in names or ("reward/mean",):
+            points = [(row["step"], row[name]) for row in self.metrics if name in row]
+            axes.plot(*zip(*points, strict=True), label=name)
+        held_out = [] if names else [one for one in self.evaluations if one.plan.temperature == 0]
+        for split in dict.fromkeys(one.plan.split for one in held_out):
+            found = [one for one in held_out if one.plan.split == split]
+            _plot_success(axes, [one.plan.step for one in found], found, f"held-out success ({split}, greedy)")
+        axes.set_xlabel("step")
+        axes.legend()
+        return figure
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r}, {len(self.metrics)} steps)"
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Evaluations of one model, and their rollouts."""
+
+    evaluations: Sequence[Evaluation]
+    rollouts: Sequence[Trajectory]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Success with its 95 % interval, and mean reward parts, by split and sampling."""
+        return {name: value for one in self.evaluations for name, value in one.metrics().items()}
+
+    def plot(self) -> Figure:
+        """Return a figure of the success rates with their 95 % intervals."""
+        figure, axes = _figure()
+        names = [f"{one.plan.split}, T={one.plan.temperature:g}" for one in self.evaluations]
+        _plot_success(axes, range(len(names)), self.evaluations, "success", line="")
+        axes.set_xticks(range(len(names)), names)
+        axes.set_ylim(0, 1)
+        return figure
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Rollouts of one model."""
+
+    rollouts: Sequence[Trajectory]
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means over the rollouts: reward, reward parts, turns and sampled tokens."""
+        names = dict.fromkeys(name for one in self.rollouts for name in one.rewards)
+        parts = {f"reward/{name}": [one.rewards.get(name, 0.0) for one in self.rollouts] for name in names}
+        columns = parts | {
+            "reward/mean": [one.reward for one in self.rollouts],
+            "turns": [sum(s.kind == "action" for s in one.segments) for one in self.rollouts],
+            "response_length": [one.num_action_tokens for one in self.rollouts],
+        }
+        return {name: sum(values) / len(values) for name, values in columns.items()}
+
+    def plot(self) -> Figure:
+        """Return a histogram of the rewards."""
+        figure, axes = _figure()
+        axes.hist([one.reward for one in self.rollouts], bins=20)
+        axes.set_xlabel("reward")
+        axes.set_ylabel("rollouts")
+        return figure
+
+
+def outside_loop(function: Callable[P, T]) -> Callable[P, T]:
+    """Run a function that starts an event loop in a thread if a loop is running already; an interrupt ends it."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return function(*args, **kwargs)
+        thread: list[int] = []
+        with ThreadPoolExecutor(1, initializer=lambda: thread.append(get_ident())) as pool:
+            try:
+                return pool.submit(function, *args, **kwargs).result()
+            except KeyboardInterrupt:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread[0]), ctypes.py_object(KeyboardInterrupt)
+                )
+                raise
+
+    return run
+
+
+def configuration(source: Source | None = None, **settings: object) -> Config:
+    """Return the configuration of a recipe, file or `Config`, with settings by section.
+
+    `configuration("search", training={"steps": 20}, model="path")`: `model` also accepts a path or name. Raises
+    ConfigError with one sentence per mistake.
+    """
+    model = settings.pop("model", None)
+    if isinstance(model, str):
+        words = model_settings(model, source if isinstance(source, str) else None)
+    else:
+        words = _words("model.", model) if isinstance(model, Mapping) else []
+    for section, values in settings.items():
+        if not isinstance(values, Mapping):
+            raise UserError(f"{section} = {values!r} is not a table of settings.", f"Write {section}={{...}}.")
+        words += _words(f"{section}.", values)
+    if isinstance(source, Config):
+        return config_from_toml(to_toml(source), "the configuration and the arguments", words)
+    return load_config(source, words, overrides_origin="the arguments")
+
+
+@outside_loop
+def train(
+    source: Source | AgentFunction,
+    tasks: Tasks = (),
+    reward: RewardFunction | None = None,
+    *,
+    progress: bool = True,
+    **settings: object,
+) -> Run:
+    """Train by RL in a new run folder and return the run.
+
+    `source` is a recipe name, a path of a .toml file, a `Config`, or an agent function `agent(task, policy)` with
+    `tasks` (a list, every fifth of which is held out, or lists by split) and `reward(task, answer)` in [0, 1].
+    `settings` are tables by section: `training={"steps": 20}`. Raises UserError and its subclasses for settings that
+    a user can fix.
+    """
+    config, world = _resolve(source, tasks, reward, settings)
+    return _train(config, world, source if isinstance(source, str) else None, progress)
+
+
+@outside_loop
+def evaluate(source: Source | Run, *, progress: bool = True, **settings: object) -> Evaluated:
+    """Evaluate a run's newest checkpoint (a `Run` or its folder) or a recipe's model, without writing files.
+
+    The section `evaluation` of `settings` chooses splits, temperatures and the number of tasks.
+    """
+    return _with_model(source, settings, partial(_evaluate, progress=progress))
+
+
+@outside_loop
+def rollout(
+    source: Source | Run, num_tasks: int = 8, *, samples: int = 1, split: str = "test", **settings: object
+) -> Rollouts:
+    """Sample `samples` rollouts for each of the first `num_tasks` tasks of a split, at `rollout.temperature`."""
+    return _with_model(source, settings, partial(_rollout, num_tasks=num_tasks, samples=samples, split=split))
+
+
+def load(path: str | Path) -> Run:
+    """Return the run in a folder. Raises UserError if it is not a run folder."""
+    from ludus.cli.arguments import check_run
+
+    check_run(RunFolder(Path(path)))
+    return Run(Path(path))
+
+
+def asynchronous(function: Callable[P, T]) -> Callable[P, Coroutine[None, None, T]]:
+    """Return a coroutine function that runs `function` in a thread."""
+
+    @wraps(function)
+    async def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.to_thread(function, *args, **kwargs)
+
+    return run
+
+
+train_async = asynchronous(train)
+evaluate_async = asynchronous(evaluate)
+rollout_async = asynchronous(rollout)
+
+
+def _words(prefix: str, table: Mapping[str, object]) -> list[str]:
+    """Return a table of settings as words of a command line."""
+    words: list[str] = []
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and find(name) is None:
+            words += _words(f"{name}.", value)
+        elif value is None or isinstance(value, str):
+            words += [f"--{name}", value or "none"]
+        else:
+            words += [f"--{name}", toml_value(value)]
+    return words
+
+
+def _resolve(
+    source: Source | AgentFunction, tasks: Tasks, reward: RewardFunction | None, settings: dict[str, object]
+) -> tuple[Config, AgentWorld | None]:
+    if isinstance(source, str | Path | Config):
+        return configuration(source, **settings), None
+    if reward is None:
+        raise UserError("An agent function needs tasks and a reward.", "Call train(agent, tasks, reward, ...).")
+    config = configuration(None, **settings)
+    env = config.env.model_copy(update={"name": "agent", "check": False})
+    return config.model_copy(update={"env": env}), AgentWorld.of(source, tasks, reward)
+
+
+def _train(config: Config, world: AgentWorld | None, recipe: str | None, progress: bool) -> Run:
+    from ludus.cli.ui.progress import ProgressReporter, cold_start, running_cluster
+    from ludus.cli.ui.terminal import bars, make_console, silence_libraries
+    from ludus.training.rl.build import train as train_run
+    from ludus.training.rl.validate import check, open_validated_session
+    from ludus.training.run.session import open_session
+
+    silence_libraries()
+    if world is None:
+        session = open_validated_session(config)
+    else:
+        session = open_session(config, world=world)
+        check(config, world)
+    folder = new_run(config, Path(recipe or config.env.name).stem, "rl", recipe)
+    console = make_console(quiet=not progress)
+    with lock_run(folder), bars(console) as bar:
+        session = session or open_session(config, cold_start(config, folder, console))
+        with running_cluster(session, folder) as cluster:
+            train_run(session, folder, ProgressReporter(bar, config.training.steps), cluster)
+    return Run(folder.path)
+
+
+def _with_model(
+    source: Source | Run, settings: dict[str, object], use: Callable[[LoadedRun], Coroutine[None, None, T]]
+) -> T:
+    """Load the model of a run or recipe and use it in a new event loop."""
+    from ludus.cli.ui.load_run import open_weights
+
+    path = source.path if isinstance(source, Run) else source
+    folder = RunFolder(Path(path)) if not isinstance(path, Config) and (Path(path) / "config.toml").is_file() else None
+    if folder is not None:
+        policy_config(folder, ())  # refuses reward models
+        config = configuration(folder.config, **settings)
+    else:
+        config = configuration(path, **settings)
+
+    async def run() -> T:
+        opened = await open_weights(config, folder)
+        try:
+            return await use(opened)
+        finally:
+            await opened.close()
+
+    return asyncio.run(run())
+
+
+async def _evaluate(opened: LoadedRun, progress: bool) -> Evaluated:
+    from ludus.cli.ui.progress import EpisodeBar
+    from ludus.cli.ui.terminal import bars, make_console
+    from ludus.training.run.session import session_scheduler
+
+    session = opened.session
+    results, rollouts = [], []
+    with bars(make_console(quiet=not progress)) as bar:
+        for plan in plans(session.config, opened.step):
+            sampling = SamplingPlan("evaluate", plan.temperature, plan.seed)
+            reporter, tasks = EpisodeBar(bar), session.world.tasks(plan.split)
+            reporter.phase(plan.name, plan.episodes_of(tasks), opened.engine)
+            scheduler = session_scheduler(session, opened.engine, sampling, Ledger())
+            result, episodes = await run_evaluation(scheduler, tasks, plan, reporter.episode)
+            results.append(result)
+            rollouts += [episode.trajectory for episode in episodes]
+    return Evaluated(results, rollouts)
+
+
+async def _rollout(opened: LoadedRun, num_tasks: int, samples: int, split: str) -> Rollouts:
+    from ludus.training.run.session import session_scheduler
+
+    session = opened.session
+    plan = SamplingPlan("rollout", session.config.rollout.temperature, session.config.run.seed)
+    scheduler = session_scheduler(session, opened.engine, plan, Ledger())
+    requests = [
+        RolloutRequest(RolloutKey(opened.step, task.id, sample), task)
+        for task in session.world.tasks(split)[:num_tasks]
+        for sample in range(samples)
+    ]
+    return Rollouts([episode.trajectory for episode in await scheduler.run(requests)])
+
+
+def _figure() -> tuple[Figure, Axes]:
+    """Return a new figure. Raises UserError if matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UserError("Plots need matplotlib.", "pip install 'ludus[plot]'") from error
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _plot_success(axes: Axes, x: Sequence[int], found: Sequence[Evaluation], label: str, line: str = "-") -> None:
+    rates = [one.rate for one in found]
+    errors = [[one.rate - one.interval.low for one in found], [one.interval.high - one.rate for one in found]]
+    axes.errorbar(x, rates, yerr=errors, marker="o", capsize=3, linestyle=line, label=label)

@@ -1,0 +1,174 @@
+"""Ludus as a library: train, evaluate, rollout and load, and agent functions."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+import ludus
+from ludus.envs.agent_world import AgentWorld
+from ludus.errors import ConfigError, UserError, WorldError
+from ludus.types import Action, Message, StopReason
+
+TABLES = {
+    "training": {"steps": 2, "prompts_per_step": 2},
+    "algorithm": {"group_size": 2},
+    "evaluation": {"tasks": 2, "tasks_during": 2, "splits": ["test"], "temperatures": [0.0]},
+    "env": {"check": False},
+}
+
+
+def tables(folder, **changes):
+    return TABLES | {"run": {"dir": str(folder), "threads": 1}} | changes
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return ludus.train("search", progress=False, **tables(tmp_path_factory.mktemp("api") / "run"))
+
+
+def test_a_run_has_metrics_rollouts_evaluations_a_checkpoint_and_a_plot(run):
+    assert [row["step"] for row in run.metrics] == [1, 2]
+    assert len(run.rollouts) == 8
+    assert [one.plan.step for one in run.evaluations if one.plan.split == "test"] == [0, 2]
+    assert run.checkpoint.name == "step-000002"
+    assert run.config.training.steps == 2
+    assert len(run.plot().axes[0].lines) >= 2
+    assert run.plot("reward/mean").axes[0].lines[0].get_xydata().tolist() == [
+        [row["step"], row["reward/mean"]] for row in run.metrics
+    ]
+    assert ludus.load(run.path) == run
+
+
+def test_a_run_is_evaluated_as_it_was_in_training(run):
+    found = ludus.evaluate(run, progress=False)
+    (last,) = [one for one in run.evaluations if one.plan.split == "test" and one.plan.step == 2]
+    assert found.evaluations[0].successes == last.successes
+    assert found.metrics["eval/test/greedy/success"] == last.rate
+    assert len(found.rollouts) == 2
+    assert found.plot().axes
+
+
+def test_functions_work_in_a_running_loop(run):
+    async def notebook():
+        inside = ludus.rollout(run, 2, samples=2)
+        return inside, await ludus.rollout_async(run.path, 2, samples=2)
+
+    one, two = asyncio.run(notebook())
+    assert [t.segments for t in one.rollouts] == [t.segments for t in two.rollouts]
+    assert one.metrics["turns"] >= 1
+    assert one.plot().axes
+
+
+def test_settings_are_checked_as_on_the_command_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"algorithm\.group_size"):
+        ludus.train("search", algorithm={"group_sise": 2})
+    with pytest.raises(UserError, match="not a table"):
+        ludus.train("search", training=3)
+    with pytest.raises(UserError, match="does not exist"):
+        ludus.load(tmp_path / "none")
+    config = ludus.configuration("search", training={"steps": 7}, model="some/path")
+    assert (config.training.steps, config.model.path) == (7, "some/path")
+    assert ludus.configuration(config, training={"steps": 8}).model.path == "some/path"
+    lora = ludus.configuration("search", model={"lora": {"rank": 4}}, run={"dir": None})
+    assert (lora.model.lora.rank, lora.run.dir) == (4, None)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = ludus.nothing
+
+
+def test_importing_the_package_imports_neither_torch_nor_the_commands():
+    code = "import ludus, sys; print([m for m in sys.modules if m in ('torch', 'ludus.api', 'pydantic')])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def say(text):
+    return Action(Message(role="assistant", content=text))
+
+
+async def twice(task, policy):
+    messages = [Message(role="user", content=task)]
+    messages.append(await policy.chat(messages))
+    messages.append(Message(role="user", content="again"))
+    return (await policy.chat(messages))["content"]
+
+
+def twice_plain(task, policy):
+    messages = [Message(role="user", content=task)]
+    messages.append(policy.chat(messages))
+    messages.append(Message(role="user", content="again"))
+    return policy.chat(messages)["content"]
+
+
+def play(agent, *answers, reward=lambda task, answer: float(task == answer)):
+    """The messages of the environment and its reward, for these answers of the policy."""
+    world = AgentWorld.of(agent, [f"task {i}" for i in range(10)], reward)
+    task = world.tasks("train")[0]
+
+    async def episode():
+        environment = world.environment(task)
+        shown = [await environment.start(task)]
+        try:
+            for answer in answers:
+                result = await environment.step(say(answer))
+                shown.append(list(result.messages))
+        finally:
+            await environment.close()
+        return [[m["content"] for m in part] for part in shown], environment.rewards[0].function(task, None)
+
+    return asyncio.run(episode())
+
+
+async def fair(task, answer):
+    return float(task == answer)
+
+
+@pytest.mark.parametrize("agent", [twice, twice_plain])
+@pytest.mark.parametrize("reward", [lambda task, answer: float(task == answer), fair])
+def test_an_agent_function_is_an_episode(agent, reward):
+    assert play(agent, "one", "task 0", reward=reward) == ([["task 0"], ["again"], []], 1.0)
+    assert play(agent, "one", "two", reward=reward)[1] == 0.0
+
+
+@pytest.mark.parametrize("agent", [twice, twice_plain])
+def test_a_function_that_is_cut_short_ends_and_has_no_reward(agent):
+    assert play(agent, "one") == ([["task 0"], ["again"]], 0.0)
+
+
+def edits(task, policy):
+    messages = [Message(role="user", content=task)]
+    policy.chat(messages)
+    return policy.chat([Message(role="user", content="another")])
+
+
+def raises(task, policy):
+    policy.chat([Message(role="user", content=task)])
+    raise ValueError("the agent is broken")
+
+
+def test_what_an_agent_function_may_not_do():
+    with pytest.raises(WorldError, match="does not extend the previous messages"):
+        play(edits, "one")
+    with pytest.raises(WorldError, match="without a call"):
+        play(lambda task, policy: "done")
+    with pytest.raises(ValueError, match="the agent is broken"):
+        play(raises, "one")
+    with pytest.raises(UserError, match="at least five tasks"):
+        AgentWorld.of(twice, ["a", "b"], float)
+    with pytest.raises(UserError, match="tasks and a reward"):
+        ludus.train(twice)
+
+
+def test_an_agent_function_trains(run, tmp_path):
+    settings = tables(tmp_path / "run", training={"steps": 1, "prompts_per_step": 2})
+    found = ludus.train(
+        twice, ["a", "b", "c", "d", "e"] * 2, lambda task, answer: float(len(answer) % 2), progress=False,
+        model=str(run.checkpoint), **settings,
+    )  # fmt: skip
+    ended = [one for one in found.rollouts if one.stop_reason is StopReason.ANSWERED]
+    assert ended
+    for one in ended:
+        assert [m["role"] for m in one.messages] == ["user", "assistant", "user", "assistant"]
+        assert one.reward == len(one.messages[-1]["content"]) % 2
