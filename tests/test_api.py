@@ -49,6 +49,8 @@ def test_a_run_is_evaluated_as_it_was_in_training(run):
     assert found.evaluations[0].successes == last.successes
     assert found.metrics["eval/test/greedy/success"] == last.rate
     assert len(found.rollouts) == 2
+    (thrice,) = ludus.evaluate(run, progress=False, evaluation={"samples": 3}).evaluations
+    assert thrice.plan.episodes_of(run.rollouts[:1]) == 3
     assert found.plot().axes
 
 

@@ -265,6 +265,7 @@ def test_binary_kl_at_certainty():
     assert losses.binary_kl(certain, certain).item() == 0
     assert losses.binary_kl(certain, likely).item() == math.inf
     assert losses.binary_kl(likely, certain).item() == pytest.approx(math.log(2), abs=1e-12)
+    assert losses.binary_kl(certain + 1e-9, likely).item() == math.inf  # a log-probability above 0 by rounding
 
 
 @pytest.mark.parametrize("name", ["gspo", "gspo_token", "gmpo", "cispo", "sapo", "ppo_clip"])
