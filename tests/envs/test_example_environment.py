@@ -115,7 +115,7 @@ def built(path):
 
 def test_a_file_that_is_not_there_is_said_with_the_folder_it_is_looked_for_in(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=r"no file examples/stock\.py") as caught:
+    with pytest.raises(UserError, match=r"examples/stock\.py does not exist") as caught:
         built("examples/stock.py")
     assert str(tmp_path) in caught.value.hint
 

@@ -480,7 +480,7 @@ def test_what_cannot_be_in_time_is_not_admitted():
     admission = StalenessController(StalenessSchedule(2, 0, 10))
     admission.admit(0)
     admission.admit(1)
-    with pytest.raises(ValueError, match="no room"):
+    with pytest.raises(ValueError, match="exceeds the capacity"):
         admission.admit(2)
     with pytest.raises(ValueError, match="already admitted"):
         admission.admit(1)

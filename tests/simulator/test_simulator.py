@@ -427,8 +427,8 @@ def test_the_command_takes_costs_from_a_run_and_given_numbers_instead(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "no --pass-s, --learn-token-s, --turns, --action"),
-        (["nowhere"], "no run at nowhere"),
+        ([], "or --pass-s, --learn-token-s, --turns, --action"),
+        (["nowhere"], "nowhere does not exist"),
         ([*GIVEN, "--engines", "0"], "engines is 0"),
         ([*GIVEN, "--modes", "later"], "Unknown mode 'later'"),
         ([*GIVEN, "--in-flight", "-1"], "in-flight is -1"),

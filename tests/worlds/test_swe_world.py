@@ -832,7 +832,7 @@ def test_the_command_prepares(catalogue, tmp_path, monkeypatch, capsys):
 def test_settings_that_do_not_fit_are_refused():
     from ludus.worlds.swe.world import make_swe_world
 
-    with pytest.raises(ConfigError, match="no kind of bug 'typo'"):
+    with pytest.raises(ConfigError, match="Unknown kind of bug: 'typo'"):
         make_swe_world({"kinds": ["typo"]}, ToolLimits())
     with pytest.raises(ConfigError, match="go together"):
         make_swe_world({"instances": "x.jsonl"}, ToolLimits())

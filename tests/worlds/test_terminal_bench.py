@@ -171,7 +171,7 @@ def test_images_are_refused_skipped_or_ignored_as_the_settings_say(folder):
 
 
 def test_broken_folders_are_named(tmp_path, folder):
-    with pytest.raises(ConfigError, match="no task in"):
+    with pytest.raises(ConfigError, match="does not contain a task"):
         load_bench(tmp_path / "none", "/app", "refuse")
     (folder / "squares/task.yaml").write_text("instruction: [")
     with pytest.raises(ConfigError, match=r"task.yaml cannot be read"):

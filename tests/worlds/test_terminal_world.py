@@ -627,7 +627,7 @@ def test_the_world_is_registered_with_its_settings_checked():
     world = make_terminal_world({"levels": [1], "topics": ["git"], "tools": "shell"}, ToolLimits())
     check_rewards(world.rewards)
     assert {task.tags["family"] for task in world.tasks("train")} == {"git"}
-    with pytest.raises(ConfigError, match="no topic 'gti'"):
+    with pytest.raises(ConfigError, match="Unknown topic 'gti'"):
         make_terminal_world({"topics": ["gti"]}, ToolLimits())
     with pytest.raises(ConfigError, match="levels"):
         make_terminal_world({"levels": [7]}, ToolLimits())

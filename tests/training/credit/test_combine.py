@@ -293,7 +293,7 @@ def test_a_trained_ensemble_of_reward_models_judges_in_training(tiny_run, tmp_pa
     mean = sum(r.trajectory.rewards["reward_model"] for r in records) / len(records)
     assert row.metrics["reward/reward_model"] == pytest.approx(mean)
     missing = json.dumps([members[0], str(tmp_path / "run")])
-    assert "no reward model" in refused("train", recipe, *start, "--rewards.model", missing)
+    assert "does not contain a reward model" in refused("train", recipe, *start, "--rewards.model", missing)
     other = ("--rewards.normalise_by", "colour")
     assert "no tag 'colour'" in refused("train", recipe, *start, *other)
 

@@ -30,7 +30,7 @@ from ludus.training.datasets.files import (
 from ludus.training.run.session import model_path, open_session
 from ludus.training.sft import batches, dialogue_row
 from small_runs import lasting_files
-from tests.rollout.test_store import RECORD
+from tests.rollouts.test_store import RECORD
 from tiny_run import cold_start, ludus, make_recipe, refused
 
 ASK = {"role": "user", "content": "What does a fig cost?"}
