@@ -15,11 +15,24 @@ if TYPE_CHECKING:
     from ludus.api import load as load
     from ludus.api import rollout as rollout
     from ludus.api import rollout_async as rollout_async
+    from ludus.api import sft as sft
+    from ludus.api import sft_async as sft_async
     from ludus.api import train as train
     from ludus.api import train_async as train_async
 
 __version__ = "0.1.0"
-__all__ = ["configuration", "evaluate", "evaluate_async", "load", "rollout", "rollout_async", "train", "train_async"]
+__all__ = [
+    "configuration",
+    "evaluate",
+    "evaluate_async",
+    "load",
+    "rollout",
+    "rollout_async",
+    "sft",
+    "sft_async",
+    "train",
+    "train_async",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -1,7 +1,7 @@
-"""Ludus as a library: `train`, `evaluate`, `rollout` and `load`, with the settings of the command line.
+"""Ludus as a library: `train`, `sft`, `evaluate`, `rollout` and `load`, with the settings of the command line.
 
 Each function also works inside a running event loop, such as a notebook's, and has an asynchronous form
-(`train_async`, `evaluate_async`, `rollout_async`).
+(`train_async`, `sft_async`, `evaluate_async`, `rollout_async`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ludus.config.settings import find
 from ludus.config.toml import to_toml, toml_value
 from ludus.diagnostics.trackers import read_metrics
 from ludus.envs.agent_world import AgentFunction, AgentWorld, RewardFunction
+from ludus.envs.base import World
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import Evaluation, load_evaluation, plans
 from ludus.evaluation.evaluate import evaluate as run_evaluation
@@ -193,7 +194,7 @@ def configuration(source: Source | None = None, **settings: object) -> Config:
 
 @outside_loop
 def train(
-    source: Source | AgentFunction,
+    source: Source | World | AgentFunction,
     tasks: Tasks = (),
     reward: RewardFunction | None = None,
     *,
@@ -202,8 +203,8 @@ def train(
 ) -> Run:
     """Train by RL in a new run folder and return the run.
 
-    `source` is a recipe name, a path of a .toml file, a `Config`, or an agent function `agent(task, policy)` with
-    `tasks` (a list, every fifth of which is held out, or lists by split) and `reward(task, answer)` in [0, 1].
+    `source` is a recipe name, a path of a .toml file, a `Config`, a `World`, or an agent function `agent(task, policy)`
+    with `tasks` (a list, every fifth of which is held out, or lists by split) and `reward(task, answer)` in [0, 1].
     `settings` are tables by section: `training={"steps": 20}`. Raises UserError and its subclasses for settings that
     a user can fix.
     """
@@ -212,20 +213,42 @@ def train(
 
 
 @outside_loop
-def evaluate(source: Source | Run, *, progress: bool = True, **settings: object) -> Evaluated:
+def sft(source: Source, **settings: object) -> Run:
+    """Fine-tune on the demonstrations of an environment, or the file `sft={"data": path}`, in a new run folder."""
+    from ludus.cli.training.sft import prepare
+
+    config = configuration(source, **settings)
+    tune = prepare(config, True)
+    folder = new_run(config, f"{Path(config.env.name).stem}-sft", "sft")
+    with lock_run(folder):
+        tune(folder)
+    return Run(folder.path)
+
+
+@outside_loop
+def evaluate(
+    source: Source | Run, *, world: World | None = None, progress: bool = True, **settings: object
+) -> Evaluated:
     """Evaluate a run's newest checkpoint (a `Run` or its folder) or a recipe's model, without writing files.
 
-    The section `evaluation` of `settings` chooses splits, temperatures and the number of tasks.
+    A run that was trained on a `World` object needs it as `world`. The section `evaluation` of `settings` chooses
+    splits, temperatures and the number of tasks.
     """
-    return _with_model(source, settings, partial(_evaluate, progress=progress))
+    return _with_model(source, world, settings, partial(_evaluate, progress=progress))
 
 
 @outside_loop
 def rollout(
-    source: Source | Run, num_tasks: int = 8, *, samples: int = 1, split: str = "test", **settings: object
+    source: Source | Run,
+    num_tasks: int = 8,
+    *,
+    samples: int = 1,
+    split: str = "test",
+    world: World | None = None,
+    **settings: object,
 ) -> Rollouts:
     """Sample `samples` rollouts for each of the first `num_tasks` tasks of a split, at `rollout.temperature`."""
-    return _with_model(source, settings, partial(_rollout, num_tasks=num_tasks, samples=samples, split=split))
+    return _with_model(source, world, settings, partial(_rollout, num_tasks=num_tasks, samples=samples, split=split))
 
 
 def load(path: str | Path) -> Run:
@@ -247,6 +270,7 @@ def asynchronous(function: Callable[P, T]) -> Callable[P, Coroutine[None, None, 
 
 
 train_async = asynchronous(train)
+sft_async = asynchronous(sft)
 evaluate_async = asynchronous(evaluate)
 rollout_async = asynchronous(rollout)
 
@@ -266,18 +290,22 @@ def _words(prefix: str, table: Mapping[str, object]) -> list[str]:
 
 
 def _resolve(
-    source: Source | AgentFunction, tasks: Tasks, reward: RewardFunction | None, settings: dict[str, object]
-) -> tuple[Config, AgentWorld | None]:
+    source: Source | World | AgentFunction, tasks: Tasks, reward: RewardFunction | None, settings: dict[str, object]
+) -> tuple[Config, World | None]:
     if isinstance(source, str | Path | Config):
         return configuration(source, **settings), None
-    if reward is None:
+    changes: dict[str, object]
+    if isinstance(source, World):
+        world, changes = source, {"name": source.name}
+    elif reward is None:
         raise UserError("An agent function needs tasks and a reward.", "Call train(agent, tasks, reward, ...).")
+    else:
+        world, changes = AgentWorld.of(source, tasks, reward), {"name": "agent", "check": False}
     config = configuration(None, **settings)
-    env = config.env.model_copy(update={"name": "agent", "check": False})
-    return config.model_copy(update={"env": env}), AgentWorld.of(source, tasks, reward)
+    return config.model_copy(update={"env": config.env.model_copy(update=changes)}), world
 
 
-def _train(config: Config, world: AgentWorld | None, recipe: str | None, progress: bool) -> Run:
+def _train(config: Config, world: World | None, recipe: str | None, progress: bool) -> Run:
     from ludus.cli.ui.progress import ProgressReporter, cold_start, running_cluster
     from ludus.cli.ui.terminal import bars, make_console, silence_libraries
     from ludus.training.rl.build import train as train_run
@@ -300,7 +328,10 @@ def _train(config: Config, world: AgentWorld | None, recipe: str | None, progres
 
 
 def _with_model(
-    source: Source | Run, settings: dict[str, object], use: Callable[[LoadedRun], Coroutine[None, None, T]]
+    source: Source | Run,
+    world: World | None,
+    settings: dict[str, object],
+    use: Callable[[LoadedRun], Coroutine[None, None, T]],
 ) -> T:
     """Load the model of a run or recipe and use it in a new event loop."""
     from ludus.cli.ui.load_run import open_weights
@@ -314,7 +345,7 @@ def _with_model(
         config = configuration(path, **settings)
 
     async def run() -> T:
-        opened = await open_weights(config, folder)
+        opened = await open_weights(config, folder, world)
         try:
             return await use(opened)
         finally:

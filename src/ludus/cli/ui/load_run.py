@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ludus.cli.ui.terminal import silence_libraries
 from ludus.config.schema import Config
 from ludus.engines.base import Engine
+from ludus.envs.base import World
 from ludus.envs.registry import closing
 from ludus.errors import UserError
 from ludus.training.run.checkpoint import list_checkpoints, load_weights
@@ -29,10 +30,13 @@ class LoadedRun:
             return
 
 
-async def open_weights(config: Config, run: RunFolder | None = None) -> LoadedRun:
-    """Load the newest checkpoint of `run`, or the configured model. Raises UserError if there is none."""
+async def open_weights(config: Config, run: RunFolder | None = None, world: World | None = None) -> LoadedRun:
+    """Load the newest checkpoint of `run`, or the configured model, with the configured world or `world`.
+
+    Raises UserError if there is no checkpoint.
+    """
     silence_libraries()
-    session, step = (open_session(config), 0) if run is None else open_checkpoint(run, config)
+    session, step = (open_session(config, world=world), 0) if run is None else open_checkpoint(run, config, world)
     engine = make_engine(session)
     if step or config.engine.is_external:  # a server starts with its own weights
         trained = {name: p.detach() for name, p in session.model.named_parameters() if p.requires_grad}
@@ -40,7 +44,7 @@ async def open_weights(config: Config, run: RunFolder | None = None) -> LoadedRu
     return LoadedRun(session, step, engine)
 
 
-def open_checkpoint(run: RunFolder, config: Config) -> tuple[TrainingSession, int]:
+def open_checkpoint(run: RunFolder, config: Config, world: World | None = None) -> tuple[TrainingSession, int]:
     """Return a session on the newest checkpoint of a run, and its step.
 
     A checkpoint of adapters is loaded on top of the initial model of the run.
@@ -54,9 +58,9 @@ def open_checkpoint(run: RunFolder, config: Config) -> tuple[TrainingSession, in
     step, path = found[-1]
     if not (path / "adapter_config.json").is_file():
         model = config.model.model_copy(update={"lora": None})
-        return open_session(config.model_copy(update={"model": model}), path), step
+        return open_session(config.model_copy(update={"model": model}), path, world), step
     from_scratch = config.model.from_scratch
     initial = list_checkpoints(run.path / "cold_start" / "checkpoints")[-1][1] if from_scratch else None
-    session = open_session(config, initial)
+    session = open_session(config, initial, world)
     load_weights(path, session.model)
     return session, step
