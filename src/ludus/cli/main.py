@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from ludus import __version__
 from ludus.cli.arguments import split_settings
 from ludus.cli.signals import INTERRUPTED
+from ludus.cli.ui.help_text import HelpFormatter
 from ludus.config.settings import is_section, list_settings, nearest, suggestion
 from ludus.errors import LudusError, UserError, did_you_mean, nearest_names
 from ludus.plugins import plugin_line
@@ -118,6 +119,7 @@ def _dispatch(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="ludus",
         description="Train tool-using LLM agents by reinforcement learning.",
+        formatter_class=HelpFormatter,
         epilog="Each command has --help with an example. Start with: ludus train search",
         allow_abbrev=False,
     )
@@ -176,7 +178,7 @@ def _add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         help=command.summary,
         description=module.__doc__,
         epilog=f"example: {command.example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     module.add_arguments(parser)

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from ludus.algorithms.algorithm import Algorithm
 from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.cli.commands.rewards import find_tasks
-from ludus.cli.ui.terminal import make_table, print_line
+from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
+from ludus.cli.ui.terminal import print_line
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import RewardsConfig
 from ludus.envs.base import World
@@ -102,7 +102,7 @@ def _verified(config: Config, world: World, episodes: Sequence[Episode]) -> list
     return asyncio.run(verified())
 
 
-def tier_table(found: EventRewards, first: Alignment) -> Table:
+def tier_table(found: EventRewards, first: Alignment) -> FittedTable:
     """Return a table of events with their counts, rewards, and the mean advantage of their turns."""
     columns = (found.found.in_success, found.found.in_failure, found.found.correlation, found.found.reward)
     rows = []
@@ -111,8 +111,9 @@ def tier_table(found: EventRewards, first: Alignment) -> Table:
         aligned = "no" if event in first.misaligned else "yes" if reward else ""
         numbers = (f"{won:.0%}", f"{lost:.0%}", f"{correlation:+.2f}", f"{reward:+.4f}")
         rows.append((event, count, *numbers, f"{first.advantages.get(event, 0.0):+.3f}", aligned))
-    names = ("event", "turns", "in successes", "in failures", "correlation", "reward", "advantage", "aligned")
-    return make_table(names, rows)
+    shares = (TableColumn("in successes", 2), TableColumn("in failures", 2), TableColumn("correlation", 1))
+    columns = ("event", TableColumn("turns", 1), *shares, "reward", TableColumn("advantage", 1), "aligned")
+    return make_table(columns, rows)
 
 
 def print_rounds(console: Console, rounds: Sequence[Alignment], algorithm: Algorithm) -> None:

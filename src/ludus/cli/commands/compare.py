@@ -13,11 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.table import Table
-
 from ludus.cli.arguments import no_settings
+from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.tables import format_sampling
-from ludus.cli.ui.terminal import make_console, make_table, print_line
+from ludus.cli.ui.terminal import make_console, print_line
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import Evaluation, load_evaluation
 from ludus.evaluation.stats import PairedDifference, paired_difference
@@ -127,9 +126,10 @@ def differing_conditions(a: Evaluation, b: Evaluation) -> list[str]:
     ]
 
 
-def comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDifference]) -> Table:
+def comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDifference]) -> FittedTable:
     """Return a table with one row per pair of evaluations."""
-    columns = ("split", "sampling", "tasks", "A", "B", "B - A", "detectable", "only A", "only B", "p (McNemar)")
+    details = (TableColumn("detectable", 3), TableColumn("only A", 2), TableColumn("only B", 2))
+    columns = ("split", "sampling", TableColumn("tasks", 1), "A", "B", "B - A", *details, TableColumn("p (McNemar)", 1))
     rows = []
     for (a, b), found in zip(pairs, differences, strict=True):
         low, high = found.interval.low, found.interval.high

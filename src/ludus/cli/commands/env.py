@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rich.console import Console
-from rich.table import Column, Table
 
 from ludus.cli.arguments import no_settings
-from ludus.cli.ui.terminal import PhaseBar, bars, make_console, make_table, print_line
+from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
+from ludus.cli.ui.terminal import PhaseBar, bars, make_console, print_line
 from ludus.cli.ui.transcripts import message_text, print_transcript
 from ludus.config.load import load_config
 from ludus.config.schema import Config
@@ -130,16 +130,17 @@ def is_recipe(name: str) -> bool:
     return name.endswith(".toml") or any(name == recipe.name for recipe in list_recipes())
 
 
-def worlds_table() -> Table:
+def worlds_table() -> FittedTable:
     """Return a table of the registered worlds and their recipes."""
     recipes = {load_config(recipe.config).env.name: recipe.name for recipe in list_recipes()}
     rows = ((name, recipes.get(name), factory) for name, factory in sorted(WORLDS.items()))
-    return make_table([Column(name, no_wrap=True) for name in ("world", "recipe", "factory")], rows)
+    return make_table(("world", "recipe", TableColumn("factory", rank=1)), rows)
 
 
-def agents_table(report: CheckReport) -> Table:
+def agents_table(report: CheckReport) -> FittedTable:
     """Return a table of the rewards of each agent."""
-    columns = ("agent", "mean reward", "max shaping", "success", "tasks", "no-op tasks", "verdict")
+    numbers = (TableColumn("mean reward", 2), TableColumn("max shaping", 3), "success", TableColumn("tasks", 1))
+    columns = ("agent", *numbers, TableColumn("no-op tasks", 4), TableColumn("verdict", wrap=True))
     title = f"{report.world.name}: rewards of scripted agents, with 95 % intervals"
     return make_table(columns, map(_cells, report.rows), title)
 
@@ -161,10 +162,10 @@ def _cells(row: AuditRow) -> tuple[str, ...]:
     return row.agent.name, *rewards, success, str(len(row.counted)), excused, verdict
 
 
-def scorecard_table(rows: Sequence[ScorecardVerdict]) -> Table:
+def scorecard_table(rows: Sequence[ScorecardVerdict]) -> FittedTable:
     """Return a table of the verifier report, with a verdict per row."""
     cells = ((row.name, row.found, f"{row.mark}: {row.why}" if row.why else row.mark) for row in rows)
-    return make_table(("property", "found", "verdict"), cells, "Verifier")
+    return make_table(("property", *(TableColumn(name, wrap=True) for name in ("found", "verdict"))), cells, "Verifier")
 
 
 def show(console: Console, report: CheckReport, config: Config, scoring: ProcessRewardExecutor) -> None:

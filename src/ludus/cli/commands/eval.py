@@ -24,7 +24,7 @@ from rich.console import Console
 
 from ludus.cli.arguments import model_settings, policy_config, recipe_config
 from ludus.cli.ui.tables import EvaluatedEpisodes, format_sampling, format_temperature, print_evaluations
-from ludus.cli.ui.terminal import bars, make_console, print_line
+from ludus.cli.ui.terminal import bars, load_libraries, make_console, print_line
 from ludus.config.schema import Config
 from ludus.envs.base import World
 from ludus.envs.registry import build_world, check_sandbox, closing
@@ -222,6 +222,7 @@ async def make_backend(args: argparse.Namespace, config: Config, world: World) -
         key = read_api_key(args.api_key_file) if args.api_key_file else ""
         settings = OpenAIClientSettings(args.endpoint, args.model, key, concurrency=config.rollout.concurrency)
         return endpoint_backend(config, world, settings)
+    load_libraries()
     from ludus.cli.ui.load_run import open_weights
 
     run = RunFolder(args.run) if args.run is not None else None
