@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from ludus import __version__
 from ludus.cli.arguments import split_settings
-from ludus.cli.signals import INTERRUPTED
+from ludus.cli.signals import INTERRUPTED, exit_on_interrupt
 from ludus.cli.ui.help_text import HelpFormatter
 from ludus.config.settings import is_section, list_settings, nearest, suggestion
 from ludus.errors import LudusError, UserError, did_you_mean, nearest_names
@@ -172,7 +172,8 @@ def _check_options(unknown: Sequence[str], options: Sequence[str], command: str)
 
 def _add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], command: Command) -> list[str]:
     """Add the chosen command with its arguments and documentation; return the names of its options."""
-    module = importlib.import_module(command.module)
+    with exit_on_interrupt():
+        module = importlib.import_module(command.module)
     parser = subparsers.add_parser(
         command.name,
         help=command.summary,

@@ -13,7 +13,7 @@ from ludus.algorithms.algorithm import Algorithm
 from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.cli.commands.rewards import find_tasks
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
-from ludus.cli.ui.terminal import print_line
+from ludus.cli.ui.terminal import print_line, print_text
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import RewardsConfig
 from ludus.envs.base import World
@@ -51,14 +51,14 @@ def print_calibration(console: Console, config: Config, files: Sequence[Path], t
     rounds = align(groups, found.rewards, algorithm)
     console.print(tier_table(found, rounds[0]))
     num = sum(won for _, won in attempts)
-    print_line(console, f"{num} of {len(attempts)} attempts succeeded. Reward = {found.scale:.3g} * correlation.")
+    print_text(console, f"{num} of {len(attempts)} attempts succeeded. Reward = {found.scale:.3g} * correlation.")
     if config.rewards.turns:
         misaligned = measure(groups, config.rewards.turns, algorithm).misaligned
         state = f"misaligned on these attempts: {', '.join(misaligned)}" if misaligned else "aligned on these attempts"
-        print_line(console, f"The rewards.turns of the run are {state}.")
+        print_text(console, f"The rewards.turns of the run are {state}.")
     print_rounds(console, rounds, algorithm)
     if not found.rewards:
-        print_line(console, "No event separates success from failure.")
+        print_text(console, "No event separates success from failure.")
 
 
 def recorded_groups(config: Config, world: World, files: Sequence[Path]) -> list[list[Episode]]:
@@ -122,11 +122,11 @@ def print_rounds(console: Console, rounds: Sequence[Alignment], algorithm: Algor
     for number, one in enumerate(rounds, start=1):
         if one.misaligned:
             events = f"with the advantage {algorithm.advantage}, {', '.join(one.misaligned)}"
-            print_line(console, f"Round {number}: {events} would get the opposite sign; the reward is removed.")
+            print_text(console, f"Round {number}: {events} would get the opposite sign; the reward is removed.")
             removed = True
     if rounds[-1].rewards:
-        print_line(console, f"All rewards below are aligned with the advantage {algorithm.advantage}.")
+        print_text(console, f"All rewards below are aligned with the advantage {algorithm.advantage}.")
     elif removed:
-        print_line(console, "No aligned reward remains.")
+        print_text(console, "No aligned reward remains.")
     for event, reward in rounds[-1].rewards.items():
         print_line(console, f"--rewards.turns.{event} {reward:.4g}")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ludus.cli.arguments import check_run, no_settings
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
-from ludus.cli.ui.terminal import make_console, print_line
+from ludus.cli.ui.terminal import make_console, print_line, print_text
 from ludus.errors import UserError
 from ludus.simulator.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
 from ludus.simulator.fit import estimate, fit, layout_of, run_config
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     for line in cost_lines(costs):
         print_line(console, f"  {line}")
     for warning in warnings:
-        print_line(console, f"Warning: {warning}")
+        print_text(console, f"Warning: {warning}")
     runs = [simulate(costs, one) for one in layouts(args, layout)]
     console.print(plan_table(costs, runs))
     return 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ludus.cli.arguments import no_settings
 from ludus.cli.ui.fitted_table import TableColumn, make_table
-from ludus.cli.ui.terminal import make_console, print_line
+from ludus.cli.ui.terminal import make_console, print_text
 from ludus.recipes import list_recipes
 
 
@@ -25,5 +25,5 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             ((recipe.name, recipe.title) for recipe in list_recipes()),
         )
     )
-    print_line(console, "Train one: ludus train NAME     Its settings: ludus config NAME")
+    print_text(console, "Train one: ludus train NAME     Its settings: ludus config NAME")
     return 0

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from ludus.cli.arguments import run_config
 from ludus.cli.commands.show import add_record_filters, find_rollouts, record_filter
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
-from ludus.cli.ui.terminal import make_console, print_line
+from ludus.cli.ui.terminal import announce, load_libraries, make_console, print_text
 from ludus.config.load import config_from_toml, load_config
 from ludus.config.schema import Config
 from ludus.config.toml import to_toml
@@ -72,11 +72,13 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     folder = RunFolder(args.run)
     saved = run_config(folder, ())
     if args.action == "calibrate":
+        load_libraries()
         from ludus.cli.commands.calibrate import print_calibration
 
         print_calibration(make_console(), saved, chosen_files(args, folder), args.threshold)
         return 0
     config = other_config(saved, args.config, overrides)
+    announce("Scoring the saved rollouts ...")
     print_replay(rescore(saved, config, chosen_files(args, folder), record_filter(args, config)), args.episodes)
     return 0
 
@@ -262,7 +264,7 @@ def print_replay(replay: Replay, num: int) -> None:
     """Print the changes of a replay, with the `num` largest ones."""
     console = make_console()
     for text in summary(replay):
-        print_line(console, text)
+        print_text(console, text)
     if replay.rescored:
         console.print(parts_table(replay))
         console.print(files_table(replay))

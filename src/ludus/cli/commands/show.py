@@ -24,7 +24,7 @@ from ludus.cli.ui import run_summary as summary
 from ludus.cli.ui.fitted_table import TableColumn, make_table
 from ludus.cli.ui.run_summary import curve_table, find_curves, mean_timings, sparkline
 from ludus.cli.ui.tables import format_sampling, format_success
-from ludus.cli.ui.terminal import load_libraries, make_console, print_line
+from ludus.cli.ui.terminal import load_libraries, make_console, print_line, print_text
 from ludus.cli.ui.transcripts import print_record
 from ludus.config.schema import Config
 from ludus.diagnostics.trackers import METRICS_FILE, MetricsRow, read_metrics
@@ -84,9 +84,9 @@ def print_overview(folder: RunFolder, config: Config, console: Console) -> None:
     console.print(curve_table(curves, console.width) if curves else "No step has finished yet.")
     means = mean_timings(timings)
     for text in filter(None, [summary.format_ledger(rows), summary.explain_loss(rows), summary.format_times(means)]):
-        print_line(console, text)
+        print_text(console, text)
     for text in filter(None, [*summary.format_alarms(rows), scoring_hint(means, config)]):
-        print_line(console, f"! {text}", "yellow")
+        print_text(console, f"! {text}", "yellow")
     print_evaluations(folder, console)
 
 
@@ -186,7 +186,7 @@ def find_tokenizer(folder: RunFolder, console: Console) -> Tokenizer | None:
 
     found = list_checkpoints(folder.checkpoints)
     if not found:
-        print_line(console, "The run has no checkpoint and thus no tokenizer: printing messages.", "yellow")
+        print_text(console, "The run has no checkpoint and thus no tokenizer: printing messages.", "yellow")
         return None
     tokenizer: Tokenizer = load_tokenizer(str(found[-1][1]))
     return tokenizer

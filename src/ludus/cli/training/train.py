@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.cli.arguments import recipe_config, run_config
 from ludus.cli.commands.config import check_plugins, check_rewards
-from ludus.cli.commands.env import AuditBar
 from ludus.cli.training.training_command import TrainingStage, print_run_done, resumed_folder
 from ludus.cli.ui.terminal import bars, load_libraries, make_console
 from ludus.config.environment import launched_rank
@@ -25,12 +24,13 @@ def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
     """Check the configuration and load the model, unless the run has to create it."""
     check_plugins(config)
     check_rewards(config, algorithm_of(config))  # before torch is imported, which takes seconds
+    from ludus.cli.commands.env import AuditBar
     from ludus.cli.ui import progress
     from ludus.training.rl.validate import open_validated_session
 
     with bars(make_console(), transient=True) as console:
         watch = AuditBar(console)
-        watch.phase("checking settings and model", None)
+        watch.phase("loading the model", None)
         session = open_validated_session(config, watch)
     return lambda folder: progress.train(config, folder, session)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from rich.text import Text
 
 _TEXT_COLUMNS = 22
 """Minimum width of a column of text."""
+_WORD = re.compile(r"\[[^\s\]]+, [^\s\]]+\]\S*|\S+")
+"""A word or an interval [low, high], which is not broken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class FittedTable:
                 if dropped := [column.name for column in self.columns if column.rank > rank]:
                     yield Text(f"Columns that need a wider terminal: {', '.join(dropped)}", style="dim")
                 return
-        yield from self._blocks()
+        yield from self._blocks(options.max_width)
 
     def _widths(self, kept: Sequence[int], available: int) -> list[int] | None:
         """Return the widths of columns, or None if they do not fit."""
@@ -61,7 +64,7 @@ class FittedTable:
         for index in kept:
             column, cells = self.columns[index], [line for row in self.rows for line in row[index].split("\n")]
             widest = max(map(cell_len, cells), default=0)
-            words = max((cell_len(word) for cell in cells for word in cell.split()), default=0)
+            words = max((cell_len(word) for cell in cells for word in _WORD.findall(cell)), default=0)
             needed = max(words, min(_TEXT_COLUMNS, widest)) if column.wrap else widest
             least.append(max(needed, *map(cell_len, column.name.split())))
             wanted.append(max(widest, cell_len(column.name)))
@@ -81,10 +84,11 @@ class FittedTable:
             column = self.columns[index]
             table.add_column(column.name, width=width, justify="right" if column.right else "left")
         for row in self.rows:
-            table.add_row(*(Text(row[index]) for index in kept))
+            table.add_row(*(_wrapped(row[index], width) for index, width in zip(kept, widths, strict=True)))
         return table
 
-    def _blocks(self) -> Iterable[RenderableType]:
+    def _blocks(self, available: int) -> Iterable[RenderableType]:
+        names = max(cell_len(column.name) for column in self.columns) + 2
         if self.title:
             yield Text(self.title, style="italic")
         for row in self.rows:
@@ -93,6 +97,21 @@ class FittedTable:
             block.add_column()
             for column, cell in zip(self.columns, row, strict=True):
                 if cell:
-                    block.add_row(column.name, Text(cell))
+                    block.add_row(column.name, _wrapped(cell, available - names))
             yield block
             yield Text()
+
+
+def _wrapped(cell: str, width: int) -> Text:
+    """Wrap the lines of a cell that are too long at spaces outside intervals."""
+    wrapped: list[str] = []
+    for line in cell.split("\n"):
+        if cell_len(line) <= width:
+            wrapped.append(line)
+            continue
+        wrapped.append("")
+        for word in _WORD.findall(line):
+            if wrapped[-1] and cell_len(wrapped[-1]) + 1 + cell_len(word) > width:
+                wrapped.append("")
+            wrapped[-1] += f" {word}" if wrapped[-1] else word
+    return Text("\n".join(wrapped))

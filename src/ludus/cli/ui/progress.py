@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.tables import format_sampling, format_success
-from ludus.cli.ui.terminal import PhaseBar, bars, make_console, print_line
+from ludus.cli.ui.terminal import PhaseBar, announce, bars, make_console, print_line, print_text
 from ludus.cli.ui.transcripts import print_transcript
 from ludus.cluster.control import controlled
 from ludus.config.load import load_config
@@ -97,7 +97,7 @@ class ProgressReporter(EpisodeBar):
 
     def alarm(self, text: str) -> None:
         """Print a warning above the bars."""
-        print_line(self._progress.console, f"! {text}", "yellow")
+        print_text(self._progress.console, f"! {text}", "yellow")
 
 
 SLOW_S = 0.1
@@ -139,7 +139,7 @@ def print_results(console: Console, folder: RunFolder, config: Config, compariso
         console.print(worlds_table(comparisons))
     conditions = [(pair.before.plan.conditions, pair.after.plan.conditions) for pair in comparisons if pair.before]
     if any(before not in (None, after) for before, after in conditions):
-        print_line(console, "! The rollout settings of the evaluations before and after training differ.", "yellow")
+        print_text(console, "! The rollout settings of the evaluations before and after training differ.", "yellow")
     print_examples(console, folder, comparisons)
     print_commands(console, folder, config)
 
@@ -199,6 +199,7 @@ def cold_start(config: Config, folder: RunFolder, console: Console) -> Path:
     if found and found[-1][0] >= config.sft.steps:
         return found[-1][1]
     settings = config.run.model_copy(update={"trackers": ["jsonl"]})
+    announce("Creating the tokenizer, the model and the demonstrations of the cold start ...")
     tuning = SftTraining(make_session(config.model_copy(update={"run": settings})), nested)
     return fine_tune(tuning, console, "cold start")
 
@@ -208,7 +209,7 @@ def fine_tune(tuning: SftTraining, console: Console, title: str = "fine-tuning")
     config, skipped = tuning.session.config, 0
     for text in filter(None, [*sft_warnings(tuning.session), busy_warning(config)]):
         log.warning(text)
-        print_line(console, f"! {text}", "yellow")
+        print_text(console, f"! {text}", "yellow")
     with step_bar(console, title, tuning.folder, config, (tuning.done, config.sft.steps)) as (show, trackers):
 
         def on_step(step: int, metrics: Mapping[str, float]) -> None:
@@ -220,7 +221,7 @@ def fine_tune(tuning: SftTraining, console: Console, title: str = "fine-tuning")
         checkpoint = tuning.run(trackers, on_step)
     if skipped:
         used = (config.sft.steps - tuning.done) * config.sft.batch_size
-        print_line(console, f"{skipped} of {skipped + used} dialogues were too long and were skipped.", "yellow")
+        print_text(console, f"{skipped} of {skipped + used} dialogues were too long and were skipped.", "yellow")
     return checkpoint
 
 

@@ -21,10 +21,9 @@ PIPE_COLUMNS = 120
 """Width in characters of tables if the output is not a terminal."""
 PLAIN_EVERY_S = 10.0
 """Interval of the progress lines, in seconds, if the output is not a terminal."""
-LOADING = "Loading torch and the model ..."
 _WIDE_COLUMNS = 110
 _BAR_COLUMNS = 8
-_OTHER_COLUMNS = 34
+_OTHER_COLUMNS = 31
 """Columns of bar, count and ETA on a narrow terminal."""
 _SPEED_PERIOD_S = 600.0
 """Period over which the ETA averages the speed; a step may take minutes."""
@@ -39,6 +38,11 @@ def make_console(quiet: bool = False) -> Console:
 def print_line(console: Console, text: str, style: str = "") -> None:
     """Print text without wrapping, so that paths and commands can be copied."""
     console.print(Text(text, style=style), soft_wrap=True)
+
+
+def print_text(console: Console, text: str, style: str = "") -> None:
+    """Print prose, wrapped at spaces on a terminal; paths and commands in it should not be copied."""
+    console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
 
 
 def format_seconds(seconds: float) -> str:
@@ -180,13 +184,19 @@ def _task_line(task: Task) -> str:
     return "  ".join(filter(None, (named, eta, task.fields["numbers"])))
 
 
+def announce(text: str) -> None:
+    """Print on standard error what takes the next seconds, if that is a terminal."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+
+
 def load_libraries() -> None:
-    """Import torch and transformers and silence them, after a line on standard error, unless already imported.
+    """Import torch and transformers and silence them, with an announcement unless already imported.
 
     An interrupt during the import ends the process, since an exception would leave modules half imported.
     """
     if "torch" not in sys.modules:
-        print(LOADING, file=sys.stderr, flush=True)
+        announce("Loading torch and the model ...")
     with exit_on_interrupt():
         silence_libraries()
 
