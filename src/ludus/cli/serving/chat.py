@@ -6,7 +6,7 @@ Follow-up questions continue the dialogue. Long tool results are shortened on th
 
     /help    list these commands
     /tools   list the tools of the model
-    /retry   answer the last question again, sampled at --temperature, or at 1 if that is 0
+    /retry   answer the last question again, at temperature 1 if --temperature is 0
     /new     start a new dialogue
     /exit    quit (or enter an empty line)
 """
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from rich.console import Console
 
 from ludus.cli.arguments import model_settings, policy_config
+from ludus.cli.ui.help_text import fill_columns
 from ludus.cli.ui.terminal import load_libraries, make_console, print_line, print_text
 from ludus.cli.ui.transcripts import calls, describe_tool, outcome_text, shorten
 from ludus.config.load import load_config
@@ -132,7 +133,7 @@ def chat(repl: ChatRepl, console: Console, runner: asyncio.Runner) -> None:
             runner.run(repl.retry(show))
         elif re.fullmatch("/[a-z]*", question):
             for line in command_lines(question, repl):
-                print_text(console, line, STYLES["end"])
+                print_line(console, fill_columns(line, console.width), STYLES["end"])
         else:
             if repl.is_new:
                 console.rule("new dialogue")

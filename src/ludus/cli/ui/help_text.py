@@ -12,6 +12,10 @@ from itertools import groupby
 class HelpFormatter(argparse.HelpFormatter):
     """Wrap paragraphs, and keep indented lines on lines of their own with a hanging indent."""
 
+    def format_help(self) -> str:
+        """Return the help, whose usage may have lines that argparse does not break."""
+        return "".join(f"{fill_columns(line, self._width)}\n" for line in super().format_help().splitlines())
+
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(_wrapped(text.strip("\n"), max(width, 20)))
 
@@ -21,10 +25,10 @@ def _wrapped(text: str, width: int) -> Iterator[str]:
         if is_paragraph:
             yield _fill(" ".join(lines), width)
         else:
-            yield from (_fill_columns(line, width) for line in lines)
+            yield from (fill_columns(line, width) for line in lines)
 
 
-def _fill_columns(line: str, width: int) -> str:
+def fill_columns(line: str, width: int) -> str:
     """Wrap the second column of a line below itself, or below the first one if that is wide."""
     if len(line) <= width:
         return line

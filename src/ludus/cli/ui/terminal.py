@@ -25,6 +25,7 @@ _WIDE_COLUMNS = 110
 _BAR_COLUMNS = 8
 _OTHER_COLUMNS = 31
 """Columns of bar, count and ETA on a narrow terminal."""
+_UNKNOWN_ETA = "ETA -:--"
 _SPEED_PERIOD_S = 600.0
 """Period over which the ETA averages the speed; a step may take minutes."""
 
@@ -61,7 +62,7 @@ def format_eta(task: Task) -> str:
     left_s, done = task.time_remaining, task.completed - task.fields.get("resumed_at", 0)
     if left_s is None and done > 0:  # rich needs two updates
         left_s = (task.elapsed or 0.0) / done * (task.remaining or 0.0)
-    return "ETA -:--" if left_s is None else f"ETA {format_seconds(left_s)}"
+    return _UNKNOWN_ETA if left_s is None else f"ETA {format_seconds(left_s)}"
 
 
 def format_count(task: Task) -> str:
@@ -135,14 +136,15 @@ def bars(console: Console, *, transient: bool = False, every_s: float = PLAIN_EV
 @contextmanager
 def _plain_lines(console: Console, every_s: float, last: bool) -> Iterator[Progress]:
     """Print the progress of the tasks periodically if it changed, and with `last` at the end."""
-    progress, ended, printed = Progress(console=console, disable=True), threading.Event(), ""
+    progress, ended = Progress(console=console, disable=True), threading.Event()
+    printed: list[str] = []
 
     def show() -> None:
         nonlocal printed
-        line = "  |  ".join(_task_line(task) for task in progress.tasks)
-        if line and line != printed:
-            printed = line
-            print_line(console, line)
+        state = [f"{task.description} {task.completed} {task.fields['numbers']}" for task in progress.tasks]
+        if state and state != printed:  # the ETA of a slow task changes all the time
+            printed = state
+            print_line(console, "  |  ".join(map(_task_line, progress.tasks)))
 
     def loop() -> None:
         while not ended.wait(every_s):
@@ -180,7 +182,7 @@ class PhaseBar:
 
 def _task_line(task: Task) -> str:
     named = " ".join(filter(None, (task.description, format_count(task))))
-    eta = format_eta(task) if task.completed and not task.finished else ""
+    eta = "" if task.total is None or task.finished else format_eta(task).removesuffix(_UNKNOWN_ETA)
     return "  ".join(filter(None, (named, eta, task.fields["numbers"])))
 
 
