@@ -112,8 +112,8 @@ def tier_table(found: EventRewards, first: Alignment) -> FittedTable:
         numbers = (f"{won:.0%}", f"{lost:.0%}", f"{correlation:+.2f}", f"{reward:+.4f}")
         rows.append((event, count, *numbers, f"{first.advantages.get(event, 0.0):+.3f}", aligned))
     shares = (TableColumn("in successes", 2), TableColumn("in failures", 2), TableColumn("correlation", 1))
-    columns = ("event", TableColumn("turns", 1), *shares, "reward", TableColumn("advantage", 1), "aligned")
-    return make_table(columns, rows)
+    titles = ("event", TableColumn("turns", 1), *shares, "reward", TableColumn("advantage", 1), "aligned")
+    return make_table(titles, rows)
 
 
 def print_rounds(console: Console, rounds: Sequence[Alignment], algorithm: Algorithm) -> None:

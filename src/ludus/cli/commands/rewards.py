@@ -325,8 +325,8 @@ def files_table(replay: Replay) -> FittedTable:
         solved = (_mean(one.was_solved for one in found), _mean(one.is_solved for one in found))
         numbers = (f"{number:.4f}" for number in (*rewards, *solved))
         rows.append((file, split, len(found), *numbers, sum(one.was_solved != one.is_solved for one in found)))
-    rewards = (TableColumn("rollouts", 1), TableColumn("reward as saved", 2), TableColumn("reward now", 2))
-    columns = ("file", "split", *rewards, "success as saved", "success now", TableColumn("success changed", 1))
+    shown = (TableColumn("rollouts", 1), TableColumn("reward as saved", 2), TableColumn("reward now", 2))
+    columns = ("file", "split", *shown, "success as saved", "success now", TableColumn("success changed", 1))
     return make_table(columns, rows, "By step or evaluation")
 
 
@@ -345,6 +345,6 @@ def changes_table(replay: Replay, num: int) -> FittedTable:
         before = one.record.trajectory
         row = (one.record.step, one.record.group, before.sample, answer)
         rows.append((*row, f"{before.reward:g}", f"{one.now.reward:g}"))
-    answer = TableColumn("answer", wrap=True)
-    columns = (TableColumn("step", 1), "task", TableColumn("sample", 1), answer, "reward as saved", "reward now")
+    text = TableColumn("answer", wrap=True)
+    columns = (TableColumn("step", 1), "task", TableColumn("sample", 1), text, "reward as saved", "reward now")
     return make_table(columns, rows, "Largest changes of the reward")

@@ -59,7 +59,7 @@ def success_table(evaluated: Sequence[EvaluatedEpisodes], outcomes: Sequence[str
         *(TableColumn(part, 3) for part in parts),
         TableColumn("failed episodes", 1),
     )
-    columns = ("split", "sampling", "tasks", "success", *details)
+    columns: tuple[str | TableColumn, ...] = ("split", "sampling", "tasks", "success", *details)
     rows = []
     for result in (one.result for one in evaluated):
         values = [f"{result.parts[part]:.3f}" if part in result.parts else "" for part in parts]
@@ -102,7 +102,11 @@ def family_table(split: str, evaluated: Sequence[EvaluatedEpisodes]) -> FittedTa
     for family in sorted({name for found in families for name in found}):
         number = next(found[family][1] for found in families if family in found)
         rows.append((family, number, *(f"{found[family][0]:.1%}" if family in found else "" for found in families)))
-    columns = ("family", TableColumn("tasks", 1), *(format_sampling(one.result.plan) for one in evaluated))
+    columns: tuple[str | TableColumn, ...] = (
+        "family",
+        TableColumn("tasks", 1),
+        *(format_sampling(one.result.plan) for one in evaluated),
+    )
     return make_table(columns, rows, f"{split}: success by family")
 
 
