@@ -7,6 +7,7 @@ import pytest
 
 from ludus.cli.serving.chat import ChatRepl, ReplyPart
 from ludus.cli.ui.load_run import LoadedRun
+from ludus.cli.ui.transcripts import shorten
 from ludus.config import load_config
 from ludus.envs.registry import build_world
 from ludus.errors import WorldError
@@ -95,6 +96,41 @@ def test_after_the_last_turn_the_tools_answer_is_seen_with_the_next_question():
     assert text.index("Well?") > text.rindex("pear costs")
 
 
+def test_a_retry_answers_the_last_question_again_after_the_same_dialogue():
+    talk, engine = dialogue(["3", "4", "5", "6"])
+    ask(talk, "What does pear cost?", "And the plum?")
+    parts = []
+    asyncio.run(talk.retry(parts.append))
+    assert parts == [ReplyPart("answer", "3")]
+    _, second, third = engine.requests
+    assert third.token_ids == second.token_ids
+    assert third.episode != second.episode
+    assert third.params.seed != second.params.seed
+    assert (second.params.temperature, third.params.temperature) == (0.0, 1.0)
+    ask(talk, "Well?")
+    said = [*tokenizer().encode("3", add_special_tokens=False), end_token()]
+    assert engine.requests[3].token_ids[: len(third.token_ids) + len(said)] == (*third.token_ids, *said)
+    assert engine.requests[3].params.temperature == 0.0
+
+
+def test_a_retry_of_the_first_question_begins_a_dialogue():
+    talk, engine = dialogue(["3", "4"])
+    ask(talk, "What does pear cost?")
+    asyncio.run(talk.retry([].append))
+    first, second = engine.requests
+    assert second.token_ids == first.token_ids
+    assert second.params.seed != first.params.seed
+    assert engine.released == [first.episode]
+
+
+def test_long_tool_results_are_shortened_to_their_first_lines():
+    assert shorten("one\ntwo", 80) == "one\ntwo"
+    lines = [f"line {number}" for number in range(20)]
+    assert shorten("\n".join(lines), 80, 5) == "\n".join([*lines[:5], "... 15 more lines"])
+    assert shorten("\n".join(["x" * 100, "y" * 100, "z"]), 40, 5) == f"{'x' * 100}\n... 2 more lines"
+    assert shorten("x" * 500, 40, 5) == f"{'x' * 200}\n... 300 more characters"
+
+
 @pytest.mark.parametrize(
     ("script", "settings", "kinds", "end"),
     [
@@ -168,12 +204,24 @@ def test_a_run_answers_piped_questions_until_the_input_ends(tiny_run, monkeypatc
 
 def test_greedy_answers_repeat_and_words_that_are_no_question_end_or_begin(tiny_run, monkeypatch):
     question = "What does pear cost?"
-    said = chat(monkeypatch, [question, "/new", question, "/quit", "never asked"], tiny_run)
+    said = chat(monkeypatch, [question, "/new", question, "/exit", "never asked"], tiny_run)
     first, second = said.out.split("A new dialogue.\n")
     assert first.split("[you]")[1] == second.split("[you]")[1]
     assert said.out.count("new dialogue ─") == 2
     assert "never asked" not in said.out
     assert "[you]" not in chat(monkeypatch, ["", question], tiny_run).out
+
+
+def test_commands_list_themselves_and_the_tools_and_retry_what_was_asked(tiny_run, monkeypatch):
+    said = chat(
+        monkeypatch, ["/help", "/tools", "/retry", "/nope", "What does pear cost?", "/retry", "/exit"], tiny_run
+    )
+    assert said.code == 0, said
+    for line in ("/retry   answer the last question again", "look(item): ", "No question has been answered yet."):
+        assert line in said.out
+    assert "Unknown command /nope. /help lists the commands." in said.out
+    assert said.out.count("[you] What does pear cost?") == 2
+    assert said.out.count("new dialogue ─") == 1
 
 
 def test_the_temperature_changes_what_is_said(tiny_run, monkeypatch):

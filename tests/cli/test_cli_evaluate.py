@@ -231,7 +231,9 @@ def test_a_run_with_adapters_is_reproduced_from_base_and_adapters(tiny_run, tmp_
 
 
 def test_who_evaluates_an_endpoint_needs_no_torch(tmp_path):
-    program = "import sys, ludus.cli; code = ludus.cli.main(sys.argv[1:]); print('torch' in sys.modules, code)"
+    program = (
+        "import sys; from ludus.cli.main import main; code = main(sys.argv[1:]); print('torch' in sys.modules, code)"
+    )
     with serving(lambda body: Reply(say("3"))) as server:
         where = ["--endpoint", server.url, "--model", "m", "--out", tmp_path / "out"]
         words = ["eval", make_recipe(tmp_path), *where, "--evaluation.tasks", "2"]

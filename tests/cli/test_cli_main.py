@@ -47,12 +47,25 @@ def test_what_only_reads_does_not_import_torch(tiny_run):
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
-def test_each_command_has_help_with_its_example(command):
+def test_each_command_has_help_with_its_example(command, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
     said = ludus(command.name, "--help")
     assert said.code == 0
     assert f"example: {command.example}" in said.out
     assert "To come" not in said.out
     assert f"ludus {command.name}" in command.example
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+@pytest.mark.parametrize("width", [60, 80])
+def test_help_is_wrapped_to_the_terminal(command, width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    wide = ludus(command.name, "--help").out
+    monkeypatch.setenv("COLUMNS", str(width))
+    said = ludus(command.name, "--help").out
+    assert [line for line in said.splitlines() if len(line) > width] == []
+    description = wide.split("\n\n", 1)[1].split()
+    assert said.split("\n\n", 1)[1].split() == description
 
 
 def test_the_help_of_ludus_lists_every_command():

@@ -95,6 +95,30 @@ def test_an_interrupted_run_says_so_in_its_log(heard, tiny_run, tmp_path, monkey
     assert noted[1].endswith("stopped by an interrupt")
 
 
+PRESS = """
+import importlib.abc, os, signal, sys
+
+class Press(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == MODULE:
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Press())
+sys.argv = ["ludus", "train", "search"]
+from ludus.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("module", ["ludus.cli.main", "pydantic", "rich.table", "ludus.cli.training.train", "torch.nn"])
+def test_an_interrupt_while_modules_are_imported_is_one_line_and_130(module, tmp_path):
+    program = PRESS.replace("MODULE", repr(module))
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert (said.returncode, said.stdout, said.stderr) == (INTERRUPTED, "", "\nInterrupted.\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_after_the_watch_signals_are_as_before():
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

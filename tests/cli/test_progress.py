@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
+import re
+import sys
 import time
 from dataclasses import replace
 
+import pytest
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from ludus.cli.ui.progress import ProgressReporter
 from ludus.cli.ui.run_summary import format_times, mean_timings
-from ludus.cli.ui.terminal import PIPE_COLUMNS, bars
+from ludus.cli.ui.terminal import PIPE_COLUMNS, announce, bars, format_eta, silence_libraries
 from ludus.config import load_config
 from ludus.diagnostics.timings import StepTimings, episode_shares, scoring_hint
 from ludus.diagnostics.trackers import MetricsRow
@@ -112,7 +116,8 @@ LONG = "  slow: search 2 times, to 1.2 s" * 6
 
 
 def lines_of(file):
-    return file.getvalue().splitlines()
+    """The lines of a file without ETAs."""
+    return re.sub("  ETA [0-9:]+", "", file.getvalue()).splitlines()
 
 
 def last_once_it_is(file, line):
@@ -126,7 +131,7 @@ def last_once_it_is(file, line):
 def test_a_pipe_gets_a_line_now_and_then_and_one_at_the_end_each_whole():
     file = io.StringIO()
     with bars(Console(file=file, width=PIPE_COLUMNS), every_s=0.02) as progress:
-        steps = progress.add_task("training", total=50, completed=2, numbers="")
+        steps = progress.add_task("training", total=50, completed=2, resumed_at=2, numbers="")
         line = "training 2/50"
         assert last_once_it_is(file, line) == line
         phase = progress.add_task("step 3: episodes", total=24, numbers="")
@@ -160,3 +165,62 @@ def test_what_passes_in_a_pipe_leaves_no_last_line():
     with bars(Console(file=file, width=PIPE_COLUMNS), transient=True) as progress:
         progress.add_task("agent 1", total=2, numbers="")
     assert file.getvalue() == ""
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+def test_name_bar_count_and_eta_are_whole_at_any_width_and_numbers_are_left_out_whole(width):
+    parts = ("reward 0.550", "success 50%", "held-out 61%", "1,234 tokens/s", "idle: learner 60%")
+    console = Console(file=io.StringIO(), width=width, force_terminal=True)
+    with bars(console) as progress:
+        steps = progress.add_task("training", total=100, completed=10, resumed_at=10, numbers="")
+        progress.update(steps, completed=12, numbers="  ".join(parts))
+        progress.add_task("step 12: evaluation, composition", total=250, numbers=DONE.line())
+    shown = io.StringIO()
+    Console(file=shown, width=width, force_terminal=True).print(progress.get_renderable())
+    training, evaluation = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue()).splitlines()
+    assert re.match(r"training +[━╸╺]+ +12/100 +ETA [0-9:]+", training)
+    assert re.match(r"step 12: evaluation, c\S+ ━+ +0/250 +ETA -:--", evaluation)
+    numbers = training.partition("ETA ")[2].split(" ", 1)[1].strip()
+    assert "  ".join(parts).startswith(numbers)
+    assert numbers == "" or numbers.split("  ")[-1] in parts
+    assert ("held-out 61%" in numbers) == (width == 140)
+
+
+def test_a_task_without_a_total_shows_its_time_and_a_slow_one_its_eta():
+    clock = iter([0.0, *[100.0] * 9])
+    with Progress(disable=True, get_time=lambda: next(clock)) as progress:
+        steps = progress.add_task("training", total=50, completed=10, resumed_at=10, numbers="")
+        progress.update(steps, completed=11)
+        assert format_eta(progress.tasks[0]) == "ETA 1:05:00"
+        endless = progress.add_task("step 1: training", total=None, numbers="")
+        assert format_eta(progress.tasks[endless]) == "0:00 elapsed"
+
+
+def test_warnings_and_log_messages_of_libraries_are_printed_above_the_bars(capfd):
+    logger = logging.getLogger("some_library")
+    logger.addHandler(logging.StreamHandler(sys.stderr))
+    silence_libraries()
+    file = io.StringIO()
+    with bars(Console(file=file, width=80, force_terminal=True)) as progress:
+        progress.add_task("training", total=2, numbers="")
+        logger.warning("the tokenizer is slow")
+        print("a dtype is deprecated", file=sys.stderr)  # as Python prints warnings
+    assert "the tokenizer is slow\n" in file.getvalue()
+    assert "a dtype is deprecated" in file.getvalue()
+    assert capfd.readouterr().err == ""
+
+
+class Terminal(io.StringIO):
+    """An error stream that is a terminal."""
+
+    def isatty(self):
+        return True
+
+
+def test_slow_starts_are_announced_on_a_terminal_only(monkeypatch):
+    terminal, pipe = Terminal(), io.StringIO()
+    for stream in (terminal, pipe):
+        monkeypatch.setattr("sys.stderr", stream)
+        announce("Building the world ...")
+    assert terminal.getvalue() == "Building the world ...\n"
+    assert pipe.getvalue() == ""

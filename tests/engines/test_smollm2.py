@@ -167,6 +167,6 @@ def test_it_is_evaluated_chatted_with_and_trained_by_the_same_commands(folder, t
     assert (run / "checkpoints" / "step-000002" / "adapter_model.safetensors").is_file()
     out = tmp_path / "eval"
     assert main(["eval", "search", "--model", str(folder), "--out", str(out), *words[:6]]) == 0
-    monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\n/quit\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\n/exit\n"))
     assert main(["chat", str(folder)]) == 0
     assert "[action]" in capsys.readouterr().out

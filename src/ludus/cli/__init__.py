@@ -1,5 +1,1 @@
 """The `ludus` command line."""
-
-from ludus.cli.main import main
-
-__all__ = ["main"]

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 from ludus import __version__
 from ludus.cli.arguments import split_settings
-from ludus.cli.signals import INTERRUPTED
+from ludus.cli.signals import INTERRUPTED, exit_on_interrupt
+from ludus.cli.ui.help_text import HelpFormatter
 from ludus.config.settings import is_section, list_settings, nearest, suggestion
 from ludus.errors import LudusError, UserError, did_you_mean, nearest_names
 from ludus.plugins import plugin_line
@@ -118,6 +119,7 @@ def _dispatch(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="ludus",
         description="Train tool-using LLM agents by reinforcement learning.",
+        formatter_class=HelpFormatter,
         epilog="Each command has --help with an example. Start with: ludus train search",
         allow_abbrev=False,
     )
@@ -170,13 +172,14 @@ def _check_options(unknown: Sequence[str], options: Sequence[str], command: str)
 
 def _add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], command: Command) -> list[str]:
     """Add the chosen command with its arguments and documentation; return the names of its options."""
-    module = importlib.import_module(command.module)
+    with exit_on_interrupt():
+        module = importlib.import_module(command.module)
     parser = subparsers.add_parser(
         command.name,
         help=command.summary,
         description=module.__doc__,
         epilog=f"example: {command.example}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     module.add_arguments(parser)

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from types import FrameType
 
 INTERRUPTED = 130
 """Exit code after an interrupt."""
@@ -45,6 +46,28 @@ def handle_interrupts(hint: str) -> Iterator[None]:
         signal.set_wakeup_fd(before)
         os.close(write_end)
         thread.join()
+
+
+@contextmanager
+def exit_on_interrupt() -> Iterator[None]:
+    """End the process on an interrupt in the block, with one line: for imports, before anything is written.
+
+    Does nothing outside the main thread, or if interrupts are handled or ignored already.
+    """
+    default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, _exit)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    _write_line("Interrupted.")
+    os._exit(INTERRUPTED)
 
 
 def _watch(read_end: int, hint: str) -> None:

@@ -430,6 +430,12 @@ class EngineChatSession:
         self._append(Segment("observation", tokens, self._turn - 1))
         return None
 
+    def fork(self, episode: str, seed: int) -> EngineChatSession:
+        """Return another dialogue that begins with the complete turns so far."""
+        other = replace(self, episode=episode, seed=seed)
+        other._segments, other._tokens, other._turn = list(self._segments), list(self._tokens), self._turn
+        return other
+
     def close(self) -> None:
         """Release the episode in the engine."""
         self.engine.release(self.episode)

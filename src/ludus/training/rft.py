@@ -142,7 +142,7 @@ class RftTrainer(EvaluatedTrainer):
         session = self.session
         sampling = SamplingPlan("evaluate", plan.temperature, plan.seed)
         scheduler = session_scheduler(session, self.engine, sampling, Ledger())
-        name = f"round {plan.step}: evaluation episodes, {plan.split}"
+        name = f"round {plan.step}: evaluation, {plan.split}"
         tasks = session.world.tasks(plan.split)
         self.reporter.phase(name, plan.episodes_of(tasks), self.engine)
         return await evaluate(scheduler, tasks, plan, self.reporter.episode)

@@ -9,8 +9,6 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
-from rich.table import Column
-
 from ludus.algorithms.advantages import ADVANTAGES
 from ludus.algorithms.algorithm import KL_OPTIONS, Algorithm, Option, Part, PartSpec
 from ludus.algorithms.corrections import CORRECTIONS
@@ -19,7 +17,8 @@ from ludus.algorithms.losses import LOSSES
 from ludus.algorithms.objective import AGGREGATIONS
 from ludus.algorithms.spec.resolve import PRESETS, resolve
 from ludus.cli.arguments import no_settings
-from ludus.cli.ui.terminal import make_console, make_table, print_line
+from ludus.cli.ui.fitted_table import TableColumn, make_table
+from ludus.cli.ui.terminal import make_console, print_text
 from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.config.toml import value_text
 
@@ -38,15 +37,16 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.name is not None:
         parts = [] if args.name in PRESETS else list(describe_part(args.name))
         for line in parts or describe(resolve(AlgorithmConfig(preset=args.name))):
-            print_line(console, line)
+            print_text(console, line)
         return 0
-    columns = ("in one line", "advantage", "loss", "mean over", "source")
+    details = (TableColumn("advantage", 1), TableColumn("loss", 2), TableColumn("mean over", 3))
+    columns = ("preset", TableColumn("in one line", wrap=True), *details, TableColumn("source", 4, wrap=True))
     presets = PRESETS.values()
     rows = ((one.name, one.summary, one.advantage, one.loss, one.aggregation, one.source) for one in presets)
-    console.print(make_table((Column("preset", no_wrap=True), *columns), rows))
+    console.print(make_table(columns, rows))
     for part, names in without_preset():
-        print_line(console, f"Without a preset, for --algorithm.{part}: {', '.join(names)}")
-    print_line(console, "Show one: ludus algorithms NAME     Train with it: --algorithm.preset NAME")
+        print_text(console, f"Without a preset, for --algorithm.{part}: {', '.join(names)}")
+    print_text(console, "Show one: ludus algorithms NAME     Train with it: --algorithm.preset NAME")
     return 0
 
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from ludus.algorithms.algorithm import Algorithm
 from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.cli.commands.rewards import find_tasks
-from ludus.cli.ui.terminal import make_table, print_line
+from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
+from ludus.cli.ui.terminal import print_line, print_text
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import RewardsConfig
 from ludus.envs.base import World
@@ -51,14 +51,14 @@ def print_calibration(console: Console, config: Config, files: Sequence[Path], t
     rounds = align(groups, found.rewards, algorithm)
     console.print(tier_table(found, rounds[0]))
     num = sum(won for _, won in attempts)
-    print_line(console, f"{num} of {len(attempts)} attempts succeeded. Reward = {found.scale:.3g} * correlation.")
+    print_text(console, f"{num} of {len(attempts)} attempts succeeded. Reward = {found.scale:.3g} * correlation.")
     if config.rewards.turns:
         misaligned = measure(groups, config.rewards.turns, algorithm).misaligned
         state = f"misaligned on these attempts: {', '.join(misaligned)}" if misaligned else "aligned on these attempts"
-        print_line(console, f"The rewards.turns of the run are {state}.")
+        print_text(console, f"The rewards.turns of the run are {state}.")
     print_rounds(console, rounds, algorithm)
     if not found.rewards:
-        print_line(console, "No event separates success from failure.")
+        print_text(console, "No event separates success from failure.")
 
 
 def recorded_groups(config: Config, world: World, files: Sequence[Path]) -> list[list[Episode]]:
@@ -102,7 +102,7 @@ def _verified(config: Config, world: World, episodes: Sequence[Episode]) -> list
     return asyncio.run(verified())
 
 
-def tier_table(found: EventRewards, first: Alignment) -> Table:
+def tier_table(found: EventRewards, first: Alignment) -> FittedTable:
     """Return a table of events with their counts, rewards, and the mean advantage of their turns."""
     columns = (found.found.in_success, found.found.in_failure, found.found.correlation, found.found.reward)
     rows = []
@@ -111,8 +111,9 @@ def tier_table(found: EventRewards, first: Alignment) -> Table:
         aligned = "no" if event in first.misaligned else "yes" if reward else ""
         numbers = (f"{won:.0%}", f"{lost:.0%}", f"{correlation:+.2f}", f"{reward:+.4f}")
         rows.append((event, count, *numbers, f"{first.advantages.get(event, 0.0):+.3f}", aligned))
-    names = ("event", "turns", "in successes", "in failures", "correlation", "reward", "advantage", "aligned")
-    return make_table(names, rows)
+    shares = (TableColumn("in successes", 2), TableColumn("in failures", 2), TableColumn("correlation", 1))
+    titles = ("event", TableColumn("turns", 1), *shares, "reward", TableColumn("advantage", 1), "aligned")
+    return make_table(titles, rows)
 
 
 def print_rounds(console: Console, rounds: Sequence[Alignment], algorithm: Algorithm) -> None:
@@ -121,11 +122,11 @@ def print_rounds(console: Console, rounds: Sequence[Alignment], algorithm: Algor
     for number, one in enumerate(rounds, start=1):
         if one.misaligned:
             events = f"with the advantage {algorithm.advantage}, {', '.join(one.misaligned)}"
-            print_line(console, f"Round {number}: {events} would get the opposite sign; the reward is removed.")
+            print_text(console, f"Round {number}: {events} would get the opposite sign; the reward is removed.")
             removed = True
     if rounds[-1].rewards:
-        print_line(console, f"All rewards below are aligned with the advantage {algorithm.advantage}.")
+        print_text(console, f"All rewards below are aligned with the advantage {algorithm.advantage}.")
     elif removed:
-        print_line(console, "No aligned reward remains.")
+        print_text(console, "No aligned reward remains.")
     for event, reward in rounds[-1].rewards.items():
         print_line(console, f"--rewards.turns.{event} {reward:.4g}")

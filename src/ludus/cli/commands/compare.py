@@ -13,11 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.table import Table
-
 from ludus.cli.arguments import no_settings
+from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.tables import format_sampling
-from ludus.cli.ui.terminal import make_console, make_table, print_line
+from ludus.cli.ui.terminal import make_console, print_line, print_text
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import Evaluation, load_evaluation
 from ludus.evaluation.stats import PairedDifference, paired_difference
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print_line(console, f"paired: {a.name} of A with {b.name} of B")
     console.print(comparison_table(pairs, differences))
     for text in dict.fromkeys(text for pair in pairs for text in differing_conditions(pair[0].result, pair[1].result)):
-        print_line(console, f"note: {text}", "yellow")
+        print_text(console, f"note: {text}", "yellow")
     return 0
 
 
@@ -127,9 +126,10 @@ def differing_conditions(a: Evaluation, b: Evaluation) -> list[str]:
     ]
 
 
-def comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDifference]) -> Table:
+def comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDifference]) -> FittedTable:
     """Return a table with one row per pair of evaluations."""
-    columns = ("split", "sampling", "tasks", "A", "B", "B - A", "detectable", "only A", "only B", "p (McNemar)")
+    details = (TableColumn("detectable", 4), TableColumn("only A", 3), TableColumn("only B", 3))
+    columns = ("split", "sampling", TableColumn("tasks", 2), "A", "B", "B - A", *details, TableColumn("p (McNemar)", 1))
     rows = []
     for (a, b), found in zip(pairs, differences, strict=True):
         low, high = found.interval.low, found.interval.high

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from ludus.cli.arguments import no_settings
-from ludus.cli.ui.terminal import make_console, print_line, silence_libraries
+from ludus.cli.ui.terminal import load_libraries, make_console, print_text
 from ludus.errors import LudusError
 from ludus.recipes import recipe_folder
 
@@ -49,13 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print each finding; return 1 if there are faults."""
     no_settings(overrides, "doctor")
-    silence_libraries()
+    load_libraries()
     console = make_console()
     faults = 0
     for finding in examine(args.folder, args.url, args.api):
         faults += finding.state == "fault"
-        print_line(console, f"{finding.state:5}  {finding.what}: {finding.text}", _STYLES[finding.state])
-    print_line(console, "No faults: ready to train." if not faults else f"Faults: {faults}.")
+        print_text(console, f"{finding.state:5}  {finding.what}: {finding.text}", _STYLES[finding.state])
+    print_text(console, "No faults: ready to train." if not faults else f"Faults: {faults}.")
     return 1 if faults else 0
 
 

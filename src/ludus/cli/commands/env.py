@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from rich.console import Console
-from rich.table import Column, Table
 
 from ludus.cli.arguments import no_settings
-from ludus.cli.ui.terminal import PhaseBar, bars, make_console, make_table, print_line
-from ludus.cli.ui.transcripts import message_text, print_transcript
+from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
+from ludus.cli.ui.terminal import PhaseBar, announce, bars, make_console, print_text
+from ludus.cli.ui.transcripts import describe_tool, message_text, print_transcript
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.envs.base import World
@@ -64,6 +64,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.tasks < 1:
         raise UserError(f"--tasks is {args.tasks}.", "Give 1 or more.")
     config = config_of(args.name, overrides)
+    announce(f"Building the world {config.env.name} and its tasks ...")
     world = build_world(config.env, config.rollout, config.sandbox)
     if args.act != "prepare":
         check_sandbox(config.sandbox, world)
@@ -84,8 +85,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def process_world(args: argparse.Namespace, console: Console, world: World, config: Config) -> None:
     """Show, check or prepare one world with its own settings. Raises UserError if its check fails."""
     if args.act == "prepare":
-        world.prepare(lambda text: print_line(console, text))
-        print_line(console, f"The world {world.name!r} is ready.")
+        world.prepare(lambda text: print_text(console, text))
+        print_text(console, f"The world {world.name!r} is ready.")
         return
     num = args.tasks if args.act == "check" else 1
     limits, scoring = episode_limits(config.rollout), ProcessRewardExecutor.of(config)
@@ -103,11 +104,11 @@ def process_world(args: argparse.Namespace, console: Console, world: World, conf
     print_difficulty(console, world)
     if report.shaped:
         most = ", ".join(f"{name} {value:g}" for name, value in report.shaped.items())
-        print_line(console, f"Largest shaping rewards of agents that do not attempt the task: {most}.")
+        print_text(console, f"Largest shaping rewards of agents that do not attempt the task: {most}.")
     if problems := [*report.problems, *problems_in(rows)]:
         text = f"The world {world.name!r} failed its check. {' '.join(problems)}"
         raise UserError(text, "docs/extend/environment.md describes each agent.")
-    print_line(console, f"The world {world.name!r} rewards no agent that does not solve its tasks.")
+    print_text(console, f"The world {world.name!r} rewards no agent that does not solve its tasks.")
 
 
 def config_of(name: str, overrides: Sequence[str]) -> Config:
@@ -122,7 +123,7 @@ def print_settings(console: Console, name: str, config: Config) -> None:
     if config.env.settings:
         origin = f" of {name} and the command line" if is_recipe(name) else ""
         text = ", ".join(f"{key} = {value!r}" for key, value in config.env.settings.items())
-        print_line(console, f"Settings{origin}: {text}")
+        print_text(console, f"Settings{origin}: {text}")
 
 
 def is_recipe(name: str) -> bool:
@@ -130,16 +131,17 @@ def is_recipe(name: str) -> bool:
     return name.endswith(".toml") or any(name == recipe.name for recipe in list_recipes())
 
 
-def worlds_table() -> Table:
+def worlds_table() -> FittedTable:
     """Return a table of the registered worlds and their recipes."""
     recipes = {load_config(recipe.config).env.name: recipe.name for recipe in list_recipes()}
     rows = ((name, recipes.get(name), factory) for name, factory in sorted(WORLDS.items()))
-    return make_table([Column(name, no_wrap=True) for name in ("world", "recipe", "factory")], rows)
+    return make_table(("world", "recipe", TableColumn("factory", rank=1)), rows)
 
 
-def agents_table(report: CheckReport) -> Table:
+def agents_table(report: CheckReport) -> FittedTable:
     """Return a table of the rewards of each agent."""
-    columns = ("agent", "mean reward", "max shaping", "success", "tasks", "no-op tasks", "verdict")
+    numbers = (TableColumn("mean reward", 2), TableColumn("max shaping", 3), "success", TableColumn("tasks", 1))
+    columns = ("agent", *numbers, TableColumn("no-op tasks", 4), TableColumn("verdict", wrap=True))
     title = f"{report.world.name}: rewards of scripted agents, with 95 % intervals"
     return make_table(columns, map(_cells, report.rows), title)
 
@@ -161,10 +163,10 @@ def _cells(row: AuditRow) -> tuple[str, ...]:
     return row.agent.name, *rewards, success, str(len(row.counted)), excused, verdict
 
 
-def scorecard_table(rows: Sequence[ScorecardVerdict]) -> Table:
+def scorecard_table(rows: Sequence[ScorecardVerdict]) -> FittedTable:
     """Return a table of the verifier report, with a verdict per row."""
     cells = ((row.name, row.found, f"{row.mark}: {row.why}" if row.why else row.mark) for row in rows)
-    return make_table(("property", "found", "verdict"), cells, "Verifier")
+    return make_table(("property", *(TableColumn(name, wrap=True) for name in ("found", "verdict"))), cells, "Verifier")
 
 
 def show(console: Console, report: CheckReport, config: Config, scoring: ProcessRewardExecutor) -> None:
@@ -174,26 +176,25 @@ def show(console: Console, report: CheckReport, config: Config, scoring: Process
     """
     world, task, added = report.world, report.tasks[0], added_parts(config.rewards)
     check_task_fits(config.rewards.extra, task, len(world.environment(task).tools))
-    print_line(console, f"World: {world.name}")
+    print_text(console, f"World: {world.name}")
     for split in world.splits:
-        print_line(console, f"  split {split}: {len(world.tasks(split)):,} tasks")
+        print_text(console, f"  split {split}: {len(world.tasks(split)):,} tasks")
     for tool in world.environment(task).tools:
-        parameters = tool.schema["function"]["parameters"]
-        print_line(console, f"  tool {tool.name}({', '.join(parameters['properties'])}): {tool.description}")
+        print_text(console, f"  tool {describe_tool(tool)}")
     for reward in (*world.rewards, *added):
         kind = "outcome" if reward.outcome else "shaping" if reward.weight else "reported"
         where = ", only in evaluations" if config.rewards.preset and reward in world.rewards else ""
-        print_line(console, f"  reward {reward.name}: weight {reward.weight:g}, {kind}{where}")
-    print_line(console, f"  cold start: {_cold_start(world)}")
-    print_line(console, f"\nTask {task.id}   {'  '.join(f'{name} {tag}' for name, tag in task.tags.items())}")
+        print_text(console, f"  reward {reward.name}: weight {reward.weight:g}, {kind}{where}")
+    print_text(console, f"  cold start: {_cold_start(world)}")
+    print_text(console, f"\nTask {task.id}   {'  '.join(f'{name} {tag}' for name, tag in task.tags.items())}")
     solver_kinds = (AgentKind.ORACLE, AgentKind.SHOWN)
     solver = next((row for row in report.rows if row.agent.kind in solver_kinds and row.plays), None)
     if solver is None or solver.plays[0].trajectory is None:
         for message in task.prompt:
-            print_line(console, f"[{message['role']}] {message_text(message)}")
-        print_line(console, "The world provides no solution of this task.")
+            print_text(console, f"[{message['role']}] {message_text(message)}")
+        print_text(console, "The world provides no solution of this task.")
         return
-    print_line(console, f"An episode of the agent {solver.agent.name}:\n")
+    print_text(console, f"An episode of the agent {solver.agent.name}:\n")
     print_transcript(console, as_trained(world, task, solver.plays[0].trajectory, config, scoring))
 
 
@@ -212,10 +213,10 @@ def print_difficulty(console: Console, world: World) -> None:
     """Print the number of distinct tasks in the world, and the success of its baselines."""
     found = world.difficulty_report()
     if not found:
-        print_line(console, "\nThe world has no difficulty report for these tasks.")
+        print_text(console, "\nThe world has no difficulty report for these tasks.")
         return
-    print_line(console, "\nDistinct tasks (solutions without names and numbers) and baselines:")
-    print_line(console, found)
+    print_text(console, "\nDistinct tasks (solutions without names and numbers) and baselines:")
+    print_text(console, found)
 
 
 def _cold_start(world: World) -> str:

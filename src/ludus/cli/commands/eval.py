@@ -24,7 +24,7 @@ from rich.console import Console
 
 from ludus.cli.arguments import model_settings, policy_config, recipe_config
 from ludus.cli.ui.tables import EvaluatedEpisodes, format_sampling, format_temperature, print_evaluations
-from ludus.cli.ui.terminal import bars, make_console, print_line
+from ludus.cli.ui.terminal import announce, bars, load_libraries, make_console, print_line, print_text
 from ludus.config.schema import Config
 from ludus.envs.base import World
 from ludus.envs.registry import build_world, check_sandbox, closing
@@ -66,15 +66,16 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     check_arguments(args)
     shortcuts = ["--env.settings.access", f'"{args.baseline}"'] if args.baseline else []  # quoted: a bare none unsets
     config = evaluation_config(args, [*shortcuts, *overrides])
+    announce(f"Building the world {config.env.name} and its tasks ...")
     world = check_world(config, args.baseline)
     console = make_console()
     evaluated, saved = asyncio.run(_evaluate(args, config, world, console))
     print_evaluations(console, evaluated, [part.name for part in world.rewards if part.outcome])
     for notice in evaluated[-1].result.notices:
-        print_line(console, notice, "yellow")
+        print_text(console, notice, "yellow")
     reproducible = config.rollout.reproducible and not args.endpoint
     for one in saved:
-        print_line(console, verdict_line(one, reproducible), "yellow" if one.verdict == "differs" else "")
+        print_text(console, verdict_line(one, reproducible), "yellow" if one.verdict == "differs" else "")
     print_line(console, f"Results: {saved[0].path.parent}")
     return int(reproducible and any(one.verdict == "differs" for one in saved))
 
@@ -143,7 +144,7 @@ async def _evaluate(
     backend = await make_backend(args, config, world)
     try:
         folder = result_folder(args, config)
-        print_line(console, headline(args, config, backend))
+        print_text(console, headline(args, config, backend))
         async with closing(world):
             for plan in plans(config, backend.step, policy_name(args)):
                 result, episodes = await run_plan(backend, plan, console)
@@ -222,6 +223,7 @@ async def make_backend(args: argparse.Namespace, config: Config, world: World) -
         key = read_api_key(args.api_key_file) if args.api_key_file else ""
         settings = OpenAIClientSettings(args.endpoint, args.model, key, concurrency=config.rollout.concurrency)
         return endpoint_backend(config, world, settings)
+    load_libraries()
     from ludus.cli.ui.load_run import open_weights
 
     run = RunFolder(args.run) if args.run is not None else None
@@ -254,10 +256,10 @@ async def run_plan(backend: EvalBackend, plan: EvaluationPlan, console: Console)
     """Run one evaluation with a progress bar."""
     episode_scheduler = backend.scheduler(SamplingPlan("evaluate", plan.temperature, plan.seed))
     with bars(console) as progress:
-        name = f"episodes of {plan.split}, {format_sampling(plan)}"
+        name = f"evaluation, {plan.split}, {format_sampling(plan)}"
         tasks = backend.world.tasks(plan.split)
         if warning := short_split(backend.world, plan.split, plan.num_tasks):
-            print_line(console, warning)
+            print_text(console, warning)
         task = progress.add_task(name, total=plan.episodes_of(tasks), numbers="")
         return await evaluate(episode_scheduler, tasks, plan, lambda _: progress.advance(task))
 

@@ -16,10 +16,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from rich.table import Column, Table
-
 from ludus.cli.arguments import check_run, no_settings
-from ludus.cli.ui.terminal import make_console, make_table, print_line
+from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
+from ludus.cli.ui.terminal import make_console, print_line, print_text
 from ludus.errors import UserError
 from ludus.simulator.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
 from ludus.simulator.fit import estimate, fit, layout_of, run_config
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     for line in cost_lines(costs):
         print_line(console, f"  {line}")
     for warning in warnings:
-        print_line(console, f"Warning: {warning}")
+        print_text(console, f"Warning: {warning}")
     runs = [simulate(costs, one) for one in layouts(args, layout)]
     console.print(plan_table(costs, runs))
     return 0
@@ -143,10 +142,11 @@ def cost_lines(costs: Costs) -> list[str]:
     ]
 
 
-def plan_table(costs: Costs, runs: Sequence[SimRun]) -> Table:
+def plan_table(costs: Costs, runs: Sequence[SimRun]) -> FittedTable:
     """Return a table with a row per layout: the results of the simulation, and the bound of the step time."""
-    numbers = ("step, s", "episodes/s", "learner idle", "engines idle", "in flight", "mean age", "oldest", "bound, s")
-    right = [Column(name, justify="right") for name in ("engines", *numbers)]
+    ranks = {"learner idle": 1, "engines idle": 1, "bound, s": 2, "in flight": 3, "mean age": 4, "oldest": 4}
+    names = ("step, s", "episodes/s", "learner idle", "engines idle", "in flight", "mean age", "oldest", "bound, s")
+    engines, *numbers = (TableColumn(name, ranks.get(name, 0), right=True) for name in ("engines", *names))
     rows = []
     for one in runs:
         bound = estimate(costs, one.layout)
@@ -154,4 +154,4 @@ def plan_table(costs: Costs, runs: Sequence[SimRun]) -> Table:
         idle = (f"{one.learner_idle:.0%}", f"{one.engine_idle:.0%}", f"{one.middle[-1].in_flight:,}")
         rows.append((*speed, *idle, f"{one.age:.1f}", one.oldest, f"{bound.step_s:.3g}", bound.bottleneck))
     title = "Simulated: means over the middle of each run"
-    return make_table((right[0], "mode", *right[1:], "bottleneck"), rows, title)
+    return make_table((engines, "mode", *numbers, TableColumn("bottleneck", 2)), rows, title)

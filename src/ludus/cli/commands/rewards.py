@@ -25,11 +25,10 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from ludus.cli.arguments import run_config
 from ludus.cli.commands.show import add_record_filters, find_rollouts, record_filter
-from ludus.cli.ui.terminal import make_console, make_table, print_line
+from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
+from ludus.cli.ui.terminal import announce, load_libraries, make_console, print_text
 from ludus.config.load import config_from_toml, load_config
 from ludus.config.schema import Config
 from ludus.config.toml import to_toml
@@ -73,11 +72,13 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     folder = RunFolder(args.run)
     saved = run_config(folder, ())
     if args.action == "calibrate":
+        load_libraries()
         from ludus.cli.commands.calibrate import print_calibration
 
         print_calibration(make_console(), saved, chosen_files(args, folder), args.threshold)
         return 0
     config = other_config(saved, args.config, overrides)
+    announce("Scoring the saved rollouts ...")
     print_replay(rescore(saved, config, chosen_files(args, folder), record_filter(args, config)), args.episodes)
     return 0
 
@@ -263,7 +264,7 @@ def print_replay(replay: Replay, num: int) -> None:
     """Print the changes of a replay, with the `num` largest ones."""
     console = make_console()
     for text in summary(replay):
-        print_line(console, text)
+        print_text(console, text)
     if replay.rescored:
         console.print(parts_table(replay))
         console.print(files_table(replay))
@@ -290,7 +291,7 @@ def summary(replay: Replay) -> list[str]:
     return words
 
 
-def parts_table(replay: Replay) -> Table:
+def parts_table(replay: Replay) -> FittedTable:
     """Return a table with the mean of the reward and of each part, before and now, and the number of changes.
 
     A part that is new or missing has changed. A missing part counts as 0 in the mean, as it does in the sum.
@@ -315,7 +316,7 @@ def _means(pairs: Sequence[tuple[float | None, float | None]]) -> list[str]:
     return ["none" if mean is None else f"{mean:.4f}" for mean in means]
 
 
-def files_table(replay: Replay) -> Table:
+def files_table(replay: Replay) -> FittedTable:
     """Return a table of reward and success, before and now, by step or evaluation and by split."""
     rows: list[tuple[object, ...]] = []
     for (file, split), members in groupby(replay.rescored, key=lambda o: (o.file, o.now.tags.get("split"))):
@@ -324,8 +325,9 @@ def files_table(replay: Replay) -> Table:
         solved = (_mean(one.was_solved for one in found), _mean(one.is_solved for one in found))
         numbers = (f"{number:.4f}" for number in (*rewards, *solved))
         rows.append((file, split, len(found), *numbers, sum(one.was_solved != one.is_solved for one in found)))
-    columns = ("split", "rollouts", "reward as saved", "reward now", "success as saved", "now", "success changed")
-    return make_table(("file", *columns), rows, "By step or evaluation")
+    shown = (TableColumn("rollouts", 1), TableColumn("reward as saved", 2), TableColumn("reward now", 2))
+    columns = ("file", "split", *shown, "success as saved", "success now", TableColumn("success changed", 1))
+    return make_table(columns, rows, "By step or evaluation")
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -333,7 +335,7 @@ def _mean(values: Iterable[float]) -> float:
     return sum(found) / len(found)
 
 
-def changes_table(replay: Replay, num: int) -> Table:
+def changes_table(replay: Replay, num: int) -> FittedTable:
     """Return a table of the `num` rollouts whose reward changed most."""
     changed = [one for one in replay.rescored if one.changed]
     changed.sort(key=lambda one: -abs(one.now.reward - one.record.trajectory.reward))
@@ -343,5 +345,6 @@ def changes_table(replay: Replay, num: int) -> Table:
         before = one.record.trajectory
         row = (one.record.step, one.record.group, before.sample, answer)
         rows.append((*row, f"{before.reward:g}", f"{one.now.reward:g}"))
-    columns = ("step", "task", "sample", "answer", "reward as saved", "reward now")
+    text = TableColumn("answer", wrap=True)
+    columns = (TableColumn("step", 1), "task", TableColumn("sample", 1), text, "reward as saved", "reward now")
     return make_table(columns, rows, "Largest changes of the reward")

@@ -21,9 +21,10 @@ from rich.console import Console
 from ludus.chat.render import Tokenizer
 from ludus.cli.arguments import no_settings, run_config
 from ludus.cli.ui import run_summary as summary
+from ludus.cli.ui.fitted_table import TableColumn, make_table
 from ludus.cli.ui.run_summary import curve_table, find_curves, mean_timings, sparkline
 from ludus.cli.ui.tables import format_sampling, format_success
-from ludus.cli.ui.terminal import make_console, make_table, print_line, silence_libraries
+from ludus.cli.ui.terminal import load_libraries, make_console, print_line, print_text
 from ludus.cli.ui.transcripts import print_record
 from ludus.config.schema import Config
 from ludus.diagnostics.trackers import METRICS_FILE, MetricsRow, read_metrics
@@ -80,12 +81,12 @@ def print_overview(folder: RunFolder, config: Config, console: Console) -> None:
     print_line(console, f"{folder.path}: world {config.env.name}, {method}")
     print_cold_start(folder, console)
     curves = find_curves([*rows, *timings])
-    console.print(curve_table(curves) if curves else "No step has finished yet.")
+    console.print(curve_table(curves, console.width) if curves else "No step has finished yet.")
     means = mean_timings(timings)
     for text in filter(None, [summary.format_ledger(rows), summary.explain_loss(rows), summary.format_times(means)]):
-        print_line(console, text)
+        print_text(console, text)
     for text in filter(None, [*summary.format_alarms(rows), scoring_hint(means, config)]):
-        print_line(console, f"! {text}", "yellow")
+        print_text(console, f"! {text}", "yellow")
     print_evaluations(folder, console)
 
 
@@ -124,7 +125,8 @@ def print_evaluations(folder: RunFolder, console: Console) -> None:
         result = load_evaluation(file)
         plan, number = result.plan, len(result.task_ids)
         rows.append((file.stem, plan.step, plan.split, format_sampling(plan), number, format_success(result)))
-    columns = ("name", "step", "split", "sampling", "tasks", "success")
+    details = (TableColumn("step", 3), TableColumn("split", 2), TableColumn("sampling", 2), TableColumn("tasks", 1))
+    columns = ("name", *details, "success")
     console.print(make_table(columns, rows, "Evaluations, with 95 % intervals"))
 
 
@@ -178,13 +180,13 @@ def record_filter(args: argparse.Namespace, config: Config) -> Callable[[Rollout
 
 def find_tokenizer(folder: RunFolder, console: Console) -> Tokenizer | None:
     """Return the tokenizer of the newest checkpoint; print a warning and return None if there is none."""
+    load_libraries()
     from ludus.engines.models.loading import load_tokenizer
     from ludus.training.run.checkpoint import list_checkpoints
 
     found = list_checkpoints(folder.checkpoints)
     if not found:
-        print_line(console, "The run has no checkpoint and thus no tokenizer: printing messages.", "yellow")
+        print_text(console, "The run has no checkpoint and thus no tokenizer: printing messages.", "yellow")
         return None
-    silence_libraries()
     tokenizer: Tokenizer = load_tokenizer(str(found[-1][1]))
     return tokenizer

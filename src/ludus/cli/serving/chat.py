@@ -2,27 +2,33 @@
 
 RUN_OR_MODEL is a run folder (its newest checkpoint, in the run's own world), a model folder or a model name; for a
 model, --world names the recipe or world. Settings follow as --section.key value, for example --rollout.max_turns 10.
-Follow-up questions continue the dialogue.
+Follow-up questions continue the dialogue. Long tool results are shortened on the screen, not for the model.
 
-    /new    start a new dialogue
-    /quit   quit (or enter an empty line)
+    /help    list these commands
+    /tools   list the tools of the model
+    /retry   answer the last question again, at temperature 1 if --temperature is 0
+    /new     start a new dialogue
+    /exit    quit (or enter an empty line)
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import re
 import sys
+import textwrap
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from rich.console import Console
 
 from ludus.cli.arguments import model_settings, policy_config
-from ludus.cli.ui.terminal import make_console, print_line
-from ludus.cli.ui.transcripts import calls, outcome_text
+from ludus.cli.ui.help_text import fill_columns
+from ludus.cli.ui.terminal import load_libraries, make_console, print_line, print_text
+from ludus.cli.ui.transcripts import calls, describe_tool, outcome_text, shorten
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.envs.base import Environment
@@ -30,6 +36,7 @@ from ludus.envs.tool_env import describe_error
 from ludus.errors import LudusError, UserError, WorldError
 from ludus.rollouts.episode import EngineChatSession
 from ludus.rollouts.scheduler import sampling_params
+from ludus.tools.base import Tool
 from ludus.training.run.run_dir import RunFolder
 from ludus.types import Action, Message, StopReason, Task
 
@@ -67,18 +74,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Chat until /quit or the end of the input."""
-    from ludus.cli.ui.load_run import open_weights
-
+    """Chat until /exit or the end of the input."""
     if not 0 <= args.temperature < float("inf"):
         raise UserError(f"--temperature is {args.temperature:g}.", "Use 0 (greedy) or a positive number.")
     folder, config = target_config(args.target, args.world, overrides)
+    load_libraries()
+    from ludus.cli.ui.load_run import open_weights
+
     console = make_console()
     with asyncio.Runner() as runner:
         opened = runner.run(open_weights(config, folder))
         try:
             where = f"step {opened.step} of {args.target}" if folder else args.target
-            print_line(console, f"{where}, in the world {opened.session.world.name}. /new starts over, /quit quits.")
+            print_line(console, f"{where}, in the world {opened.session.world.name}. /help lists the commands.")
             chat(ChatRepl(opened, args.temperature), console, runner)
         finally:
             runner.run(opened.close())
@@ -110,24 +118,43 @@ def _is_path(target: str) -> bool:
 
 
 def chat(repl: ChatRepl, console: Console, runner: asyncio.Runner) -> None:
-    """Answer questions until an empty line, /quit or the end of the input."""
+    """Answer questions until an empty line, /exit or the end of the input."""
 
     def show(part: ReplyPart) -> None:
-        print_line(console, f"[{part.kind}] {part.text}", STYLES[part.kind])
+        text = f"[{part.kind}] {part.text}"
+        print_text(console, shorten(text, console.width) if part.kind == "tool" else text, STYLES[part.kind])
 
     interactive = sys.stdin.isatty()
     for question in iter(_read_line if interactive else lambda: sys.stdin.readline().strip(), ""):
-        if question == "/quit":
+        if question == "/exit":
             return
-        if question == "/new":
-            repl.restart()
-            print_line(console, "A new dialogue.", STYLES["end"])
-            continue
-        if repl.is_new:
-            console.rule("new dialogue")
-        if not interactive:
-            print_line(console, f"[you] {question}")
-        runner.run(repl.send(question, show))
+        if question == "/retry" and repl.last_question:
+            print_line(console, f"[you] {repl.last_question}")
+            runner.run(repl.retry(show))
+        elif re.fullmatch("/[a-z]*", question):
+            for line in command_lines(question, repl):
+                print_line(console, fill_columns(line, console.width), STYLES["end"])
+        else:
+            if repl.is_new:
+                console.rule("new dialogue")
+            if not interactive:
+                print_line(console, f"[you] {question}")
+            runner.run(repl.send(question, show))
+
+
+def command_lines(command: str, repl: ChatRepl) -> list[str]:
+    """Run a command that needs no model; return the lines to print."""
+    if command == "/new":
+        repl.restart()
+        repl.last_question = ""
+        return ["A new dialogue."]
+    if command == "/help":
+        return textwrap.dedent((__doc__ or "").split("\n\n")[-1].rstrip()).split("\n")
+    if command == "/tools":
+        return [describe_tool(tool) for tool in repl.tools] or ["The world has no tools."]
+    if command == "/retry":
+        return ["No question has been answered yet."]
+    return [f"Unknown command {command}. /help lists the commands."]
 
 
 def _read_line() -> str:
@@ -159,14 +186,23 @@ class ChatRepl:
 
     loaded: LoadedRun
     temperature: float
+    last_question: str = field(init=False, default="")
     _number: int = field(init=False, default=0)
     _session: EngineChatSession | None = field(init=False, default=None)
     _pending: list[Message] = field(init=False, default_factory=list)
+    _before: tuple[EngineChatSession | None, list[Message]] = field(init=False, default=(None, []))
+    """The dialogue before the last question."""
 
     @property
     def is_new(self) -> bool:
         """Whether the next question starts a dialogue."""
         return self._session is None
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """The tools of the model."""
+        world = self.loaded.session.world
+        return world.environment(Task("chat", tuple(world.opening("")), None)).tools
 
     def restart(self) -> None:
         """Discard the dialogue; the next question starts a new one."""
@@ -175,14 +211,25 @@ class ChatRepl:
         self._session = None
         self._pending = []
 
-    async def send(self, question: str, on_part: OnPart) -> None:
+    async def retry(self, on_part: OnPart) -> None:
+        """Answer the last question again, sampled: at temperature 1 if the chat is greedy. Raises as `send`."""
+        session, pending = self._before
+        self.restart()
+        self._session, self._pending = session, pending
+        await self.send(self.last_question, on_part, self.temperature or 1.0)
+
+    async def send(self, question: str, on_part: OnPart, temperature: float | None = None) -> None:
         """Run turns until the answer. Raises EngineError and WorldError."""
+        self._number += 1
+        self.last_question, self._before = question, (self._fork(), self._pending)
         world = self.loaded.session.world
         task = Task("chat", tuple(world.opening(question)), None)
         environment = world.environment(task)
         try:
             messages = await _call_environment("start", environment.start(task))
             session, stop = self._open(messages, environment)
+            warmth = self.temperature if temperature is None else temperature
+            session.params = replace(session.params, temperature=warmth)
             stop = stop or await self._run_turns(session, environment, on_part)
         finally:
             await _call_environment("close", environment.close())
@@ -190,6 +237,12 @@ class ChatRepl:
             on_part(ReplyPart("end", _STOP_TEXTS[stop]))
         if stop in _FINAL:
             self.restart()
+
+    def _fork(self) -> EngineChatSession | None:
+        """Return a copy of the dialogue with another seed, or None if it is new."""
+        if self._session is None:
+            return None
+        return self._session.fork(f"chat/{self._number}", self.loaded.session.config.run.seed + self._number)
 
     def _open(
         self, messages: Sequence[Message], environment: Environment
@@ -199,7 +252,6 @@ class ChatRepl:
             shown = [message for message in messages if message["role"] != "system"]
             pending, self._pending = self._pending, []
             return self._session, self._session.observe([*pending, *shown])
-        self._number += 1
         session = self.loaded.session
         rollout = session.config.rollout
         self._session = EngineChatSession(

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ludus.cli.arguments import check_run, no_settings
-from ludus.cli.ui.terminal import make_console, make_table, print_line
+from ludus.cli.ui.fitted_table import make_table
+from ludus.cli.ui.terminal import make_console, print_line
 from ludus.errors import UserError
 from ludus.training.run.run_dir import RunFolder
 

@@ -30,7 +30,7 @@ _REMOTE_BACKENDS = ("remote", *SERVICES)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("act", choices=("check", "serve"), help="check the backend, or serve it")
-    parser.add_argument("--backend", default="namespaces", choices=BACKENDS)
+    parser.add_argument("--backend", default="namespaces", choices=BACKENDS, metavar="NAME", help=", ".join(BACKENDS))
     parser.add_argument("--url", default="", help="check: address of remote, sandbox_fusion or piston")
     parser.add_argument("--image", default=SandboxSettings().image, help="docker and podman: the image")
     parser.add_argument("--runtime", default="", help="docker and podman: the runtime, runsc for gVisor")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ludus.chat.render import TemplateRenderer
 from ludus.cli.arguments import policy_config
-from ludus.cli.ui.terminal import make_console, print_line, silence_libraries
+from ludus.cli.ui.terminal import load_libraries, make_console, print_line
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.engines.control_tokens import publish_token, token_of
@@ -54,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Serve until interrupted."""
+    load_libraries()
     with needs_serve_extra():
         from ludus.gateway.app import make_app
         from ludus.gateway.endpoints import error_response
@@ -61,7 +62,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from ludus.training.run.session import default_threads, set_up_compute
 
     default_threads()
-    silence_libraries()
     config = _config(args.target, overrides)
     set_up_compute(config)
     step, service, model = _service(args, config)

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.cli.arguments import recipe_config, run_config
 from ludus.cli.commands.config import check_plugins, check_rewards
-from ludus.cli.commands.env import AuditBar
 from ludus.cli.training.training_command import TrainingStage, print_run_done, resumed_folder
-from ludus.cli.ui.terminal import bars, make_console, silence_libraries
+from ludus.cli.ui.terminal import bars, load_libraries, make_console
 from ludus.config.environment import launched_rank
 from ludus.config.schema import Config
 from ludus.training.run.run_dir import RunFolder
@@ -25,11 +24,14 @@ def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
     """Check the configuration and load the model, unless the run has to create it."""
     check_plugins(config)
     check_rewards(config, algorithm_of(config))  # before torch is imported, which takes seconds
+    from ludus.cli.commands.env import AuditBar
     from ludus.cli.ui import progress
     from ludus.training.rl.validate import open_validated_session
 
     with bars(make_console(), transient=True) as console:
-        session = open_validated_session(config, AuditBar(console))
+        watch = AuditBar(console)
+        watch.phase("loading the model", None)
+        session = open_validated_session(config, watch)
     return lambda folder: progress.train(config, folder, session)
 
 
@@ -55,10 +57,10 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         overrides = ["--cluster.kind", args.cluster, *overrides]
     if not launched_rank():
         return STAGE.run(args, overrides)
+    load_libraries()
     from ludus.engines.models.loading import resolve_device
     from ludus.training.rl.rank_worker import run_rank
 
-    silence_libraries()
     if args.resume is not None:
         from ludus.training.resume import is_complete
 

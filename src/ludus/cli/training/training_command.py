@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ludus.cli.arguments import check_run, model_settings, recipe_config, recipe_stem, run_config
 from ludus.cli.signals import handle_interrupts
-from ludus.cli.ui.terminal import make_console, print_line, silence_libraries
+from ludus.cli.ui.terminal import load_libraries, make_console, print_line
 from ludus.config.pipeline import StageKind
 from ludus.config.schema import Config
 from ludus.errors import LudusError, UserError
@@ -67,9 +67,9 @@ class TrainingStage:
 
     def start(self, config: Config, name: str, recipe: str | None) -> None:
         """Prepare the training and run it in a new folder."""
+        load_libraries()
         from ludus.training.learner.learner import explain_out_of_memory
 
-        silence_libraries()
         train = self.prepare(config, True)
         folder = new_run(config, name, self.kind, recipe)
         with lock_run(folder), resume_hint(folder, new=True), explain_out_of_memory():
@@ -77,10 +77,10 @@ class TrainingStage:
 
     def resume(self, folder: RunFolder, overrides: Sequence[str]) -> int:
         """Resume a run, unless it is complete."""
+        load_libraries()
         from ludus.training.learner.learner import explain_out_of_memory
         from ludus.training.resume import check_kind, check_resume, describe_resume, is_complete
 
-        silence_libraries()
         check_kind(folder, self.kind)
         with lock_run(folder):
             config = run_config(folder, overrides)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
+from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.tables import format_sampling, format_success
-from ludus.cli.ui.terminal import PhaseBar, bars, make_console, make_table, print_line
+from ludus.cli.ui.terminal import PhaseBar, announce, bars, make_console, print_line, print_text
 from ludus.cli.ui.transcripts import print_transcript
 from ludus.cluster.control import controlled
 from ludus.config.load import load_config
@@ -80,7 +80,7 @@ class ProgressReporter(EpisodeBar):
 
     def __init__(self, progress: Progress, steps: int, done: int = 0) -> None:
         super().__init__(progress)
-        self._steps = progress.add_task("training", total=steps, completed=done, numbers="")
+        self._steps = progress.add_task("training", total=steps, completed=done, resumed_at=done, numbers="")
         self._held_out = ""
 
     def step(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
@@ -97,7 +97,7 @@ class ProgressReporter(EpisodeBar):
 
     def alarm(self, text: str) -> None:
         """Print a warning above the bars."""
-        print_line(self._progress.console, f"! {text}", "yellow")
+        print_text(self._progress.console, f"! {text}", "yellow")
 
 
 SLOW_S = 0.1
@@ -139,7 +139,7 @@ def print_results(console: Console, folder: RunFolder, config: Config, compariso
         console.print(worlds_table(comparisons))
     conditions = [(pair.before.plan.conditions, pair.after.plan.conditions) for pair in comparisons if pair.before]
     if any(before not in (None, after) for before, after in conditions):
-        print_line(console, "! The rollout settings of the evaluations before and after training differ.", "yellow")
+        print_text(console, "! The rollout settings of the evaluations before and after training differ.", "yellow")
     print_examples(console, folder, comparisons)
     print_commands(console, folder, config)
 
@@ -199,16 +199,18 @@ def cold_start(config: Config, folder: RunFolder, console: Console) -> Path:
     if found and found[-1][0] >= config.sft.steps:
         return found[-1][1]
     settings = config.run.model_copy(update={"trackers": ["jsonl"]})
-    return fine_tune(SftTraining(make_session(config.model_copy(update={"run": settings})), nested), console)
+    announce("Creating the tokenizer, the model and the demonstrations of the cold start ...")
+    tuning = SftTraining(make_session(config.model_copy(update={"run": settings})), nested)
+    return fine_tune(tuning, console, "cold start")
 
 
-def fine_tune(tuning: SftTraining, console: Console) -> Path:
+def fine_tune(tuning: SftTraining, console: Console, title: str = "fine-tuning") -> Path:
     """Run the SFT loop with a progress bar."""
     config, skipped = tuning.session.config, 0
     for text in filter(None, [*sft_warnings(tuning.session), busy_warning(config)]):
         log.warning(text)
-        print_line(console, f"! {text}", "yellow")
-    with step_bar(console, "fine-tuning", tuning.folder, config, (tuning.done, config.sft.steps)) as (show, trackers):
+        print_text(console, f"! {text}", "yellow")
+    with step_bar(console, title, tuning.folder, config, (tuning.done, config.sft.steps)) as (show, trackers):
 
         def on_step(step: int, metrics: Mapping[str, float]) -> None:
             nonlocal skipped
@@ -219,7 +221,7 @@ def fine_tune(tuning: SftTraining, console: Console) -> Path:
         checkpoint = tuning.run(trackers, on_step)
     if skipped:
         used = (config.sft.steps - tuning.done) * config.sft.batch_size
-        print_line(console, f"{skipped} of {skipped + used} dialogues were too long and were skipped.", "yellow")
+        print_text(console, f"{skipped} of {skipped + used} dialogues were too long and were skipped.", "yellow")
     return checkpoint
 
 
@@ -233,7 +235,7 @@ def step_bar(
     """
     done, total = steps
     with bars(console) as progress:
-        task = progress.add_task(title, total=total, completed=done, numbers="")
+        task = progress.add_task(title, total=total, completed=done, resumed_at=done, numbers="")
         trackers = make_trackers(config, folder, done)
         try:
             yield lambda step, numbers: progress.update(task, completed=step, numbers=numbers), trackers
@@ -242,9 +244,9 @@ def step_bar(
                 tracker.close()
 
 
-def comparison_table(comparisons: Sequence[Comparison]) -> Table:
+def comparison_table(comparisons: Sequence[Comparison]) -> FittedTable:
     """Return a table of held-out success before and after training, with 95 % intervals."""
-    columns = ("split", "sampling", "tasks", "before training", "after training")
+    columns = ("split", TableColumn("sampling", 1), TableColumn("tasks", 2), "before training", "after training")
     rows = []
     for pair in comparisons:
         before = format_success(pair.before) if pair.before else "not evaluated"
@@ -255,7 +257,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     return make_table(columns, rows, "Held-out success, with 95 % intervals")
 
 
-def worlds_table(comparisons: Sequence[Comparison]) -> Table:
+def worlds_table(comparisons: Sequence[Comparison]) -> FittedTable:
     """Return a table of held-out success in each world of a mixture, before and after training."""
     rows: list[tuple[object, ...]] = []
     for pair in comparisons:
@@ -266,7 +268,8 @@ def worlds_table(comparisons: Sequence[Comparison]) -> Table:
             rows.append((*plan, name, one.num_tasks, before, format_success(one)))
         average = f"{pair.before.macro:.1%}" if pair.before else ""
         rows.append((*plan, "average of the worlds", "", average, f"{pair.after.macro:.1%}"))
-    return make_table(("split", "sampling", "world", "tasks", "before training", "after training"), rows, "By world")
+    details = (TableColumn("sampling", 2), TableColumn("world", wrap=True), TableColumn("tasks", 3))
+    return make_table(("split", *details, TableColumn("before training", 1), "after training"), rows, "By world")
 
 
 def print_examples(console: Console, folder: RunFolder, comparisons: Sequence[Comparison]) -> None:

@@ -8,9 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rich.table import Column, Table
-
-from ludus.cli.ui.terminal import make_table
+from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.diagnostics.metrics import ALARM_STEPS, ENTROPY, LOGPROB_GAP, alarms
 from ludus.diagnostics.timings import episode_shares
 from ludus.diagnostics.trackers import MetricsRow
@@ -92,15 +90,17 @@ def _block(share: float) -> str:
     return BLOCKS[min(len(BLOCKS) - 1, int(share * len(BLOCKS)))] if math.isfinite(share) else "x"
 
 
-def curve_table(curves: Sequence[Curve]) -> Table:
-    """Return a table with one row per curve: first, last, minimum and maximum value."""
+def curve_table(curves: Sequence[Curve], available: int) -> FittedTable:
+    """Return a table with one row per curve: first, last, minimum and maximum value, for a terminal of that width."""
     first, last = min(c.steps[0] for c in curves), max(c.steps[-1] for c in curves)
-    numbers = (Column(name, justify="right", no_wrap=True) for name in ("first", "last", "min", "max"))
+    ranks = {"first": 1, "last": 0, "min": 2, "max": 2}
+    numbers = (TableColumn(name, rank, right=True) for name, rank in ranks.items())
+    blocks = min(WIDTH, max(12, available // 2 - 20))
     rows = []
     for curve in curves:
         ends = (curve.values[0], curve.values[-1], min(curve.values), max(curve.values))
-        rows.append((curve.name, sparkline(curve.values), *(f"{value:.4g}" for value in ends)))
-    return make_table(("metric", Column("curve", no_wrap=True), *numbers), rows, f"Steps {first} to {last}")
+        rows.append((curve.name, sparkline(curve.values, blocks), *(f"{value:.4g}" for value in ends)))
+    return make_table((TableColumn("metric", wrap=True), "curve", *numbers), rows, f"Steps {first} to {last}")
 
 
 NEAR_ZERO = 1e-6

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Table
 
-from ludus.cli.ui.terminal import make_table
+from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, WorldResult
 from ludus.types import Trajectory
 
@@ -52,10 +51,15 @@ def print_evaluations(console: Console, evaluated: Sequence[EvaluatedEpisodes], 
     console.print(stop_table(evaluated))
 
 
-def success_table(evaluated: Sequence[EvaluatedEpisodes], outcomes: Sequence[str] = ()) -> Table:
+def success_table(evaluated: Sequence[EvaluatedEpisodes], outcomes: Sequence[str] = ()) -> FittedTable:
     """Return a table of success, minimum detectable difference, other reward parts and failures."""
     parts = list(dict.fromkeys(part for one in evaluated for part in one.result.parts if part not in outcomes))
-    columns = ("split", "sampling", "tasks", "success", "detectable", *parts, "failed episodes")
+    details = (
+        TableColumn("detectable", 2),
+        *(TableColumn(part, 3) for part in parts),
+        TableColumn("failed episodes", 1),
+    )
+    columns: tuple[str | TableColumn, ...] = ("split", "sampling", "tasks", "success", *details)
     rows = []
     for result in (one.result for one in evaluated):
         values = [f"{result.parts[part]:.3f}" if part in result.parts else "" for part in parts]
@@ -64,18 +68,18 @@ def success_table(evaluated: Sequence[EvaluatedEpisodes], outcomes: Sequence[str
     return make_table(columns, rows, "Held-out success, with 95 % intervals")
 
 
-def world_table(results: Sequence[Evaluation]) -> Table:
+def world_table(results: Sequence[Evaluation]) -> FittedTable:
     """Return a table of success in each world of a mixture, and its unweighted average."""
     rows: list[tuple[object, ...]] = []
     for result in results:
         plan = (result.plan.split, format_sampling(result.plan))
         rows += [(*plan, name, one.num_tasks, format_success(one)) for name, one in result.by_world().items()]
         rows.append((*plan, "average of the worlds", "", f"{result.macro:.1%}"))
-    columns = ("split", "sampling", "world", "tasks", "success")
+    columns = ("split", "sampling", TableColumn("world", wrap=True), TableColumn("tasks", 1), "success")
     return make_table(columns, rows, "Held-out success by world, 95 % intervals")
 
 
-def attempts_table(evaluated: Sequence[EvaluatedEpisodes]) -> Table:
+def attempts_table(evaluated: Sequence[EvaluatedEpisodes]) -> FittedTable:
     """Return a table of pass@k (any of k succeeds) and pass^k (all succeed); k: powers of 2 and all attempts."""
     rows = []
     for result in (one.result for one in evaluated):
@@ -91,18 +95,22 @@ def powers_of_two(last: int) -> list[int]:
     return [*(2**i for i in range((last - 1).bit_length())), last]
 
 
-def family_table(split: str, evaluated: Sequence[EvaluatedEpisodes]) -> Table:
+def family_table(split: str, evaluated: Sequence[EvaluatedEpisodes]) -> FittedTable:
     """Return a table of success by task family, with one column per evaluation."""
     families = [one.result.by_family() for one in evaluated]
     rows = []
     for family in sorted({name for found in families for name in found}):
         number = next(found[family][1] for found in families if family in found)
         rows.append((family, number, *(f"{found[family][0]:.1%}" if family in found else "" for found in families)))
-    columns = ("family", "tasks", *(format_sampling(one.result.plan) for one in evaluated))
+    columns: tuple[str | TableColumn, ...] = (
+        "family",
+        TableColumn("tasks", 1),
+        *(format_sampling(one.result.plan) for one in evaluated),
+    )
     return make_table(columns, rows, f"{split}: success by family")
 
 
-def stop_table(evaluated: Sequence[EvaluatedEpisodes]) -> Table:
+def stop_table(evaluated: Sequence[EvaluatedEpisodes]) -> FittedTable:
     """Return a table of the shares of stop reasons."""
     counts = [Counter(t.stop_reason for t in one.trajectories) for one in evaluated]
     reasons = dict.fromkeys(reason for count in counts for reason, _ in count.most_common())

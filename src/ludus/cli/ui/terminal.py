@@ -1,22 +1,33 @@
-"""Consoles and progress bars, with a plain format for pipes and files."""
+"""Consoles, progress bars with a plain format for pipes and files, and messages of libraries."""
 
 from __future__ import annotations
 
+import io
+import logging
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.table import Column
 from rich.text import Text
+
+from ludus.cli.signals import exit_on_interrupt
 
 PIPE_COLUMNS = 120
 """Width in characters of tables if the output is not a terminal."""
 PLAIN_EVERY_S = 10.0
 """Interval of the progress lines, in seconds, if the output is not a terminal."""
 _WIDE_COLUMNS = 110
+_BAR_COLUMNS = 8
+_OTHER_COLUMNS = 31
+"""Columns of bar, count and ETA on a narrow terminal."""
+_UNKNOWN_ETA = "ETA -:--"
+_SPEED_PERIOD_S = 600.0
+"""Period over which the ETA averages the speed; a step may take minutes."""
 
 
 def make_console(quiet: bool = False) -> Console:
@@ -30,46 +41,110 @@ def print_line(console: Console, text: str, style: str = "") -> None:
     console.print(Text(text, style=style), soft_wrap=True)
 
 
-def make_table(columns: Sequence[str | Column], rows: Iterable[Sequence[object]], title: str | None = None) -> Table:
-    """Return a table; None is an empty cell, and other cells are converted by `str`."""
-    table = Table(*columns, title=title)
-    for row in rows:
-        table.add_row(*("" if cell is None else str(cell) for cell in row))
-    return table
+def print_text(console: Console, text: str, style: str = "") -> None:
+    """Print prose, wrapped at spaces on a terminal; paths and commands in it should not be copied."""
+    console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
+
+
+def format_seconds(seconds: float) -> str:
+    """Format a duration as m:ss or h:mm:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def format_eta(task: Task) -> str:
+    """Return the ETA of a task, its duration if it is finished, or the elapsed time if it has no total."""
+    if task.total is None:
+        return f"{format_seconds(task.elapsed or 0.0)} elapsed"
+    if task.finished:
+        return f"took {format_seconds(task.finished_time or 0.0)}"
+    left_s, done = task.time_remaining, task.completed - task.fields.get("resumed_at", 0)
+    if left_s is None and done > 0:  # rich needs two updates
+        left_s = (task.elapsed or 0.0) / done * (task.remaining or 0.0)
+    return _UNKNOWN_ETA if left_s is None else f"ETA {format_seconds(left_s)}"
+
+
+def format_count(task: Task) -> str:
+    """Return n/N, or nothing for a task without a total."""
+    return "" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}"
+
+
+class _CountColumn(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(format_count(task), style="progress.download")
+
+
+class _EtaColumn(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(format_eta(task), style="progress.remaining")
+
+
+@dataclass(frozen=True, slots=True)
+class WholeParts:
+    """Text whose parts, separated by two spaces, are left out from the end until it fits; no part is cut."""
+
+    text: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        kept, *rest = self.text.split("  ")
+        for part in rest:
+            if len(kept) + 2 + len(part) > options.max_width:
+                break
+            kept += f"  {part}"
+        yield Text(kept if len(kept) <= options.max_width else "", no_wrap=True)
+
+
+class _NumbersColumn(ProgressColumn):
+    def render(self, task: Task) -> WholeParts:
+        return WholeParts(task.fields["numbers"])
 
 
 @contextmanager
 def bars(console: Console, *, transient: bool = False, every_s: float = PLAIN_EVERY_S) -> Iterator[Progress]:
     """Show progress bars, whose tasks need a field `numbers`; `transient` bars are erased at the end.
 
-    In a pipe or a file, print a plain line every `every_s` and, unless transient, at the end.
+    The count of a resumed task starts at its field `resumed_at`. Name, bar, count and ETA are always visible; the
+    numbers take the rest of the line. In a pipe or a file, print a plain line every `every_s` and, unless transient,
+    at the end.
     """
     if not console.is_terminal:
         with _plain_lines(console, every_s, last=not transient) as progress:
             yield progress
         return
+    whole = Column(no_wrap=True)
+    name = Column(no_wrap=True, overflow="ellipsis", max_width=max(16, console.width - _OTHER_COLUMNS))
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24 if console.width >= _WIDE_COLUMNS else 8),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[numbers]}"),
+        TextColumn("{task.description}", table_column=name),
+        BarColumn(24 if console.width >= _WIDE_COLUMNS else _BAR_COLUMNS, table_column=whole.copy()),
+        _CountColumn(whole.copy()),
+        _EtaColumn(whole.copy()),
+        _NumbersColumn(Column(no_wrap=True, ratio=1)),
     )
-    with Progress(*columns, console=console, refresh_per_second=4, transient=transient) as progress:
+    shown = Progress(
+        *columns,
+        console=console,
+        refresh_per_second=4,
+        transient=transient,
+        expand=True,
+        speed_estimate_period=_SPEED_PERIOD_S,
+    )
+    with shown as progress:
         yield progress
 
 
 @contextmanager
 def _plain_lines(console: Console, every_s: float, last: bool) -> Iterator[Progress]:
     """Print the progress of the tasks periodically if it changed, and with `last` at the end."""
-    progress, ended, printed = Progress(console=console, disable=True), threading.Event(), ""
+    progress, ended = Progress(console=console, disable=True), threading.Event()
+    printed: list[str] = []
 
     def show() -> None:
         nonlocal printed
-        line = "  |  ".join(_task_line(task) for task in progress.tasks)
-        if line and line != printed:
-            printed = line
-            print_line(console, line)
+        state = [f"{task.description} {task.completed} {task.fields['numbers']}" for task in progress.tasks]
+        if state and state != printed:  # the ETA of a slow task changes all the time
+            printed = state
+            print_line(console, "  |  ".join(map(_task_line, progress.tasks)))
 
     def loop() -> None:
         while not ended.wait(every_s):
@@ -106,15 +181,50 @@ class PhaseBar:
 
 
 def _task_line(task: Task) -> str:
-    count = "" if task.total is None else f" {task.completed:.0f}/{task.total:.0f}"
-    return f"{task.description}{count}  {task.fields['numbers']}".rstrip()
+    named = " ".join(filter(None, (task.description, format_count(task))))
+    eta = "" if task.total is None or task.finished else format_eta(task).removesuffix(_UNKNOWN_ETA)
+    return "  ".join(filter(None, (named, eta, task.fields["numbers"])))
+
+
+def announce(text: str) -> None:
+    """Print on standard error what takes the next seconds, if that is a terminal."""
+    if sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+
+
+def load_libraries() -> None:
+    """Import torch and transformers and silence them, with an announcement unless already imported.
+
+    An interrupt during the import ends the process, since an exception would leave modules half imported.
+    """
+    if "torch" not in sys.modules:
+        announce("Loading torch and the model ...")
+    with exit_on_interrupt():
+        silence_libraries()
 
 
 def silence_libraries() -> None:
-    """Disable the progress bars of transformers, and a warning that peft triggers in it."""
+    """Disable the progress bars of transformers, and a warning that peft triggers in it.
+
+    Log messages of libraries, which would cut through progress bars, are printed above them.
+    """
     import warnings
 
     from ludus.engines.models.loading import hide_progress
 
     warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
     hide_progress()
+    for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
+        for handler in logger.handlers if isinstance(logger, logging.Logger) else ():
+            if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stderr, sys.__stderr__):
+                handler.setStream(_CurrentStderr())
+
+
+class _CurrentStderr(io.TextIOBase):
+    """The current `sys.stderr`, which rich replaces while it shows bars."""
+
+    def write(self, text: str) -> int:
+        return sys.stderr.write(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.text import Text
 
 from ludus.chat.render import Tokenizer
-from ludus.cli.ui.terminal import print_line
+from ludus.cli.ui.terminal import print_line, print_text
 from ludus.engines.base import common_prefix
 from ludus.rollouts.rollout_files import RolloutRecord
+from ludus.tools.base import Tool
 from ludus.types import Message, Segment, ToolOutcome, ToolStatus, Trajectory
 
 STYLES = {"prompt": "dim", "action": "bold cyan", "observation": "yellow"}
@@ -20,8 +22,8 @@ STYLES = {"prompt": "dim", "action": "bold cyan", "observation": "yellow"}
 def print_transcript(console: Console, trajectory: Trajectory) -> None:
     """Print a dialogue with marked parts, and its reward."""
     for kind, text in marked_messages(trajectory):
-        print_line(console, f"[{kind}] {text}", STYLES[kind])
-    print_line(console, f"{ending(trajectory)}\n")
+        print_text(console, f"[{kind}] {text}", STYLES[kind])
+    print_text(console, f"{ending(trajectory)}\n")
 
 
 def print_record(console: Console, record: RolloutRecord, tokenizer: Tokenizer | None = None) -> None:
@@ -41,16 +43,16 @@ def print_record(console: Console, record: RolloutRecord, tokenizer: Tokenizer |
         if shared:
             print_line(console, f"branch {len(shown) - 1}, after {shared} shared parts:", "bold")
         for kind, text in parts[shared:]:
-            print_line(console, f"[{kind}] {text}", STYLES[kind])
+            print_text(console, f"[{kind}] {text}", STYLES[kind])
         for outcome in path.outcomes:
             if outcome.status is not ToolStatus.OK:
                 print_line(console, f"tool error: {outcome.tool or 'no tool'}: {outcome.status}", "red")
-        print_line(console, ending(path))
+        print_text(console, ending(path))
     if trajectory.leaves:
         print_line(console, f"mean reward of {len(trajectory.leaves)} leaves: {trajectory.reward:g}")
     if (failure := trajectory.failure) is not None:
-        print_line(console, f"failed in the {failure.part} after {failure.attempts} attempts: {failure.error}", "red")
-    print_line(console, f"{outcome_line(record)}\n")
+        print_text(console, f"failed in the {failure.part} after {failure.attempts} attempts: {failure.error}", "red")
+    print_text(console, f"{outcome_line(record)}\n")
 
 
 def outcome_line(record: RolloutRecord) -> str:
@@ -102,6 +104,25 @@ def message_text(message: Message) -> str:
 def calls(message: Message) -> list[str]:
     """Return the tool calls of a message, each on one line."""
     return [f"{call['function']['name']} {call['function']['arguments']}" for call in message.get("tool_calls", [])]
+
+
+def describe_tool(tool: Tool) -> str:
+    """Describe a tool on one line: name, parameters and description."""
+    return f"{tool.name}({', '.join(tool.schema['function']['parameters']['properties'])}): {tool.description}"
+
+
+def shorten(text: str, width: int, num_rows: int = 8) -> str:
+    """Return the first lines of a text, as many as fill `num_rows` rows of the terminal, and the number of others."""
+    lines, rows = text.split("\n"), 0
+    for index, line in enumerate(lines):
+        rows += max(1, math.ceil(len(line) / width))
+        if rows <= num_rows:
+            continue
+        if index == 0:
+            kept = num_rows * width
+            return f"{text[:kept]}\n... {len(text) - kept:,} more characters"
+        return "\n".join([*lines[:index], f"... {len(lines) - index:,} more lines"])
+    return text
 
 
 def outcome_text(outcome: ToolOutcome) -> str:

@@ -334,7 +334,7 @@ class RolloutCollector:
             concurrency = min(scheduler.limits.concurrency, max_open - self.partial.num_open)
             scheduler = replace(scheduler, limits=replace(scheduler.limits, concurrency=concurrency))
         tasks = session.world.tasks(plan.split)
-        name = f"step {plan.step}: evaluation episodes, {plan.split}"
+        name = f"step {plan.step}: evaluation, {plan.split}"
         self.reporter.phase(name, plan.episodes_of(tasks), self.engine)
         return await evaluate(scheduler, tasks, plan, self.reporter.episode)
 
