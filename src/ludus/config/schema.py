@@ -58,7 +58,7 @@ class RunConfig(Section):
     """Compute threads of the learner; 0 is one per core (or OMP_NUM_THREADS), at most 4. On a busy machine 1 is faster.
     The embedded engine uses the same number, but one for a model below 20 million parameters."""
     trackers: list[str] = Field(["jsonl"])
-    """Metric trackers: jsonl, tensorboard, or `path/to/file.py:name`."""
+    """Metric trackers: jsonl, tensorboard, wandb, mlflow, trackio, or `path/to/file.py:name`."""
     metrics: list[str] = Field([])
     """Custom metrics, `path/to/file.py:name`: functions of the groups of a step (docs/extend/plugins.md)."""
     save_rollouts: bool = True

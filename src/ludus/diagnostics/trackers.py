@@ -1,8 +1,9 @@
 """Trackers: destinations for the metrics of a run, selected by name.
 
 `jsonl` writes `metrics.jsonl`, the run's own record: one line per step, in the order logged, flushed to disk before
-`log` returns. `tensorboard` writes event files and needs the `tensorboard` extra. A plug-in is a class with
-`log` and `close` that is called with the run folder and the step to resume from (docs/extend/plugins.md).
+`log` returns. `tensorboard` writes event files; it and the trackers of `service_trackers` need the extra of their name.
+A plug-in is a class with `log` and `close` that is called with the run folder and the step to resume from
+(docs/extend/plugins.md).
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO, FileIO
 from pathlib import Path
-from types import ModuleType
 from typing import Protocol, cast
 
+from ludus.diagnostics.service_trackers import ServiceTracker, import_extra
 from ludus.errors import StorageError, UserError
 from ludus.plugins import find_plugin
 from ludus.rollouts.rollout_files import replaced_file
@@ -32,7 +34,7 @@ class Tracker(Protocol):
     """Records the metrics of each step. Raises StorageError if they cannot be written."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record metrics of a step; several calls for the same step are allowed."""
+        """Record the metrics of a step. The trainer calls this once per step, in increasing order."""
         ...
 
     def close(self) -> None:
@@ -83,22 +85,14 @@ class TensorBoardTracker:
     """
 
     def __init__(self, folder: Path, resume_step: int | None = None) -> None:
-        try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2
-            from tensorboard.summary.writer import record_writer
-        except ImportError as error:
-            raise UserError(
-                f"The tensorboard tracker needs a package that is not installed ({error.name}).",
-                "Install it with: pip install 'ludus[tensorboard]'",
-            ) from error
-        self._events: ModuleType = event_pb2
-        self._summaries: ModuleType = summary_pb2
-        self._records: ModuleType = record_writer
+        self._events = import_extra("tensorboard.compat.proto.event_pb2", "tensorboard")
+        self._summaries = import_extra("tensorboard.compat.proto.summary_pb2", "tensorboard")
+        self._records = import_extra("tensorboard.summary.writer.record_writer", "tensorboard")
         self.path = _next_event_file(folder)
         self._file = _open_to_append(self.path)
         self._write(file_version="brain.Event:2")
         if resume_step is not None:
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            start = self._events.SessionLog(status=self._events.SessionLog.START)
             self._write(step=resume_step + 1, session_log=start)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -127,7 +121,11 @@ def _tensorboard(folder: Path, resume_step: int | None) -> Tracker:
 
 TrackerFactory = Callable[[Path, int | None], Tracker]
 
-TRACKERS: dict[str, TrackerFactory] = {"jsonl": _jsonl, "tensorboard": _tensorboard}
+TRACKERS: dict[str, TrackerFactory] = {
+    "jsonl": _jsonl,
+    "tensorboard": _tensorboard,
+    **{name: partial(ServiceTracker, name) for name in ("wandb", "mlflow", "trackio")},
+}
 """Tracker factories by name: functions of the run folder and the step to resume from (None for a new run)."""
 
 
