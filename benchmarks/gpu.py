@@ -37,6 +37,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import rollout_work
+from ludus.engines.models.loading import hide_progress
 from rollout import check_place, fill
 from rollout_models import SHAPES
 from rollout_ours import bytes_per_second, products_per_second, token_bytes, wait, weight_bytes
@@ -457,6 +458,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check_place(args.page, "gpu")
     device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
     setups = [Setup(device, size) for size in args.size or (["tiny"] if device == "cpu" else ["0.5b", "1.5b"])]
+    hide_progress()
     head = f"{device_name(device)}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}, torch {torch.__version__}"
     print(head, flush=True)
     reports: list[PartReport] = []
