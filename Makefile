@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
 .PHONY: setup bubblewrap demo digests test lint types unit learning fault faults-matrix soak scale foreign trackers cluster security pages smollm2 vllm all-tests cold-start learning-table \
-	mask-table bench-rollout bench-trl bench-vllm bench-step bench-scaling bench-sandbox bench-async algorithms-table async-correction modes-table clean
+	mask-table bench-rollout bench-trl bench-vllm bench-step bench-scaling bench-sandbox bench-async gpu algorithms-table async-correction modes-table clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@python3 -c 'import ensurepip' 2>/dev/null || \
@@ -165,6 +165,10 @@ bench-sandbox: setup
 # On a machine with two cores or more and nothing else to do.
 bench-async: $(VENV)/.ready
 	$(PY) benchmarks/async.py --page docs/use/async_training.md $(BENCH)
+
+# All that needs a GPU to be seen; on a machine without one a tiny model on the CPU. BENCH="--parts engine --size 0.5b"
+gpu: $(VENV)/.ready
+	$(PY) benchmarks/gpu.py --json .bench/gpu.json $(BENCH)
 
 async-correction: $(VENV)/.ready
 	$(PY) benchmarks/correction.py --page docs/use/async_training.md

@@ -37,7 +37,15 @@ HALF_BILLION = SMALL | {
     "initializer_range": 0.02,
 }
 """0.5 B parameters, as Qwen2.5-0.5B has them; for a GPU."""
-SHAPES = {"small": SMALL, "tiny": TINY, "0.5b": HALF_BILLION}
+ONE_AND_A_HALF_BILLION = HALF_BILLION | {
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "head_dim": 128,
+}
+"""1.5 B parameters, as Qwen2.5-1.5B has them; for a GPU."""
+SHAPES = {"small": SMALL, "tiny": TINY, "0.5b": HALF_BILLION, "1.5b": ONE_AND_A_HALF_BILLION}
 SMOLLM2 = "smollm2"
 
 

@@ -144,12 +144,20 @@ def read_s(model: PreTrainedModel, plan: list[Episode], steps: int) -> float:
 
     Each step reads all weights, each generated token the keys and values of all tokens before it.
     """
+    read = steps * weight_bytes(model) + rollout_work.num_context(plan) * token_bytes(model)
+    return read / bytes_per_second(model.device.type)
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of all weights; tied ones count once."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def token_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of one token's keys and values in all layers."""
     config = model.config
     width = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    token = 2 * config.num_hidden_layers * config.num_key_value_heads * width * model.dtype.itemsize
-    read = steps * weights + rollout_work.num_context(plan) * token
-    return read / bytes_per_second(model.device.type)
+    return int(2 * config.num_hidden_layers * config.num_key_value_heads * width * model.dtype.itemsize)
 
 
 def bytes_per_second(device: str, num_bytes: int = 2**30) -> float:
@@ -157,15 +165,15 @@ def bytes_per_second(device: str, num_bytes: int = 2**30) -> float:
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target, best = torch.empty_like(source), 0.0
     for _ in range(8):
-        _wait(device)
+        wait(device)
         begin = time.perf_counter()
         target.copy_(source)
-        _wait(device)
+        wait(device)
         best = max(best, 2 * num_bytes / (time.perf_counter() - begin))
     return best
 
 
-def _wait(device: str) -> None:
+def wait(device: str) -> None:
     """Until the device has done what it was told to do."""
     if device != "cpu":
         torch.cuda.synchronize()
@@ -182,14 +190,14 @@ def floor(job: Job) -> Result:
     shapes |= {(kept, head.in_features) for _, kept in sizes}
     inputs = {shape: torch.randn(*shape, dtype=model.dtype, device=job.device) for shape in shapes}
     _multiply(sizes[:2], layers, head, inputs)
-    _wait(job.device)
+    wait(job.device)
     loaded_mb = rollout_work.memory_mb(job.device)
     clock = Clock()
     _multiply(sizes, layers, head, inputs)
-    _wait(job.device)
+    wait(job.device)
     result = finish(job, clock, loaded_mb, [])
     products = sum(rows * sum(la.weight.numel() for la in layers) + kept * head.weight.numel() for rows, kept in sizes)
-    speed = _products_per_second(model.dtype, job.device)
+    speed = products_per_second(model.dtype, job.device)
     note = f"computed: {2e-9 * products:.0f} GFLOP, {products / speed:.2f} s at {2e-9 * speed:.0f} GFLOP/s"
     tokens = rollout_work.num_generated(rollout_work.episodes(job.work))
     return replace(result, tokens=tokens, digest="", note=note)
@@ -229,15 +237,15 @@ def _multiply(
 
 
 @torch.inference_mode()
-def _products_per_second(dtype: torch.dtype, device: str) -> float:
+def products_per_second(dtype: torch.dtype, device: str) -> float:
     """Multiplications with additions of a large matrix product, the best of several."""
     size = 1024 if device == "cpu" else 8192
     left, right = (torch.randn(size, size).to(device, dtype) for _ in range(2))
     best = 0.0
     for _ in range(8):
-        _wait(device)
+        wait(device)
         begin = time.perf_counter()
         left @ right
-        _wait(device)
+        wait(device)
         best = max(best, size**3 / (time.perf_counter() - begin))
     return best

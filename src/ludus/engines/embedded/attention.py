@@ -172,6 +172,7 @@ class TorchPass:
     _write_rows: dict[int, Tensor] = field(default_factory=dict)
     _key_rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     _gathers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _single_rows: list[Tensor] = field(default_factory=list)
 
     def attend(self, layer: int, new: tuple[Tensor, Tensor, Tensor], scores: ScoreRule) -> Tensor:
         """Store new keys and values `[H, T, D]` and attend from queries `[Hq, T, D]`; `[T, Hq, D]`."""
@@ -182,7 +183,9 @@ class TorchPass:
         out = query.new_zeros(query.shape[1], query.shape[0], values.shape[-1])
         singles = [span for span in self.spans if span.is_single]
         if singles:
-            index = torch.tensor([span.first for span in singles], device=query.device)
+            if not self._single_rows:  # once per pass: each copy to a GPU waits for its queue
+                self._single_rows.append(torch.tensor([span.first for span in singles], device=query.device))
+            (index,) = self._single_rows
             queries = query.index_select(1, index).transpose(0, 1)
             attend = self._attend_sparse if query.device.type == "cpu" else self._attend_padded
             out.index_copy_(0, index, attend(singles, queries, (keys, values), scores))

@@ -271,8 +271,10 @@ class PagePool:
         self.values = [lazy_zeros(value, *self._dtype_and_device) for _, value in self._shapes]
 
     def free(self) -> None:
-        """Free all memory and its contents."""
+        """Free all memory and its contents; on a GPU also for other processes."""
         self.keys, self.values = [], []
+        if self._dtype_and_device[1].type == "cuda":
+            torch.cuda.empty_cache()
 
     @property
     def is_allocated(self) -> bool:

@@ -69,7 +69,7 @@ class RoutingReplay:
         for place, row in zip(places, self._rows, strict=True):
             length = min(len(place), row.shape[1])
             if length:
-                experts[:, place[:length]] = row[:, :length]
+                experts[:, place[:length]] = row[:, :length].to(experts.device)  # gathered rows are on the CPU
         self._replayed = experts
 
     def recorded_experts(self) -> list[Tensor]:

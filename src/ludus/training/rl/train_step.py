@@ -355,7 +355,7 @@ def _filter_uncertain(
     bound = algorithm.number("loss", "entropy_bound")
     compared = [sample for sample in samples if sample.advantages is not None]
     pairs = [
-        (sample, bool(entropy_bound(entropy=row[None], mask=torch.ones(1, len(row)), bound=bound)))
+        (sample, bool(entropy_bound(entropy=row[None], mask=torch.ones_like(row[None]), bound=bound)))
         for sample, row in zip(compared, entropies, strict=True)
         if sample.outcome is RolloutOutcome.TRAINED
     ]
