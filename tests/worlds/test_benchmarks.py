@@ -121,7 +121,11 @@ def test_a_folder_of_splits_is_played(tmp_path):
     for split in ("train", "test"):
         load(tmp_path / f"{split}.jsonl", "gsm8k", GSM, GSM)
     world = make_math_world({"data": str(tmp_path), "format": "gsm8k", "tool": "none"}, limits=None)
-    assert [len(world.tasks(split)) for split in world.splits] == [2, 0, 2]
+    assert [[task.id for task in world.tasks(split)] for split in world.splits] == [
+        ["train:line-3", "train:line-4"],
+        [],
+        ["test:line-1", "test:line-2"],
+    ]
     with pytest.raises(ConfigError, match="data is not set"):
         make_math_world({"format": "gsm8k"}, limits=None)
 

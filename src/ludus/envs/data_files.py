@@ -40,7 +40,7 @@ def is_table(path: Path) -> bool:
 
 
 def read_table(path: Path, split: str = "") -> Iterator[tuple[int, dict[str, object]]]:
-    """Yield the numbered rows. If the source has several splits, rows without a `split` get one.
+    """Yield the rows, numbered through if they are of several files or splits. If the source has several splits, rows without a `split` get one.
 
     `split` selects one if the source has several. Raises UserError if the source cannot be read or has splits without
     the selected one.
@@ -51,7 +51,7 @@ def read_table(path: Path, split: str = "") -> Iterator[tuple[int, dict[str, obj
         parts = {name: rows for name, rows in parts.items() if named[name] == split}
         if not parts:
             raise UserError(f"{path} has no split {split}, but {', '.join(named)}.", "Give the file of one split.")
-    number = 0
+    number, several = 0, sum(map(len, parts.values())) > 1
     for name, sources in parts.items():
         added = {"split": named[name]} if named[name] else {}
         for rows in sources:
@@ -61,7 +61,7 @@ def read_table(path: Path, split: str = "") -> Iterator[tuple[int, dict[str, obj
                     raise UserError(
                         f"{path}, line {line}, is not an object.", "Each row is an object with named fields."
                     )
-                yield number if path.is_dir() else line, {**added, **row}
+                yield number if several else line, {**added, **row}
 
 
 def split_of(name: str) -> str:
