@@ -40,10 +40,10 @@ def is_table(path: Path) -> bool:
 
 
 def read_table(path: Path, split: str = "") -> Iterator[tuple[int, dict[str, object]]]:
-    """Yield the rows, numbered through if they are of several files or splits. If the source has several splits, rows without a `split` get one.
+    """Yield the rows with their lines; rows of several files or splits are numbered through.
 
-    `split` selects one if the source has several. Raises UserError if the source cannot be read or has splits without
-    the selected one.
+    Rows of a named split get it as `split` unless they have one. `split` selects one if the source has several. Raises
+    UserError if the source cannot be read or has splits without the selected one.
     """
     parts = _folder_parts(path) if path.is_dir() else _hub_parts(path) if _hub_name(path) else {"": [_file_rows(path)]}
     named = {name: split_of(name) for name in parts}
