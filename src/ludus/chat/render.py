@@ -51,6 +51,9 @@ class Tokenizer(Protocol):
     @property
     def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
 
+    @property
+    def eos_token_id(self) -> int | None: ...
+
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
 
     def decode(
@@ -96,9 +99,30 @@ class Renderer(Protocol):
         """Return the tokens that represent `message` as a sampled action (demonstrations only)."""
         ...
 
+    def document(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a plain text with an end-of-text token (continued pretraining only)."""
+        ...
+
     def guide(self, tools: Sequence[Tool]) -> Guide:
         """Return a guide that permits only valid calls. Raises UserError if unsupported."""
         ...
+
+
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
+"""End-of-text tokens of models whose `eos_token` ends a turn of the chat template."""
+
+
+def document_tokens(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+    """Return the tokens of a plain text with the special tokens that the tokenizer adds and an end-of-text token.
+
+    Control strings in the text become control tokens. Raises UserError if the tokenizer has no end-of-text token.
+    """
+    ids = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
+    end = next((ids[name] for name in _END_OF_TEXT if name in ids), tokenizer.eos_token_id)
+    if end is None:
+        raise UserError("The model's tokenizer has no end-of-text token.", "Set eos_token in tokenizer_config.json.")
+    tokens = tuple(tokenizer.encode(text, add_special_tokens=True))
+    return tokens if tokens[-1:] == (end,) else (*tokens, end)
 
 
 def render_dialogue(renderer: Renderer, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[Segment, ...]:
@@ -173,6 +197,10 @@ class TemplateRenderer:
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
         """Render with the template, including the generation prompt."""
         return self._encode(self.text(messages, tools, generate=True))
+
+    def document(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a plain text with an end-of-text token."""
+        return document_tokens(self.tokenizer, text)
 
     def guide(self, tools: Sequence[Tool]) -> Guide:
         """Return `hermes_guide`. Raises UserError for other call formats."""

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from ludus.chat.parse_json import GUIDES_EXIST
 from ludus.chat.parse_tags import ANSWER, RETOOL, SEARCH_R1, TagProtocol, TagsParser
-from ludus.chat.render import ControlGuard, Tokenizer, decode_exactly, make_guard
+from ludus.chat.render import ControlGuard, Tokenizer, decode_exactly, document_tokens, make_guard
 from ludus.errors import ConfigError, UserError
 from ludus.tools.base import Tool
 from ludus.types import JSON, Action, FinishReason, Guide, Message
@@ -78,6 +78,10 @@ class TagsRenderer:
         instructions = _INSTRUCTIONS[self.protocol.name] if tools else _TO_ANSWER
         text = "\n".join(self.guard.message(message)["content"] for message in messages)
         return tuple(self.tokenizer.encode(f"{instructions}\n{text}\n", add_special_tokens=True))
+
+    def document(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a plain text with an end-of-text token."""
+        return document_tokens(self.tokenizer, text)
 
     def guide(self, tools: Sequence[Tool]) -> Guide:
         """Raise UserError: tags contain free text, so no guide is supported."""

@@ -1,9 +1,11 @@
-"""Read tasks from JSON-lines files; errors name the file and the line."""
+"""Read tasks from JSON lines and from tables (`data_files`); errors name the file and the line."""
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import json
+import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,11 +13,13 @@ from typing import Final, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from ludus.envs.data_files import is_table, read_table
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.extract import NotJson, read_json
 from ludus.tools.fetch import json_lines
 from ludus.types import JSON, Task
 
+_LOG: Final = logging.getLogger(__name__)
 SPLITS: Final = ("train", "validation", "test")
 Record = Mapping[str, JSON]
 """One line of a file."""
@@ -29,8 +33,13 @@ class RecordError(Exception):
 def read_lines(path: Path, hint: str = "Check env.settings.data.") -> Iterator[tuple[int, str]]:
     """Yield the lines that are not blank with their numbers from 1; the name of a compressed file ends in `.gz`.
 
-    Raises UserError if the file cannot be read.
+    The rows of a table become lines of JSON without the keys whose value is None. Raises UserError if the file cannot
+    be read.
     """
+    if is_table(path):
+        for number, row in read_table(path):
+            yield number, json.dumps({key: value for key, value in row.items() if value is not None}, default=str)
+        return
     try:
         data = path.read_bytes()
         text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
@@ -67,7 +76,7 @@ def read_rows(path: Path, row_type: type[Row], hint: str) -> Iterator[Row]:
 
 def load_tasks(
     path: Path,
-    read: Callable[[Record, int], Task],
+    read: Callable[[Record, int], Task | None],
     hint: str,
     *,
     parse: Callable[[str], JSON] = read_json,
@@ -75,15 +84,19 @@ def load_tasks(
 ) -> dict[str, tuple[Task, ...]]:
     """Return the tasks of a file by split, which is their tag `split`.
 
-    `read` converts a record and its line number to a task, or raises RecordError. No two tasks may share their
-    `identity`, such as "id 'x'". Raises UserError, with the line and `hint`, for an invalid record, an
+    `read` converts a record and its line number to a task, or to None to skip it, or raises RecordError. No two tasks
+    may share their `identity`, such as "id 'x'". Raises UserError, with the line and `hint`, for an invalid record, an
     unknown split, or a file without tasks.
     """
     tasks: dict[str, list[Task]] = {split: [] for split in SPLITS}
     seen: dict[str, int] = {}
+    skipped = 0
     for number, line in read_lines(path):
         try:
             task = read(parse_record(line, parse), number)
+            if task is None:
+                skipped += 1
+                continue
             name, split = identity(task), task.tags["split"]
             if name in seen:
                 raise RecordError(f"its {name} is that of line {seen[name]}")
@@ -93,6 +106,8 @@ def load_tasks(
             raise UserError(f"{path}, line {number}, is not a task: {error}.", hint) from None
         seen[name] = number
         tasks[split].append(task)
+    if skipped:
+        _LOG.warning("%s: %d rows without a usable answer or with an attached file are skipped.", path, skipped)
     if not seen:
         raise UserError(f"{path} contains no tasks.", hint)
     return {split: tuple(found) for split, found in tasks.items()}

@@ -4,7 +4,7 @@
 |---|---|---|---|
 | number | a number, or a text that is or ends with one | | `number_close` |
 | expression | LaTeX or plain text | | `mathematics` |
-| text | a short text | | `exact_match`, of the extracted answer |
+| text | a short text, or a list of accepted texts | | `exact_match`, of the extracted answer |
 | choice | a letter, or the text of an option | `options`: texts, or texts by letter | `multiple_choice` |
 | json | any value | `tolerance` | `json_value` |
 | schema | a JSON schema | | `json_schema` |
@@ -65,6 +65,8 @@ def read_truth(record: Mapping[str, JSON]) -> Truth:
             raise ValueError('"answer" is not a JSON schema')
         case "state":
             return MatchState(answer, _ignored(record), _tolerance(record))
+        case "text" if isinstance(answer, list):
+            return _accepted(answer)
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError('"answer" is neither a text nor a number')
     if isinstance(answer, float) and not math.isfinite(answer):
@@ -110,6 +112,14 @@ def _short(text: str, type_: JSON) -> Quantity | Expression | ExpectedAnswers:
     if value is None:
         raise ValueError(f"{answer[:60]!r} is not a number")
     return _quantity(value)
+
+
+def _accepted(answers: list[JSON]) -> ExpectedAnswers:
+    """Return the truth of a list of accepted answers, taken as they are."""
+    texts = tuple(answer for answer in answers if isinstance(answer, str) and normalise(answer))
+    if not texts or len(texts) < len(answers):
+        raise ValueError('"answer" is not a list of texts with words to compare')
+    return ExpectedAnswers(texts)
 
 
 def _quantity(value: Fraction) -> Quantity:

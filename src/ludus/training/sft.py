@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on dialogues (cold start). Only assistant tokens are trained."""
+"""Supervised fine-tuning on dialogues (cold start), of which assistant tokens train, and on texts, of which all do."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from ludus.envs.base import Demonstration, World
 from ludus.envs.registry import build_world
 from ludus.errors import LearnerError, UserError
 from ludus.training.batches.rows import Row, microbatches, row_of_segments
+from ludus.training.datasets.files import FileText
 from ludus.training.datasets.sources import (
     MAX_SKIPPED,
     check_sources,
     dialogue_segments,
     dialogues,
     require_demonstrations,
+    text_segments,
 )
 from ludus.training.datasets.token_limits import check_dialogues
 from ludus.training.learner.logprobs import LogprobScorer
@@ -130,15 +132,16 @@ class SftBatch:
 def batches(session: TrainingSession, settings: SftConfig) -> Iterator[SftBatch]:
     """Yield the rows of each step endlessly, in an order that depends on the seed alone.
 
-    A file is reshuffled in each epoch. Dialogues longer than `rollout.max_seq_len` are skipped. Raises
-    UserError if too many are skipped in a row.
+    A file is reshuffled in each epoch. Dialogues longer than `rollout.max_seq_len` are skipped, and longer texts are
+    split. Raises UserError if too many dialogues are skipped in a row.
     """
     rows: list[Row] = []
     skipped = streak = 0
     budget = session.config.rollout.max_seq_len
     for dialogue, data_class in dialogues(session.config, session.world):
         row = replace(dialogue_row(session.renderer, dialogue), data_class=data_class)
-        if len(row.tokens) > budget:
+        parts = text_rows(row, budget) if isinstance(dialogue, FileText) else [row]
+        if len(parts[0].tokens) > budget:
             skipped, streak = skipped + 1, streak + 1
             if streak == MAX_SKIPPED:
                 raise UserError(
@@ -147,10 +150,18 @@ def batches(session: TrainingSession, settings: SftConfig) -> Iterator[SftBatch]
                 )
             continue
         streak = 0
-        rows.append(row)
-        if len(rows) == settings.batch_size:
-            yield SftBatch(rows, skipped)
-            rows, skipped = [], 0
+        for part in parts:
+            rows.append(part)
+            if len(rows) == settings.batch_size:
+                yield SftBatch(rows, skipped)
+                rows, skipped = [], 0
+
+
+def text_rows(row: Row, budget: int) -> list[Row]:
+    """Split the row of a text into rows of at most `budget` tokens; a single last token is dropped."""
+    starts = [start for start in range(0, len(row.tokens), budget) if len(row.tokens) - start > 1]
+    parts = [row_of_segments(text_segments(row.tokens[start : start + budget])) for start in starts]
+    return [replace(part, data_class=row.data_class) for part in parts]
 
 
 def dialogue_row(renderer: Renderer, dialogue: Demonstration) -> Row:

@@ -47,6 +47,7 @@ PAIR = {"prompt": [ASK], "chosen": [LOOK, FOUND, SAY], "rejected": SAY, "tools":
 
 
 def write(path: Path, *records: object) -> Path:
+    path.parent.mkdir(exist_ok=True)
     text = "".join(record if isinstance(record, str) else json.dumps(record) + "\n" for record in records)
     path.write_text(text)
     return path
@@ -116,7 +117,16 @@ def nested(depth: int) -> dict[str, object]:
 WRONG = {
     "it is not valid JSON": "{",
     "must be an object": [1],
-    "neither a dialogue": {"text": "hello"},
+    "its keys are body, and no format has these. Known formats: dialogue (messages); rollout": {"body": "hello"},
+    "with instruction it resembles Alpaca, but output is missing": {"instruction": "Add.", "input": "1 2"},
+    'read as ShareGPT: conversations[1].from is "bot"': {
+        "conversations": [{"from": "human", "value": "?"}, {"from": "bot", "value": "4"}]
+    },
+    "read as ShareGPT (conversations): it has no assistant": {"conversations": [{"from": "human", "value": "?"}]},
+    "read as Alpaca: output is empty": {"instruction": "Add.", "output": ""},
+    'messages[0].content[0] has the type "image_url"': messages({**ASK, "content": [{"type": "image_url"}]}, SAY),
+    "messages[1].weight is 2": messages(ASK, {**SAY, "weight": 2}),
+    "text is empty": {"text": " "},
     "it has no assistant message": messages(ASK),
     "no assistant message trains": messages(ASK, {**SAY, "train": False}),
     "must be a list": {"messages": "hello"},
@@ -163,7 +173,6 @@ WRONG = {
     "chosen[0].train is false": {**PAIR, "chosen": [{**LOOK, "train": False}, FOUND, SAY]},
     "rejected[0].train is false": {**PAIR, "rejected": {**SAY, "train": False}},
     "prompt + chosen[2] is the assistant's": {**PAIR, "chosen": [SAY, SAY]},
-    "label is missing, and must be true or false": {"prompt": "Hi", "completion": "Ho"},
     "label is 1, and must be true or false": {"prompt": "Hi", "completion": "Ho", "label": 1},
     "completion does not begin with an assistant": {"prompt": [ASK], "completion": [ASK], "label": True},
     "prompt + completion[2] is the assistant's": {"prompt": [ASK, SAY], "completion": SAY, "label": True},
@@ -181,10 +190,11 @@ def test_what_is_wrong_is_said_with_its_line(tmp_path, said, record):
 
 
 def test_a_list_over_several_lines_is_one_problem(tmp_path):
-    path = tmp_path / "list.json"
+    path = tmp_path / "list.jsonl"
     path.write_text(json.dumps([GOOD, GOOD], indent=1))
     (problem,) = check_file(path).problems
     assert "a list spans several lines" in problem.text
+    assert check_file(path.rename(tmp_path / "list.json")).num_records == 2
 
 
 def test_a_file_of_two_kinds_is_wrong_and_a_file_of_rollouts_is_right(tmp_path, tiny_run):
@@ -217,14 +227,15 @@ def test_files_that_cannot_be_read_are_one_sentence_each_and_the_others_are_chec
     cut, good = tmp_path / "cut.jsonl.gz", write(tmp_path / "good.jsonl", GOOD)
     cut.write_bytes(gzip.compress(b"{}\n" * 99)[:-12])
     monkeypatch.setitem(sys.modules, "datasets", None)
-    said = ludus("data", "check", none, empty, cut, tmp_path, good)
+    saved = write(tmp_path / "saved" / "state.json", "{}").parent
+    said = ludus("data", "check", none, empty, cut, saved, good)
     lines = said.out.splitlines()
     assert said.code == 2
     for line, words in zip(
         lines, ("does not exist", "is empty", "is damaged", "ludus[datasets]", "1 dialogue"), strict=True
     ):
         assert words in line
-    assert f"{none}, {empty}, {cut}, {tmp_path} cannot be used for training" in said.err
+    assert f"{none}, {empty}, {cut}, {saved} cannot be used for training" in said.err
 
 
 def test_a_folder_of_datasets_is_read_like_a_file(tmp_path):

@@ -1,8 +1,9 @@
-"""Check files of dialogues, preference pairs or rollouts, or convert one to a dataset folder.
+"""Check files of dialogues, texts, preference pairs or rollouts, or convert one to a dataset folder.
 
-A FILE contains JSON lines (also .gz), or is a folder that Hugging Face datasets wrote; docs/use/data.md describes the
-formats. `check` prints the problems line by line, the first 20 of each file, and exits with 2 if there are any.
-`convert FILE FOLDER` writes the records of a file to a new folder for `datasets.load_from_disk`.
+A FILE contains JSON lines, a JSON list, CSV or Parquet, or is a folder or the name of a Hugging Face dataset;
+docs/use/data.md describes the formats. `check` prints the problems line by line, the first 20 of each file, and exits
+with 2 if there are any. `convert FILE FOLDER` writes the records of a file to a new folder for
+`datasets.load_from_disk`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MAX_SHOWN = 20
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("action", choices=("check", "convert"), help="check the files, or convert one")
-    parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="JSON lines, or a dataset folder")
+    parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="a file, or a dataset's folder or name")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ class SftSource(Section):
     """A source of dialogues for fine-tuning: a file or a world. With neither, the run's own world."""
 
     data: str | None = None
-    """A file of dialogues; none uses a world."""
+    """A file, folder or Hugging Face dataset of dialogues or texts; none uses a world."""
     world: str | None = None
     """A registered world or the path of a .py file, whose demonstrations are used; none is the run's own, unless `data`
     is set."""
@@ -54,7 +54,7 @@ class SftConfig(SupervisedSection):
     checkpoint_every: int = Field(250, ge=1)
     """Steps between checkpoints."""
     data: str | None = None
-    """A JSON-lines file of dialogues (`{"messages": [...]}`); None uses the world's demonstrations."""
+    """A file, folder or Hugging Face dataset of dialogues or texts; None uses the world's demonstrations."""
     sources: dict[str, SftSource] = Field({})
     """Several files and worlds that each step draws from, by a name of your choice."""
     classes: dict[DataClass, Annotated[float, Field(ge=0)]] = Field({})

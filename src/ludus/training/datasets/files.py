@@ -1,8 +1,8 @@
-"""Read and check files of dialogues (labelled or not), preference pairs and rollouts.
+"""Read and check files of dialogues (labelled or not), texts, preference pairs and rollouts.
 
-Formats: JSON lines (`.gz` if compressed), or a local folder of Hugging Face `datasets`, whose package comes with
-the extra `datasets`; see docs/use/data.md. A file has records of one kind. Also the artifacts of a run
-folder: gzip-compressed JSON lines, one record per line.
+JSON lines (`.gz` if compressed), or a table (`ludus.envs.data_files`); see docs/use/data.md. A file has records of one
+kind, in one of the formats of `formats`. Also the artifacts of a run folder: gzip-compressed JSON lines, one record per
+line.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from pydantic import TypeAdapter
 
+from ludus.envs.data_files import is_table, read_table
 from ludus.errors import StorageError, UserError
 from ludus.rollouts.rollout_files import RolloutRecord, parse_rollout, rollout_line, write_lines
 from ludus.tools.base import Tool
+from ludus.training.datasets.formats import to_own_format
 from ludus.training.datasets.messages import (
     as_object,
     as_text,
@@ -34,32 +36,6 @@ from ludus.types import DataClass, Message
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
-
-
-def read_rows(path: Path) -> Iterator[object]:
-    """Yield the rows of a folder written by `Dataset.save_to_disk`; with several splits, those of `train`.
-
-    Raises UserError for another folder, and if the package is not installed.
-    """
-    try:
-        from datasets import DatasetDict, load_from_disk
-    except ImportError as error:
-        raise UserError(
-            f"{path} is a folder, and reading a dataset needs the package datasets.",
-            "Install it: pip install 'ludus[datasets]', or use a file of JSON lines.",
-        ) from error
-    try:
-        dataset = load_from_disk(str(path))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} is not a dataset: {str(error).splitlines()[0]}.",
-            "Pass a folder written by Dataset.save_to_disk, or a file of JSON lines.",
-        ) from error
-    if isinstance(dataset, DatasetDict):
-        if "train" not in dataset:
-            raise UserError(f"{path} has no split train, but {', '.join(dataset)}.", "Give one split's folder.")
-        dataset = dataset["train"]
-    yield from dataset
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, object]]) -> None:
@@ -100,7 +76,7 @@ def load_records(path: Path, kind: type[T]) -> list[T]:
         raise StorageError(f"{path} cannot be read: {cause}.", "Start a new run.") from error
 
 
-DataKind = Literal["dialogue", "labelled dialogue", "pair", "rollout"]
+DataKind = Literal["text", "dialogue", "labelled dialogue", "pair", "rollout"]
 
 DATA_CLASSES: tuple[DataClass, ...] = get_args(DataClass)
 _HOW = "docs/use/data.md has the formats; `ludus data check {path}` lists all problems."
@@ -123,6 +99,29 @@ class FileDialogue:
 
 
 @dataclass(frozen=True, slots=True)
+class FileText:
+    """Plain text, trained on as a whole without a chat template; as a demonstration, one assistant message."""
+
+    text: str
+    data_class: DataClass | None = None
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The text as an assistant message."""
+        return (Message(role="assistant", content=self.text),)
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """Empty."""
+        return ()
+
+    @property
+    def trains(self) -> tuple[bool, ...]:
+        """True for the message."""
+        return (True,)
+
+
+@dataclass(frozen=True, slots=True)
 class FilePair:
     """Prompt with two continuations: `chosen` is better than `rejected`."""
 
@@ -132,7 +131,7 @@ class FilePair:
     tools: tuple[Tool, ...] = ()
 
 
-Record = FileDialogue | FilePair | RolloutRecord
+Record = FileDialogue | FileText | FilePair | RolloutRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +177,15 @@ def read_dialogues(path: Path) -> list[FileDialogue]:
     return [found for found in _read_kind(path, "dialogue") if isinstance(found, FileDialogue)]
 
 
+def read_sft_data(path: Path) -> list[FileDialogue | FileText]:
+    """Return the texts of a file if the first record is one, else its dialogues.
+
+    Raises UserError, with the line, for a record of another kind.
+    """
+    kind: DataKind = "text" if _first_kind(path) == "text" else "dialogue"
+    return [found for found in _read_kind(path, kind) if isinstance(found, FileDialogue | FileText)]
+
+
 def read_pairs(path: Path) -> list[FilePair]:
     """Return the pairs of a file. Raises UserError, with the line, for another record."""
     return [found for found in _read_kind(path, "pair") if isinstance(found, FilePair)]
@@ -189,7 +197,7 @@ def read_preferences(path: Path) -> list[FilePair | FileDialogue]:
     Raises UserError, with the line, for a record of another kind.
     """
     kind: DataKind = "labelled dialogue" if _first_kind(path) == "labelled dialogue" else "pair"
-    return [found for found in _read_kind(path, kind) if not isinstance(found, RolloutRecord)]
+    return [found for found in _read_kind(path, kind) if isinstance(found, FilePair | FileDialogue)]
 
 
 def read_rollout_file(path: Path) -> list[RolloutRecord]:
@@ -226,6 +234,8 @@ def _kind(record: Record) -> DataKind:
     match record:
         case FileDialogue():
             return "dialogue" if record.label is None else "labelled dialogue"
+        case FileText():
+            return "text"
         case FilePair():
             return "pair"
     return "rollout"
@@ -235,7 +245,10 @@ def _records(path: Path) -> Iterator[tuple[int, Record | FileProblem]]:
     """Yield the numbered records of a file, FileProblem for invalid ones."""
     for line, data in _lines(path):
         if data == b"[":  # otherwise each further line would be reported
-            yield line, FileProblem(line, "a list spans several lines, but each record must be one line")
+            yield (
+                line,
+                FileProblem(line, "a list spans several lines: name the file .json, or write one record per line"),
+            )
             return
         try:
             yield line, parse_record(parse_json(data, "it") if isinstance(data, bytes) else data)
@@ -244,21 +257,23 @@ def _records(path: Path) -> Iterator[tuple[int, Record | FileProblem]]:
 
 
 def parse_record(data: object) -> Record:
-    """Parse a record of any kind. Raises ValueError, TypeError or KeyError with the fault."""
-    found = as_object(data, "it")
-    if "messages" in found:
-        return _parse_dialogue(found)
-    if "trajectory" in found:
-        trajectory = found["trajectory"]
-        if isinstance(trajectory, str):  # a table row, without an advantage that is None
-            data = {"advantage": None, **found, "trajectory": parse_json(trajectory, "trajectory")}
-        return parse_rollout(data)
-    if found.keys() & {"prompt", "completion", "chosen", "rejected"}:
-        return _parse_pair(found) if "completion" not in found else _parse_completion(found)
-    raise ValueError(
-        "it is neither a dialogue (messages), a labelled one (prompt, completion, label), a pair (prompt, "
-        "chosen, rejected) nor a rollout (trajectory)"
-    )
+    """Parse a record of any format. Raises ValueError, TypeError or KeyError with the fault."""
+    seen, found = to_own_format(as_object(data, "it"))
+    try:
+        if "messages" in found:
+            return _parse_dialogue(found)
+        if "completion" in found:
+            return _parse_completion(found)
+        if "text" in found:
+            return _parse_text(found)
+        if "chosen" in found:
+            return _parse_pair(found)
+    except ValueError as error:
+        raise ValueError(f"read as {seen}: {error}" if seen else str(error)) from None
+    trajectory = found["trajectory"]
+    if isinstance(trajectory, str):  # a table row, without an advantage that is None
+        found = {"advantage": None, **found, "trajectory": parse_json(trajectory, "trajectory")}
+    return parse_rollout(found if isinstance(trajectory, str) else data)
 
 
 def row_of(record: Record) -> dict[str, object]:
@@ -274,6 +289,8 @@ def row_of(record: Record) -> dict[str, object]:
             if record.label is not None:
                 return {**row, "label": record.label}
             return {**row, "task": record.task or None, "data_class": record.data_class}
+        case FileText():
+            return {"text": record.text, "data_class": record.data_class}
         case FilePair():
             sides = {"chosen": list(record.chosen), "rejected": list(record.rejected)}
             return {"prompt": list(record.prompt), **sides, "tools": _tools_text(record.tools)}
@@ -293,34 +310,42 @@ def _parse_dialogue(data: dict[str, object]) -> FileDialogue:
     if not any(trains):
         has_action = any(message["role"] == "assistant" for message in messages)
         raise ValueError("no assistant message trains" if has_action else "it has no assistant message")
-    task, named, label = as_text(data.get("task", ""), "task"), data.get("data_class"), data.get("label")
-    data_class = None if named is None else _data_class(named)
-    return FileDialogue(messages, tools, trains, task, data_class, label if isinstance(label, bool) else None)
+    task, label = as_text(data.get("task", ""), "task"), data.get("label")
+    return FileDialogue(messages, tools, trains, task, _data_class(data), label if isinstance(label, bool) else None)
+
+
+def _parse_text(data: dict[str, object]) -> FileText:
+    text = as_text(data["text"], "text")
+    if not text.strip():
+        raise ValueError("text is empty")
+    return FileText(text, _data_class(data))
 
 
 def _parse_completion(data: dict[str, object]) -> FileDialogue:
-    """Parse TRL's unpaired format; plain text becomes a user or assistant message."""
+    """Parse TRL's formats of prompt and completion, with a label or without."""
     if extra := sorted(data.keys() & {"chosen", "rejected"}):
         raise ValueError(f"it has {extra[0]} and completion, and is a pair or a labelled dialogue")
-    label, answer, prompt_text = data.get("label"), data["completion"], data.get("prompt")
-    if not isinstance(label, bool):
+    label = data.get("label")
+    if label is not None and not isinstance(label, bool):
         raise ValueError(f"label is {as_words(label)}, and must be true or false")
-    tools = read_tools(data.get("tools"))
-    prompt = _prompt([{"role": "user", "content": prompt_text}] if isinstance(prompt_text, str) else prompt_text)
-    message = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
-    completion = _parse_side(message, "completion", prompt, tools)
+    tools, prompt = read_tools(data.get("tools")), _prompt(data.get("prompt"))
+    completion = _parse_side(data["completion"], "completion", prompt, tools)
     trains = [False] * len(prompt) + [message["role"] == "assistant" for message in completion]
-    return FileDialogue((*prompt, *completion), tools, tuple(trains), label=label)
+    task = as_text(data.get("task", ""), "task")
+    return FileDialogue((*prompt, *completion), tools, tuple(trains), task, _data_class(data), label)
 
 
 def _prompt(data: object) -> tuple[Message, ...]:
-    prompt = read_messages(data, "prompt")
+    """Parse a prompt: messages, or a text, which becomes a user message."""
+    prompt = read_messages([{"role": "user", "content": data}] if isinstance(data, str) else data, "prompt")
     if not prompt:
         raise ValueError("prompt is empty")
     return prompt
 
 
-def _data_class(name: object) -> DataClass:
+def _data_class(data: dict[str, object]) -> DataClass | None:
+    if (name := data.get("data_class")) is None:
+        return None
     for known in DATA_CLASSES:
         if name == known:
             return known
@@ -339,7 +364,9 @@ def _parse_pair(data: dict[str, object]) -> FilePair:
 
 
 def _parse_side(data: object, name: str, prompt: tuple[Message, ...], tools: tuple[Tool, ...]) -> tuple[Message, ...]:
-    """Parse one continuation: a message or a list of messages."""
+    """Parse one continuation: a message, a list of messages, or a text, which becomes an assistant message."""
+    if isinstance(data, str):
+        data = {"role": "assistant", "content": data}
     items = [data] if isinstance(data, dict) else data
     messages = read_messages(items, name)
     for i, trains in enumerate(read_train_flags(items, name)):
@@ -352,9 +379,9 @@ def _parse_side(data: object, name: str, prompt: tuple[Message, ...], tools: tup
 
 
 def _lines(path: Path) -> Iterator[tuple[int, object]]:
-    """Yield the numbered lines of a file, without blank ones, or the rows of a dataset."""
-    if path.is_dir():
-        yield from enumerate(read_rows(path), start=1)
+    """Yield the numbered lines of a file, without blank ones, or the rows of a table."""
+    if is_table(path):
+        yield from read_table(path, "train")
         return
     number = 0
     try:

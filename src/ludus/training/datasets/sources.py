@@ -18,7 +18,7 @@ from ludus.config.sections.stages import SftSource
 from ludus.envs.base import Demonstration, World, class_of, permutation
 from ludus.envs.registry import build_world
 from ludus.errors import UserError
-from ludus.training.datasets.files import DATA_CLASSES, read_dialogues
+from ludus.training.datasets.files import DATA_CLASSES, FileText, read_sft_data
 from ludus.types import DataClass, Segment
 
 MAX_SKIPPED = 2000
@@ -53,7 +53,7 @@ class DialogueSource:
     def first(self, num: int) -> Iterator[Demonstration]:
         """Yield the first `num` dialogues of a world, or one pass over a file."""
         if self.settings.data is not None:
-            num = len(read_dialogues(Path(self.settings.data)))
+            num = len(read_sft_data(Path(self.settings.data)))
         return (dialogue for dialogue, _ in itertools.islice(self.stream(), num))
 
     def stream(self) -> Iterator[Labelled]:
@@ -80,7 +80,7 @@ class DialogueSource:
         """Yield the dialogues repeatedly: a file in a new order each time, a world with a new seed."""
         seed = f"{self.config.run.seed}:{self.name}" if self.name else str(self.config.run.seed)
         if self.settings.data is not None:
-            dialogues = read_dialogues(Path(self.settings.data))
+            dialogues = read_sft_data(Path(self.settings.data))
             for epoch in itertools.count():
                 yield from (dialogues[i] for i in permutation(len(dialogues), f"sft:{seed}", epoch))
         world = require_demonstrations(self.world)
@@ -117,11 +117,21 @@ def check_sources(config: Config, world: World) -> None:
 
 
 def dialogue_segments(renderer: Renderer, dialogue: Demonstration) -> tuple[Segment, ...]:
-    """Return a dialogue as segments, without training-only keys, which prompts of rollouts lack."""
+    """Return a dialogue as segments, without training-only keys, which prompts of rollouts lack.
+
+    A text has no template; see `text_segments`.
+    """
+    if isinstance(dialogue, FileText):
+        return text_segments(renderer.document(dialogue.text))
     plain = [message.copy() for message in dialogue.messages]
     for message in plain:
         message.pop("train", None)
     return render_dialogue(renderer, plain, dialogue.tools)
+
+
+def text_segments(tokens: tuple[int, ...]) -> tuple[Segment, ...]:
+    """Return the tokens of a text as segments: all train except the first, which nothing predicts."""
+    return Segment("prompt", tokens[:1]), Segment("action", tokens[1:], 0)
 
 
 def require_demonstrations(world: World) -> World:

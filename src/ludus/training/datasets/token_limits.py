@@ -17,6 +17,7 @@ from ludus.envs.base import Demonstration, World, permutation
 from ludus.errors import UserError
 from ludus.rollouts.scheduler import rollout_for
 from ludus.tools.base import Tool
+from ludus.training.datasets.files import FileText
 from ludus.training.datasets.sources import dialogue_segments, sources_of
 from ludus.training.run.session import TrainingSession
 from ludus.types import Task
@@ -48,14 +49,14 @@ def dialogue_length(renderer: Renderer, dialogue: Demonstration) -> DialogueLeng
 def check_dialogues(session: TrainingSession) -> None:
     """Raise UserError for a fine-tuning source without a dialogue that fits into `rollout.max_seq_len`.
 
-    Checks all dialogues of a file, and the first ones of a world.
+    Checks all dialogues of a file, and the first ones of a world. Texts always fit, since they are split.
     """
     budget = session.config.rollout.max_seq_len
     for source in sources_of(session.config, session.world):
         lengths: list[DialogueLength] = []
         for dialogue in source.first(NUM_DIALOGUES):
             lengths.append(dialogue_length(session.renderer, dialogue))
-            if lengths[-1].total <= budget:
+            if lengths[-1].total <= budget or isinstance(dialogue, FileText):
                 break
         else:
             totals, prompt = [one.total for one in lengths], min(one.prompt for one in lengths)
@@ -71,7 +72,8 @@ def sft_warnings(session: TrainingSession) -> list[str]:
     """Return warnings about the first fine-tuning dialogues that exceed the limits of a rollout."""
     found = []
     for source in sources_of(session.config, session.world):
-        lengths = [dialogue_length(session.renderer, d) for d in islice(source.first(NUM_DIALOGUES), NUM_DIALOGUES)]
+        first = [d for d in islice(source.first(NUM_DIALOGUES), NUM_DIALOGUES) if not isinstance(d, FileText)]
+        lengths = [dialogue_length(session.renderer, dialogue) for dialogue in first]
         found += dialogue_warnings(lengths, session.config.rollout, "they are left out")
     return found
 

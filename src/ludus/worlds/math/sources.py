@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ludus.envs.benchmarks import BENCHMARKS, BenchmarkName, own_record
 from ludus.envs.task_files import SPLITS, Record, RecordError, load_tasks, split_by_hash, text_field
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.truth_records import TYPES, question_text, read_truth
@@ -26,14 +27,23 @@ _SEEDS = 2**31
 _WRONG_ANSWERS = ("", "no idea", "The answer is unknown", "-987654321", "?")
 
 
-def load_problems(path: Path) -> dict[str, tuple[Task, ...]]:
-    """Return the tasks of a file by split.
+def load_problems(path: Path, name: BenchmarkName = "own") -> dict[str, tuple[Task, ...]]:
+    """Return the tasks of a file by split; `name` is the benchmark in whose published format it is.
 
     `answer` depends on the type (`ludus.rewards.truth_records`); a text with reasoning has its answer after
     "####" or in a box. Without "split", a hash of the question splits 8 : 1 : 1. Raises UserError, with the
-    line, for an invalid record or a repeated question, and if a verifier needs an extra that is not installed.
+    line, for an invalid record or (in the own format) a repeated question, and if a verifier needs an extra that is not
+    installed.
     """
-    return load_tasks(path, _record_task, _HINT, identity=lambda task: f"question {task.prompt[-1]['content']!r}")
+    if name == "own":
+        return load_tasks(path, _record_task, _HINT, identity=lambda task: f"question {task.prompt[-1]['content']!r}")
+
+    def read(record: Record, line: int) -> Task | None:
+        own = own_record(name, record)
+        return None if own is None else _record_task(own, line)
+
+    hint = f"A row of {name} (env.settings.format) has {BENCHMARKS[name].fields}; see docs/use/data.md."
+    return load_tasks(path, read, hint)
 
 
 def _record_task(record: Record, line: int) -> Task:

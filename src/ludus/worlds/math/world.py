@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs import task_files
 from ludus.envs.base import World, shipped_report
+from ludus.envs.benchmarks import BenchmarkName
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, check_split
@@ -53,7 +54,9 @@ class MathSettings(BaseModel):
     habit: float = Field(0.5, ge=0, le=1)
     """Fraction of demonstrations that stop after the first of several steps, or guess."""
     data: str | None = None
-    """File of problems (JSON lines) that replaces the generated ones."""
+    """File of problems that replaces the generated ones: JSON lines or a table."""
+    format: BenchmarkName = "own"
+    """Format of `data`: `own`, or the published format of a benchmark."""
     gym: tuple[str, ...] = ()
     """Generators of reasoning-gym that replace the generated problems; needs the extra `gym`."""
     seed: int = 0
@@ -156,7 +159,7 @@ class MathWorld(World):
     def _made(self, split: str) -> Mapping[str, tuple[Task, ...]]:
         settings = self.settings
         if settings.data is not None:
-            return sources.load_problems(Path(settings.data))
+            return sources.load_problems(Path(settings.data), settings.format)
         sizes = {name: max(round(settings.num_tasks * share), 1) for name, share in SHARES.items()}
         if settings.num_held_out is not None:
             sizes |= dict.fromkeys(("test", "composition"), settings.num_held_out)
@@ -175,6 +178,8 @@ def make_math_world(settings: Mapping[str, object], limits: ToolLimits) -> MathW
         raise ConfigError(f"Unknown topic {other[0]!r} (env.settings.topics).", f"Topics: {', '.join(TOPICS)}.")
     if chosen.data is not None and chosen.gym:
         raise ConfigError("env.settings has both data and gym.", "Choose one of them.")
+    if chosen.format != "own" and chosen.data is None:
+        raise ConfigError(f"env.settings.format is {chosen.format!r}, and data is not set.", "Set env.settings.data.")
     world = MathWorld(chosen, limits)
     if chosen.data is not None:
         world.tasks("train")
