@@ -22,6 +22,11 @@ class Recipe:
         """Its configuration file."""
         return self.folder / "config.toml"
 
+    @property
+    def cold_start(self) -> Path:
+        """The folder of its packaged cold start, which may not exist."""
+        return self.folder / "cold_start"
+
 
 def list_recipes() -> list[Recipe]:
     """All recipes that ship with the package, by name."""
