@@ -272,7 +272,7 @@ def test_a_syntax_error_names_file_and_line(tmp_path, text, place):
 
 
 def test_a_missing_file_or_recipe_names_near_recipes(tmp_path):
-    with pytest.raises(ConfigError, match=r'no recipe "serch"') as caught:
+    with pytest.raises(ConfigError, match=r'Unknown recipe "serch"') as caught:
         load_config("serch", [])
     assert "search" in caught.value.hint
     with pytest.raises(ConfigError, match=r"serch\.toml does not exist") as caught:

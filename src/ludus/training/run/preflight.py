@@ -13,7 +13,8 @@ from typing import Any
 
 from ludus.config.pipeline import StageKind
 from ludus.config.schema import Config
-from ludus.errors import StorageError, UserError
+from ludus.envs.registry import WORLDS
+from ludus.errors import StorageError, UserError, did_you_mean
 from ludus.recipes import list_recipes
 from ludus.training.run.run_dir import check_new
 
@@ -45,7 +46,8 @@ def model_path(config: Config) -> str:
     if folder is None or not folder.is_dir():
         raise UserError(
             f"model.path is not set, and the world {config.env.name!r} has no packaged cold start.",
-            "Set --model.path to a checkpoint or a model name, or train one with `ludus sft`.",
+            f"{did_you_mean(config.env.name, WORLDS)}Set --model.path to a checkpoint or a model name, or train one with "
+            "`ludus sft`.",
         )
     if config.env.rendering != "chat":
         raise UserError(
@@ -59,11 +61,13 @@ def local_folder(path: str) -> Path | None:
     """Return the folder of a model, which may be the cache of the hub; None if it must be downloaded or created."""
     if Path(path).is_dir():
         return Path(path)
-    if path.count("/") != 1:
-        return None
     from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    found = try_to_load_from_cache(path, "config.json")
+    try:
+        found = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:  # loading the model reports the name
+        return None
     return Path(found).parent if isinstance(found, str) else None
 
 
@@ -124,7 +128,7 @@ def _num_tokens(file: Path) -> int:
         data: dict[str, Any] = json.loads(file.read_text("utf-8"))
         vocabulary = data["model"]["vocab"]
         ids = vocabulary.values() if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
-        return 1 + max([*ids, *(token["id"] for token in data.get("added_tokens", ()))])
+        return 1 + max(int(number) for number in (*ids, *(token["id"] for token in data.get("added_tokens", ()))))
     except (OSError, ValueError, KeyError, TypeError):
         return 0
 
@@ -133,14 +137,14 @@ def check_disk(config: Config, kind: StageKind, num_parameters: int) -> None:
     """Raise StorageError if the disk has no room for the checkpoints of a run, estimated from the model's size."""
     if config.model.lora is not None:
         return
-    section = {
-        "sft": config.sft,
-        "preference": config.preference,
-        "reward-model": config.reward_model,
-        "rft": config.rft,
-        "rl": config.training,
+    kept = {
+        "sft": config.sft.keep_checkpoints,
+        "preference": config.preference.keep_checkpoints,
+        "reward-model": config.reward_model.keep_checkpoints,
+        "rft": config.rft.keep_checkpoints,
+        "rl": config.training.keep_checkpoints,
     }[kind]
-    need = (section.keep_checkpoints + 1) * num_parameters * bytes_per_parameter(config)  # a new one before pruning
+    need = (kept + 1) * num_parameters * bytes_per_parameter(config)  # a new one before pruning
     folder = Path(config.run.dir or "runs").absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     free = shutil.disk_usage(existing).free
@@ -148,12 +152,12 @@ def check_disk(config: Config, kind: StageKind, num_parameters: int) -> None:
         setting = f"{kind.replace('-', '_') if kind != 'rl' else 'training'}.keep_checkpoints"
         raise StorageError(
             f"The checkpoints of this run need about {_gigabytes(need)}, but {existing} has {_gigabytes(free)} free.",
-            f"Free some space, set --run.dir to another disk, or lower {setting} ({section.keep_checkpoints}).",
+            f"Free some space, set --run.dir to another disk, or lower {setting} ({kept}).",
         )
 
 
 def bytes_per_parameter(config: Config) -> int:
-    """Return the size of a parameter in a checkpoint: weight, AdamW's two moments, and a float32 copy if there is one."""
+    """Return the bytes of a parameter in a checkpoint: weight, AdamW's two moments, a float32 copy if there is one."""
     weight = _WEIGHT_BYTES[config.model.dtype]
     if config.model.dtype == "bfloat16" and config.model.master_weights:
         return weight + 3 * 4
