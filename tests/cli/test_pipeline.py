@@ -14,7 +14,7 @@ from ludus.rollouts.rollout_files import read_rollouts, rollouts_path, write_rol
 from ludus.training.preference import train
 from ludus.training.run.run_dir import RunFolder, kind_of
 from small_runs import lasting_files
-from tests.rollout.test_store import RECORD
+from tests.rollouts.test_store import RECORD
 from tiny_run import ludus, make_recipe, refused
 
 STAGES = """

@@ -38,7 +38,7 @@ from ludus.training.rl.async_trainer import track_version
 from ludus.types import Segment, StopReason, Trajectory
 from tests.cluster.test_cluster import JOB, QUICK, FakeLauncher, ask, plan, views
 from tests.engines.test_engine_server import Fake, serving
-from tests.rollout.test_admission import TASK, FakeLoop, World
+from tests.rollouts.test_admission import TASK, FakeLoop, World
 from tiny_run import cold_start, ludus, make_recipe
 from waiting import until
 

@@ -29,7 +29,7 @@ from ludus.training.credit.advantages import assign_credit
 from ludus.training.rl.validate import check_branch, inactive_parts
 from ludus.types import Group, Message, Segment, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from small_runs import lasting_files
-from tests.rollout.test_partial import metrics, run
+from tests.rollouts.test_partial import metrics, run
 from tests.training.batches.test_branches import episodes
 from tiny_run import ludus
 

@@ -1,21 +1,37 @@
-"""Recipes: one folder each, with `config.toml` and a README."""
+"""Recipes: one folder each, with `config.toml`, a README and `recipe.toml`: what it needs and shows, as measured.
+
+Measured with `ludus train NAME --run.threads 1`: seconds are processor time of one thread, which is the wall time on a
+core without other load. `cold_start_s` is estimated from the time of an SFT step.
+"""
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from ludus.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A published recipe. `title` is the first line of its README, or its name where there is none."""
+    """A published recipe. `title` is the first line of its README, or its name where there is none.
+
+    `starts_s` is the time from the command to the first episodes of step 1, `cold_start_s` that of the cold start which
+    `ludus train` runs before them, 0 if it ships with the package; None if not measured. `needs` is what the machine
+    needs otherwise, `learns` what has been measured after training.
+    """
 
     name: str
     title: str
     folder: Path
+    starts_s: int | None = None
+    cold_start_s: int = 0
+    memory_mb: int | None = None
+    learns: str = "not measured"
+    needs: str = ""
 
     @property
     def config(self) -> Path:
@@ -32,7 +48,7 @@ def list_recipes() -> list[Recipe]:
     """All recipes that ship with the package, by name."""
     shelf = Path(str(resources.files("ludus.recipes")))
     folders = sorted(file.parent for file in shelf.glob("*/config.toml"))
-    return [Recipe(folder.name, _title(folder), folder) for folder in folders]
+    return [Recipe(folder.name, _title(folder), folder, **_measured(folder)) for folder in folders]
 
 
 def recipe_folder(name: str) -> Path:
@@ -45,6 +61,11 @@ def recipe_folder(name: str) -> Path:
         f'Unknown recipe "{name}".',
         f"{guess}Known: {', '.join(recipes)}. A file of your own is given by its path, ending in .toml.",
     )
+
+
+def _measured(folder: Path) -> dict[str, Any]:
+    file = folder / "recipe.toml"
+    return tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def _title(folder: Path) -> str:

@@ -31,7 +31,7 @@ from ludus.training.run.preflight import model_path
 from ludus.training.run.session import open_session
 from ludus.training.sft import batches, dialogue_row
 from small_runs import lasting_files
-from tests.rollout.test_store import RECORD
+from tests.rollouts.test_store import RECORD
 from tiny_run import cold_start, ludus, make_recipe, refused
 
 ASK = {"role": "user", "content": "What does a fig cost?"}

@@ -85,9 +85,9 @@ class TrainingStage:
 
     def start(self, config: Config, name: str, recipe: str | None) -> None:
         """Prepare the training and run it in a new folder."""
-        from ludus.training.learner.learner import explain_out_of_memory
-
         check_new_run(config, self.kind)
+        from ludus.training.learner.learner import explain_out_of_memory  # imports torch
+
         silence_libraries()
         train = self.prepare(config, True)
         folder = new_run(config, name, self.kind, recipe)

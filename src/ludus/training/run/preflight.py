@@ -46,8 +46,8 @@ def model_path(config: Config) -> str:
     if folder is None or not folder.is_dir():
         raise UserError(
             f"model.path is not set, and the world {config.env.name!r} has no packaged cold start.",
-            f"{did_you_mean(config.env.name, WORLDS)}Set --model.path to a checkpoint or a model name, or train one with "
-            "`ludus sft`.",
+            f"{did_you_mean(config.env.name, WORLDS)}Set --model.path to a checkpoint or a model name, "
+            "or train one with `ludus sft`.",
         )
     if config.env.rendering != "chat":
         raise UserError(
