@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from ludus.config.pipeline import StageKind
 from ludus.config.schema import Config
@@ -125,7 +124,7 @@ def check_rows(path: str, num_tokens: int, num_rows: int) -> None:
 def _num_tokens(file: Path) -> int:
     """Return the largest token id of a tokenizer.json plus 1; 0 if the file is missing or has another format."""
     try:
-        data: dict[str, Any] = json.loads(file.read_text("utf-8"))
+        data = json.loads(file.read_text("utf-8"))
         vocabulary = data["model"]["vocab"]
         ids = vocabulary.values() if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
         return 1 + max(int(number) for number in (*ids, *(token["id"] for token in data.get("added_tokens", ()))))
