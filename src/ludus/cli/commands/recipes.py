@@ -1,7 +1,7 @@
 """List the recipes that `ludus train`, `sft`, `eval` and `config` accept by name.
 
-*Starts in* is the time until the first RL step on one quiet core, with the cold start if it does not ship with the
-package. *Memory* is the peak of the process. *Learns* is what training has been measured to change.
+*Starts in* is the time until the first RL step on one quiet core, after the cold start if it does not ship with the
+package (an estimate). *Memory* is the peak until step 1 trains. *Learns* is what training has been measured to change.
 """
 
 from __future__ import annotations
