@@ -3,7 +3,7 @@
 Measured once with `ludus train NAME --run.threads 1` on a loaded machine: seconds are processor time of one thread,
 about the wall time on a core without other load. `starts_s` of `search` is that of a run. Without a packaged
 cold start it is an estimate: the seconds of `ludus sft` before its first step, and of the evaluation before training
-after 40 SFT steps; `cold_start_s` is `sft.steps` times the mean of 8 steps. `memory_mb` is the peak until step 1 trains.
+after 40 SFT steps; `cold_start_s` is `sft.steps` times the mean of 8 steps. `memory_mb` is the peak until step 1.
 `learns` is from the README of the recipe or of the project, or from docs/experiments/.
 """
 
