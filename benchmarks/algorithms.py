@@ -208,6 +208,7 @@ def run(args: argparse.Namespace, arms: Sequence[Arm]) -> dict[str, tuple[str, l
     common = (
         *("--evaluation.splits", json.dumps(SPLITS), "--evaluation.temperatures", "[0.0]"),
         *("--evaluation.tasks", str(game.tasks), "--evaluation.every", "1000"),
+        *("--evaluation.tasks_before", str(game.tasks)),
     )
 
     steps = args.steps or game.steps

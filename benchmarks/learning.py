@@ -55,6 +55,7 @@ def run(folder: Path, arm: Arm, seed: int, common: tuple[str, ...], recipe: str)
         command += ["--resume", str(path)]
     else:
         fixed = ("--run.dir", str(path), "--run.seed", str(seed), "--run.threads", "1")
+        fixed += ("--evaluation.tasks_before", "1000000")  # as many as after training
         command += [recipe, *fixed, "--run.save_rollouts", "false", *common, *arm.settings]
     if not list(path.glob("done")):
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)

@@ -16,7 +16,7 @@ import httpx
 
 from ludus.config import load_config
 from ludus.engines.control_tokens import find_token
-from ludus.training.run.session import model_path
+from ludus.training.run.preflight import model_path
 
 COLD_START = Path(model_path(load_config("search")))
 CONTEXT = 768

@@ -29,7 +29,7 @@ from chat_server import Reply, say, serving
 from ludus.cli.main import main
 from ludus.config import config_from_toml, list_settings, load_config
 from ludus.config.settings import find, is_section
-from ludus.training.run.session import model_path
+from ludus.training.run.preflight import model_path
 from ludus.worlds.search import world as search_world
 from ludus.worlds.search.world import SearchWorld
 from tests.test_house import ORDER

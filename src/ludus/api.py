@@ -310,9 +310,11 @@ def _train(config: Config, world: World | None, recipe: str | None, progress: bo
     from ludus.cli.ui.terminal import bars, make_console, silence_libraries
     from ludus.training.rl.build import train as train_run
     from ludus.training.rl.validate import check, open_validated_session
+    from ludus.training.run.preflight import check_new_run
     from ludus.training.run.session import open_session
 
     silence_libraries()
+    check_new_run(config, "rl")
     if world is None:
         session = open_validated_session(config)
     else:

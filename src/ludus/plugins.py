@@ -61,7 +61,8 @@ def _module(path: Path, setting: str) -> ModuleType:
     if not path.is_file():
         raise UserError(
             f"{path} does not exist.",
-            f"{setting} takes the path of a Python file, relative to the working directory ({Path.cwd()}).",
+            f"{setting} takes the path of a Python file, in a .toml file relative to its folder, on the command line "
+            "to the working directory.",
         )
     return _import_file(path.resolve(), path)
 

@@ -11,7 +11,7 @@ import pytest
 from ludus.cli.main import main
 from ludus.config.sections.model import ScratchConfig
 from ludus.engines.models.loading import build_tiny, load_tokenizer, save_model
-from ludus.training.run.session import model_path
+from ludus.training.run.preflight import model_path
 from small_runs import SMALLEST, config, words
 from tiny_run import WORLD
 

@@ -18,7 +18,7 @@ from ludus.engines.embedded.guided_decoding import GuideCompiler
 from ludus.engines.embedded.sampler import SamplingRules, sample
 from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.errors import EngineBusy, EngineError, RequestRejected, SyncError
-from ludus.training.run.session import model_path
+from ludus.training.run.preflight import model_path
 from ludus.types import Guide, SamplingParams
 from small_runs import config
 from waiting import until

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ludus.config.load import load_config
-from ludus.training.run.session import model_path
+from ludus.training.run.preflight import model_path
 from small_runs import words
 from tiny_run import ludus
 

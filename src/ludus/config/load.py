@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from ludus.config.overrides import apply_overrides, unknown_key
+from ludus.config.paths import resolve_paths
 from ludus.config.schema import Config
 from ludus.config.settings import find, first_under
 from ludus.config.toml import toml_value
@@ -35,13 +36,17 @@ def load_config(
 
     `source` is a recipe name, a path to a `.toml` file, or None for the defaults. `overrides` are words of a command
     line: `--algorithm.group_size 16`, `--algorithm.group_size=16`, a bare `--model.from_scratch` for true, `none` for
-    None; lists and tables are written as TOML. `overrides_origin` names their origin in errors.
+    None; lists and tables are written as TOML. `overrides_origin` names their origin in errors. Relative paths become
+    absolute: those of a file from its folder, others from the working directory.
 
     Raises ConfigError with one sentence per mistake.
     """
     path = None if source is None else _locate(source)
     data = {} if path is None else _parse(_read(path), str(path))
+    if path is not None:
+        resolve_paths(data, path.parent)
     problems = apply_overrides(data, overrides)
+    resolve_paths(data, Path.cwd())
     places = ([str(path)] if path is not None else []) + ([overrides_origin] if overrides else [])
     return _validate(data, problems, " and ".join(places))
 
@@ -49,7 +54,9 @@ def load_config(
 def config_from_toml(text: str, origin: str = "the text", overrides: Sequence[str] = ()) -> Config:
     """Return the configuration in `text`; `origin` names it in errors. Raises ConfigError."""
     data = _parse(text, origin)
-    return _validate(data, apply_overrides(data, overrides), origin)
+    problems = apply_overrides(data, overrides)
+    resolve_paths(data, Path.cwd())
+    return _validate(data, problems, origin)
 
 
 def _locate(source: str | Path) -> Path:

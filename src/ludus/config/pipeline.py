@@ -4,6 +4,8 @@
 kind = "sft"            # sft, rft, preference, reward-model or rl
 recipe = "search"       # as on the command line
 settings.sft.steps = 500
+
+Relative paths in the file are relative to its folder.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from ludus.config.paths import resolve_paths
 from ludus.config.settings import find
 from ludus.config.toml import toml_value
 from ludus.errors import ConfigError, nearest_names
@@ -56,8 +59,10 @@ def load_pipeline(path: Path) -> tuple[Stage, ...]:
         errors = list(_find_errors(table, number))
         problems += errors
         if not errors:
-            words = tuple(_words(table.get("settings", {}), ""))
-            stages.append(Stage(number, KINDS[table["kind"]], table["recipe"], words))
+            resolve_paths(table.setdefault("settings", {}), path.parent)
+            words, recipe = tuple(_words(table["settings"], "")), table["recipe"]
+            recipe = str(path.parent / recipe) if recipe.endswith(".toml") else recipe
+            stages.append(Stage(number, KINDS[table["kind"]], recipe, words))
     if problems:
         raise ConfigError("\n".join(problems), f"The stages come from {path}.")
     return tuple(stages)

@@ -37,6 +37,9 @@ class EvaluationConfig(Section):
     """Each split is evaluated once at each of these temperatures; 0 is greedy."""
     tasks: int = Field(512, ge=1)
     """Maximum tasks per split, the first ones."""
+    tasks_before: int = Field(64, ge=0)
+    """Maximum tasks per split of the evaluation before training, at most `tasks`; 0 skips it. A number as large as
+    `tasks` makes the comparison with the model after training as exact as possible, and delays the first step."""
     samples: int = Field(1, ge=1)
     """Attempts per task; pass@k needs k of them."""
     every: int = Field(10, ge=1)

@@ -39,7 +39,7 @@ Factory = Callable[[Mapping[str, object], ToolLimits], World]
 def build_world(env: EnvConfig, rollout: RolloutConfig, sandbox: SandboxConfig | None = None) -> World:
     """Return the world of a configuration: `env.mixture` if it names worlds, else `env.name`.
 
-    `env.name` is a name in `WORLDS`, or the path of a Python file, relative to the working directory, that defines
+    `env.name` is a name in `WORLDS`, or the path of a Python file that defines
     `make_world(settings, limits)`. A world that runs programs uses the configured sandbox (None: the default).
     Raises ConfigError for an unknown name, a file without that function or that raises, and rewards in which shaping
     could outweigh the outcome; UserError for a missing file or package.

@@ -201,6 +201,12 @@ def plans(config: Config, step: int, policy: str = "") -> list[EvaluationPlan]:
     ]
 
 
+def plans_before(config: Config) -> list[EvaluationPlan]:
+    """Return the plans of the evaluation before training: those of `plans` on at most `evaluation.tasks_before`."""
+    most = config.evaluation.tasks_before
+    return [replace(plan, num_tasks=min(plan.num_tasks, most)) for plan in plans(config, 0)] if most else []
+
+
 def plan_during(config: Config, step: int) -> EvaluationPlan:
     """Return the plan of the evaluations between training steps."""
     settings, conditions = config.evaluation, Conditions.of(config)
@@ -210,7 +216,8 @@ def plan_during(config: Config, step: int) -> EvaluationPlan:
 
 def name_in_run(plan: EvaluationPlan, config: Config) -> str:
     """Return the file name of an evaluation in a run: `NAME-during` if another plan of the step has the same name."""
-    taken = any(other.name == plan.name and other != plan for other in plans(config, plan.step))
+    full = plans(config, plan.step) if plan.step else plans_before(config)
+    taken = any(other.name == plan.name and other != plan for other in full)
     return f"{plan.name}-during" if taken else plan.name
 
 

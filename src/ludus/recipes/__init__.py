@@ -1,7 +1,15 @@
-"""Recipes: one folder each, with `config.toml` and a README."""
+"""Recipes: one folder each, with `config.toml`, a README and `recipe.toml`: what it needs and shows, as measured.
+
+Measured once with `ludus train NAME --run.threads 1` on a loaded machine: seconds are processor time of one thread,
+about the wall time on a core without other load. `starts_s` of `search` is that of a run. Without a packaged
+cold start it is an estimate: the seconds of `ludus sft` before its first step, and of the evaluation before training
+after 40 SFT steps; `cold_start_s` is `sft.steps` times the mean of 8 steps. `memory_mb` is the peak until step 1.
+`learns` is from the README of the recipe or of the project, or from docs/experiments/.
+"""
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -11,23 +19,38 @@ from ludus.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A published recipe. `title` is the first line of its README, or its name where there is none."""
+    """A published recipe. `title` is the first line of its README, or its name where there is none.
+
+    `starts_s` is the time from the command to the first episodes of step 1, `cold_start_s` that of the cold start which
+    `ludus train` runs before them, 0 if it ships with the package; None if not measured. `needs` is what the machine
+    needs otherwise, `learns` what has been measured after training.
+    """
 
     name: str
     title: str
     folder: Path
+    starts_s: int | None = None
+    cold_start_s: int = 0
+    memory_mb: int | None = None
+    learns: str = "not measured"
+    needs: str = ""
 
     @property
     def config(self) -> Path:
         """Its configuration file."""
         return self.folder / "config.toml"
 
+    @property
+    def cold_start(self) -> Path:
+        """The folder of its packaged cold start, which may not exist."""
+        return self.folder / "cold_start"
+
 
 def list_recipes() -> list[Recipe]:
     """All recipes that ship with the package, by name."""
     shelf = Path(str(resources.files("ludus.recipes")))
     folders = sorted(file.parent for file in shelf.glob("*/config.toml"))
-    return [Recipe(folder.name, _title(folder), folder) for folder in folders]
+    return [_recipe(folder) for folder in folders]
 
 
 def recipe_folder(name: str) -> Path:
@@ -40,6 +63,12 @@ def recipe_folder(name: str) -> Path:
         f'Unknown recipe "{name}".',
         f"{guess}Known: {', '.join(recipes)}. A file of your own is given by its path, ending in .toml.",
     )
+
+
+def _recipe(folder: Path) -> Recipe:
+    file = folder / "recipe.toml"
+    measured = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return Recipe(folder.name, _title(folder), folder, **measured)
 
 
 def _title(folder: Path) -> str:

@@ -23,8 +23,9 @@ from ludus.rollouts.scheduler import RolloutRequest, SamplingPlan, engine_schedu
 from ludus.training.rl.build import train
 from ludus.training.rl.validate import config_warnings
 from ludus.training.run.checkpoint import checkpoint_path
+from ludus.training.run.preflight import model_path
 from ludus.training.run.run_dir import RunFolder, lock_run, new_run
-from ludus.training.run.session import make_engine, model_path, open_session
+from ludus.training.run.session import make_engine, open_session
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files, words
 
 

@@ -27,7 +27,8 @@ from ludus.training.datasets.files import (
     read_records,
     row_of,
 )
-from ludus.training.run.session import model_path, open_session
+from ludus.training.run.preflight import model_path
+from ludus.training.run.session import open_session
 from ludus.training.sft import batches, dialogue_row
 from small_runs import lasting_files
 from tests.rollouts.test_store import RECORD

@@ -14,7 +14,7 @@ from ludus.envs.tool_world import Dialogue, ToolWorld
 from ludus.errors import ConfigError, UserError
 from ludus.training.datasets.files import parse_record, read_dialogues, row_of
 from ludus.training.datasets.sources import MAX_SKIPPED, dialogues
-from ludus.training.run.session import model_path
+from ludus.training.run.preflight import model_path
 from ludus.training.sft import dialogue_row
 from ludus.types import FunctionCall, Message, MessageToolCall
 from ludus.worlds.functions.world import FunctionsSettings, FunctionsWorld

@@ -13,14 +13,18 @@ import argparse
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+
+from rich.console import Console
 
 from ludus.cli.arguments import recipe_stem
 from ludus.cli.training import preference, reward_model, rft, sft, train
-from ludus.cli.training.training_command import TrainingStage, resume_hint
+from ludus.cli.training.training_command import QUICK_HELP, TrainingStage, resume_hint
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.config.load import load_config
 from ludus.config.pipeline import Stage, StageKind, load_pipeline
+from ludus.config.quick import describe_cuts, quick_cuts
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import RewardModelConfig, RewardsConfig
 from ludus.config.sections.stages import PreferenceConfig
@@ -30,6 +34,7 @@ from ludus.errors import ConfigError, LudusError, UserError
 from ludus.rewards.registry import added_parts
 from ludus.rollouts.rollout_files import replaced_file
 from ludus.training.datasets.files import read_dialogues, read_pairs, read_rollout_file
+from ludus.training.run.preflight import check_extras, check_new_run
 from ludus.training.run.run_dir import RunFolder
 
 STAGES: Mapping[StageKind, TrainingStage] = {
@@ -46,12 +51,15 @@ _COPY = "pipeline.toml"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command; settings follow as --section.key value."""
     parser.add_argument("file", metavar="FILE", type=Path, help="a TOML file with [[stage]] tables")
+    parser.add_argument("--quick", action="store_true", help=QUICK_HELP)
     parser.add_argument("--folder", metavar="FOLDER", type=Path, help="folder of the pipeline (runs/NAME)")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run the incomplete stages."""
-    stages = load_pipeline(args.file)
+    stages, console = load_pipeline(args.file), make_console()
+    if args.quick:
+        stages = tuple(quick_stage(stage, overrides, console) for stage in stages)
     folder = args.folder or Path("runs") / args.file.stem
     check_stages(stages, overrides, args.file)
     check_pending(stages, folder, overrides)
@@ -60,14 +68,22 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         own = RunFolder(folder / stage.name)
         if own.config.is_file():
             check_same(stage, own, stage_config(stage, stages, folder, overrides))
-    console = make_console()
     words = ["ludus", "pipeline", str(args.file), *(["--folder", str(folder)] if args.folder else [])]
+    words += ["--quick"] if args.quick else []
     with resume_hint(shlex.join([*words, *overrides])):
         for stage in stages:
             print_line(console, f"Stage {stage.number} of {len(stages)}: {stage.kind} {stage.recipe}")
             run_stage(stage, stages, folder, overrides)
     print_line(console, f"The pipeline is complete: {checkpoint_of(stages[-1], folder)}")
     return 0
+
+
+def quick_stage(stage: Stage, overrides: Sequence[str], console: Console) -> Stage:
+    """Return a stage with the settings of --quick, and print them."""
+    with prefix_errors(stage):
+        cuts = quick_cuts(stage.kind, load_config(stage.recipe, [*stage.settings, *overrides]), overrides)
+    print_line(console, f"Stage {stage.number} ({stage.kind}). {describe_cuts(cuts)}")
+    return replace(stage, settings=(*stage.settings, *(word for cut in cuts for word in cut.words)))
 
 
 def check_stages(stages: Sequence[Stage], overrides: Sequence[str], file: Path) -> None:
@@ -99,6 +115,9 @@ def check_stage(stage: Stage, config: Config, fed: bool) -> None:
     from ludus.training import rft, sft
     from ludus.training.rl import validate
 
+    check_extras(config)
+    if stage.number == 1:
+        check_new_run(config, stage.kind)
     world = build_world(config.env, config.rollout, config.sandbox)
     validate.check_trackers(config)
     match stage.kind:

@@ -16,9 +16,21 @@ from ludus.cli.arguments import check_run, model_settings, recipe_config, recipe
 from ludus.cli.signals import handle_interrupts
 from ludus.cli.ui.terminal import load_libraries, make_console, print_line
 from ludus.config.pipeline import StageKind
+from ludus.config.quick import describe_cuts, quick_cuts
 from ludus.config.schema import Config
 from ludus.errors import LudusError, UserError
-from ludus.training.run.run_dir import RunFolder, kind_of, lock_run, new_run, remove_unstarted, resume_command
+from ludus.training.run.preflight import check_new_run
+from ludus.training.run.run_dir import (
+    RunFolder,
+    file_warnings,
+    kind_of,
+    lock_run,
+    new_run,
+    remove_unstarted,
+    resume_command,
+)
+
+QUICK_HELP = "minutes instead of hours: fewer steps and tasks, unless set on the command line"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +61,18 @@ class TrainingStage:
         if self.scratch_help:
             parser.add_argument("--from-scratch", action="store_true", help=self.scratch_help)
         parser.add_argument("--resume", metavar="RUN", type=Path, help="resume the run in this folder")
+        parser.add_argument("--quick", action="store_true", help=QUICK_HELP)
 
     def run(self, args: argparse.Namespace, overrides: Sequence[str]) -> int:
         """Start or resume a run."""
         if args.resume is not None:
             return self.resume(resumed_folder(args), overrides)
         config = recipe_config(args.recipe, self.shortcuts(args), overrides)
+        if args.quick:
+            cuts = quick_cuts(self.kind, config, overrides)
+            print_line(make_console(), describe_cuts(cuts))
+            words = [word for cut in cuts for word in cut.words]
+            config = recipe_config(args.recipe, [*self.shortcuts(args), *words], overrides)
         stem = recipe_stem(args.recipe)
         self.start(config, stem if self.kind == "rl" else f"{stem}-{self.kind}", args.recipe)
         return 0
@@ -67,6 +85,7 @@ class TrainingStage:
 
     def start(self, config: Config, name: str, recipe: str | None) -> None:
         """Prepare the training and run it in a new folder."""
+        check_new_run(config, self.kind)
         load_libraries()
         from ludus.training.learner.learner import explain_out_of_memory
 
@@ -77,6 +96,7 @@ class TrainingStage:
 
     def resume(self, folder: RunFolder, overrides: Sequence[str]) -> int:
         """Resume a run, unless it is complete."""
+        warnings = file_warnings(folder, run_config(folder, overrides))
         load_libraries()
         from ludus.training.learner.learner import explain_out_of_memory
         from ludus.training.resume import check_kind, check_resume, describe_resume, is_complete
@@ -90,6 +110,8 @@ class TrainingStage:
                 return 0
             train = self.prepare(config, False)
             print_line(make_console(), describe_resume(folder, config, self.kind))
+            for text in warnings:
+                print_line(make_console(), f"! {text}", "yellow")
             with resume_hint(folder), explain_out_of_memory():
                 train(folder)
         return 0
@@ -108,8 +130,8 @@ def resumed_folder(args: argparse.Namespace) -> RunFolder:
     """Return the folder of --resume. Raises UserError if it is not a run, or if other options are set."""
     if args.run is not None:
         raise UserError("--resume reads all settings from the run folder.", "Remove --run.")
-    if args.recipe or args.model or args.from_scratch:
-        raise UserError("--resume reads all settings from the run folder.", "Remove recipe and model.")
+    if args.recipe or args.model or args.from_scratch or args.quick:
+        raise UserError("--resume reads all settings from the run folder.", "Remove recipe, model and --quick.")
     folder = RunFolder(args.resume)
     check_run(folder)
     return folder

@@ -30,6 +30,7 @@ from ludus.evaluation.evaluate import (
     name_in_run,
     plan_during,
     plans,
+    plans_before,
     save_evaluation,
 )
 from ludus.rollouts.ledger import RolloutOutcome
@@ -109,7 +110,7 @@ class EvaluatedTrainer(ABC):
         config = self.session.config
         async with closing(self.session.world):
             await self.weight_sync.publish(done)
-            for plan in plans(config, 0) if done == 0 else ():
+            for plan in plans_before(config) if done == 0 else ():
                 await self._evaluate_once(plan)
             await train(done)
             after = [await self._evaluate_once(plan) for plan in plans(config, self.num_steps)]

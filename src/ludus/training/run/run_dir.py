@@ -1,7 +1,8 @@
 """The run folder: all files of a run.
 
 config.toml            the resolved configuration
-run.json               kind (as in `Kind`), recipe, versions, git state, seed, command
+run.json               kind (as in `Kind`), recipe, versions, git state, seed, command, digests of own files
+files/                 copies of the user's own Python files that the settings name
 log.txt                one merged log of all processes
 metrics.jsonl          one line per step; identical in a repeated run
 timings.jsonl          seconds and rates; they differ between runs
@@ -35,6 +36,7 @@ from ludus.config.schema import Config
 from ludus.config.toml import num_settings, to_toml
 from ludus.errors import LudusError, StorageError, UserError
 from ludus.rollouts.rollout_files import replaced_file
+from ludus.training.run.own_files import FOLDER, changed_files, copy_files
 
 PACKAGES = ("ludus", "torch", "transformers", "tokenizers", "safetensors", "numpy", "bm25s", "peft")
 
@@ -106,12 +108,8 @@ def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None) ->
     `recipe` is the recipe argument. Uses `run.dir`, or the next free `runs/NAME-N`. Raises UserError if
     the folder exists and is not empty.
     """
+    check_new(config)
     path = Path(config.run.dir) if config.run.dir else _next_free(Path("runs"), name)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        other = "Choose another with --run.dir"
-        if (path / "config.toml").is_file():
-            other += f", or resume the existing run: {resume_command(RunFolder(path))}"
-        raise UserError(f"The run folder {path} exists and is not empty.", other)
     text = to_toml(config)
     manifest = {"kind": kind, "recipe": recipe, "settings": num_settings(text)} | _manifest(config)
     temporary = path.with_name(f".{path.name}.new")
@@ -119,7 +117,7 @@ def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None) ->
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         _write(temporary / "config.toml", text)
-        _write(temporary / "run.json", _json_text(manifest))
+        _write(temporary / "run.json", _json_text(manifest | {"files": copy_files(config, temporary)}))
         temporary.rename(path)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -129,9 +127,24 @@ def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None) ->
     return RunFolder(path)
 
 
+def check_new(config: Config) -> None:
+    """Raise UserError if the configured folder of a new run exists and is not empty."""
+    path = Path(config.run.dir or "")
+    if config.run.dir and path.exists() and (not path.is_dir() or any(path.iterdir())):
+        other = "Choose another with --run.dir"
+        if (path / "config.toml").is_file():
+            other += f", or resume the existing run: {resume_command(RunFolder(path))}"
+        raise UserError(f"The run folder {path} exists and is not empty.", other)
+
+
+def file_warnings(folder: RunFolder, config: Config) -> list[str]:
+    """Return a warning for each own Python file that differs from its copy in the run; raises as `changed_files`."""
+    return changed_files(folder.path, _read_json(folder.path / "run.json").get("files", {}), config)
+
+
 def remove_unstarted(folder: RunFolder) -> bool:
     """Remove a new run without results; return whether it was removed."""
-    initial = {"config.toml", "run.json", "lock", "log.txt"}
+    initial = {"config.toml", "run.json", "lock", "log.txt", FOLDER}
     if any(path.name not in initial for path in folder.path.iterdir()):
         return False
     shutil.rmtree(folder.path)

@@ -28,11 +28,11 @@ from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import EngineError, UserError
 from ludus.plugins import find_plugin
-from ludus.recipes import recipe_folder
 from ludus.rollouts.ledger import Ledger
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.scheduler import SamplingPlan, Scheduler, engine_scheduler
 from ludus.training.run.checkpoint import list_checkpoints
+from ludus.training.run.preflight import check_rows, model_path
 from ludus.training.run.run_dir import RunFolder
 
 if TYPE_CHECKING:
@@ -112,27 +112,10 @@ def open_session(config: Config, weights: Path | None = None, world: World | Non
     path = str(weights) if weights is not None else model_path(config)
     tokenizer = load_tokenizer(path, needs_template=config.env.rendering == "chat")
     model = load_model(path, config.model.dtype, config.model.device)
+    check_rows(path, len(tokenizer), model.get_input_embeddings().weight.shape[0])
     if config.model.lora is not None:
         model = add_lora(model, config.model.lora)
     return TrainingSession(config, world, model, tokenizer, make_renderer(config.env, tokenizer), path)
-
-
-def model_path(config: Config) -> str:
-    """Return the policy's path: the configured one, or the world's packaged cold start."""
-    if config.model.path is not None:
-        return config.model.path
-    folder = recipe_folder(config.env.name) / "cold_start" if config.env.name.isidentifier() else None
-    if folder is None or not folder.is_dir():
-        raise UserError(
-            f"model.path is not set, and the world {config.env.name!r} has no packaged cold start.",
-            "Set --model.path to a checkpoint or a model name, or train one with `ludus sft`.",
-        )
-    if config.env.rendering != "chat":
-        raise UserError(
-            "The packaged cold start uses its chat template, not tags.",
-            f"Train one with tags: `ludus sft {config.env.name} --env.rendering {config.env.rendering}`.",
-        )
-    return str(folder)
 
 
 def session_scheduler(

@@ -1,0 +1,48 @@
+"""Make relative paths in settings absolute, so that a run finds its files from any working directory.
+
+Paths in a .toml file are relative to the folder of the file, those on the command line to the working directory. A
+name that is not a path there (a model of the hub, a recipe) is left unchanged, as are the paths of output (`run.dir`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from ludus.plugins import is_file_reference
+
+_FILES = re.compile(
+    r"(model|teacher|experts)\.path|(sft|sft\.sources\.[^.]+|preference|reward_model)\.(data|run)|rewards\.model"
+    r"|staleness\.replay\.sources|(engine|sandbox)\.token_file"
+)
+"""Settings that may be paths of files or folders to read."""
+_WORLD = re.compile(r"env\.(mixture\.[^.]+\.)?settings\.|sft\.sources\.[^.]+\.settings\.")
+"""Settings of worlds, where a text is a path if it looks like one and exists."""
+
+_LONGEST = 1024
+
+
+def resolve_paths(data: dict[str, object], folder: Path) -> None:
+    """Replace relative paths in `data` by absolute ones, relative to `folder`."""
+    for key, value in data.items():
+        data[key] = _resolved_in(value, key, folder)
+
+
+def _resolved_in(value: object, key: str, folder: Path) -> object:
+    if isinstance(value, dict):
+        return {name: _resolved_in(inner, f"{key}.{name}", folder) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_resolved_in(inner, key, folder) for inner in value]
+    return _resolved(key, value, folder) if isinstance(value, str) else value
+
+
+def _resolved(key: str, text: str, folder: Path) -> str:
+    of_world = _WORLD.match(key)
+    if is_file_reference(text) and not of_world:
+        path, colon, name = text.partition(":")
+        return os.path.abspath(folder / path) + colon + name
+    is_path = ("/" in text or Path(text).suffix) if of_world else _FILES.fullmatch(key)
+    if is_path and text and len(text) < _LONGEST and (folder / text).exists():
+        return os.path.abspath(folder / text)
+    return text

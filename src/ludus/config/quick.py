@@ -1,0 +1,60 @@
+"""Lower the settings of a run for --quick, by the table `recipes/quick.toml`."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Literal
+
+from ludus.config.overrides import apply_overrides
+from ludus.config.schema import Config
+from ludus.config.toml import value_text
+
+_SECTIONS: Mapping[str, Sequence[str]] = {
+    "rl": ("training", "evaluation"),
+    "sft": ("sft",),
+    "rft": ("rft", "evaluation"),
+    "preference": ("preference",),
+    "reward-model": ("reward_model",),
+}
+"""The sections of the table that a kind of training uses."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuickCut:
+    """A lowered setting; `old` is None if its value was none."""
+
+    key: str
+    old: object
+    new: int
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """The setting on a command line."""
+        return f"--{self.key}", str(self.new)
+
+
+def quick_cuts(
+    kind: Literal["rl", "sft", "rft", "preference", "reward-model"], config: Config, overrides: Sequence[str]
+) -> list[QuickCut]:
+    """Return the settings of a run that are lowered: those above the table, unless they are among `overrides`."""
+    explicit: dict[str, object] = {}
+    apply_overrides(explicit, overrides)
+    table = tomllib.loads((resources.files("ludus.recipes") / "quick.toml").read_text("utf-8"))
+    sections = [*_SECTIONS[kind], *(["sft"] if kind == "rl" and config.model.from_scratch else [])]
+    values, cuts = config.model_dump(), []
+    for section in sections:
+        own = explicit.get(section)
+        for name, most in table[section].items():
+            old = values[section][name]
+            if not (isinstance(own, dict) and name in own) and (old is None or old > most):
+                cuts.append(QuickCut(f"{section}.{name}", old, most))
+    return cuts
+
+
+def describe_cuts(cuts: Sequence[QuickCut]) -> str:
+    """Return the line that names the lowered settings."""
+    changes = ", ".join(f"{cut.key} {value_text(cut.old)} -> {cut.new}" for cut in cuts)
+    return f"Quick: {changes or 'nothing to lower'}"

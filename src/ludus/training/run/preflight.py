@@ -1,0 +1,167 @@
+"""Checks of a new run that need neither torch nor a model: folder, model, packages, tokenizer, disk space."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+
+from ludus.config.pipeline import StageKind
+from ludus.config.schema import Config
+from ludus.envs.registry import WORLDS
+from ludus.errors import StorageError, UserError, did_you_mean
+from ludus.recipes import list_recipes
+from ludus.training.run.run_dir import check_new
+
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
+"""Ends of the names of the input embedding in the architectures of transformers."""
+_WEIGHT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float64": 8}
+_MAX_HEADER_BYTES = 100_000_000
+
+
+def check_new_run(config: Config, kind: StageKind) -> None:
+    """Raise UserError if a new run would fail for a reason that is visible before torch and the model are loaded."""
+    check_new(config)
+    check_extras(config)
+    if config.model.from_scratch:
+        return
+    folder = local_folder(model_path(config))
+    if folder is None:
+        return
+    tensors = dict(tensor_shapes(folder))
+    check_tokenizer_size(folder, tensors)
+    check_disk(config, kind, sum(map(prod, tensors.values())))
+
+
+def model_path(config: Config) -> str:
+    """Return the policy's path: the configured one, or the world's packaged cold start."""
+    if config.model.path is not None:
+        return config.model.path
+    folder = next((recipe.cold_start for recipe in list_recipes() if recipe.name == config.env.name), None)
+    if folder is None or not folder.is_dir():
+        raise UserError(
+            f"model.path is not set, and the world {config.env.name!r} has no packaged cold start.",
+            f"{did_you_mean(config.env.name, WORLDS)}Set --model.path to a checkpoint or a model name, "
+            "or train one with `ludus sft`.",
+        )
+    if config.env.rendering != "chat":
+        raise UserError(
+            "The packaged cold start uses its chat template, not tags.",
+            f"Train one with tags: `ludus sft {config.env.name} --env.rendering {config.env.rendering}`.",
+        )
+    return str(folder)
+
+
+def local_folder(path: str) -> Path | None:
+    """Return the folder of a model, which may be the cache of the hub; None if it must be downloaded or created."""
+    if Path(path).is_dir():
+        return Path(path)
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(path, "config.json")
+    except HFValidationError:  # loading the model reports the name
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def check_extras(config: Config) -> None:
+    """Raise UserError if a setting needs a package of an extra that is not installed."""
+    folder = Path(config.model.path or "")
+    adapters = config.model.path is not None and (folder / "adapter_config.json").is_file()
+    guided = config.rollout.guided_tools and not config.engine.is_external
+    needed = (
+        (config.model.lora is not None, "model.lora", "peft", "lora"),
+        (adapters, f"model.path = {config.model.path!r}, which holds only adapters,", "peft", "lora"),
+        (guided, "rollout.guided_tools", "llguidance", "guided"),
+        (config.cluster.on_ray, "cluster.kind = 'ray'", "ray", "cluster"),
+        ("tensorboard" in config.run.trackers, "The tracker tensorboard of run.trackers", "tensorboard", "tensorboard"),
+    )
+    for applies, what, package, extra in needed:
+        if applies and find_spec(package) is None:
+            raise UserError(
+                f"{what} needs the package {package}, which is not installed.",
+                f"Install it: pip install 'ludus[{extra}]'.",
+            )
+
+
+def tensor_shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
+    """Yield the names and shapes of the tensors in a folder's safetensors files, from their headers.
+
+    Damaged files are skipped: loading the model reports them.
+    """
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with file.open("rb") as data:
+                (size,) = struct.unpack("<Q", data.read(8))
+                header = json.loads(data.read(size)) if size <= _MAX_HEADER_BYTES else {}
+            yield from ((name, entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError):
+            continue
+
+
+def check_tokenizer_size(folder: Path, tensors: Mapping[str, list[int]]) -> None:
+    """Raise UserError if the tokenizer in a model folder has tokens without a row in the model's embedding."""
+    rows = next((shape[0] for name, shape in tensors.items() if name.endswith(_EMBEDDINGS)), None)
+    if rows is not None:
+        check_rows(str(folder), _num_tokens(folder / "tokenizer.json"), rows)
+
+
+def check_rows(path: str, num_tokens: int, num_rows: int) -> None:
+    """Raise UserError if the tokenizer of the model `path` has more tokens than the model's embedding has rows."""
+    if num_tokens > num_rows:
+        raise UserError(
+            f"The tokenizer of {path} has {num_tokens} tokens, but the embedding of the model has {num_rows} rows.",
+            "Use the tokenizer that the model was trained with, or resize its embedding.",
+        )
+
+
+def _num_tokens(file: Path) -> int:
+    """Return the largest token id of a tokenizer.json plus 1; 0 if the file is missing or has another format."""
+    try:
+        data = json.loads(file.read_text("utf-8"))
+        vocabulary = data["model"]["vocab"]
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+        return 1 + max(int(number) for number in (*ids, *(token["id"] for token in data.get("added_tokens", ()))))
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def check_disk(config: Config, kind: StageKind, num_parameters: int) -> None:
+    """Raise StorageError if the disk has no room for the checkpoints of a run, estimated from the model's size."""
+    if config.model.lora is not None:
+        return
+    kept = {
+        "sft": config.sft.keep_checkpoints,
+        "preference": config.preference.keep_checkpoints,
+        "reward-model": config.reward_model.keep_checkpoints,
+        "rft": config.rft.keep_checkpoints,
+        "rl": config.training.keep_checkpoints,
+    }[kind]
+    need = (kept + 1) * num_parameters * bytes_per_parameter(config)  # a new one before pruning
+    folder = Path(config.run.dir or "runs").absolute()
+    existing = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    free = shutil.disk_usage(existing).free
+    if need > free:
+        setting = f"{kind.replace('-', '_') if kind != 'rl' else 'training'}.keep_checkpoints"
+        raise StorageError(
+            f"The checkpoints of this run need about {_gigabytes(need)}, but {existing} has {_gigabytes(free)} free.",
+            f"Free some space, set --run.dir to another disk, or lower {setting} ({kept}).",
+        )
+
+
+def bytes_per_parameter(config: Config) -> int:
+    """Return the bytes of a parameter in a checkpoint: weight, AdamW's two moments, a float32 copy if there is one."""
+    weight = _WEIGHT_BYTES[config.model.dtype]
+    if config.model.dtype == "bfloat16" and config.model.master_weights:
+        return weight + 3 * 4
+    return 3 * weight
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.3g} GB"

@@ -1,0 +1,137 @@
+"""What is refused before torch and the model are loaded, and the user's own files of a run."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ludus.config.load import load_config
+from ludus.config.pipeline import load_pipeline
+from ludus.errors import StorageError, UserError
+from ludus.training.run import preflight
+from ludus.training.run.own_files import changed_files, copy_files
+from tiny_run import RECIPE, WORLD, cold_start, ludus, refused
+
+TORCHLESS = """
+import sys
+from ludus.cli.main import main
+assert main(sys.argv[1:]) == 2
+assert "torch" not in sys.modules
+"""
+
+
+@pytest.fixture
+def model(tiny_run, tmp_path) -> Path:
+    """A copy of a cold start."""
+    return Path(shutil.copytree(cold_start(tiny_run), tmp_path / "model"))
+
+
+def test_a_tokenizer_that_exceeds_the_embedding_is_refused_with_both_numbers_and_without_torch(model, tmp_path):
+    file = model / "tokenizer.json"
+    data = json.loads(file.read_text())
+    data["added_tokens"].append(data["added_tokens"][-1] | {"id": 4999, "content": "<extra>"})
+    file.write_text(json.dumps(data))
+    words = ["train", "search", "--model", str(model), "--run.dir", str(tmp_path / "run")]
+    said = subprocess.run([sys.executable, "-c", TORCHLESS, *words], capture_output=True, text=True, check=True)
+    rows = dict(preflight.tensor_shapes(model))["model.embed_tokens.weight"][0]
+    assert f"has 5000 tokens, but the embedding of the model has {rows} rows." in said.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_checkpoints_that_do_not_fit_on_the_disk_are_refused_before_the_start(model, tmp_path, monkeypatch):
+    num = sum(len(shape) and shape[0] * (shape[1] if shape[1:] else 1) for _, shape in preflight.tensor_shapes(model))
+    config = load_config("search", ["--model.path", str(model), "--run.dir", str(tmp_path / "run")])
+    usage = shutil.disk_usage(tmp_path)._replace(free=3 * num * 12 - 1)  # two are kept while a third is written
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(StorageError, match="checkpoints of this run need about"):
+        preflight.check_new_run(config, "rl")
+    said = refused("train", "search", "--model", model, "--run.dir", tmp_path / "run")
+    assert "training.keep_checkpoints (2)" in said
+    preflight.check_new_run(config, "sft")  # keeps one
+
+
+def test_the_estimate_is_the_size_of_a_real_checkpoint(tiny_run):
+    last = sorted((tiny_run / "checkpoints").iterdir())[-1]
+    num = sum(file.stat().st_size for file in last.glob("*.safetensors")) / 4
+    real = sum(file.stat().st_size for file in last.rglob("*.safetensors"))
+    assert num * preflight.bytes_per_parameter(load_config("search")) == pytest.approx(real, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [
+        (("--model.lora.rank", "4"), "lora"),
+        (("--rollout.guided_tools", "true"), "guided"),
+        (("--run.trackers", '["tensorboard"]'), "tensorboard"),
+        (("--cluster.kind", "ray"), "cluster"),
+    ],
+)
+def test_a_missing_extra_is_refused_with_its_command(words, extra, monkeypatch):
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    assert f"pip install 'ludus[{extra}]'" in refused("train", "search", *words)
+
+
+def test_paths_in_a_file_are_relative_to_it_and_those_of_the_command_line_to_the_working_directory(
+    tmp_path, monkeypatch
+):
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    for folder in (project / "data", elsewhere / "weights"):
+        folder.mkdir(parents=True)
+    for file in (project / "world.py", project / "data" / "a.jsonl", elsewhere / "b.jsonl"):
+        file.touch()
+    (project / "own.toml").write_text(
+        '[env]\nname = "world.py"\n[env.settings]\nfile = "data/a.jsonl"\nlabel = "no/file"\n'
+        '[sft]\ndata = "data/a.jsonl"\n[rewards.extra.x]\nsource = "world.py:x"\n[model]\npath = "Qwen/Qwen3-4B"\n'
+    )
+    (project / "pipeline.toml").write_text(
+        '[[stage]]\nkind = "sft"\nrecipe = "own.toml"\nsettings.sft.data = "data/a.jsonl"\n'
+    )
+    monkeypatch.chdir(elsewhere)
+    config = load_config("../project/own.toml", ["--experts.path", "b.jsonl", "--teacher.path", "weights"])
+    assert config.env.name == str(project / "world.py")
+    assert config.env.settings == {"file": str(project / "data/a.jsonl"), "label": "no/file"}
+    assert config.sft.data == str(project / "data/a.jsonl")
+    assert config.rewards.extra["x"].source == f"{project / 'world.py'}:x"
+    assert config.model.path == "Qwen/Qwen3-4B"
+    assert (config.experts.path, config.teacher.path) == (str(elsewhere / "b.jsonl"), str(elsewhere / "weights"))
+    (stage,) = load_pipeline(Path("../project/pipeline.toml"))
+    assert load_config(stage.recipe, stage.settings).sft.data == str(project / "data/a.jsonl")
+
+
+def test_a_run_keeps_a_copy_of_its_world_and_resumes_elsewhere_unless_the_world_has_changed(
+    model, tmp_path, monkeypatch
+):
+    world, recipe, run = tmp_path / "own.py", tmp_path / "own.toml", tmp_path / "run"
+    shutil.copy(WORLD, world)
+    recipe.write_text(RECIPE.replace(str(WORLD), "own.py"))
+    words = ("--training.steps", "1", "--evaluation.tasks", "2", "--evaluation.every", "9")
+    said = ludus("train", recipe, "--model", model, "--run.dir", run, *words)
+    assert said.code == 0, said
+    assert (run / "files" / "1-own.py").read_text() == world.read_text()
+    world.write_text(world.read_text() + "CHANGED = 1\n")
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path / "other")
+    said_no = refused("train", "--resume", run, "--training.steps", "2")
+    line = len(world.read_text().splitlines())
+    assert f"own.py (env.name) has changed since the run began: line {line} is 'CHANGED = 1', and was ''." in said_no
+    shutil.copy(run / "files" / "1-own.py", world)
+    said = ludus("train", "--resume", run, "--training.steps", "2", "--evaluation.every", "9")
+    assert said.code == 0, said
+
+
+def test_a_changed_metric_is_a_warning_and_a_missing_one_is_refused(tmp_path):
+    metric = tmp_path / "metric.py"
+    metric.write_text("def count(groups):\n    return {}\n")
+    config = load_config("search", ["--run.metrics", f'["{metric}:count"]'])
+    manifest = copy_files(config, tmp_path)
+    assert changed_files(tmp_path, manifest, config) == []
+    metric.write_text("def count(groups):\n    return {'a': 1.0}\n")
+    (warning,) = changed_files(tmp_path, manifest, config)
+    assert "(run.metrics) has changed since the run began: line 2" in warning
+    assert changed_files(tmp_path, manifest, load_config("search")) == []
+    metric.unlink()
+    with pytest.raises(UserError, match="does not exist any more"):
+        changed_files(tmp_path, manifest, config)

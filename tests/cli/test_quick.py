@@ -1,0 +1,84 @@
+"""`--quick`, the evaluation before training, and what `ludus recipes` shows of the start."""
+
+import tomllib
+
+import pytest
+
+from ludus.config.load import load_config
+from ludus.config.quick import quick_cuts
+from ludus.evaluation.evaluate import load_evaluation, plans, plans_before
+from ludus.recipes import list_recipes
+from tiny_run import cold_start, ludus, make_recipe, refused
+
+KINDS = ("rl", "sft", "rft", "preference", "reward-model")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cuts_of_every_recipe_are_valid_and_leave_nothing_above_the_table(kind):
+    for recipe in list_recipes():
+        config = load_config(recipe.name)
+        words = [word for cut in quick_cuts(kind, config, ()) for word in cut.words]
+        assert quick_cuts(kind, load_config(recipe.name, words), ()) == []
+
+
+def test_a_setting_on_the_command_line_is_not_lowered():
+    config = load_config("search", words := ["--training.steps", "90", "--evaluation", "{tasks = 700}"])
+    keys = [cut.key for cut in quick_cuts("rl", config, words)]
+    assert keys == ["training.prompts_per_step", "evaluation.tasks_before", "evaluation.tasks_during"]
+    assert not [cut for cut in quick_cuts("rl", config, ()) if cut.key.startswith("sft.")]
+    assert "sft.steps" in [cut.key for cut in quick_cuts("rl", load_config("guess"), ())]
+    assert quick_cuts("preference", config, ())[0].old is None
+
+
+def test_a_quick_run_names_its_cuts_and_evaluates_fewer_tasks_before_training(tiny_run, tmp_path):
+    words = ("--quick", "--training.steps", 1, "--evaluation.tasks_before", 2, "--run.dir", tmp_path / "run")
+    said = ludus("train", make_recipe(tmp_path), "--model", cold_start(tiny_run), *words)
+    assert said.code == 0, said
+    assert "Quick: nothing to lower" in said.out  # this recipe is below the table
+    results = [load_evaluation(file) for file in sorted((tmp_path / "run/evaluations").glob("*-test-greedy.json"))]
+    assert [len(result.task_ids) for result in results] == [2, 8]
+    assert "2 before, 8" in " ".join(said.out.split())
+
+
+def test_every_training_command_has_quick_and_prints_one_line(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    for command in ("train", "rft"):
+        said = ludus(command, "search", "--quick", "--run.dir", tmp_path / "full", "--evaluation.tasks", 40)
+        assert said.code == 2
+        line = " ".join(said.out.split())
+        assert line.startswith("Quick: ")
+        assert "evaluation.tasks_during 96 -> 16" in line
+        assert "evaluation.tasks 1000" not in line
+    file = tmp_path / "p.toml"
+    file.write_text('[[stage]]\nkind = "sft"\nrecipe = "guess"\n[[stage]]\nkind = "rl"\nrecipe = "guess"\n')
+    said = ludus("pipeline", file, "--quick", "--folder", tmp_path / "p", "--run.trackers", "['no']")
+    assert "Stage 1 (sft). Quick: sft.steps 2400 -> 200" in said.out
+    assert "--quick" in refused("train", "--resume", tmp_path / "full", "--quick")
+
+
+def test_zero_tasks_before_training_skip_the_evaluation():
+    config = load_config("search", ["--evaluation.tasks_before", "0"])
+    assert plans_before(config) == []
+    assert [plan.num_tasks for plan in plans_before(load_config("search"))] == [64] * 4
+    assert plans_before(load_config("search", ["--evaluation.tasks", "9"])) == plans(
+        load_config("search", ["--evaluation.tasks", "9"]), 0
+    )
+
+
+def test_recipes_show_how_soon_they_start_and_what_they_learn():
+    said = " ".join(ludus("recipes").out.split())
+    assert "starts" in said
+    assert "memory" in said
+    for recipe in list_recipes():
+        assert tomllib.loads((recipe.folder / "recipe.toml").read_text())["learns"]
+        assert (recipe.starts_s is None) == bool(recipe.needs)
+        assert recipe.starts_s is None or recipe.starts_s <= 30
+        shipped = recipe.cold_start.is_dir()
+        assert shipped == (recipe.starts_s is not None and recipe.cold_start_s == 0)
+        assert load_config(recipe.config).model.from_scratch == (recipe.cold_start_s > 0)
+
+
+def test_shipped_cold_starts_are_at_most_60_megabytes():
+    files = [file for recipe in list_recipes() for file in recipe.cold_start.rglob("*") if file.is_file()]
+    assert 0 < sum(file.stat().st_size for file in files) <= 60e6
