@@ -140,3 +140,29 @@ MISTRAL_SPECIAL = (
     *("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]"),
     *("[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
 )
+
+KIMI = """
+{%- macro turn(mark, name, text) %}{{- mark + name + '<|im_middle|>' + text + '<|im_end|>' }}{%- endmacro %}
+{%- if tools %}
+    {{- turn('<|im_system|>', 'tool_declare', tools | tojson(separators=(',', ':'), sort_keys=True)) }}
+{%- endif %}
+{%- if messages[0].role != 'system' %}
+    {{- turn('<|im_system|>', 'system', 'You are Kimi, an AI assistant created by Moonshot AI.') + '\\n' }}
+{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == 'tool' %}
+        {{- turn('<|im_system|>', m.name or 'tool', '## Return of ' + m.tool_call_id + '\\n' + m.content) }}
+    {%- elif m.tool_calls %}
+        {{- '<|im_assistant|>assistant<|im_middle|>' + m.content + '<|tool_calls_section_begin|>' }}
+        {%- for call in m.tool_calls %}
+            {{- '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}
+            {{- call.function.arguments | tojson + '<|tool_call_end|>' }}
+        {%- endfor %}
+        {{- '<|tool_calls_section_end|><|im_end|>' }}
+    {%- else %}
+        {{- turn('<|im_' + m.role + '|>', m.role, m.content) }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{%- endif %}
+"""
+"""Calls with ids of the form functions.NAME:INDEX, which the results repeat; no thinking."""

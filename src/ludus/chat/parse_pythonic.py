@@ -33,7 +33,7 @@ class PythonicParser:
 
     name: str = "pythonic"
 
-    def parse(self, text: str, *, turn: int) -> Action:
+    def parse(self, text: str, *, turn: int, schemas: Sequence[ToolSchema] = ()) -> Action:
         """Return the message, the calls and the errors of turn `turn`. Never raises."""
         return parse_whole(text, turn, _fill)
 

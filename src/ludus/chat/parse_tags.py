@@ -72,7 +72,7 @@ class TagsParser:
         """Name of the protocol."""
         return self.protocol.name
 
-    def parse(self, text: str, *, turn: int) -> Action:
+    def parse(self, text: str, *, turn: int, schemas: Sequence[ToolSchema] = ()) -> Action:
         """Return the message, the calls and the errors of turn `turn`. Never raises."""
         reasoning, rest = split_thinking(text, inside_call=lambda _: False)
         draft = ParsedDraft(turn)
