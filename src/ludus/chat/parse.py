@@ -71,8 +71,9 @@ PARSERS: Mapping[str, ToolCallParser] = MappingProxyType(
 def detect(chat_template: str) -> str:
     """Return the name of the parser for the tool calls of a Jinja `chat_template`.
 
-    The marks of a format mean that format; otherwise `<tool_call>` means hermes. A list of Python calls, as an example or as the template builds it, means
-    pythonic; `<|python_tag|>` or a `"parameters":` key means llama3. The default is hermes.
+    The marks of a format mean that format; otherwise `<tool_call>` means hermes. A list of Python calls, as an
+    example or as the template builds it, means pythonic; `<|python_tag|>` or a `"parameters":` key means llama3.
+    The default is hermes.
     """
     for name, marks in _MARKS.items():
         if all(mark in chat_template for mark in marks):

@@ -30,7 +30,7 @@ from ludus.types import JSON, Action
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
 _ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*", re.DOTALL)
-_KIMI_ID = re.compile(r"functions\.(.+):\d+")
+_KIMI_ID = re.compile(r"(?:functions\.)?([^:]+)(?::\d+)?")
 _GEMMA_CALL = re.compile(r"\s*call:([^{]*)(\{.*\})\s*", re.DOTALL)
 _GEMMA_KEY = re.compile(r"([{,]\s*)([^\s{}\[\],:\"]+)\s*:")
 _GEMMA_QUOTE = '<|"|>'

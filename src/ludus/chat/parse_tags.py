@@ -6,9 +6,11 @@ Search-R1 (Jin et al. 2025, arXiv:2503.09516) uses `<think>`, `<search>` and `<a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ludus.chat.parse_json import THINK_CLOSE, THINK_OPEN, ParsedDraft, split_thinking, strip_fence
+from ludus.tools.base import ToolSchema
 from ludus.types import Action
 
 ANSWER = "answer"

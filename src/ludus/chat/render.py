@@ -19,17 +19,17 @@ from typing import Any, Protocol
 from jinja2 import TemplateError
 
 from ludus.chat.parse import PARSERS, ToolCallParser, detect
-from ludus.chat.parse_json import GUIDES_EXIST, hermes_guide, tool_call
+from ludus.chat.parse_json import CALL_OPEN, GUIDES_EXIST, THINK_CLOSE, THINK_OPEN, hermes_guide, tool_call
 from ludus.errors import UserError
 from ludus.tools.base import Tool, ToolSchema
 from ludus.types import Action, FinishReason, Guide, Message, MessageToolCall, Segment
 
 _MARKER = "zqxMARKxqz"
-_USER: list[dict[str, str]] = [{"role": "user", "content": "q"}]
-_ASSISTANT: dict[str, str] = {"role": "assistant", "content": "s"}
-_CALL: dict[str, Any] = {"id": "c", "type": "function", "function": {"name": "t", "arguments": {"a": _MARKER}}}
-_PLAIN_CALL: dict[str, Any] = {**_CALL, "function": {"name": "t", "arguments": {"a": "s"}}}
-_RESULT: dict[str, str] = {"role": "tool", "content": _MARKER, "tool_call_id": "c", "name": "t"}
+_USER: list[dict[str, object]] = [{"role": "user", "content": "q"}]
+_ASSISTANT: dict[str, object] = {"role": "assistant", "content": "s"}
+_CALL: dict[str, object] = {"id": "c", "type": "function", "function": {"name": "t", "arguments": {"a": _MARKER}}}
+_PLAIN_CALL: dict[str, object] = {**_CALL, "function": {"name": "t", "arguments": {"a": "s"}}}
+_RESULT: dict[str, object] = {"role": "tool", "content": _MARKER, "tool_call_id": "c", "name": "t"}
 _ENDS_IN_HISTORY: Mapping[str, str] = MappingProxyType({"harmony": "<|end|>"})
 """End of a turn without calls that is followed by other messages, by format, if it is not the sampled one."""
 _TOOL_PROBE: ToolSchema = {
@@ -150,6 +150,7 @@ class TemplateRenderer:
     _ends_at_role: bool = field(init=False, repr=False)
     _results_need_calls: bool = field(init=False, repr=False)
     _thinking_key: str = field(init=False, repr=False)
+    _starts_thinking: bool = field(init=False, repr=False)
     _needs_context: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -168,6 +169,8 @@ class TemplateRenderer:
         object.__setattr__(self, "native_system", self._renders([{"role": "system", "content": _MARKER}, *_USER]))
         object.__setattr__(self, "guard", make_guard(self.tokenizer, str(template)))
         object.__setattr__(self, "_parse", PARSERS[name if self.native_tools else "hermes"])
+        starts_thinking = self._apply(_USER, generate=True).rstrip().endswith(THINK_OPEN)
+        object.__setattr__(self, "_starts_thinking", starts_thinking)
         end, ends_at_role = self._find_end()
         object.__setattr__(self, "_end", end)
         object.__setattr__(self, "_ends_at_role", ends_at_role)
@@ -207,6 +210,8 @@ class TemplateRenderer:
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
         text = decode_exactly(self.tokenizer, ids)
+        if self._starts_thinking and THINK_CLOSE not in text:
+            text = THINK_OPEN + text.replace(CALL_OPEN, THINK_CLOSE + CALL_OPEN, 1)
         parsed = self._parse.parse(text, turn=turn, schemas=[tool.schema for tool in tools])
         return Action(parsed.message, parsed.calls, parsed.errors, finish_reason)
 
