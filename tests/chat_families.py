@@ -140,3 +140,111 @@ MISTRAL_SPECIAL = (
     *("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]"),
     *("[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
 )
+
+KIMI = """
+{%- macro turn(mark, name, text) %}{{- mark + name + '<|im_middle|>' + text + '<|im_end|>' }}{%- endmacro %}
+{%- if tools %}
+    {{- turn('<|im_system|>', 'tool_declare', tools | tojson(separators=(',', ':'), sort_keys=True)) }}
+{%- endif %}
+{%- if messages[0].role != 'system' %}
+    {{- turn('<|im_system|>', 'system', 'You are Kimi, an AI assistant created by Moonshot AI.') + '\\n' }}
+{%- endif %}
+{%- for m in messages %}
+    {%- if m.role == 'tool' %}
+        {{- turn('<|im_system|>', m.name or 'tool', '## Return of ' + m.tool_call_id + '\\n' + m.content) }}
+    {%- elif m.tool_calls %}
+        {{- '<|im_assistant|>assistant<|im_middle|>' + m.content + '<|tool_calls_section_begin|>' }}
+        {%- for call in m.tool_calls %}
+            {{- '<|tool_call_begin|>' + call.id + '<|tool_call_argument_begin|>' }}
+            {{- call.function.arguments | tojson + '<|tool_call_end|>' }}
+        {%- endfor %}
+        {{- '<|tool_calls_section_end|><|im_end|>' }}
+    {%- else %}
+        {{- turn('<|im_' + m.role + '|>', m.role, m.content) }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_assistant|>assistant<|im_middle|>' }}{%- endif %}
+"""
+"""Calls with ids of the form functions.NAME:INDEX, which the results repeat; no thinking."""
+
+GLM = """
+{{- '[gMASK]<sop>' }}
+{%- for tool in tools or [] %}{{- '<|system|>\\n' + tool | tojson }}{%- endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'tool' %}
+        {%- if messages[loop.index0 - 1].role != 'tool' %}{{- '<|observation|>' }}{%- endif %}
+        {{- '\\n<tool_response>\\n' + m.content + '\\n</tool_response>' }}
+    {%- else %}
+        {{- '<|' + m.role + '|>\\n' + m.content }}
+        {%- for call in m.tool_calls or [] %}
+            {{- '\\n<tool_call>' + call.function.name + '\\n' }}
+            {%- for key, value in call.function.arguments.items() %}
+                {{- '<arg_key>' + key + '</arg_key>\\n<arg_value>' + value | string + '</arg_value>\\n' }}
+            {%- endfor %}
+            {{- '</tool_call>' }}
+        {%- endfor %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}
+"""
+"""No end of turn: the model ends its turn with the role token of the next message."""
+GLM_SPECIAL = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
+
+GEMMA4 = """
+{%- macro quote(value) %}{{- '<|"|>' + value + '<|"|>' if value is string else value | tojson }}{%- endmacro %}
+{%- for tool in tools or [] %}{{- '<|tool>' + tool.function.name + '<tool|>' }}{%- endfor %}
+{%- set ns = namespace(open=false) %}
+{%- for m in messages if m.role != 'tool' %}
+    {%- if not (ns.open and m.role == 'assistant') %}
+        {{- '<|turn>' + ('model' if m.role == 'assistant' else m.role) + '\\n' }}
+    {%- endif %}
+    {%- set ns.open = m.tool_calls is defined %}
+    {%- set at = messages.index(m) %}
+    {%- for call in m.tool_calls or [] %}
+        {{- '<|tool_call>call:' + call.function.name + '{' }}
+        {%- for key, value in call.function.arguments.items() %}
+            {{- ',' * (not loop.first) + key + ':' + quote(value) }}
+        {%- endfor %}
+        {{- '}<tool_call|>' }}
+    {%- endfor %}
+    {%- for result in messages[at + 1 : at + 1 + (m.tool_calls or []) | length] if result.role == 'tool' %}
+        {{- '<|tool_response>response:' + result.name + '{value:' + quote(result.content) + '}<tool_response|>' }}
+    {%- endfor %}
+    {{- m.content }}
+    {%- if not ns.open %}{{- '<turn|>\\n' }}{%- elif loop.last and at == messages | length - 1 %}
+        {{- '<|tool_response>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt and not ns.open %}{{- '<|turn>model\\n' }}{%- endif %}
+"""
+"""Results inside the turn of the calls, which ends with <|tool_response>; results without calls are dropped."""
+GEMMA4_SPECIAL = (
+    *("<|turn>", "<turn|>", "<|tool>", "<tool|>", "<|tool_call>", "<tool_call|>"),
+    *("<|tool_response>", "<tool_response|>", '<|"|>'),
+)
+
+GPT_OSS = """
+{%- for tool in tools or [] %}{{- '<|start|>developer<|message|>' + tool | tojson + '<|end|>' }}{%- endfor %}
+{%- for m in messages %}
+    {%- if m.role == 'tool' %}
+        {%- if not messages[loop.index0 - 1].tool_calls %}{{- raise_exception('no call') }}{%- endif %}
+        {{- '<|start|>functions.' + m.name + ' to=assistant<|channel|>commentary<|message|>' + m.content + '<|end|>' }}
+    {%- elif m.role != 'assistant' %}
+        {{- '<|start|>' + m.role + '<|message|>' + m.content + '<|end|>' }}
+    {%- else %}
+        {%- if m.thinking %}
+            {{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}
+        {%- endif %}
+        {%- if m.tool_calls %}
+            {{- '<|start|>assistant to=functions.' + m.tool_calls[0].function.name + '<|channel|>commentary json' }}
+            {{- '<|message|>' + m.tool_calls[0].function.arguments | tojson + '<|call|>' }}
+        {%- else %}
+            {{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}
+            {{- '<|return|>' if loop.last else '<|end|>' }}
+        {%- endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start|>assistant' }}{%- endif %}
+"""
+"""Channels; the key `thinking`; turns end with <|return|>, after calls with <|call|>, in the history with <|end|>."""
+GPT_OSS_SPECIAL = ("<|start|>", "<|message|>", "<|end|>", "<|channel|>", "<|call|>", "<|return|>")

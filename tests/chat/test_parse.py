@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chat_families import GEMMA4, GPT_OSS, KIMI, QWEN3
 from ludus.chat.parse import PARSERS, detect
 from ludus.chat.parse_json import MAX_DEPTH
 
@@ -434,6 +435,13 @@ TEMPLATES = [
     ("{{- '[' -}}{{- tool_call.name + '(' -}}", "pythonic"),
     ("{% for message in messages %}{{ message['content'] }}{% endfor %}", "hermes"),
     ("", "hermes"),
+    ("'<tool_call>\\n<function=' + call.name + '>\\n' '<parameter=' + name + '>'", "qwen3_coder"),
+    ("'<tool_call>' + tc.name <arg_key>{{ k }}</arg_key>", "glm45"),
+    (KIMI, "kimi_k2"),
+    ("'<｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + '<tool_call>'", "deepseek_v3"),
+    (GEMMA4, "gemma4"),
+    (GPT_OSS, "harmony"),
+    (QWEN3, "hermes"),
 ]
 
 
@@ -444,7 +452,11 @@ def test_detect_reads_the_parser_off_the_template(template, name):
 
 def test_parsers_are_registered_under_their_own_names():
     assert {name: parser.name for name, parser in PARSERS.items()} == {
-        name: name for name in ("hermes", "llama3", "pythonic", "search_r1", "retool")
+        name: name
+        for name in (
+            *("hermes", "llama3", "pythonic", "search_r1", "retool"),
+            *("qwen3_coder", "glm45", "kimi_k2", "deepseek_v3", "gemma4", "harmony"),
+        )
     }
 
 

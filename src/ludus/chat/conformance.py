@@ -105,7 +105,8 @@ def _difference(
     expected = renderer.tokenizer.encode(whole, add_special_tokens=False)
     got = [token for segment in segments for token in segment.tokens]
     prefix = _common_prefix_length(expected, got)
-    if prefix == len(got):
+    ends_at_role = len(got) - prefix == 1 and prefix == len(expected) and got[-1] in renderer.stop_token_ids
+    if prefix == len(got) or ends_at_role:
         return None
     segment = _segment_at(segments, prefix)
     decode = renderer.tokenizer.decode
@@ -153,23 +154,25 @@ def _check_actions(
     renderer: TemplateRenderer, probe: ProbeDialogue, segments: Sequence[Segment]
 ) -> Iterator[ConformanceFailure]:
     """Check that each action ends with its only end-of-turn token and parses to its message."""
-    (end,) = renderer.stop_token_ids
     messages = [message for message in probe.messages if message["role"] == "assistant"]
     actions = [segment for segment in segments if segment.kind == "action"]
     for message, segment in zip(messages, actions, strict=True):
-        if segment.tokens[-1:] != (end,):
+        num_ends = sum(segment.tokens.count(end) for end in renderer.stop_token_ids)
+        if not num_ends or segment.tokens[-1] not in renderer.stop_token_ids:
             what = "the turn does not end with the end-of-turn token"
             yield ConformanceFailure(probe.name, segment.turn, what)
-        elif segment.tokens.count(end) > 1:
+        elif num_ends > 1:
             what = "the end-of-turn token occurs inside the turn"
             yield ConformanceFailure(probe.name, segment.turn, what)
-        if unread := _find_unparsed(renderer, message, segment):
+        if unread := _find_unparsed(renderer, probe, message, segment):
             yield ConformanceFailure(probe.name, segment.turn, *unread)
 
 
-def _find_unparsed(renderer: TemplateRenderer, message: Message, segment: Segment) -> tuple[str, str, str] | None:
+def _find_unparsed(
+    renderer: TemplateRenderer, probe: ProbeDialogue, message: Message, segment: Segment
+) -> tuple[str, str, str] | None:
     text = decode_exactly(renderer.tokenizer, segment.tokens)
-    read = renderer.parse(segment.tokens, segment.turn, "stop").message
+    read = renderer.parse(segment.tokens, segment.turn, "stop", probe.tools).message
     thinking, content = message.get("reasoning_content", ""), message["content"].strip()
     calls, read_calls = _normalise_calls(message), _normalise_calls(read)
     if thinking != read.get("reasoning_content", ""):

@@ -54,9 +54,10 @@ class ParsedDraft:
         if text.strip():
             self.prose.append(text.strip())
 
-    def add_call(self, name: str, arguments: dict[str, JSON]) -> None:
-        """Add a well-formed call."""
-        self.calls.append(ToolCall(self._next_id(), name, arguments))
+    def add_call(self, name: str, arguments: dict[str, JSON], call_id: str = "") -> None:
+        """Add a well-formed call. `call_id` is its sampled id, if any; a repeated one is replaced."""
+        taken = any(call.id == call_id for call in self.calls)
+        self.calls.append(ToolCall(self._next_id() if taken or not call_id else call_id, name, arguments))
 
     def add_error(self, text: str, reason: str, content: str | None = None) -> None:
         """Add a malformed call, and its text or `content` to the content."""
@@ -83,22 +84,25 @@ def tool_call(call_id: str, name: str, arguments: str) -> MessageToolCall:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def split_thinking(text: str, inside_call: Callable[[int], bool]) -> tuple[str | None, str]:
-    """Return the thinking (None if there is none) and the text after it.
+def split_thinking(
+    text: str, inside_call: Callable[[int], bool], marks: tuple[str, str] = (THINK_OPEN, THINK_CLOSE)
+) -> tuple[str | None, str]:
+    """Return the thinking between `marks` (None if there is none) and the text after it.
 
     A `<think>...</think>` block at the start is thinking, as are blocks directly after it; an unclosed block
     extends to the end. If the generation prompt contains `<think>`, the text starts inside the block: a `</think>`
     without a preceding `<think>` then ends it, unless `inside_call` returns True for its offset (the arguments of a
     call). A `<think>` after other text is ordinary text.
     """
+    opening, closing = marks
     thoughts: list[str] = []
     rest = text
-    close = text.find(THINK_CLOSE)
-    if close >= 0 and THINK_OPEN not in text[:close] and not inside_call(close):
+    close = text.find(closing)
+    if close >= 0 and opening not in text[:close] and not inside_call(close):
         thoughts.append(text[:close].strip())
-        rest = text[close + len(THINK_CLOSE) :]
-    while rest.lstrip().startswith(THINK_OPEN):
-        thought, _, rest = rest.lstrip().removeprefix(THINK_OPEN).partition(THINK_CLOSE)
+        rest = text[close + len(closing) :]
+    while rest.lstrip().startswith(opening):
+        thought, _, rest = rest.lstrip().removeprefix(opening).partition(closing)
         thoughts.append(thought.strip())
     return ("\n".join(filter(None, thoughts)) if thoughts else None), rest
 
@@ -276,7 +280,7 @@ class HermesParser:
 
     name: str = "hermes"
 
-    def parse(self, text: str, *, turn: int) -> Action:
+    def parse(self, text: str, *, turn: int, schemas: Sequence[ToolSchema] = ()) -> Action:
         """Return the message, the calls and the errors of turn `turn`. Never raises."""
         reasoning, rest = split_thinking(text, lambda at: _inside_call(text, at))
         draft = ParsedDraft(turn)
@@ -414,7 +418,7 @@ class Llama3Parser:
 
     name: str = "llama3"
 
-    def parse(self, text: str, *, turn: int) -> Action:
+    def parse(self, text: str, *, turn: int, schemas: Sequence[ToolSchema] = ()) -> Action:
         """Return the message, the calls and the errors of turn `turn`. Never raises."""
         return parse_whole(text, turn, _parse_llama3)
 

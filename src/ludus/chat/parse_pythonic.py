@@ -8,9 +8,11 @@ from __future__ import annotations
 import ast
 import re
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ludus.chat.parse_json import MAX_DEPTH, MalformedCall, ParsedDraft, check_plain, parse_whole, strip_fence
+from ludus.tools.base import ToolSchema
 from ludus.types import JSON, Action
 
 _MARKS = re.compile(r"^\s*<\|(?:python_tag|python_start)\|>|<\|python_end\|>\s*$")
@@ -33,7 +35,7 @@ class PythonicParser:
 
     name: str = "pythonic"
 
-    def parse(self, text: str, *, turn: int) -> Action:
+    def parse(self, text: str, *, turn: int, schemas: Sequence[ToolSchema] = ()) -> Action:
         """Return the message, the calls and the errors of turn `turn`. Never raises."""
         return parse_whole(text, turn, _fill)
 

@@ -6,9 +6,11 @@ Search-R1 (Jin et al. 2025, arXiv:2503.09516) uses `<think>`, `<search>` and `<a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ludus.chat.parse_json import THINK_CLOSE, THINK_OPEN, ParsedDraft, split_thinking, strip_fence
+from ludus.tools.base import ToolSchema
 from ludus.types import Action
 
 ANSWER = "answer"
@@ -72,7 +74,7 @@ class TagsParser:
         """Name of the protocol."""
         return self.protocol.name
 
-    def parse(self, text: str, *, turn: int) -> Action:
+    def parse(self, text: str, *, turn: int, schemas: Sequence[ToolSchema] = ()) -> Action:
         """Return the message, the calls and the errors of turn `turn`. Never raises."""
         reasoning, rest = split_thinking(text, inside_call=lambda _: False)
         draft = ParsedDraft(turn)

@@ -13,19 +13,25 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
 from ludus.chat.parse import PARSERS, ToolCallParser, detect
-from ludus.chat.parse_json import GUIDES_EXIST, hermes_guide
+from ludus.chat.parse_json import CALL_OPEN, GUIDES_EXIST, THINK_CLOSE, THINK_OPEN, hermes_guide, tool_call
 from ludus.errors import UserError
 from ludus.tools.base import Tool, ToolSchema
-from ludus.types import Action, FinishReason, Guide, Message, Segment
+from ludus.types import Action, FinishReason, Guide, Message, MessageToolCall, Segment
 
 _MARKER = "zqxMARKxqz"
-_USER: list[dict[str, str]] = [{"role": "user", "content": "q"}]
-_ASSISTANT: dict[str, str] = {"role": "assistant", "content": "s"}
+_USER: list[dict[str, object]] = [{"role": "user", "content": "q"}]
+_ASSISTANT: dict[str, object] = {"role": "assistant", "content": "s"}
+_CALL: dict[str, object] = {"id": "c", "type": "function", "function": {"name": "t", "arguments": {"a": _MARKER}}}
+_PLAIN_CALL: dict[str, object] = {**_CALL, "function": {"name": "t", "arguments": {"a": "s"}}}
+_RESULT: dict[str, object] = {"role": "tool", "content": _MARKER, "tool_call_id": "c", "name": "t"}
+_ENDS_IN_HISTORY: Mapping[str, str] = MappingProxyType({"harmony": "<|end|>"})
+"""End of a turn without calls that is followed by other messages, by format, if it is not the sampled one."""
 _TOOL_PROBE: ToolSchema = {
     "type": "function",
     "function": {
@@ -87,12 +93,14 @@ class Renderer(Protocol):
         """Return the tokens of the prompt, including the generation prompt."""
         ...
 
-    def parse(self, tokens: Sequence[int], turn: int, finish_reason: FinishReason) -> Action:
-        """Parse an action. Never raises."""
+    def parse(
+        self, tokens: Sequence[int], turn: int, finish_reason: FinishReason, tools: Sequence[Tool] = ()
+    ) -> Action:
+        """Parse an action. Formats without types take those of the tools' arguments. Never raises."""
         ...
 
-    def observation(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the tokens between the end of a sampled action and the beginning of the next."""
+    def observation(self, messages: Sequence[Message], last: int | None = None) -> tuple[int, ...]:
+        """Return the tokens between a sampled action, whose last token is `last`, and the next one."""
         ...
 
     def action(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> tuple[int, ...]:
@@ -162,6 +170,11 @@ class TemplateRenderer:
     guard: ControlGuard = field(init=False, repr=False)
     _parse: ToolCallParser = field(init=False, repr=False)
     _end: tuple[str, int] = field(init=False, repr=False)
+    _call_end: tuple[str, int] = field(init=False, repr=False)
+    _ends_at_role: bool = field(init=False, repr=False)
+    _results_need_calls: bool = field(init=False, repr=False)
+    _thinking_key: str = field(init=False, repr=False)
+    _starts_thinking: bool = field(init=False, repr=False)
     _needs_context: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -173,13 +186,22 @@ class TemplateRenderer:
             )
         name = detect(str(template)) if self.parser == "auto" else self.parser
         object.__setattr__(self, "native_tools", self._renders(_USER, tools=[_TOOL_PROBE]))
-        object.__setattr__(
-            self, "native_thinking", self._renders([*_USER, {**_ASSISTANT, "reasoning_content": _MARKER}])
-        )
+        keys = ("reasoning_content", "thinking")
+        read = [key for key in keys if self._renders([*_USER, {**_ASSISTANT, key: _MARKER}])]
+        object.__setattr__(self, "native_thinking", bool(read))
+        object.__setattr__(self, "_thinking_key", read[0] if read else keys[0])
         object.__setattr__(self, "native_system", self._renders([{"role": "system", "content": _MARKER}, *_USER]))
         object.__setattr__(self, "guard", make_guard(self.tokenizer, str(template)))
         object.__setattr__(self, "_parse", PARSERS[name if self.native_tools else "hermes"])
-        object.__setattr__(self, "_end", self._find_end())
+        starts_thinking = self._apply(_USER, generate=True).rstrip().endswith(THINK_OPEN)
+        object.__setattr__(self, "_starts_thinking", starts_thinking)
+        end, ends_at_role = self._find_end()
+        object.__setattr__(self, "_end", end)
+        object.__setattr__(self, "_ends_at_role", ends_at_role)
+        object.__setattr__(self, "_call_end", self._find_call_end() if self.native_tools else end)
+        with_calls = [*_USER, {**_ASSISTANT, "content": "", "tool_calls": [_PLAIN_CALL]}, _RESULT]
+        needs_calls = self._renders(with_calls) and not self._renders([*_USER, _ASSISTANT, _RESULT])
+        object.__setattr__(self, "_results_need_calls", self.native_tools and needs_calls)
         bare = self._encode("q")
         in_context = any(self._encode_after(before, "q") != bare for before in (self._end[0], "q\n"))
         object.__setattr__(self, "_needs_context", in_context)
@@ -191,8 +213,8 @@ class TemplateRenderer:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The template's end-of-turn token."""
-        return (self._end[1],)
+        """The template's end-of-turn token, and the one after calls if it differs."""
+        return tuple(dict.fromkeys((self._end[1], self._call_end[1])))
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
         """Render with the template, including the generation prompt."""
@@ -208,21 +230,37 @@ class TemplateRenderer:
             raise UserError(f"The format {self._parse.name} does not support guided tool calls.", GUIDES_EXIST)
         return hermes_guide([tool.schema for tool in tools], self.tokenizer)
 
-    def parse(self, tokens: Sequence[int], turn: int, finish_reason: FinishReason) -> Action:
+    def parse(
+        self, tokens: Sequence[int], turn: int, finish_reason: FinishReason, tools: Sequence[Tool] = ()
+    ) -> Action:
         """Parse text, thinking and calls of an action."""
         ids = list(tokens)
-        if ids and ids[-1] == self._end[1]:
+        if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
         text = decode_exactly(self.tokenizer, ids)
-        parsed = self._parse.parse(text, turn=turn)
+        if self._starts_thinking and THINK_CLOSE not in text:
+            text = THINK_OPEN + text.replace(CALL_OPEN, THINK_CLOSE + CALL_OPEN, 1)
+        parsed = self._parse.parse(text, turn=turn, schemas=[tool.schema for tool in tools])
         return Action(parsed.message, parsed.calls, parsed.errors, finish_reason)
 
-    def observation(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Return the tokens after an assistant turn: its tail, the messages, the generation prompt."""
+    def observation(self, messages: Sequence[Message], last: int | None = None) -> tuple[int, ...]:
+        """Return the tokens after an assistant turn: its tail, the messages, the generation prompt.
+
+        If the format has several end-of-turn tokens, the one that these messages follow precedes them, unless it
+        is `last`.
+        """
         opening: list[Message] = [Message(role="user", content="q")]
         marked = Message(role="assistant", content=_MARKER)
-        delta = self._cut_after_turn(self.text([*opening, marked, *messages], (), generate=True))
-        return self._encode_after(self._end[0], delta) if self._needs_context else self._encode(delta)
+        results = [message for message in messages if message["role"] == "tool"] if self.native_tools else []
+        if results and self._results_need_calls:
+            calls = [_call(one.get("name", ""), one.get("tool_call_id", "")) for one in results]
+            marked = Message(role="assistant", content="", tool_calls=calls)
+        text, number = self._call_end if results else self._end
+        in_history = text if results else _ENDS_IN_HISTORY.get(self._parse.name, text)
+        delta = _cut_after_turn(self.text([*opening, marked, *messages], (), generate=True), in_history)
+        tokens = self._encode_after(text, delta) if self._needs_context else self._encode(delta)
+        is_missing = last is not None and last != number and len(self.stop_token_ids) > 1
+        return (number, *tokens) if is_missing else tokens
 
     def action(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> tuple[int, ...]:
         """Render the assistant turn that follows `history`, with the end-of-turn token."""
@@ -237,8 +275,9 @@ class TemplateRenderer:
             )
         added = whole[len(before) :]
         self._check_no_end_token(message)
-        end = added.find(self._end[0])
-        added = added[: end + len(self._end[0])] if end >= 0 else added
+        end = self._call_end[0] if message.get("tool_calls") else self._end[0]
+        at = added.find(end)
+        added = added[: at + len(end)] if at >= 0 else added + end * self._ends_at_role
         return self._encode_after(before, added) if self._needs_context else self._encode(added)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, generate: bool) -> str:
@@ -251,7 +290,28 @@ class TemplateRenderer:
         if not self.native_system:
             prepared = _merge_system_message(prepared)
         shown = [tool.schema for tool in tools] if self.native_tools else []
-        return self._apply([_to_template(message) for message in prepared], shown, generate=generate)
+        if self._parse.name == "kimi_k2":
+            prepared = [_number_calls(message) for message in prepared]
+        return self._apply([self._to_template(message) for message in prepared], shown, generate=generate)
+
+    def _to_template(self, message: Message) -> dict[str, Any]:
+        """Return the message for chat templates, with tool-call arguments as objects."""
+        prepared: dict[str, Any] = dict(message)
+        if "reasoning_content" in prepared:
+            prepared[self._thinking_key] = prepared.pop("reasoning_content")
+        if message.get("tool_calls"):
+            prepared["tool_calls"] = [
+                {
+                    "id": call["id"],
+                    "type": "function",
+                    "function": {
+                        "name": call["function"]["name"],
+                        "arguments": json.loads(call["function"]["arguments"]),
+                    },
+                }
+                for call in message["tool_calls"]
+            ]
+        return prepared
 
     def _apply(
         self, conversation: Sequence[Mapping[str, object]], tools: Sequence[ToolSchema] = (), *, generate: bool
@@ -274,37 +334,53 @@ class TemplateRenderer:
         except UserError:
             return False
 
-    def _find_end(self) -> tuple[str, int]:
-        """Return text and id of the end-of-turn token: the first special token after an assistant's text."""
-        text = self._apply([*_USER, {**_ASSISTANT, "content": _MARKER}], generate=False)
-        ids = self._encode(_cut_after_mark(text))
-        if not ids:
+    def _find_end(self) -> tuple[tuple[str, int], bool]:
+        """Return text and id of the end-of-turn token, and whether it is the role token of the next message.
+
+        It is the first special token after an assistant's text. If the template appends nothing, the model ends
+        its turn with the role token of the next message (GLM).
+        """
+        special = control_ids(self.tokenizer)
+        turn = [*_USER, {**_ASSISTANT, "content": _MARKER}]
+        ids = self._encode(_cut_after_mark(self._apply(turn, generate=False)))
+        if ids:
+            end = next((i for i in ids if i in special), ids[0])
+            return (decode_exactly(self.tokenizer, [end]), end), False
+        following = self._encode(_cut_after_mark(self._apply([*turn, *_USER], generate=False)))
+        if not following or following[0] not in special:
             raise UserError(
                 "The chat template appends nothing to an assistant message, so turns have no end token.",
                 "Set env.rendering to 'tags', or fix the template.",
             )
-        special = control_ids(self.tokenizer)
-        end = next((i for i in ids if i in special), ids[0])
-        return decode_exactly(self.tokenizer, [end]), end
+        return (decode_exactly(self.tokenizer, following[:1]), following[0]), True
 
-    def _cut_after_turn(self, text: str) -> str:
-        _, end, after = _cut_after_mark(text).partition(self._end[0])
-        if not end:
-            raise UserError(
-                f"The chat template does not write {self._end[0]!r} after an assistant turn that is "
-                "followed by other messages.",
-                "Set env.rendering to 'tags', or fix the template.",
-            )
-        return after
+    def _find_call_end(self) -> tuple[str, int]:
+        """Return text and id of the token that ends a turn with calls, usually the end-of-turn token.
+
+        It is the last special token of such a turn, or the first one of the result if turns end at role tokens.
+        """
+        special = control_ids(self.tokenizer)
+        turn = [*_USER, {**_ASSISTANT, "content": "", "tool_calls": [_CALL]}]
+        try:
+            text = self._apply(turn, generate=False)
+            if self._ends_at_role:
+                followed = self._apply([*turn, _RESULT], generate=False)
+                ends = [i for i in self._encode(followed.removeprefix(text)) if i in special][:1]
+            else:
+                ends = [i for i in self._encode(_cut_after_mark(text)) if i in special]
+        except UserError:
+            ends = []
+        return (decode_exactly(self.tokenizer, ends[-1:]), ends[-1]) if ends else self._end
 
     def _check_no_end_token(self, message: Message) -> None:
         calls = json.dumps(message.get("tool_calls", []), ensure_ascii=False)
         parts = (message["content"], message.get("reasoning_content", ""), calls)
-        if self._end[0].strip() and any(self._end[0] in part for part in parts):
-            raise UserError(
-                f"A demonstration's assistant message contains {self._end[0]!r}, the end-of-turn token.",
-                "Remove it from the text.",
-            )
+        for end in dict.fromkeys((self._end[0], self._call_end[0])):
+            if end.strip() and any(end in part for part in parts):
+                raise UserError(
+                    f"A demonstration's assistant message contains {end!r}, the end-of-turn token.",
+                    "Remove it from the text.",
+                )
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
@@ -313,6 +389,16 @@ class TemplateRenderer:
         """Tokenize `text` in the context of a preceding text, for tokenizers that mark the start of a text."""
         head, both = self._encode(context), self._encode(context + text)
         return both[len(head) :] if both[: len(head)] == head else self._encode(text)
+
+
+def _cut_after_turn(text: str, end: str) -> str:
+    _, found, after = _cut_after_mark(text).partition(end)
+    if not found:
+        raise UserError(
+            f"The chat template does not write {end!r} after an assistant turn that is followed by other messages.",
+            "Set env.rendering to 'tags', or fix the template.",
+        )
+    return after
 
 
 def _cut_after_mark(text: str) -> str:
@@ -325,19 +411,25 @@ def _cut_after_mark(text: str) -> str:
     return after
 
 
-def _to_template(message: Message) -> dict[str, Any]:
-    """Return the message for chat templates, with tool-call arguments as objects."""
-    prepared: dict[str, Any] = dict(message)
+def _call(name: str, call_id: str = "") -> MessageToolCall:
+    """Return a call that contains the marker."""
+    return tool_call(call_id, name, json.dumps({"a": _MARKER}))
+
+
+def _number_calls(message: Message) -> Message:
+    """Return the message with call ids in the form of Kimi K2, `functions.NAME:INDEX`."""
+    numbered = message.copy()
     if message.get("tool_calls"):
-        prepared["tool_calls"] = [
-            {
-                "id": call["id"],
-                "type": "function",
-                "function": {"name": call["function"]["name"], "arguments": json.loads(call["function"]["arguments"])},
-            }
-            for call in message["tool_calls"]
+        numbered["tool_calls"] = [
+            {**call, "id": _kimi_id(call["id"], call["function"]["name"])} for call in message["tool_calls"]
         ]
-    return prepared
+    elif message["role"] == "tool":
+        numbered["tool_call_id"] = _kimi_id(message.get("tool_call_id", ""), message.get("name", ""))
+    return numbered
+
+
+def _kimi_id(call_id: str, name: str) -> str:
+    return call_id if call_id.startswith("functions.") else f"functions.{name}:{call_id.rpartition('_')[2] or 0}"
 
 
 def _write_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:

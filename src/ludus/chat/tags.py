@@ -87,14 +87,18 @@ class TagsRenderer:
         """Raise UserError: tags contain free text, so no guide is supported."""
         raise UserError("The tags protocol does not support guided tool calls.", GUIDES_EXIST)
 
-    def parse(self, tokens: Sequence[int], turn: int, finish_reason: FinishReason) -> Action:
+    def parse(
+        self, tokens: Sequence[int], turn: int, finish_reason: FinishReason, tools: Sequence[Tool] = ()
+    ) -> Action:
         """Parse the first call or answer after the thinking."""
+        del tools
         text = decode_exactly(self.tokenizer, tokens, skip_special=True)
         parsed = TagsParser(self.protocol).parse(text, turn=turn)
         return Action(parsed.message, parsed.calls, parsed.errors, finish_reason)
 
-    def observation(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def observation(self, messages: Sequence[Message], last: int | None = None) -> tuple[int, ...]:
         """Render tool output in result tags, and user messages unchanged."""
+        del last
         result = self.protocol.result
         texts = [
             f"<{result}>{message['content']}</{result}>" if message["role"] == "tool" else message["content"]

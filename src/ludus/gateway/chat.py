@@ -17,7 +17,7 @@ from ludus.gateway.protocol.detokenize import Scored, StreamedText, TextRules, c
 from ludus.gateway.protocol.requests import BadRequest, ChatRequest
 from ludus.gateway.protocol.responses import JsonBody, response_body, version_spans
 from ludus.gateway.service import CompletionService, choices
-from ludus.tools.base import described_tool
+from ludus.tools.base import DescribedTool, described_tool
 from ludus.types import Action, Completion, FinishReason, SamplingParams
 
 
@@ -99,20 +99,24 @@ async def _chat_prompt(service: CompletionService, request: ChatRequest) -> _Cha
 def _text(renderer: TemplateRenderer, request: ChatRequest) -> str:
     """Render the messages and tools with the model's chat template. Raises BadRequest if rendering fails."""
     messages = [message.message for message in request.messages]
-    tools = request.tools or [] if request.tool_choice != "none" else []
     try:
-        return renderer.text(messages, [described_tool(tool.schema_) for tool in tools], generate=True)
+        return renderer.text(messages, _tools(request), generate=True)
     except UserError as error:
         raise BadRequest(str(error)) from error
     except (ValueError, TypeError, LookupError, RecursionError) as error:  # templates can raise anything
         raise BadRequest(f"The messages cannot be rendered: {type(error).__name__}.") from error
 
 
+def _tools(request: ChatRequest) -> list[DescribedTool]:
+    tools = request.tools or [] if request.tool_choice != "none" else []
+    return [described_tool(tool.schema_) for tool in tools]
+
+
 def _choice(
     service: CompletionService, request: ChatRequest, index: int, prompt: _ChatPrompt, done: Completion
 ) -> JsonBody:
     rules = TextRules(service.model.tokenizer, request.stops)
-    action = prompt.renderer.parse(done.tokens, prompt.turn, done.finish_reason)
+    action = prompt.renderer.parse(done.tokens, prompt.turn, done.finish_reason, _tools(request))
     message, with_ids = action.message, request.return_token_ids
     calls = message.get("tool_calls") or None
     return {

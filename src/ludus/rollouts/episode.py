@@ -372,6 +372,7 @@ class EngineChatSession:
     _segments: list[Segment] = field(init=False, default_factory=list)
     _tokens: list[int] = field(init=False, default_factory=list)
     _turn: int = field(init=False, default=0)
+    _tools: Sequence[Tool] = field(init=False, default=())
 
     @property
     def segments(self) -> tuple[Segment, ...]:
@@ -393,6 +394,7 @@ class EngineChatSession:
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
         """Render the prompt. Returns a stop reason unless at least one more token fits."""
+        self._tools = tools
         tokens = self.renderer.prompt(messages, tools)
         if len(tokens) >= self._budget:
             return StopReason.PROMPT_TOO_LONG
@@ -420,11 +422,11 @@ class EngineChatSession:
         self._append(replace(segment, finish_reason=completion.finish_reason))
         if completion.finish_reason == "length" and room < self.params.max_new_tokens:
             return StopReason.MAX_TOKENS
-        return self.renderer.parse(completion.tokens, turn, completion.finish_reason)
+        return self.renderer.parse(completion.tokens, turn, completion.finish_reason, self._tools)
 
     def observe(self, messages: Sequence[Message]) -> StopReason | None:
         """Append the observation's tokens. Returns a stop reason unless at least one more token fits."""
-        tokens = self.renderer.observation(messages)
+        tokens = self.renderer.observation(messages, self._tokens[-1])
         if len(self._tokens) + len(tokens) >= self._budget:
             return StopReason.MAX_TOKENS
         self._append(Segment("observation", tokens, self._turn - 1))

@@ -19,8 +19,10 @@ class EnvConfig(Section):
     rendering: Literal["chat", "tags", "code"] = "chat"
     """`chat`: the model's chat template with tool calls. Without a template: `tags`, the text protocol of Search-R1,
     for worlds with the tool `search`, or `code`, that of ReTool, for worlds with the tool `python`."""
-    tool_parser: Literal["auto", "hermes", "llama3", "pythonic"] = "auto"
-    """Format of tool calls in `chat`; `auto` derives it from the chat template."""
+    tool_parser: Literal[
+        "auto", "hermes", "llama3", "pythonic", "qwen3_coder", "glm45", "kimi_k2", "deepseek_v3", "gemma4", "harmony"
+    ] = "auto"
+    """Format of tool calls in `chat` (docs/understand/chat_formats.md); `auto` derives it from the chat template."""
     settings: dict[str, Any] = Field({})
     """The world's own settings, validated by the world."""
     tools: list[str] = Field([])

@@ -69,7 +69,7 @@ class DemonstrationSession:
         if not self._append(Segment("action", tokens, turn, agent=EXPERT)):
             return StopReason.MAX_TOKENS
         self._turn += 1
-        action = self.renderer.parse(tokens, turn, "stop")
+        action = self.renderer.parse(tokens, turn, "stop", self._tools)
         self._history.append(action.message)
         return action
 
