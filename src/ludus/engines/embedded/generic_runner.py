@@ -1,8 +1,8 @@
 """Forward passes of any causal language model over the cache class of the model itself.
 
 For models that `RaggedForward` rejects: linear attention, state spaces, convolutions, sinks, latent attention. A cache
-(`State`) covers sequences of equal length, one in each batch row. A trial at start compares several ways to use it with a
-plain pass, and the first that agrees is used: some models cannot extend a cache by several tokens at once, some
+(`State`) covers sequences of equal length, one in each batch row. A trial at start compares several ways to use it with
+a plain pass, and the first that agrees is used: some models cannot extend a cache by several tokens at once, some
 caches cannot be split and merged by rows, and some models have none.
 """
 
@@ -34,6 +34,7 @@ State = Any
 _CACHE_NAMES = ("past_key_values", "cache_params", "state")
 _NODES = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)
 _TRIAL_TOKENS, _TRIAL_PROMPT = 40, 17
+_HINT = "Serve it with an inference server."
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +76,12 @@ class GenericForward:
             undo.callback(restore_linear, use_onednn(model))
             rows = torch.arange(_TRIAL_TOKENS, device=self.device) * 7 % self.vocab_size
             ids = torch.stack([rows, rows.flip(0)])
-            with torch.inference_mode():
-                expected = model(input_ids=ids, use_cache=False).logits.double().log_softmax(-1)
-            self.adapters = AdapterBank(model)
+            try:
+                with torch.inference_mode():
+                    expected = model(input_ids=ids, use_cache=False).logits.double().log_softmax(-1)
+                self.adapters = AdapterBank(model)
+            except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+                raise UserError(f"The local engine cannot run {type(model).__name__}: {error}.", _HINT) from error
             undo.callback(self.adapters.close)
             self.mode = self._choose_mode(ids, expected, first.dtype)
             self._undo = undo.pop_all()
@@ -113,15 +117,13 @@ class GenericForward:
                 difference = float((self._run_trial(ids) - expected).abs().max())
             except (
                 Exception
-            ) as error:  # boundary: a model's code may raise anything for a cache that it does not expect
+            ) as error:  # boundary: a model's code may raise anything
                 reason = f": {error}"
                 continue
             if difference < agreement(expected, dtype):
                 return mode
             reason = f": cached and plain passes differ by {difference:.2g} in log-probability"
-        raise UserError(
-            f"The local engine cannot run {type(self.model).__name__}{reason}.", "Serve it with an inference server."
-        )
+        raise UserError(f"The local engine cannot run {type(self.model).__name__}{reason}.", _HINT)
 
     @torch.inference_mode()
     def _run_trial(self, ids: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Scheduling over the cache class of a model: slower than paged passes, for any causal model.
 
-Sequences of equal length form a `Batch` with one cache; each step computes one pass per batch. The state of an episode is
-kept between its turns and extended by the new tokens. The state of each new prompt, without its last token, is also
+Sequences of equal length form a `Batch` with one cache; each step computes one pass per batch. The state of an episode
+is kept between its turns and extended by the new tokens. The state of each new prompt, without its last token, is also
 kept, and copied for the other members of a group. States are not cut: only a whole one can be a prefix.
 """
 
@@ -50,7 +50,7 @@ class Batch:
 
 @dataclass(eq=False, slots=True)
 class StoredState:
-    """The state after `tokens`: of an episode between two turns, or, if `shared`, of a prompt without its last token."""
+    """The state after `tokens`: of an episode between turns, or, if `shared`, of a prompt without its last token."""
 
     state: State
     tokens: tuple[int, ...]
