@@ -1,7 +1,7 @@
 """Write the table of model families in the docs: python -m generators.model_families [--check].
 
-Each family is a tiny model with random weights from its configuration in transformers. The table shows what is measured on
-it: the engine that runs it, SFT and RL steps, the proof of its weights in the engine after a step, and the same with LoRA.
+Each family is a tiny model with random weights from its configuration in transformers. The table shows what is measured
+on it: the engine that runs it, SFT and RL steps, the proof of its weights in the engine after a step, and LoRA.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import copy
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +27,7 @@ from ludus.config.sections.model import LoraConfig
 from ludus.engines.base import Request, copies
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.engines.embedded.generic_runner import GenericForward
-from ludus.errors import UserError
+from ludus.errors import LudusError, UserError
 from ludus.training.batches.rows import Row
 from ludus.training.learner.learner import Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
 PAGE = Path(__file__).parents[1] / "docs/use/models.md"
 NAME = "families"
+WORKERS = 2
 TOLERANCE = 1e-3
 """Maximum difference of log-probabilities between engine and learner, in nats."""
 
@@ -115,10 +118,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "falcon_h1": {},
     "bamba": {"attn_layer_indices": [1]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "nemotron_h": {},
+    "nemotron_h": {"ssm_state_size": 8, "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2}
+    | {"layers_block_type": ["mamba", "attention"]},
     "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 64},
     "minimax": {},
-    "kimi_linear": {},
+    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 8, "linear_num_heads": 4}
+    | _LATENT,
     "rwkv": {},
     "gpt2": {},
     "gpt_neox": {},
@@ -133,6 +138,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "seed_oss": {},
 }
 """Model types of transformers, with settings beyond `SHAPE`."""
+
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "kv_a_proj_with_mqa", "in_proj", "key", "value", "receptance")
+"""Names of linear layers to which LoRA is limited if all linear layers do not work."""
 
 
 def build(family: str, seed: int = 0) -> PreTrainedModel:
@@ -157,6 +166,7 @@ class Report:
     family: str
     engine: str = ""
     learner: str = ""
+    lora: str = "no"
     passed: dict[str, bool] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
 
@@ -173,17 +183,25 @@ class Report:
     def cells(self) -> list[str]:
         """The cells of the row."""
         checks = ["yes" if self.passed.get(name) else "no" for name in CHECKS]
-        return [f"`{self.family}`", self.engine, self.learner, *checks, "; ".join(self.missing)]
+        return [f"`{self.family}`", self.engine, self.learner, *checks, self.lora, "; ".join(self.missing)]
 
 
-CHECKS = ("exact", "SFT", "RL", "sync", "LoRA")
-HEAD = ("model type", "engine", "learner", *CHECKS, "missing")
+CHECKS = ("exact", "SFT", "RL", "sync")
+HEAD = ("model type", "engine", "learner", *CHECKS, "LoRA", "missing")
+WAYS = {
+    "one cache per episode, batches of equal length": "generic",
+    "one cache per episode, extended token by token, batches of equal length": "generic, token by token",
+    "one cache per episode, one sequence per pass": "generic, one by one",
+    "one cache per episode, extended token by token, one sequence per pass": "generic, one by one, token by token",
+    "no cache, the whole history is computed for each token": "generic, no cache",
+}
+"""Cells for the ways of `GenericForward`."""
 
 
 def describe(error: Exception) -> str:
-    """Return the first line of an error, without long lists."""
-    text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return text.rstrip(".")[:160]
+    """Return the first sentence of an error."""
+    text = error.message if isinstance(error, LudusError) else str(error) or type(error).__name__
+    return text.splitlines()[0].partition(". ")[0].rstrip(".").replace("base_model.model.", "")
 
 
 def examine(family: str) -> Report:
@@ -195,15 +213,31 @@ def examine(family: str) -> Report:
         report.missing.append(f"engine: {describe(error)}")
         return report
     forward = engine._forward
-    report.engine = f"generic: {forward.description}" if isinstance(forward, GenericForward) else "paged"
+    report.engine = WAYS[forward.description] if isinstance(forward, GenericForward) else "paged"
     report.learner = "packed" if LogprobScorer(model).shares_prefixes else "padded"
     report.attempt("exact", lambda: check_sampling(engine, model))
     report.attempt("SFT", lambda: check_sft(copy.deepcopy(model)))
     report.attempt("RL", lambda: check_rl(engine, model))
     report.attempt("sync", lambda: check_sync(engine, model))
     asyncio.run(engine.close())
-    report.attempt("LoRA", lambda: check_lora(build(family)))
+    ways = {"all-linear": "all-linear", "attention": attention_layers(model)}
+    for name, targets in ((name, targets) for name, targets in ways.items() if targets):
+        report.attempt(f"LoRA on {name}", lambda targets=targets: check_lora(build(family), targets))
+        if report.passed[f"LoRA on {name}"]:
+            report.lora = name
+            break
     return report
+
+
+def attention_layers(model: PreTrainedModel) -> list[str]:
+    """Return the names of the linear layers in attention and similar mixers."""
+    return sorted(
+        {
+            path.rpartition(".")[2]
+            for path, module in model.named_modules()
+            if type(module) is torch.nn.Linear and path.rpartition(".")[2] in ATTENTION
+        }
+    )
 
 
 def make_engine(model: PreTrainedModel) -> LocalEngine:
@@ -259,7 +293,9 @@ def check_sft(model: PreTrainedModel) -> None:
     """Fine-tune on one row; the loss must fall."""
     tokens = tuple(11 * i % 250 for i in range(40))
     trains, zeros = (True,) * 40, (0.0,) * 40
-    rows = [Row(tokens[:length], trains[:length], trains[:length], zeros[:length], zeros[:length]) for length in (40, 25)]
+    rows = [
+        Row(tokens[:length], trains[:length], trains[:length], zeros[:length], zeros[:length]) for length in (40, 25)
+    ]
     optimizer = Optimizer(model, OptimizerSettings(learning_rate=1e-2, total_steps=4))
     scorer = LogprobScorer(model)
     losses = [sft_step(scorer, optimizer, rows, 1024)["loss/total"] for _ in range(4)]
@@ -286,9 +322,9 @@ def check_sync(engine: LocalEngine, model: PreTrainedModel) -> None:
     check_sampling(engine, model)
 
 
-def check_lora(model: PreTrainedModel) -> None:
+def check_lora(model: PreTrainedModel, targets: Any) -> None:  # noqa: ANN401 (a setting)
     """Take an RL step on adapters, send them and prove them."""
-    adapted = add_lora(model, LoraConfig(rank=4)).eval()
+    adapted = add_lora(model, LoraConfig(rank=4, target_modules=targets)).eval()
     engine = make_engine(adapted)
     try:
         check_rl(engine, adapted)
@@ -315,9 +351,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check = parser.parse_args(arguments).check
     logging.getLogger("transformers").setLevel(logging.ERROR)
     reports = []
-    for family in FAMILIES:
-        reports.append(examine(family))
-        print(" | ".join(reports[-1].cells), flush=True)
+    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
+        for report in pool.map(examine, FAMILIES):
+            reports.append(report)
+            print(" | ".join(report.cells), flush=True)
     text = PAGE.read_text("utf-8")
     made = filled(text, reports)
     if not check:

@@ -240,8 +240,9 @@ class GenericScheduler(SequenceScheduler):
         ids = torch.tensor([chunk.ids for _, chunk in plan], device=self._forward.device)
         first = batch.sequences[0]
         scored = first.scores is not None
-        logits, batch.state = self._forward.logits(ids, batch.state, first.adapter, all_rows=scored)
-        ended = [s.num_computed + ids.shape[1] == len(s.tokens) for s in batch.sequences]
+        start = first.num_computed
+        logits, batch.state = self._forward.logits(ids, start, batch.state, first.adapter, all_rows=scored)
+        ended = [start + ids.shape[1] == len(s.tokens) for s in batch.sequences]
         rows = [] if scored else [s for s, last in zip(batch.sequences, ended, strict=True) if last]
         flat = logits.flatten(0, 1)
         if rows:

@@ -102,7 +102,7 @@ class RaggedForward:
                 self.invariant = self._is_batch_invariant()
             except (TypeError, ValueError, AttributeError, LookupError, RuntimeError, EngineError) as error:
                 raise UserError(
-                    f"The local engine cannot run {name}: {error}.",
+                    f"The local engine cannot run {name}: {str(error).rstrip('.')}.",
                     "It needs a causal language model with standard attention and key-value cache.",
                 ) from error
             if not difference < agreement(expected, self.dtype):
