@@ -127,7 +127,7 @@ def test_states_are_merged_selected_and_copied_by_rows(hybrid):
         assert kept.get_seq_length() == 9
 
 
-@pytest.mark.parametrize("family", ["qwen3", "mamba2"])
+@pytest.mark.parametrize("family", ["qwen3", "lfm2"])
 def test_a_family_does_what_the_table_says(family):
     report = model_families.examine(family)
     assert list(report.passed.values())[:4] == [True] * 4, report

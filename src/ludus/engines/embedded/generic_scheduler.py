@@ -199,15 +199,20 @@ class GenericScheduler(SequenceScheduler):
             for part in [batch] if len(keys) == 1 else batch.rows():
                 groups.setdefault(self._key(part.sequences[0]), []).append(part)
         for (_, _, length, _), batches in groups.items():
-            size = max(1, self._pass_tokens // length) if self._forward.mode.merges else 1
-            while batches:
-                count = 1
-                while count < len(batches) and sum(len(b.sequences) for b in batches[: count + 1]) <= size:
-                    count += 1
-                chosen, batches = batches[:count], batches[count:]
-                sequences = [sequence for batch in chosen for sequence in batch.sequences]
-                state = merge([batch.state for batch in chosen]) if count > 1 else chosen[0].state
-                yield Batch(state, sequences)
+            yield from self._joined(batches, max(1, self._pass_tokens // length))
+
+    def _joined(self, batches: list[Batch], size: int) -> Iterator[Batch]:
+        """Yield the batches merged to at most `size` sequences each, if their states can be merged."""
+        chosen: list[Batch] = []
+        for batch in [*batches, None]:
+            count = sum(len(b.sequences) for b in chosen)
+            fits = batch is not None and self._forward.mode.merges and count + len(batch.sequences) <= size
+            if chosen and not fits:
+                state = merge([b.state for b in chosen]) if len(chosen) > 1 else chosen[0].state
+                yield Batch(state, [sequence for b in chosen for sequence in b.sequences])
+                chosen = []
+            if batch is not None:
+                chosen.append(batch)
 
     def _key(self, sequence: SequenceState) -> _Key:
         return sequence.adapter, sequence.num_computed, self._num_next(sequence), sequence.scores is not None
