@@ -226,7 +226,7 @@ def test_cancels_evictions_and_a_tiny_cache_disturb_nobody():
                 return None
 
         answers = await asyncio.gather(*map(play, requests))
-        stats, held = engine.stats(), engine._tree.num_pages - engine._tree.num_available
+        stats, held = engine.stats(), engine._core.tree.num_pages - engine._core.tree.num_available
         await engine.close()
         return answers, stats, held
 
@@ -240,7 +240,7 @@ def test_cancels_evictions_and_a_tiny_cache_disturb_nobody():
 
 def what_is_left(engine):
     """Of requests that are over and episodes that were released: nothing, when no page or slot is lost."""
-    tree, core = engine._tree, engine._core
+    tree, core = engine._core.tree, engine._core
     pages = sorted([*tree._free, *(node.page for node in tree._idle)])
     return {
         "requests": len(engine._unfinished) + len(core.running) + len(core.waiting),
@@ -350,7 +350,7 @@ def test_kept_caches_are_those_of_their_own_episodes_alone():
         for episode in ("early", "late", "later"):
             engine.release(episode)
         await engine.load_weights(30, dict(new.named_parameters()))
-        roots = len(engine._tree._roots)
+        roots = len(engine._core.tree._roots)
         await engine.close()
         return kept, found, late, again, shared, roots
 

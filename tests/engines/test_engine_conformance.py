@@ -1,4 +1,5 @@
-"""The conformance suite on every engine: embedded, `ludus serve`, and real servers whose address is given.
+"""The conformance suite on every engine: embedded (paged and generic), `ludus serve`, and real servers whose
+address is given.
 
 LUDUS_VLLM_URL and LUDUS_SGLANG_URL name servers of the packaged cold start with a context of 768 tokens, in
 development mode, SGLang with --enable-metrics; `make vllm` starts such a vLLM.
@@ -16,11 +17,17 @@ import pytest
 import engine_conformance as suite
 from engine_conformance import Case, count_sampled
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
+from ludus.engines.embedded.generic_scheduler import GenericScheduler
 from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.engines.remote.engine import ServerEngine
+from ludus.errors import UserError
 from served import COLD_START, CONTEXT
 
 REAL = {"vllm": "LUDUS_VLLM_URL", "sglang": "LUDUS_SGLANG_URL"}
+
+
+def refuse(model, *_):
+    raise UserError("The model is refused.")
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +35,17 @@ def reference():
     return load_model(str(COLD_START)), load_tokenizer(str(COLD_START))
 
 
-@pytest.fixture(scope="module", params=["embedded", "ludus serve", *REAL])
+@pytest.fixture(scope="module", params=["embedded", "generic", "ludus serve", *REAL])
 def case(request, reference):
     """The server is the one that other tests have used: its weights are the reference's."""
     kind = request.param
-    if kind == "embedded":
+    if kind in ("embedded", "generic"):
         settings = EngineSettings(context_tokens=CONTEXT, threads=1)
-        engine = LocalEngine(*reference, settings)
+        with pytest.MonkeyPatch.context() as patch:
+            if kind == "generic":
+                patch.setattr("ludus.engines.embedded.engine.RaggedForward", refuse)
+            engine = LocalEngine(*reference, settings)
+        assert isinstance(engine._core, GenericScheduler) == (kind == "generic")
         yield Case(engine, *reference, lambda: engine.stats().decode_tokens)
     elif kind == "ludus serve":
         served = request.getfixturevalue("served")

@@ -321,7 +321,7 @@ def test_adapters_that_come_and_go_leave_nothing():
             request = Request("x", tuple(range(40)), SamplingParams(max_new_tokens=3), adapter=f"v{version}")
             assert set((await engine.generate(request)).versions) == {version}
             await engine.unload_adapter(f"v{version}")
-        tree, core = engine._tree, engine._core
+        tree, core = engine._core.tree, engine._core
         return len(tree._roots), core.adapter_versions, len(tree._free) == tree.num_pages
 
     assert with_engine(base, work) == (0, {}, True)

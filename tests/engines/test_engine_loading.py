@@ -4,9 +4,16 @@ import json
 
 import pytest
 import torch
+from generators import model_families
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    PreTrainedTokenizerFast,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
 from ludus.config.sections.model import ScratchConfig
 from ludus.engines.embedded.engine import LocalEngine
@@ -104,6 +111,20 @@ def test_a_family_without_torchs_own_attention_loads_and_samples(tmp_path):
     history = tuple(range(20))
     (answer,) = batch(LocalEngine(model), ask([history], max_new_tokens=8, temperature=0))
     assert answer.tokens == hf_greedy(model, history, 8)
+
+
+def test_of_a_multimodal_checkpoint_the_text_model_is_loaded_and_saved(tmp_path):
+    text = model_families.build("qwen3_5_text").config.to_dict()
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    whole = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision)).eval()
+    whole.save_pretrained(tmp_path / "whole")
+    model = load_model(str(tmp_path / "whole"), device="cpu")
+    save_model(model, byte_tokenizer(), tmp_path / "text")
+    again = load_model(str(tmp_path / "text"), device="cpu")
+    tokens = torch.arange(12)[None]
+    expected = whole(input_ids=tokens).logits
+    for loaded in (model, again):
+        assert torch.allclose(loaded(input_ids=tokens).logits, expected, atol=1e-6)
 
 
 def test_a_missing_tensor_is_an_error(checkpoint):

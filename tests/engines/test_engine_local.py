@@ -19,8 +19,6 @@ from transformers import (
     GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     Phi3Config,
@@ -37,6 +35,7 @@ from transformers import (
 from ludus.engines.base import Request, check_params
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.engines.embedded.kv_cache import LayerShape, PagePool
+from ludus.engines.embedded.model_runner import RaggedForward
 from ludus.engines.embedded.sampler import StopStrings
 from ludus.engines.models import fingerprint
 from ludus.engines.models.fingerprint import fingerprint_module
@@ -241,8 +240,14 @@ def test_positions_that_depend_on_the_place_alone_are_those_of_hugging_face(kind
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_positions_that_depend_on_the_longest_sequence_are_refused(kind):
-    with pytest.raises(UserError, match=rf"longest sequence \({kind} rope\)"):
-        LocalEngine(build(lambda: with_rope(kind)))
+    model = build(lambda: with_rope(kind))
+    limit = 256 if kind == "dynamic" else 64
+    with pytest.raises(UserError, match=rf"beyond {limit}, its positions depend .* \({kind} rope\)"):
+        LocalEngine(model, settings=EngineSettings(context_tokens=limit + 1))
+    engine = LocalEngine(model, settings=EngineSettings(context_tokens=limit))
+    (history,) = prompts(1, low=40, high=50)
+    (answer,) = batch(engine, ask([history], max_new_tokens=6, temperature=0))
+    assert answer.tokens == hf_greedy(model, history, 6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -715,14 +720,17 @@ def test_a_closed_engine_refuses():
 
 
 def test_models_it_cannot_run_are_refused():
-    mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1))
-    with pytest.raises(UserError, match="cannot run MambaForCausalLM"):
-        LocalEngine(mamba)
     wrong = build(llama)
     wrong.forward = lambda input_ids, position_ids=None, **rest: LlamaForCausalLM.forward(
         wrong, input_ids=input_ids, **rest
     )  # a model that makes its own positions
     with pytest.raises(UserError, match="differ by"):
+        RaggedForward(wrong, 64, 256, 1)
+    assert wrong.config._attn_implementation == "sdpa"
+    wrong.forward = lambda input_ids, **rest: LlamaForCausalLM.forward(
+        wrong, input_ids=torch.randint_like(input_ids, VOCAB), use_cache=False
+    )
+    with pytest.raises(UserError, match=r"cannot run LlamaForCausalLM: cached and plain passes differ by"):
         LocalEngine(wrong, copy=False)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy as copying
+import logging
 import threading
 import time
 from collections import deque
@@ -21,17 +22,21 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from ludus.engines.base import BASE, DEFAULT, AdapterVersions, EngineStats, Request, check_fits, check_params
+from ludus.engines.embedded.generic_runner import GenericForward
+from ludus.engines.embedded.generic_scheduler import GenericScheduler
 from ludus.engines.embedded.guided_decoding import GuideCompiler, GuideState
 from ludus.engines.embedded.kv_cache import AT, PAGE, RadixCache
 from ludus.engines.embedded.model_runner import RaggedForward
-from ludus.engines.embedded.scheduler import BatchScheduler, SequenceState
+from ludus.engines.embedded.scheduler import BatchScheduler, SequenceScheduler, SequenceState
 from ludus.engines.models.fingerprint import fingerprint_adapted
 from ludus.engines.models.lora import is_peft
-from ludus.errors import EngineBusy, EngineError, RequestRejected, SyncError
+from ludus.errors import EngineBusy, EngineError, RequestRejected, SyncError, UserError
 from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+log = logging.getLogger("ludus.engine")
 
 _Pending = tuple[SequenceState, Future[Completion]]
 
@@ -79,8 +84,9 @@ class Piece:
 
 
 class LocalEngine:
-    """An `Engine` for any causal language model with standard attention; it owns `model` unless it makes a `copy`.
-    `tokenizer` is needed only for stop strings and guides. Raises `UserError` for an unsupported model."""
+    """An `Engine` for any causal language model; it owns `model` unless it makes a `copy`. A model without standard
+    attention runs over its own cache class, with a warning. `tokenizer` is needed only for stop strings and guides.
+    Raises `UserError` for an unsupported model."""
 
     def __init__(
         self,
@@ -100,19 +106,10 @@ class LocalEngine:
         self._drained = EngineStats()
         self._unfinished: set[Future[Completion]] = set()
         self._settings = settings
-        threads = settings.threads or torch.get_num_threads()
-        num_pages = max(-(-settings.kv_cache_tokens // PAGE), -(-settings.context_tokens // PAGE), 16)
-        pass_tokens = max(settings.pass_tokens, settings.max_batch)
         with compute_threads(settings.threads):
-            self._forward = RaggedForward(self._model, num_pages, settings.context_tokens, threads)
-            self._invariant = settings.batch_invariant and self._forward.compiled
-            block = self._forward.block_for(pass_tokens) if self._invariant else 1
-        self._tree = RadixCache(num_pages)
-        self._core = BatchScheduler(
-            self._forward, tokenizer, self._tree, (settings.max_batch, settings.context_tokens), pass_tokens
-        )
+            self._core, self._invariant = _make_scheduler(self._model, tokenizer, settings)
+        self._forward = self._core.runner
         self._core.version = version
-        self._core.block = block
         self._sessions = SessionCache(self._core, keep_on_update=not settings.recompute_on_update)
         self._worker = ComputeThread(self._core, settings.threads)
 
@@ -355,6 +352,26 @@ class LocalEngine:
         self._core.drop_adapter(name)
 
 
+def _make_scheduler(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: EngineSettings
+) -> tuple[SequenceScheduler, bool]:
+    """Return a scheduler and whether it is batch-invariant: paged if the model supports it, otherwise generic."""
+    num_pages = max(-(-settings.kv_cache_tokens // PAGE), -(-settings.context_tokens // PAGE), 16)
+    pass_tokens = max(settings.pass_tokens, settings.max_batch)
+    try:
+        forward = RaggedForward(model, num_pages, settings.context_tokens, settings.threads or torch.get_num_threads())
+    except UserError as error:
+        generic = GenericForward(model, settings.context_tokens)
+        log.warning("%s Using the generic engine instead, which is slower: %s.", error.message, generic.description)
+        slots = (settings.max_batch, settings.kv_cache_tokens)
+        return GenericScheduler(generic, tokenizer, slots, pass_tokens), False
+    slots = (settings.max_batch, settings.context_tokens)
+    core = BatchScheduler(forward, tokenizer, RadixCache(num_pages), slots, pass_tokens)
+    invariant = settings.batch_invariant and forward.compiled
+    core.block = forward.block_for(pass_tokens) if invariant else 1
+    return core, invariant
+
+
 def _for_each(function: Callable[[SequenceState], None], pending: Sequence[_Pending]) -> None:
     for sequence, _ in pending:
         function(sequence)
@@ -400,7 +417,7 @@ class SessionCache:
     passes, so that no weight update falls between an episode's cache lookup and its first pass.
     """
 
-    core: BatchScheduler
+    core: SequenceScheduler
     keep_on_update: bool
     _histories: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict, init=False)
     _cache_roots: dict[str, str] = field(default_factory=dict, init=False)
@@ -431,16 +448,16 @@ class SessionCache:
         """End the episode and free the cache entries that it shares with no other."""
         history = self.end(episode)
         if history is not None:
-            self.core.tree.free_suffix(history[1], history[0])
+            self.core.release_episode(episode, *history)
 
 
 Result = TypeVar("Result")
 
 
 class ComputeThread:
-    """Thread that runs a `BatchScheduler`; `submit` and `call` run functions on it between two passes."""
+    """Thread that runs a scheduler; `submit` and `call` run functions on it between two passes."""
 
-    def __init__(self, core: BatchScheduler, threads: int) -> None:
+    def __init__(self, core: SequenceScheduler, threads: int) -> None:
         self._core = core
         self._threads = threads
         self._commands: deque[Callable[[], object]] = deque()

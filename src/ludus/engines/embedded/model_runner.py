@@ -15,9 +15,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -57,8 +58,19 @@ class Chunk:
     adapter: str = ""
 
 
+class ModelRunner(Protocol):
+    """Forward passes of one model, as a scheduler and the engine use them."""
+
+    device: torch.device
+    vocab_size: int
+    adapters: AdapterBank
+
+    def close(self) -> None:
+        """Restore the model."""
+
+
 class RaggedForward:
-    """Forward passes over chunks of many sequences. Raises UserError for an unsupported model."""
+    """Forward passes over chunks of many sequences. Raises UserError for an unsupported model and restores it."""
 
     def __init__(self, model: PreTrainedModel, num_pages: int, max_tokens: int, threads: int) -> None:
         self.model = model
@@ -67,32 +79,39 @@ class RaggedForward:
         self.dtype: torch.dtype = first.dtype
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self._selects_logits = "logits_to_keep" in inspect.signature(_base_model(model).forward).parameters
-        self._original_attention = model.config._attn_implementation
+        self._kernel: attention.Kernel | None = None
         _check_kind(model)
-        self._onednn_layers = use_onednn(model)
+        check_positions(model, max_tokens)
         name = type(model).__name__
-        try:
-            expected, layers = self._run_plain_trial()
-            self.adapters = AdapterBank(model)
-            self._default = DEFAULT if DEFAULT in self.adapters.names else ""
-            plain = self.device.type == "cpu" and self.dtype == torch.float32
-            self._kernel = make_kernel(layers, max_tokens, threads) if plain else None
-            self.pool = self._make_pool(layers, num_pages)
-            attention.register()
-            model.set_attn_implementation(attention.NAME)
-            difference = float((self._run_ragged_trial() - expected).abs().max())
-            self.invariant = self._is_batch_invariant()
-        except (TypeError, ValueError, AttributeError, LookupError, RuntimeError, EngineError) as error:
-            raise UserError(
-                f"The local engine cannot run {name}: {error}.",
-                "It needs a causal language model with standard attention and key-value cache.",
-            ) from error
-        if not difference < _AGREEMENT.get(self.dtype, _COARSE_AGREEMENT):
-            raise UserError(
-                f"The local engine cannot run {name}: batched and plain forward passes differ by "
-                f"{difference:.2g} in log-probability.",
-                "Its attention is not standard; serve it with an inference server.",
-            )
+        with ExitStack() as undo:
+            undo.callback(restore_linear, use_onednn(model))
+            try:
+                expected, layers = self._run_plain_trial()
+                self.adapters = AdapterBank(model)
+                undo.callback(self.adapters.close)
+                self._default = DEFAULT if DEFAULT in self.adapters.names else ""
+                if self.device.type == "cpu" and self.dtype == torch.float32:
+                    self._kernel = make_kernel(layers, max_tokens, threads)
+                if self._kernel is not None:
+                    undo.callback(self._kernel.close)
+                self.pool = self._make_pool(layers, num_pages)
+                attention.register()
+                undo.callback(model.set_attn_implementation, model.config._attn_implementation)
+                model.set_attn_implementation(attention.NAME)
+                difference = float((self._run_ragged_trial() - expected).abs().max())
+                self.invariant = self._is_batch_invariant()
+            except (TypeError, ValueError, AttributeError, LookupError, RuntimeError, EngineError) as error:
+                raise UserError(
+                    f"The local engine cannot run {name}: {str(error).rstrip('.')}.",
+                    "It needs a causal language model with standard attention and key-value cache.",
+                ) from error
+            if not difference < agreement(expected, self.dtype):
+                raise UserError(
+                    f"The local engine cannot run {name}: batched and plain forward passes differ by "
+                    f"{difference:.2g} in log-probability.",
+                    "Its attention is not standard; serve it with an inference server.",
+                )
+            self._undo = undo.pop_all()
 
     @property
     def compiled(self) -> bool:
@@ -155,11 +174,7 @@ class RaggedForward:
 
     def close(self) -> None:
         """Stop the kernel's threads and restore the model."""
-        if self._kernel is not None:
-            self._kernel.close()
-        self.adapters.close()
-        self.model.set_attn_implementation(self._original_attention)
-        restore_linear(self._onednn_layers)
+        self._undo.close()
 
     def _make_pool(self, layers: list[LayerShape], num_pages: int) -> PagePool:
         """Create the page memory. On a CPU, sparse products need 16-bit types stored in 32 bits."""
@@ -258,8 +273,13 @@ def _base_model(model: PreTrainedModel) -> Any:  # noqa: ANN401 (a model, or a P
     return model.get_base_model() if is_peft(model) else model
 
 
+def agreement(expected: Tensor, dtype: torch.dtype) -> float:
+    """Return how much two passes may differ in log-probability; less if all log-probabilities `expected` are close."""
+    return _AGREEMENT.get(dtype, _COARSE_AGREEMENT) * min(1.0, float(expected.std()))
+
+
 def _check_kind(model: PreTrainedModel) -> None:
-    """Raise UserError for unsupported layer kinds or position embeddings."""
+    """Raise UserError for unsupported layer kinds."""
     config = model.config.get_text_config().to_dict()
     kinds = set(config.get("layer_types") or ["full_attention"])
     unknown = sorted(kinds - {"full_attention", "sliding_attention"})
@@ -268,12 +288,22 @@ def _check_kind(model: PreTrainedModel) -> None:
             f"The local engine cannot run {type(model).__name__}: it has {', '.join(unknown)} layers.",
             "It runs models of full or sliding-window attention; serve others with an inference server.",
         )
+
+
+def check_positions(model: PreTrainedModel, max_tokens: int) -> None:
+    """Raise UserError if within `max_tokens` the positions depend on the longest sequence of a pass (`dynamic` and
+    `longrope`): the log-probabilities of a token would then change as its sequence grows."""
+    config = model.config.get_text_config().to_dict()
     rope = config.get("rope_parameters") or {}
-    if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
+    kind = rope.get("rope_type") if isinstance(rope, dict) else None
+    limit = config.get("max_position_embeddings") if kind == "dynamic" else None
+    if kind == "longrope":
+        limit = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    if limit is not None and max_tokens > limit:
         raise UserError(
-            f"The local engine cannot run {type(model).__name__}: its positions depend on the longest "
-            f"sequence ({rope['rope_type']} rope).",
-            "Serve it with an inference server.",
+            f"The local engine cannot run {type(model).__name__} with a context of {max_tokens} tokens: beyond "
+            f"{limit}, its positions depend on the longest sequence ({kind} rope).",
+            f"Set rollout.max_seq_len to at most {limit}.",
         )
 
 

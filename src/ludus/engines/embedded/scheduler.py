@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from torch import Tensor
 from ludus.engines.base import EngineStats, Request
 from ludus.engines.embedded.guided_decoding import GuideState
 from ludus.engines.embedded.kv_cache import PAGE, CacheMatch, RadixCache, RadixNode
-from ludus.engines.embedded.model_runner import ROW_BLOCK, Chunk, RaggedForward
+from ludus.engines.embedded.model_runner import ROW_BLOCK, Chunk, ModelRunner, RaggedForward
 from ludus.engines.embedded.sampler import SamplingRules, StopStrings, TokenDraw, sample, top_tokens
 from ludus.errors import EngineError
 from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
@@ -32,7 +33,7 @@ from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SCORE_CHUNK = 256
+SCORE_CHUNK = 256
 """Tokens of one scoring chunk: each needs a row of logits as wide as the vocabulary."""
 _STOP_TAIL_TOKENS = 512
 _STOP_CACHE_SIZE = 64
@@ -136,24 +137,16 @@ class Pass:
     sample_s: float
 
 
-class BatchScheduler:
-    """Request queue, running sequences and scheduling steps."""
+class SequenceScheduler(ABC):
+    """Request queue and running sequences; subclasses plan and compute the passes and hold the cache."""
 
     def __init__(
-        self,
-        forward: RaggedForward,
-        tokenizer: PreTrainedTokenizerBase | None,
-        tree: RadixCache,
-        slots: tuple[int, int],
-        pass_tokens: int,
+        self, forward: ModelRunner, tokenizer: PreTrainedTokenizerBase | None, num_slots: int, pass_tokens: int
     ) -> None:
-        """`slots` is (maximum number of running sequences, maximum length in tokens)."""
-        self._forward = forward
+        self.runner = forward
         self._stop_strings = None if tokenizer is None else lru_cache(_STOP_CACHE_SIZE)(partial(StopStrings, tokenizer))
-        self.tree = tree
         self._pass_tokens = pass_tokens
-        self._table = np.zeros((slots[0], -(-slots[1] // PAGE)), dtype=np.int32)
-        self._free_slots = deque(range(slots[0]))
+        self._free_slots = deque(range(num_slots))
         self._rules: tuple[list[SamplingParams], SamplingRules] | None = None
         self._reserved = 0
         self.waiting: deque[SequenceState] = deque()
@@ -161,7 +154,6 @@ class BatchScheduler:
         self.version = 0
         self.adapter_versions: dict[str, int] = {}
         self.stats = EngineStats()
-        self.block = ROW_BLOCK
 
     def version_of(self, adapter: str) -> int:
         """Return the version of tokens sampled with this adapter."""
@@ -206,7 +198,7 @@ class BatchScheduler:
             prefill_tokens=stats.prefill_tokens + prefill,
             decode_tokens=stats.decode_tokens + sum(len(executed.rows) for executed in passes),
             batch_tokens=stats.batch_tokens + sum(len(chunk.ids) for _, chunk in plan),
-            evicted_pages=self.tree.num_evicted,
+            evicted_pages=self.num_evicted,
             queue_steps=stats.queue_steps + len(self.waiting),
             running_steps=stats.running_steps + len(self.running),
             model_s=stats.model_s + model_s,
@@ -233,7 +225,7 @@ class BatchScheduler:
         for sequence in self.running[:]:
             self._release_slot(sequence)
         self.waiting.clear()
-        self.tree.clear()
+        self.clear_cache()
         for sequence in sequences:
             sequence.error = error
             sequence.done(sequence)
@@ -245,32 +237,127 @@ class BatchScheduler:
         else:
             self.adapter_versions[adapter] = version
         if not recompute:
-            self.tree.drop_empty_roots()
             return
-        self.tree.clear(adapter)
+        self.clear_cache(adapter)
         stale = [s for s in self.running if adapter is None or s.adapter == adapter]
         num_recomputed = sum(sequence.num_computed for sequence in stale)
         for sequence in stale:
             sequence.num_computed = sequence.num_committed = 0
         self.stats = replace(self.stats, recomputed_tokens=self.stats.recomputed_tokens + num_recomputed)
 
+    def expire(self) -> None:
+        """End sequences past their deadline with the tokens so far."""
+        now = time.monotonic()
+        for sequence in [s for s in (*self.running, *self.waiting) if s.deadline <= now]:
+            self.abort(sequence)
+
+    def _draw(self, rows: list[SequenceState], logits: Tensor) -> TokenDraw | None:
+        """Sample a token for each of `rows` from the first logits."""
+        if not rows:
+            return None
+        steps = np.array([sequence.num_drawn for sequence in rows], dtype=np.uint64)
+        return sample(logits[: len(rows)], self._sampling_rules(rows), steps, _guide_mask(rows, self.runner))
+
+    def _sampling_rules(self, rows: list[SequenceState]) -> SamplingRules:
+        """Return the rules of these rows; cached while the same requests sample."""
+        params = [sequence.request.params for sequence in rows]
+        if self._rules is None or self._rules[0] != params:
+            self._rules = params, SamplingRules.of(params, self.runner.vocab_size, self.runner.device)
+        return self._rules[1]
+
+    def _finish(self, sequence: SequenceState) -> None:
+        self._release_slot(sequence)
+        sequence.done(sequence)
+
     def drop_adapter(self, adapter: str) -> None:
         """Drop all cache entries of an unloaded adapter without running sequences."""
-        self.tree.drop_adapter(adapter)
         self.adapter_versions.pop(adapter, None)
 
     def sleep(self) -> None:
         """Clear the KV cache and free its memory until the next pass. Raises EngineError if there are requests."""
         if self.busy:
             raise EngineError("The engine cannot sleep: it has requests.")
-        self.tree.clear()
-        self._forward.pool.free()
+        self.clear_cache()
 
-    def expire(self) -> None:
-        """End sequences past their deadline with the tokens so far."""
-        now = time.monotonic()
-        for sequence in [s for s in (*self.running, *self.waiting) if s.deadline <= now]:
-            self.abort(sequence)
+    @property
+    @abstractmethod
+    def num_evicted(self) -> int:
+        """Number of cache entries evicted so far."""
+
+    @abstractmethod
+    def clear_cache(self, adapter: str | None = None) -> None:
+        """Drop the cached prefixes (of one adapter)."""
+
+    @abstractmethod
+    def release_episode(self, episode: str, cache_root: str, tokens: tuple[int, ...]) -> None:
+        """Free the cache entries of an ended episode with this history that it shares with no other."""
+
+    @abstractmethod
+    def _admit(self) -> None:
+        """Move sequences from the queue to free slots."""
+
+    @abstractmethod
+    def _plan(self) -> list[tuple[SequenceState, Chunk]]:
+        """Choose the tokens of the next pass."""
+
+    @abstractmethod
+    def _compute(self, plan: list[tuple[SequenceState, Chunk]]) -> list[Pass]:
+        """Compute the plan and sample; a sequence whose pass fails ends with the error."""
+
+    @abstractmethod
+    def _finish_ended(self, plan: list[tuple[SequenceState, Chunk]]) -> None:
+        """Update the cache after a step and finish the sequences that have ended."""
+
+    @abstractmethod
+    def _release_slot(self, sequence: SequenceState) -> None:
+        """Remove a running sequence."""
+
+
+class BatchScheduler(SequenceScheduler):
+    """Scheduler of ragged passes over a paged cache: every pass may hold tokens of all sequences."""
+
+    def __init__(
+        self,
+        forward: RaggedForward,
+        tokenizer: PreTrainedTokenizerBase | None,
+        tree: RadixCache,
+        slots: tuple[int, int],
+        pass_tokens: int,
+    ) -> None:
+        """`slots` is (maximum number of running sequences, maximum length in tokens)."""
+        super().__init__(forward, tokenizer, slots[0], pass_tokens)
+        self._forward = forward
+        self.tree = tree
+        self._table = np.zeros((slots[0], -(-slots[1] // PAGE)), dtype=np.int32)
+        self.block = ROW_BLOCK
+
+    @property
+    def num_evicted(self) -> int:
+        return self.tree.num_evicted
+
+    def clear_cache(self, adapter: str | None = None) -> None:
+        """Drop the cached prefixes (of one adapter); running sequences keep their pages."""
+        self.tree.clear(adapter)
+
+    def release_episode(self, episode: str, cache_root: str, tokens: tuple[int, ...]) -> None:
+        """Free the pages of a history that no other shares."""
+        self.tree.free_suffix(tokens, cache_root)
+
+    def new_weights(self, version: int, *, recompute: bool, adapter: str | None = None) -> None:
+        """Set the version of further tokens (of one adapter); `recompute` discards older keys and values."""
+        super().new_weights(version, recompute=recompute, adapter=adapter)
+        if not recompute:
+            self.tree.drop_empty_roots()
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Drop all cache entries of an unloaded adapter without running sequences."""
+        super().drop_adapter(adapter)
+        self.tree.drop_adapter(adapter)
+
+    def sleep(self) -> None:
+        """Clear the KV cache and free its memory until the next pass. Raises EngineError if there are requests."""
+        super().sleep()
+        self._forward.pool.free()
 
     def _admit(self) -> None:
         """Move sequences from the queue to free slots, oldest first; skip those that wait for a prefix."""
@@ -341,7 +428,7 @@ class BatchScheduler:
             budget -= 1
         for sequence in prefills:
             at = sequence.num_computed
-            limit = budget if sequence.scores is None else min(budget, _SCORE_CHUNK)
+            limit = budget if sequence.scores is None else min(budget, SCORE_CHUNK)
             ids = tuple(sequence.tokens[at : at + max(0, limit)])
             if ids:
                 plan.append((sequence, Chunk(ids, at, sequence.slot, sequence.adapter)))
@@ -364,18 +451,8 @@ class BatchScheduler:
         keep, rows = _select_rows(plan)
         logits = self._forward.logits([chunk for _, chunk in plan], self._table, keep, self.block)
         computed = time.perf_counter()
-        draw = None
-        if rows:
-            steps = np.array([sequence.num_drawn for sequence in rows], dtype=np.uint64)
-            draw = sample(logits[: len(rows)], self._sampling_rules(rows), steps, _guide_mask(rows, self._forward))
+        draw = self._draw(rows, logits)
         return Pass(plan, rows, logits, draw, computed - begin, time.perf_counter() - computed)
-
-    def _sampling_rules(self, rows: list[SequenceState]) -> SamplingRules:
-        """Return the rules of these rows; cached while the same requests sample."""
-        params = [sequence.request.params for sequence in rows]
-        if self._rules is None or self._rules[0] != params:
-            self._rules = params, SamplingRules.of(params, self._forward.vocab_size, self._forward.device)
-        return self._rules[1]
 
     def _finish_ended(self, plan: list[tuple[SequenceState, Chunk]]) -> None:
         for sequence, _ in plan:
@@ -393,10 +470,6 @@ class BatchScheduler:
                 self._take_page(sequence, listed=False)
         if not self.running and any(sequence.error is not None for sequence, _ in plan):
             self.tree.clear()  # all computed results may be faulty
-
-    def _finish(self, sequence: SequenceState) -> None:
-        self._release_slot(sequence)
-        sequence.done(sequence)
 
     def _commit(self, sequence: SequenceState) -> None:
         """Share computed pages: full ones, the last one of the prompt, and all when the sequence ends."""
@@ -461,7 +534,7 @@ def _append_results(done: Pass, version_of: Callable[[str], int]) -> None:
             at += _append_scores(sequence, chunk, done.logits[at : at + len(chunk.ids)])
 
 
-def _guide_mask(rows: list[SequenceState], forward: RaggedForward) -> Tensor | None:
+def _guide_mask(rows: list[SequenceState], forward: ModelRunner) -> Tensor | None:
     """Return the guides' mask for these rows; a row whose guide fails ends with the error."""
     states = [sequence.guide for sequence in rows]
     if all(state is None for state in states):

@@ -299,7 +299,9 @@ def _check_causal(path: str, config: PreTrainedConfig) -> None:
         for name in ((names,) if isinstance(names, str) else names)
     }
     classes = config.architectures or []
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (classes and causal.isdisjoint(classes)):
+    has_text_part = any(name.endswith("ForConditionalGeneration") for name in classes)  # of a multimodal checkpoint
+    fits = not classes or has_text_part or not causal.isdisjoint(classes)
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or not fits:
         raise UserError(
             f"The model {path} is not a causal language model (it is {', '.join(classes) or config.model_type}).",
             "Use a checkpoint for text generation.",

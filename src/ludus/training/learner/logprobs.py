@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.kl import FULL_KL_NAMES
-from ludus.engines.embedded.model_runner import OneDnnLinear, use_onednn
+from ludus.engines.embedded.model_runner import OneDnnLinear, agreement, use_onednn
 from ludus.engines.models.lora import is_peft
 from ludus.errors import LearnerError, UserError
 from ludus.training.batches import prefix_packing
@@ -342,12 +342,11 @@ class LogprobScorer:
             self.model.set_attn_implementation(prefix_packing.NAME)
             packed = self._packed_scores(tokens, at).logprobs
         except (AttributeError, TypeError, ValueError, RuntimeError):
-            packed = padded = torch.full((), torch.nan)
+            packed = padded = torch.full((2,), torch.nan)
         finally:
             self.model.train(training)
-        tolerance = 1e-3 if padded.dtype != torch.float64 else 1e-9
-        low_precision = next(self.model.parameters()).dtype not in (torch.float32, torch.float64)
-        matches = bool(((packed - padded).abs() <= (0.5 if low_precision else tolerance)).all())
+        tolerance = agreement(padded, next(self.model.parameters()).dtype)
+        matches = bool(((packed - padded).abs() <= tolerance).all())
         if not matches:
             self.model.set_attn_implementation(before)
         return matches
