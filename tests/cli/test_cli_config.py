@@ -19,7 +19,7 @@ def test_recipes_are_listed_with_their_titles():
     assert said.code == 0
     for recipe in list_recipes():
         assert recipe.name in said.out
-        assert recipe.title.split()[0] in said.out
+        assert recipe.title.removeprefix(f"{recipe.name}: ").split()[0] in said.out
 
 
 def test_the_printed_configuration_is_the_one_that_would_run():

@@ -21,7 +21,7 @@ from ludus.recipes import list_recipes, recipe_folder
 from ludus.worlds.search.world import SearchSettings
 
 ROOT = Path(__file__).parents[2]
-SHIPPED = sorted([*ROOT.glob("src/ludus/recipes/**/*.toml"), *ROOT.glob("docs/examples/**/*.toml")])
+SHIPPED = sorted(path for path in ROOT.glob("src/ludus/recipes/**/*.toml") if path.name != "recipe.toml")
 
 
 def refusal(*words, source=None):
