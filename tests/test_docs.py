@@ -158,6 +158,7 @@ def finished(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("docs")
     settings = BUDGETS["train"] | {
         "run.dir": str(folder / "runs" / "search-1"),
+        "training.steps": "3",
         "training.prompts_per_step": "6",
         "algorithm.filter_zero_variance": "false",
     }
