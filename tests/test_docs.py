@@ -344,6 +344,6 @@ def test_every_field_of_the_formats_is_explained(finished):
     page, folder = read("docs/use/read_a_run.md"), finished / "runs" / "search-1"
     with gzip.open(folder / "rollouts" / "step-000001.jsonl.gz", "rt") as lines:
         fields = keys_of([json.loads(line) for line in lines])
-    fields |= keys_of(json.loads((folder / "evaluations" / "step-000001-test-greedy.json").read_text()))
+    fields |= keys_of(json.loads((folder / "evaluations" / "step-000003-test-greedy.json").read_text()))
     assert {"segments", "logprobs", "successes"} <= fields
     assert [name for name in sorted(fields) if f"`{name}`" not in page] == []
