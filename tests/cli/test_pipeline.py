@@ -230,3 +230,8 @@ def test_the_example_is_a_pipeline_whose_settings_exist():
     assert [stage.name for stage in stages] == ["01-rft", "02-preference", "03-rl"]
     configs = [load_config(stage.recipe, stage.settings) for stage in stages]
     assert configs[2].algorithm.preset == "dr_grpo"
+
+
+def test_the_pipeline_of_a_pretrained_model_is_valid():
+    stages = load_pipeline(Path(__file__).parents[2] / "examples" / "pretrained.toml")
+    assert [stage.kind for stage in stages] == ["sft", "rl"]
