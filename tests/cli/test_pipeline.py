@@ -90,7 +90,7 @@ def test_a_pipeline_that_breaks_goes_on_where_it_stopped_and_then_is_complete(tm
     assert "sft.learning_rate = 0.01 (not 0.001)" in changed
     assert "Resume the pipeline with" not in changed
     fewer = pipeline(tmp_path, STAGES.partition('[[stage]]\nkind = "rl"')[0])
-    assert "holds 04-rl, which is no stage of" in refused("pipeline", fewer, "--folder", folder)
+    assert "holds 04-rl, which is not a stage of" in refused("pipeline", fewer, "--folder", folder)
     assert lasting_files(folder) == before
 
 

@@ -35,7 +35,7 @@ def run(tmp_path_factory):
     }
     said = ludus("train", "search", *words(folder, **changes))
     assert said.code == 0, said
-    return folder, sys.modules["ludus_world_faulty_world"].TALLY
+    return folder, sys.modules["ludus_plugin_faulty_world"].TALLY
 
 
 def metrics_of(folder):
