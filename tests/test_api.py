@@ -75,6 +75,11 @@ def test_settings_are_checked_as_on_the_command_line(tmp_path):
     config = ludus.configuration("search", training={"steps": 7}, model="some/path")
     assert (config.training.steps, config.model.path) == (7, "some/path")
     assert ludus.configuration(config, training={"steps": 8}).model.path == "some/path"
+    assert ludus.configuration("search", model=tmp_path).model.path == str(tmp_path)
+    with pytest.raises(UserError, match="not a table"):
+        ludus.configuration("search", model=3)
+    free = ludus.configuration("search", env={"settings": {"text": "3", "empty": "", "flag": True}}).env.settings
+    assert free == {"text": "3", "empty": "", "flag": True}
     lora = ludus.configuration("search", model={"lora": {"rank": 4}}, run={"dir": None})
     assert (lora.model.lora.rank, lora.run.dir) == (4, None)
     with pytest.raises(AttributeError, match="nothing"):
@@ -137,6 +142,19 @@ def test_an_agent_function_is_an_episode(agent, reward):
 @pytest.mark.parametrize("agent", [twice, twice_plain])
 def test_a_function_that_is_cut_short_ends_and_has_no_reward(agent):
     assert play(agent, "one") == ([["task 0"], ["again"]], 0.0)
+
+
+def test_plain_functions_of_all_episodes_run_at_once():
+    world = AgentWorld.of(twice_plain, [f"task {i}" for i in range(10)], lambda task, answer: 1.0)
+    task = world.tasks("train")[0]
+
+    async def episodes():
+        environments = [world.environment(task) for _ in range(40)]
+        await asyncio.wait_for(asyncio.gather(*(one.start(task) for one in environments)), 20)
+        for one in environments:
+            await one.close()
+
+    asyncio.run(episodes())
 
 
 def edits(task, policy):

@@ -26,7 +26,6 @@ from ludus.envs.agent_world import AgentFunction, AgentWorld, RewardFunction
 from ludus.envs.base import World
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import Evaluation, load_evaluation, plans
-from ludus.evaluation.evaluate import evaluate as run_evaluation
 from ludus.rollouts.ledger import Ledger, RolloutKey
 from ludus.rollouts.rollout_files import read_rollouts
 from ludus.rollouts.scheduler import RolloutRequest, SamplingPlan
@@ -178,11 +177,9 @@ def configuration(source: Source | None = None, **settings: object) -> Config:
     `configuration("search", training={"steps": 20}, model="path")`: `model` also accepts a path or name. Raises
     ConfigError with one sentence per mistake.
     """
-    model = settings.pop("model", None)
-    if isinstance(model, str):
-        words = model_settings(model, source if isinstance(source, str) else None)
-    else:
-        words = _words("model.", model) if isinstance(model, Mapping) else []
+    words: list[str] = []
+    if isinstance(settings.get("model"), str | Path):
+        words = model_settings(str(settings.pop("model")), source if isinstance(source, str) else None)
     for section, values in settings.items():
         if not isinstance(values, Mapping):
             raise UserError(f"{section} = {values!r} is not a table of settings.", f"Write {section}={{...}}.")
@@ -282,10 +279,10 @@ def _words(prefix: str, table: Mapping[str, object]) -> list[str]:
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and find(name) is None:
             words += _words(f"{name}.", value)
-        elif value is None or isinstance(value, str):
-            words += [f"--{name}", value or "none"]
-        else:
-            words += [f"--{name}", toml_value(value)]
+        elif value is None:
+            words += [f"--{name}", "none"]
+        else:  # text is quoted: a bare none would unset, and a number in it stay a number
+            words += [f"--{name}", toml_value(str(value) if isinstance(value, Path) else value)]
     return words
 
 
@@ -306,20 +303,18 @@ def _resolve(
 
 
 def _train(config: Config, world: World | None, recipe: str | None, progress: bool) -> Run:
+    from ludus.cli.commands.config import check_plugins
     from ludus.cli.ui.progress import ProgressReporter, cold_start, running_cluster
     from ludus.cli.ui.terminal import bars, make_console, silence_libraries
     from ludus.training.rl.build import train as train_run
-    from ludus.training.rl.validate import check, open_validated_session
+    from ludus.training.rl.validate import open_validated_session
     from ludus.training.run.preflight import check_new_run
     from ludus.training.run.session import open_session
 
     silence_libraries()
+    check_plugins(config)
     check_new_run(config, "rl")
-    if world is None:
-        session = open_validated_session(config)
-    else:
-        session = open_session(config, world=world)
-        check(config, world)
+    session = open_validated_session(config, world=world)
     folder = new_run(config, Path(recipe or config.env.name).stem, "rl", recipe)
     console = make_console(quiet=not progress)
     with lock_run(folder), bars(console) as bar:
@@ -357,21 +352,15 @@ def _with_model(
 
 
 async def _evaluate(opened: LoadedRun, progress: bool) -> Evaluated:
-    from ludus.cli.ui.progress import EpisodeBar
-    from ludus.cli.ui.terminal import bars, make_console
-    from ludus.training.run.session import session_scheduler
+    from ludus.cli.commands.eval import engine_backend, run_plan
+    from ludus.cli.ui.terminal import make_console
 
-    session = opened.session
+    session, console = opened.session, make_console(quiet=not progress)
     results, rollouts = [], []
-    with bars(make_console(quiet=not progress)) as bar:
-        for plan in plans(session.config, opened.step):
-            sampling = SamplingPlan("evaluate", plan.temperature, plan.seed)
-            reporter, tasks = EpisodeBar(bar), session.world.tasks(plan.split)
-            reporter.phase(plan.name, plan.episodes_of(tasks), opened.engine)
-            scheduler = session_scheduler(session, opened.engine, sampling, Ledger())
-            result, episodes = await run_evaluation(scheduler, tasks, plan, reporter.episode)
-            results.append(result)
-            rollouts += [episode.trajectory for episode in episodes]
+    for plan in plans(session.config, opened.step):
+        result, episodes = await run_plan(engine_backend(session.world, opened), plan, console)
+        results.append(result)
+        rollouts += [episode.trajectory for episode in episodes]
     return Evaluated(results, rollouts)
 
 

@@ -11,8 +11,10 @@ import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from ludus.envs.base import Environment, World
+from ludus.envs.tool_env import run_in_thread
 from ludus.envs.tool_world import split_of
 from ludus.errors import UserError, WorldError
 from ludus.rewards.base import Reward
@@ -26,7 +28,7 @@ RewardFunction = Callable[..., float]
 
 
 @dataclass(frozen=True)
-class Call:
+class PolicyCall:
     """A request of an agent function: all messages so far, the tools, and the future of the response."""
 
     messages: Sequence[Message]
@@ -38,7 +40,7 @@ class Call:
 class AsyncPolicy:
     """The policy in an `async` agent function."""
 
-    calls: asyncio.Queue[Call] = field(default_factory=asyncio.Queue)
+    calls: asyncio.Queue[PolicyCall] = field(default_factory=asyncio.Queue)
     closed: bool = False
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Message:
@@ -49,7 +51,7 @@ class AsyncPolicy:
         if self.closed:
             raise RuntimeError("the episode has ended")
         response: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        await self.calls.put(Call(list(messages), tools, response))
+        await self.calls.put(PolicyCall(list(messages), tools, response))
         return await response
 
 
@@ -72,7 +74,7 @@ class AgentEnvironment(Environment):
         self._agent, self._reward = agent, reward
         self._policy = AsyncPolicy()
         self._run: asyncio.Task[object] | None = None
-        self._pending: Call | None = None
+        self._pending: PolicyCall | None = None
         self._history: list[Message] = []
         self._value = 0.0
         self.rewards = (Reward("reward", self._stored_reward, outcome=True),)
@@ -112,9 +114,10 @@ class AgentEnvironment(Environment):
     async def _call(self, task: object) -> object:
         if inspect.iscoroutinefunction(self._agent):
             return await self._agent(task, self._policy)
-        return await asyncio.to_thread(self._agent, task, Policy(self._policy, asyncio.get_running_loop()))
+        policy = Policy(self._policy, asyncio.get_running_loop())
+        return await asyncio.wrap_future(run_in_thread("agent", partial(self._agent, task, policy)))
 
-    async def _next_call(self, run: asyncio.Task[object]) -> Call | None:
+    async def _next_call(self, run: asyncio.Task[object]) -> PolicyCall | None:
         """Wait for the next call, or the end of the function (None). Raises its error."""
         waiting = asyncio.ensure_future(self._policy.calls.get())
         await asyncio.wait({waiting, run}, return_when=asyncio.FIRST_COMPLETED)
@@ -125,7 +128,7 @@ class AgentEnvironment(Environment):
         run.result()
         return None
 
-    def _new_messages(self, call: Call) -> list[Message]:
+    def _new_messages(self, call: PolicyCall) -> list[Message]:
         """Return the messages after those of the previous turns. Raises WorldError if these were changed."""
         start = len(self._history)
         if list(call.messages[:start]) != self._history or len(call.messages) == start:

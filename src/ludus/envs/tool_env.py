@@ -16,18 +16,21 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from threading import Thread
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ludus.envs.base import Environment
 from ludus.errors import EngineError, ToolFault, UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.tools.base import TIMEOUT_FACTORS, ArgumentError, Tool, ToolError, call_timeout
 from ludus.types import Action, CallError, Message, StepResult, Task, ToolCall, ToolOutcome, ToolStatus
+
+T = TypeVar("T")
 
 
 class Resource(Protocol):
@@ -227,7 +230,7 @@ async def _try(tool: Tool, arguments: Mapping[str, object], attempts: _Attempts)
         async with tool.slot():
             attempts.count += 1
             if not tool.is_async:
-                return await asyncio.wrap_future(_in_thread(tool, arguments))
+                return await asyncio.wrap_future(run_in_thread(f"tool-{tool.name}", partial(_reply, tool, arguments)))
             output: object = await tool.function(**arguments)  # type: ignore[misc]
             return _Reply(ToolStatus.OK, as_text(output))
     except BaseException as error:  # boundary: exceptions of a tool are observations
@@ -239,15 +242,18 @@ def _error_reply(error: BaseException) -> _Reply:
     return _Reply(ToolStatus.RAISED, f"Error: {describe_error(error)}", fault)
 
 
-def _in_thread(tool: Tool, arguments: Mapping[str, object]) -> Future[_Reply]:
+def run_in_thread(name: str, function: Callable[[], T]) -> Future[T]:
     """Run a plain function in a new daemon thread, so that a hanging one blocks neither calls nor process exit."""
-    future: Future[_Reply] = Future()
+    future: Future[T] = Future()
 
     def work() -> None:
         if future.set_running_or_notify_cancel():
-            future.set_result(_reply(tool, arguments))
+            try:
+                future.set_result(function())
+            except BaseException as error:  # boundary: raised in the task that awaits the future
+                future.set_exception(error)
 
-    Thread(target=work, name=f"tool-{tool.name}", daemon=True).start()
+    Thread(target=work, name=name, daemon=True).start()
     return future
 
 

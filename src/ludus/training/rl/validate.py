@@ -48,14 +48,16 @@ _SCORING: Final = ("reward_timeout_s", "reward_processes")
 _MORE_UPDATES = "Set training.minibatches = 4, or training.epochs = 2"
 
 
-def open_validated_session(config: Config, watch: AuditProgress = NO_PROGRESS) -> TrainingSession | None:
-    """Check a configuration and load its model, before anything is written.
+def open_validated_session(
+    config: Config, watch: AuditProgress = NO_PROGRESS, world: World | None = None
+) -> TrainingSession | None:
+    """Check a configuration and load its model, before anything is written; `world` replaces the configured one.
 
     `watch` receives the progress of the environment audit. Returns None if the model must first be trained
     from scratch. Settings and world are checked before the model is loaded.
     """
     algorithm_of(config)
-    world = build_world(config.env, config.rollout, config.sandbox)
+    world = world or build_world(config.env, config.rollout, config.sandbox)
     check_reward_settings(config, world)
     if config.model.from_scratch:
         check(config, world, watch)

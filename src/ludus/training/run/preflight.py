@@ -21,6 +21,8 @@ _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_emb
 """Ends of the names of the input embedding in the architectures of transformers."""
 _WEIGHT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float64": 8}
 _MAX_HEADER_BYTES = 100_000_000
+_TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+"""Trackers whose package and extra have their name."""
 
 
 def check_new_run(config: Config, kind: StageKind) -> None:
@@ -80,7 +82,7 @@ def check_extras(config: Config) -> None:
         (adapters, f"model.path = {config.model.path!r}, which holds only adapters,", "peft", "lora"),
         (guided, "rollout.guided_tools", "llguidance", "guided"),
         (config.cluster.on_ray, "cluster.kind = 'ray'", "ray", "cluster"),
-        ("tensorboard" in config.run.trackers, "The tracker tensorboard of run.trackers", "tensorboard", "tensorboard"),
+        *((name in config.run.trackers, f"The tracker {name} of run.trackers", name, name) for name in _TRACKERS),
     )
     for applies, what, package, extra in needed:
         if applies and find_spec(package) is None:
