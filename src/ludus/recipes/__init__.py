@@ -19,7 +19,7 @@ from ludus.errors import ConfigError, did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A published recipe. `title` is the first line of its README, or its name where there is none.
+    """A published recipe. `title` is the first line of its README, or its name if the README is missing.
 
     `starts_s` is the time from the command to the first episodes of step 1, `cold_start_s` that of the cold start which
     `ludus train` runs before them, 0 if it ships with the package; None if not measured. `needs` is what the machine
@@ -54,7 +54,7 @@ def list_recipes() -> list[Recipe]:
 
 
 def recipe_folder(name: str) -> Path:
-    """The folder of the recipe `name`. Raises ConfigError with the nearest names where there is none."""
+    """The folder of the recipe `name`. Raises ConfigError with the nearest names if the recipe is unknown."""
     recipes = {recipe.name: recipe.folder for recipe in list_recipes()}
     if name in recipes:
         return recipes[name]

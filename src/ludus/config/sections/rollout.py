@@ -47,10 +47,10 @@ class PartialConfig(Section):
     """
 
     tokens: int = Field(0, ge=0)
-    """Tokens sampled per step; 0 is no budget. Divided repeatedly among the unfinished episodes, so that runs stay
+    """Tokens sampled per step; 0 is unlimited. Divided repeatedly among the unfinished episodes, so that runs stay
     reproducible bit for bit."""
     seconds: float = Field(0.0, ge=0)
-    """Seconds of sampling per step; 0 is no budget. If it fires, the run is flagged as not reproducible."""
+    """Seconds of sampling per step; 0 is unlimited. If it fires, the run is flagged as not reproducible."""
 
     @property
     def is_set(self) -> bool:
@@ -126,7 +126,7 @@ class RolloutConfig(SamplingSection):
     reward_processes: int = Field(1, ge=0)
     """Processes that compute rewards, each for one episode at a time. 0 uses a thread of this process."""
     episode_timeout_s: float | None = Field(None, gt=0)
-    """Wall-clock limit of an episode; None is no limit. If it fires, the run is flagged as not reproducible."""
+    """Wall-clock limit of an episode; None is unlimited. If it fires, the run is flagged as not reproducible."""
     concurrency: int = Field(128, ge=1)
     """Concurrent episodes."""
     retries: int = Field(2, ge=0)
@@ -170,7 +170,7 @@ class EngineConfig(Section):
     """Tokens in the KV cache of an embedded engine, running requests included; one request of maximum length always
     fits. None has room for all episodes: rollout.concurrency * (rollout.max_seq_len + 16)."""
     max_requests: int = Field(0, ge=0)
-    """Running and waiting requests of an embedded engine; more are rejected and retried later. 0 is no limit."""
+    """Running and waiting requests of an embedded engine; more are rejected and retried later. 0 is unlimited."""
     weight_delta: bool = False
     """With broadcast_host, send only changed weights; this keeps a copy of the last ones."""
 

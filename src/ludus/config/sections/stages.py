@@ -152,7 +152,7 @@ class RftConfig(OptimizerSection):
     samples: int = Field(8, ge=1)
     """Attempts per task, at rollout.temperature."""
     max_per_task: int | None = Field(None, ge=1)
-    """Maximum attempts at a task that a round trains on, the first ones; none is no limit."""
+    """Maximum attempts at a task that a round trains on, the first ones; None is unlimited."""
     epochs: int = Field(1, ge=1)
     """Passes over the successes of a round."""
     batch_size: int = Field(16, ge=1)

@@ -62,7 +62,7 @@ class EngineSettings:
     start), every pass has one fixed shape, which is slower. Requires float32 on a CPU with the compiled
     kernel."""
     max_requests: int = 0
-    """Maximum number of running and waiting requests; further ones raise `EngineBusy`. 0 is no limit."""
+    """Maximum number of running and waiting requests; further ones raise `EngineBusy`. 0: unlimited."""
     recompute_on_update: bool = True
     """Recompute the histories of episodes after a weight update. Otherwise an episode keeps its old keys and
     values, its log-probabilities mix versions, and it shares its cache only with episodes that started under

@@ -84,7 +84,7 @@ class McpSettings(BaseModel):
     max_message_bytes: int = Field(MAX_BYTES, ge=2**16)
     """Maximum size of a server message. A call with a longer response fails."""
     concurrency: int = Field(0, ge=0)
-    """Maximum number of concurrent calls per tool; 0 is no limit."""
+    """Maximum number of concurrent calls per tool; 0: unlimited."""
     latency: Latency = "slow"
     cost: float = 0.0
     """Cost of a call."""
