@@ -14,7 +14,7 @@ from ludus.evaluation.stats import paired_difference
 def test_the_search_recipe_gains_25_points_on_unseen_heads(tmp_path, seed):
     folder = tmp_path / "run"
     fixed = ["--run.dir", str(folder), "--run.seed", str(seed), "--run.threads", "1"]
-    assert main(["train", "search", *fixed]) == 0
+    assert main(["train", "search", *fixed, "--evaluation.tasks_before", "1000"]) == 0
     for sampling in ("greedy", "t1"):
         gain = gain_on_test(folder, sampling)
         assert gain.num_tasks >= 500
@@ -29,7 +29,15 @@ def test_a_recipe_that_makes_its_own_cold_start_gains_as_sampled(tmp_path, recip
     assert main(["sft", recipe, "--from-scratch", "--run.dir", str(start), *fixed]) == 0
     model = max((start / "checkpoints").iterdir())
     made = ["--model", str(model), "--model.from_scratch", "false"]
-    quick = ["--evaluation.every", "1000", "--evaluation.splits", '["test"]', *fixed]
+    quick = [
+        "--evaluation.every",
+        "1000",
+        "--evaluation.splits",
+        '["test"]',
+        "--evaluation.tasks_before",
+        "1000",
+        *fixed,
+    ]
     assert main(["train", recipe, *made, "--run.dir", str(folder), *quick]) == 0
     gain = gain_on_test(folder, "t1")
     assert gain.interval.low > least, gain
