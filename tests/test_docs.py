@@ -79,7 +79,7 @@ PREFERENCE = {"preference.steps": "1", "preference.batch_size": "2", "run.thread
 REWARD_MODEL = {"reward_model.steps": "1", "reward_model.batch_size": "2", "run.threads": "1"}
 BUDGETS = {
     "train": TRAINING,
-    "train --resume": TRAINING | {"training.steps": "2"},
+    "train --resume": TRAINING | {"training.steps": "4"},
     "train --from-scratch": TRAINING | SCRATCH,
     "train guess": TRAINING | SCRATCH,
     "train code": TRAINING | SCRATCH | {"env.settings.tasks": "60", "evaluation.tasks": "1"},

@@ -551,4 +551,4 @@ SHIPPED = ("code", "functions", "guess", "math", "mixed", "search", "sql", "term
 def test_the_worlds_that_ship_pass_their_own_check(name):
     said = ludus("env", "check", name, "--tasks", "4")
     assert said.code == 0, said
-    assert f"The world {name!r} rewards no agent that does not solve its tasks." in " ".join(said.out.split())
+    assert "rewards no agent that does not solve its tasks." in " ".join(said.out.split())
