@@ -73,6 +73,7 @@ def test_the_extras_are_out_of_reach_and_the_core_is_not():
     assert not {"torch", "transformers", "httpx", "bm25s", "ludus"} & set(out)
 
 
+@pytest.mark.scale
 def test_the_core_trains_and_evaluates(bare):
     trained = bare("train", "tiny.toml", "--run.dir", "run", "--training.steps", "1")
     assert trained.returncode == 0, trained.stderr

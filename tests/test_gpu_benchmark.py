@@ -23,6 +23,7 @@ def run(gpu, folder, *parts):
     return status, {part["name"]: part for part in json.loads(out.read_text())["parts"]}
 
 
+@pytest.mark.scale
 def test_parts_with_random_weights_run_on_the_cpu(gpu, tmp_path):
     status, found = run(gpu, tmp_path, "engine", "learner", "transfer", "sleep")
     assert (status, [part["error"] for part in found.values()]) == (0, [""] * 4)
@@ -41,6 +42,7 @@ def test_flops_are_those_of_the_weights_and_of_causal_attention(gpu):
     assert gpu.model_flops(model, 3, 32) == 6 * 3 * 32 * (weights + attention * 2)
 
 
+@pytest.mark.scale
 def test_a_failed_part_is_reported_and_the_others_run(gpu, tmp_path, monkeypatch, capsys):
     def fail(setup):
         raise gpu.PartFailed("wrong", [{"check": "one", "error": "why"}])

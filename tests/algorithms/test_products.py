@@ -100,6 +100,7 @@ def resident_mib():
         return int(file.read().split()[1]) * 4096 / 2**20
 
 
+@pytest.mark.scale
 def test_memory_does_not_grow_with_the_numbers_of_rows_that_were_seen():
     weight, rows = torch.randn(768, 256), torch.randn(2000, 256)
     for count in range(16, 272, 16):

@@ -247,6 +247,7 @@ def test_a_student_comes_nearer_to_its_teacher():
     assert costs[-1] < 0.8 * costs[0], costs
 
 
+@pytest.mark.scale
 def test_a_run_learns_from_a_teacher_alone(tmp_path):
     """The teacher is the student as it was: the cost begins at 0, and rewards move nothing."""
     steps = run(tmp_path / "run", algorithm__preset="distill", teacher__path=str(COLD_START), training__epochs="2")

@@ -76,6 +76,7 @@ def test_an_unknown_recipe_world_tracker_preset_is_refused(tmp_path, capsys):
         assert near in refused(capsys, "train", "search", *words(folder, **{key: value}))
 
 
+@pytest.mark.scale
 def test_a_checkpoint_of_another_architecture_is_refused_on_resume(tmp_path, capsys):
     folder = tmp_path / "run"
     assert main(["train", "search", *words(folder, training__steps="2")]) == 0

@@ -47,6 +47,7 @@ def test_a_request_that_cannot_be_unpickled_raises():
         decode_request(encode_request(SOUR))
 
 
+@pytest.mark.cluster
 def test_a_child_that_cannot_read_what_it_is_asked_says_so_and_goes_on():
     async def scenario():
         config = load_config("search", ["--run.threads", "1"])

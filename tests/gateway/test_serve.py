@@ -537,6 +537,7 @@ def test_only_a_server_started_with_control_can_be_controlled(tmp_path):
     asyncio.run(run())
 
 
+@pytest.mark.scale
 def test_more_requests_than_the_server_takes_are_put_off_and_come_again(reference):
     prompt, long = (5, 6, 7), {"max_tokens": 20, "ignore_eos": True}
     params = SamplingParams(temperature=0.0, max_new_tokens=6)

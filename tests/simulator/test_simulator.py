@@ -243,6 +243,7 @@ def test_what_is_found_by_measurement_comes_near_the_best_number_in_flight():
         assert simulate(TINY, setup).step_s < 1.12 * best
 
 
+@pytest.mark.scale
 def test_the_number_in_flight_settles_and_the_learner_does_not_wait():
     costs = replace(TINY, learner=LearnerCost(0.0, 0.0006), overlap=0.9)
     run = simulate(costs, RunLayout(groups=8, steps=80, max_staleness=6))

@@ -509,6 +509,7 @@ def test_nothing_that_the_policy_is_shown_depends_on_the_truth(world, tasks):
         assert str(task.truth.scene.seed) not in json.dumps([players[0].seen, players[0].tools])
 
 
+@pytest.mark.scale
 def test_baselines_without_skill(tasks):
     for split in ("test", "composition"):
         silent, common = no_tool_rate(tasks[split]), majority_rate(tasks["train"], tasks[split])

@@ -567,6 +567,7 @@ print(hashlib.sha256(repr([d.messages for d in islice(world.demonstrations(1), 3
 """
 
 
+@pytest.mark.scale
 def test_equal_settings_give_equal_tasks_and_demonstrations_in_every_process(world, tasks):
     """Whatever the seed of Python's hashes, which sets the order of sets."""
     told = subprocess.run(

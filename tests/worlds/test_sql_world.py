@@ -82,6 +82,7 @@ def test_every_name_of_every_column_can_be_used_and_none_is_used_twice():
                 connection.execute(f"SELECT {column} FROM {tables[table]} AS a WHERE a.{column} IS NOT NULL")
 
 
+@pytest.mark.pages
 def test_the_data_is_what_the_generator_draws(drawn):
     head, *lines = databases_text(databases=1).splitlines()
     assert [[key, 1] for key in (f"{domain}-0" for domain in data.DOMAINS)] == json.loads(head)

@@ -346,6 +346,7 @@ START_CHEATS = {
 }
 
 
+@pytest.mark.security
 def test_a_script_that_starts_nothing_earns_nothing(world):
     """The service itself is started by hand, as it should be; the script alone is a sham."""
     task = task_of(world, "processes/start_script")

@@ -88,6 +88,7 @@ def session(tmp_path_factory):
     return open_session(config(tmp_path_factory.mktemp("experts"), **MIXED))
 
 
+@pytest.mark.pages
 def test_the_search_world_shows_its_tasks(session):
     experts = make_demonstrations(session, PRESETS["mixed_policy"])
     solved = 0
