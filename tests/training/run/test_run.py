@@ -16,6 +16,7 @@ from ludus.config import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.embedded.scheduler import BatchScheduler
 from ludus.engines.models.loading import load_model
+from ludus.errors import SyncError
 from ludus.evaluation.evaluate import load_evaluation
 from ludus.rollouts.ledger import Ledger, RolloutKey
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
@@ -301,3 +302,11 @@ def test_a_folder_in_use_or_not_empty_is_refused_and_left_alone(finished, capsys
         assert main(["train", "--resume", str(finished)]) == 2
     assert "in use" in capsys.readouterr().err
     assert lasting_files(finished) == before
+
+
+def test_a_run_of_bfloat16_weights_passes_its_weight_checks(tmp_path):
+    """The engine and the learner round differently: the tolerance for float32 stops this run."""
+    (_, metrics), *_ = run(tmp_path / "low", training__steps="1", model__dtype="bfloat16").steps
+    assert 1e-3 < metrics["sync/probe_gap"] < 0.5
+    with pytest.raises(SyncError, match="disagree on the probe"):
+        run(tmp_path / "strict", model__dtype="bfloat16", training__sync_tolerance="1e-3")

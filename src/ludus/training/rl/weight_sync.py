@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 
     from ludus.training.rl.train_step import ComputeDispatch
 
+_TOLERANCE = 1e-3
+_TOLERANCES: Mapping[str, float] = {"bfloat16": 0.5}
+"""Tolerances of the probe in nats, by the dtype of the weights; others have `_TOLERANCE`. See
+docs/understand/engine.md for the differences as measured."""
+
 
 @dataclass(frozen=True, slots=True)
 class SyncProof:
@@ -98,7 +103,7 @@ class WeightSync:
     model: PreTrainedModel
     engine: Engine
     probe: tuple[int, ...]
-    tolerance: float = 1e-3
+    tolerance: float = _TOLERANCE
     deadline_s: float = 300.0
     ranks: Collectives = ONE_PROCESS
 
@@ -113,7 +118,8 @@ class WeightSync:
     ) -> WeightSync:
         """Build with the configured tolerance and timeout."""
         training = config.training
-        return cls(model, engine, probe, training.sync_tolerance, training.sync_timeout_s, ranks)
+        tolerance = training.sync_tolerance or _TOLERANCES.get(config.model.dtype, _TOLERANCE)
+        return cls(model, engine, probe, tolerance, training.sync_timeout_s, ranks)
 
     async def publish(self, version: int) -> SyncProof:
         """Send the weights as `version` and check them; they must not change meanwhile."""
