@@ -1,6 +1,8 @@
 """`--quick`, the evaluation before training, and what `ludus recipes` shows of the start."""
 
+import json
 import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,7 @@ from ludus.config.load import load_config
 from ludus.config.quick import quick_cuts
 from ludus.evaluation.evaluate import load_evaluation, plans, plans_before
 from ludus.recipes import list_recipes
+from ludus.training.run.preflight import model_path
 from tiny_run import cold_start, ludus, make_recipe, refused
 
 KINDS = ("rl", "sft", "rft", "preference", "reward-model")
@@ -26,7 +29,9 @@ def test_a_setting_on_the_command_line_is_not_lowered():
     keys = [cut.key for cut in quick_cuts("rl", config, words)]
     assert keys == ["training.prompts_per_step", "evaluation.tasks_before", "evaluation.tasks_during"]
     assert not [cut for cut in quick_cuts("rl", config, ()) if cut.key.startswith("sft.")]
-    assert "sft.steps" in [cut.key for cut in quick_cuts("rl", load_config("guess"), ())]
+    assert "sft.steps" in [
+        cut.key for cut in quick_cuts("rl", load_config("guess", ["--model.from_scratch", "true"]), ())
+    ]
     assert quick_cuts("preference", config, ())[0].old is None
 
 
@@ -77,6 +82,20 @@ def test_recipes_show_how_soon_they_start_and_what_they_learn():
         shipped = recipe.cold_start.is_dir()
         assert shipped == (recipe.starts_s is not None and recipe.cold_start_s == 0)
         assert load_config(recipe.config).model.from_scratch == (recipe.cold_start_s > 0)
+
+
+def test_a_shipped_cold_start_fits_its_recipe():
+    for recipe in list_recipes():
+        if not recipe.cold_start.is_dir():
+            continue
+        config = load_config(recipe.config)
+        assert Path(model_path(config)) == recipe.cold_start
+        shape = json.loads((recipe.cold_start / "config.json").read_text())
+        assert shape["max_position_embeddings"] == config.model.init.context_tokens >= config.rollout.max_seq_len
+        assert (shape["hidden_size"], shape["num_hidden_layers"]) == (
+            config.model.init.hidden_size,
+            config.model.init.num_layers,
+        )
 
 
 def test_shipped_cold_starts_are_at_most_60_megabytes():

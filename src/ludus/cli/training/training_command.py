@@ -80,7 +80,8 @@ class TrainingStage:
     def shortcuts(self, args: argparse.Namespace) -> list[str]:
         """Return the options of the command as settings."""
         words = model_settings(args.model, args.recipe)
-        words += ["--model.from_scratch", "true"] if args.from_scratch else []
+        if args.from_scratch:
+            words += ["--model.from_scratch", "true", *([] if args.model else ["--model.path", "none"])]
         return words + ([f"--{self.run_setting}", args.run] if args.run else [])
 
     def start(self, config: Config, name: str, recipe: str | None) -> None:
