@@ -1,5 +1,6 @@
 """The command line as a whole: help, settings among words, errors as sentences, a quick start."""
 
+import io
 import subprocess
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 
 from ludus.cli.arguments import split_settings
 from ludus.cli.main import COMMANDS
+from ludus.cli.ui.help_text import wrapped
 from tiny_run import copy_run, ludus, make_recipe, refused
 
 LIGHT = """
@@ -164,3 +166,13 @@ def test_a_recipe_of_ones_own_is_a_file(tmp_path):
     said = ludus("config", make_recipe(tmp_path), "--training.steps", "7")
     assert said.code == 0
     assert "\nsteps = 7\n" in said.out
+
+
+def test_errors_wrap_at_spaces_on_a_terminal_and_are_one_line_in_a_file(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "30")
+    text = "ludus: the folder /a/path/that/is/longer/than/a/line is missing.\nName another one."
+    terminal, file = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    assert wrapped(text, file) == text
+    lines = wrapped(text, terminal).splitlines()
+    assert lines == ["ludus: the folder", "/a/path/that/is/longer/than/a/line", "is missing.", "Name another one."]

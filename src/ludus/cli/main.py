@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from ludus import __version__
 from ludus.cli.arguments import split_settings
 from ludus.cli.signals import INTERRUPTED, exit_on_interrupt
-from ludus.cli.ui.help_text import HelpFormatter
+from ludus.cli.ui.help_text import HelpFormatter, wrapped
 from ludus.config.settings import is_section, list_settings, nearest, suggestion
 from ludus.errors import LudusError, UserError, did_you_mean, nearest_names
 from ludus.plugins import plugin_line
@@ -112,7 +112,7 @@ def _skip_final_gc() -> None:
 
 def _print_error(error: LudusError) -> None:
     logging.getLogger("ludus").error("%s failed: %s", error.part, error)
-    print(f"ludus: {error}", file=sys.stderr)
+    print(wrapped(f"ludus: {error}", sys.stderr), file=sys.stderr)
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ludus.cli.arguments import no_settings
-from ludus.cli.ui.terminal import make_console, print_line
+from ludus.cli.ui.terminal import make_console, print_line, print_text
 from ludus.errors import UserError
 from ludus.training.datasets.files import FileReport, check_file, read_records, row_of, write_rows
 
@@ -54,7 +54,7 @@ def check(paths: Sequence[Path]) -> int:
             lines, unusable = report_lines(report), bool(report.problems)
         except UserError as error:
             lines, unusable = [str(error)], True
-        print_line(console, "\n".join(lines))
+        print_text(console, "\n".join(lines))
         wrong += [path] * unusable
     if wrong:
         raise UserError(

@@ -76,7 +76,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     console = make_console()
     print_line(console, f"Costs {source}:")
     for line in cost_lines(costs):
-        print_line(console, f"  {line}")
+        print_text(console, f"  {line}")
     for warning in warnings:
         print_text(console, f"Warning: {warning}")
     runs = [simulate(costs, one) for one in layouts(args, layout)]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import textwrap
 from collections.abc import Iterator
 from itertools import groupby
+from typing import TextIO
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -47,3 +49,11 @@ def _fill(text: str, width: int, first: str = "", rest: str = "") -> str:
     return textwrap.fill(
         text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
     )
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """Wrap the lines of a text at spaces to the width of the terminal; unchanged for a stream that is not one."""
+    if not stream.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return "\n".join(_fill(line, width) for line in text.splitlines())
