@@ -13,6 +13,7 @@ from ludus.config.pipeline import load_pipeline
 from ludus.errors import StorageError, UserError
 from ludus.training.run import preflight
 from ludus.training.run.own_files import changed_files, copy_files
+from ludus.training.run.session import open_session
 from tiny_run import RECIPE, WORLD, cold_start, ludus, refused
 
 TORCHLESS = """
@@ -58,6 +59,14 @@ def test_the_estimate_is_the_size_of_a_real_checkpoint(tiny_run):
     num = sum(file.stat().st_size for file in last.glob("*.safetensors")) / 4
     real = sum(file.stat().st_size for file in last.rglob("*.safetensors"))
     assert num * preflight.bytes_per_parameter(load_config("search")) == pytest.approx(real, rel=0.1)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", '["q_proj", "down_proj"]'])
+def test_adapters_are_counted_as_peft_makes_them(model, targets):
+    words = ["--model.path", str(model), "--model.lora.rank", "4", "--model.lora.target_modules", targets]
+    policy = open_session(config := load_config("search", words)).model
+    num = sum(weight.numel() for weight in policy.parameters() if weight.requires_grad)
+    assert preflight.num_saved(config, dict(preflight.tensor_shapes(model))) == num
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -19,6 +19,7 @@ from ludus.training.run.run_dir import check_new
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 """Ends of the names of the input embedding in the architectures of transformers."""
+_EMBEDDING_LAYERS = tuple(name.removesuffix(".weight") for name in _EMBEDDINGS)
 _WEIGHT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float64": 8}
 _MAX_HEADER_BYTES = 100_000_000
 _TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
@@ -36,7 +37,20 @@ def check_new_run(config: Config, kind: StageKind) -> None:
         return
     tensors = dict(tensor_shapes(folder))
     check_tokenizer_size(folder, tensors)
-    check_disk(config, kind, sum(map(prod, tensors.values())))
+    check_disk(config, kind, num_saved(config, tensors))
+
+
+def num_saved(config: Config, tensors: Mapping[str, Sequence[int]]) -> int:
+    """Return the number of parameters in a checkpoint: all of the model, or those of its LoRA adapters."""
+    lora = config.model.lora
+    if lora is None:
+        return sum(map(prod, tensors.values()))
+    layers = {name.removesuffix(".weight"): shape for name, shape in tensors.items() if len(shape) == 2}
+    if lora.target_modules == "all-linear":
+        names = [name for name in layers if not name.endswith(("lm_head", *_EMBEDDING_LAYERS))]
+    else:
+        names = [name for name in layers if name.rpartition(".")[2] in lora.target_modules]
+    return lora.rank * sum(sum(layers[name]) for name in names)
 
 
 def model_path(config: Config) -> str:
@@ -136,8 +150,6 @@ def _num_tokens(file: Path) -> int:
 
 def check_disk(config: Config, kind: StageKind, num_parameters: int) -> None:
     """Raise StorageError if the disk has no room for the checkpoints of a run, estimated from the model's size."""
-    if config.model.lora is not None:
-        return
     kept = {
         "sft": config.sft.keep_checkpoints,
         "preference": config.preference.keep_checkpoints,
