@@ -34,7 +34,7 @@ from ludus.engines.remote.gloo_broadcast import (
 from ludus.engines.remote.http_client import RemoteEngineSettings, Replica
 from ludus.engines.remote.weight_broadcaster import Broadcaster
 from ludus.errors import EngineError, SyncError
-from ludus.gateway.control import Control
+from ludus.gateway.control import ControlEndpoints
 from ludus.gateway.endpoints import NoBody
 from ludus.gateway.service import CompletionService, ServedModel
 from ludus.training.rl.weight_sync import WeightSync
@@ -316,7 +316,9 @@ def test_a_server_that_is_on_a_new_line_stays_there_when_the_old_one_breaks():
     async def scenario():
         model = tiny_model(torch.float32)
         engine = LocalEngine(model, copy=False)
-        desk = Control(CompletionService(engine, ServedModel("m", "m", 0, None, (), 8), "a-token-of-tests"), model)
+        desk = ControlEndpoints(
+            CompletionService(engine, ServedModel("m", "m", 0, None, (), 8), "a-token-of-tests"), model
+        )
         state = {name: p.detach() + 1 for name, p in model.named_parameters()}
         manifest = make_manifest(7, None, state)
         trainers: list[WeightTransferGroup | None] = []

@@ -346,7 +346,7 @@ def test_a_replica_takes_weights_with_their_proof_when_its_episodes_have_ended(p
         rolling = await rolled(engine)
         assert (await ask(engine, "slow")).versions == (7, 7)
         await rolling.push_weights(CHECK, STATE)
-        assert await rolling.served(7) == 8
+        assert await rolling.wait_for_version(7) == 8
         assert label(first, second) == ["7", "8"]
         assert CHECKED == [(None, [0.0, -2.0, -2.0])]
         assert (await ask(engine, "quick")).versions == (8, 8)
@@ -368,7 +368,7 @@ def test_an_episode_moves_between_two_turns_so_that_its_engine_can_take_newer_we
         assert (await ask(engine, "slow")).versions == (7, 7)
         assert rolling.move("slow") is None  # its engine is open
         await rolling.push_weights(CHECK, STATE)
-        assert await rolling.served(7) == 8
+        assert await rolling.wait_for_version(7) == 8
         assert label(first, second) == ["7", "8"]
         assert (await ask(engine, "slow")).versions == (8, 8)
         await until(lambda: label(first, second) == ["8", "8"], 10)  # though the episode goes on
@@ -386,7 +386,7 @@ def test_an_episode_whose_server_has_lost_its_weights_fails_and_goes_to_no_other
         rolling = await rolled(engine)
         await ask(engine, "slow")
         await rolling.push_weights(CHECK, STATE)
-        await rolling.served(7)
+        await rolling.wait_for_version(7)
         first.label = "default"  # it was started anew, unseen
         with pytest.raises(EngineError, match="lost weights 7, to which an episode is pinned"):
             await ask(engine, "slow")
@@ -423,7 +423,7 @@ def test_weights_that_a_replica_does_not_take_or_prove_end_the_wait_for_them(pai
         for fake in (first, second):
             vars(fake).update(changes)
         await rolling.push_weights(check, STATE)
-        for waits in (rolling.served(7), rolling.wait_until_current(), ask(engine)):
+        for waits in (rolling.wait_for_version(7), rolling.wait_until_current(), ask(engine)):
             with pytest.raises(SyncError, match=words):
                 await waits
         await engine.close()
@@ -450,7 +450,7 @@ def test_a_worker_is_told_where_an_episode_stays_and_a_new_engine_has_the_newest
         other = next(fake for fake in fakes[:2] if fake is not stays)
         assert sent.pin.version == 7
         await group.push_weights(CHECK, STATE)
-        assert await group.rolling.served(7) == 8
+        assert await group.rolling.wait_for_version(7) == 8
         assert (stays.label, other.label) == ("7", "8")
         later = asyncio.create_task(group.run_attempt(replace(JOB, request=replace(JOB.request, greedy=True)), 60))
         await until(lambda: sum(map(len, map(jobs, workers))) == 2, 10)

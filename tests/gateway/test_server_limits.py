@@ -21,8 +21,8 @@ from starlette.routing import Route
 
 from ludus.engines.control_tokens import find_token, publish_token
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
-from ludus.gateway.app import Public, make_app
-from ludus.gateway.control import Control
+from ludus.gateway.app import PublicEndpoints, make_app
+from ludus.gateway.control import ControlEndpoints
 from ludus.gateway.endpoints import check_shape, error_response
 from ludus.gateway.limits import HttpLimits, http_server, open_socket
 from ludus.gateway.protocol.detokenize import Scored, TokenNames, chat_logprobs
@@ -436,8 +436,8 @@ class Recorder:
 
 def all_endpoints(server):
     recorder = Recorder()
-    Public(server.service).add_to(recorder)
-    Control(server.service, server.model).add_to(recorder)
+    PublicEndpoints(server.service).add_to(recorder)
+    ControlEndpoints(server.service, server.model).add_to(recorder)
     return recorder.endpoints
 
 

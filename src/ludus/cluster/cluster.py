@@ -164,8 +164,8 @@ class _ThreadsafeRollingUpdate:
     async def push_weights(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
         await self.background.do(self.group.push_weights(check, state))
 
-    async def served(self, beyond: int) -> int:
-        return await self.background.do(self.rolling.served(beyond))
+    async def wait_for_version(self, beyond: int) -> int:
+        return await self.background.do(self.rolling.wait_for_version(beyond))
 
     async def wait_until_current(self) -> None:
         await self.background.do(self.rolling.wait_until_current())

@@ -228,11 +228,11 @@ class RollingUpdate(Protocol):
     async def push_weights(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
         """Store weights for each engine to load and verify once its episodes have ended; copies the tensors."""
 
-    async def served(self, beyond: int) -> int:
-        """Return the minimum version on which episodes may start, once above `beyond`. Raises a transfer's error."""
+    async def wait_for_version(self, beyond: int) -> int:
+        """Wait until episodes start on versions above `beyond`; return the minimum. Raises a transfer's error."""
 
     async def wait_until_current(self) -> None:
-        """Wait until new episodes use the newest version. Raises as `served`."""
+        """Wait until new episodes use the newest version. Raises as `wait_for_version`."""
 
 
 @runtime_checkable

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 
 from ludus.errors import EngineBusy, EngineError, RequestRejected
 from ludus.gateway import chat, completions
-from ludus.gateway.control import Control
+from ludus.gateway.control import ControlEndpoints
 from ludus.gateway.endpoints import ControlAccess, HttpRouter, NoBody, error_response, json_response
 from ludus.gateway.protocol.requests import BadRequest, ChatRequest, CompletionRequest, Sampling
 from ludus.gateway.protocol.responses import JsonBody, error_body, json_bytes
@@ -39,14 +39,14 @@ def make_app(service: CompletionService, model: PreTrainedModel) -> Starlette:
     """Create the application. `model` is the engine's model, hashed by `/weight_checker`."""
     access = ControlAccess(service.control_token, service.control_hosts) if service.control_token else None
     router = HttpRouter(service.threads, service.engine.context_tokens, access)
-    Public(service).add_to(router)
-    Control(service, model).add_to(router)
+    PublicEndpoints(service).add_to(router)
+    ControlEndpoints(service, model).add_to(router)
     kinds = (BadRequest, EngineError, HTTPException, Exception)
     return Starlette(routes=router.routes, exception_handlers=dict.fromkeys(kinds, _error))
 
 
 @dataclass(frozen=True)
-class Public:
+class PublicEndpoints:
     """Public endpoints."""
 
     service: CompletionService

@@ -122,7 +122,7 @@ class _Abort(BaseModel):
 
 
 @dataclass
-class Control:
+class ControlEndpoints:
     """Control endpoints. Weight updates load new weights into the engine of `model`.
 
     `/start_weight_update`, any number of `/update_weights` and `/finish_weight_update` replace all weights between

@@ -33,7 +33,7 @@ log = logging.getLogger("ludus.server")
 class _LoadedAdapter:
     """A version loaded at the servers. `users` counts its running requests or episodes."""
 
-    served: RemoteAdapter
+    remote: RemoteAdapter
     users: int = 0
     is_retired: bool = False
 
@@ -59,26 +59,26 @@ class LoraPublisher:
 
     async def send(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
         """Load an adapter at every replica and retire the old version, which stays current on an error."""
-        served = await asyncio.to_thread(self._write, name, version, state, scaling)
+        remote = await asyncio.to_thread(self._write, name, version, state, scaling)
         try:
-            await asyncio.gather(*(self._load_locked(replica, served) for replica in self.replicas))
+            await asyncio.gather(*(self._load_locked(replica, remote) for replica in self.replicas))
         except BaseException:
-            self._retire(_LoadedAdapter(served))
+            self._retire(_LoadedAdapter(remote))
             raise
         self.unload(name)
-        self._current[name] = _LoadedAdapter(served)
+        self._current[name] = _LoadedAdapter(remote)
         self._loaded.append(self._current[name])
 
-    def follow(self, served: RemoteAdapter | None) -> None:
+    def follow(self, remote: RemoteAdapter | None) -> None:
         """Use as default an adapter that another client sent and manages."""
-        if served is not None:
-            self._current[DEFAULT] = _LoadedAdapter(served)
+        if remote is not None:
+            self._current[DEFAULT] = _LoadedAdapter(remote)
 
     @property
     def default(self) -> RemoteAdapter | None:
         """The default adapter of requests."""
         loaded = self._current.get(DEFAULT)
-        return None if loaded is None else loaded.served
+        return None if loaded is None else loaded.remote
 
     def unload(self, name: str) -> None:
         """Retire an adapter; its running requests finish first. Does nothing if it is unknown."""
@@ -101,7 +101,7 @@ class LoraPublisher:
             loaded.users += 1
         loaded.users += 1
         try:
-            yield loaded.served
+            yield loaded.remote
         finally:
             self._release_user(loaded)
 
@@ -122,40 +122,40 @@ class LoraPublisher:
             return
         listed = await self.api.adapters(replica)
         for loaded in tuple(self._loaded):
-            if loaded.served.name not in listed:
-                log.warning("%s lost adapter %s; reloading it", replica.url, loaded.served.name)
-                await self._load(replica, loaded.served)
+            if loaded.remote.name not in listed:
+                log.warning("%s lost adapter %s; reloading it", replica.url, loaded.remote.name)
+                await self._load(replica, loaded.remote)
 
     async def close(self) -> None:
         """Unload all adapters from the reachable servers."""
-        adapters_loaded = [loaded.served for loaded in self._loaded]
+        adapters_loaded = [loaded.remote for loaded in self._loaded]
         self._loaded, self._current = [], {}
         reachable = [replica for replica in self.replicas if not replica.is_down]
         try:
             async with asyncio.timeout(_UNLOAD_TIMEOUT_S):
                 await asyncio.gather(*self._tasks)
-                await asyncio.gather(*(self._unload(r, served) for served in adapters_loaded for r in reachable))
+                await asyncio.gather(*(self._unload(r, remote) for remote in adapters_loaded for r in reachable))
         except TimeoutError:
             log.warning("timed out while unloading the adapters from the servers")
 
     def _write(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> RemoteAdapter:
         self._num_sent += 1
-        served = f"ludus-{self.prefix}-{self._num_sent}-{name}-{version}"
-        folder = self.weight_folder.folder(served.replace("/", "_"), sum(t.nbytes for t in state.values()))
+        remote = f"ludus-{self.prefix}-{self._num_sent}-{name}-{version}"
+        folder = self.weight_folder.folder(remote.replace("/", "_"), sum(t.nbytes for t in state.values()))
         try:
             rank = write_adapter(folder, state, scaling)
         except OSError as error:
             raise write_error(folder, error) from error
-        return RemoteAdapter(served, str(folder), version, rank)
+        return RemoteAdapter(remote, str(folder), version, rank)
 
-    async def _load_locked(self, replica: Replica, served: RemoteAdapter) -> None:
+    async def _load_locked(self, replica: Replica, remote: RemoteAdapter) -> None:
         async with replica.lock:
-            await self._load(replica, served)
+            await self._load(replica, remote)
 
-    async def _load(self, replica: Replica, served: RemoteAdapter) -> None:
-        await self.api.load_adapter(replica, served)
-        if served.name not in await self.api.adapters(replica):
-            raise SyncError(f"{replica.url} accepted the adapter {served.name} but does not list it.")
+    async def _load(self, replica: Replica, remote: RemoteAdapter) -> None:
+        await self.api.load_adapter(replica, remote)
+        if remote.name not in await self.api.adapters(replica):
+            raise SyncError(f"{replica.url} accepted the adapter {remote.name} but does not list it.")
 
     def _retire(self, loaded: _LoadedAdapter) -> None:
         """Unload an adapter from all servers, in the background, once it has no users."""
@@ -164,16 +164,16 @@ class LoraPublisher:
             return
         if loaded in self._loaded:
             self._loaded.remove(loaded)
-        task = asyncio.get_running_loop().create_task(self._drop(loaded.served))
+        task = asyncio.get_running_loop().create_task(self._drop(loaded.remote))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _drop(self, served: RemoteAdapter) -> None:
-        await asyncio.gather(*(self._unload(r, served) for r in self.replicas if not r.is_down))
-        await asyncio.to_thread(shutil.rmtree, served.folder, ignore_errors=True)
+    async def _drop(self, remote: RemoteAdapter) -> None:
+        await asyncio.gather(*(self._unload(r, remote) for r in self.replicas if not r.is_down))
+        await asyncio.to_thread(shutil.rmtree, remote.folder, ignore_errors=True)
 
-    async def _unload(self, replica: Replica, served: RemoteAdapter) -> None:
+    async def _unload(self, replica: Replica, remote: RemoteAdapter) -> None:
         try:
-            await self.api.unload_adapter(replica, served.name)
+            await self.api.unload_adapter(replica, remote.name)
         except EngineError as error:
-            log.info("%s failed to unload adapter %s: %s", replica.url, served.name, error)
+            log.info("%s failed to unload adapter %s: %s", replica.url, remote.name, error)

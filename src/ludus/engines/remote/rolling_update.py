@@ -165,7 +165,7 @@ class RollingUpdates:
         self.placement.end(episode)
         self.start_due_updates()
 
-    async def served(self, beyond: int) -> int:
+    async def wait_for_version(self, beyond: int) -> int:
         """Return the minimum version on which episodes may start, once above `beyond`. Raises a transfer's error."""
         while self.placement.min_version <= beyond:
             await self._wait_for_change()

@@ -316,7 +316,7 @@ async def track_version(stream: GroupQueue, engines: RollingUpdate, version: int
     """Forward the version of new episodes, and transfer errors, to the stream."""
     try:
         while True:
-            version = await engines.served(version)
+            version = await engines.wait_for_version(version)
             stream.on_serve(version)
     except Exception as error:  # boundary: raised by the learner when it waits for weights
         stream.fail(error)
