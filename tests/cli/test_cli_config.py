@@ -29,8 +29,11 @@ def test_the_printed_configuration_is_the_one_that_would_run():
     assert wanted.training.learning_rate == 1e-5
 
 
-def test_a_given_model_is_not_made_from_scratch():
-    assert load_config("guess").model.from_scratch
+def test_a_given_model_is_not_made_from_scratch(tmp_path):
+    file = tmp_path / "own.toml"
+    file.write_text('[env]\nname = "guess"\n[model]\nfrom_scratch = true\n')
+    model = config_from_toml(ludus("config", file, "--model", "some/model").out).model
+    assert (model.path, model.from_scratch) == ("some/model", False)
     said = ludus("config", "guess", "--model", "some/model")
     model = config_from_toml(said.out).model
     assert (model.path, model.from_scratch) == ("some/model", False)
