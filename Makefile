@@ -28,8 +28,9 @@ bubblewrap:
 			apt-get update -qq && apt-get install -y -qq bubblewrap >/dev/null; } || \
 		echo "There is no bubblewrap, which sandboxes need: apt-get install bubblewrap (or dnf, pacman, apk add)"
 
+# On a machine with other work, THREADS=1 is several times faster.
 demo: setup
-	env -u OMP_NUM_THREADS $(VENV)/bin/ludus train search --evaluation.tasks 512
+	env -u OMP_NUM_THREADS $(VENV)/bin/ludus train search --evaluation.tasks 512 $(if $(THREADS),--run.threads $(THREADS))
 
 # A pretrained model learns to use a calculator: fine-tuning, then RL with LoRA.
 demo-pretrained: setup

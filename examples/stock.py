@@ -1,8 +1,8 @@
 """An environment of one's own, in one file: how many of a thing are in a place? To know, one has to look.
 
 Demonstrations, half of them by someone who guesses, teach a model how to speak here; then reinforcement
-teaches it to look. The path of this file in stock.toml is relative to the working directory, so run this
-from the folder above (`--from-scratch` in place of --model works too, and needs many more steps):
+teaches it to look. Run this from the folder above (`--from-scratch` in place of --model works too, and
+needs many more steps):
 
     ludus sft examples/stock.toml --model src/ludus/recipes/search/cold_start --run.dir runs/stock-sft
     ludus train examples/stock.toml --model runs/stock-sft/checkpoints/step-000100

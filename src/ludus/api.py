@@ -149,14 +149,20 @@ class Rollouts:
         return figure
 
 
+def _is_in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 def outside_loop(function: Callable[P, T]) -> Callable[P, T]:
     """Run a function that starts an event loop in a thread if a loop is running already; an interrupt ends it."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
+        if not _is_in_loop():
             return function(*args, **kwargs)
         thread: list[int] = []
         with ThreadPoolExecutor(1, initializer=lambda: thread.append(get_ident())) as pool:

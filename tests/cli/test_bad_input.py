@@ -155,7 +155,8 @@ def test_a_world_whose_infrastructure_fails_stops_with_its_own_words_and_its_own
     settings = words(tmp_path / "r", env__name=str(world), evaluation__splits='["test"]', model__path=cold)
     assert main(["train", "search", *settings]) == 4
     said = capsys.readouterr().err
-    way_on = f"OSError: the shop is closed\nResume the run with: ludus train --resume {tmp_path / 'r'}\n"
+    resume = f"Resume the run with: ludus train --resume {tmp_path / 'r'}\n"
+    way_on = f"OSError: the shop is closed ({world}, line 7)\n{resume}"
     assert said.endswith(way_on)
     assert (tmp_path / "r" / "log.txt").read_text().endswith(way_on)
 

@@ -80,6 +80,15 @@ def test_the_evaluations_of_a_run_can_be_compared(tiny_run):
     assert len(row(said)) == 1
 
 
+def test_a_smaller_evaluation_is_compared_with_a_larger_one_over_the_tasks_of_both(tmp_path):
+    a = saved(tmp_path / "a", [0, 1])
+    b = saved(tmp_path / "b", [1, 1, 0, 0], step=7)
+    said = ludus("compare", a, b)
+    assert said.code == 0, said
+    assert row(said)[0][2:5] == ["2", "50.0%", "100.0%"]
+    assert "2 tasks in A and 4 in B; those of both are compared" in " ".join(said.out.split())
+
+
 @pytest.mark.parametrize(
     ("a", "b", "expected"),
     [

@@ -86,7 +86,7 @@ def test_the_resolved_algorithm_stands_in_comments():
     lines = ludus("config", "search", *words).out.splitlines()
     algorithm = resolve(load_config("search", words).algorithm)
     assert f"# algorithm as resolved: dapo ({algorithm.source})" in lines
-    assert "#   clip_high = 0.5   (set)" in lines
+    assert "#   clip_high = 0.5   (setting)" in lines
     assert f"#   max_resample_rounds = {algorithm.max_resample_rounds}   (from the preset)" in lines
     assert "#   dual_clip = none   (from the preset)" in lines
 

@@ -176,3 +176,17 @@ def test_errors_wrap_at_spaces_on_a_terminal_and_are_one_line_in_a_file(monkeypa
     assert wrapped(text, file) == text
     lines = wrapped(text, terminal).splitlines()
     assert lines == ["ludus: the folder", "/a/path/that/is/longer/than/a/line", "is missing.", "Name another one."]
+
+
+def test_a_reader_that_closes_the_pipe_ends_a_command_without_a_traceback():
+    code = "import sys; from ludus.cli.main import main; sys.exit(main(['config', '--keys']))"
+    made = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    made.stdout.read(1)
+    made.stdout.close()
+    assert (made.wait(60), made.stderr.read()) == (141, b"")
+
+
+def test_a_world_file_that_does_not_exist_is_named(tmp_path):
+    file = tmp_path / "own.toml"
+    file.write_text('[env]\nname = "nowhere.py"\n')
+    assert "nowhere.py of env.name does not exist" in refused("train", file)

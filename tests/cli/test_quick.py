@@ -42,7 +42,7 @@ def test_a_quick_run_names_its_cuts_and_evaluates_fewer_tasks_before_training(ti
     assert "Quick: nothing to lower" in said.out  # this recipe is below the table
     results = [load_evaluation(file) for file in sorted((tmp_path / "run/evaluations").glob("*-test-greedy.json"))]
     assert [len(result.task_ids) for result in results] == [2, 8]
-    assert "2 before, 8" in " ".join(said.out.split())
+    assert "2 tasks were evaluated before training (evaluation.tasks_before), 8 after it." in " ".join(said.out.split())
 
 
 def test_every_training_command_has_quick_and_prints_one_line(tmp_path):

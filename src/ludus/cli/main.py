@@ -87,6 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LudusError as error:
         _print_error(error)
         return error.exit_code
+    except BrokenPipeError:  # the reader closed the pipe; avoid an error at interpreter exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except Exception as error:  # boundary: plug-ins; any other error is a bug of Ludus and is raised again
         line = plugin_line(error)
         if not line:
@@ -98,9 +101,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:  # an interrupted run names its resume command
         print(f"\nInterrupted. {interrupt}".rstrip(), file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader closed the pipe; avoid an error at interpreter exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
 
 
 def _skip_final_gc() -> None:

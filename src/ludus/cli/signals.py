@@ -22,6 +22,8 @@ _DUPLICATE_S = 0.3
 """An interrupt within this time after the first is a duplicate, sent by both the terminal and the parent process."""
 _STANDARD_ERROR = 2
 _SHOW_CURSOR = "\x1b[?25h"
+_BARS = 3
+"""Maximum number of progress bars; their next frame moves the cursor up by as many lines and overwrites them."""
 
 log = logging.getLogger("ludus")
 
@@ -88,6 +90,6 @@ def _watch(read_end: int, hint: str) -> None:
 
 def _write_line(text: str) -> None:
     """Write a line to standard error without locks, below a progress bar."""
-    cursor = _SHOW_CURSOR if os.isatty(_STANDARD_ERROR) else ""
+    before, after = (_SHOW_CURSOR, "\n" * _BARS) if os.isatty(_STANDARD_ERROR) else ("", "")
     with suppress(OSError):  # standard error may be closed
-        os.write(_STANDARD_ERROR, f"{cursor}\n{text}\n".encode())
+        os.write(_STANDARD_ERROR, f"{before}\n{text}\n{after}".encode())

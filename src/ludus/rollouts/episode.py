@@ -29,6 +29,7 @@ from ludus.engines.base import ContinuesActions, Engine, Request, seed_for
 from ludus.envs.base import Environment, World
 from ludus.envs.tool_env import describe_error
 from ludus.errors import EngineError, LudusError, WorldError
+from ludus.plugins import plugin_line
 from ludus.rewards.base import Reward, score
 from ludus.rewards.code.turns import TurnVerifier, turn_shares
 from ludus.sandbox.local.pausable_timeout import PausableTimeout
@@ -91,7 +92,8 @@ def _world_errors(what: str) -> Iterator[None]:
     except LudusError:
         raise
     except Exception as error:  # boundary: user code; the cause is chained
-        raise WorldError(f"{what} {describe_error(error)}") from error
+        where = plugin_line(error)
+        raise WorldError(f"{what} {describe_error(error)}{f' ({where})' if where else ''}") from error
 
 
 def fresh_environment(world: World, task: Task) -> Environment:

@@ -27,6 +27,7 @@ from ludus.envs.base import World
 from ludus.envs.registry import WORLDS, build_world
 from ludus.errors import LudusError
 from ludus.ipc import frame, read_frame
+from ludus.plugins import plugin_line
 from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import TurnVerifier
 from ludus.rewards.registry import added_parts
@@ -194,7 +195,9 @@ def _score(verifiers: tuple[Verifiers, Verifiers], timeout_s: float, conn: socke
 
 
 def _failure_of(error: Exception) -> RewardFailed:
-    sendable = error if isinstance(error, LudusError) else LudusError(f"{type(error).__name__}: {error}")
+    where = plugin_line(error)
+    text = f"{type(error).__name__}: {error}{f' ({where})' if where else ''}"
+    sendable = error if isinstance(error, LudusError) else LudusError(text)
     try:
         pickle.loads(pickle.dumps(sendable))
     except Exception:  # boundary: an unpicklable class is sent as its message

@@ -65,7 +65,13 @@ def describe_resume(folder: RunFolder, config: Config, kind: Kind) -> str:
     last = rows[-1].step if rows else done
     if last == done + 1:
         return f"{start} This {unit} is repeated."
-    return start if last <= done else f"{start} Those to {last} are repeated."
+    return start if last <= done else f"{start} {unit.capitalize()}s {done + 1} to {last} are repeated."
+
+
+def describe_changes(folder: RunFolder, config: Config) -> str:
+    """Describe the settings of a resume that differ from the run's; empty if none do."""
+    found = changes(folder.load_config(), config)
+    return ", ".join(f"{c.key} {value_text(c.old)} -> {value_text(c.new)}" for c in found)
 
 
 def check_kind(folder: RunFolder, kind: Kind) -> None:

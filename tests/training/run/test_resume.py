@@ -84,7 +84,7 @@ def test_a_resume_says_where_it_begins(tiny_run, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("steps", "said"),
     [
-        ([], "Starts at step 1: no checkpoint yet. Those to 2 are repeated."),
+        ([], "Starts at step 1: no checkpoint yet. Steps 1 to 2 are repeated."),
         ([2], "Resumes after the last step, 2, from {}: only evaluation is left."),
     ],
 )
@@ -140,7 +140,9 @@ def test_a_resume_with_other_tasks_finishes_with_its_table_and_common_examples(t
     words = ("--training.steps", "3", "--evaluation.tasks", "3", "--evaluation.temperatures", "[0.0]")
     said = ludus("train", "--resume", run, *words)
     assert said.code == 0, said
-    assert "8 before, 3 after" in said.out
+    text = " ".join(said.out.split())
+    assert "8 tasks were evaluated before training (evaluation.tasks_before), 3 after it." in text
+    assert "evaluation.tasks 8 -> 3" in text
     after = load_evaluation(run / "evaluations" / "step-000003-test-greedy.json")
     assert len(after.task_ids) == 3
     names = [task_id.removeprefix("test:") for task_id in after.task_ids]

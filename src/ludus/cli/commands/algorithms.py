@@ -39,8 +39,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         for line in parts or describe(resolve(AlgorithmConfig(preset=args.name))):
             print_text(console, line)
         return 0
-    details = (TableColumn("advantage", 1), TableColumn("loss", 2), TableColumn("mean over", 3))
-    columns = ("preset", TableColumn("in one line", wrap=True), *details, TableColumn("source", 4, wrap=True))
+    details = (TableColumn("advantage", 1), TableColumn("loss", 3), TableColumn("mean over", 4))
+    columns = ("preset", TableColumn("in one line", wrap=True), *details, TableColumn("source", 2, wrap=True))
     presets = PRESETS.values()
     rows = ((one.name, one.summary, one.advantage, one.loss, one.aggregation, one.source) for one in presets)
     console.print(make_table(columns, rows))

@@ -2,7 +2,8 @@
 
 A and B are .json files that `ludus eval` wrote, or run folders. For folders, the newest evaluation of each split,
 temperature and number of attempts is compared. To compare a run with its initial model, name two files:
-RUN/evaluations/step-000000-test-greedy.json and the last one.
+RUN/evaluations/step-000000-test-greedy.json and the last one. If one of them has tasks that the other lacks, those of
+both are compared.
 """
 
 from __future__ import annotations
@@ -46,8 +47,12 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     console = make_console()
     print_line(console, f"A: {args.a}\nB: {args.b}")
     for a, b in pairs:
-        print_line(console, f"paired: {a.name} of A with {b.name} of B")
+        print_text(console, f"paired: {a.name} of A with {b.name} of B")
     console.print(comparison_table(pairs, differences))
+    for a, b in pairs:
+        if len(a.result.task_ids) != len(b.result.task_ids):
+            sizes = f"{len(a.result.task_ids)} tasks in A and {len(b.result.task_ids)} in B"
+            print_text(console, f"note: {a.name} and {b.name} have {sizes}; those of both are compared", "yellow")
     for text in dict.fromkeys(text for pair in pairs for text in differing_conditions(pair[0].result, pair[1].result)):
         print_text(console, f"note: {text}", "yellow")
     return 0
@@ -98,14 +103,27 @@ def _listing(found: dict[Key, StoredEvaluation]) -> str:
 
 
 def compare(a: Evaluation, b: Evaluation) -> PairedDifference:
-    """Return B minus A by task. Raises UserError if the tasks differ or there are fewer than two."""
-    if len(a.task_ids) < 2:
+    """Return B minus A by task.
+
+    Raises UserError if there are fewer than two tasks, or if each has tasks that the other lacks.
+    """
+    in_a, in_b = common_scores(a, b)
+    if len(in_a) < 2:
         raise UserError("A single task cannot be compared.", "Use evaluations of 2 tasks or more.")
     try:
-        return paired_difference(_scores(b), _scores(a), seed=a.plan.seed)
+        return paired_difference(in_b, in_a, seed=a.plan.seed)
     except ValueError as error:
         text = f"{a.plan.name} and {b.plan.name} cannot be compared: {error}."
         raise UserError(text, "Compare evaluations of the same split, tasks and world settings.") from error
+
+
+def common_scores(a: Evaluation, b: Evaluation) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the scores by task, restricted to the smaller evaluation if the larger one has all of its tasks."""
+    in_a, in_b = _scores(a), _scores(b)
+    if in_a.keys() <= in_b.keys() or in_b.keys() <= in_a.keys():
+        common = in_a.keys() & in_b.keys()
+        in_a, in_b = ({task: scores[task] for task in scores if task in common} for scores in (in_a, in_b))
+    return in_a, in_b
 
 
 def _scores(evaluation: Evaluation) -> dict[str, float]:
@@ -134,7 +152,8 @@ def comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDifferen
     for (a, b), found in zip(pairs, differences, strict=True):
         low, high = found.interval.low, found.interval.high
         plan = a.result.plan
-        row = (plan.split, format_sampling(plan), found.num_tasks, f"{a.result.rate:.1%}", f"{b.result.rate:.1%}")
+        rates = [f"{sum(scores.values()) / len(scores):.1%}" for scores in common_scores(a.result, b.result)]
+        row = (plan.split, format_sampling(plan), found.num_tasks, *rates)
         difference = f"{found.difference:+.1%} [{low:+.1%}, {high:+.1%}]"
         detectable = None if found.detectable is None else f"{found.detectable:.1%}"
         p_value = None if found.p_value is None else f"{found.p_value:.3g}"

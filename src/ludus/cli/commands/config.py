@@ -105,7 +105,7 @@ def algorithm_lines(algorithm: Algorithm, config: Config) -> Iterator[str]:
     groups += [(f"options.{p}.", options, chosen["options"][p]) for p, options in asdict(algorithm.options).items()]
     for prefix, values, explicit in groups:
         for name, value in values.items():
-            yield f"#   {prefix}{name} = {value_text(value)}   ({'set' if name in explicit else 'from the preset'})"
+            yield f"#   {prefix}{name} = {value_text(value)}   ({'setting' if name in explicit else 'from the preset'})"
 
 
 def key_lines(section: str, config: Config) -> Iterator[str]:

@@ -1,8 +1,9 @@
 """Chat with a checkpoint that uses its tools, and see its reasoning, tool calls and tool results.
 
-RUN_OR_MODEL is a run folder (its newest checkpoint, in the run's own world), a model folder or a model name; for a
-model, --world names the recipe or world. Settings follow as --section.key value, for example --rollout.max_turns 10.
-Follow-up questions continue the dialogue. Long tool results are shortened on the screen, not for the model.
+RUN_OR_MODEL is a run folder (its newest checkpoint, in the run's own world), a recipe (its cold start), a model folder
+or a model name; for a model, --world names the recipe or world. Settings follow as --section.key value, for example
+--rollout.max_turns 10. Follow-up questions continue the dialogue. Long tool results are shortened on the screen, not
+for the model.
 
     /help    list these commands
     /tools   list the tools of the model
@@ -34,6 +35,7 @@ from ludus.config.schema import Config
 from ludus.envs.base import Environment
 from ludus.envs.tool_env import describe_error
 from ludus.errors import LudusError, UserError, WorldError
+from ludus.recipes import list_recipes
 from ludus.rollouts.episode import EngineChatSession
 from ludus.rollouts.scheduler import sampling_params
 from ludus.tools.base import Tool
@@ -68,7 +70,7 @@ _FINAL = (StopReason.PROMPT_TOO_LONG, StopReason.MAX_TOKENS, StopReason.TRUNCATE
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command; settings follow as --section.key value."""
-    parser.add_argument("target", metavar="RUN_OR_MODEL", help="a run folder, a model folder or a model name")
+    parser.add_argument("target", metavar="RUN_OR_MODEL", help="a run folder, recipe, model folder or model name")
     parser.add_argument("--world", metavar="RECIPE", help=f"a recipe or a .py file (for a model: {DEFAULT_WORLD})")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
 
@@ -94,11 +96,14 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def target_config(target: str, world: str | None, overrides: Sequence[str]) -> tuple[RunFolder | None, Config]:
-    """Return the run folder that `target` names, if it is one, and the configuration.
+    """Return the run folder that `target` names, if it is one, and the configuration; a recipe is its cold start.
 
     Raises UserError for a path that does not exist.
     """
     path = Path(target)
+    shipped = [recipe.cold_start for recipe in list_recipes() if recipe.name == target and recipe.cold_start.is_dir()]
+    if shipped and not path.exists():
+        return target_config(str(shipped[0]), world or target, overrides)
     if (path / "config.toml").is_file():
         chosen = ["--env.name", world] if world else []
         return RunFolder(path), policy_config(RunFolder(path), [*chosen, *overrides])

@@ -7,6 +7,7 @@ A training command is a module with a `TrainingStage`, whose `add_arguments` and
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from ludus.training.run.run_dir import (
 )
 
 QUICK_HELP = "minutes instead of hours: fewer steps and tasks, unless set on the command line"
+
+log = logging.getLogger("ludus")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ class TrainingStage:
         warnings = file_warnings(folder, run_config(folder, overrides))
         load_libraries()
         from ludus.training.learner.learner import explain_out_of_memory
-        from ludus.training.resume import check_kind, check_resume, describe_resume, is_complete
+        from ludus.training.resume import check_kind, check_resume, describe_changes, describe_resume, is_complete
 
         check_kind(folder, self.kind)
         with lock_run(folder):
@@ -110,6 +113,9 @@ class TrainingStage:
                 self.print_done(folder, config)
                 return 0
             train = self.prepare(config, False)
+            if changed := describe_changes(folder, config):
+                warnings = [f"Changed from here on: {changed}", *warnings]
+                log.info("changed from here on: %s", changed)
             print_line(make_console(), describe_resume(folder, config, self.kind))
             for text in warnings:
                 print_line(make_console(), f"! {text}", "yellow")
@@ -179,4 +185,6 @@ def describe_checkpoint(folder: RunFolder) -> str:
     from ludus.training.run.checkpoint import list_checkpoints
 
     found = list_checkpoints(folder.checkpoints)
-    return f"The newest checkpoint is that of step {found[-1][0]}. " if found else "No checkpoint was saved. "
+    if not found:
+        return "No checkpoint was saved: a resume starts at step 1. "
+    return f"The newest checkpoint is that of step {found[-1][0]}. "

@@ -135,6 +135,10 @@ def train(config: Config, folder: RunFolder, session: TrainingSession | None) ->
 def print_results(console: Console, folder: RunFolder, config: Config, comparisons: Sequence[Comparison]) -> None:
     """Print held-out success before and after training, examples, and the next commands."""
     console.print(comparison_table(comparisons))
+    sizes = {(len(pair.before.task_ids), len(pair.after.task_ids)) for pair in comparisons if pair.before}
+    for before, after in sorted(pair for pair in sizes if pair[0] != pair[1]):
+        text = f"{before} tasks were evaluated before training (evaluation.tasks_before), {after} after it."
+        print_text(console, text)
     if any(pair.after.worlds for pair in comparisons):
         console.print(worlds_table(comparisons))
     conditions = [(pair.before.plan.conditions, pair.after.plan.conditions) for pair in comparisons if pair.before]
@@ -251,9 +255,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> FittedTable:
     for pair in comparisons:
         before = format_success(pair.before) if pair.before else "not evaluated"
         plan, num = pair.after.plan, len(pair.after.task_ids)
-        num_before = len(pair.before.task_ids) if pair.before else num
-        tasks = num if num_before == num else f"{num_before} before, {num} after"
-        rows.append((plan.split, format_sampling(plan), tasks, before, format_success(pair.after)))
+        rows.append((plan.split, format_sampling(plan), num, before, format_success(pair.after)))
     return make_table(columns, rows, "Held-out success, with 95 % intervals")
 
 

@@ -13,7 +13,7 @@ from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.kl import control_of
 from ludus.algorithms.spec.resolve import algorithm_of, check_observations, minibatches_of, resolve
 from ludus.config.schema import Config
-from ludus.config.sections.algorithm import CriticConfig, PrimeConfig
+from ludus.config.sections.algorithm import AlgorithmConfig, CriticConfig, PrimeConfig
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.config.sections.section import changed
 from ludus.diagnostics.metrics import step_metrics
@@ -442,7 +442,7 @@ def updates_of(config: Config) -> int:
 
 def _warn_ratios(config: Config, algorithm: Algorithm) -> Iterator[str]:
     part = algorithm.loss_spec.ratio_part
-    if not part or updates_of(config) > 1:
+    if not part or updates_of(config) > 1 or _is_plain_default(config):
         return
     to_engine = algorithm.loss_spec.has(Need.BEHAVIOR_RATIO) or config.training.learner.old_logprobs == "engine"
     if to_engine and config.training.off_policy:
@@ -451,6 +451,13 @@ def _warn_ratios(config: Config, algorithm: Algorithm) -> Iterator[str]:
         f"{part} of the loss {algorithm.loss} has no effect: with one update per batch all ratios are 1. "
         f"{_MORE_UPDATES}."
     )
+
+
+def _is_plain_default(config: Config) -> bool:
+    """Return whether neither an algorithm with a clip nor the number of updates was chosen."""
+    chosen = config.algorithm
+    clips = (chosen.loss, chosen.clip_low, chosen.clip_high, chosen.dual_clip, config.training.minibatches)
+    return chosen.preset == AlgorithmConfig().preset and not chosen.options.loss and all(v is None for v in clips)
 
 
 def _warn_corrections(config: Config, algorithm: Algorithm) -> Iterator[str]:

@@ -57,6 +57,8 @@ def model_path(config: Config) -> str:
     """Return the policy's path: the configured one, or the world's packaged cold start."""
     if config.model.path is not None:
         return config.model.path
+    if config.env.name.endswith(".py") and not Path(config.env.name).is_file():
+        raise UserError(f"The file {config.env.name} of env.name does not exist.", "Check the path.")
     folder = next((recipe.cold_start for recipe in list_recipes() if recipe.name == config.env.name), None)
     if folder is None or not folder.is_dir():
         raise UserError(
