@@ -69,8 +69,8 @@ class SqlSettings(BaseModel):
     """`none`: no tools."""
     rows: int = Field(20, ge=1, le=200)
     """Maximum number of rows in an output of `sql`."""
-    forget: float = Field(0.4, ge=0, le=1)
-    """Fraction of demonstrations that ignore a part of the question."""
+    omit_condition: float = Field(0.4, ge=0, le=1)
+    """Fraction of demonstrations that omit a condition or the order from the query."""
     well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
     """Weight of an episode without a failed call whose answer is right, was run, or is the output of a call.
     `result_set` has 1."""
@@ -139,7 +139,7 @@ class SqlWorld(World):
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """Yield dialogues of the flawed expert on random training tasks without end."""
         rng = random.Random(f"demonstrations:{self.settings.seed}:{seed}")
-        flaws = SqlFlaws(omit_condition=self.settings.forget)
+        flaws = SqlFlaws(omit_condition=self.settings.omit_condition)
         while True:
             yield self._dialogue(rng.choice(self.questions["train"]), flaws, rng)
 
