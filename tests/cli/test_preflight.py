@@ -10,6 +10,8 @@ import pytest
 
 from ludus.config.load import load_config
 from ludus.config.pipeline import load_pipeline
+from ludus.config.sections.model import ScratchConfig
+from ludus.engines.models.loading import build_tiny, load_tokenizer
 from ludus.errors import StorageError, UserError
 from ludus.training.run import preflight
 from ludus.training.run.own_files import changed_files, copy_files
@@ -67,6 +69,20 @@ def test_adapters_are_counted_as_peft_makes_them(model, targets):
     policy = open_session(config := load_config("search", words)).model
     num = sum(weight.numel() for weight in policy.parameters() if weight.requires_grad)
     assert preflight.num_saved(config, dict(preflight.tensor_shapes(model))) == num
+
+
+def test_the_matrices_of_a_new_model_are_counted_as_it_is_built(model, tmp_path, monkeypatch):
+    tokenizer = load_tokenizer(str(model))
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 48, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
+    built = build_tiny(init := ScratchConfig(**sizes), tokenizer, seed=0)
+    matrices = {name.removeprefix("model."): w.shape for name, w in built.named_parameters() if w.dim() == 2}
+    shapes = preflight.init_shapes(init)
+    assert sorted(shapes.values()) == sorted(map(tuple, matrices.values()))
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    assert "checkpoints of this run need about" in refused(
+        "sft", "search", "--from-scratch", "--run.dir", tmp_path / "r"
+    )
 
 
 @pytest.mark.parametrize(

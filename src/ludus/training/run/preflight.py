@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ludus.config.pipeline import StageKind
 from ludus.config.schema import Config
+from ludus.config.sections.model import ScratchConfig
 from ludus.envs.registry import WORLDS
 from ludus.errors import StorageError, UserError, did_you_mean
 from ludus.recipes import list_recipes
@@ -31,6 +32,7 @@ def check_new_run(config: Config, kind: StageKind) -> None:
     check_new(config)
     check_extras(config)
     if config.model.from_scratch:
+        check_disk(config, kind, num_saved(config, init_shapes(config.model.init)))
         return
     folder = local_folder(model_path(config))
     if folder is None:
@@ -51,6 +53,16 @@ def num_saved(config: Config, tensors: Mapping[str, Sequence[int]]) -> int:
     else:
         names = [name for name in layers if name.rpartition(".")[2] in lora.target_modules]
     return lora.rank * sum(sum(layers[name]) for name in names)
+
+
+def init_shapes(init: ScratchConfig) -> dict[str, tuple[int, ...]]:
+    """Return the names and shapes of the matrices of a new model (`build_tiny`) with a full vocabulary."""
+    hidden, wide = init.hidden_size, init.intermediate_size
+    kv = hidden // init.num_heads * init.num_kv_heads
+    out_in = dict.fromkeys(("q_proj", "o_proj"), (hidden, hidden)) | dict.fromkeys(("k_proj", "v_proj"), (kv, hidden))
+    out_in |= {"gate_proj": (wide, hidden), "up_proj": (wide, hidden), "down_proj": (hidden, wide)}
+    layers = {f"layers.{n}.{name}.weight": shape for n in range(init.num_layers) for name, shape in out_in.items()}
+    return {"embed_tokens.weight": (init.vocab_size, hidden), **layers}
 
 
 def model_path(config: Config) -> str:
