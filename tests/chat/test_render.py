@@ -393,6 +393,13 @@ def test_the_end_of_turn_is_sampled_and_never_doubled():
     assert trajectory.token_ids.count(END) == prompt.tokens.count(END) + 3
 
 
+def test_a_turn_that_was_cut_off_is_closed_before_the_next_messages():
+    cut = says("Fra")
+    sampled = RENDERER.action([user("q")], cut, ())[:-1]
+    tokens = (*RENDERER.prompt([user("q")], ()), *sampled, *RENDERER.observation([user("go on")], sampled[-1]))
+    assert tokens == RENDERER.prompt([user("q"), cut, user("go on")], ())
+
+
 # Reading back
 
 

@@ -254,6 +254,10 @@ def test_observations_continue_the_sampled_tokens_alike(name):
             bridge = oracle.bridge_to_next_turn(prompt, list(action), new, tools=schemas(probe))
             expected = bridge.token_ids[len(prompt) + len(action) :]
             assert list(ours.observation(new, action[-1])) == expected, (probe.name, turn)
+            if name not in ("glm-4.5", "gemma4"):  # these close it with the end of the text, or render again
+                bridge = oracle.bridge_to_next_turn(prompt, list(action[:-1]), new, tools=schemas(probe))
+                expected = bridge.token_ids[len(prompt) + len(action) - 1 :]
+                assert list(ours.observation(new, action[-2])) == expected, (probe.name, turn, "cut off")
             compared += 1
     assert compared >= 2
 

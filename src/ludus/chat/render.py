@@ -246,8 +246,8 @@ class TemplateRenderer:
     def observation(self, messages: Sequence[Message], last: int | None = None) -> tuple[int, ...]:
         """Return the tokens after an assistant turn: its tail, the messages, the generation prompt.
 
-        If the format has several end-of-turn tokens, the one that these messages follow precedes them, unless it
-        is `last`.
+        The end-of-turn token that these messages follow precedes them if `last`, the last token of the turn, is another:
+        the turn was cut off, or the format has several.
         """
         opening: list[Message] = [Message(role="user", content="q")]
         marked = Message(role="assistant", content=_MARKER)
@@ -259,8 +259,7 @@ class TemplateRenderer:
         in_history = text if results else _ENDS_IN_HISTORY.get(self._parse.name, text)
         delta = _cut_after_turn(self.text([*opening, marked, *messages], (), generate=True), in_history)
         tokens = self._encode_after(text, delta) if self._needs_context else self._encode(delta)
-        is_missing = last is not None and last != number and len(self.stop_token_ids) > 1
-        return (number, *tokens) if is_missing else tokens
+        return tokens if last in (None, number) else (number, *tokens)
 
     def action(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> tuple[int, ...]:
         """Render the assistant turn that follows `history`, with the end-of-turn token."""
