@@ -246,8 +246,8 @@ class TemplateRenderer:
     def observation(self, messages: Sequence[Message], last: int | None = None) -> tuple[int, ...]:
         """Return the tokens after an assistant turn: its tail, the messages, the generation prompt.
 
-        The end-of-turn token that these messages follow precedes them if `last`, the last token of the turn, is another:
-        the turn was cut off, or the format has several.
+        The end-of-turn token that these messages follow precedes them if `last`, the last token of the turn, is
+        another one: the turn was cut off, or the format has several.
         """
         opening: list[Message] = [Message(role="user", content="q")]
         marked = Message(role="assistant", content=_MARKER)
