@@ -1,4 +1,4 @@
-"""Write the tables of the docs that list algorithms and their parts: python -m generators.algorithm_tables [--check].
+"""Write the tables of the docs that list algorithms, parts and alarms: python -m generators.algorithm_tables [--check].
 
 A table stands between `<!-- begin table: NAME -->` and `<!-- end table -->`. All are made from the specs and presets.
 """
@@ -21,9 +21,10 @@ from ludus.algorithms.kl import FULL_KL_NAMES
 from ludus.algorithms.losses import LOSSES
 from ludus.algorithms.spec.resolve import PRESETS
 from ludus.algorithms.tensors import Outcomes, TokenBatch
+from ludus.diagnostics.alarms import rules
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("docs/understand/**/*.md", "docs/extend/*.md")
+PAGES = ("docs/understand/**/*.md", "docs/extend/*.md", "docs/use/read_a_run.md")
 MARKED = re.compile(r"(<!-- begin table: (.+?) -->\n).*?(<!-- end table -->)", re.S)
 """The markers, and the name of the table between them."""
 
@@ -162,6 +163,10 @@ TABLES: Mapping[str, Callable[..., str]] = {
     "term options": lambda: option_lines(TERM_OPTIONS),
     "parameters": parameters,
     "needs": needs,
+    "alarms": lambda: table(
+        ("alarm", "cause", "remedy", "action"),
+        [(f"`{name}`", rule.cause, rule.remedy, f"`{rule.action}`") for name, rule in rules().items()],
+    ),
 }
 
 

@@ -76,7 +76,7 @@ def test_the_ledger_is_summed_with_its_reasons():
 def test_an_alarm_is_told_once_with_its_steps():
     loud = {"tools/error_rate": 0.9, "tools/status/raised": 0.9}
     (text,) = format_alarms(rows(loud, {"tools/error_rate": 0.1}, loud | {"tools/error_rate": 0.8}))
-    assert text.startswith("80% of the tool calls end in an error, most often raised")
+    assert text.startswith("Most tool calls end in an error: 80% of the calls, most often raised")
     assert text.endswith("(at 2 of 3 steps, last at step 3)")
     dead = {"reward/mean": 0.0, "reward/std": 0.0}
     assert "(at 2 of 6 steps, last at step 6)" in format_alarms(rows(*[dead] * 6))[0]

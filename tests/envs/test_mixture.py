@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludus.config import config_from_toml, load_config, to_toml
-from ludus.diagnostics.metrics import alarms, rollout_metrics
+from ludus.diagnostics.alarms import find_alarms
+from ludus.diagnostics.metrics import rollout_metrics
 from ludus.envs.mixture import MixedWorld, MixtureMember
 from ludus.envs.registry import build_world
 from ludus.envs.task_mixture import MixtureOrder, Shares, TaskPool
@@ -324,7 +325,8 @@ def test_metrics_and_alarms_by_world(world):
     assert metrics["env/games/share"] == 0.5
     assert metrics["env/games/zero_variance"] == 1.0
     assert metrics["reward/prices/well_formed"] == 1.0
-    assert any("world games in the last 5 steps" in text for text in alarms([metrics] * 5))
+    found = {alarm.name: alarm.evidence for alarm in find_alarms([metrics] * 5)}
+    assert "in the world games in the last 5 steps" in found["zero_reward"]
 
 
 def test_rewards_are_normalised_by_world(world, recipe):

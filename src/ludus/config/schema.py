@@ -7,7 +7,7 @@ line, `ludus config --keys` and the saved configuration read the schema.
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -50,6 +50,16 @@ class EvaluationConfig(Section):
     """Maximum tasks of an evaluation during training, the same ones each time."""
 
 
+class AlarmsConfig(Section):
+    """Alarms: problems that the metrics of a run show (docs/use/read_a_run.md)."""
+
+    actions: dict[str, Literal["off", "note", "warn", "pause", "stop"]] = Field({})
+    """Action by alarm, in place of its default: off, note, warn, pause (write a checkpoint and end the run, which can
+    be resumed) or stop (the same without advice to resume it)."""
+    webhook: str | None = None
+    """URL that receives each new alarm as a JSON object by POST. None is no webhook."""
+
+
 class RunConfig(Section):
     """The run folder and the machine."""
 
@@ -90,6 +100,7 @@ class Config(Section):
     rft: RftConfig = RftConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
+    alarms: AlarmsConfig = AlarmsConfig()
     run: RunConfig = RunConfig()
 
     @model_validator(mode="after")

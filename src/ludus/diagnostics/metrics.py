@@ -1,4 +1,4 @@
-"""Metrics of a step that come from its rollouts, and alarms.
+"""Metrics of a step that come from its rollouts.
 
 The names depend on the reward parts, tools and trees of a step, never on the outcome of an episode. A
 share whose denominator is 0 is 0. An episode with an infrastructure failure counts in `episode/stop/failed` and
@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, cast
 
+from ludus.diagnostics.alarms import GROUP_STD, SUCCESS
+from ludus.diagnostics.behavior_metrics import behavior_metrics
 from ludus.plugins import find_plugin
 from ludus.types import WORLD_TAG, Group, StopReason, ToolStatus, Trajectory
 
-ENTROPY: Final = "policy/entropy"
-"""The learner's mean entropy of action tokens, in nats."""
 SAMPLED_ENTROPY: Final = "policy/sampled_entropy"
 """Mean of `-logprob` over the action tokens of all episodes, dropped groups included, in nats: an unbiased
 estimate of the entropy of the distribution that was sampled."""
@@ -24,19 +24,8 @@ LOW_ENTROPY_GROUPS: Final = "groups/low_entropy"
 """Share of the groups in which that mean is below `MIN_ENTROPY`."""
 MIN_ENTROPY: Final = 0.02
 """Nats per action token below which a policy has collapsed onto one continuation."""
-MEAN_AGE: Final = "staleness/mean"
-LOGPROB_GAP: Final = "mismatch/logprob_diff"
-"""The learner's mean of `|old - behavior|` over action tokens, in nats."""
-
 _NO_TOOL = (ToolStatus.UNKNOWN_TOOL, ToolStatus.MALFORMED)
 """Calls without a tool: the model invents the name, so metrics by name would be unbounded."""
-ALARM_STEPS: Final = 5
-"""Steps in a row with low entropy, or whose rewards are all 0, that raise an alarm; `alarms` needs no more history."""
-MAX_LOGPROB_GAP: Final = 0.05
-"""Limit, in nats, of the mean difference between the log-probabilities of learner and engine in an on-policy step."""
-MAX_SHARE: Final = 0.5
-"""Share of failed tool calls, of episodes that end in tool errors or at a token limit, or of groups without
-exploration above which an alarm is raised."""
 
 
 def rollout_metrics(
@@ -60,10 +49,10 @@ def rollout_metrics(
     }
     metrics |= _reward_metrics(finished)
     if success is not None:
-        metrics["success/mean"] = _mean([t.rewards.get(success, 0.0) for t in finished])
+        metrics[SUCCESS] = _mean([t.rewards.get(success, 0.0) for t in finished])
     metrics |= _length_metrics(finished)
     metrics |= _entropy_metrics(groups)
-    metrics |= _tool_metrics(finished)
+    metrics |= _tool_metrics(finished) | behavior_metrics(finished)
     stops = Counter(path.stop_reason for t in trajectories for path in t.attempts())
     metrics |= {f"episode/stop/{reason}": _share(stops[reason], stops.total()) for reason in StopReason}
     metrics |= _tree_metrics(finished)
@@ -77,21 +66,6 @@ Metric = Callable[[Sequence[Group]], Mapping[str, float]]
 def step_metrics(names: Sequence[str]) -> tuple[Metric, ...]:
     """Return the plug-ins of `run.metrics`. Raises ConfigError for an unknown name."""
     return tuple(cast(Metric, find_plugin("metrics", name, "run.metrics", ())) for name in names)
-
-
-def alarms(history: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return a sentence for each problem in the metrics of the last steps (oldest first).
-
-    A metric that is absent raises no alarm.
-    """
-    if not history:
-        return []
-    now, last = history[-1], history[-ALARM_STEPS:]
-    found = [_non_finite_metrics(now), _zero_variance(now)]
-    if len(last) == ALARM_STEPS:
-        found += _zero_rewards(last)
-        found.append(_entropy(last) or _exploration(last))
-    return [sentence for sentence in (*found, *_thresholds(now)) if sentence]
 
 
 def _finished(trajectory: Trajectory) -> bool:
@@ -177,7 +151,10 @@ def _group_metrics(groups: Sequence[Group], success: str | None, equal: Sequence
         for group, known in zip(groups, equal, strict=True)
         if len(group.trajectories) > 1 and any(map(_finished, group.trajectories))
     ]
-    metrics = {"groups/zero_variance": _share(sum(several), len(several))}
+    metrics = {
+        "groups/zero_variance": _share(sum(several), len(several)),
+        GROUP_STD: _mean([_std([r for t in group for r in t.row_rewards]) for group in members]),
+    }
     if success is not None:
         scores = [[t.rewards.get(success, 0.0) for t in group] for group in members]
         metrics["groups/solve_all"] = _share(sum(min(group) >= 1 for group in scores), len(members))
@@ -234,103 +211,3 @@ def _std(values: Sequence[float]) -> float:
 
 def _share(count: int, total: int) -> float:
     return count / total if total else 0.0
-
-
-def _non_finite_metrics(now: Mapping[str, float]) -> str:
-    non_finite = [name for name, value in now.items() if not math.isfinite(value)]
-    return f"these metrics are not finite numbers: {', '.join(non_finite)}" if non_finite else ""
-
-
-def _zero_variance(now: Mapping[str, float]) -> str:
-    has_other_loss = "distill/reverse_kl" in now or now.get("experts/trained", 0.0) > 0
-    if now.get("groups/zero_variance", 0.0) < 1 or has_other_loss:
-        return ""
-    easy, hard = "too easy (all solved)", "too hard (none solved)"
-    why = easy if now.get("groups/solve_all", 0.0) >= 1 else hard if now.get("groups/solve_none", 0.0) >= 1 else ""
-    return (
-        "every group has equal rewards, so the policy loss is exactly 0 and nothing is learned from rewards: "
-        f"the tasks are {why or f'{easy} or {hard}'}"
-    )
-
-
-def _is_zero(metrics: Mapping[str, float], mean: str, std: str) -> bool:
-    return metrics.get(mean) == 0 and metrics.get(std) == 0
-
-
-def _zero_reward_cause(last: Sequence[Mapping[str, float]]) -> str:
-    """Return a likely cause of zero rewards according to the metrics, and a remedy."""
-    cold = "run a cold start first (ludus sft RECIPE --model MODEL) and train its checkpoint"
-    if all(m.get("tools/calls_per_episode") == 0 for m in last):
-        return f"the model calls no tool. If the tasks need one, {cold}"
-    if all(_cut_share(m) > MAX_SHARE for m in last):
-        return (
-            "most episodes are cut off by a token limit before they answer. Raise rollout.max_tokens_per_turn or "
-            f"rollout.max_seq_len; if the model has not learned the answer format, {cold}"
-        )
-    return (
-        "the model solves no task, or the reward function is wrong; read some rollouts and score a correct "
-        f"answer by hand. If the model cannot solve the tasks yet, {cold}"
-    )
-
-
-def _zero_rewards(last: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return an alarm if all rewards are 0, or for each world of a mixture with only rewards of 0."""
-    if all(_is_zero(m, "reward/mean", "reward/std") for m in last):
-        return [f"every reward of the last {len(last)} steps is 0: {_zero_reward_cause(last)}"]
-    end = "/reward_std"
-    worlds = [name.removesuffix(end) for name in last[-1] if name.startswith("env/") and name.endswith(end)]
-    return [
-        f"every reward of the world {world.removeprefix('env/')} in the last {len(last)} steps is 0: the "
-        "model solves no task there"
-        for world in worlds
-        if all(_is_zero(m, f"{world}/reward", f"{world}/reward_std") for m in last)
-    ]
-
-
-def _entropy(last: Sequence[Mapping[str, float]]) -> str:
-    """Return an alarm for a persistent collapse. Steps without training have no entropy and are skipped."""
-    if ENTROPY not in last[-1] or not all(m.get(ENTROPY, 0.0) < MIN_ENTROPY for m in last):
-        return ""
-    return (
-        f"the entropy of the policy is {last[-1][ENTROPY]:.4g} nats per token, and was below "
-        f"{MIN_ENTROPY:g} in each of the last {len(last)} steps: it has collapsed onto one "
-        "continuation, and the attempts of a group will become identical"
-    )
-
-
-def _exploration(last: Sequence[Mapping[str, float]]) -> str:
-    """Return an alarm if most groups have no exploration: dropped groups do not count in the trained entropy."""
-    if not all(m.get(LOW_ENTROPY_GROUPS, 0.0) >= MAX_SHARE for m in last):
-        return ""
-    now = last[-1]
-    equal = now.get("groups/zero_variance", 0.0)
-    return (
-        f"exploration has ended in {now[LOW_ENTROPY_GROUPS]:.0%} of the groups (below {MIN_ENTROPY:g} nats "
-        f"per token as sampled; {equal:.0%} have equal rewards), in each of the last {len(last)} steps: "
-        "lower training.learning_rate, raise algorithm.entropy_coef, or use harder tasks"
-    )
-
-
-def _thresholds(now: Mapping[str, float]) -> Iterator[str]:
-    """Yield an alarm for each metric of the newest step above its limit."""
-    gap, off_policy = now.get(LOGPROB_GAP, 0.0), now.get(MEAN_AGE, 0.0) > 0  # expected with older weights
-    if gap > MAX_LOGPROB_GAP and not off_policy:
-        yield (
-            f"the learner and the engine differ by {gap:.4g} nats per token, above {MAX_LOGPROB_GAP:g}: "
-            "their weights, tokens, temperature or precision differ"
-        )
-    if (rate := now.get("tools/error_rate", 0.0)) > MAX_SHARE:
-        kinds = {s: now.get(f"tools/status/{s}", 0.0) for s in ToolStatus if s is not ToolStatus.OK}
-        worst = max(kinds, key=lambda status: kinds[status])
-        yield f"{rate:.0%} of the tool calls end in an error, most often {worst} ({kinds[worst]:.0%} of all calls)"
-    if (share := now.get(f"episode/stop/{StopReason.TOOL_ERRORS}", 0.0)) > MAX_SHARE:
-        yield f"{share:.0%} of the episodes end after consecutive tool errors: the tool calls of the model are wrong"
-    if (share := _cut_share(now)) > MAX_SHARE:
-        yield (
-            f"{share:.0%} of the episodes are cut off by a token limit: raise rollout.max_tokens_per_turn or "
-            "rollout.max_seq_len, or reward shorter answers"
-        )
-
-
-def _cut_share(now: Mapping[str, float]) -> float:
-    return sum(now.get(f"episode/stop/{r}", 0.0) for r in (StopReason.TRUNCATED, StopReason.MAX_TOKENS))

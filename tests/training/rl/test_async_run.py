@@ -18,7 +18,6 @@ from ludus.cli.ui.progress import format_idle
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.config.sections.training import StalenessConfig
-from ludus.diagnostics.metrics import ALARM_STEPS
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import StorageError, WorldError
 from ludus.rewards.registry import NAMED, RegisteredReward
@@ -400,18 +399,6 @@ def test_replayed_groups_train_again_and_are_no_episodes_of_the_step(tiny_run, t
     assert ludus("train", "--resume", folder, "--training.steps", STEPS + 1).code == 0
     last = list(read_metrics(folder / "metrics.jsonl"))[-1].metrics
     assert last["replay/groups"] == min(3, rows[-1]["replay/kept"] - last["replay/expired"]) > 0
-
-
-def test_a_run_keeps_the_metrics_of_as_many_steps_as_an_alarm_looks_at(tiny_run, tmp_path, monkeypatch):
-    plain, trainers = build.build_trainer, []
-
-    def built(*parts):
-        trainers.append(plain(*parts))
-        return trainers[-1]
-
-    monkeypatch.setattr(build, "build_trainer", built)
-    run(tiny_run, tmp_path / "long", "async", training__steps=ALARM_STEPS + 2)
-    assert len(trainers[0][0].history) == ALARM_STEPS
 
 
 def test_no_thread_is_left_behind(streamed, threads_before):

@@ -16,7 +16,7 @@ from ludus.config import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.embedded.scheduler import BatchScheduler
 from ludus.engines.models.loading import load_model
-from ludus.errors import SyncError
+from ludus.errors import LearnerError, SyncError
 from ludus.evaluation.evaluate import load_evaluation
 from ludus.rollouts.ledger import Ledger, RolloutKey
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
@@ -155,9 +155,20 @@ def test_who_watches_a_run_hears_what_it_is_doing(tmp_path):
 def test_a_policy_that_has_collapsed_alarms_once_it_lasts(tmp_path):
     few = SMALLEST | {"training__steps": "5", "evaluation__tasks": "1"}
     cold = {"rollout__temperature": "0.1", "algorithm__filter_zero_variance": "false"}
-    told = [text for text in run(tmp_path / "run", **few, **cold).alarms if "entropy" in text]
+    told = [text for text in run(tmp_path / "run", **few, **cold).alarms if "policy/entropy" in text]
     assert len(told) == 1
-    assert "below 0.02 in each of the last 5 steps: it has collapsed" in told[0]
+    assert "below 0.02 in each of the last 5 steps" in told[0]
+    lines = [json.loads(line) for line in (tmp_path / "run" / "alarms.jsonl").read_text().splitlines()]
+    assert (5, "entropy_collapse", "warn") in [(one["step"], one["alarm"], one["action"]) for one in lines]
+
+
+@pytest.mark.parametrize(("action", "end"), [("pause", "paused after step 1"), ("stop", "stopped after step 1")])
+def test_an_alarm_can_end_a_run(tmp_path, action, end):
+    greedy = SMALLEST | {"rollout__temperature": "0.01", "algorithm__filter_zero_variance": "false"}
+    with pytest.raises(LearnerError, match=rf"Alarm equal_rewards: .* Run {end}") as caught:
+        run(tmp_path / "run", **greedy, alarms__actions=f'{{equal_rewards = "{action}"}}')
+    assert ("ludus train --resume" in str(caught.value)) == (action == "pause")
+    assert (tmp_path / "run" / "checkpoints" / "step-000001").is_dir()
 
 
 def test_the_timings_tell_what_the_engine_did(finished):

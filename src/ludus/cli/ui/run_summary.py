@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
-from ludus.diagnostics.metrics import ALARM_STEPS, ENTROPY, LOGPROB_GAP, alarms
+from ludus.diagnostics.alarms import ENTROPY, LOGPROB_GAP, Alarm, find_alarms
 from ludus.diagnostics.timings import episode_shares
 from ludus.diagnostics.trackers import MetricsRow
 
@@ -131,17 +130,16 @@ def format_ledger(rows: Sequence[MetricsRow]) -> str:
 
 
 def format_alarms(rows: Sequence[MetricsRow]) -> list[str]:
-    """Return each distinct alarm of the run with its latest text and the number of steps at which it fired."""
+    """Return each alarm of the run with its newest text and the number of steps at which it was raised."""
     history = [row.metrics for row in rows]
-    fired: dict[str, list[int]] = defaultdict(list)
-    latest: dict[str, str] = {}
+    steps: dict[str, list[int]] = defaultdict(list)
+    newest: dict[str, Alarm] = {}
     for number, row in enumerate(rows, start=1):
-        for text in alarms(history[max(0, number - ALARM_STEPS) : number]):
-            kind = re.sub(r"\d[\d.,e%+-]*", "", text)
-            fired[kind].append(row.step)
-            latest[kind] = text
-    counts = {kind: f"at {len(steps)} of {len(rows)} steps, last at step {steps[-1]}" for kind, steps in fired.items()}
-    return [f"{latest[kind]} ({count})" for kind, count in counts.items()]
+        for alarm in find_alarms(history[:number]):
+            steps[alarm.name].append(row.step)
+            newest[alarm.name] = alarm
+    counts = {name: f"at {len(own)} of {len(rows)} steps, last at step {own[-1]}" for name, own in steps.items()}
+    return [f"{newest[name].text} ({count})" for name, count in counts.items()]
 
 
 def explain_loss(rows: Sequence[MetricsRow]) -> str:

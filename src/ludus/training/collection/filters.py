@@ -22,7 +22,7 @@ from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.filters import GresoSettings, GresoState, Visit, variance_top, variance_top_p
 from ludus.config.schema import Config
 from ludus.config.sections.training import StalenessConfig
-from ludus.diagnostics.metrics import MEAN_AGE
+from ludus.diagnostics.alarms import MEAN_AGE
 from ludus.envs.base import TaskSequence
 from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.scheduler import Episode

@@ -25,7 +25,7 @@ from ludus.algorithms.kl import FULL_KL_NAMES, KLS
 from ludus.algorithms.losses.covariance import CovarianceMeans, token_covariance
 from ludus.algorithms.objective import Normalizer, Statistics, objective
 from ludus.algorithms.tensors import TokenBatch
-from ludus.diagnostics.metrics import ENTROPY, LOGPROB_GAP
+from ludus.diagnostics.alarms import ENTROPY, LOGPROB_GAP
 from ludus.errors import LearnerError
 from ludus.training.batches.chunked_lm_head import Entropy
 from ludus.training.batches.rows import (

@@ -18,6 +18,7 @@ from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.kl import KlControl, control_of
 from ludus.algorithms.spec.resolve import algorithm_of, minibatches_of
 from ludus.config.schema import Config
+from ludus.diagnostics.alarms import truncate_alarms
 from ludus.diagnostics.trackers import Tracker, make_tracker, read_metrics
 from ludus.engines.models.fingerprint import fingerprint_adapted
 from ludus.engines.models.loading import load_model, load_tokenizer
@@ -300,7 +301,8 @@ def probe_tokens(session: TrainingSession) -> tuple[int, ...]:
 
 
 def remove_later_steps(folder: RunFolder, done: int) -> None:
-    """Remove rollouts and evaluations of steps after `done`."""
+    """Remove rollouts, evaluations and alarms of steps after `done`."""
+    truncate_alarms(folder.alarms, done)
     for path in [*folder.rollouts.glob("step-*"), *folder.evaluations.glob("step-*")]:
         if int(path.name.split("-")[1].split(".")[0]) > done:
             path.unlink()

@@ -16,7 +16,8 @@ from typing import Protocol
 
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
-from ludus.diagnostics.metrics import ALARM_STEPS, alarms, rollout_metrics, step_metrics
+from ludus.diagnostics.alarms import Alarm, find_alarms, send_alarm, write_alarm
+from ludus.diagnostics.metrics import rollout_metrics, step_metrics
 from ludus.diagnostics.timings import StepTimings, scoring_hint, write_timings
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine, Sleepable, drain_stats
@@ -51,6 +52,7 @@ from ludus.types import Group
 
 log = logging.getLogger("ludus.rl")
 
+ALARM_REMEDY = "the change that the alarm proposes, or with another action for it (alarms.actions)"
 KL_REMEDY = "a larger algorithm.kl_coef, a lower training.learning_rate or another kl_control.guard_factor"
 
 CheckpointFiles = Callable[[], Mapping[str, str]]
@@ -148,7 +150,9 @@ class SyncTrainer(EvaluatedTrainer):
     collector: RolloutCollector
     train_step: TrainStep
     history: list[Mapping[str, float]] = field(default_factory=list)
-    """Metrics of the last steps, for alarms; of all steps if the run was resumed."""
+    """Metrics of all steps, for alarms."""
+    raised: list[Alarm] = field(default_factory=list, init=False)
+    """Alarms of the newest step."""
     reference_digests: Mapping[str, str] = field(default_factory=dict)
     """Digests of the models outside the checkpoint."""
     collector_state: CollectorState = field(init=False)
@@ -162,6 +166,7 @@ class SyncTrainer(EvaluatedTrainer):
         self.guards = (empty_batch_guard(self.collector.algorithm), ess_guard(self.session.config))
         for guard in self.guards:
             guard.restore(self.history)
+        self.raised = find_alarms(self.history, self.session.config.alarms.actions)
 
     @property
     def num_steps(self) -> int:
@@ -225,9 +230,8 @@ class SyncTrainer(EvaluatedTrainer):
         trajectories = [sample.episode.trajectory for sample in samples]
         timings = clock.metrics(trajectories, scoring_concurrency(self.session.config))
         await dispatch(lambda: self.write(step, samples, metrics, timings))
-        self.history = [*self.history, metrics][-ALARM_STEPS:]
-        for text in alarms(self.history):
-            self.alarm(step, text)
+        self.history.append(metrics)
+        self.raise_alarms(step)
         if not self.hint_shown and (hint := scoring_hint(timings, self.session.config)):
             self.hint_shown = True
             self.alarm(step, hint)
@@ -278,6 +282,8 @@ class SyncTrainer(EvaluatedTrainer):
             waiting = waiting_texts(self.collector_state.waiting)
             await dispatch(lambda: self.save(state, waiting | dict(files())))
         if pause is not None:
+            if any(one.rule.action == "stop" for one in self.raised):
+                raise LearnerError(f"{pause[0]} Run stopped after step {step}.", self.raised[0].rule.remedy)
             raise LearnerError(
                 f"{pause[0]} Run paused after step {step}.", f"Resume with {pause[1]}: {resume_command(self.folder)}"
             )
@@ -288,7 +294,20 @@ class SyncTrainer(EvaluatedTrainer):
             self.alarm(step, warning)
         reasons = [(self.train_step.control_kl(metrics), KL_REMEDY)]
         reasons += [(guard.update(metrics), guard.remedy) for guard in self.guards]
+        ending = [one for one in self.raised if one.rule.action in ("pause", "stop")]
+        reasons += [(f"Alarm {one.name}: {one.rule.cause} ({one.evidence}).", ALARM_REMEDY) for one in ending]
         return next((pair for pair in reasons if pair[0]), None)
+
+    def raise_alarms(self, step: int) -> None:
+        """Report the alarms that this step raises and the step before it did not."""
+        before, settings = {one.name for one in self.raised}, self.session.config.alarms
+        self.raised = find_alarms(self.history, settings.actions)
+        for one in self.raised:
+            if one.name not in before:
+                self.alarm(step, one.text)
+                write_alarm(self.folder.alarms, step, one)
+                if settings.webhook:
+                    send_alarm(settings.webhook, self.folder.path.name, step, one)
 
     async def evaluate_during(self, step: int) -> dict[str, float]:
         """Return the evaluation metrics if an evaluation is due at this step."""

@@ -16,12 +16,13 @@ from ludus.config.schema import Config
 from ludus.config.sections.algorithm import AlgorithmConfig, CriticConfig, PrimeConfig
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.config.sections.section import changed
+from ludus.diagnostics.alarms import rules
 from ludus.diagnostics.metrics import step_metrics
 from ludus.diagnostics.trackers import find_tracker
 from ludus.envs.base import World
 from ludus.envs.mixture import worlds_in
 from ludus.envs.registry import build_world, check_sandbox
-from ludus.errors import ConfigError
+from ludus.errors import ConfigError, did_you_mean
 from ludus.evaluation.env_audit import AuditProgress, CheckPlan, reject_cheats
 from ludus.evaluation.evaluate import check_evaluation
 from ludus.rewards.registry import has_extra_rewards
@@ -92,6 +93,7 @@ def check_settings(config: Config, world: World) -> None:
     check_branch(config)
     check_observations(algorithm, config.training.mask_observations)
     check_trackers(config)
+    check_alarms(config)
     check_cache(config)
     check_max_requests(config)
     check_evaluation(config, world)
@@ -125,6 +127,14 @@ def check_trackers(config: Config) -> None:
     for name in config.run.trackers:
         find_tracker(name)
     step_metrics(config.run.metrics)
+
+
+def check_alarms(config: Config) -> None:
+    """Raise ConfigError for an unknown name in alarms.actions."""
+    for name in config.alarms.actions:
+        if name not in rules():
+            guess = did_you_mean(name, rules())
+            raise ConfigError(f'alarms.actions: unknown alarm "{name}".', f"{guess}Known: {', '.join(rules())}.")
 
 
 def check_cache(config: Config) -> None:

@@ -6,6 +6,7 @@ files/                 copies of the user's own Python files that the settings n
 log.txt                one merged log of all processes
 metrics.jsonl          one line per step; identical in a repeated run
 timings.jsonl          seconds and rates; they differ between runs
+alarms.jsonl           one line per alarm when it begins: step, name, action, cause, evidence, remedy
 rollouts/              step-000001.jsonl.gz, one trajectory per line
 evaluations/           step-000010-test-greedy.json and its rollouts
 pairs.jsonl.gz         preference training: pairs with reference log-probabilities
@@ -67,6 +68,11 @@ class RunFolder:
     def timings(self) -> Path:
         """Durations and throughput, stored separately from the metrics."""
         return self.path / "timings.jsonl"
+
+    @property
+    def alarms(self) -> Path:
+        """One JSON line per alarm."""
+        return self.path / "alarms.jsonl"
 
     @property
     def checkpoints(self) -> Path:

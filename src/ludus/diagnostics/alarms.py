@@ -1,0 +1,560 @@
+"""Alarms: problems that the metrics of a run show, each with cause, evidence, remedy and action.
+
+An alarm is a function of the metrics of all steps so far, oldest first, that returns its evidence, or an empty text.
+The decorator `alarm` registers it; texts, limits and the default action are in `alarms.toml` under its name. A metric
+that is absent raises no alarm. `echo_trap` is the rule of RAGEN (arXiv:2504.20073); the other limits are ours.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from itertools import islice
+from pathlib import Path
+from statistics import median
+from threading import Thread
+from typing import Final, Literal
+from urllib.request import Request, urlopen
+
+from ludus.rollouts.rollout_files import replaced_file
+from ludus.types import StopReason, ToolStatus
+
+Action = Literal["off", "note", "warn", "pause", "stop"]
+"""What an alarm does: nothing, show a note, show a warning, or write a checkpoint and end the run."""
+Row = Mapping[str, float]
+History = Sequence[Row]
+Check = Callable[..., str]
+
+log = logging.getLogger("ludus")
+_WEBHOOK_S: Final = 10.0
+
+SUCCESS: Final = "success/mean"
+ENTROPY: Final = "policy/entropy"
+"""The learner's mean entropy of action tokens, in nats."""
+GROUP_STD: Final = "groups/reward_std"
+"""Mean over groups of the standard deviation of the rewards in a group."""
+MEAN_AGE: Final = "staleness/mean"
+LOGPROB_GAP: Final = "mismatch/logprob_diff"
+"""The learner's mean of `|old - behavior|` over action tokens, in nats."""
+_LENGTH: Final = "response_length/mean"
+_CALLS: Final = "tools/calls_per_episode"
+_EQUAL: Final = "groups/zero_variance"
+_KL: Final = "policy/kl_reference"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Texts, limits and action of an alarm."""
+
+    cause: str
+    remedy: str
+    action: Action
+    limits: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    """A raised alarm. `evidence` has the numbers of the newest step."""
+
+    name: str
+    evidence: str
+    rule: Rule
+
+    @property
+    def text(self) -> str:
+        """Cause, evidence and remedy as a paragraph."""
+        return f"{self.rule.cause}: {self.evidence}. {self.rule.remedy}"
+
+
+_CHECKS: dict[str, Check] = {}
+
+
+def alarm(check: Check) -> Check:
+    """Register an alarm under the name of its function."""
+    _CHECKS[check.__name__] = check
+    return check
+
+
+@cache
+def rules() -> Mapping[str, Rule]:
+    """Return the rules by the name of their alarm, in the order of `alarms.toml`."""
+    found = tomllib.loads(resources.files(__package__).joinpath("alarms.toml").read_text("utf-8"))
+    return {name: Rule(one.pop("cause"), one.pop("remedy"), one.pop("action"), one) for name, one in found.items()}
+
+
+def find_alarms(history: History, actions: Mapping[str, Action] = {}) -> list[Alarm]:
+    """Return the alarms that the newest step raises; `actions` replaces the actions of `alarms.toml` by name."""
+    found = []
+    for name, rule in rules().items():
+        action = actions.get(name, rule.action)
+        if action != "off" and history and (evidence := _CHECKS[name](history, **rule.limits)):
+            found.append(Alarm(name, evidence, Rule(rule.cause, rule.remedy, action, rule.limits)))
+    return found
+
+
+def write_alarm(file: Path, step: int, raised: Alarm) -> None:
+    """Append an alarm to a file of JSON lines."""
+    with file.open("a", encoding="utf-8") as lines:
+        lines.write(json.dumps(_record(step, raised)) + "\n")
+
+
+def truncate_alarms(file: Path, step: int) -> None:
+    """Remove an incomplete last line and the alarms after `step`, which a resumed run raises again."""
+    if not file.is_file():
+        return
+    lines = file.read_text("utf-8").splitlines(keepends=True)
+    remaining = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    if remaining != lines:
+        with replaced_file(file) as new:
+            new.write("".join(remaining).encode())
+
+
+def send_alarm(url: str, run: str, step: int, raised: Alarm) -> Thread:
+    """POST an alarm as JSON in the returned thread, which ends with the process. A failure is only logged."""
+    body = json.dumps({"run": run} | _record(step, raised)).encode()
+    request = Request(url, body, {"Content-Type": "application/json"}, method="POST")
+
+    def send() -> None:
+        try:
+            urlopen(request, timeout=_WEBHOOK_S).close()
+        except (OSError, ValueError) as error:
+            log.warning("the webhook of the alarm %s failed: %s", raised.name, error)
+
+    thread = Thread(target=send, name="ludus-webhook", daemon=True)
+    thread.start()
+    return thread
+
+
+def _record(step: int, raised: Alarm) -> dict[str, str | int]:
+    rule = raised.rule
+    texts = {"action": rule.action, "cause": rule.cause, "evidence": raised.evidence, "remedy": rule.remedy}
+    return {"step": step, "alarm": raised.name, **texts}
+
+
+# Values of a metric
+
+
+def _last(history: History, name: str, steps: int) -> list[float]:
+    """Return the newest values, of steps with the metric; an empty list if there are fewer or the newest lacks it."""
+    if not history or name not in history[-1]:
+        return []
+    values = list(islice((row[name] for row in reversed(history) if name in row), steps))[::-1]
+    return values if len(values) == steps else []
+
+
+def _first(history: History, name: str, steps: int, last: int) -> float | None:
+    """Return the mean of the first `steps` values, or None before there are so many in front of the `last` steps."""
+    values = [row[name] for row in history[: len(history) - last] if name in row][:steps]
+    return _mean(values) if len(values) == steps else None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def _evaluations(history: History) -> tuple[str, list[tuple[Row, float]]]:
+    """Return the name of a held-out success of the newest step, and the rows that have it with its value."""
+    ends = ("/sampled/success", "/greedy/success")
+    names = [name for name in history[-1] if name.startswith("eval/") and name.endswith(ends)]
+    return (names[0], [(row, row[names[0]]) for row in history if names[0] in row]) if names else ("", [])
+
+
+def _above(history: History, name: str, steps: int, limit: float) -> str:
+    values = _last(history, name, steps)
+    return f"{name} is {values[-1]:.4g}, above {limit:g}" + _for(steps) if values and min(values) > limit else ""
+
+
+def _for(steps: int) -> str:
+    return f" in each of the last {steps} steps" if steps > 1 else ""
+
+
+# Rewards and groups
+
+
+@alarm
+def non_finite(history: History) -> str:
+    """NaN or infinite metrics."""
+    return ", ".join(name for name, value in history[-1].items() if not math.isfinite(value))
+
+
+@alarm
+def echo_trap(history: History, *, steps: int, first: int, fraction: float) -> str:
+    """The standard deviation in groups stays below a fraction of that of the first steps with successes."""
+    base = [row[GROUP_STD] for row in history if row.get(SUCCESS, 0.0) > 0 and GROUP_STD in row][:first]
+    values = _last(history, GROUP_STD, steps)
+    if len(base) < first or len(history) < steps + first or not values or max(values) >= fraction * _mean(base):
+        return ""
+    return f"{GROUP_STD} is {values[-1]:.3g}, and was {_mean(base):.3g} in the first {first} steps with successes"
+
+
+@alarm
+def echo_trap_early(history: History, *, steps: int, first: int, fraction: float) -> str:
+    """Standard deviation in groups and entropy are both below a fraction of their means over the first steps."""
+    falls = []
+    for name in (GROUP_STD, ENTROPY):
+        base, values = _first(history, name, first, steps), _last(history, name, steps)
+        if not base or not values or max(values) >= fraction * base:
+            return ""
+        falls.append(f"{name} fell from {base:.3g} to {values[-1]:.3g}")
+    return " and ".join(falls)
+
+
+@alarm
+def held_out_zero(history: History, *, evaluations: int, limit: float) -> str:
+    """Held-out success was above the limit once and is below it in the last evaluations."""
+    name, found = _evaluations(history)
+    values = [value for _, value in found]
+    last = values[-evaluations:]
+    if len(values) <= evaluations or max(values) < limit or max(last) >= limit:
+        return ""
+    return f"{name} is below {limit:g} in the last {evaluations} evaluations, and was {max(values):.3g}"
+
+
+@alarm
+def zero_reward(history: History, *, steps: int) -> str:
+    """All rewards are 0, of the run or of a world of a mixture."""
+    names = [("reward/mean", "reward/std")]
+    names += [
+        (name.removesuffix("_std"), name)
+        for name in history[-1]
+        if name.startswith("env/") and name.endswith("/reward_std")
+    ]
+    for mean, std in names:
+        values = _last(history, mean, steps) + _last(history, std, steps)
+        if values and not any(values):
+            place = "" if mean == "reward/mean" else f" in the world {mean.split('/')[1]}"
+            return f"every reward{place} in the last {steps} steps; {_zero_reward_evidence(history[-steps:])}"
+    return ""
+
+
+def _zero_reward_evidence(last: History) -> str:
+    if all(row.get(_CALLS) == 0 for row in last):
+        return "the model calls no tool"
+    if all(_cut_share(row) > 0.5 for row in last):
+        return "most episodes are cut off by a token limit before they answer"
+    return "the model solves no task, or the reward function is wrong"
+
+
+@alarm
+def equal_rewards(history: History, *, steps: int, limit: float) -> str:
+    """All groups have equal rewards, and there is no other loss."""
+    now, values = history[-1], _last(history, _EQUAL, steps)
+    if not values or min(values) < limit or "distill/reverse_kl" in now or now.get("experts/trained", 0.0) > 0:
+        return ""
+    easy, hard = "too easy (all solved)", "too hard (none solved)"
+    why = easy if now.get("groups/solve_all", 0.0) >= 1 else hard if now.get("groups/solve_none", 0.0) >= 1 else ""
+    return f"the policy loss is exactly 0, and the tasks are {why or f'{easy} or {hard}'}"
+
+
+@alarm
+def few_differences(history: History, *, steps: int, limit: float) -> str:
+    """Most groups have equal rewards for long."""
+    values = _last(history, _EQUAL, steps)
+    return f"{_mean(values):.0%} of the groups of the last {steps} steps" if values and limit < min(values) < 1 else ""
+
+
+@alarm
+def uniform_failure(history: History, *, steps: int, solved: float) -> str:
+    """Success falls to exactly 0 from above `solved`."""
+    values = _last(history, SUCCESS, steps)
+    before = max((row.get(SUCCESS, 0.0) for row in history[:-steps]), default=0.0)
+    if not values or any(values) or before < solved:
+        return ""
+    return f"{SUCCESS} was up to {before:.2f}, and is exactly 0 in the last {steps} steps"
+
+
+# Entropy, KL, gradient
+
+
+@alarm
+def entropy_collapse(history: History, *, steps: int, limit: float) -> str:
+    """Entropy stays near 0. Steps without training have no entropy and raise no alarm."""
+    values = _last(history, ENTROPY, steps)
+    return (
+        f"{ENTROPY} is {values[-1]:.4g} nats per token, below {limit:g}{_for(steps)}"
+        if values and max(values) < limit
+        else ""
+    )
+
+
+@alarm
+def exploration_ended(history: History, *, steps: int, limit: float) -> str:
+    """Most groups have a low sampled entropy: dropped groups do not count in the trained entropy."""
+    values = _last(history, "groups/low_entropy", steps)
+    if not values or min(values) < limit:
+        return ""
+    return f"in {values[-1]:.0%} of the groups; {history[-1].get(_EQUAL, 0.0):.0%} have equal rewards"
+
+
+@alarm
+def entropy_explosion(history: History, *, steps: int, first: int, factor: float, rise: float) -> str:
+    """Entropy is far above that of the first steps."""
+    base, values = _first(history, ENTROPY, first, steps), _last(history, ENTROPY, steps)
+    if base is None or not values or min(values) < max(factor * base, base + rise):
+        return ""
+    return f"{ENTROPY} rose from {base:.3g} to {values[-1]:.3g} nats per token"
+
+
+@alarm
+def kl_jump(history: History, *, steps: int, window: int, factor: float, floor: float) -> str:
+    """The KL is above a multiple of the line through the `window` steps before."""
+    before, values = _last(history[:-steps], _KL, window), _last(history, _KL, steps)
+    if not before or not values or before[0] <= 0:
+        return ""
+    slope = max(0.0, (before[-1] - before[0]) / (window - 1))
+    expected = [before[-1] + slope * (step + 1) for step in range(steps)]
+    if any(value < max(factor * line, floor) for value, line in zip(values, expected, strict=True)):
+        return ""
+    return f"{_KL} is {values[-1]:.3g} nats per token; {expected[-1]:.3g} continues the {window} steps before"
+
+
+@alarm
+def gradient_spike(history: History, *, steps: int, window: int, factor: float) -> str:
+    """The gradient norm is a multiple of its median over the `window` steps before."""
+    name = "optim/grad_norm"
+    before, values = _last(history[:-steps], name, window), _last(history, name, steps)
+    if not before or not values or min(values) < factor * median(before):
+        return ""
+    return f"{name} is {values[-1]:.3g}; its median over {window} steps was {median(before):.3g}"
+
+
+@alarm
+def inert_clip(history: History, *, steps: int) -> str:
+    """No token is clipped although the ratios differ from 1."""
+    clipped, ratios = _last(history, "policy/clip_fraction", steps), _last(history, "policy/ratio_max", steps)
+    if not clipped or any(clipped) or not ratios or min(ratios) <= 1 + 1e-6:
+        return ""
+    return f"policy/clip_fraction is 0{_for(steps)}; ratios reach {max(ratios):.3f}"
+
+
+@alarm
+def zero_gradient(history: History, *, steps: int) -> str:
+    """Loss and gradient are 0 although groups have different rewards."""
+    values = _last(history, "loss/total", steps) + _last(history, "optim/grad_norm", steps)
+    equal = _last(history, _EQUAL, steps)
+    if not values or any(values) or (equal and min(equal) >= 1):
+        return ""
+    return f"loss/total and optim/grad_norm are 0{_for(steps)}"
+
+
+@alarm
+def critic(history: History, *, steps: int, limit: float) -> str:
+    """The explained variance of the critic stays at or below the limit."""
+    values = _last(history, "critic/explained_variance", steps)
+    return f"critic/explained_variance is {values[-1]:.3g}{_for(steps)}" if values and max(values) <= limit else ""
+
+
+# Lengths and text
+
+
+def _without_gain(history: History, name: str, steps: int, first: int, factor: float, gain: float) -> str:
+    """Return evidence if a metric rose by `factor` since the first steps and success by less than `gain`."""
+    base, values = _first(history, name, first, steps), _last(history, name, steps)
+    solved, now = _first(history, SUCCESS, first, steps), _last(history, SUCCESS, steps)
+    if (
+        not base
+        or not values
+        or min(values) < factor * base
+        or solved is None
+        or not now
+        or _mean(now) >= solved + gain
+    ):
+        return ""
+    return f"{name} rose from {base:.3g} to {values[-1]:.3g}; {SUCCESS} went from {solved:.2f} to {_mean(now):.2f}"
+
+
+@alarm
+def length_explosion(history: History, *, steps: int, first: int, factor: float, gain: float) -> str:
+    """Responses become longer without more success."""
+    return _without_gain(history, _LENGTH, steps, first, factor, gain)
+
+
+@alarm
+def truncation(history: History, *, steps: int, limit: float) -> str:
+    """Episodes reach a token limit."""
+    shares = [_cut_share(row) for row in history[-steps:]]
+    return f"{shares[-1]:.0%} of the episodes" if len(shares) == steps and min(shares) > limit else ""
+
+
+def _cut_share(row: Row) -> float:
+    return sum(row.get(f"episode/stop/{reason}", 0.0) for reason in (StopReason.TRUNCATED, StopReason.MAX_TOKENS))
+
+
+@alarm
+def repetition(history: History, *, steps: int, limit: float) -> str:
+    """Most tokens repeat an n-gram of their turn."""
+    return _above(history, "text/repeated", steps, limit)
+
+
+@alarm
+def parroting(history: History, *, steps: int, limit: float) -> str:
+    """Most tokens copy an n-gram of an observation."""
+    return _above(history, "text/copied", steps, limit)
+
+
+@alarm
+def language_mixing(history: History, *, steps: int, limit: float) -> str:
+    """Letters of scripts that the prompts do not contain."""
+    return _above(history, "text/foreign_script", steps, limit)
+
+
+# Tools
+
+
+@alarm
+def tool_loops(history: History, *, steps: int, limit: float) -> str:
+    """Calls repeat the call before them."""
+    return _above(history, "tools/repeated", steps, limit)
+
+
+@alarm
+def tool_hallucination(history: History, *, steps: int, limit: float) -> str:
+    """Calls of unknown tools."""
+    return _above(history, f"tools/status/{ToolStatus.UNKNOWN_TOOL}", steps, limit)
+
+
+@alarm
+def tool_errors(history: History, *, steps: int, limit: float) -> str:
+    """Failed calls."""
+    now, name = history[-1], "tools/error_rate"
+    if not (values := _last(history, name, steps)) or min(values) <= limit:
+        return ""
+    kinds = {status: now.get(f"tools/status/{status}", 0.0) for status in ToolStatus if status is not ToolStatus.OK}
+    worst = max(kinds, key=lambda status: kinds[status])
+    return f"{values[-1]:.0%} of the calls, most often {worst} ({kinds[worst]:.0%} of all calls)"
+
+
+@alarm
+def episodes_of_errors(history: History, *, steps: int, limit: float) -> str:
+    """Episodes that end after consecutive tool errors."""
+    return _above(history, f"episode/stop/{StopReason.TOOL_ERRORS}", steps, limit)
+
+
+@alarm
+def dead_tool(history: History, *, steps: int, calls: int) -> str:
+    """A tool whose calls all fail."""
+    for tool in _tools(history[-1]):
+        errors, counts = _last(history, f"tools/{tool}/error_rate", steps), _last(history, f"tools/{tool}/calls", steps)
+        if errors and min(errors) >= 1 and counts and sum(counts) >= calls:
+            return f"all {sum(counts):.0f} calls of {tool} in the last {steps} steps failed"
+    return ""
+
+
+def _tools(row: Row) -> Iterator[str]:
+    return (name.split("/")[1] for name in row if name.startswith("tools/") and name.endswith("/calls"))
+
+
+@alarm
+def tool_overuse(history: History, *, steps: int, first: int, factor: float, gain: float) -> str:
+    """More calls without more success."""
+    return _without_gain(history, _CALLS, steps, first, factor, gain)
+
+
+@alarm
+def tool_starvation(history: History, *, steps: int, first: int, fraction: float, calls: float) -> str:
+    """Calls per episode fall to a fraction of those of the first steps."""
+    base, values = _first(history, _CALLS, first, steps), _last(history, _CALLS, steps)
+    if base is None or base < calls or not values or max(values) > fraction * base:
+        return ""
+    return f"{_CALLS} fell from {base:.2f} to {values[-1]:.2f}"
+
+
+@alarm
+def unused_results(history: History, *, steps: int, limit: float) -> str:
+    """Results of tools of which nothing occurs in what follows."""
+    return _above(history, "tools/unused_results", steps, limit)
+
+
+@alarm
+def few_strategies(history: History, *, steps: int, first: int, fraction: float) -> str:
+    """The number of distinct sequences of tools falls to a fraction of that of the first steps, or to 1."""
+    name = "tools/sequences"
+    base, values = _first(history, name, first, steps), _last(history, name, steps)
+    if not base or not values or base < 2 or max(values) > max(1.0, fraction * base):
+        return ""
+    return f"{values[-1]:.0f} distinct sequences of tools in a step, at first {base:.1f}"
+
+
+# Rewards against success
+
+
+@alarm
+def shaping_only(history: History, *, window: int, rise: float, gain: float, solved: float) -> str:
+    """A reward part rises and success does not, over the whole run."""
+    if len(history) < 2 * window:
+        return ""
+    before, now = (_means(rows) for rows in (history[:window], history[-window:]))
+    success, at_first = now.get(SUCCESS, 1.0), before.get(SUCCESS, 1.0)
+    if success >= solved or success - at_first > gain:
+        return ""
+    for name, value in now.items():
+        is_part = name.startswith("reward/") and name not in ("reward/mean", "reward/std")
+        if is_part and name in before and value - before[name] >= rise:
+            rose = f"{name} rose from {before[name]:.2f} to {value:.2f}"
+            return f"{rose}; {SUCCESS} went from {at_first:.2f} to {success:.2f}"
+    return ""
+
+
+def _means(rows: History) -> dict[str, float]:
+    names = [name for name in rows[-1] if name.startswith(("reward/", SUCCESS))]
+    return {name: _mean([row.get(name, 0.0) for row in rows]) for name in names}
+
+
+@alarm
+def reward_hacking(history: History, *, evaluations: int, rise: float, drop: float) -> str:
+    """Held-out success is below its best evaluation while the training reward is above that of then."""
+    name, found = _evaluations(history)
+    if len(found) <= evaluations:
+        return ""
+    best, solved = max(found[:-evaluations], key=lambda pair: pair[1])
+    worse = [
+        row
+        for row, value in found[-evaluations:]
+        if value <= solved - drop and row["reward/mean"] >= best["reward/mean"] + rise
+    ]
+    if len(worse) < evaluations:
+        return ""
+    return (
+        f"{name} fell from {solved:.2f} to {found[-1][1]:.2f}; reward/mean rose from {best['reward/mean']:.2f} "
+        f"to {history[-1]['reward/mean']:.2f}"
+    )
+
+
+# Learner and engine
+
+
+@alarm
+def mismatch(history: History, *, steps: int, limit: float) -> str:
+    """Log-probabilities of learner and engine differ in on-policy steps."""
+    if history[-1].get(MEAN_AGE, 0.0) > 0:  # expected with older weights
+        return ""
+    values = _last(history, LOGPROB_GAP, steps)
+    return f"{values[-1]:.4g} nats per token, above {limit:g}" if values and min(values) > limit else ""
+
+
+@alarm
+def mismatch_by_length(history: History, *, steps: int, factor: float, floor: float) -> str:
+    """The difference is larger in later positions."""
+    buckets = [name for name in history[-1] if name.startswith(f"{LOGPROB_GAP}/")]
+    if len(buckets) < 2 or history[-1].get(MEAN_AGE, 0.0) > 0:
+        return ""
+    early, late = (_last(history, name, steps) for name in (buckets[0], buckets[-1]))
+    if not early or not late or any(b < max(floor, factor * a) for a, b in zip(early, late, strict=True)):
+        return ""
+    first, last = (name.rpartition("/")[2] for name in (buckets[0], buckets[-1]))
+    return f"{late[-1]:.3g} nats per token at positions {last}, {early[-1]:.3g} at {first}"
+
+
+@alarm
+def long_episodes(history: History, *, steps: int, turns: float, solved: float) -> str:
+    """Many turns, one reward, low success."""
+    lengths, success = _last(history, "turns/mean", steps), _last(history, SUCCESS, steps)
+    if not lengths or min(lengths) <= turns or not success or max(success) >= solved or "reward/turns" in history[-1]:
+        return ""
+    return f"turns/mean is {lengths[-1]:.1f}, {SUCCESS} {success[-1]:.2f}"

@@ -1,0 +1,110 @@
+"""Metrics of what the policy writes and does: repetition, copied text, scripts, and how it uses its tools.
+
+All are shares in [0, 1] except `tools/sequences`, a count. A share of an empty set is 0. They read the messages and
+tokens of finished episodes and need no forward pass.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Container, Sequence
+from functools import lru_cache
+from itertools import pairwise
+
+from ludus.types import Message, MessageToolCall, Trajectory
+
+_NGRAM = 8
+"""Tokens of a passage that counts as repeated or copied."""
+_WORD = re.compile(r"\w{3,}")
+
+
+def behavior_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the metrics of finished episodes; a tree counts as one episode per path."""
+    paths = [path for episode in episodes for path in episode.attempts()]
+    calls = [[call for message in path.messages for call in _calls(message)] for path in paths]
+    repeats = [_key(now) == _key(before) for own in calls for before, now in pairwise(own)]
+    unused = [not used for path in paths for used in _used_results(path.messages)]
+    return {
+        **_passage_metrics(paths),
+        "text/foreign_script": _share([foreign for path in paths for foreign in _foreign_letters(path.messages)]),
+        "tools/repeated": sum(repeats) / max(1, sum(map(len, calls))),
+        "tools/unused_results": _share(unused),
+        "tools/sequences": float(len({tuple(call["function"]["name"] for call in own) for own in calls})),
+    }
+
+
+def _passage_metrics(paths: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the shares of action tokens in passages that occurred before in their turn, or in an observation."""
+    repeated, copied = [], []
+    for path in paths:
+        observed: set[tuple[int, ...]] = set()
+        for segment in path.segments:
+            grams = list(zip(*(segment.tokens[n:] for n in range(_NGRAM)), strict=False))
+            if segment.kind == "action":
+                firsts = {gram: place for place, gram in reversed([*enumerate(grams)])}
+                repeated += _covered([firsts[gram] < n for n, gram in enumerate(grams)], len(segment.tokens))
+                copied += _covered([gram in observed for gram in grams], len(segment.tokens))
+            elif segment.kind == "observation":
+                observed.update(grams)
+    return {"text/repeated": _share(repeated), "text/copied": _share(copied)}
+
+
+def _covered(found: Sequence[bool], num_tokens: int) -> list[bool]:
+    """Return for each token whether a passage that starts at a place of `found` contains it."""
+    covered = [False] * num_tokens
+    for place, is_found in enumerate(found):
+        if is_found:
+            covered[place : place + _NGRAM] = [True] * _NGRAM
+    return covered
+
+
+def _calls(message: Message) -> Sequence[MessageToolCall]:
+    return message.get("tool_calls") or []
+
+
+def _key(call: MessageToolCall) -> tuple[str, str]:
+    return call["function"]["name"], call["function"]["arguments"]
+
+
+def _texts(message: Message) -> str:
+    arguments = (call["function"]["arguments"] for call in _calls(message))
+    return " ".join((message.get("reasoning_content", ""), message.get("content") or "", *arguments))
+
+
+def _used_results(messages: Sequence[Message]) -> list[bool]:
+    """Return for each result of a tool with new words whether one of them occurs in a later assistant message."""
+    known: set[str] = set()
+    waiting: list[set[str]] = []
+    used: list[bool] = []
+    for message in messages:
+        words = set(_WORD.findall(_texts(message)))
+        if message["role"] == "tool" and (new := words - known):
+            waiting.append(new)
+        elif message["role"] == "assistant":
+            used += [True for new in waiting if new & words]
+            waiting = [new for new in waiting if not new & words]
+        known |= words
+    return used + [False] * len(waiting)
+
+
+def _foreign_letters(messages: Sequence[Message]) -> list[bool]:
+    """Return for each letter of the assistant whether its script occurs in no message of others; ASCII never counts."""
+    others = "".join(_texts(message) for message in messages if message["role"] != "assistant")
+    scripts = {_script(letter) for letter in set(others) if letter.isalpha()} | {_script("a")}
+    own = "".join(_texts(message) for message in messages if message["role"] == "assistant")
+    return _outside(own, scripts)
+
+
+def _outside(text: str, scripts: Container[str]) -> list[bool]:
+    return [not letter.isascii() and _script(letter) not in scripts for letter in text if letter.isalpha()]
+
+
+@lru_cache(maxsize=4096)
+def _script(letter: str) -> str:
+    """Return the first word of a letter's Unicode name, such as LATIN or CJK."""
+    return unicodedata.name(letter, "").partition(" ")[0]
+
+
+def _share(found: Sequence[bool]) -> float:
+    return sum(found) / len(found) if found else 0.0

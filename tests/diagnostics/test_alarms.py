@@ -1,0 +1,251 @@
+"""Each alarm on a history that is made to show it, on histories just inside its bounds, and on healthy ones."""
+
+import json
+import math
+import random
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
+
+import pytest
+
+from ludus.config.settings import list_settings
+from ludus.diagnostics.alarms import Alarm, find_alarms, rules, send_alarm
+
+SETTINGS = {setting.key for setting in list_settings()}
+
+
+def healthy(num=40, seed=0):
+    """Metrics of a run that learns, with noise."""
+    draw = random.Random(seed)
+    rows = []
+    for step in range(num):
+        done = step / 40
+        solved = min(0.9, 0.3 + 0.5 * done + draw.uniform(-0.05, 0.05))
+        rows.append(
+            {
+                "reward/mean": solved + 0.1,
+                "reward/std": 0.4 - 0.1 * done,
+                "reward/right": solved,
+                "reward/format": 0.9 + 0.05 * done,
+                "success/mean": solved,
+                "groups/reward_std": 0.35 - 0.1 * done,
+                "groups/zero_variance": 0.2 + 0.2 * done,
+                "groups/low_entropy": 0.1,
+                "groups/solve_all": 0.1 + 0.3 * done,
+                "groups/solve_none": 0.1,
+                "policy/entropy": 0.5 - 0.3 * done,
+                "policy/kl_reference": 0.002 * step,
+                "policy/ratio_max": 1.0,
+                "policy/clip_fraction": 0.0,
+                "optim/grad_norm": 0.5 + draw.uniform(-0.1, 0.2),
+                "loss/total": 0.01,
+                "mismatch/logprob_diff": 1e-6,
+                "mismatch/logprob_diff/<=512": 1e-6,
+                "mismatch/logprob_diff/<=1024": 2e-6,
+                "response_length/mean": 100 + 20 * done,
+                "turns/mean": 3.0,
+                "tools/calls_per_episode": 2.0,
+                "tools/error_rate": 0.1,
+                "tools/status/unknown_tool": 0.0,
+                "tools/search/calls": 100.0,
+                "tools/search/error_rate": 0.1,
+                "tools/repeated": 0.05,
+                "tools/unused_results": 0.2,
+                "tools/sequences": 8.0,
+                "text/repeated": 0.05,
+                "text/copied": 0.1,
+                "text/foreign_script": 0.0,
+                "episode/stop/truncated": 0.02,
+                "episode/stop/tool_errors": 0.0,
+                "critic/explained_variance": 0.4,
+            }
+            | ({"eval/validation/sampled/success": solved} if step % 10 == 9 else {})
+        )
+    return rows
+
+
+def with_end(steps, **changes):
+    """A healthy run whose last steps have other metrics; `__` is a slash."""
+    rows = healthy()
+    change = {name.replace("__", "/"): value for name, value in changes.items()}
+    return rows[:-steps] + [row | change for row in rows[-steps:]]
+
+
+def unsolved(rows, success):
+    """The same run without a rise of success."""
+    return [row | {"success/mean": success, "reward/right": success} for row in rows]
+
+
+def evaluated(*pairs):
+    """A run with one evaluation a step: training reward and held-out success."""
+    return [{"reward/mean": reward, "eval/validation/sampled/success": success} for reward, success in pairs]
+
+
+SHOWN = {
+    "non_finite": with_end(1, optim__grad_norm=math.nan),
+    "echo_trap": with_end(10, groups__reward_std=0.02),
+    "echo_trap_early": with_end(5, groups__reward_std=0.1, policy__entropy=0.1),
+    "held_out_zero": evaluated((0.3, 0.2), *[(0.3, 0.0)] * 5),
+    "zero_reward": with_end(5, reward__mean=0.0, reward__std=0.0),
+    "equal_rewards": with_end(1, groups__zero_variance=1.0),
+    "few_differences": with_end(10, groups__zero_variance=0.85),
+    "uniform_failure": with_end(5, success__mean=0.0, reward__right=0.0),
+    "entropy_collapse": with_end(5, policy__entropy=0.015),
+    "exploration_ended": with_end(5, groups__low_entropy=0.6),
+    "entropy_explosion": with_end(3, policy__entropy=2.0),
+    "kl_jump": with_end(2, policy__kl_reference=0.5),
+    "gradient_spike": with_end(2, optim__grad_norm=9.0),
+    "length_explosion": unsolved(with_end(5, response_length__mean=400.0), 0.3),
+    "truncation": with_end(1, episode__stop__truncated=0.3, episode__stop__max_tokens=0.3),
+    "repetition": with_end(3, text__repeated=0.6),
+    "tool_loops": with_end(3, tools__repeated=0.4),
+    "tool_hallucination": with_end(3, tools__status__unknown_tool=0.2),
+    "tool_errors": with_end(1, tools__error_rate=0.6, tools__status__timed_out=0.4),
+    "episodes_of_errors": with_end(1, episode__stop__tool_errors=0.51),
+    "dead_tool": with_end(3, tools__search__error_rate=1.0),
+    "tool_overuse": unsolved(with_end(5, tools__calls_per_episode=6.0), 0.3),
+    "tool_starvation": with_end(5, tools__calls_per_episode=0.1),
+    "unused_results": with_end(5, tools__unused_results=0.9),
+    "few_strategies": with_end(5, tools__sequences=1.0),
+    "parroting": with_end(3, text__copied=0.7),
+    "language_mixing": with_end(3, text__foreign_script=0.2),
+    "shaping_only": unsolved([row | {"reward/format": n / 40} for n, row in enumerate(healthy())], 0.3),
+    "reward_hacking": evaluated((0.3, 0.3), (0.5, 0.5), (0.7, 0.35), (0.8, 0.3)),
+    "mismatch": with_end(1, mismatch__logprob_diff=0.051),
+    "mismatch_by_length": [row | {"mismatch/logprob_diff/<=1024": 0.04} for row in healthy()],
+    "inert_clip": [row | {"policy/ratio_max": 1.2} for row in healthy()],
+    "zero_gradient": with_end(3, loss__total=0.0, optim__grad_norm=0.0),
+    "critic": with_end(10, critic__explained_variance=-0.1),
+    "long_episodes": unsolved([row | {"turns/mean": 14.0} for row in healthy()], 0.2),
+}
+"""A history by the alarm that it shows."""
+
+TOGETHER = {"echo_trap": {"echo_trap_early", "few_differences"}, "entropy_collapse": {"echo_trap_early"}}
+
+
+def names(history, actions=None):
+    return [alarm.name for alarm in find_alarms(history, actions or {})]
+
+
+def test_every_alarm_has_a_history_that_shows_it():
+    assert SHOWN.keys() == rules().keys()
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_an_alarm_is_raised_by_its_history_and_hardly_another(name):
+    found = names(SHOWN[name])
+    assert name in found
+    assert set(found) - {name} <= TOGETHER.get(name, set())
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_healthy_run_raises_no_alarm_at_any_step(seed):
+    rows = healthy(seed=seed)
+    assert [names(rows[: n + 1]) for n in range(len(rows))] == [[]] * len(rows)
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [],
+        [{}] * 30,
+        [{"loss": 0.0}] * 30,
+        with_end(9, groups__reward_std=0.02),
+        with_end(4, reward__mean=0.0, reward__std=0.0),
+        with_end(1, groups__zero_variance=0.99),
+        with_end(1, mismatch__logprob_diff=0.05),
+        with_end(1, mismatch__logprob_diff=0.7, staleness__mean=0.5),
+        with_end(1, tools__error_rate=0.5),
+        with_end(1, episode__stop__tool_errors=0.5),
+        with_end(1, episode__stop__truncated=0.25, episode__stop__max_tokens=0.25),
+        with_end(5, policy__entropy=0.2, groups__low_entropy=0.49),
+        with_end(4, policy__entropy=0.015),
+        with_end(1, groups__zero_variance=1.0, distill__reverse_kl=0.1),
+        with_end(1, groups__zero_variance=1.0, experts__trained=1.0),
+        evaluated((0.3, 0.2), *[(0.3, 0.0)] * 4),
+        evaluated((0.3, 0.3), (0.5, 0.5), (0.7, 0.41), (0.8, 0.41)),
+        evaluated((0.5, 0.5), (0.5, 0.3), (0.5, 0.3)),
+    ],
+)
+def test_a_history_just_inside_the_bounds_is_silent(history):
+    assert names(history) == []
+
+
+def text_of(name, history):
+    return next(alarm.text for alarm in find_alarms(history) if alarm.name == name)
+
+
+def test_texts_name_the_numbers():
+    assert "is 0.015 nats per token, below 0.02 in each of the last 5 steps" in text_of(
+        "entropy_collapse", SHOWN["entropy_collapse"]
+    )
+    kinds = {"tools/error_rate": 0.9, "tools/status/raised": 0.3, "tools/status/malformed": 0.6}
+    assert "most often malformed (60% of all calls)" in text_of("tool_errors", [kinds])
+    easy = with_end(1, groups__zero_variance=1.0, groups__solve_all=1.0)
+    assert "too easy (all solved)" in text_of("equal_rewards", easy)
+    hard = with_end(1, groups__zero_variance=1.0, groups__solve_all=0.0, groups__solve_none=1.0)
+    assert "too hard (none solved)" in text_of("equal_rewards", hard)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tools__calls_per_episode": 0.0}, "the model calls no tool"),
+        ({"episode__stop__max_tokens": 0.62}, "most episodes are cut off"),
+        ({}, "the model solves no task"),
+    ],
+)
+def test_rewards_of_0_have_a_likely_cause_and_advise_a_cold_start(change, words):
+    text = text_of("zero_reward", with_end(5, reward__mean=0.0, reward__std=0.0, **change))
+    assert words in text
+    assert "ludus sft RECIPE --model MODEL" in text
+
+
+def test_a_step_without_training_neither_makes_nor_hides_a_collapse():
+    def rows(*values):
+        return [{} if value is None else {"policy/entropy": value} for value in values]
+
+    assert names(rows(0.019, 0.018, None, 0.017, 0.016, 0.015)) == ["entropy_collapse"]
+    assert names(rows(0.019, 0.018, 0.017, 0.016, 0.015, None)) == []
+    assert names(rows(0.019, 0.018, 0.02, 0.016, 0.015)) == []
+
+
+def test_actions_replace_those_of_the_table():
+    history = SHOWN["tool_errors"]
+    assert names(history, {"tool_errors": "off"}) == []
+    (alarm,) = find_alarms(history, {"tool_errors": "pause"})
+    assert alarm.rule.action == "pause"
+
+
+def test_remedies_name_settings_that_exist():
+    for name, rule in rules().items():
+        assert rule.remedy.endswith(".")
+        for word in rule.remedy.replace("(", " ").replace(")", " ").split():
+            key = word.strip(",.;")
+            section, dot, _ = key.partition(".")
+            if dot and "/" not in key and section in {setting.partition(".")[0] for setting in SETTINGS}:
+                assert key in SETTINGS, f"{name}: {key}"
+
+
+def test_a_webhook_receives_the_alarm_and_a_dead_one_is_logged(caplog):
+    received = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    Thread(target=server.handle_request, daemon=True).start()
+    alarm = Alarm("tool_errors", "60% of the calls", rules()["tool_errors"])
+    url = f"http://127.0.0.1:{server.server_port}"
+    send_alarm(url, "run-1", 7, alarm).join(10)
+    (body,) = received
+    assert (body["run"], body["step"], body["alarm"], body["action"]) == ("run-1", 7, "tool_errors", "warn")
+    server.server_close()
+    send_alarm(url, "run-1", 8, alarm).join(10)
+    assert "the webhook of the alarm tool_errors failed" in caplog.text
