@@ -1,7 +1,12 @@
-"""Check this machine: versions, hardware, the compiled kernel, free memory and disk, and sampling with a model.
+"""Check this machine, or find the problems of a run.
 
-Each line has the state fine, note or fault, with a remedy. --url also checks an inference server. Exits with 1 if
-there is a fault.
+Without RUN: versions, hardware, the compiled kernel, free memory and disk, and sampling with a model. Each line has the
+state fine, note or fault, with a remedy. --url also checks an inference server.
+
+With RUN: rewards, loss mask, advantages, sampling, groups, failures and held-out success, from the files of a run
+folder, also of a run that is not finished. Findings are sorted by severity.
+
+Exits with 1 if there is a fault.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ import os
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -21,8 +27,13 @@ from typing import Literal
 
 from ludus.cli.arguments import no_settings
 from ludus.cli.ui.terminal import load_libraries, make_console, print_text
+from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import LudusError
+from ludus.evaluation.evaluate import load_evaluation
+from ludus.evaluation.run_findings import SEVERITIES, RunData, examine_run
 from ludus.recipes import recipe_folder
+from ludus.rollouts.rollout_files import read_rollouts
+from ludus.training.run.run_dir import RunFolder, run_config
 
 _REQUIRED_GB = 2.0
 """Memory and disk in GB that the search recipe needs, with a margin."""
@@ -41,6 +52,8 @@ class DoctorFinding:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("--steps", type=int, default=5, help="with RUN: read the rollouts of this many last steps (5)")
     parser.add_argument("--url", help="also check this inference server")
     parser.add_argument("--api", default="vllm", choices=("vllm", "sglang"), help="its API (vllm)")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="folder of runs (runs)")
@@ -49,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print each finding; return 1 if there are faults."""
     no_settings(overrides, "doctor")
+    if args.run is not None:
+        return print_findings(args.run, args.steps)
     load_libraries()
     console = make_console()
     faults = 0
@@ -57,6 +72,34 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print_text(console, f"{finding.state:5}  {finding.what}: {finding.text}", _STYLES[finding.state])
     print_text(console, "No faults: ready to train." if not faults else f"Faults: {faults}.")
     return 1 if faults else 0
+
+
+def print_findings(folder: Path, steps: int) -> int:
+    """Print the findings about a run, the most severe first; return 1 if there are faults."""
+    run = read_run(folder, steps)
+    console, found = make_console(), examine_run(run)
+    for finding in found:
+        style = {"fault": "bold red", "warn": "yellow", "note": "cyan"}[finding.severity]
+        print_text(console, f"{finding.severity:5}  {finding.topic}: {finding.text}.", style)
+        print_text(console, f"       {finding.remedy}")
+    read = f"{len(run.rows)} steps, {len(run.records)} rollouts of the last {steps}, {len(run.evaluations)} evaluations"
+    counts = Counter(finding.severity for finding in found)
+    summary = ", ".join(f"{counts[severity]} {severity}" for severity in SEVERITIES if counts[severity])
+    print_text(console, f"Read {read}. Findings: {summary or 'none'}.")
+    return 1 if counts["fault"] else 0
+
+
+def read_run(path: Path, steps: int) -> RunData:
+    """Read what the checks need. Raises UserError if the folder is not that of a run."""
+    folder = RunFolder(path)
+    config = run_config(folder, ())
+    files = sorted(folder.rollouts.glob("step-*.jsonl.gz"))[-steps:] if steps > 0 else []
+    return RunData(
+        config,
+        [row.metrics for row in read_metrics(folder.metrics)] if folder.metrics.is_file() else [],
+        [record for file in files for record in read_rollouts(file)],
+        [load_evaluation(file) for file in sorted(folder.evaluations.glob("*.json"))],
+    )
 
 
 def examine(folder: Path, url: str | None = None, api: str = "vllm") -> Iterator[DoctorFinding]:

@@ -1,0 +1,300 @@
+"""Findings about a run, in the order in which an expert looks at it: `ludus doctor RUN`.
+
+Each check is a function of `RunData` that yields findings of one topic. They read the configuration, the metrics of all
+steps, the rollouts of the last steps and the evaluations; alarms of the metrics are among the findings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from ludus.config.schema import Config
+from ludus.diagnostics.alarms import Alarm, find_alarms
+from ludus.errors import UserError
+from ludus.evaluation.evaluate import Evaluation
+from ludus.evaluation.stats import PairedDifference, paired_difference
+from ludus.rollouts.ledger import RolloutOutcome
+from ludus.rollouts.rollout_files import RolloutRecord
+from ludus.types import StopReason
+
+Severity = Literal["fault", "warn", "note"]
+SEVERITIES: Final[tuple[Severity, ...]] = ("fault", "warn", "note")
+_RECENT: Final = 20
+"""Steps whose metrics are averaged."""
+_CUT: Final = (StopReason.TRUNCATED, StopReason.MAX_TOKENS)
+_FEW_TASKS: Final = 20
+_LARGE: Final = 0.5
+"""Correlation, or share, above which a check reports."""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What the checks read. `records` are rollouts of the last steps, `rows` the metrics of all steps."""
+
+    config: Config
+    rows: Sequence[Mapping[str, float]]
+    records: Sequence[RolloutRecord]
+    evaluations: Sequence[Evaluation]
+
+    @property
+    def groups(self) -> list[list[RolloutRecord]]:
+        """The finished rollouts by step and task."""
+        found: dict[tuple[int, str], list[RolloutRecord]] = defaultdict(list)
+        for record in self.records:
+            if record.outcome is not RolloutOutcome.FAILED:
+                found[record.step, record.group].append(record)
+        return list(found.values())
+
+    def recent(self, name: str) -> list[float]:
+        """Return the last values of a metric, at most `_RECENT`."""
+        return [row[name] for row in self.rows if name in row][-_RECENT:]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A problem of a run: its topic, severity, evidence and remedy."""
+
+    topic: str
+    severity: Severity
+    text: str
+    remedy: str
+
+
+Check = Callable[[RunData], Iterator[Finding]]
+
+
+def examine_run(run: RunData) -> list[Finding]:
+    """Return all findings, the most severe first, within a severity in the order of the topics."""
+    if not run.rows:
+        raise UserError("The run has no finished step.", "Wait for its first step, or read its log.txt.")
+    found = [finding for check in CHECKS for finding in check(run)]
+    return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+# Rewards
+
+
+def check_reward(run: RunData) -> Iterator[Finding]:
+    """Shaping against outcome, rewarded truncation, preferred length, constant parts."""
+    for part in sorted({name for record in run.records for name in record.trajectory.rewards}):
+        values = {record.trajectory.rewards.get(part, 0.0) for record in run.records}
+        if len(values) == 1 and len(run.records) > 1:
+            remedy = "Check its rule, or remove it."
+            yield Finding("reward", "note", f"The part {part} is {values.pop():g} in every rollout read", remedy)
+    outcome, shaping = [], []
+    for group in run.groups:
+        first = list(map(_first_part, group))
+        outcome.append(_std(first))
+        shaping.append(_std([r.trajectory.reward - f for r, f in zip(group, first, strict=True)]))
+    if shaping and _mean(shaping) > max(_mean(outcome), 1e-3):
+        text = f"Shaping moves the reward by {_mean(shaping):.2g} in a group, the outcome by {_mean(outcome):.2g}"
+        yield Finding("reward", "warn", text, "Lower the weights of the other parts (rewards.weights).")
+    cut = [r.trajectory.reward for r in run.records if r.trajectory.stop_reason in _CUT]
+    ended = [r.trajectory.reward for r in run.records if r.trajectory.stop_reason is StopReason.ANSWERED]
+    if len(cut) > 0.05 * len(run.records) and _mean(cut) > 0.5 * max(_mean(ended), 0.1):
+        text = f"Truncated episodes are rewarded: {_mean(cut):.2f} on average, answered ones {_mean(ended):.2f}"
+        yield Finding("reward", "fault", text, "Give 0 to episodes whose stop_reason is truncated or max_tokens.")
+    pairs = [pair for group in run.groups for pair in _centred(group, _length, _reward)]
+    solved = [pair for group in run.groups for pair in _centred(group, _length, _first_part)]
+    if (value := _correlation(pairs)) > _LARGE and value > _correlation(solved) + 0.3:
+        own = _correlation(solved)
+        text = f"The reward prefers long answers: correlation {value:.2f} in groups, that of the outcome {own:.2f}"
+        yield Finding("reward", "warn", text, "Check judges for a preference for length; set rewards.length.kind.")
+
+
+# What is trained
+
+
+def check_loss(run: RunData) -> Iterator[Finding]:
+    """Loss mask, sign of the advantages, learning rate, unchanged weights, gradient clipping."""
+    if not run.config.training.mask_observations:
+        text = "Observations are in the loss (training.mask_observations = false)"
+        yield Finding("loss mask", "fault", text, "Set training.mask_observations to true.")
+    pairs = [pair for group in run.groups for pair in _centred(group, _reward, _advantage)]
+    if (value := _correlation(pairs)) < -0.1:
+        text = f"Advantages have the opposite sign of the rewards (correlation {value:.2f} in groups)"
+        yield Finding("advantages", "fault", text, "Check the sign of a custom advantage or reward.")
+    rates, norms = run.recent("optim/learning_rate"), run.recent("optim/grad_norm")
+    if rates and not any(rates):
+        yield Finding("learner", "fault", "The learning rate is 0", "Set training.learning_rate.")
+    elif len(kls := run.recent("policy/kl_reference")) >= 5 and max(map(abs, kls)) < 1e-9 and any(norms):
+        text = f"The policy equals the initial one after {len(run.rows)} steps (policy/kl_reference is 0)"
+        yield Finding("learner", "fault", text, "Check that the trained weights reach the engine and are not frozen.")
+    limit = run.config.training.max_grad_norm
+    if norms and sum(norm > limit for norm in norms) > 0.9 * len(norms):
+        text = f"The gradient is clipped in nearly every step (norm {_mean(norms):.3g}, limit {limit:g})"
+        yield Finding("learner", "note", text, "Lower training.learning_rate or raise training.max_grad_norm.")
+
+
+def check_sampling(run: RunData) -> Iterator[Finding]:
+    """Weights of the engine, temperature, equal attempts."""
+    tolerance = run.config.training.sync_tolerance or 1e-3
+    gaps = run.recent("sync/probe_gap")
+    if gaps and max(gaps) > tolerance:
+        text = f"The engine sampled with other weights than the learner's (sync/probe_gap {max(gaps):.3g})"
+        yield Finding("weight sync", "fault", text, "Check that the engine loads the weights that it receives.")
+    entropy, sampled = run.recent("policy/entropy"), run.recent("policy/sampled_entropy")
+    on_policy = not any(run.recent("staleness/mean"))
+    if entropy and sampled and on_policy and abs(_mean(sampled) - _mean(entropy)) > max(0.1, _LARGE * _mean(entropy)):
+        text = (
+            f"Sampled tokens have {_mean(sampled):.2f} nats, the policy's distribution {_mean(entropy):.2f}: they were "
+            "not sampled from it"
+        )
+        remedy = "Check rollout.temperature, rollout.top_p and rollout.top_k against those of the engine."
+        yield Finding("sampling", "fault", text, remedy)
+    same = [len(set(map(_tokens, group))) == 1 for group in run.groups if len(group) > 1]
+    if same and run.config.rollout.temperature > 0 and _mean(same) > _LARGE:
+        text = f"All attempts are identical in {_mean(same):.0%} of the groups"
+        yield Finding("sampling", "warn", text, "Check the seeds and the temperature of the engine; see the entropy.")
+
+
+def check_groups(run: RunData) -> Iterator[Finding]:
+    """Members lost to filters, difficulty of the tasks, number of tasks."""
+    trained = [sum(r.outcome is RolloutOutcome.TRAINED for r in group) for group in run.groups]
+    alone = [count == 1 for group, count in zip(run.groups, trained, strict=True) if count and len(group) > 1]
+    if alone and _mean(alone) > 0.2:
+        text = f"A single attempt is trained in {_mean(alone):.0%} of the groups: a filter drops the others"
+        yield Finding("groups", "warn", text, "See the reasons in the ledger (ludus show RUN).")
+    for name, word, remedy in (
+        ("groups/solve_none", "unsolved", "Use easier tasks, or run a cold start first (ludus sft)."),
+        ("groups/solve_all", "solved in every attempt", "Use harder tasks."),
+    ):
+        if (values := run.recent(name)) and _mean(values) > 0.8:
+            yield Finding("groups", "warn", f"{_mean(values):.0%} of the groups are {word}", remedy)
+    tasks = {record.group for record in run.records}
+    if 0 < len(tasks) < _FEW_TASKS < len(run.records):
+        text = f"The last steps train on {len(tasks)} tasks"
+        yield Finding("groups", "note", text, "Use more tasks, or expect overfitting.")
+
+
+def check_failures(run: RunData) -> Iterator[Finding]:
+    """Infrastructure failures, prompts that do not fit, steps without training."""
+    started, failed = sum(run.recent("ledger/started")), sum(run.recent("ledger/failed"))
+    if started and failed > 0.05 * started:
+        reasons = Counter(r.reason for r in run.records if r.outcome is RolloutOutcome.FAILED)
+        most = f", most often {reasons.most_common(1)[0][0]}" if reasons else ""
+        text = f"{failed / started:.0%} of the attempts end in an infrastructure failure{most}"
+        yield Finding("failures", "warn", text, "Read log.txt; raise rollout.tool_timeout_s for slow tools.")
+    if (values := run.recent("episode/stop/prompt_too_long")) and _mean(values) > 0.05:
+        text = f"{_mean(values):.0%} of the prompts do not fit"
+        yield Finding("failures", "warn", text, "Raise rollout.max_seq_len.")
+    idle = [row for row in run.rows if "ledger/started" in row and not row.get("ledger/trained", 0.0)]
+    if len(idle) > 0.2 * len(run.rows):
+        text = f"{len(idle)} of {len(run.rows)} steps trained on nothing"
+        yield Finding("failures", "warn", text, "See the ledger for the reasons (ludus show RUN).")
+
+
+# Held-out
+
+
+def check_held_out(run: RunData) -> Iterator[Finding]:
+    """Tasks of training and evaluation, overfitting, and whether there is a gain."""
+    trained = {record.group for record in run.records}
+    splits = {task.partition(":")[0] for task in trained} & set(run.config.evaluation.splits)
+    if splits:
+        text = f"The run trains on tasks of the split {', '.join(sorted(splits))}, which is held out"
+        yield Finding("held-out", "fault", text, "Train on another split, or evaluate on another one.")
+    elif shared := trained & {task for evaluation in run.evaluations for task in evaluation.task_ids}:
+        text = f"{len(shared)} tasks are in training and in an evaluation, such as {min(shared)}"
+        yield Finding("held-out", "fault", text, "Remove them from one of the two.")
+    for before, after in _before_and_after(run.evaluations):
+        gap = _mean(run.recent("success/mean")) - after.rate
+        if after.plan.temperature == run.config.rollout.temperature and gap > 0.3:
+            text = f"Training success is {gap:.0%} above that of {after.plan.split}"
+            yield Finding("held-out", "warn", text, "Use more tasks; lower training.learning_rate or training.steps.")
+        gain = _gain(before, after)
+        if gain is not None and gain.interval.high < 0:
+            text = f"{after.plan.split} at temperature {after.plan.temperature:g} became worse: {gain.difference:+.1%}"
+            yield Finding("held-out", "warn", text, "Resume the best checkpoint; see the findings above for the cause.")
+
+
+def check_alarms(run: RunData) -> Iterator[Finding]:
+    """Each alarm of the run, with the steps at which it was raised."""
+    steps: dict[str, list[int]] = defaultdict(list)
+    newest: dict[str, Alarm] = {}
+    for number in range(1, len(run.rows) + 1):
+        for alarm in find_alarms(run.rows[:number]):
+            steps[alarm.name].append(number)
+            newest[alarm.name] = alarm
+    for name, alarm in newest.items():
+        rule, own = alarm.rule, steps[name]
+        text = f"{rule.cause}: {alarm.evidence} (at {len(own)} of {len(run.rows)} steps, last at step {own[-1]})"
+        yield Finding(f"alarm {name}", "note" if rule.action == "note" else "warn", text, rule.remedy)
+
+
+def _before_and_after(evaluations: Sequence[Evaluation]) -> Iterator[tuple[Evaluation, Evaluation]]:
+    """Yield the first and the last evaluation of each split, temperature and number of samples."""
+    found: dict[tuple[str, float, int], list[Evaluation]] = defaultdict(list)
+    for one in sorted(evaluations, key=lambda one: one.plan.step):
+        found[one.plan.split, one.plan.temperature, one.plan.samples].append(one)
+    return ((own[0], own[-1]) for own in found.values() if len(own) > 1)
+
+
+def _gain(before: Evaluation, after: Evaluation) -> PairedDifference | None:
+    """Return the difference on common tasks, or None if there are fewer than two."""
+    a, b = (
+        dict(zip(one.task_ids, (n / one.plan.samples for n in one.successes), strict=True)) for one in (after, before)
+    )
+    common = a.keys() & b.keys()
+    if len(common) < 2:
+        return None
+    pair = ({task: scores[task] for task in common} for scores in (a, b))
+    return paired_difference(*pair, seed=after.plan.seed)
+
+
+def _reward(record: RolloutRecord) -> float:
+    return record.trajectory.reward
+
+
+def _length(record: RolloutRecord) -> float:
+    return record.trajectory.num_action_tokens
+
+
+def _advantage(record: RolloutRecord) -> float:
+    return record.advantage or 0.0
+
+
+def _first_part(record: RolloutRecord) -> float:
+    return next(iter(record.trajectory.rewards.values()), 0.0)
+
+
+def _tokens(record: RolloutRecord) -> tuple[int, ...]:
+    return tuple(token for segment in record.trajectory.segments for token in segment.tokens)
+
+
+def _centred(
+    group: Sequence[RolloutRecord], a: Callable[[RolloutRecord], float], b: Callable[[RolloutRecord], float]
+) -> list[tuple[float, float]]:
+    """Return two values of each member, minus their means over the group."""
+    first, second = list(map(a, group)), list(map(b, group))
+    return [(x - _mean(first), y - _mean(second)) for x, y in zip(first, second, strict=True)]
+
+
+def _correlation(pairs: Sequence[tuple[float, float]]) -> float:
+    """Return the correlation of centred pairs; 0 if one side is constant."""
+    size = math.sqrt(math.fsum(x * x for x, _ in pairs) * math.fsum(y * y for _, y in pairs))
+    return math.fsum(x * y for x, y in pairs) / size if size > 0 else 0.0
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def _std(values: Sequence[float]) -> float:
+    mean = _mean(values)
+    return math.sqrt(_mean([(value - mean) ** 2 for value in values]))
+
+
+CHECKS: Final[tuple[Check, ...]] = (
+    check_reward,
+    check_loss,
+    check_sampling,
+    check_groups,
+    check_failures,
+    check_held_out,
+    check_alarms,
+)
