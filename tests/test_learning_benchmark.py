@@ -1,4 +1,4 @@
-"""The learning benchmarks: verdicts on modes of training, and the arms and tables of algorithms."""
+"""The learning benchmarks: verdicts on training modes, and arms and tables of algorithms."""
 
 from __future__ import annotations
 

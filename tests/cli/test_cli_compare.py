@@ -1,4 +1,4 @@
-"""`ludus compare`: evaluations are paired by task, and only where the tasks are the same."""
+"""`ludus compare`: evaluations are paired by task and must have the same tasks."""
 
 from dataclasses import replace
 

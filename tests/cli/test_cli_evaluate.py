@@ -1,4 +1,4 @@
-"""`ludus eval`: the numbers of training come back bit for bit, nothing is overwritten, anyone may play."""
+"""`ludus eval`: reproduces the numbers of training bit for bit; models, endpoints and baselines; overwrites nothing."""
 
 import gzip
 import json

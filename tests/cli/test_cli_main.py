@@ -1,4 +1,4 @@
-"""The command line as a whole: help, settings among words, errors as sentences, a quick start."""
+"""The command line as a whole: help, settings as options, error messages, a quick start."""
 
 import io
 import subprocess

@@ -1,4 +1,4 @@
-"""`ludus show`: curves, the account in words, transcripts, tokens, and rewards replayed."""
+"""`ludus show`: curves, explanations, transcripts, tokens, and rescored rewards."""
 
 import json
 from dataclasses import replace

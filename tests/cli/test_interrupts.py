@@ -1,4 +1,4 @@
-"""Ctrl-C while a run trains: the first is announced and noted, the second ends the process at once."""
+"""Ctrl-C during training: the first one is announced and logged, the second one ends the process at once."""
 
 import asyncio
 import os

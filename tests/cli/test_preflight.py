@@ -1,4 +1,4 @@
-"""What is refused before torch and the model are loaded, and the user's own files of a run."""
+"""Errors before torch and the model are loaded, and user files of a run."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What the progress bar of a rollout says, and the plain lines where the output is no terminal."""
+"""The progress bar of a rollout, and plain lines if the output is not a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`--quick`, the evaluation before training, and what `ludus recipes` shows of the start."""
+"""`--quick`, the evaluation before training, and the start of recipes in `ludus recipes`."""
 
 import json
 import tomllib

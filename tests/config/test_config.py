@@ -1,4 +1,4 @@
-"""Settings: what a file and a command line may say, and what a wrong one is told."""
+"""Settings: accepted values in files and on the command line, and error messages."""
 
 import math
 import re

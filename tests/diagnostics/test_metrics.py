@@ -1,4 +1,4 @@
-"""The metrics of a step against numbers worked out by hand, and the alarms on either side of their bounds."""
+"""The metrics of a step against hand-computed values, and alarms on both sides of their bounds."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Metrics that are logged are on disk, exact, and a resumed run goes on where it was."""
+"""Logged metrics are on disk and exact, and a resumed run continues its log."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Environments check themselves: worlds that pay a cheat are found, by the command and before training."""
+"""Environment checks: worlds that reward cheats are found, by the command and before training."""
 
 import asyncio
 import itertools

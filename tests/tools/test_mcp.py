@@ -1,4 +1,4 @@
-"""Tools of MCP servers: what they return, how they fail, that nothing stays; and servers of other people."""
+"""Tools of MCP servers: results, failures, cleanup, and third-party servers."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Tasks of several turns in BFCL's layout: calls run on API classes and are graded by state."""
+"""Multi-turn tasks in the layout of BFCL: calls run on API classes and are graded by state."""
 
 import asyncio
 import json
