@@ -6,7 +6,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
-.PHONY: setup bubblewrap demo demo-pretrained digests test lint types unit learning fault faults-matrix soak scale foreign trackers cluster security pages smollm2 vllm all-tests cold-start learning-table \
+.PHONY: setup docs bubblewrap demo demo-pretrained digests test lint types unit learning fault faults-matrix soak scale foreign trackers cluster security pages smollm2 vllm all-tests cold-start learning-table \
 	mask-table bench-rollout bench-trl bench-vllm bench-step bench-scaling bench-sandbox bench-async gpu algorithms-table async-correction modes-table clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt

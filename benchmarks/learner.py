@@ -38,6 +38,7 @@ from ludus.algorithms.spec.resolve import PRESETS
 from ludus.config.sections.rollout import BranchConfig
 from ludus.rollouts.trees import run_tree
 from ludus.training.batches import prefix_packing
+from ludus.training.batches import rows as row_module
 from ludus.training.batches.rows import BREAK, Row, row_of_trajectory
 from ludus.training.learner.learner import Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
@@ -344,11 +345,11 @@ def trees(repeats: int) -> list[str]:
 def without_sharing(one: Learner, rows: Sequence[Row]) -> None:
     """Compute the gradient with a minimum length of shared prefixes that no prefix reaches."""
     before = prefix_packing.MIN_SHARED_TOKENS
-    prefix_packing.MIN_SHARED_TOKENS = rows.MIN_SHARED_TOKENS = sys.maxsize
+    prefix_packing.MIN_SHARED_TOKENS = row_module.MIN_SHARED_TOKENS = sys.maxsize
     try:
         gradient(one, rows)
     finally:
-        prefix_packing.MIN_SHARED_TOKENS = rows.MIN_SHARED_TOKENS = before
+        prefix_packing.MIN_SHARED_TOKENS = row_module.MIN_SHARED_TOKENS = before
 
 
 def status_mb(name: str) -> float:

@@ -358,8 +358,7 @@ def in_network(name: str) -> Iterator[None]:
     """Move this thread and its forks into a network namespace for the time of a block."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/self/ns/net") as own, open(f"/run/netns/{name}") as other:
-        for descriptor in (other.fileno(),):
-            assert libc.setns(descriptor, 0) == 0, os.strerror(ctypes.get_errno())
+        assert libc.setns(other.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
         try:
             yield
         finally:
