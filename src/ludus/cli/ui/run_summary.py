@@ -172,9 +172,12 @@ def explain_loss(rows: Sequence[MetricsRow]) -> str:
 
 
 def mean_timings(rows: Sequence[MetricsRow]) -> dict[str, float]:
-    """Return the mean of each timing over the steps that report it, and the maximum of `scoring/slowest_s`."""
+    """Return the mean of each timing over the steps that report it, and the maximum of `scoring/slowest_s`.
+
+    Only the last row of a step counts: a resumed run repeats steps.
+    """
     found: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
+    for row in {row.step: row for row in rows}.values():
         for name, value in row.metrics.items():
             found[name].append(value)
     means = {name: sum(values) / len(values) for name, values in found.items()}
