@@ -100,7 +100,7 @@ def test_a_smaller_evaluation_is_compared_with_a_larger_one_over_the_tasks_of_bo
         ("nowhere", "a.json", "is neither an evaluation nor a run"),
         ("a.json", "words.json", "is not an evaluation"),
         ("empty", "runs", "There are no evaluations in"),
-        ("runs", "others", "no evaluation in common"),
+        ("runs", "others", "have no evaluation of the same split, sampling and number of tasks"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path, a, b, expected):
@@ -116,6 +116,17 @@ def test_what_cannot_be_compared_is_refused(tmp_path, a, b, expected):
     saved(tmp_path / "runs" / "evaluations", [0, 1])
     saved(tmp_path / "others" / "evaluations", [0, 1], temperature=1.0)
     assert expected in refused("compare", tmp_path / a, tmp_path / b)
+
+
+def test_evaluations_that_have_nothing_in_common_are_listed_with_the_command_that_makes_one(tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    saved(a / "evaluations", [0, 1])
+    saved(b / "evaluations", [4, 1, 0], temperature=0.5, samples=4)
+    said = refused("compare", a, b).splitlines()
+    assert said[1:3] == [f"  {a}: test, greedy, 2 tasks", f"  {b}: test, temperature 0.5, 4 attempts, 3 tasks"]
+    words = "--evaluation.splits '[\"test\"]' --evaluation.temperatures '[0.0]' --evaluation.samples 1"
+    assert said[3] == f"Evaluate one like the other: ludus eval --run {b} {words} --evaluation.tasks 2"
+    assert said[4].startswith("Or name two .json files of the same split")
 
 
 def test_where_no_task_differs_the_interval_is_not_of_width_zero(tmp_path):

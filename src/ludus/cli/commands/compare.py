@@ -73,8 +73,8 @@ def find_pairs(a: Path, b: Path) -> list[Pair]:
     in_a, in_b = newest_evaluations(a), newest_evaluations(b)
     pairs = [(in_a[key], in_b[key]) for key in in_a if key in in_b]
     if not pairs:
-        text = f"{a} and {b} have no evaluation in common: {_listing(in_a)} there, {_listing(in_b)} here."
-        raise UserError(text, "Evaluate both in the same way, with `ludus eval --run RUN`.")
+        text = f"{a} and {b} have no evaluation of the same split, sampling and number of tasks."
+        raise UserError(f"{text}\n  {a}: {_listing(in_a)}\n  {b}: {_listing(in_b)}", f"\n{_advice(in_a, b)}")
     return pairs
 
 
@@ -99,7 +99,19 @@ def newest_evaluations(folder: Path) -> dict[Key, StoredEvaluation]:
 
 
 def _listing(found: dict[Key, StoredEvaluation]) -> str:
-    return ", ".join(f"{split} at {temperature:g} x{samples}" for split, temperature, samples, _ in found)
+    plans = [stored.result.plan for stored in found.values()]
+    return "; ".join(f"{plan.split}, {format_sampling(plan)}, {plan.num_tasks} tasks" for plan in plans)
+
+
+def _advice(found: dict[Key, StoredEvaluation], other: Path) -> str:
+    """Return the command that evaluates another run like the evaluation with the most tasks, and the alternative."""
+    split, temperature, samples, tasks = max(found, key=lambda key: key[3])
+    settings = {"splits": f"'[\"{split}\"]'", "temperatures": f"'[{temperature}]'", "samples": samples, "tasks": tasks}
+    words = " ".join(f"--evaluation.{name} {value}" for name, value in settings.items())
+    return (
+        f"Evaluate one like the other: ludus eval --run {other} {words}\n"
+        "Or name two .json files of the same split in their evaluations/: the tasks of the smaller one are compared."
+    )
 
 
 def compare(a: Evaluation, b: Evaluation) -> PairedDifference:
