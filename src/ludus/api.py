@@ -420,7 +420,7 @@ def _figure() -> tuple[Figure, Axes]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UserError("Plots need matplotlib.", "pip install 'ludus[plot]'") from error
+        raise UserError("Plots need matplotlib.", "Install it: pip install 'ludus[plot]'.") from error
     figure = Figure(figsize=(7, 4), layout="constrained")
     return figure, figure.subplots()
 
