@@ -31,7 +31,9 @@ def row(said, first="test"):
 def test_the_difference_is_b_minus_a_over_the_same_tasks(tmp_path):
     a = saved(tmp_path / "a", [1, 1, 0, 0, 0, 0, 0, 0])
     b = saved(tmp_path / "b", [0, 1, 1, 1, 1, 1, 1, 0])
-    (cells,) = row(ludus("compare", a, b))
+    said = ludus("compare", a, b)
+    assert "detectable: the smallest difference over these tasks that is detected with a power of 80 %" in said.out
+    (cells,) = row(said)
     assert cells[:5] == ["test", "greedy", "8", "25.0%", "75.0%"]
     assert cells[5].startswith("+50.0% [")
     assert cells[6] == "80.9%"
@@ -44,7 +46,9 @@ def test_the_difference_is_b_minus_a_over_the_same_tasks(tmp_path):
 def test_several_attempts_have_no_mcnemar(tmp_path):
     a = saved(tmp_path / "a", [4, 1, 2], samples=4)
     b = saved(tmp_path / "b", [4, 3, 3], samples=4)
-    (cells,) = row(ludus("compare", a, b))
+    said = ludus("compare", a, b)
+    assert "detectable:" not in said.out
+    (cells,) = row(said)
     assert cells[3:5] == ["58.3%", "83.3%"]
     assert cells[6:] == ["", "", "", ""]
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ludus.cli.arguments import no_settings
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
-from ludus.cli.ui.tables import format_sampling
+from ludus.cli.ui.tables import DETECTED, format_sampling
 from ludus.cli.ui.terminal import make_console, print_line, print_text
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import Evaluation, load_evaluation
@@ -49,6 +49,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     for a, b in pairs:
         print_text(console, f"paired: {a.name} of A with {b.name} of B")
     console.print(comparison_table(pairs, differences))
+    if any(found.detectable is not None for found in differences):
+        print_text(console, f"detectable: the smallest difference over these tasks that {DETECTED}.")
     for a, b in pairs:
         if len(a.result.task_ids) != len(b.result.task_ids):
             sizes = f"{len(a.result.task_ids)} tasks in A and {len(b.result.task_ids)} in B"
