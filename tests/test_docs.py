@@ -16,6 +16,7 @@ import shlex
 import shutil
 import sys
 import textwrap
+import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -301,6 +302,16 @@ def test_settings_that_are_named_exist(page):
     for key in re.findall(rf"`(?:--)?((?:{sections})\.[a-z_.]+)\b", read(page)):
         if not key.endswith((".py", ".json", ".toml", ".safetensors")):
             assert find(key) or is_section(key), f"{page}: {key}"
+
+
+def test_every_extra_is_listed_and_installed_in_the_same_words():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    assert {*extras} - {"dev"} <= {*first_cells("README.md"), "smollm2"}
+    for file in [*(ROOT / "src").rglob("*.py"), *map(ROOT.joinpath, PAGES)]:
+        text = file.read_text("utf-8")
+        assert not re.search(r"pip install (-e )?'?\.\[", text), file
+        hints = re.findall(r"^.*(?=pip install '?ludus\[)", text, re.M) if file.suffix == ".py" else []
+        assert all(hint.endswith("Install it: ") for hint in hints if file.name != "doctor.py"), file
 
 
 def first_cells(page: str) -> list[str]:

@@ -44,6 +44,12 @@ def test_a_tokenizer_that_exceeds_the_embedding_is_refused_with_both_numbers_and
     assert not (tmp_path / "run").exists()
 
 
+def test_an_unknown_preset_is_refused_without_torch():
+    words = ["train", "search", "--algorithm.preset", "nope"]
+    said = subprocess.run([sys.executable, "-c", TORCHLESS, *words], capture_output=True, text=True, check=True)
+    assert "algorithm.preset = 'nope' is not known." in said.stderr
+
+
 def test_checkpoints_that_do_not_fit_on_the_disk_are_refused_before_the_start(model, tmp_path, monkeypatch):
     num = sum(len(shape) and shape[0] * (shape[1] if shape[1:] else 1) for _, shape in preflight.tensor_shapes(model))
     config = load_config("search", ["--model.path", str(model), "--run.dir", str(tmp_path / "run")])

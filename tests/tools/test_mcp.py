@@ -337,7 +337,7 @@ def test_without_the_package_the_error_names_the_extra():
         "try: mcp_server(command='x')\n"
         "except UserError as error: print(error)\n"
     )
-    assert python(code).strip() == "Tools of an MCP server need the package mcp. pip install 'ludus[mcp]'"
+    assert python(code).strip() == "Tools of an MCP server need the package mcp. Install it: pip install 'ludus[mcp]'."
 
 
 # Nothing stays
