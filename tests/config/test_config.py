@@ -314,7 +314,7 @@ FREE = st.recursive(
 @settings(derandomize=True, database=None, deadline=None)
 @given(
     free=st.dictionaries(st.text(st.characters(codec="utf-8")), FREE, max_size=4),
-    path=st.none() | st.text(st.characters(codec="utf-8")),
+    path=st.none() | st.text(st.characters(codec="utf-8")).map("/{}".format),  # relative ones become absolute
     temperature=st.floats(0, 1e300),
     lora=st.none() | st.builds(LoraConfig, rank=st.integers(1, 10**20)),
 )
