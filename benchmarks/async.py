@@ -1,19 +1,20 @@
-"""What asynchronous training is worth where tools are slow: episodes per second beside synchronous training.
+"""Measure asynchronous against synchronous training with slow tools, in episodes per second.
 
     python benchmarks/async.py --page docs/use/async_training.md
 
-It runs the same tasks in the modes sync, one_step and async, in turn over the repetitions; `apart` is
-async with the engine in a process of its own, behind `ludus serve` (engine.url), and `cluster` async with
-engine and episodes in processes of their own (`--cluster local`). The median latency of the tool is what one
-turn's generation takes, 5 % of the calls take 20 times as long. The ideal is the larger of pure engine time
-(episodes whose tools take no time, nothing else running, measured in each repetition, for as many action
-tokens as the arm trains) and pure learner time (the work on the very batches that the arm trained, done once
-more after it with nothing beside it), each on one thread.
-Speeds are taken over the steps in the middle of a run, without those in which the stream fills and empties;
-the whole run's stand beside them.
+The same tasks run in the modes sync, one_step and async, interleaved over the repetitions. `apart` is async
+with the engine in another process, behind `ludus serve` (engine.url); `cluster` is async with engine and
+episodes in other processes (`--cluster local`). The median latency of the tool is the generation time of one
+turn; 5 % of the calls take 20 times as long.
 
-The last column compares the processor time of a step with that of a synchronous step without tools: what the
-threads cost each other, whatever else the machine does.
+The ideal time of a step is the larger of two times, each on one thread with nothing else running: engine time
+(episodes whose tools take no time, measured in each repetition, scaled to the action tokens that the arm
+trains) and learner time (the batches of the arm, trained once more after its run). Speeds are means over the
+middle of a run, without the steps in which the stream fills and empties; speeds of the whole run are in
+another column.
+
+The last column divides the processor time of a step by that of a synchronous step without tools. It shows
+the overhead of concurrent threads, independent of the load of the machine.
 """
 
 from __future__ import annotations
@@ -55,10 +56,10 @@ STREAMS = ("async", "apart", "cluster")
 
 @dataclass(frozen=True)
 class Arm:
-    """One run: episodes per second in the middle and over all, idle shares, ages, seconds by phase.
+    """One run: episodes per second in the middle and overall, idle shares, ages, seconds by phase.
 
-    `cpu_s` are the processor's seconds of one step, of all threads together. Of a step in the middle `tokens`
-    are the action tokens that train, `alone_s` the learner's seconds for them with nothing beside it.
+    `cpu_s` is the processor time of one step over all threads. For a step in the middle of the run, `tokens` is the
+    number of trained action tokens, and `alone_s` the learner's seconds for them with nothing else running.
     """
 
     mode: str
@@ -77,10 +78,10 @@ class Arm:
 
 @dataclass(frozen=True)
 class Pure:
-    """Seconds of one step's episodes: in the engine alone, in the learner alone; and of one turn.
+    """Seconds of one step in the engine alone and in the learner alone, and of one turn.
 
-    `token_s` are the engine's seconds of one action token. `cpu_s` are the processor's seconds of a
-    synchronous step whose tools take no time.
+    `token_s` is the engine's seconds per action token, `cpu_s` the processor time of a synchronous step whose
+    tools take no time.
     """
 
     engine_s: float
@@ -90,19 +91,19 @@ class Pure:
     cpu_s: float
 
     def ideal(self, arm: Arm) -> float:
-        """The share of the ideal that an arm of the same repetition came to."""
+        """Return the fraction of the ideal speed that an arm of the same repetition reached."""
         return max(self.token_s * arm.tokens, arm.alone_s) / arm.step_s
 
 
 @dataclass
 class Batches:
-    """What the learner trains, step by step, so that it can do it once more with nothing beside it."""
+    """Record the batches of a run, to train them once more with nothing else running."""
 
     seen: list[Callable[[], object]] = field(default_factory=list)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keep the batches of the run in this block."""
+        """Record the batches that are trained in this block."""
         plain = Learner.train
 
         def train(learner: Learner, rows: Sequence[Row], seed: int) -> dict[str, float]:
@@ -116,7 +117,7 @@ class Batches:
             Learner.train = plain
 
     def again(self, steps: slice) -> float:
-        """Seconds of a step, mean over these."""
+        """Train the batches of these steps again; return the mean seconds per step."""
         batches = self.seen[steps]
         begin = time.perf_counter()
         for batch in batches:
@@ -126,14 +127,14 @@ class Batches:
 
 @dataclass(frozen=True)
 class Work:
-    """What is done: episodes of these sizes, with tools of this latency."""
+    """Sizes of the episodes and latency of the tools."""
 
     sizes: Sizes
     latency: Latency
 
 
 def settings(args: argparse.Namespace, mode: str, folder: Path, work: Work, **more: object) -> Config:
-    """The configuration of an arm."""
+    """Return the configuration of an arm."""
     setup = RunLayout(
         mode="async" if mode in STREAMS else mode,
         groups=args.groups,
@@ -148,7 +149,7 @@ def settings(args: argparse.Namespace, mode: str, folder: Path, work: Work, **mo
 
 
 def run_arm(args: argparse.Namespace, mode: str, work: Work) -> Arm:
-    """Train, and look at the clock."""
+    """Train one arm and return its measurements."""
     folder, watch, batches = Path(tempfile.mkdtemp()), Watch(), Batches()
     torch.set_num_threads(1)
     with ExitStack() as stack:
@@ -192,7 +193,7 @@ def run_arm(args: argparse.Namespace, mode: str, work: Work) -> Arm:
 
 
 def pure(args: argparse.Namespace, sizes: Sizes) -> Pure:
-    """The engine alone on a few steps' episodes, with as many at once as a step has; the learner alone."""
+    """Measure the engine alone on the episodes of a few steps (one step's at a time), and the learner alone."""
     folder, work = Path(tempfile.mkdtemp()), Work(sizes, Latency(0.0))
     torch.set_num_threads(1)
     session = open_session(settings(args, "sync", folder, work))
@@ -217,18 +218,18 @@ def pure(args: argparse.Namespace, sizes: Sizes) -> Pure:
     print(f"{len(episodes)} episodes, {tokens:.1f} tokens an action", file=sys.stderr, flush=True)
     shutil.rmtree(folder)
     few = argparse.Namespace(**vars(args) | {"steps": args.pure_steps + 1})
-    arm = run_arm(few, "sync", work)  # here nothing runs beside the learner
+    arm = run_arm(few, "sync", work)  # in this mode the learner runs alone
     sampled = sum(episode.trajectory.num_action_tokens for episode in episodes)
     return Pure(seconds / args.pure_steps, arm.phases["learn"], seconds / sampled, turn_s, arm.cpu_s)
 
 
 def middle_of(measured: Sequence[Pure]) -> Pure:
-    """The median of each number over the repetitions."""
+    """Return the median of each field over the repetitions."""
     return Pure(*(median(values) for values in zip(*map(astuple, measured), strict=True)))
 
 
 def report(arms: Sequence[list[Arm]], measured: Sequence[Pure], args: argparse.Namespace) -> str:
-    """The table, as Markdown; each arm beside what was `measured` in its repetition."""
+    """Return the table in Markdown; each run is compared with the `measured` times of its repetition."""
     alone = middle_of(measured)
     names = ("mode", "episodes/s", "of sync", "of ideal", "whole run", "learner idle", "engine idle")
     more = ("mean age", "oldest", "CPU, of alone")
@@ -258,26 +259,26 @@ def report(arms: Sequence[list[Arm]], measured: Sequence[Pure], args: argparse.N
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", choices=tuple(async_work.SHAPES), default="medium")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40, help="of an asynchronous run")
-    parser.add_argument("--sync-steps", type=int, default=4, help="of the other modes")
+    parser.add_argument("--steps", type=int, default=40, help="steps of an asynchronous run")
+    parser.add_argument("--sync-steps", type=int, default=4, help="steps in the other modes")
     parser.add_argument("--pure-steps", type=int, default=3)
-    parser.add_argument("--groups", type=int, default=8, help="a step")
+    parser.add_argument("--groups", type=int, default=8, help="groups per step")
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--new", type=int, default=24, help="mean tokens of an action")
-    parser.add_argument("--bound", type=int, default=0, help="max_staleness; 0 is 3 times a straggler")
+    parser.add_argument("--new", type=int, default=24, help="mean tokens per action")
+    parser.add_argument("--bound", type=int, default=0, help="max_staleness; 0: three times the latency of a straggler")
     parser.add_argument("--in-flight", type=int, default=0)
-    parser.add_argument("--page", type=Path, help="fill the table into this page")
+    parser.add_argument("--page", type=Path, help="insert the table into this page")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print, and fill the page."""
+    """Measure, print the table and insert it into the page."""
     args = parse(arguments)
     sizes = Sizes(turns=args.turns, new=args.new, most=max(160, 4 * args.new))
     measured = [pure(args, sizes)]

@@ -1,7 +1,7 @@
-"""The work of the asynchrony benchmark: a small model with random weights that acts in a world of slow tools.
+"""Workload of the asynchrony benchmark: a small model with random weights in a world of slow tools.
 
-The model speaks through a chat template of one word a token. One token ends a turn, and the model gives it
-about the same probability everywhere, so that the length of an action is about geometric.
+Each token is one word of the chat template. The end-of-turn token has about the same probability everywhere,
+so that action lengths are roughly geometric.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ 'assistant ' }}{% endif %}"
 )
 CONSTANT = 2.0
-"""What the first channel of every word is, so that all states have a part in common."""
+"""Value of the first embedding channel of every word, so that all hidden states share a component."""
 
 
 def made(shape: dict[str, Any], sizes: Sizes, folder: Path) -> Path:
-    """A model of this shape, always the same one, and its tokenizer, in a folder."""
+    """Write a model of this shape, always with the same weights, and its tokenizer; return the folder."""
     from transformers import Qwen3Config
 
     torch.manual_seed(0)
@@ -47,7 +47,7 @@ def made(shape: dict[str, Any], sizes: Sizes, folder: Path) -> Path:
 
 
 def words(vocab: int) -> PreTrainedTokenizerBase:
-    """A tokenizer of `vocab` tokens, nearly all of them words `w0`, `w1`, ..."""
+    """Return a tokenizer of `vocab` tokens, most of them the words `w0`, `w1`, ..."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -62,7 +62,7 @@ def words(vocab: int) -> PreTrainedTokenizerBase:
 
 @torch.no_grad()
 def end_turns(model: Qwen3ForCausalLM, end: int, every: int) -> None:
-    """Make one in `every` tokens the end of a turn: its logit is that much above what the others' are."""
+    """Make one in `every` tokens an end of turn by raising its logit above the others."""
     model.model.embed_tokens.weight[:, 0] = CONSTANT
     head = model.lm_head.weight
     head[:, 0] = 0.0
@@ -76,7 +76,7 @@ def end_turns(model: Qwen3ForCausalLM, end: int, every: int) -> None:
 
 @contextmanager
 def serving(model: Path) -> Iterator[str]:
-    """The URL of `ludus serve` for the model, in a process of its own with one thread."""
+    """Start `ludus serve` for the model in another process with one thread; yield its URL."""
     serve = [sys.executable, "-m", "ludus", "serve", str(model), "--port", "0", "--control"]
     command = ["env", "OMP_NUM_THREADS=1", *serve]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -88,9 +88,9 @@ def serving(model: Path) -> Iterator[str]:
 
 
 def settings(setup: RunLayout, sizes: Sizes, latency: Latency, model: str, folder: Path, **more: object) -> Config:
-    """The configuration of a run of this layout in `folder / "run"`; `more` has `__` for dots.
+    """Return the configuration of a run of this layout in `folder / "run"`; keys of `more` have `__` for dots.
 
-    The model is written into `folder`, unless it is there.
+    The model is written into `folder` if missing.
     """
     shape = SHAPES[model]
     place = folder / "model"
@@ -106,7 +106,7 @@ def settings(setup: RunLayout, sizes: Sizes, latency: Latency, model: str, folde
         "training.steps": setup.steps,
         "training.prompts_per_step": setup.groups,
         "training.checkpoint_every": 10**6,
-        "training.learning_rate": 1e-6,  # hardly any, so that the lengths of actions stay as they are
+        "training.learning_rate": 1e-6,  # tiny, so that action lengths do not change
         "training.report_kl": "false",
         "algorithm.group_size": setup.members,
         "algorithm.aggregation": "token_mean",
@@ -130,7 +130,7 @@ def settings(setup: RunLayout, sizes: Sizes, latency: Latency, model: str, folde
 
 
 def written(value: object) -> str:
-    """As the command line takes it."""
+    """Return a value as text for the command line."""
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
@@ -140,4 +140,4 @@ SHAPES: dict[str, dict[str, Any]] = {
     "small": rollout_models.SMALL | LIKE,
     "medium": rollout_models.SMALL | {"hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 12} | LIKE,
 }
-"""About 0.06, 3.9 and 13.6 million parameters. A small range makes all words about equally likely."""
+"""About 0.06, 3.9 and 13.6 million parameters. Small weights make all words about equally likely."""

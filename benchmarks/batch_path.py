@@ -1,11 +1,10 @@
-"""Which source files does a synchronous batch pass through, from its first rollout to the optimizer's step?
+"""List the source files that a synchronous batch passes through, from its first rollout to the optimizer step.
 
     python benchmarks/batch_path.py                                  # `ludus train search`, one step, 2 groups of 2
-    python benchmarks/batch_path.py --algorithm.preset ppo           # further settings of the run
+    python benchmarks/batch_path.py --algorithm.preset ppo           # more settings of the run
 
-Runs `ludus train` in this process and prints the files below `src/ludus` in which a function
-was called, by folder. Evaluations run before or after and are not counted, nor is what runs in other processes
-(the reward processes) or at import.
+Runs `ludus train` in this process and prints, by folder, the files below `src/ludus` in which a function was
+called. Evaluations, other processes (reward processes) and code that runs at import are not counted.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def record(arguments: list[str]) -> list[Path]:
     profile_all_threads(on_event)
     try:
         if run_ludus(arguments) or recording.is_set():
-            raise RuntimeError("The run failed, or its batch trained nothing.")
+            raise RuntimeError("The run failed, or no sample of its batch was trained.")
     finally:
         profile_all_threads(None)
         hook.remove()
@@ -67,7 +66,7 @@ def record(arguments: list[str]) -> list[Path]:
 
 
 def profile_all_threads(function: Callable[[FrameType, str, object], None] | None) -> None:
-    """Set the profile function of this thread and of those that start later."""
+    """Set the profile function of this thread and of threads that start later."""
     threading.setprofile(function)
     sys.setprofile(function)
 

@@ -1,4 +1,4 @@
-"""The checkpoint at which all arms of a comparison begin, made once."""
+"""The initial checkpoint of all arms of a comparison."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cold_start(recipe: str, path: Path, words: tuple[str, ...] = ()) -> tuple[str, ...]:
-    """The settings that begin at a recipe's cold start in `path`, trained there with `words` if it is not."""
+    """Return the settings that start from a recipe's cold start in `path`; train it with `words` if missing."""
     if not (path / "done").is_file():
         command = [sys.executable, "-m", "ludus", "sft"]
         if (path / "config.toml").is_file():

@@ -1,10 +1,10 @@
-"""What the correction for old rollouts is worth, far off policy: the search recipe with `tis` and `none`.
+"""Measure off-policy correction with very stale rollouts: the search recipe with `tis` and with `none`.
 
     python benchmarks/correction.py --page docs/use/async_training.md
 
-Asynchronous training with a large bound on staleness, three seeds of each arm, all else equal. Runs are kept
-in --folder and not repeated. The table has the success of the episodes that end in each quarter of a run,
-with intervals over seeds (t-distribution), and the difference paired over seeds.
+Asynchronous training with a large bound on staleness and three seeds per arm; other settings are equal. Runs
+are kept in --folder and not repeated. The table has the success of the episodes that end in each quarter of a
+run, with intervals over seeds (t-distribution), and the difference paired over seeds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 def run(args: argparse.Namespace, arm: str, seed: int) -> Rows:
-    """The metrics of each step of one run, made unless it is there."""
+    """Return the metrics of each step of one run; train it if missing."""
     kept = args.folder / f"{arm}-{args.bound}-{args.rate:g}-{args.steps}-seed{seed}.json"
     if not kept.is_file():
         folder = kept.with_suffix("")
@@ -71,14 +71,14 @@ def run(args: argparse.Namespace, arm: str, seed: int) -> Rows:
 
 
 def part_of(rows: Rows, part: int, name: str) -> float:
-    """The mean of a metric over a quarter of the steps; 0 where it is not reported."""
+    """Return the mean of a metric over a quarter of the steps; a missing value counts as 0."""
     size = len(rows) // PARTS
     own = rows[part * size : (part + 1) * size]
     return sum(row.get(name, 0.0) for row in own) / len(own)
 
 
 def report(found: Mapping[str, Sequence[Rows]], args: argparse.Namespace) -> str:
-    """Quarter by quarter."""
+    """Return the table, by quarter and arm."""
     size = args.steps // PARTS
     lines = [
         f"| steps | arm | {' | '.join(SHOWN)} | less `none`, in points |",
@@ -100,7 +100,7 @@ def report(found: Mapping[str, Sequence[Rows]], args: argparse.Namespace) -> str
 
 
 def over(values: Sequence[float], scale: float, sign: str) -> str:
-    """Mean and interval."""
+    """Return the mean and its interval as text."""
     found = t_interval([scale * value for value in values])
     low, high = found.interval.low, found.interval.high
     return f"{found.mean:{sign}.1f} [{low:{sign}.1f}, {high:{sign}.1f}]"
@@ -114,8 +114,8 @@ def compare(
     report: Callable[[Mapping[str, Sequence[T]], argparse.Namespace], str],
     arguments: Sequence[str] | None,
 ) -> None:
-    """Run each arm with each seed, print the table, and fill it into the place of a page if one is given."""
-    parser.add_argument("--page", type=Path, help="fill the table into this page")
+    """Run each arm with each seed, print the table, and insert it into the page if one is set."""
+    parser.add_argument("--page", type=Path, help="insert the table into this page")
     args = parser.parse_args(arguments)
     if args.page:
         check_place(args.page, place)
@@ -131,7 +131,7 @@ def compare(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train what is missing, and print the table."""
+    """Train the missing runs and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(".bench/correction"))
     parser.add_argument("--steps", type=int, default=60)

@@ -1,14 +1,13 @@
-"""Does a change of the code's structure change what it computes? Digests of seeded tiny runs.
+"""Digests of tiny seeded runs, to check that a refactoring does not change results.
 
-    python benchmarks/digests.py --write benchmarks/digests.json    # before a change
+    python benchmarks/digests.py --write benchmarks/digests.json    # before the change
     python benchmarks/digests.py --check benchmarks/digests.json    # after it: the digests must be equal
     python benchmarks/digests.py --check benchmarks/digests.json --only sft dapo
 
-Each case is a command line of `ludus` in a temporary folder, so that modules, classes and settings may be
-renamed: only `CASES` has to follow. A digest covers values without the names of their fields: the rollout
-files (tokens, log-probabilities, rewards), the metrics, and the tensors of the checkpoints. The optimizer's
-first moment after one step is the gradient times a constant. Digests depend on the processor and on the
-version of torch: compare on one machine.
+Each case is a command line of `ludus` in a temporary folder; if settings are renamed, only `CASES` has to
+change. A digest covers the values, without field names, of the rollout files (tokens, log-probabilities,
+rewards), the metrics, and the tensors of the checkpoints. The first moment of the optimizer after one step is
+the gradient times a constant. Digests depend on the processor and the version of torch: compare on one machine.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ def kill_after_first_checkpoint(process: subprocess.Popen[str], target: Path) ->
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """The digests of the files of a run by kind: rollouts, metrics, tensors."""
+    """Return the digests of the files of a run by kind: rollouts, metrics, tensors."""
     files = {
         "rollouts": sorted(folder.rglob("*.jsonl.gz")),
         "metrics": sorted(folder.rglob("metrics*.jsonl")),
@@ -128,14 +127,14 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def lines(path: Path) -> Iterator[str]:
-    """A digest for each line of JSON, over its values in sorted order."""
+    """Yield a digest for each line of JSON, over its values in sorted order."""
     content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     for line in content.splitlines():
         yield combined(sorted(values(json.loads(line))))
 
 
 def values(node: object) -> Iterator[str]:
-    """The values of a JSON document without the names of fields; a list of values is one value."""
+    """Yield the values of a JSON document without field names; a list of values is one value."""
     if isinstance(node, dict):
         for value in node.values():
             yield from values(value)
@@ -147,7 +146,7 @@ def values(node: object) -> Iterator[str]:
 
 
 def tensors(path: Path) -> Iterator[str]:
-    """The digests of the tensors of a safetensors file in sorted order, without their names."""
+    """Yield the digests of the tensors of a safetensors file in sorted order, without their names."""
     content = path.read_bytes()
     size = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + size])

@@ -1,4 +1,4 @@
-"""Check and measure on a GPU, without network, what a run uses there: engine, learner, training, weights, memory.
+"""Check and measure engine, learner, training, weight transfer and sleep on a GPU, without network.
 
     python benchmarks/gpu.py                                  # all parts, some minutes each
     python benchmarks/gpu.py --parts engine learner --size 0.5b
@@ -6,13 +6,14 @@
 
 conformance  all checks of tests/engine_conformance.py on the packaged cold start in float32, the engine on the device
              and the reference on the CPU
-engine       seconds per decode step of a full batch, and the share of it that reading the weights and the keys and
-             values would take at the speed of a large copy on this device (1: the bound by memory bandwidth)
-learner      seconds of an optimizer step, and model FLOPs utilization: 6 FLOPs per weight and token, and those of
-             causal attention, over the listed peak of the card, or the measured speed of a large matrix product
+engine       seconds per decode step of a full batch, and the fraction of it that reading weights, keys and values
+             takes at the memory bandwidth of a large copy on this device (1: bandwidth-bound)
+learner      seconds per optimizer step, and model FLOPs utilization: 6 FLOPs per weight and token plus causal
+             attention, divided by the listed peak of the card or the measured speed of a large matrix product
 train        some steps of the recipe `search` from its cold start, and held-out success before and after
 transfer     weights from the learner to the engine: seconds to copy and to verify; the digests must be equal
-sleep        memory that `engine.sleep` frees, and the seconds of a request before, after it, and once more
+sleep        memory that `engine.sleep` frees, and the seconds of a request before it, of the first one after it, and
+             of the second
 
 The models of engine, learner, transfer and sleep are Qwen3 with random weights in bfloat16 (float32 on a CPU). A part
 that fails is reported, the others run, and the exit status is 1.
@@ -117,7 +118,7 @@ class Setup:
 
 
 class Stopwatch:
-    """Seconds of a `with` block until the device has finished."""
+    """Measures the seconds of a `with` block until the device has finished."""
 
     def __init__(self, device: str) -> None:
         self._device, self.seconds = device, 0.0
@@ -133,7 +134,7 @@ class Stopwatch:
 
 
 def conformance(setup: Setup) -> list[Row]:
-    """Run each check of the suite; a row for all, and one for each that fails."""
+    """Run each check of the suite; return one row for all checks, and one for each failed check."""
     sys.path.append(str(HERE.parent / "tests"))
     import engine_conformance as suite
     from ludus.config import load_config
@@ -209,7 +210,7 @@ async def _engine(setup: Setup) -> list[Row]:
 
 
 def learner(setup: Setup) -> list[Row]:
-    """Measure optimizer steps over rows of one length, nothing shared."""
+    """Measure optimizer steps over rows of equal length without shared prefixes."""
     from ludus.algorithms.spec.resolve import PRESETS
     from ludus.training.learner.learner import Learner, LearnerSettings
     from ludus.training.learner.logprobs import LogprobScorer
@@ -255,7 +256,7 @@ def model_flops(model: PreTrainedModel, rows: int, length: int) -> float:
 
 
 def peak_flops(setup: Setup) -> tuple[float, str]:
-    """Return the listed peak of the card, or the measured speed of a large matrix product, and which of them."""
+    """Return the listed peak of the card, or the measured speed of a large matrix product, and the source."""
     name = device_name(setup.device)
     for card, peak in PEAKS.items():
         if setup.device != "cpu" and card in name:
@@ -370,7 +371,7 @@ def free_mb(device: str) -> float:
 
 
 class PartFailed(Exception):
-    """A part whose result is wrong, with rows of details."""
+    """The result of a part is wrong; `rows` has details."""
 
     def __init__(self, message: str, rows: Sequence[Row] = ()) -> None:
         super().__init__(message)
@@ -423,7 +424,7 @@ def describe(error: BaseException) -> str:
 
 
 def run_part(name: str, setups: Sequence[Setup]) -> PartReport:
-    """Run a part at each size; an error ends the part, not the program."""
+    """Run a part at each size; an error ends only the part."""
     rows, error, begin = list[Row](), "", time.perf_counter()
     try:
         for setup in setups[:1] if name in ONCE else setups:
@@ -452,7 +453,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--size", nargs="+", choices=tuple(SHAPES), help="default: 0.5b 1.5b, on a CPU tiny")
     parser.add_argument("--parts", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
     parser.add_argument("--json", type=Path, help="write the report to this file after each part")
-    parser.add_argument("--page", type=Path, help="fill the report into this page")
+    parser.add_argument("--page", type=Path, help="insert the report into this page")
     args = parser.parse_args(arguments)
     if args.page:
         check_place(args.page, "gpu")

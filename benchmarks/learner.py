@@ -1,19 +1,19 @@
-"""How fast is a learner's step, and how much memory does it take? Ratios within one run.
+"""Measure time and memory of a learner step. Ratios are taken within one run.
 
     python benchmarks/learner.py                    # all three parts, 5 repetitions
     python benchmarks/learner.py --only speed,shapes --repeats 3
     python benchmarks/learner.py --page docs/understand/performance.md
 
-speed   64 ragged sequences of 100 to 2,000 tokens, nothing shared: the gradient of the whole batch against
-        bare passes over the same tokens (each sequence alone, forward and backward, a plain log-likelihood);
-        and a step with two updates, `old` scored and a reference in the loss, against those passes and a bare
-        forward pass for each of the two
-shapes  what computing shared prefixes once gives: a long prompt with short answers, a multi-turn chain sent
+speed   64 ragged sequences of 100 to 2,000 tokens without shared prefixes: the gradient of the batch against bare
+        passes over the same tokens (each sequence alone, forward and backward, a plain log-likelihood); and a
+        step with two updates, old log-probabilities and a reference in the loss, against those passes plus a
+        bare forward pass for old and one for the reference
+shapes  speedup from computing shared prefixes once: a long prompt with short answers, a multi-turn chain sent
         again at each turn, a branching tree; against the same rows without sharing, and padded
-trees   episodes that branch as `rollout.branch` makes them: each tree as one row, in which a shared action
-        trains once, against its paths trained apart
-memory  the peak above the model at a vocabulary of 150,000: chunks of the output layer against all logits
-Every part runs with one thread; memory in processes of their own.
+trees   episodes with the branches of `rollout.branch`: each tree as one row, in which a shared action is
+        trained once, against its paths trained separately
+memory  peak above the model at a vocabulary of 150,000: chunks of the output layer against all logits
+Every part runs with one thread, each measurement of memory in a new process.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from ludus.algorithms.spec.resolve import PRESETS
 from ludus.config.sections.rollout import BranchConfig
 from ludus.rollouts.trees import run_tree
 from ludus.training.batches import prefix_packing
+from ludus.training.batches import rows as row_module
 from ludus.training.batches.rows import BREAK, Row, row_of_trajectory
 from ludus.training.learner.learner import Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
@@ -49,7 +50,7 @@ WIDE_VOCAB = 150_000
 
 
 def model(vocabulary: int = VOCAB) -> Qwen3ForCausalLM:
-    """3.1 million parameters at the small vocabulary."""
+    """Return a model of 3.1 million parameters (at the small vocabulary)."""
     torch.manual_seed(0)
     shape = Qwen3Config(
         vocab_size=vocabulary,
@@ -65,14 +66,14 @@ def model(vocabulary: int = VOCAB) -> Qwen3ForCausalLM:
 
 
 def learner(policy: Qwen3ForCausalLM, microbatch_tokens: int = 8192) -> Learner:
-    """GRPO, one optimizer step a batch."""
+    """Return a GRPO learner with one optimizer step per batch."""
     optimizer = Optimizer(policy, OptimizerSettings(learning_rate=1e-4, total_steps=1))
     settings = LearnerSettings(microbatch_tokens=microbatch_tokens)
     return Learner(LogprobScorer(policy), optimizer, PRESETS["grpo"], settings)
 
 
 def learner_with_reference(policy: Qwen3ForCausalLM) -> Learner:
-    """GRPO with a KL to a copy, and two optimizer steps a batch, so that `old` is scored before them."""
+    """Return a GRPO learner with a KL to a copy and two optimizer steps per batch, which need old log-probabilities."""
     optimizer = Optimizer(policy, OptimizerSettings(learning_rate=1e-6, total_steps=1))
     settings = LearnerSettings(microbatch_tokens=8192, minibatches=2)
     reference = LogprobScorer(copy.deepcopy(policy).requires_grad_(False).eval())
@@ -81,7 +82,7 @@ def learner_with_reference(policy: Qwen3ForCausalLM) -> Learner:
 
 
 def row(tokens: Sequence[int], prompt: int, sign: float) -> Row:
-    """Everything behind the prompt trains."""
+    """Return a row in which all tokens after the prompt are trained."""
     trains = tuple(i >= prompt for i in range(len(tokens)))
     numbers = tuple(map(float, trains))
     return Row(tuple(tokens), trains, trains, tuple(-2.0 * n for n in numbers), tuple(sign * n for n in numbers))
@@ -92,21 +93,21 @@ def draw(rng: random.Random, num: int) -> list[int]:
 
 
 def ragged(num: int = 64) -> list[Row]:
-    """Log-uniform lengths of 100 to 2,000 tokens, a third of each a prompt."""
+    """Return rows of log-uniform lengths of 100 to 2,000 tokens, one third of each a prompt."""
     rng = random.Random(0)
     lengths = [round(100 * 20 ** rng.random()) for _ in range(num)]
     return [row(draw(rng, n), n // 3, (-1.0) ** i) for i, n in enumerate(lengths)]
 
 
 def long_prompt() -> list[Row]:
-    """4 groups of 8: a prompt of 800 tokens, answers of 20 to 60."""
+    """Return 4 groups of 8 rows: a prompt of 800 tokens, answers of 20 to 60."""
     rng = random.Random(1)
     groups = [draw(rng, 800) for _ in range(4)]
     return [row([*g, *draw(rng, rng.randint(20, 60))], 800, (-1.0) ** i) for g in groups for i in range(8)]
 
 
 def resent_chain() -> list[Row]:
-    """8 episodes of 6 turns whose context is sent again at each turn: a row for every turn."""
+    """Return 8 episodes of 6 turns, one row per turn with the whole context."""
     rng = random.Random(2)
     rows = []
     for i in range(8):
@@ -120,7 +121,7 @@ def resent_chain() -> list[Row]:
 
 
 def tree() -> list[Row]:
-    """4 trees of 16 leaves: each branch of 80 tokens splits in two, four times."""
+    """Return the rows of 4 trees of 16 leaves: branches of 80 tokens split in two, four times."""
     rng = random.Random(3)
 
     def grow(stem: list[int], depth: int) -> list[list[int]]:
@@ -146,7 +147,7 @@ def seconds(work: Callable[[], object]) -> float:
 
 
 def bare(policy: Qwen3ForCausalLM, rows: Sequence[Row]) -> None:
-    """Each sequence alone, with the output layer at the positions that train, as the learner has it."""
+    """Run forward and backward on each sequence alone, with the output layer only at trained positions."""
     for one in rows:
         first = one.trains.index(True)
         tokens = torch.tensor([one.tokens])
@@ -158,7 +159,7 @@ def bare(policy: Qwen3ForCausalLM, rows: Sequence[Row]) -> None:
 
 @torch.no_grad()
 def bare_forward(policy: Qwen3ForCausalLM, rows: Sequence[Row]) -> None:
-    """Each sequence alone, without a gradient."""
+    """Run a forward pass on each sequence alone, without gradient."""
     for one in rows:
         first = one.trains.index(True)
         tokens = torch.tensor([one.tokens])
@@ -167,7 +168,7 @@ def bare_forward(policy: Qwen3ForCausalLM, rows: Sequence[Row]) -> None:
 
 
 def bare_step(policy: Qwen3ForCausalLM, rows: Sequence[Row]) -> None:
-    """The passes that a step with `old` and a reference needs."""
+    """Run the passes that a step with old log-probabilities and a reference needs."""
     bare_forward(policy, rows)
     bare_forward(policy, rows)
     bare(policy, rows)
@@ -179,7 +180,7 @@ def gradient(one: Learner, rows: Sequence[Row]) -> None:
 
 
 def compare(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Processor seconds of each way in each repetition, after one that does not count; the order turns."""
+    """Return the processor seconds of each function per repetition, after one warm-up; the order rotates."""
     names = list(ways)
     found: dict[str, list[float]] = {name: [] for name in names}
     for i in range(repeats + 1):
@@ -196,7 +197,7 @@ def ratios(over: Sequence[float], under: Sequence[float]) -> str:
 
 
 def speed(repeats: int) -> list[str]:
-    """The learner's gradient, and its step with all that can be on, against bare passes."""
+    """Compare the learner's gradient, and its step with old log-probabilities and reference, with bare passes."""
     rows = ragged()
     one, whole, plain = learner(model()), learner_with_reference(model()), model()
     plain.train()
@@ -229,7 +230,7 @@ def speed(repeats: int) -> list[str]:
 
 
 def shapes(repeats: int) -> list[str]:
-    """Sharing on, off, and padded rows."""
+    """Compare shared prefixes, packed rows without sharing, and padded rows."""
     columns = ("rows", "tokens", "computed once", "sharing, s", "packed without sharing, s", "padded, s")
     lines = [
         f"| {' | '.join((*columns, 'packed / sharing', 'padded / sharing'))} |",
@@ -256,7 +257,7 @@ def shapes(repeats: int) -> list[str]:
 
 
 def episode(rng: random.Random, told: tuple[Segment, ...], turns: int = 6) -> Trajectory:
-    """A prompt of 300 tokens, then turns of 40 tokens with observations of 80; from the told segments on."""
+    """Return an episode with a prompt of 300 tokens, turns of 40 and observations of 80; it continues `told`."""
     segments = list(told) or [Segment("prompt", tuple(draw(rng, 300)))]
     for turn in range(sum(s.kind == "action" for s in segments), turns):
         tokens = tuple(draw(rng, 40))
@@ -285,9 +286,9 @@ TREES = {
 
 
 def work(rows: Sequence[Row]) -> tuple[int, int, int]:
-    """Tokens to compute, pairs of a token and one that it attends to, and tokens that train.
+    """Return the numbers of tokens to compute, of pairs (token, attended token), and of trained tokens.
 
-    Of each row alone: only paths of the same row share.
+    Only paths of the same row share prefixes.
     """
     tokens = pairs = 0
     for one in rows:
@@ -300,7 +301,7 @@ def work(rows: Sequence[Row]) -> tuple[int, int, int]:
 
 
 def forest_of(one: Row) -> prefix_packing.PrefixForest:
-    """What the learner computes of one row."""
+    """Return the packed prefixes that the learner computes for one row."""
     path_tokens: list[list[int]] = [[]]
     for token in one.tokens:
         if token == BREAK:
@@ -311,10 +312,10 @@ def forest_of(one: Row) -> prefix_packing.PrefixForest:
 
 
 def trees(repeats: int) -> list[str]:
-    """The gradient of a tree, and that of its paths one by one, beside what each has to compute.
+    """Compare time and work of the gradient of a tree with those of its separate paths.
 
-    Passes have 4,096 tokens, the default: in passes of 8,192 a tenth of the time of the paths apart goes to
-    page faults of large tables, which would count for the trees.
+    Microbatches have 4,096 tokens, the default: with 8,192, a tenth of the time of the separate paths is spent
+    on page faults of large tables, which would favour the trees.
     """
     fewer_of = ("fewer tokens", "fewer attended pairs", "fewer trained tokens")
     columns = ("tree", "tokens of the paths", "computed once", *fewer_of)
@@ -342,17 +343,17 @@ def trees(repeats: int) -> list[str]:
 
 
 def without_sharing(one: Learner, rows: Sequence[Row]) -> None:
-    """The same with a bound on shared prefixes that none reaches."""
+    """Compute the gradient with a minimum length of shared prefixes that no prefix reaches."""
     before = prefix_packing.MIN_SHARED_TOKENS
-    prefix_packing.MIN_SHARED_TOKENS = rows.MIN_SHARED_TOKENS = sys.maxsize
+    prefix_packing.MIN_SHARED_TOKENS = row_module.MIN_SHARED_TOKENS = sys.maxsize
     try:
         gradient(one, rows)
     finally:
-        prefix_packing.MIN_SHARED_TOKENS = rows.MIN_SHARED_TOKENS = before
+        prefix_packing.MIN_SHARED_TOKENS = row_module.MIN_SHARED_TOKENS = before
 
 
 def status_mb(name: str) -> float:
-    """VmRSS (now) or VmHWM (the peak since it was reset) of this process."""
+    """Return VmRSS (current) or VmHWM (peak since the last reset) of this process."""
     text = Path("/proc/self/status").read_text()
     return int(text.split(f"{name}:")[1].split()[0]) / 1024
 
@@ -361,9 +362,9 @@ WAYS = ("chunks", "whole", "kl-chunks", "kl-whole")
 
 
 def memory_of(way: str) -> None:
-    """Print the peak above the loaded models of one gradient, in MB. For a process of its own.
+    """Print the peak memory of one gradient above the loaded models, in MB. Call it in a new process.
 
-    With `kl` a second model is loaded, and its full KL is part of the loss.
+    With `kl` a second model is loaded, and the full KL to it is part of the loss.
     """
     torch.set_num_threads(1)
     policy = model(WIDE_VOCAB)
@@ -377,7 +378,7 @@ def memory_of(way: str) -> None:
         one.scorers = {"reference": LogprobScorer(reference)}
     for parameter in policy.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status_mb("VmRSS")
     if way.endswith("chunks"):
         one.gradient(rows)
@@ -387,7 +388,7 @@ def memory_of(way: str) -> None:
 
 
 def all_logits(policy: Qwen3ForCausalLM, reference: Qwen3ForCausalLM | None, tokens: Tensor) -> None:
-    """The same from the whole table of logits `[B, L, V]`."""
+    """Compute the same gradient from all logits `[B, L, V]`."""
     table = policy(input_ids=tokens).logits.float().log_softmax(-1)
     loss = -table[:, :-1].gather(2, tokens[:, 1:, None]).mean()
     if reference is None:
@@ -401,7 +402,7 @@ def all_logits(policy: Qwen3ForCausalLM, reference: Qwen3ForCausalLM | None, tok
 
 
 def memory(repeats: int) -> list[str]:
-    """The peaks of each way, in a process of its own."""
+    """Measure the peak memory of each method in a new process."""
     del repeats
     found = {}
     for way in WAYS:
@@ -428,7 +429,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--page", type=Path, help="fill the tables into this page")
+    parser.add_argument("--page", type=Path, help="insert the tables into this page")
     parser.add_argument("--memory-of", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.memory_of:
@@ -443,7 +444,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def fill(page: Path, name: str, text: str) -> None:
-    """Put `text` between the page's marks of this name."""
+    """Write `text` between the page's markers of this name."""
     begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
     before, _, rest = page.read_text().partition(begin)
     page.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")

@@ -1,14 +1,14 @@
-"""Does it learn, and does the mask matter? Whole training runs over seeds, two at a time.
+"""Measure learning over several seeds: gains, the effect of the observation mask, and training modes.
 
     python benchmarks/learning.py learns      # 3 seeds of --recipe: cold start against trained, and its curve
     python benchmarks/learning.py mask        # observations masked or in the loss: 3 learning rates x 3 seeds
     python benchmarks/learning.py modes       # synchronous, one step behind and asynchronous: 3 seeds each
-    python benchmarks/learning.py modes --only sync async-2 --seeds 10      # these of them, with more seeds
+    python benchmarks/learning.py modes --only sync async-2 --seeds 10      # some modes, with more seeds
 
-Runs are kept in --folder and not repeated; a run that was cut off goes on. Each run has one compute thread,
-so that two of them share two cores without harm. Intervals over seeds are of the t-distribution; the paired
-intervals of the ablation are over tasks (bootstrap), the seeds' attempts at a task averaged; those of the
-modes are of both kinds, and the verdict is by whichever reaches further down.
+Runs are kept in --folder and not repeated; an interrupted run is resumed. Two runs of one compute thread each
+run in parallel. Intervals over seeds use the t-distribution. The paired intervals of the ablation are over
+tasks (bootstrap), averaged over seeds; those of the modes are over tasks and over seeds, and the verdict uses
+the lower bound of both.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ MODES = {
     "async-5": (*STREAMED, "5"),
     "async-8": (*STREAMED, "8"),
 }
-"""Those of `modes`: `async` with the bound of the defaults, with that of `benchmarks/async.py`, and with one
-that its episodes in flight just fill."""
+"""Arms of `modes`: `async` with the default bound on staleness, with that of `benchmarks/async.py`, and with the
+bound that the concurrent rollouts just reach."""
 BELOW = 5.0
 """Points of held-out success that a mode may lose against `sync`."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One kind of run: a name and the settings that make it."""
+    """A name and the settings of its runs."""
 
     name: str
     settings: tuple[str, ...] = ()
 
 
 def run(folder: Path, arm: Arm, seed: int, common: tuple[str, ...], recipe: str) -> Path:
-    """Train one arm with one seed, or go on with it; gives its folder."""
+    """Train one arm with one seed, or resume its run; return the run folder."""
     path = folder / f"{arm.name}-seed{seed}"
     command = [sys.executable, "-m", "ludus", "train"]
     if (path / "config.toml").is_file():
@@ -66,7 +66,7 @@ def run(folder: Path, arm: Arm, seed: int, common: tuple[str, ...], recipe: str)
 def run_all(
     args: argparse.Namespace, arms: list[Arm], common: tuple[str, ...], recipe: str = "search"
 ) -> dict[str, list[Path]]:
-    """All arms with all seeds, seed by seed, so that an early end leaves whole comparisons."""
+    """Run all arms seed by seed, so that an interrupted benchmark has complete comparisons."""
     jobs = [(arm, seed) for seed in range(args.seeds) for arm in arms]
     with ThreadPoolExecutor(args.parallel) as pool:
         paths = list(pool.map(lambda job: run(args.folder, job[0], job[1], common, recipe), jobs))
@@ -77,7 +77,7 @@ def run_all(
 
 
 def results(path: Path, which: str) -> list[Evaluation]:
-    """The evaluations before (`first`) or after (`last`) training, of the whole splits."""
+    """Return the evaluations of whole splits before (`first`) or after (`last`) training."""
     found = [load_evaluation(file) for file in sorted((path / "evaluations").glob("step-*.json"))]
     whole = [r for r in found if r.plan.split in ("test", "composition")]
     step = min(r.plan.step for r in whole) if which == "first" else max(r.plan.step for r in whole)
@@ -85,13 +85,13 @@ def results(path: Path, which: str) -> list[Evaluation]:
 
 
 def label(result: Evaluation) -> str:
-    """What was evaluated and how it was sampled."""
+    """Return the split and the sampling of an evaluation."""
     how = "greedy" if result.plan.temperature == 0 else f"sampled at {result.plan.temperature:g}"
     return f"{result.plan.split}, {how}"
 
 
 def report_learning(paths: list[Path]) -> None:
-    """Success before and after, seed by seed, and the gain with its interval over seeds."""
+    """Print the success before and after training by seed, and the gain with its interval over seeds."""
     before, after = [results(p, "first") for p in paths], [results(p, "last") for p in paths]
     print("| tasks | cold start, by seed | trained, by seed | gain in points, 95 % over seeds |")
     print("|---|---|---|---|")
@@ -106,7 +106,7 @@ def report_learning(paths: list[Path]) -> None:
 
 
 def report_curve(paths: list[Path]) -> None:
-    """Greedy success on `test` while it trains, over seeds, on the tasks of an evaluation under way."""
+    """Print the greedy success on `test` over seeds during training, on the tasks of intermediate evaluations."""
     found = [[load_evaluation(file) for file in sorted((p / "evaluations").glob("step-*.json"))] for p in paths]
     rows = [[r for r in one if r.plan.split == "test" and r.plan.temperature == 0] for one in found]
     print("\n| step | tasks | `test`, greedy, over seeds |\n|---:|---:|---|")
@@ -115,12 +115,12 @@ def report_curve(paths: list[Path]) -> None:
 
 
 def cells(found: list[Evaluation]) -> str:
-    """Rates with their 95 % intervals over tasks, one per seed."""
+    """Return the rates with 95 % intervals over tasks, one per seed."""
     return ", ".join(f"{100 * r.rate:.1f} [{100 * r.interval.low:.1f}, {100 * r.interval.high:.1f}]" for r in found)
 
 
 def report_mask(paths: dict[str, list[Path]]) -> None:
-    """Both arms at each learning rate, and the paired difference."""
+    """Print both arms at each learning rate, and the paired difference."""
     print("| tasks | learning rate | masked | observations in the loss | masked - unmasked, paired over tasks |")
     print("|---|---|---|---|---|")
     for i, first in enumerate(results(paths[f"masked-{RATES[0]}"][0], "last")):
@@ -137,15 +137,14 @@ def report_mask(paths: dict[str, list[Path]]) -> None:
 
 @dataclass(frozen=True)
 class LessSync:
-    """Held-out success less that of `sync`: in points over seeds, and as a share paired over tasks."""
+    """Held-out success minus that of `sync`: in points over seeds, and as a fraction paired over tasks."""
 
     seeds: Estimate
     tasks: PairedDifference
 
     @property
     def verdict(self) -> str:
-        """Whether it is no more than `BELOW` points below: `yes` where neither interval reaches further down,
-        `no` where both are wholly below, else `not shown`."""
+        """Return `yes` if both intervals are above `-BELOW` points, `no` if both are below it, else `not shown`."""
         over_tasks, over_seeds = self.tasks.interval, self.seeds.interval
         if min(100 * over_tasks.low, over_seeds.low) >= -BELOW:
             return "yes"
@@ -153,13 +152,13 @@ class LessSync:
 
 
 def less_sync(found: list[Evaluation], plain: list[Evaluation]) -> LessSync:
-    """A mode's evaluations against those of `sync`, each with the same seeds in the same order."""
+    """Compare a mode's evaluations with those of `sync`, with the same seeds in the same order."""
     seeds = t_interval([100 * (a.rate - b.rate) for a, b in zip(found, plain, strict=True)])
     return LessSync(seeds, paired_difference(by_task(found), by_task(plain), seed=0))
 
 
 def report_modes(paths: dict[str, list[Path]]) -> None:
-    """Held-out success after the same number of trained episodes, against `sync` over tasks and seeds."""
+    """Print the held-out success after the same number of trained episodes, compared with `sync`."""
     print(
         "| tasks | mode | trained, over seeds | less sync, in points, paired over tasks | paired over seeds "
         f"| no more than {BELOW:g} points below sync |\n|---|---|---|---|---|---|"
@@ -173,7 +172,7 @@ def report_modes(paths: dict[str, list[Path]]) -> None:
 
 
 def gap_cells(gap: LessSync) -> str:
-    """Both intervals, in points, and the verdict."""
+    """Return the table cells: both intervals in points, and the verdict."""
     rows = (
         (100 * gap.tasks.difference, 100 * gap.tasks.interval.low, 100 * gap.tasks.interval.high),
         (gap.seeds.mean, gap.seeds.interval.low, gap.seeds.interval.high),
@@ -183,7 +182,7 @@ def gap_cells(gap: LessSync) -> str:
 
 
 def by_task(found: list[Evaluation]) -> dict[str, float]:
-    """Mean success of each task over seeds."""
+    """Return the mean success of each task over seeds."""
     return {
         task: sum(r.successes[i] for r in found) / sum(r.plan.samples for r in found)
         for i, task in enumerate(found[0].task_ids)
@@ -191,27 +190,27 @@ def by_task(found: list[Evaluation]) -> dict[str, float]:
 
 
 def over_seeds(found: list[Evaluation]) -> str:
-    """Mean over seeds with its t-interval, in per cent."""
+    """Return the mean over seeds with its t-interval, in per cent."""
     estimate = t_interval([100 * r.rate for r in found])
     return f"{estimate.mean:.1f} [{estimate.interval.low:.1f}, {estimate.interval.high:.1f}]"
 
 
 def main() -> None:
-    """Run what is asked for, and print its table."""
+    """Run the chosen benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("what", choices=("learns", "mask", "modes"))
     parser.add_argument("--folder", type=Path, default=Path("runs/learning"))
     parser.add_argument("--recipe", default="search", help="of `learns`")
     parser.add_argument("--parallel", type=int, default=2)
-    parser.add_argument("--seeds", type=int, default=3, help="0, 1 and so on, so many")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds, from 0")
     parser.add_argument("--only", nargs="+", choices=tuple(MODES), default=list(MODES), help="of `modes`")
     parser.add_argument("--steps", type=int, help="training steps (default: the recipe's; 20 for mask)")
     args = parser.parse_args()
     if "sync" not in args.only:
-        parser.error("modes are compared with `sync`: --only sync ...")
+        parser.error("modes are compared with `sync`; add it to --only")
     if args.what == "learns":
         common = ("--training.steps", str(args.steps)) if args.steps else ()
-        if args.recipe != "search":  # which ships its cold start
+        if args.recipe != "search":  # only search ships a cold start
             common += cold_start(args.recipe, args.folder / f"{args.recipe}-cold-start")
         name = "learns" if args.recipe == "search" else args.recipe
         paths = run_all(args, [Arm(name)], common, args.recipe)[name]

@@ -1,11 +1,10 @@
-"""What negatives in fine-tuning do to hallucinated calls and to wrongly refused ones, on functions.
+"""Measure the effect of negatives in fine-tuning on hallucinated and on missing calls, in the world `functions`.
 
     python benchmarks/negatives.py --page docs/use/stages.md
 
 Two arms with equal steps, batches and seeds: the world's demonstrations of all classes, and those without the
-class `negatives`. A call is hallucinated in an episode of a task where no call is right and one was made; a
-call is wrongly refused where calls are right and none was made. Greedy, on the split test. Runs are kept in
---folder and not repeated.
+class `negatives`. A call is hallucinated if no call is right for the task; a call is missing if one is right
+and the episode has none. Greedy, on the split `test`. Runs are kept in --folder and not repeated.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ Rates = Mapping[str, float]
 
 
 def settings(args: argparse.Namespace, arm: str, seed: int) -> list[str]:
-    """The settings of a cold start, as words of the command line."""
+    """Return the settings of a cold start as command-line words."""
     given = {
         "env.settings.levels": "[1, 2]",
         "env.settings.num_tasks": 4 * args.tasks,
@@ -60,7 +59,7 @@ def settings(args: argparse.Namespace, arm: str, seed: int) -> list[str]:
 
 
 def run(args: argparse.Namespace, arm: str, seed: int) -> Rates:
-    """The rates of one seed of an arm, measured unless they are there."""
+    """Return the rates of one seed of an arm; measure them if missing."""
     kept = args.folder / f"{arm.replace(' ', '-')}-{args.steps}-seed{seed}.json"
     if not kept.is_file():
         folder, words = kept.with_suffix(""), settings(args, arm, seed)
@@ -73,7 +72,7 @@ def run(args: argparse.Namespace, arm: str, seed: int) -> Rates:
 
 
 async def measured(config: Config, num_tasks: int) -> Rates:
-    """Play the first tasks of the split test greedily, and count."""
+    """Return the rates of greedy episodes on the first tasks of the split `test`."""
     opened = await open_weights(config)
     player = engine_backend(opened.session.world, opened)
     plan = EvaluationPlan("test", num_tasks, 1, 0.0, 0)
@@ -86,7 +85,7 @@ async def measured(config: Config, num_tasks: int) -> Rates:
 
 
 def rates(episodes: Sequence[Episode]) -> Rates:
-    """The shares of `SHOWN`, each of the episodes that it is about."""
+    """Return the rates of `SHOWN`, each over the episodes that it applies to."""
     right = [truth_of(one.task, Truth).right for one in episodes]
     calls = [any(m.get("tool_calls") for m in one.trajectory.messages) for one in episodes]
     solved = [one.trajectory.rewards.get("solved", 0.0) for one in episodes]
@@ -101,12 +100,12 @@ def rates(episodes: Sequence[Episode]) -> Rates:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean."""
+    """Return the arithmetic mean."""
     return sum(values) / len(values)
 
 
 def report(found: Mapping[str, Sequence[Rates]], args: argparse.Namespace) -> str:
-    """A row for each rate, with the difference paired over seeds."""
+    """Return a table with a row for each rate, and the difference paired over seeds."""
     with_, without = (found[arm] for arm in ARMS)
     lines = [f"| % of tasks | {' | '.join(ARMS)} | difference, in points |", "|---|---:|---:|---:|"]
     for name, words in SHOWN.items():
@@ -121,11 +120,11 @@ def report(found: Mapping[str, Sequence[Rates]], args: argparse.Namespace) -> st
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train and measure what is missing, and print the table."""
+    """Train and measure the missing runs, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(".bench/negatives"))
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--tasks", type=int, default=200, help="tasks of the split test")
+    parser.add_argument("--tasks", type=int, default=200, help="tasks of the split `test`")
     compare(parser, "negatives", ARMS, run, report, arguments)
 
 

@@ -1,14 +1,13 @@
-"""What the cost model and the simulation say of a run, beside what the run then does.
+"""Compare the predictions of the cost model and the simulator with measured runs.
 
     python benchmarks/plan.py --page docs/use/planning.md
-    python benchmarks/plan.py --model tiny --steps 4 --fit-steps 3 --latency 0.02    to see that it works
+    python benchmarks/plan.py --model tiny --steps 4 --fit-steps 3 --latency 0.02    # a quick check
 
-Two small synchronous runs are measured and fitted (`ludus.simulator.fit`). A third, asynchronous one says how
-fast learner and engine each go while both work: the `overlap` with which the simulation takes its time,
-unless `--overlap` gives it (1: each as if alone; 0.5: one core for both). Its tools take a tenth of the
-time, so that it is learner and engine that it waits for. From these costs alone, other runs are predicted:
-another mode, other group numbers, other episodes in flight, other tools. Then these runs are made, with the
-real model, and stand beside what was predicted.
+The costs are fitted to two small synchronous runs (`ludus.simulator.fit`). A third run, asynchronous, measures
+the `overlap`: the speed of learner and engine while both work (1: as if alone; 0.5: one core for both), unless
+`--overlap` sets it. Its tools take a tenth of the time, so that learner and engine are the bottleneck. These
+costs predict runs with another mode, number of groups, concurrency or tools, which are then measured with the
+real model.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from watching import Watch
 SYNC = RunLayout(mode="sync", groups=1, max_staleness=0)
 FITTED_GROUPS = (1, 6)
 FASTER = 0.1
-"""What a call takes, of the fitted runs' seconds, where the overlap is measured."""
+"""Tool latency of the run that measures the overlap, relative to the fitted runs."""
 LEAST_OVERLAP = 0.2
 BISECTIONS = 8
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Of a run's middle: seconds of a step, idle shares, mean age."""
+    """Means over the middle of a run: seconds per step, idle fractions, age."""
 
     step_s: float
     learner_idle: float
@@ -52,12 +51,12 @@ class Seen:
     age: float
 
     def cells(self) -> list[str]:
-        """As a table has them."""
+        """Return the table cells."""
         return [f"{self.step_s:.2f}", f"{self.learner_idle:.0%}", f"{self.engine_idle:.0%}", f"{self.age:.1f}"]
 
 
 def make(setup: RunLayout, latency: Latency, model: str, folder: Path) -> Seen:
-    """Train a real run of this layout, and look at the clock."""
+    """Train a real run of this layout and return its measurements."""
     config, watch = async_work.settings(setup, Sizes(), latency, model, folder), Watch()
     torch.set_num_threads(1)
     with lock_run(new_run(config, "plan", "rl")):
@@ -77,7 +76,7 @@ def make(setup: RunLayout, latency: Latency, model: str, folder: Path) -> Seen:
 
 
 def predict(costs: Costs, setup: RunLayout) -> Seen:
-    """The simulation's word: mean over a few seeds."""
+    """Simulate a run of this layout; return the means over a few seeds."""
     runs = [simulate(costs, replace(setup, seed=seed)) for seed in range(5)]
     return Seen(
         sum(r.step_s for r in runs) / len(runs),
@@ -88,12 +87,12 @@ def predict(costs: Costs, setup: RunLayout) -> Seen:
 
 
 def slower(costs: Costs, times: float) -> Costs:
-    """The same costs, with calls that take `times` as long."""
+    """Return the costs with tool calls that take `times` as long."""
     return replace(costs, tool=replace(costs.tool, median_s=costs.tool.median_s * times))
 
 
 def measured_overlap(costs: Costs, setup: RunLayout, step_s: float) -> float:
-    """The overlap with which a run of this layout is simulated to take so long a step, by bisection."""
+    """Return, by bisection, the overlap at which the simulated run has this time per step."""
     low, high = LEAST_OVERLAP, 1.0
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
@@ -103,14 +102,14 @@ def measured_overlap(costs: Costs, setup: RunLayout, step_s: float) -> float:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", choices=tuple(async_work.SHAPES), default="small")
-    parser.add_argument("--latency", type=float, default=0.2, help="median seconds of a call, in the fitted runs")
-    parser.add_argument("--overlap", type=float, help="not measured, but this")
-    parser.add_argument("--steps", type=int, default=16, help="of the runs that are predicted")
-    parser.add_argument("--fit-steps", type=int, default=6, help="of the runs that are fitted")
-    parser.add_argument("--page", type=Path, help="fill the table into this page")
+    parser.add_argument("--latency", type=float, default=0.2, help="median seconds of a tool call in the fitted runs")
+    parser.add_argument("--overlap", type=float, help="default: measured")
+    parser.add_argument("--steps", type=int, default=16, help="steps of a predicted run")
+    parser.add_argument("--fit-steps", type=int, default=6, help="steps of a fitted run")
+    parser.add_argument("--page", type=Path, help="insert the table into this page")
     args = parser.parse_args(arguments)
     if args.page:
         check_place(args.page, "plan")
@@ -118,7 +117,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def fitted(args: argparse.Namespace, root: Path) -> tuple[Costs, str]:
-    """The costs that three small runs say, and a sentence about them."""
+    """Return the costs fitted to small runs, and a sentence that describes the fit."""
     sync, latency = replace(SYNC, steps=args.fit_steps), Latency(args.latency)
     for number, groups in enumerate(FITTED_GROUPS):
         seen = make(replace(sync, groups=groups), latency, args.model, root / f"fit-{number}")
@@ -140,7 +139,7 @@ def fitted(args: argparse.Namespace, root: Path) -> tuple[Costs, str]:
 
 
 def rows_of(args: argparse.Namespace, costs: Costs, root: Path) -> Iterator[str]:
-    """Runs that were not fitted: what each did, and what was said of it, as rows of a table."""
+    """Yield table rows of runs that were not fitted: the measurement and the predictions."""
     stream = RunLayout(steps=args.steps, groups=2, max_staleness=5)
     for title, setup, times in (
         ("sync, 4 groups, tools twice as slow", replace(SYNC, groups=4, steps=max(2, args.steps // 2)), 2.0),
@@ -158,7 +157,7 @@ def rows_of(args: argparse.Namespace, costs: Costs, root: Path) -> Iterator[str]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Fit, predict, measure."""
+    """Fit the costs, predict runs, measure them, and print the table."""
     args = parse(arguments)
     with tempfile.TemporaryDirectory() as folder:
         costs, text = fitted(args, Path(folder))

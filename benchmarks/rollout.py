@@ -1,17 +1,16 @@
-"""How fast are multi-turn rollouts? Systems side by side on the same work, interleaved, in one run.
+"""Compare the speed of multi-turn rollouts of several systems on the same workload.
 
     python benchmarks/rollout.py                         # the small model, 5 repetitions
     python benchmarks/rollout.py --model smollm2         # SmolLM2-135M
     python benchmarks/rollout.py --only naive,ours --repeats 1
 
-Every run of a system is a process of its own, so that its peak memory is its own. In each repetition all
-systems run one after the other, in an order that is turned by one each time; ratios are taken within a
-repetition, so that what else the machine does at that time touches both sides alike. Where others compute at
-the same time, --clock processor counts the processor's seconds instead of those on the wall; with one thread
-on a quiet machine they are the same.
+Every run of a system is a new process, so that peak memory is measured per system. In each repetition all
+systems run one after the other, in an order that rotates; ratios are taken within a repetition, so that other
+load on the machine affects both systems. On a busy machine, --clock processor counts processor time instead
+of wall-clock time; with one thread on an idle machine they are equal.
 
-TRL and vLLM run in environments of their own (`make bench-trl`, `make bench-vllm`) and are left out
-with a line where there are none.
+TRL and vLLM run in separate virtual environments (`make bench-trl`, `make bench-vllm`) and are skipped with a
+note if these are missing.
 """
 
 from __future__ import annotations
@@ -54,21 +53,21 @@ NAIVE = "naive"
 
 @dataclass(frozen=True)
 class Pythons:
-    """The interpreters of the environments; None where there is none."""
+    """Interpreters of the virtual environments; None if missing."""
 
     trl: Path | None
     vllm: Path | None
 
     def of(self, system: str) -> Path | None:
-        """The interpreter that runs a system."""
+        """Return the interpreter for a system."""
         return {"trl": self.trl, "vllm": self.vllm}.get(system, Path(sys.executable))
 
 
 def run(job: Job, python: Path, limit_s: float | None = None) -> Result | str:
-    """A system once, in a new process; the reason where it gives no result."""
+    """Run a system in a new process; return its result, or the reason if it has none."""
     settings = [f"{name}_NUM_THREADS={job.threads}" for name in ("OMP", "MKL")]
     if job.system == "ours no-kernel":
-        settings.append(f"PATH={os.devnull}")  # no compiler, no kernel
+        settings.append(f"PATH={os.devnull}")  # without a compiler the kernel is not built
     if job.system == "vllm":
         settings += ["VLLM_CPU_KVCACHE_SPACE=2", "VLLM_CPU_OMP_THREADS_BIND=nobind", "PYTHONPATH="]
     worker = [str(python), str(HERE / "rollout_worker.py"), json.dumps(asdict(job))]
@@ -84,12 +83,12 @@ def run(job: Job, python: Path, limit_s: float | None = None) -> Result | str:
 
 
 def last_words(stderr: str) -> str:
-    """Why a process ended: its last line that names an error, or else its last line.
+    """Return the last line that names an error, or else the last line.
 
-    What is raised while the interpreter winds up ("Exception ignored in") is not the reason.
+    Errors at interpreter shutdown ("Exception ignored in") are left out.
     """
     told = stderr.partition("Exception ignored in")[0]
-    lines = told.strip().splitlines() or ["it ended without a word"]
+    lines = told.strip().splitlines() or ["the process ended without an error message"]
     return next((line for line in reversed(lines) if re.search(r"(Error|Exception): ", line)), lines[-1])
 
 
@@ -101,9 +100,9 @@ def run_all(
     known: Mapping[tuple[int, str], Result],
     keep: Callable[[int, Result], None],
 ) -> tuple[list[dict[str, Result]], dict[str, str]]:
-    """The results of each repetition by system, and why others have none.
+    """Return the results of each repetition by system, and the reasons of systems without a result.
 
-    Those of once run in the first repetition alone. What is known (by repetition and system) does not run.
+    Systems of `once` run only in the first repetition. Results in `known` (by repetition and system) are reused.
     """
     skipped = {job.system: "no environment for it" for job in jobs if pythons.of(job.system) is None}
     rounds: list[dict[str, Result]] = []
@@ -129,7 +128,7 @@ def run_all(
 
 
 def check(rounds: Sequence[dict[str, Result]], expected: int) -> None:
-    """Everybody has generated what was asked for."""
+    """Exit unless every system generated the expected number of tokens."""
     for found in rounds:
         for result in found.values():
             if result.tokens != expected:
@@ -137,18 +136,18 @@ def check(rounds: Sequence[dict[str, Result]], expected: int) -> None:
 
 
 def seconds(result: Result, clock: str) -> float:
-    """By the wall, or of the processor."""
+    """Return the wall-clock or processor seconds of a result."""
     return result.wall_s if clock == "wall" else result.cpu_s
 
 
 def ratios(rounds: Sequence[dict[str, Result]], system: str, clock: str) -> list[float]:
-    """How many times as fast as the naive way, in each repetition."""
+    """Return the speed relative to the naive way in each repetition."""
     both = [(r[NAIVE], r[system]) for r in rounds if NAIVE in r and system in r]
     return [seconds(naive, clock) / seconds(other, clock) for naive, other in both]
 
 
 def row(rounds: Sequence[dict[str, Result]], system: str, reusable: int, clock: str) -> str:
-    """A line of the table: medians, and the ratio's median with its least and largest."""
+    """Return a table row: medians, and the median of the ratio with minimum and maximum."""
     found = [r[system] for r in rounds if system in r]
     typical_s = median(seconds(r, clock) for r in found)
     cells = [LABELS[system], f"{found[0].tokens / typical_s:,.0f}", f"{typical_s:.2f}"]
@@ -164,7 +163,7 @@ def row(rounds: Sequence[dict[str, Result]], system: str, reusable: int, clock: 
 
 
 def table(rounds: Sequence[dict[str, Result]], systems: Sequence[str], reusable: int, clock: str) -> str:
-    """The results as Markdown."""
+    """Return the results as a table in Markdown."""
     head = (
         f"| system | generated tokens/s | seconds ({clock}) | peak MB | MB above the loaded model | "
         "times the naive way (least to most) | cache hits, of reusable tokens | scheduling, of a step |"
@@ -174,7 +173,7 @@ def table(rounds: Sequence[dict[str, Result]], systems: Sequence[str], reusable:
 
 
 def describe(work: Work, repeats: int, once: Sequence[str], threads: int) -> str:
-    """A sentence on the workload."""
+    """Return a sentence that describes the workload."""
     plan = rollout_work.episodes(work)
     slow = ", ".join(LABELS[name] for name in once)
     return (
@@ -185,7 +184,7 @@ def describe(work: Work, repeats: int, once: Sequence[str], threads: int) -> str
 
 
 def report(rounds: Sequence[dict[str, Result]], skipped: dict[str, str], jobs: Sequence[Job], clock: str) -> str:
-    """The table with what belongs below it."""
+    """Return the table and the notes below it."""
     work = jobs[0].work
     plan = rollout_work.episodes(work)
     systems = [job.system for job in jobs]
@@ -209,14 +208,14 @@ def save(path: Path | None, job: Job, repeat: int, result: Result) -> None:
 
 
 def conditions(job: Job) -> dict[str, object]:
-    """What a result was measured under, as `save` writes it."""
+    """Return the conditions of a measurement, as written by `save`."""
     said = asdict(job) | {"model": Path(job.model).name}
     del said["system"]
     return json.loads(json.dumps(said))
 
 
 def saved(path: Path, job: Job) -> dict[tuple[int, str], Result]:
-    """The results of a file that were measured under the job's conditions, by repetition and system."""
+    """Return the results in a file that were measured under the job's conditions, by repetition and system."""
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     alike = [line for line in lines if line.items() >= conditions(job).items()]
     names = {field.name for field in fields(Result)}
@@ -224,14 +223,14 @@ def saved(path: Path, job: Job) -> dict[tuple[int, str], Result]:
 
 
 def fill(page: Path, name: str, text: str) -> None:
-    """Put text between the page's comments `begin NAME` and `end NAME`, in place of what is there."""
+    """Replace the text between the page's comments `begin NAME` and `end NAME`."""
     before, after = check_place(page, name)
     begin, end = _marks(name)
     page.write_text(f"{before}{begin}{text}\n{end}{after}", encoding="utf-8")
 
 
 def check_place(page: Path, name: str) -> tuple[str, str]:
-    """What stands before and after the place of a table. Ends the program where a page has none."""
+    """Return the text before and after the place of a table. Exit if the page has no such place."""
     begin, end = _marks(name)
     before, _, rest = page.read_text(encoding="utf-8").partition(begin)
     _, found, after = rest.partition(end)
@@ -245,26 +244,26 @@ def _marks(name: str) -> tuple[str, str]:
 
 
 def model_folder(name: str, folder: Path) -> Path:
-    """Made in another process: this one stays small, for it is forked."""
+    """Write the model in another process, so that this one, which is forked, stays small."""
     command = [sys.executable, str(HERE / "rollout_models.py"), name, str(folder)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return Path(done.stdout.strip().splitlines()[-1])
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", choices=(*rollout_models.SHAPES, rollout_models.SMOLLM2), default="small")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--device", default="cpu", help="cuda: with --model 0.5b --dtype bfloat16, say")
+    parser.add_argument("--device", default="cpu", help="cuda: for example with --model 0.5b --dtype bfloat16")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--only", help="systems, separated by commas: " + ", ".join(LABELS))
-    parser.add_argument("--once", default="", help="systems that run in the first repetition alone")
+    parser.add_argument("--once", default="", help="systems that run only in the first repetition")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--new-limit", type=int, default=160, help="longest turn in tokens")
+    parser.add_argument("--new-limit", type=int, default=160, help="maximum tokens per turn")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--greedy", action="store_true", help="instead of sampling at temperature 1")
     parser.add_argument("--folder", type=Path, default=Path(".bench"), help="models and environments")
@@ -272,8 +271,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--vllm-python", type=Path, help="default: .venv-vllm/bin/python")
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
     parser.add_argument("--out", type=Path, help="append every result as a line of JSON")
-    parser.add_argument("--resume", action="store_true", help="what --out holds already is not run again")
-    parser.add_argument("--page", type=Path, help="fill the table into this page")
+    parser.add_argument("--resume", action="store_true", help="reuse the results in --out")
+    parser.add_argument("--page", type=Path, help="insert the table into this page")
     return parser.parse_args(arguments)
 
 

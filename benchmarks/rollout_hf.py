@@ -1,4 +1,4 @@
-"""What transformers itself offers: `generate` on the padded batch at every turn, and continuous batching."""
+"""Rollouts with transformers: `generate` on the padded batch at every turn, and its continuous batching."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rollout_worker import Job, Result, Skipped, finish
 
 
 def load(job: Job) -> PreTrainedModel:
-    """The model, without an end of text: how much is generated is the workload's."""
+    """Return the model without an end-of-text token: the workload sets the number of generated tokens."""
     torch.set_num_threads(job.threads)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[job.dtype]
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype, attn_implementation="sdpa")
@@ -29,12 +29,12 @@ def load(job: Job) -> PreTrainedModel:
 
 
 def sampling(job: Job) -> dict[str, object]:
-    """Greedy, or plain sampling at temperature 1."""
+    """Return the sampling arguments: greedy, or temperature 1."""
     return {"do_sample": False} if job.work.greedy else {"do_sample": True, "top_k": 0, "temperature": 1.0}
 
 
 class Lengths(StoppingCriteria):
-    """Each row ends after its own number of tokens, the batch with the last of them."""
+    """Stop each row after its number of tokens, and the batch after the longest."""
 
     def __init__(self, width: int, lengths: list[int]) -> None:
         self._lengths = torch.tensor(lengths) + width
@@ -46,7 +46,7 @@ class Lengths(StoppingCriteria):
 def generate_padded(
     model: PreTrainedModel, histories: list[list[int]], lengths: list[int], how: dict[str, object]
 ) -> list[list[int]]:
-    """One turn the naive way: pad on the left, prefill all of it, decode until the longest is done."""
+    """Run one turn the naive way: pad on the left, prefill the whole batch, decode until the longest row ends."""
     width = max(map(len, histories))
     ids = torch.tensor([[0] * (width - len(h)) + h for h in histories], device=model.device)
     mask = torch.tensor([[0] * (width - len(h)) + [1] * len(h) for h in histories], device=model.device)
@@ -63,7 +63,7 @@ def generate_padded(
 def play_naive(
     model: PreTrainedModel, plan: list[Episode], how: dict[str, object], budget_s: float = float("inf")
 ) -> list[list[int]]:
-    """All turns of all episodes, turn by turn; no turn begins once the budget is spent."""
+    """Run all episodes turn by turn; no turn begins after the time limit."""
     histories = [list(episode.prompt) for episode in plan]
     generated: list[list[int]] = [[] for _ in plan]
     clock = Clock()
@@ -81,7 +81,7 @@ def play_naive(
 
 @torch.inference_mode()
 def naive(job: Job) -> Result:
-    """`generate` at every turn."""
+    """Run the workload with `generate` at every turn."""
     model, plan, how = load(job), rollout_work.episodes(job.work), sampling(job)
     torch.manual_seed(job.work.seed)
     generate_padded(model, [list(plan[0].prompt)], [2], how)
@@ -92,7 +92,7 @@ def naive(job: Job) -> Result:
 
 @torch.inference_mode()
 def continuous(job: Job) -> Result:
-    """transformers' continuous batching: episodes go on by themselves, blocks of a prefix are shared."""
+    """Run the workload with transformers' continuous batching: episodes are independent, prefix blocks are shared."""
     model, plan = load(job), rollout_work.episodes(job.work)
     num_tokens = sum(episode.num_tokens + 32 for episode in plan)
     config = ContinuousBatchingConfig(

@@ -1,4 +1,4 @@
-"""Makes the models of the rollout benchmark, as folders that every system loads."""
+"""Models of the rollout benchmark, as folders that every system loads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = {
     "tie_word_embeddings": True,
     "initializer_range": 0.1,
 }
-"""3.1 M parameters."""
+"""3.1 million parameters."""
 TINY = SMALL | {
     "vocab_size": 320,
     "hidden_size": 32,
@@ -36,7 +36,7 @@ HALF_BILLION = SMALL | {
     "head_dim": 64,
     "initializer_range": 0.02,
 }
-"""0.5 B parameters, as Qwen2.5-0.5B has them; for a GPU."""
+"""0.5 billion parameters, the sizes of Qwen2.5-0.5B; for a GPU."""
 ONE_AND_A_HALF_BILLION = HALF_BILLION | {
     "hidden_size": 1536,
     "intermediate_size": 8960,
@@ -44,13 +44,13 @@ ONE_AND_A_HALF_BILLION = HALF_BILLION | {
     "num_attention_heads": 12,
     "head_dim": 128,
 }
-"""1.5 B parameters, as Qwen2.5-1.5B has them; for a GPU."""
+"""1.5 billion parameters, the sizes of Qwen2.5-1.5B; for a GPU."""
 SHAPES = {"small": SMALL, "tiny": TINY, "0.5b": HALF_BILLION, "1.5b": ONE_AND_A_HALF_BILLION}
 SMOLLM2 = "smollm2"
 
 
 def make(name: str, folder: Path) -> Path:
-    """The folder of a model, written at the first call: a Qwen3 with random weights, or SmolLM2-135M."""
+    """Return the folder of a model, written at the first call: a Qwen3 with random weights, or SmolLM2-135M."""
     if name == SMOLLM2:
         from ludus.engines.models.smollm2 import materialise_smollm2
 
@@ -66,7 +66,7 @@ def make(name: str, folder: Path) -> Path:
 
 
 def vocabulary(name: str) -> int:
-    """Token ids that the workload may use."""
+    """Return the number of token ids that the workload may use."""
     return 49_152 if name == SMOLLM2 else int(SHAPES[name]["vocab_size"])
 
 

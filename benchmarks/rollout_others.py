@@ -1,4 +1,4 @@
-"""Other systems, each in an environment of its own: TRL's trainer with its tool loop, and vLLM on the CPU."""
+"""Other systems, each in a separate environment: TRL's trainer with its tool loop, and vLLM on the CPU."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rollout_work import Clock, Episode
 from rollout_worker import Job, Result, Skipped, finish
 
 END = 1
-"""The id that ends a turn for TRL: forced where a turn is to end, kept from being sampled before."""
+"""Token id that ends a turn for TRL: forced at the length of the turn, never sampled before."""
 
 
 class _Ends:
-    """A logits processor: row `i` ends with `END` as its `lengths[i]`-th token and not before."""
+    """A logits processor: the `lengths[i]`-th token of row `i`, and no earlier one, is `END`."""
 
     def __init__(self, width: int, lengths: list[int]) -> None:
         self._last = torch.tensor(lengths) + width - 1
@@ -34,13 +34,13 @@ class _Ends:
 
 
 def trl(job: Job) -> Result:
-    """TRL's `GRPOTrainer`: its `_generate_single_turn` and its `_tool_call_loop`, generation by transformers.
+    """Run `_generate_single_turn` and `_tool_call_loop` of TRL's `GRPOTrainer`, with generation by transformers.
 
-    Its edges to text are replaced by the workload's ids: what it parses is always one call, and the ids
-    that its chat template would make of the answer are the workload's observation.
+    Parsing and rendering of text are replaced: each completion parses to one call, and the token ids of the
+    tool message are the workload's observation.
     """
     if job.device != "cpu":
-        raise Skipped("it is compared on the CPU alone")
+        raise Skipped("compared on the CPU only")
     torch.set_num_threads(job.threads)
     plan = rollout_work.episodes(job.work)
     with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +58,7 @@ def trl(job: Job) -> Result:
 def make_trainer(  # noqa: ANN201 (a type of the other environment)
     job: Job, plan: list[Episode], folder: str, rewards: Callable[..., list[float]], max_steps: int = 1
 ):
-    """A `GRPOTrainer` whose batch is the whole plan; `train()` takes `max_steps` steps."""
+    """Return a `GRPOTrainer` whose batch is the whole plan; `train()` takes `max_steps` steps."""
     import datasets
     from tokenizers import Tokenizer, models
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -90,7 +90,7 @@ def make_trainer(  # noqa: ANN201 (a type of the other environment)
 
 
 def feed_lengths(trainer, plan: list[Episode]) -> None:  # noqa: ANN001
-    """Have each of the trainer's calls to `generate` end its rows where the workload says."""
+    """Patch the trainer so that each call of `generate` ends its rows at the lengths of the workload."""
     from transformers import LogitsProcessorList
 
     plain, turns = trainer.model.generate, itertools.count()
@@ -105,9 +105,9 @@ def feed_lengths(trainer, plan: list[Episode]) -> None:  # noqa: ANN001
 
 
 def play_trl(trainer, plan: list[Episode]) -> dict[str, list[list[float]]]:  # noqa: ANN001
-    """All episodes by the trainer's own parts, as its `rollout_func` gives them.
+    """Run all episodes with the trainer's methods; return them in the format of its `rollout_func`.
 
-    `env_mask` is 1 on tokens that were sampled.
+    `env_mask` is 1 on sampled tokens.
     """
     from trl.trainer import grpo_trainer
 
@@ -143,9 +143,9 @@ def play_trl(trainer, plan: list[Episode]) -> dict[str, list[list[float]]]:  # n
 
 
 def vllm(job: Job) -> Result:
-    """vLLM's engine in this process, requests going on by themselves, prefix caching on."""
+    """Run the workload with vLLM's engine in this process: independent requests, prefix caching on."""
     if job.device != "cpu":
-        raise Skipped("it is compared on the CPU alone")
+        raise Skipped("compared on the CPU only")
     return asyncio.run(_vllm(job))
 
 
@@ -172,7 +172,7 @@ async def _vllm(job: Job) -> Result:
             max_tokens=length,
             min_tokens=length,
             ignore_eos=True,
-            logprobs=0,  # no seed of a request's own: with those and many requests its CPU build breaks
+            logprobs=0,  # no per-request seed: with many such requests the CPU build fails
             detokenize=False,
         )
         tokens: list[int] = []

@@ -1,4 +1,4 @@
-"""The embedded engine, whole and with one feature off, and the floor below it: its matrix products alone."""
+"""The embedded engine, complete and with one feature off, and the lower bound of its matrix products alone."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ ONE_SHAPE = "ours one-shape"
 
 @dataclass
 class Player:
-    """Plays episodes on an engine. `forgetful`: what an episode has in the cache goes after each turn."""
+    """Runs episodes on an engine. `forgetful`: release an episode's cache after each turn."""
 
     engine: LocalEngine
     work: Work
     forgetful: bool = False
 
     async def play(self, plan: list[Episode]) -> list[list[int]]:
-        """Each episode goes on as soon as its own turn is done."""
+        """Run the episodes independently; return the generated tokens."""
         return list(await asyncio.gather(*(self._episode(i, episode) for i, episode in enumerate(plan))))
 
     async def record(self, plan: list[Episode]) -> list[tuple[list[int], list[float | None]]]:
-        """Whole episodes: tokens, and the log-probabilities of those that were sampled, None at others."""
+        """Run the episodes; return all tokens, and the log-probabilities of sampled tokens (None at others)."""
         return list(await asyncio.gather(*(self._recorded(i, episode) for i, episode in enumerate(plan))))
 
     async def play_in_lockstep(self, plan: list[Episode]) -> list[list[int]]:
-        """No turn begins before all episodes have finished theirs."""
+        """Run the episodes turn by turn: no turn begins before all episodes have finished the last one."""
         histories = [episode.prompt for episode in plan]
         generated: list[list[int]] = [[] for _ in plan]
         for turn in range(len(plan[0].lengths)):
@@ -87,7 +87,7 @@ class Player:
 
 
 def settings(job: Job) -> EngineSettings:
-    """The defaults, with a context that the workload fits."""
+    """Return the default settings with the context length of the workload."""
     return EngineSettings(
         context_tokens=job.work.longest + 1,
         max_batch=max(128, job.work.prompts * job.work.members),
@@ -97,7 +97,7 @@ def settings(job: Job) -> EngineSettings:
 
 
 def ours(job: Job) -> Result:
-    """The engine; what stands after "ours" names the feature that is off."""
+    """Run the embedded engine; the suffix after "ours" names the feature that is off."""
     plan = rollout_work.episodes(job.work)
     if job.system == UNSHARED:
         plan = rollout_work.unshareable(plan, job.work)
@@ -108,12 +108,12 @@ async def _ours(job: Job, plan: list[Episode]) -> Result:
     if job.system == BY_MKL:
         torch.backends.mkldnn.enabled = False
     if job.system == ONE_SHAPE:
-        RaggedForward.block_for = lambda self, largest: largest  # as on a processor where rows differ
+        RaggedForward.block_for = lambda self, largest: largest  # as on processors whose results depend on the shape
     model = load(job)
     engine = LocalEngine(model, settings=settings(job), copy=False)
     compiled = job.device == "cpu" and job.dtype == "float32"
     if engine.batch_invariant != (compiled and job.system not in (VARIANT, WITHOUT_KERNEL)):
-        raise Skipped("the compiled kernel is not to be had, or cannot be kept away")
+        raise Skipped("the compiled kernel is unavailable, or cannot be disabled")
     player = Player(engine, job.work, forgetful=job.system == FORGETFUL)
     await engine.generate(Request("warm", tuple(range(20)), SamplingParams(max_new_tokens=2)))
     engine.release("warm")
@@ -140,9 +140,9 @@ async def _ours(job: Job, plan: list[Episode]) -> Result:
 
 
 def read_s(model: PreTrainedModel, plan: list[Episode], steps: int) -> float:
-    """The seconds that it takes to read what decoding reads, at the speed of a large copy: its lower bound.
+    """Return a lower bound of the decoding time: the memory reads of decoding at the bandwidth of a large copy.
 
-    Each step reads all weights, each generated token the keys and values of all tokens before it.
+    Each step reads all weights; each generated token reads the keys and values of all tokens before it.
     """
     read = steps * weight_bytes(model) + rollout_work.num_context(plan) * token_bytes(model)
     return read / bytes_per_second(model.device.type)
@@ -161,7 +161,7 @@ def token_bytes(model: PreTrainedModel) -> int:
 
 
 def bytes_per_second(device: str, num_bytes: int = 2**30) -> float:
-    """Bytes read and written by a copy of a large tensor, the best of several."""
+    """Return the bytes per second read and written by a copy of a large tensor, the best of several."""
     source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
     target, best = torch.empty_like(source), 0.0
     for _ in range(8):
@@ -174,13 +174,13 @@ def bytes_per_second(device: str, num_bytes: int = 2**30) -> float:
 
 
 def wait(device: str) -> None:
-    """Until the device has done what it was told to do."""
+    """Wait until the device has finished."""
     if device != "cpu":
         torch.cuda.synchronize()
 
 
 def floor(job: Job) -> Result:
-    """The linear layers alone, on as many rows as the engine's passes had; nothing else is computed."""
+    """Run only the linear layers, on as many rows as the engine's passes have."""
     model = load(job)
     sizes = asyncio.run(_pass_sizes(job, model))
     model = load(job)
@@ -204,7 +204,7 @@ def floor(job: Job) -> Result:
 
 
 async def _pass_sizes(job: Job, model: PreTrainedModel) -> list[tuple[int, int]]:
-    """Rows of each pass of the engine, and rows of its logits, padding included."""
+    """Return the rows of each pass of the engine and the rows of its logits, padding included."""
     engine = LocalEngine(model, settings=settings(job), copy=False)
     sizes: list[tuple[int, int]] = []
 
@@ -238,7 +238,7 @@ def _multiply(
 
 @torch.inference_mode()
 def products_per_second(dtype: torch.dtype, device: str) -> float:
-    """Multiplications with additions of a large matrix product, the best of several."""
+    """Return the multiply-adds per second of a large matrix product, the best of several."""
     size = 1024 if device == "cpu" else 8192
     left, right = (torch.randn(size, size).to(device, dtype) for _ in range(2))
     best = 0.0

@@ -1,11 +1,11 @@
-"""How the cost of rollouts grows: generated tokens/s against batch size, turns and context.
+"""Measure generated tokens/s of rollouts against batch size, turns and context.
 
     python benchmarks/rollout_scaling.py --page docs/understand/performance.md \
         --plot docs/understand/performance.svg
 
-Ludus and the naive way of `rollout.py` do the same work at each point, each in a process of its own, in turn
-over the repetitions. A run that takes longer than --limit seconds is stopped; that system then does no larger
-point of the axis, and the table says so.
+Ludus and the naive way of `rollout.py` run the same workload at each point, each in a new process, interleaved
+over the repetitions. A run longer than --limit seconds is stopped; the table notes it, and the system skips the
+larger points of the axis.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONTEXTS = (256, 1024, 2048, 4096, 8192)
 
 @dataclass(frozen=True)
 class Axis:
-    """What is varied: a name, what the rest is, and the work at each size."""
+    """A varied quantity: its name, its title with the fixed quantities, and the work at each size."""
 
     name: str
     title: str
@@ -39,7 +39,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Measured:
-    """Generated tokens per second of both systems at one size; None where a run was too long."""
+    """Generated tokens per second of both systems at one size; None if a run took too long."""
 
     size: int
     ours: float | None
@@ -47,7 +47,7 @@ class Measured:
 
 
 def axes(vocab: int, largest: float) -> list[Axis]:
-    """The three axes; sizes above `largest` times the full range are left out."""
+    """Return the three axes without sizes above `largest` times the full range."""
     base = Work(vocab=vocab)
     batch = [(n, replace(base, prompts=max(1, n // 8), members=min(n, 8))) for n in BATCHES]
     short = replace(base, prompts=1, new=16, new_limit=48, observation=(20, 100))
@@ -65,7 +65,7 @@ def axes(vocab: int, largest: float) -> list[Axis]:
 
 
 def measure(axis: Axis, job: Job, args: argparse.Namespace) -> list[Measured]:
-    """Both systems at all sizes of an axis."""
+    """Measure both systems at all sizes of an axis."""
     found: list[Measured] = []
     over: set[str] = set()
     for size, work in axis.points:
@@ -88,7 +88,7 @@ def measure(axis: Axis, job: Job, args: argparse.Namespace) -> list[Measured]:
 
 
 def table(axis: Axis, found: Sequence[Measured], limit_s: float) -> str:
-    """The axis as Markdown."""
+    """Return the results of an axis as a table in Markdown."""
     lines = [f"| {axis.title} | Ludus, tokens/s | naive, tokens/s | ratio |", "|---:|---:|---:|---:|"]
     for point in found:
         ratio = f"{point.ours / point.naive:.1f}" if point.ours and point.naive else ""
@@ -98,7 +98,7 @@ def table(axis: Axis, found: Sequence[Measured], limit_s: float) -> str:
 
 
 def plot(path: Path, results: Sequence[tuple[Axis, list[Measured]]]) -> None:
-    """One panel an axis, both scales logarithmic. Needs matplotlib."""
+    """Plot one panel per axis with logarithmic scales. Needs matplotlib."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -125,22 +125,22 @@ def plot(path: Path, results: Sequence[tuple[Axis, list[Measured]]]) -> None:
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", choices=(*rollout_models.SHAPES, rollout_models.SMOLLM2), default="small")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds of one run, loading included")
-    parser.add_argument("--largest", type=float, default=1.0, help="share of the range of each axis")
+    parser.add_argument("--limit", type=float, default=300.0, help="maximum seconds of one run, loading included")
+    parser.add_argument("--largest", type=float, default=1.0, help="fraction of the range of each axis")
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
     parser.add_argument("--folder", type=Path, default=Path(".bench"), help="models")
-    parser.add_argument("--page", type=Path, help="fill the tables into this page")
+    parser.add_argument("--page", type=Path, help="insert the tables into this page")
     parser.add_argument("--plot", type=Path, help="write the plot here, as SVG; needs matplotlib")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure all axes; print and write what was asked for."""
+    """Measure all axes, print the tables, and write the page and the plot."""
     args = parse(arguments)
     model = str(rollout.model_folder(args.model, args.folder / "models").resolve())
     chosen = axes(rollout_models.vocabulary(args.model), args.largest)

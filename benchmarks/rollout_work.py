@@ -1,8 +1,7 @@
-"""The multi-turn workload of the rollout benchmark: what is asked of every system, token for token in number.
+"""The multi-turn workload of the rollout benchmark, with the same number of tokens for every system.
 
-Needs the standard library only, so that it can be imported in the environments of other systems. How many
-tokens each turn generates is drawn beforehand, so every system generates exactly as many; what it generates
-is its own.
+Needs only the standard library, so that the environments of other systems can import it. The number of tokens
+of each turn is drawn beforehand, so that all systems generate equally many; the tokens themselves may differ.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FIRST_ID = 16
-"""Lower ids are left to a tokenizer's special tokens."""
+"""Lower ids are reserved for special tokens."""
 
 
 @dataclass(frozen=True)
 class Work:
     """Sizes of the workload; lengths in tokens.
 
-    Prompts are `system` tokens in common and a question. Generated lengths are log-normal around `new`, with
-    sigma `spread`, cut to 4 and `new_limit`; observations and questions are uniform within their bounds.
+    A prompt is `system` common tokens and a question. Generated lengths are log-normal around `new` with sigma
+    `spread`, clamped to 4 and `new_limit`; lengths of observations and questions are uniform within their bounds.
     """
 
     vocab: int
@@ -44,13 +43,13 @@ class Work:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest episode."""
+        """The maximum length of an episode in tokens."""
         return max(episode.num_tokens for episode in episodes(self))
 
 
 @dataclass(frozen=True)
 class Episode:
-    """One member's episode: its prompt, the tokens to generate in each turn, and what follows each turn."""
+    """An episode: prompt, numbers of tokens to generate in each turn, and observations after the turns."""
 
     prompt: tuple[int, ...]
     lengths: tuple[int, ...]
@@ -62,7 +61,7 @@ class Episode:
 
 
 def episodes(work: Work) -> list[Episode]:
-    """All episodes, those of a group together."""
+    """Return all episodes, grouped."""
     system = _tokens(random.Random(f"{work.seed}/system"), work, work.system)
     return [
         _episode(work, system + _question(work, prompt), f"{work.seed}/{prompt}/{member}")
@@ -72,7 +71,7 @@ def episodes(work: Work) -> list[Episode]:
 
 
 def unshareable(plan: list[Episode], work: Work) -> list[Episode]:
-    """The same episodes, each with a first token of its own: no two have a prefix in common."""
+    """Return the episodes with distinct first tokens, so that no two share a prefix."""
     return [
         Episode((FIRST_ID + i % (work.vocab - FIRST_ID), *e.prompt[1:]), e.lengths, e.observations)
         for i, e in enumerate(plan)
@@ -80,15 +79,15 @@ def unshareable(plan: list[Episode], work: Work) -> list[Episode]:
 
 
 def num_generated(plan: list[Episode]) -> int:
-    """Tokens that the workload generates."""
+    """Return the number of generated tokens."""
     return sum(sum(episode.lengths) for episode in plan)
 
 
 def num_reusable(plan: list[Episode], work: Work) -> int:
-    """Context tokens that were computed before they are asked for again.
+    """Return the number of context tokens that an ideal cache has when they are needed again.
 
-    The first member of a group finds the system prompt, the others their whole prompt but its last token,
-    whose logits are needed; a later turn finds all but the token that was sampled last.
+    The first member of a group finds the system prompt; the others find their prompt except its last token,
+    whose logits are needed; a later turn finds everything except the token that was sampled last.
     """
     total = 0
     for i, episode in enumerate(plan):
@@ -102,7 +101,7 @@ def num_reusable(plan: list[Episode], work: Work) -> int:
 
 
 def num_context(plan: list[Episode]) -> int:
-    """Tokens whose keys and values decoding reads: for each generated token, all that stand before it."""
+    """Return the number of tokens whose keys and values decoding reads: all tokens before each generated one."""
     total = 0
     for episode in plan:
         held = len(episode.prompt)
@@ -113,13 +112,13 @@ def num_context(plan: list[Episode]) -> int:
 
 
 def digest(generated: Sequence[Sequence[int]]) -> str:
-    """Of every generated token, episode by episode."""
+    """Return a digest of the generated tokens, episode by episode."""
     text = ";".join(",".join(map(str, tokens)) for tokens in generated)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def peak_mb(device: str = "cpu") -> float:
-    """The largest memory this process has had, in MB; on a GPU, that which torch has taken there."""
+    """Return the peak memory of this process in MB; on a GPU, the memory allocated by torch."""
     if device != "cpu":
         import torch
 
@@ -130,7 +129,7 @@ def peak_mb(device: str = "cpu") -> float:
 
 
 def memory_mb(device: str = "cpu") -> float:
-    """The memory this process has now, in MB; 0 where the system does not tell."""
+    """Return the memory of this process in MB, or 0 if unknown; on a GPU, the memory allocated by torch."""
     if device != "cpu":
         import torch
 
@@ -139,7 +138,7 @@ def memory_mb(device: str = "cpu") -> float:
 
 
 class Clock:
-    """Wall-clock and processor seconds since it was made."""
+    """Wall-clock and processor seconds since its creation."""
 
     def __init__(self) -> None:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
@@ -154,7 +153,7 @@ class Clock:
 
 
 def _memory(field: str) -> float:
-    """Of this program alone: the peak of `getrusage` begins with that of the process that started it."""
+    """Return a field of /proc/self/status in MB. (The peak of `getrusage` includes that of the parent process.)"""
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
     return next((float(line.split()[1]) * 1.024e-3 for line in lines if line.startswith(field)), 0.0)

@@ -1,8 +1,8 @@
-"""One system does the workload once, in this process; its figures go to standard output as a line of JSON.
+"""Run the workload once with one system in this process; print the measurements as a line of JSON.
 
     python benchmarks/rollout_worker.py '{"system": "ours", "model": "FOLDER", "threads": 1, "work": {...}}'
 
-`rollout.py` starts it. Every system is warmed up before the clock starts; loading and compiling do not count.
+`rollout.py` starts it. Every system is warmed up before the measurement, which excludes loading and compiling.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rollout_work import Clock, Work
 
 @dataclass(frozen=True)
 class Job:
-    """What one process does."""
+    """The system, model and workload of one process."""
 
     system: str
     model: str
@@ -31,9 +31,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of it. `scheduling` is a share of 1; None where a figure is not known.
+    """Measurements; None if unknown. `scheduling` is a fraction of the time.
 
-    Memory is the process's, on a GPU that which torch has taken there.
+    Memory is that of the process, on a GPU the memory allocated by torch.
     """
 
     system: str
@@ -49,11 +49,11 @@ class Result:
 
 
 class Skipped(Exception):
-    """This system cannot run here; the text says why."""
+    """The system cannot run here; the message has the reason."""
 
 
 def finish(job: Job, clock: Clock, loaded_mb: float, generated: list[list[int]]) -> Result:
-    """The figures of a run that ends now."""
+    """Return the measurements of a run that ends now."""
     wall_s, cpu_s = clock.wall_s, clock.cpu_s
     return Result(
         system=job.system,
@@ -67,7 +67,7 @@ def finish(job: Job, clock: Clock, loaded_mb: float, generated: list[list[int]])
 
 
 def find(system: str) -> Callable[[Job], Result]:
-    """The function that runs a system; its packages are imported only now."""
+    """Return the function that runs a system; import its packages."""
     name = system.split(" ")[0]
     if name in ("naive", "continuous"):
         import rollout_hf
@@ -83,7 +83,7 @@ def find(system: str) -> Callable[[Job], Result]:
 
 
 def read_job(text: str) -> Job:
-    """The job as `rollout.py` wrote it."""
+    """Parse the job that `rollout.py` wrote."""
     fields = json.loads(text)
     work = fields.pop("work")
     for name in ("question", "observation"):
@@ -92,14 +92,14 @@ def read_job(text: str) -> Job:
 
 
 def main() -> None:
-    """Do the job that is the first argument."""
+    """Run the job in the first argument."""
     job = read_job(sys.argv[1])
     try:
         line = asdict(find(job.system)(job))
     except Skipped as reason:
         line = {"system": job.system, "skipped": str(reason)}
     print("\n" + json.dumps(line), flush=True)
-    os._exit(0)  # what a system does when its process ends is not part of its work
+    os._exit(0)  # skips the shutdown code of the system
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What a sandbox costs: fresh runs of `print(1)`, calls in a session, a cold start, beside a bare subprocess.
-
-The bare subprocess and the sandbox take turns within one measurement, so that the machine's load is the same
-for both. Times are milliseconds: the median, then the 90th percentile. Use:
+"""Measure the sandbox: fresh runs of `print(1)`, calls in a session and a cold start, against a bare subprocess.
 
     python benchmarks/sandbox.py [--repeats 200] [--page docs/use/sandbox.md]
+
+Bare subprocess and sandbox alternate within a measurement, so that the load of the machine affects both. Times
+are the median and the 90th percentile in milliseconds.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ MARK = re.compile(r"(<!-- figures -->\n).*?(<!-- end -->)", re.S)
 
 
 def quantile(seconds: list[float], share: float) -> float:
-    """Milliseconds."""
+    """Return a quantile in milliseconds."""
     return 1000 * sorted(seconds)[int(share * (len(seconds) - 1))]
 
 
 def bare(python: str) -> float:
-    """Seconds of a fresh interpreter without any isolation."""
+    """Return the seconds of a fresh interpreter without isolation."""
     begin = time.perf_counter()
     subprocess.run([python, "-c", PROGRAM], capture_output=True, check=True)
     return time.perf_counter() - begin
 
 
 async def fresh(sandbox: NamespacesSandbox, program: str | list[str]) -> float:
-    """Seconds of one run."""
+    """Return the seconds of one run in the sandbox."""
     begin = time.perf_counter()
     outcome = await sandbox.run(program)
     assert outcome.stdout == b"1\n", outcome
@@ -45,7 +45,7 @@ async def fresh(sandbox: NamespacesSandbox, program: str | list[str]) -> float:
 
 
 async def cold() -> float:
-    """Seconds from nothing to the first answer."""
+    """Return the seconds from the creation of a sandbox to its first result."""
     sandbox = NamespacesSandbox(SandboxSettings(concurrency=1))
     seconds = await fresh(sandbox, PROGRAM)
     await sandbox.close()
@@ -53,7 +53,7 @@ async def cold() -> float:
 
 
 async def calls(sandbox: NamespacesSandbox, repeats: int) -> list[float]:
-    """Seconds of each call in a session that counts."""
+    """Return the seconds of each call in a session; the calls increment a counter."""
     session, taken = await sandbox.session(), []
     await session.run("x = 0")
     for n in range(repeats):
@@ -66,14 +66,14 @@ async def calls(sandbox: NamespacesSandbox, repeats: int) -> list[float]:
 
 
 async def throughput(sandbox: NamespacesSandbox, repeats: int) -> float:
-    """Runs a second, two at once."""
+    """Return the runs per second, two at once."""
     begin = time.perf_counter()
     await asyncio.gather(*(sandbox.run(PROGRAM) for _ in range(repeats)))
     return repeats / (time.perf_counter() - begin)
 
 
 def bare_throughput(python: str, repeats: int) -> float:
-    """Bare interpreters a second, two at once."""
+    """Return the bare interpreters per second, two at once."""
     begin = time.perf_counter()
     for _ in range(repeats // 2):
         pair = [subprocess.Popen([python, "-c", PROGRAM], stdout=subprocess.PIPE) for _ in range(2)]
@@ -83,7 +83,7 @@ def bare_throughput(python: str, repeats: int) -> float:
 
 
 async def measure(repeats: int) -> list[str]:
-    """The lines of the table."""
+    """Return the lines of the table."""
     python = find_python("")
     sandbox = NamespacesSandbox(SandboxSettings(concurrency=2))
     await sandbox.warm()
@@ -112,7 +112,7 @@ async def measure(repeats: int) -> list[str]:
 
 
 def main() -> None:
-    """Measure, print, and write into the page."""
+    """Measure, print the table and write it into the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--page", type=Path)

@@ -1,9 +1,8 @@
-"""A world of slow tools, for `env.name`: prompts and results are random words, and every action calls.
+"""A world of slow tools, for `env.name`: prompts and results are random words, and every action is a tool call.
 
-A call takes a log-normal time, and some calls a multiple of the median. Which time a call takes depends on
-its task, on how often the task was played before in this process, and on the turn: on nothing that the model
-says.
-`env.settings` are the fields of `Sizes` and `Latency`, and `vocab`, the number of words.
+Call latencies are log-normal; some calls take a multiple of the median. The latency depends on the task, on the
+number of earlier episodes of the task in this process, and on the turn, but not on the model's output.
+`env.settings` has the fields of `Sizes` and `Latency`, and `vocab`, the number of words.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ NUM_TASKS = 4_000
 
 @dataclass(frozen=True)
 class Latency:
-    """Seconds of a call: log-normal around `median_s`, and `stragglers` of the calls take `slow` medians."""
+    """Latency of a call: log-normal around `median_s`; a fraction `stragglers` of the calls takes `slow` medians."""
 
     median_s: float
     spread: float = 0.5
@@ -34,7 +33,7 @@ class Latency:
     slow: float = 20.0
 
     def draw(self, source: random.Random) -> float:
-        """One call's seconds."""
+        """Draw the seconds of one call."""
         if source.random() < self.stragglers:
             return self.median_s * self.slow
         return self.median_s * source.lognormvariate(0.0, self.spread)
@@ -42,7 +41,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Turns of an episode, the last of which calls no tool; words of a prompt and a result; action tokens."""
+    """Turns per episode (the last one without a call), words per prompt and result, and tokens per action."""
 
     turns: int = 4
     prompt: tuple[int, int] = (40, 120)
@@ -52,13 +51,13 @@ class Sizes:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest episode, with those of the template."""
+        """The maximum length of an episode in tokens, template included."""
         return self.prompt[1] + self.turns * (self.most + self.result[1]) + 8 * self.turns
 
 
 @dataclass
 class SlowWorld(World):
-    """A world whose only tool takes its time; the outcome is a property of the tokens sampled."""
+    """A world with one slow tool; the reward depends only on the sampled tokens."""
 
     sizes: Sizes
     latency: Latency
@@ -69,7 +68,7 @@ class SlowWorld(World):
 
     @property
     def rewards(self) -> Sequence[Reward]:
-        """Half of all episodes succeed, by chance: groups have variance, and there is nothing to learn."""
+        """A random half of the episodes succeeds, so that groups have variance."""
         return (Reward("even", _even, outcome=True),)
 
     @cached_property
@@ -78,16 +77,16 @@ class SlowWorld(World):
         return [Task(str(i), (Message(role="user", content=p),), None) for i, p in enumerate(prompts)]
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """The same for each split."""
+        """Return the tasks, the same for each split."""
         return self._tasks
 
     def environment(self, task: Task) -> SlowTool:
-        """One episode, with the latencies of its own."""
+        """Return the environment of one episode with its own latencies."""
         self.played[task.id] += 1
         return SlowTool(self, random.Random(f"{task.id}/{self.played[task.id]}"))
 
     def words(self, seed: str, bounds: tuple[int, int]) -> str:
-        """Random words, the same for the same seed."""
+        """Return random words that depend only on the seed."""
         source = random.Random(seed)
         return " ".join(f"w{source.randrange(self.vocab)}" for _ in range(source.randint(*bounds)))
 
@@ -98,7 +97,7 @@ def _even(_: Task, trajectory: Trajectory) -> float:
 
 @dataclass
 class SlowTool(Environment):
-    """Every action but the last is taken for a call."""
+    """Treats every action except the last as a call."""
 
     world: SlowWorld
     source: random.Random
@@ -108,11 +107,11 @@ class SlowTool(Environment):
         self.rewards = self.world.rewards
 
     async def start(self, task: Task) -> list[Message]:
-        """The prompt."""
+        """Return the prompt."""
         return list(task.prompt)
 
     async def step(self, action: Action) -> StepResult:
-        """Wait as long as the call takes."""
+        """Wait for the latency of the call."""
         self.turn += 1
         if self.turn == self.world.sizes.turns:
             return StepResult(done=True)
@@ -124,12 +123,12 @@ class SlowTool(Environment):
 
 
 def make_world(settings: Mapping[str, Any], limits: ToolLimits) -> SlowWorld:
-    """The world of these settings."""
+    """Return the world of these settings."""
     given = dict(settings)
     latency = Latency(**{f.name: given.pop(f.name) for f in fields(Latency) if f.name in given})
     return SlowWorld(Sizes(**_pairs(given, "turns", "prompt", "result", "new", "most")), latency, given["vocab"])
 
 
 def _pairs(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """The settings of these names; lists are pairs."""
+    """Return the settings of these names, with lists as tuples."""
     return {n: tuple(given[n]) if isinstance(given[n], list) else given[n] for n in names if n in given}

@@ -1,16 +1,16 @@
-"""How long does a whole RL step take? Rollouts, learning and new weights, Ludus beside TRL's GRPO trainer.
+"""Compare whole RL steps (rollouts, training, weight transfer) of Ludus and of TRL's GRPO trainer.
 
-    python benchmarks/step.py                       # both works, 5 repetitions of 3 steps
+    python benchmarks/step.py                       # both workloads, 5 repetitions of 3 steps
     python benchmarks/step.py --only one-turn --repeats 1
 
-Both train the same model of random weights with GRPO, AdamW and one optimizer step a batch, on the same drawn
-work: as many episodes, prompts, turns and observations, and each turn ends after as many tokens. Rewards are
-fixed numbers that differ within a group. Text is left out on both sides: prompts and observations are ids.
+Both train the same model with random weights by GRPO, AdamW and one optimizer step per batch, on the same
+workload: equal prompts, turns, observations and numbers of tokens in each turn. Rewards are fixed numbers that
+differ within a group. Neither side handles text: prompts and observations are token ids.
 
-TRL: `GRPOTrainer.train()` with generation by transformers, its own tool loop and tool mask, no KL, in the
-environment of `make bench-trl`. Ludus: the embedded engine with its defaults, the learner with the metrics
-of a run, and the transfer of the new weights with its proof. The first step of each is not counted. Every
-run is a process of its own with one thread; ratios are taken within a repetition.
+TRL: `GRPOTrainer.train()` with generation by transformers, its tool loop and tool mask, without KL, in the
+environment of `make bench-trl`. Ludus: the embedded engine with its defaults, the learner with the metrics of a
+run, and the verified transfer of the new weights. The first step of each is not counted. Every run is a new
+process with one thread; ratios are taken within a repetition.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ LABELS = {"trl": "TRL's GRPO trainer", "ludus": "Ludus"}
 
 
 def works(vocab: int) -> dict[str, Work]:
-    """64 episodes of one turn of 64 tokens, and the work of the rollout benchmark."""
+    """Return the workloads: 64 episodes of one turn of 64 tokens, and the workload of the rollout benchmark."""
     base = Work(vocab=vocab)
     one = Work(vocab=vocab, turns=1, system=0, question=(20, 20), new=64, spread=0.0, new_limit=64)
     return {"one-turn": one, "multi-turn": base}
 
 
 def run(job: Job, steps: int, python: Path) -> dict[str, float] | str:
-    """Seconds of a step (wall and processor), or why there are none."""
+    """Run one system; return its measurements per step, or the error."""
     command = [str(python), str(HERE / "step_worker.py"), json.dumps(asdict(job)), str(steps)]
     settings = [f"{name}_NUM_THREADS={job.threads}" for name in ("OMP", "MKL")]
     done = subprocess.run(["env", "TOKENIZERS_PARALLELISM=false", *settings, *command], capture_output=True, text=True)
@@ -52,7 +52,7 @@ def run(job: Job, steps: int, python: Path) -> dict[str, float] | str:
 
 
 def report(name: str, found: dict[str, list[dict[str, float]]], clock: str) -> str:
-    """A table of one work."""
+    """Return the table of one workload."""
     lines = [
         f"| {name} | seconds a step ({clock}) | generated tokens/s | peak MB | times TRL (least to most) |",
         "|---|---:|---:|---:|---:|",
@@ -75,10 +75,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--only", choices=("one-turn", "multi-turn"))
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=3, help="counted steps of a run")
+    parser.add_argument("--steps", type=int, default=3, help="counted steps per run")
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
     parser.add_argument("--folder", type=Path, default=Path(".bench"), help="models and environments")
-    parser.add_argument("--page", type=Path, help="fill the tables into this page")
+    parser.add_argument("--page", type=Path, help="insert the tables into this page")
     args = parser.parse_args()
     model = str(rollout.model_folder("small", args.folder / "models").resolve())
     pythons = {"trl": (args.folder / "trl/bin/python").absolute(), "ludus": Path(sys.executable)}

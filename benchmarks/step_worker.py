@@ -1,4 +1,4 @@
-"""Whole RL steps of one system in this process; the figures go to standard output as a line of JSON.
+"""Run whole RL steps of one system in this process; print the measurements as a line of JSON.
 
     python benchmarks/step_worker.py '{"system": "ludus", "model": "FOLDER", ...}' STEPS
 
@@ -22,12 +22,12 @@ from rollout_worker import Job, read_job
 
 
 def reward(i: int) -> float:
-    """Of the episode at place `i`: half of each group succeeds."""
+    """Return the reward of episode `i`: half of each group succeeds."""
     return float(i % 2)
 
 
 def figures(job: Job, clocks: list[tuple[float, float]]) -> dict[str, float]:
-    """Medians would hide a slow step: the mean of all counted ones."""
+    """Return means over the counted steps; medians would hide a slow step."""
     plan = rollout_work.episodes(job.work)
     return {
         "wall": sum(wall for wall, _ in clocks) / len(clocks),
@@ -38,7 +38,7 @@ def figures(job: Job, clocks: list[tuple[float, float]]) -> dict[str, float]:
 
 
 def trl(job: Job, steps: int) -> dict[str, float]:
-    """`GRPOTrainer.train()`; the trainer's own generation and tool loop make the rollouts."""
+    """Run `GRPOTrainer.train()` with the trainer's own generation and tool loop."""
     from transformers import TrainerCallback
 
     from rollout_others import feed_lengths, make_trainer, play_trl
@@ -68,7 +68,7 @@ def trl(job: Job, steps: int) -> dict[str, float]:
 
 
 def ludus(job: Job, steps: int) -> dict[str, float]:
-    """Engine, learner and transfer, as a run has them."""
+    """Run engine, learner and weight transfer as in a training run."""
     return asyncio.run(_ludus(job, steps))
 
 
@@ -99,7 +99,7 @@ async def _ludus(job: Job, steps: int) -> dict[str, float]:
 
 
 def _row(i: int, tokens: list[int], logprobs: list[float | None]):  # noqa: ANN202 (imported late)
-    """Trained are the tokens with a log-probability; the group's half that succeeded has advantage 1."""
+    """Return a row that trains the tokens with a log-probability; the advantage is 1 for success, else -1."""
     from ludus.training.batches.rows import Row
 
     trains = tuple(logprob is not None for logprob in logprobs)
@@ -114,7 +114,7 @@ def _row(i: int, tokens: list[int], logprobs: list[float | None]):  # noqa: ANN2
 
 
 def main() -> None:
-    """Do the job that is the first argument."""
+    """Run the job in the first argument."""
     job = read_job(sys.argv[1])
     systems: dict[str, Callable[[Job, int], dict[str, float]]] = {"trl": trl, "ludus": ludus}
     print("\n" + json.dumps(systems[job.system](job, int(sys.argv[2]))), flush=True)

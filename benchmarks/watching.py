@@ -1,4 +1,4 @@
-"""Somebody who watches a run for a benchmark."""
+"""A reporter that records the steps of a run for benchmarks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ludus.rollouts.scheduler import Episode
 
 @dataclass
 class Watch:
-    """A reporter that notes when steps end, and what they say."""
+    """Records the end times, metrics and timings of the steps."""
 
     began: float = 0.0
     ends: list[float] = field(default_factory=list)
@@ -21,18 +21,18 @@ class Watch:
     timings: list[Mapping[str, float]] = field(default_factory=list)
 
     def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
-        """The first phase begins the run."""
+        """Record the start of the first phase."""
         self.began = self.began or time.perf_counter()
 
     def episode(self, episode: Episode) -> None:
-        """Not looked at."""
+        """Ignore the episode."""
 
     def step(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
-        """A step is done."""
+        """Record the end of a step."""
         self.ends.append(time.perf_counter())
         self.cpu.append(time.process_time())
         self.metrics.append(dict(metrics))
         self.timings.append(dict(timings))
 
     def alarm(self, text: str) -> None:
-        """Not looked at."""
+        """Ignore the alarm."""

@@ -1,7 +1,7 @@
-"""An environment whose tools are those of an MCP server: what time is it there, when it is that time here?
+"""An environment with the tools of an MCP server: convert a time between two places.
 
-The server is a setting (`env.settings.server`, see clock.toml), here one that others wrote. It needs the
-extra `mcp` and the server itself: pip install 'ludus[mcp]' mcp-server-time
+The server is a setting (`env.settings.server`, see clock.toml), here a third-party one. Needs the extra `mcp` and
+the server: pip install 'ludus[mcp]' mcp-server-time
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ludus.rewards.base import Reward
 from ludus.tools.mcp.client import McpSettings, mcp_server
 from ludus.types import Message, Task, Trajectory
 
-# Hours and minutes ahead of UTC, in places that have no summer time.
+# Hours and minutes ahead of UTC, in places without daylight saving time.
 ZONES = {
     "America/Bogota": (-5, 0),
     "America/Phoenix": (-7, 0),

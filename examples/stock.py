@@ -1,8 +1,7 @@
-"""An environment of one's own, in one file: how many of a thing are in a place? To know, one has to look.
+"""A custom environment in one file: how many of a thing are in a place? The model must look to know.
 
-Demonstrations, half of them by someone who guesses, teach a model how to speak here; then reinforcement
-teaches it to look. Run this from the folder above (`--from-scratch` in place of --model works too, and
-needs many more steps):
+Fine-tuning on demonstrations, half of which guess, teaches a model the format; RL teaches it to look. Run from
+the parent folder (`--from-scratch` instead of --model works too, and needs many more steps):
 
     ludus sft examples/stock.toml --model src/ludus/recipes/search/cold_start --run.dir runs/stock-sft
     ludus train examples/stock.toml --model runs/stock-sft/checkpoints/step-000100
@@ -22,7 +21,7 @@ from ludus.types import Message, Task, Trajectory
 
 THINGS = "nails screws bolts nuts hinges locks keys pipes"
 PLACES = "Athens Berlin Cairo Delhi Geneva Havana Lima Oslo Paris Quito Rome Seoul"
-GUESSES = 0.5  # share of the demonstrations that guess
+GUESSES = 0.5  # fraction of demonstrations that guess
 
 
 def is_right(task: Task, trajectory: Trajectory) -> float:

@@ -1,4 +1,4 @@
-"""The pictures of the README: the demo in a terminal as an animated SVG, and its learning curve.
+"""Write the pictures of the README: the demo in a terminal as an animated SVG, and its learning curve.
 
     python -m generators.demo_picture          # a few minutes; needs the packages pyte and matplotlib
 
@@ -27,7 +27,7 @@ from ludus.config.environment import child_environment
 ROOT = Path(__file__).parents[1]
 COLUMNS, LINES = 80, 30
 EVERY_S, MAX_PAUSE_S, LAST_S = 2.0, 0.12, 8.0
-"""Seconds between recorded frames, and the most and last seconds that a frame is shown."""
+"""Seconds between recorded frames, maximum seconds of a frame, and seconds of the last one."""
 CHAR, LINE, MARGIN = 8.4, 18.0, 16.0
 """Size of a character cell and the margin, in pixels."""
 COLOURS = {

@@ -181,7 +181,7 @@ class Report:
 
     @property
     def cells(self) -> list[str]:
-        """The cells of the row."""
+        """Return the cells of the row."""
         checks = ["yes" if self.passed.get(name) else "no" for name in CHECKS]
         return [f"`{self.family}`", self.engine, self.learner, *checks, self.lora, "; ".join(self.missing)]
 

@@ -1,4 +1,4 @@
-"""What a server must do with LoRA adapters. Each check takes a `Case` and leaves no adapter."""
+"""Conformance checks of servers with LoRA adapters. Each check takes a `Case` and leaves no adapter loaded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UNDER_WAY = "ludus_choices_under_way|vllm:num_requests_running"
 
 @dataclass
 class Case:
-    """An engine of one server, which sends adapters, and the base that the server holds."""
+    """An engine connected to one server, and the base model of the server."""
 
     engine: ServerEngine
     url: str
@@ -49,7 +49,7 @@ class Case:
 
 
 def adapted(base, seed, rank=RANK, size=0.05):
-    """A PEFT model around a copy of the base, with random factors."""
+    """Return a PEFT model around a copy of the base, with random factors."""
     lora = LoraConfig(r=rank, lora_alpha=SCALING * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     made = get_peft_model(copy.deepcopy(base), lora).eval()
     source = torch.Generator().manual_seed(seed)
@@ -193,7 +193,7 @@ CHECKS = (
 
 
 def run_check(check, url, base):
-    """Run a check with an engine of its own, and see that it leaves nothing at the server."""
+    """Run a check with a new engine; assert that it leaves no adapter on the server."""
 
     async def run():
         case = Case(ServerEngine([url], lora_scaling=SCALING), url, base)

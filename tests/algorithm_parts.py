@@ -1,4 +1,4 @@
-"""Every advantage, loss and correction as a function of a batch and an algorithm."""
+"""Every advantage, loss and correction as a function of batch and algorithm."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -23,7 +23,7 @@ VALUE_ERRORS = _called("advantage", TARGETS)
 LOSSES = _called("loss", LOSS_SPECS)
 CORRECTIONS = _called("correction", CORRECTION_SPECS)
 FUNCTIONS = {name: getattr(advantages, name) for name in ADVANTAGE_SPECS}
-"""The pure functions of tensors."""
+"""The advantages as pure functions of tensors."""
 
 
 def advantages_with(*needs) -> list[str]:

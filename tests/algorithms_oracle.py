@@ -1,6 +1,6 @@
-"""Slow loops written from the definitions, one token at a time, and the batches they are tried on.
+"""Reference implementations as slow loops over tokens, written from the definitions, and random batches.
 
-The loops work on 0-dimensional tensors, so that autograd through them gives the gradient to compare with.
+The loops work on 0-dimensional tensors, so that autograd returns reference gradients.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Batch:
 
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
-    """Rows of runs of action and other tokens; a row may start or end with either, or hold nothing."""
+    """Draw rows of runs of action and other tokens; a row may start or end with either, or be empty."""
     runs = st.lists(st.tuples(st.booleans(), st.integers(1, 3)), max_size=5)
     rows = draw(st.lists(runs, min_size=2, max_size=6))
     padding = draw(st.integers(1, 2))
@@ -93,7 +93,7 @@ def per_token(scores: list[float], mask: Tensor) -> Tensor:
 
 
 def advantage_scores(name: str, batch: Batch, ddof: int = 1) -> list[float]:
-    """One number per trajectory."""
+    """Return one number per trajectory."""
     rewards, tokens = batch.rewards.tolist(), lengths(batch.mask)
     scores = [0.0] * len(rewards)
     for members in groups(batch).values():
@@ -146,7 +146,7 @@ def ppo_token(lp: Tensor, old: Tensor, a: Tensor, eps: tuple[float, float], dual
 
 
 def tokens(batch_mask: Tensor, function) -> Tensor:
-    """[N, L] of `function(i, t)` on set positions, 0 elsewhere."""
+    """Return [N, L]: `function(i, t)` where the mask is set, else 0."""
     zero = torch.zeros((), dtype=torch.float64)
     cells = [function(i, t) if m else zero for i, row in enumerate(batch_mask.tolist()) for t, m in enumerate(row)]
     return torch.stack(cells).reshape(batch_mask.shape)

@@ -1,6 +1,6 @@
-"""Slow loops for the advantages of turns and tokens, written from the definitions, and their batches.
+"""Reference advantages of turns and tokens as slow loops, written from the definitions, and random batches.
 
-Every loop works on Python floats, one row at a time, over the list of columns that hold its action tokens.
+Every loop works on Python floats, one row at a time, over the columns of its action tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Rows = list[list[float]]
 
 @dataclass(frozen=True)
 class TurnBatch:
-    """A ragged batch of turns. What stands off the mask, or past a row's last turn, is NaN or infinite."""
+    """A ragged batch of turns. Values outside the mask, or after the last turn of a row, are NaN or infinite."""
 
     rewards: Tensor
     turn_rewards: Tensor
@@ -42,7 +42,7 @@ class TurnBatch:
         return [t for t, m in enumerate(self.mask[row].tolist()) if m]
 
     def turns(self, row: int) -> list[list[int]]:
-        """The columns of each turn of a row."""
+        """Return the columns of each turn of a row."""
         found: list[list[int]] = []
         for t in self.columns(row):
             k = int(self.turn[row, t])
@@ -56,7 +56,7 @@ class TurnBatch:
         return [[i for i, g in enumerate(ids) if g == name] for name in sorted(set(ids))]
 
     def dense(self, row_of: Callable[[int], dict[int, float]]) -> Tensor:
-        """[N, L] from a row's numbers by column."""
+        """Return [N, L] from the values of each row by column."""
         found = torch.zeros(self.mask.shape, dtype=torch.float64)
         for i in range(len(self.mask)):
             for t, value in row_of(i).items():
@@ -66,7 +66,7 @@ class TurnBatch:
 
 @st.composite
 def turn_batches(draw: st.DrawFn, rewards: list[float] = REWARDS) -> TurnBatch:
-    """Every run of action tokens is a turn; rows start and end with either kind, or hold nothing."""
+    """Draw rows in which every run of action tokens is a turn; they start and end with either kind, or are empty."""
     runs = st.lists(st.tuples(st.booleans(), st.integers(1, 3)), max_size=6)
     rows = draw(st.lists(runs, min_size=2, max_size=6))
     width = max(sum(length for _, length in row) for row in rows) + draw(st.integers(1, 2))
@@ -82,7 +82,7 @@ def turn_batches(draw: st.DrawFn, rewards: list[float] = REWARDS) -> TurnBatch:
 
 
 def turn_batch(rows, width, group, rewards, seed, ended="some") -> TurnBatch:
-    """`rows`: runs (acts, length). `ended`: which rows ended by themselves, so that they do not bootstrap."""
+    """Return a batch. `rows`: runs (is action, length); `ended`: rows that terminated and thus do not bootstrap."""
     generator = torch.Generator().manual_seed(seed)
     mask, turn = torch.zeros(len(rows), width, dtype=torch.bool), torch.full((len(rows), width), 99)
     counts = []
@@ -141,7 +141,7 @@ def norm_groups(b: TurnBatch, xs: list[float], ddof: int = 1, divide: bool = Tru
 
 
 def placed(b: TurnBatch, how: str, kl_coef: float) -> Rows:
-    """The reward of each action token, a list a row; `how` names what is given."""
+    """Return the rewards of the action tokens of each row; `how` selects outcomes, turn rewards or both."""
     found = []
     for i in range(len(b.mask)):
         row = {t: -kl_coef * float(b.kl[i, t]) if kl_coef else 0.0 for t in b.columns(i)}
@@ -155,7 +155,7 @@ def placed(b: TurnBatch, how: str, kl_coef: float) -> Rows:
 
 
 def given(b: TurnBatch, how: str, kl_coef: float = 0.0) -> dict[str, object]:
-    """The arguments that say the same as `placed`."""
+    """Return the arguments of the library functions that correspond to `placed`."""
     found: dict[str, object] = {"mask": b.mask}
     if how in ("rewards", "both"):
         found["rewards"] = b.rewards
@@ -211,7 +211,7 @@ def of_turns(b: TurnBatch, how: str) -> Rows:
 
 
 def turn_advantages(b: TurnBatch, rewards: Rows, gamma: float, lam: float) -> Rows:
-    """GAE over turns; V of a turn is that of its first token."""
+    """Return GAE over turns; the value of a turn is that of its first token."""
     rows = []
     for i, row in enumerate(rewards):
         values = [float(b.values[i, columns[0]]) for columns in b.turns(i)] + [float(b.bootstrap[i])]
@@ -256,7 +256,7 @@ def turn_gae(b: TurnBatch, how: str, kl_coef: float, gammas: tuple[float, float,
 
 
 def norm_turns(b: TurnBatch, xs: Rows, ddof: int = 1) -> Rows:
-    """Each turn among the members of its group that reached it."""
+    """Normalise each turn over the members of its group that reached it."""
     found = [[0.0] * len(row) for row in xs]
     for members in b.members():
         for k in range(max(len(xs[i]) for i in members)):
@@ -309,7 +309,7 @@ def gigpo(b: TurnBatch, how: str, gamma: float, weight: float, divide: bool) -> 
 
 
 def nodes_of(b: TurnBatch) -> Tensor:
-    """Neighbours of a group share the actions of their first 0 to 2 turns."""
+    """Return node ids in which neighbours of a group share the actions of their first 0 to 2 turns."""
     found = torch.arange(b.turn_rewards.numel()).view(b.turn_rewards.shape)
     for i in range(1, len(found), 2):
         if b.group[i] == b.group[i - 1]:
@@ -340,7 +340,7 @@ def ratios(b: TurnBatch, i: int) -> list[float]:
 
 
 def vtrace(b: TurnBatch, how: str, gamma: float, rho_bar: float, c_bar: float) -> tuple[Tensor, Tensor]:
-    """The advantages and the targets `v`."""
+    """Return the advantages and the targets `v`."""
     advantages, targets = [], []
     for i, rewards in enumerate(placed(b, how, 0.0)):
         values, w = [*of_row(b, b.values, i), float(b.bootstrap[i])], ratios(b, i)
@@ -372,7 +372,7 @@ def retrace(b: TurnBatch, how: str, gamma: float, lam: float) -> Tensor:
 
 
 def prime(b: TurnBatch, beta: float, gamma: float) -> Tensor:
-    """`old` stands for the implicit reward model, `behavior` for the reference."""
+    """Return PRIME advantages; `old` is used as the implicit reward model, `behavior` as the reference."""
     q = [
         [beta * (x - y) for x, y in zip(of_row(b, b.old, i), of_row(b, b.behavior, i), strict=True)]
         for i in range(len(b.mask))

@@ -1,4 +1,4 @@
-"""Slow loops for losses and corrections, one trajectory and one token at a time, from the definitions."""
+"""Reference losses and corrections as slow loops over trajectories and tokens, written from the definitions."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def value_token(value: Tensor, old: float, target: float, eps: float | None) -> 
 
 
 def conflicts(ids: list[list[int]], signs: list[int], group: list[int], contiguous: bool) -> list[list[float]]:
-    """Weights of the action tokens alone; `ids[i]` are those of trajectory i, in order."""
+    """Return the weights of the action tokens; `ids[i]` are the token ids of trajectory i, in order."""
     weights = []
     for i, own in enumerate(ids):
         rivals = [other for j, other in enumerate(ids) if group[j] == group[i] and signs[j] * signs[i] < 0]
@@ -160,6 +160,6 @@ def largest_ratio(batch: Batch, i: int) -> float:
 
 
 def counts(mask: Tensor) -> tuple[int, int]:
-    """M and N."""
+    """Return M and N: the numbers of action tokens and of rows with any."""
     per_row = lengths(mask)
     return sum(per_row), sum(n > 0 for n in per_row)

@@ -1,6 +1,6 @@
-"""Runs the programs of `battery/` on the default backend and says what got out. A script too, for any user.
+"""Run the programs of `battery/` on the default backend and list the violations.
 
-As a script it prints each finding on a line of its own, and `contained N` at the end.
+As a script, for any user, it prints each violation on a line, and `contained N` at the end.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ LIMITS = Limits(
 )
 
 ENDLESS = replace(LIMITS, wall_s=1.5, cpu_s=1.0)
-"""For programs that only a clock ends; the others have time on a busy machine too."""
+"""Limits of programs that only a time limit ends; the other limits suffice on a busy machine."""
 
 
 @dataclass
 class Host:
-    """What must not be read, reached or changed: each has `token` in it."""
+    """Resources of the host that programs must not read, reach or change; each contains `token`."""
 
     folder: Path
     token: str
@@ -53,7 +53,7 @@ class Host:
 
     @property
     def target(self) -> bytes:
-        """What the programs are told: places, never the token."""
+        """The locations of the resources as JSON for the programs, without the token."""
         told = {
             "truth": str(self.folder / "truth" / "answers.json"),
             "canary": str(self.folder / "canary"),
@@ -65,7 +65,7 @@ class Host:
         return json.dumps(told).encode()
 
     def state(self) -> str:
-        """Everything of the host that a program could have changed."""
+        """Return a digest of everything on the host that a program could have changed."""
         parts = [(p.as_posix(), oct(p.lstat().st_mode)) for p in sorted(self.folder.rglob("*"))]
         parts += [(p.as_posix(), p.read_text()) for p in sorted(self.folder.rglob("*")) if p.is_file()]
         hellos = [p for p in ("/", "/usr", "/usr/local/bin", "/etc", "/tmp") if Path(p, "hello-from-inside").exists()]
@@ -73,7 +73,7 @@ class Host:
         return hashlib.sha256(repr((parts, hellos, mounts, os.stat("/usr").st_mode)).encode()).hexdigest()
 
     def visits(self) -> int:
-        """How many connected."""
+        """Return the number of accepted connections."""
         count = 0
         for sock in (self.listener, self.named, self.abstract):
             try:
@@ -86,7 +86,7 @@ class Host:
 
 @contextmanager
 def a_folder() -> Iterator[Path]:
-    """A folder that every user may read."""
+    """Yield a temporary folder that every user may read."""
     with tempfile.TemporaryDirectory(prefix="battery-") as name:
         os.chmod(name, 0o755)
         yield Path(name)
@@ -94,7 +94,7 @@ def a_folder() -> Iterator[Path]:
 
 @contextmanager
 def a_host() -> Iterator[Host]:
-    """Files, sockets, an environment and a signal handler to be left alone."""
+    """Yield a host with files, sockets, an environment variable and a signal handler."""
     token = secrets.token_hex(16)
     with a_folder() as folder:
         for path in ("truth/answers.json", "canary/file"):
@@ -122,7 +122,7 @@ def a_host() -> Iterator[Host]:
 
 
 def descendants() -> set[int]:
-    """The processes that this one started, and theirs; those that ended but are not reaped too."""
+    """Return all descendants of this process, including zombies."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -139,12 +139,12 @@ def descendants() -> set[int]:
 
 
 def expectation(program: Path) -> str:
-    """What the first line says: how the program must end."""
+    """Return how the program must end, according to its first line."""
     return program.read_text().splitlines()[0].removeprefix("# expect: ")
 
 
 def judge(expected: str, outcome: Outcome, token: str) -> list[str]:
-    """What is wrong with an outcome."""
+    """Return the violations of an outcome."""
     said = outcome.stdout + outcome.stderr + b"".join(outcome.files.values())
     found = [line.decode("utf-8", "replace") for line in said.splitlines() if b"ESCAPED" in line]
     met = {
@@ -158,7 +158,7 @@ def judge(expected: str, outcome: Outcome, token: str) -> list[str]:
     if not met[expected]:
         found.append(f"not {expected}: {outcome!r:.600}")
     if token.encode() in said:
-        found.append("the token of the host got in")
+        found.append("the program read the token of the host")
     if len(outcome.stdout) > LIMITS.output_bytes or len(outcome.stderr) > LIMITS.output_bytes:
         found.append("more output than the limit")
     links = ("truth.txt", "passwd.txt", "environ.txt", "linked.txt", "inner/up.txt", "one.txt", "two.txt")
@@ -167,7 +167,7 @@ def judge(expected: str, outcome: Outcome, token: str) -> list[str]:
 
 
 async def run_battery(programs: list[Path], host: Host) -> list[str]:
-    """All findings, each with the program's name. The programs run beside each other."""
+    """Run the programs concurrently; return all violations, each with the name of the program."""
     before, state = descendants(), host.state()
     sandbox = NamespacesSandbox(SandboxSettings(concurrency=CONCURRENCY))
     shared = {"trying.py": (HERE / "battery_trying.py").read_bytes(), "target.json": host.target}
@@ -178,7 +178,7 @@ async def run_battery(programs: list[Path], host: Host) -> list[str]:
         try:
             outcome = await sandbox.run(program.read_text(), files=shared, limits=limits)
         except WorldError as error:
-            return [f"{program.stem}: passed for a failure of the sandbox: {error.message}"]
+            return [f"{program.stem}: reported as a failure of the sandbox: {error.message}"]
         return [f"{program.stem}: {finding}" for finding in judge(expected, outcome, host.token)]
 
     try:
@@ -194,7 +194,7 @@ async def run_battery(programs: list[Path], host: Host) -> list[str]:
 
 
 def main(names: list[str]) -> int:
-    """Run the named programs, or all."""
+    """Run the named programs, or all of them; return 1 if there is a violation."""
     programs = [program for program in PROGRAMS if not names or program.stem in names]
     with a_host() as host:
         found = asyncio.run(run_battery(programs, host))

@@ -1,6 +1,6 @@
-"""What the programs of `battery/` share: it is put beside each of them as `trying.py`.
+"""Helpers of the programs in `battery/`, which import this file as `trying`.
 
-A program says ESCAPED for anything that it should not have been able to do, and TRIED at its end.
+A program prints ESCAPED for every forbidden operation that succeeded, and TRIED at its end.
 """
 
 import json
@@ -10,7 +10,7 @@ target = json.load(open("target.json"))
 
 
 def attempt(what, act, *args):
-    """Say ESCAPED unless `act` raises."""
+    """Print ESCAPED unless `act` raises."""
     try:
         result = act(*args)
     except Exception as error:
@@ -21,7 +21,7 @@ def attempt(what, act, *args):
 
 
 def kernel(what, number, *args):
-    """Say ESCAPED unless a system call fails."""
+    """Print ESCAPED unless the system call fails."""
     import ctypes
 
     result = ctypes.CDLL(None, use_errno=True).syscall(number, *args)

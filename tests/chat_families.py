@@ -1,4 +1,4 @@
-"""Chat templates of other families in short form, and tokenizers for them."""
+"""Shortened chat templates of model families, and tokenizers for them."""
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -9,7 +9,7 @@ TEXTS = ["Paris is the capital of France. Where is it? The Seine flows through P
 
 
 def byte_level(template=None, special=()):
-    """A small byte-level tokenizer, as Qwen, Llama 3 and SmolLM2 have."""
+    """Return a small byte-level tokenizer, as in Qwen, Llama 3 and SmolLM2."""
     tokenizer = train_tokenizer(TEXTS, 400)
     if special:
         tokenizer.add_special_tokens({"additional_special_tokens": list(special)}, replace_extra_special_tokens=False)
@@ -19,7 +19,7 @@ def byte_level(template=None, special=()):
 
 
 def metaspace(template, special):
-    """Characters and bytes with a mark for blanks that is put before a text too, as Mistral and Gemma 1."""
+    """Return a character tokenizer with byte fallback and a space mark before the text, as in Mistral and Gemma 1."""
     pieces = [*(f"<0x{i:02X}>" for i in range(256)), "▁", *(chr(i) for i in range(33, 127))]
     vocabulary = {piece: i for i, piece in enumerate(pieces)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
@@ -38,7 +38,7 @@ CHATML = (
     "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""No tools, no thinking, no words for tool messages (SmolLM2)."""
+"""No tools, no thinking, no tool messages (SmolLM2)."""
 
 QWEN3 = """
 {%- if messages[0].role == 'system' or tools %}
@@ -79,7 +79,7 @@ QWEN3 = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-"""Thinking only after the last question of a user; tool output in a turn of the user."""
+"""Thinking only after the last user message; tool output in a user turn."""
 
 LLAMA3 = """
 {{- '<|begin_of_text|>' }}
@@ -102,7 +102,7 @@ LLAMA3 = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}
 """
-"""Calls as bare JSON, one a turn, and no text beside them; tool output as JSON by `ipython`."""
+"""Calls as bare JSON, one per turn and without text; tool output as JSON from `ipython`."""
 LLAMA3_SPECIAL = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 
 GEMMA = (
@@ -135,7 +135,7 @@ MISTRAL = """
     {%- endif %}
 {%- endfor %}
 """
-"""Tools before the last message of a user, wherever it is; no system message; no generation prompt."""
+"""Tools before the last user message, wherever it is; no system message; no generation prompt."""
 MISTRAL_SPECIAL = (
     *("<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]"),
     *("[/AVAILABLE_TOOLS]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),

@@ -1,8 +1,8 @@
-"""A real chat-completions server that plays a script and is as strict about the history as any.
+"""A chat-completions server that replays a script and validates the message history.
 
 with serving([Reply(say(None, call("Paris"))), Reply(say("France"))]) as server:
-    ...  # ask server.url
-server.requests  # the bodies it got
+    ...  # send requests to server.url
+server.requests  # the received bodies
 """
 
 import json
@@ -16,7 +16,7 @@ DROP = object()
 
 @dataclass(frozen=True)
 class Reply:
-    """What the server answers: a status with a body, `delay_s` after the request, `drip` byte by byte."""
+    """A response: status and body, sent `delay_s` after the request, with `drip` byte by byte."""
 
     body: object = ""
     status: int = 200
@@ -26,7 +26,7 @@ class Reply:
 
 
 class Server(ThreadingHTTPServer):
-    """Plays `script`: a list of replies, or a function of the request's body."""
+    """Replays `script`: a list of replies, or a function of the request body."""
 
     daemon_threads = True
 
@@ -39,7 +39,7 @@ class Server(ThreadingHTTPServer):
         self.over = threading.Event()
 
     def handle_error(self, request, client_address):
-        """A client that hangs up is no news: nothing goes to the standard error that tests read."""
+        """Ignore clients that disconnect: tests read the standard error."""
 
     @property
     def url(self):
@@ -96,7 +96,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def fault_in(messages):
-    """What a strict server finds wrong with a history: unanswered or unknown calls, arguments not JSON."""
+    """Return the error in a message history: unanswered or unknown calls, or arguments that are not JSON."""
     open_ids = []
     for message in messages:
         if message["role"] == "tool":

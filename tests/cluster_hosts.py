@@ -1,6 +1,6 @@
-"""Hosts of a Ray cluster in network namespaces of one machine, joined by a bridge.
+"""Hosts of a Ray cluster in network namespaces of one machine, connected only by a bridge.
 
-Each has an address and a loopback of its own, and its own Ray node; nothing but the bridge connects them.
+Each has its own address, loopback device and Ray node.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 NETWORK = "10.211.7"
 PORT = 6399
 ENVIRONMENT = ("RAY_worker_niceness=0", "RAY_AUTH_MODE=disabled")
-"""Ray's processes let all others go first, and nodes need a token of the head, unless they are told."""
+"""By default Ray lowers the priority of its processes, and nodes need the token of the head."""
 
 
 def why_not() -> str:
-    """What keeps this machine from having such hosts; empty where nothing does."""
+    """Return why this machine cannot have such hosts; empty if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     if shutil.which("ip") is None:
-        return "there is no `ip` (iproute2)"
+        return "`ip` (iproute2) is missing"
     name = f"ludus-try-{os.getpid()}"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", name], capture_output=True)
-    return "" if made.returncode == 0 else f"`ip netns add` says: {made.stderr.strip()}"
+    return "" if made.returncode == 0 else f"`ip netns add` failed: {made.stderr.strip()}"
 
 
 @dataclass
 class Host:
-    """A namespace. `resources` are those of its Ray node."""
+    """A network namespace. `resources` are those of its Ray node."""
 
     number: int
     resources: dict[str, float]
@@ -56,7 +56,7 @@ class Host:
 
 @dataclass
 class Hosts:
-    """The first one is the head, where the learner runs."""
+    """The hosts; the learner runs on the first one, the head."""
 
     hosts: list[Host]
     folder: Path
@@ -67,7 +67,7 @@ class Hosts:
         return self.hosts[0]
 
     def lay(self) -> None:
-        """The bridge, and a pair of cables to each namespace."""
+        """Create the bridge, and a veth pair to each namespace."""
         _ip("link", "add", "ludus-bridge", "type", "bridge")
         _ip("link", "set", "ludus-bridge", "up")
         for host in self.hosts:
@@ -81,7 +81,7 @@ class Hosts:
             _ip("-n", host.name, "link", "set", "lo", "up")
 
     def start(self) -> None:
-        """A Ray node on each, one after the other: Ray gives a node 30 s to start."""
+        """Start a Ray node on each host, one after the other: a node must start within 30 s."""
         for host in self.hosts:
             where = ["--address", f"{self.head.address}:{PORT}"]
             if host is self.head:
@@ -98,7 +98,7 @@ class Hosts:
                 assert tries, said.read_text("utf-8", "replace")
 
     def _started(self, host: Host, command: list[str], said: Path, seconds: float = 120.0) -> bool:
-        """Start a node; whether it is there, or else has ended."""
+        """Start a node; return whether it runs, or False if it has exited."""
         with said.open("wb") as words:
             host.node = subprocess.Popen(host.command(*command), stdout=words, stderr=words)
         deadline = time.monotonic() + seconds
@@ -112,12 +112,12 @@ class Hosts:
         return True
 
     def processes(self, host: Host) -> list[int]:
-        """What runs in a host."""
+        """Return the processes on a host."""
         found = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True)
         return [int(pid) for pid in found.stdout.split()]
 
     def end(self) -> None:
-        """Kill what runs in the hosts, and take them away."""
+        """Kill the processes on the hosts and delete the namespaces."""
         for host in reversed(self.hosts):
             for pid in self.processes(host):
                 subprocess.run(["kill", "-9", str(pid)], capture_output=True)
@@ -136,7 +136,7 @@ def _ip(*words: str) -> None:
 
 @contextmanager
 def ray_hosts(*resources: dict[str, float]):
-    """As many hosts as there are resources, for the time of a block. Paths of sockets must be short."""
+    """Yield one host per element of `resources`. The folder is in /tmp, because socket paths must be short."""
     hosts = Hosts([Host(i, one) for i, one in enumerate(resources)], Path(f"/tmp/ludus-ray-{os.getpid()}"))
     try:
         hosts.lay()

@@ -1,4 +1,4 @@
-"""Runs of the small recipe on a cluster, and what the tests do to its processes."""
+"""Runs of the small recipe on a cluster, and faults of its processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PLACE = re.compile(r"(engine|reward worker|worker) (\d+) runs at \S+ \((\d+)\)"
 
 
 class Meddling(Silent):
-    """A reporter that does something to the cluster when so many episodes have ended."""
+    """A reporter that calls `what(cluster)` after `at` episodes."""
 
     def __init__(self, at: int, what) -> None:
         super().__init__()
@@ -45,8 +45,8 @@ class Meddling(Silent):
 
 
 def run(folder: Path, reporter: Silent | None = None, **changes: str) -> RunFolder:
-    """Train in `folder`, on a cluster unless `cluster__kind` says none."""
-    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own processes let all others go first
+    """Train in `folder`, on a cluster unless `cluster__kind` is none."""
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray lowers the priority of its processes
     reporter = reporter or Silent()
     session = open_session(small_runs.config(folder, **SMALLEST | CLUSTER | changes))
     made = new_run(session.config, "run", "rl", "search")
@@ -62,14 +62,14 @@ def run(folder: Path, reporter: Silent | None = None, **changes: str) -> RunFold
 
 
 def pids(cluster: Cluster, kind: str) -> list[int]:
-    """The processes of a kind, the busiest first."""
+    """Return the pids of a kind, the busiest first."""
     pool = next(pool for pool in cluster.group.pools if pool.kind == kind)
     members = sorted(pool.members.values(), key=lambda member: -member.busy - member.heartbeat.in_flight)
     return [member.started.pid for member in members]
 
 
 def sends(number: signal.Signals, *kinds: str):
-    """What sends a signal to the busiest process of each kind, and waits until others are in their places."""
+    """Return a function that signals the busiest process of each kind and waits for the replacements."""
 
     def meddle(cluster: Cluster) -> None:
         before = {kind: pids(cluster, kind) for kind in kinds}
@@ -85,7 +85,7 @@ def sends(number: signal.Signals, *kinds: str):
 
 
 def started(folder: RunFolder) -> dict[str, set[int]]:
-    """The processes that the log of a run names, by kind."""
+    """Return the pids in the log of a run, by kind."""
     found: dict[str, set[int]] = {"engine": set(), "worker": set(), "reward worker": set()}
     for kind, _, pid in _PLACE.findall((folder.path / "log.txt").read_text()):
         found[kind].add(int(pid))
@@ -93,7 +93,7 @@ def started(folder: RunFolder) -> dict[str, set[int]]:
 
 
 def all_gone(pids: set[int], seconds: float = 30.0) -> bool:
-    """Whether none of these processes is left, but for what its parent has yet to hear of."""
+    """Return whether all these processes end within `seconds`; zombies count as ended."""
     deadline = time.monotonic() + seconds
     while left := [pid for pid in pids if _runs(pid)]:
         if time.monotonic() > deadline:
@@ -112,10 +112,10 @@ def _runs(pid: int) -> bool:
 
 
 def keys(folder: RunFolder, steps: int) -> list:
-    """The rollouts that trained, by their keys."""
+    """Return the keys of the trained rollouts."""
     return [r.key for step in range(1, steps + 1) for r in read_rollouts(rollouts_path(folder.path, step))]
 
 
 def cluster_threads() -> list[str]:
-    """Threads of a cluster that are left in this process."""
+    """Return the remaining cluster threads of this process."""
     return [thread.name for thread in threading.enumerate() if thread.name == "ludus-cluster"]

@@ -1,4 +1,4 @@
-"""A stand-in for Docker and Podman: it runs the inner command of `docker run` in a bubblewrap."""
+"""A fake Docker or Podman that runs the inner command of `docker run` in bubblewrap."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ if given[0] == "run":
 
 
 def put_engine(folder: Path, monkeypatch: pytest.MonkeyPatch, instead: str = "pass", name: str = "docker") -> Path:
-    """Put the stand-in first on PATH. Gives the file in which it notes its arguments, a JSON list a line.
+    """Put the fake engine first on PATH; return the file to which it logs its arguments, one JSON list per line.
 
-    `instead` is what it does before, or in place of, the run. It knows the image `image` alone.
+    `instead` is code that runs before the command, or replaces it. The only image is `image`.
     """
     log = folder / "log"
     log.touch()

@@ -1,7 +1,7 @@
-"""What every engine must do, embedded or behind HTTP: requests, and the properties of their answers.
+"""Conformance checks of all engines, embedded or behind HTTP: requests and properties of their completions.
 
-Each check takes an engine and the model that it serves, as a plain Hugging Face module for reference. A
-check that changes weights puts them back. `CHECKS` names them all.
+Each check takes an engine and, as reference, the Hugging Face model that it serves. A check that changes
+weights restores them. `CHECKS` lists all checks.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ludus.types import Guide, SamplingParams
 
 LOGPROB_TOLERANCE = 2e-4
 TIE = 1e-3
-"""Logits closer than this may come in either order where matrix products round differently."""
+"""Logits closer than this may be in either order, because matrix products round differently."""
 LONG = 300
 _SAMPLED = r"^(?:ludus_decode|vllm:generation|sglang:generation)_tokens_total(?:{.*})? (\S+)$"
 
 
 def count_sampled(url: str) -> float:
-    """The tokens that a server has sampled since its start, from its `/metrics`."""
+    """Return the number of tokens that a server has sampled since its start, from its `/metrics`."""
     told = httpx.get(f"{url}/metrics", trust_env=False, timeout=60).raise_for_status().text
     counts = re.findall(_SAMPLED, told, re.MULTILINE)
     assert counts, told[:1000]
@@ -42,9 +42,9 @@ def count_sampled(url: str) -> float:
 
 @dataclass
 class Case:
-    """An engine under test, what it serves, and whether it tells the version of each token.
+    """An engine under test, its model, and whether it reports the version of each token.
 
-    `num_sampled` counts the tokens that it has sampled.
+    `num_sampled` returns the number of tokens that it has sampled.
     """
 
     engine: object
@@ -66,7 +66,7 @@ class Case:
         return await self.engine.generate(Request(episode, tuple(prompt), SamplingParams(**params)))
 
     async def under_way(self, work, num_tokens):
-        """Start it as a task, and return when so many more tokens have been sampled."""
+        """Start `work` as a task; return it after `num_tokens` more tokens have been sampled."""
         goal = self.num_sampled() + num_tokens
         task = asyncio.create_task(work)
         async with asyncio.timeout(300):  # the first request to a server may warm it up
@@ -83,20 +83,21 @@ class Case:
         return logits.log_softmax(-1).gather(1, torch.tensor(action)[:, None])[:, 0]
 
     def gap(self, prompt, completion, temperature=1.0) -> float:
-        """The largest difference between recorded and reference log-probabilities."""
+        """Return the largest difference between recorded and reference log-probabilities."""
         assert len(completion.tokens) == len(completion.logprobs) == len(completion.versions) > 0
         own = self.logprobs(prompt, completion.tokens, temperature)
         return float((torch.tensor(completion.logprobs).double() - own).abs().max())
 
     def is_greedy(self, prompt, action) -> bool:
-        """Whether each token has the largest logit, ties aside."""
+        """Return whether each token has the largest logit, up to ties."""
         logits = self.logits([*prompt, *action])[len(prompt) - 1 : -1]
         chosen = logits.gather(1, torch.tensor(action)[:, None])[:, 0]
         return bool((logits.max(-1).values - chosen < TIE).all())
 
 
 async def ask_or_be_refused(case, prompt, **params):
-    """The completion; None where a server would report log-probabilities of another distribution."""
+    """Return the completion, or None if the server refuses because its log-probabilities would be of another
+    distribution."""
     try:
         return await case.ask(prompt, **params)
     except EngineError as error:
@@ -159,7 +160,7 @@ async def narrow_sampling_is_greedy(case):
 
 
 async def a_prompt_that_no_text_gives_is_taken_as_it_is(case):
-    """A server echoes the ids of a prompt; `ServerEngine` refuses others and none."""
+    """The server must echo the token ids of the prompt; `ServerEngine` raises if they differ or are missing."""
     text = "In which country is Paris?"
     prompt = tuple(case.tokenizer.encode(c, add_special_tokens=False)[0] for c in text)
     assert len(case.tokenizer.encode(text, add_special_tokens=False)) < len(prompt)

@@ -1,4 +1,4 @@
-"""What befalls a run: each kind says what it needs, strikes at a moment, and may be mended afterwards."""
+"""Kinds of faults: each has requirements, is injected into a run, and may be repaired afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PLACE = re.compile(r"(engine|worker) (\d+) runs at \S+ \((\d+)\)")
 
 
 class Fault:
-    """One kind. `ways` take turns; `codes` are the exit codes with which a run that is struck may end."""
+    """One kind of fault. Trials alternate between `ways`; `codes` are the allowed exit codes of the run."""
 
     name = ""
     modes: tuple[str, ...] = ("sync", "async")
@@ -34,32 +34,32 @@ class Fault:
         self.work = work
 
     def why_not(self) -> str:
-        """What keeps this machine from having it; empty where nothing does."""
+        """Return why this machine cannot inject the fault; empty if it can."""
         return ""
 
     def settings(self) -> dict[str, str]:
-        """Of its runs."""
+        """Return the settings of the runs."""
         return {}
 
     def folder(self) -> Path:
-        """Where its runs lie."""
+        """Return the parent folder of the runs."""
         return self.work / "runs"
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """What has to be there beside the runs."""
+        """Start what the runs need, and stop it at the end of the block."""
         yield
 
     def strike(self, run: Process, folder: Path, way: str, rng: random.Random) -> str:
-        """Do it; says what was done, or nothing where there was nothing to strike."""
+        """Inject the fault; return what was done, or an empty text if the run has no target."""
         raise NotImplementedError
 
     def mend(self) -> None:
-        """Make good what was done, for the run to be resumed."""
+        """Repair the fault, so that the run can be resumed."""
 
 
 class Learner(Fault):
-    """The process of the command dies, every other time while it writes a checkpoint."""
+    """Kill the process of the command, every other time while it writes a checkpoint."""
 
     name = "learner"
     ways = ("killed", "killed while it writes a checkpoint")
@@ -75,7 +75,7 @@ class Learner(Fault):
 
 
 class Role(Fault):
-    """A process of the cluster dies or hangs."""
+    """Kill or suspend a process of the cluster."""
 
     ways = ("killed", "hangs")
     engines, workers = "1", "1"
@@ -107,7 +107,7 @@ class Engine(Role):
 
 
 class Rank(Fault):
-    """One of two processes of the learner dies."""
+    """Kill one of two processes of the learner."""
 
     name = "rank"
     ways = ("follower killed", "leader killed")
@@ -125,7 +125,7 @@ class Rank(Fault):
 
 
 class Pool(Fault):
-    """The server of sandboxes that the environments' tools run in dies; it comes back, or does not."""
+    """Kill the sandbox server of the environments' tools; restart it, or not."""
 
     name = "environment pool"
     ways = ("killed, back after a while", "killed for good")
@@ -168,7 +168,7 @@ class Pool(Fault):
 
 
 class Tool(Fault):
-    """The server behind the tool hangs, for a while or for good."""
+    """Suspend the server behind the tool, temporarily or permanently."""
 
     name = "tool server"
     ways = ("hangs for a while", "hangs for good")
@@ -193,7 +193,7 @@ class Tool(Fault):
 
 
 class Disk(Fault):
-    """The disk of the run's folder is full, to the last byte or with a little room."""
+    """Fill the disk of the run folder, completely, or to at most 1 MB of free space."""
 
     name = "full disk"
     ways = ("full", "room for a little")
@@ -231,7 +231,7 @@ class Disk(Fault):
 
 
 class Link(Fault):
-    """The engine's server is on another host (a network namespace), and the link to it is slow, or cut."""
+    """Slow down or cut the network link to the engine's server, which is in another network namespace."""
 
     name = "network link"
     ways = ("slow for a while", "slower than the deadline", "cut for a while", "cut for good")
@@ -245,7 +245,7 @@ class Link(Fault):
             return "network namespaces need root and iproute2"
         with suppress(subprocess.CalledProcessError), self._laid():
             return ""
-        return "there are no network namespaces, or no token bucket filter, here"
+        return "network namespaces or the token bucket filter are unavailable"
 
     def settings(self):
         return {
@@ -318,7 +318,7 @@ class Link(Fault):
         run_words(f"tc -n {self.network} qdisc replace dev {theirs} {bucket}")
 
     def _cut(self):
-        run_words(f"ip -n {self.network} link set {self.ends[1]} down")  # ours keeps its route
+        run_words(f"ip -n {self.network} link set {self.ends[1]} down")  # the route at our end stays
 
     def _restore(self):
         ours, theirs = self.ends
@@ -331,19 +331,19 @@ KINDS = {kind.name: kind for kind in (Learner, Worker, Engine, Rank, Pool, Tool,
 
 
 def run_words(words: str) -> None:
-    """A command of the system, which must go well."""
+    """Run a system command; raise if it fails."""
     subprocess.run(words.split(), check=True, capture_output=True)
 
 
 def free_port() -> int:
-    """A port that nobody listens at."""
+    """Return a free TCP port."""
     with socket.socket() as line:
         line.bind(("127.0.0.1", 0))
         return line.getsockname()[1]
 
 
 def until_heard(host: str, port: int, seconds: float = 120.0) -> None:
-    """Wait until something listens there."""
+    """Wait until the port accepts connections."""
     deadline = time.monotonic() + seconds
     while True:
         with suppress(OSError):
@@ -355,11 +355,10 @@ def until_heard(host: str, port: int, seconds: float = 120.0) -> None:
 
 @contextmanager
 def in_network(name: str) -> Iterator[None]:
-    """This thread, and what it forks, in a network namespace for the time of a block."""
+    """Move this thread and its forks into a network namespace for the time of a block."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open("/proc/self/ns/net") as own, open(f"/run/netns/{name}") as other:
-        for descriptor in (other.fileno(),):
-            assert libc.setns(descriptor, 0) == 0, os.strerror(ctypes.get_errno())
+        assert libc.setns(other.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
         try:
             yield
         finally:

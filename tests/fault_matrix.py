@@ -1,11 +1,11 @@
-"""Strike small runs at random moments, each kind of fault many times, and tabulate how they ended.
+"""Inject faults into small runs at random times, each kind many times, and tabulate how the runs ended.
 
     python tests/fault_matrix.py --moments 20 --out .bench/faults.jsonl --page docs/use/failures.md
 
-Each trial is a run of its own. Once it was struck it goes on, or stops; then what was done is mended and the
-run is resumed. A trial is faulty where the run hangs, stops without a reason or with a code that is not the
-part's, leaves a process behind, cannot be resumed, loses an episode or trains one twice, or, in `sync`, does
-not equal the run that nothing befell. Exits with 1 where any is.
+Each trial is one run with one fault. If the run stops, the fault is repaired and the run is resumed. A trial
+fails if the run hangs, stops without an error message or with an exit code that the fault does not allow,
+leaves a process behind, cannot be resumed, loses an episode, trains one twice, or, in `sync`, differs from the
+run without faults. The exit code is 1 if a trial failed.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from fault_runs import STEPS, Process, async_faults, cold_start, fork, ledger_fa
 from ludus.diagnostics.trackers import read_metrics
 
 TRIES = 20
-"""Runs for one trial: some end before they are struck."""
+"""Maximum number of runs per trial: some end before the fault."""
 
 
 @dataclass
 class Trial:
-    """One run that was struck after `moment` seconds, in its step `step`, and how it ended."""
+    """A run with a fault after `moment` seconds, in step `step`, and how it ended."""
 
     kind: str
     mode: str
@@ -49,15 +49,15 @@ class Trial:
 
 
 @dataclass
-class Whole:
-    """A run that nothing befell."""
+class CleanRun:
+    """A run without faults."""
 
     folder: Path
     seconds: float
 
 
-def whole_run(fault: Fault, mode: str, settings: dict[str, str]) -> Whole:
-    """Make it, and see that it is in order."""
+def clean_run(fault: Fault, mode: str, settings: dict[str, str]) -> CleanRun:
+    """Run without faults and check the result."""
     folder = fault.folder() / f"whole-{mode}"
     process = fork(train_words(fault.work, folder, settings), fault.work / f"{fault.name}-{mode}.txt")
     code = process.wait()
@@ -68,12 +68,12 @@ def whole_run(fault: Fault, mode: str, settings: dict[str, str]) -> Whole:
     wrong = ledger_faults(folder) + [f"left: {pid}" for pid in process.left()]
     calls = [row.metrics["tools/calls_per_episode"] for row in read_metrics(folder / "metrics.jsonl")]
     if wrong or not any(calls):
-        raise SystemExit(f"A run without any fault: {wrong or 'it never calls its tool'}")
-    return Whole(folder, seconds)
+        raise SystemExit(f"A run without any fault: {wrong or 'it never called its tool'}")
+    return CleanRun(folder, seconds)
 
 
-def struck(fault: Fault, whole: Whole, settings: dict[str, str], way: str, rng: random.Random) -> Trial | None:
-    """A trial; None where the run ended before it was struck."""
+def run_trial(fault: Fault, whole: CleanRun, settings: dict[str, str], way: str, rng: random.Random) -> Trial | None:
+    """Run a trial; return None if the run ended before the fault."""
     folder = fault.folder() / "struck"
     shutil.rmtree(folder, ignore_errors=True)
     said = fault.work / f"struck-{os.getpid()}.txt"
@@ -100,13 +100,13 @@ def struck(fault: Fault, whole: Whole, settings: dict[str, str], way: str, rng: 
 
 
 def steps_done(folder: Path) -> int:
-    """How many steps stand in the metrics."""
+    """Return the number of steps in the metrics."""
     path = folder / "metrics.jsonl"
     return len(read_metrics(path)) if path.is_file() else 0
 
 
 def judge_end(trial: Trial, process: Process, fault: Fault) -> None:
-    """Whether the run ended as it may: by itself, with a reason and the part's code, and left nothing."""
+    """Check that the run ended by itself, with an error message and an allowed code, and left no process."""
     if trial.code is None:
         trial.wrong.append("the run hangs")
         process.kill()
@@ -121,7 +121,7 @@ def judge_end(trial: Trial, process: Process, fault: Fault) -> None:
 
 
 def resume(trial: Trial, fault: Fault, folder: Path, settings: dict[str, str]) -> None:
-    """Go on with a run that has stopped, as its user would."""
+    """Resume a stopped run, as its user would."""
     trial.resumed = 1
     process = fork(train_words(fault.work, folder, settings), fault.work / f"resumed-{os.getpid()}.txt")
     code = process.wait()
@@ -132,8 +132,8 @@ def resume(trial: Trial, fault: Fault, folder: Path, settings: dict[str, str]) -
         trial.wrong.append(f"{len(left)} processes are left of the resumed run")
 
 
-def judge_run(trial: Trial, folder: Path, whole: Whole, kept: dict) -> list[str]:
-    """What is wrong with a run that has ended."""
+def judge_run(trial: Trial, folder: Path, whole: CleanRun, kept: dict) -> list[str]:
+    """Return the errors in the files of a finished run."""
     rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
     trial.failed = sum(row["ledger/failed"] for row in rows)
     wrong = ledger_faults(folder)
@@ -143,7 +143,7 @@ def judge_run(trial: Trial, folder: Path, whole: Whole, kept: dict) -> list[str]
 
 
 def keep(fault: Fault, folder: Path, said: Path, trial: Trial) -> None:
-    """Put what is wrong aside, to be looked at."""
+    """Copy the files of a failed trial to a folder for inspection."""
     aside = Path(tempfile.mkdtemp(prefix="ludus-fault-"))
     shutil.copytree(folder, aside / "run", dirs_exist_ok=True)
     shutil.copy(said, aside / "said.txt")
@@ -152,25 +152,25 @@ def keep(fault: Fault, folder: Path, said: Path, trial: Trial) -> None:
 
 
 def trials(fault: Fault, moments: int, seed: int, modes: Sequence[str]) -> Iterator[Trial]:
-    """As many trials as there are moments, the modes and the ways in turn."""
+    """Yield `moments` trials, alternating between the modes and the ways of the fault."""
     settings = {mode: fault.settings() | {"training.mode": mode} for mode in modes}
-    wholes = {mode: whole_run(fault, mode, settings[mode]) for mode in modes}
+    wholes = {mode: clean_run(fault, mode, settings[mode]) for mode in modes}
     for number in range(moments):
         mode = modes[number % len(modes)]
         way = fault.ways[number // len(modes) % len(fault.ways)]
         for again in range(TRIES):
             rng = random.Random(f"{seed} {fault.name} {number} {again}")
-            trial = struck(fault, wholes[mode], settings[mode], way, rng)
+            trial = run_trial(fault, wholes[mode], settings[mode], way, rng)
             if trial is not None:
                 break
         else:
-            raise SystemExit(f"{fault.name}: {TRIES} runs had not begun or had ended when they were to be struck")
+            raise SystemExit(f"{fault.name}: {TRIES} runs had not started or had ended at the time of the fault")
         print(f"{fault.name} {number + 1}/{moments}: {json.dumps(asdict(trial))}", flush=True)
         yield trial
 
 
 def note(trial: Trial, out: Path | None) -> Trial:
-    """Add it to a file, at once: all of them take long."""
+    """Append a trial to the file at once, because all of them take hours."""
     if out is not None:
         out.parent.mkdir(exist_ok=True)
         with out.open("a") as file:
@@ -179,9 +179,9 @@ def note(trial: Trial, out: Path | None) -> Trial:
 
 
 def table(found: Sequence[Trial]) -> list[str]:
-    """A row for each kind and mode."""
+    """Return the table, with a row for each kind and mode."""
     lines = [
-        "| struck | mode | runs | went on | stopped and resumed (exit code) | failed attempts | at fault |",
+        "| fault | mode | runs | continued | stopped and resumed (exit code) | failed attempts | failed trials |",
         "|---|---|---:|---:|---|---:|---:|",
     ]
     for kind, mode in sorted({(t.kind, t.mode) for t in found}, key=lambda k: (list(KINDS).index(k[0]), k[1])):
@@ -197,14 +197,14 @@ def table(found: Sequence[Trial]) -> list[str]:
 
 
 def ended_as(code: int | None) -> str:
-    """An exit code in a word."""
+    """Return an exit code as a word."""
     if code is None:
         return "hangs"
     return "killed" if code < 0 else str(code)
 
 
 def fill(page: Path, name: str, text: str) -> None:
-    """Put `text` between the page's marks of this name."""
+    """Write `text` between the page's markers of this name."""
     begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
     before, mark, rest = page.read_text().partition(begin)
     assert mark, f"{page} has no {begin}"
@@ -212,21 +212,21 @@ def fill(page: Path, name: str, text: str) -> None:
 
 
 def options() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kinds", default=",".join(KINDS), help="of them, with commas")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of faults, separated by commas")
     parser.add_argument("--modes", default="sync,async")
-    parser.add_argument("--moments", type=int, default=20, help="of each kind and mode")
+    parser.add_argument("--moments", type=int, default=20, help="trials of each kind and mode")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="a file that every trial is added to")
-    parser.add_argument("--page", type=Path, help="a page whose table is made from all of that file")
+    parser.add_argument("--out", type=Path, help="append every trial to this file")
+    parser.add_argument("--page", type=Path, help="page for the table of all trials in --out")
     return parser.parse_args()
 
 
 def main() -> int:
-    """Strike; the exit code says whether all is well."""
+    """Run the trials; return 1 if one failed, else 0."""
     args = options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the cleanup below
     found: list[Trial] = []
     work = Path(tempfile.mkdtemp(prefix="ludus-faults-"))
     try:
@@ -254,8 +254,8 @@ def main() -> int:
 
 
 def summary(every: Sequence[Trial]) -> str:
-    """How many runs there were, and of what kind."""
-    return f"{len(every)} runs of {STEPS} steps, each struck at a moment drawn evenly over its length."
+    """Return a sentence that describes the runs."""
+    return f"{len(every)} runs of {STEPS} steps, each with a fault at a time drawn uniformly over its length."
 
 
 if __name__ == "__main__":

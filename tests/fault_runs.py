@@ -1,7 +1,7 @@
-"""Small runs that are struck at a moment, and what must hold of them afterwards.
+"""Small runs for fault injection, and checks of their files afterwards.
 
-Runs are forked off this process, which has imported everything: so one takes seconds. It must have a single
-thread. A run is `ludus train` in a process group of its own, with the exit code that users see.
+A run is `ludus train` in a new process group, with the exit code that users see. Runs are forked from this
+process, which has imported everything, so that one takes seconds; this process must have a single thread.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tiny_run import make_recipe
 
 STEPS, GROUPS, SIZE = 5, 3, 3
 LIMIT_S = 600.0
-"""A run that has not ended by then hangs."""
+"""A longer run counts as hanging."""
 _PRCTL = ctypes.CDLL(None).prctl
 _PR_SET_PDEATHSIG = 1
 BUDGET = {
@@ -47,7 +47,7 @@ BUDGET = {
 
 @dataclass
 class Process:
-    """A command that was forked off. `seen` are all processes that it ever had below it."""
+    """A forked command. `seen` has all its descendants so far."""
 
     pid: int
     said: Path
@@ -57,7 +57,7 @@ class Process:
 
     @property
     def code(self) -> int | None:
-        """The exit code, or minus the signal; None while it runs."""
+        """The exit code, or minus the signal number; None while it runs."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
@@ -67,20 +67,20 @@ class Process:
         return self.status
 
     def wait(self, seconds: float = LIMIT_S) -> int | None:
-        """Its exit code, once it has ended; None where it has not by then."""
+        """Return the exit code, or None if the process still runs after `seconds`."""
         deadline = time.monotonic() + seconds
         while self.code is None and time.monotonic() < deadline:
             time.sleep(0.01)
         return self.code
 
     def kill(self) -> None:
-        """End it at once, and wait for that."""
+        """Kill the process and wait for its end."""
         if self.code is None:
             os.kill(self.pid, signal.SIGKILL)
             self.wait()
 
     def left(self, seconds: float = 30.0) -> list[int]:
-        """What it started and is still there after a while; that is ended now."""
+        """Return the descendants that still run after `seconds`, and kill them."""
         deadline = time.monotonic() + seconds
         while (found := [pid for pid in self.seen if alive(pid)]) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -90,14 +90,14 @@ class Process:
         return found
 
     def reason(self) -> str:
-        """The sentence that it ended with."""
+        """Return the error message at the end of the output."""
         lines = [line for line in self.said.read_text("utf-8", "replace").splitlines() if line.strip()]
         sentence = [i for i, line in enumerate(lines) if line.startswith("ludus: ")]
         return " ".join(lines[sentence[-1] :]) if sentence else " ".join(lines[-3:])
 
 
 def fork(words: Sequence[str], said: Path, environment: dict[str, str] | None = None) -> Process:
-    """`ludus WORDS` in a process of its own."""
+    """Fork a process that runs `ludus WORDS`."""
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -105,7 +105,7 @@ def fork(words: Sequence[str], said: Path, environment: dict[str, str] | None = 
         return Process(pid, said)
     code = 70
     try:
-        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)  # what is struck ends with whoever strikes
+        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)  # dies with the test process
         os.setsid()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -126,7 +126,7 @@ def fork(words: Sequence[str], said: Path, environment: dict[str, str] | None = 
 
 
 def below(pid: int) -> Iterator[int]:
-    """All processes under one."""
+    """Yield the descendants of a process."""
     with suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
             for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
@@ -135,7 +135,7 @@ def below(pid: int) -> Iterator[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process is there and not a mere entry."""
+    """Return whether a process runs and is not a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -144,7 +144,7 @@ def alive(pid: int) -> bool:
 
 
 def named(pid: int, part: str) -> list[int]:
-    """The processes under one whose command line has a part."""
+    """Return the descendants of a process whose command line contains `part`."""
     found = []
     for child in below(pid):
         with suppress(OSError):
@@ -154,7 +154,7 @@ def named(pid: int, part: str) -> list[int]:
 
 
 def train_words(work: Path, folder: Path, settings: dict[str, str]) -> list[str]:
-    """The command of a run, or what resumes it where it has begun."""
+    """Return the command that starts a run, or resumes it if it has begun."""
     if (folder / "run.json").is_file() and (folder / "config.toml").is_file():
         return ["train", "--resume", str(folder)]
     given = BUDGET | {"run.dir": str(folder)} | settings
@@ -163,12 +163,12 @@ def train_words(work: Path, folder: Path, settings: dict[str, str]) -> list[str]
 
 
 def cold_start(work: Path) -> None:
-    """Make the model that all runs begin with, once."""
+    """Train the initial model of all runs, once."""
     if (work / "cold").exists():
         return
     recipe = str(make_recipe(work))
     words = ["sft", recipe, "--from-scratch", "--run.dir", str(work / "sft")]
-    words += ["--sft.steps", "150"]  # so that it calls its tool
+    words += ["--sft.steps", "150"]  # enough for tool calls
     process = fork(words, work / "sft.txt")
     assert process.wait() == 0, process.reason()
     newest = max((work / "sft" / "checkpoints").glob("step-*"))
@@ -176,7 +176,7 @@ def cold_start(work: Path) -> None:
 
 
 def records(folder: Path) -> list[tuple[int, RolloutRecord]]:
-    """All rollouts, with the step that trained them."""
+    """Return all rollouts, each with its training step."""
     found = []
     for step in range(1, STEPS + 1):
         if rollouts_path(folder, step).is_file():
@@ -185,7 +185,7 @@ def records(folder: Path) -> list[tuple[int, RolloutRecord]]:
 
 
 def waiting(folder: Path) -> dict[tuple[int, str, int], list[list[int]]]:
-    """The tokens of the episodes that the newest checkpoint of a stream has as ended and not trained."""
+    """Return the tokens of the finished, untrained episodes in the newest stream checkpoint."""
     found: dict[tuple[int, str, int], list[list[int]]] = {}
     shelf = sorted((folder / "checkpoints").glob("step-*/trainer/stream.jsonl"))
     for line in shelf[-1].read_text().splitlines()[1:] if shelf else ():
@@ -197,7 +197,7 @@ def waiting(folder: Path) -> dict[tuple[int, str, int], list[list[int]]]:
 
 
 def ledger_faults(folder: Path) -> list[str]:
-    """What is wrong with the account of a run that has ended: lost, twice, or not adding up."""
+    """Return the errors in the ledger of a finished run: lost or repeated episodes, and wrong sums."""
     rows, every, wrong = read_metrics(folder / "metrics.jsonl"), records(folder), []
     if [row.step for row in rows] != list(range(1, STEPS + 1)):
         wrong.append(f"steps {[row.step for row in rows]}")
@@ -214,20 +214,20 @@ def ledger_faults(folder: Path) -> list[str]:
             wrong.append(f"step {row.step}: the ledger has {ended}, the rollouts {dict(counts)}")
         groups = Counter((record.step, record.group) for record in own)
         if partial := [group for group, count in groups.items() if count != SIZE]:
-            wrong.append(f"step {row.step}: a group is not whole, {partial[0]}")
+            wrong.append(f"step {row.step}: a group is incomplete, {partial[0]}")
         if sum(record.outcome != "failed" for record in own) < GROUPS * SIZE:
             wrong.append(f"step {row.step}: {len(own)} episodes, {dict(counts)}")
     newest = max((folder / "checkpoints").glob("step-*")) / "trainer" / "state.json"
     total = json.loads(newest.read_text())["ledger"]["total"]
     if total["started"] != sum(row.metrics["ledger/started"] for row in rows):
-        wrong.append(f"{total['started']} started in all, and not the sum of the steps")
+        wrong.append(f"{total['started']} started in total, which is not the sum over the steps")
     return wrong
 
 
 def sync_faults(folder: Path, whole: Path) -> list[str]:
-    """What differs from the run that nothing befell; nothing is said where a wall-clock limit fired.
+    """Return the differences from the run without faults; none if a wall-clock limit fired.
 
-    Attempts that failed were played again: their count, and the ledger, then differ, and nothing else may.
+    If failed attempts were repeated, only the numbers of attempts and the ledger may differ.
     """
     rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
     if any(row["ledger/clock_limited"] for row in rows):
@@ -236,7 +236,7 @@ def sync_faults(folder: Path, whole: Path) -> list[str]:
     if ours.keys() != theirs.keys():
         return [f"other files: {sorted(ours.keys() ^ theirs.keys())[:3]}"]
     if not any(row["ledger/failed"] for row in rows) and ours["metrics.jsonl"] != theirs["metrics.jsonl"]:
-        return ["other metrics than the uninterrupted run"]
+        return ["the metrics differ from the uninterrupted run"]
     played = [gzip.decompress(ours[name]) for name in ours if re.match(r"evaluations/.*gz$", name)]
     late = any(b"timed_out" in text for text in played)
     differ = [
@@ -246,11 +246,11 @@ def sync_faults(folder: Path, whole: Path) -> list[str]:
         and ours[name] != theirs[name]
         and first_time(name, ours[name]) != first_time(name, theirs[name])
     ]
-    return [f"other bytes than the uninterrupted run: {differ[:3]}"] if differ else []
+    return [f"files differ from the uninterrupted run: {differ[:3]}"] if differ else []
 
 
 def first_time(name: str, content: bytes) -> object:
-    """A file without what tells that episodes were played more than once."""
+    """Return the content of a file without fields that depend on repeated attempts."""
     if not name.endswith((".jsonl.gz", ".jsonl", ".json")):
         return content
     text = gzip.decompress(content) if name.endswith(".gz") else content
@@ -260,7 +260,7 @@ def first_time(name: str, content: bytes) -> object:
 
 
 def without_attempts(value: object) -> object:
-    """The same without `attempt`, all of the ledger, and the digest of the state, which holds the ledger."""
+    """Return `value` without `attempt`, the ledger, and the digest of the state, which contains the ledger."""
     if isinstance(value, dict):
         told = ("attempt", "ledger", "trainer/state.json")
         kept = {key: inner for key, inner in value.items() if not key.startswith(told)}
@@ -269,7 +269,7 @@ def without_attempts(value: object) -> object:
 
 
 def async_faults(folder: Path, kept: dict[tuple[int, str, int], list[list[int]]]) -> list[str]:
-    """What was lost of the episodes that had ended before the checkpoint, and what trained too old."""
+    """Return the errors of an async run: finished episodes of the checkpoint that were lost, and stale tokens."""
     wrong, found = [], {}
     for step, record in records(folder):
         key = (record.step, record.group, record.trajectory.sample)

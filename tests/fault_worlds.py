@@ -1,4 +1,4 @@
-"""The world of prices with its tool behind a process of its own: an MCP server, or a server of sandboxes."""
+"""The world of prices with its tool in another process: an MCP server or a sandbox server."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ PROGRAM = "print({item!r}, 'costs', {prices!r}[{item!r}])"
 
 @dataclass(frozen=True)
 class Pooled(ToolWorld):
-    """A program in a sandbox looks the price up."""
+    """Looks up prices with a program in a sandbox."""
 
     sandbox: Sandbox | None = None
 
@@ -32,7 +32,7 @@ class Pooled(ToolWorld):
             """
             outcome = await self.sandbox.run(PROGRAM.format(item=item, prices=tiny_world.PRICES))
             if not outcome.ok and "KeyError" not in outcome.error_text:
-                raise WorldError(f"The sandbox broke: {outcome.error_text[-200:]}")
+                raise WorldError(f"The sandbox failed: {outcome.error_text[-200:]}")
             return outcome.text or "KeyError"
 
         return ToolEnv([look], self.rewards, self.limits)

@@ -1,7 +1,6 @@
-"""The search world with a tool of which three calls in ten fail, each in one of four ways.
+"""The search world with a tool that fails in three of ten calls, each time in one of four ways.
 
-`TALLY` counts the calls by what was done to them. For one task in eight the tool never works: what stands
-behind it fails each time.
+`TALLY` counts the calls by kind of failure. For one task in eight the tool always raises WorldError.
 """
 
 import asyncio
@@ -25,7 +24,7 @@ TALLY: Counter[str] = Counter()
 
 @dataclass
 class FaultyWorld(World):
-    """Everything but the tool is the search world's."""
+    """The search world with another tool."""
 
     inner: SearchWorld
     rng: random.Random

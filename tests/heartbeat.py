@@ -1,6 +1,6 @@
-"""How long an event loop stands still while something is done beside it.
+"""Measure how long a coroutine blocks the event loop.
 
-In seconds of this process' processor time, so that what else the machine does is not counted.
+In processor time of this process, so that other load on the machine does not count.
 """
 
 import asyncio
@@ -8,11 +8,11 @@ import gc
 import time
 
 MOST_S = 0.5
-"""What freezes a loop does so for many seconds."""
+"""The bugs to detect block the loop for many seconds."""
 
 
 def run(work):
-    """What a coroutine returns, unless the loop stood still meanwhile."""
+    """Return the result of a coroutine; fail if it blocked the loop."""
     longest = 0.0
 
     async def beat():
@@ -31,10 +31,10 @@ def run(work):
         beating.cancel()
         return found
 
-    gc.freeze()  # a collection goes over all that the process holds from earlier tests: up to a second
+    gc.freeze()  # collecting the objects of earlier tests takes up to a second
     try:
         found = asyncio.run(both())
     finally:
         gc.unfreeze()
-    assert longest < MOST_S, f"the event loop stood still for {longest:.1f} s"
+    assert longest < MOST_S, f"the event loop was blocked for {longest:.1f} s"
     return found

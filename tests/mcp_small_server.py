@@ -1,7 +1,7 @@
-"""A small MCP server over standard streams, without any package: it starts at once, and breaks when told to.
+"""A small MCP server over standard streams that needs no package, starts at once, and can be made to fail.
 
-Arguments: `dies` ends before it answers, `mute` never answers. The file named by FLAG (environment) makes
-`die_once` end the process where the file is missing; it is made then.
+Arguments: with `dies` it exits before it answers, with `mute` it never answers. The tool `die_once` exits if the
+file in the environment variable FLAG is missing, and creates it.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""Do the tests notice a changed line? Random single-line mutations of the core, each run against the tests near it.
+"""Mutation testing: random single-line changes of the core, each run against the tests of its module.
 
     python tests/mutation.py --count 40 --seed 0            # about an hour on two cores
     python tests/mutation.py --only src/ludus/rollouts/ledger.py:120
 
 A mutation changes one comparison, operator, constant, boolean or returned value in a function of the folders in
-`CORE`. It is applied to a copy of the repository. The tests that run are those of the mirrored folder and those
-that name the module; a mutation that they let pass is run against the whole default suite.
+`CORE`. It is applied to a copy of the repository. First run the tests of the mirrored folder and those that name
+the module; if none fails, the whole default suite runs.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Mutation:
 
 
 def mutations(path: Path) -> Iterator[Mutation]:
-    """Yield the mutations of the functions of a file, those of annotations and docstrings left out."""
+    """Yield the mutations of the functions of a file, except in annotations and docstrings."""
     text = path.read_text("utf-8")
     for function in ast.walk(ast.parse(text)):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):

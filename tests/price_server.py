@@ -1,4 +1,4 @@
-"""Prices as an MCP server over standard streams, without any package. Its argument is the table, as JSON."""
+"""An MCP server of prices over standard streams that needs no package. Its argument is the table as JSON."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Runs the same function in several processes that form a gloo group, and gives what each found."""
+"""Run a function in several processes of a gloo group and collect the results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import distributed
 
 
 def in_processes(script: Path, name: str, count: int, *arguments: str) -> list:
-    """The results of `name(*arguments)` of a script, one of each of `count` processes, in their order."""
+    """Run `name(*arguments)` of a script in `count` processes; return their results by rank."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         command = [sys.executable, str(script), name, folder, str(count)]
@@ -30,7 +30,7 @@ def in_processes(script: Path, name: str, count: int, *arguments: str) -> list:
 
 
 def work(functions: dict) -> None:
-    """What the script does in one of them: `SCRIPT NAME FOLDER COUNT RANK ARGUMENTS`."""
+    """Run the function for one rank, with the command line `SCRIPT NAME FOLDER COUNT RANK ARGUMENTS`."""
     name, folder, count, rank, *arguments = sys.argv[1:]
     store = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=store, rank=int(rank), world_size=int(count))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Script = Callable[[Request, int], str | Completion] | Mapping[str, Sequence[str]]
-"""Completions: a function of the request and the turn (from 0) of its episode, or each episode's texts by
+"""Completions: a function of the request and the turn (from 0) of its episode, or the texts of each episode by
 turn."""
 
 _LOGPROB = -1.0

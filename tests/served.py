@@ -1,4 +1,4 @@
-"""`ludus serve` in a process of its own, as users start it."""
+"""`ludus serve` in another process, as users start it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONTEXT = 768
 
 @dataclass
 class Served:
-    """A running server. `said` is the line that it printed."""
+    """A running server. `said` is the first line of its output."""
 
     process: subprocess.Popen[str]
     said: str
@@ -35,7 +35,7 @@ class Served:
 
     @property
     def headers(self) -> dict[str, str]:
-        """What its control paths need."""
+        """The headers for its control endpoints."""
         return {"Authorization": f"Bearer {find_token(self.url)}"}
 
     @property
@@ -43,16 +43,16 @@ class Served:
         return self.url.rsplit(":", 1)[1]
 
     def kill(self) -> None:
-        """As `kill -9` does."""
+        """Kill the server with SIGKILL."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
 
 def start_server(*arguments: str, model: Path = COLD_START, port: str = "0") -> Served:
-    """Start it, and wait until it listens."""
+    """Start a server and wait until it listens."""
     command = [sys.executable, "-m", "ludus", "serve", str(model), "--port", port, "--name", "policy"]
     command += ["--context-tokens", str(CONTEXT), *arguments]
-    with tempfile.TemporaryFile("w+") as errors:  # a pipe that nobody reads would fill up
+    with tempfile.TemporaryFile("w+") as errors:  # an unread pipe would fill up
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
         said = process.stdout.readline().strip()
         if not said:
@@ -62,13 +62,13 @@ def start_server(*arguments: str, model: Path = COLD_START, port: str = "0") -> 
 
 
 def counted(metrics: str) -> dict[str, float]:
-    """What a server says that it has counted, by names without their prefix."""
+    """Return the metrics of a server by name without the prefix."""
     lines = [line.split() for line in metrics.splitlines() if not line.startswith("#")]
     return {name.removeprefix("ludus_"): float(value) for name, value in lines}
 
 
 async def until_counts(client: httpx.AsyncClient, hold: Callable[[dict[str, float]], bool]) -> None:
-    """Return when they hold of the counts of a server. Raises TimeoutError after a minute."""
+    """Wait until the condition holds for the metrics of a server. Raise TimeoutError after a minute."""
     async with asyncio.timeout(60):
         while not hold(counted((await client.get("/metrics")).text)):
             await asyncio.sleep(0.005)
@@ -76,7 +76,7 @@ async def until_counts(client: httpx.AsyncClient, hold: Callable[[dict[str, floa
 
 @contextmanager
 def serving_model(*arguments: str, model: Path = COLD_START):
-    """A server for the time of a block."""
+    """Run a server for the time of a block."""
     served = start_server(*arguments, model=model)
     try:
         yield served

@@ -1,4 +1,4 @@
-"""What each process does in the tests of split weights; see `rank_processes.work`."""
+"""Functions that each process runs in the tests of sharded weights; see `rank_processes.work`."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
 def policy(kind, dtype):
-    """A tiny model: plain, of experts, with adapters, untied, or padded (its attention knows no forest)."""
+    """Return a tiny model: plain, mixture of experts, with adapters, untied, or padded (without prefix packing)."""
     if kind == "experts":
         return in_double(mixture(dtype))
     model = tiny_model(dtype)
@@ -64,14 +64,14 @@ def policy(kind, dtype):
 
 
 def ranks_here():
-    """All processes, with split weights; one where there is no group."""
+    """Return the collectives of all processes with sharded weights, or of one process if there is no group."""
     if not distributed.is_initialized():
         return Collectives()
     return SharedBatch(torch.device("cpu"))
 
 
 def make(kind, dtype, algorithm, settings, ranks):
-    """A learner, its weights split where there are several processes."""
+    """Return a learner, with sharded weights if there are several processes."""
     model, reference = policy(kind, dtype), tiny_model(dtype, seed=1).requires_grad_(False)
     ranks.shard_model(model)
     ranks.shard_model(reference)
@@ -82,7 +82,7 @@ def make(kind, dtype, algorithm, settings, ranks):
 
 
 def policy_results(kind, dtype):
-    """Numbers by name: gradients and losses of each case, metrics and weights after two clipped steps."""
+    """Return results by name: gradients and losses of each case, metrics and weights after two clipped steps."""
     ranks, rows, found = ranks_here(), random_rows(), {}
     known = CachedLogprobs([torch.full((len(row.tokens),), -2.0, dtype=dtype) for row in rows])
     for case, algorithm in CASES.items():
@@ -100,10 +100,10 @@ def policy_results(kind, dtype):
 
 
 def critic_results(dtype):
-    """Values before and after two steps of a critic, its metrics, weights and the gradient of one step.
+    """Return the values of a critic before and after two steps, its metrics, weights and the gradient of one step.
 
-    Over all rows the gradient of its bias, which begins at the mean of the targets, is rounding alone: each
-    of the two steps is over half of them.
+    Each step uses half of the rows: over all of them the gradient of the bias, which starts at the mean of the
+    targets, is only rounding error.
     """
     ranks, rows, found = ranks_here(), random_rows(), {}
     targets = [torch.linspace(0, 1, len(row.tokens), dtype=dtype) for row in rows]
@@ -121,14 +121,14 @@ def critic_results(dtype):
 
 
 def first_gradient(optimizer):
-    """The gradient of the first step, which was not clipped, from its first moment."""
+    """Return the gradient of the first step, which was not clipped, from its first moment."""
     share = 1.0 - optimizer.settings.beta1
     moments = {n: m for n, m in optimizer.state_dict().items() if n.startswith("exp_avg/")}
     return {n.removeprefix("exp_avg/"): full_tensor(m) / share for n, m in moments.items()}
 
 
 def results(*cases):
-    """The numbers of cases such as `lora:float64`, by the case's name and their own."""
+    """Return the results of cases such as `lora:float64`, with names `CASE/NAME`."""
     found = {}
     for case in cases:
         kind, _, name = case.partition(":")
@@ -139,8 +139,8 @@ def results(*cases):
 
 
 def dry_runs(split):
-    """A dry run of 3 rows of 30 tokens, its error where two such processes have too little memory, and what
-    is left of it."""
+    """Return the estimate of a dry run of 3 rows of 30 tokens, its error if memory suffices for only one and a half
+    such processes, and whether weights and gradients are unchanged."""
     ranks = ranks_here() if split == "split" else SharedBatch()
     one = make("plain", torch.float32, WITH_ALL_TERMS, LearnerSettings(microbatch_tokens=100), ranks)
     before = {n: full_tensor(p).clone() for n, p in one.scorer.model.named_parameters()}
@@ -156,7 +156,7 @@ def dry_runs(split):
 
 
 def parts_of_run(kind, ranks, resumed=None):
-    """A learner and a critic, brought to a checkpoint where there is one; float64."""
+    """Return a learner and a critic in float64, loaded from the checkpoint `resumed` if set."""
     model, reference = policy(kind, torch.float64), tiny_model(seed=1).requires_grad_(False)
     how = OptimizerSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=0.05)
     critic = Critic(tiny_model(seed=2), how, CriticSettings(microbatch_tokens=60), ranks)
@@ -174,14 +174,14 @@ def parts_of_run(kind, ranks, resumed=None):
 
 
 def take_step(one, critic, seed):
-    """A step of both; gives its metrics."""
+    """Train critic and learner for one step; return the metrics."""
     rows = random_rows(seed=seed)
     targets = [torch.linspace(0, 1, len(row.tokens), dtype=torch.float64) for row in rows]
     return critic.train(rows, (targets, critic.score(rows))) | one.train(rows, seed)
 
 
 def everything(one, critic):
-    """Weights and moments of both, whole."""
+    """Return the full weights and moments of both."""
     model = one.scorer.model
     found = {f"policy/{n}": p for n, p in model.named_parameters()}
     found |= {f"optimizer/{n}": t for n, t in one.optimizer.state_dict().items()}
@@ -190,7 +190,7 @@ def everything(one, critic):
 
 
 def saves(kind, shelf):
-    """Two steps and a checkpoint, then another step: what was there before and after it, and its metrics."""
+    """Train two steps, save a checkpoint, train another; return the states before and after it, and its metrics."""
     ranks, shelf = ranks_here(), Path(shelf)
     one, critic = parts_of_run(kind, ranks)
     for seed in (1, 2):
@@ -206,20 +206,20 @@ def saves(kind, shelf):
 
 
 def resumes(kind, checkpoint):
-    """What is there after loading; the metrics of another step, and what is there after it."""
+    """Load a checkpoint and train a step; return the states before and after it, and its metrics."""
     one, critic = parts_of_run(kind, ranks_here(), Path(checkpoint))
     before = everything(one, critic)
     return before, take_step(one, critic, 3), everything(one, critic)
 
 
 def short_of_memory():
-    """What each process says, and how long it took, where one has no memory for a row."""
+    """Return the errors and the seconds of each process if one of them runs out of memory."""
     ranks = SharedBatch()
     one = make("plain", torch.float32, WITH_ALL_TERMS, LearnerSettings(microbatch_tokens=100), ranks)
     if ranks.rank == 1:
 
         def score(*_):
-            raise torch.OutOfMemoryError("of which there is none")
+            raise torch.OutOfMemoryError("out of memory")
 
         one.scorer.score = score
     said, begin = [], time.monotonic()

@@ -32,28 +32,28 @@ SMALLEST = {
     "evaluation__tasks": "2",
     "evaluation__every": "9",
 }
-"""Changes for a run of seconds: two steps of four episodes, a checkpoint at each."""
+"""Settings of a run that takes seconds: two steps of four episodes, each with a checkpoint."""
 
 
 def words(folder: Path, **changes: str) -> list[str]:
-    """The command line of a small run; keywords use `__` for the dot."""
+    """Return the command line of a small run; keywords use `__` for the dot."""
     settings = BUDGET | {"run.dir": str(folder)} | {k.replace("__", "."): v for k, v in changes.items()}
     return [word for key, value in settings.items() for word in (f"--{key}", value)]
 
 
 def config(folder: Path, **changes: str):
-    """The configuration of a small run."""
+    """Return the configuration of a small run."""
     return load_config("search", words(folder, **changes))
 
 
 def start(*arguments: str) -> subprocess.Popen[bytes]:
-    """`ludus ARGUMENTS` in a process of its own."""
+    """Start `ludus ARGUMENTS` in another process."""
     command = [sys.executable, "-m", "ludus", *arguments]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
 
 
 def lasting_files(folder: Path) -> dict[str, bytes]:
-    """Everything a run leaves that must repeat bit for bit: all but timings, log, manifest and lock."""
+    """Return the files of a run that must be reproducible: all except timings, log, manifest, config and lock."""
     passing = {"timings.jsonl", "log.txt", "run.json", "lock", "config.toml"}
     return {
         str(path.relative_to(folder)): path.read_bytes()
@@ -63,7 +63,7 @@ def lasting_files(folder: Path) -> dict[str, bytes]:
 
 
 class Silent:
-    """A reporter that keeps what it is told."""
+    """A reporter that records its calls."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, dict[str, float]]] = []
@@ -85,11 +85,11 @@ class Silent:
 
 
 class Cut(Exception):
-    """What a cut run ends with."""
+    """Raised by `Cutting` to end a run."""
 
 
 class Cutting(Silent):
-    """A reporter that ends the run when it hears that a step is done."""
+    """A reporter that ends the run after step `at`."""
 
     def __init__(self, at: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the tests of rollouts share: a small tokenizer, and worlds and models that are written down."""
+"""Helpers of the rollout tests: a small tokenizer, scripted engines and small worlds."""
 
 import asyncio
 import json
@@ -33,7 +33,7 @@ SCHEDULER = SchedulerLimits()
 
 @cache
 def tokenizer():
-    """A byte-level tokenizer of 340 tokens with the package's chat template."""
+    """Return a byte-level tokenizer of 340 tokens with the package's chat template."""
     return train_tokenizer(TEXTS, 340)
 
 
@@ -47,7 +47,7 @@ def end_token():
 
 
 def scripted(script, **options) -> ScriptedEngine:
-    """An engine that plays `script`: lines by turn, the same for all episodes, or a function."""
+    """Return an engine that replays `script`: lines by turn, the same for all episodes, or a function."""
     if isinstance(script, list | tuple):
         lines = tuple(script)
         return ScriptedEngine(lambda _, turn: lines[turn], tokenizer(), end_token(), **options)
@@ -55,7 +55,7 @@ def scripted(script, **options) -> ScriptedEngine:
 
 
 def call(name: str, **arguments) -> str:
-    """A tool call as the model writes it."""
+    """Return a tool call as the model writes it."""
     said = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"<tool_call>\n{said}\n</tool_call>"
 
@@ -67,12 +67,12 @@ def echo(text: str) -> str:
 
 
 def tool_of(function, name="it", **options) -> Tool:
-    """A tool without arguments."""
+    """Return a tool without arguments."""
     return tool(name=name, **options)(function)
 
 
 def is_right(task, trajectory) -> float:
-    """The reward of these worlds: whether the answer is the task's truth."""
+    """Return 1 if the answer is the task's truth, else 0."""
     return float(trajectory.answer == task.truth)
 
 
@@ -81,12 +81,12 @@ def make_task(name="t", said="What is the capital of France?", truth="Paris") ->
 
 
 Hook = Callable[[int], Awaitable[object]]
-"""Runs in place of the environment's own method where it gives something; the number counts environments."""
+"""Called with the number of the environment; a result other than None replaces the environment's method."""
 
 
 @dataclass
 class WatchedEnv(Environment):
-    """A `ToolEnv` with hooks, which notes what is done with it."""
+    """A `ToolEnv` with hooks, which records its calls."""
 
     inner: ToolEnv
     number: int
@@ -118,7 +118,7 @@ class WatchedEnv(Environment):
 
 @dataclass
 class WatchedWorld(World):
-    """A world of `WatchedEnv`s; `made` keeps them in the order in which they were made."""
+    """A world of `WatchedEnv`s, listed in `made` in order of creation."""
 
     tools: Sequence[Tool] = (echo,)
     rewards: Sequence[Reward] = (Reward("right", is_right, outcome=True),)
@@ -138,12 +138,12 @@ class WatchedWorld(World):
 
     @property
     def open(self) -> list[WatchedEnv]:
-        """Those that were started and not closed."""
+        """The environments that were started and not closed."""
         return [env for env in self.made if env.events and env.events[-1] != "close"]
 
 
 async def until(condition) -> None:
-    """Let the event loop turn until the condition holds; TimeoutError after ten seconds."""
+    """Wait until the condition holds. Raise TimeoutError after ten seconds."""
     async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0.001)
@@ -155,7 +155,7 @@ def make_chat(engine, episode="e", max_tokens=2000, max_new_tokens=400, seed=1) 
 
 
 def play(engine, world=None, limits=EPISODE, task=None, **conversation):
-    """One episode, on an event loop of its own."""
+    """Run one episode on a new event loop."""
     world = world or WatchedWorld()
     return asyncio.run(
         run_episode(task or make_task(), 0, world.environment(task), make_chat(engine, **conversation), limits)

@@ -1,11 +1,11 @@
-"""A long asynchronous run on processes of this machine, under load and faults: it must leave nothing behind.
+"""A long asynchronous run with a local cluster, under load and faults; it must not leak.
 
     python tests/soak.py --minutes 30 --page docs/use/failures.md
 
-Engines and workers are killed and stopped at random moments, and tools are late and break. Every few seconds
-the memory, threads and open files of all processes are looked at, with the temporary files and what lies in
-shared memory. Ends with 1, and says why, where something grows or is left once the run is interrupted.
-No other run of Ludus should begin or end meanwhile: what lies in shared memory is told by its name alone.
+Engines and workers are killed and suspended at random times, and tools are slow and fail. Every few seconds,
+memory, threads and open files of all processes, temporary files and shared memory are sampled. The exit code is
+1 if one of them grows, or remains after the run is interrupted. No other run of Ludus should begin or end
+meanwhile, because files in shared memory are identified only by their name.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from ludus.diagnostics.trackers import read_metrics
 
 EVERY_S = 5.0
 WARM_S = 60.0
-"""A process may grow for so long: allocators and caches fill."""
+"""Warm-up of a process, in which allocators and caches fill."""
 BOUND_MB = 10.0
-"""What the memory of a process may grow by in ten minutes, as a line through its samples tells."""
+"""Maximum growth of the memory of a process in ten minutes, by a linear fit of its samples."""
 KINDS = ("learner", "engine", "worker")
 _PLACE = re.compile(r"(engine|worker) (\d+) runs at \S+ \((\d+)\)")
 SETTINGS = {
@@ -57,7 +57,7 @@ SETTINGS = {
 
 @dataclass
 class Sample:
-    """A process at a moment: `age` seconds since it was first seen."""
+    """A sample of a process, `age` seconds after the first one."""
 
     kind: str
     pid: int
@@ -69,7 +69,7 @@ class Sample:
 
 @dataclass
 class Around:
-    """What lies about at a moment."""
+    """Number of child processes, temporary files and files in shared memory at a time."""
 
     at: float
     processes: int
@@ -79,7 +79,7 @@ class Around:
 
 @dataclass
 class Watch:
-    """Looks at a run."""
+    """Samples the resources of a run."""
 
     run: Process
     folder: Path
@@ -89,24 +89,24 @@ class Watch:
     first: dict[int, float] = field(default_factory=dict)
 
     def places(self) -> dict[int, str]:
-        """The kind of each process that the log names and that runs."""
+        """Return the kinds of the running processes in the log, by pid."""
         log = self.folder / "log.txt"
         found = _PLACE.findall(log.read_text()) if log.exists() else []
         return {int(pid): kind for kind, _, pid in found if alive(int(pid))}
 
     def look(self) -> None:
-        """Take a sample of everything."""
+        """Take one sample of everything."""
         now = time.monotonic()
         children = set(below(self.run.pid))
         for pid, kind in {self.run.pid: "learner", **self.places()}.items():
-            with suppress(OSError, KeyError):  # it has just ended
+            with suppress(OSError, KeyError):  # the process has just ended
                 age = now - self.first.setdefault(pid, now)
                 self.samples.append(Sample(kind, pid, age, *figures(pid)))
         self.around.append(Around(now - self.run.begin, len(children), count(self.temporary), len(shared())))
 
 
 def figures(pid: int) -> tuple[float, int, int]:
-    """Memory (MB), threads and open files of a process."""
+    """Return memory (MB), threads and open files of a process."""
     status = Path(f"/proc/{pid}/status").read_text()
     values = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
     files = len(os.listdir(f"/proc/{pid}/fd"))
@@ -114,24 +114,24 @@ def figures(pid: int) -> tuple[float, int, int]:
 
 
 def count(folder: Path) -> int:
-    """Files and folders under one."""
+    """Return the number of files and folders in a folder."""
     return sum(1 for _ in folder.rglob("*"))
 
 
 def shared() -> set[str]:
-    """What of ours lies in shared memory."""
+    """Return the names of our files in shared memory."""
     return {name for name in os.listdir("/dev/shm") if "ludus" in name}
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """The slope of the line through points."""
+    """Return the slope of a linear fit."""
     return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
 def grown(samples: Iterable[Sample]) -> dict[str, dict[str, float]]:
-    """For each kind: growth in 10 minutes of memory, threads and files, the median over its processes.
+    """Return for each kind the growth of memory, threads and files in 10 minutes, the median over its processes.
 
-    Processes that lived for less than three minutes after they were warm do not count.
+    Processes that lived for less than three minutes after the warm-up do not count.
     """
     series: dict[tuple[str, int], list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -149,7 +149,7 @@ def grown(samples: Iterable[Sample]) -> dict[str, dict[str, float]]:
 
 
 def strike(watch: Watch, rng: random.Random) -> str:
-    """Kill or stop an engine or a worker."""
+    """Kill or suspend an engine or a worker; return what was done."""
     places = sorted(watch.places().items())
     if not places:
         return ""
@@ -161,7 +161,7 @@ def strike(watch: Watch, rng: random.Random) -> str:
     return ""
 
 
-def begun(watch: Watch) -> None:
+def wait_for_checkpoint(watch: Watch) -> None:
     """Wait for the first checkpoint."""
     while watch.run.wait(1.0) is None and not any(watch.folder.glob("checkpoints/step-*")):
         assert time.monotonic() < watch.run.begin + LIMIT_S, watch.run.reason()
@@ -169,7 +169,7 @@ def begun(watch: Watch) -> None:
 
 
 def soak(watch: Watch, seconds: float, pause_s: float, rng: random.Random) -> list[str]:
-    """Watch and strike for so long; gives what was struck."""
+    """Sample the run and inject faults for `seconds`; return the faults."""
     struck: list[str] = []
     end, next_strike = watch.run.begin + seconds, watch.run.begin + pause_s
     while watch.run.wait(EVERY_S) is None and time.monotonic() < end:
@@ -181,18 +181,18 @@ def soak(watch: Watch, seconds: float, pause_s: float, rng: random.Random) -> li
 
 
 def judge(watch: Watch, before: set[str]) -> list[str]:
-    """Interrupt the run; what is wrong with it, with what grew, and with what is left."""
+    """Interrupt the run; return the errors: its exit, growth, and remaining resources."""
     wrong = []
     if watch.run.code is None:
         os.kill(watch.run.pid, signal.SIGINT)
     if (code := watch.run.wait()) != 130:
-        wrong.append(f"it ended with {code}: {watch.run.reason()}")
+        wrong.append(f"the run exited with {code}: {watch.run.reason()}")
     if left := watch.run.left():
         wrong.append(f"{len(left)} processes are left")
     if lying := sorted(str(path) for path in watch.temporary.rglob("*")):
         wrong.append(f"{len(lying)} temporary files are left, {lying[0]} first")
     if lying := sorted(shared() - before):
-        wrong.append(f"in shared memory are left {lying}")
+        wrong.append(f"files in shared memory are left: {lying}")
     for kind, figures_ in grown(watch.samples).items():
         if figures_["rss_mb"] > BOUND_MB:
             wrong.append(f"the memory of the {kind} grows by {figures_['rss_mb']:.1f} MB in 10 minutes")
@@ -209,9 +209,9 @@ def judge(watch: Watch, before: set[str]) -> list[str]:
 
 
 def accounts(folder: Path) -> list[str]:
-    """Steps whose ledger does not add up."""
+    """Return the steps whose ledger does not add up."""
     if not (folder / "metrics.jsonl").exists():
-        return ["no step was done"]
+        return ["no step was completed"]
     wrong = []
     for row in read_metrics(folder / "metrics.jsonl"):
         ended = [row.metrics[f"ledger/{name}"] for name in ("trained", "masked", "dropped", "failed")]
@@ -221,7 +221,7 @@ def accounts(folder: Path) -> list[str]:
 
 
 def report(watch: Watch, struck: Sequence[str], wrong: Sequence[str]) -> list[str]:
-    """The table, and what else is to be said."""
+    """Return the table and the sentences below it."""
     path = watch.folder / "metrics.jsonl"
     rows = [row.metrics for row in read_metrics(path)] if path.exists() else []
     failed = sum(row["ledger/failed"] for row in rows)
@@ -244,26 +244,26 @@ def report(watch: Watch, struck: Sequence[str], wrong: Sequence[str]) -> list[st
     around = [asdict(moment) for moment in watch.around]
     processes, temporary, shared_ = (span(a[n] for a in around) for n in ("processes", "temporary", "shared"))
     done = f"{minutes:.0f} minutes, {len(rows)} steps, {attempts:g} attempts at episodes"
-    about = f"processes below the learner {processes}, temporary files {temporary}, in shared memory {shared_}"
-    ended = "Nothing was left." if not wrong else f"At fault: {'; '.join(wrong)}."
-    lines += ["", f"{done}, of which {failed:g} failed and were played again. Struck: {struck_as}.", ""]
-    return [*lines, f"Seen: {about}. {ended}"]
+    about = f"Child processes of the learner {processes}, temporary files {temporary}, files in shared memory {shared_}"
+    ended = "Nothing was left." if not wrong else f"Errors: {'; '.join(wrong)}."
+    lines += ["", f"{done}, of which {failed:g} failed and were repeated. Faults: {struck_as}.", ""]
+    return [*lines, f"{about}. {ended}"]
 
 
 def span(values: Iterable[float]) -> str:
-    """The least and the most."""
+    """Return minimum and maximum as text."""
     found = list(values)
     return f"{min(found)} to {max(found)}" if found else "-"
 
 
 def main() -> int:
-    """Soak; the exit code says whether all is well."""
+    """Run the soak test; return 1 if it found an error, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--pause", type=float, default=90.0, help="seconds between two faults, on average")
+    parser.add_argument("--pause", type=float, default=90.0, help="mean seconds between two faults")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="a file for all samples, as JSON lines")
-    parser.add_argument("--page", type=Path, help="a page that takes the table")
+    parser.add_argument("--out", type=Path, help="write all samples to this file, as JSON lines")
+    parser.add_argument("--page", type=Path, help="insert the table into this page")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     work = Path(tempfile.mkdtemp(prefix="ludus-soak-"))
@@ -274,10 +274,10 @@ def main() -> int:
         given = BUDGET | SETTINGS | {"run.dir": str(folder)}
         words = [word for key, value in given.items() for word in (f"--{key}", value)]
         words = ["train", str(work / "tiny.toml"), "--model", str(work / "cold"), *words]
-        here = os.pathsep.join([str(Path(__file__).parent), *sys.path])  # engines and workers read the world
+        here = os.pathsep.join([str(Path(__file__).parent), *sys.path])  # engines and workers import the world
         run = fork(words, work / "said.txt", {"TMPDIR": str(temporary), "PYTHONPATH": here})
         watch = Watch(run, folder, temporary)
-        begun(watch)
+        wait_for_checkpoint(watch)
         struck = soak(watch, 60 * args.minutes, args.pause, random.Random(args.seed))
         wrong = judge(watch, before)
         lines = report(watch, struck, wrong)

@@ -1,4 +1,4 @@
-"""The world of prices with a tool that is slow, sometimes late, and sometimes broken."""
+"""The world of prices with a tool that is slow, sometimes hangs, and sometimes fails."""
 
 import asyncio
 import random
@@ -29,7 +29,7 @@ def make_world(settings, limits):
         if fate < LATE:
             await asyncio.Event().wait()
         if fate < LATE + BROKEN:
-            raise WorldError("What stands behind the tool broke, on purpose.")
+            raise WorldError("The backend of the tool failed, on purpose.")
         if fate < LATE + BROKEN + RAISES:
             raise RuntimeError("A fault of the tool, on purpose.")
         return price(item)

@@ -65,6 +65,28 @@ def test_functions_work_in_a_running_loop(run):
     assert one.plot().axes
 
 
+@pytest.mark.parametrize(
+    ("hint", "expected"),
+    [
+        ("Set --evaluation.split_during. Splits: a.", 'Set evaluation={"split_during": ...}. Splits: a.'),
+        ("--rollout.max_seq_len 640 fits.", 'rollout={"max_seq_len": 640} fits.'),
+        ("Set --run.threads 1.", 'Set run={"threads": 1}.'),
+        ("Set --model.lora.rank=4, or none.", 'Set model={"lora": {"rank": 4}}, or none.'),
+        ("Remove it with --env.mixture.NAME none.", 'Remove it with env={"mixture": {"NAME": None}}.'),
+        ("Use it with `ludus train --rewards.model`.", "Use it with `ludus train --rewards.model`."),
+    ],
+)
+def test_hints_name_settings_as_keyword_arguments(hint, expected):
+    with pytest.raises(UserError) as caught, ludus.api.keyword_hints():
+        raise UserError("It failed.", hint)
+    assert str(caught.value) == f"It failed. {expected}"
+
+
+def test_an_error_of_the_library_names_the_keyword_argument():
+    with pytest.raises(UserError, match=r'Set evaluation=\{"split_during": \.\.\.\}'):
+        ludus.train("guess", evaluation={"split_during": "nope"}, progress=False)
+
+
 def test_settings_are_checked_as_on_the_command_line(tmp_path):
     with pytest.raises(ConfigError, match=r"algorithm\.group_size"):
         ludus.train("search", algorithm={"group_sise": 2})

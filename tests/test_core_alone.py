@@ -1,4 +1,4 @@
-"""Ludus without any of its extras: it trains and evaluates, and a feature that needs an extra names it."""
+"""Ludus without extras: it trains and evaluates, and features that need an extra name it."""
 
 import os
 import re

@@ -1,8 +1,8 @@
-"""The docs: every Python block runs, every command works, every pointer leads somewhere, every list is whole.
+"""The docs: every Python block and command runs, every link resolves, every list is complete.
 
-The blocks of a page share a namespace and a working folder and run in their order. In the folder lie a tiny
-finished run of the search recipe, `runs/search-1`, and the examples. To each command the test appends tiny
-budgets; a model that is not on disk stands for the packaged cold start, a server for one of the tests.
+The blocks of a page run in order and share a namespace and a working folder, which contains the examples and a
+tiny finished run of the search recipe, `runs/search-1`. The test appends tiny budgets to each command, and replaces
+models that are not on disk by the packaged cold start, and server URLs by a server of the tests.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import shlex
 import shutil
 import sys
 import textwrap
+import tomllib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -43,7 +44,7 @@ PAGES = sorted(
 LONGER = """algorithm library plugins environment learner mixtures quick_start reproducibility
 reward_models rewards async_training cluster planning server stages"""
 LONG = {page for page in PAGES if Path(page).stem in LONGER.split() or "/recipes/" in page}
-"""Pages whose commands take long: `make pages` runs them. All that is said of a page is looked at always."""
+"""Pages with slow commands, which only `make pages` runs. The other checks cover all pages."""
 FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.M | re.S)
 TOP_FOLDERS = "src|tests|docs|examples|benchmarks"
 
@@ -98,14 +99,14 @@ BUDGETS = {
     "pipeline": TRAINING | ROUNDS | PREFERENCE,
     "sft": SCRATCH | {"run.threads": "1"},
 }
-"""What is appended to a command, by its name and (if given) the option that makes it another."""
+"""Settings appended to a command, by its name and, for some, an argument."""
 TYPED = "In which country is Paris?\n"
-"""What a person says to `ludus chat`."""
+"""Input of `ludus chat`."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a page; `info` is what follows the fence, `line` where its text begins."""
+    """A fenced block of a page; `info` is the text after the fence, `line` the first line of the block's text."""
 
     page: str
     line: int
@@ -118,7 +119,7 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """The lines of a shell block, continued ones joined, without prompts and output."""
+        """The lines of a shell block, with continuation lines joined and without prompts."""
         text = self.text.replace("\\\n", " ")
         return [line.removeprefix("$ ") for line in text.splitlines()]
 
@@ -154,7 +155,7 @@ def cheap_worlds():
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
-    """A folder with a finished run of the recipe, in which every group trains."""
+    """A folder with a finished run of the recipe in which every group is trained."""
     folder = tmp_path_factory.mktemp("docs")
     settings = BUDGETS["train"] | {
         "run.dir": str(folder / "runs" / "search-1"),
@@ -303,6 +304,16 @@ def test_settings_that_are_named_exist(page):
             assert find(key) or is_section(key), f"{page}: {key}"
 
 
+def test_every_extra_is_listed_and_installed_in_the_same_words():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    assert {*extras} - {"dev"} <= {*first_cells("README.md"), "smollm2"}
+    for file in [*(ROOT / "src").rglob("*.py"), *map(ROOT.joinpath, PAGES)]:
+        text = file.read_text("utf-8")
+        assert not re.search(r"pip install (-e )?'?\.\[", text), file
+        hints = re.findall(r"^.*(?=pip install '?ludus\[)", text, re.M) if file.suffix == ".py" else []
+        assert all(hint.endswith("Install it: ") for hint in hints if file.name != "doctor.py"), file
+
+
 def first_cells(page: str) -> list[str]:
     """The names in the first cells of a page's tables."""
     cells = re.findall(r"^\| ((?:`[^`]+`(?:, )?)+) \|", read(page), re.M)
@@ -310,7 +321,7 @@ def first_cells(page: str) -> list[str]:
 
 
 OF_ENGINES_ELSEWHERE = {"sync/engines", "sync/transfer_s"}
-"""Metrics of engines in other processes, which no command of these pages starts."""
+"""Metrics of remote engines, which no command of these pages starts."""
 
 
 def test_every_metric_of_a_run_is_explained_and_no_other(finished):

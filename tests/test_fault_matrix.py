@@ -1,4 +1,4 @@
-"""A few trials of each kind of fault (`make faults-matrix` has many), and what these must not let pass."""
+"""A few trials of each kind of fault (`make faults-matrix` has many), and errors that the trials must detect."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_run_that_is_struck_goes_on_or_stops_with_a_reason_and_is_resumed(kind
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Runs of the harness in both modes, made in a process of its own: it forks."""
+    """Runs of the harness in both modes, made in another process, because it forks."""
     work = tmp_path_factory.mktemp("whole")
     program = (
         "import sys; from pathlib import Path; from fault_runs import *\n"
@@ -53,7 +53,7 @@ def environment() -> dict[str, str]:
 
 
 def rewritten(folder: Path, name: str, change) -> bytes:
-    """Change a file's lines; gives what it had."""
+    """Change the lines of a file; return its former content."""
     path = folder / name
     before = path.read_bytes()
     text = gzip.decompress(before) if name.endswith(".gz") else before
@@ -69,7 +69,7 @@ def test_an_episode_that_is_lost_or_trained_twice_is_found(whole, mode):
     folder = whole / mode
     assert ledger_faults(folder) == []
     name = "rollouts/step-000002.jsonl.gz"
-    for change, words in ((lambda x: x[1:], "a group is not whole"), (lambda x: [*x, x[0]], "episodes twice")):
+    for change, words in ((lambda x: x[1:], "a group is incomplete"), (lambda x: [*x, x[0]], "episodes twice")):
         before = rewritten(folder, name, change)
         assert any(words in found for found in ledger_faults(folder))
         (folder / name).write_bytes(before)

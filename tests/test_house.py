@@ -1,8 +1,8 @@
-"""The house rules, measured with `ast`: a rule that nobody checks drifts.
+"""The house rules, checked with `ast`.
 
-A finding is written `path:name rule`, name being the dotted name of the function or class in its file, or
-`module`. `house_exceptions.txt` lists the findings that are let pass, one a line, each with its reason after
-a `#`; it may only shrink. Each rule has a snippet below that breaks it.
+A finding is written `path:name rule`, where name is the dotted name of the function or class in its file, or
+`module`. `house_exceptions.txt` lists the allowed findings, one per line, with the reason after a `#`; it may only
+shrink. Each rule has a snippet below that violates it.
 """
 
 import ast
@@ -19,9 +19,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 EXCEPTIONS = Path(__file__).parent / "house_exceptions.txt"
 NUM_EXCEPTIONS = 0
-"""Findings in the exceptions file. Lower it whenever one goes."""
+"""Number of findings in the exceptions file. Lower it if one is removed."""
 ESCAPES = {"Any": 27, "type: ignore": 7, "noqa": 9}
-"""How often the package may step around its checkers, at most. Lower these whenever the counts fall."""
+"""Maximum uses of escape hatches of the checkers in the package. Lower these if the counts fall."""
 
 FUNCTION_LINES, PARAMETERS, BRANCHES = 60, 6, 10
 FOLDER_MODULES = 15
@@ -58,10 +58,10 @@ ORDER = (
         "__main__",
     ),
 )
-"""A folder of the package imports only from itself and from those before it."""
+"""A folder of the package may import only from itself and from earlier ones."""
 
 ENVIRONMENT_MODULE = "src/ludus/config/environment.py"
-"""The one place that may read environment variables."""
+"""The only module that may read environment variables."""
 
 FOREIGN = {
     "a path of one machine": r"(?<![\w.])/(work|tmp/[w])\b",
@@ -89,7 +89,7 @@ class Module:
 
     @property
     def folder(self) -> str:
-        """The folder of the package that it belongs to; empty for the package's own `__init__`."""
+        """The folder of the module in the package; empty for the package's `__init__`."""
         first = self.path.removeprefix("src/ludus/").split("/")[0].removesuffix(".py")
         return "" if first == "__init__" else first
 
@@ -130,7 +130,7 @@ def classes(module: Module) -> Iterator[tuple[str, ast.ClassDef]]:
 
 
 def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes under `node`, without those of the functions and classes defined in it."""
+    """Yield the nodes under `node`, except those of functions and classes defined in it."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, Function | ast.ClassDef):
             yield child
@@ -138,7 +138,7 @@ def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def everywhere(module: Module) -> Iterator[tuple[str, ast.AST]]:
-    """Every node with the name of the definition around it."""
+    """Yield every node with the name of its enclosing definition."""
     yield from (("module", node) for node in own_nodes(module.tree))
     for name, definition in module.definitions:
         yield from ((name, node) for node in own_nodes(definition))
@@ -162,7 +162,7 @@ def parameters(module: Module) -> Iterator[Finding]:
         spec = node.args
         named = [a.arg for a in [*spec.posonlyargs, *spec.args] if a.arg not in ("self", "cls")]
         named += [a.arg for a in (spec.vararg, spec.kwarg) if a]
-        # A pure tensor function takes each tensor by its name; a record of them would hide which it reads.
+        # Pure tensor functions take tensors by name; a record of tensors would hide which ones they read.
         if module.folder != "algorithms":
             named += [a.arg for a in spec.kwonlyargs]
         yield from over(name, len(named), PARAMETERS)
@@ -211,7 +211,7 @@ def imports(module: Module) -> Iterator[Finding]:
 
 
 def imported(node: ast.AST) -> Iterator[str]:
-    """The folders of the package that a statement imports from."""
+    """Yield the folders of the package that a statement imports from."""
     names: list[str] = []
     if isinstance(node, ast.Import):
         names = [alias.name for alias in node.names]
@@ -226,7 +226,7 @@ def imported(node: ast.AST) -> Iterator[str]:
 
 
 def attribute_guesses(module: Module) -> Iterator[Finding]:
-    """Our own types have the attributes they declare."""
+    """Types of the package declare their attributes, so `getattr` and `hasattr` are not needed."""
     for place, node in everywhere(module):
         if isinstance(node, ast.Call) and called(node) in ("getattr", "hasattr"):
             yield Finding(place, f"line {node.lineno}")
@@ -241,7 +241,7 @@ def environment_reads(module: Module) -> Iterator[Finding]:
 
 
 def broad_excepts(module: Module) -> Iterator[Finding]:
-    """A handler of everything raises again, or its line says why it is a boundary: `# boundary: reason`."""
+    """A handler of all exceptions raises again, or its line has a comment `# boundary: reason`."""
     lines = module.text.splitlines()
     for place, node in everywhere(module):
         if isinstance(node, ast.Call) and called(node) == "suppress" and any(map(is_broad, node.args)):
@@ -260,7 +260,7 @@ def is_broad(caught: ast.expr) -> bool:
 
 
 def import_work(module: Module) -> Iterator[Finding]:
-    """A module defines things. It may enter dict literals into a registry and do no other work."""
+    """A module only defines names; it may also add dict literals to a registry."""
     for statement in module.tree.body:
         if not is_definition(statement):
             yield Finding("module", f"line {statement.lineno}: {ast.unparse(statement).splitlines()[0][:60]}")
@@ -283,7 +283,7 @@ def is_definition(statement: ast.stmt) -> bool:
 
 
 def called(node: ast.Call) -> str:
-    """The last part of the name that is called."""
+    """Return the last part of the name of the called function."""
     return ast.unparse(node.func).rpartition(".")[2]
 
 
@@ -291,7 +291,7 @@ PARTS = {"advantage", "loss", "correction", "preset"}
 
 
 def algorithm_names(module: Module) -> Iterator[Finding]:
-    """The trainer reads the needs of a spec and never compares the name of a part."""
+    """The trainer reads the needs of a spec and never compares names of parts."""
     if not module.in_package or module.folder in ("algorithms", "config", "worlds"):
         return
     for place, node in everywhere(module):
@@ -346,7 +346,7 @@ def exceptions() -> list[str]:
 
 @cache
 def findings(rule: str) -> dict[str, str]:
-    """All findings of a rule as they stand in the exceptions file, with their details."""
+    """Return all findings of a rule in the format of the exceptions file, with their details."""
     return {f"{m.path}:{f.place} {rule}": f.detail for m in modules() for f in RULES[rule](m)}
 
 
@@ -433,7 +433,7 @@ def test_no_folder_is_crowded():
 
 
 def crossings(found: Sequence[Module]) -> dict[str, dict[str, set[str]]]:
-    """For each folder: imports between its sub-folders and modules, where one of the two is a sub-folder."""
+    """Return for each folder the imports between its sub-folders and modules, if one of the two is a sub-folder."""
     paths = {m.path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__"): m for m in found}
     edges: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for source, module in paths.items():
@@ -447,7 +447,7 @@ def crossings(found: Sequence[Module]) -> dict[str, dict[str, set[str]]]:
 
 
 def imported_names(tree: ast.Module) -> Iterator[str]:
-    """The dotted names that a module imports, those of functions included."""
+    """Yield the dotted names that a module imports, including imports in functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -461,7 +461,7 @@ def nearest_module(name: str, paths: Collection[str]) -> str | None:
 
 
 def cycles(edges: Mapping[str, set[str]]) -> set[str]:
-    """The nodes that can reach themselves."""
+    """Return the nodes that can reach themselves."""
 
     def reached(start: str) -> set[str]:
         seen: set[str] = set()

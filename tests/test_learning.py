@@ -1,4 +1,4 @@
-"""They learn: recipes as they ship raise held-out success, search by 25 points, greedy and as sampled."""
+"""Recipes raise held-out success, search by 25 points, greedy and sampled."""
 
 from __future__ import annotations
 

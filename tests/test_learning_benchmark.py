@@ -1,4 +1,4 @@
-"""The learning benchmarks: verdicts on modes of training, and the arms and tables of algorithms."""
+"""The learning benchmarks: verdicts on training modes, and arms and tables of algorithms."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TASKS = tuple(f"test:{i}" for i in range(200))
 
 
 def evaluated(*rights: int) -> list[Evaluation]:
-    """One evaluation a seed, in which so many of the tasks were solved."""
+    """Return one evaluation per seed with this number of solved tasks."""
     plan = EvaluationPlan(split="test", num_tasks=len(TASKS), samples=1, temperature=0.0, seed=0)
     return [
         Evaluation(plan, TASKS, tuple(int(i < right) for i in range(len(TASKS))), ("",) * len(TASKS), {}, 0)

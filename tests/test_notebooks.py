@@ -1,4 +1,4 @@
-"""The notebooks of `examples/notebooks` run, with small numbers, in an event loop as in a kernel."""
+"""The notebooks of `examples/notebooks` run, with small numbers, inside an event loop as in a kernel."""
 
 from __future__ import annotations
 

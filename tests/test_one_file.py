@@ -1,4 +1,4 @@
-"""The one-file example against the full system: each is the other's oracle."""
+"""The one-file example and the full system verify each other."""
 
 import importlib.util
 import random

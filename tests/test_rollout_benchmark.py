@@ -1,4 +1,4 @@
-"""The rollout benchmark: every system does the same work, and its figures are those of that work."""
+"""The rollout benchmark: all systems run the same workload and report correct measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A long asynchronous run under faults leaves nothing behind: no thread, process, file or growing memory."""
+"""A long asynchronous run under faults leaks no threads, processes, files or memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.training.rl.test_async_run import ludus, words
 
 STEPS = 60
 FLAT_MB = 60.0
-"""How much the memory may grow between the first third of the run and its end."""
+"""Maximum growth of the memory between the first third of the run and its end."""
 
 
 def memory_mb() -> float:

@@ -1,4 +1,4 @@
-"""What a trajectory derives from its segments: along a chain, and over a tree."""
+"""Properties that a trajectory derives from its segments, for chains and for trees."""
 
 import pytest
 

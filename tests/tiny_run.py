@@ -1,4 +1,4 @@
-"""A whole run, small enough to make in a few seconds: cold start, two steps of RL, evaluations."""
+"""A complete run of a few seconds: cold start, two steps of RL, evaluations."""
 
 import io
 import shutil
@@ -58,7 +58,7 @@ threads = 1
 
 @dataclass(frozen=True)
 class Said:
-    """What a command gave back and printed."""
+    """Exit code and output of a command."""
 
     code: int
     out: str
@@ -66,7 +66,7 @@ class Said:
 
 
 def ludus(*words) -> Said:
-    """Run a command in this process. What argparse itself refuses ends with its exit code."""
+    """Run a command in this process; errors of argparse become exit codes."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         try:
@@ -77,7 +77,7 @@ def ludus(*words) -> Said:
 
 
 def refused(*words, code=2) -> str:
-    """The one sentence by which a command is refused."""
+    """Run a command that must fail with `code` and without a traceback; return the error message."""
     said = ludus(*words)
     assert said.code == code, said
     assert said.err.startswith("ludus: ")
@@ -92,19 +92,19 @@ def make_recipe(folder: Path) -> Path:
 
 
 def make_run(folder: Path) -> Path:
-    """Train; gives the run folder."""
+    """Train; return the run folder."""
     said = ludus("train", make_recipe(folder), "--from-scratch", "--run.dir", folder / "run")
     assert said.code == 0, said
     return folder / "run"
 
 
 def copy_run(run: Path, to: Path) -> Path:
-    """A copy to write into."""
+    """Copy a run; return the copy."""
     return Path(shutil.copytree(run, to / "run"))
 
 
 def with_unlike_rewards(tiny_run: Path, folder: Path) -> Path:
-    """A copy of the tiny run whose rewards differ within every group: earlier samples earned more."""
+    """Copy the tiny run with rewards that differ within every group, higher for earlier samples."""
     run = Path(shutil.copytree(tiny_run, folder))
     for step in (1, 2):
         path = rollouts_path(run, step)
@@ -116,5 +116,5 @@ def with_unlike_rewards(tiny_run: Path, folder: Path) -> Path:
 
 
 def cold_start(tiny_run: Path) -> Path:
-    """The checkpoint that the tiny run began from."""
+    """Return the initial checkpoint of the tiny run."""
     return sorted((tiny_run / "cold_start" / "checkpoints").iterdir())[-1]

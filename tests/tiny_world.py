@@ -1,7 +1,7 @@
-"""A world for tests, small enough for a model of a few thousand weights: what things cost.
+"""A world of prices for tests, small enough for a model of a few thousand weights.
 
-`look(item)` gives the price. Demonstrations look first in two of three cases and guess in the third.
-With the setting `roles` fruits are for solvers, tools for proposers, and equal prices are one proposal.
+The tool `look(item)` returns the price. Two of three demonstrations call it; the third guesses. With the setting
+`roles`, fruits are tasks of solvers and tools tasks of proposers, and equal prices are one proposal.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What each of two processes does in the test of split batches: `python two_ranks.py RANK STORE RESULT`."""
+"""One of two processes in the test of split batches: `python two_ranks.py RANK STORE RESULT`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CASES = {
     "gspo": PRESETS["gspo"],
 }
 SHARES = {"uneven": slice(0, 7), "all": slice(0, 9)}
-"""Rows of the first process, of nine; the other has the rest, in the second case none."""
+"""Rows of rank 0, out of nine; rank 1 has the others (in the second case none)."""
 
 
 def results(part: slice) -> dict[str, object]:
-    """Gradients and statistics of each case, and the weights after two steps, for these rows."""
+    """Return gradients and statistics of each case, and the weights after two steps, for these rows."""
     every = random_rows()
     proximal = [torch.full((len(row.tokens),), -2.0, dtype=torch.float64) for row in every]
     rows, known = every[part], CachedLogprobs(proximal[part])
@@ -47,9 +47,9 @@ def results(part: slice) -> dict[str, object]:
 
 
 def results_of_experts(part: slice) -> dict[str, object]:
-    """For these rows, the gradient of a mixture of experts, and its weights after two updates of a step.
+    """Return the gradient of a mixture of experts for these rows, and its weights after two updates of a step.
 
-    `replayed` are the weights where the second update took the experts that the first pass recorded.
+    `replayed` are the weights if the second update uses the experts that the first pass recorded.
     """
     every = rows_with_prefixes()
     proximal = [torch.full((len(row.tokens),), -2.0, dtype=torch.float64) for row in every]

@@ -1,4 +1,4 @@
-"""Importance weights that are shrunk towards 1."""
+"""Importance weights, shrunk towards 1."""
 
 from ludus.algorithms.algorithm import FRACTION, CorrectionSpec, Need, Option
 

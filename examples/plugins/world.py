@@ -1,4 +1,4 @@
-"""A world of one sum, as an object with a name of its own."""
+"""A world of sums."""
 
 from ludus.envs.tool_world import ToolWorld
 from ludus.rewards.base import Reward

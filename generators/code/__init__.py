@@ -1,1 +1,1 @@
-"""Makes the tasks of the environment `code`."""
+"""Generates the tasks of the environment `code`."""

@@ -25,7 +25,7 @@ def flawed_chains(chain: Chain) -> list[Chain]:
 
 
 def unchanged(problem: CodeProblem) -> str:
-    """Return a program that gives its argument back."""
+    """Return a program that returns its argument."""
     if problem.style == "stdin":
         return "print(input())\n"
     return f"def {problem.signature}:\n    return {problem.names[0]}\n"

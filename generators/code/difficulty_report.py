@@ -1,4 +1,4 @@
-"""What tasks are like: how many are really different, and what is solved without skill."""
+"""Difficulty report: the variety of the tasks, and the success of baselines without skill."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ludus.worlds.code import guest_runner
 from ludus.worlds.code.results import read_value, same_value
 
 Guess = Callable[[CodeProblem, CodeExample], object]
-"""What a program without skill gives for the arguments of an example."""
+"""A baseline: returns its result for the arguments of an example."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeVariety:
-    """Tasks, shapes of solutions without identifiers, names and numbers, and steps that occur."""
+    """Number of tasks, of solution shapes (without identifiers, names and numbers), and of different steps."""
 
     num_tasks: int
     num_shapes: int
@@ -25,7 +25,7 @@ class CodeVariety:
 
 
 def variety(problems: Sequence[CodeProblem]) -> dict[int, CodeVariety]:
-    """The variety of each level."""
+    """Return the variety of each level."""
     by_level: dict[int, list[Chain]] = defaultdict(list)
     for problem in problems:
         by_level[problem.level].append(problem.chain)
@@ -40,7 +40,7 @@ def variety(problems: Sequence[CodeProblem]) -> dict[int, CodeVariety]:
 
 
 def constant(problem: CodeProblem, example: CodeExample) -> object:
-    """The commonest of the results that the task shows, whatever the arguments: the majority answer."""
+    """Return the most frequent result in the examples of the task (the majority answer)."""
     del example
     shown = [one.value for one in problem.examples[:NUM_SHOWN]]
     texts = [repr(value) for value in shown]
@@ -48,14 +48,14 @@ def constant(problem: CodeProblem, example: CodeExample) -> object:
 
 
 def unchanged(problem: CodeProblem, example: CodeExample) -> object:
-    """The first argument."""
+    """Return the first argument."""
     del problem
     return example.arguments[0]
 
 
 def borrowed(train: Sequence[CodeProblem]) -> Guess:
-    """What another training task's solution gives: the one for the same arguments and result that shares most
-    steps, of several the first. Nothing is tried, so that no tool is needed."""
+    """Return a baseline: the solution of the first training task with the same types that shares the most steps. It
+    runs nothing, so it needs no tool."""
 
     nearest: dict[str, Chain | None] = {}
 
@@ -86,7 +86,7 @@ def _is_right(value: object, example: CodeExample) -> bool:
 
 
 def rates(problems: Sequence[CodeProblem], guess: Guess) -> tuple[float, float]:
-    """The share of tasks of which all tests pass, and the mean share of hidden tests that do."""
+    """Return the fraction of tasks whose tests all pass, and the mean fraction of hidden tests that pass."""
     solved, share = 0, 0.0
     for problem in problems:
         right = [_is_right(guess(problem, one), one) for one in problem.examples]

@@ -1,4 +1,4 @@
-"""Draws problems level by level, no two with the same shape of solution, and sorts them into splits."""
+"""Draw problems level by level, no two with the same solution shape, and assign them to splits."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ from generators.code.steps.base import CodeStep
 SPLITS = ("train", "validation", "test", "composition")
 LEVELS = (1, 2, 3, 4, 5)
 POINTS: Mapping[int, tuple[int, int]] = {1: (1, 2), 2: (3, 3), 3: (4, 5), 4: (6, 7), 5: (8, 11)}
-"""The points of the chains of a level, least and most."""
+"""Minimum and maximum points of the chains of a level."""
 MODULES = (*(lists, folds, texts, words, numbers, tables), *(spans, graphs, grids, parsing, planning, machines))
 FAMILIES = tuple(module.__name__.rpartition(".")[2] for module in MODULES)
 _MOST_DRAWS = 400
-"""Draws of a level in vain after which it has nothing new to give."""
+"""Number of failed draws after which a level counts as exhausted."""
 _HELD_OUT = 9
-"""One pair of steps in so many is held out."""
+"""One in `_HELD_OUT` pairs of steps is held out."""
 
 
 @cache
 def catalogue() -> tuple[CodeStep, ...]:
-    """All steps, in the order of their modules."""
+    """Return all steps, in the order of their modules."""
     return tuple(one for module in MODULES for one in vars(module).values() if isinstance(one, CodeStep))
 
 
 def is_held_out(chain: Chain) -> bool:
-    """Whether two of its steps that follow each other do so in the split `composition` alone."""
+    """Return whether the chain has two consecutive steps that are reserved for the split `composition`."""
     return any(digest(f"{first}>{second}") % _HELD_OUT == 0 for first, second in chain.pairs)
 
 
 def digest(text: str) -> int:
-    """A number that a text always has."""
+    """Return a deterministic hash of a text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4])
 
 
 def split_of_chain(chain: Chain) -> str:
-    """`composition` for what is held out, otherwise by a hash of the shape: 7 : 1 : 2."""
+    """Return `composition` for held-out chains, else a split by a hash of the shape, in the ratio 7 : 1 : 2."""
     if is_held_out(chain):
         return "composition"
     share = digest(chain.shape) % 10
@@ -64,7 +64,7 @@ def split_of_chain(chain: Chain) -> str:
 
 @dataclass(frozen=True)
 class CodeQuota:
-    """What problems are drawn: how many, of which levels, families and styles, with how many tests."""
+    """Number, levels, families and styles of the drawn problems, and their number of tests."""
 
     num: int
     levels: tuple[int, ...] = LEVELS
@@ -76,7 +76,7 @@ class CodeQuota:
 
 @dataclass
 class _Drawer:
-    """Draws chains, steps that were used less before the others."""
+    """Draws chains, preferring steps that were used less."""
 
     wanted: CodeQuota
     rng: random.Random
@@ -87,7 +87,7 @@ class _Drawer:
         self.steps = [one for one in catalogue() if one.family in self.wanted.families]
 
     def problem(self, level: int) -> CodeProblem | None:
-        """A new problem; None where none is found."""
+        """Return a new problem, or None if none is found."""
         for _ in range(_MOST_DRAWS):
             chain = self._chain(*POINTS[level])
             if chain is None or chain.shape in self.seen:
@@ -102,7 +102,7 @@ class _Drawer:
         return None
 
     def _chain(self, low: int, high: int) -> Chain | None:
-        """A core that is used little, with steps before and behind it until there are points enough."""
+        """Return a chain: a little-used step, extended at both ends until it has enough points."""
         steps = [self._pick([one for one in self.steps if one.points <= high])]
         while (points := sum(one.points for one in steps)) < low or (
             points < high and len(steps) < 3 and self.rng.random() < 0.4

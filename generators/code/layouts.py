@@ -1,4 +1,4 @@
-"""How values stand in lines of text, for programs that read from stdin and print."""
+"""Formats of values as lines of text, for programs that read stdin and print."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from generators.code.steps.base import StepKind
 
 @dataclass(frozen=True, slots=True)
 class CodeLayout:
-    """`words` describe the lines; `read` and `write` are Python with `{name}` for the value."""
+    """A format: `words` describe the lines; `read` and `write` are Python code with `{name}` for the value."""
 
     words: str
     read: str
@@ -50,16 +50,16 @@ WRITTEN: Mapping[str, str] = {
     "table": "each name on a line of its own with a space and its number behind it, in alphabetical order "
     "(nothing for none)",
 }
-"""What a program prints, where that is not what it would read."""
+"""Descriptions of printed values that differ from those of input."""
 
 
 def as_input(kinds: Sequence[StepKind], values: Sequence[object]) -> str:
-    """The values as the lines that a program reads."""
+    """Return the values as the lines that a program reads."""
     return "".join(_lines(kind.layout, value) for kind, value in zip(kinds, values, strict=True))
 
 
 def as_output(kind: StepKind, value: object) -> str:
-    """A value as the lines that a program prints."""
+    """Return a value as the lines that a program prints."""
     text = _lines(kind.layout, value)
     if kind.layout == "table":
         return "".join(sorted(text.splitlines(keepends=True)[1:], key=lambda line: line.split()[0]))

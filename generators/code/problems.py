@@ -1,4 +1,4 @@
-"""Problems: chains of steps with their words, their solution and their tests."""
+"""Problems: chains of steps with a text, a solution and tests."""
 
 from __future__ import annotations
 
@@ -29,57 +29,57 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 }
 _SIZES = (0, 1, 2, 3, 3, 4, 5, 5, 6, 7, 8, 9, 10, 12)
 _POOL, _KEPT = 42, 420
-"""Inputs from which tests are chosen, and values that are drawn of a kind."""
+"""Number of inputs from which tests are chosen, and number of values drawn per kind."""
 LARGEST, LONGEST, SLOW = 10**15, 400, 3000
 MOST_COMMON, MOST_KEPT = 0.4, 0.34
-"""Shares of the tests that may have one result, and whose result may be the first argument."""
+"""Maximum fractions of the tests with the same result, and with the first argument as result."""
 NUM_SHOWN = 3
 
 
 class TooLarge(Exception):
-    """A number on the way is too large for a step that counts up to it."""
+    """An intermediate number is too large for a step that loops up to it."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Steps that follow each other, with the numbers that they were given."""
+    """A sequence of steps with their drawn numbers."""
 
     steps: tuple[CodeStep, ...]
     numbers: tuple[Mapping[str, int], ...]
 
     @property
     def takes(self) -> tuple[StepKind, ...]:
-        """The kinds of its arguments."""
+        """The kinds of the arguments."""
         return self.steps[0].takes
 
     @property
     def gives(self) -> StepKind:
-        """The kind of its result."""
+        """The kind of the result."""
         return self.steps[-1].gives
 
     @property
     def points(self) -> int:
-        """How hard it is."""
+        """The difficulty."""
         return sum(step.points for step in self.steps)
 
     @property
     def family(self) -> str:
-        """That of its hardest step."""
+        """The family of the hardest step."""
         return max(self.steps, key=lambda step: step.points).family
 
     @property
     def shape(self) -> str:
-        """The shape of its solution: the shapes of its steps."""
+        """The shape of the solution: the shapes of the steps."""
         return "-".join(source_of(step).shape for step in self.steps)
 
     @property
     def pairs(self) -> frozenset[tuple[str, str]]:
-        """The steps that follow each other."""
+        """The pairs of consecutive steps."""
         names = [step.name for step in self.steps]
         return frozenset(pairwise(names))
 
     def run(self, arguments: Sequence[object]) -> object:
-        """What it gives. Raises TooLarge where it would take long."""
+        """Return the result. Raise TooLarge if it would take long."""
         value = tuple(arguments)
         for step, numbers in zip(self.steps, self.numbers, strict=True):
             if step.family == "numbers" and any(isinstance(n, int) and abs(n) > SLOW for n in value):
@@ -88,7 +88,7 @@ class Chain:
         return value[0]
 
     def without(self, place: int) -> Chain | None:
-        """It without one of its steps, where the others still fit."""
+        """Return the chain without one step, or None if the others do not fit together."""
         step = self.steps[place]
         if len(self.steps) == 1 or step.takes != (step.gives,):
             return None
@@ -100,7 +100,7 @@ class Chain:
 
 @dataclass(frozen=True)
 class CodeExample:
-    """Arguments and what is right for them."""
+    """Arguments and the right result."""
 
     arguments: tuple[object, ...]
     value: object
@@ -108,7 +108,7 @@ class CodeExample:
 
 @dataclass(frozen=True)
 class CodeProblem:
-    """A task of programming. `examples` are its tests; the first `NUM_SHOWN` stand in the text."""
+    """A programming task. `examples` are its tests; the text shows the first `NUM_SHOWN`."""
 
     chain: Chain
     style: Style
@@ -117,12 +117,12 @@ class CodeProblem:
 
     @property
     def id(self) -> str:
-        """The names of its steps, of which no two problems have the same."""
+        """The names of the steps, unique among problems."""
         return "+".join(step.name for step in self.chain.steps)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the arguments are called."""
+        """The names of the arguments."""
         used: list[str] = []
         for kind in self.chain.takes:
             used.append(next(name for name in _NAMES[kind.annotation] if name not in used))
@@ -130,14 +130,14 @@ class CodeProblem:
 
     @property
     def signature(self) -> str:
-        """The head of the function that is asked for."""
+        """The signature of the requested function."""
         kinds = zip(self.names, self.chain.takes, strict=True)
         given = ", ".join(f"{name}: {kind.annotation}" for name, kind in kinds)
         return f"{ENTRY}({given}) -> {self.chain.gives.annotation}"
 
     @property
     def text(self) -> str:
-        """What is asked for, in words, with examples."""
+        """The task in words, with examples."""
         lines = [self._asked, *self._given, *self._steps]
         if self.style == "stdin":
             lines.append(f"It prints the result: {_printed(self.chain.gives)}.")
@@ -145,7 +145,7 @@ class CodeProblem:
 
     @property
     def solution(self) -> str:
-        """A program that does it."""
+        """A program that solves the task."""
         parts = [source_of(step).text for step in self.chain.steps]
         return "\n\n\n".join([*parts, self._main]) + "\n"
 
@@ -184,7 +184,7 @@ class CodeProblem:
         return [self.as_texts(one) for one in self.examples[:NUM_SHOWN]]
 
     def as_texts(self, example: CodeExample) -> tuple[str, str]:
-        """An example as what is read and what is printed."""
+        """Return an example as the input and the output of a program."""
         return as_input(self.chain.takes, example.arguments), as_output(self.chain.gives, example.value)
 
     @property
@@ -209,20 +209,20 @@ def _printed(kind: StepKind) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CodeSource:
-    """The text of a step's function, without decorator and docstring, and its shape."""
+    """The source of a step's function without decorator and docstring, and its shape."""
 
     text: str
     shape: str
 
 
 def source_of(step: CodeStep) -> CodeSource:
-    """The source of a step."""
+    """Return the source of a step."""
     return _sources(step.function.__module__)[step.name]
 
 
 @cache
 def _sources(module: str) -> Mapping[str, CodeSource]:
-    """The sources of the steps of a module."""
+    """Return the sources of the steps of a module."""
     text = inspect.getsource(sys.modules[module])
     lines, found = text.splitlines(), dict[str, CodeSource]()
     for node in ast.parse(text).body:
@@ -235,16 +235,16 @@ def _sources(module: str) -> Mapping[str, CodeSource]:
 
 @cache
 def _pool(kind: StepKind, place: int) -> Sequence[object]:
-    """Values of a kind, those of later arguments apart. No step changes them."""
+    """Return values of a kind, different ones for each argument position. No step changes them."""
     rng = random.Random(f"{kind.name}/{place}")
     return [kind.draw(rng, max(_SIZES[turn % len(_SIZES)], 2 * (place > 0))) for turn in range(_KEPT)]
 
 
 def examples_of(chain: Chain, rng: random.Random, num: int) -> tuple[CodeExample, ...] | None:
-    """Tests of a chain, the smaller first; None where they say too little about it.
+    """Return tests of a chain, the smaller ones first, or None if they do not characterise it.
 
-    Results have to differ, none may be common, the arguments may seldom be the result already, and each step
-    has to change some of them.
+    Results must differ, none may be too frequent, the result may rarely equal the first argument, and each step
+    must change some results.
     """
     pool: dict[str, CodeExample] = {}
     start = rng.randrange(_KEPT)
@@ -263,7 +263,7 @@ def examples_of(chain: Chain, rng: random.Random, num: int) -> tuple[CodeExample
 
 
 def _varied(pool: Sequence[CodeExample], num: int) -> tuple[CodeExample, ...] | None:
-    """So many, results that are rare first, in an order in which the first ones are good to read."""
+    """Return `num` examples, preferring rare results, with readable ones first; None if there are too few."""
     counts: dict[str, int] = {}
     ranked = []
     for one in pool:

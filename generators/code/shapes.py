@@ -1,4 +1,4 @@
-"""What is left of a program when identifiers, texts and numbers are blotted out."""
+"""The shape of a program: its structure without identifiers, texts and numbers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import hashlib
 
 
 class _Blot(ast.NodeTransformer):
-    """Names of the program's own and constants become the same for all."""
+    """Replaces the program's own names and its constants by placeholders."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return node if node.id in vars(builtins) else ast.Name("n", ast.Load())
@@ -36,7 +36,7 @@ class _Blot(ast.NodeTransformer):
 
 
 def shape_of(source: str) -> str:
-    """The shape of a program as a short text: equal ones differ in names, texts, numbers and annotations at
-    most. Raises SyntaxError for what is no program."""
+    """Return a digest of a program that ignores names, texts, numbers and annotations. Raise SyntaxError for
+    invalid programs."""
     tree = _Blot().visit(ast.parse(source))
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]

@@ -1,1 +1,1 @@
-"""Draws the databases and questions of the world `sql`."""
+"""Generates the databases and questions of the world `sql`."""

@@ -1,9 +1,8 @@
 """Questions with their gold queries: drawn, checked on both databases, and limited by shape.
 
-The *shape* of a query is the query with identifiers, texts and numbers blotted out. A question is accepted
-only if its gold result is neither empty nor long, differs between the two databases (so that rows written
-down fail), has no ties if an order is asked for, and if every part counts: without it, the result on one of
-the two databases is different.
+The *shape* of a query is the query without identifiers, texts and numbers. A question is accepted only if its
+gold result is neither empty nor long, differs between the two databases (so that hardcoded rows fail), has no
+ties if an order is requested, and depends on every part: without it, the result on one of the databases differs.
 """
 
 from __future__ import annotations

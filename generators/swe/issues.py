@@ -17,7 +17,7 @@ from generators.swe.snippets import Shown
 class Symptom:
     """Visible effect of a bug. `call` is the code that shows it; `got` is empty if it ends with `error`.
 
-    `subject` is the name of the function for users, `purpose` the begin of its docstring.
+    `subject` is the name of the function for users, `purpose` the beginning of its docstring.
     """
 
     package: str

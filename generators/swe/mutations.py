@@ -38,7 +38,7 @@ class SourceFile:
         return self.starts[line - 1] + len(self.lines[line - 1].encode()[:column].decode("utf-8", "ignore"))
 
     def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
-        """Return the offsets of the begin and the end of a node."""
+        """Return the offsets of the start and the end of a node."""
         end_line, end_column = node.end_lineno or node.lineno, node.end_col_offset or 0
         return self.place(node.lineno, node.col_offset), self.place(end_line, end_column)
 
@@ -49,7 +49,7 @@ class SourceFile:
 
 
 Change = tuple[str, int, int, str]
-"""Kind, begin, end, and the new text."""
+"""Kind, start, end, and the new text."""
 Finder = Callable[[SourceFile, ast.AST], Iterator[Change]]
 
 _BOUNDARY: Final[Mapping[type[ast.cmpop], str]] = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}

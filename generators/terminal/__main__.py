@@ -1,7 +1,7 @@
-"""Draw the tasks of the world `terminal`, and write them and their difficulty report: python -m generators.terminal.
+"""Write the tasks of the world `terminal` and their difficulty report: python -m generators.terminal.
 
-The same programs write the same tasks, byte for byte (with the same versions of zlib and liblzma). With `--report`
-only the report is written, for the tasks that are there.
+The tasks are reproducible byte for byte (with the same versions of zlib and liblzma). `--report` writes only the
+report, for the existing tasks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> None:
     """Write the files."""
     parser = argparse.ArgumentParser(prog="python -m generators.terminal", description=__doc__)
     parser.add_argument("--out", type=Path, default=OUT, help="folder of the data")
-    parser.add_argument("--report", action="store_true", help="write the report alone")
+    parser.add_argument("--report", action="store_true", help="write only the report")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     if not args.report:

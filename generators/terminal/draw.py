@@ -1,4 +1,4 @@
-"""What tasks are made of: names, tables and logs, drawn at random."""
+"""Random names, tables and logs for tasks."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 def words(rng: random.Random, num: int) -> list[str]:
-    """Different words."""
+    """Return different words."""
     return rng.sample(WORDS, num)
 
 
 def names(rng: random.Random, num: int, suffix: str = "") -> list[str]:
-    """Different names of files, two words each."""
+    """Return different file names of two words each."""
     firsts, seconds = words(rng, num), rng.choices(THINGS, k=num)
     return [f"{first}-{second}{suffix}" for first, second in zip(firsts, seconds, strict=True)]
 
 
 def prose(rng: random.Random, num: int) -> list[str]:
-    """Lines of a few words."""
+    """Return lines of a few words."""
     return [" ".join(rng.choices(WORDS, k=rng.randint(3, 7))) for _ in range(num)]
 
 
 def folder(rng: random.Random) -> str:
-    """The name of a folder."""
+    """Return the name of a folder."""
     return rng.choice(FOLDERS)
 
 
 @dataclass(frozen=True)
 class TableData:
-    """Rows of text, `columns` being their headings: person, place, kind, and two numbers.
+    """Rows of text with headings in `columns`: person, place, kind, and two numbers.
 
-    The first number is another one in each row.
+    The first number differs in each row.
     """
 
     path: str
@@ -62,11 +62,11 @@ class TableData:
 
     @property
     def text(self) -> str:
-        """As a file of comma-separated values."""
+        """The table as comma-separated values."""
         return "".join(",".join(row) + "\n" for row in (self.columns, *self.rows))
 
     def values(self, number: int) -> list[str]:
-        """The values of a column that occur, in order."""
+        """Return the different values of a column, sorted."""
         return sorted({row[number] for row in self.rows})
 
 
@@ -84,7 +84,7 @@ TABLE_WORDS: Final = tuple(
 
 
 def table(rng: random.Random, num: int = 0) -> TableData:
-    """A table with rows drawn at random."""
+    """Return a table with random rows."""
     name, columns, kinds = rng.choice(_TABLES)
     num = num or rng.randint(18, 30)
     people, towns, kinds = rng.sample(PEOPLE, 8), rng.sample(TOWNS, 4), tuple(rng.sample(kinds, 4))
@@ -114,13 +114,13 @@ class Hit:
 
     @property
     def line(self) -> str:
-        """As it stands in the log."""
+        """The line of the log."""
         where = f"{self.address} [{self.clock}] {self.method} {self.path}"
         return f"{where} {self.status} {self.size} {self.ms}"
 
 
 def hits(rng: random.Random, num: int = 0) -> list[Hit]:
-    """A day's requests in order. Times, sizes and milliseconds are all different."""
+    """Return the requests of a day in order, with different times, sizes and milliseconds."""
     num = num or rng.randint(40, 60)
     addresses = [f"10.{rng.randint(0, 9)}.{rng.randint(0, 9)}.{n}" for n in rng.sample(range(2, 250), 7)]
     paths = [f"/{word}" for word in words(rng, 5)]
@@ -162,7 +162,7 @@ class Event:
 
 
 def events(rng: random.Random, num: int = 0) -> list[Event]:
-    """A day's events in order, at different times."""
+    """Return the events of a day in order, at different times."""
     num = num or rng.randint(40, 60)
     seconds = sorted(rng.sample(range(6 * 3600, 20 * 3600), num))
     services, requests = rng.sample(SERVICES, 4), [f"{rng.randrange(16**4):04x}" for _ in range(num // 4)]
@@ -179,5 +179,5 @@ def events(rng: random.Random, num: int = 0) -> list[Event]:
 
 
 def text_of(lines: Sequence[object]) -> str:
-    """Lines as the text of a file."""
+    """Return lines as the text of a file."""
     return "".join(f"{line}\n" for line in lines)

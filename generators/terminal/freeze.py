@@ -1,7 +1,7 @@
-"""All tasks as lines of JSON: a header that lists the kinds of tasks, then each kind's tasks in its order.
+"""Write all tasks as JSON lines: a header with the kinds of tasks, then the tasks of each kind in that order.
 
-`ludus.worlds.terminal.splits` reads them. Bytes are written as text where they are UTF-8, as what they
-unpack to where zlib packs that to the same bytes (the objects of git), and in base64 otherwise.
+`ludus.worlds.terminal.splits` reads them. Bytes are written as text if they are UTF-8, as the uncompressed content
+if zlib compresses it to the same bytes (git objects), and else in base64.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ WORDS: Final = (
     *draw.TABLE_WORDS,
     *(ending.removeprefix(".") for ending in files.ENDINGS),
 )
-"""Words that are drawn: tasks that differ in these alone have one form."""
+"""Drawn words: tasks that differ only in these have the same form."""
 NUM_TASKS, NUM_DEMONSTRATIONS = 12, 8
-"""Of each kind."""
+"""Tasks of each kind."""
 RECIPE_TOPICS: Final = ("files", "text", "archives")
 NUM_RECIPE_TASKS, NUM_RECIPE_DEMONSTRATIONS = 100, 140
-"""Of each kind of level 1 of these topics, on which the recipe trains a small model."""
+"""Tasks of each kind of level 1 in these topics, on which the recipe trains a small model."""
 NUM_DRAWS: Final = 26
-"""Draws of two kinds that the pairs of the default settings take."""
+"""Draws of the two kinds that are used by the pairs of the default settings."""
 
 
 @cache
@@ -99,7 +99,7 @@ def splits() -> Mapping[str, str]:
 
 
 def lines(topics: Sequence[str] = tuple(MAKERS)) -> Iterator[str]:
-    """The header, and a line for each task of these topics."""
+    """Yield the header, and a line for each task of these topics."""
     makers = [(kinds()[maker.name], maker) for topic in topics for maker in MAKERS[topic]]
     yield _json([encoded(kind) for kind, _ in makers])
     for kind, maker in makers:
@@ -108,12 +108,12 @@ def lines(topics: Sequence[str] = tuple(MAKERS)) -> Iterator[str]:
 
 
 def line(task: TerminalTask) -> str:
-    """A task as JSON."""
+    """Return a task as JSON."""
     return _json(encoded(task))
 
 
 def packed() -> bytes:
-    """The whole file."""
+    """Return the compressed file."""
     return lzma.compress("".join(f"{one}\n" for one in lines()).encode(), preset=9 | lzma.PRESET_EXTREME)
 
 
@@ -122,7 +122,7 @@ def _json(value: object) -> str:
 
 
 def encoded(value: object) -> object:
-    """A value as JSON has it: what is neither text, number, list nor mapping has a key that begins with $."""
+    """Return a value for JSON: types other than text, number, list and mapping have a key that begins with $."""
     match value:
         case bytes():
             return _encoded_bytes(value)
@@ -154,7 +154,7 @@ def _defaults(kind: str) -> Mapping[str, object]:
 
 
 def _fields_of(value: object) -> Iterator[tuple[str, object, object]]:
-    """The name, the value and the default of each field of a dataclass."""
+    """Yield the name, value and default of each field of a dataclass."""
     assert is_dataclass(value)
     held = {one.name: one for one in fields(value)}
     for name, one in held.items():

@@ -1,4 +1,4 @@
-"""Git repositories made of bytes, without git: the same ones each time, with their hashes known here."""
+"""Write git repositories without git, reproducibly and with known hashes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _HOUR = 3600
 ADA = "Ada Abel <ada@example.com>"
 CONFIG = "[core]\n\trepositoryformatversion = 0\n\tfilemode = true\n\tbare = false\n"
 IDENTITY = "[user]\n\tname = Box\n\temail = box@example.com\n[init]\n\tdefaultBranch = main\n"
-"""What `.gitconfig` says, so that commits have an author."""
+"""Content of `.gitconfig`, which defines the author of commits."""
 
 
 @dataclass
 class Repository:
-    """A repository that grows a commit at a time. `root` is its folder, `head` the branch checked out."""
+    """A repository built commit by commit. `root` is its folder, `head` the checked-out branch."""
 
     root: str
     head: str = "main"
@@ -28,7 +28,7 @@ class Repository:
     _objects: GitObjects = field(default_factory=GitObjects)
 
     def commit(self, files: Mapping[str, str], subject: str, branch: str = "main", author: str = ADA) -> str:
-        """A commit of exactly these files at the tip of a branch, which is made where there is none."""
+        """Commit exactly these files to a branch, which is created if missing; return the hash."""
         parents = [self.branches[branch]] if branch in self.branches else []
         when = FIRST_SECOND + _HOUR * len(self.trees)
         lines = [f"tree {self._objects.tree(_as_bytes(files)).hex()}", *(f"parent {parent}" for parent in parents)]
@@ -39,16 +39,16 @@ class Repository:
         return sha
 
     def branch(self, name: str, at: str) -> None:
-        """A branch that begins at a commit."""
+        """Create a branch at a commit."""
         self.branches[name] = at
 
     @property
     def tracked(self) -> dict[str, str]:
-        """The files of the branch that is checked out."""
+        """The files of the checked-out branch."""
         return self.trees[self.branches[self.head]]
 
     def files(self, work: Mapping[str, str] | None = None) -> dict[str, bytes]:
-        """The whole folder: `.git` and the working tree, which is that of `head` where none is given."""
+        """Return the whole folder: `.git` and the working tree `work`, by default that of `head`."""
         base = f"{self.root}/.git"
         found = {f"{base}/HEAD": f"ref: refs/heads/{self.head}\n".encode(), f"{base}/config": CONFIG.encode()}
         for digest, (kind, content) in self._objects.held.items():
@@ -67,7 +67,7 @@ def _as_bytes(files: Mapping[str, str]) -> dict[str, bytes]:
 
 
 def grow(root: str, history: Sequence[tuple[str, Mapping[str, str]]]) -> tuple[Repository, list[str]]:
-    """A repository with one branch: subjects with what each commit changes (an empty text removes a file)."""
+    """Return a repository with one branch from subjects and changed files (an empty text removes a file)."""
     repository, shas, files = Repository(root), [], dict[str, str]()
     for subject, changed in history:
         files = {path: text for path, text in {**files, **changed}.items() if text}

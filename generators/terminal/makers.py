@@ -1,4 +1,4 @@
-"""What a topic offers: makers, each of which draws tasks that differ in names and numbers alone."""
+"""Task makers of a topic. Tasks of the same maker differ only in names and numbers."""
 
 from __future__ import annotations
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+import re
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -24,7 +26,7 @@ from ludus.config.toml import to_toml, toml_value
 from ludus.diagnostics.trackers import read_metrics
 from ludus.envs.agent_world import AgentFunction, AgentWorld, RewardFunction
 from ludus.envs.base import World
-from ludus.errors import UserError
+from ludus.errors import LudusError, UserError
 from ludus.evaluation.evaluate import Evaluation, load_evaluation, plans
 from ludus.rollouts.ledger import Ledger, RolloutKey
 from ludus.rollouts.rollout_files import read_rollouts
@@ -42,6 +44,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Source = str | Path | Config
 Tasks = Sequence[object] | Mapping[str, Sequence[object]]
+
+_SETTING = re.compile(r"`[^`]*`|--([a-z_]+)((?:\.[A-Za-z_]+)+)(?:[ =](\d[\d.e-]*|none|true|false)\b)?")
+"""A command in backticks, which stays as it is, or a setting in the form of the command line."""
+_PYTHON = {"none": "None", "true": "True", "false": "False"}
 
 
 @dataclass(frozen=True)
@@ -149,6 +155,26 @@ class Rollouts:
         return figure
 
 
+@contextmanager
+def keyword_hints() -> Iterator[None]:
+    """Write the settings in the hint of an error as keyword arguments: `--a.b 1` becomes `a={"b": 1}`."""
+    try:
+        yield
+    except LudusError as error:
+        error.hint = _SETTING.sub(_keyword, error.hint)
+        raise
+
+
+def _keyword(found: re.Match[str]) -> str:
+    section, names, value = found.groups()
+    if section is None:
+        return found.group()
+    text = _PYTHON.get(value, value or "...")
+    for name in reversed(names[1:].split(".")):
+        text = f'{{"{name}": {text}}}'
+    return f"{section}={text}"
+
+
 def _is_in_loop() -> bool:
     try:
         asyncio.get_running_loop()
@@ -158,9 +184,13 @@ def _is_in_loop() -> bool:
 
 
 def outside_loop(function: Callable[P, T]) -> Callable[P, T]:
-    """Run a function that starts an event loop in a thread if a loop is running already; an interrupt ends it."""
+    """Run a function that starts an event loop in a thread if a loop is running already; an interrupt ends it.
+
+    Hints of errors are those of `keyword_hints`.
+    """
 
     @wraps(function)
+    @keyword_hints()
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
         if not _is_in_loop():
             return function(*args, **kwargs)
@@ -177,6 +207,7 @@ def outside_loop(function: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
+@keyword_hints()
 def configuration(source: Source | None = None, **settings: object) -> Config:
     """Return the configuration of a recipe, file or `Config`, with settings by section.
 
@@ -389,7 +420,7 @@ def _figure() -> tuple[Figure, Axes]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UserError("Plots need matplotlib.", "pip install 'ludus[plot]'") from error
+        raise UserError("Plots need matplotlib.", "Install it: pip install 'ludus[plot]'.") from error
     figure = Figure(figsize=(7, 4), layout="constrained")
     return figure, figure.subplots()
 

@@ -1,4 +1,4 @@
-"""Every advantage against a slow loop over random ragged batches, and what holds of all of them."""
+"""Every advantage against a slow reference on random ragged batches, and properties of all advantages."""
 
 from dataclasses import fields, replace
 from inspect import signature

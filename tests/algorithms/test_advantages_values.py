@@ -1,4 +1,4 @@
-"""Advantages by hand, what they do not feel, what they equal, and the traps of masks and rounding."""
+"""Advantages by hand-computed values: invariances, equalities, masks and rounding."""
 
 from dataclasses import replace
 

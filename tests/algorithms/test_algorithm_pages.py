@@ -1,4 +1,4 @@
-"""What is said of the algorithms: defaults that are those of the code, a page that names every part."""
+"""The algorithm pages: defaults equal those of the code, and every part is listed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantages and filters: against loops written from the definitions, by hand, and where they degenerate."""
+"""Advantages and filters against slow references and by hand, and their degenerate cases."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Losses, aggregation, KL, and corrections against loops written from the definitions."""
+"""Losses, aggregation, KL and corrections against slow references."""
 
 import math
 from dataclasses import replace

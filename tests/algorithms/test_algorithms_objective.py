@@ -1,4 +1,4 @@
-"""The objective of a microbatch: its parts, that microbatches add up, and the traps it must not fall into."""
+"""The objective of a microbatch: its parts, the sum over microbatches, and edge cases."""
 
 import operator
 from dataclasses import astuple, replace

@@ -1,4 +1,4 @@
-"""Presets and the checks of a configuration, which need no torch."""
+"""Presets and the validation of algorithm settings, without torch."""
 
 import inspect
 import subprocess

@@ -1,4 +1,4 @@
-"""The functions are there under their names after one import, and take what a user has at hand."""
+"""The public functions of `ludus.algorithms`: one import, standard names, simple arguments."""
 
 import inspect
 import subprocess

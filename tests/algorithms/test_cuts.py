@@ -1,4 +1,4 @@
-"""The clip fraction of each loss: the share of tokens that its own ratio leaves without a gradient."""
+"""The clip fraction of each loss: the fraction of tokens whose ratio removes their gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KL of whole distributions, its places and granularity, schedules, controllers and the guard."""
+"""Full-distribution KL, its places and granularity, schedules, controllers and the guard."""
 
 import math
 from dataclasses import asdict

@@ -1,4 +1,4 @@
-"""What needs the whole batch: choices by covariance, normalisers of their own, and any split of the batch."""
+"""Losses that need the whole batch: selection by covariance, custom normalisers, any split of the batch."""
 
 import math
 from dataclasses import replace

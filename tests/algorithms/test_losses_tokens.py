@@ -1,4 +1,4 @@
-"""The losses per token and per trajectory against loops written from their definitions, and by hand."""
+"""Losses per token and per trajectory against slow references and by hand."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""DPO and its kin against hand-worked values and loops over action tokens."""
+"""DPO and related losses against hand-computed values and loops over action tokens."""
 
 import math
 

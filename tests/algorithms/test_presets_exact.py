@@ -1,4 +1,4 @@
-"""Presets are what they say: the gradient of each, minus GRPO's, is the term that its paper adds or changes.
+"""Presets equal their papers: the gradient of each minus that of GRPO is the term that its paper adds or changes.
 
 One fixed batch goes the real way: advantages, the records, `objective`. What is expected is a closed form of
 the gradient with respect to each log-probability, in plain loops with the papers' numbers, and reads nothing

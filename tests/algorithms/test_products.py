@@ -1,4 +1,4 @@
-"""Products by oneDNN are those of torch, for any number of rows, with bounded memory."""
+"""oneDNN matrix products equal those of torch for any number of rows, with bounded memory."""
 
 import copy
 

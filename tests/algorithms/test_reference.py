@@ -1,4 +1,4 @@
-"""Traps of a policy that is scored in two states: with dropout, autocast or its adapters on and off."""
+"""A policy that is scored in two states: with dropout, autocast or adapters on and off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts that other systems have, against loops over tokens and by hand."""
+"""Parts of other systems against slow references and by hand."""
 
 import math
 from dataclasses import replace

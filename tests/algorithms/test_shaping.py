@@ -1,4 +1,4 @@
-"""Length terms, caps, composite rewards, GRESO and the entropy filter."""
+"""Length penalties, caps, composite rewards, GRESO and the entropy filter."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Terms beside the policy loss, VAPO and distillation: gradients against the formulas, and whole runs."""
+"""Auxiliary losses, VAPO and distillation: gradients against the formulas, and whole runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each turn a sample: the rows of turns, and their gradient against a plain loop over turns."""
+"""Turns as samples: rows of turns, and their gradient against a loop over turns."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # expect: tried
-# A folder that nobody may read, and a name of it that is a folder now: collecting files comes after.
+# Output files are collected from an unreadable folder, in which a file has become a folder.
 import os
 
 from trying import tried

@@ -1,5 +1,5 @@
 # expect: tried
-# Descendants wait until their parent is gone, and then begin.
+# Descendants wait until their parent has exited, and then begin.
 import os
 
 from trying import tried

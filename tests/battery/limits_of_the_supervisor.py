@@ -1,5 +1,5 @@
 # expect: tried
-# Limits of process 1: with no descriptor, address space or CPU second left it could not report.
+# Lowers the limits of process 1: without descriptors, address space or CPU time it could not report.
 import ctypes
 import os
 import resource

@@ -1,5 +1,5 @@
 # expect: memory_exceeded
-# Pages that no process has in its page table, but that exist all the same.
+# Allocated pages that are in no process's page table.
 import mmap
 import os
 import time

@@ -1,5 +1,5 @@
 # expect: memory_exceeded
-# One page in each GiB, only read: next to nothing is resident, and each takes two pages of tables.
+# Reads one page in each GiB: almost nothing is resident, but each page needs two pages of page tables.
 import ctypes
 import mmap
 import os

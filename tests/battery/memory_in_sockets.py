@@ -1,5 +1,5 @@
 # expect: memory_exceeded
-# Larger buffers are refused; connections that nobody accepts count, and those whose other end is closed.
+# Larger buffers are refused; unaccepted connections count, and connections whose other end is closed.
 import socket
 import time
 

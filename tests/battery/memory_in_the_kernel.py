@@ -1,5 +1,5 @@
 # expect: tried
-# Memory that counts for no process: memfd, System V segments, message queues.
+# Memory that is charged to no process: memfd, System V segments, message queues.
 import os
 
 from trying import attempt, kernel, tried

@@ -1,5 +1,5 @@
 # expect: memory_exceeded
-# A process whose first thread has ended looks like a dead one, and other threads go on.
+# A process whose first thread has exited looks dead, but its other threads run.
 import ctypes
 import os
 import threading

@@ -1,5 +1,5 @@
 # expect: tried
-# Pipes, sockets and devices must not hold up who collects files, nor odd names mislead.
+# Pipes, sockets and devices must not block the collection of output files, and odd names must not confuse it.
 import os
 import socket
 

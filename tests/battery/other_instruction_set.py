@@ -1,5 +1,5 @@
 # expect: failed
-# Call numbers of the x32 interface name the same calls, past a filter that knows only the usual numbers.
+# System calls by their x32 numbers, which bypass a filter of the usual numbers.
 import ctypes
 import os
 

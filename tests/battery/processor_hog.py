@@ -1,5 +1,5 @@
 # expect: timed_out
-# The parent sleeps; children burn the time.
+# The parent sleeps; its children use the CPU.
 import os
 import time
 

@@ -1,5 +1,5 @@
 # expect: tried
-# Process 1 takes no signal that it could have a handler for: SIGINT is the one that Python brings.
+# Process 1 must not receive signals from inside, not even SIGINT, for which Python has a handler.
 import os
 import signal
 import time

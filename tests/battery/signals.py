@@ -1,5 +1,5 @@
 # expect: tried
-# Process 1 takes no signal from inside; nobody else can be named.
+# Process 1 receives no signal from inside; no other process can be addressed.
 import os
 import signal
 

@@ -1,5 +1,5 @@
 # expect: tried
-# Process 1 at the end of every queue of the scheduler is late, and reports all the same.
+# Process 1 with the lowest scheduling priority reports late, but it reports.
 import ctypes
 import os
 

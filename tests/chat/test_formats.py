@@ -1,4 +1,4 @@
-"""Formats that differ from ChatML: how turns end, where results stand, ids of calls, thinking that the prompt opens."""
+"""Formats other than ChatML: ends of turns, positions of results, call ids, and thinking opened by the prompt."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Tool-call parsers: tables of well-formed and malformed texts, a round trip, and mutated outputs."""
+"""Tool-call parsers: tables of valid and malformed texts, a round trip, and mutated outputs."""
 
 import json
 

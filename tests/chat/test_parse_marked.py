@@ -1,4 +1,4 @@
-"""Parsers of calls between marks: tables of well-formed and malformed texts, and a round trip."""
+"""Parsers of calls between markers: tables of valid and malformed texts, and a round trip."""
 
 import json
 

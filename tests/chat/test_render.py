@@ -1,5 +1,4 @@
-"""Messages to tokens: what is appended equals what a whole rendering gives, and nobody but the model speaks
-for the model."""
+"""Messages to tokens: incremental rendering equals full rendering, and no message can inject control tokens."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The tokenizer made on the spot: nothing is lost, and the same texts give the same tokenizer."""
+"""The trained tokenizer: lossless, and equal for equal texts."""
 
 import pytest
 from hypothesis import given, settings

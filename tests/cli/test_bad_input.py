@@ -1,4 +1,4 @@
-"""Bad input gets one clear sentence, exit code 2, no traceback, and nothing is overwritten."""
+"""Invalid input: one clear error message, exit code 2, no traceback, and no file overwritten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ludus algorithms`: every preset with one line and its source, and one of them whole."""
+"""`ludus algorithms`: a line with source per preset, and the details of one."""
 
 from ludus.algorithms.spec.resolve import PRESETS
 from tiny_run import ludus, refused

@@ -1,4 +1,4 @@
-"""`ludus chat`: a dialogue keeps its tokens from question to question, and shows what happens in it."""
+"""`ludus chat`: a dialogue keeps its tokens over turns and shows calls and results."""
 
 import asyncio
 import io

@@ -1,4 +1,4 @@
-"""`ludus compare`: evaluations are paired by task, and only where the tasks are the same."""
+"""`ludus compare`: evaluations are paired by task and must have the same tasks."""
 
 from dataclasses import replace
 
@@ -31,7 +31,9 @@ def row(said, first="test"):
 def test_the_difference_is_b_minus_a_over_the_same_tasks(tmp_path):
     a = saved(tmp_path / "a", [1, 1, 0, 0, 0, 0, 0, 0])
     b = saved(tmp_path / "b", [0, 1, 1, 1, 1, 1, 1, 0])
-    (cells,) = row(ludus("compare", a, b))
+    said = ludus("compare", a, b)
+    assert "detectable: the smallest difference over these tasks that is detected with a power of 80 %" in said.out
+    (cells,) = row(said)
     assert cells[:5] == ["test", "greedy", "8", "25.0%", "75.0%"]
     assert cells[5].startswith("+50.0% [")
     assert cells[6] == "80.9%"
@@ -44,7 +46,9 @@ def test_the_difference_is_b_minus_a_over_the_same_tasks(tmp_path):
 def test_several_attempts_have_no_mcnemar(tmp_path):
     a = saved(tmp_path / "a", [4, 1, 2], samples=4)
     b = saved(tmp_path / "b", [4, 3, 3], samples=4)
-    (cells,) = row(ludus("compare", a, b))
+    said = ludus("compare", a, b)
+    assert "detectable:" not in said.out
+    (cells,) = row(said)
     assert cells[3:5] == ["58.3%", "83.3%"]
     assert cells[6:] == ["", "", "", ""]
 
@@ -100,7 +104,7 @@ def test_a_smaller_evaluation_is_compared_with_a_larger_one_over_the_tasks_of_bo
         ("nowhere", "a.json", "is neither an evaluation nor a run"),
         ("a.json", "words.json", "is not an evaluation"),
         ("empty", "runs", "There are no evaluations in"),
-        ("runs", "others", "no evaluation in common"),
+        ("runs", "others", "have no evaluation of the same split, sampling and number of tasks"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(tmp_path, a, b, expected):
@@ -116,6 +120,17 @@ def test_what_cannot_be_compared_is_refused(tmp_path, a, b, expected):
     saved(tmp_path / "runs" / "evaluations", [0, 1])
     saved(tmp_path / "others" / "evaluations", [0, 1], temperature=1.0)
     assert expected in refused("compare", tmp_path / a, tmp_path / b)
+
+
+def test_evaluations_that_have_nothing_in_common_are_listed_with_the_command_that_makes_one(tmp_path):
+    a, b = tmp_path / "a", tmp_path / "b"
+    saved(a / "evaluations", [0, 1])
+    saved(b / "evaluations", [4, 1, 0], temperature=0.5, samples=4)
+    said = refused("compare", a, b).splitlines()
+    assert said[1:3] == [f"  {a}: test, greedy, 2 tasks", f"  {b}: test, temperature 0.5, 4 attempts, 3 tasks"]
+    words = "--evaluation.splits '[\"test\"]' --evaluation.temperatures '[0.0]' --evaluation.samples 1"
+    assert said[3] == f"Evaluate one like the other: ludus eval --run {b} {words} --evaluation.tasks 2"
+    assert said[4].startswith("Or name two .json files of the same split")
 
 
 def test_where_no_task_differs_the_interval_is_not_of_width_zero(tmp_path):

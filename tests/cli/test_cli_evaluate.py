@@ -1,4 +1,4 @@
-"""`ludus eval`: the numbers of training come back bit for bit, nothing is overwritten, anyone may play."""
+"""`ludus eval`: reproduces the numbers of training bit for bit; models, endpoints and baselines; overwrites nothing."""
 
 import gzip
 import json
@@ -245,8 +245,10 @@ def test_who_evaluates_an_endpoint_needs_no_torch(tmp_path):
 def test_the_first_line_says_what_is_measured(tiny_run, tmp_path):
     run = copy_run(tiny_run, tmp_path)
     words = ("--evaluation.tasks", "5", "--evaluation.splits", '["test"]')
-    assert ludus("eval", "--run", run, *words).out.splitlines()[0] == (
-        f"Evaluating step 2 of {run} in the world prices: split test; 5 tasks per split, 1 attempts per task; "
+    lines = ludus("eval", "--run", run, *words).out.splitlines()
+    assert any(line.startswith("detectable: the smallest difference to a run over other tasks") for line in lines)
+    assert lines[0] == (
+        f"Evaluating step 2 of {run} in the world prices: split test; 5 tasks per split, 1 attempt per task; "
         "greedy and temperature 1."
     )
 

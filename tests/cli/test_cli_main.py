@@ -1,4 +1,4 @@
-"""The command line as a whole: help, settings among words, errors as sentences, a quick start."""
+"""The command line as a whole: help, settings as options, error messages, a quick start."""
 
 import io
 import subprocess
@@ -114,6 +114,8 @@ def test_a_run_goes_on_with_a_setting_after_its_folder(tiny_run, tmp_path):
     [
         (("train",), "Name a recipe"),
         (("train", "serch"), "Unknown recipe \"serch\". Did you mean 'search'? Known: code"),
+        (("train", "nope.toml"), "The file nope.toml does not exist. Check the path; `ludus recipes` lists the"),
+        (("train", "search.toml"), 'To use the recipe of that name, write "search".'),
         (("train", "search", "--training.step", "3"), "the nearest is training.steps"),
         (("train", "search", "--group_size", "3"), "As a setting, write --algorithm.group_size."),
         (("train", "--resume", "/no/run"), "/no/run"),

@@ -1,11 +1,11 @@
-"""`ludus show`: curves, the account in words, transcripts, tokens, and rewards replayed."""
+"""`ludus show`: curves, explanations, transcripts, tokens, and rescored rewards."""
 
 import json
 from dataclasses import replace
 
 import pytest
 
-from ludus.cli.ui.run_summary import explain_loss, find_curves, format_alarms, format_ledger, sparkline
+from ludus.cli.ui.run_summary import explain_loss, find_curves, format_alarms, format_ledger, mean_timings, sparkline
 from ludus.cli.ui.transcripts import marked_messages
 from ludus.diagnostics.trackers import MetricsRow, read_metrics
 from ludus.evaluation.evaluate import load_evaluation
@@ -33,6 +33,7 @@ def rows(*metrics):
     [
         ([0, 1, 2, 3, 4, 5, 6, 7], "▁▂▃▄▅▆▇█"),
         ([2, 2, 2], "▅▅▅"),
+        ([0, 0, 0], "▁▁▁"),
         ([1, float("nan"), 0], "█x▁"),
         ([float("inf")], "x"),
         ([0] * 40 + [8] * 40, "▁" * 20 + "█" * 20),
@@ -52,6 +53,11 @@ def test_curves_are_those_a_run_has_and_the_last_row_of_a_step_counts():
     ]
     found = {curve.name: (curve.steps, curve.values) for curve in find_curves(given)}
     assert found == {"reward": ((1, 2), (0.4, 0.2)), "held-out success, test greedy": ((2,), (0.5,))}
+
+
+def test_a_repeated_step_counts_once_in_the_mean_timings():
+    given = [MetricsRow(step, {"time/step_s": seconds}) for step, seconds in ((1, 1.0), (2, 9.0), (2, 3.0))]
+    assert mean_timings(given) == {"time/step_s": 2.0}
 
 
 def test_the_ledger_is_summed_with_its_reasons():
@@ -103,6 +109,7 @@ def test_a_loss_of_zero_is_explained(metrics, said):
 def test_the_overview_holds_the_numbers_of_the_run(tiny_run):
     said = ludus("show", tiny_run)
     assert said.code == 0, said
+    assert said.out.splitlines()[0].endswith("algorithm grpo, 2 of 2 steps")
     history = read_metrics(tiny_run / "metrics.jsonl")
     cells = {
         columns[0]: columns[2:]

@@ -1,4 +1,4 @@
-"""`ludus doctor`: what it finds here, and what it says where something is missing, old or unreachable."""
+"""`ludus doctor`: its report here, and for missing, old or unreachable parts."""
 
 from importlib import metadata
 

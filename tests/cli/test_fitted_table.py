@@ -1,4 +1,4 @@
-"""Tables at several widths: nothing is cut, columns go by rank, and rows become blocks at last."""
+"""Tables at several widths: nothing is truncated, columns are dropped by rank, and finally rows become blocks."""
 
 import io
 import re

@@ -1,7 +1,8 @@
-"""Ctrl-C while a run trains: the first is announced and noted, the second ends the process at once."""
+"""Ctrl-C during training: the first one is announced and logged, the second one ends the process at once."""
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +12,10 @@ import pytest
 
 from ludus.cli import signals
 from ludus.cli.signals import INTERRUPTED, handle_interrupts
+from ludus.cli.training.training_command import describe_interrupt
 from ludus.training.collection import rollout_collector
 from ludus.training.run.checkpoint import list_checkpoints
+from ludus.training.run.run_dir import RunFolder
 from tiny_run import copy_run, ludus
 
 STUCK = """
@@ -86,13 +89,21 @@ def test_an_interrupted_run_says_so_in_its_log(heard, tiny_run, tmp_path, monkey
     monkeypatch.setattr(rollout_collector.RolloutCollector, "sample", interrupt)
     said = ludus("train", "--resume", run, "--training.steps", "3")
     assert said.code == INTERRUPTED
-    step, _ = list_checkpoints(run / "checkpoints")[-1]
-    where = f"The newest checkpoint is that of step {step}."
+    where = f"The run resumes at step 3, from {list_checkpoints(run / 'checkpoints')[-1][1]}."
     assert said.err.endswith(f"Interrupted. {where} Resume the run with: ludus train --resume {run}\n")
     assert "Interrupted: stopping the run. Press Ctrl-C again to end it immediately." in capfd.readouterr().err
     noted = (run / "log.txt").read_text().splitlines()[-2:]
     assert noted[0].endswith("interrupted: stopping the run")
     assert noted[1].endswith("stopped by an interrupt")
+
+
+def test_an_interrupt_names_the_steps_that_a_resume_repeats(tiny_run, tmp_path):
+    run = RunFolder(copy_run(tiny_run, tmp_path))
+    (_, first), (_, second) = list_checkpoints(run.checkpoints)
+    shutil.rmtree(second)
+    assert describe_interrupt(run) == f"The run resumes at step 2, from {first}. This step is repeated. "
+    shutil.rmtree(first)
+    assert describe_interrupt(run) == "The run starts at step 1: no checkpoint yet. Steps 1 to 2 are repeated. "
 
 
 PRESS = """

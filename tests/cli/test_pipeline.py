@@ -1,4 +1,4 @@
-"""Pipelines: stages in order, each from the last one's checkpoint; started again they go on."""
+"""Pipelines: each stage starts from the checkpoint of the last one; a second start resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused before torch and the model are loaded, and the user's own files of a run."""
+"""Errors before torch and the model are loaded, and user files of a run."""
 
 import json
 import shutil
@@ -42,6 +42,12 @@ def test_a_tokenizer_that_exceeds_the_embedding_is_refused_with_both_numbers_and
     rows = dict(preflight.tensor_shapes(model))["model.embed_tokens.weight"][0]
     assert f"has 5000 tokens, but the embedding of the model has {rows} rows." in said.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_an_unknown_preset_is_refused_without_torch():
+    words = ["train", "search", "--algorithm.preset", "nope"]
+    said = subprocess.run([sys.executable, "-c", TORCHLESS, *words], capture_output=True, text=True, check=True)
+    assert "algorithm.preset = 'nope' is not known." in said.stderr
 
 
 def test_checkpoints_that_do_not_fit_on_the_disk_are_refused_before_the_start(model, tmp_path, monkeypatch):

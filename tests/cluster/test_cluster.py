@@ -1,4 +1,4 @@
-"""The parts of a cluster: who is kept, what is lost, which engine an episode goes to, and a real child."""
+"""Parts of a cluster: worker pools, lost workers, routing of episodes to engines, and a real worker process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ludus cluster`: the engines of a run that goes on are seen and changed from another process."""
+"""`ludus cluster`: list and change the engines of a running run from another process."""
 
 from __future__ import annotations
 

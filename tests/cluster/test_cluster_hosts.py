@@ -1,4 +1,4 @@
-"""Runs over three hosts: processes on hosts other than the learner's die and hang, and a whole host goes."""
+"""Runs over three hosts: remote processes die and hang, and a whole host disappears."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A learner with a cluster that is killed at random moments, and resumed, with its cluster or without."""
+"""A learner with a cluster is killed at random times and resumed, with and without a cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Roles that end, hang, leave or are given up at an unusual moment of what is done with them."""
+"""Workers and engines that exit, hang, leave or are removed at unusual times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward workers: what one computes, and what follows when one is lost in the middle of it."""
+"""Reward workers: their results, and the loss of one during a computation."""
 
 from __future__ import annotations
 

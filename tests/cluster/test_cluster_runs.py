@@ -1,4 +1,4 @@
-"""Whole runs on a cluster of processes: the same as in one process, and what follows when one dies."""
+"""Whole runs on a cluster of processes: equal to one process, and robust to the death of one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of algorithms without an effect: each is named before the run, and no other."""
+"""Algorithm parts without effect: each one is reported before the run, and no others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings that are given and that nothing reads: each is announced, and none that has an effect."""
+"""Settings that are set but unused: each one is reported, and none that has an effect."""
 
 from __future__ import annotations
 

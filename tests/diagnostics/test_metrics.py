@@ -1,4 +1,4 @@
-"""The metrics of a step against numbers worked out by hand."""
+"""The metrics of a step against hand-computed values."""
 
 import math
 from dataclasses import replace

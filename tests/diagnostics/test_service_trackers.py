@@ -1,5 +1,6 @@
-"""The real packages wandb, mlflow and trackio (`make trackers`): resumed and killed runs have each step once, and
-nothing goes over a network. Each run is a process, because the packages read their settings at import."""
+"""The packages wandb, mlflow and trackio (`make trackers`): resumed and killed runs have each step once, and nothing
+is sent over a network. Each run is a process, because the packages read their settings at import.
+"""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Metrics that are logged are on disk, exact, and a resumed run goes on where it was."""
+"""Logged metrics are on disk and exact, and a resumed run continues its log."""
 
 import json
 import math
@@ -234,7 +234,7 @@ def test_without_the_extra_the_message_says_what_to_install(tmp_path):
     lines = done.stdout.splitlines()
     for name, line in zip(EXTRAS, lines, strict=True):
         assert line.startswith(f"The {name} tracker needs a package that is not installed ({name}")
-        assert line.endswith(f"Install it with: pip install 'ludus[{name}]' False")
+        assert line.endswith(f"Install it: pip install 'ludus[{name}]'. False")
     assert not (tmp_path / "x").exists()
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters of several versions in one engine: an episode stays with the one that it began with."""
+"""Several versions of LoRA adapters in one engine: an episode keeps its first version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights over a line of processes: whole, as a weight_delta, damaged, late and refused."""
+"""Weights over a gloo process group: full, as a delta, damaged, late and refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Continuous batching: what is shared, cut, cancelled, evicted or updated changes no token of others."""
+"""Continuous batching: sharing, preemption, cancellation, eviction and weight updates change no tokens of other
+requests.
+"""
 
 from __future__ import annotations
 

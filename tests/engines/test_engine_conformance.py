@@ -1,5 +1,4 @@
-"""The conformance suite on every engine: embedded (paged and generic), `ludus serve`, and real servers whose
-address is given.
+"""The conformance suite on every engine: embedded (paged and generic), `ludus serve`, and real servers at given URLs.
 
 LUDUS_VLLM_URL and LUDUS_SGLANG_URL name servers of the packaged cold start with a context of 768 tokens, in
 development mode, SGLang with --enable-metrics; `make vllm` starts such a vLLM.

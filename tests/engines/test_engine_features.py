@@ -1,4 +1,4 @@
-"""What a request may ask of the engine: cuts, guides, adapters, deadlines; and what it is refused."""
+"""Features of requests: truncated sampling, guided decoding, adapters, deadlines, and refused requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generic engine: what it computes, keeps and copies, on a tiny hybrid of linear and full attention and others."""
+"""The generic engine: results, caches and copies, on a tiny hybrid of linear and full attention and other models."""
 
 import asyncio
 import logging

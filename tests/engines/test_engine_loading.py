@@ -1,4 +1,4 @@
-"""Checkpoints to disk and back, and what a user is told about broken ones."""
+"""Checkpoints written and loaded, and error messages for broken ones."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The draw: distribution, independence of neighbours, cuts, ties and edges."""
+"""Sampling: distribution, independence between requests, truncation, ties and edge cases."""
 
 import math
 

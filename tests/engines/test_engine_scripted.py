@@ -1,4 +1,4 @@
-"""The scripted engine keeps the engine protocol and fails on command."""
+"""The scripted engine follows the engine protocol and fails on demand."""
 
 import asyncio
 

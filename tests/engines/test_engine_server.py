@@ -1,4 +1,4 @@
-"""The engine behind HTTP, where servers fail, restart, lie or are several."""
+"""The engine behind HTTP: servers that fail, restart, send wrong data, and several servers."""
 
 from __future__ import annotations
 

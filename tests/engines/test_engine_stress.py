@@ -1,4 +1,4 @@
-"""Two thousand requests with everything that can come between; then each is compared with itself alone."""
+"""Two thousand requests with all kinds of interference; each one equals the same request alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many threads the embedded engine computes with, and that the learner keeps its own number."""
+"""The number of threads of the embedded engine; the learner keeps its own number."""
 
 from __future__ import annotations
 

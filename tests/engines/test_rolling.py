@@ -1,4 +1,4 @@
-"""Engines that take weights one by one: who begins an episode, who takes weights, and that nobody waits.
+"""Rolling weight updates: which engine starts an episode, which one updates, and that no request waits.
 
 The simulated runs have the real stream, admission and placement; clock, episodes, engines and learner are
 made up. What goes over the wire is tried with servers that speak as vLLM does, and with two embedded engines.

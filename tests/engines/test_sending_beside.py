@@ -1,4 +1,4 @@
-"""Weights on their way to an engine elsewhere, while the learner goes on to the next step."""
+"""Weights are sent to a remote engine while the learner trains the next step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LoRA adapters at servers: `ludus serve`, a run that trains through it, and servers that fail or refuse."""
+"""LoRA adapters on servers: `ludus serve`, a run that trains through it, and servers that fail or refuse."""
 
 from __future__ import annotations
 

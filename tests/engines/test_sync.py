@@ -1,4 +1,4 @@
-"""Weight sync proves itself: whatever arrives wrong, late or not at all stops the run."""
+"""Verified weight sync: wrong, late or missing weights stop the run."""
 
 from __future__ import annotations
 

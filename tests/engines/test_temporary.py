@@ -1,4 +1,4 @@
-"""Temporary folders of killed processes go when the next of their name is made."""
+"""Temporary folders of killed processes are removed when the next one of the same name is created."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Alternatives to a token: which they are, how likely, and that they change nothing else."""
+"""Top log-probabilities: correct, and without effect on the completion."""
 
 from __future__ import annotations
 

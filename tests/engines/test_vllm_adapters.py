@@ -1,4 +1,4 @@
-"""LoRA adapters at a real vLLM on the CPU; a file of its own, for its server is another."""
+"""LoRA adapters on a real vLLM on the CPU, in a separate file because it needs another server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights over a line into vLLM's worker: the worker's own part, behind a server that speaks as vLLM does."""
+"""Weights over a process group into vLLM's worker: the worker extension behind a server that behaves like vLLM."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The example of an environment of one's own, and the way on which such a file becomes a world."""
+"""The example of a custom environment, and the loading of such a file as a world."""
 
 import asyncio
 import json

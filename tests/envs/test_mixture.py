@@ -1,4 +1,4 @@
-"""Mixtures of worlds: settings, whose turn it is, tasks and rewards of members, runs and their numbers."""
+"""Mixtures of worlds: settings, sampling, tasks and rewards of members, runs and their metrics."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""Tool calls end as observations, whatever they do: the lines of the toolbox's header, one by one."""
+"""Tool calls always end as observations: each statement of the module docstring of the toolbox."""
 
 import asyncio
 import subprocess

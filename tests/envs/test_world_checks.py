@@ -1,4 +1,4 @@
-"""Every world that ships pays for its tasks: cheats and guessers earn nothing there, from shaping neither."""
+"""Every shipped world resists reward hacking: cheats and guesses earn no outcome reward and no shaping reward."""
 
 import asyncio
 import json

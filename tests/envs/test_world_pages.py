@@ -1,4 +1,4 @@
-"""Each world has its parts, and a page that tells of each of them and shows an episode that can be had."""
+"""Each world has its parts and a page that describes them, with a real episode."""
 
 import asyncio
 import re

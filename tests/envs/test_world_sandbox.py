@@ -1,4 +1,4 @@
-"""The section `sandbox`, and how a world gets and gives back the sandbox that it names."""
+"""The section `sandbox`, and how a world opens and closes its sandbox."""
 
 import asyncio
 import dataclasses

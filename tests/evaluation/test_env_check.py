@@ -1,4 +1,4 @@
-"""Environments check themselves: worlds that pay a cheat are found, by the command and before training."""
+"""Environment checks: worlds that reward cheats are found, by the command and before training."""
 
 import asyncio
 import itertools
@@ -456,9 +456,20 @@ def test_the_command_prints_both_tables_and_refuses_a_world_that_pays(tmp_path):
 def test_a_check_that_is_passed_says_so_with_the_settings_given():
     said = ludus("env", "check", "guess", "--tasks", "5", "--env.settings", "{num_tasks = 20}")
     assert said.code == 0, said
+    assert "would be refused" not in said.out
     assert "rewards no agent" in said.out
     assert "1 of " in said.out
     assert "has no difficulty report" in said.out
+
+
+def test_a_world_without_the_split_that_training_evaluates_passes_with_a_warning(tmp_path):
+    path = tmp_path / "two_splits.py"
+    source = (Path(__file__).parents[1] / "tiny_world.py").read_text()
+    path.write_text(source.replace('"validation": NAMES[12:16], ', ""))
+    said = ludus("env", "check", path, "--tasks", "5")
+    assert said.code == 0, said
+    text = "evaluation.split_during: The world 'prices' has no split 'validation'. Set --evaluation.split_during."
+    assert f"! A training run would be refused: {text}" in said.out
 
 
 def test_show_prints_splits_tools_rewards_and_somebody_who_knows_how():

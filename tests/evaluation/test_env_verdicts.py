@@ -1,4 +1,4 @@
-"""Faulty verifiers of many kinds are found by the check, each by the row that is there for it."""
+"""Many kinds of faulty verifiers, each found by its row of the check."""
 
 import asyncio
 import re

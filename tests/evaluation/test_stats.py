@@ -1,4 +1,4 @@
-"""Scores and intervals against enumeration, tables and simulation."""
+"""Scores and intervals against enumeration, published tables and simulation."""
 
 import math
 from itertools import combinations

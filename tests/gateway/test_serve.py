@@ -1,4 +1,4 @@
-"""`ludus serve` as its clients see it: the shapes of answers, streams, tools, refusals, control."""
+"""`ludus serve` from the client's side: response formats, streaming, tools, errors, control endpoints."""
 
 from __future__ import annotations
 

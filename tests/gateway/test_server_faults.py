@@ -1,4 +1,4 @@
-"""Training against a server that is killed, and one that is not."""
+"""Training against a server: equal to the embedded engine, and robust to a server that is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hostile clients can do to a listener: large, slow, many, deep, foreign; and to their neighbours."""
+"""Hostile clients: large, slow, many, deeply nested and foreign requests, and their effect on other clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What servers say of their work, and what follows from it for the episodes in flight."""
+"""Statistics of servers, and their effect on concurrency."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a policy writes has a verdict: no verifier and no reward of a world raises over a text."""
+"""Any text has a verdict: no verifier and no reward of a world raises on it."""
 
 import json
 import math

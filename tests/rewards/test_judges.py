@@ -1,4 +1,4 @@
-"""Models that judge: PRIME's process rewards and CodeRL's outcomes learn, count, and resume bit for bit."""
+"""Value models: PRIME's process rewards and CodeRL's outcome predictions train, count, and resume bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mathematics that would never end, or that fells its process: a verdict all the same, from any thread."""
+"""Expressions that would never finish or would crash the process get a verdict, from any thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shaping parts that settings switch on by name, in worlds that do not have them."""
+"""Shaping rewards enabled by name in the settings, in worlds that do not define them."""
 
 import asyncio
 import re

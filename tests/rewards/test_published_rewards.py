@@ -1,4 +1,4 @@
-"""Published rewards by hand-worked numbers, and as settings of a run."""
+"""Published rewards against hand-computed values, and as settings of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts that shape: calls, lengths, scripts, support, and form behind a gate."""
+"""Shaping rewards: calls, lengths, scripts, support, and format behind a gate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn verifiers: what each world pays for, once, and how it reaches the rewards of turns."""
+"""Turn verifiers: what each world rewards, only once, and the path to turn rewards."""
 
 from __future__ import annotations
 

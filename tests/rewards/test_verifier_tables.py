@@ -1,4 +1,4 @@
-"""Every verifier has a table of at least 40 pairs; one that is new and has none fails here."""
+"""Every verifier has a table of at least 40 pairs; a new one without a table fails here."""
 
 import importlib
 import inspect

@@ -1,4 +1,4 @@
-"""Verifiers: every one against its table of pairs that it accepts and that it rejects (`tests/tables/`)."""
+"""Every verifier against its table of accepted and rejected pairs (`tests/tables/`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bounded staleness by admission: over random schedules no token is too old, and nothing slow is starved.
+"""Bounded staleness by admission control: over random schedules no token is too old, and no slow task starves.
 
 The admission and the stream are the real ones; the clock, the episodes and the learner are made up.
 """

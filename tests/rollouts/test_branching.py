@@ -1,4 +1,4 @@
-"""Rollouts that branch: forks, replayed beginnings, rewards of leaves, and a run whose episodes are trees."""
+"""Branching rollouts: forks, replayed prefixes, rewards of leaves, and a run with trees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Episodes against a chat-completions server on this machine that plays a script."""
+"""Episodes against a local chat-completions server that replays a script."""
 
 import asyncio
 import json

@@ -1,4 +1,6 @@
-"""One episode: every ending has a name, and what breaks is told apart from what the model does wrong."""
+"""Single episodes: every stop reason has a name, and infrastructure failures are distinguished from errors of the
+model.
+"""
 
 import asyncio
 import json

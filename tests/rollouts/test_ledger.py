@@ -1,4 +1,4 @@
-"""The ledger adds up, whatever is done to it."""
+"""The ledger adds up after any sequence of operations."""
 
 from collections import Counter
 from dataclasses import asdict

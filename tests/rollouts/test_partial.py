@@ -1,4 +1,4 @@
-"""Partial rollouts: a step ends with its budget, and what has not ended goes on in the next one."""
+"""Partial rollouts: a step ends at its token budget, and unfinished episodes continue in the next one."""
 
 from __future__ import annotations
 

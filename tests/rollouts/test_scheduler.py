@@ -1,4 +1,4 @@
-"""Many episodes at once, and turns in lock-step: the lines of both headers, one after the other."""
+"""Concurrent episodes and lockstep turns: each statement of the two module docstrings."""
 
 import asyncio
 import random

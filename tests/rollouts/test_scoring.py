@@ -1,4 +1,4 @@
-"""Where rewards are computed: off the event loop, in a process of their own, with a deadline."""
+"""Reward computation: off the event loop, in another process, with a deadline."""
 
 import asyncio
 import os

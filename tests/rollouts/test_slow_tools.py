@@ -1,4 +1,4 @@
-"""Whole asynchronous runs in which one kind of task is slow: what trains of it, and what is masked."""
+"""Whole asynchronous runs with one slow kind of task: which of its episodes are trained and which are masked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts on disk: what is written comes back, equal rollouts make equal bytes, nothing is half written."""
+"""Rollouts on disk: lossless, deterministic bytes, and no partially written files."""
 
 import errno
 import gzip

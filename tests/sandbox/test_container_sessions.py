@@ -1,4 +1,4 @@
-"""Sessions in containers, by a stand-in for their engine, and the tools and worlds that need them."""
+"""Sessions in containers with a fake container engine, and the tools and worlds that need them."""
 
 from __future__ import annotations
 

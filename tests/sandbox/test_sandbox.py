@@ -1,4 +1,4 @@
-"""The default sandbox: what runs and sessions give, what limits do, what is refused."""
+"""The default sandbox: results of runs and sessions, limits, and refused operations."""
 
 from __future__ import annotations
 

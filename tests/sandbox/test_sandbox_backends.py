@@ -1,4 +1,4 @@
-"""The other backends: the unsafe process, containers by a stand-in for their engine, the remote one."""
+"""The other backends: the unsafe process, containers with a fake container engine, and the remote one."""
 
 from __future__ import annotations
 

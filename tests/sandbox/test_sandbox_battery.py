@@ -1,4 +1,4 @@
-"""Hostile programs on the default backend: each is contained in time, and nothing of the host is touched."""
+"""Hostile programs on the default backend: each one is contained in time and leaves the host unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ten thousand runs, one in twenty of them hostile: nothing is left behind."""
+"""Ten thousand runs, one in twenty hostile, leave no process or file behind."""
 
 from __future__ import annotations
 

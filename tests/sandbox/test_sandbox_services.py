@@ -1,4 +1,4 @@
-"""Public execution services as backends, by stand-ins that speak as their documentation says."""
+"""Public execution services as backends, with fake servers that follow their documentation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost model and the simulation: exact where the hand can compute it, and bounded as training is."""
+"""The cost model and the simulator: exact in hand-computed cases, with the staleness bounds of training."""
 
 from __future__ import annotations
 

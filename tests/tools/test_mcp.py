@@ -1,4 +1,4 @@
-"""Tools of MCP servers: what they return, how they fail, that nothing stays; and servers of other people."""
+"""Tools of MCP servers: results, failures, cleanup, and third-party servers."""
 
 import asyncio
 import json
@@ -337,7 +337,7 @@ def test_without_the_package_the_error_names_the_extra():
         "try: mcp_server(command='x')\n"
         "except UserError as error: print(error)\n"
     )
-    assert python(code).strip() == "Tools of an MCP server need the package mcp. pip install 'ludus[mcp]'"
+    assert python(code).strip() == "Tools of an MCP server need the package mcp. Install it: pip install 'ludus[mcp]'."
 
 
 # Nothing stays

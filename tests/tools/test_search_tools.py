@@ -1,4 +1,4 @@
-"""Search by meaning and by both, and the reading of pages."""
+"""Semantic and hybrid search, and reading pages."""
 
 import asyncio
 import json

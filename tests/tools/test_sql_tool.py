@@ -1,4 +1,4 @@
-"""The tools `sql` and `schema`: what they show, what they say of mistakes, and what they contain."""
+"""The tools `sql` and `schema`: results, error messages, and restrictions."""
 
 import asyncio
 import resource

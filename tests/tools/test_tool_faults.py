@@ -1,4 +1,4 @@
-"""A run whose tools fail in three calls of ten goes on, accounts for everything and trains no failure."""
+"""A run whose tools fail in three of ten calls continues, accounts for all episodes and trains on no failed one."""
 
 import gzip
 import json

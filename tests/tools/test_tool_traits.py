@@ -1,4 +1,4 @@
-"""What a tool declares is acted on: deadlines by latency class, second tries, costs, calls at once."""
+"""Declared tool traits take effect: timeouts by latency class, retries, costs, concurrency."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Tools made of functions, and the search over passages."""
+"""Tools made from functions, and passage search."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Files and patches in the folder of a sandbox's session, with the real one behind them."""
+"""Files and patches in the folder of a sandbox session, with the real sandbox."""
 
 import difflib
 import random

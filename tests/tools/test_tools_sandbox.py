@@ -1,4 +1,4 @@
-"""Tools that work in a sandbox, with the real one behind them."""
+"""Tools that run in a sandbox, with the real sandbox."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What programs, models, tools and servers send: it never holds up the event loop, and has a verdict."""
+"""Data of programs, models, tools and servers: it never blocks the event loop and always has a verdict."""
 
 import asyncio
 import gzip

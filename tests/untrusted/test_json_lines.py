@@ -1,4 +1,4 @@
-"""Files of JSON lines: what JSON allows in a line does not end it, and none is answered with a traceback."""
+"""JSON Lines files: characters that JSON allows within a line do not end it, and none causes a traceback."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Pickles in files from elsewhere: no reader runs what they name, and each says which file it refuses."""
+"""Pickles in foreign files: no reader executes them, and each error names the refused file."""
 
 import io
 import json

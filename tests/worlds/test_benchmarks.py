@@ -1,4 +1,4 @@
-"""Rows of published task sets, written by hand with the published fields, become tasks that grade answers."""
+"""Handwritten rows in the formats of published benchmarks become tasks that grade answers."""
 
 import base64
 import hashlib

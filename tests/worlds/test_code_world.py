@@ -1,4 +1,4 @@
-"""The code world: tasks are sound and varied, the grader gives nothing away, cheats earn nothing."""
+"""The code world: tasks are sound and varied, the grader reveals nothing, cheats earn nothing."""
 
 import ast
 import asyncio

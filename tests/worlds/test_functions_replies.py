@@ -1,4 +1,4 @@
-"""Answers of the functions world without a call: questions ask for what is missing, refusals refuse."""
+"""Replies without a call in the functions world: questions ask for the missing argument, refusals refuse."""
 
 import pytest
 

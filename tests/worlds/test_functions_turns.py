@@ -1,4 +1,4 @@
-"""Tasks of several turns in BFCL's layout: calls run on API classes and are graded by state."""
+"""Multi-turn tasks in the layout of BFCL: calls run on API classes and are graded by state."""
 
 import asyncio
 import json
@@ -245,7 +245,7 @@ def test_without_the_package_the_loader_says_how_to_install_it(tmp_path):
     with pytest.raises(UserError) as caught:
         world_of(tmp_path, record(), data_bad_lines="skip").tasks("file")
     assert "bfcl-eval is not installed" in caught.value.message
-    assert caught.value.hint == "pip install --no-deps bfcl-eval"
+    assert caught.value.hint == "Install it: pip install --no-deps bfcl-eval."
 
 
 def test_calls_as_text_hold_literals_and_sums(tmp_path):

@@ -1,4 +1,4 @@
-"""The functions world: right calls earn everything, cheap tricks nothing, and the tasks really differ."""
+"""The functions world: correct calls earn the full reward, cheap tricks nothing, and tasks are varied."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,4 @@
-"""The game: what it answers and pays, its splits, and that it can be won."""
+"""The guessing game: its replies and rewards, its splits, and that it can be won."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""The math world: answers are right by another way, the oracle earns everything, cheats nothing."""
+"""The math world: answers are verified by another method, the solver earns the full reward, cheats nothing."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Tasks of somebody's own as JSON lines: each type reaches its verifier, and broken records are named."""
+"""Custom tasks as JSON Lines: each type uses its verifier, and broken records are named."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Generators of the package reasoning-gym itself: without it these tests fail (`make foreign`)."""
+"""Generators of the package reasoning-gym; without it these tests fail (`make foreign`)."""
 
 import pytest
 

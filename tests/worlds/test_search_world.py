@@ -1,4 +1,4 @@
-"""The search world: what it asks is answerable by searching, and by nothing else."""
+"""The search world: its questions can be answered by searching and not otherwise."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,4 @@
-"""The SQL world: its questions are sound and varied, and only a query that means the question earns."""
+"""The SQL world: questions are sound and varied, and only correct queries earn a reward."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,4 @@
-"""The world of software repair, on a small package: miner, grader, cheats, world, loader."""
+"""Software repair on a small package: miner, grader, cheats, world, loader."""
 
 import ast
 import asyncio

@@ -1,4 +1,4 @@
-"""Tasks in the layout of Terminal-Bench: loaded, judged by pytest in a fresh sandbox, not cheated."""
+"""Tasks in the layout of Terminal-Bench: loaded, graded by pytest in a fresh sandbox, resistant to cheats."""
 
 import asyncio
 import shutil

@@ -1,4 +1,4 @@
-"""The terminal world: the oracle earns everything, cheats nothing, and no judge is ever in a session."""
+"""The terminal world: the solver earns the full reward, cheats nothing, and no grader runs in a session."""
 
 import asyncio
 import gzip

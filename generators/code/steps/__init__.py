@@ -1,1 +1,1 @@
-"""The pieces that programs are made of: typed functions whose docstrings say what they do."""
+"""Building blocks of programs: typed functions whose docstrings are the task texts."""

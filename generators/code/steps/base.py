@@ -1,4 +1,4 @@
-"""Kinds of values, and steps: functions from kinds to a kind, with a sentence that says what they do."""
+"""Kinds of values, and steps: functions from kinds to a kind, with a sentence that describes them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 Draw = Callable[[random.Random, int], object]
-"""A value of about that size, 0 for the smallest."""
+"""Draws a value of about a given size; 0 is the smallest."""
 
 
 @dataclass(frozen=True, eq=False)
 class StepKind:
-    """A sort of values: its type as an annotation, what it is in words, and how one is drawn.
+    """A kind of values: its type annotation, its description, and a function that draws one.
 
-    `layout` says how it stands in a line of text, for programs that read and print; empty where it cannot.
+    `layout` names its format as text, for programs that read and print; empty if it has none.
     """
 
     name: str
@@ -26,7 +26,7 @@ class StepKind:
 
 @dataclass(frozen=True, eq=False)
 class CodeStep:
-    """A function of one kind or several to another; further arguments are numbers drawn from `draws`."""
+    """A function from one or more kinds to another; further arguments are numbers drawn from `draws`."""
 
     name: str
     family: str
@@ -41,7 +41,7 @@ class CodeStep:
 def step(
     takes: StepKind | tuple[StepKind, ...], gives: StepKind, points: int, **draws: tuple[int, int]
 ) -> Callable[[Callable[..., object]], CodeStep]:
-    """Make a step of a function; its docstring is the sentence, with `{name}` for what is drawn."""
+    """Make a step of a function; its docstring is the task text, with `{name}` for drawn numbers."""
     kinds = takes if isinstance(takes, tuple) else (takes,)
 
     def make(function: Callable[..., object]) -> CodeStep:

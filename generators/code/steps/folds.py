@@ -1,4 +1,4 @@
-"""Lists of numbers to a number."""
+"""Steps from lists of numbers to a number."""
 
 from __future__ import annotations
 

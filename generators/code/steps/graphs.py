@@ -1,4 +1,4 @@
-"""Graphs and road maps to lists and numbers."""
+"""Steps from graphs and road maps to lists and numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grids and mazes to grids, lists and numbers."""
+"""Steps from grids and mazes to grids, lists and numbers."""
 
 from __future__ import annotations
 

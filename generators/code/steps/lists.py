@@ -1,4 +1,4 @@
-"""Lists of numbers to lists of numbers."""
+"""Steps from lists of numbers to lists of numbers."""
 
 from __future__ import annotations
 

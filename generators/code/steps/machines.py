@@ -1,4 +1,4 @@
-"""Machines, games and queues that run step by step."""
+"""Steps that simulate machines, games and queues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole numbers to numbers, lists and texts."""
+"""Steps from whole numbers to numbers, lists and texts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts in a small language of their own: expressions, brackets, times, records."""
+"""Steps that parse texts in small languages: expressions, brackets, times, records."""
 
 from __future__ import annotations
 

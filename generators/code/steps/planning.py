@@ -1,4 +1,4 @@
-"""Choices to plan: the best, the fewest, the number of ways."""
+"""Steps that optimise or count: the best choice, the fewest, the number of ways."""
 
 from __future__ import annotations
 

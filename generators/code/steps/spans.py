@@ -1,4 +1,4 @@
-"""Intervals to intervals, lists and numbers."""
+"""Steps from intervals to intervals, lists and numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers by name to tables, words, lists and numbers."""
+"""Steps from numbers by name to tables, words, lists and numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts to texts, words, numbers and counts."""
+"""Steps from texts to texts, words, numbers and counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lists of words to words, texts, numbers and counts."""
+"""Steps from lists of words to words, texts, numbers and counts."""
 
 from __future__ import annotations
 

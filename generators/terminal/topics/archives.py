@@ -1,4 +1,4 @@
-"""Archives to make, take apart, mend and compare."""
+"""Tasks about archives: create, unpack, repair, compare."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Content = Mapping[str, str]
 
 
 def tarred(members: Content, packed: bool = True) -> bytes:
-    """A tar archive, with gzip or without; equal members give equal bytes."""
+    """Return a tar archive, with or without gzip; equal members result in equal bytes."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
         for name, text in members.items():
@@ -33,7 +33,7 @@ def tarred(members: Content, packed: bool = True) -> bytes:
 
 
 def zipped(members: Content) -> bytes:
-    """A zip archive."""
+    """Return a zip archive."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, text in members.items():
@@ -331,7 +331,7 @@ def _sound(rng: random.Random) -> TerminalTask:
 
 
 def _increments(rng: random.Random) -> TerminalTask:
-    """A full backup and what changed on the days after it."""
+    """A full backup and incremental backups of the following days."""
     root, to = words(rng, 1)[0], f"{words(rng, 1)[0]}-restored"
     state = _tree(rng, root, 8)
     files: dict[str, str | bytes] = {"backups/day0.tar.gz": tarred(state)}

@@ -1,4 +1,4 @@
-"""Configurations to change, translate and repair. A program that reads one runs as it was at first."""
+"""Tasks about configuration files: change, convert, repair. Checks run the original program that reads the file."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ def _app(
     said: tuple[str, str],
     more: Mapping[str, str] | None = None,
 ) -> TerminalTask:
-    """A program that does not start with its configuration: `said` is what to know, and how to mend it."""
+    """Return a task with a program that fails on its configuration; `said` is a hint and the repairing command."""
     name = f"{words(rng, 1)[0]}.ini"
     program = APP.replace("FILE", name)
     server, limits = sections["server"], sections["limits"]
@@ -415,7 +415,7 @@ def _crontab(rng: random.Random) -> TerminalTask:
 
 
 def _audit(rng: random.Random) -> TerminalTask:
-    """What differs between the configurations of two machines."""
+    """The differences between the configurations of two machines."""
     one, two, out = (f"{word}.conf" for word in words(rng, 3))
     keys = sorted(words(rng, 9))
     left = {key: rng.randint(1, 9) for key in keys[:8]}

@@ -1,4 +1,4 @@
-"""Files to sort, rename, remove, compare and put together."""
+"""Tasks about files: sort, rename, remove, compare, merge."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ENDINGS: Final = (".txt", ".csv", ".md", ".log", ".dat")
 
 
 def _lot(rng: random.Random, num: int = 0) -> tuple[str, dict[str, str]]:
-    """A folder of small text files, some deeper, with different sizes."""
+    """Return a folder of small text files of different sizes, some in subfolders."""
     root, num = folder(rng), num or rng.randint(8, 12)
     inner = ["", "", *(f"{word}/" for word in words(rng, 2))]
     found: dict[str, str] = {}
@@ -39,12 +39,12 @@ def _flat(rng: random.Random, num: int = 0) -> tuple[str, dict[str, str]]:
 
 
 def _settled(root: str, due: Mapping[str, str]) -> tuple[Check, ...]:
-    """The folder has these files and no others."""
+    """Check that the folder has exactly these files."""
     return (only_files(f"{root}/*", frozenset(due)), *(has_text(path, text, "bytes") for path, text in due.items()))
 
 
 def _move_by(rng: random.Random, asked: str, test: str, goes: Callable[[str, str], bool], copied: bool) -> TerminalTask:
-    """Move or copy the files of a folder that something is true of; `test` is a shell condition on $f."""
+    """Move or copy the files of a folder that satisfy a condition; `test` is the shell condition on $f."""
     root, found = _flat(rng)
     to = f"{words(rng, 1)[0]}-{'copies' if copied else 'moved'}"
     chosen = [path for path, text in found.items() if goes(path, text)]
@@ -435,7 +435,7 @@ def _mirrored(rng: random.Random) -> TerminalTask:
 
 
 def _library(rng: random.Random) -> TerminalTask:
-    """Files to their places, without twins, with an index of what came from where."""
+    """Sort files into folders without duplicates, and write an index of their origins."""
     root, to = folder(rng), f"{words(rng, 1)[0]}-library"
     kinds = rng.sample(("note", "letter", "recipe", "plan"), 3)
     found, due, index, seen = dict[str, str](), dict[str, str](), list[str](), set[str]()

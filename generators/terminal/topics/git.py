@@ -1,4 +1,4 @@
-"""Work in git repositories: record, undo, join, search and tidy up."""
+"""Tasks in git repositories: commit, undo, merge, search, clean up."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class HistoryStory:
 
     @property
     def root(self) -> str:
-        """Its folder."""
+        """The folder of the repository."""
         return self.git.root
 
     @property
@@ -48,13 +48,13 @@ class HistoryStory:
 
 
 def subject_of(rng: random.Random) -> str:
-    """A subject for a commit."""
+    """Return a subject for a commit."""
     verb = rng.choice(VERBS)
     return f"{verb} the {' '.join(words(rng, 2))}"
 
 
 def story_of(rng: random.Random, num: int = 4) -> HistoryStory:
-    """A repository with so many commits on `main`."""
+    """Return a repository with `num` commits on `main`."""
     drawn = words(rng, 9)
     paths = [f"{drawn[1]}.txt", f"{drawn[2]}.txt", f"src/{drawn[3]}.txt"]
     history: list[tuple[str, Mapping[str, str]]] = [("Begin", {path: text_of(prose(rng, 6)) for path in paths})]
@@ -71,7 +71,7 @@ def draft_of(
     work: Mapping[str, str] | None = None,
     more: Mapping[str, str] | None = None,
 ) -> TerminalTask:
-    """A task in the story's repository: the working tree and `.git` may change, other files may not."""
+    """Return a task in the repository, whose working tree and `.git` may change; other files may not."""
     files: dict[str, str | bytes] = {".gitconfig": IDENTITY, **story.git.files(work), **(more or {})}
     told = f"The folder {story.root} is a git repository with the branch {story.git.head} checked out. {text}"
     changes = (f"{story.root}/*",)
@@ -250,7 +250,7 @@ def _ignored(rng: random.Random) -> TerminalTask:
 
 
 def side_of(story: HistoryStory, name: str, at: int, changed: Mapping[str, str], num: int = 1) -> list[str]:
-    """A branch with commits of its own."""
+    """Create a branch with its own commits; return their hashes."""
     story.git.branch(name, story.shas[at])
     files, made = dict(story.git.trees[story.shas[at]]), list[str]()
     for n, (path, text) in enumerate(changed.items()):
@@ -261,7 +261,7 @@ def side_of(story: HistoryStory, name: str, at: int, changed: Mapping[str, str],
 
 
 def _merged(how: str, rng: random.Random) -> TerminalTask:
-    """`fast`: forward only; `true`: a merge commit; `squash`: one ordinary commit."""
+    """Merge a branch. `fast`: fast-forward; `true`: a merge commit; `squash`: one ordinary commit."""
     story, subject = story_of(rng), subject_of(rng)
     name, extra = story.spare[0], {f"{word}.txt": text_of(prose(rng, 2)) for word in story.spare[1:3]}
     made = side_of(story, name, -1 if how == "fast" else -2, extra)
@@ -465,7 +465,7 @@ def _exported(rng: random.Random) -> TerminalTask:
 
 
 def _lost(rng: random.Random) -> TerminalTask:
-    """Commits that no branch has any more; the reflog is gone, the objects are there."""
+    """Restore commits that are in no branch; the reflog is missing, the objects exist."""
     story = story_of(rng)
     name, extra = story.spare[0], {f"{word}.txt": text_of(prose(rng, 2)) for word in story.spare[1:3]}
     made = side_of(story, name, -1, extra)

@@ -1,4 +1,4 @@
-"""Questions to the history of a git repository, which itself stays as it is."""
+"""Questions about the history of a git repository, which must not change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ludus.worlds.terminal.task import TerminalTask
 def _answered(
     rng: random.Random, story: HistoryStory, ask: str, due: list[str], command: str, how: str = ""
 ) -> TerminalTask:
-    """A question to a history, whose answer goes to a file beside the repository, which stays as it is."""
+    """Return a question about a history; the answer goes to a file outside the repository, which must not change."""
     out = f"{rng.choice(story.spare)}-answer.txt"
     checks: tuple[Check, ...] = (
         has_text(out, text_of(due)),
@@ -103,7 +103,7 @@ def _hotspots(rng: random.Random) -> TerminalTask:
 
 
 def _bisected(rng: random.Random) -> TerminalTask:
-    """Which commit broke a check that the repository brings along."""
+    """Find the commit that broke a check in the repository."""
     story = story_of(rng, 1)
     config = f"{story.spare[0]}.conf"
     limit, bad = rng.randint(20, 60), rng.randint(4, 9)

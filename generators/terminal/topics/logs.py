@@ -1,4 +1,4 @@
-"""Logs to analyse: who, when, how often, how long, and what came before what."""
+"""Tasks about logs: who, when, how often, how long, in which order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _out(rng: random.Random, suffix: str = ".txt") -> str:
 
 
 def _asked(rng: random.Random, found: list[Hit], asked: str, due: list[str], pipe: str) -> TerminalTask:
-    """A question to an access log; `pipe` reads it and prints the answer."""
+    """Return a question about an access log; `pipe` reads it and prints the answer."""
     log, out = f"{words(rng, 1)[0]}-access.log", _out(rng)
     text = f"{log} is an access log {_FORM}. Write to {out} {asked}"
     files = {log: text_of([hit.line for hit in found])}
@@ -34,7 +34,7 @@ def _asked(rng: random.Random, found: list[Hit], asked: str, due: list[str], pip
 
 
 def _told(rng: random.Random, found: list[Event], asked: str, due: list[str], pipe: str) -> TerminalTask:
-    """A question to a program's log."""
+    """Return a question about the log of a program."""
     log, out = f"{words(rng, 1)[0]}.log", _out(rng)
     text = f"{log} is the log of several services {_EVENT}. Write to {out} {asked}"
     files = {log: text_of([event.line for event in found])}
@@ -143,7 +143,7 @@ def _window(rng: random.Random) -> TerminalTask:
 
 
 def _repeated(rng: random.Random) -> TerminalTask:
-    """Who failed often and then came in."""
+    """Find clients with several failed logins before a success."""
     found = list[Hit]()
     addresses = [f"10.1.1.{n}" for n in rng.sample(range(2, 250), 6)]
     second = 9 * 3600
@@ -251,7 +251,7 @@ def _durations(rng: random.Random) -> TerminalTask:
 
 
 def _trace(rng: random.Random) -> TerminalTask:
-    """The first traceback, all of it."""
+    """Print the complete first traceback."""
     found, lines, due = events(rng, 24), list[str](), list[str]()
     places = sorted(rng.sample(range(4, 22), 2))
     for place, event in enumerate(found):
@@ -275,7 +275,7 @@ def _trace(rng: random.Random) -> TerminalTask:
 
 
 def _merge(rng: random.Random) -> TerminalTask:
-    """Logs of several machines in the order of time; the older ones are packed."""
+    """Merge the logs of several machines by time; the older ones are compressed."""
     found = events(rng, 40)
     base = words(rng, 1)[0]
     parts: list[list[str]] = [[], [], []]
@@ -328,7 +328,7 @@ def _report(rng: random.Random) -> TerminalTask:
 
 
 def _correlate(rng: random.Random) -> TerminalTask:
-    """Requests that one log has and another lacks."""
+    """Find requests that are in one log and not in another."""
     ids = [f"{n:05x}" for n in rng.sample(range(16**5), 30)]
     sent, got = ids[:26], [*ids[:8], *ids[11:26], *ids[26:]]
     rng.shuffle(got)
@@ -348,7 +348,7 @@ def _correlate(rng: random.Random) -> TerminalTask:
 
 
 def _anonymous(rng: random.Random) -> TerminalTask:
-    """The same log without addresses, in place."""
+    """Anonymise the addresses of a log in place."""
     found = hits(rng)
     log = f"{words(rng, 1)[0]}-access.log"
     due = []
@@ -366,7 +366,7 @@ def _anonymous(rng: random.Random) -> TerminalTask:
 
 
 def _gap(rng: random.Random) -> TerminalTask:
-    """The longest silence."""
+    """Find the longest time without entries."""
     found = events(rng, 30)
     gaps = [(b.second - a.second, a, b) for a, b in itertools.pairwise(found)]
     longest = max(gap for gap, _, _ in gaps)
@@ -386,7 +386,7 @@ def _gap(rng: random.Random) -> TerminalTask:
 
 
 def _flapping(rng: random.Random) -> TerminalTask:
-    """How often services changed between up and down."""
+    """Count how often services changed between up and down."""
     names, lines, state = words(rng, 4), [], dict[str, str]()
     changes: Counter[str] = Counter()
     for minute in range(50):

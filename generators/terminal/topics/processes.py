@@ -1,4 +1,4 @@
-"""Services that run: to stop, suspend, restart, reload and find, without harm to the others."""
+"""Tasks about running services: stop, suspend, restart, reload and find them without affecting others."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ signal.signal(signal.SIGHUP, load)
 load()
 """
 RELOADS: Final = _BEGIN + _STOP + LOADED + _WRITE
-"""Reads its settings on SIGHUP; its title tells which it has."""
+"""Reads its settings on SIGHUP; the process title shows them."""
 COUNTS: Final = (
     _BEGIN
     + """import json
@@ -84,65 +84,65 @@ class Yard:
     names: tuple[str, ...]
 
     def script(self, name: str) -> str:
-        """The program of a service."""
+        """Return the path of a service's program."""
         return f"{self.root}/{name}.py"
 
     def pid_file(self, name: str) -> str:
-        """Where its number lies."""
+        """Return the path of its pid file."""
         return f"{self.root}/run/{name}.pid"
 
     def log(self, name: str) -> str:
-        """What it prints."""
+        """Return the path of its log."""
         return f"{self.root}/log/{name}.log"
 
     def service(self, name: str) -> TerminalService:
-        """The service, as it runs."""
+        """Return the service as it runs."""
         return TerminalService(name, (self.script(name),), self.log(name))
 
     def program(self, name: str, text: str = PLAIN) -> dict[str, str]:
-        """Its program, with a pid file."""
+        """Return its program, which writes a pid file, by path."""
         return {self.script(name): text.replace("PATH", self.pid_file(name), 1)}
 
     @property
     def changing(self) -> tuple[str, ...]:
-        """What services write."""
+        """The files that services write."""
         return f"{self.root}/run/*", f"{self.root}/log/*"
 
 
 def yard_of(rng: random.Random, num: int = 4) -> Yard:
-    """A folder with so many services."""
+    """Return a folder with `num` services."""
     return Yard(words(rng, 1)[0], tuple(rng.sample(SERVICES, num)))
 
 
 def others(names: Sequence[str]) -> tuple[Check, ...]:
-    """All of these live, not suspended."""
+    """Return checks that all these services run and are not suspended."""
     return tuple(map(service_lives, names))
 
 
 def gone(pid: str) -> str:
-    """The command that waits until a process is gone."""
+    """Return the command that waits until a process has ended."""
     return f"while [ -d /proc/{pid} ]; do sleep 0.05; done"
 
 
 def each(test: str, act: str) -> str:
-    """The command that does something to each process ($p) of a folder ($d) in /proc that passes a test."""
+    """Return the command that runs `act` for each process ($p, its folder in /proc: $d) that satisfies `test`."""
     return f"for d in /proc/[0-9]*; do p=${{d#/proc/}}; if {test}; then {act}; fi; done"
 
 
 def is_command(line: str) -> str:
-    """The test whether a process ($d) has this command line."""
+    """Return the test whether a process ($d) has this command line."""
     return f"[ \"$(cat $d/cmdline 2> /dev/null | tr '\\0' ' ')\" = '{line} ' ]"
 
 
 def started(yard: Yard, name: str, values: str = "") -> str:
-    """The command that starts a service, away from the shell, and waits until it is up."""
+    """Return the command that starts a service detached from the shell, and waits until it runs."""
     before = f"{values} setsid" if values else "setsid"
     command = f"({before} python3 {yard.script(name)} < /dev/null > {yard.log(name)} 2>&1 &)"
     return f"{command}; until [ -s {yard.pid_file(name)} ]; do sleep 0.05; done"
 
 
 def of_yard(yard: Yard, text: str, steps: tuple[str, ...], watched: tuple[Check, ...]) -> TerminalTask:
-    """A task whose services are the plain ones of a yard."""
+    """Return a task with the plain services of a folder."""
     programs = {path: program for name in yard.names for path, program in yard.program(name).items()}
     made = [place(name) for place in (yard.log, yard.pid_file) for name in yard.names]
     return TerminalTask(
@@ -156,24 +156,24 @@ def of_yard(yard: Yard, text: str, steps: tuple[str, ...], watched: tuple[Check,
 
 
 def with_files(draft: TerminalTask, files: Mapping[str, str], changing: bool = False) -> TerminalTask:
-    """The task with more files, or others in their place, the last of which is worth a look."""
+    """Return the task with added or replaced files; the last one is part of the preview."""
     changes = (*draft.changes, *files) if changing else draft.changes
     return replace(draft, files={**draft.files, **files}, changes=changes, preview=tuple(files)[-1:])
 
 
 def without(draft: TerminalTask, paths: Sequence[str]) -> TerminalTask:
-    """The task without files that lie there else."""
+    """Return the task without some files."""
     return replace(draft, files={path: data for path, data in draft.files.items() if path not in paths})
 
 
 def with_service(draft: TerminalTask, service: TerminalService) -> TerminalTask:
-    """The task whose service of that name is this one."""
+    """Return the task with the service of that name replaced."""
     own = tuple(service if one.name == service.name else one for one in draft.services)
     return replace(draft, services=own)
 
 
 def pids_left(yard: Yard, names: Sequence[str]) -> Check:
-    """The pid files are those of these services."""
+    """Return the check that exactly these services have pid files."""
     return only_files(f"{yard.root}/run/*", frozenset(map(yard.pid_file, names)))
 
 
@@ -240,7 +240,7 @@ def _by_script(rng: random.Random) -> TerminalTask:
 
 
 def workers(yard: Yard, sets: Sequence[tuple[tuple[str, ...], Mapping[str, str]]]) -> tuple[TerminalService, ...]:
-    """The same program several times, each with arguments and variables of its own."""
+    """Return services that run the same program with different arguments and variables."""
     script = yard.script("worker")
     return tuple(
         TerminalService(f"worker{number}", (script, *arguments), yard.log(f"worker{number}"), values)
@@ -251,7 +251,7 @@ def workers(yard: Yard, sets: Sequence[tuple[tuple[str, ...], Mapping[str, str]]
 def of_workers(
     yard: Yard, text: str, steps: tuple[str, ...], services: tuple[TerminalService, ...], ending: Sequence[str]
 ) -> TerminalTask:
-    """A task about one program that runs several times: those that shall end, while the others live."""
+    """Return a task about several processes of one program, of which some must end and the others must not."""
     names = [service.name for service in services]
     script = yard.script("worker")
     return TerminalTask(

@@ -1,4 +1,4 @@
-"""Processes to find by what they hold, and services to bring back in order."""
+"""Tasks about processes: find them by the resources that they hold, and repair services."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ for _ in range(3):
     if os.fork() == 0:
         os._exit(0)
 {_ON}"""
-"""Never asks after the children that it had."""
+"""Never reaps its children."""
 KEEPER: Final = """import os, time
 
 while True:
@@ -58,7 +58,7 @@ while True:
     os.waitpid(child, 0)
     time.sleep(0.05)
 """
-"""Starts a program again whenever it ends."""
+"""Restarts a program whenever it ends."""
 POOL: Final = f"""import os, time
 
 for _ in range(2):
@@ -86,7 +86,7 @@ if os.path.exists(PID_FILE):
 def stop""",
     1,
 )
-"""Does not start where its pid file is there."""
+"""Does not start if its pid file exists."""
 NEEDS: Final = f"""import os, sys, time
 
 if "REGION" not in os.environ:
@@ -100,7 +100,7 @@ with open("PATH", "w") as file:
 def _bare(
     yard: Yard, text: str, steps: tuple[str, ...], watched: tuple[Check, ...], programs: Mapping[str, str]
 ) -> TerminalTask:
-    """A task whose services have these programs, by their names, and no pid files."""
+    """Return a task whose services have these programs by name, and no pid files."""
     draft = of_yard(yard, text, steps, watched)
     made = with_files(draft, {yard.script(name): program for name, program in programs.items()})
     return without(made, list(map(yard.pid_file, yard.names)))
@@ -175,7 +175,7 @@ def _youngest(rng: random.Random) -> TerminalTask:
 
 
 def _kept_up(rng: random.Random) -> TerminalTask:
-    """A supervisor, which has to end first."""
+    """End a process and, before it, the supervisor that restarts it."""
     yard = yard_of(rng)
     name, *rest = yard.names
     keeper, script = f"{yard.root}/keeper.py", yard.script(name)
@@ -198,7 +198,7 @@ def _kept_up(rng: random.Random) -> TerminalTask:
 
 
 def _stale(rng: random.Random) -> TerminalTask:
-    """A pid file that names an innocent process."""
+    """Repair a pid file that contains the pid of another process."""
     yard = yard_of(rng)
     name, *rest = yard.names
     path = yard.pid_file(name)
@@ -215,7 +215,7 @@ def _stale(rng: random.Random) -> TerminalTask:
 
 
 def _missing(rng: random.Random) -> TerminalTask:
-    """Some services of a list do not run."""
+    """Start the services of a list that do not run."""
     yard = yard_of(rng, 5)
     rest, regions = yard.names[:3], dict(zip(yard.names, rng.sample(TOWNS, 5), strict=True))
     path, root = f"{yard.root}/services.txt", yard.root
@@ -266,7 +266,7 @@ def _orphans(rng: random.Random) -> TerminalTask:
 
 
 def _start_script(rng: random.Random) -> TerminalTask:
-    """A script that starts a service in the wrong way; its trial has another program for the service."""
+    """Repair a script that starts a service in a wrong way; the check uses another program for the service."""
     yard, region = yard_of(rng), rng.choice(TOWNS)
     name, *rest = yard.names
     start, path, log = f"{yard.root}/start.sh", yard.pid_file(name), yard.log(name)

@@ -1,4 +1,4 @@
-"""Scripts to write that run other programs. They are judged by what they do with programs not seen before."""
+"""Tasks that ask for a script that runs other programs. They are graded with unseen programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ludus.worlds.terminal.task import CommandCheck, TerminalTask
 
 @dataclass(frozen=True)
 class ScriptTrial:
-    """One run of the script: the files that lie there, what it prints, its exit code, what it leaves."""
+    """One run of the script: existing files, command, output, exit code, and checks of the files afterwards."""
 
     files: dict[str, str]
     command: str
@@ -26,7 +26,7 @@ class ScriptTrial:
 
 @dataclass(frozen=True)
 class ScriptQuota:
-    """A script that is asked for: an example lies there, hidden trials decide."""
+    """A requested script: its text, a solution, example files, and hidden trials that grade it."""
 
     name: str
     text: str
@@ -59,7 +59,7 @@ def _name(rng: random.Random) -> str:
 
 
 def _job(say: str, status: int = 0, nap: str = "") -> str:
-    """A small program."""
+    """Return a small program."""
     return f"#!/bin/sh\n{f'sleep {nap}' if nap else ''}\necho {say}\nexit {status}\n"
 
 
@@ -140,7 +140,7 @@ def _all_failures(rng: random.Random) -> TerminalTask:
 
 
 def _parallel(rng: random.Random) -> TerminalTask:
-    """Programs that wait for each other, so that they end only where they run at once."""
+    """Run programs in parallel; they wait for each other, so that they do not end otherwise."""
     name, root = _name(rng), words(rng, 1)[0]
     text = (
         f", starts all scripts {root}/*.sh with sh at the same time, "
@@ -349,7 +349,7 @@ def _watch(rng: random.Random) -> TerminalTask:
 
 
 def _ordered(rng: random.Random) -> TerminalTask:
-    """Jobs that need others to be done before."""
+    """Run jobs in the order of their dependencies."""
     name = _name(rng)
     text = (
         '. It reads jobs.txt, whose lines are "JOB: NEEDED NEEDED ..." '
@@ -430,7 +430,7 @@ def _each_file(rng: random.Random) -> TerminalTask:
 
 
 def _mended(rng: random.Random) -> TerminalTask:
-    """A script that breaks on blanks in names."""
+    """Repair a script that fails on spaces in names."""
     name, to = _name(rng), f"{words(rng, 1)[0]}-copy"
     broken = f"mkdir -p {to}\nfor f in $(ls $1); do\n  if [ -s $1/$f ]; then cp $1/$f {to}; echo copied $f; fi\ndone\n"
     mended = (

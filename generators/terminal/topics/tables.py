@@ -1,4 +1,4 @@
-"""Questions to tables of comma-separated values: which rows, and what of them."""
+"""Questions about tables of comma-separated values: a filter of rows and a summary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Rows = Sequence[Row]
 
 @dataclass(frozen=True)
 class Filter:
-    """Which rows: in words, as a condition of awk, and as a function."""
+    """A filter of rows: in words, as an awk condition, and as a function."""
 
     words: str
     awk: str
@@ -30,7 +30,7 @@ class Filter:
 
 @dataclass(frozen=True)
 class Summary:
-    """What of the rows: in words, the rest of the command after awk's condition, and the lines due."""
+    """A summary of rows: in words, the rest of the command after the awk condition, and the expected lines."""
 
     words: str
     command: str
@@ -278,7 +278,7 @@ COMBINED: Final = {
     "pivot": "all both",
     "share": "all more",
 }
-"""Which filters go with which summary."""
+"""The filters that are combined with each summary."""
 _LEVELS: Final = {
     **dict.fromkeys(("rows", "count", "column", "swapped", "sum"), 1),
     **dict.fromkeys(("product", "distinct", "top", "per", "running"), 2),
@@ -289,7 +289,7 @@ HELD_OUT: Final = frozenset({"begins", "per_best"})
 
 
 def _query(which: str, what: str, rng: random.Random) -> TerminalTask:
-    """A question that has at least two rows for its answer."""
+    """Return a question whose filter keeps at least two rows."""
     while True:
         data = table(rng)
         chosen = FILTERS[which](rng, data)

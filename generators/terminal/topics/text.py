@@ -1,4 +1,4 @@
-"""Text to change: lines, words, forms of data, and one file made of several."""
+"""Tasks about text: edit lines and words, convert formats, merge files."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def _names(rng: random.Random) -> tuple[str, str]:
 
 
 def _with(text: str, name: str) -> str:
-    """The text with the name of the file in the place of IN."""
+    """Return the text with IN replaced by the name of the file."""
     return re.sub(r"\bIN\b", name, text)
 
 
 def _made(
     rng: random.Random, lines: list[str], asked: str, due: list[str], command: str, ending: str = "\n"
 ) -> TerminalTask:
-    """A new file made of one; `command` reads IN and prints it."""
+    """Return a task to make a new file from another; `command` reads IN and prints the result."""
     name, out = _names(rng)
     steps = (f"{_with(command, name)} > {out}",)
     text = "".join(line + ending for line in lines)
@@ -42,7 +42,7 @@ def _made(
 
 
 def _in_place(rng: random.Random, lines: list[str], asked: str, due: list[str], command: str) -> TerminalTask:
-    """A file that changes itself."""
+    """Return a task to change a file in place."""
     name, _ = _names(rng)
     checks = (has_text(name, text_of(due), "bytes"),)
     return TerminalTask(
@@ -158,7 +158,7 @@ def _paragraphs(rng: random.Random) -> TerminalTask:
 
 
 def _blocks(rng: random.Random) -> TerminalTask:
-    """Records of several lines as a table."""
+    """Convert records of several lines to a table."""
     people = [{"name": word, "town": rng.choice(TOWNS), "age": str(rng.randint(20, 70))} for word in words(rng, 6)]
     for person in rng.sample(people, 2):
         del person[rng.choice(("town", "age"))]
@@ -258,7 +258,7 @@ def _from_json(rng: random.Random) -> TerminalTask:
 
 
 def _reconciled(rng: random.Random) -> TerminalTask:
-    """Two books that should say the same."""
+    """Reconcile two account books."""
     ids = sorted(rng.sample(range(1000, 9999), 14))
     amounts = {n: rng.randint(10, 900) for n in ids}
     ours = {n: amounts[n] for n in ids[1:]}
@@ -298,7 +298,7 @@ def _reconciled(rng: random.Random) -> TerminalTask:
 
 
 def _letters(rng: random.Random) -> TerminalTask:
-    """A file for each row, made of a template."""
+    """Write a file for each row from a template."""
     template, people = f"{words(rng, 1)[0]}.tpl", f"{words(rng, 1)[0]}-people.csv"
     rows = [(word, rng.choice(TOWNS), rng.randint(0, 400)) for word in words(rng, 6)]
     body = "Dear @name@ of @town@,\n\nyou owe us @debt@.\n"
@@ -332,7 +332,7 @@ def _letters(rng: random.Random) -> TerminalTask:
 
 
 def _contents(rng: random.Random) -> TerminalTask:
-    """A table of contents for a text with headings."""
+    """Write a table of contents for a text with headings."""
     name, out = f"{words(rng, 1)[0]}.md", f"{words(rng, 1)[0]}-contents.md"
     lines, due, numbers = list[str](), list[str](), [0, 0]
     for n in range(9):

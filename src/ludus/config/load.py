@@ -15,7 +15,7 @@ from ludus.config.schema import Config
 from ludus.config.settings import find, first_under
 from ludus.config.toml import toml_value
 from ludus.errors import ConfigError
-from ludus.recipes import recipe_folder
+from ludus.recipes import list_recipes, recipe_folder
 
 _MAX_VALUE_CHARS = 60
 """Maximum characters of a value in an error message."""
@@ -79,11 +79,9 @@ def _read(path: Path) -> str:
 
 
 def _recipe_hint(name: str) -> str:
-    try:
-        recipe_folder(name)
-    except ConfigError as near:
-        return str(near)
-    return f'To use the recipe of that name, write "{name}".'
+    if any(recipe.name == name for recipe in list_recipes()):
+        return f'To use the recipe of that name, write "{name}".'
+    return "Check the path; `ludus recipes` lists the recipes."
 
 
 def _parse(text: str, origin: str) -> dict[str, object]:

@@ -97,7 +97,7 @@ def import_extra(package: str, extra: str) -> ModuleType:
     except ImportError as error:
         raise UserError(
             f"The {extra} tracker needs a package that is not installed ({error.name}).",
-            f"Install it with: pip install 'ludus[{extra}]'",
+            f"Install it: pip install 'ludus[{extra}]'.",
         ) from error
 
 

@@ -90,7 +90,7 @@ def same_number(one: object, other: object, tolerance: float) -> bool:
 def require_schema(schema: Mapping[str, JSON]) -> None:
     """Raise UserError without jsonschema, and ValueError for a schema that cannot be used."""
     if importlib.util.find_spec("jsonschema") is None:
-        raise UserError("JSON schemas need jsonschema.", "Install it with: pip install 'ludus[schema]'")
+        raise UserError("JSON schemas need jsonschema.", "Install it: pip install 'ludus[schema]'.")
     check_schema(schema)
 
 

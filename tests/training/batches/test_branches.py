@@ -1,4 +1,4 @@
-"""Trajectories that branch: credit at each leaf, shared actions once, and the gradient of a slow loop."""
+"""Branching trajectories: advantages of leaves, shared actions trained once, and the gradient of a slow reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A number that is not finite is refused where it enters, in words that name the trajectory."""
+"""Non-finite numbers are rejected at input with an error that names the trajectory."""
 
 from __future__ import annotations
 

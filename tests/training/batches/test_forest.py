@@ -1,4 +1,4 @@
-"""Rows computed as one forest: every token once, no cross-talk, the gradient of padded rows."""
+"""Packed prefixes: every token computed once, no cross-attention between rows, the gradient of padded rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts inside the group: where they come from, what they change, and what they stay out of."""
+"""Demonstrations in groups: their sources, their effects, and where they are excluded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GRESO in the loop: what is skipped, what groups say, and a run that resumes with its streaks."""
+"""GRESO in training: skipped prompts, their updates by groups, and resuming with its streaks."""
 
 from __future__ import annotations
 

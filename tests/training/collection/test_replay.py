@@ -1,4 +1,4 @@
-"""The buffer of groups that train again: what comes first, what goes, and what a checkpoint keeps of it."""
+"""The replay buffer: priority, eviction, and its state in checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trains from the replay buffer for the first time: groups past the bound, and those of other runs."""
+"""First training from the replay buffer: groups beyond the staleness bound, and groups of other runs."""
 
 from __future__ import annotations
 

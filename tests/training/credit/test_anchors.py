@@ -1,4 +1,4 @@
-"""Anchors: the state before each turn, from the environment to the advantage that compares equal states."""
+"""State keys: from the environment, before each turn, to the advantage that compares equal states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Means and deviations over the batch are over what trains: no filter's victim is in them."""
+"""Means and deviations over the batch cover only trained samples, without filtered ones."""
 
 from __future__ import annotations
 

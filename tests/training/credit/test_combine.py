@@ -1,4 +1,4 @@
-"""Parts of the reward become one number: weights over steps, gates, ranks, scales, reward models."""
+"""Reward mixing: weights over steps, gates, ranks, scales, reward models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Credit per token: turns, KL in the reward and the advantage, soft overlong, conflict tokens, rejection."""
+"""Token-level advantages: turns, KL in reward and advantage, soft overlong penalty, conflict tokens, rejection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DAPO against the GRPO of its paper: four parts, each of which a step on the same tasks misses without it.
+"""DAPO against the GRPO of its paper: removing any of its four parts changes the step.
 
 The step goes the real way from sampled groups to the gradient by each log-probability. What is expected is in
 plain loops, from arXiv:2503.14476, and reads nothing of the library.

@@ -1,4 +1,4 @@
-"""V-trace and Retrace as a run has them: from the engine's record, the learner's pass and the critic."""
+"""V-trace and Retrace in a run: inputs from the engine's record, the learner's pass and the critic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a change of the outcomes from `r` to `a r + b` does to each advantage, and to each preset's gradient.
+"""Effect of changing the outcomes from `r` to `a r + b` on each advantage and on the gradient of each preset.
 
 A change of scale is one of the unit: whatever is measured in rewards (rewards of turns, values, baselines, a
 penalty in the reward) changes with it. A shift is `b` more for every outcome: baselines that are outcomes

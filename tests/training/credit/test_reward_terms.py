@@ -1,4 +1,4 @@
-"""Lengths and events of turns in the reward: by hand, through the combiner, and from a run folder."""
+"""Turn rewards by lengths and events: by hand, through reward mixing, and from a run folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Roles in self-play: moving averages per role that outlive a step, and groups of proposers and solvers."""
+"""Self-play roles: moving averages per role over steps, and groups of proposers and solvers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The groups of a step that vary most, and StarPO: whole runs with a critic on what is kept."""
+"""Groups with the largest variance, and StarPO: whole runs with a critic on the selected groups."""
 
 from __future__ import annotations
 

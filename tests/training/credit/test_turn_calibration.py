@@ -1,4 +1,4 @@
-"""Rewards of events are measured against the advantage, and those that act against their sign removed."""
+"""Event rewards are calibrated against the advantage, and those that act against their sign are removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs with a learner of two processes: as with one, and what is left when a process dies."""
+"""Whole runs with a learner of two processes: equal to one process, and cleanup after the death of one."""
 
 from __future__ import annotations
 

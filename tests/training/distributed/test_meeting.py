@@ -1,4 +1,4 @@
-"""Processes of a learner that meet: who is silent, who left words, and who did not come."""
+"""Rendezvous of learner processes: silent, failed and missing ranks."""
 
 from __future__ import annotations
 

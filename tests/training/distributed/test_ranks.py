@@ -1,4 +1,4 @@
-"""A batch split between two processes has the gradient of one, also in a mixture of experts."""
+"""A batch split over two processes has the gradient of one process, also for a mixture of experts."""
 
 from __future__ import annotations
 

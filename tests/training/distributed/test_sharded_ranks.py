@@ -1,4 +1,4 @@
-"""Weights split between processes: the same losses, gradients, steps and checkpoints as in one process."""
+"""Sharded weights: the losses, gradients, steps and checkpoints of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What float32 leaves of exactness: a shared prefix and another partition move numbers by less than 1e-5."""
+"""Exactness in float32: a shared prefix and another partition change results by less than 1e-5."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The learner in float64 and float32 on the model that ships: its gradient does not depend on the split."""
+"""The learner in float64 and float32 on the packaged model: its gradient does not depend on the split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The KL of whole distributions in chunks: against the naive way, as a setting, and distillation by it."""
+"""Full-distribution KL in chunks: against a naive implementation, as a setting, and in distillation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reference, teacher and old log-probabilities are computed once a step; the weights are the same bits."""
+"""Reference, teacher and old log-probabilities are computed once per step, with bit-identical weights."""
 
 from __future__ import annotations
 

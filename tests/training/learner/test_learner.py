@@ -1,4 +1,4 @@
-"""The learner: partition-invariant, masked, at ratio exactly 1 where the policy is unchanged."""
+"""The learner: partition-invariant, masked, and with ratio exactly 1 for an unchanged policy."""
 
 from __future__ import annotations
 

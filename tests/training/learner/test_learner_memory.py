@@ -1,4 +1,4 @@
-"""Memory: the dry run before step 1, passes made again in smaller ones, activation checkpointing."""
+"""Memory: the check before step 1, smaller microbatches after out-of-memory errors, activation checkpointing."""
 
 from __future__ import annotations
 

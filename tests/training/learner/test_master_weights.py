@@ -1,4 +1,4 @@
-"""bfloat16 weights with float32 master weights: small updates add up, and a run goes on bit for bit."""
+"""bfloat16 weights with float32 master weights: small updates accumulate, and a run resumes bit for bit."""
 
 from __future__ import annotations
 

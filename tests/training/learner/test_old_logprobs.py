@@ -1,4 +1,4 @@
-"""Ratios that divide by what the engine recorded."""
+"""Ratios to the log-probabilities recorded by the engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole small runs that are not synchronous: nothing is too old, nothing is lost, and faults are said."""
+"""Small asynchronous runs: no token is too old, no episode is lost, and faults are reported."""
 
 from __future__ import annotations
 

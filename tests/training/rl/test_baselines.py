@@ -1,4 +1,4 @@
-"""Baselines that are no group: the greedy episode of a task."""
+"""Baselines without a group: the greedy episode of a task."""
 
 from __future__ import annotations
 

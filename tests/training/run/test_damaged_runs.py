@@ -1,4 +1,4 @@
-"""Run folders that are damaged: each damage has one sentence and an exit code, before anything changes."""
+"""Damaged run folders: one error message and an exit code each, before any file changes."""
 
 import json
 import shutil

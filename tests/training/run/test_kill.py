@@ -1,4 +1,4 @@
-"""Killed with SIGKILL at random moments and resumed, a run ends as if nothing had happened."""
+"""Runs killed with SIGKILL at random times and resumed end as if uninterrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Resuming: what would spoil a run is refused before anything changes, and the way on is always named."""
+"""Resuming: changes that would corrupt a run are refused before any file changes, with a suggestion."""
 
 from __future__ import annotations
 

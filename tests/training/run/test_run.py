@@ -1,4 +1,4 @@
-"""Whole small runs of the real recipe: token-exact, reproducible, accounted for, resumable."""
+"""Small runs of the real recipe: token-exact, reproducible, with a correct ledger, resumable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The log of a run on a disk that is full."""
+"""The run log on a full disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files to train on: what is right is read as it stands, what is wrong is said with its line."""
+"""Training files: valid ones are read exactly, invalid ones are reported with the line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats of others are recognised by their keys, tables are read like lines, and texts train without a template."""
+"""Third-party formats are detected by their keys, tables are read like lines, and texts train without a template."""
 
 import csv
 import gzip

@@ -1,4 +1,4 @@
-"""Preference training: pairs from rollouts as they were sampled, their losses, resume bit for bit."""
+"""Preference training: pairs from rollouts as sampled, their losses, bit-identical resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs and examples in a run folder: they read back as written, and what is damaged is refused."""
+"""Pairs and examples in a run folder: round trip, and damaged records are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward models: what they learn from, three losses, held-out quality, resume bit for bit, and their use."""
+"""Reward models: training data, three losses, held-out quality, bit-identical resume, and use in a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rejection-sampling fine-tuning: what is kept, an account that adds up, rounds that resume bit for bit."""
+"""Rejection-sampling fine-tuning: selection, correct counts, rounds that resume bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fine-tuning draws from several files and worlds by weight and class, and some messages do not train."""
+"""Fine-tuning samples from several files and worlds by weight and class, and masks some messages."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Episodes that a token limit cut off bootstrap from the critic's value, where that is asked for."""
+"""Episodes truncated by a token limit bootstrap from the critic's value if enabled."""
 
 from __future__ import annotations
 

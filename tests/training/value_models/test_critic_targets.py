@@ -1,4 +1,4 @@
-"""What a critic learns: the advantage of each token plus its value, before anything is done to advantages."""
+"""Critic targets: the advantage of each token plus its value, before advantages are changed."""
 
 from __future__ import annotations
 

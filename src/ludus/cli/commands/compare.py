@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ludus.cli.arguments import no_settings
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
-from ludus.cli.ui.tables import format_sampling
+from ludus.cli.ui.tables import DETECTED, format_sampling
 from ludus.cli.ui.terminal import make_console, print_line, print_text
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import Evaluation, load_evaluation
@@ -49,6 +49,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     for a, b in pairs:
         print_text(console, f"paired: {a.name} of A with {b.name} of B")
     console.print(comparison_table(pairs, differences))
+    if any(found.detectable is not None for found in differences):
+        print_text(console, f"detectable: the smallest difference over these tasks that {DETECTED}.")
     for a, b in pairs:
         if len(a.result.task_ids) != len(b.result.task_ids):
             sizes = f"{len(a.result.task_ids)} tasks in A and {len(b.result.task_ids)} in B"
@@ -73,8 +75,8 @@ def find_pairs(a: Path, b: Path) -> list[Pair]:
     in_a, in_b = newest_evaluations(a), newest_evaluations(b)
     pairs = [(in_a[key], in_b[key]) for key in in_a if key in in_b]
     if not pairs:
-        text = f"{a} and {b} have no evaluation in common: {_listing(in_a)} there, {_listing(in_b)} here."
-        raise UserError(text, "Evaluate both in the same way, with `ludus eval --run RUN`.")
+        text = f"{a} and {b} have no evaluation of the same split, sampling and number of tasks."
+        raise UserError(f"{text}\n  {a}: {_listing(in_a)}\n  {b}: {_listing(in_b)}", f"\n{_advice(in_a, b)}")
     return pairs
 
 
@@ -99,7 +101,19 @@ def newest_evaluations(folder: Path) -> dict[Key, StoredEvaluation]:
 
 
 def _listing(found: dict[Key, StoredEvaluation]) -> str:
-    return ", ".join(f"{split} at {temperature:g} x{samples}" for split, temperature, samples, _ in found)
+    plans = [stored.result.plan for stored in found.values()]
+    return "; ".join(f"{plan.split}, {format_sampling(plan)}, {plan.num_tasks} tasks" for plan in plans)
+
+
+def _advice(found: dict[Key, StoredEvaluation], other: Path) -> str:
+    """Return the command that evaluates another run like the evaluation with the most tasks, and the alternative."""
+    split, temperature, samples, tasks = max(found, key=lambda key: key[3])
+    settings = {"splits": f"'[\"{split}\"]'", "temperatures": f"'[{temperature}]'", "samples": samples, "tasks": tasks}
+    words = " ".join(f"--evaluation.{name} {value}" for name, value in settings.items())
+    return (
+        f"Evaluate one like the other: ludus eval --run {other} {words}\n"
+        "Or name two .json files of the same split in their evaluations/: the tasks of the smaller one are compared."
+    )
 
 
 def compare(a: Evaluation, b: Evaluation) -> PairedDifference:

@@ -27,8 +27,9 @@ from ludus.config.schema import Config
 from ludus.envs.base import World
 from ludus.envs.mixture import worlds_in
 from ludus.envs.registry import WORLDS, build_world, check_sandbox
-from ludus.errors import UserError
+from ludus.errors import LudusError, UserError
 from ludus.evaluation.env_audit import AuditProgress, AuditRow, CheckPlan, CheckReport, check_world
+from ludus.evaluation.evaluate import check_evaluation
 from ludus.evaluation.scripted_agents import AgentKind
 from ludus.evaluation.stats import wilson
 from ludus.evaluation.verifier_report import ScorecardVerdict, problems_in, scorecard, verdicts
@@ -77,6 +78,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             if world is one:
                 raise
             failed.append(str(error))
+    if args.act == "check":
+        print_evaluation_error(console, config, world)
     if failed:
         raise UserError(" ".join(failed), "Remove a world with --env.mixture.NAME none.")
     return 0
@@ -109,6 +112,14 @@ def process_world(args: argparse.Namespace, console: Console, world: World, conf
         text = f"The world {world.name!r} failed its check. {' '.join(problems)}"
         raise UserError(text, "docs/extend/environment.md describes each agent.")
     print_text(console, f"The world {world.name!r} rewards no agent that does not solve its tasks.")
+
+
+def print_evaluation_error(console: Console, config: Config, world: World) -> None:
+    """Print a warning if a training run would be refused because of the splits that it evaluates."""
+    try:
+        check_evaluation(config, world)
+    except LudusError as error:
+        print_text(console, f"! A training run would be refused: {error}", "yellow")
 
 
 def config_of(name: str, overrides: Sequence[str]) -> Config:

@@ -166,10 +166,11 @@ def headline(args: argparse.Namespace, config: Config, backend: EvalBackend) -> 
     if args.run is not None and args.baseline:
         policy += f", baseline {args.baseline}"
     settings = config.evaluation
+    attempts = "1 attempt" if settings.samples == 1 else f"{settings.samples} attempts"
     sampling = " and ".join(format_temperature(temperature) for temperature in settings.temperatures)
     return (
         f"Evaluating {policy} in the world {backend.world.name}: split {', '.join(settings.splits)}; "
-        f"{settings.tasks} tasks per split, {settings.samples} attempts per task; {sampling}."
+        f"{settings.tasks} tasks per split, {attempts} per task; {sampling}."
     )
 
 

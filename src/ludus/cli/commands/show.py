@@ -78,7 +78,7 @@ def print_overview(folder: RunFolder, config: Config, console: Console) -> None:
 
     rows, timings = metrics_rows(folder.metrics), metrics_rows(folder.timings)
     method = training_method({name for row in rows for name in row.metrics}, config)
-    print_line(console, f"{folder.path}: world {config.env.name}, {method}")
+    print_line(console, f"{folder.path}: world {config.env.name}, {method}{steps_text(rows, config)}")
     print_cold_start(folder, console)
     curves = find_curves([*rows, *timings])
     console.print(curve_table(curves, console.width) if curves else "No step has finished yet.")
@@ -99,6 +99,16 @@ def training_method(metrics: set[str], config: Config) -> str:
     if "batch/scores" in metrics:
         return f"reward model, {config.reward_model.kind}"
     return f"algorithm {config.algorithm.preset}" if "reward/mean" in metrics else "no step of reinforcement learning"
+
+
+def steps_text(rows: Sequence[MetricsRow], config: Config) -> str:
+    """Describe how many steps are done, from the metrics: ", 19 of 80 steps"."""
+    if not rows:
+        return ""
+    done, last = rows[-1].step, rows[-1].metrics
+    if "rft/kept" in last:
+        return f", {done} of {config.rft.rounds} rounds"
+    return f", {done} of {config.training.steps} steps" if "reward/mean" in last else f", {done} steps"
 
 
 def print_cold_start(folder: RunFolder, console: Console) -> None:

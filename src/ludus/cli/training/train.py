@@ -23,7 +23,7 @@ from ludus.training.run.run_dir import RunFolder
 def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
     """Check the configuration and load the model, unless the run has to create it."""
     check_plugins(config)
-    check_rewards(config, algorithm_of(config))  # before torch is imported, which takes seconds
+    check_rewards(config, algorithm_of(config))
     from ludus.cli.commands.env import AuditBar
     from ludus.cli.ui import progress
     from ludus.training.rl.validate import open_validated_session

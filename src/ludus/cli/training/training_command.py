@@ -173,18 +173,16 @@ def resume_hint(what: RunFolder | str, new: bool = False) -> Iterator[None]:
             error.hint = f"{error.hint}\n{hint}"
         raise
     except KeyboardInterrupt as interrupt:
-        interrupt.args = (f"{'' if folder is None else describe_checkpoint(folder)}{hint}",)
+        interrupt.args = (f"{'' if folder is None else describe_interrupt(folder)}{hint}",)
         raise
     except BaseException as error:
         error.add_note(hint)
         raise
 
 
-def describe_checkpoint(folder: RunFolder) -> str:
-    """Describe the newest checkpoint of an interrupted run in a sentence."""
-    from ludus.training.run.checkpoint import list_checkpoints
+def describe_interrupt(folder: RunFolder) -> str:
+    """Describe where a resume of an interrupted run starts: after the newest checkpoint."""
+    from ludus.training.resume import describe_resume
 
-    found = list_checkpoints(folder.checkpoints)
-    if not found:
-        return "No checkpoint was saved: a resume starts at step 1. "
-    return f"The newest checkpoint is that of step {found[-1][0]}. "
+    text = describe_resume(folder, folder.load_config(), kind_of(folder))
+    return f"The run {text[0].lower()}{text[1:]} "

@@ -75,14 +75,17 @@ def _is_held_out(name: str) -> bool:
 
 
 def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
-    """Draw values as block characters between their minimum and maximum; `x` for a value that is not finite."""
+    """Draw values as block characters between their minimum and maximum; `x` for a value that is not finite.
+
+    A constant is drawn in the middle, and 0 as the lowest block.
+    """
     size = max(1, math.ceil(len(values) / width))
     means = [sum(values[i : i + size]) / len(values[i : i + size]) for i in range(0, len(values), size)]
     finite = [value for value in means if math.isfinite(value)]
     if not finite:
         return "x" * len(means)
     low, span = min(finite), max(finite) - min(finite)
-    return "".join(_block((value - low) / span if span else 0.5) for value in means)
+    return "".join(_block((value - low) / span if span else 0.5 * bool(low)) for value in means)
 
 
 def _block(share: float) -> str:
@@ -170,9 +173,12 @@ def explain_loss(rows: Sequence[MetricsRow]) -> str:
 
 
 def mean_timings(rows: Sequence[MetricsRow]) -> dict[str, float]:
-    """Return the mean of each timing over the steps that report it, and the maximum of `scoring/slowest_s`."""
+    """Return the mean of each timing over the steps that report it, and the maximum of `scoring/slowest_s`.
+
+    Only the last row of a step counts: a resumed run repeats steps.
+    """
     found: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
+    for row in {row.step: row for row in rows}.values():
         for name, value in row.metrics.items():
             found[name].append(value)
     means = {name: sum(values) / len(values) for name, values in found.items()}

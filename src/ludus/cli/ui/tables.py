@@ -9,8 +9,12 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
+from ludus.cli.ui.terminal import print_text
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, WorldResult
 from ludus.types import Trajectory
+
+DETECTED = "is detected with a power of 80 % at the 5 % level"
+"""Explanation of the column `detectable`, as the end of a sentence."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,7 @@ def format_success(result: Evaluation | WorldResult) -> str:
 def print_evaluations(console: Console, evaluated: Sequence[EvaluatedEpisodes], outcomes: Sequence[str]) -> None:
     """Print all tables. `outcomes` names the reward parts that define success, which get no separate column."""
     console.print(success_table(evaluated, outcomes))
+    print_text(console, f"detectable: the smallest difference to a run over other tasks that {DETECTED}.")
     if any(one.result.worlds for one in evaluated):
         console.print(world_table([one.result for one in evaluated]))
     several = [one for one in evaluated if one.result.plan.samples > 1]

@@ -6,7 +6,7 @@ import io
 import logging
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -144,7 +144,7 @@ def _plain_lines(console: Console, every_s: float, last: bool) -> Iterator[Progr
         state = [f"{task.description} {task.completed} {task.fields['numbers']}" for task in progress.tasks]
         if state and state != printed:  # the ETA of a slow task changes all the time
             printed = state
-            print_line(console, "  |  ".join(map(_task_line, progress.tasks)))
+            print_line(console, _plain_line(progress.tasks))
 
     def loop() -> None:
         while not ended.wait(every_s):
@@ -180,10 +180,21 @@ class PhaseBar:
             self._progress.update(self._phase, advance=1, numbers=what)
 
 
+def _plain_line(tasks: Sequence[Task]) -> str:
+    """Return name, count and ETA of each task, with the parts of its numbers that fit below `PIPE_COLUMNS`."""
+    lines = [_task_line(task) for task in tasks]
+    for index, task in enumerate(tasks):
+        for part in filter(None, task.fields["numbers"].split("  ")):
+            if len("  |  ".join(lines)) + 2 + len(part) >= PIPE_COLUMNS:
+                break
+            lines[index] += f"  {part}"
+    return "  |  ".join(lines)
+
+
 def _task_line(task: Task) -> str:
     named = " ".join(filter(None, (task.description, format_count(task))))
     eta = "" if task.total is None or task.finished else format_eta(task).removesuffix(_UNKNOWN_ETA)
-    return "  ".join(filter(None, (named, eta, task.fields["numbers"])))
+    return "  ".join(filter(None, (named, eta)))
 
 
 def announce(text: str) -> None:

@@ -61,7 +61,7 @@ class GuideCompiler:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         if importlib.util.find_spec("llguidance") is None:
-            raise UserError("A guide needs llguidance.", "Install it with: pip install 'ludus[guided]'")
+            raise UserError("A guide needs llguidance.", "Install it: pip install 'ludus[guided]'.")
         import llguidance
         import llguidance.hf
 

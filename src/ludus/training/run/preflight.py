@@ -1,4 +1,4 @@
-"""Checks of a new run that need neither torch nor a model: folder, model, packages, tokenizer, disk space."""
+"""Checks of a new run that need neither torch nor a model: folder, algorithm, model, packages, tokenizer, disk."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 
+from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.config.pipeline import StageKind
 from ludus.config.schema import Config
 from ludus.config.sections.model import ScratchConfig
@@ -30,6 +31,8 @@ _TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 def check_new_run(config: Config, kind: StageKind) -> None:
     """Raise UserError if a new run would fail for a reason that is visible before torch and the model are loaded."""
     check_new(config)
+    if kind == "rl":
+        algorithm_of(config)
     check_extras(config)
     if config.model.from_scratch:
         check_disk(config, kind, num_saved(config, init_shapes(config.model.init)))

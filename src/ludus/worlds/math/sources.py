@@ -95,7 +95,7 @@ def _generator_tasks(name: str, split: str, num: int, seed: int, taken: set[str]
 
 def _dataset(name: str, size: int, seed: int) -> Dataset:
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise UserError("env.settings.gym needs the package reasoning-gym.", "pip install 'ludus[gym]'")
+        raise UserError("env.settings.gym needs the package reasoning-gym.", "Install it: pip install 'ludus[gym]'.")
     package = importlib.import_module("reasoning_gym")
     factory = importlib.import_module("reasoning_gym.factory")
     if name not in vars(factory)["DATASETS"]:

@@ -44,8 +44,8 @@ _PACKAGE: Final = "bfcl_eval"
 _SOURCES: Final = PurePosixPath("bfcl_eval/eval_checker/multi_turn_eval/func_source_code")
 _DESCRIPTIONS: Final = PurePosixPath("bfcl_eval/data/multi_turn_func_doc")
 _PACKAGES: Final = {
-    _PACKAGE: ("BFCL's tasks of several turns run on its API classes", "pip install --no-deps bfcl-eval"),
-    "mpmath": ("A class of bfcl-eval needs another package", "pip install mpmath"),
+    _PACKAGE: ("BFCL's tasks of several turns run on its API classes", "Install it: pip install --no-deps bfcl-eval."),
+    "mpmath": ("A class of bfcl-eval needs another package", "Install it: pip install mpmath."),
 }
 """The packages that are sent to the sandbox, with the reasons, and the commands that install them."""
 _TYPES: Final = {
