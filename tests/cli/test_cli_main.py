@@ -1,6 +1,7 @@
 """The command line as a whole: help, settings as options, error messages, a quick start."""
 
 import io
+import os
 import subprocess
 import sys
 
@@ -182,10 +183,11 @@ def test_errors_wrap_at_spaces_on_a_terminal_and_are_one_line_in_a_file(monkeypa
 
 def test_a_reader_that_closes_the_pipe_ends_a_command_without_a_traceback():
     code = "import sys; from ludus.cli.main import main; sys.exit(main(['config', '--keys']))"
-    made = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    made.stdout.read(1)
-    made.stdout.close()
-    assert (made.wait(60), made.stderr.read()) == (141, b"")
+    reader, writer = os.pipe()
+    os.close(reader)
+    made = subprocess.run([sys.executable, "-c", code], stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    os.close(writer)
+    assert (made.returncode, made.stderr) == (141, b"")
 
 
 def test_a_world_file_that_does_not_exist_is_named(tmp_path):

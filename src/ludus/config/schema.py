@@ -76,6 +76,7 @@ class RunConfig(Section):
     """Custom metrics, `path/to/file.py:name`: functions of the groups of a step (docs/extend/plugins.md)."""
     save_rollouts: bool = True
     """Save every training episode in rollouts/."""
+    alarms: AlarmsConfig = AlarmsConfig()
 
 
 class Config(Section):
@@ -100,7 +101,6 @@ class Config(Section):
     rft: RftConfig = RftConfig()
     reward_model: RewardModelConfig = RewardModelConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
-    alarms: AlarmsConfig = AlarmsConfig()
     run: RunConfig = RunConfig()
 
     @model_validator(mode="after")

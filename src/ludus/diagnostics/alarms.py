@@ -149,7 +149,7 @@ def _last(history: History, name: str, steps: int) -> list[float]:
 
 
 def _first(history: History, name: str, steps: int, last: int) -> float | None:
-    """Return the mean of the first `steps` values, or None before there are so many in front of the `last` steps."""
+    """Return the mean of the first `steps` values, or None if the rows before the `last` ones have fewer."""
     values = [row[name] for row in history[: len(history) - last] if name in row][:steps]
     return _mean(values) if len(values) == steps else None
 

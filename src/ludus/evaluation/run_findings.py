@@ -202,9 +202,9 @@ def check_held_out(run: RunData) -> Iterator[Finding]:
         text = f"{len(shared)} tasks are in training and in an evaluation, such as {min(shared)}"
         yield Finding("held-out", "fault", text, "Remove them from one of the two.")
     for before, after in _before_and_after(run.evaluations):
-        gap = _mean(run.recent("success/mean")) - after.rate
-        if after.plan.temperature == run.config.rollout.temperature and gap > 0.3:
-            text = f"Training success is {gap:.0%} above that of {after.plan.split}"
+        gap = _mean(run.recent("success/mean")) - after.interval.high
+        if after.plan.temperature == run.config.rollout.temperature and gap > 0.1:
+            text = f"Training success is above that of {after.plan.split}, by {gap:.0%} or more"
             yield Finding("held-out", "warn", text, "Use more tasks; lower training.learning_rate or training.steps.")
         gain = _gain(before, after)
         if gain is not None and gain.interval.high < 0:

@@ -166,7 +166,7 @@ def test_a_policy_that_has_collapsed_alarms_once_it_lasts(tmp_path):
 def test_an_alarm_can_end_a_run(tmp_path, action, end):
     greedy = SMALLEST | {"rollout__temperature": "0.01", "algorithm__filter_zero_variance": "false"}
     with pytest.raises(LearnerError, match=rf"Alarm equal_rewards: .* Run {end}") as caught:
-        run(tmp_path / "run", **greedy, alarms__actions=f'{{equal_rewards = "{action}"}}')
+        run(tmp_path / "run", **greedy, run__alarms__actions=f'{{equal_rewards = "{action}"}}')
     assert ("ludus train --resume" in str(caught.value)) == (action == "pause")
     assert (tmp_path / "run" / "checkpoints" / "step-000001").is_dir()
 

@@ -25,7 +25,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-from ludus.cli.arguments import no_settings
+from ludus.cli.arguments import no_settings, run_config
 from ludus.cli.ui.terminal import load_libraries, make_console, print_text
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import LudusError
@@ -33,7 +33,7 @@ from ludus.evaluation.evaluate import load_evaluation
 from ludus.evaluation.run_findings import SEVERITIES, RunData, examine_run
 from ludus.recipes import recipe_folder
 from ludus.rollouts.rollout_files import read_rollouts
-from ludus.training.run.run_dir import RunFolder, run_config
+from ludus.training.run.run_dir import RunFolder
 
 _REQUIRED_GB = 2.0
 """Memory and disk in GB that the search recipe needs, with a margin."""

@@ -52,7 +52,7 @@ from ludus.types import Group
 
 log = logging.getLogger("ludus.rl")
 
-ALARM_REMEDY = "the change that the alarm proposes, or with another action for it (alarms.actions)"
+ALARM_REMEDY = "the change that the alarm proposes, or with another action for it (run.alarms.actions)"
 KL_REMEDY = "a larger algorithm.kl_coef, a lower training.learning_rate or another kl_control.guard_factor"
 
 CheckpointFiles = Callable[[], Mapping[str, str]]
@@ -166,7 +166,7 @@ class SyncTrainer(EvaluatedTrainer):
         self.guards = (empty_batch_guard(self.collector.algorithm), ess_guard(self.session.config))
         for guard in self.guards:
             guard.restore(self.history)
-        self.raised = find_alarms(self.history, self.session.config.alarms.actions)
+        self.raised = find_alarms(self.history, self.session.config.run.alarms.actions)
 
     @property
     def num_steps(self) -> int:
@@ -300,7 +300,7 @@ class SyncTrainer(EvaluatedTrainer):
 
     def raise_alarms(self, step: int) -> None:
         """Report the alarms that this step raises and the step before it did not."""
-        before, settings = {one.name for one in self.raised}, self.session.config.alarms
+        before, settings = {one.name for one in self.raised}, self.session.config.run.alarms
         self.raised = find_alarms(self.history, settings.actions)
         for one in self.raised:
             if one.name not in before:

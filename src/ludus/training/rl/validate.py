@@ -130,11 +130,11 @@ def check_trackers(config: Config) -> None:
 
 
 def check_alarms(config: Config) -> None:
-    """Raise ConfigError for an unknown name in alarms.actions."""
-    for name in config.alarms.actions:
+    """Raise ConfigError for an unknown name in run.alarms.actions."""
+    for name in config.run.alarms.actions:
         if name not in rules():
             guess = did_you_mean(name, rules())
-            raise ConfigError(f'alarms.actions: unknown alarm "{name}".', f"{guess}Known: {', '.join(rules())}.")
+            raise ConfigError(f'run.alarms.actions: unknown alarm "{name}".', f"{guess}Known: {', '.join(rules())}.")
 
 
 def check_cache(config: Config) -> None:

@@ -1,0 +1,192 @@
+"""`ludus doctor RUN` on a run with planted faults, one at a time, and on one without."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from ludus.config.load import load_config
+from ludus.config.settings import list_settings
+from ludus.errors import UserError
+from ludus.evaluation.evaluate import Evaluation, EvaluationPlan
+from ludus.evaluation.run_findings import RunData, examine_run
+from ludus.rollouts.ledger import RolloutOutcome
+from ludus.rollouts.rollout_files import RolloutRecord
+from ludus.types import Segment, StopReason, Trajectory
+from metric_rows import healthy, unsolved, with_end
+from tiny_run import copy_run, ludus
+
+SETTINGS = {setting.key for setting in list_settings()}
+
+
+def record(step, task, sample, solved, length, **changes):
+    action = Segment("action", tuple(range(length)), logprobs=(-0.5,) * length, versions=(0,) * length)
+    parts = {"exact_match": float(solved), "well_formed": float(sample % 3 > 0)}
+    trajectory = Trajectory(
+        task,
+        sample,
+        (Segment("prompt", (1, 2, sample)), action),
+        ({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}),
+        changes.pop("stop", StopReason.ANSWERED),
+        rewards=parts,
+        reward=changes.pop("reward", parts["exact_match"] + 0.1 * parts["well_formed"]),
+    )
+    fields = {"outcome": RolloutOutcome.TRAINED, "reason": "trained", "advantage": solved - 0.5}
+    return RolloutRecord(step, task, trajectory=trajectory, **fields | changes)
+
+
+def records(change=lambda solved, length: {}, split="train", num_tasks=30):
+    """Groups of 8; half of the attempts are solved, whatever their length."""
+    draw, found = random.Random(0), []
+    for step in (39, 40):
+        for task in range(num_tasks):
+            for sample in range(8):
+                solved, length = (sample + task) % 2, draw.randrange(20, 60)
+                found.append(record(step, f"{split}:{step}-{task}", sample, solved, length, **change(solved, length)))
+    return found
+
+
+def evaluation(step, successes, split="test", temperature=1.0):
+    tasks = tuple(f"{split}:{n}" for n in range(len(successes)))
+    plan = EvaluationPlan(split, len(tasks), 1, temperature, 0, step)
+    return Evaluation(plan, tasks, tuple(successes), ("f",) * len(tasks), {}, 0)
+
+
+RISING = [evaluation(0, [0] * 60 + [1] * 40), evaluation(40, [0] * 20 + [1] * 80)]
+CONFIG = load_config("search")
+HEALTHY = RunData(CONFIG, healthy(), records(), RISING)
+
+
+def changed(section, **settings):
+    part = getattr(CONFIG, section).model_copy(update=settings)
+    return CONFIG.model_copy(update={section: part})
+
+
+def everywhere(rows, **metrics):
+    return [row | {name.replace("__", "/"): value for name, value in metrics.items()} for row in rows]
+
+
+def dropped(solved, length):
+    return {"outcome": RolloutOutcome.DROPPED, "reason": "filter"} if length % 8 else {}
+
+
+def constant(one):
+    return replace(one, trajectory=replace(one.trajectory, rewards=one.trajectory.rewards | {"polite": 1.0}))
+
+
+PLANTED = {
+    "the mask includes observations": ({"config": changed("training", mask_observations=False)}, "fault", "loss mask"),
+    "the sign of the advantage": (
+        {"records": records(lambda solved, length: {"advantage": 0.5 - solved})},
+        "fault",
+        "advantages",
+    ),
+    "stale weights": ({"rows": with_end(2, sync__probe_gap=0.3)}, "fault", "weight sync"),
+    "the temperature is not applied": (
+        {"rows": everywhere(healthy(), policy__sampled_entropy=0.02)},
+        "fault",
+        "sampling",
+    ),
+    "top_p is not recorded": ({"rows": everywhere(healthy(), policy__sampled_entropy=1.5)}, "fault", "sampling"),
+    "equal seeds": (
+        {"records": [record(40, f"train:{n}", 0, 1, 30) for n in range(30) for _ in range(8)]},
+        "warn",
+        "sampling",
+    ),
+    "the reward is always 0": ({"rows": with_end(5, reward__mean=0.0, reward__std=0.0)}, "warn", "alarm zero_reward"),
+    "training on the test split": ({"records": records(split="test")}, "fault", "held-out"),
+    "evaluation on training tasks": (
+        {"evaluations": [evaluation(0, [0, 1] * 5, "train:39-1"), replace(RISING[0], task_ids=("train:39-1",) * 100)]},
+        "fault",
+        "held-out",
+    ),
+    "a filter leaves one of a group": ({"records": records(dropped)}, "warn", "groups"),
+    "the clip never acts": ({"rows": everywhere(healthy(), policy__ratio_max=1.3)}, "note", "alarm inert_clip"),
+    "the critic does not learn": (
+        {"rows": everywhere(healthy(), critic__explained_variance=-0.2)},
+        "warn",
+        "alarm critic",
+    ),
+    "truncated episodes are rewarded": (
+        {"records": records(lambda solved, length: {"stop": StopReason.TRUNCATED, "reward": 1.0} if solved else {})},
+        "fault",
+        "reward",
+    ),
+    "a tool always fails": ({"rows": with_end(3, tools__search__error_rate=1.0)}, "warn", "alarm dead_tool"),
+    "a judge likes length": (
+        {"records": records(lambda solved, length: {"reward": solved + length / 10})},
+        "warn",
+        "reward",
+    ),
+    "shaping outweighs the outcome": (
+        {"records": records(lambda solved, length: {"reward": solved + 3.0 * (length % 2)})},
+        "warn",
+        "reward",
+    ),
+    "a reward part is constant": ({"records": [constant(one) for one in records()]}, "note", "reward"),
+    "the learning rate is 0": ({"rows": everywhere(healthy(), optim__learning_rate=0.0)}, "fault", "learner"),
+    "frozen weights": ({"rows": everywhere(healthy(), policy__kl_reference=0.0)}, "fault", "learner"),
+    "the gradient is always clipped": ({"rows": everywhere(healthy(), optim__grad_norm=40.0)}, "note", "learner"),
+    "tasks are too hard": ({"rows": everywhere(healthy(), groups__solve_none=0.95)}, "warn", "groups"),
+    "tasks are too easy": ({"rows": everywhere(healthy(), groups__solve_all=0.95)}, "warn", "groups"),
+    "few tasks": ({"records": records(num_tasks=4)}, "note", "groups"),
+    "failures of the engine": (
+        {"rows": everywhere(healthy(), ledger__started=100.0, ledger__failed=20.0, ledger__trained=80.0)},
+        "warn",
+        "failures",
+    ),
+    "prompts do not fit": ({"rows": everywhere(healthy(), episode__stop__prompt_too_long=0.3)}, "warn", "failures"),
+    "nothing is trained": (
+        {"rows": everywhere(healthy(), ledger__started=100.0, ledger__trained=0.0)},
+        "warn",
+        "failures",
+    ),
+    "overfitting": ({"evaluations": [RISING[0], evaluation(40, [0] * 55 + [1] * 45)]}, "warn", "held-out"),
+    "held-out success falls": ({"evaluations": [RISING[1], evaluation(50, [0] * 60 + [1] * 40)]}, "warn", "held-out"),
+    "hallucinated tools": ({"rows": with_end(3, tools__status__unknown_tool=0.4)}, "warn", "alarm tool_hallucination"),
+    "longer answers without success": (
+        {"rows": unsolved(with_end(5, response_length__mean=500.0), 0.3)},
+        "warn",
+        "alarm length_explosion",
+    ),
+}
+"""Changes of the healthy run, the severity and the topic of the finding, by fault."""
+
+
+def test_a_healthy_run_has_no_finding():
+    assert examine_run(HEALTHY) == []
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_planted_fault_is_found(fault):
+    change, severity, topic = PLANTED[fault]
+    found = examine_run(replace(HEALTHY, **change))
+    assert (severity, topic) in [(one.severity, one.topic) for one in found]
+    assert [one.severity for one in found] == sorted(
+        (one.severity for one in found), key=["fault", "warn", "note"].index
+    )
+
+
+def test_remedies_name_settings_that_exist():
+    remedies = [one.remedy for change, *_ in PLANTED.values() for one in examine_run(replace(HEALTHY, **change))]
+    sections = {key.partition(".")[0] for key in SETTINGS}
+    words = {word.strip("().,;:") for remedy in remedies for word in remedy.split()}
+    named = {word for word in words if "." in word and word.partition(".")[0] in sections}
+    assert named - {"log.txt"} <= SETTINGS
+
+
+def test_a_run_without_a_step_has_nothing_to_examine():
+    with pytest.raises(UserError, match="no finished step"):
+        examine_run(replace(HEALTHY, rows=[]))
+
+
+def test_the_command_reads_a_run_folder(tiny_run, tmp_path):
+    run = copy_run(tiny_run, tmp_path)
+    said = ludus("doctor", run)
+    assert "Read 2 steps," in " ".join(said.out.split())
+    (run / "config.toml").write_text(
+        (run / "config.toml").read_text().replace("mask_observations = true", "mask_observations = false")
+    )
+    said = ludus("doctor", run)
+    assert said.code == 1
+    assert said.out.startswith("fault  loss mask: Observations are in the loss")
