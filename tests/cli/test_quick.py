@@ -80,9 +80,8 @@ def test_recipes_show_how_soon_they_start_and_what_they_learn():
         assert ("%" in learns) != learns.startswith("not measured")
         assert (recipe.starts_s is None) == bool(recipe.needs)
         assert recipe.starts_s is None or recipe.starts_s <= 30
-        shipped = recipe.cold_start.is_dir()
-        assert shipped == (recipe.starts_s is not None and recipe.cold_start_s == 0)
-        assert load_config(recipe.config).model.from_scratch == (recipe.cold_start_s > 0)
+        assert recipe.cold_start.is_dir() == (recipe.starts_s is not None)
+        assert not load_config(recipe.config).model.from_scratch
 
 
 def test_a_shipped_cold_start_fits_its_recipe():

@@ -1,10 +1,8 @@
 """Recipes: one folder each, with `config.toml`, a README and `recipe.toml`: what it needs and shows, as measured.
 
 Measured once with `ludus train NAME --run.threads 1` on a loaded machine: seconds are processor time of one thread,
-about the wall time on a core without other load. `starts_s` of `search` is that of a run. Without a packaged
-cold start it is an estimate: the seconds of `ludus sft` before its first step, and of the evaluation before training
-after 40 SFT steps; `cold_start_s` is `sft.steps` times the mean of 8 steps. `memory_mb` is the peak until step 1.
-`learns` is from the README of the recipe or of the project, or from docs/experiments/.
+about the wall time on a core without other load. `memory_mb` is the peak until step 1. `learns` is from the README of
+the recipe or of the project, or from docs/experiments/.
 """
 
 from __future__ import annotations
@@ -21,16 +19,14 @@ from ludus.errors import ConfigError, did_you_mean
 class Recipe:
     """A published recipe. `title` is the first line of its README, or its name if the README is missing.
 
-    `starts_s` is the time from the command to the first episodes of step 1, `cold_start_s` that of the cold start which
-    `ludus train` runs before them, 0 if it ships with the package; None if not measured. `needs` is what the machine
-    needs otherwise, `learns` what has been measured after training.
+    `starts_s` is the time from the command to the first episodes of step 1, None if not measured. `needs` is what the
+    machine needs otherwise, `learns` what has been measured after training.
     """
 
     name: str
     title: str
     folder: Path
     starts_s: int | None = None
-    cold_start_s: int = 0
     memory_mb: int | None = None
     learns: str = "not measured"
     needs: str = ""

@@ -40,8 +40,6 @@ def starts_in(recipe: Recipe) -> str:
     """Return the time until the first RL step of a recipe, or what it needs."""
     if recipe.starts_s is None:
         return recipe.needs or "not measured"
-    if recipe.cold_start_s:
-        return f"{recipe.starts_s} s after a cold start of {-(-recipe.cold_start_s // 60)} min"
     return f"{recipe.starts_s} s"
 
 
