@@ -12,10 +12,14 @@ from collections.abc import Container, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
+import numpy as np
+
 from ludus.types import Message, MessageToolCall, Trajectory
 
 _NGRAM = 8
 """Tokens of a passage that counts as repeated or copied."""
+_WEIGHTS = np.array([pow(0x9E3779B97F4A7C15, n, 2**62) for n in range(1, _NGRAM + 1)], np.int64)
+"""Factors of a polynomial hash modulo 2**64."""
 _WORD = re.compile(r"\w{3,}")
 
 
@@ -36,27 +40,35 @@ def behavior_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
 
 def _passage_metrics(paths: Sequence[Trajectory]) -> dict[str, float]:
     """Return the shares of action tokens in passages that occurred before in their turn, or in an observation."""
-    repeated, copied = [], []
+    tokens = repeated = copied = 0
     for path in paths:
-        observed: set[tuple[int, ...]] = set()
+        observed: set[int] = set()
         for segment in path.segments:
-            grams = list(zip(*(segment.tokens[n:] for n in range(_NGRAM)), strict=False))
             if segment.kind == "action":
-                firsts = {gram: place for place, gram in reversed([*enumerate(grams)])}
-                repeated += _covered([firsts[gram] < n for n, gram in enumerate(grams)], len(segment.tokens))
-                copied += _covered([gram in observed for gram in grams], len(segment.tokens))
-            elif segment.kind == "observation":
-                observed.update(grams)
-    return {"text/repeated": _share(repeated), "text/copied": _share(copied)}
+                tokens += len(segment.tokens)
+            if segment.kind == "prompt" or len(segment.tokens) < _NGRAM:
+                continue
+            passages = _hashes(segment.tokens)
+            if segment.kind == "observation":
+                observed.update(passages)
+                continue
+            if len(set(passages)) < len(passages):
+                firsts = {passage: place for place, passage in reversed([*enumerate(passages)])}
+                repeated += _covered([firsts[passage] < place for place, passage in enumerate(passages)])
+            if not observed.isdisjoint(passages):
+                copied += _covered([passage in observed for passage in passages])
+    return {"text/repeated": repeated / max(1, tokens), "text/copied": copied / max(1, tokens)}
 
 
-def _covered(found: Sequence[bool], num_tokens: int) -> list[bool]:
-    """Return for each token whether a passage that starts at a place of `found` contains it."""
-    covered = [False] * num_tokens
-    for place, is_found in enumerate(found):
-        if is_found:
-            covered[place : place + _NGRAM] = [True] * _NGRAM
-    return covered
+def _hashes(tokens: Sequence[int]) -> list[int]:
+    """Return a hash of each passage of `_NGRAM` tokens, `[T - _NGRAM + 1]`, equal for equal passages."""
+    hashes: list[int] = np.convolve(np.asarray(tokens, np.int64), _WEIGHTS, "valid").tolist()
+    return hashes
+
+
+def _covered(found: Sequence[bool]) -> int:
+    """Return the number of tokens in the passages that start at the places of `found`."""
+    return int(np.count_nonzero(np.convolve(found, np.ones(_NGRAM))))
 
 
 def _calls(message: Message) -> Sequence[MessageToolCall]:
