@@ -8,7 +8,7 @@ from threading import Thread
 import pytest
 
 from ludus.config.settings import list_settings
-from ludus.diagnostics.alarms import Alarm, find_alarms, rules, send_alarm
+from ludus.diagnostics.alarms import Alarm, MetricsHistory, find_alarms, rules, send_alarm
 from metric_rows import healthy, unsolved, with_end
 
 SETTINGS = {setting.key for setting in list_settings()}
@@ -146,6 +146,18 @@ def test_a_step_without_training_neither_makes_nor_hides_a_collapse():
     assert names(rows(0.019, 0.018, None, 0.017, 0.016, 0.015)) == ["entropy_collapse"]
     assert names(rows(0.019, 0.018, 0.017, 0.016, 0.015, None)) == []
     assert names(rows(0.019, 0.018, 0.02, 0.016, 0.015)) == []
+
+
+def test_the_history_is_bounded_and_raises_the_same_alarms():
+    """A run of 400 steps whose first success is late, and that fails uniformly at its end."""
+    rows = unsolved(healthy(), 0.0) * 3 + healthy() * 6 + unsolved(healthy(), 0.0)
+    history = MetricsHistory()
+    for number, row in enumerate(rows, start=1):
+        history.append(row)
+        assert names(history.rows) == names(rows[:number])
+    assert "uniform_failure" in names(history.rows)
+    assert len(history.rows) < 220
+    assert MetricsHistory(rows).rows == history.rows
 
 
 def test_actions_replace_those_of_the_table():

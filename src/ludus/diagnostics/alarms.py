@@ -11,7 +11,8 @@ import json
 import logging
 import math
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -70,6 +71,44 @@ class Alarm:
     def text(self) -> str:
         """Cause, evidence and remedy as a paragraph."""
         return f"{self.rule.cause}: {self.evidence}. {self.rule.remedy}"
+
+
+_FIRST, _LAST = 40, 60
+"""Rows at the begin and at the end of a run that `MetricsHistory` keeps: more than any alarm compares."""
+
+
+class MetricsHistory:
+    """The metrics of a run that alarms need, in bounded memory.
+
+    `rows` are those of the first and the last steps, and of the steps between with an evaluation, a record of
+    `success/mean`, or one of the first successes.
+    """
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self._kept: list[Row] = []
+        self._last: deque[tuple[Row, bool]] = deque()
+        self._num = self._successes = 0
+        self._record = 0.0
+        for row in rows:
+            self.append(row)
+
+    def append(self, row: Row) -> None:
+        """Add the metrics of a step."""
+        success = row.get(SUCCESS, 0.0)
+        is_early = self._num < _FIRST or (success > 0 and self._successes < _FIRST)
+        stays = is_early or success > self._record or any(name.startswith("eval/") for name in row)
+        self._num, self._successes = self._num + 1, self._successes + (success > 0)
+        self._record = max(self._record, success)
+        self._last.append((row, stays))
+        if len(self._last) > _LAST:
+            oldest, stays = self._last.popleft()
+            if stays:
+                self._kept.append(oldest)
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows, oldest first."""
+        return [*self._kept, *(row for row, _ in self._last)]
 
 
 _CHECKS: dict[str, Check] = {}

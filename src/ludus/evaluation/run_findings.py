@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from ludus.config.schema import Config
-from ludus.diagnostics.alarms import Alarm, find_alarms
+from ludus.diagnostics.alarms import Alarm, MetricsHistory, find_alarms
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import Evaluation
 from ludus.evaluation.stats import PairedDifference, paired_difference
@@ -216,8 +216,10 @@ def check_alarms(run: RunData) -> Iterator[Finding]:
     """Each alarm of the run, with the steps at which it was raised."""
     steps: dict[str, list[int]] = defaultdict(list)
     newest: dict[str, Alarm] = {}
-    for number in range(1, len(run.rows) + 1):
-        for alarm in find_alarms(run.rows[:number]):
+    history = MetricsHistory()
+    for number, row in enumerate(run.rows, start=1):
+        history.append(row)
+        for alarm in find_alarms(history.rows):
             steps[alarm.name].append(number)
             newest[alarm.name] = alarm
     for name, alarm in newest.items():

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
-from ludus.diagnostics.alarms import ENTROPY, LOGPROB_GAP, Alarm, find_alarms
+from ludus.diagnostics.alarms import ENTROPY, LOGPROB_GAP, Alarm, MetricsHistory, find_alarms
 from ludus.diagnostics.timings import episode_shares
 from ludus.diagnostics.trackers import MetricsRow
 
@@ -134,11 +134,12 @@ def format_ledger(rows: Sequence[MetricsRow]) -> str:
 
 def format_alarms(rows: Sequence[MetricsRow]) -> list[str]:
     """Return each alarm of the run with its newest text and the number of steps at which it was raised."""
-    history = [row.metrics for row in rows]
+    history = MetricsHistory()
     steps: dict[str, list[int]] = defaultdict(list)
     newest: dict[str, Alarm] = {}
-    for number, row in enumerate(rows, start=1):
-        for alarm in find_alarms(history[:number]):
+    for row in rows:
+        history.append(row.metrics)
+        for alarm in find_alarms(history.rows):
             steps[alarm.name].append(row.step)
             newest[alarm.name] = alarm
     counts = {name: f"at {len(own)} of {len(rows)} steps, last at step {own[-1]}" for name, own in steps.items()}

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
-from ludus.diagnostics.alarms import Alarm, find_alarms, send_alarm, write_alarm
+from ludus.diagnostics.alarms import Alarm, MetricsHistory, find_alarms, send_alarm, write_alarm
 from ludus.diagnostics.metrics import rollout_metrics, step_metrics
 from ludus.diagnostics.timings import StepTimings, scoring_hint, write_timings
 from ludus.diagnostics.trackers import Tracker
@@ -149,8 +149,8 @@ class SyncTrainer(EvaluatedTrainer):
 
     collector: RolloutCollector
     train_step: TrainStep
-    history: list[Mapping[str, float]] = field(default_factory=list)
-    """Metrics of all steps, for alarms."""
+    history: MetricsHistory = field(default_factory=MetricsHistory)
+    """Metrics of the steps so far, for alarms."""
     raised: list[Alarm] = field(default_factory=list, init=False)
     """Alarms of the newest step."""
     reference_digests: Mapping[str, str] = field(default_factory=dict)
@@ -165,8 +165,8 @@ class SyncTrainer(EvaluatedTrainer):
         self.collector_state = self.collector.state
         self.guards = (empty_batch_guard(self.collector.algorithm), ess_guard(self.session.config))
         for guard in self.guards:
-            guard.restore(self.history)
-        self.raised = find_alarms(self.history, self.session.config.run.alarms.actions)
+            guard.restore(self.history.rows)
+        self.raised = find_alarms(self.history.rows, self.session.config.run.alarms.actions)
 
     @property
     def num_steps(self) -> int:
@@ -301,7 +301,7 @@ class SyncTrainer(EvaluatedTrainer):
     def raise_alarms(self, step: int) -> None:
         """Report the alarms that this step raises and the step before it did not."""
         before, settings = {one.name for one in self.raised}, self.session.config.run.alarms
-        self.raised = find_alarms(self.history, settings.actions)
+        self.raised = find_alarms(self.history.rows, settings.actions)
         for one in self.raised:
             if one.name not in before:
                 self.alarm(step, one.text)
