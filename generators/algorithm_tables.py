@@ -94,8 +94,15 @@ def passes(algorithm: Algorithm) -> str:
 
 
 def parts(specs: Mapping[str, PartSpec], modules: Sequence[str]) -> str:
-    """Return the parts that are defined in some modules (all if none is named), with needs and options."""
-    chosen = [one for one in specs.values() if not modules or one.function.__module__.rpartition(".")[2] in modules]
+    """Return the parts that are defined in some modules (all if none is named), with needs and options.
+
+    Raises ValueError for an unknown module.
+    """
+    module_of = {name: one.function.__module__.rpartition(".")[2] for name, one in specs.items()}
+    if odd := [name for name in modules if name not in module_of.values()]:
+        known = ", ".join(sorted(set(module_of.values())))
+        raise ValueError(f"no module {odd[0]!r} declares such a part; there are: {known}")
+    chosen = [one for name, one in specs.items() if not modules or module_of[name] in modules]
     rows = [
         (f"`{one.name}`", one.help, ", ".join(f"`{need}`" for need in Need if one.has(need)), options(one.options))
         for one in chosen
@@ -122,8 +129,10 @@ def option_lines(known: Mapping[str, Option]) -> str:
 
 
 def of_functions(*names: str) -> str:
-    """Return one row per option of the named parts."""
+    """Return one row per option of the named parts. Raises ValueError for an unknown part."""
     known = {**ADVANTAGES, **LOSSES, **CORRECTIONS}
+    if odd := [name for name in names if name not in known]:
+        raise ValueError(f"{odd[0]!r} is not an advantage, loss or correction")
     rows = [
         (f"`{name}`", f"`{key}`", shown(one), ", ".join(one.choices) or str(one.bounds), one.help)
         for name in names
@@ -171,11 +180,16 @@ TABLES: Mapping[str, Callable[..., str]] = {
 
 
 def filled(text: str) -> str:
-    """Return a page with its tables made from the specs."""
+    """Return a page with its tables made from the specs. Raises ValueError for a marker that names no table."""
 
     def made(match: re.Match[str]) -> str:
         name, *arguments = [match[2]] if match[2] in TABLES else match[2].split()
-        return match[1] + TABLES[name](*arguments) + match[3]
+        if name not in TABLES:
+            raise ValueError(f"<!-- begin table: {match[2]} -->: there are the tables {', '.join(TABLES)}")
+        try:
+            return match[1] + TABLES[name](*arguments) + match[3]
+        except ValueError as error:
+            raise ValueError(f"<!-- begin table: {match[2]} -->: {error}") from None
 
     return MARKED.sub(made, text)
 
@@ -191,7 +205,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a table is stale")
     check = parser.parse_args().check
-    stale = {file: text for file, text in pages().items() if file.read_text("utf-8") != text}
+    try:
+        stale = {file: text for file, text in pages().items() if file.read_text("utf-8") != text}
+    except ValueError as error:
+        sys.exit(str(error))
     if check and stale:
         sys.exit(f"stale tables: {', '.join(file.relative_to(ROOT).as_posix() for file in stale)}")
     for file, text in stale.items():

@@ -43,12 +43,15 @@ def described(node: Definition, level: str) -> Iterator[str]:
 
 
 def signature(node: Definition) -> str:
-    """Return the first line of a definition, with all its parameters."""
+    """Return the first line of a definition, with all its parameters; a property and a coroutine are marked."""
     if isinstance(node, ast.ClassDef):
         bases = ", ".join(map(ast.unparse, node.bases))
         return f"class {node.name}({bases})" if bases else f"class {node.name}"
-    result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    return f"{node.name}({ast.unparse(node.args)}){result}"
+    returned = ast.unparse(node.returns) if node.returns else ""
+    if any(ast.unparse(one).endswith("property") for one in node.decorator_list):
+        return f"property {node.name}: {returned}"
+    kind = "async " if isinstance(node, ast.AsyncFunctionDef) else ""
+    return f"{kind}{node.name}({ast.unparse(node.args)}){f' -> {returned}' if returned else ''}"
 
 
 def pages() -> dict[str, str]:

@@ -217,6 +217,13 @@ def test_the_api_reference_is_that_of_the_docstrings():
     assert (stale, [*written]) == ([], []), "run make docs"
 
 
+def test_the_api_reference_marks_properties_and_coroutines():
+    text = "class A:\n    @property\n    def b(self) -> int: ...\n    async def c(self): ...\n    def d(self): ..."
+    (definition,) = ast.parse(text).body
+    signatures = [api_reference.signature(one) for one in definition.body]
+    assert signatures == ["property b: int", "async c(self)", "d(self)"]
+
+
 def test_the_architecture_page_lists_the_folders_in_their_order():
     rows = re.findall(r"^\| (`.*?`) \|", read("docs/understand/architecture.md"), re.M)
     listed = [name for row in rows for name in re.findall(r"`(\w+)`", row)]

@@ -2,8 +2,8 @@
 
 import torch
 
-from ludus.algorithms.advantages import dr_grpo
 from ludus.algorithms.algorithm import FRACTION, AdvantageSpec, Need, Option
+from ludus.algorithms.tensors import float_dtype, groups_to_compare, per_action
 
 
 @AdvantageSpec(
@@ -12,7 +12,7 @@ from ludus.algorithms.algorithm import FRACTION, AdvantageSpec, Need, Option
     options={"power": Option("exponent of the deviation", FRACTION)},
 )
 def max_scaled(*, rewards, group, mask, power=1.0):
-    centred = dr_grpo(rewards=rewards, group=group, mask=mask)
-    same = group[:, None] == group
-    largest = torch.where(same, centred.abs().amax(1), 0.0).amax(1, keepdim=True).clamp(min=1e-6)
-    return centred / largest**power
+    grouped = groups_to_compare(rewards, group, mask)
+    centred = grouped.subtract(grouped.mean())
+    largest = torch.zeros_like(grouped.sizes).scatter_reduce(0, grouped.index, centred.abs(), "amax").clamp(min=1e-6)
+    return per_action(centred / largest[grouped.index] ** power, mask, float_dtype(rewards))

@@ -3,4 +3,5 @@
 
 def answered(groups):
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-    return {"mine/answered": sum(t.stop_reason == "answered" for t in trajectories) / len(trajectories)}
+    answers = sum(t.stop_reason == "answered" for t in trajectories)
+    return {"mine/answered": answers / max(1, len(trajectories))}

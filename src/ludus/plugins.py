@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+import reprlib
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import entry_points
+from numbers import Real
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +25,13 @@ from ludus.errors import ConfigError, LudusError, UserError, did_you_mean
 
 _FILE_MODULE = "ludus_plugin_"
 _ENTRY_POINT_PACKAGES: set[str] = set()
+_ARGUMENTS: Mapping[str, Sequence[str]] = {
+    "worlds": ("settings", "limits"),
+    "engines": ("session",),
+    "trackers": ("folder", "resume_step"),
+    "metrics": ("groups",),
+}
+"""The positional arguments with which plug-ins of a kind are called."""
 
 
 def is_file_reference(name: str) -> bool:
@@ -31,17 +42,27 @@ def is_file_reference(name: str) -> bool:
 def find_plugin(kind: str, name: str, setting: str, built_in: Iterable[str]) -> object:
     """Return the object that `name` refers to: `path/to/file.py:name`, or an entry point of `ludus.{kind}`.
 
-    Raises ConfigError, naming `setting` and the `built_in` names, if there is none, and UserError if the file
-    is missing.
+    Raises ConfigError, naming `setting` and the `built_in` names, if there is none or if it does not accept the
+    arguments of its kind, and UserError if the file is missing.
     """
-    if is_file_reference(name):
-        file, _, attribute = name.partition(":")
-        defined = vars(_module(Path(file), setting))
-        if not attribute:
-            raise ConfigError(f"{setting}: {name} does not name an object.", f"Write {file}:name.")
-        if attribute not in defined:
-            raise ConfigError(f"{setting}: {file} does not define {attribute!r}.", "Write path/to/file.py:name.")
-        return defined[attribute]
+    found = _object_in_file(name, setting) if is_file_reference(name) else _entry_point(kind, name, setting, built_in)
+    if kind in _ARGUMENTS:
+        check_signature(f"{setting} = {name}", found, _ARGUMENTS[kind])
+    return found
+
+
+def _object_in_file(name: str, setting: str) -> object:
+    file, _, attribute = name.partition(":")
+    defined = vars(_module(Path(file), setting))
+    if not attribute:
+        raise ConfigError(f"{setting}: {name} does not name an object.", f"Write {file}:name.")
+    if attribute not in defined:
+        raise ConfigError(f"{setting}: {file} does not define {attribute!r}.", "Write path/to/file.py:name.")
+    found: object = defined[attribute]
+    return found
+
+
+def _entry_point(kind: str, name: str, setting: str, built_in: Iterable[str]) -> object:
     found = {point.name: point for point in entry_points(group=f"ludus.{kind}")}
     if name in found:
         with plugin_errors(f"The entry point {found[name].value} of {setting}"):
@@ -49,11 +70,67 @@ def find_plugin(kind: str, name: str, setting: str, built_in: Iterable[str]) -> 
             _ENTRY_POINT_PACKAGES.add(found[name].module.partition(".")[0])
             return loaded
     known = [*built_in, *sorted(found)]
+    there_are = f"There are: {', '.join(known)}" if known else "None are built in"
     raise ConfigError(
         f"{setting} = {name!r} is not known.",
-        f"{did_you_mean(name, known, cutoff=0.5)}There are: {', '.join(known)}; for an object in a"
-        " file, write path/to/file.py:name.",
+        f"{did_you_mean(name, known, cutoff=0.5)}{there_are}; otherwise write path/to/file.py:name or the name of an "
+        f"installed entry point of ludus.{kind} (an import path does not work).",
     )
+
+
+def check_signature(plugin: str, found: object, arguments: Sequence[str]) -> None:
+    """Raise ConfigError unless `found` can be called with these positional arguments; `plugin` is `SETTING = NAME`."""
+    expected = f"a function of ({', '.join(arguments)})"
+    if not callable(found):
+        raise ConfigError(f"{plugin} is {describe_value(found)}; expected {expected}.", "See docs/extend/plugins.md.")
+    try:
+        signature = inspect.signature(found)
+    except ValueError:  # some functions written in C have no signature
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        takes = f"{plugin} has the parameters {signature}"
+        raise ConfigError(f"{takes}; expected {expected}.", "See docs/extend/plugins.md.") from None
+
+
+def result_error(plugin: str, found: str, expected: str) -> ConfigError:
+    """Return the error of a plug-in (`SETTING = NAME`) that returned `found` instead of `expected`."""
+    return ConfigError(f"{plugin} returned {found}; expected {expected}.", "See docs/extend/plugins.md.")
+
+
+def check_result(plugin: str, found: object, protocol: type) -> None:
+    """Raise ConfigError unless the result of a plug-in has all public members of a protocol."""
+    members = [name for name in vars(protocol) if not name.startswith("_")]
+    if missing := [name for name in members if not _has(found, name)]:
+        lacks = f"{describe_value(found)} without {', '.join(missing)}"
+        raise result_error(plugin, lacks, f"{protocol.__name__} with {', '.join(members)}")
+
+
+def check_numbers(plugin: str, found: object) -> Mapping[str, float]:
+    """Return `found`. Raises ConfigError, naming the plug-in, unless it is a mapping of names to numbers."""
+    expected = "a mapping of names to numbers"
+    if not isinstance(found, Mapping):
+        raise result_error(plugin, describe_value(found), expected)
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, Real):
+            raise result_error(plugin, f"{describe_value(value)} for {name!r}", expected)
+    return found
+
+
+def _has(found: object, name: str) -> bool:
+    """Return whether an attribute exists, also through `__getattr__` of a wrapper."""
+    try:
+        attrgetter(name)(found)
+    except AttributeError:
+        return False
+    return True
+
+
+def describe_value(value: object) -> str:
+    """Return a plain value shortened, or the type of another object, for messages."""
+    plain = value is None or isinstance(value, str | bytes | int | float | list | tuple | dict | set)
+    return reprlib.repr(value) if plain else f"a value of type {type(value).__name__}"
 
 
 def _module(path: Path, setting: str) -> ModuleType:

@@ -120,6 +120,20 @@ def test_a_stale_table_is_made_from_the_specs():
     assert algorithm_tables.filled(made) == made
 
 
+@pytest.mark.parametrize(
+    ("marker", "words"),
+    [
+        ("advantages dr_grpo", "no module 'dr_grpo' declares such a part; there are: gae, group_relative"),
+        ("losses group_relative", "no module 'group_relative'"),
+        ("options gpro", "'gpro' is not an advantage, loss or correction"),
+        ("advantage gae", "there are the tables presets, advantages"),
+    ],
+)
+def test_a_marker_with_an_unknown_name_is_refused(marker, words):
+    with pytest.raises(ValueError, match=f"begin table: {marker} -->: {words}"):
+        algorithm_tables.filled(f"<!-- begin table: {marker} -->\n<!-- end table -->")
+
+
 FORMULAS = {
     "gspo": "s_i = exp((1/n_i) sum_t (lp - old))",
     "gspo_token": "sg(s_i) exp(lp - sg(lp))",

@@ -239,6 +239,13 @@ def test_an_error_of_an_engine_plug_in_names_its_file_and_line(tmp_path, capsys,
     assert "ludus train --resume" in shown
 
 
+def test_a_metric_named_like_another_stops_the_run_with_both_names(tmp_path, capsys):
+    (tmp_path / "mine.py").write_text("def mine(groups):\n    return {'reward/mean': 1.0}\n", encoding="utf-8")
+    name = f"{tmp_path / 'mine.py'}:mine"
+    shown = refused(capsys, "train", "search", *words(tmp_path / "r", **SMALLEST), "--run.metrics", f'["{name}"]')
+    assert f"run.metrics = {name} returned names that are taken (reward/mean); expected names of new metrics" in shown
+
+
 @pytest.mark.parametrize(
     ("command", "setting", "value"),
     [("train", "splits", '["nowhere"]'), ("train", "split_during", "nowhere"), ("eval", "splits", '["nowhere"]')],

@@ -3,14 +3,17 @@
 import asyncio
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from ludus.algorithms.spec.resolve import PRESETS
 from ludus.config import load_config
-from ludus.config.sections.rewards import PARTS, PartConfig
+from ludus.config.sections.rewards import PartConfig
+from ludus.config.toml import to_toml
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, WorldError
+from ludus.rewards.base import Reward, score
 from ludus.rewards.exact_match import ExpectedAnswers
 from ludus.rewards.registry import NAMED, RegisteredReward, named_part
 from ludus.rollouts.ledger import Ledger, RolloutKey
@@ -23,6 +26,7 @@ from ludus.training.run.session import TrainingSession
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from tiny_run import ludus, refused
 
+ROOT = Path(__file__).parents[2]
 OPTIONS = {
     "extra_calls": {"free": 1, "limit": 3},
     "extra_turns": {"free": 1, "limit": 3},
@@ -186,14 +190,13 @@ def shown_reward(out):
 
 
 def test_names_that_there_are_not_are_refused_with_the_settings():
-    assert set(PARTS) == set(NAMED)
     words = ("--rewards.extra.citation_suport.weight", "0.1")
     for command in (("config", "search"), ("train", "search"), ("env", "show", "search")):
         said = refused(*command, *words)
-        assert "rewards.extra.citation_suport is not a reward; the nearest is" in said
-        assert "rewards.extra.citation_support" in said
+        assert "rewards.extra.citation_suport.source = 'citation_suport' is not known." in said
+        assert "Did you mean 'citation_support'?" in said
     odd = refused("config", "search", "--rewards.extra.unlike.weight", "0.1")
-    assert f"the rewards are {', '.join(PARTS)}" in odd
+    assert f"There are: {', '.join(NAMED)}" in odd
     assert "extra_calls needs limit" in refused("config", "search", *part("extra_calls", free=1))
     for key in ("weights.exact_mach", "weights_end.exact_mach", "caps.exact_mach"):
         odd = refused("config", "search", f"--rewards.{key}", "0.5")
@@ -207,3 +210,42 @@ def test_names_that_there_are_not_are_refused_with_the_settings():
     assert re.search(r"so the rewards are not checked: \S*/not_here\.py does not exist\.", elsewhere)
     with pytest.raises(ConfigError, match="Did you mean 'citation_support'"):
         named_part("citation_suport", PartConfig(weight=0.1))
+
+
+def test_a_custom_part_has_the_options_of_its_function(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text((ROOT / "examples/plugins/reward.py").read_text("utf-8"), "utf-8")
+    words = ("--rewards.extra.mine.source", f"{file}:brief")
+    config, _ = settings(*words, "--rewards.extra.mine.options.words", "2")
+    text = tmp_path / "saved.toml"
+    text.write_text(to_toml(config), "utf-8")
+    for saved in (config, load_config(text)):
+        function = named_part("mine", saved.rewards.extra["mine"]).function
+        said = [
+            replace(attempt().trajectory, messages=(Message(role="assistant", content=s),)) for s in ("A b", "A b c")
+        ]
+        assert [function(attempt().task, one) for one in said] == [1.0, 0.0]
+    odd = refused("config", "search", *words, "--rewards.extra.mine.options.letters", "2")
+    assert "rewards.extra.mine has no option 'letters'. It takes words." in odd
+    assert "words must be at least 1, not 0" in refused(
+        "config", "search", *words, *part("mine", **{"options.words": 0})
+    )
+
+
+def test_a_part_that_is_not_a_function_of_task_and_trajectory_is_refused_with_its_file(tmp_path):
+    file = tmp_path / "odd.py"
+    file.write_text(
+        "from ludus.rewards.registry import RegisteredReward\n"
+        "def factory(words=8):\n    return lambda task, trajectory: 1.0\n"
+        "forgets = RegisteredReward(lambda: None)\nNUMBER = 3\n",
+        "utf-8",
+    )
+    for name, found in (("factory", "has the parameters (words=8)"), ("forgets", "is None"), ("NUMBER", "is 3")):
+        said = refused("config", "search", "--rewards.extra.mine.source", f"{file}:{name}")
+        where = f"rewards.extra.mine.source = {file}:{name}"
+        assert f"{where} {found}; expected a function of (task, trajectory)." in said
+
+
+def test_a_value_that_is_not_a_number_names_the_part():
+    with pytest.raises(TypeError, match="reward 'mine' of task t is 'good', not a number"):
+        score([Reward("mine", lambda task, trajectory: "good")], attempt().task, attempt().trajectory)

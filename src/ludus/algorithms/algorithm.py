@@ -26,12 +26,16 @@ from typing import ClassVar, Literal, TypeVar, cast
 
 from ludus.algorithms.tensors import NEUTRAL, Cut, Outcomes, Tensor, TokenBatch, torch
 from ludus.errors import ConfigError
-from ludus.plugins import find_plugin
+from ludus.plugins import describe_value, find_plugin, result_error
 
 
 @dataclass(frozen=True, slots=True)
 class OptionBounds:
-    """Closed interval from `low` to `high`; excludes `low` if `above`; integers only if `whole`."""
+    """Closed interval from `low` to `high`; excludes `low` if `above`; integers only if `is_integer`.
+
+    Constants: `ANY` (any number), `POSITIVE` (above 0), `NOT_NEGATIVE` (from 0 on), `FRACTION` (from 0 to 1), `SWITCH`
+    (0 or 1, passed to the function as a bool).
+    """
 
     low: float = -math.inf
     high: float = math.inf
@@ -462,14 +466,23 @@ class Algorithm:
         raise ConfigError(f"{name} = {value!r} is not known.", f"There are: {', '.join(choices)}.")
 
     def compute(self, part: Part, batch: Outcomes | TokenBatch) -> Tensor:
-        """Return the result of the advantage, the loss or the correction."""
+        """Return the result of the advantage, the loss or the correction.
+
+        Raises ConfigError unless it is a tensor [N, L], or [N] for a loss with `per_trajectory`.
+        """
         spec = find_part(KINDS[part], attrgetter(part)(self))
         inputs = inputs_of(batch)
         if not spec.has(Need.OPTIONAL_TURN_REWARDS):
             inputs["turn_rewards"] = None
         found = self.call(spec.function, part, inputs)
         if isinstance(spec, AdvantageSpec) and spec.finish is not None:
-            return self.call(spec.finish, part, inputs | {"advantages": found})
+            found = self.call(spec.finish, part, inputs | {"advantages": found})
+        whole = isinstance(spec, LossSpec) and spec.per_trajectory
+        expected = batch.mask.shape[:1] if whole else batch.mask.shape
+        if not isinstance(found, torch.Tensor) or found.shape != expected:
+            text = f"a tensor {list(found.shape)}" if isinstance(found, torch.Tensor) else describe_value(found)
+            shape = f"a tensor {'[N]' if whole else '[N, L]'} = {list(expected)}"
+            raise result_error(f"algorithm.{part} = {attrgetter(part)(self)}", text, shape)
         return found
 
     def call(self, function: Callable[..., R], part: Part, inputs: Mapping[str, object]) -> R:

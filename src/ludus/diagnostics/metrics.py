@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, cast
 
 from ludus.diagnostics.alarms import GROUP_STD, SUCCESS
 from ludus.diagnostics.behavior_metrics import behavior_metrics
-from ludus.plugins import find_plugin
+from ludus.plugins import check_numbers, find_plugin, result_error
 from ludus.types import WORLD_TAG, Group, StopReason, ToolStatus, Trajectory
 
 SAMPLED_ENTROPY: Final = "policy/sampled_entropy"
@@ -63,9 +63,25 @@ Metric = Callable[[Sequence[Group]], Mapping[str, float]]
 """A plug-in metric: a function of the groups of a step that returns numbers by name."""
 
 
-def step_metrics(names: Sequence[str]) -> tuple[Metric, ...]:
-    """Return the plug-ins of `run.metrics`. Raises ConfigError for an unknown name."""
-    return tuple(cast(Metric, find_plugin("metrics", name, "run.metrics", ())) for name in names)
+def step_metrics(names: Sequence[str]) -> dict[str, Metric]:
+    """Return the plug-ins of `run.metrics` by their names. Raises ConfigError for an unknown name."""
+    return {name: cast(Metric, find_plugin("metrics", name, "run.metrics", ())) for name in names}
+
+
+def plugin_metrics(names: Sequence[str], groups: Sequence[Group], others: Iterable[str]) -> dict[str, float]:
+    """Return the metrics of the plug-ins of `run.metrics`.
+
+    Raises ConfigError for a result that is not a mapping to numbers, and for a name that is `step` or one of `others`.
+    """
+    taken, metrics = {"step", *others}, dict[str, float]()
+    for name, metric in step_metrics(names).items():
+        plugin = f"run.metrics = {name}"
+        found = check_numbers(plugin, metric(groups))
+        if twice := sorted(taken & found.keys()):
+            raise result_error(plugin, f"names that are taken ({', '.join(twice)})", "names of new metrics")
+        taken |= found.keys()
+        metrics |= found
+    return metrics
 
 
 def _finished(trajectory: Trajectory) -> bool:

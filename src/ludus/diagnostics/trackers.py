@@ -22,7 +22,7 @@ from typing import Protocol, cast
 
 from ludus.diagnostics.service_trackers import ServiceTracker, import_extra
 from ludus.errors import StorageError, UserError
-from ludus.plugins import find_plugin
+from ludus.plugins import check_result, find_plugin
 from ludus.rollouts.rollout_files import replaced_file
 
 METRICS_FILE = "metrics.jsonl"
@@ -130,8 +130,11 @@ TRACKERS: dict[str, TrackerFactory] = {
 
 
 def make_tracker(name: str, folder: Path, resume_step: int | None = None) -> Tracker:
-    """Return the tracker of a name, writing into a run folder. Raises ConfigError for an unknown name."""
-    return find_tracker(name)(folder, resume_step)
+    """Return the tracker of a name, writing into a run folder. Raises ConfigError for an unknown name or a result
+    that is not a `Tracker`."""
+    tracker = find_tracker(name)(folder, resume_step)
+    check_result(f"run.trackers = {name}", tracker, Tracker)
+    return tracker
 
 
 def find_tracker(name: str) -> TrackerFactory:

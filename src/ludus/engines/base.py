@@ -248,13 +248,15 @@ class SupportsRollingUpdate(Protocol):
 
 
 class Engine(Protocol):
-    """Sampler of a language model; `context_tokens` bounds prompt plus completion. Raises EngineError."""
+    """Sampler of a language model. Raises EngineError."""
 
     @property
-    def context_tokens(self) -> int: ...
+    def context_tokens(self) -> int:
+        """Maximum number of tokens of prompt plus completion."""
 
     @property
-    def version(self) -> int: ...
+    def version(self) -> int:
+        """Version of the current weights: that of the last `load_weights`, 0 before."""
 
     @property
     def batch_invariant(self) -> bool:
@@ -281,7 +283,8 @@ class Engine(Protocol):
     def stats(self, *, reset: bool = False) -> EngineStats:
         """Return the counters since the start or the last reset."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Free all resources. The engine cannot be used afterwards."""
 
 
 @dataclass

@@ -15,7 +15,7 @@ from ludus.envs.mixture import MixedWorld, MixtureMember, bounded, check_tools
 from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import ToolWorld
 from ludus.errors import ConfigError, LudusError, UserError
-from ludus.plugins import find_plugin, import_object, is_file_reference, plugin_errors
+from ludus.plugins import describe_value, find_plugin, import_object, is_file_reference, plugin_errors
 from ludus.rewards.base import check_rewards
 from ludus.sandbox import Sandbox, SandboxSettings, open_sandbox
 from ludus.sandbox.self_test import python_version
@@ -58,8 +58,8 @@ def _one_world(name: str, settings: Mapping[str, object], rollout: RolloutConfig
     factory = _factory(name)
     with plugin_errors(str(file), file.resolve()) if file else nullcontext():
         world = factory(settings, limits)
-    if world is None:
-        raise ConfigError(f"{name}: make_world returned None.", "Return the world from it.")
+    if not isinstance(world, World):
+        raise ConfigError(f"{name}: make_world returned {describe_value(world)}.", "Return a World from it.")
     check_rewards(world.rewards)
     return world
 
@@ -140,10 +140,7 @@ def _factory(name: str) -> Factory:
     if name in WORLDS:
         return cast(Factory, import_object(WORLDS[name]))
     path = f"{name}:make_world" if name.endswith(".py") else name
-    found = find_plugin("worlds", path, "env.name", WORLDS)
-    if not callable(found):
-        raise ConfigError(f"env.name: {name} is not a function of settings and limits.")
-    return cast(Factory, found)
+    return cast(Factory, find_plugin("worlds", path, "env.name", WORLDS))
 
 
 def plugin_tools(names: Sequence[str]) -> tuple[Tool, ...]:

@@ -62,14 +62,19 @@ def check_rewards(rewards: Sequence[Reward]) -> None:
 def score(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Trajectory:
     """Return the trajectory with its reward parts and their weighted sum.
 
-    Raises ValueError for a value that is not finite, and for an outcome out of its bounds.
+    Raises TypeError for a value that is not a number, ValueError for one that is not finite and for an outcome out of
+    its bounds.
     """
     parts: dict[str, float] = {}
     total = 0.0
     for part in rewards:
         if part.world and part.world != task.tags.get(WORLD_TAG):
             continue
-        value = float(part.function(task, trajectory))
+        value = part.function(task, trajectory)
+        try:
+            value = float(value)
+        except (TypeError, ValueError):
+            raise TypeError(f"reward {part.name!r} of task {task.id} is {value!r}, not a number") from None
         if not math.isfinite(value):
             raise ValueError(f"reward {part.name!r} of task {task.id} is {value}")
         if part.outcome and not part.low - _ROUNDING <= value <= 1 + _ROUNDING:

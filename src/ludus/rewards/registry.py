@@ -9,7 +9,7 @@ from typing import cast
 
 from ludus.config.sections.rewards import PartConfig, RewardsConfig
 from ludus.errors import ConfigError, did_you_mean
-from ludus.plugins import find_plugin
+from ludus.plugins import check_signature, find_plugin
 from ludus.rewards.base import Reward, RewardFunction
 from ludus.rewards.code.patches import Patch, patch_similarity
 from ludus.rewards.exact_match import ExpectedAnswers, token_f1, well_formed
@@ -41,7 +41,8 @@ Option = int | str
 class RegisteredReward:
     """A reward part that settings can name: `make` builds its function from its options.
 
-    `calls`: the function reads tool calls, so tasks must have tools. `truth`: the type of truth that it reads.
+    The parameters of `make` are the names of the options. `calls`: the function reads tool calls, so tasks must have
+    tools. `truth`: the type of truth that it reads.
     """
 
     make: Callable[..., RewardFunction]
@@ -142,17 +143,14 @@ def find_reward(name: str, source: str | None) -> RegisteredReward:
     """Return the built-in part of that name, or the plug-in `source`. Raises ConfigError if there is none."""
     if source is None and name in NAMED:
         return NAMED[name]
-    found = find_plugin("rewards", source or name, f"rewards.extra.{name}", NAMED)
-    if isinstance(found, RegisteredReward):
-        return found
-    if not callable(found):
-        raise ConfigError(f"rewards.extra.{name}: {source} is not a function or RegisteredReward.")
-    return RegisteredReward(lambda: cast(RewardFunction, found))
+    found = find_plugin("rewards", source or name, f"rewards.extra.{name}.source", NAMED)
+    return found if isinstance(found, RegisteredReward) else RegisteredReward(lambda: cast(RewardFunction, found))
 
 
 def named_part(name: str, config: PartConfig) -> Reward:
-    """Return a part. Raises ConfigError for a name or options that it does not have."""
-    options, part = config.options, find_reward(name, config.source)
+    """Return a part. Raises ConfigError for a name or options that it does not have, and if it is not a function of
+    task and trajectory."""
+    options, part = config.given, find_reward(name, config.source)
     known = part.options
     if odd := [option for option in options if option not in known]:
         takes = f"It takes {', '.join(known)}." if known else "It takes none."
@@ -161,9 +159,11 @@ def named_part(name: str, config: PartConfig) -> Reward:
     if missing:
         raise ConfigError(f"rewards.extra.{name} needs {' and '.join(missing)}.", "See docs/use/rewards.md.")
     try:
-        return Reward(name, part.make(**options), config.weight)
+        function = part.make(**options)
     except ValueError as error:
         raise ConfigError(f"rewards.extra.{name}: {error}.", "See docs/use/rewards.md.") from error
+    check_signature(f"rewards.extra.{name}.source = {config.source or name}", function, ("task", "trajectory"))
+    return Reward(name, function, config.weight)
 
 
 def extra_parts(settings: Mapping[str, PartConfig]) -> tuple[Reward, ...]:

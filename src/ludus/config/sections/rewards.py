@@ -7,15 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from ludus.config.sections.section import EpochsSection, Section, check_choice
-from ludus.errors import nearest_names
 
-_PARTS = (
-    "citation_support extra_calls extra_turns format_kept format_score invalid_calls json_schema json_value "
-    "language_consistency long_answer multiple_choice patch_similarity repeated_calls same_state think_format "
-    "token_f1 tool_use well_formed"
-)
-PARTS = tuple(_PARTS.split())
-"""The built-in names of `rewards.extra` (`ludus.rewards.registry.NAMED`)."""
 PROGRESS = "progress"
 """The turn event of a new milestone of the world's turn verifier (`rewards.turns`)."""
 
@@ -49,7 +41,8 @@ class PartConfig(Section):
     """A shaping reward, enabled by its name. Each part validates which options it needs."""
 
     source: str | None = None
-    """A custom part, `path/to/file.py:name` (docs/extend/plugins.md); none is the built-in part of that name."""
+    """A custom part, `path/to/file.py:name` (docs/extend/plugins.md); none is the part of that name: a built-in one, or
+    an installed entry point."""
     weight: float = 0.05
     """Weight in the sum; penalties are negative themselves and need a positive weight."""
     free: int | None = None
@@ -64,10 +57,13 @@ class PartConfig(Section):
     tool: str | None = None
     """same_state: the tool (or environment) whose last output is the state; none is the answer."""
 
+    options: dict[str, bool | int | float | str] = Field({})
+    """The options of a custom part."""
+
     @property
-    def options(self) -> dict[str, int | str]:
-        """The options that are set."""
-        return self.model_dump(exclude={"weight", "source"}, exclude_none=True)
+    def given(self) -> dict[str, bool | int | float | str]:
+        """All options that are set."""
+        return self.model_dump(exclude={"weight", "source", "options"}, exclude_none=True) | self.options
 
 
 class RewardsConfig(Section):
@@ -77,7 +73,7 @@ class RewardsConfig(Section):
     """Parts and weights of a published system instead of the world's (`r1` and `composite` keep its outcome); none
     keeps the world's."""
     extra: dict[str, PartConfig] = Field({})
-    """Additional shaping rewards by name: one of `PARTS`, or any name with a `source`."""
+    """Additional shaping rewards by name: a built-in one (docs/use/rewards.md), or any name with a `source`."""
     aggregation: Literal["weighted_sum", "gated", "pareto"] = "weighted_sum"
     """`weighted_sum` of all parts. `gated`: parts other than the outcome count only if `gate` is 1. `pareto`: rank in
     the group by Pareto dominance, without weights."""
@@ -118,10 +114,6 @@ class RewardsConfig(Section):
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
-        if odd := [name for name, part in self.extra.items() if name not in PARTS and part.source is None]:
-            near = " or ".join(f"rewards.extra.{name}" for name in nearest_names(odd[0], PARTS))
-            hint = f"the nearest is {near}" if near else f"the rewards are {', '.join(PARTS)}"
-            raise ValueError(f"rewards.extra.{odd[0]} is not a reward; {hint}")
         if self.normalise_over != "run" and self.normalise_by is None:
             raise ValueError("rewards.normalise_over needs rewards.normalise_by, which is none")
         if self.model is not None and not self.models:

@@ -17,7 +17,7 @@ from typing import Protocol
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
 from ludus.diagnostics.alarms import Alarm, MetricsHistory, find_alarms, send_alarm, write_alarm
-from ludus.diagnostics.metrics import rollout_metrics, step_metrics
+from ludus.diagnostics.metrics import plugin_metrics, rollout_metrics
 from ludus.diagnostics.timings import StepTimings, scoring_hint, write_timings
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine, Sleepable, drain_stats
@@ -227,6 +227,7 @@ class SyncTrainer(EvaluatedTrainer):
         metrics = self.account(step, samples, learned)
         with clock.phase("evaluate"):
             metrics |= await self.evaluate_during(step)
+        metrics |= plugin_metrics(self.session.config.run.metrics, [*_metric_groups(samples).values()], metrics)
         trajectories = [sample.episode.trajectory for sample in samples]
         timings = clock.metrics(trajectories, scoring_concurrency(self.session.config))
         await dispatch(lambda: self.write(step, samples, metrics, timings))
@@ -254,8 +255,6 @@ class SyncTrainer(EvaluatedTrainer):
         by_number = _metric_groups(samples)
         groups, flags = list(by_number.values()), [zero_variance.get(number) for number in by_number]
         metrics = rollout_metrics(groups, self.session.world.rewards[0].name, flags)
-        for metric in step_metrics(self.session.config.run.metrics):
-            metrics |= metric(groups)
         if collector.reward_mixer is not None:
             metrics |= collector.reward_mixer.metrics(step, groups)
         probe = extra.pop("sync/probe_gap", None)

@@ -27,7 +27,7 @@ from ludus.engines.remote.http_client import RemoteEngineSettings, ServerUnreach
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import EngineError, UserError
-from ludus.plugins import find_plugin
+from ludus.plugins import check_result, find_plugin
 from ludus.rollouts.ledger import Ledger
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.scheduler import SamplingPlan, Scheduler, engine_scheduler
@@ -137,11 +137,15 @@ def make_renderer(env: EnvConfig, tokenizer: Any) -> Renderer:  # noqa: ANN401 (
 def make_engine(session: TrainingSession) -> Engine:
     """Return the configured plugin or servers, otherwise an embedded engine.
 
-    Raises EngineError if a server does not respond, ConfigError if there is no such plugin.
+    Raises EngineError if a server does not respond, ConfigError if there is no such plugin or its result lacks a
+    member of `Engine`.
     """
     if session.config.engine.plugin:
-        plugin = find_plugin("engines", session.config.engine.plugin, "engine.plugin", ())
-        return cast(Callable[[TrainingSession], Engine], plugin)(session)
+        name = session.config.engine.plugin
+        plugin = cast(Callable[[TrainingSession], Engine], find_plugin("engines", name, "engine.plugin", ()))
+        engine = plugin(session)
+        check_result(f"engine.plugin = {name}", engine, Engine)
+        return engine
     if not session.config.engine.is_external:
         return local_engine(session)
     try:

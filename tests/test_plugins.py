@@ -1,0 +1,149 @@
+"""Plug-ins with the wrong parameters or results: one sentence names the setting, the plug-in and the expected."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ludus.algorithms.spec.resolve import PRESETS
+from ludus.algorithms.tensors import Outcomes, TokenBatch
+from ludus.config import load_config
+from ludus.diagnostics.metrics import plugin_metrics
+from ludus.diagnostics.trackers import make_tracker
+from ludus.envs.registry import build_world
+from ludus.errors import ConfigError
+from ludus.plugins import find_plugin
+from ludus.training.run.session import TrainingSession, make_engine
+from ludus.types import Group, Task
+
+GROUPS = [Group(Task("t", (), None), ())]
+
+
+@pytest.fixture
+def written(tmp_path):
+    """A function that writes a plug-in file and returns its path."""
+
+    def write(text: str) -> str:
+        file = tmp_path / f"plug_in_{len(list(tmp_path.iterdir()))}.py"
+        file.write_text(text, "utf-8")
+        return str(file)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"), [("tools", "env.tools"), ("metrics", "run.metrics"), ("engines", "engine.plugin")]
+)
+def test_where_nothing_is_built_in_the_error_says_what_works(kind, setting):
+    with pytest.raises(ConfigError) as caught:
+        find_plugin(kind, "my_package.parts:mine", setting, ())
+    assert str(caught.value) == (
+        f"{setting} = 'my_package.parts:mine' is not known. None are built in; otherwise write path/to/file.py:name or "
+        f"the name of an installed entry point of ludus.{kind} (an import path does not work)."
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "takes"),
+    [
+        ("engines", "session"),
+        ("metrics", "groups"),
+        ("trackers", "folder, resume_step"),
+        ("worlds", "settings, limits"),
+    ],
+)
+def test_other_parameters_and_objects_are_refused_with_those_of_the_kind(written, kind, takes):
+    name = f"{written('def mine(a, b, c): ...')}:mine"
+    with pytest.raises(ConfigError) as caught:
+        find_plugin(kind, name, "some.setting", ())
+    expected = f"expected a function of ({takes})."
+    assert f"some.setting = {name} has the parameters (a, b, c); {expected}" in str(caught.value)
+    name = f"{written('mine = {}')}:mine"
+    with pytest.raises(ConfigError) as caught:
+        find_plugin(kind, name, "some.setting", ())
+    assert f"some.setting = {name} is {{}}; {expected}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        ("'many'", "'many'"),
+        ("[1, 2]", "[1, 2]"),
+        ("None", "None"),
+        ("{'mine/text': 'many'}", "'many' for 'mine/text'"),
+        ("{3: 1.0}", "1.0 for 3"),
+    ],
+)
+def test_a_metric_returns_numbers_by_name(written, result, found):
+    name = f"{written(f'def mine(groups): return {result}')}:mine"
+    with pytest.raises(ConfigError) as caught:
+        plugin_metrics([name], GROUPS, ())
+    expected = f"run.metrics = {name} returned {found}; expected a mapping of names to numbers."
+    assert expected in str(caught.value)
+
+
+def test_a_metric_replaces_no_other(written):
+    good = f"{written('def mine(groups): return {chr(97): len(groups)}')}:mine"
+    assert plugin_metrics([good], GROUPS, ["reward/mean"]) == {"a": 1}
+    for text in ("reward/mean", "step", "a"):
+        bad = f"{written(f'def mine(groups): return {{{text!r}: 0.5}}')}:mine"
+        with pytest.raises(ConfigError) as caught:
+            plugin_metrics([good, bad], GROUPS, ["reward/mean"])
+        expected = f"run.metrics = {bad} returned names that are taken ({text}); expected names of new metrics."
+        assert expected in str(caught.value)
+
+
+def test_a_tracker_has_log_and_close(written, tmp_path):
+    text = "class Mine:\n    def __init__(self, folder, resume_step): ...\n    def log(self, step, metrics): ...\n"
+    name = f"{written(text)}:Mine"
+    with pytest.raises(ConfigError) as caught:
+        make_tracker(name, tmp_path)
+    expected = f"run.trackers = {name} returned a value of type Mine without close; expected Tracker with log, close."
+    assert expected in str(caught.value)
+
+
+def test_an_environment_returns_a_world(written):
+    config = load_config(None, ["--env.name", f"{written('def mine(settings, limits): return 3')}:mine"])
+    with pytest.raises(ConfigError, match="mine: make_world returned 3"):
+        build_world(config.env, config.rollout)
+
+
+def test_an_engine_has_the_members_of_the_protocol(written):
+    name = f"{written('def mine(session): return None')}:mine"
+    config = load_config("search", ["--engine.plugin", name])
+    with pytest.raises(ConfigError) as caught:
+        make_engine(TrainingSession(config, None, None, None, None))
+    assert f"engine.plugin = {name} returned None without context_tokens, version, batch" in str(caught.value)
+    wrapper = "class Mine:\n    def __init__(self, inner): ...\n    def __getattr__(self, name): return name\n"
+    name = f"{written(wrapper)}:Mine"
+    config = load_config("search", ["--engine.plugin", name])
+    assert make_engine(TrainingSession(config, None, None, None, None)).version == "version"
+
+
+N, L = 4, 3
+REWARDS, GROUP, MASK = torch.rand(N), torch.tensor([0, 0, 1, 1]), torch.ones(N, L, dtype=torch.bool)
+OUTCOMES = Outcomes(REWARDS, GROUP, MASK)
+BATCH = TokenBatch(torch.zeros(N, L), torch.zeros(N, L), torch.zeros(N, L), torch.zeros(N, L), MASK)
+
+
+@pytest.mark.parametrize(
+    ("part", "takes", "batch"),
+    [("advantage", "rewards", OUTCOMES), ("loss", "logprobs", BATCH), ("correction", "old_logprobs", BATCH)],
+)
+def test_a_part_returns_a_tensor_of_the_shape_of_the_mask(written, part, takes, batch):
+    file = written(f"def few(*, {takes}): return {takes}.reshape(-1)[:4]\ndef none(*, {takes}): return None\n")
+    for function, found in (("few", "a tensor [4]"), ("none", "None")):
+        algorithm = replace(PRESETS["grpo"], **{part: f"{file}:{function}"})
+        with pytest.raises(ConfigError) as caught:
+            algorithm.compute(part, batch)
+        expected = f"algorithm.{part} = {file}:{function} returned {found}; expected a tensor [N, L] = [4, 3]."
+        assert expected in str(caught.value)
+
+
+def test_a_loss_per_trajectory_returns_one_term_for_each(written):
+    head = "from ludus.algorithms.algorithm import LossSpec\n@LossSpec(help='h', per_trajectory=True)\n"
+    name = f"{written(head + 'def mine(*, logprobs): return logprobs')}:mine"
+    with pytest.raises(ConfigError, match=r"returned a tensor \[4, 3\]; expected a tensor \[N\] = \[4\]"):
+        replace(PRESETS["grpo"], loss=name).compute("loss", BATCH)
