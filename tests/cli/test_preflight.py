@@ -44,8 +44,11 @@ def test_a_tokenizer_that_exceeds_the_embedding_is_refused_with_both_numbers_and
     assert not (tmp_path / "run").exists()
 
 
-def test_an_unknown_preset_is_refused_without_torch():
-    words = ["train", "search", "--algorithm.preset", "nope"]
+@pytest.mark.parametrize("command", ["train", "pipeline"])
+def test_an_unknown_preset_is_refused_without_torch(command, tmp_path):
+    (tmp_path / "stages.toml").write_text('[[stage]]\nkind = "rl"\nrecipe = "search"\n')
+    stages = [str(tmp_path / "stages.toml"), "--folder", str(tmp_path / "run")]
+    words = [command, *(stages if command == "pipeline" else ["search"]), "--algorithm.preset", "nope"]
     said = subprocess.run([sys.executable, "-c", TORCHLESS, *words], capture_output=True, text=True, check=True)
     assert "algorithm.preset = 'nope' is not known." in said.stderr
 

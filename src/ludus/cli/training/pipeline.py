@@ -21,7 +21,7 @@ from rich.console import Console
 from ludus.cli.arguments import recipe_stem
 from ludus.cli.training import preference, reward_model, rft, sft, train
 from ludus.cli.training.training_command import QUICK_HELP, TrainingStage, resume_hint
-from ludus.cli.ui.terminal import make_console, print_line
+from ludus.cli.ui.terminal import load_libraries, make_console, print_line
 from ludus.config.load import load_config
 from ludus.config.pipeline import Stage, StageKind, load_pipeline
 from ludus.config.quick import describe_cuts, quick_cuts
@@ -112,12 +112,13 @@ def check_pending(stages: Sequence[Stage], folder: Path, overrides: Sequence[str
 
 def check_stage(stage: Stage, config: Config, fed: bool) -> None:
     """Raise an error for unusable settings, files or sandbox; `fed`: the stage has training data."""
-    from ludus.training import rft, sft
-    from ludus.training.rl import validate
-
     check_extras(config)
     if stage.number == 1:
         check_new_run(config, stage.kind)
+    load_libraries()
+    from ludus.training import rft, sft
+    from ludus.training.rl import validate
+
     world = build_world(config.env, config.rollout, config.sandbox)
     validate.check_trackers(config)
     match stage.kind:
