@@ -342,15 +342,15 @@ def entropy_explosion(history: History, *, steps: int, first: int, factor: float
 
 @alarm
 def kl_jump(history: History, *, steps: int, window: int, factor: float, floor: float) -> str:
-    """The KL is above a multiple of the line through the `window` steps before."""
+    """The KL is above a multiple of its maximum over the `window` steps before, raised by their slope."""
     before, values = _last(history[:-steps], _KL, window), _last(history, _KL, steps)
     if not before or not values or before[0] <= 0:
         return ""
     slope = max(0.0, (before[-1] - before[0]) / (window - 1))
-    expected = [before[-1] + slope * (step + 1) for step in range(steps)]
+    expected = [max(before) + slope * (step + 1) for step in range(steps)]
     if any(value < max(factor * line, floor) for value, line in zip(values, expected, strict=True)):
         return ""
-    return f"{_KL} is {values[-1]:.3g} nats per token; {expected[-1]:.3g} continues the {window} steps before"
+    return f"{_KL} is {values[-1]:.3g} nats per token; the {window} steps before predict {expected[-1]:.3g}"
 
 
 @alarm

@@ -1,7 +1,7 @@
 """Recipes: one folder each, with `config.toml`, a README and `recipe.toml`: what it needs and shows, as measured.
 
-`starts_s` was measured once with `ludus train NAME` on two cores without other load, `memory_mb`, the peak until step 1,
-with `--run.threads 1`. `learns` is from the README of the recipe or of the project, or from docs/experiments/.
+`starts_s` was measured once with `ludus train NAME` on two cores without other load; `memory_mb`, the peak until step
+1, with `--run.threads 1`. `learns` is from the README of the recipe or of the project, or from docs/experiments/.
 """
 
 from __future__ import annotations
