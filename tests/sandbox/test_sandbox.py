@@ -402,9 +402,11 @@ def test_a_call_past_its_time_ends_the_interpreter_and_keeps_the_files():
 def test_processes_in_the_background_have_their_bounds_too():
     async def act(box):
         session = await box.session("shell", limits=Limits(wall_s=5, cpu_s=0.3, memory_bytes=128 * 2**20))
+        before = set(descendants())
         await session.run("while :; do :; done &")
-        running, deadline = len(descendants()), time.monotonic() + 20
-        while len(descendants()) >= running and time.monotonic() < deadline:
+        started, deadline = set(descendants()) - before, time.monotonic() + 20
+        assert started
+        while started & set(descendants()) and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
         over = await session.run("echo here")
         return over, await session.run("jobs; echo again")
