@@ -189,6 +189,8 @@ def judge(watch: Watch, before: set[str]) -> list[str]:
         wrong.append(f"the run exited with {code}: {watch.run.reason()}")
     if left := watch.run.left():
         wrong.append(f"{len(left)} processes are left")
+    with suppress(OSError):  # torch creates this folder when transformers is imported, and keeps it for later processes
+        next(watch.temporary.glob("torchinductor_*"), watch.temporary / "none").rmdir()
     if lying := sorted(str(path) for path in watch.temporary.rglob("*")):
         wrong.append(f"{len(lying)} temporary files are left, {lying[0]} first")
     if lying := sorted(shared() - before):
