@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
+from io import BytesIO
 from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -421,7 +422,13 @@ def _figure() -> tuple[Figure, Axes]:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UserError("Plots need matplotlib.", "Install it: pip install 'ludus[plot]'.") from error
-    figure = Figure(figsize=(7, 4), layout="constrained")
+
+    class NotebookFigure(Figure):
+        def _repr_png_(self) -> bytes:  # notebooks show only figures of pyplot otherwise
+            self.savefig(file := BytesIO(), format="png", dpi=100)
+            return file.getvalue()
+
+    figure = NotebookFigure(figsize=(7, 4), layout="constrained")
     return figure, figure.subplots()
 
 

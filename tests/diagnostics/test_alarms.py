@@ -7,8 +7,10 @@ from threading import Thread
 
 import pytest
 
+from ludus.config.load import load_config
 from ludus.config.settings import list_settings
 from ludus.diagnostics.alarms import Alarm, MetricsHistory, find_alarms, rules, send_alarm
+from ludus.errors import ConfigError
 from metric_rows import healthy, unsolved, with_end
 
 SETTINGS = {setting.key for setting in list_settings()}
@@ -165,6 +167,11 @@ def test_actions_replace_those_of_the_table():
     assert names(history, {"tool_errors": "off"}) == []
     (alarm,) = find_alarms(history, {"tool_errors": "pause"})
     assert alarm.rule.action == "pause"
+
+
+def test_a_wrong_action_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r'equal_rewards is "pauze", but must be one of .*\'pause\''):
+        load_config("search", ["--run.alarms.actions.equal_rewards", "pauze"])
 
 
 def test_remedies_name_settings_that_exist():

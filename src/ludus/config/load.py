@@ -125,6 +125,8 @@ def _sentences(data: dict[str, object], details: ErrorDetails) -> Iterator[str]:
         return
     bound = _BOUNDS.get(details["type"])
     expected = bound.format(**details.get("ctx", {})) if bound else setting.type_text
+    if details["type"] == "literal_error" and setting.is_open:
+        expected = f"one of {details['ctx']['expected']}"
     reason = f": {setting.why}" if bound and setting.why else ""
     yield f"{key} is {_show(_lookup(data, key))}, but must be {expected}{reason}."
 

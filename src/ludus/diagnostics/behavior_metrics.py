@@ -20,7 +20,7 @@ _NGRAM = 8
 """Tokens of a passage that counts as repeated or copied."""
 _WEIGHTS = np.array([pow(0x9E3779B97F4A7C15, n, 2**62) for n in range(1, _NGRAM + 1)], np.int64)
 """Factors of a polynomial hash modulo 2**64."""
-_WORD = re.compile(r"\w{3,}")
+_WORD = re.compile(r"\w+")
 
 
 def behavior_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:

@@ -20,6 +20,7 @@ from pathlib import Path
 from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.spec.resolve import algorithm_of, check_binary_rewards
 from ludus.cli.arguments import model_settings
+from ludus.cli.ui.terminal import make_console, print_text
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.config.settings import Setting, is_section, list_settings, suggestion
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print configuration or settings. Raises ConfigError for an invalid algorithm, plug-in or reward."""
     config = load_config(config_source(args.recipe), [*model_settings(args.model, args.recipe), *overrides])
     if args.keys is not None:
-        print("\n".join(key_lines(args.keys, config)))
+        print_text(make_console(), "\n".join(key_lines(args.keys, config)))
         return 0
     algorithm = algorithm_of(config)
     check_plugins(config)

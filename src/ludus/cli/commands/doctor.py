@@ -82,7 +82,8 @@ def print_findings(folder: Path, steps: int) -> int:
         style = {"fault": "bold red", "warn": "yellow", "note": "cyan"}[finding.severity]
         print_text(console, f"{finding.severity:5}  {finding.topic}: {finding.text}.", style)
         print_text(console, f"       {finding.remedy}")
-    read = f"{len(run.rows)} steps, {len(run.records)} rollouts of the last {steps}, {len(run.evaluations)} evaluations"
+    last = min(steps, len(run.rows))
+    read = f"{len(run.rows)} steps, {len(run.records)} rollouts of the last {last}, {len(run.evaluations)} evaluations"
     counts = Counter(finding.severity for finding in found)
     summary = ", ".join(f"{counts[severity]} {severity}" for severity in SEVERITIES if counts[severity])
     print_text(console, f"Read {read}. Findings: {summary or 'none'}.")

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         opened = runner.run(open_weights(config, folder))
         try:
             where = f"step {opened.step} of {args.target}" if folder else args.target
-            print_line(console, f"{where}, in the world {opened.session.world.name}. /help lists the commands.")
+            print_text(console, f"{where}, in the world {opened.session.world.name}. /help lists the commands.")
             chat(ChatRepl(opened, args.temperature), console, runner)
         finally:
             runner.run(opened.close())

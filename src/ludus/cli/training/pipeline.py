@@ -21,7 +21,7 @@ from rich.console import Console
 from ludus.cli.arguments import recipe_stem
 from ludus.cli.training import preference, reward_model, rft, sft, train
 from ludus.cli.training.training_command import QUICK_HELP, TrainingStage, resume_hint
-from ludus.cli.ui.terminal import load_libraries, make_console, print_line
+from ludus.cli.ui.terminal import load_libraries, make_console, print_line, print_text
 from ludus.config.load import load_config
 from ludus.config.pipeline import Stage, StageKind, load_pipeline
 from ludus.config.quick import describe_cuts, quick_cuts
@@ -82,7 +82,7 @@ def quick_stage(stage: Stage, overrides: Sequence[str], console: Console) -> Sta
     """Return a stage with the settings of --quick, and print them."""
     with prefix_errors(stage):
         cuts = quick_cuts(stage.kind, load_config(stage.recipe, [*stage.settings, *overrides]), overrides)
-    print_line(console, f"Stage {stage.number} ({stage.kind}). {describe_cuts(cuts)}")
+    print_text(console, f"Stage {stage.number} ({stage.kind}). {describe_cuts(cuts)}")
     return replace(stage, settings=(*stage.settings, *(word for cut in cuts for word in cut.words)))
 
 

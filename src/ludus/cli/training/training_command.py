@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ludus.cli.arguments import check_run, model_settings, recipe_config, recipe_stem, run_config
 from ludus.cli.signals import handle_interrupts
-from ludus.cli.ui.terminal import load_libraries, make_console, print_line
+from ludus.cli.ui.terminal import load_libraries, make_console, print_line, print_text
 from ludus.config.pipeline import StageKind
 from ludus.config.quick import describe_cuts, quick_cuts
 from ludus.config.schema import Config
@@ -73,7 +73,7 @@ class TrainingStage:
         config = recipe_config(args.recipe, self.shortcuts(args), overrides)
         if args.quick:
             cuts = quick_cuts(self.kind, config, overrides)
-            print_line(make_console(), describe_cuts(cuts))
+            print_text(make_console(), describe_cuts(cuts))
             words = [word for cut in cuts for word in cut.words]
             config = recipe_config(args.recipe, [*self.shortcuts(args), *words], overrides)
         stem = recipe_stem(args.recipe)

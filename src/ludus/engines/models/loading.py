@@ -16,7 +16,7 @@ from ludus.config.sections.model import ScratchConfig
 from ludus.engines.base import first_line
 from ludus.engines.models import smollm2
 from ludus.engines.models.lora import is_peft
-from ludus.errors import StorageError, UserError
+from ludus.errors import StorageError, UserError, did_you_mean
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -281,12 +281,12 @@ def _check_on_hub(name: str) -> None:
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UserError(
             f"The folder {name!r} does not exist, and the model hub has no model of that name.",
-            "Check the spelling; a private model needs a login.",
+            f"{did_you_mean(name, [smollm2.NAME])}Check the spelling; a private model needs a login.",
         ) from error
     except Exception as error:  # boundary: the hub client's network errors differ by version
         raise UserError(
             f"The folder {name!r} does not exist, and the model hub cannot be reached: {first_line(error)}.",
-            "Check the path or the network.",
+            f"{did_you_mean(name, [smollm2.NAME])}Check the path or the network.",
         ) from error
 
 

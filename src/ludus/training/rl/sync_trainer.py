@@ -52,7 +52,6 @@ from ludus.types import Group
 
 log = logging.getLogger("ludus.rl")
 
-ALARM_REMEDY = "the change that the alarm proposes, or with another action for it (run.alarms.actions)"
 KL_REMEDY = "a larger algorithm.kl_coef, a lower training.learning_rate or another kl_control.guard_factor"
 
 CheckpointFiles = Callable[[], Mapping[str, str]]
@@ -294,7 +293,11 @@ class SyncTrainer(EvaluatedTrainer):
         reasons = [(self.train_step.control_kl(metrics), KL_REMEDY)]
         reasons += [(guard.update(metrics), guard.remedy) for guard in self.guards]
         ending = [one for one in self.raised if one.rule.action in ("pause", "stop")]
-        reasons += [(f"Alarm {one.name}: {one.rule.cause} ({one.evidence}).", ALARM_REMEDY) for one in ending]
+        doctor = f"ludus doctor {self.folder.path} looks for causes."
+        reasons += [
+            (f"Alarm {one.name}: {one.text} {doctor}", f"this change, or with --run.alarms.actions.{one.name} warn")
+            for one in ending
+        ]
         return next((pair for pair in reasons if pair[0]), None)
 
     def raise_alarms(self, step: int) -> None:
