@@ -65,19 +65,15 @@ class Environment:
         return found
 
 
-@dataclass
-class World:
-    inner: object
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def environment(self, task):
-        return Environment(self.inner.environment(task), {which})
-
-
 def make_world(settings, limits):
-    return World(tiny_world.make_world(settings, limits))
+    inner = tiny_world.make_world(settings, limits)
+
+    class World(type(inner)):
+        def environment(self, task):
+            return Environment(super().environment(task), {which})
+
+    object.__setattr__(inner, "__class__", World)  # a frozen dataclass
+    return inner
 """
 THREE_STEPS = """aim, end = steps() + 3, time.monotonic() + {limit_s}
     while steps() < aim and time.monotonic() < end:

@@ -58,7 +58,7 @@ def _one_world(name: str, settings: Mapping[str, object], rollout: RolloutConfig
     factory = _factory(name)
     with plugin_errors(str(file), file.resolve()) if file else nullcontext():
         world = factory(settings, limits)
-    if not callable(getattr(world, "tasks", None)):
+    if not isinstance(world, World):
         raise ConfigError(f"{name}: make_world returned {describe_value(world)}.", "Return a World from it.")
     check_rewards(world.rewards)
     return world

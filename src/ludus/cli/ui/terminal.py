@@ -30,10 +30,18 @@ _SPEED_PERIOD_S = 600.0
 """Period over which the ETA averages the speed; a step may take minutes."""
 
 
+class _PipeConsole(Console):
+    """Console that leaves a closed pipe to `ludus.cli.main`, as print does."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise BrokenPipeError."""
+        raise BrokenPipeError
+
+
 def make_console(quiet: bool = False) -> Console:
     """Return a console on standard output, without markup and highlighting; a `quiet` one prints nothing."""
     width = None if sys.stdout.isatty() else PIPE_COLUMNS
-    return Console(markup=False, highlight=False, width=width, quiet=quiet)
+    return _PipeConsole(markup=False, highlight=False, width=width, quiet=quiet)
 
 
 def print_line(console: Console, text: str, style: str = "") -> None:
