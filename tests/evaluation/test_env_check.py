@@ -480,7 +480,7 @@ def test_show_prints_splits_tools_rewards_and_somebody_who_knows_how():
         "tool look(item): Look up a price.",
         "reward exact_match: weight 1, outcome",
         "reward f1: weight 0, reported",
-        "cold start: random demonstrations, right or wrong (there is no expert)",
+        "cold start: random demonstrations, right or wrong (the world has no expert)",
         "An episode of the agent demonstrations:",
         "[action]",
     ):

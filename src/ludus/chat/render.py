@@ -136,7 +136,7 @@ def document_tokens(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
 def render_dialogue(renderer: Renderer, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[Segment, ...]:
     """Render a whole dialogue as segments, in the same steps as a rollout. For demonstrations.
 
-    Raises ValueError if there is no assistant message.
+    Raises ValueError without an assistant message.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
@@ -159,7 +159,7 @@ class TemplateRenderer:
     does not support are rendered as text: tools and call instructions in the system message, thinking in the
     content, the system message in the first user message.
 
-    Raises `UserError` if there is no template, if it rejects a dialogue, or if turns have no end token.
+    Raises `UserError` without a template, if it rejects a dialogue, or if turns have no end token.
     """
 
     tokenizer: Tokenizer

@@ -50,14 +50,18 @@ class EvaluationConfig(Section):
     """Maximum tasks of an evaluation during training, the same ones each time."""
 
 
+AlarmAction = Literal["off", "note", "warn", "pause", "stop"]
+"""What an alarm does: nothing, show a note, show a warning, or write a checkpoint and end the run."""
+
+
 class AlarmsConfig(Section):
     """Alarms: problems that the metrics of a run show (docs/use/read_a_run.md)."""
 
-    actions: dict[str, Literal["off", "note", "warn", "pause", "stop"]] = Field({})
+    actions: dict[str, AlarmAction] = Field({})
     """Action by alarm, in place of its default: off, note, warn, pause (write a checkpoint and end the run, which can
     be resumed) or stop (the same without advice to resume it)."""
     webhook: str | None = None
-    """URL that receives each new alarm as a JSON object by POST. None is no webhook."""
+    """URL that receives each new alarm as a JSON object by POST. None is off."""
 
 
 class RunConfig(Section):

@@ -1,8 +1,9 @@
 """Alarms: problems that the metrics of a run show, each with cause, evidence, remedy and action.
 
 An alarm is a function of the metrics of all steps so far, oldest first, that returns its evidence, or an empty text.
-The decorator `alarm` registers it; texts, limits and the default action are in `alarms.toml` under its name. A metric
-that is absent raises no alarm. `echo_trap` is the rule of RAGEN (arXiv:2504.20073); the other limits are ours.
+The decorator `alarm` registers it; texts, limits and the default action are in `alarms.toml` under its name. An alarm
+that compares one metric with a limit needs no function. A metric that is absent raises no alarm. `echo_trap` is the
+rule of RAGEN (arXiv:2504.20073); the other limits are ours.
 """
 
 from __future__ import annotations
@@ -11,23 +12,23 @@ import json
 import logging
 import math
 import tomllib
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from importlib import resources
 from itertools import islice
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from threading import Thread
-from typing import Final, Literal
+from typing import Final
 from urllib.request import Request, urlopen
 
+from ludus.config.schema import AlarmAction
+from ludus.diagnostics.timings import append_json
 from ludus.rollouts.rollout_files import replaced_file
 from ludus.types import StopReason, ToolStatus
 
-Action = Literal["off", "note", "warn", "pause", "stop"]
-"""What an alarm does: nothing, show a note, show a warning, or write a checkpoint and end the run."""
 Row = Mapping[str, float]
 History = Sequence[Row]
 Check = Callable[..., str]
@@ -55,8 +56,10 @@ class Rule:
 
     cause: str
     remedy: str
-    action: Action
+    action: AlarmAction
     limits: Mapping[str, float]
+    metric: str = ""
+    """The metric that is above `limit` for `steps`, of an alarm without a function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,23 +127,39 @@ def alarm(check: Check) -> Check:
 def rules() -> Mapping[str, Rule]:
     """Return the rules by the name of their alarm, in the order of `alarms.toml`."""
     found = tomllib.loads(resources.files(__package__).joinpath("alarms.toml").read_text("utf-8"))
-    return {name: Rule(one.pop("cause"), one.pop("remedy"), one.pop("action"), one) for name, one in found.items()}
+    texts = ("cause", "remedy", "action", "metric")
+    return {name: Rule(limits=one, **{key: one.pop(key) for key in texts if key in one}) for name, one in found.items()}
 
 
-def find_alarms(history: History, actions: Mapping[str, Action] = {}) -> list[Alarm]:
+def find_alarms(history: History, actions: Mapping[str, AlarmAction] = {}) -> list[Alarm]:
     """Return the alarms that the newest step raises; `actions` replaces the actions of `alarms.toml` by name."""
     found = []
     for name, rule in rules().items():
         action = actions.get(name, rule.action)
-        if action != "off" and history and (evidence := _CHECKS[name](history, **rule.limits)):
-            found.append(Alarm(name, evidence, Rule(rule.cause, rule.remedy, action, rule.limits)))
+        check = partial(_above, name=rule.metric) if rule.metric else _CHECKS[name]
+        if action != "off" and history and (evidence := check(history, **rule.limits)):
+            found.append(Alarm(name, evidence, replace(rule, action=action)))
     return found
 
 
+def alarms_by_step(
+    rows: Iterable[tuple[int, Row]], actions: Mapping[str, AlarmAction] = {}
+) -> list[tuple[Alarm, list[int]]]:
+    """Return each alarm of a run's steps and metrics, as last raised, with the steps at which it was raised."""
+    history = MetricsHistory()
+    steps: dict[str, list[int]] = defaultdict(list)
+    newest: dict[str, Alarm] = {}
+    for step, row in rows:
+        history.append(row)
+        for raised in find_alarms(history.rows, actions):
+            steps[raised.name].append(step)
+            newest[raised.name] = raised
+    return [(raised, steps[name]) for name, raised in newest.items()]
+
+
 def write_alarm(file: Path, step: int, raised: Alarm) -> None:
-    """Append an alarm to a file of JSON lines."""
-    with file.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(_record(step, raised)) + "\n")
+    """Append an alarm to a file of JSON lines. Raises StorageError if that fails."""
+    append_json(file, _record(step, raised))
 
 
 def truncate_alarms(file: Path, step: int) -> None:
@@ -190,11 +209,7 @@ def _last(history: History, name: str, steps: int) -> list[float]:
 def _first(history: History, name: str, steps: int, last: int) -> float | None:
     """Return the mean of the first `steps` values, or None if the rows before the `last` ones have fewer."""
     values = [row[name] for row in history[: len(history) - last] if name in row][:steps]
-    return _mean(values) if len(values) == steps else None
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+    return fmean(values) if len(values) == steps else None
 
 
 def _evaluations(history: History) -> tuple[str, list[tuple[Row, float]]]:
@@ -227,9 +242,9 @@ def echo_trap(history: History, *, steps: int, first: int, fraction: float) -> s
     """The standard deviation in groups stays below a fraction of that of the first steps with successes."""
     base = [row[GROUP_STD] for row in history if row.get(SUCCESS, 0.0) > 0 and GROUP_STD in row][:first]
     values = _last(history, GROUP_STD, steps)
-    if len(base) < first or len(history) < steps + first or not values or max(values) >= fraction * _mean(base):
+    if len(base) < first or len(history) < steps + first or not values or max(values) >= fraction * fmean(base):
         return ""
-    return f"{GROUP_STD} is {values[-1]:.3g}, and was {_mean(base):.3g} in the first {first} steps with successes"
+    return f"{GROUP_STD} is {values[-1]:.3g}, and was {fmean(base):.3g} in the first {first} steps with successes"
 
 
 @alarm
@@ -282,7 +297,7 @@ def _zero_reward_evidence(last: History) -> str:
 
 @alarm
 def equal_rewards(history: History, *, steps: int, limit: float) -> str:
-    """All groups have equal rewards, and there is no other loss."""
+    """All groups have equal rewards, and rewards are the only source of the loss."""
     now, values = history[-1], _last(history, _EQUAL, steps)
     if not values or min(values) < limit or "distill/reverse_kl" in now or now.get("experts/trained", 0.0) > 0:
         return ""
@@ -295,7 +310,7 @@ def equal_rewards(history: History, *, steps: int, limit: float) -> str:
 def few_differences(history: History, *, steps: int, limit: float) -> str:
     """Most groups have equal rewards for long."""
     values = _last(history, _EQUAL, steps)
-    return f"{_mean(values):.0%} of the groups of the last {steps} steps" if values and limit < min(values) < 1 else ""
+    return f"{fmean(values):.0%} of the groups of the last {steps} steps" if values and limit < min(values) < 1 else ""
 
 
 @alarm
@@ -315,11 +330,9 @@ def uniform_failure(history: History, *, steps: int, solved: float) -> str:
 def entropy_collapse(history: History, *, steps: int, limit: float) -> str:
     """Entropy stays near 0. Steps without training have no entropy and raise no alarm."""
     values = _last(history, ENTROPY, steps)
-    return (
-        f"{ENTROPY} is {values[-1]:.4g} nats per token, below {limit:g}{_for(steps)}"
-        if values and max(values) < limit
-        else ""
-    )
+    if not values or max(values) >= limit:
+        return ""
+    return f"{ENTROPY} is {values[-1]:.4g} nats per token, below {limit:g}{_for(steps)}"
 
 
 @alarm
@@ -396,16 +409,11 @@ def _without_gain(history: History, name: str, steps: int, first: int, factor: f
     """Return evidence if a metric rose by `factor` since the first steps and success by less than `gain`."""
     base, values = _first(history, name, first, steps), _last(history, name, steps)
     solved, now = _first(history, SUCCESS, first, steps), _last(history, SUCCESS, steps)
-    if (
-        not base
-        or not values
-        or min(values) < factor * base
-        or solved is None
-        or not now
-        or _mean(now) >= solved + gain
-    ):
+    if not base or not values or solved is None or not now:
         return ""
-    return f"{name} rose from {base:.3g} to {values[-1]:.3g}; {SUCCESS} went from {solved:.2f} to {_mean(now):.2f}"
+    if min(values) < factor * base or fmean(now) >= solved + gain:
+        return ""
+    return f"{name} rose from {base:.3g} to {values[-1]:.3g}; {SUCCESS} went from {solved:.2f} to {fmean(now):.2f}"
 
 
 @alarm
@@ -425,37 +433,7 @@ def _cut_share(row: Row) -> float:
     return sum(row.get(f"episode/stop/{reason}", 0.0) for reason in (StopReason.TRUNCATED, StopReason.MAX_TOKENS))
 
 
-@alarm
-def repetition(history: History, *, steps: int, limit: float) -> str:
-    """Most tokens repeat an n-gram of their turn."""
-    return _above(history, "text/repeated", steps, limit)
-
-
-@alarm
-def parroting(history: History, *, steps: int, limit: float) -> str:
-    """Most tokens copy an n-gram of an observation."""
-    return _above(history, "text/copied", steps, limit)
-
-
-@alarm
-def language_mixing(history: History, *, steps: int, limit: float) -> str:
-    """Letters of scripts that the prompts do not contain."""
-    return _above(history, "text/foreign_script", steps, limit)
-
-
 # Tools
-
-
-@alarm
-def tool_loops(history: History, *, steps: int, limit: float) -> str:
-    """Calls repeat the call before them."""
-    return _above(history, "tools/repeated", steps, limit)
-
-
-@alarm
-def tool_hallucination(history: History, *, steps: int, limit: float) -> str:
-    """Calls of unknown tools."""
-    return _above(history, f"tools/status/{ToolStatus.UNKNOWN_TOOL}", steps, limit)
 
 
 @alarm
@@ -467,12 +445,6 @@ def tool_errors(history: History, *, steps: int, limit: float) -> str:
     kinds = {status: now.get(f"tools/status/{status}", 0.0) for status in ToolStatus if status is not ToolStatus.OK}
     worst = max(kinds, key=lambda status: kinds[status])
     return f"{values[-1]:.0%} of the calls, most often {worst} ({kinds[worst]:.0%} of all calls)"
-
-
-@alarm
-def episodes_of_errors(history: History, *, steps: int, limit: float) -> str:
-    """Episodes that end after consecutive tool errors."""
-    return _above(history, f"episode/stop/{StopReason.TOOL_ERRORS}", steps, limit)
 
 
 @alarm
@@ -502,12 +474,6 @@ def tool_starvation(history: History, *, steps: int, first: int, fraction: float
     if base is None or base < calls or not values or max(values) > fraction * base:
         return ""
     return f"{_CALLS} fell from {base:.2f} to {values[-1]:.2f}"
-
-
-@alarm
-def unused_results(history: History, *, steps: int, limit: float) -> str:
-    """Results of tools of which nothing occurs in what follows."""
-    return _above(history, "tools/unused_results", steps, limit)
 
 
 @alarm
@@ -542,7 +508,7 @@ def shaping_only(history: History, *, window: int, rise: float, gain: float, sol
 
 def _means(rows: History) -> dict[str, float]:
     names = [name for name in rows[-1] if name.startswith(("reward/", SUCCESS))]
-    return {name: _mean([row.get(name, 0.0) for row in rows]) for name in names}
+    return {name: fmean([row.get(name, 0.0) for row in rows]) for name in names}
 
 
 @alarm

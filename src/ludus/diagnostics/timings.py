@@ -130,9 +130,14 @@ def scoring_hint(timings: Mapping[str, float], config: Config) -> str:
 
 
 def write_timings(path: Path, step: int, metrics: Mapping[str, float]) -> None:
+    """Append the timings of a step. Raises StorageError if that fails."""
+    append_json(path, {"step": step, **metrics})
+
+
+def append_json(path: Path, record: Mapping[str, object]) -> None:
     """Append a JSON line. Raises StorageError if that fails."""
     try:
         with path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+            file.write(json.dumps(record) + "\n")
     except OSError as error:
         raise StorageError(f"{path} could not be written: {error.strerror}.", "Free some space.") from error

@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from itertools import count as numbers_from
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -123,6 +124,12 @@ class Evaluation:
     def rate(self) -> float:
         """Mean success over tasks and attempts."""
         return self._rate(self.successes)
+
+    @cached_property
+    def scores(self) -> dict[str, float]:
+        """Share of solved attempts by task."""
+        pairs = zip(self.task_ids, self.successes, strict=True)
+        return {task_id: count / self.plan.samples for task_id, count in pairs}
 
     @property
     def interval(self) -> Interval:

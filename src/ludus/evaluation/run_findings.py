@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from ludus.config.schema import Config
-from ludus.diagnostics.alarms import Alarm, MetricsHistory, find_alarms
+from ludus.diagnostics.alarms import alarms_by_step
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import Evaluation
 from ludus.evaluation.stats import PairedDifference, paired_difference
@@ -216,18 +216,10 @@ def check_held_out(run: RunData) -> Iterator[Finding]:
 
 def check_alarms(run: RunData) -> Iterator[Finding]:
     """Each alarm of the run, with the steps at which it was raised."""
-    steps: dict[str, list[int]] = defaultdict(list)
-    newest: dict[str, Alarm] = {}
-    history = MetricsHistory()
-    for number, row in enumerate(run.rows, start=1):
-        history.append(row)
-        for alarm in find_alarms(history.rows):
-            steps[alarm.name].append(number)
-            newest[alarm.name] = alarm
-    for name, alarm in newest.items():
-        rule, own = alarm.rule, steps[name]
-        text = f"{rule.cause}: {alarm.evidence} (at {len(own)} of {len(run.rows)} steps, last at step {own[-1]})"
-        yield Finding(f"alarm {name}", "note" if rule.action == "note" else "warn", text, rule.remedy)
+    for alarm, steps in alarms_by_step(enumerate(run.rows, start=1), run.config.run.alarms.actions):
+        rule = alarm.rule
+        text = f"{rule.cause}: {alarm.evidence} (at {len(steps)} of {len(run.rows)} steps, last at step {steps[-1]})"
+        yield Finding(f"alarm {alarm.name}", "note" if rule.action == "note" else "warn", text, rule.remedy)
 
 
 def _before_and_after(evaluations: Sequence[Evaluation]) -> Iterator[tuple[Evaluation, Evaluation]]:

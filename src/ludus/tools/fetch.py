@@ -1,4 +1,4 @@
-"""`fetch`: read pages of a local corpus by URL. There is no network access."""
+"""`fetch`: read pages of a local corpus by URL. The network is not used."""
 
 from __future__ import annotations
 

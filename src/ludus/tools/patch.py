@@ -1,7 +1,7 @@
 """`apply_patch`: apply a unified diff to the files of a workspace atomically.
 
 A hunk applies at its line number if its old lines match there, otherwise at the only other matching position.
-There is no fuzzy matching: a hunk that does not match is rejected with a reason.
+Matching is exact: a hunk that does not match is rejected with a reason.
 
 The library `unidiff` is not used: it accepts lines beyond a hunk's counts and headers without hunks, its errors
 have no line numbers, and it takes a minute for 60,000 characters of "Binary file" or "diff --git".

@@ -133,16 +133,11 @@ def compare(a: Evaluation, b: Evaluation) -> PairedDifference:
 
 def common_scores(a: Evaluation, b: Evaluation) -> tuple[dict[str, float], dict[str, float]]:
     """Return the scores by task, restricted to the smaller evaluation if the larger one has all of its tasks."""
-    in_a, in_b = _scores(a), _scores(b)
+    in_a, in_b = a.scores, b.scores
     if in_a.keys() <= in_b.keys() or in_b.keys() <= in_a.keys():
         common = in_a.keys() & in_b.keys()
         in_a, in_b = ({task: scores[task] for task in scores if task in common} for scores in (in_a, in_b))
     return in_a, in_b
-
-
-def _scores(evaluation: Evaluation) -> dict[str, float]:
-    pairs = zip(evaluation.task_ids, evaluation.successes, strict=True)
-    return {task_id: count / evaluation.plan.samples for task_id, count in pairs}
 
 
 def differing_conditions(a: Evaluation, b: Evaluation) -> list[str]:

@@ -17,7 +17,6 @@ import os
 import re
 import shutil
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -25,15 +24,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-from ludus.cli.arguments import no_settings, run_config
+from ludus.cli.arguments import no_settings
 from ludus.cli.ui.terminal import load_libraries, make_console, print_text
-from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import LudusError
-from ludus.evaluation.evaluate import load_evaluation
-from ludus.evaluation.run_findings import SEVERITIES, RunData, examine_run
 from ludus.recipes import recipe_folder
-from ludus.rollouts.rollout_files import read_rollouts
-from ludus.training.run.run_dir import RunFolder
 
 _REQUIRED_GB = 2.0
 """Memory and disk in GB that the search recipe needs, with a margin."""
@@ -63,6 +57,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print each finding; return 1 if there are faults."""
     no_settings(overrides, "doctor")
     if args.run is not None:
+        from ludus.cli.ui.findings import print_findings  # needs libraries that the check of the machine may miss
+
         return print_findings(args.run, args.steps)
     load_libraries()
     console = make_console()
@@ -72,35 +68,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print_text(console, f"{finding.state:5}  {finding.what}: {finding.text}", _STYLES[finding.state])
     print_text(console, "No faults: ready to train." if not faults else f"Faults: {faults}.")
     return 1 if faults else 0
-
-
-def print_findings(folder: Path, steps: int) -> int:
-    """Print the findings about a run, the most severe first; return 1 if there are faults."""
-    run = read_run(folder, steps)
-    console, found = make_console(), examine_run(run)
-    for finding in found:
-        style = {"fault": "bold red", "warn": "yellow", "note": "cyan"}[finding.severity]
-        print_text(console, f"{finding.severity:5}  {finding.topic}: {finding.text}.", style)
-        print_text(console, f"       {finding.remedy}")
-    last = min(steps, len(run.rows))
-    read = f"{len(run.rows)} steps, {len(run.records)} rollouts of the last {last}, {len(run.evaluations)} evaluations"
-    counts = Counter(finding.severity for finding in found)
-    summary = ", ".join(f"{counts[severity]} {severity}" for severity in SEVERITIES if counts[severity])
-    print_text(console, f"Read {read}. Findings: {summary or 'none'}.")
-    return 1 if counts["fault"] else 0
-
-
-def read_run(path: Path, steps: int) -> RunData:
-    """Read what the checks need. Raises UserError if the folder is not that of a run."""
-    folder = RunFolder(path)
-    config = run_config(folder, ())
-    files = sorted(folder.rollouts.glob("step-*.jsonl.gz"))[-steps:] if steps > 0 else []
-    return RunData(
-        config,
-        [row.metrics for row in read_metrics(folder.metrics)] if folder.metrics.is_file() else [],
-        [record for file in files for record in read_rollouts(file)],
-        [load_evaluation(file) for file in sorted(folder.evaluations.glob("*.json"))],
-    )
 
 
 def examine(folder: Path, url: str | None = None, api: str = "vllm") -> Iterator[DoctorFinding]:

@@ -233,5 +233,5 @@ def print_difficulty(console: Console, world: World) -> None:
 def _cold_start(world: World) -> str:
     if not world.implements("demonstrations"):
         return "none"
-    random = "random demonstrations, right or wrong (there is no expert)"
+    random = "random demonstrations, right or wrong (the world has no expert)"
     return "demonstrations" if world.implements("expert") else random

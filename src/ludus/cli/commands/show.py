@@ -85,7 +85,7 @@ def print_overview(folder: RunFolder, config: Config, console: Console) -> None:
     means = mean_timings(timings)
     for text in filter(None, [summary.format_ledger(rows), summary.explain_loss(rows), summary.format_times(means)]):
         print_text(console, text)
-    for text in filter(None, [*summary.format_alarms(rows), scoring_hint(means, config)]):
+    for text in filter(None, [*summary.format_alarms(rows, config.run.alarms.actions), scoring_hint(means, config)]):
         print_text(console, f"! {text}", "yellow")
     print_evaluations(folder, console)
 

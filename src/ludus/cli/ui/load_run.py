@@ -33,7 +33,7 @@ class LoadedRun:
 async def open_weights(config: Config, run: RunFolder | None = None, world: World | None = None) -> LoadedRun:
     """Load the newest checkpoint of `run`, or the configured model, with the configured world or `world`.
 
-    Raises UserError if there is no checkpoint.
+    Raises UserError without a checkpoint.
     """
     silence_libraries()
     session, step = (open_session(config, world=world), 0) if run is None else open_checkpoint(run, config, world)

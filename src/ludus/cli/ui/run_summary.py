@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
-from ludus.diagnostics.alarms import ENTROPY, LOGPROB_GAP, Alarm, MetricsHistory, find_alarms
+from ludus.config.schema import AlarmAction
+from ludus.diagnostics.alarms import ENTROPY, LOGPROB_GAP, alarms_by_step
 from ludus.diagnostics.timings import episode_shares
 from ludus.diagnostics.trackers import MetricsRow
 
@@ -132,18 +133,10 @@ def format_ledger(rows: Sequence[MetricsRow]) -> str:
     return text
 
 
-def format_alarms(rows: Sequence[MetricsRow]) -> list[str]:
+def format_alarms(rows: Sequence[MetricsRow], actions: Mapping[str, AlarmAction] = {}) -> list[str]:
     """Return each alarm of the run with its newest text and the number of steps at which it was raised."""
-    history = MetricsHistory()
-    steps: dict[str, list[int]] = defaultdict(list)
-    newest: dict[str, Alarm] = {}
-    for row in rows:
-        history.append(row.metrics)
-        for alarm in find_alarms(history.rows):
-            steps[alarm.name].append(row.step)
-            newest[alarm.name] = alarm
-    counts = {name: f"at {len(own)} of {len(rows)} steps, last at step {own[-1]}" for name, own in steps.items()}
-    return [f"{newest[name].text} ({count})" for name, count in counts.items()]
+    found = alarms_by_step(((row.step, row.metrics) for row in rows), actions)
+    return [f"{alarm.text} (at {len(own)} of {len(rows)} steps, last at step {own[-1]})" for alarm, own in found]
 
 
 def explain_loss(rows: Sequence[MetricsRow]) -> str:

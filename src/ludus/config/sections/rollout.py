@@ -195,7 +195,7 @@ class SandboxConfig(Section):
     """The sandbox in which tools run programs. See docs/use/sandbox.md."""
 
     backend: Literal["namespaces", "docker", "podman", "remote", "sandbox_fusion", "piston", "process"] = "namespaces"
-    """Isolation of programs from the host; there is no fallback to a weaker backend."""
+    """Isolation of programs from the host; a weaker backend is never used instead."""
     concurrency: int = Field(0, ge=0)
     """namespaces: concurrent runs outside sessions; 0 is one per processor, at least 2."""
     sessions: int = Field(0, ge=0)

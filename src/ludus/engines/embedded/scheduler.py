@@ -166,7 +166,7 @@ class SequenceScheduler(ABC):
 
     @property
     def next_timeout_s(self) -> float | None:
-        """Seconds to the earliest deadline, at least 0; None if there is no deadline."""
+        """Seconds to the earliest deadline, at least 0; None without a deadline."""
         earliest = min((s.deadline for s in (*self.running, *self.waiting)), default=math.inf)
         return None if earliest == math.inf else max(0.0, earliest - time.monotonic())
 

@@ -1,7 +1,7 @@
 """The default backend on Linux: bubblewrap namespaces with a pool of warm zygotes.
 
 At most `concurrency` runs execute at once, each in a zygote with new namespaces, processes and files; others wait for a
-free slot. There is no fallback to a weaker isolation: missing requirements raise UserError.
+free slot. Missing requirements raise UserError; weaker isolation is never used instead.
 """
 
 from __future__ import annotations

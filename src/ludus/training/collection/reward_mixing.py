@@ -2,7 +2,7 @@
 
 Takes a step's scored episodes, including the extra parts of the settings (`add_extra_parts`), and returns them
 with a new `reward` (and `turn_rewards` if there is a process model). Parts are still recorded by name.
-With default settings there is no mixer. Evaluations are not affected.
+Default settings need no mixer. Evaluations are not affected.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class FileProblem:
 
 @dataclass(frozen=True)
 class FileReport:
-    """Contents of a file: records of one kind (None if there is no valid one), and all problems."""
+    """Contents of a file: records of one kind (None if none is valid), and all problems."""
 
     path: Path
     kind: DataKind | None

@@ -130,7 +130,7 @@ def training_loop(trainer: SyncTrainer, done: int) -> Callable[[int], Awaitable[
 
 
 def restore_groups(folder: RunFolder, source: PromptStream, done: int, file: str = WAITING_FILE) -> StreamState:
-    """Return the groups in a file of the checkpoint of step `done`; empty if there is no such file."""
+    """Return the groups in a file of the checkpoint of step `done`; empty if the file is missing."""
     text = load_text(checkpoint_path(folder.checkpoints, done), file) if done else None
     if text is None:
         return StreamState()

@@ -281,7 +281,7 @@ class SyncTrainer(EvaluatedTrainer):
             await dispatch(lambda: self.save(state, waiting | dict(files())))
         if pause is not None:
             if any(one.rule.action == "stop" for one in self.raised):
-                raise LearnerError(f"{pause[0]} Run stopped after step {step}.", self.raised[0].rule.remedy)
+                raise LearnerError(f"{pause[0]} Run stopped after step {step}.")
             raise LearnerError(
                 f"{pause[0]} Run paused after step {step}.", f"Resume with {pause[1]}: {resume_command(self.folder)}"
             )

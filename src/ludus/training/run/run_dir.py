@@ -258,7 +258,7 @@ def _next_free(runs: Path, name: str) -> Path:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file; empty if there is no file. Raises StorageError if it is invalid."""
+    """Return the object in a file; empty if the file is missing. Raises StorageError if it is invalid."""
     try:
         data = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:

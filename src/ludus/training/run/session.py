@@ -137,7 +137,7 @@ def make_renderer(env: EnvConfig, tokenizer: Any) -> Renderer:  # noqa: ANN401 (
 def make_engine(session: TrainingSession) -> Engine:
     """Return the configured plugin or servers, otherwise an embedded engine.
 
-    Raises EngineError if a server does not respond, ConfigError if there is no such plugin or its result lacks a
+    Raises EngineError if a server does not respond, ConfigError if the plug-in is unknown or its result lacks a
     member of `Engine`.
     """
     if session.config.engine.plugin:

@@ -1,0 +1,43 @@
+"""Read a run folder and print the findings about it: `ludus doctor RUN`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from ludus.cli.arguments import run_config
+from ludus.cli.ui.terminal import make_console, print_text
+from ludus.diagnostics.trackers import read_metrics
+from ludus.evaluation.evaluate import load_evaluation
+from ludus.evaluation.run_findings import SEVERITIES, RunData, examine_run
+from ludus.rollouts.rollout_files import read_rollouts
+from ludus.training.run.run_dir import RunFolder
+
+
+def print_findings(folder: Path, steps: int) -> int:
+    """Print the findings about a run, the most severe first; return 1 if there are faults."""
+    run = read_run(folder, steps)
+    console, found = make_console(), examine_run(run)
+    for finding in found:
+        style = {"fault": "bold red", "warn": "yellow", "note": "cyan"}[finding.severity]
+        print_text(console, f"{finding.severity:5}  {finding.topic}: {finding.text}.", style)
+        print_text(console, f"       {finding.remedy}")
+    last = min(steps, len(run.rows))
+    read = f"{len(run.rows)} steps, {len(run.records)} rollouts of the last {last}, {len(run.evaluations)} evaluations"
+    counts = Counter(finding.severity for finding in found)
+    summary = ", ".join(f"{counts[severity]} {severity}" for severity in SEVERITIES if counts[severity])
+    print_text(console, f"Read {read}. Findings: {summary or 'none'}.")
+    return 1 if counts["fault"] else 0
+
+
+def read_run(path: Path, steps: int) -> RunData:
+    """Read what the checks need. Raises UserError if the folder is not that of a run."""
+    folder = RunFolder(path)
+    config = run_config(folder, ())
+    files = sorted(folder.rollouts.glob("step-*.jsonl.gz"))[-steps:] if steps > 0 else []
+    return RunData(
+        config,
+        [row.metrics for row in read_metrics(folder.metrics)] if folder.metrics.is_file() else [],
+        [record for file in files for record in read_rollouts(file)],
+        [load_evaluation(file) for file in sorted(folder.evaluations.glob("*.json"))],
+    )
