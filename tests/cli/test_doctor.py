@@ -1,9 +1,9 @@
 """`ludus doctor`: its report here, and for missing, old or unreachable parts."""
 
 import subprocess
-from importlib import sys
+import sys
+from importlib import metadata
 
-import metadata
 import pytest
 
 from ludus.cli.commands.doctor import check_libraries, examine, locked_versions
