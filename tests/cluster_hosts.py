@@ -55,7 +55,7 @@ class Host:
 
 
 @dataclass
-class Hosts:
+class NamespaceHosts:
     """The hosts; the learner runs on the first one, the head."""
 
     hosts: list[Host]
@@ -137,7 +137,7 @@ def _ip(*words: str) -> None:
 @contextmanager
 def ray_hosts(*resources: dict[str, float]):
     """Yield one host per element of `resources`. The folder is in /tmp, because socket paths must be short."""
-    hosts = Hosts([Host(i, one) for i, one in enumerate(resources)], Path(f"/tmp/ludus-ray-{os.getpid()}"))
+    hosts = NamespaceHosts([Host(i, one) for i, one in enumerate(resources)], Path(f"/tmp/ludus-ray-{os.getpid()}"))
     try:
         hosts.lay()
         hosts.start()

@@ -15,7 +15,7 @@ from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.training.rl.build import train
 from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
-from small_runs import SMALLEST, Silent
+from small_runs import SMALLEST, RecordingReporter
 
 CLUSTER = {
     "cluster__kind": "local",
@@ -29,7 +29,7 @@ CLUSTER = {
 _PLACE = re.compile(r"(engine|reward worker|worker) (\d+) runs at \S+ \((\d+)\)")
 
 
-class Meddling(Silent):
+class InterveningReporter(RecordingReporter):
     """A reporter that calls `what(cluster)` after `at` episodes."""
 
     def __init__(self, at: int, what) -> None:
@@ -44,10 +44,10 @@ class Meddling(Silent):
             self.what(self.cluster)
 
 
-def run(folder: Path, reporter: Silent | None = None, **changes: str) -> RunFolder:
+def run(folder: Path, reporter: RecordingReporter | None = None, **changes: str) -> RunFolder:
     """Train in `folder`, on a cluster unless `cluster__kind` is none."""
     os.environ.setdefault("RAY_worker_niceness", "0")  # Ray lowers the priority of its processes
-    reporter = reporter or Silent()
+    reporter = reporter or RecordingReporter()
     session = open_session(small_runs.config(folder, **SMALLEST | CLUSTER | changes))
     made = new_run(session.config, "run", "rl", "search")
     with lock_run(made):
@@ -55,7 +55,7 @@ def run(folder: Path, reporter: Silent | None = None, **changes: str) -> RunFold
             train(session, made, reporter)
             return made
         with open_cluster(session) as cluster:
-            if isinstance(reporter, Meddling):
+            if isinstance(reporter, InterveningReporter):
                 reporter.cluster = cluster
             train(session, made, reporter, cluster)
     return made

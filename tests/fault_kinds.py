@@ -50,7 +50,7 @@ class Fault:
         """Start what the runs need, and stop it at the end of the block."""
         yield
 
-    def strike(self, run: Process, folder: Path, way: str, rng: random.Random) -> str:
+    def inject(self, run: Process, folder: Path, way: str, rng: random.Random) -> str:
         """Inject the fault; return what was done, or an empty text if the run has no target."""
         raise NotImplementedError
 
@@ -65,7 +65,7 @@ class Learner(Fault):
     ways = ("killed", "killed while it writes a checkpoint")
     codes = (-signal.SIGKILL,)
 
-    def strike(self, run, folder, way, rng):
+    def inject(self, run, folder, way, rng):
         deadline = time.monotonic() + 20
         while way != "killed" and not any(folder.glob("checkpoints/.step-*.tmp")):
             if run.code is not None or time.monotonic() > deadline:
@@ -84,7 +84,7 @@ class Role(Fault):
         given = {"cluster.kind": "local", "cluster.heartbeat_timeout_s": "15", "engine.connect_timeout_s": "10"}
         return given | {"cluster.engines": self.engines, "cluster.workers": self.workers}
 
-    def strike(self, run, folder, way, rng):
+    def inject(self, run, folder, way, rng):
         log = folder / "log.txt"
         places = _PLACE.findall(log.read_text()) if log.exists() else []
         own = [int(pid) for kind, _, pid in places if kind == self.name]
@@ -116,7 +116,7 @@ class Rank(Fault):
     def settings(self):
         return {"training.learner.ranks": "2", "training.learner.shard": "true"}
 
-    def strike(self, run, folder, way, rng):
+    def inject(self, run, folder, way, rng):
         followers = named(run.pid, "ludus.training.rl.rank_worker")
         if run.code is not None or not followers:
             return ""
@@ -152,7 +152,7 @@ class Pool(Fault):
         finally:
             self.server.kill()
 
-    def strike(self, run, folder, way, rng):
+    def inject(self, run, folder, way, rng):
         self.server.kill()
         if way != "killed for good":
             time.sleep(rng.uniform(0, 0.5))
@@ -178,7 +178,7 @@ class Tool(Fault):
         behind = {"env.name": WORLDS, "env.settings": '{behind = "mcp"}'}
         return behind | {"rollout.tool_timeout_s": "0.5"}
 
-    def strike(self, run, folder, way, rng):
+    def inject(self, run, folder, way, rng):
         servers = named(run.pid, "price_server.py")
         if run.code is not None or not servers:
             return ""
@@ -214,7 +214,7 @@ class Disk(Fault):
         finally:
             subprocess.run(["umount", "-l", self.folder()], check=True)
 
-    def strike(self, run, folder, way, rng):
+    def inject(self, run, folder, way, rng):
         room = 0 if way == "full" else rng.choice([4096, 65_536, 262_144, 1_048_576])
         with (self.folder() / "filler").open("wb", buffering=0) as filler:
             with suppress(OSError):
@@ -266,7 +266,7 @@ class Link(Fault):
             finally:
                 self.server.kill()
 
-    def strike(self, run, folder, way, rng):
+    def inject(self, run, folder, way, rng):
         speed = rng.choice(["100kbit", "400kbit"]) if "deadline" not in way else "4kbit"
         self._cut() if "cut" in way else self._slow(speed)
         if "while" in way:

@@ -80,7 +80,7 @@ def run_trial(fault: Fault, whole: CleanRun, settings: dict[str, str], way: str,
     said.unlink(missing_ok=True)
     trial = Trial(fault.name, settings["training.mode"], way, rng.uniform(0.02, 1.0) * whole.seconds)
     process = fork(train_words(fault.work, folder, settings), said)
-    if process.wait(trial.moment) is not None or not fault.strike(process, folder, way, rng):
+    if process.wait(trial.moment) is not None or not fault.inject(process, folder, way, rng):
         process.kill()
         process.left()
         return None

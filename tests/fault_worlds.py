@@ -17,7 +17,7 @@ PROGRAM = "print({item!r}, 'costs', {prices!r}[{item!r}])"
 
 
 @dataclass(frozen=True)
-class Pooled(ToolWorld):
+class PriceWorld(ToolWorld):
     """Looks up prices with a program in a sandbox."""
 
     sandbox: Sandbox | None = None
@@ -47,7 +47,7 @@ class Pooled(ToolWorld):
 def make_world(settings, limits):
     plain = tiny_world.make_world({}, limits)
     if settings["behind"] == "pool":
-        return Pooled(plain.name, plain.task_lists, plain.tools, plain.rewards, limits, plain.show)
+        return PriceWorld(plain.name, plain.task_lists, plain.tools, plain.rewards, limits, plain.show)
     program = str(Path(__file__).with_name("price_server.py"))
     served = mcp_server(command=sys.executable, args=("-S", program, json.dumps(tiny_world.PRICES)))
     return replace(plain, tools=served.tools, resources=(served,))

@@ -62,7 +62,7 @@ def lasting_files(folder: Path) -> dict[str, bytes]:
     }
 
 
-class Silent:
+class RecordingReporter:
     """A reporter that records its calls."""
 
     def __init__(self) -> None:
@@ -84,11 +84,11 @@ class Silent:
         self.alarms.append(text)
 
 
-class Cut(Exception):
-    """Raised by `Cutting` to end a run."""
+class RunInterrupted(Exception):
+    """Raised by `InterruptingReporter` to end a run."""
 
 
-class Cutting(Silent):
+class InterruptingReporter(RecordingReporter):
     """A reporter that ends the run after step `at`."""
 
     def __init__(self, at: int) -> None:
@@ -98,4 +98,4 @@ class Cutting(Silent):
     def step(self, step, metrics, timings) -> None:
         super().step(step, metrics, timings)
         if step == self.at:
-            raise Cut
+            raise RunInterrupted

@@ -85,7 +85,7 @@ Hook = Callable[[int], Awaitable[object]]
 
 
 @dataclass
-class WatchedEnv(Environment):
+class RecordingEnv(Environment):
     """A `ToolEnv` with hooks, which records its calls."""
 
     inner: ToolEnv
@@ -117,14 +117,14 @@ class WatchedEnv(Environment):
 
 
 @dataclass
-class WatchedWorld(World):
-    """A world of `WatchedEnv`s, listed in `made` in order of creation."""
+class RecordingWorld(World):
+    """A world of `RecordingEnv`s, listed in `made` in order of creation."""
 
     tools: Sequence[Tool] = (echo,)
     rewards: Sequence[Reward] = (Reward("right", is_right, outcome=True),)
     hooks: Mapping[str, Hook] = field(default_factory=dict)
     limits: ToolLimits = PATIENT
-    made: list[WatchedEnv] = field(default_factory=list)
+    made: list[RecordingEnv] = field(default_factory=list)
     name: str = "watched"
     splits: Sequence[str] = ("train",)
 
@@ -132,12 +132,12 @@ class WatchedWorld(World):
         return [make_task()]
 
     def environment(self, task):
-        env = WatchedEnv(ToolEnv(self.tools, self.rewards, self.limits), len(self.made), self.hooks)
+        env = RecordingEnv(ToolEnv(self.tools, self.rewards, self.limits), len(self.made), self.hooks)
         self.made.append(env)
         return env
 
     @property
-    def open(self) -> list[WatchedEnv]:
+    def open(self) -> list[RecordingEnv]:
         """The environments that were started and not closed."""
         return [env for env in self.made if env.events and env.events[-1] != "close"]
 
@@ -156,7 +156,7 @@ def make_chat(engine, episode="e", max_tokens=2000, max_new_tokens=400, seed=1) 
 
 def play(engine, world=None, limits=EPISODE, task=None, **conversation):
     """Run one episode on a new event loop."""
-    world = world or WatchedWorld()
+    world = world or RecordingWorld()
     return asyncio.run(
         run_episode(task or make_task(), 0, world.environment(task), make_chat(engine, **conversation), limits)
     )

@@ -68,7 +68,7 @@ class Sample:
 
 
 @dataclass
-class Around:
+class ResourceCounts:
     """Number of child processes, temporary files and files in shared memory at a time."""
 
     at: float
@@ -78,14 +78,14 @@ class Around:
 
 
 @dataclass
-class Watch:
+class ResourceSampler:
     """Samples the resources of a run."""
 
     run: Process
     folder: Path
     temporary: Path
     samples: list[Sample] = field(default_factory=list)
-    around: list[Around] = field(default_factory=list)
+    around: list[ResourceCounts] = field(default_factory=list)
     first: dict[int, float] = field(default_factory=dict)
 
     def places(self) -> dict[int, str]:
@@ -102,7 +102,7 @@ class Watch:
             with suppress(OSError, KeyError):  # the process has just ended
                 age = now - self.first.setdefault(pid, now)
                 self.samples.append(Sample(kind, pid, age, *figures(pid)))
-        self.around.append(Around(now - self.run.begin, len(children), count(self.temporary), len(shared())))
+        self.around.append(ResourceCounts(now - self.run.begin, len(children), count(self.temporary), len(shared())))
 
 
 def figures(pid: int) -> tuple[float, int, int]:
@@ -148,7 +148,7 @@ def grown(samples: Iterable[Sample]) -> dict[str, dict[str, float]]:
     return found
 
 
-def strike(watch: Watch, rng: random.Random) -> str:
+def inject_fault(watch: ResourceSampler, rng: random.Random) -> str:
     """Kill or suspend an engine or a worker; return what was done."""
     places = sorted(watch.places().items())
     if not places:
@@ -161,26 +161,26 @@ def strike(watch: Watch, rng: random.Random) -> str:
     return ""
 
 
-def wait_for_checkpoint(watch: Watch) -> None:
+def wait_for_checkpoint(watch: ResourceSampler) -> None:
     """Wait for the first checkpoint."""
     while watch.run.wait(1.0) is None and not any(watch.folder.glob("checkpoints/step-*")):
         assert time.monotonic() < watch.run.begin + LIMIT_S, watch.run.reason()
     watch.run.begin = time.monotonic()
 
 
-def soak(watch: Watch, seconds: float, pause_s: float, rng: random.Random) -> list[str]:
+def soak(watch: ResourceSampler, seconds: float, pause_s: float, rng: random.Random) -> list[str]:
     """Sample the run and inject faults for `seconds`; return the faults."""
-    struck: list[str] = []
-    end, next_strike = watch.run.begin + seconds, watch.run.begin + pause_s
+    injected: list[str] = []
+    end, next_fault = watch.run.begin + seconds, watch.run.begin + pause_s
     while watch.run.wait(EVERY_S) is None and time.monotonic() < end:
         watch.look()
-        if time.monotonic() > next_strike and time.monotonic() < end - 60:
-            struck.append(strike(watch, rng))
-            next_strike = time.monotonic() + rng.uniform(0.5, 1.5) * pause_s
-    return [what for what in struck if what]
+        if time.monotonic() > next_fault and time.monotonic() < end - 60:
+            injected.append(inject_fault(watch, rng))
+            next_fault = time.monotonic() + rng.uniform(0.5, 1.5) * pause_s
+    return [what for what in injected if what]
 
 
-def judge(watch: Watch, before: set[str]) -> list[str]:
+def judge(watch: ResourceSampler, before: set[str]) -> list[str]:
     """Interrupt the run; return the errors: its exit, growth, and remaining resources."""
     wrong = []
     if watch.run.code is None:
@@ -222,7 +222,7 @@ def accounts(folder: Path) -> list[str]:
     return wrong
 
 
-def report(watch: Watch, struck: Sequence[str], wrong: Sequence[str]) -> list[str]:
+def report(watch: ResourceSampler, injected: Sequence[str], wrong: Sequence[str]) -> list[str]:
     """Return the table and the sentences below it."""
     path = watch.folder / "metrics.jsonl"
     rows = [row.metrics for row in read_metrics(path)] if path.exists() else []
@@ -230,7 +230,7 @@ def report(watch: Watch, struck: Sequence[str], wrong: Sequence[str]) -> list[st
     minutes = watch.around[-1].at / 60 if watch.around else 0.0
     slopes = grown(watch.samples)
     attempts = sum(row["ledger/started"] for row in rows)
-    struck_as = ", ".join(f"{struck.count(what)} {what}" for what in sorted(set(struck))) or "nothing"
+    struck_as = ", ".join(f"{injected.count(what)} {what}" for what in sorted(set(injected))) or "nothing"
     lines = [
         "| process | memory, first and last (MB) | growth in 10 minutes (MB) | threads | open files |",
         "|---|---|---:|---|---|",
@@ -278,11 +278,11 @@ def main() -> int:
         words = ["train", str(work / "tiny.toml"), "--model", str(work / "cold"), *words]
         here = os.pathsep.join([str(Path(__file__).parent), *sys.path])  # engines and workers import the world
         run = fork(words, work / "said.txt", {"TMPDIR": str(temporary), "PYTHONPATH": here})
-        watch = Watch(run, folder, temporary)
+        watch = ResourceSampler(run, folder, temporary)
         wait_for_checkpoint(watch)
-        struck = soak(watch, 60 * args.minutes, args.pause, random.Random(args.seed))
+        injected = soak(watch, 60 * args.minutes, args.pause, random.Random(args.seed))
         wrong = judge(watch, before)
-        lines = report(watch, struck, wrong)
+        lines = report(watch, injected, wrong)
         if args.out is not None:
             args.out.parent.mkdir(exist_ok=True)
             args.out.write_text("".join(json.dumps(asdict(s)) + "\n" for s in watch.samples))

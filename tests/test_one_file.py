@@ -183,7 +183,7 @@ def test_a_dialogue_has_the_same_tokens_mask_and_reward(name):
     question = "In which country is the city that Agen Airport serves?"
     prompt = (Message(role="system", content=one().SYSTEM), Message(role="user", content=question))
     task = Task("t", prompt, ExpectedAnswers(("France",)))
-    real = play(scripted(lines), world=OneTool(), task=task, max_tokens=2000)
+    real = play(scripted(lines), world=SearchToolWorld(), task=task, max_tokens=2000)
     mine = agent()
     episode = one().Episode(None, one().prompt_tokens(tokenizer(), question), [])
     episode.mask = [False] * len(episode.tokens)
@@ -201,7 +201,7 @@ def test_a_dialogue_has_the_same_tokens_mask_and_reward(name):
     assert float(one().normalise(episode.answer) in {"france"}) == real.rewards["exact_match"]
 
 
-class OneTool:
+class SearchToolWorld:
     """A world with the search tool over the few passages."""
 
     def environment(self, task):
@@ -299,13 +299,13 @@ def test_greedy_actions_are_those_of_one_episode_at_a_time(monkeypatch):
     histories = [list(some_tokens(rng, 2, 30)) for _ in range(10)]
     free = [greedy(model, history, 12, end=-1) for history in histories]
     end = free[0][3]
-    ending = WithEnd(end)
+    ending = OtherEndTokenizer(end)
     expected = [greedy(model, history, 12, end) for history in histories]
     assert len({len(action) for action in expected}) > 1
     assert one().sample_actions(one().Agent(model, ending, None), histories, None) == expected
 
 
-class WithEnd:
+class OtherEndTokenizer:
     """A tokenizer that ends turns with another token."""
 
     def __init__(self, end):
@@ -324,7 +324,7 @@ def test_sampled_tokens_come_in_the_models_own_shares(monkeypatch):
     monkeypatch.setattr(one(), "MAX_NEW_TOKENS", 1)
     model, histories = tiny(), [[5, 7, 11]] * 4000
     generator = torch.Generator().manual_seed(0)
-    drawn = one().sample_actions(one().Agent(model, WithEnd(-1), None), histories, generator)
+    drawn = one().sample_actions(one().Agent(model, OtherEndTokenizer(-1), None), histories, generator)
     shares = torch.bincount(torch.tensor(drawn)[:, 0], minlength=len(tokenizer())) / 4000
     with torch.no_grad():
         expected = model(input_ids=torch.tensor([[5, 7, 11]])).logits[0, -1].softmax(-1)

@@ -57,7 +57,7 @@ threads = 1
 
 
 @dataclass(frozen=True)
-class Said:
+class CommandResult:
     """Exit code and output of a command."""
 
     code: int
@@ -65,7 +65,7 @@ class Said:
     err: str
 
 
-def ludus(*words) -> Said:
+def ludus(*words) -> CommandResult:
     """Run a command in this process; errors of argparse become exit codes."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
@@ -73,7 +73,7 @@ def ludus(*words) -> Said:
             code = main([str(word) for word in words])
         except SystemExit as end:
             code = int(end.code or 0)
-    return Said(code, out.getvalue(), err.getvalue())
+    return CommandResult(code, out.getvalue(), err.getvalue())
 
 
 def refused(*words, code=2) -> str:

@@ -7,7 +7,7 @@ import builtins
 import hashlib
 
 
-class _Blot(ast.NodeTransformer):
+class _NormalizeNames(ast.NodeTransformer):
     """Replaces the program's own names and its constants by placeholders."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
@@ -38,5 +38,5 @@ class _Blot(ast.NodeTransformer):
 def shape_of(source: str) -> str:
     """Return a digest of a program that ignores names, texts, numbers and annotations. Raise SyntaxError for
     invalid programs."""
-    tree = _Blot().visit(ast.parse(source))
+    tree = _NormalizeNames().visit(ast.parse(source))
     return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:16]

@@ -20,6 +20,7 @@ from generators.sql.domains import ColumnKind
 from generators.sql.draw import Drawer
 from generators.sql.query import (
     Aggregate,
+    AverageCondition,
     Best,
     Both,
     Children,
@@ -32,7 +33,6 @@ from generators.sql.query import (
     Scalar,
     Test,
     Total,
-    Versus,
 )
 from generators.sql.render import to_sql, to_words
 from ludus.rewards.code.sql_rows import Rows, same_rows
@@ -117,7 +117,7 @@ def features(plan: QueryPlan) -> frozenset[str]:
     found = {"joined"} if any(a.path for a in plan.attributes) else set()
     found.update(_head_features(plan.head))
     for condition in plan.conditions:
-        found.add("versus" if isinstance(condition, Versus) else condition.operator)
+        found.add("versus" if isinstance(condition, AverageCondition) else condition.operator)
         if isinstance(condition, Children) and condition.test:
             found.add(condition.test.operator)
     if plan.order:
@@ -249,9 +249,9 @@ def _weakened_head(plan: QueryPlan) -> Iterator[QueryPlan]:
             return
 
 
-def _simpler(condition: Test | Versus | Children) -> Versus | Children | None:
+def _simpler(condition: Test | AverageCondition | Children) -> AverageCondition | Children | None:
     """Return a condition without the condition nested in it, or None."""
-    if isinstance(condition, Versus) and condition.same:
+    if isinstance(condition, AverageCondition) and condition.same:
         return replace(condition, same=None)
     if isinstance(condition, Children) and condition.test:
         return replace(condition, test=None)

@@ -10,6 +10,7 @@ from generators.sql.domains import Column, ColumnKind, Domain
 from generators.sql.query import (
     Aggregate,
     Attribute,
+    AverageCondition,
     Best,
     Both,
     Children,
@@ -29,7 +30,6 @@ from generators.sql.query import (
     SortOrder,
     Test,
     Total,
-    Versus,
     column_of,
     head_attributes,
     level_of,
@@ -186,7 +186,7 @@ class Drawer:
             return None
         same = self._pick(table, ColumnKind.CATEGORY, full=True) if self.rng.random() < 0.4 else None
         operator: Side = self.rng.choice(("above", "below"))
-        return Versus(number, operator, same if same and not same.path else None)
+        return AverageCondition(number, operator, same if same and not same.path else None)
 
     def _test(self, table: str, depth: int | None = None) -> Test | None:
         attribute = self.rng.choice(self._attributes(table, depth))

@@ -60,7 +60,7 @@ class Children:
 
 
 @dataclass(frozen=True, slots=True)
-class Versus:
+class AverageCondition:
     """A condition on a number: above or below the average of all rows, or of those that share `same`."""
 
     attribute: Attribute
@@ -68,7 +68,7 @@ class Versus:
     same: Attribute | None = None
 
 
-Condition = Test | Children | Versus
+Condition = Test | Children | AverageCondition
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class QueryPlan:
         """Attributes of the table in head and conditions, without those of tables that refer to it."""
         yield from head_attributes(self.head)
         for condition in self.conditions:
-            if isinstance(condition, Test | Versus):
+            if isinstance(condition, Test | AverageCondition):
                 yield condition.attribute
 
     def column(self, attribute: Attribute) -> Column:
@@ -225,7 +225,7 @@ def points(plan: QueryPlan) -> int:
     total = len({a.path[:n] for a in plan.attributes for n in range(1, len(a.path) + 1)})
     total += max(0, len(plan.conditions) - 1) + (plan.order is not None)
     for condition in plan.conditions:
-        if isinstance(condition, Versus):
+        if isinstance(condition, AverageCondition):
             total += 2 + (condition.same is not None)
         elif isinstance(condition, Children):
             total += 2 + (len(condition.test.attribute.path) if condition.test else 0)

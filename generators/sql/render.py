@@ -10,6 +10,7 @@ from generators.sql.domains import ColumnKind, Domain
 from generators.sql.query import (
     Aggregate,
     Attribute,
+    AverageCondition,
     Best,
     Both,
     Children,
@@ -23,7 +24,6 @@ from generators.sql.query import (
     SortOrder,
     Test,
     Total,
-    Versus,
     column_of,
 )
 
@@ -209,7 +209,7 @@ def _condition(condition: Condition, scope: _Scope) -> str:
     match condition:
         case Test():
             return _test(condition, scope)
-        case Versus(attribute, operator, same):
+        case AverageCondition(attribute, operator, same):
             inner = _Scope(scope.domain, scope.naming, scope.table, first="p")
             average = f"AVG({inner.name(attribute)})"
             link = f" WHERE {inner.name(same)} = {scope.name(same)}" if same else ""
@@ -332,7 +332,7 @@ def _those(conditions: Sequence[Condition], plan: QueryPlan) -> str:
         match condition:
             case Test():
                 whose.append(_tested(plan.domain, plan.table, condition))
-            case Versus(attribute, operator, same):
+            case AverageCondition(attribute, operator, same):
                 group = f"all {plan.domain.table(plan.table).plural}"
                 group += f" with the same {_phrase(plan, same)}" if same else ""
                 name = _phrase(plan, attribute)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from generators.swe.difficulty_report import survey
 from generators.swe.issues import symptom_of, write_issue
-from generators.swe.mine import Found
+from generators.swe.mine import MinedBug
 from generators.swe.snippets import show
 from pydantic import TypeAdapter
 
@@ -38,7 +38,7 @@ def assemble(mined: Path, catalogue: Path, splits: Mapping[str, Sequence[str]]) 
     for file in sorted(mined.glob("*.jsonl")):
         head, *rows = file.read_text("utf-8").splitlines()
         facts = json.loads(head)
-        found = [TypeAdapter(Found).validate_json(row) for row in rows]
+        found = [TypeAdapter(MinedBug).validate_json(row) for row in rows]
         if not found:
             continue
         package = _package(mined, facts, splits)
@@ -71,7 +71,7 @@ def _about(archive: Path) -> Mapping[str, str]:
         return dict(Parser().parsestr(content.read().decode("utf-8") if content else ""))
 
 
-def _bug(package: Package, found: Found, name: str) -> Bug:
+def _bug(package: Package, found: MinedBug, name: str) -> Bug:
     return Bug(name, package.name, found.path, found.edit, found.broken, found.files, 0, "", "")
 
 

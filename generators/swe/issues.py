@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass
 from typing import Final
 
-from generators.swe.snippets import Shown
+from generators.swe.snippets import SnippetOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Symptom:
     purpose: str
 
 
-def symptom_of(package: str, shown: Shown, subject: str, purpose: str) -> Symptom:
+def symptom_of(package: str, shown: SnippetOutcome, subject: str, purpose: str) -> Symptom:
     """Return the symptom that a snippet shows."""
     (kind, words), (due_kind, due) = shown.got, shown.due
     got, error = ("", words.rstrip(": ")) if kind == "error" else (words, "")

@@ -86,7 +86,7 @@ class Baseline:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class MinedBug:
     """A bug that is a task: the tests that it breaks, their files, and how the shortest failing statement fails."""
 
     path: str
@@ -211,7 +211,7 @@ def suite_of(place: tuple[str, int], baseline: Baseline) -> tuple[str, ...]:
     return tuple(sorted(chosen))
 
 
-def judge(path: str, edit: Edit, files: tuple[str, ...], run: TestRun, baseline: Baseline) -> Found | None:
+def judge(path: str, edit: Edit, files: tuple[str, ...], run: TestRun, baseline: Baseline) -> MinedBug | None:
     """Return the task of a bug; None if it breaks nothing or too much, or no failing statement is known."""
     wanted = {test: cases for test, cases in baseline.tests.items() if test.partition("::")[0] in files}
     broken = tuple(sorted(test for test, cases in wanted.items() if run.cases.get(test) != cases))
@@ -224,7 +224,7 @@ def judge(path: str, edit: Edit, files: tuple[str, ...], run: TestRun, baseline:
     if not failures:
         return None
     test = min(failures, key=lambda name: (len(failures[name][0]), name))
-    return Found(path, edit, broken, files, test, failures[test])
+    return MinedBug(path, edit, broken, files, test, failures[test])
 
 
 async def try_bugs(
@@ -233,11 +233,11 @@ async def try_bugs(
     layout: RepositoryLayout,
     bugs: Sequence[tuple[str, Edit]],
     baseline: Baseline,
-) -> list[Found]:
+) -> list[MinedBug]:
     """Return the tasks among a few bugs: each breaks the same tests in two runs."""
     suites = [suite_of((path, edit.line), baseline) for path, edit in bugs]
 
-    async def run(chosen: Sequence[int]) -> dict[int, Found]:
+    async def run(chosen: Sequence[int]) -> dict[int, MinedBug]:
         trials = [_trial(tree, layout, *bugs[i], suites[i], baseline) for i in chosen]
         runs = [await run_trial(sandbox, trial, TRIAL_S, tracing_runner()) for trial in trials]
         judged = {i: judge(*bugs[i], suites[i], one, baseline) for i, one in zip(chosen, runs, strict=True)}
@@ -261,14 +261,14 @@ def _trial(
     return TestTrial({**tree, path: text.encode()}, layout, files, tests)
 
 
-async def mine(archive: Path, plan: Plan, tell: Callable[[str], None]) -> tuple[Baseline, list[Found]]:
+async def mine(archive: Path, plan: Plan, tell: Callable[[str], None]) -> tuple[Baseline, list[MinedBug]]:
     """Return the tests and the tasks of a package."""
     tree, sandbox = read_archive(archive), open_sandbox()
     layout = layout_of(tree)
     try:
         baseline = await measure(sandbox, tree, layout)
         tell(f"{archive.name}: {len(baseline.tests)} tests")
-        found: list[Found] = []
+        found: list[MinedBug] = []
         waiting: list[tuple[str, Edit]] = []
         tried = 0
         for bug in candidates(tree, layout, baseline, plan.seed):
@@ -288,7 +288,7 @@ async def mine(archive: Path, plan: Plan, tell: Callable[[str], None]) -> tuple[
     return baseline, found[: plan.wanted]
 
 
-def save_found(path: Path, archive: Path, baseline: Baseline, found: Sequence[Found]) -> None:
+def save_found(path: Path, archive: Path, baseline: Baseline, found: Sequence[MinedBug]) -> None:
     """Write the tests and the tasks of a package."""
     head = {
         "archive": archive.name,

@@ -90,7 +90,7 @@ class Snippet:
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class SnippetOutcome:
     """A snippet and its outcomes with the bug (`got`) and without (`due`): a kind (`value`, `error`) and a text."""
 
     snippet: Snippet
@@ -103,7 +103,7 @@ async def show(
     trees: tuple[Mapping[str, bytes], Mapping[str, bytes]],
     layout: RepositoryLayout,
     broken: Sequence[str],
-) -> Shown | None:
+) -> SnippetOutcome | None:
     """Return the shortest snippet that shows the bug, or None. `trees` are with and without the bug."""
     made: set[Snippet] = set()
     for file, names in _by_file(broken).items():
@@ -127,7 +127,7 @@ async def show(
         stable = (got, due) == (again[i], again[num + i])
         wanted = "error" if one.raises else "value"
         if stable and got != due and due[0] == wanted and _fits(got) and _fits(due):
-            return Shown(one, got, due)
+            return SnippetOutcome(one, got, due)
     return None
 
 
@@ -221,7 +221,7 @@ def _made(
 ) -> Iterator[Snippet]:
     """Yield a snippet with the statements of the module that it needs, unless it is too long or needs a test class."""
     plain = ast.Module([*body, *([ast.Expr(last)] if last is not None else [])], [])
-    tree = _Unbound().visit(ast.parse(ast.unparse(plain)))
+    tree = _RemoveSelf().visit(ast.parse(ast.unparse(plain)))
     read = _read(tree)
     idle = (ast.Pass, ast.FunctionDef)
     used = [one for one in tree.body if not isinstance(one, idle) or _binds(one) & read]
@@ -234,7 +234,7 @@ def _made(
         yield Snippet(text, final, raises)
 
 
-class _Unbound(ast.NodeTransformer):
+class _RemoveSelf(ast.NodeTransformer):
     """Replace `self.x` by `x`, unless it is an assertion method of the test class."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:

@@ -96,7 +96,7 @@ def table(rng: random.Random, num: int = 0) -> TableData:
 
 
 @dataclass(frozen=True, slots=True)
-class Hit:
+class AccessLogLine:
     """A line of an access log."""
 
     address: str
@@ -119,7 +119,7 @@ class Hit:
         return f"{where} {self.status} {self.size} {self.ms}"
 
 
-def hits(rng: random.Random, num: int = 0) -> list[Hit]:
+def hits(rng: random.Random, num: int = 0) -> list[AccessLogLine]:
     """Return the requests of a day in order, with different times, sizes and milliseconds."""
     num = num or rng.randint(40, 60)
     addresses = [f"10.{rng.randint(0, 9)}.{rng.randint(0, 9)}.{n}" for n in rng.sample(range(2, 250), 7)]
@@ -127,7 +127,7 @@ def hits(rng: random.Random, num: int = 0) -> list[Hit]:
     seconds = sorted(rng.sample(range(8 * 3600, 15 * 3600), num))
     sizes, times = rng.sample(range(200, 9000), num), rng.sample(range(5, 3000), num)
     return [
-        Hit(
+        AccessLogLine(
             rng.choice(addresses),
             seconds[n],
             rng.choice(("GET", "GET", "GET", "POST", "DELETE")),

@@ -29,7 +29,7 @@ from ludus.training.rl.validate import check, config_warnings
 from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
 from ludus.training.value_models.factory import train_value_model
-from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
+from small_runs import SMALLEST, InterruptingReporter, RecordingReporter, RunInterrupted, config, lasting_files
 from tests.training.credit.test_credit import real_group, trajectory
 from tests.training.learner.test_learner import gradients, largest_difference, learner, random_rows, tiny_model
 from tests.training.value_models.test_critic import critic
@@ -188,7 +188,7 @@ def test_a_critic_that_learns_alone_in_all_steps_is_doubted():
 
 
 def run(folder, reporter=None, **changes):
-    reporter = reporter or Silent()
+    reporter = reporter or RecordingReporter()
     settings = config(folder, **(SMALLEST | {"evaluation__tasks": "1"} | changes))
     with lock_run(new_run(settings, "search", "rl")):
         train(open_session(settings), RunFolder(folder), reporter)
@@ -216,8 +216,8 @@ def test_a_run_of_vapo_that_is_cut_and_resumed_equals_the_uninterrupted_one(tmp_
     assert "loss/total" not in first
     assert second["loss/positive_nll"] > 0
 
-    with pytest.raises(Cut):
-        run(cut, Cutting(2), **vapo)
+    with pytest.raises(RunInterrupted):
+        run(cut, InterruptingReporter(2), **vapo)
     assert main(["train", "--resume", str(cut)]) == 0
     one, other = lasting_files(whole), lasting_files(cut)
     assert [name for name in one if one[name] != other.get(name)] == []

@@ -14,7 +14,7 @@ from ludus.errors import WorldError
 from ludus.training.run.session import TrainingSession
 from ludus.types import Message
 from ludus.worlds.search.world import SYSTEM
-from small_worlds import WatchedWorld, call, end_token, renderer, scripted, tokenizer
+from small_worlds import RecordingWorld, call, end_token, renderer, scripted, tokenizer
 from tiny_run import WORLD, copy_run, ludus, refused
 from tiny_world import PRICES
 
@@ -170,7 +170,7 @@ def test_a_world_that_breaks_is_an_error_in_its_own_words():
     async def broken(_):
         raise OSError("the shop is shut")
 
-    world = WatchedWorld(hooks={"step": broken})
+    world = RecordingWorld(hooks={"step": broken})
     with pytest.raises(WorldError, match="the shop is shut"):
         ask(dialogue(["3"], world)[0], "What?")
     assert world.open == []

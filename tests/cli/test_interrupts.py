@@ -55,7 +55,10 @@ def press(process, pause_s=0.0):
 def test_the_second_interrupt_ends_what_is_stuck_at_once_with_a_line_and_130(stuck):
     press(stuck)
     assert stuck.stderr.readline() == "\n"
-    assert stuck.stderr.readline() == "Interrupted: stopping the run. Press Ctrl-C again to end it immediately.\n"
+    assert (
+        stuck.stderr.readline()
+        == "Interrupted: stopping the run. InterruptingFinder Ctrl-C again to end it immediately.\n"
+    )
     assert stuck.poll() is None
     press(stuck, pause_s=0.4)
     assert stuck.wait(timeout=60) == INTERRUPTED
@@ -91,7 +94,10 @@ def test_an_interrupted_run_says_so_in_its_log(heard, tiny_run, tmp_path, monkey
     assert said.code == INTERRUPTED
     where = f"The run resumes at step 3, from {list_checkpoints(run / 'checkpoints')[-1][1]}."
     assert said.err.endswith(f"Interrupted. {where} Resume the run with: ludus train --resume {run}\n")
-    assert "Interrupted: stopping the run. Press Ctrl-C again to end it immediately." in capfd.readouterr().err
+    assert (
+        "Interrupted: stopping the run. InterruptingFinder Ctrl-C again to end it immediately."
+        in capfd.readouterr().err
+    )
     noted = (run / "log.txt").read_text().splitlines()[-2:]
     assert noted[0].endswith("interrupted: stopping the run")
     assert noted[1].endswith("stopped by an interrupt")
@@ -109,13 +115,13 @@ def test_an_interrupt_names_the_steps_that_a_resume_repeats(tiny_run, tmp_path):
 PRESS = """
 import importlib.abc, os, signal, sys
 
-class Press(importlib.abc.MetaPathFinder):
+class InterruptingFinder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
         if name == MODULE:
             os.kill(os.getpid(), signal.SIGINT)
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-sys.meta_path.insert(0, Press())
+sys.meta_path.insert(0, InterruptingFinder())
 sys.argv = ["ludus", "train", "search"]
 from ludus.__main__ import main
 sys.exit(main())

@@ -51,7 +51,7 @@ from ludus.rollouts.ledger import RolloutKey
 from ludus.rollouts.scheduler import RolloutRequest, SamplingPlan
 from ludus.types import SamplingParams, StopReason, Task, Trajectory
 from served import COLD_START
-from small_worlds import WatchedWorld, call, make_requests, make_scheduler, scripted, tool_of
+from small_worlds import RecordingWorld, call, make_requests, make_scheduler, scripted, tool_of
 from tests.engines.test_engine_server import Fake, serving
 from waiting import until
 
@@ -505,29 +505,29 @@ def test_errors_travel_with_their_words_class_and_cause():
         pickle.loads(pickle.dumps(failure_response(HttpStatusError("No.", status=409)))).take()
     assert refused.value.status == 409
 
-    class Foreign(WorldError):
+    class OtherProcessError(WorldError):
         pass
 
     with pytest.raises(Exception, match="The index is gone"):
-        pickle.loads(pickle.dumps(failure_response(Foreign("The index is gone.")))).take()
+        pickle.loads(pickle.dumps(failure_response(OtherProcessError("The index is gone.")))).take()
     with pytest.raises(Exception, match="ZeroDivisionError: by nothing"):
         pickle.loads(pickle.dumps(failure_response(ZeroDivisionError("by nothing")))).take()
 
 
 def test_an_answer_that_cannot_be_sent_comes_back_as_the_error_that_says_so():
-    class Local(float):
+    class LocalFloat(float):
         """A number of a class that no other process can know."""
 
-    answer = WorkerResponse(Local(1.0), records=(ForwardedRecords(0.0, logging.INFO, "ludus", "heard"),))
+    answer = WorkerResponse(LocalFloat(1.0), records=(ForwardedRecords(0.0, logging.INFO, "ludus", "heard"),))
     reply = decode_response(encode_response(answer))
     assert reply.records == answer.records
-    with pytest.raises(UserError, match=r"A Local cannot be sent .*must survive pickling"):
+    with pytest.raises(UserError, match=r"A LocalFloat cannot be sent .*must survive pickling"):
         reply.take()
     with pytest.raises(UserError, match="pickle"):
-        encode_request(Local(1.0))
+        encode_request(LocalFloat(1.0))
 
 
-class Sour:
+class UnpicklableResult:
     """Pickles, and cannot be read again."""
 
     def __reduce__(self):
@@ -535,7 +535,7 @@ class Sour:
 
 
 def test_an_answer_that_cannot_be_read_is_the_error_that_says_so():
-    reply = decode_response(encode_response(WorkerResponse(Sour())))
+    reply = decode_response(encode_response(WorkerResponse(UnpicklableResult())))
     with pytest.raises(UserError, match="cannot be unpickled: ValueError"):
         reply.take()
 
@@ -661,7 +661,7 @@ def test_each_worker_makes_its_share_of_the_calls_that_a_tool_allows_at_once(bou
         running -= 1
         return "found"
 
-    world = WatchedWorld(tools=(tool_of(searches, "search", concurrency=bound),))
+    world = RecordingWorld(tools=(tool_of(searches, "search", concurrency=bound),))
     said = f"Search. {call('search')}", "Paris"
     config = load_config("search", ["--cluster.kind", "local", "--cluster.workers", str(workers)])
     role = RolloutWorker(WorkerSpec("worker", config, "m", "."), world, None, None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import small_runs
-from cluster_runs import CLUSTER, Meddling, all_gone, pids, run, started
+from cluster_runs import CLUSTER, InterveningReporter, all_gone, pids, run, started
 from ludus.cluster.cluster import Cluster, EventLoopThread
 from ludus.cluster.control import controlled
 from ludus.cluster.supervisor import WorkerGroup
@@ -85,6 +85,6 @@ def test_an_engine_that_is_added_by_the_command_samples_and_one_is_removed(tmp_p
             said = ludus("cluster", act, tmp_path / "run")
             sizes.append((said.code, len(pids(cluster, "engine"))))
 
-    folder = run(tmp_path / "run", Meddling(3, changes), cluster__engines="1")
+    folder = run(tmp_path / "run", InterveningReporter(3, changes), cluster__engines="1")
     assert sizes == [(0, 2), (0, 1)]
     assert all_gone(set().union(*started(folder).values()))

@@ -34,12 +34,21 @@ from ludus.rollouts.ledger import RolloutKey
 from ludus.rollouts.scheduler import RolloutRequest
 from ludus.types import Task
 from served import COLD_START
-from small_worlds import WatchedWorld
-from tests.cluster.test_cluster import JOB, STATE, FakeLauncher, FakeRemote, Sour, make_pool, plan, recorded
+from small_worlds import RecordingWorld
+from tests.cluster.test_cluster import (
+    JOB,
+    STATE,
+    FakeLauncher,
+    FakeRemote,
+    UnpicklableResult,
+    make_pool,
+    plan,
+    recorded,
+)
 from tests.engines.test_engine_server import Fake, serving
 from waiting import until
 
-SOUR = replace(JOB, request=RolloutRequest(RolloutKey(1, "t", 0), Task("t", (), Sour())))
+SOUR = replace(JOB, request=RolloutRequest(RolloutKey(1, "t", 0), Task("t", (), UnpicklableResult())))
 
 
 def test_a_request_that_cannot_be_unpickled_raises():
@@ -66,7 +75,7 @@ def test_a_child_that_cannot_read_what_it_is_asked_says_so_and_goes_on():
 
 
 @dataclass
-class Noting:
+class RecordingRole:
     """A role that notes what it is asked to do, and does it for ever."""
 
     begun: list = field(default_factory=list)
@@ -83,7 +92,7 @@ class Noting:
 def test_a_call_that_is_cancelled_in_the_same_breath_is_not_done():
     async def scenario():
         host = WorkerServer(WorkerSpec("reward worker", load_config("search", []), "m", "."), "127.0.0.1")
-        role = host._worker = Noting()
+        role = host._worker = RecordingRole()
         inbox, outbox = asyncio.Queue(), queue.SimpleQueue()
         for request in ((1, encode_request(JOB)), (1, b""), (2, encode_request(WorkerCommand.PING))):
             inbox.put_nowait(request)
@@ -113,7 +122,7 @@ def test_an_error_of_a_class_that_does_not_pickle_is_still_of_its_kind():
 
 
 @dataclass
-class Deaf(FakeRemote):
+class UnresponsiveRemote(FakeRemote):
     """One that may not hear a ping."""
 
     hears: bool = True
@@ -126,7 +135,7 @@ class Deaf(FakeRemote):
 
 
 @dataclass
-class Reluctant(FakeRemote):
+class SlowToStopRemote(FakeRemote):
     """One that takes its time to end."""
 
     may_end: asyncio.Event = field(default_factory=asyncio.Event)
@@ -141,7 +150,7 @@ def test_a_member_is_replaced_also_where_whoever_lost_it_is_cancelled():
         made = []
 
         async def start(number):
-            made.append(Reluctant(number) if number == 0 else FakeRemote(number))
+            made.append(SlowToStopRemote(number) if number == 0 else FakeRemote(number))
             return made[-1]
 
         pool, _, _ = make_pool(start, target=1, heartbeat_timeout_s=5)
@@ -164,7 +173,7 @@ def test_a_pool_that_closes_waits_for_the_end_of_what_was_lost():
         made = []
 
         async def start(number):
-            made.append(Reluctant(number))
+            made.append(SlowToStopRemote(number))
             return made[-1]
 
         pool, _, _ = make_pool(start, target=1, heartbeat_timeout_s=5)
@@ -187,7 +196,7 @@ def test_a_member_that_hangs_while_it_leaves_is_ended_after_its_heartbeat_timeou
         made = []
 
         async def start(number):
-            made.append(Deaf(number))
+            made.append(UnresponsiveRemote(number))
             return made[-1]
 
         pool, _, left = make_pool(start, target=2)
@@ -235,7 +244,7 @@ def test_a_member_that_hangs_while_it_is_let_in_is_ended_and_another_started():
 
 
 @dataclass
-class Leaving(Fake):
+class VanishingServer(Fake):
     """A server that can be held up while it takes weights, and then be gone."""
 
     holds_up: str = "nothing"
@@ -252,7 +261,7 @@ class Leaving(Fake):
 
 @contextmanager
 def two_engines():
-    fakes = [Leaving(), Leaving()]
+    fakes = [VanishingServer(), VanishingServer()]
     with serving(*fakes):
         launcher = FakeLauncher([fake.url for fake in fakes])
         yield WorkerGroup(plan(), launcher), launcher, fakes
@@ -300,12 +309,12 @@ def test_an_engine_that_leaves_while_the_others_prove_their_weights_proves_nothi
             await engine.score((1, 2, 3))
         await engine.close()
 
-    class Telling(Leaving):
+    class TellingServer(VanishingServer):
         def answer(self, path, body):
             status, said = super().answer(path, body)
             return status, {"fingerprint": "same"} if path.startswith("/fingerprint") else said
 
-    fakes = [Telling(), Telling()]
+    fakes = [TellingServer(), TellingServer()]
     with serving(*fakes) as engine:
         asyncio.run(scenario(engine, fakes))
 
@@ -347,7 +356,7 @@ def test_engines_may_come_and_go_while_another_thread_reads_what_they_did():
 
 def deadline(*words: str) -> float:
     config = load_config("search", ["--cluster.kind", "local", *words])
-    return Cluster(config, WatchedWorld(), None, None).deadline_s(Task("t", (), None))
+    return Cluster(config, RecordingWorld(), None, None).deadline_s(Task("t", (), None))
 
 
 def test_an_attempt_may_take_as_long_as_the_rewards_of_all_that_end_with_it():
@@ -363,7 +372,7 @@ def test_an_attempt_that_is_given_up_while_its_worker_ends_leaves_a_pool_that_go
         async def start(self, name, spec):
             remote = await super().start(name, spec)
             if name == "worker 0":
-                remote = self.made[-1] = Reluctant(remote.number)
+                remote = self.made[-1] = SlowToStopRemote(remote.number)
             return remote
 
     def play(group):
@@ -379,7 +388,7 @@ def test_an_attempt_that_is_given_up_while_its_worker_ends_leaves_a_pool_that_go
             return group
 
         group = background.wait(make())
-        worker = next(remote for remote in launcher.made if isinstance(remote, Reluctant))
+        worker = next(remote for remote in launcher.made if isinstance(remote, SlowToStopRemote))
 
         async def given_up():
             attempt = asyncio.create_task(background.do(play(group)))

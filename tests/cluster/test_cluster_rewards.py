@@ -27,7 +27,7 @@ from ludus.errors import ConfigError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rollouts.reward_executor import RewardTimeout
 from ludus.types import StopReason, Task, Trajectory
-from small_worlds import WatchedEnv, WatchedWorld, make_requests, make_scheduler, scripted
+from small_worlds import RecordingEnv, RecordingWorld, make_requests, make_scheduler, scripted
 from tests.cluster.test_cluster import JOB, FakeLauncher, plan
 from tests.engines.test_engine_server import Fake, serving
 from waiting import until
@@ -58,7 +58,7 @@ def make_world(settings, limits):
 
 
 @dataclass
-class Judging:
+class LocalRewardWorker:
     """A reward worker in this process; it ends at what it scores, or is late with the tasks of that name."""
 
     number: int
@@ -106,7 +106,7 @@ def test_a_scoring_whose_worker_is_lost_is_done_by_another_one_once():
         await rewards.pool.close()
         return found
 
-    made = [Judging(0, ends=True), Judging(1, ends=True), Judging(2)]
+    made = [LocalRewardWorker(0, ends=True), LocalRewardWorker(1, ends=True), LocalRewardWorker(2)]
     found = asyncio.run(scenario(made))
     assert (found.rewards, found.reward) == ({"solved": 1.0}, 1.0)
     assert found.timings.grading_s == 0.25
@@ -129,7 +129,7 @@ def test_a_late_scoring_is_a_failure_at_once_and_no_loss_of_its_worker(caplog):
         assert rewards.pool.num_lost == 0
         await rewards.pool.close()
 
-    made = [Judging(number, late="t") for number in range(3)]
+    made = [LocalRewardWorker(number, late="t") for number in range(3)]
     asyncio.run(scenario(made))
     assert [len(one.scored) for one in made] == [1, 1, 1]
     assert "reward worker 0 is replaced" in caplog.text
@@ -152,7 +152,7 @@ def test_what_is_scored_beside_a_late_one_ends_before_its_worker_goes():
         await until(lambda: made[0].killed)
         await rewards.pool.close()
 
-    made = [Judging(0, late="t"), Judging(1)]
+    made = [LocalRewardWorker(0, late="t"), LocalRewardWorker(1)]
     asyncio.run(scenario(made))
     assert [len(one.scored) for one in made] == [2, 0]
 
@@ -168,7 +168,7 @@ def test_an_episode_that_ends_one_reward_worker_after_another_is_a_failure_of_it
         await rewards.pool.close()
 
     assert ScoringLost.part == "reward"
-    asyncio.run(scenario([Judging(number, ends=True) for number in range(MAX_ATTEMPTS + 1)]))
+    asyncio.run(scenario([LocalRewardWorker(number, ends=True) for number in range(MAX_ATTEMPTS + 1)]))
 
 
 def test_a_pool_of_reward_workers_that_cannot_go_on_stops_the_run_and_no_episode():
@@ -180,15 +180,15 @@ def test_a_pool_of_reward_workers_that_cannot_go_on_stops_the_run_and_no_episode
             await rewards.scored(TASK, PLAYED)
         await rewards.pool.close()
 
-    asyncio.run(scenario([Judging(0, ends=True), Judging(1)]))
+    asyncio.run(scenario([LocalRewardWorker(0, ends=True), LocalRewardWorker(1)]))
 
 
-class Playing(FakeLauncher):
+class InstantLauncher(FakeLauncher):
     """Starts a worker that plays at once, and reward workers."""
 
     async def start(self, name, spec):
         if spec.role == "reward worker":
-            self.made.append(Judging(len(self.made)))
+            self.made.append(LocalRewardWorker(len(self.made)))
             return self.made[-1]
         remote = await super().start(name, spec)
         inner = remote.call
@@ -202,16 +202,16 @@ class Playing(FakeLauncher):
 
 def test_what_a_worker_played_comes_back_scored_by_a_reward_worker():
     async def scenario(url):
-        launcher = Playing([url])
+        launcher = InstantLauncher([url])
         group = WorkerGroup(plan(engines=1, workers=1, reward_workers=2), launcher)
         assert [need.cpus for need in group.plan.needs] == [1, 1, 1, 1]
         await group.open()
         found = await group.run_attempt(JOB, 5)
         assert (found.rewards, found.reward) == ({"solved": 1.0}, 1.0)
-        (job,) = [job for one in launcher.made if isinstance(one, Judging) for job in one.scored]
+        (job,) = [job for one in launcher.made if isinstance(one, LocalRewardWorker) for job in one.scored]
         assert job == ScoreJob(JOB.request.task, PLAYED)
         await group.scale(None, None, 3)
-        assert sum(isinstance(one, Judging) for one in launcher.made) == 3
+        assert sum(isinstance(one, LocalRewardWorker) for one in launcher.made) == 3
         await group.close()
         assert all(one.killed for one in launcher.made)
 
@@ -250,7 +250,7 @@ def test_a_reward_worker_scores_with_its_world_and_answers_while_it_does(host, m
 
 
 @dataclass
-class Near:
+class LocalRewardHost:
     """A reward worker's host in this process, which is asked as one elsewhere is."""
 
     host: WorkerServer
@@ -280,7 +280,7 @@ def test_a_scoring_that_is_given_up_keeps_its_place_until_it_has_ended(host, mon
     places = [tmp_path / "first", tmp_path / "next"]
 
     async def scenario():
-        near = Near(host)
+        near = LocalRewardHost(host)
         rewards = workers([near], scoring_timeout_s=20)
         rewards.pool.reconcile()
         for place in places:
@@ -302,7 +302,7 @@ def test_a_scoring_that_is_given_up_keeps_its_place_until_it_has_ended(host, mon
 
 
 def test_a_worker_whose_run_has_reward_workers_leaves_the_scoring_to_them():
-    scheduler = make_scheduler(scripted(lambda request, turn: "Paris"), WatchedWorld())
+    scheduler = make_scheduler(scripted(lambda request, turn: "Paris"), RecordingWorld())
     (job,) = make_requests(1)
     assert asyncio.run(scheduler.attempt(job)).rewards
     scheduler.scores = False
@@ -310,7 +310,7 @@ def test_a_worker_whose_run_has_reward_workers_leaves_the_scoring_to_them():
 
 
 def test_an_episode_that_only_its_environment_can_score_is_refused_and_not_scored_by_others():
-    class Watching(WatchedEnv):
+    class OwnRewardEnv(RecordingEnv):
         """An environment whose own method is its reward, or which has other rewards than its world."""
 
         bound = True
@@ -322,13 +322,13 @@ def test_an_episode_that_only_its_environment_can_score_is_refused_and_not_score
         def rewards(self):
             return (Reward("right", self.looks, outcome=True),) if self.bound else ()
 
-    class World(WatchedWorld):
+    class World(RecordingWorld):
         def environment(self, task):
             inner = super().environment(task)
-            return Watching(inner.inner, inner.number, inner.hooks)
+            return OwnRewardEnv(inner.inner, inner.number, inner.hooks)
 
     for bound, words in ((True, "'right' is a method of the environment"), (False, "have other rewards")):
-        Watching.bound = bound
+        OwnRewardEnv.bound = bound
         scheduler = make_scheduler(scripted(lambda request, turn: "Paris"), World())
         scheduler.scores = False
         with pytest.raises(ConfigError, match=words):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import small_runs
-from cluster_runs import CLUSTER, Meddling, all_gone, cluster_threads, keys, pids, run, sends, started
+from cluster_runs import CLUSTER, InterveningReporter, all_gone, cluster_threads, keys, pids, run, sends, started
 from ludus.cluster.protocol import ResourceRequest, WorkerCommand, WorkerDied, WorkerResponse
 from ludus.config import load_config
 from ludus.diagnostics.trackers import read_metrics
@@ -63,7 +63,7 @@ def test_two_engines_and_two_workers_write_the_files_of_one_process(alone, tmp_p
 @pytest.mark.parametrize("role", ["worker", "engine"])
 def test_a_process_that_is_killed_is_replaced_and_its_episodes_are_played_again(alone, tmp_path, kind, role):
     """Two episodes before training, then the first of the first step ends and three are under way."""
-    reporter = Meddling(3, sends(signal.SIGKILL, role))
+    reporter = InterveningReporter(3, sends(signal.SIGKILL, role))
     folder = run(tmp_path / "run", reporter, cluster__kind=kind)
     found = started(folder)
     other = "engine" if role == "worker" else "worker"
@@ -80,7 +80,7 @@ def test_a_process_that_is_killed_is_replaced_and_its_episodes_are_played_again(
 
 @pytest.mark.parametrize("kind", ["local", "ray"])
 def test_reward_workers_score_what_others_play_and_one_that_dies_is_replaced(alone, tmp_path, kind):
-    kills = Meddling(3, sends(signal.SIGKILL, "reward worker"))
+    kills = InterveningReporter(3, sends(signal.SIGKILL, "reward worker"))
     folder = run(tmp_path / "run", kills, cluster__kind=kind, cluster__reward_workers="2")
     found = started(folder)
     assert {role: len(pids) for role, pids in found.items()} == {"engine": 2, "worker": 2, "reward worker": 3}
@@ -92,7 +92,7 @@ def test_reward_workers_score_what_others_play_and_one_that_dies_is_replaced(alo
 @pytest.mark.parametrize("kind", ["local", "ray"])
 @pytest.mark.parametrize("role", ["worker", "engine"])
 def test_a_process_that_hangs_counts_as_dead_after_its_silence(tmp_path, kind, role):
-    reporter = Meddling(4, sends(signal.SIGSTOP, role))
+    reporter = InterveningReporter(4, sends(signal.SIGSTOP, role))
     folder = run(tmp_path / "run", reporter, cluster__kind=kind, cluster__heartbeat_timeout_s=str(SECONDS))
     found = started(folder)
     assert len(found[role]) == 3
@@ -102,7 +102,7 @@ def test_a_process_that_hangs_counts_as_dead_after_its_silence(tmp_path, kind, r
 
 @pytest.mark.parametrize("mode", ["one_step", "async"])
 def test_other_modes_run_on_a_cluster_while_a_worker_and_an_engine_die(tmp_path, mode):
-    kills = Meddling(4, sends(signal.SIGKILL, "worker", "engine"))
+    kills = InterveningReporter(4, sends(signal.SIGKILL, "worker", "engine"))
     folder = run(tmp_path / "run", kills, training__mode=mode, training__steps="4")
     found = started(folder)
     assert [len(found["engine"]), len(found["worker"])] == [3, 3]
@@ -126,7 +126,7 @@ def test_engines_take_weights_one_by_one_while_one_of_them_dies(tmp_path, way):
         "staleness__in_flight_weight_updates": "false",
         "staleness__max_concurrent_rollouts": "6",
     }
-    kills = Meddling(9, sends(signal.SIGKILL, "engine"))
+    kills = InterveningReporter(9, sends(signal.SIGKILL, "engine"))
     folder = run(tmp_path / "run", kills, **stays, **way, training__steps="6", evaluation__every="3")
     found = started(folder)
     assert len(found["engine"]) == 3
@@ -150,7 +150,7 @@ def test_engines_and_workers_join_and_leave_during_a_run(alone, tmp_path):
         cluster.scale(engines=1)
         sizes.append((len(pids(cluster, "engine")), len(pids(cluster, "worker"))))
 
-    folder = run(tmp_path / "run", Meddling(3, grows))
+    folder = run(tmp_path / "run", InterveningReporter(3, grows))
     assert sizes == [(3, 1), (1, 1)]
     assert ledger_adds_up(folder, 2) == {}
     assert lasting_files(folder.path) == alone

@@ -263,7 +263,7 @@ def test_a_server_may_take_the_place_of_one_that_went_with_the_weights_on_their_
 
 
 def test_nobody_waits_at_the_end_for_a_line_that_did_not_come_about():
-    class Refuses(Fake):
+    class RefusingServer(Fake):
         def answer(self, path, body):
             return (400, {"message": "No."}) if path == "/join_weight_group" else super().answer(path, body)
 
@@ -273,13 +273,13 @@ def test_nobody_waits_at_the_end_for_a_line_that_did_not_come_about():
             await engine.load_weights(1, ONES)
         await engine.close()
 
-    fake, begin = Refuses(), time.monotonic()
+    fake, begin = RefusingServer(), time.monotonic()
     with serving(fake):
         asyncio.run(scenario(fake))
     assert time.monotonic() - begin < KEPT.timeout_s / 2
 
 
-class SlowToRead(dict):
+class SlowWeights(dict):
     """Weights that take a while to be read, as large ones do."""
 
     def items(self):
@@ -300,7 +300,7 @@ def test_others_go_on_while_weights_are_made_ready_to_be_sent():
 
         beside = asyncio.create_task(others())
         await asyncio.sleep(0.05)
-        await engine.load_weights(1, SlowToRead(ONES))
+        await engine.load_weights(1, SlowWeights(ONES))
         ended = True
         await beside
         await engine.close()

@@ -108,7 +108,7 @@ def test_bits_do_not_depend_on_the_company():
     assert again == expected
 
 
-class ByShape(torch.nn.Linear):
+class ShapeDependentLinear(torch.nn.Linear):
     """A matrix product that rounds differently with the number of rows, as some processors' do."""
 
     def forward(self, input):
@@ -118,7 +118,7 @@ class ByShape(torch.nn.Linear):
 def on_another_processor(model):
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            module.__class__ = ByShape
+            module.__class__ = ShapeDependentLinear
     return model
 
 
@@ -159,7 +159,9 @@ def test_an_engine_tries_passes_of_its_own_size(monkeypatch):
     """Up to 112 tokens rows are alike here, above they are not."""
     model = on_another_processor(build())
     monkeypatch.setattr(
-        ByShape, "forward", lambda self, x: torch.nn.Linear.forward(self, x) * (1.0 + (x.shape[-2] > 112) * 1e-5)
+        ShapeDependentLinear,
+        "forward",
+        lambda self, x: torch.nn.Linear.forward(self, x) * (1.0 + (x.shape[-2] > 112) * 1e-5),
     )
     for pass_tokens, block in ((64, 16), (256, 256)):
         engine = LocalEngine(model, settings=replace(SMALL, pass_tokens=pass_tokens))
@@ -602,7 +604,7 @@ def test_kernel_sparse_and_padded_attention_agree_with_a_loop(window, softcap, m
         new_pages, offsets = table[slots[:-2], places // PAGE].astype(np.int64), places % PAGE
         sparse = TorchPass(pools[0], spans, new_pages, offsets).attend(0, (query, *new), scores)
         assert torch.allclose(sparse, expected, atol=1e-5)
-        padded = Padding(pools[1], spans, new_pages, offsets).attend(0, (query, *new), scores)
+        padded = PaddedPass(pools[1], spans, new_pages, offsets).attend(0, (query, *new), scores)
         assert torch.allclose(padded, expected, atol=1e-5)
         if compiled is not None:
             ragged = RaggedPass(pool, slots, positions, table, compiled)
@@ -612,7 +614,7 @@ def test_kernel_sparse_and_padded_attention_agree_with_a_loop(window, softcap, m
         compiled.close()
 
 
-class Padding(TorchPass):
+class PaddedPass(TorchPass):
     """A pass whose single tokens attend as on a GPU."""
 
     def _attend_sparse(self, spans, query, memory, scores):

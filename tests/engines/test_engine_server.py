@@ -115,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-class Quiet(ThreadingHTTPServer):
+class QuietServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request, client_address):
@@ -126,7 +126,7 @@ class Quiet(ThreadingHTTPServer):
 def serving(*fakes):
     servers = []
     for fake in fakes:
-        server = Quiet(("127.0.0.1", 0), Handler)
+        server = QuietServer(("127.0.0.1", 0), Handler)
         server.fake, server.over = fake, threading.Event()
         fake.url = f"http://127.0.0.1:{server.server_port}"
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -403,24 +403,24 @@ def test_weights_are_sent_once_while_requests_look_for_them(caplog):
 
 
 def test_where_one_server_refuses_weights_the_others_have_them_when_that_is_raised():
-    class Refuses(Fake):
+    class RefusingServer(Fake):
         def answer(self, path, body):
             return (400, {"message": "No."}) if path == "/collective_rpc" else super().answer(path, body)
 
-    class Slow(Fake):
+    class SlowServer(Fake):
         def answer(self, path, body):
             time.sleep(0.2 if path == "/collective_rpc" else 0)
             return super().answer(path, body)
 
-    slow = Slow()
-    with serving(Refuses(), slow) as engine:
+    slow = SlowServer()
+    with serving(RefusingServer(), slow) as engine:
         with pytest.raises(EngineError):
             load(engine, 5)
         assert slow.label == "5"
 
 
 def test_weights_of_a_transfer_that_failed_do_not_stay_in_their_folder(tmp_path):
-    class Refuses(Fake):
+    class RefusingServer(Fake):
         num_refused = 0
 
         def answer(self, path, body):
@@ -430,7 +430,7 @@ def test_weights_of_a_transfer_that_failed_do_not_stay_in_their_folder(tmp_path)
             self.num_refused += path == "/collective_rpc"
             return super().answer(path, body)
 
-    fake = Refuses()
+    fake = RefusingServer()
     with serving(fake):
         engine = ServerEngine([fake.url], settings=replace(QUICK, weights_folder=str(tmp_path)))
         load(engine, 1)
@@ -471,13 +471,13 @@ def test_after_a_broken_connection_the_weights_are_looked_at_before_more_is_samp
 
 
 def test_a_server_that_someone_else_updates_is_refused():
-    class Stubborn(Fake):
+    class StubbornServer(Fake):
         def answer(self, path, body):
             answer = super().answer(path, body)
             self.label = "someone else's"
             return answer
 
-    with serving(Stubborn(tells_versions=True)) as engine:
+    with serving(StubbornServer(tells_versions=True)) as engine:
         load(engine, 3)
         with pytest.raises(EngineError, match="samples from weights someone else's, but was sent 3"):
             ask(engine, "e")
@@ -547,7 +547,7 @@ def test_log_probabilities_of_another_distribution_are_refused(mode, params, is_
             assert len(ask(engine, "e", **params)) == 1
 
 
-class Talkative(Fake):
+class AlternativesServer(Fake):
     """Gives `row` for the alternatives of each token but the first `silent`."""
 
     def __init__(self, row, silent=0):
@@ -562,7 +562,7 @@ class Talkative(Fake):
 
 
 def test_alternatives_are_asked_for_by_token_id_and_ranked():
-    fake = Talkative({"token_id:7": -2.0, "token_id:3": -0.5, "token_id:9": -1.0, "token_id:1": -0.5})
+    fake = AlternativesServer({"token_id:7": -2.0, "token_id:3": -0.5, "token_id:9": -1.0, "token_id:1": -0.5})
     with serving(fake) as engine:
         (done,) = ask(engine, "e", top_logprobs=3, max_new_tokens=2)
         (plain,) = ask(engine, "e", max_new_tokens=2)
@@ -576,9 +576,9 @@ def test_alternatives_are_asked_for_by_token_id_and_ranked():
 @pytest.mark.parametrize(
     ("fake", "words"),
     [
-        (Talkative({"token_id:7": -2.0}, silent=1), "returned top tokens for 2 of 3 tokens"),
+        (AlternativesServer({"token_id:7": -2.0}, silent=1), "returned top tokens for 2 of 3 tokens"),
         (Fake(), "returned top tokens for 0 of 3 tokens"),
-        (Talkative({"7": -2.0}), "returned top tokens as text"),
+        (AlternativesServer({"7": -2.0}), "returned top tokens as text"),
     ],
 )
 def test_a_server_without_alternatives_is_named(fake, words):

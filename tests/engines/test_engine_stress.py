@@ -27,7 +27,7 @@ TINY_CACHE = EngineSettings(context_tokens=CONTEXT, max_batch=24, kv_cache_token
 
 
 @dataclass
-class Played:
+class FinishedRequest:
     """A request, and what came of it; None for one that was cancelled."""
 
     request: Request
@@ -64,17 +64,17 @@ async def play(engine, request, source, played):
     try:
         completion = await task
     except asyncio.CancelledError:
-        played.append(Played(request, None))
+        played.append(FinishedRequest(request, None))
         engine.release(request.episode)
         return
-    played.append(Played(request, completion))
+    played.append(FinishedRequest(request, completion))
     if completion.finish_reason != "abort" and source.random() < 0.25:
         await asyncio.sleep(source.random() * 0.1)  # its tool
         history = (*request.token_ids, *completion.tokens, *tokens(source, 5, 40))
         if len(history) + 20 < CONTEXT:
             params = replace(request.params, seed=request.params.seed + NUM, max_new_tokens=20)
             again = replace(request, token_ids=history, params=params)
-            played.append(Played(again, await engine.generate(again)))
+            played.append(FinishedRequest(again, await engine.generate(again)))
     engine.release(request.episode)
 
 
@@ -82,7 +82,7 @@ async def storm(models, settings, greedy):
     """All of them, 60 in flight, with new weights now and then."""
     source = random.Random(5)
     engine = LocalEngine(models[0], settings=settings)
-    played: list[Played] = []
+    played: list[FinishedRequest] = []
     gate = asyncio.Semaphore(60)
 
     async def one(request):
@@ -106,7 +106,7 @@ async def storm(models, settings, greedy):
     return played
 
 
-class Alone:
+class UnbatchedReference:
     """One request at a time, with the weights of its tokens' versions at the same places."""
 
     def __init__(self, models, settings):
@@ -155,7 +155,7 @@ def peak_mb():
 def test_every_token_is_what_the_request_gives_alone():
     models = [build(0), build(1)]
     played = asyncio.run(storm(models, TINY_CACHE, greedy=False))
-    alone = Alone(models, TINY_CACHE)
+    alone = UnbatchedReference(models, TINY_CACHE)
     compared = spanning = cancelled = 0
     for item in played:
         if item.completion is None:
@@ -175,7 +175,7 @@ def test_every_token_is_what_the_request_gives_alone():
 def test_the_fast_mode_differs_only_where_two_tokens_are_equally_likely():
     models = [build(0), build(1)]
     played = asyncio.run(storm(models, replace(TINY_CACHE, batch_invariant=False), greedy=True))
-    alone = Alone(models, TINY_CACHE)
+    alone = UnbatchedReference(models, TINY_CACHE)
     near = compared = 0
     for item in played:
         if item.completion is None:

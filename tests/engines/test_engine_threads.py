@@ -45,7 +45,7 @@ def test_a_model_that_calls_its_length_otherwise_is_not_asked_beyond_it(tmp_path
     assert engine_settings(config(tmp_path), GPT2LMHeadModel(shape)).context_tokens == 64
 
 
-class Noting(torch.nn.Linear):
+class ThreadRecordingLinear(torch.nn.Linear):
     """Notes with how many threads it is computed."""
 
     seen: ClassVar[list[int]] = []
@@ -59,12 +59,12 @@ def test_the_engine_tries_the_model_with_the_threads_that_it_computes_with(two_t
     model = build()
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
-            module.__class__ = Noting
+            module.__class__ = ThreadRecordingLinear
     engine = LocalEngine(model, settings=replace(SMALL, threads=1))
     assert torch.get_num_threads() == 2
     asyncio.run(engine.generate(Request("e", (1, 2, 3), SamplingParams(max_new_tokens=2))))
     asyncio.run(engine.close())
-    assert set(Noting.seen) == {1}
+    assert set(ThreadRecordingLinear.seen) == {1}
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(1, 1), (0, 2)])

@@ -137,7 +137,7 @@ def test_where_the_newest_weights_are_asked_for_nothing_begins_until_an_engine_h
 
 
 @dataclass
-class Fleet(World):
+class EngineFleetWorld(World):
     """A world whose episodes stay at an engine. `dying` is the chance that an engine dies in a step."""
 
     engines: int = 2
@@ -193,7 +193,9 @@ class Fleet(World):
         await self.rolling.push_weights(WeightCheck(step, (), lambda *_: None, 1e6), {})
 
 
-def train(fleet: Fleet, pace: StalenessSchedule, in_flight=8, learning=1.0, evaluates=0) -> list[list[Episode]]:
+def train(
+    fleet: EngineFleetWorld, pace: StalenessSchedule, in_flight=8, learning=1.0, evaluates=0
+) -> list[list[Episode]]:
     """The episodes that trained, by step; the events are in the log of the fleet."""
 
     async def run():
@@ -245,7 +247,7 @@ PACES = st.builds(StalenessSchedule, st.integers(1, 4), st.integers(0, 5), st.in
 def test_each_episode_is_of_one_version_and_none_that_trains_is_too_old(
     pace, seed, count, in_flight, learning, dying, evaluates
 ):
-    fleet = Fleet(seed, engines=count, lag=pace.max_staleness // 2, dying=dying)
+    fleet = EngineFleetWorld(seed, engines=count, lag=pace.max_staleness // 2, dying=dying)
     trained = train(fleet, pace, in_flight, learning, evaluates)
     for step, episodes in enumerate(trained, 1):
         for episode in episodes:
@@ -256,7 +258,7 @@ def test_each_episode_is_of_one_version_and_none_that_trains_is_too_old(
     assert all(event[1] == event[2] for event in fleet.log if event[0] == "newest")
 
 
-class Losing(Fleet):
+class LosingWorld(EngineFleetWorld):
     """What it holds has gone from under it."""
 
     async def give(self, replica, check):
@@ -265,7 +267,7 @@ class Losing(Fleet):
 
 def test_whatever_a_transfer_meets_reaches_a_learner_that_waits_for_weights():
     async def run():
-        fleet = Losing(0)
+        fleet = LosingWorld(0)
         stream = GroupQueue(StalenessController(StalenessSchedule(1, 0, 4)), fleet, fleet.play, 4)
         stream.start()
         following = asyncio.create_task(track_version(stream, fleet.rolling, 0))
@@ -283,7 +285,7 @@ def test_whatever_a_transfer_meets_reaches_a_learner_that_waits_for_weights():
         loop.close()
 
 
-class OneSlow(Fleet):
+class OneSlowWorld(EngineFleetWorld):
     """The first episode takes a thousand times as long as each other."""
 
     def seconds(self, job, draw):
@@ -293,7 +295,7 @@ class OneSlow(Fleet):
 @pytest.mark.parametrize(("bound", "last"), [(2, 2), (6, 6)])
 def test_the_learner_waits_for_a_slow_episode_when_that_is_due_and_not_before(bound, last):
     """The group that it belongs to begins at version 0, so that step `bound + 1` has to have it."""
-    fleet = OneSlow(1, engines=2, lag=bound // 2)
+    fleet = OneSlowWorld(1, engines=2, lag=bound // 2)
     train(fleet, StalenessSchedule(2, bound, 10), in_flight=6)
     slow = next(i for i, event in enumerate(fleet.log) if event[0] == "begin")
     key = fleet.log[slow][1]
@@ -559,7 +561,7 @@ from dataclasses import dataclass
 from tests.engines.test_rolling import ORDER
 
 @dataclass
-class Slow:
+class SlowEngine:
     inner: object
     def __getattr__(self, name):
         return getattr(self.inner, name)
@@ -574,7 +576,7 @@ class World:
         return getattr(self.inner, name)
     def environment(self, task):
         found = self.inner.environment(task)
-        return Slow(found) if task.id.startswith("train:") else found
+        return SlowEngine(found) if task.id.startswith("train:") else found
 
 def make_world(settings, limits):
     return World(tiny_world.make_world(settings, limits))

@@ -24,7 +24,7 @@ GAP = 5e-4
 """What the engine's scores of version 3 are off by, in nats."""
 
 
-class Elsewhere(LocalEngine):
+class RemoteLikeEngine(LocalEngine):
     """An engine that counts as one of another process: it is asked how it goes at both ends of a step."""
 
     learner: torch.Tensor
@@ -97,8 +97,8 @@ def ending(limit_s):
         signal.signal(signal.SIGALRM, before)
 
 
-def played_by(kind, monkeypatch) -> list[Elsewhere]:
-    made: list[Elsewhere] = []
+def played_by(kind, monkeypatch) -> list[RemoteLikeEngine]:
+    made: list[RemoteLikeEngine] = []
 
     def make(session):
         made.append(kind.of(session))
@@ -109,7 +109,7 @@ def played_by(kind, monkeypatch) -> list[Elsewhere]:
 
 
 def test_the_learner_goes_on_while_an_engine_elsewhere_takes_the_weights(tiny_run, tmp_path, monkeypatch):
-    made = played_by(Elsewhere, monkeypatch)
+    made = played_by(RemoteLikeEngine, monkeypatch)
     changes = {"training__steps": STEPS, "staleness__max_staleness": BOUND, "evaluation__every": 2}
     folder = run(tiny_run, tmp_path / "beside", "async", **changes)
     assert made[0].arrived == [0, 0, 1, 2, 3, 4]
@@ -126,7 +126,7 @@ def test_the_learner_goes_on_while_an_engine_elsewhere_takes_the_weights(tiny_ru
     assert not any("sync/engines" in row for row in rows)  # those that take weights at once are not counted
 
 
-class Refusing(Elsewhere):
+class RefusingEngine(RemoteLikeEngine):
     """Takes other weights than it is sent."""
 
     async def load_weights(self, version, state) -> None:
@@ -135,14 +135,14 @@ class Refusing(Elsewhere):
 
 
 def test_weights_that_are_not_those_sent_stop_the_run_from_beside_a_step(tiny_run, tmp_path, monkeypatch):
-    played_by(Refusing, monkeypatch)
+    played_by(RefusingEngine, monkeypatch)
     (tmp_path / "refused").mkdir()
     said = ludus(*words(tiny_run, tmp_path / "refused", "async", training__steps=STEPS))
     assert said.code != 0
     assert "are not those of version 2" in said.err
 
 
-class Breaking(Elsewhere):
+class BreakingEngine(RemoteLikeEngine):
     """Meets what no engine tells of."""
 
     async def load_weights(self, version, state) -> None:
@@ -153,14 +153,14 @@ class Breaking(Elsewhere):
 
 
 def test_whatever_a_transfer_meets_ends_a_run_that_waits_for_it(tiny_run, tmp_path, monkeypatch):
-    played_by(Breaking, monkeypatch)
+    played_by(BreakingEngine, monkeypatch)
     (tmp_path / "broken").mkdir()
     changes = {"training__steps": STEPS, "staleness__max_staleness": 0}
     with ending(120), pytest.raises(RuntimeError, match="a fault of the program"):
         ludus(*words(tiny_run, tmp_path / "broken", "async", **changes))
 
 
-class Slow(Elsewhere):
+class SlowEngine(RemoteLikeEngine):
     """Takes its time."""
 
     async def load_weights(self, version, state) -> None:
@@ -177,7 +177,7 @@ def test_what_the_learner_waits_for_is_in_the_seconds_of_the_step(tiny_run, tmp_
         return await credit(self, *given)
 
     monkeypatch.setattr(RolloutCollector, "make_samples", slow)
-    played_by(Slow, monkeypatch)
+    played_by(SlowEngine, monkeypatch)
     folder = run(tiny_run, tmp_path / "slow", "async", training__steps=3, evaluation__every=1)
     for row in read_metrics(folder / "timings.jsonl"):
         assert row.metrics["time/rollout_s"] > 0.29

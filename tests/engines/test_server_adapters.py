@@ -172,7 +172,7 @@ def test_a_digest_knows_base_factors_and_scaling(base):
 
 
 def test_a_server_without_lora_says_what_to_start_it_with(base, served):
-    class Plain(Fake):
+    class NoLoraServer(Fake):
         def answer(self, path, body):
             if "lora" in path:
                 return 404, {"detail": "Not Found"}
@@ -184,7 +184,7 @@ def test_a_server_without_lora_says_what_to_start_it_with(base, served):
         finally:
             await engine.close()
 
-    fake = Plain()
+    fake = NoLoraServer()
     with serving(fake) as engine, pytest.raises(EngineError, match="does not support LoRA adapters") as info:
         asyncio.run(send(engine))
     assert "--enable-lora --max-loras 2 --max-lora-rank 32" in info.value.hint

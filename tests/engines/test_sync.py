@@ -47,48 +47,48 @@ def test_new_weights_arrive_and_are_proved(model):
 
 
 def test_an_engine_that_keeps_its_old_weights_is_found_out(model):
-    class Deaf(LocalEngine):
+    class IgnoringEngine(LocalEngine):
         async def load_weights(self, version, state):
             self._version = version
 
     with pytest.raises(SyncError, match="digest"):
-        publish(Deaf(model), moved(model))
+        publish(IgnoringEngine(model), moved(model))
 
 
 def test_an_engine_that_loses_one_tensor_is_found_out(model):
-    class Lossy(LocalEngine):
+    class LossyEngine(LocalEngine):
         async def load_weights(self, version, state):
             await super().load_weights(version, dict(list(state.items())[:-1]))
 
     with pytest.raises(SyncError, match="digest"):
-        publish(Lossy(model), moved(model))
+        publish(LossyEngine(model), moved(model))
 
 
 def test_right_weights_that_compute_something_else_are_found_out(model):
-    class Odd(LocalEngine):
+    class InexactEngine(LocalEngine):
         async def score(self, token_ids):
             return [x + 0.01 for x in await super().score(token_ids)]
 
     with pytest.raises(SyncError, match="probe"):
-        publish(Odd(model), model)
+        publish(InexactEngine(model), model)
 
 
 def test_a_transfer_that_hangs_ends_at_its_deadline(model):
-    class Hanging(LocalEngine):
+    class HangingEngine(LocalEngine):
         async def load_weights(self, version, state):
             await asyncio.sleep(60)
 
     with pytest.raises(SyncError, match="longer than"):
-        publish(Hanging(model), model, deadline_s=0.1)
+        publish(HangingEngine(model), model, deadline_s=0.1)
 
 
 def test_the_engines_own_words_are_raised(model):
-    class Full(LocalEngine):
+    class OutOfMemoryEngine(LocalEngine):
         async def load_weights(self, version, state):
             raise EngineError("no memory left on the device")
 
     with pytest.raises(SyncError, match="no memory left on the device"):
-        publish(Full(model), model)
+        publish(OutOfMemoryEngine(model), model)
 
 
 def test_weights_that_are_sent_later_are_those_of_when_they_were_kept(model):

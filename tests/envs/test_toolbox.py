@@ -115,11 +115,11 @@ def test_two_tools_of_one_name_are_refused():
 # Never raises for what a call does
 
 
-class Odd(BaseException):
+class UnusualError(BaseException):
     pass
 
 
-class Speechless(Exception):
+class UnprintableError(Exception):
     def __str__(self):
         raise ValueError("no words")
 
@@ -128,14 +128,14 @@ FAULTS = [
     ValueError("bad"),
     SystemExit(3),
     KeyboardInterrupt(),
-    Odd("odd"),
+    UnusualError("odd"),
     GeneratorExit(),
     StopIteration("over"),
     StopAsyncIteration(),
     asyncio.CancelledError(),
     TimeoutError("of its own"),
     RecursionError("deep"),
-    Speechless(),
+    UnprintableError(),
     ValueError("\ud800 and \x00"),
     ExceptionGroup("many", [ValueError("x")]),
 ]
@@ -163,10 +163,10 @@ def test_the_words_of_an_error_are_kept_and_missing_ones_are_no_trouble():
     assert describe_error(ValueError("bad")) == "ValueError: bad"
     assert describe_error(SystemExit(3)) == "SystemExit: 3"
     assert describe_error(KeyboardInterrupt()) == "KeyboardInterrupt"
-    assert describe_error(Speechless()) == "Speechless"
+    assert describe_error(UnprintableError()) == "Speechless"
 
 
-class Unprintable:
+class UnprintableResult:
     def __str__(self):
         raise KeyboardInterrupt
 
@@ -199,7 +199,7 @@ def test_whatever_a_tool_returns_becomes_text(value, shown, is_async):
     assert shown in can_be_shown(outcome)
 
 
-@pytest.mark.parametrize("value", [10**5000, Unprintable()], ids=["number", "object"])
+@pytest.mark.parametrize("value", [10**5000, UnprintableResult()], ids=["number", "object"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
 def test_what_has_no_text_is_an_observation_too(value, is_async):
     async def coroutine() -> str:

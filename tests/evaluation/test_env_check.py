@@ -255,7 +255,7 @@ def test_what_breaks_all_agents_alike_is_told_once():
     assert report.problems == [f"The environment failed in every episode of the agents {names}: No sandbox."]
 
 
-class Seen:
+class CallCounter:
     """Counts what a check does."""
 
     def __init__(self):
@@ -269,7 +269,7 @@ class Seen:
 
 
 def test_whoever_watches_a_check_sees_each_thing_that_is_done():
-    seen = Seen()
+    seen = CallCounter()
     plan = replace(PLAN, watch=seen)
     scorecard(check_world(world(exact), plan), plan)
     names = [name for name, _, _ in seen.phases]
@@ -381,7 +381,7 @@ def test_accepted_spellings_and_the_words_of_a_world_are_tried():
     def strict(task, trajectory):
         return float(trajectory.answer == "NYC")
 
-    class Wordy(ToolWorld):
+    class ParaphrasingWorld(ToolWorld):
         def paraphrases(self, task):
             return ("NYC", "the big apple", "new york")
 
@@ -389,14 +389,14 @@ def test_accepted_spellings_and_the_words_of_a_world_are_tried():
     for kind, reward, found in (
         (ToolWorld, exact_match, VerdictShare(2, 2)),
         (ToolWorld, strict, VerdictShare(0, 2)),
-        (Wordy, strict, VerdictShare(1, 3)),
+        (ParaphrasingWorld, strict, VerdictShare(1, 3)),
     ):
         rewards = [Reward("right", reward, outcome=True)]
         assert card_of(kind("city", {"train": [made]}, (), rewards, show=show)).paraphrased == found
 
 
 def test_right_episodes_done_otherwise_are_tried():
-    class Ways(ToolWorld):
+    class AlternativesWorld(ToolWorld):
         def alternative_solutions(self, task):
             return [[Message(role="assistant", content=text)] for text in ("NYC", "the big apple")]
 
@@ -405,7 +405,7 @@ def test_right_episodes_done_otherwise_are_tried():
 
     made = Task("t", (Message(role="user", content="Where?"),), ExpectedAnswers(("NYC",)))
     rewards = [Reward("right", exact_match, outcome=True)]
-    card = card_of(Ways("city", {"train": [made]}, (), rewards, show=show))
+    card = card_of(AlternativesWorld("city", {"train": [made]}, (), rewards, show=show))
     assert card.paraphrased == VerdictShare(2, 3)
 
 

@@ -37,12 +37,12 @@ def made_tasks(num=12):
     ]
 
 
-class Planted(ToolWorld):
+class ExpertWorld(ToolWorld):
     def expert(self, task):
         return Dialogue((*task.prompt, Message(role="assistant", content=str(task.truth))), ())
 
 
-def planted(verdict, kind=Planted):
+def planted(verdict, kind=ExpertWorld):
     """A world whose verifier pays for the right answer, and for what `verdict` says."""
     reward = lambda task, t: float(verdict(task, t.answer))  # noqa: E731
     return kind("planted", {"train": made_tasks()}, (), (Reward("right", reward, outcome=True),))
@@ -130,18 +130,18 @@ def test_the_report_counts_what_is_refused_though_right_and_paid_though_wrong():
     assert row.found == "false negatives 2 of 20 [2.8%, 30.1%]; false positives 1 of 40 [0.4%, 12.9%]"
 
 
-class Wordy(Planted):
+class ParaphrasingWorld(ExpertWorld):
     def paraphrases(self, task):
         return (f"It is {task.truth}.", f"the answer: {task.truth}")
 
 
 def test_a_verifier_that_refuses_all_paraphrases_fails_and_one_that_takes_them_passes():
-    found, said = failing(planted(right, Wordy))
+    found, said = failing(planted(right, ParaphrasingWorld))
     assert (found, said) == (
         {"paraphrases"},
         ["The verifier rejects 24 of 24 correct paraphrased answers or alternative solutions."],
     )
-    lenient = planted(lambda task, text: right(task, re.sub(r"^(It is|the answer:) ", "", text)), Wordy)
+    lenient = planted(lambda task, text: right(task, re.sub(r"^(It is|the answer:) ", "", text)), ParaphrasingWorld)
     assert failing(lenient) == (set(), [])
 
 

@@ -165,7 +165,7 @@ def test_a_token_is_left_for_the_same_user_alone(tmp_path, monkeypatch):
 
 
 @dataclass
-class Here:
+class LocalServer:
     """A server in this process. `known` are good bodies by path."""
 
     service: CompletionService
@@ -193,7 +193,7 @@ def here(act):
         transport = httpx.ASGITransport(make_app(service, model), raise_app_exceptions=False)
         try:
             async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
-                return await act(Here(service, model, client))
+                return await act(LocalServer(service, model, client))
         finally:
             await engine.close()
 
@@ -242,7 +242,7 @@ ANSWERS = [
 NAMES = ["a", '"', "\\", "\n", "é", "\u2028", "</script>", "🙂", ""]
 
 
-class Listed:
+class CountingTokenizer:
     """A tokenizer of NAMES that counts what it decodes."""
 
     num_decoded = 0
@@ -257,7 +257,7 @@ def test_logprobs_of_a_chat_are_those_of_the_json_module_and_a_token_is_decoded_
     rows = list(range(len(NAMES)))
     values = [-1e-300, -0.0, -123.456, -1 / 3, -1e22, *[-5.0] * (len(NAMES) - 5)]
     top = [tuple(zip(rows, values, strict=True))[:n] for n in rows]
-    tokenizer = Listed()
+    tokenizer = CountingTokenizer()
     names = TokenNames(tokenizer, as_ids)
 
     def alternative(token, logprob):
@@ -509,7 +509,7 @@ SESSION_ACTS = {
 PATHS = ["/etc/x", "../x", "a/../../x", "a\x00b", "", ".", "a" * 5000, "a/" * 3000 + "a", "x\ny", "é"]
 
 
-class Kept:
+class FilesOnlySession:
     """A session that holds files and runs nothing."""
 
     def __init__(self, files):
@@ -547,7 +547,7 @@ class KeepsFiles:
         return Outcome(b"ran", exit=0)
 
     async def session(self, kind="python", *, files=None, limits=None):
-        return Kept(validate_files(files or {}))
+        return FilesOnlySession(validate_files(files or {}))
 
     async def close(self):
         pass

@@ -81,7 +81,7 @@ def test_servers_are_read_at_each_step_and_their_tokens_add_up(monkeypatch):
 
 
 @dataclass
-class Late(Fake):
+class CachingFake(Fake):
     """Says once how it is, and keeps that for a while: what is asked later is answered before."""
 
     waits: bool = False
@@ -109,7 +109,7 @@ def test_a_reading_that_is_late_is_not_taken_for_a_server_that_has_been_started_
         assert engine.stats().decode_tokens == 120 - 50
         await engine.close()
 
-    fake = Late(metrics=vllm())
+    fake = CachingFake(metrics=vllm())
     with serving(fake):
         asyncio.run(scenario(fake))
 

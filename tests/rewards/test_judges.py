@@ -25,7 +25,7 @@ from ludus.training.run.session import add_lora, open_session
 from ludus.training.value_models.critic import CriticSettings, OutcomeCritic
 from ludus.training.value_models.factory import train_value_model
 from ludus.training.value_models.prime import ProcessReward, ProcessRewardSettings
-from small_runs import SMALLEST, Cut, Cutting, config, lasting_files
+from small_runs import SMALLEST, InterruptingReporter, RunInterrupted, config, lasting_files
 from tests.training.credit.test_credit import REWARDS, real_group, same, table
 from tests.training.learner.test_learner import learner, random_rows, tiny_model
 from tests.training.rl.test_baselines import run
@@ -240,8 +240,8 @@ def test_a_run_that_is_cut_and_resumed_equals_the_uninterrupted_one_and_its_judg
     assert second < first
 
     settings = config(cut, **(SMALLEST | changes))
-    with lock_run(new_run(settings, "search", "rl")), pytest.raises(Cut):
-        train(open_session(settings), RunFolder(cut), Cutting(2))
+    with lock_run(new_run(settings, "search", "rl")), pytest.raises(RunInterrupted):
+        train(open_session(settings), RunFolder(cut), InterruptingReporter(2))
     assert main(["train", "--resume", str(cut)]) == 0
     one, two = lasting_files(whole), lasting_files(cut)
     part = "process_reward" if name == "prime" else "critic"

@@ -240,7 +240,7 @@ def test_terminal_pays_checks_that_newly_hold():
 def test_an_outcome_that_is_not_a_calls_leaves_the_row_of_errors():
     """Otherwise a report after each turn keeps an episode of failed calls going."""
 
-    class Failing(Environment):
+    class FailingEnvironment(Environment):
         async def start(self, task):
             return []
 
@@ -250,7 +250,7 @@ def test_an_outcome_that_is_not_a_calls_leaves_the_row_of_errors():
 
     player = Player([[("x", {})]] * 9)
     limits = EpisodeLimits(max_turns=9, max_tool_errors=3)
-    played = asyncio.run(run_episode(Task("t", (), None), 0, Failing(), player, limits))
+    played = asyncio.run(run_episode(Task("t", (), None), 0, FailingEnvironment(), player, limits))
     assert played.stop_reason is StopReason.TOOL_ERRORS
     assert played.num_turns == 3
 

@@ -103,7 +103,7 @@ class World:
 
 
 @dataclass
-class Played:
+class SimulatedRun:
     """What a simulated run did: the batches, the keys of the others, its end, the groups of each step."""
 
     batches: list[list[Episode]]
@@ -125,7 +125,7 @@ class Played:
 
 
 @dataclass(frozen=True)
-class Way:
+class StreamCase:
     """How a stream runs: the most in flight, the learner's time, and what happens to it.
 
     `needed` members of a group are enough, 0 is all. `drains`: new weights wait for what is in flight. After
@@ -173,10 +173,10 @@ async def resumed(stream, world, pace, way) -> GroupQueue:
     return again
 
 
-def simulate(world, pace, way=Way()) -> Played:
+def simulate(world, pace, way=StreamCase()) -> SimulatedRun:
     async def run():
         stream = GroupQueue(StalenessController(pace), world, world.play, way.in_flight, needed=way.needed)
-        played = Played([], [], 0.0, [])
+        played = SimulatedRun([], [], 0.0, [])
         sending = asyncio.create_task(asyncio.sleep(0))
         stream.start()
         for step in range(1, pace.last_step + 1):
@@ -223,7 +223,7 @@ def without_the_old(episodes, step, bound):
 
 PACES = st.builds(StalenessSchedule, st.integers(1, 5), st.integers(0, 4), st.integers(1, 12), st.booleans())
 WAYS = st.builds(
-    Way,
+    StreamCase,
     in_flight=st.integers(1, 40),
     learning=st.sampled_from([0.01, 1.0, 30.0]),
     needed=st.sampled_from([0, 2]),
@@ -271,15 +271,15 @@ def test_over_any_schedule_no_token_that_trains_is_too_old_and_no_episode_is_los
 def test_without_waiting_the_bound_is_passed_and_nothing_is_starved():
     pace = StalenessSchedule(2, 1, 30, hold=False)
     world = World(3)
-    played = simulate(world, pace, Way(learning=0.1))
+    played = simulate(world, pace, StreamCase(learning=0.1))
     assert max(played.ages) > pace.max_staleness
     assert len(world.lengths) == sum(map(len, played.trained))
-    assert played.seconds < simulate(World(3), StalenessSchedule(2, 1, 30), Way(learning=0.1)).seconds
+    assert played.seconds < simulate(World(3), StalenessSchedule(2, 1, 30), StreamCase(learning=0.1)).seconds
 
 
 def test_a_bound_of_none_is_in_step_and_a_larger_one_is_faster():
     seconds = [
-        simulate(World(5), StalenessSchedule(4, bound, 20), Way(in_flight=100, learning=3.0)).seconds
+        simulate(World(5), StalenessSchedule(4, bound, 20), StreamCase(in_flight=100, learning=3.0)).seconds
         for bound in (0, 1, 8)
     ]
     assert seconds[0] > 1.3 * seconds[1] > 1.3 * seconds[2]
@@ -305,14 +305,14 @@ def test_the_oldest_train_first_and_a_slow_group_is_waited_for():
 
 
 def test_a_stream_says_what_keeps_more_episodes_from_starting():
-    class Slow(World):
+    class SlowWorld(World):
         async def play(self, request):
             await asyncio.sleep(50.0 if request.key.step == 0 else 1.0)
             action = Segment("action", (1,), logprobs=(0.0,), versions=(self.version,))
             return Episode(request.key, TASK, Trajectory("t", 0, (action,), (), StopReason.ANSWERED))
 
     async def run(in_flight):
-        world, found = Slow(0, size=1), []
+        world, found = SlowWorld(0, size=1), []
         stream = GroupQueue(StalenessController(StalenessSchedule(1, 1, 20)), world, world.play, in_flight)
         stream.start()
         limited = stream.is_limited
@@ -492,7 +492,7 @@ def test_what_cannot_be_in_time_is_not_admitted():
 
 def test_the_first_members_that_end_are_enough_and_the_others_stop():
     world = World(1, size=5)
-    played = simulate(world, StalenessSchedule(2, 2, 8), Way(needed=3))
+    played = simulate(world, StalenessSchedule(2, 2, 8), StreamCase(needed=3))
     assert all(len(step) == 6 for step in played.trained)
     kept = {key for step in played.trained for key in step}
     for key in kept:  # no member that was cancelled was done earlier
@@ -504,26 +504,26 @@ def test_the_first_members_that_end_are_enough_and_the_others_stop():
 
 def test_failed_members_are_replaced_by_spare_ones_and_their_groups_are_whole():
     world = World(2, failing=0.25, size=5)
-    played = simulate(world, StalenessSchedule(2, 2, 8), Way(needed=3))
+    played = simulate(world, StalenessSchedule(2, 2, 8), StreamCase(needed=3))
     assert all(len(step) == 6 for step in played.trained)
 
 
 def test_a_greedy_member_is_always_waited_for():
     world = World(4, size=5, greedy=True)
-    played = simulate(world, StalenessSchedule(2, 2, 8), Way(needed=2))
+    played = simulate(world, StalenessSchedule(2, 2, 8), StreamCase(needed=2))
     for step in played.trained:
         assert len(step) >= 6  # who ends before the greedy one takes part
         assert sum(key.sample == 4 for key in step) == 2
 
 
 def test_what_an_episode_raises_reaches_whoever_waits_for_a_batch():
-    class Broken(World):
+    class BrokenWorld(World):
         async def play(self, request):
             await asyncio.sleep(1)
             raise RuntimeError("no such luck")
 
     with pytest.raises(RuntimeError, match="no such luck"):
-        simulate(Broken(0), StalenessSchedule(1, 1, 1))
+        simulate(BrokenWorld(0), StalenessSchedule(1, 1, 1))
 
 
 BUSY = EngineLoad(learner_idle=0.0, engine_idle=0.0, engine_queue=0.0, ready=0.0)
@@ -590,14 +590,14 @@ def test_what_a_checkpoint_gets_of_the_stream_does_not_change_any_more():
 
 
 def test_what_a_source_raises_reaches_whoever_waits_for_a_batch():
-    class Short(World):
+    class ShortWorld(World):
         def requests(self, number):
             if number > 2:
                 raise RuntimeError("there are no more tasks")
             return super().requests(number)
 
     async def run():
-        world = Short(0)
+        world = ShortWorld(0)
         stream = GroupQueue(StalenessController(StalenessSchedule(2, 4, 9)), world, world.play, 2)
         stream.start()
         async with asyncio.timeout(1e6):

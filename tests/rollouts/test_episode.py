@@ -19,7 +19,7 @@ from ludus.rollouts.episode import EpisodeLimits, run_episode
 from ludus.types import Completion, Group, Message, StepResult, StopReason, ToolStatus
 from scripted_engine import Faults
 from small_worlds import (
-    WatchedWorld,
+    RecordingWorld,
     call,
     echo,
     end_token,
@@ -56,7 +56,7 @@ def statuses(trajectory):
 
 
 def test_an_episode_from_question_to_answer():
-    world = WatchedWorld()
+    world = RecordingWorld()
     engine = scripted([SEARCH, "Paris"], version=3)
     t = play(engine, world)
     assert t.stop_reason is StopReason.ANSWERED
@@ -142,7 +142,7 @@ def test_an_ending_has_a_name_that_the_reward_sees_and_the_metrics_count(stop):
         return 0.25
 
     engine, options = ENDINGS[stop]()
-    world = WatchedWorld(rewards=(Reward("look", look, outcome=True),))
+    world = RecordingWorld(rewards=(Reward("look", look, outcome=True),))
     limits = EpisodeLimits(max_turns=4, timeout_s=0.2 if stop is StopReason.TIMEOUT else None)
     t = play(engine, world, limits, **options)
     assert t.stop_reason is stop
@@ -207,7 +207,7 @@ def test_an_action_that_is_cut_off_keeps_its_tokens():
 def test_a_call_that_is_cut_off_does_not_run():
     ran = []
     tool = tool_of(lambda: ran.append(1) or "x")
-    t = play(scripted(lambda *_: call("it") + "and so on" * 20), WatchedWorld(tools=[tool]), max_new_tokens=60)
+    t = play(scripted(lambda *_: call("it") + "and so on" * 20), RecordingWorld(tools=[tool]), max_new_tokens=60)
     assert t.stop_reason is StopReason.TRUNCATED
     assert ran == []
 
@@ -230,7 +230,7 @@ def test_a_streak_of_errors_ends_the_episode(error):
     def fails() -> str:
         raise ValueError("no")
 
-    world = WatchedWorld(tools=[echo, tool_of(fails, "fails")])
+    world = RecordingWorld(tools=[echo, tool_of(fails, "fails")])
     t = play(scripted([error] * 9), world, EpisodeLimits(max_turns=9, max_tool_errors=3))
     assert t.stop_reason is StopReason.TOOL_ERRORS
     assert len(t.outcomes) == 3
@@ -259,7 +259,7 @@ def test_every_status_of_a_call_is_a_metric():
         await asyncio.Event().wait()
         return ""
 
-    world = WatchedWorld(tools=[echo, tool_of(fails, "fails"), tool_of(hangs, "hangs", timeout_s=0.02)])
+    world = RecordingWorld(tools=[echo, tool_of(fails, "fails"), tool_of(hangs, "hangs", timeout_s=0.02)])
     turn = SEARCH + UNKNOWN + WRONG + RAISES + call("hangs") + BAD
     t = play(scripted([turn, "Paris"]), world, EpisodeLimits(max_tool_errors=9))
     assert sorted(statuses(t)) == sorted(ToolStatus)
@@ -292,7 +292,7 @@ def giving(value):
 
 def breaks(hooks=None, script=(SEARCH, "Paris"), kind=WorldError, **options):
     """The error of an episode that breaks; environment and conversation are closed all the same."""
-    world = WatchedWorld(hooks=hooks or {}, **options.pop("world", {}))
+    world = RecordingWorld(hooks=hooks or {}, **options.pop("world", {}))
     engine = options.pop("engine", None) or scripted(list(script))
     with pytest.raises(kind) as failure:
         play(engine, world, **options)
@@ -396,7 +396,7 @@ def test_the_first_failure_is_told_and_the_second_noted():
 
 @pytest.mark.parametrize("what", ["start", "step", "act"])
 def test_cancelling_closes_environment_and_conversation(what):
-    world = WatchedWorld(hooks={what: hang})
+    world = RecordingWorld(hooks={what: hang})
     engine = scripted([SEARCH] * 3, faults=Faults(hang_at={0} if what == "act" else ()))
 
     async def cancel():
@@ -424,7 +424,7 @@ def test_start_step_and_close_run_in_one_task():
     async def note(_):
         tasks.append(asyncio.current_task())
 
-    play(scripted([SEARCH, "Paris"]), WatchedWorld(hooks=dict.fromkeys(("start", "step", "close"), note)))
+    play(scripted([SEARCH, "Paris"]), RecordingWorld(hooks=dict.fromkeys(("start", "step", "close"), note)))
     assert len(tasks) == 4
     assert len(set(tasks)) == 1
 
@@ -435,7 +435,7 @@ def test_rewards_by_turn_are_kept_in_order_with_nought_where_none_was_given():
     async def step(_):
         return next(results)
 
-    t = play(scripted(["a", "b", "c"]), WatchedWorld(hooks={"step": step}))
+    t = play(scripted(["a", "b", "c"]), RecordingWorld(hooks={"step": step}))
     assert t.turn_rewards == (0.5, 0.0, -1.0)
     assert play(scripted(["Paris"])).turn_rewards == ()
 
@@ -447,7 +447,7 @@ def test_the_reward_sees_tags_and_outcomes_and_the_whole_dialogue():
         seen.append((task.truth, len(trajectory.messages), statuses(trajectory), trajectory.segments != ()))
         return 1.0
 
-    play(scripted([SEARCH, "Paris"]), WatchedWorld(rewards=(Reward("look", look, outcome=True),)))
+    play(scripted([SEARCH, "Paris"]), RecordingWorld(rewards=(Reward("look", look, outcome=True),)))
     assert seen == [("Paris", 4, [ToolStatus.OK], True)]
 
 
@@ -461,7 +461,7 @@ class Loop:
     runner: asyncio.Runner
 
     def play(self, script, max_turns=3):
-        world = WatchedWorld(limits=ToolLimits(max_output=200))
+        world = RecordingWorld(limits=ToolLimits(max_output=200))
         conversation = make_chat(scripted(script), max_tokens=700, max_new_tokens=200)
         env = world.environment(None)
         limits = EpisodeLimits(max_turns=max_turns)

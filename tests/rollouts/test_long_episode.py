@@ -13,7 +13,7 @@ from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.rollouts.episode import EngineChatSession, EpisodeLimits, run_episode
 from ludus.tools.base import tool
 from ludus.types import Guide, SamplingParams, StopReason
-from small_worlds import WatchedWorld, make_task, renderer, tokenizer
+from small_worlds import RecordingWorld, make_task, renderer, tokenizer
 from tests.engines.test_engine_batching import build
 
 pytestmark = pytest.mark.scale
@@ -28,7 +28,7 @@ def page(number: int) -> str:
     return f"Page {number}: " + " ".join(str((number * 7919 + i) % 1000) for i in range(55))
 
 
-class Heard(LocalEngine):
+class RecordingEngine(LocalEngine):
     """The embedded engine, which keeps what it was asked."""
 
     def __init__(self, *args, **options):
@@ -58,10 +58,10 @@ def calls_a_page() -> Guide:
 def test_an_episode_of_250_calls_and_64k_tokens():
     model = build(vocab_size=len(tokenizer()), max_position_embeddings=CONTEXT)
     settings = EngineSettings(context_tokens=CONTEXT, max_batch=2, kv_cache_tokens=CONTEXT + 64, pass_tokens=512)
-    world = WatchedWorld(tools=(page,))
+    world = RecordingWorld(tools=(page,))
 
     async def run():
-        engine = Heard(model, tokenizer(), settings)
+        engine = RecordingEngine(model, tokenizer(), settings)
         params = SamplingParams(max_new_tokens=200, guide=calls_a_page())
         conversation = EngineChatSession(engine, renderer(), params, CONTEXT, "long", seed=1)
         task = make_task()

@@ -28,7 +28,7 @@ from ludus.sandbox import NamespacesSandbox
 from ludus.types import Group, SamplingParams, StopReason, Task
 from scripted_engine import Faults, ScriptedEngine
 from small_worlds import (
-    WatchedWorld,
+    RecordingWorld,
     call,
     end_token,
     make_requests,
@@ -87,7 +87,7 @@ def account_of(scheduler, episodes, step=0):
 
 def test_episodes_come_in_the_order_of_the_requests_however_long_they_take():
     requests = make_requests(12, samples=2)
-    scheduler = make_scheduler(scripted(answers), WatchedWorld(hooks=naps()), SchedulerLimits(concurrency=5))
+    scheduler = make_scheduler(scripted(answers), RecordingWorld(hooks=naps()), SchedulerLimits(concurrency=5))
     ended = []
     episodes = run(scheduler, requests, on_done=ended.append)
     assert [e.key for e in episodes] == [request.key for request in requests]
@@ -99,7 +99,7 @@ def test_episodes_come_in_the_order_of_the_requests_however_long_they_take():
 
 @pytest.mark.parametrize("concurrency", [1, 3, 20])
 def test_never_more_in_flight_than_allowed_and_as_many_as_allowed(concurrency):
-    world = WatchedWorld(hooks=naps())
+    world = RecordingWorld(hooks=naps())
     most = 0
 
     async def watch(_):
@@ -125,13 +125,13 @@ def test_the_next_job_starts_when_one_ends_and_not_when_all_do():
         if len(done) == 5:
             everyone_else.set()
 
-    world = WatchedWorld(hooks={"step": wait})
+    world = RecordingWorld(hooks={"step": wait})
     run(make_scheduler(scripted(answers), world, SchedulerLimits(concurrency=2)), make_requests(6), note)
     assert done == ["t001", "t002", "t003", "t004", "t005", "t000"]
 
 
 def test_no_requests_no_episodes():
-    assert run(make_scheduler(scripted(answers), WatchedWorld()), []) == []
+    assert run(make_scheduler(scripted(answers), RecordingWorld()), []) == []
 
 
 # Retries infrastructure failures, and only those
@@ -139,7 +139,7 @@ def test_no_requests_no_episodes():
 
 def test_an_engine_that_fails_once_is_asked_again_in_a_fresh_environment_with_the_same_seed():
     engine = scripted([SEARCH, "Paris"], faults=Faults(fail_at={1}))
-    world = WatchedWorld()
+    world = RecordingWorld()
     scheduler = make_scheduler(engine, world)
     (episode,) = run(scheduler, make_requests(1))
     assert episode.trajectory.answer == "Paris"
@@ -156,7 +156,7 @@ def test_an_engine_that_fails_once_is_asked_again_in_a_fresh_environment_with_th
 
 @pytest.mark.parametrize("what", ["start", "step", "close"])
 def test_an_environment_that_breaks_is_replaced(what):
-    world = WatchedWorld(hooks=unstable(lambda number: number < 2, what=what))
+    world = RecordingWorld(hooks=unstable(lambda number: number < 2, what=what))
     scheduler = make_scheduler(scripted(answers), world, SchedulerLimits(retries=2))
     (episode,) = run(scheduler, make_requests(1))
     assert (episode.trajectory.answer, episode.key.attempt) == ("Paris", 2)
@@ -166,7 +166,7 @@ def test_an_environment_that_breaks_is_replaced(what):
 
 def test_an_environment_that_cannot_be_made_is_a_failure_too():
     @dataclass
-    class Fragile(WatchedWorld):
+    class Fragile(RecordingWorld):
         def environment(self, task):
             if not self.made:
                 self.made.append(None)
@@ -183,7 +183,7 @@ def test_a_job_that_begins_with_a_later_attempt_has_all_its_retries():
     """As one that is played anew after a resume."""
     (request,) = make_requests(1)
     later = replace(request, key=replace(request.key, attempt=3))
-    scheduler = make_scheduler(scripted(answers, faults=Faults(fail_at={0, 1})), WatchedWorld())
+    scheduler = make_scheduler(scripted(answers, faults=Faults(fail_at={0, 1})), RecordingWorld())
     episode = asyncio.run(scheduler.run_one(later, FailureBudget(1)))
     assert (episode.trajectory.answer, episode.key.attempt) == ("Paris", 5)
 
@@ -191,7 +191,7 @@ def test_a_job_that_begins_with_a_later_attempt_has_all_its_retries():
 def test_what_the_model_does_wrong_is_not_tried_again():
     lines = ["<tool_call>{</tool_call>"] * 9
     for script, stop in ((lines, StopReason.TOOL_ERRORS), ([""], StopReason.EMPTY_ANSWER)):
-        world = WatchedWorld()
+        world = RecordingWorld()
         scheduler = make_scheduler(scripted(script), world)
         (episode,) = run(scheduler, make_requests(1))
         assert (episode.trajectory.stop_reason, episode.key.attempt) == (stop, 0)
@@ -201,7 +201,7 @@ def test_what_the_model_does_wrong_is_not_tried_again():
 def test_a_job_that_fails_for_good_comes_back_as_failed():
     broken = unstable(lambda number: number < 3)
     scheduler = make_scheduler(
-        scripted(answers), WatchedWorld(hooks=broken), SchedulerLimits(concurrency=1, retries=2, max_failure_rate=0.5)
+        scripted(answers), RecordingWorld(hooks=broken), SchedulerLimits(concurrency=1, retries=2, max_failure_rate=0.5)
     )
     requests = make_requests(2)
     failed, fine = run(scheduler, requests)
@@ -226,7 +226,7 @@ def test_a_job_that_fails_for_good_comes_back_as_failed():
 )
 def test_too_many_failures_end_the_run(rate, num_broken, aborts):
     num_requests = 100 if rate == 0.29 else 10
-    world = WatchedWorld(hooks=unstable(lambda number: number < num_broken))
+    world = RecordingWorld(hooks=unstable(lambda number: number < num_broken))
     scheduler = make_scheduler(scripted(answers), world, SchedulerLimits(1, 0, rate))
     if not aborts:
         episodes = run(scheduler, make_requests(num_requests))
@@ -243,7 +243,7 @@ def test_the_error_is_that_of_the_first_failure_with_its_kind_and_hint():
     async def start(number):
         raise EngineError("The judge is down.", "Start it.") if number == 0 else RuntimeError("later")
 
-    world = WatchedWorld(hooks={"start": start})
+    world = RecordingWorld(hooks={"start": start})
     with pytest.raises(EngineError) as failure:
         run(make_scheduler(scripted(answers), world, SchedulerLimits(1, 0, 0.1)), make_requests(10))
     assert failure.value.message.endswith("The first failure: The judge is down.")
@@ -252,7 +252,7 @@ def test_the_error_is_that_of_the_first_failure_with_its_kind_and_hint():
 
 
 def test_errors_of_the_user_end_the_run_at_once_and_as_one_plain_error():
-    world = WatchedWorld(hooks=unstable(lambda number: number >= 2, UserError("Bad task.", "Mend it.")))
+    world = RecordingWorld(hooks=unstable(lambda number: number >= 2, UserError("Bad task.", "Mend it.")))
     with pytest.raises(UserError, match=r"^Bad task\. Mend it\.$") as failure:
         run(make_scheduler(scripted(answers), world, SchedulerLimits(concurrency=3)), make_requests(9))
     assert not isinstance(failure.value, BaseExceptionGroup)
@@ -264,7 +264,7 @@ def test_a_bug_of_our_own_is_not_taken_for_infrastructure():
     def broken(request, turn):
         return {}["key"]
 
-    world = WatchedWorld()
+    world = RecordingWorld()
     with pytest.raises(KeyError):
         run(make_scheduler(scripted(broken), world), make_requests(3))
     assert world.open == []
@@ -280,7 +280,7 @@ def test_giving_up_closes_the_episodes_in_flight_first():
     async def hang(_):
         await asyncio.Event().wait()
 
-    world = WatchedWorld(hooks={"start": start, "step": hang})
+    world = RecordingWorld(hooks={"start": start, "step": hang})
     scheduler = make_scheduler(scripted(answers), world, SchedulerLimits(5, 0, 0.0))
     with pytest.raises(WorldError, match="it broke"):
         run(scheduler, make_requests(20))
@@ -295,7 +295,7 @@ def test_cancelling_closes_everything_and_tries_nothing_again(lockstep, close_br
         await asyncio.Event().wait()
 
     hooks = {"step": hang} | (unstable(lambda _: True, what="close") if close_breaks else {})
-    world = WatchedWorld(hooks=hooks)
+    world = RecordingWorld(hooks=hooks)
     engine = scripted(answers)
 
     async def cancel():
@@ -319,7 +319,7 @@ def test_an_environment_that_turns_its_cancellation_into_an_error_is_not_played_
         except asyncio.CancelledError:
             raise RuntimeError("the connection is gone") from None
 
-    world = WatchedWorld(hooks={"step": step})
+    world = RecordingWorld(hooks={"step": step})
 
     async def cancel():
         running = asyncio.create_task(make_scheduler(scripted(answers), world).run(make_requests(2)))
@@ -337,7 +337,7 @@ def test_an_episode_whose_environment_ignores_that_it_is_cancelled_is_none():
         with suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
 
-    world = WatchedWorld(hooks={"step": step})
+    world = RecordingWorld(hooks={"step": step})
     scheduler = make_scheduler(scripted(answers), world)
 
     async def cancel():
@@ -368,7 +368,7 @@ def test_the_account_adds_up_whatever_breaks(seed, lockstep):
 
         return breaks
 
-    world = WatchedWorld(hooks={what: hook(what) for what in ("start", "step", "close")})
+    world = RecordingWorld(hooks={what: hook(what) for what in ("start", "step", "close")})
     engine = scripted([SEARCH, "Paris"], faults=Faults(fail_at=set(source.sample(range(100), 10))))
     scheduler = make_scheduler(engine, world, SchedulerLimits(7, 2, 1.0), lockstep=lockstep)
     requests = make_requests(20, samples=2, step=3)
@@ -398,10 +398,10 @@ def test_a_wall_clock_limit_that_fires_is_in_the_account():
             await asyncio.Event().wait()
 
     cases = [
-        (WatchedWorld(), [SEARCH, "Paris"], EpisodeLimits(), False),
-        (WatchedWorld(tools=[hangs]), [call("hangs"), "Paris"], EpisodeLimits(), True),
-        (WatchedWorld(hooks={"step": hang_once}), ["Paris"], EpisodeLimits(timeout_s=0.02), True),
-        (WatchedWorld(hooks={"start": hang_once}), ["Paris"], EpisodeLimits(environment_timeout_s=0.4), True),
+        (RecordingWorld(), [SEARCH, "Paris"], EpisodeLimits(), False),
+        (RecordingWorld(tools=[hangs]), [call("hangs"), "Paris"], EpisodeLimits(), True),
+        (RecordingWorld(hooks={"step": hang_once}), ["Paris"], EpisodeLimits(timeout_s=0.02), True),
+        (RecordingWorld(hooks={"start": hang_once}), ["Paris"], EpisodeLimits(environment_timeout_s=0.4), True),
     ]
     for world, script, limits, fired in cases:
         scheduler = make_scheduler(scripted(script), world, episodes=limits)
@@ -443,7 +443,7 @@ def lockstep_run(naps_seed, *, concurrency=4, num_requests=14, faults=NO_FAULTS)
 
     hooks = dict.fromkeys(("start", "step", "close"), nap)
     limits = SchedulerLimits(concurrency, 3, 1.0)
-    scheduler = make_scheduler(engine, WatchedWorld(hooks=hooks), limits, lockstep=True)
+    scheduler = make_scheduler(engine, RecordingWorld(hooks=hooks), limits, lockstep=True)
     episodes = run(scheduler, make_requests(num_requests))
     assert not scheduler.lockstep._joined
     return engine, [(e.key, e.trajectory) for e in episodes]
@@ -493,7 +493,7 @@ def test_the_first_round_holds_everyone_even_if_some_end_before_it():
     requests = make_requests(3)
     requests[0] = type(requests[0])(requests[0].key, long)
     engine = RecordingEngine(uneven)
-    scheduler = make_scheduler(engine, WatchedWorld(), SchedulerLimits(2), lockstep=True)
+    scheduler = make_scheduler(engine, RecordingWorld(), SchedulerLimits(2), lockstep=True)
     episodes = run(scheduler, requests)
     assert [e.trajectory.stop_reason for e in episodes] == [
         StopReason.PROMPT_TOO_LONG,
@@ -505,14 +505,14 @@ def test_the_first_round_holds_everyone_even_if_some_end_before_it():
 
 def test_an_engine_error_reaches_every_episode_of_the_round():
     engine = RecordingEngine(answers, faults=Faults(fail_at={1}))
-    scheduler = make_scheduler(engine, WatchedWorld(), SchedulerLimits(5), lockstep=True)
+    scheduler = make_scheduler(engine, RecordingWorld(), SchedulerLimits(5), lockstep=True)
     episodes = run(scheduler, make_requests(5))
     assert [e.key.attempt for e in episodes] == [1] * 5
     assert [len(batch) for batch in engine.batches] == [5, 5]
     assert scheduler.ledger.summary(0).by_reason == {"failed/engine": 5}
 
 
-class Partial(RecordingEngine):
+class PartialEngine(RecordingEngine):
     """Answers one request too few."""
 
     def __init__(self):
@@ -523,14 +523,14 @@ class Partial(RecordingEngine):
 
 
 def test_an_engine_that_answers_too_few_fails_the_round_and_leaves_nobody_waiting():
-    scheduler = make_scheduler(Partial(), WatchedWorld(), SchedulerLimits(3, 0, 0.0), lockstep=True)
+    scheduler = make_scheduler(PartialEngine(), RecordingWorld(), SchedulerLimits(3, 0, 0.0), lockstep=True)
     with pytest.raises(EngineError, match="returned 2 completions for 3 requests"):
         run(scheduler, make_requests(3))
 
 
 def test_a_broken_run_leaves_the_lock_step_free_for_the_next():
     hooks = unstable(lambda number: number == 2, UserError("Stop."), "step")
-    world = WatchedWorld(hooks=hooks)
+    world = RecordingWorld(hooks=hooks)
     scheduler = make_scheduler(scripted(uneven), world, SchedulerLimits(2), lockstep=True)
 
     async def twice():
@@ -545,7 +545,7 @@ def test_an_episode_that_times_out_while_it_waits_holds_nobody_up():
     async def slow(number):
         await asyncio.sleep(0.15 if number == 0 else 0)
 
-    world = WatchedWorld(hooks={"step": slow})
+    world = RecordingWorld(hooks={"step": slow})
     limits = EpisodeLimits(timeout_s=0.05)
     scheduler = make_scheduler(RecordingEngine(uneven), world, SchedulerLimits(2), lockstep=True, episodes=limits)
     stops = [e.trajectory.stop_reason for e in run(scheduler, make_requests(2))]
@@ -648,7 +648,7 @@ def test_names_sort_by_step_task_and_sample_and_differ_by_attempt():
 
 
 @dataclass
-class HoldingWorld(WatchedWorld):
+class HoldingWorld(RecordingWorld):
     """There is room for two sessions, and every episode holds one."""
 
     open: int = 0
@@ -695,7 +695,7 @@ def test_worlds_with_sessions_have_the_room_of_their_sandbox():
     assert world.implements("episodes_at_once")
     assert episodes_at_once(world, 128) == 3
     assert episodes_at_once(world, 2) == 2
-    assert episodes_at_once(WatchedWorld(), 128) == 128
+    assert episodes_at_once(RecordingWorld(), 128) == 128
     assert NamespacesSandbox().max_sessions >= 2
 
 
@@ -704,6 +704,6 @@ def test_an_engine_knows_a_task_that_is_evaluated_from_the_same_one_that_is_trai
     engine, rollout = scripted(["Paris"]), RolloutConfig(reproducible=False)
     for purpose in ("train", "evaluate"):
         play = SamplingPlan(purpose, 1.0, 0)
-        one = engine_scheduler(WatchedWorld(), engine, renderer(), rollout, play, Ledger())
+        one = engine_scheduler(RecordingWorld(), engine, renderer(), rollout, play, Ledger())
         run(one, make_requests(1))
     assert len({request.episode for request in engine.requests}) == len(set(engine.released)) == 2

@@ -228,10 +228,10 @@ def test_a_reward_on_a_thread_has_its_deadline_too():
             await made.scored(None, environment, task(), PLAYED)
         over.set()
 
-    class Own:
+    class SlowRewardWorld:
         rewards = (Reward("slow", lambda task, trajectory: float(over.wait(20)), outcome=True),)
 
-    asyncio.run(scenario(ThreadRewardExecutor(0.05), Own()))
+    asyncio.run(scenario(ThreadRewardExecutor(0.05), SlowRewardWorld()))
 
 
 def test_as_many_are_scored_at_once_as_there_are_processes(scoring):

@@ -14,7 +14,7 @@ from ludus.training.collection.filters import ages
 from ludus.training.rl.build import train
 from ludus.training.run.run_dir import lock_run, new_run
 from ludus.training.run.session import open_session
-from small_runs import Silent
+from small_runs import RecordingReporter
 from tests.training.rl.test_async_run import words
 from tiny_world import FRUITS
 
@@ -88,7 +88,7 @@ AT_FIRST = f"""if turn or not 0 < steps() <= {STEPS - 5}:
 TWENTY_TIMES = "await asyncio.sleep(20 * seconds)"
 
 
-class Watching(Silent):
+class PhaseRecorder(RecordingReporter):
     """A reporter that keeps what had ended when each step was done, and the total of each phase."""
 
     def __init__(self) -> None:
@@ -106,7 +106,7 @@ class Watching(Silent):
         self.ended.append([])
 
 
-def run(tiny_run, folder: Path, wait: str, which: str, **changes) -> Watching:
+def run(tiny_run, folder: Path, wait: str, which: str, **changes) -> PhaseRecorder:
     world = folder / "slow.py"
     metrics = str(folder / "run" / "metrics.jsonl")
     world.write_text(SLOW.format(metrics=metrics, wait=wait, which=which, asks_again=wait == AT_FIRST))
@@ -121,7 +121,7 @@ def run(tiny_run, folder: Path, wait: str, which: str, **changes) -> Watching:
         **changes,
     )
     given[2] = "--model.path"
-    settings, reporter = load_config(given[1], given[2:]), Watching()
+    settings, reporter = load_config(given[1], given[2:]), PhaseRecorder()
     made = new_run(settings, "tiny", "rl")
     with lock_run(made):
         train(open_session(settings), made, reporter)

@@ -22,7 +22,7 @@ from small_worlds import tokenizer
 PASSAGES = ["the cat sleeps", "a dog barks", "the cat and the dog", "rain falls", "nothing at all", "a dog"]
 
 
-class Bag:
+class LetterEncoder:
     """Vectors that count letters: a hand-made encoder."""
 
     def encode(self, texts):
@@ -47,16 +47,16 @@ def folder(tmp_path_factory):
 
 
 def test_passages_come_in_the_order_of_their_cosines_with_the_query():
-    index = DenseIndex(PASSAGES, Bag())
-    vectors = Bag().encode(PASSAGES)
-    cosines = vectors @ Bag().encode(["dog barks"])[0]
+    index = DenseIndex(PASSAGES, LetterEncoder())
+    vectors = LetterEncoder().encode(PASSAGES)
+    cosines = vectors @ LetterEncoder().encode(["dog barks"])[0]
     expected = sorted(range(6), key=lambda i: (-cosines[i], i))
     assert index.ranking("dog barks", 6) == expected
     assert index.search("dog barks", 1) == ["a dog barks"]
 
 
 def test_equal_passages_keep_their_order_and_the_number_is_bounded():
-    index = DenseIndex(["same"] * 30, Bag())
+    index = DenseIndex(["same"] * 30, LetterEncoder())
     assert index.ranking("same", 5) == [0, 1, 2, 3, 4]
     assert len(index.search("same", 99)) == MAX_PASSAGES
     assert len(index.search("same", -3)) == 1
@@ -110,8 +110,11 @@ def test_fusion_by_hand():
 
 
 def test_a_passage_that_both_find_goes_before_one_that_either_finds():
-    hybrid = HybridIndex(PassageIndex(PASSAGES), DenseIndex(PASSAGES, Bag()))
-    words, meaning = (PassageIndex(PASSAGES).ranking("dog", 100), DenseIndex(PASSAGES, Bag()).ranking("dog", 100))
+    hybrid = HybridIndex(PassageIndex(PASSAGES), DenseIndex(PASSAGES, LetterEncoder()))
+    words, meaning = (
+        PassageIndex(PASSAGES).ranking("dog", 100),
+        DenseIndex(PASSAGES, LetterEncoder()).ranking("dog", 100),
+    )
     assert hybrid.ranking("dog", 6) == fuse([words, meaning])
     assert hybrid.search("dog", 2) == [PASSAGES[i] for i in fuse([words, meaning])[:2]]
     assert hybrid.search("zzzz", 1) != []
@@ -156,7 +159,7 @@ def test_words_are_the_default_and_an_encoder_is_asked_for():
 
 
 def test_the_tool_says_what_it_found():
-    assert search_tool(DenseIndex(PASSAGES, Bag()), 2).function(query="a dog", k=1) == "a dog"
+    assert search_tool(DenseIndex(PASSAGES, LetterEncoder()), 2).function(query="a dog", k=1) == "a dog"
 
 
 # Fetch

@@ -13,7 +13,7 @@ from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.scheduler import SchedulerLimits
 from ludus.tools.base import Traits, tool
 from ludus.types import Action, Group, Message, ToolCall, ToolStatus
-from small_worlds import WatchedWorld, make_requests, make_scheduler, make_task, play, scripted, tool_of
+from small_worlds import RecordingWorld, make_requests, make_scheduler, make_task, play, scripted, tool_of
 from small_worlds import call as write
 from waiting import until
 
@@ -27,7 +27,7 @@ def run(tools, *names, limits=PATIENT):
     return asyncio.run(ToolExecutor(tools, limits).run(Action(Message(role="assistant", content=""), calls)))
 
 
-class Failing:
+class FlakyTool:
     """Fails the first `times` calls with `error`; counts all."""
 
     def __init__(self, times, error=None, is_async=True):
@@ -54,7 +54,7 @@ class Failing:
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
 @pytest.mark.parametrize("error", [WorldError("gone"), EngineError("gone"), ToolFault("gone")], ids=repr)
 def test_an_idempotent_call_is_sent_once_more_after_an_infrastructure_fault(error, is_async):
-    failing = Failing(1, error, is_async)
+    failing = FlakyTool(1, error, is_async)
     (outcome,) = run([failing.tool(traits=SAFE)], "it")
     assert (outcome.status, outcome.output, outcome.retried) == (ToolStatus.OK, "done", True)
     assert failing.called == 2
@@ -64,7 +64,7 @@ def test_an_idempotent_call_is_sent_once_more_after_an_infrastructure_fault(erro
 @pytest.mark.parametrize(("traits", "called"), [(UNSAFE, 1), (SAFE, 2)], ids=["not idempotent", "idempotent"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
 def test_a_fault_that_stays_is_no_observation(traits, called, is_async):
-    failing = Failing(9, is_async=is_async)
+    failing = FlakyTool(9, is_async=is_async)
     with pytest.raises(ToolFault, match=r"^The tool it failed: The server is gone\. Start it\.$") as fault:
         run([failing.tool(traits=traits)], "it")
     assert failing.called == called
@@ -74,7 +74,7 @@ def test_a_fault_that_stays_is_no_observation(traits, called, is_async):
 
 @pytest.mark.parametrize("error", [ValueError("x"), UserError("x"), ConnectionError("x"), TimeoutError()], ids=repr)
 def test_other_errors_are_observations_and_are_not_tried_again(error):
-    failing = Failing(9, error)
+    failing = FlakyTool(9, error)
     (outcome,) = run([failing.tool(traits=SAFE)], "it")
     assert (outcome.status, outcome.retried, failing.called) == (ToolStatus.RAISED, False, 1)
     assert outcome.cost == 2.0
@@ -89,7 +89,7 @@ def test_the_other_calls_of_the_action_come_to_their_ends_before_the_fault_is_ra
         return "done"
 
     with pytest.raises(ToolFault):
-        run([Failing(9).tool(), tool_of(slow, "slow")], "it", "slow")
+        run([FlakyTool(9).tool(), tool_of(slow, "slow")], "it", "slow")
     assert ended == ["slow"]
 
 
@@ -109,8 +109,8 @@ def test_the_second_try_counts_towards_the_deadline_of_the_call():
 
 
 def test_a_tool_that_fails_for_good_fails_the_episode_and_is_played_again_in_a_fresh_environment():
-    failing = Failing(2)
-    world = WatchedWorld(tools=(failing.tool(),))
+    failing = FlakyTool(2)
+    world = RecordingWorld(tools=(failing.tool(),))
     scheduler = make_scheduler(scripted([write("it"), "Paris"]), world, SchedulerLimits(retries=2))
     (episode,) = asyncio.run(scheduler.run(make_requests(1)))
     assert (failing.called, episode.key.attempt, episode.trajectory.answer) == (3, 2, "Paris")
@@ -122,7 +122,7 @@ def test_a_tool_that_fails_for_good_fails_the_episode_and_is_played_again_in_a_f
 
 
 def test_an_episode_whose_tool_never_works_is_failed_and_earns_nothing():
-    world = WatchedWorld(tools=(Failing(99).tool(),))
+    world = RecordingWorld(tools=(FlakyTool(99).tool(),))
     limits = SchedulerLimits(retries=1, max_failure_rate=1.0)
     (episode,) = asyncio.run(make_scheduler(scripted([write("it"), "Paris"]), world, limits).run(make_requests(1)))
     failure = episode.trajectory.failure
@@ -190,7 +190,7 @@ def test_what_an_episode_costs_is_added_up_and_reported_by_tool():
         late.wait(10)
         return "x"
 
-    world = WatchedWorld(tools=(cheap, dear))
+    world = RecordingWorld(tools=(cheap, dear))
     both = write("cheap") + write("cheap") + write("cheap") + write("dear")
     once = play(scripted([both, "Paris"]), world)
     none = play(scripted(["Paris"]), world)
@@ -209,7 +209,7 @@ def test_what_an_episode_costs_is_added_up_and_reported_by_tool():
 
 
 def test_second_tries_are_counted():
-    world = WatchedWorld(tools=(Failing(1).tool(traits=SAFE),))
+    world = RecordingWorld(tools=(FlakyTool(1).tool(traits=SAFE),))
     played = play(scripted([write("it") + write("it"), "Paris"]), world)
     metrics = rollout_metrics([Group(make_task(), (played,))])
     assert (metrics["tools/it/calls"], metrics["tools/it/retried"]) == (2, 1)
@@ -247,7 +247,7 @@ def test_the_bound_of_a_tool_holds_over_the_episodes_of_a_scheduler(is_async):
         return "done"
 
     bounded = tool_of(coroutine if is_async else plain, concurrency=3, traits=Traits(latency="slow"))
-    scheduler = make_scheduler(scripted([write("it") + write("it"), "Paris"]), WatchedWorld(tools=(bounded,)))
+    scheduler = make_scheduler(scripted([write("it") + write("it"), "Paris"]), RecordingWorld(tools=(bounded,)))
     episodes = asyncio.run(scheduler.run(make_requests(8)))
     assert [e.trajectory.answer for e in episodes] == ["Paris"] * 8
     assert most == 3

@@ -161,7 +161,7 @@ def test_closing_a_workspace_ends_what_runs_in_it():
 # the environment
 
 
-class OneWorld(World):
+class WorkspaceWorld(World):
     """A world whose episodes have a workspace each."""
 
     name, splits = "one", ("train",)
@@ -182,7 +182,7 @@ class OneWorld(World):
 
 def test_an_environment_opens_its_workspace_and_submit_ends_the_episode_with_an_answer():
     sandbox = NamespacesSandbox(SandboxSettings(concurrency=2))
-    world = OneWorld(sandbox)
+    world = WorkspaceWorld(sandbox)
     script = [call("python", code="x = 'Par'"), call("submit"), call("submit", answer="Paris")]
     trajectory = play(scripted(script), world)
     statuses = [outcome.status for outcome in trajectory.outcomes]
@@ -194,12 +194,12 @@ def test_an_environment_opens_its_workspace_and_submit_ends_the_episode_with_an_
 
 
 def test_an_answer_that_is_longer_than_the_limit_of_outputs_is_whole():
-    trajectory = play(scripted([call("submit", answer="z" * 99)]), Submitting())
+    trajectory = play(scripted([call("submit", answer="z" * 99)]), SubmittingWorld())
     assert trajectory.outcomes[0].truncated
     assert trajectory.answer == "z" * 99
 
 
-class Submitting(OneWorld):
+class SubmittingWorld(WorkspaceWorld):
     def __init__(self):
         pass
 

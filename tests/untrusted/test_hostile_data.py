@@ -42,7 +42,7 @@ PRIME = 2**61 - 1
 SAME_HASH = [PRIME * n for n in range(1, 40_000)]
 
 
-class Says:
+class ForgingSandbox:
     """A sandbox whose program has learnt the nonce and prints what it likes."""
 
     def __init__(self, *lines):
@@ -59,7 +59,7 @@ class Says:
 def judged(due, *lines):
     """The verdict on a program that returned this, where that is due."""
     truth = CodeTruth(("a",), cases=(TestCase("a", (), due),))
-    work = CodeGrader(Says('{"loaded": true}', *lines)).grade("def solve(): ...", truth, truth.cases)
+    work = CodeGrader(ForgingSandbox('{"loaded": true}', *lines)).grade("def solve(): ...", truth, truth.cases)
     (verdict,) = heartbeat.run(work).verdicts
     return verdict
 

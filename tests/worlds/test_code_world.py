@@ -375,7 +375,7 @@ def test_programs_that_read_and_print(sandbox):
 
 
 @dataclass
-class Watched:
+class RecordingSandbox:
     """A sandbox that keeps whatever went in."""
 
     inner: object
@@ -393,7 +393,7 @@ def test_what_is_due_never_goes_into_the_run_of_the_program(sandbox):
     checks = replace(truth, style="checks", cases=(TestCase("a", "assert candidate(4) == 'the-secret-77'"),))
     program = "def f(*a): return 'nothing-known'"
     for one in (truth, printing, checks):
-        watched = Watched(sandbox)
+        watched = RecordingSandbox(sandbox)
         (grading,) = grade(watched, one, program)
         assert not grading.verdicts[0].passed
         with_program = [run for run in watched.seen if program in run[0] or run[1]]

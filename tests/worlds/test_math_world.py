@@ -457,7 +457,7 @@ def test_a_file_that_is_missing_or_empty_is_said(tmp_path):
         load_problems(tmp_path / "empty.jsonl")
 
 
-class Sums:
+class SumsGenerator:
     """A stand-in for a generator of reasoning-gym; `pays` and `stores` break it in the ways that occur."""
 
     def __init__(self, size, seed, pays="", stores=True):
@@ -478,7 +478,7 @@ def gym(monkeypatch):
     kinds = {"sums": {}, "empty": {"stores": False}, "generous": {"pays": "-987654321"}}
     package, factory = types.ModuleType("reasoning_gym"), types.ModuleType("reasoning_gym.factory")
     package.__spec__ = types.SimpleNamespace()
-    package.create_dataset = lambda name, size, seed: Sums(size, seed, **kinds[name])
+    package.create_dataset = lambda name, size, seed: SumsGenerator(size, seed, **kinds[name])
     factory.DATASETS = kinds
     monkeypatch.setitem(sys.modules, "reasoning_gym", package)
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)

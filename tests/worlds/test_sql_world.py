@@ -18,7 +18,7 @@ from generators.sql.__main__ import databases_text, draw, draw_pairs, questions_
 from generators.sql.compose import HELD_OUT, MOST_ROWS, features, forgetful, shape_of, weakened
 from generators.sql.databases import Naming, make_rows, make_tables
 from generators.sql.domains import DOMAINS, ColumnKind
-from generators.sql.query import Attribute, Listing, QueryPlan, SortOrder, Test, Versus, level_of, points
+from generators.sql.query import Attribute, AverageCondition, Listing, QueryPlan, SortOrder, Test, level_of, points
 from generators.sql.render import to_sql, to_words
 
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
@@ -187,7 +187,7 @@ def test_levels_grow_with_what_is_asked_for():
     assert level_of(replace(cheap, order=SortOrder(0, True))) == 2
     far = replace(cheap, conditions=(*cheap.conditions, Test(country, "is", ("Peru",))))
     assert (points(far), level_of(far)) == (2, 3)
-    nested = replace(far, conditions=(*far.conditions, Versus(price, "above")))
+    nested = replace(far, conditions=(*far.conditions, AverageCondition(price, "above")))
     assert (points(nested), level_of(nested)) == (5, 5)
 
 

@@ -18,7 +18,7 @@ from generators.swe.difficulty_report import survey
 from generators.swe.issues import snippet_in, symptom_of, write_issue
 from generators.swe.mine import Plan, mine, save_found
 from generators.swe.mutations import edits, is_sound
-from generators.swe.snippets import Shown, Snippet, snippets_of
+from generators.swe.snippets import Snippet, SnippetOutcome, snippets_of
 
 from container_engine import put_engine
 from ludus.cli.main import main
@@ -838,7 +838,7 @@ def test_settings_that_do_not_fit_are_refused():
         make_swe_world({"instances": "x.jsonl"}, ToolLimits())
 
 
-SHOWN = Shown(Snippet("from tidy import f\nx = 2", "f(x)"), ("value", "4"), ("value", "3"))
+SHOWN = SnippetOutcome(Snippet("from tidy import f\nx = 2", "f(x)"), ("value", "4"), ("value", "3"))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import random
 from collections import Counter, defaultdict
 from typing import Final
 
-from generators.terminal.draw import Event, Hit, events, hits, text_of, words
+from generators.terminal.draw import AccessLogLine, Event, events, hits, text_of, words
 from generators.terminal.makers import TaskMaker
 
 from ludus.worlds.terminal.checks import has_text
@@ -23,7 +23,7 @@ def _out(rng: random.Random, suffix: str = ".txt") -> str:
     return words(rng, 1)[0] + suffix
 
 
-def _asked(rng: random.Random, found: list[Hit], asked: str, due: list[str], pipe: str) -> TerminalTask:
+def _asked(rng: random.Random, found: list[AccessLogLine], asked: str, due: list[str], pipe: str) -> TerminalTask:
     """Return a question about an access log; `pipe` reads it and prints the answer."""
     log, out = f"{words(rng, 1)[0]}-access.log", _out(rng)
     text = f"{log} is an access log {_FORM}. Write to {out} {asked}"
@@ -111,7 +111,7 @@ def _traffic(rng: random.Random) -> TerminalTask:
 
 def _slowest(rng: random.Random) -> TerminalTask:
     found = hits(rng)
-    best: dict[str, Hit] = {}
+    best: dict[str, AccessLogLine] = {}
     for hit in found:
         if hit.path not in best or hit.ms > best[hit.path].ms:
             best[hit.path] = hit
@@ -144,7 +144,7 @@ def _window(rng: random.Random) -> TerminalTask:
 
 def _repeated(rng: random.Random) -> TerminalTask:
     """Find clients with several failed logins before a success."""
-    found = list[Hit]()
+    found = list[AccessLogLine]()
     addresses = [f"10.1.1.{n}" for n in rng.sample(range(2, 250), 6)]
     second = 9 * 3600
     due = set()
@@ -152,7 +152,7 @@ def _repeated(rng: random.Random) -> TerminalTask:
         in_a_row = rng.randint(0, 4)
         for status in (*([401] * in_a_row), 200):
             second += rng.randint(1, 50)
-            found.append(Hit(address, second, "POST", "/login", status, 300 + len(found), 10))
+            found.append(AccessLogLine(address, second, "POST", "/login", status, 300 + len(found), 10))
         if in_a_row >= 3:
             due.add(address)
     asked = (

@@ -77,7 +77,7 @@ COUNTING: Final = " What counts in the end is what runs and what lies in the fil
 
 
 @dataclass(frozen=True)
-class Yard:
+class ServiceFolder:
     """A folder with services: their programs, pid files and logs."""
 
     root: str
@@ -109,9 +109,9 @@ class Yard:
         return f"{self.root}/run/*", f"{self.root}/log/*"
 
 
-def yard_of(rng: random.Random, num: int = 4) -> Yard:
+def yard_of(rng: random.Random, num: int = 4) -> ServiceFolder:
     """Return a folder with `num` services."""
-    return Yard(words(rng, 1)[0], tuple(rng.sample(SERVICES, num)))
+    return ServiceFolder(words(rng, 1)[0], tuple(rng.sample(SERVICES, num)))
 
 
 def others(names: Sequence[str]) -> tuple[Check, ...]:
@@ -134,14 +134,14 @@ def is_command(line: str) -> str:
     return f"[ \"$(cat $d/cmdline 2> /dev/null | tr '\\0' ' ')\" = '{line} ' ]"
 
 
-def started(yard: Yard, name: str, values: str = "") -> str:
+def started(yard: ServiceFolder, name: str, values: str = "") -> str:
     """Return the command that starts a service detached from the shell, and waits until it runs."""
     before = f"{values} setsid" if values else "setsid"
     command = f"({before} python3 {yard.script(name)} < /dev/null > {yard.log(name)} 2>&1 &)"
     return f"{command}; until [ -s {yard.pid_file(name)} ]; do sleep 0.05; done"
 
 
-def of_yard(yard: Yard, text: str, steps: tuple[str, ...], watched: tuple[Check, ...]) -> TerminalTask:
+def of_yard(yard: ServiceFolder, text: str, steps: tuple[str, ...], watched: tuple[Check, ...]) -> TerminalTask:
     """Return a task with the plain services of a folder."""
     programs = {path: program for name in yard.names for path, program in yard.program(name).items()}
     made = [place(name) for place in (yard.log, yard.pid_file) for name in yard.names]
@@ -172,7 +172,7 @@ def with_service(draft: TerminalTask, service: TerminalService) -> TerminalTask:
     return replace(draft, services=own)
 
 
-def pids_left(yard: Yard, names: Sequence[str]) -> Check:
+def pids_left(yard: ServiceFolder, names: Sequence[str]) -> Check:
     """Return the check that exactly these services have pid files."""
     return only_files(f"{yard.root}/run/*", frozenset(map(yard.pid_file, names)))
 
@@ -239,7 +239,9 @@ def _by_script(rng: random.Random) -> TerminalTask:
     return without(bare, list(map(yard.pid_file, yard.names)))
 
 
-def workers(yard: Yard, sets: Sequence[tuple[tuple[str, ...], Mapping[str, str]]]) -> tuple[TerminalService, ...]:
+def workers(
+    yard: ServiceFolder, sets: Sequence[tuple[tuple[str, ...], Mapping[str, str]]]
+) -> tuple[TerminalService, ...]:
     """Return services that run the same program with different arguments and variables."""
     script = yard.script("worker")
     return tuple(
@@ -249,7 +251,7 @@ def workers(yard: Yard, sets: Sequence[tuple[tuple[str, ...], Mapping[str, str]]
 
 
 def of_workers(
-    yard: Yard, text: str, steps: tuple[str, ...], services: tuple[TerminalService, ...], ending: Sequence[str]
+    yard: ServiceFolder, text: str, steps: tuple[str, ...], services: tuple[TerminalService, ...], ending: Sequence[str]
 ) -> TerminalTask:
     """Return a task about several processes of one program, of which some must end and the others must not."""
     names = [service.name for service in services]

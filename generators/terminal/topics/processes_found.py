@@ -12,7 +12,7 @@ from generators.terminal.makers import TaskMaker
 from generators.terminal.topics.processes import (
     BARE,
     PLAIN,
-    Yard,
+    ServiceFolder,
     each,
     gone,
     is_command,
@@ -98,7 +98,7 @@ with open("PATH", "w") as file:
 
 
 def _bare(
-    yard: Yard, text: str, steps: tuple[str, ...], watched: tuple[Check, ...], programs: Mapping[str, str]
+    yard: ServiceFolder, text: str, steps: tuple[str, ...], watched: tuple[Check, ...], programs: Mapping[str, str]
 ) -> TerminalTask:
     """Return a task whose services have these programs by name, and no pid files."""
     draft = of_yard(yard, text, steps, watched)

@@ -140,7 +140,7 @@ def test_what_stands_where_nothing_trains_does_not_matter():
     assert one.gradient(odd)[0].loss == expected.loss
 
 
-class Reads(TorchDispatchMode):
+class SynchronizationCounter(TorchDispatchMode):
     """Counts what has to wait for the device that computes."""
 
     def __init__(self):
@@ -162,7 +162,7 @@ def seen(*, odd_at=None, odd=math.nan, loss=1.0):
         if odd_at in part.index:
             table[part.index.index(odd_at), first_trained(rows[odd_at])] = odd
         table[~part.trains] = math.inf
-    with Reads() as reads:
+    with SynchronizationCounter() as reads:
         for number, (part, table) in enumerate(zip(parts, tables, strict=True)):
             given = {"entropy": torch.zeros_like(table), "log-probability": table, "KL": None}
             watch.numbers(part, part.trains, given)
@@ -173,7 +173,7 @@ def seen(*, odd_at=None, odd=math.nan, loss=1.0):
 def test_all_microbatches_of_a_step_are_waited_for_once():
     watch, reads = seen()
     assert reads == 0
-    with Reads() as looks:
+    with SynchronizationCounter() as looks:
         assert watch.fault == ""
     assert looks.count == 1
 

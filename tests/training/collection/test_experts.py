@@ -33,8 +33,8 @@ from ludus.training.rl.validate import check_experts
 from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
 from ludus.worlds.functions.grader import Truth
-from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
-from small_worlds import WatchedWorld
+from small_runs import SMALLEST, InterruptingReporter, RecordingReporter, RunInterrupted, config, lasting_files
+from small_worlds import RecordingWorld
 from tests.algorithms.test_terms import plain_logprobs
 from tests.training.credit.test_credit import real_group, trajectory
 from tests.training.learner.test_learner import gradients, largest_difference, learner, tiny_model
@@ -235,7 +235,7 @@ def test_an_expert_that_does_not_fit_or_whose_environment_breaks_is_refused(sess
     assert asyncio.run(joined_by(short, make_demonstrations(short, PRESETS["mixed_policy"]), tasks)) == [[], []]
     assert all("exceeds rollout.max_seq_len" in record.getMessage() for record in caplog.records)
     caplog.clear()
-    broken, opened = WatchedWorld(hooks={"start": breaks_first}), []
+    broken, opened = RecordingWorld(hooks={"start": breaks_first}), []
     experts = Demonstrations(replace(own, world=broken), {"t": [[{"role": "assistant", "content": "Paris"}]]})
     for step in (1, 2, 3):
         (found,) = asyncio.run(joined_by(experts.session, experts, broken.tasks("train"), step))
@@ -274,7 +274,7 @@ def run(folder, reporter):
 @pytest.mark.fault
 def test_a_run_with_experts_that_is_cut_and_resumed_equals_the_uninterrupted_one(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    steps = run(whole, Silent())
+    steps = run(whole, RecordingReporter())
     for metrics in steps:
         assert metrics["experts/trained"] > 0
         assert metrics["ledger/started"] == metrics["episodes/count"] == 4
@@ -282,8 +282,8 @@ def test_a_run_with_experts_that_is_cut_and_resumed_equals_the_uninterrupted_one
     records = list(read_rollouts(whole / "rollouts" / "step-000001.jsonl.gz"))
     assert len(records) == 4
 
-    with pytest.raises(Cut):
-        run(cut, Cutting(2))
+    with pytest.raises(RunInterrupted):
+        run(cut, InterruptingReporter(2))
     assert main(["train", "--resume", str(cut)]) == 0
     one, other = lasting_files(whole), lasting_files(cut)
     assert [name for name in one if one[name] != other.get(name)] == []

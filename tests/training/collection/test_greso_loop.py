@@ -25,7 +25,7 @@ from ludus.training.run.checkpoint import checkpoint_path
 from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
 from ludus.types import Failure, Task
-from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
+from small_runs import SMALLEST, InterruptingReporter, RecordingReporter, RunInterrupted, config, lasting_files
 from tests.training.credit.test_credit import group
 from tiny_run import WORLD
 
@@ -110,11 +110,11 @@ CHANGES = {
 def test_a_run_skips_what_taught_nothing_and_resumes_with_its_streaks(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
-        reporter = Cutting(3) if folder == cut else Silent()
+        reporter = InterruptingReporter(3) if folder == cut else RecordingReporter()
         settings = config(folder, **(SMALLEST | CHANGES))
         with lock_run(new_run(settings, "search", "rl")):
             if folder == cut:
-                with pytest.raises(Cut):
+                with pytest.raises(RunInterrupted):
                     train(open_session(settings), RunFolder(folder), reporter)
             else:
                 train(open_session(settings), RunFolder(folder), reporter)

@@ -139,7 +139,7 @@ def elsewhere(trajectory):
 
 
 def test_a_group_that_has_become_too_far_is_left_out_and_counted():
-    class Drifted:
+    class DriftedLearner:
         """A learner that finds the tokens of every other row a hundred times likelier."""
 
         def score(self, rows):
@@ -150,7 +150,7 @@ def test_a_group_that_has_become_too_far_is_left_out_and_counted():
     replay.add_source("a/run", [[c.episode for c in group(1, version=0)]])
 
     def share(episodes):
-        return effective_share([one.trajectory for one in episodes], Drifted())
+        return effective_share([one.trajectory for one in episodes], DriftedLearner())
 
     replay.evict_low_ess(1, ALGORITHM, share, 0.1)
     assert replay.metrics([])["replay/refused"] == 0

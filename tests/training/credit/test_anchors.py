@@ -43,21 +43,21 @@ class Corridor(Environment):
         pass
 
 
-class Mapped(Corridor):
+class StatefulCorridor(Corridor):
     """A corridor that names its state."""
 
     def state_key(self):
         return f"place {self.place % 2}"
 
 
-class Lost(Corridor):
+class StatelessCorridor(Corridor):
     """One that cannot."""
 
     def state_key(self):
         raise RuntimeError("no idea")
 
 
-class Talk:
+class ConstantPolicy:
     """A policy that says the same each turn."""
 
     def __init__(self):
@@ -79,11 +79,11 @@ class Talk:
 
 
 def anchors_of(environment):
-    return asyncio.run(run_episode(TASK, 0, environment, Talk(), EpisodeLimits())).anchors
+    return asyncio.run(run_episode(TASK, 0, environment, ConstantPolicy(), EpisodeLimits())).anchors
 
 
 def test_an_environment_names_its_states():
-    first, second, third = anchors_of(Mapped())
+    first, second, third = anchors_of(StatefulCorridor())
     assert first == third != second
 
 
@@ -96,7 +96,7 @@ def test_without_a_name_the_state_is_what_the_model_last_saw():
 
 def test_a_name_that_fails_is_the_worlds_failure():
     with pytest.raises(WorldError, match="state_key raised"):
-        anchors_of(Lost())
+        anchors_of(StatelessCorridor())
 
 
 STATES = (("a", "b"), ("a", "c", "b"), ("a", "b"), ("d", "b", "b"))

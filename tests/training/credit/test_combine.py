@@ -228,7 +228,7 @@ def test_a_run_that_is_cut_and_resumed_equals_the_uninterrupted_one(tiny_run, tm
 
 
 @dataclass(frozen=True)
-class Says:
+class ConstantJudge:
     """A member of an ensemble that has made up its mind."""
 
     values: tuple[tuple[float, ...], ...]
@@ -239,7 +239,11 @@ class Says:
 
 
 def test_an_ensemble_takes_its_disagreement_off_the_mean():
-    members = (Says(((0.9, 0.5), (0.1,))), Says(((0.5, 0.5), (0.5,))), Says(((0.1, 0.5), (0.0,))))
+    members = (
+        ConstantJudge(((0.9, 0.5), (0.1,))),
+        ConstantJudge(((0.5, 0.5), (0.5,))),
+        ConstantJudge(((0.1, 0.5), (0.0,))),
+    )
     first, second = RewardEnsemble(members, 0.5).predict([None, None], 100)
     std = ((0.4**2 + 0 + 0.4**2) / 3) ** 0.5
     assert first.values == pytest.approx((0.5 - 0.5 * std, 0.5), abs=1e-15)
@@ -331,7 +335,7 @@ def test_a_part_that_does_not_count_makes_no_group_fill_a_place_of_the_batch_tha
     assert {c.reason for c in assign_credit([group], PRESETS["dapo"])} == {"zero_variance"}
 
 
-class Canned(RolloutCollector):
+class RecordedCollector(RolloutCollector):
     """Its rounds are played already."""
 
     rounds: ClassVar[list[list[list[Episode]]]] = []
@@ -355,7 +359,9 @@ def sampled(algorithm, rounds: list[list[list[Episode]]]) -> list[TrainingSample
     one = RewardMixer(config.rewards, plan_parts(config, WORLD))
     ledger = SimpleNamespace(trained_ahead=lambda step: set())
     session = SimpleNamespace(config=config)
-    sampler = Canned(session, None, replace(algorithm, max_resample_rounds=1), None, ledger, reward_mixer=one)
+    sampler = RecordedCollector(
+        session, None, replace(algorithm, max_resample_rounds=1), None, ledger, reward_mixer=one
+    )
     sampler.rounds = rounds
     order = TaskOrder([Task("t", (), None)], 0)
     return asyncio.run(sampler.sample(1, order))

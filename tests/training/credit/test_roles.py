@@ -31,7 +31,7 @@ from ludus.training.rl.validate import check_roles
 from ludus.training.run.checkpoint import checkpoint_path
 from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
-from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
+from small_runs import SMALLEST, InterruptingReporter, RecordingReporter, RunInterrupted, config, lasting_files
 from tests.training.credit.test_credit import group, same, table
 from tests.training.rl.test_baselines import run
 from tiny_run import WORLD
@@ -89,8 +89,8 @@ def test_a_run_of_rae_that_is_cut_and_resumed_equals_the_uninterrupted_one(tmp_p
     run(whole, **changes)
 
     settings = config(cut, **(SMALLEST | changes))
-    with lock_run(new_run(settings, "search", "rl")), pytest.raises(Cut):
-        train(open_session(settings), RunFolder(cut), Cutting(2))
+    with lock_run(new_run(settings, "search", "rl")), pytest.raises(RunInterrupted):
+        train(open_session(settings), RunFolder(cut), InterruptingReporter(2))
     assert main(["train", "--resume", str(cut)]) == 0
     first, second = lasting_files(whole), lasting_files(cut)
     assert [name for name in first if first[name] != second.get(name)] == []
@@ -147,7 +147,7 @@ def test_a_run_of_proposers_and_solvers_compares_across_tasks(tmp_path):
     }
     settings = config(tmp_path / "run", **(SMALLEST | changes))
     with lock_run(new_run(settings, None, "rl")):
-        train(open_session(settings), RunFolder(tmp_path / "run"), Silent())
+        train(open_session(settings), RunFolder(tmp_path / "run"), RecordingReporter())
     records = list(read_rollouts(rollouts_path(tmp_path / "run", 1)))
     assert {r.trajectory.tags["role"] for r in records} == {"proposer", "solver"}
     names = {}

@@ -46,7 +46,7 @@ def test_no_table_of_all_logits_is_made():
     against = DivergenceTarget(HiddenStates(table(64, 4, seed=2), LmHead(table(500, 4, seed=3))), "full_reverse")
     largest = 0
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             nonlocal largest
             made = func(*args, **(kwargs or {}))
@@ -55,7 +55,7 @@ def test_no_table_of_all_logits_is_made():
                     largest = max(largest, one.numel())
             return made
 
-    with Watch():
+    with LargestTensor():
         divergence(HiddenStates(hidden, LmHead(weight)), against, rows=4).sum().backward()
     assert largest == 4 * 500
 

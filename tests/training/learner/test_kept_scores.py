@@ -17,7 +17,7 @@ from tests.training.learner.test_learner import learner, random_rows, tiny_model
 
 
 @dataclass
-class Counting:
+class CountingScorer:
     """A scorer, and the rows that it was asked for in each pass."""
 
     inner: LogprobScorer
@@ -47,7 +47,7 @@ def test_epochs_ask_once_and_give_the_bits_of_asking_in_each(name, algorithm):
     rows, epochs, found = random_rows(), 3, []
     for own in (True, False):
         model = tiny_model(torch.float32)
-        other = Counting(LogprobScorer(tiny_model(torch.float32, seed=1)))
+        other = CountingScorer(LogprobScorer(tiny_model(torch.float32, seed=1)))
         settings = LearnerSettings(microbatch_tokens=60, epochs=epochs)
         one = learner(model, algorithm, settings, {name: other})
         if own:
@@ -67,7 +67,7 @@ def test_epochs_ask_once_and_give_the_bits_of_asking_in_each(name, algorithm):
 def test_minibatches_of_several_epochs_differ_by_rounding_alone():
     rows, found = random_rows(), []
     for epochs, minibatches in ((1, 3), (2, 3)):
-        other = Counting(LogprobScorer(tiny_model(seed=1)))
+        other = CountingScorer(LogprobScorer(tiny_model(seed=1)))
         one = learner(
             tiny_model(), WITH_KL, LearnerSettings(epochs=epochs, minibatches=minibatches), {"reference": other}
         )
@@ -88,8 +88,8 @@ def test_minibatches_of_several_epochs_differ_by_rounding_alone():
 def step(kept: bool, **settings):
     """One step with a KL in the reward, where both models were asked before; weights and passes."""
     episodes, made = real_group()
-    model, policy = made.scorer.model, Counting(made.scorer)
-    reference = Counting(LogprobScorer(tiny_model(seed=1)))
+    model, policy = made.scorer.model, CountingScorer(made.scorer)
+    reference = CountingScorer(LogprobScorer(tiny_model(seed=1)))
     algorithm = replace(PRESETS["reinforce_pp"], correction="none")
     one = learner(model, algorithm, LearnerSettings(**settings), {"reference": reference})
     one.scorer.score = policy.score

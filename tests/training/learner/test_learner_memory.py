@@ -25,7 +25,7 @@ from ludus.training.rl.build import train
 from ludus.training.rl.memory_check import check_memory, dry_run, longest_rows
 from ludus.training.run.run_dir import lock_run, new_run
 from ludus.training.run.session import add_lora, open_session
-from small_runs import SMALLEST, Silent, config, lasting_files
+from small_runs import SMALLEST, RecordingReporter, config, lasting_files
 from tests.training.batches.test_forest import families, in_double
 from tests.training.learner.test_learner import gradients, largest_difference, learner, random_rows, tiny_model
 from tiny_run import make_recipe, refused
@@ -196,7 +196,7 @@ def test_a_run_with_a_dry_run_is_the_run_without(tmp_path, caplog):
         )
         made = new_run(settings, "search", "rl")
         with lock_run(made), caplog.at_level(logging.INFO):
-            train(open_session(settings), made, Silent())
+            train(open_session(settings), made, RecordingReporter())
         found.append(lasting_files(made.path))
     assert caplog.text.count("dry run: the longest microbatch (640 tokens)") == 1
     assert found[0] == found[1]

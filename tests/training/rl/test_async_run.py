@@ -33,7 +33,7 @@ from ludus.training.rl.train_step import LearnerThread, TrainStep
 from ludus.training.run.checkpoint import checkpoint_path, list_checkpoints
 from ludus.types import Segment, StopReason, Task, Trajectory
 from small_runs import lasting_files
-from small_worlds import WatchedWorld, make_requests, make_scheduler, scripted
+from small_worlds import RecordingWorld, make_requests, make_scheduler, scripted
 from tiny_run import cold_start, ludus, make_recipe, refused
 from waiting import until
 
@@ -426,7 +426,7 @@ import tiny_world
 from dataclasses import dataclass
 
 @dataclass
-class Hanging:
+class HangingEngine:
     inner: object
     def __getattr__(self, name):
         return getattr(self.inner, name)
@@ -440,7 +440,7 @@ class World:
         return getattr(self.inner, name)
     def environment(self, task):
         found = self.inner.environment(task)
-        return Hanging(found) if task.id.endswith(":apple") else found
+        return HangingEngine(found) if task.id.endswith(":apple") else found
 
 def make_world(settings, limits):
     return World(tiny_world.make_world(settings, limits))
@@ -650,7 +650,7 @@ def test_failures_are_counted_among_all_episodes_that_began_since_the_last_batch
         if number % every == 0:
             raise RuntimeError("it broke")
 
-    world, limits = WatchedWorld(hooks={"start": breaks}), SchedulerLimits(retries=0, max_failure_rate=0.2)
+    world, limits = RecordingWorld(hooks={"start": breaks}), SchedulerLimits(retries=0, max_failure_rate=0.2)
     scheduler = make_scheduler(scripted(["Paris"]), world, limits)
     player = StreamRunner(RolloutCollector(None, None, PRESETS["grpo"], None, scheduler.ledger), scheduler, 10)
 
@@ -671,7 +671,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 @dataclass(eq=False)
-class Slow:
+class SlowEngine:
     inner: object
     acted: list
     hangs: bool = False
@@ -696,7 +696,7 @@ class World:
         return getattr(self.inner, name)
     def environment(self, task):
         found = self.inner.environment(task)
-        return Slow(found, self.acted[task.id]) if task.id.startswith("train") else found
+        return SlowEngine(found, self.acted[task.id]) if task.id.startswith("train") else found
 
 def make_world(settings, limits):
     return World(tiny_world.make_world(settings, limits))

@@ -16,7 +16,7 @@ from ludus.training.rl.build import train
 from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
 from ludus.types import Failure
-from small_runs import SMALLEST, Silent, config
+from small_runs import SMALLEST, RecordingReporter, config
 from tests.training.credit.test_credit import REWARDS, group, same, table
 
 
@@ -34,7 +34,7 @@ def with_greedy(reward, rewards=REWARDS):
 
 
 def run(folder, **changes):
-    reporter = Silent()
+    reporter = RecordingReporter()
     settings = config(folder, **(SMALLEST | changes))
     with lock_run(new_run(settings, "search", "rl")):
         train(open_session(settings), RunFolder(folder), reporter)

@@ -21,7 +21,7 @@ from ludus.training.rl.build import train
 from ludus.training.run.checkpoint import list_checkpoints
 from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
-from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
+from small_runs import SMALLEST, InterruptingReporter, RecordingReporter, RunInterrupted, config, lasting_files
 
 HELD = SMALLEST | {
     "algorithm__advantage": "raw",
@@ -129,7 +129,7 @@ def test_a_granularity_that_nothing_reads_is_refused(placement):
 
 
 def run(folder, reporter=None, **changes):
-    reporter = reporter or Silent()
+    reporter = reporter or RecordingReporter()
     settings = config(folder, **(HELD | changes))
     with lock_run(new_run(settings, "search", "rl")):
         train(open_session(settings), RunFolder(folder), reporter)
@@ -140,7 +140,7 @@ def test_a_penalty_has_its_reference_model_also_if_the_kl_is_not_reported(tmp_pa
     given = {key: value for key, value in HELD.items() if not key.startswith("kl_control")}
     settings = config(tmp_path, **(given | {"training__report_kl": "false", "training__steps": "1"}))
     with lock_run(new_run(settings, "search", "rl")):
-        train(open_session(settings), RunFolder(tmp_path), reporter := Silent())
+        train(open_session(settings), RunFolder(tmp_path), reporter := RecordingReporter())
     assert "policy/kl_reference" in reporter.steps[0][1]
 
 
@@ -156,8 +156,8 @@ def test_a_run_with_a_controller_that_is_cut_and_resumed_equals_the_uninterrupte
         assert term > 0
         assert after["loss/total"] == pytest.approx(after["loss/policy"] + term, abs=1e-7)
 
-    with pytest.raises(Cut):
-        run(cut, Cutting(3))
+    with pytest.raises(RunInterrupted):
+        run(cut, InterruptingReporter(3))
     assert main(["train", "--resume", str(cut)]) == 0
     first, second = lasting_files(whole), lasting_files(cut)
     state = next(name for name in first if name.endswith("step-000002/trainer/state.json"))
@@ -175,7 +175,7 @@ def test_the_guard_pauses_a_run_behind_a_checkpoint(tmp_path):
     }
     settings = config(folder, **given)
     with lock_run(new_run(settings, "search", "rl")), pytest.raises(LearnerError, match="paused after step 2"):
-        train(open_session(settings), RunFolder(folder), Silent())
+        train(open_session(settings), RunFolder(folder), RecordingReporter())
     assert [step for step, _ in list_checkpoints(folder / "checkpoints")] == [2]
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 2
     freed = ["--kl_control.guard_factor", "0", "--kl_control.guard_expected", "none"]

@@ -27,11 +27,11 @@ from ludus.training.run.checkpoint import checkpoint_path
 from ludus.training.run.preflight import model_path
 from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import make_engine, open_session
-from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files, words
+from small_runs import SMALLEST, InterruptingReporter, RecordingReporter, RunInterrupted, config, lasting_files, words
 
 
-def run(folder: Path, **changes: str) -> Silent:
-    reporter = Silent()
+def run(folder: Path, **changes: str) -> RecordingReporter:
+    reporter = RecordingReporter()
     settings = config(folder, **changes)
     made = new_run(settings, "search", "rl")
     with lock_run(made):
@@ -198,8 +198,8 @@ def test_a_run_cut_in_the_middle_and_resumed_equals_the_uninterrupted_one(finish
     folder = tmp_path / "cut"
 
     settings = config(folder)
-    with lock_run(new_run(settings, "search", "rl")), pytest.raises(Cut):
-        train(open_session(settings), RunFolder(folder), Cutting(3))
+    with lock_run(new_run(settings, "search", "rl")), pytest.raises(RunInterrupted):
+        train(open_session(settings), RunFolder(folder), InterruptingReporter(3))
     assert main(["train", "--resume", str(folder)]) == 0
     first, second = lasting_files(finished), lasting_files(folder)
     assert [name for name in first if first[name] != second.get(name)] == []
@@ -223,11 +223,11 @@ def test_a_run_that_is_extended_does_not_stop_its_policy_for_the_critic_once_mor
     folder, changes = tmp_path / "vapo", SMALLEST | {"algorithm__preset": "vapo"}
     settings = config(folder, **changes | {"training__steps": "10"})
     made = new_run(settings, "search", "rl")
-    with lock_run(made), pytest.raises(Cut):
-        train(open_session(settings), made, Cutting(2))
+    with lock_run(made), pytest.raises(RunInterrupted):
+        train(open_session(settings), made, InterruptingReporter(2))
     settings = config(folder, **changes | {"training__steps": "20"})
-    with lock_run(RunFolder(folder)), pytest.raises(Cut):
-        train(open_session(settings), RunFolder(folder), Cutting(3))
+    with lock_run(RunFolder(folder)), pytest.raises(RunInterrupted):
+        train(open_session(settings), RunFolder(folder), InterruptingReporter(3))
     assert json.loads((folder / "checkpoints/step-000001/trainer/state.json").read_text())["warmup_steps"] == 1
     assert "optim/learning_rate" in read_metrics(folder / "metrics.jsonl")[1].metrics
 

@@ -31,7 +31,7 @@ from ludus.training.run.session import open_session
 from ludus.training.value_models.base import batches
 from ludus.training.value_models.critic import Critic, CriticSettings
 from ludus.training.value_models.factory import make_value_model, planned_warmup, train_value_model, warmup_steps
-from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
+from small_runs import SMALLEST, InterruptingReporter, RecordingReporter, RunInterrupted, config, lasting_files
 from tests.rewards.test_judges import outcome_critic
 from tests.training.credit.test_credit import group, real_group
 from tests.training.learner.test_learner import random_rows, tiny_model
@@ -348,7 +348,7 @@ def test_ppo_takes_its_advantages_and_targets_from_the_values():
 
 
 def run(folder, **changes):
-    reporter = Silent()
+    reporter = RecordingReporter()
     settings = config(folder, **(PPO | changes))
     with lock_run(new_run(settings, "search", "rl")):
         train(open_session(settings), RunFolder(folder), reporter)
@@ -363,8 +363,8 @@ def test_a_run_of_ppo_that_is_cut_and_resumed_equals_the_uninterrupted_one(model
     assert {"critic/loss", "critic/explained_variance", "policy/ratio_mean"} <= set(reporter.steps[-1][1])
 
     settings = config(cut, **PPO, critic__model=model)
-    with lock_run(new_run(settings, "search", "rl")), pytest.raises(Cut):
-        train(open_session(settings), RunFolder(cut), Cutting(2))
+    with lock_run(new_run(settings, "search", "rl")), pytest.raises(RunInterrupted):
+        train(open_session(settings), RunFolder(cut), InterruptingReporter(2))
     assert main(["train", "--resume", str(cut)]) == 0
     first, second = lasting_files(whole), lasting_files(cut)
     assert any(name.endswith("trainer/critic.safetensors") for name in first)
