@@ -51,6 +51,7 @@ HEADS: Mapping[int, Mapping[type[Head], float]] = {
 NESTED = {1: 0.0, 2: 0.0, 3: 0.4, 4: 0.4, 5: 0.4}
 """Probability that a condition is a nested query."""
 MOST_CONDITIONS = {1: 1, 2: 2, 3: 2, 4: 3, 5: 3}
+CONDITION_KINDS = (Children, Test, AverageCondition)
 ORDERED = {1: 0.0, 2: 0.5, 3: 0.5, 4: 0.5, 5: 0.5}
 OPERATORS: Mapping[ColumnKind, tuple[Operator, ...]] = {
     ColumnKind.CATEGORY: ("is", "is", "is not", "one of"),
@@ -167,7 +168,7 @@ class Drawer:
             if condition:
                 key = Children if isinstance(condition, Children) else condition.attribute
                 tested.setdefault(key, condition)
-        return tuple(sorted(tested.values(), key=lambda c: (type(c).__name__, c.operator)))
+        return tuple(sorted(tested.values(), key=lambda c: (CONDITION_KINDS.index(type(c)), c.operator)))
 
     def _condition(self, table: str) -> Condition | None:
         if self.rng.random() >= NESTED[self.level]:
