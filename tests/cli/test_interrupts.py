@@ -55,10 +55,7 @@ def press(process, pause_s=0.0):
 def test_the_second_interrupt_ends_what_is_stuck_at_once_with_a_line_and_130(stuck):
     press(stuck)
     assert stuck.stderr.readline() == "\n"
-    assert (
-        stuck.stderr.readline()
-        == "Interrupted: stopping the run. Press Ctrl-C again to end it immediately.\n"
-    )
+    assert stuck.stderr.readline() == "Interrupted: stopping the run. Press Ctrl-C again to end it immediately.\n"
     assert stuck.poll() is None
     press(stuck, pause_s=0.4)
     assert stuck.wait(timeout=60) == INTERRUPTED
@@ -94,10 +91,7 @@ def test_an_interrupted_run_says_so_in_its_log(heard, tiny_run, tmp_path, monkey
     assert said.code == INTERRUPTED
     where = f"The run resumes at step 3, from {list_checkpoints(run / 'checkpoints')[-1][1]}."
     assert said.err.endswith(f"Interrupted. {where} Resume the run with: ludus train --resume {run}\n")
-    assert (
-        "Interrupted: stopping the run. Press Ctrl-C again to end it immediately."
-        in capfd.readouterr().err
-    )
+    assert "Interrupted: stopping the run. Press Ctrl-C again to end it immediately." in capfd.readouterr().err
     noted = (run / "log.txt").read_text().splitlines()[-2:]
     assert noted[0].endswith("interrupted: stopping the run")
     assert noted[1].endswith("stopped by an interrupt")

@@ -9,7 +9,7 @@ from statistics import fmean
 import pytest
 
 from ludus.algorithms.spec.resolve import PRESETS
-from ludus.cli.commands.calibrate import recorded_groups
+from ludus.cli.results.calibrate import recorded_groups
 from ludus.config.load import load_config
 from ludus.envs.registry import build_world
 from ludus.rollouts.ledger import RolloutOutcome

@@ -1,1 +1,1 @@
-"""Commands that evaluate, inspect and configure."""
+"""Commands that configure, calibrate and check."""

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ludus.cli.arguments import run_config
-from ludus.cli.commands.show import add_record_filters, find_rollouts, record_filter
+from ludus.cli.results.show import add_record_filters, find_rollouts, record_filter
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import announce, load_libraries, make_console, print_text
 from ludus.config.load import config_from_toml, load_config
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     saved = run_config(folder, ())
     if args.action == "calibrate":
         load_libraries()
-        from ludus.cli.commands.calibrate import print_calibration
+        from ludus.cli.results.calibrate import print_calibration
 
         print_calibration(make_console(), saved, chosen_files(args, folder), args.threshold)
         return 0

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ludus.algorithms.algorithm import Algorithm
 from ludus.algorithms.spec.resolve import algorithm_of
-from ludus.cli.commands.rewards import find_tasks
+from ludus.cli.results.rewards import find_tasks
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import print_line, print_text
 from ludus.config.schema import Config
