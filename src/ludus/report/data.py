@@ -21,7 +21,7 @@ from ludus.config.toml import flat_settings
 from ludus.diagnostics.alarms import alarms_by_step
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import UserError
-from ludus.evaluation.comparison import StoredEvaluation, compare, load_stored, newest_evaluations
+from ludus.evaluation.comparison import StoredEvaluation, compare, load_stored
 from ludus.evaluation.evaluate import Evaluation
 from ludus.evaluation.run_findings import Finding, RunData, examine_run
 from ludus.evaluation.stats import Interval, PairedDifference
@@ -169,15 +169,17 @@ def starts(steps: Sequence[int]) -> Iterator[int]:
     return (step for step in steps if step - 1 not in set(steps))
 
 
-def num_steps(kind: Kind, config: Config) -> int:
-    """Return the number of steps that a run of this kind has when it is finished."""
-    by_kind = {"sft": config.sft.steps, "preference": config.preference.steps, "rft": config.rft.rounds}
-    return {**by_kind, "reward-model": config.reward_model.steps}.get(kind, config.training.steps)
+def num_steps(kind: Kind, config: Config) -> int | None:
+    """Return the number of steps of a finished run; None if it depends on the number of examples."""
+    by_kind: dict[Kind, int | None] = {"sft": config.sft.steps, "rft": config.rft.rounds}
+    by_kind |= {"preference": config.preference.steps, "reward-model": config.reward_model.steps}
+    return by_kind.get(kind, config.training.steps)
 
 
 def run_state(folder: RunFolder, config: Config, done: int) -> str:
     """Return whether the run is finished, running or stopped, and the last error or warning of a stopped one."""
-    if done >= num_steps(kind_of(folder), config):
+    total = num_steps(kind_of(folder), config)
+    if total is not None and done >= total:
         return "finished"
     lock, log = folder.path / "lock", folder.path / "log.txt"
     if lock.is_file():
@@ -188,7 +190,8 @@ def run_state(folder: RunFolder, config: Config, done: int) -> str:
                 return "running"
     lines = log.read_text("utf-8", errors="replace").splitlines() if log.is_file() else []
     reasons = [line for line in lines if " ERROR " in line or "interrupt" in line]
-    return f"stopped: {reasons[-1].partition(': ')[2]}" if reasons else "stopped, no reason in log.txt"
+    ended = "ended" if total is None else "stopped, no reason in log.txt"
+    return f"stopped: {reasons[-1].partition(': ')[2]}" if reasons else ended
 
 
 def duration_s(run: ReportedRun) -> float:
@@ -212,7 +215,7 @@ def heading(runs: Sequence[ReportedRun]) -> ReportTable:
     for run in runs:
         preset = run.config.algorithm.preset if run.kind == "rl" else run.kind
         model = run.config.model.path or "from scratch"
-        steps = f"{max(run.metrics, default=0)} of {num_steps(run.kind, run.config)}"
+        steps = f"{max(run.metrics, default=0)} of {num_steps(run.kind, run.config) or 'unknown'}"
         minutes, seconds = divmod(round(duration_s(run)), 60)
         row = (run.name, recipe_of(run.folder) or "unknown", model, preset, steps, run.state)
         rows.append((*row, f"{minutes // 60}:{minutes % 60:02}:{seconds:02}", *best_and_last(run)))
@@ -224,13 +227,19 @@ def heading(runs: Sequence[ReportedRun]) -> ReportTable:
 
 def best_and_last(run: ReportedRun) -> tuple[str, str, str]:
     """Return the evaluation series with the most steps, its best and its last success."""
-    series = run.series()
+    series, splits = run.series(), run.config.evaluation.splits
     if not series:
         return "none", "", ""
-    name = max(series, key=lambda key: (len(series[key]), max(len(one.result.task_ids) for one in series[key])))
+
+    def rank(name: str) -> tuple[int, int]:
+        split = series[name][0].result.plan.split
+        return -len(series[name]), splits.index(split) if split in splits else len(splits)
+
+    name = min(series, key=rank)
     found = [one.result for one in series[name]]
     best, last = max(found, key=lambda one: one.rate), found[-1]
-    return name, *(f"{percent(one.rate, one.interval)}, step {one.plan.step}" for one in (best, last))
+    texts = [f"{percent(one.rate, one.interval)}, step {one.plan.step}" for one in (best, last)]
+    return name, texts[0], texts[1]
 
 
 def findings_table(runs: Sequence[ReportedRun]) -> ReportTable:
@@ -268,14 +277,14 @@ def comparison_table(runs: Sequence[ReportedRun]) -> ReportTable:
     """Return the newest evaluations of each two runs, paired by task."""
     rows = []
     for a, b in combinations([run for run in runs if run.evaluations], 2):
-        in_a, in_b = newest_evaluations(a.folder.path), newest_evaluations(b.folder.path)
-        for key in (key for key in in_a if key in in_b):
-            first, second = in_a[key].result, in_b[key].result
+        in_a, in_b = a.series(), b.series()
+        for name in (name for name in in_a if name in in_b):
+            first, second = in_a[name][-1].result, in_b[name][-1].result
             try:
                 text = verdict(compare(first, second))
             except UserError as error:
                 text = f"not comparable: {error.message}"
-            rows.append((a.name, b.name, sampling(first), f"{first.rate:.1%}", f"{second.rate:.1%}", text))
+            rows.append((a.name, b.name, name, f"{first.rate:.1%}", f"{second.rate:.1%}", text))
     columns = ("A", "B", "split and sampling", "success of A", "success of B", "verdict")
     return ReportTable("Comparison", columns, tuple(rows), "Paired by task on the last evaluation of each run.")
 
@@ -301,7 +310,9 @@ def shares(records: Sequence[RolloutRecord], values: Callable[[RolloutRecord], d
 
 def episode_tables(runs: Sequence[ReportedRun]) -> Iterator[ReportTable]:
     """Yield stop reasons, reward parts and tools of the first and the last steps."""
-    reasons, parts, tools = [], [], []
+    reasons: list[tuple[str, ...]] = []
+    parts: list[tuple[str, ...]] = []
+    tools: list[tuple[str, ...]] = []
     for run in runs:
         ends = (run.early, run.late)
         counts = [Counter(str(r.trajectory.stop_reason) for r in records) for records in ends]
@@ -311,9 +322,11 @@ def episode_tables(runs: Sequence[ReportedRun]) -> Iterator[ReportTable]:
         for name in sorted(means[0].keys() | means[1].keys()):
             parts += [(run.name, name, *(f"{m[name]:.3f}" if name in m else "" for m in means))]
         tools += tool_rows(run)
-    columns = ("first steps", "last steps")
-    yield ReportTable("Stop reasons", ("run", "stop reason", *columns), tuple(reasons))
-    yield ReportTable("Reward parts", ("run", "part", *columns), tuple(parts), "Means over episodes, before weights.")
+    ends_of_run = ("first steps", "last steps")
+    yield ReportTable("Stop reasons", ("run", "stop reason", *ends_of_run), tuple(reasons))
+    yield ReportTable(
+        "Reward parts", ("run", "part", *ends_of_run), tuple(parts), "Means over episodes, before weights."
+    )
     columns = ("run", "tool", "calls", "errors", "episodes without a call")
     yield ReportTable("Tools, last steps", columns, tuple(tools))
 

@@ -93,7 +93,7 @@ def table_html(table: ReportTable) -> str:
 
 
 def _cell(text: str) -> str:
-    kind = f' class="{text}"' if text in ("fault", "warn") else ""
+    kind = f' class="{text}"' if text in ("fault", "warn") else ' class="rate"' if "% [" in text else ""
     return f"<td{kind}>{escape(text)}</td>"
 
 
