@@ -185,3 +185,13 @@ def test_a_run_without_a_step_is_refused(tiny_run, tmp_path):
     run = copy_run(tiny_run, tmp_path)
     (run / "metrics.jsonl").unlink()
     assert "No run has a finished step" in refused("report", run)
+
+
+def test_a_distribution_has_the_colour_of_the_curve_in_the_legend(tiny_run, tmp_path):
+    seed, other = (shutil.copytree(tiny_run, tmp_path / name) for name in ("seed", "other"))
+    config = (seed / "config.toml").read_text()
+    (seed / "config.toml").write_text(config.replace("\nseed = 0", "\nseed = 1"))
+    (other / "config.toml").write_text(config.replace("max_turns = 3", "max_turns = 2"))
+    out = tmp_path / "page.html"
+    assert ludus("report", tiny_run, seed, other, "--output", out).code == 0
+    assert set(re.findall(r'class="after (c\d)"', out.read_text())) == {"c0", "c1"}

@@ -134,7 +134,7 @@ def read_one(path: Path, name: str) -> ReportedRun:
         metrics.setdefault(row.step, {}).update(row.metrics)
     evaluations = tuple(map(load_stored, sorted(folder.evaluations.glob("*.json"))))
     files = sorted(folder.rollouts.glob("step-*.jsonl.gz"))
-    early, late = first_records(files), first_records(files[::-1])
+    early, late = first_records(files[: max(1, len(files) - STEPS)]), first_records(files[::-1])
     data = RunData(config, list(metrics.values()), late, [one.result for one in evaluations])
     raised = alarms_by_step(metrics.items(), config.run.alarms.actions)
     words = flat_settings(folder.config.read_text("utf-8"))

@@ -67,7 +67,7 @@ def render(runs: Sequence[ReportedRun]) -> str:
         "<h2>Curves</h2>",
         legend(groups),
         *curves(groups),
-        *distributions(runs),
+        *distributions(groups),
         *(table_html(table) for table in data.episode_tables(runs) if table.rows),
         *transcripts(runs),
     ]
@@ -174,9 +174,9 @@ def held_out(groups: Groups, alarms: Mapping[str, Sequence[int]]) -> Iterator[st
         yield line_chart(f"held-out success, {name}", points, alarms)
 
 
-def distributions(runs: Sequence[ReportedRun]) -> Iterator[str]:
+def distributions(groups: Groups) -> Iterator[str]:
     """Yield histograms of the first and the last steps of each run."""
-    with_both = [(n, run) for n, run in enumerate(runs) if run.early and run.late]
+    with_both = [(n, run) for n, group in enumerate(groups) for run in group if run.early and run.late]
     if not with_both:
         return
     yield '<h2>Distributions over episodes</h2><p class="note">Grey: first steps. Outlined: last steps.</p>'
