@@ -89,9 +89,8 @@ class Axes:
         for value in ticks(*self.x):
             x = self.at(value, self.y[0])[0]
             if value == int(value):
-                parts.append(
-                    f'<text x="{x:.1f}" y="{HEIGHT - 6}" text-anchor="{"end" if x > WIDTH - 20 else "middle"}">{value:.0f}</text>'
-                )
+                anchor = "end" if x > WIDTH - 20 else "middle"
+                parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">{value:.0f}</text>')
         for name, steps in alarms.items():
             for x, y in (self.at(step, self.y[0]) for step in steps if self.x[0] <= step <= self.x[1]):
                 mark = f"M{x:.1f} {y - 9:.1f}l5 9h-10z"
