@@ -50,6 +50,7 @@ ORDER = (
         "diagnostics",
         "evaluation",
         "training",
+        "report",
         "simulator",
         "gateway",
         "cluster",

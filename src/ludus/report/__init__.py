@@ -1,0 +1,1 @@
+"""Reports about runs: the data of run folders, and one self-contained HTML page."""
