@@ -39,9 +39,9 @@ def test_libraries(requirement, tested, state, words):
 
 
 def test_a_server_that_does_not_answer_is_a_fault(tmp_path):
-    said = ludus("doctor", "--url", "http://127.0.0.1:9")
+    said = ludus("doctor", "--engine", "http://127.0.0.1:9")
     assert said.code == 1
-    assert "fault  the server:" in said.out
+    assert "fault  engine http://127.0.0.1:9:" in said.out
 
 
 def test_a_server_says_what_it_serves(served, tmp_path):
