@@ -92,7 +92,7 @@ def examined(successes, attempts=4, **changed):
         ([4] * 20, {}, "too easy", "100% of the attempts"),
         ([0] * 20, {}, "SFT first", "0.0% of the attempts"),
         ([0] * 20, {"statuses": (ToolStatus.MALFORMED,)}, "SFT first", "100% of its calls are invalid"),
-        ([0] * 20, {"stop": StopReason.MAX_TURNS}, "SFT first", "0% of the episodes are answered"),
+        ([0] * 20, {"stop": StopReason.MAX_TURNS}, "SFT first", "answered, 100% stop at rollout.max_turns"),
         ([0] * 20, {"stop": StopReason.PROMPT_TOO_LONG}, "fix the environment first", "rollout.max_seq_len"),
         ([0] * 20, {"failure": Failure("tool", "refused", 3)}, "fix the environment first", "(tool): refused"),
     ],

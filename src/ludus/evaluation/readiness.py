@@ -211,7 +211,11 @@ def tool_use(trajectories: Sequence[Trajectory]) -> ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Measured sampling: episodes, seconds, and sampled and total tokens per episode (None if unknown)."""
+    """Measured sampling: episodes, seconds, and sampled and total tokens per episode (None if unknown).
+
+    Estimates for other numbers of episodes are proportional, which overestimates the time if these were too few for
+    rollout.concurrency.
+    """
 
     episodes: int
     seconds: float
@@ -281,7 +285,9 @@ def judge(found: Readiness, trajectories: Sequence[Trajectory]) -> Verdict:
         share = found.tools.unparsed + found.tools.unknown
         return Verdict("SFT first", f"The model does not know the format: {share:.0%} of its calls are invalid.")
     if answered < 0.5:
-        return Verdict("SFT first", f"The model does not know the format: {answered:.0%} of the episodes are answered.")
+        cut = "".join(f", {v:.0%} stop at {LIMITS[k]}" for k, v in found.lengths.stopped.items() if v > 0.5)
+        answers = f"{answered:.0%} of the episodes are answered{cut}"
+        return Verdict("SFT first", f"The model does not know the format: {answers}.")
     return Verdict("SFT first", f"{rate:.1%} of the attempts succeed, and only {usable}.")
 
 
@@ -304,7 +310,8 @@ def _environment_fault(found: Readiness, trajectories: Sequence[Trajectory]) -> 
 def suggested_settings(found: Readiness, config: Config) -> dict[str, int]:
     """Return settings for RL: group size, prompts per step for the recipe's number of episodes, and limits.
 
-    A limit of tokens or turns that cuts more than 5 % of the episodes is doubled; the memory for it is not checked.
+    A limit of tokens that cuts more than 5 % of the episodes is doubled; the memory for it is not checked. Limits of
+    turns are not changed, since they may be part of the task.
     """
     size = suggested_group_size(found.shares).group_size
     episodes = config.algorithm.group_size * config.training.prompts_per_step
@@ -312,7 +319,6 @@ def suggested_settings(found: Readiness, config: Config) -> dict[str, int]:
     limits = {
         "rollout.max_tokens_per_turn": config.rollout.max_tokens_per_turn,
         "rollout.max_seq_len": config.rollout.max_seq_len,
-        "rollout.max_turns": config.rollout.max_turns,
     }
     for reason, share in found.lengths.stopped.items():
         if share > 0.05 and LIMITS[reason] in limits:
@@ -357,7 +363,7 @@ def alternatives(
     return [
         Alternative("prompt as is", 0.0, 0.0, 0.0, priced(0.0), "the measured success"),
         Alternative("few-shot prompt", low, high, 0.0, priced(0.0), measured),
-        Alternative("optimised prompt", None, None, None, None, "not supported by this command"),
+        Alternative("optimised prompt", None, None, None, None, "missing: needs a prompt optimiser (gepa)"),
         Alternative("RFT", None, reach, None, None, f"{bound}; {rft_h:.2g} h of sampling, learner unknown"),
         Alternative("RL", None, reach, total_h, priced(total_h), f"{bound}; {rl_h:.2g} h of sampling, {learner}"),
     ]

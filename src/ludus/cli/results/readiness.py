@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import BaseModel, Field
 from rich.console import Console
 
-from ludus.cli.arguments import model_settings, recipe_config
+from ludus.cli.arguments import check_run, model_settings, recipe_config
 from ludus.cli.results.eval import EvalBackend, make_backend
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.tables import format_success
@@ -32,6 +32,7 @@ from ludus.evaluation.stats import Interval, paired_difference
 from ludus.recipes import list_recipes
 from ludus.rewards.base import success
 from ludus.rollouts.scheduler import SamplingPlan
+from ludus.simulator.costs import LearnerCost
 from ludus.simulator.fit import fit
 from ludus.training.run.checkpoint import list_checkpoints
 from ludus.training.run.run_dir import RunFolder
@@ -89,9 +90,15 @@ def check_readiness(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     console = make_console(quiet=args.json)
     args = resolved_model(args)
     config = environment_config(args, overrides)
+    learner = learner_cost(args)
     announce(f"Building the world {config.env.name} and its tasks ...")
     world = checked_world(config)
-    report = asyncio.run(_measure(args, config, world, overrides, console))
+    found, few_shot, notices = asyncio.run(_measure(args, config, world, console))
+    episodes, tokens = config.algorithm.group_size * config.training.prompts_per_step, found.speed.tokens
+    learn_s = None if learner is None or tokens is None else learner.seconds(tokens * episodes)
+    ways = alternatives(found, config, learn_s, args.price_per_hour, few_shot)
+    command, note = suggested_command(args, found, config, overrides)
+    report = ReadinessReport(found, step_estimate(config, found, learn_s), command, note, ways, notices)
     if args.json:
         print(json.dumps(report.data(), indent=1))
     else:
@@ -160,8 +167,9 @@ def checked_world(config: Config) -> World:
 
 
 async def _measure(
-    args: argparse.Namespace, config: Config, world: World, overrides: Sequence[str], console: Console
-) -> ReadinessReport:
+    args: argparse.Namespace, config: Config, world: World, console: Console
+) -> tuple[Readiness, Interval | None, tuple[str, ...]]:
+    """Return the statistics, the gain by examples if --few-shot is set, and the server's notices."""
     tasks = world.tasks(_SPLIT)
     drawn = random.Random(config.run.seed).sample(tasks, min(len(tasks), (2 if args.few_shot else 1) * args.tasks))
     chosen, held_out = drawn[: args.tasks], drawn[args.tasks :]
@@ -176,10 +184,7 @@ async def _measure(
             await backend.close()
         found = readiness(result, tried, seconds)
         few_shot = await _few_shot(args, config, world, (tried, held_out), console) if args.few_shot else None
-    learn_s = learner_seconds(args, config, found.speed.tokens)
-    ways = alternatives(found, config, learn_s, args.price_per_hour, few_shot)
-    command, note = suggested_command(args, found, config, overrides)
-    return ReadinessReport(found, step_estimate(config, found, learn_s), command, note, ways, notices)
+    return found, few_shot, notices
 
 
 async def sample(
@@ -235,24 +240,21 @@ def with_examples(prompt: Sequence[Message], examples: Sequence[Sequence[Message
     return (*prompt[:first], *(message for example in examples for message in example), *prompt[first:])
 
 
-def learner_seconds(args: argparse.Namespace, config: Config, tokens: float | None) -> float | None:
-    """Return the learner's seconds of a step by the cost model of `ludus plan`, fitted to a run; None if unknown.
+def learner_cost(args: argparse.Namespace) -> LearnerCost | None:
+    """Return the learner's cost by the cost model of `ludus plan`, fitted to a run; None if unknown.
 
-    The run is that of --costs, or the one that contains the model.
+    The run is that of --costs, or the one that contains the model. Raises UserError if --costs cannot be fitted.
     """
-    path = args.costs or (None if args.endpoint else Path(args.model).resolve().parent.parent)
-    if path is None or tokens is None:
-        return None
-    folder = RunFolder(path)
-    if not args.costs and not (folder.timings.is_file() and folder.metrics.is_file()):
+    if args.costs:
+        check_run(RunFolder(args.costs))
+        return fit([RunFolder(args.costs)]).costs.learner
+    folder = RunFolder(Path(args.model).resolve().parent.parent)
+    if args.endpoint or not (folder.timings.is_file() and folder.metrics.is_file()):
         return None
     try:
-        cost = fit([folder]).costs.learner
-    except UserError:
-        if args.costs:
-            raise
+        return fit([folder]).costs.learner
+    except UserError:  # too few steps to fit
         return None
-    return cost.seconds(tokens * config.algorithm.group_size * config.training.prompts_per_step)
 
 
 def step_estimate(config: Config, found: Readiness, learn_s: float | None) -> dict[str, float | None]:
@@ -299,14 +301,15 @@ def print_report(console: Console, report: ReadinessReport, config: Config) -> N
     print_text(
         console, f"Tools: {tools.calls_per_episode:.2f} calls per episode, {tools.errors:.1%} errors ({invalid})."
     )
-    for name, calls in tools.dead.items():
-        print_text(console, f"Tool {name}: none of its {calls} calls works.", "bold red")
+    for name, num in tools.dead.items():
+        print_text(console, f"Tool {name}: none of its {num} calls works.", "bold red")
     print_text(console, step_line(report.step))
     for notice in report.notices:
         print_text(console, notice, "yellow")
-    style = "green" if found.verdict.answer == "RL can start" else "bold yellow"
+    starts = found.verdict.answer == "RL can start"
+    style = "green" if starts else "bold yellow"
     print_text(console, f"\nVerdict: {found.verdict.answer}. {found.verdict.reason}", style)
-    print_text(console, "Suggested configuration:")
+    print_text(console, "Suggested configuration:" if starts else "Suggested configuration, after that:")
     print_line(console, f"  {report.command}")
     if report.command_note:
         print_text(console, report.command_note)
