@@ -1,33 +1,35 @@
-"""Check this machine, or find the problems of a run.
+"""Check this machine, the problems of a run, or whether RL can start.
 
-Without RUN: versions, hardware, the compiled kernel, free memory and disk, and sampling with a model. Each line has the
-state fine, note or fault, with a remedy. --url also checks an inference server.
+    ludus doctor                                versions, hardware, limits, memory, disk, and sampling with a model
+    ludus doctor --engine URL                   also servers: models, speed, and whether they return what RL needs
+    ludus doctor runs/search-1                  the findings about a run, also of one that is not finished
+    ludus doctor search --model PATH_OR_URL     sample before training: usable groups, lengths, tools, a verdict
 
-With RUN: rewards, loss mask, advantages, sampling, groups, failures and held-out success, from the files of a run
-folder, also of a run that is not finished. Findings are sorted by severity.
-
-Exits with 1 if there is a fault.
+The model is a checkpoint, a run folder, a model folder or name, or the URL of an OpenAI-compatible endpoint; settings
+follow as --section.key value. Exits with 1 if there is a fault, or unless RL can start.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict
 from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
 from ludus.cli.arguments import no_settings
+from ludus.cli.commands.engine_check import DoctorFinding, check_server, check_ulimits, measure_embedded
 from ludus.cli.ui.terminal import load_libraries, make_console, print_text
-from ludus.errors import LudusError
-from ludus.recipes import recipe_folder
+from ludus.errors import LudusError, UserError
+from ludus.recipes import list_recipes, recipe_folder
 
 _REQUIRED_GB = 2.0
 """Memory and disk in GB that the search recipe needs, with a margin."""
@@ -35,42 +37,75 @@ _LOGPROB_TOLERANCE = 1e-3
 _STYLES = {"fine": "green", "note": "yellow", "fault": "bold red"}
 
 
-@dataclass(frozen=True, slots=True)
-class DoctorFinding:
-    """A checked subject, its state, and a description."""
-
-    what: str
-    state: Literal["fine", "note", "fault"]
-    text: str
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help="a run folder")
+    parser.add_argument("target", nargs="?", metavar="RUN|ENV", help="a run folder; with --model an environment")
+    parser.add_argument("--model", metavar="M", help="sample this model in the environment ENV")
+    parser.add_argument("--tasks", type=int, default=32, metavar="N", help="with --model: number of tasks (32)")
+    parser.add_argument("--attempts", type=int, default=8, metavar="K", help="with --model: attempts per task (8)")
+    shots = "with --model: measure a prompt with N solved attempts on held-out tasks"
+    parser.add_argument("--few-shot", type=int, default=0, metavar="N", help=shots)
+    parser.add_argument("--costs", type=Path, metavar="RUN", help="with --model: a run to fit the learner's cost to")
+    parser.add_argument("--price-per-hour", type=float, metavar="P", help="with --model: price of this machine")
     parser.add_argument("--steps", type=int, default=5, help="with RUN: read the rollouts of this many last steps (5)")
-    parser.add_argument("--url", help="also check this inference server")
+    parser.add_argument("--engine", action="append", default=[], metavar="URL", help="also check this server (repeat)")
     parser.add_argument("--api", default="vllm", choices=("vllm", "sglang"), help="its API (vllm)")
+    parser.add_argument("--speed", action="store_true", help="also measure the embedded engine")
     parser.add_argument("--folder", type=Path, default=Path("runs"), help="folder of runs (runs)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print each finding; return 1 if there are faults."""
+    if args.model is not None:
+        check_target(args.target)
+        from ludus.cli.results.readiness import check_readiness  # needs libraries that the machine may miss
+
+        return check_readiness(args, overrides)
     no_settings(overrides, "doctor")
-    if args.run is not None:
+    if args.target is not None:
+        check_run_target(args.target)
         from ludus.cli.ui.findings import print_findings  # needs libraries that the check of the machine may miss
 
-        return print_findings(args.run, args.steps)
+        return print_findings(Path(args.target), args.steps, as_json=args.json)
     load_libraries()
-    console = make_console()
-    faults = 0
-    for finding in examine(args.folder, args.url, args.api):
-        faults += finding.state == "fault"
+    console = make_console(quiet=args.json)
+    found = []
+    for finding in examine(args.folder, args.engine, args.api, args.speed):
+        found.append(finding)
         print_text(console, f"{finding.state:5}  {finding.what}: {finding.text}", _STYLES[finding.state])
+    faults = sum(finding.state == "fault" for finding in found)
     print_text(console, "No faults: ready to train." if not faults else f"Faults: {faults}.")
+    if args.json:
+        print(json.dumps([asdict(finding) for finding in found], indent=1))
     return 1 if faults else 0
 
 
-def examine(folder: Path, url: str | None = None, api: str = "vllm") -> Iterator[DoctorFinding]:
+def check_target(target: str | None) -> None:
+    """Raise UserError unless the target of --model can be an environment."""
+    if target is None:
+        raise UserError("--model needs an environment.", "Write `ludus doctor ENV --model M`.")
+    if (Path(target) / "config.toml").is_file() and not _is_environment(target):
+        raise UserError(f"{target} is a run folder, whose check takes no --model.", "Remove --model, or name an ENV.")
+
+
+def check_run_target(target: str) -> None:
+    """Raise UserError if the target without --model is or may be an environment."""
+    if not _is_environment(target):
+        return
+    if (Path(target) / "config.toml").is_file():
+        raise UserError(f"{target!r} is an environment and a run folder.", f"Write ./{target}, or add --model.")
+    raise UserError(f"No model for the environment {target!r}.", "Add --model: a checkpoint, model, run or URL.")
+
+
+def _is_environment(target: str) -> bool:
+    names = {recipe.name for recipe in list_recipes()}
+    return target in names or target.partition(":")[0].endswith((".toml", ".py"))
+
+
+def examine(
+    folder: Path, engines: Sequence[str] = (), api: str = "vllm", speed: bool = False
+) -> Iterator[DoctorFinding]:
     """Yield all findings; those that need a missing library are skipped."""
     yield DoctorFinding("python", "fine", ".".join(map(str, sys.version_info[:3])))
     libraries = list(check_libraries(metadata.requires("ludus") or [], locked_versions()))
@@ -78,14 +113,17 @@ def examine(folder: Path, url: str | None = None, api: str = "vllm") -> Iterator
     yield from _extras(metadata.requires("ludus") or [])
     yield _disk(folder)
     yield _memory()
+    yield from check_ulimits(has_gpu=shutil.which("nvidia-smi") is not None)
     if any(finding.state == "fault" for finding in libraries):
         return
     yield _hardware()
     yield _threads()
     yield _kernel()
     yield _checked("the shipped model", lambda: asyncio.run(_sample_and_score()))
-    if url is not None:
-        yield _checked("the server", lambda: _server(url, api))
+    if speed:
+        yield _checked("embedded engine", lambda: asyncio.run(measure_embedded()))
+    for url in engines:
+        yield from check_server(url, api)
 
 
 def locked_versions() -> dict[str, str]:
@@ -238,11 +276,3 @@ async def _sample_and_score() -> DoctorFinding:
     if not gap <= _LOGPROB_TOLERANCE:
         return DoctorFinding("the shipped model", "fault", f"engine and learner differ by {gap:.2g} nats per token")
     return DoctorFinding("the shipped model", "fine", f"engine and learner agree to {gap:.1g} nats per token")
-
-
-def _server(url: str, api: str) -> DoctorFinding:
-    from ludus.engines.remote.engine import APIS
-
-    facts = APIS[api].describe(url.rstrip("/"))
-    text = f"{url} ({api} API) serves {facts.model}, context {facts.context_tokens} tokens"
-    return DoctorFinding("the server", "fine", text)

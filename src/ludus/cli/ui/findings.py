@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 from ludus.cli.arguments import run_config
@@ -14,10 +16,10 @@ from ludus.rollouts.rollout_files import read_rollouts
 from ludus.training.run.run_dir import RunFolder
 
 
-def print_findings(folder: Path, steps: int) -> int:
+def print_findings(folder: Path, steps: int, *, as_json: bool = False) -> int:
     """Print the findings about a run, the most severe first; return 1 if there are faults."""
     run = read_run(folder, steps)
-    console, found = make_console(), examine_run(run)
+    console, found = make_console(quiet=as_json), examine_run(run)
     for finding in found:
         style = {"fault": "bold red", "warn": "yellow", "note": "cyan"}[finding.severity]
         print_text(console, f"{finding.severity:5}  {finding.topic}: {finding.text}.", style)
@@ -27,6 +29,8 @@ def print_findings(folder: Path, steps: int) -> int:
     counts = Counter(finding.severity for finding in found)
     summary = ", ".join(f"{counts[severity]} {severity}" for severity in SEVERITIES if counts[severity])
     print_text(console, f"Read {read}. Findings: {summary or 'none'}.")
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in found], indent=1))
     return 1 if counts["fault"] else 0
 
 
