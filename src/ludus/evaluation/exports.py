@@ -75,7 +75,8 @@ def _write_log(raw: IO[bytes], records: Iterable[ScoredRecord], header: LogHeade
             sample = inspect_sample(scored, epoch)
             log.writestr(f"samples/{name}_epoch_{epoch}.json", json_text(sample))
             summaries.append(_summary(sample))
-        spec["dataset"] = {"name": header.task, "samples": len({name for name, _ in keys})}
+        ids = sorted({name for name, _ in keys})
+        spec["dataset"] = {"name": header.task, "samples": len(ids), "sample_ids": ids}
         spec["config"] = {"epochs": max(epoch for _, epoch in keys)}
         log.writestr("summaries.json", json_text(summaries))
         log.writestr("reductions.json", json_text(_reductions(summaries)))
