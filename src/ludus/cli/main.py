@@ -64,6 +64,7 @@ COMMANDS = (
     Command("cluster", "serving", "add engines to a run, or remove them", "list runs/search-1"),
     Command("sandbox", "serving", "check a sandbox, or serve one over HTTP", "check"),
     Command("show", "results", "show a run: curves, transcripts, evaluations", "runs/search-1"),
+    Command("export", "results", "export rollouts to other tools", "runs/search-1 --inspect logs"),
     Command("plan", "commands", "predict step time, idle shares and staleness", "runs/search-1 --engines 1 8 64"),
     Command("rewards", "results", "score saved rollouts again", "replay runs/search-1 --config other.toml"),
     Command("env", "commands", "show or check an environment", "check search"),

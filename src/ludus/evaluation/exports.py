@@ -1,0 +1,307 @@
+"""Write rollouts in the formats of other tools: Inspect logs, a Hugging Face dataset folder, and ShareGPT.
+
+Records are streamed: memory holds one trajectory, and the summaries of one Inspect log. Unpaired surrogates are
+replaced by U+FFFD, because the readers reject them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+from typing import IO, NamedTuple
+
+from ludus.rollouts.rollout_files import RolloutRecord, replaced_file
+from ludus.types import Message, MessageToolCall
+
+MAX_SAMPLES = 2000
+"""Maximum number of rollouts of an Inspect log."""
+_SUMMARY_CHARACTERS = 1000
+Fields = dict[str, object]
+
+
+class ScoredRecord(NamedTuple):
+    """A stored rollout and whether it solved its task."""
+
+    record: RolloutRecord
+    solved: bool
+
+
+class LogHeader(NamedTuple):
+    """Name of the task of an Inspect log, name of the model, and creation time (ISO 8601 with time zone)."""
+
+    task: str
+    model: str
+    created: str
+
+
+def json_text(data: object) -> str:
+    """Return JSON text that can be encoded. Raises ValueError for numbers that are not finite."""
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if not text.isascii() else text
+
+
+def write_inspect(folder: Path, records: Iterable[ScoredRecord], header: LogHeader) -> int:
+    """Write Inspect logs of at most `MAX_SAMPLES` rollouts to a folder; return the number of rollouts.
+
+    Raises StorageError if writing fails.
+    """
+    stream, number, written = iter(records), 0, 0
+    while part := next(stream, None):
+        number += 1
+        path = folder / f"part-{number:04d}.eval"
+        with replaced_file(path) as raw:
+            count, first, last = _write_log(raw, chain([part], islice(stream, MAX_SAMPLES - 1)), header, number)
+        path.replace(folder / f"part-{number:04d}-steps-{first:06d}-{last:06d}.eval")
+        written += count
+    return written
+
+
+def _write_log(raw: IO[bytes], records: Iterable[ScoredRecord], header: LogHeader, number: int) -> tuple[int, int, int]:
+    """Write one log; return the number of samples, the first and the last step."""
+    spec, keys, summaries, steps = _spec(header, number), set[tuple[str, int]](), list[Fields](), list[int]()
+    start: Fields = {"version": 2, "eval": spec, "plan": {"name": "plan", "steps": []}}
+    with zipfile.ZipFile(raw, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as log:
+        log.writestr("_journal/start.json", json_text(start))
+        for scored in records:
+            name, epoch = json.loads(json_text(scored.record.group)), scored.record.trajectory.sample + 1
+            while (name, epoch) in keys:  # the task occurs in several steps, or the rollout was retried
+                epoch += 1
+            keys.add((name, epoch))
+            steps.append(scored.record.step)
+            sample = inspect_sample(scored, epoch)
+            log.writestr(f"samples/{name}_epoch_{epoch}.json", json_text(sample))
+            summaries.append(_summary(sample))
+        ids = sorted({name for name, _ in keys})
+        spec["dataset"] = {"name": header.task, "samples": len(ids), "sample_ids": ids}
+        spec["config"] = {"epochs": max(epoch for _, epoch in keys)}
+        log.writestr("summaries.json", json_text(summaries))
+        log.writestr("reductions.json", json_text(_reductions(summaries)))
+        log.writestr("header.json", json_text({**start, "status": "success", "results": _results(summaries)}))
+    return len(summaries), min(steps), max(steps)
+
+
+def _spec(header: LogHeader, number: int) -> Fields:
+    name = hashlib.sha256(f"{header}/{number}".encode()).hexdigest()[:22]
+    ids = dict.fromkeys(("eval_id", "run_id", "task_id"), name)
+    spec = {"created": header.created, "task": header.task, "model": header.model, "dataset": {}, "config": {}}
+    return {**ids, **spec}
+
+
+def inspect_sample(scored: ScoredRecord, epoch: int) -> Fields:
+    """Return a rollout as a sample of an Inspect log, with the score of each reward part as `reward/NAME`."""
+    record, trajectory = scored.record, scored.record.trajectory
+    messages = [inspect_message(message) for message in trajectory.messages]
+    first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
+    values = {"success": float(scored.solved), "reward": trajectory.reward}
+    values |= {f"reward/{name}": value for name, value in trajectory.rewards.items()}
+    answer = trajectory.answer or None
+    last = [{"message": m, "stop_reason": "stop"} for m in messages[first:] if m["role"] == "assistant"][-1:]
+    return {
+        "id": record.group,
+        "epoch": epoch,
+        "input": messages[:first],
+        "target": "",
+        "messages": messages,
+        "output": {"model": "", "choices": last},
+        "scores": {name: {"value": value, "answer": answer} for name, value in values.items()},
+        "metadata": {"step": record.step, "sample": trajectory.sample, "attempt": record.attempt, **_status(record)},
+    }
+
+
+def _status(record: RolloutRecord) -> Fields:
+    trajectory = record.trajectory
+    names = {"outcome": record.outcome.value, "reason": record.reason, "advantage": record.advantage}
+    failed = {"failed_part": trajectory.failure.part} if trajectory.failure else {}
+    return {"stop_reason": trajectory.stop_reason.value, **names, **failed, "tags": dict(trajectory.tags)}
+
+
+def inspect_message(message: Message) -> Fields:
+    """Return a chat message of Inspect; reasoning becomes a part of the content."""
+    content: object = message["content"]
+    if thought := message.get("reasoning_content"):
+        content = [{"type": "reasoning", "reasoning": thought}, {"type": "text", "text": content}]
+    found: Fields = {"role": message["role"], "content": content}
+    if calls := message.get("tool_calls"):
+        found["tool_calls"] = [_inspect_call(call) for call in calls]
+    if message["role"] == "tool":
+        found |= {"tool_call_id": message.get("tool_call_id"), "function": message.get("name")}
+    return found
+
+
+def _inspect_call(call: MessageToolCall) -> Fields:
+    function = call["function"]
+    found: Fields = {"id": call["id"], "function": function["name"], "type": "function"}
+    try:
+        return {**found, "arguments": call_arguments(call)}
+    except ValueError as error:
+        return {**found, "arguments": {"text": function["arguments"]}, "parse_error": str(error)}
+
+
+def call_arguments(call: MessageToolCall) -> Fields:
+    """Return the arguments of a call. Raises ValueError if they are not a JSON object of finite numbers."""
+    try:
+        value = json.loads(call["function"]["arguments"])
+        json.dumps(value, allow_nan=False)
+    except RecursionError:
+        raise ValueError("the arguments are nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError("the arguments are not an object")
+    return value
+
+
+def _summary(sample: Fields) -> Fields:
+    """Return the summary of a sample, with shortened text."""
+    metadata, scores, messages = sample["metadata"], sample["scores"], sample["input"]
+    assert isinstance(metadata, dict)
+    assert isinstance(scores, dict)
+    assert isinstance(messages, list)
+    asked = str(messages[-1]["content"])[:_SUMMARY_CHARACTERS] if messages else ""
+    short = {name: {"value": score["value"]} for name, score in scores.items()}
+    kept = {key: metadata[key] for key in ("step", "stop_reason", "outcome", "advantage")}
+    names = {"id": sample["id"], "epoch": sample["epoch"], "input": asked, "target": ""}
+    return {**names, "metadata": kept, "scores": short, "completed": True}
+
+
+def _values(summaries: Iterable[Fields]) -> dict[str, dict[str, list[float]]]:
+    """Return the values by score and task."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for summary in summaries:
+        scores = summary["scores"]
+        assert isinstance(scores, dict)
+        for name, score in scores.items():
+            found.setdefault(name, {}).setdefault(str(summary["id"]), []).append(score["value"])
+    return found
+
+
+def _reductions(summaries: list[Fields]) -> list[Fields]:
+    return [
+        {
+            "scorer": name,
+            "reducer": "mean",
+            "samples": [{"sample_id": task, "value": sum(v) / len(v)} for task, v in by_task.items()],
+        }
+        for name, by_task in _values(summaries).items()
+    ]
+
+
+def _results(summaries: list[Fields]) -> Fields:
+    scores = []
+    for name, by_task in _values(summaries).items():
+        values = list(chain.from_iterable(by_task.values()))
+        mean = {"name": "mean", "value": sum(values) / len(values)}
+        scores.append({"name": name, "scorer": name, "scored_samples": len(values), "metrics": {"mean": mean}})
+    return {"total_samples": len(summaries), "completed_samples": len(summaries), "scores": scores}
+
+
+_CARD = """---
+configs:
+- config_name: default
+  data_files: data/train.jsonl
+dataset_info:
+  features:
+  - {name: task_id, dtype: string}
+  - {name: step, dtype: int64}
+  - {name: group, dtype: string}
+  - {name: sample, dtype: int64}
+  - name: messages
+    list:
+    - {name: role, dtype: string}
+    - {name: content, dtype: string}
+    - {name: reasoning_content, dtype: string}
+    - {name: name, dtype: string}
+    - {name: tool_call_id, dtype: string}
+    - name: tool_calls
+      list:
+      - {name: id, dtype: string}
+      - {name: type, dtype: string}
+      - name: function
+        struct:
+        - {name: name, dtype: string}
+        - {name: arguments, dtype: string}
+  - {name: reward, dtype: float64}
+  - name: rewards
+    list:
+    - {name: name, dtype: string}
+    - {name: value, dtype: float64}
+  - {name: success, dtype: bool}
+  - {name: stop_reason, dtype: string}
+  - {name: advantage, dtype: float64}
+  - {name: outcome, dtype: string}
+---
+
+# Rollouts
+
+Each row is one rollout, exported by `ludus export`.
+"""
+_MESSAGE_KEYS = ("role", "content", "reasoning_content", "name", "tool_call_id", "tool_calls")
+
+
+def write_hf_dataset(folder: Path, records: Iterable[ScoredRecord]) -> int:
+    """Write a folder for `datasets.load_dataset`; return the number of rollouts. Raises StorageError."""
+    written = _write_lines(folder / "data" / "train.jsonl", map(dataset_row, records))
+    with replaced_file(folder / "README.md") as file:
+        file.write(_CARD.encode())
+    return written
+
+
+def dataset_row(scored: ScoredRecord) -> Fields:
+    """Return the row of a rollout; all rows have the same keys."""
+    record, trajectory = scored.record, scored.record.trajectory
+    return {
+        "task_id": trajectory.task_id,
+        "step": record.step,
+        "group": record.group,
+        "sample": trajectory.sample,
+        "messages": [{key: message.get(key) for key in _MESSAGE_KEYS} for message in trajectory.messages],
+        "reward": trajectory.reward,
+        "rewards": [{"name": name, "value": value} for name, value in trajectory.rewards.items()],
+        "success": scored.solved,
+        "stop_reason": trajectory.stop_reason.value,
+        "advantage": record.advantage,
+        "outcome": record.outcome.value,
+    }
+
+
+def write_sharegpt(path: Path, records: Iterable[ScoredRecord], accepts: Callable[[object], object]) -> int:
+    """Write ShareGPT JSON lines; return the number of rollouts written.
+
+    Leaves out rollouts for which the conversion or `accepts` raises ValueError. Raises StorageError.
+    """
+    return _write_lines(path, _sharegpt_rows(records, accepts))
+
+
+def _sharegpt_rows(records: Iterable[ScoredRecord], accepts: Callable[[object], object]) -> Iterator[Fields]:
+    for scored in records:
+        try:
+            row = {"conversations": [sharegpt_turn(message) for message in scored.record.trajectory.messages]}
+            accepts(json.loads(json_text(row)))
+        except ValueError:
+            continue
+        yield row
+
+
+def sharegpt_turn(message: Message) -> Fields:
+    """Return a turn of ShareGPT. A turn with calls has no text; other reasoning is in think tags.
+
+    Raises ValueError for a call whose arguments are not a JSON object.
+    """
+    if calls := message.get("tool_calls"):
+        found = [{"name": call["function"]["name"], "arguments": call_arguments(call)} for call in calls]
+        return {"from": "function_call", "value": json_text(found)}
+    roles = {"system": "system", "user": "human", "assistant": "gpt", "tool": "observation"}
+    thought = message.get("reasoning_content")
+    text = f"<think>\n{thought}\n</think>\n\n{message['content']}" if thought else message["content"]
+    return {"from": roles[message["role"]], "value": text}
+
+
+def _write_lines(path: Path, rows: Iterable[Fields]) -> int:
+    written = 0
+    with replaced_file(path) as file:
+        for row in rows:
+            file.write(f"{json_text(row)}\n".encode())
+            written += 1
+    return written
