@@ -146,11 +146,11 @@ def test_paired_difference_counts_the_tasks_that_differ():
     ids = [f"t{i}" for i in range(20)]
     a = {task: float(i < 14) for i, task in enumerate(ids)}
     b = {task: float(6 <= i < 16) for i, task in enumerate(ids)}
-    result = paired_difference(a, b, seed=0)
+    result = paired_difference(a, b)
     assert result.difference == pytest.approx(14 / 20 - 10 / 20)
     assert (result.only_a, result.only_b, result.num_tasks) == (6, 2, 20)
     assert result.p_value == mcnemar(6, 2)
-    back = paired_difference(b, a, seed=0)
+    back = paired_difference(b, a)
     assert back.difference == -result.difference
     assert (back.only_a, back.only_b, back.p_value) == (2, 6, result.p_value)
 
@@ -160,17 +160,17 @@ def test_paired_difference_does_not_depend_on_the_order_of_the_tasks():
     a = {f"t{i}": float(v) for i, v in enumerate(rng.random(30))}
     b = {f"t{i}": float(v) for i, v in enumerate(rng.random(30))}
     shuffled = dict(reversed(a.items()))
-    assert paired_difference(a, b, seed=4) == paired_difference(shuffled, b, seed=4)
+    assert paired_difference(a, b) == paired_difference(shuffled, b)
 
 
 def test_pairing_removes_the_difficulty_of_the_tasks():
-    """Scores spread over [0, 1] by task; `a` is better by 0.1 on each, so the interval is that point."""
+    """Scores spread over [0, 1] by task; `a` is better by 0.1 on each, so the interval is narrow."""
     hard = np.random.default_rng(2).random(40) * 0.9
     a = {f"t{i}": float(v) + 0.1 for i, v in enumerate(hard)}
     b = {f"t{i}": float(v) for i, v in enumerate(hard)}
-    result = paired_difference(a, b, seed=0)
-    assert result.interval.low == pytest.approx(0.1)
-    assert result.interval.high == pytest.approx(0.1)
+    result = paired_difference(a, b)
+    assert result.interval.low == pytest.approx(0.1, abs=0.02)
+    assert result.interval.high == pytest.approx(0.1, abs=0.02)
     assert (result.p_value, result.only_a, result.only_b) == (None, None, None)
     alone = bootstrap_mean(list(a.values()), seed=0).interval
     assert alone.high - alone.low > 0.1
@@ -178,7 +178,7 @@ def test_pairing_removes_the_difficulty_of_the_tasks():
 
 def test_paired_difference_names_a_task_that_only_one_run_has():
     with pytest.raises(ValueError, match="differ in 2 tasks, for example 'only-here'"):
-        paired_difference({"x": 1.0, "y": 0.0, "only-here": 1.0}, {"x": 1.0, "y": 0.0, "z": 1.0}, seed=0)
+        paired_difference({"x": 1.0, "y": 0.0, "only-here": 1.0}, {"x": 1.0, "y": 0.0, "z": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_values_that_are_all_the_same_do_not_give_a_width_of_zero():
     half = bootstrap_mean([0.5] * 40, seed=0).interval
     assert (half.low, half.high) == pytest.approx((0.5 - none.high / 2, 0.5 + none.high / 2))
     tasks = [str(i) for i in range(40)]
-    gained = paired_difference(dict.fromkeys(tasks, 1.0), dict.fromkeys(tasks, 0.0), seed=0).interval
+    gained = paired_difference(dict.fromkeys(tasks, 1.0), dict.fromkeys(tasks, 0.0)).interval
     assert (gained.low, gained.high) == pytest.approx((1 - 2 * none.high, 1))
 
 
@@ -243,9 +243,7 @@ def test_the_detectable_difference_is_seen_in_four_of_five_simulated_comparisons
 def test_the_detectable_difference_by_hand():
     assert detectable_difference(2 * 0.5 * 0.5, 1_000) == pytest.approx(2.8015852 * (0.5 / 1_000) ** 0.5)
     assert detectable_difference(2 * 0.25, 1) == 1
-    found = paired_difference(
-        {str(i): float(i < 30) for i in range(96)}, {str(i): float(i < 20) for i in range(96)}, seed=0
-    )
+    found = paired_difference({str(i): float(i < 30) for i in range(96)}, {str(i): float(i < 20) for i in range(96)})
     assert found.detectable == pytest.approx(2.8015852 * (12 / 100 / 96) ** 0.5)
     for variance, n in ((-0.1, 10), (0.1, 0)):
         with pytest.raises(ValueError, match="need n >= 1"):
