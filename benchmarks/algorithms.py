@@ -293,7 +293,7 @@ def table(found: dict[str, tuple[str, list[Path]]], baseline: str, shown: Mappin
 
 def differences(found: Sequence[Evaluation], plain: Sequence[Evaluation]) -> tuple[str, str]:
     """Return the difference of two arms in points, with 95 % intervals over tasks and over seeds."""
-    over_tasks = paired_difference(learning.by_task(list(found)), learning.by_task(list(plain)), seed=0)
+    over_tasks = paired_difference(learning.by_task(list(found)), learning.by_task(list(plain)))
     over_seeds = t_interval([100 * (a.rate - b.rate) for a, b in zip(found, plain, strict=True)])
     rows = (
         (100 * over_tasks.difference, 100 * over_tasks.interval.low, 100 * over_tasks.interval.high),

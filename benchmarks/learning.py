@@ -127,7 +127,7 @@ def report_mask(paths: dict[str, list[Path]]) -> None:
         for rate in RATES:
             masked = [results(p, "last")[i] for p in paths[f"masked-{rate}"]]
             unmasked = [results(p, "last")[i] for p in paths[f"unmasked-{rate}"]]
-            gap = paired_difference(by_task(masked), by_task(unmasked), seed=0)
+            gap = paired_difference(by_task(masked), by_task(unmasked))
             low, high = 100 * gap.interval.low, 100 * gap.interval.high
             print(
                 f"| {label(first)} | {rate} | {over_seeds(masked)} | {over_seeds(unmasked)} | "
@@ -154,7 +154,7 @@ class LessSync:
 def less_sync(found: list[Evaluation], plain: list[Evaluation]) -> LessSync:
     """Compare a mode's evaluations with those of `sync`, with the same seeds in the same order."""
     seeds = t_interval([100 * (a.rate - b.rate) for a, b in zip(found, plain, strict=True)])
-    return LessSync(seeds, paired_difference(by_task(found), by_task(plain), seed=0))
+    return LessSync(seeds, paired_difference(by_task(found), by_task(plain)))
 
 
 def report_modes(paths: dict[str, list[Path]]) -> None:

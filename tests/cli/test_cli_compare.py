@@ -1,12 +1,15 @@
 """`ludus compare`: evaluations are paired by task and must have the same tasks."""
 
+import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from ludus.evaluation.evaluate import Conditions, Evaluation, EvaluationPlan, save_evaluation
-from ludus.evaluation.stats import mcnemar, wilson
-from tiny_run import ludus, refused
+from ludus.evaluation.stats import mcnemar, tasks_needed, wilson
+from tiny_run import copy_run, ludus, refused
 
 CONDITIONS = Conditions("w", "{}", "chat", "auto", 1.0, 0, 6, 64, 640, 3, 2000)
 
@@ -137,3 +140,91 @@ def test_where_no_task_differs_the_interval_is_not_of_width_zero(tmp_path):
     a, b = saved(tmp_path / "a", [0] * 50), saved(tmp_path / "b", [0] * 50)
     high = wilson(0, 50).high
     assert row(ludus("compare", a, b))[0][5] == f"+0.0% [{-high:+.1%}, {high:+.1%}]"
+
+
+def test_the_verdict_is_a_sentence(tmp_path):
+    a = saved(tmp_path / "a", [0] * 30 + [1] * 10)
+    b = saved(tmp_path / "b", [1] * 30 + [1] * 10)
+    assert "B is better by 75.0 points [" in ludus("compare", a, b).out
+    assert "A is better by 75.0 points [" in ludus("compare", b, a).out
+    c = saved(tmp_path / "c", [1] + [0] * 29 + [1] * 10)
+    assert "no difference seen; these 40 tasks show differences above" in ludus("compare", a, c).out
+
+
+def test_power_is_the_number_of_tasks_that_a_difference_needs(tmp_path):
+    a, b = saved(tmp_path / "a", [0, 1] * 20), saved(tmp_path / "b", [1, 1] * 20)
+    said = " ".join(ludus("compare", a, b, "--power", "0.05").out.split())
+    assert f"A difference of 5 points needs {tasks_needed(0.05, 22 / 44)} tasks" in said
+
+
+def test_several_seeds_are_compared_over_seeds_and_tasks(tmp_path):
+    a = [saved(tmp_path / f"a{i}", [0] * (20 + i) + [1] * (20 - i)) for i in range(3)]
+    b = [saved(tmp_path / f"b{i}", [0] * (5 + i) + [1] * (35 - i)) for i in range(3)]
+    said = ludus("compare", *a, "--against", *b)
+    assert said.code == 0, said
+    (cells,) = row(said)
+    assert cells[2:6] == ["40", "3 / 3", "47.5%", "85.0%"]
+    assert cells[6].startswith("+37.5% [")
+    assert "B is better by 37.5 points" in said.out
+    folders = [tmp_path / name for name in ("a0", "a1", "b0")]
+    assert row(ludus("compare", *folders[:2], "--against", folders[2]))[0][3] == "2 / 1"
+    assert "named twice" in refused("compare", a[0], a[0], "--against", b[0])
+    other = saved(tmp_path / "other", [0] * 40, tasks="u")
+    assert "does not have the 40 tasks" in refused("compare", a[0], other, "--against", b[0])
+
+
+def test_runs_that_are_equal_are_called_equal(tmp_path):
+    same = [saved(tmp_path / name, [0, 1, 1, 0]) for name in "abc"]
+    assert "all runs have the same scores" in ludus("compare", *same[:2], "--against", same[2]).out
+
+
+def test_the_boundary_shows_whether_training_only_sharpened(tmp_path):
+    base = saved(tmp_path / "a", [2] * 30 + [0] * 10, samples=16, temperature=1.0)
+    sharp = saved(tmp_path / "b", [16] * 20 + [0] * 20, samples=16, temperature=1.0)
+    said = ludus("compare", base, sharp, "--boundary")
+    assert said.code == 0, said
+    lines = [line.split("│")[1].strip() for line in said.out.splitlines() if line.startswith("│ ")]
+    assert lines == ["1", "2", "4", "8", "16"]
+    assert "the curves cross" in said.out
+    wide = saved(tmp_path / "c", [12] * 40, samples=16, temperature=1.0)
+    assert "the curves stay apart" in ludus("compare", base, wide, "--boundary").out
+    greedy = saved(tmp_path / "d", [1] * 40)
+    assert "needs evaluations with several attempts" in refused("compare", greedy, greedy_copy(greedy), "--boundary")
+
+
+def greedy_copy(path):
+    return Path(shutil.copy(path, path.parent / "copy.json"))
+
+
+def test_steps_to_a_target_are_interpolated_between_evaluations(tiny_run, tmp_path):
+    run = copy_run(tiny_run, tmp_path)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    name = next(name for name in rows[-1] if name.startswith("eval/") and name.endswith("/success"))
+    rows = [{**line, name: value} for line, value in zip(rows, (0.3, 0.5), strict=True)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in rows))
+    said = ludus("compare", run, tiny_run, "--target", "0.4")
+    assert said.code == 0, said
+    assert " 1.5 " in said.out
+    assert "not reached" in ludus("compare", run, run, "--target", "0.99").out
+    assert "no metrics.jsonl" in refused("compare", tmp_path, run, "--target", "0.5")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("A",), "Without --against, name A and B"),
+        (("A", "B", "C"), "Without --against, name A and B"),
+        (("A", "B", "--power", "0"), "--power is 0"),
+        (("A", "B", "--target", "7"), "--target is 7"),
+        (("A", "B", "--against", "C", "--boundary"), "--boundary compares one A with one B"),
+        (("A", "B", "--boundary", "--target", "0.5"), "exclude each other"),
+    ],
+)
+def test_arguments_that_exclude_each_other_are_refused(words, expected):
+    assert expected in refused("compare", *words)
+
+
+def test_evaluations_of_different_worlds_are_refused(tmp_path):
+    a = saved(tmp_path / "a", [0, 1])
+    b = saved(tmp_path / "b", [0, 1], tasks="u", conditions=replace(CONDITIONS, world="v"))
+    assert "different worlds have no common task" in refused("compare", a, b)

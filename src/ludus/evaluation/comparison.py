@@ -48,14 +48,23 @@ def compare(a: Evaluation, b: Evaluation) -> PairedDifference:
 
     Raises UserError if there are fewer than two tasks, or if each has tasks that the other lacks.
     """
+    check_worlds(a, b)
     in_a, in_b = common_scores(a, b)
     if len(in_a) < 2:
         raise UserError("A single task cannot be compared.", "Use evaluations of 2 tasks or more.")
     try:
-        return paired_difference(in_b, in_a, seed=a.plan.seed)
+        return paired_difference(in_b, in_a)
     except ValueError as error:
         text = f"{a.plan.name} and {b.plan.name} cannot be compared: {error}."
         raise UserError(text, "Compare evaluations of the same split, tasks and world settings.") from error
+
+
+def check_worlds(a: Evaluation, b: Evaluation) -> None:
+    """Raise UserError if evaluations of different worlds have no task in common."""
+    in_a, in_b = a.plan.conditions, b.plan.conditions
+    if in_a and in_b and in_a.world != in_b.world and a.scores.keys().isdisjoint(b.scores):
+        text = f"A is an evaluation in {in_a.world} and B in {in_b.world}: different worlds have no common task."
+        raise UserError(text, "Compare evaluations in the same world.")
 
 
 def common_scores(a: Evaluation, b: Evaluation) -> tuple[dict[str, float], dict[str, float]]:
@@ -65,6 +74,11 @@ def common_scores(a: Evaluation, b: Evaluation) -> tuple[dict[str, float], dict[
         common = in_a.keys() & in_b.keys()
         in_a, in_b = ({task: scores[task] for task in scores if task in common} for scores in (in_a, in_b))
     return in_a, in_b
+
+
+def mean_square(a: dict[str, float], b: dict[str, float]) -> float:
+    """Return the mean square of the differences by task plus two pseudo-tasks of size 1 in `len + 4`, never 0."""
+    return (sum((a[task] - b[task]) ** 2 for task in a) + 2) / (len(a) + 4)
 
 
 def differing_conditions(a: Evaluation, b: Evaluation) -> list[str]:

@@ -133,7 +133,7 @@ class Evaluation:
 
     @property
     def interval(self) -> Interval:
-        """95 % interval: Wilson for one attempt per task, a bootstrap over tasks for several.
+        """95 % interval: `wilson` for one attempt per task, `clustered_interval` for several.
 
         [0, 1] for several attempts at a single task.
         """
@@ -144,8 +144,7 @@ class Evaluation:
             return wilson(sum(successes), len(successes))
         if len(successes) == 1:
             return Interval(0.0, 1.0)
-        shares = [s / self.plan.samples for s in successes]
-        return stats.bootstrap_mean(shares, seed=self.plan.seed).interval
+        return stats.clustered_interval([s / self.plan.samples for s in successes])
 
     @property
     def detectable(self) -> float:

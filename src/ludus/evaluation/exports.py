@@ -277,7 +277,7 @@ def write_sharegpt(path: Path, records: Iterable[ScoredRecord], accepts: Callabl
 def _sharegpt_rows(records: Iterable[ScoredRecord], accepts: Callable[[object], object]) -> Iterator[Fields]:
     for scored in records:
         try:
-            row = {"conversations": [sharegpt_turn(message) for message in scored.record.trajectory.messages]}
+            row: Fields = {"conversations": [sharegpt_turn(message) for message in scored.record.trajectory.messages]}
             accepts(json.loads(json_text(row)))
         except ValueError:
             continue

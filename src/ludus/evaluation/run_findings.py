@@ -239,7 +239,7 @@ def _gain(before: Evaluation, after: Evaluation) -> PairedDifference | None:
     if len(common) < 2:
         return None
     pair = ({task: scores[task] for task in common} for scores in (a, b))
-    return paired_difference(*pair, seed=after.plan.seed)
+    return paired_difference(*pair)
 
 
 def _reward(record: RolloutRecord) -> float:

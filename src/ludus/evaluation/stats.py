@@ -1,8 +1,9 @@
 """pass@k and pass^k, confidence intervals, and paired comparisons.
 
-Choice of interval: `wilson` for one 0/1 sample per task, `bootstrap_mean` over tasks with several samples each,
-`paired_difference` for two runs over the same tasks, `t_interval` across training seeds. `Estimate.over` names the
-units of an interval. The `seed` argument is the only source of randomness.
+Choice of interval: `wilson` for one 0/1 sample per task, `clustered_interval` over tasks with several samples each,
+`paired_difference` for two runs over the same tasks, `seeds_difference` for several runs of each, `t_interval` across
+training seeds. benchmarks/interval_coverage.py measures their coverage. `Estimate.over` names the units of an interval.
+The `seed` argument is the only source of randomness.
 
 SciPy computes the bootstrap, the binomial test and Student's quantiles; it is imported on the first call, because its
 import takes half a second. `wilson` does not use SciPy, whose result differs in the last bit from stored bounds.
@@ -70,6 +71,34 @@ class PairedDifference:
         return detectable_difference(smoothed(self.only_a + self.only_b, self.num_tasks), self.num_tasks)
 
 
+@dataclass(frozen=True, slots=True)
+class SeedsDifference:
+    """Mean of the runs `a` minus mean of the runs `b`, over training seeds and tasks.
+
+    `error_tasks` and `error_seeds` are the standard errors due to the choice of tasks and of seeds.
+    """
+
+    difference: float
+    interval: Interval
+    num_tasks: int
+    num_seeds: tuple[int, int]
+    error_tasks: float
+    error_seeds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """Cohen's kappa with a confidence interval.
+
+    `counts` holds the numbers of items that both accept, only the first, only the second, and neither.
+    """
+
+    estimate: float
+    low: float
+    high: float
+    counts: tuple[int, int, int, int]
+
+
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Return the probability that at least one of `k` samples is correct, given `c` correct among `n` samples.
 
@@ -122,14 +151,33 @@ def bootstrap_mean(
     return Estimate(float(values.mean()), interval, len(values), "tasks", confidence)
 
 
-def paired_difference(
-    a: Mapping[str, float], b: Mapping[str, float], *, seed: int, confidence: float = 0.95, resamples: int = _RESAMPLES
-) -> PairedDifference:
-    """Return `mean(a - b)` over the same tasks, its bootstrap interval, and McNemar's p-value.
+def clustered_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+    """Return an interval of the mean of values in [0, 1], one per task: its success rate, its pass@k or its pass^k.
 
-    `a` and `b` map task ids to scores. The bootstrap resamples tasks, so pairs stay intact. If every task
-    has the same difference, for scores in [0, 1], the interval is `constant_interval`. Raises ValueError if the tasks
-    differ or there are fewer than 2.
+    `values`: `[N]`. The Wilson interval with the effective sample size `N p (1 - p) / s^2` and Student's quantile, as
+    for surveys of clusters (Franco et al. 2019, J. Survey Stat. Methodol. 7, 334). The variance `s^2` between tasks is
+    averaged with one pseudo-observation of the binomial variance `p (1 - p)`, because few tasks often have equal
+    values. If all are equal, the interval is `constant_interval`. Raises ValueError for fewer than 2 tasks.
+    """
+    from scipy.special import stdtrit
+
+    numbers = _checked(values, "an interval over tasks", confidence)
+    if (constant := constant_interval(numbers, Interval(0.0, 1.0), confidence)) is not None:
+        return constant
+    num, rate = len(numbers), float(numbers.mean())
+    binomial = rate * (1 - rate)
+    variance = ((num - 1) * float(numbers.var(ddof=1)) + binomial) / num
+    square = float(stdtrit(num - 1, 0.5 + confidence / 2)) ** 2 / (num * binomial / variance)
+    centre = (rate + square / 2) / (1 + square)
+    half = math.sqrt(square * (binomial + square / 4)) / (1 + square)
+    return Interval(max(0.0, centre - half), min(1.0, centre + half))
+
+
+def paired_difference(a: Mapping[str, float], b: Mapping[str, float], *, confidence: float = 0.95) -> PairedDifference:
+    """Return `mean(a - b)` over the same tasks, its interval, and McNemar's p-value.
+
+    `a` and `b` map task ids to scores. The interval is `difference_interval`. Raises ValueError if the tasks differ or
+    there are fewer than 2.
     """
     if a.keys() != b.keys():
         odd = sorted(a.keys() ^ b.keys())
@@ -138,12 +186,102 @@ def paired_difference(
     first = _checked([a[t] for t in tasks], "a paired comparison", confidence)
     second = _checked([b[t] for t in tasks], "a paired comparison", confidence)
     gaps = first - second
-    interval = _interval(gaps, Interval(-1.0, 1.0), seed, confidence, resamples)
+    interval = difference_interval(gaps, confidence)
     difference = PairedDifference(float(gaps.mean()), interval, len(tasks), None, None, None, confidence)
     if not np.isin([first, second], (0.0, 1.0)).all():
         return difference
     only_a, only_b = int((gaps > 0).sum()), int((gaps < 0).sum())
     return replace(difference, p_value=mcnemar(only_a, only_b), only_a=only_a, only_b=only_b)
+
+
+def difference_interval(gaps: NDArray[np.float64], confidence: float = 0.95) -> Interval:
+    """Return an interval of the mean of differences `gaps` [N] in [-1, 1], one per task.
+
+    The normal interval after adding two tasks with the differences `g` and `-g`, where `g` is the root mean square of
+    the nonzero differences; for 0/1 scores the adjusted Wald interval of Bonett and Price (2012, J. Educ. Behav. Stat.
+    37, 479). If all are equal, the interval is `constant_interval`.
+    """
+    if (constant := constant_interval(gaps, Interval(-1.0, 1.0), confidence)) is not None:
+        return constant
+    typical = math.sqrt(float((gaps**2).sum()) / np.count_nonzero(gaps))
+    numbers = np.append(gaps, (typical, -typical))
+    half = NormalDist().inv_cdf(0.5 + confidence / 2) * float(numbers.std()) / math.sqrt(len(numbers))
+    mean = float(numbers.mean())
+    return Interval(max(-1.0, mean - half), min(1.0, mean + half))
+
+
+def seeds_difference(a: NDArray[np.float64], b: NDArray[np.float64], confidence: float = 0.95) -> SeedsDifference:
+    """Return the difference of the mean scores `a` [S_a, N] and `b` [S_b, N] of runs (rows) over the same tasks.
+
+    Runs are samples of training seeds and columns samples of tasks. The variance is the sum of the components of tasks
+    and seeds less their interaction, which both contain (two-way clustering: Cameron, Gelbach and Miller 2011, J. Bus.
+    Econ. Stat. 29, 238), with the degrees of freedom of Satterthwaite (1946). Both sides share the variance between
+    seeds. Raises ValueError for fewer than 2 tasks, or fewer than 3 runs in total.
+    """
+    from scipy.special import stdtrit
+
+    (runs_a, num), (runs_b, other) = a.shape, b.shape
+    if num != other or num < 2 or runs_a + runs_b < 3:
+        raise ValueError(f"need the same 2 tasks or more and 3 runs or more, got the shapes {a.shape} and {b.shape}")
+    gaps, free = a.mean(0) - b.mean(0), runs_a + runs_b - 2
+    difference, share = float(gaps.mean()), 1 / runs_a + 1 / runs_b
+    tasks = float(gaps.var(ddof=1)) / num
+    centred = [scores - scores.mean(0) for scores in (a, b)]
+    seeds = share * sum(float((one.mean(1) ** 2).sum()) for one in centred) / free
+    within = sum(float(((one - one.mean(1, keepdims=True)) ** 2).sum()) for one in centred)
+    both = share * within / (free * (num - 1) * num)
+    variance = max(tasks + seeds - both, tasks, seeds)
+    if variance == 0:
+        interval = constant_interval(gaps, Interval(-1.0, 1.0), confidence) or Interval(difference, difference)
+    else:
+        freedom = variance**2 / (tasks**2 / (num - 1) + seeds**2 / free)
+        half = float(stdtrit(freedom, 0.5 + confidence / 2)) * math.sqrt(variance)
+        interval = Interval(difference - half, difference + half)
+    counts = (runs_a, runs_b)
+    return SeedsDifference(difference, interval, num, counts, math.sqrt(tasks), math.sqrt(max(0.0, seeds - both)))
+
+
+def tasks_needed(difference: float, discordance: float, *, power: float = 0.8, significance: float = 0.05) -> int:
+    """Return the number of tasks with which a two-sided paired test detects a difference.
+
+    `(z[1 - significance / 2] sqrt(d) + z[power] sqrt(d - difference^2))^2 / difference^2`, rounded up, where `d` is
+    the mean square of the differences of one task: for 0/1 scores the share of discordant tasks (Connor 1987,
+    Biometrics 43, 207). A `discordance` below `|difference|` is raised to it, for 0/1 scores the least possible.
+    Raises ValueError for a difference of 0 or outside [-1, 1], or a negative discordance.
+    """
+    if not 0 < abs(difference) <= 1 or discordance < 0:
+        raise ValueError(f"need a difference in [-1, 1] other than 0, got {difference}, {discordance}")
+    square, normal = difference**2, NormalDist()
+    discordance = max(discordance, abs(difference))
+    reach = normal.inv_cdf(1 - significance / 2) * math.sqrt(discordance)
+    return math.ceil((reach + normal.inv_cdf(power) * math.sqrt(discordance - square)) ** 2 / square)
+
+
+def cohens_kappa(a: Sequence[bool], b: Sequence[bool], confidence: float = 0.95) -> Agreement:
+    """Return the agreement of two raters of the same items beyond chance (Cohen 1960).
+
+    The interval uses the asymptotic variance of Fleiss, Cohen and Everitt (1969, Psychol. Bull. 72, 323). Kappa is
+    undefined if both raters give all items the same one label: the estimate is then NaN with the interval [-1, 1].
+    Raises ValueError for empty or unequal lists.
+    """
+    _check_confidence(confidence)
+    if len(a) != len(b) or not a:
+        raise ValueError(f"need two lists of the same length above 0, got {len(a)} and {len(b)}")
+    pairs = [(x, y) for x in (True, False) for y in (True, False)]
+    observed = list(zip(map(bool, a), map(bool, b), strict=True))
+    counts = tuple(observed.count(pair) for pair in pairs)
+    table = np.reshape(counts, (2, 2)) / len(a)
+    rows, columns, agree = table.sum(1), table.sum(0), float(np.trace(table))
+    chance = float(rows @ columns)
+    if chance == 1:
+        return Agreement(math.nan, -1.0, 1.0, (counts[0], counts[1], counts[2], counts[3]))
+    kappa = (agree - chance) / (1 - chance)
+    diagonal = sum(table[i, i] * (1 - (rows[i] + columns[i]) * (1 - kappa)) ** 2 for i in (0, 1))
+    others = (1 - kappa) ** 2 * sum(table[i, 1 - i] * (columns[i] + rows[1 - i]) ** 2 for i in (0, 1))
+    variance = (diagonal + others - (kappa - chance * (1 - kappa)) ** 2) / (len(a) * (1 - chance) ** 2)
+    half = NormalDist().inv_cdf(0.5 + confidence / 2) * math.sqrt(max(0.0, float(variance)))
+    bounds = (max(-1.0, kappa - half), min(1.0, kappa + half))
+    return Agreement(kappa, *bounds, (counts[0], counts[1], counts[2], counts[3]))
 
 
 def mcnemar(only_a: int, only_b: int) -> float:

@@ -1,4 +1,9 @@
-"""Compare two evaluations over the same tasks: the paired difference B - A, its interval, and McNemar's test.
+"""Compare evaluations over the same tasks: the paired difference B - A, its interval, and McNemar's test.
+
+    ludus compare runs/a runs/b
+    ludus compare runs/a-1 runs/a-2 runs/a-3 --against runs/b-1 runs/b-2 runs/b-3    several training seeds
+    ludus compare A.json B.json --boundary                pass@k of A (base) and B (trained) for k = 1, 2, 4, ...
+    ludus compare runs/a runs/b --target 0.7              steps and tokens to a success rate
 
 A and B are .json files that `ludus eval` wrote, or run folders. For folders, the newest evaluation of each split,
 temperature and number of attempts is compared. To compare a run with its initial model, name two files:
@@ -25,36 +30,104 @@ from ludus.evaluation.comparison import (
     compare,
     differing_conditions,
     load_stored,
+    mean_square,
     newest_evaluations,
 )
-from ludus.evaluation.stats import PairedDifference
+from ludus.evaluation.stats import Interval, PairedDifference, detectable_difference, tasks_needed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("a", metavar="A", type=Path, help="a .json file of an evaluation, or a run folder")
-    parser.add_argument("b", metavar="B", type=Path, help="another file or run folder")
+    parser.add_argument("a", metavar="A", nargs="+", type=Path, help="a .json file of an evaluation, or a run folder")
+    parser.add_argument("--against", metavar="B", nargs="+", type=Path, help="runs or files of B, if A are several")
+    parser.add_argument("--power", metavar="D", type=float, help="print the tasks needed to detect a difference D")
+    parser.add_argument("--boundary", action="store_true", help="compare pass@k for k = 1, 2, 4, ...")
+    parser.add_argument("--target", metavar="RATE", type=float, help="steps and tokens until this success rate")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the comparison."""
     no_settings(overrides, "compare")
-    pairs = find_pairs(args.a, args.b)
+    all_a, all_b = check_arguments(args)
+    if len(all_a) + len(all_b) > 2:
+        from ludus.cli.results.compare_seeds import print_seeds
+
+        print_seeds(all_a, all_b, args.power)
+    elif args.target is not None:
+        from ludus.cli.results.boundary import print_target
+
+        print_target(all_a[0], all_b[0], args.target)
+    else:
+        print_comparison(find_pairs(all_a[0], all_b[0]), args)
+    return 0
+
+
+def check_arguments(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
+    """Return the paths of A and of B. Raises UserError for arguments that exclude each other or are out of range."""
+    both = (args.a, args.against) if args.against else (args.a[:1], args.a[1:])
+    several = sum(map(len, both)) > 2
+    for name, value in (("--power", args.power), ("--target", args.target)):
+        if value is not None and not 0 < value <= 1:
+            raise UserError(f"{name} is {value:g}.", "It is above 0 and at most 1, for example 0.05 for 5 %.")
+    checks = (
+        (not args.against and len(args.a) != 2, "Without --against, name A and B.", "Example: ludus compare A B"),
+        (several and args.boundary, "--boundary compares one A with one B.", "Name one of each."),
+        (several and args.target is not None, "--target compares one A with one B.", "Name one of each."),
+        (args.boundary and args.target is not None, "--boundary and --target exclude each other.", "Remove one."),
+    )
+    for broken, message, hint in checks:
+        if broken:
+            raise UserError(message, hint)
+    return both
+
+
+def print_comparison(pairs: Sequence[Pair], args: argparse.Namespace) -> None:
+    """Print the table, the verdicts and the notes of one A and one B."""
     differences = [compare(a.result, b.result) for a, b in pairs]
     console = make_console()
-    print_line(console, f"A: {args.a}\nB: {args.b}")
+    a_path, b_path = (args.a[0], args.against[0]) if args.against else args.a
+    print_line(console, f"A: {a_path}\nB: {b_path}")
     for a, b in pairs:
         print_text(console, f"paired: {a.name} of A with {b.name} of B")
-    console.print(comparison_table(pairs, differences))
-    if any(found.detectable is not None for found in differences):
-        print_text(console, f"detectable: the smallest difference over these tasks that {DETECTED}.")
+    if args.boundary:
+        from ludus.cli.results.boundary import print_boundary
+
+        print_boundary(console, pairs)
+    else:
+        table = comparison_table(pairs, differences)
+        console.print(table)
+        if table.shows("detectable", console.width):
+            print_text(console, f"detectable: the smallest difference over these tasks that {DETECTED}.")
+        for (a, b), found in zip(pairs, differences, strict=True):
+            square = mean_square(*common_scores(a.result, b.result))
+            least = detectable_difference(square, found.num_tasks)
+            print_text(console, f"{a.name}: {verdict(found.difference, found.interval, found.num_tasks, least)}")
+            if args.power is not None:
+                print_text(console, power_text(args.power, square))
     for a, b in pairs:
         if len(a.result.task_ids) != len(b.result.task_ids):
             sizes = f"{len(a.result.task_ids)} tasks in A and {len(b.result.task_ids)} in B"
             print_text(console, f"note: {a.name} and {b.name} have {sizes}; those of both are compared", "yellow")
     for text in dict.fromkeys(text for pair in pairs for text in differing_conditions(pair[0].result, pair[1].result)):
         print_text(console, f"note: {text}", "yellow")
-    return 0
+
+
+def verdict(difference: float, interval: Interval, num_tasks: int, least: float) -> str:
+    """Return the result of a comparison as a sentence. `least` is the detectable difference."""
+    if least == 0:
+        return "no difference seen; all runs have the same scores."
+    if 0 in interval:
+        return f"no difference seen; these {num_tasks} tasks show differences above {100 * least:.1f} points."
+    bounds = sorted(abs(100 * bound) for bound in (interval.low, interval.high))
+    better = "B" if difference > 0 else "A"
+    return f"{better} is better by {100 * abs(difference):.1f} points [{bounds[0]:.1f}, {bounds[1]:.1f}]."
+
+
+def power_text(difference: float, square: float) -> str:
+    """Return a sentence with the number of tasks that a difference needs."""
+    num = tasks_needed(difference, square)
+    discordance = f"a mean square difference of {square:.3f} per task (for one attempt: the share of discordant tasks)"
+    return f"A difference of {100 * difference:g} points needs {num} tasks: it {DETECTED}, with {discordance}."
 
 
 def find_pairs(a: Path, b: Path) -> list[Pair]:

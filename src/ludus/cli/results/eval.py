@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--endpoint", metavar="URL", help="evaluate the --model of this OpenAI-compatible server")
     parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="a file with the API key of the server")
     baselines = "no tools, or a single retrieval before the answer"
-    parser.add_argument("--baseline", choices=("none", "once"), help=baselines)
+    parser.add_argument("--baseline", metavar="none|once", help=baselines)
     parser.add_argument("--out", metavar="FOLDER", help="write the results to this folder")
 
 
@@ -89,6 +89,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         (conflict, takes, "Remove them, or remove --run."),
         (args.run is None and not args.recipe, "Name a recipe, or a run with --run.", "`ludus recipes` lists recipes."),
         (args.endpoint and not args.model, name, "Add it."),
+        (args.baseline not in (None, "none", "once"), f"There is no baseline {args.baseline!r}.", "Use none or once."),
         (args.api_key_file and not args.endpoint, "--api-key-file needs --endpoint.", "Add --endpoint, or remove it."),
     )
     for broken, message, hint in checks:

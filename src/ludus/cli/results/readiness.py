@@ -223,7 +223,7 @@ async def _few_shot(
         primed, _, _ = await sample(args, config, backend, shown, console)
     finally:
         await backend.close()
-    return paired_difference(primed.scores, plain.scores, seed=config.run.seed).interval
+    return paired_difference(primed.scores, plain.scores).interval
 
 
 def solved_examples(tried: Sequence[Trajectory], world: World, num: int) -> list[Sequence[Message]]:

@@ -48,15 +48,26 @@ class FittedTable:
     title: str | None = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        kept, widths = self._layout(options.max_width)
+        if widths is None:
+            yield from self._blocks(options.max_width)
+            return
+        yield self._table(kept, widths)
+        if dropped := [column.name for index, column in enumerate(self.columns) if index not in kept]:
+            yield Text(f"Columns that need a wider terminal: {', '.join(dropped)}", style="dim")
+
+    def shows(self, name: str, width: int) -> bool:
+        """Return whether a column with a cell that is not empty is visible at a width of the terminal."""
+        kept, _ = self._layout(width)
+        return any(self.columns[index].name == name and any(row[index] for row in self.rows) for index in kept)
+
+    def _layout(self, available: int) -> tuple[list[int], list[int] | None]:
+        """Return the visible columns and their widths; None for the widths if rows are printed as blocks."""
         for rank in sorted({column.rank for column in self.columns}, reverse=True):
             kept = [index for index, column in enumerate(self.columns) if column.rank <= rank]
-            widths = self._widths(kept, options.max_width)
-            if widths is not None:
-                yield self._table(kept, widths)
-                if dropped := [column.name for column in self.columns if column.rank > rank]:
-                    yield Text(f"Columns that need a wider terminal: {', '.join(dropped)}", style="dim")
-                return
-        yield from self._blocks(options.max_width)
+            if (widths := self._widths(kept, available)) is not None:
+                return kept, widths
+        return list(range(len(self.columns))), None
 
     def _widths(self, kept: Sequence[int], available: int) -> list[int] | None:
         """Return the widths of columns, or None if they do not fit."""
