@@ -210,6 +210,18 @@ class _RunLog(logging.FileHandler):
             super().close()
 
 
+def is_running(folder: RunFolder) -> bool:
+    """Return whether a process holds the lock of the run."""
+    try:
+        with (folder.path / "lock").open("r") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 @contextmanager
 def lock_run(folder: RunFolder) -> Iterator[None]:
     """Lock the folder and log to it. Raises UserError if another process holds the lock."""
