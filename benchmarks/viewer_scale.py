@@ -37,8 +37,8 @@ def repeat_rollouts(run: Path, to: Path, num: int) -> None:
     """Copy a run without evaluations, with `num` training rollouts in steps of `PER_STEP`."""
     shutil.copytree(run, to, ignore=shutil.ignore_patterns("evaluations", "rollouts", "viewer.sqlite"))
     (to / "rollouts").mkdir()
-    lines = [json.loads(line) for file in sorted((run / "rollouts").glob("*.gz")) for line in gzip.open(file)]
-    source = cycle(lines)
+    texts = [gzip.decompress(file.read_bytes()) for file in sorted((run / "rollouts").glob("*.gz"))]
+    source = cycle([json.loads(line) for text in texts for line in text.splitlines()])
     for step in range(1, num // PER_STEP + 1):
         with gzip.open(to / "rollouts" / f"step-{step:06d}.jsonl.gz", "wt", compresslevel=1) as file:
             for _ in range(PER_STEP):

@@ -130,10 +130,9 @@ class RolloutIndex:
 
     def read(self, rows: Sequence[Row]) -> list[RolloutRecord]:
         """Return the rollouts of rows of one file, in the order of the rows."""
-        wanted = {row["line"] for row in rows}
-        path = self.folder.path / str(rows[0]["file"])
-        last = max(line for line in wanted if isinstance(line, int))
-        read = {i: one for i, one in enumerate(islice(read_rollouts(path), last + 1)) if i in wanted}
+        lines = sorted({line for row in rows if isinstance(line := row["line"], int)})
+        found = islice(read_rollouts(self.folder.path / str(rows[0]["file"]), set(lines)), len(lines))
+        read = dict(zip(lines, found, strict=True))
         return [read[line] for row in rows if isinstance(line := row["line"], int)]
 
     def close(self) -> None:

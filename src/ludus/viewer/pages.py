@@ -14,8 +14,7 @@ from ludus.engines.base import common_prefix
 from ludus.errors import UserError
 from ludus.evaluation.stats import cohens_kappa
 from ludus.rollouts.rollout_files import RolloutRecord
-from ludus.training.run.checkpoint import list_checkpoints
-from ludus.training.run.run_dir import is_running, kind_of
+from ludus.training.run.run_dir import is_running, kind_of, list_checkpoints
 from ludus.types import Message, Segment, Trajectory
 from ludus.viewer.index import RolloutIndex, Row
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 from ludus.cli.ui.terminal import make_console, print_text
 from ludus.errors import UserError
-from ludus.training.run.checkpoint import list_checkpoints
-from ludus.training.run.run_dir import RunFolder, is_running
+from ludus.training.run.run_dir import RunFolder, is_running, list_checkpoints
 
 POLL_S = 2.0
 """Seconds between two looks for a new checkpoint."""
