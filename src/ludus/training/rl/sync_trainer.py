@@ -18,7 +18,7 @@ from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
 from ludus.diagnostics.alarms import Alarm, MetricsHistory, find_alarms, send_alarm, write_alarm
 from ludus.diagnostics.metrics import plugin_metrics, rollout_metrics
-from ludus.diagnostics.timings import StepTimings, scoring_hint, write_timings
+from ludus.diagnostics.timings import StepTimings, scoring_hint, write_episode_times, write_timings
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine, Sleepable, drain_stats
 from ludus.envs.base import TaskSequence, World
@@ -36,7 +36,7 @@ from ludus.evaluation.evaluate import (
 )
 from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.reward_executor import scoring_concurrency
-from ludus.rollouts.rollout_files import rollouts_path, write_rollouts
+from ludus.rollouts.rollout_files import rollouts_path, times_path, write_rollouts
 from ludus.rollouts.scheduler import Episode
 from ludus.training.collection.filters import StreakGuard, empty_batch_guard, ess_guard, ess_warning, greso_metrics
 from ludus.training.collection.prompt_stream import waiting_texts
@@ -136,7 +136,9 @@ class EvaluatedTrainer(ABC):
     ) -> None:
         """Write rollouts, metrics and timings of a step."""
         if self.session.config.run.save_rollouts:
-            write_rollouts(rollouts_path(self.folder.path, step), [sample.record for sample in samples])
+            records = [sample.record for sample in samples]
+            write_rollouts(rollouts_path(self.folder.path, step), records)
+            write_episode_times(times_path(self.folder.path, step), records)
         for tracker in self.trackers:
             tracker.log(step, metrics)
         write_timings(self.folder.timings, step, timings)
