@@ -354,7 +354,7 @@ def keys_of(value: object) -> set[str]:
         return {key for item in value for key in keys_of(item)}
     if not isinstance(value, dict):
         return set()
-    free = {"rewards", "tags", "parts", "by_family", "messages", "config", "packages"}
+    free = {"rewards", "tags", "parts", "by_family", "by_tag", "stop_reasons", "messages", "config", "packages"}
     return set(value) | {key for name, item in value.items() if name not in free for key in keys_of(item)}
 
 
