@@ -1,0 +1,194 @@
+"""Find evaluation tasks in the training tasks, training dialogues and training rollouts of a run.
+
+    ludus contamination runs/search-1
+    ludus contamination runs/search-1 --ngrams 13 --split test --json contamination.json
+
+A task is contaminated if a word n-gram of its prompt and reference answer occurs in a training text. n-grams of more
+than 5 % of the tasks belong to a template and are ignored. docs/use/behavior.md describes the limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from ludus.cli.arguments import no_settings, run_config
+from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
+from ludus.cli.ui.result_files import add_result_files, write_result_files
+from ludus.cli.ui.tables import format_rate, format_success
+from ludus.cli.ui.terminal import announce, load_libraries, make_console, print_text
+from ludus.config.schema import Config
+from ludus.envs.base import World
+from ludus.envs.registry import build_world
+from ludus.errors import UserError
+from ludus.evaluation.analysis.contamination import (
+    COPIED,
+    SIMILARITY_NGRAM,
+    NamedText,
+    NgramIndex,
+    SourceOverlap,
+    dialogue_text,
+    nearest_tasks,
+    rate_difference,
+    task_text,
+)
+from ludus.evaluation.comparison import newest_evaluations
+from ludus.evaluation.evaluate import Evaluation, check_split
+from ludus.rollouts.rollout_files import read_rollouts
+from ludus.training.run.run_dir import RunFolder, kind_of
+from ludus.types import Task
+
+MAX_SHOWN = 5
+"""Number of tasks in the table of examples; files contain all."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
+    parser.add_argument("--split", help="the evaluation split (the first of evaluation.splits)")
+    parser.add_argument("--ngrams", metavar="N", type=int, nargs="+", default=[13, 8], help="words per n-gram (13 8)")
+    parser.add_argument("--dialogues", metavar="N", type=int, default=20_000, help="most training dialogues (20000)")
+    add_result_files(parser)
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print the tables; return 0 also if tasks are contaminated."""
+    no_settings(overrides, "contamination")
+    if min(args.ngrams) < 1 or args.dialogues < 0:
+        raise UserError("--ngrams must be 1 or more and --dialogues 0 or more.", "Correct the number.")
+    folder = RunFolder(args.run)
+    config = run_config(folder, ())
+    world, split = build_world(config.env, config.rollout), args.split or config.evaluation.splits[0]
+    check_split(world, split, "--split")
+    result = newest_result(folder, split)
+    tasks = [task for task in world.tasks(split) if result is None or task.id in result.scores]
+    tasks = tasks[: config.evaluation.tasks] if result is None else tasks
+    texts = list(map(task_text, tasks))
+    indices = [NgramIndex(texts, n) for n in dict.fromkeys(args.ngrams)]
+    found: dict[str, list[SourceOverlap]] = {}
+    for name, source in training_texts(folder, config, world, args.dialogues).items():
+        announce(f"Reading {name} ...")
+        found[name] = [SourceOverlap(index) for index in indices]
+        for text in source:
+            for overlap in found[name]:
+                overlap.add(text)
+    nearest = nearest_tasks(NgramIndex(texts, SIMILARITY_NGRAM), _task_texts(world))
+    tables = [source_table(split, found), example_table(tasks, found, nearest)]
+    console = make_console()
+    for table in tables:
+        console.print(table)
+    for position, index in enumerate(indices):
+        if unchecked := int((index.sizes == 0).sum()):
+            print_text(console, f"{unchecked} tasks have only {index.n}-grams of a template and were not checked.")
+        contaminated = {t.id for overlaps in found.values() for t in _found(tasks, overlaps[position])}
+        print_text(console, success_text(index.n, contaminated, result))
+    write_result_files(args, contamination_data(tasks, found, nearest), tables)
+    return 0
+
+
+def newest_result(folder: RunFolder, split: str) -> Evaluation | None:
+    """Return the newest evaluation of a split with the run's own weights and the most tasks, or None."""
+    if not any(folder.evaluations.glob("*.json")):
+        return None
+    results = [one.result for one in newest_evaluations(folder.path).values()]
+    own = [one for one in results if one.plan.split == split and not one.plan.policy]
+    return max(own, key=lambda one: (one.plan.step, len(one.task_ids), one.plan.samples), default=None)
+
+
+def training_texts(folder: RunFolder, config: Config, world: World, most: int) -> Mapping[str, Iterator[NamedText]]:
+    """Return the sources of training texts by name; the dialogues only if the run or its model was tuned on them."""
+    found = {"training tasks": _task_texts(world)}
+    has_dialogues = config.sft.data or config.sft.sources or world.implements("demonstrations")
+    if has_dialogues and (config.model.path is None or kind_of(folder) == "sft"):
+        found["training dialogues"] = _dialogue_texts(config, world, most)
+    if files := sorted(folder.rollouts.glob("step-*.jsonl.gz")):
+        found["training rollouts"] = (
+            NamedText(f"{file.name[:11]}, {record.trajectory.name}", dialogue_text(path.messages))
+            for file in files
+            for record in read_rollouts(file)
+            for path in record.trajectory.attempts()
+        )
+    return found
+
+
+def _task_texts(world: World) -> Iterator[NamedText]:
+    return (NamedText(task.id, task_text(task)) for task in world.tasks("train"))
+
+
+def _dialogue_texts(config: Config, world: World, most: int) -> Iterator[NamedText]:
+    load_libraries()
+    from ludus.training.datasets.files import FileText
+    from ludus.training.datasets.sources import dialogues
+
+    count = min(most, config.sft.steps * config.sft.batch_size)
+    for number, (one, _) in enumerate(islice(dialogues(config, world), count), 1):
+        text = one.text if isinstance(one, FileText) else dialogue_text(one.messages)
+        yield NamedText(f"dialogue {number}", text)
+
+
+def _found(tasks: Sequence[Task], overlap: SourceOverlap) -> list[Task]:
+    return [task for task, share in zip(tasks, overlap.shares(), strict=True) if share > 0]
+
+
+def source_table(split: str, found: Mapping[str, Sequence[SourceOverlap]]) -> FittedTable:
+    """Return a table of the number of tasks found in each source."""
+    rows = []
+    for name, overlaps in found.items():
+        for one in overlaps:
+            shares = one.shares()
+            counts = (int((shares > 0).sum()), int((shares >= COPIED).sum()), len(shares))
+            rows.append((name, one.index.n, *counts))
+    columns = ("found in", "n", "any n-gram", f"{COPIED:.0%} of them", TableColumn("tasks", 1))
+    return make_table(columns, rows, f"{split}: evaluation tasks of which word n-grams occur in training")
+
+
+def example_table(
+    tasks: Sequence[Task], found: Mapping[str, Sequence[SourceOverlap]], nearest: Sequence[tuple[float, str]]
+) -> FittedTable:
+    """Return a table of the tasks with the largest share of n-grams in a source, and their nearest training task."""
+    rows = []
+    for position, (task, (similarity, name)) in enumerate(zip(tasks, nearest, strict=True)):
+        shares = [(float(one[0].shares()[position]), one[0].examples[position]) for one in found.values()]
+        share, example = max(shares)
+        rows.append((share, similarity, (task.id, f"{share:.0%}", example, f"{similarity:.2f}", name)))
+    first = next(iter(found.values()))[0].index.n
+    wide = (TableColumn("in", 1, wrap=True), "similarity", TableColumn("nearest training task", 1, wrap=True))
+    columns = (TableColumn("task", wrap=True), f"{first}-grams found", *wide)
+    best = sorted(rows, key=lambda row: row[:2], reverse=True)[:MAX_SHOWN]
+    return make_table(columns, [row[2] for row in best], "Tasks nearest to training texts")
+
+
+def success_text(n: int, contaminated: set[str], result: Evaluation | None) -> str:
+    """Return a sentence that compares the success on contaminated and on clean tasks."""
+    if result is None:
+        return f"{n}-grams: the run has no evaluation of the split, so that success cannot be compared."
+    marks = [{"kind": "contaminated" if name in contaminated else "clean"} for name in result.task_ids]
+    parts = replace(result, tags=tuple(marks)).by_tag()["kind"]
+    texts = ", ".join(f"{format_success(one)} of {one.num_tasks} {kind} tasks" for kind, one in parts.items())
+    if len(parts) < 2:
+        return f"{n}-grams: success {texts}."
+    clean, other = parts["clean"], parts["contaminated"]
+    change = rate_difference((clean.rate, clean.interval), (other.rate, other.interval))
+    return f"{n}-grams: success {texts}; difference {format_rate(*change)}."
+
+
+def contamination_data(
+    tasks: Sequence[Task], found: Mapping[str, Sequence[SourceOverlap]], nearest: Sequence[tuple[float, str]]
+) -> list[dict[str, object]]:
+    """Return the shares and examples of each task as JSON data."""
+    shares = {name: [(one.index.n, one.shares().tolist(), one.examples) for one in o] for name, o in found.items()}
+    return [
+        {
+            "task": task.id,
+            "found": {
+                name: [{"n": n, "share": values[i], "example": examples[i]} for n, values, examples in rows]
+                for name, rows in shares.items()
+            },
+            "similarity": nearest[i][0],
+            "nearest": nearest[i][1],
+        }
+        for i, task in enumerate(tasks)
+    ]
