@@ -27,10 +27,11 @@ def test_a_planted_test_task_is_found(tiny_run, tmp_path):
     said = ludus("contamination", run, "--json", tmp_path / "c.json", "--markdown", tmp_path / "c.md", "--ngrams", "4")
     assert said.code == 0, said
     (row,) = [row for row in json.loads((tmp_path / "c.json").read_text()) if row["task"] == "test:rake"]
-    shares = {name: found[0]["share"] for name, found in row["found"].items()}
+    found = {one["source"]: one for one in row["found"]}
+    shares = {name: one["share"] for name, one in found.items()}
     assert shares == {"training tasks": 0.0, "training dialogues": 1.0, "training rollouts": 1.0}
-    assert row["found"]["training dialogues"][0]["example"] == "dialogue 1"
-    assert row["found"]["training rollouts"][0]["example"].startswith("step-000002, sample ")
+    assert found["training dialogues"]["example"] == "dialogue 1"
+    assert found["training rollouts"]["example"].startswith("step-000002, sample ")
     assert "1 contaminated tasks; difference" in said.out
     assert "test:rake" in (tmp_path / "c.md").read_text()
 

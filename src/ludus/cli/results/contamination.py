@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 from ludus.cli.arguments import no_settings, run_config
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
@@ -45,6 +46,15 @@ MAX_SHOWN = 5
 """Number of tasks in the table of examples; files contain all."""
 
 
+class SourceShares(NamedTuple):
+    """The share of each task's n-grams that occur in a source, and the text with most of them, [T]."""
+
+    source: str
+    n: int
+    shares: list[float]
+    examples: list[str]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
@@ -65,26 +75,26 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     check_split(world, split, "--split")
     result = newest_result(folder, split)
     tasks = [task for task in world.tasks(split) if result is None or task.id in result.scores]
-    tasks = tasks[: config.evaluation.tasks] if result is None else tasks
+    if not tasks:
+        raise UserError(f"The tasks of the evaluation are not in the split {split!r}.", "Was the world changed?")
     texts = list(map(task_text, tasks))
     indices = [NgramIndex(texts, n) for n in dict.fromkeys(args.ngrams)]
-    found: dict[str, list[SourceOverlap]] = {}
+    found: list[SourceShares] = []
     for name, source in training_texts(folder, config, world, args.dialogues).items():
         announce(f"Reading {name} ...")
-        found[name] = [SourceOverlap(index) for index in indices]
+        overlaps = [SourceOverlap(index) for index in indices]
         for text in source:
-            for overlap in found[name]:
+            for overlap in overlaps:
                 overlap.add(text)
+        found += [SourceShares(name, one.index.n, one.shares().tolist(), one.examples) for one in overlaps]
     nearest = nearest_tasks(NgramIndex(texts, SIMILARITY_NGRAM), _task_texts(world))
-    tables = [source_table(split, found), example_table(tasks, found, nearest)]
-    console = make_console()
+    tables, console = [source_table(split, found), example_table(tasks, found, nearest)], make_console()
     for table in tables:
         console.print(table)
-    for position, index in enumerate(indices):
+    for index in indices:
         if unchecked := int((index.sizes == 0).sum()):
             print_text(console, f"{unchecked} tasks have only {index.n}-grams of a template and were not checked.")
-        contaminated = {t.id for overlaps in found.values() for t in _found(tasks, overlaps[position])}
-        print_text(console, success_text(index.n, contaminated, result))
+        print_text(console, success_text(index.n, tasks, found, result))
     write_result_files(args, contamination_data(tasks, found, nearest), tables)
     return 0
 
@@ -129,64 +139,60 @@ def _dialogue_texts(config: Config, world: World, most: int) -> Iterator[NamedTe
         yield NamedText(f"dialogue {number}", text)
 
 
-def _found(tasks: Sequence[Task], overlap: SourceOverlap) -> list[Task]:
-    return [task for task, share in zip(tasks, overlap.shares(), strict=True) if share > 0]
-
-
-def source_table(split: str, found: Mapping[str, Sequence[SourceOverlap]]) -> FittedTable:
+def source_table(split: str, found: Sequence[SourceShares]) -> FittedTable:
     """Return a table of the number of tasks found in each source."""
-    rows = []
-    for name, overlaps in found.items():
-        for one in overlaps:
-            shares = one.shares()
-            counts = (int((shares > 0).sum()), int((shares >= COPIED).sum()), len(shares))
-            rows.append((name, one.index.n, *counts))
+    rows = (
+        (one.source, one.n, sum(s > 0 for s in one.shares), sum(s >= COPIED for s in one.shares), len(one.shares))
+        for one in found
+    )
     columns = ("found in", "n", "any n-gram", f"{COPIED:.0%} of them", TableColumn("tasks", 1))
     return make_table(columns, rows, f"{split}: evaluation tasks of which word n-grams occur in training")
 
 
 def example_table(
-    tasks: Sequence[Task], found: Mapping[str, Sequence[SourceOverlap]], nearest: Sequence[tuple[float, str]]
+    tasks: Sequence[Task], found: Sequence[SourceShares], nearest: Sequence[tuple[float, str]]
 ) -> FittedTable:
-    """Return a table of the tasks with the largest share of n-grams in a source, and their nearest training task."""
+    """Return a table of the tasks with the largest share of the first n-grams, and their nearest training task."""
     rows = []
-    for position, (task, (similarity, name)) in enumerate(zip(tasks, nearest, strict=True)):
-        shares = [(float(one[0].shares()[position]), one[0].examples[position]) for one in found.values()]
-        share, example = max(shares)
+    for i, (task, (similarity, name)) in enumerate(zip(tasks, nearest, strict=True)):
+        share, example = max((one.shares[i], one.examples[i]) for one in found if one.n == found[0].n)
         rows.append((share, similarity, (task.id, f"{share:.0%}", example, f"{similarity:.2f}", name)))
-    first = next(iter(found.values()))[0].index.n
-    wide = (TableColumn("in", 1, wrap=True), "similarity", TableColumn("nearest training task", 1, wrap=True))
-    columns = (TableColumn("task", wrap=True), f"{first}-grams found", *wide)
+    columns = (
+        TableColumn("task", wrap=True),
+        f"{found[0].n}-grams found",
+        TableColumn("in", 1, wrap=True),
+        "similarity",
+        TableColumn("nearest training task", 1, wrap=True),
+    )
     best = sorted(rows, key=lambda row: row[:2], reverse=True)[:MAX_SHOWN]
     return make_table(columns, [row[2] for row in best], "Tasks nearest to training texts")
 
 
-def success_text(n: int, contaminated: set[str], result: Evaluation | None) -> str:
+def success_text(n: int, tasks: Sequence[Task], found: Sequence[SourceShares], result: Evaluation | None) -> str:
     """Return a sentence that compares the success on contaminated and on clean tasks."""
     if result is None:
         return f"{n}-grams: the run has no evaluation of the split, so that success cannot be compared."
-    marks = [{"kind": "contaminated" if name in contaminated else "clean"} for name in result.task_ids]
-    parts = replace(result, tags=tuple(marks)).by_tag()["kind"]
-    texts = ", ".join(f"{format_success(one)} of {one.num_tasks} {kind} tasks" for kind, one in parts.items())
-    if len(parts) < 2:
-        return f"{n}-grams: success {texts}."
-    clean, other = parts["clean"], parts["contaminated"]
-    change = rate_difference((clean.rate, clean.interval), (other.rate, other.interval))
-    return f"{n}-grams: success {texts}; difference {format_rate(*change)}."
+    shares = [max(one) for one in zip(*(one.shares for one in found if one.n == n), strict=True)]
+    kinds = {task.id: "contaminated" if share else "clean" for task, share in zip(tasks, shares, strict=True)}
+    marks = tuple({"kind": kinds[name]} if name in kinds else {} for name in result.task_ids)
+    parts = replace(result, tags=marks).by_tag()["kind"]
+    text = ", ".join(f"{format_success(one)} of {one.num_tasks} {kind} tasks" for kind, one in parts.items())
+    if len(parts) == 2:
+        clean, other = ((one.rate, one.interval) for one in parts.values())
+        text += f"; difference {format_rate(*rate_difference(clean, other))}"
+    return f"{n}-grams: success {text}."
 
 
 def contamination_data(
-    tasks: Sequence[Task], found: Mapping[str, Sequence[SourceOverlap]], nearest: Sequence[tuple[float, str]]
+    tasks: Sequence[Task], found: Sequence[SourceShares], nearest: Sequence[tuple[float, str]]
 ) -> list[dict[str, object]]:
     """Return the shares and examples of each task as JSON data."""
-    shares = {name: [(one.index.n, one.shares().tolist(), one.examples) for one in o] for name, o in found.items()}
     return [
         {
             "task": task.id,
-            "found": {
-                name: [{"n": n, "share": values[i], "example": examples[i]} for n, values, examples in rows]
-                for name, rows in shares.items()
-            },
+            "found": [
+                {"source": one.source, "n": one.n, "share": one.shares[i], "example": one.examples[i]} for one in found
+            ],
             "similarity": nearest[i][0],
             "nearest": nearest[i][1],
         }
