@@ -14,9 +14,10 @@ def call(tool, result, status=OK, **arguments):
     return tool, arguments, result, status
 
 
-def attempt(*turns, task="t", sample=0, solved=True, answers=(), prompt="In which country is Hranice?", examples=()):
+def attempt(*turns, task="t", sample=0, solved=True, answers=(), prompt="In which country is Hranice?", **options):
     """Return an episode whose turns are calls or texts."""
-    messages = [*examples, Message(role="user", content=prompt)]
+    retrieves = options.get("retrieves", True)
+    messages = [*options.get("examples", ()), Message(role="user", content=prompt)]
     outcomes, segments = [], [Segment("prompt", (1,))]
     for number, turn in enumerate(turns):
         segments.append(Segment("action", (2, 3), number))
@@ -32,11 +33,11 @@ def attempt(*turns, task="t", sample=0, solved=True, answers=(), prompt="In whic
         outcomes.append(ToolOutcome(name, tool, status, result))
     ended = StopReason.ANSWERED if isinstance(turns[-1], str) else StopReason.MAX_TURNS
     one = Trajectory(task, sample, tuple(segments), tuple(messages), ended, tuple(outcomes))
-    return AttemptedTask(one, solved, answers)
+    return AttemptedTask(one, solved, answers, retrieves)
 
 
-def measured(*attempts, retrieves=True):
-    found = measure_behavior(attempts, retrieves=retrieves)
+def measured(*attempts):
+    found = measure_behavior(attempts)
     return {name: values["t"] for name, values in found.items() if "t" in values}
 
 
@@ -77,7 +78,7 @@ def test_a_success_without_evidence_is_a_lucky_guess():
     assert measured(attempt("Czechia", answers=("Czechia",)))["lucky_guesses"] == 1
     assert measured(attempt("Czechia", answers=("the Czechia",), prompt="Is Czechia big?"))["lucky_guesses"] == 0
     assert "lucky_guesses" not in measured(attempt("Czechia", solved=False))
-    assert "lucky_guesses" not in measured(attempt("Czechia"), retrieves=False)
+    assert "lucky_guesses" not in measured(attempt("Czechia", retrieves=False))
 
 
 def test_self_correction_needs_a_changed_call_that_succeeds():

@@ -41,6 +41,7 @@ from ludus.rewards.base import success
 from ludus.rewards.exact_match import ExpectedAnswers
 from ludus.rollouts.rollout_files import read_rollouts
 from ludus.training.run.run_dir import RunFolder
+from ludus.types import WORLD_TAG
 
 Behavior = Mapping[str, ByTask]
 
@@ -108,17 +109,20 @@ def _counterpart(name: str, folder: RunFolder, others: Mapping[Key, StoredEvalua
 def measure_file(file: Path, world: World) -> dict[str, ByTask]:
     """Return the measures of the episodes of a file except infrastructure failures; a tree is one episode per path."""
     tasks = find_tasks(world, {record.group for record in read_rollouts(file)})
-    tools = [tool.name for task in [*tasks.values()][:1] for tool in world.environment(task).tools]
+    firsts = {task.tags.get(WORLD_TAG): task for task in tasks.values()}
+    tools = {name: [tool.name for tool in world.environment(task).tools] for name, task in firsts.items()}
+    retrieving = {name for name, own in tools.items() if any(word in tool for tool in own for word in RETRIEVAL_TOOLS)}
 
     def attempts() -> Iterator[AttemptedTask]:
         for record in read_rollouts(file):
-            truth = tasks[record.group].truth if record.group in tasks else None
-            answers = tuple(truth.accepted) if isinstance(truth, ExpectedAnswers) else ()
+            task = tasks.get(record.group)
+            answers = tuple(task.truth.accepted) if task and isinstance(task.truth, ExpectedAnswers) else ()
+            retrieves = task is not None and task.tags.get(WORLD_TAG) in retrieving
             if record.trajectory.failure is None:
                 for path in record.trajectory.attempts():
-                    yield AttemptedTask(path, success(world.rewards, path), answers)
+                    yield AttemptedTask(path, success(world.rewards, path), answers, retrieves)
 
-    return measure_behavior(attempts(), retrieves=any(word in name for name in tools for word in RETRIEVAL_TOOLS))
+    return measure_behavior(attempts())
 
 
 def behavior_table(found: Behavior) -> FittedTable:

@@ -56,11 +56,15 @@ _WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True, slots=True)
 class AttemptedTask:
-    """An episode with its success, and the accepted answers of its task if they are texts (for `lucky_guesses`)."""
+    """An episode with its success.
+
+    For `lucky_guesses`: the accepted answers of the task if they are texts, and whether a tool of it retrieves text.
+    """
 
     trajectory: Trajectory
     solved: bool
     answers: tuple[str, ...] = ()
+    retrieves: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +83,14 @@ ByTask = Mapping[str, float]
 """Values of a measure by task id."""
 
 
-def measure_behavior(attempts: Iterable[AttemptedTask], *, retrieves: bool) -> dict[str, ByTask]:
-    """Return the values of each measure by task; tasks to which a measure does not apply are left out.
-
-    `retrieves`: whether the world has a tool that retrieves text, so that `lucky_guesses` applies.
-    """
+def measure_behavior(attempts: Iterable[AttemptedTask]) -> dict[str, ByTask]:
+    """Return the values of each measure by task; tasks to which a measure does not apply are left out."""
     found: dict[str, dict[str, list[float]]] = {name: defaultdict(list) for name in MEASURES}
     sequences: dict[str, list[tuple[str, ...]]] = defaultdict(list)
     for one in attempts:
         calls = observed_calls(one.trajectory)
         sequences[one.trajectory.task_id].append(tuple(call.tool for call in calls))
-        for name, value in _measured(one, calls, retrieves):
+        for name, value in _measured(one, calls):
             found[name][one.trajectory.task_id].append(value)
     for task, own in sequences.items():
         if len(own) > 1:
@@ -97,7 +98,7 @@ def measure_behavior(attempts: Iterable[AttemptedTask], *, retrieves: bool) -> d
     return {name: {task: sum(v) / len(v) for task, v in tasks.items()} for name, tasks in found.items()}
 
 
-def _measured(one: AttemptedTask, calls: Sequence[ObservedCall], retrieves: bool) -> Iterator[tuple[str, float]]:
+def _measured(one: AttemptedTask, calls: Sequence[ObservedCall]) -> Iterator[tuple[str, float]]:
     """Yield the measures that apply to an episode."""
     own = own_messages(one.trajectory)
     turns = [message for message in own if message["role"] == "assistant"]
@@ -111,7 +112,7 @@ def _measured(one: AttemptedTask, calls: Sequence[ObservedCall], retrieves: bool
     if words:
         yield "reflection_words", 1000 * sum(len(_REFLECTION.findall(text)) for text in texts) / words
     answers = [answer for answer in one.answers or (one.trajectory.answer,) if answer]
-    if one.solved and retrieves and answers:
+    if one.solved and one.retrieves and answers:
         yield "lucky_guesses", float(not _has_evidence(one.trajectory.messages, answers))
     if not calls:
         return
