@@ -48,6 +48,11 @@ def healthy(num=40, seed=0):
                 "episode/stop/tool_errors": 0.0,
                 "critic/explained_variance": 0.4,
             }
+            | (
+                {"collapse/retrieval_1": 0.9, "collapse/chance": 0.1, "collapse/mutual_information": 0.4}
+                if step % 2
+                else {}
+            )
             | ({"eval/validation/sampled/success": solved} if step % 10 == 9 else {})
         )
     return rows

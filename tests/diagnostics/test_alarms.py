@@ -31,6 +31,7 @@ SHOWN = {
     "few_differences": with_end(10, groups__zero_variance=0.85),
     "uniform_failure": with_end(5, success__mean=0.0, reward__right=0.0),
     "entropy_collapse": with_end(5, policy__entropy=0.015),
+    "template_collapse": with_end(1, collapse__retrieval_1=0.2, collapse__chance=0.1),
     "exploration_ended": with_end(5, groups__low_entropy=0.6),
     "entropy_explosion": with_end(3, policy__entropy=2.0),
     "kl_jump": with_end(2, policy__kl_reference=0.5),
@@ -102,6 +103,8 @@ def test_a_healthy_run_raises_no_alarm_at_any_step(seed):
         with_end(4, policy__entropy=0.015),
         with_end(1, groups__zero_variance=1.0, distill__reverse_kl=0.1),
         with_end(1, groups__zero_variance=1.0, experts__trained=1.0),
+        with_end(1, collapse__retrieval_1=0.21, collapse__mutual_information=0.1),
+        with_end(1, collapse__retrieval_1=0.0, collapse__chance=0.5),
         evaluated((0.3, 0.2), *[(0.3, 0.0)] * 4),
         evaluated((0.3, 0.3), (0.5, 0.5), (0.7, 0.41), (0.8, 0.41)),
         evaluated((0.5, 0.5), (0.5, 0.3), (0.5, 0.3)),
@@ -139,6 +142,12 @@ def test_rewards_of_0_have_a_likely_cause_and_advise_a_cold_start(change, words)
     text = text_of("zero_reward", with_end(5, reward__mean=0.0, reward__std=0.0, **change))
     assert words in text
     assert "ludus sft RECIPE --model MODEL" in text
+
+
+def test_template_collapse_compares_with_the_first_measurements():
+    fallen = with_end(1, collapse__mutual_information=0.09)
+    assert "fell from 0.4 to 0.09" in text_of("template_collapse", fallen)
+    assert names(fallen[-10:]) == []
 
 
 def test_a_step_without_training_neither_makes_nor_hides_a_collapse():

@@ -64,6 +64,16 @@ class AlarmsConfig(Section):
     """URL that receives each new alarm as a JSON object by POST. None is off."""
 
 
+class DiagnosticsConfig(Section):
+    """Metrics that need more than the rollouts of a step."""
+
+    collapse_every: int = Field(0, ge=0, le=50)
+    """Training steps between measurements of template collapse (`collapse/...`); 0 is off. A measurement scores each
+    sample under every prompt: with 64 samples of 16 prompts the forward passes of 1,024 first turns."""
+    collapse_samples: int = Field(64, ge=2)
+    """Maximum first turns of a measurement, taken evenly from the prompts of the step."""
+
+
 class RunConfig(Section):
     """The run folder and the machine."""
 
@@ -81,6 +91,7 @@ class RunConfig(Section):
     save_rollouts: bool = True
     """Save every training episode in rollouts/."""
     alarms: AlarmsConfig = AlarmsConfig()
+    diagnostics: DiagnosticsConfig = DiagnosticsConfig()
 
 
 class Config(Section):

@@ -44,6 +44,8 @@ GROUP_STD: Final = "groups/reward_std"
 MEAN_AGE: Final = "staleness/mean"
 LOGPROB_GAP: Final = "mismatch/logprob_diff"
 """The learner's mean of `|old - behavior|` over action tokens, in nats."""
+COLLAPSE: Final = "collapse/"
+"""Prefix of the metrics of template collapse, which only the measured steps have."""
 _LENGTH: Final = "response_length/mean"
 _CALLS: Final = "tools/calls_per_episode"
 _EQUAL: Final = "groups/zero_variance"
@@ -84,13 +86,13 @@ class MetricsHistory:
     """The metrics of a run that alarms need, in bounded memory.
 
     `rows` are those of the first and the last steps, and of the steps between with an evaluation, a record of
-    `success/mean`, or one of the first successes.
+    `success/mean`, or one of the first successes or measurements of template collapse.
     """
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self._kept: list[Row] = []
         self._last: deque[tuple[Row, bool]] = deque()
-        self._num = self._successes = 0
+        self._num = self._successes = self._measured = 0
         self._record = 0.0
         for row in rows:
             self.append(row)
@@ -99,8 +101,11 @@ class MetricsHistory:
         """Add the metrics of a step."""
         success = row.get(SUCCESS, 0.0)
         is_early = self._num < _FIRST or (success > 0 and self._successes < _FIRST)
+        is_measured = any(name.startswith(COLLAPSE) for name in row)
+        is_early |= is_measured and self._measured < _FIRST
         stays = is_early or success > self._record or any(name.startswith("eval/") for name in row)
         self._num, self._successes = self._num + 1, self._successes + (success > 0)
+        self._measured += is_measured
         self._record = max(self._record, success)
         self._last.append((row, stays))
         if len(self._last) > _LAST:
@@ -333,6 +338,21 @@ def entropy_collapse(history: History, *, steps: int, limit: float) -> str:
     if not values or max(values) >= limit:
         return ""
     return f"{ENTROPY} is {values[-1]:.4g} nats per token, below {limit:g}{_for(steps)}"
+
+
+@alarm
+def template_collapse(history: History, *, steps: int, first: int, fraction: float, chance: float) -> str:
+    """Reasoning does not depend on the prompt, in measurements with enough prompts."""
+    found, expected = (_last(history, COLLAPSE + name, steps) for name in ("retrieval_1", "chance"))
+    if not found or not expected or max(expected) > chance:
+        return ""
+    name = COLLAPSE + "mutual_information"
+    base, values = _first(history, name, first, steps), _last(history, name, steps)
+    if all(share <= 2 * one for share, one in zip(found, expected, strict=True)):
+        return f"{found[-1]:.0%} of the first turns are likeliest under their own prompt (chance: {expected[-1]:.0%})"
+    if base is None or base <= 0 or max(values) >= fraction * base:
+        return ""
+    return f"{name} fell from {base:.3g} to {values[-1]:.3g} nats per token"
 
 
 @alarm

@@ -165,6 +165,7 @@ class SyncTrainer(EvaluatedTrainer):
         self.guards = (empty_batch_guard(self.collector.algorithm), ess_guard(self.session.config))
         for guard in self.guards:
             guard.restore(self.history.rows)
+        self.train_step.collapse.restore(self.history.rows)
         self.raised = find_alarms(self.history.rows, self.session.config.run.alarms.actions)
 
     @property

@@ -30,6 +30,7 @@ from ludus.training.collection.filters import age_metrics, mask_over_age
 from ludus.training.collection.rollout_collector import overlong_limit
 from ludus.training.credit.advantages import Estimates, TrainingSample, record_outcomes, training_rows, with_estimates
 from ludus.training.learner.learner import SUM_PI_SQUARED, Learner
+from ludus.training.rl.collapse_scoring import CollapseScoring
 from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.factory import ValueModel, at_actions, estimate_values, train_value_model
 from ludus.types import Trajectory
@@ -132,6 +133,7 @@ class TrainStep:
     max_token_age: int | None = None
     warmup_steps: int = 0
     initial_entropy: float | None = None
+    collapse: CollapseScoring = field(default_factory=CollapseScoring)
     _checked: bool = field(default=False, init=False)
 
     async def run(
@@ -179,7 +181,8 @@ class TrainStep:
             self.learner.algorithm = with_entropy_filter(self.learner.algorithm, self.initial_entropy)
 
     def _train(self, step: int, samples: Sequence[TrainingSample], rows: Sequence[Row]) -> dict[str, float]:
-        metrics = {} if self.value_model is None else train_value_model(self.value_model, samples)
+        metrics = self.collapse.measure(step, samples, self.learner)
+        metrics |= {} if self.value_model is None else train_value_model(self.value_model, samples)
         if step > self.warmup_steps:
             metrics |= self.learner.train(rows, seed=step)
         if self.learner.algorithm.correction_spec.has(Need.REJECTION):
