@@ -42,6 +42,7 @@ from ludus.training.collection.filters import StreakGuard, empty_batch_guard, es
 from ludus.training.collection.prompt_stream import waiting_texts
 from ludus.training.collection.rollout_collector import CollectorState, EpisodeReporter, RolloutCollector
 from ludus.training.credit.advantages import TrainingSample, equal_groups
+from ludus.training.rl.sample_metrics import count_untrained, starved_metrics
 from ludus.training.rl.train_step import ComputeDispatch, TrainStep, run_inline
 from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.checkpoint import Extra, TrainerState, prune, save_checkpoint
@@ -157,11 +158,14 @@ class SyncTrainer(EvaluatedTrainer):
     collector_state: CollectorState = field(init=False)
     """State of the rollout collector right after the current step was sampled."""
     guards: tuple[StreakGuard, ...] = field(init=False)
+    untrained_counts: Mapping[str, int] = field(init=False)
+    """Groups in a row without a trained token, by task (`count_untrained`)."""
     hint_shown: bool = field(default=False, init=False)
     """Whether the hint about slow rewards has been shown."""
 
     def __post_init__(self) -> None:
         self.collector_state = self.collector.state
+        self.untrained_counts = self.collector_state.algorithm_state.untrained_counts
         self.guards = (empty_batch_guard(self.collector.algorithm), ess_guard(self.session.config))
         for guard in self.guards:
             guard.restore(self.history.rows)
@@ -250,6 +254,8 @@ class SyncTrainer(EvaluatedTrainer):
             extra["experts/count"] = float(len(experts))
             extra["experts/refused"] = float(collector.demonstrations.num_refused(step))
             extra["experts/trained"] = float(sum(c.outcome is RolloutOutcome.TRAINED for c in experts))
+        self.untrained_counts = count_untrained(self.untrained_counts, samples)
+        extra |= starved_metrics(self.untrained_counts, samples)
         trained = sum(sample.outcome is RolloutOutcome.TRAINED for sample in samples)
         counts = collector.ledger.close(step, trained=trained)
         by_number = _metric_groups(samples)
@@ -333,7 +339,9 @@ class SyncTrainer(EvaluatedTrainer):
             ledger=self.collector.ledger.state(),
             value_model_steps=0 if train_step.value_model is None else train_step.value_model.optimizer.num_steps,
             algorithm_state=replace(
-                self.collector_state.algorithm_state, initial_entropy=train_step.initial_entropy
+                self.collector_state.algorithm_state,
+                initial_entropy=train_step.initial_entropy,
+                untrained_counts=self.untrained_counts,
             ).to_json(),
             reward_moments=self.collector_state.moments,
             kl=train_step.kl_control.state,
