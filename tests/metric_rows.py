@@ -21,6 +21,7 @@ def healthy(num=40, seed=0):
                 "groups/zero_variance": 0.2 + 0.2 * done,
                 "groups/low_entropy": 0.1,
                 "tasks/starved": 0.1,
+                "groups/conflict_tokens": 0.2,
                 "groups/solve_all": 0.1 + 0.3 * done,
                 "groups/solve_none": 0.1,
                 "policy/entropy": 0.5 - 0.3 * done,

@@ -42,7 +42,7 @@ from ludus.training.collection.filters import StreakGuard, empty_batch_guard, es
 from ludus.training.collection.prompt_stream import waiting_texts
 from ludus.training.collection.rollout_collector import CollectorState, EpisodeReporter, RolloutCollector
 from ludus.training.credit.advantages import TrainingSample, equal_groups
-from ludus.training.rl.sample_metrics import count_untrained, starved_metrics
+from ludus.training.rl.sample_metrics import conflict_share, count_untrained, starved_metrics
 from ludus.training.rl.train_step import ComputeDispatch, TrainStep, run_inline
 from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.checkpoint import Extra, TrainerState, prune, save_checkpoint
@@ -256,6 +256,7 @@ class SyncTrainer(EvaluatedTrainer):
             extra["experts/trained"] = float(sum(c.outcome is RolloutOutcome.TRAINED for c in experts))
         self.untrained_counts = count_untrained(self.untrained_counts, samples)
         extra |= starved_metrics(self.untrained_counts, samples)
+        extra["groups/conflict_tokens"] = conflict_share(samples)
         trained = sum(sample.outcome is RolloutOutcome.TRAINED for sample in samples)
         counts = collector.ledger.close(step, trained=trained)
         by_number = _metric_groups(samples)
