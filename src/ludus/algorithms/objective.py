@@ -25,6 +25,7 @@ from ludus.algorithms.losses.clipped import ClipStats, clip_stats
 from ludus.algorithms.losses.likelihood import echo, positive_nll
 from ludus.algorithms.losses.sequence import trajectory_mean
 from ludus.algorithms.tensors import Cut, SummedFields, Tensor, TokenBatch, check_shapes, select, torch
+from ludus.algorithms.token_spread import TokenSpread, token_spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,7 @@ class Statistics(SummedFields):
     clip: ClipStats
     mismatch: Mismatch
     by_length: MismatchByLength
+    spread: TokenSpread
     kl_sum: float | None
     entropy_sum: float | None
     teacher_sum: float | None = None
@@ -220,6 +222,15 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -
         mismatch=_mismatch(batch, weights, algorithm),
         by_length=mismatch_by_length(
             old_logprobs=batch.old_logprobs, behavior_logprobs=batch.behavior_logprobs, mask=batch.mask
+        ),
+        spread=token_spread(
+            logprobs=batch.logprobs,
+            old_logprobs=batch.old_logprobs,
+            behavior_logprobs=batch.behavior_logprobs,
+            advantages=batch.advantages,
+            weights=weights,
+            mask=batch.mask,
+            num_tokens=normaliser.tokens,
         ),
         kl_sum=read.get("kl"),
         entropy_sum=read.get("entropy"),

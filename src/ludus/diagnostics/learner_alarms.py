@@ -8,6 +8,7 @@ from ludus.diagnostics.alarms import (
     COLLAPSE,
     ENTROPY,
     EQUAL,
+    GAP_BY_PROBABILITY,
     LOGPROB_GAP,
     MEAN_AGE,
     History,
@@ -142,3 +143,17 @@ def mismatch_by_length(history: History, *, steps: int, factor: float, floor: fl
         return ""
     first, last = (name.rpartition("/")[2] for name in (buckets[0], buckets[-1]))
     return f"{late[-1]:.3g} nats per token at positions {last}, {early[-1]:.3g} at {first}"
+
+
+@alarm
+def mismatch_by_probability(history: History, *, steps: int, factor: float, floor: float) -> str:
+    """The difference is large in one bin of the engine's probability, compared with all tokens, in on-policy steps."""
+    overall = last_values(history, LOGPROB_GAP, steps)
+    if not overall or history[-1].get(MEAN_AGE, 0.0) > 0:
+        return ""
+    bins = {name: last_values(history, name, steps) for name in history[-1] if name.startswith(GAP_BY_PROBABILITY)}
+    for name, values in bins.items():
+        if values and all(one > max(floor, factor * mean) for one, mean in zip(values, overall, strict=True)):
+            label = name.removeprefix(GAP_BY_PROBABILITY)
+            return f"{values[-1]:.3g} nats per token of probability {label}, {overall[-1]:.3g} over all tokens"
+    return ""

@@ -41,7 +41,8 @@ def conflict_share(samples: Sequence[TrainingSample]) -> float:
     """Return the share of conflict tokens (GTPO, arXiv:2508.03772) among the action tokens.
 
     A token is in conflict if it belongs to a prefix or a suffix of its attempt in which, at each index, attempts of its
-    group with a positive and with a negative mean advantage have the same token. Only trained samples with an advantage count.
+    group with a positive and with a negative mean advantage have the same token.
+    Only trained samples with an advantage count.
     """
     groups: dict[int, list[tuple[list[int], bool]]] = {}
     for sample in samples:
