@@ -32,6 +32,8 @@ def healthy(num=40, seed=0):
                 "optim/top_token_share": 0.03,
                 "mismatch/by_probability/<=0.01": 3e-6,
                 "mismatch/by_probability/<=1": 1e-6,
+                "judge/reward_model/agreement": 0.8,
+                "tools/untested": 0.2,
                 "loss/total": 0.01,
                 "mismatch/logprob_diff": 1e-6,
                 "mismatch/logprob_diff/<=512": 1e-6,

@@ -46,6 +46,10 @@ LOGPROB_GAP: Final = "mismatch/logprob_diff"
 """The learner's mean of `|old - behavior|` over action tokens, in nats."""
 GAP_BY_PROBABILITY: Final = "mismatch/by_probability/"
 """Prefix of that mean by the probability that the engine reported."""
+JUDGE: Final = "judge/"
+"""Prefix of the metrics of a judge part; the name of the part follows."""
+UNTESTED: Final = "tools/untested"
+"""Share of answered episodes without a call that ran tests."""
 COLLAPSE: Final = "collapse/"
 """Prefix of the metrics of template collapse, which only the measured steps have."""
 _LENGTH: Final = "response_length/mean"
@@ -444,6 +448,18 @@ def shaping_only(history: History, *, window: int, rise: float, gain: float, sol
         if is_part and name in before and value - before[name] >= rise:
             rose = f"{name} rose from {before[name]:.2f} to {value:.2f}"
             return f"{rose}; {SUCCESS} went from {at_first:.2f} to {success:.2f}"
+    return ""
+
+
+@alarm
+def judge_drift(history: History, *, steps: int, first: int, drop: float) -> str:
+    """A judge agrees less with the verifier than in the first steps."""
+    for name in history[-1]:
+        base, values = first_mean(history, name, first, steps), last_values(history, name, steps)
+        if name.startswith(JUDGE) and base is not None and values and max(values) <= base - drop:
+            part = name.split("/")[1]
+            scores = [f"{one} is {history[-1].get(one, 0.0):.2f}" for one in (f"reward/{part}", SUCCESS)]
+            return f"{name} fell from {base:.2f} to {values[-1]:.2f}; {', '.join(scores)}"
     return ""
 
 

@@ -17,6 +17,7 @@ from typing import Protocol
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
 from ludus.diagnostics.alarms import Alarm, MetricsHistory, find_alarms, send_alarm, write_alarm
+from ludus.diagnostics.configured_metrics import configured_metrics
 from ludus.diagnostics.metrics import plugin_metrics, rollout_metrics
 from ludus.diagnostics.timings import StepTimings, scoring_hint, write_timings
 from ludus.diagnostics.trackers import Tracker
@@ -262,6 +263,10 @@ class SyncTrainer(EvaluatedTrainer):
         by_number = _metric_groups(samples)
         groups, flags = list(by_number.values()), [zero_variance.get(number) for number in by_number]
         metrics = rollout_metrics(groups, self.session.world.rewards[0].name, flags)
+        trajectories = [t for group in groups for t in group.trajectories]
+        metrics |= configured_metrics(
+            trajectories, self.session.config.run.diagnostics, self.session.world.rewards[0].name
+        )
         if collector.reward_mixer is not None:
             metrics |= collector.reward_mixer.metrics(step, groups)
         probe = extra.pop("sync/probe_gap", None)
