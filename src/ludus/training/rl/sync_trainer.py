@@ -19,7 +19,7 @@ from ludus.config.schema import Config
 from ludus.diagnostics.alarms import Alarm, MetricsHistory, find_alarms, send_alarm, write_alarm
 from ludus.diagnostics.configured_metrics import configured_metrics
 from ludus.diagnostics.metrics import plugin_metrics, rollout_metrics
-from ludus.diagnostics.timings import StepTimings, scoring_hint, write_timings
+from ludus.diagnostics.timings import HINTS, StepTimings, write_timings
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine, Sleepable, drain_stats
 from ludus.envs.base import TaskSequence, World
@@ -161,8 +161,8 @@ class SyncTrainer(EvaluatedTrainer):
     guards: tuple[StreakGuard, ...] = field(init=False)
     untrained_counts: Mapping[str, int] = field(init=False)
     """Groups in a row without a trained token, by task (`count_untrained`)."""
-    hint_shown: bool = field(default=False, init=False)
-    """Whether the hint about slow rewards has been shown."""
+    hints_left: list[Callable[[Mapping[str, float], Config], str]] = field(default_factory=lambda: [*HINTS], init=False)
+    """Hints about timings that have not been shown."""
 
     def __post_init__(self) -> None:
         self.collector_state = self.collector.state
@@ -238,9 +238,10 @@ class SyncTrainer(EvaluatedTrainer):
         await dispatch(lambda: self.write(step, samples, metrics, timings))
         self.history.append(metrics)
         self.raise_alarms(step)
-        if not self.hint_shown and (hint := scoring_hint(timings, self.session.config)):
-            self.hint_shown = True
-            self.alarm(step, hint)
+        for find_hint in list(self.hints_left):
+            if hint := find_hint(timings, self.session.config):
+                self.hints_left.remove(find_hint)
+                self.alarm(step, hint)
         self.reporter.step(step, metrics, timings)
         return metrics
 
