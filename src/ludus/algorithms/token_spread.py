@@ -18,8 +18,8 @@ PROBABILITY_BOUNDS: Final = (0.01, 0.1, 0.5, 0.9)
 class TokenSpread:
     """Sums over action tokens; `+` joins microbatches of one batch.
 
-    `mass` is the sum of the tokens' weights in the gradient, `largest` the largest of them in descending order, at most
-    `num_top`. `tokens` and `gaps` are the count and the sum of `|old - behavior|` (nats) by bin of the probability that
+    `mass` is the sum of the tokens' weights in the gradient, `largest` the largest of them above 0 in descending order,
+    at most `num_top`. `tokens` and `gaps` are the count and the sum of `|old - behavior|` (nats) by bin of the probability that
     the engine reported.
     """
 
@@ -80,6 +80,5 @@ def token_spread(
     sums = [mass.sum(), *(one.sum() for one in bins), *(select(gap, one).sum() for one in bins)]
     read = torch.cat([torch.stack([one.double() for one in sums]), largest]).tolist()
     end = 1 + len(bins)
-    return TokenSpread(
-        num_top, read[0], tuple(read[end + len(bins) :]), tuple(read[1:end]), tuple(read[end : end + len(bins)])
-    )
+    top = tuple(value for value in read[end + len(bins) :] if value > 0)
+    return TokenSpread(num_top, read[0], top, tuple(read[1:end]), tuple(read[end : end + len(bins)]))

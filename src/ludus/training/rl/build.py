@@ -38,7 +38,6 @@ from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens, TokenSc
 from ludus.training.learner.moe_routing_replay import RoutingReplay
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.rl.async_trainer import TOO_LATE, run_async
-from ludus.training.rl.collapse_scoring import CollapseScoring
 from ludus.training.rl.memory_check import check_memory
 from ludus.training.rl.one_step_trainer import run_one_step
 from ludus.training.rl.sync_trainer import Comparison, EvaluatedTrainer, Reporter, SyncTrainer, task_order
@@ -202,17 +201,7 @@ def build_trainer(
         collector=RolloutCollector(
             session, engine, algorithm, reporter, ledger, state, reward_mixer, demonstrations, remote
         ),
-        train_step=TrainStep(
-            session,
-            parts.learner,
-            control,
-            ledger,
-            parts.value_model,
-            max_age,
-            warmup,
-            entropy,
-            CollapseScoring.of(config, session.tokenizer.get_vocab()),
-        ),
+        train_step=TrainStep(session, parts.learner, control, ledger, parts.value_model, max_age, warmup, entropy),
         reference_digests=parts.reference_digests,
         weight_sync=WeightSync.of(config, model, engine, probe, ranks),
         trackers=make_trackers(config, folder, done),

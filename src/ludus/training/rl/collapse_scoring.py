@@ -12,12 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from ludus.chat.parse_json import THINK_CLOSE, THINK_OPEN
-from ludus.config.schema import Config
 from ludus.diagnostics.alarms import COLLAPSE
 from ludus.diagnostics.collapse import collapse_metrics
 from ludus.training.batches.rows import Row, row_of_segments
 from ludus.training.credit.advantages import TrainingSample
 from ludus.training.learner.learner import Learner
+from ludus.training.run.session import TrainingSession
 from ludus.types import Segment, Trajectory
 
 
@@ -45,9 +45,12 @@ class CollapseScoring:
     last: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, config: Config, vocabulary: Mapping[str, int]) -> CollapseScoring:
+    def of(cls, session: TrainingSession) -> CollapseScoring:
         """Build from the configuration; a tag that is not a single token is not recognised."""
-        settings = config.run.diagnostics
+        config, settings = session.config, session.config.run.diagnostics
+        if not settings.collapse_every:
+            return cls()
+        vocabulary = session.tokenizer.get_vocab()
         tags = (vocabulary.get(THINK_OPEN, -1), vocabulary.get(THINK_CLOSE, -1))
         return cls(settings.collapse_every, settings.collapse_samples, config.rollout.max_seq_len, *tags)
 

@@ -133,8 +133,11 @@ class TrainStep:
     max_token_age: int | None = None
     warmup_steps: int = 0
     initial_entropy: float | None = None
-    collapse: CollapseScoring = field(default_factory=CollapseScoring)
+    collapse: CollapseScoring = field(init=False)
     _checked: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.collapse = CollapseScoring.of(self.session)
 
     async def run(
         self, step: int, samples: Sequence[TrainingSample], dispatch: ComputeDispatch = run_inline
