@@ -19,8 +19,8 @@ class TokenSpread:
     """Sums over action tokens; `+` joins microbatches of one batch.
 
     `mass` is the sum of the tokens' weights in the gradient, `largest` the largest of them above 0 in descending order,
-    at most `num_top`. `tokens` and `gaps` are the count and the sum of `|old - behavior|` (nats) by bin of the probability that
-    the engine reported.
+    at most `num_top`. `tokens` and `gaps` are the count and the sum of `|old - behavior|` (nats) by bin of the
+    probability that the engine reported.
     """
 
     num_top: int
