@@ -7,9 +7,10 @@ line, `ludus config --keys` and the saved configuration read the schema.
 
 from __future__ import annotations
 
+import re
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ludus.config.sections.algorithm import (
     AlgorithmConfig,
@@ -64,6 +65,31 @@ class AlarmsConfig(Section):
     """URL that receives each new alarm as a JSON object by POST. None is off."""
 
 
+class DiagnosticsConfig(Section):
+    """Metrics that need more than the rollouts of a step."""
+
+    collapse_every: int = Field(0, ge=0, le=50)
+    """Training steps between measurements of template collapse (`collapse/...`); 0 is off. A measurement scores each
+    sample under every prompt: with 64 samples of 16 prompts the forward passes of 1,024 first turns."""
+    collapse_samples: int = Field(64, ge=2)
+    """Maximum first turns of a measurement, taken evenly from the prompts of the step."""
+    judges: list[str] = Field(["reward_model"])
+    """Reward parts that judge what the outcome verifies; their agreement is `judge/NAME/agreement`."""
+    test_calls: dict[str, str] = Field({})
+    """Calls that run tests: by tool, a regular expression that is found in the arguments (JSON text; "" is any call).
+    `tools/untested` is the share of answered episodes without such a call; empty is off."""
+
+    @field_validator("test_calls")
+    @classmethod
+    def _patterns_compile(cls, patterns: dict[str, str]) -> dict[str, str]:
+        for tool, pattern in patterns.items():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{tool} is {pattern!r}, which is not a regular expression: {error}") from None
+        return patterns
+
+
 class RunConfig(Section):
     """The run folder and the machine."""
 
@@ -81,6 +107,7 @@ class RunConfig(Section):
     save_rollouts: bool = True
     """Save every training episode in rollouts/."""
     alarms: AlarmsConfig = AlarmsConfig()
+    diagnostics: DiagnosticsConfig = DiagnosticsConfig()
 
 
 class Config(Section):

@@ -30,6 +30,7 @@ from ludus.training.collection.filters import age_metrics, mask_over_age
 from ludus.training.collection.rollout_collector import overlong_limit
 from ludus.training.credit.advantages import Estimates, TrainingSample, record_outcomes, training_rows, with_estimates
 from ludus.training.learner.learner import SUM_PI_SQUARED, Learner
+from ludus.training.rl.collapse_scoring import CollapseScoring
 from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.factory import ValueModel, at_actions, estimate_values, train_value_model
 from ludus.types import Trajectory
@@ -132,7 +133,11 @@ class TrainStep:
     max_token_age: int | None = None
     warmup_steps: int = 0
     initial_entropy: float | None = None
+    collapse: CollapseScoring = field(init=False)
     _checked: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.collapse = CollapseScoring.of(self.session)
 
     async def run(
         self, step: int, samples: Sequence[TrainingSample], dispatch: ComputeDispatch = run_inline
@@ -179,7 +184,8 @@ class TrainStep:
             self.learner.algorithm = with_entropy_filter(self.learner.algorithm, self.initial_entropy)
 
     def _train(self, step: int, samples: Sequence[TrainingSample], rows: Sequence[Row]) -> dict[str, float]:
-        metrics = {} if self.value_model is None else train_value_model(self.value_model, samples)
+        metrics = self.collapse.measure(step, samples, self.learner)
+        metrics |= {} if self.value_model is None else train_value_model(self.value_model, samples)
         if step > self.warmup_steps:
             metrics |= self.learner.train(rows, seed=step)
         if self.learner.algorithm.correction_spec.has(Need.REJECTION):
