@@ -51,16 +51,22 @@ class EvaluationConfig(Section):
     """Maximum tasks of an evaluation during training, the same ones each time."""
 
 
-AlarmAction = Literal["off", "note", "warn", "pause", "stop"]
-"""What an alarm does: nothing, show a note, show a warning, or write a checkpoint and end the run."""
+AlarmAction = Literal["off", "note", "warn", "lower_learning_rate", "raise_kl", "pause", "stop"]
+"""What an alarm does: nothing, a note, a warning, a change of a coefficient, or a checkpoint and the end of the run."""
 
 
 class AlarmsConfig(Section):
     """Alarms: problems that the metrics of a run show (docs/use/read_a_run.md)."""
 
     actions: dict[str, AlarmAction] = Field({})
-    """Action by alarm, in place of its default: off, note, warn, pause (write a checkpoint and end the run, which can
-    be resumed) or stop (the same without advice to resume it)."""
+    """Action by alarm, in place of its default: off, note, warn, lower_learning_rate, raise_kl, pause (write a
+    checkpoint and end the run, which can be resumed) or stop (the same without advice to resume it)."""
+    learning_rate_factor: float = Field(0.5, gt=0, lt=1)
+    """Factor of the policy's learning rate for lower_learning_rate, at most down to 1 % of the set rate."""
+    kl_factor: float = Field(2.0, gt=1)
+    """Factor of the KL coefficient for raise_kl, at most up to 100 times the coefficient."""
+    cooldown_steps: int = Field(10, ge=1)
+    """Minimum steps between two changes by the same action; an alarm that is still raised then acts again."""
     webhook: str | None = None
     """URL that receives each new alarm as a JSON object by POST. None is off."""
 

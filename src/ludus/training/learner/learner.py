@@ -294,7 +294,7 @@ class Learner:
         those of the last good step. With several ranks `rows` are all rows or this rank's part (possibly
         empty), see `Collectives.whole`; metrics are global.
         """
-        with self.ranks.call_on_ranks("train", rows, seed, self.algorithm):
+        with self.ranks.call_on_ranks("train", rows, seed, self.algorithm, self.optimizer.learning_rate_factor):
             try:
                 return self._train(rows, seed)
             finally:
@@ -426,7 +426,7 @@ class Learner:
 
     def _update(self, batch: Sequence[Row], known: CachedLogprobs) -> tuple[Statistics, dict[str, float]]:
         statistics, tokens = self.gradient(batch, known)
-        rate = self.optimizer.settings.learning_rate_at(self.optimizer.num_steps)
+        rate = self.optimizer.learning_rate
         norm = self.optimizer.step()
         return statistics, {
             "optim/grad_norm": norm,

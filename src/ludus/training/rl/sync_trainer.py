@@ -43,6 +43,7 @@ from ludus.training.collection.filters import StreakGuard, empty_batch_guard, es
 from ludus.training.collection.prompt_stream import waiting_texts
 from ludus.training.collection.rollout_collector import CollectorState, EpisodeReporter, RolloutCollector
 from ludus.training.credit.advantages import TrainingSample, equal_groups
+from ludus.training.rl.alarm_actions import adjusted
 from ludus.training.rl.sample_metrics import conflict_share, count_untrained, starved_metrics
 from ludus.training.rl.train_step import ComputeDispatch, TrainStep, run_inline
 from ludus.training.rl.weight_sync import WeightSync
@@ -326,6 +327,16 @@ class SyncTrainer(EvaluatedTrainer):
                 write_alarm(self.folder.alarms, step, one)
                 if settings.webhook:
                     send_alarm(settings.webhook, self.folder.path.name, step, one)
+            self.adjust(step, one)
+
+    def adjust(self, step: int, raised: Alarm) -> None:
+        """Change the coefficient that the action of an alarm names, unless it was changed recently."""
+        before, action = self.train_step.adjustments, raised.rule.action
+        after = adjusted(before, action, step, self.session.config.run.alarms)
+        if after != before:
+            self.train_step.adjustments = after
+            rate, kl = after.learning_rate, after.kl
+            self.alarm(step, f"{raised.name}: learning rate x {rate:g}, KL coefficient x {kl:g} from the next step on.")
 
     async def evaluate_during(self, step: int) -> dict[str, float]:
         """Return the evaluation metrics if an evaluation is due at this step."""
@@ -354,6 +365,7 @@ class SyncTrainer(EvaluatedTrainer):
             ).to_json(),
             reward_moments=self.collector_state.moments,
             kl=train_step.kl_control.state,
+            adjustments=train_step.adjustments,
             reference_digests=dict(self.reference_digests),
             warmup_steps=train_step.warmup_steps,
             mode=self.session.config.training.mode,
