@@ -193,11 +193,8 @@ def build_trainer(
     warmup = warmup_steps(parts.value_model, config, None if stored is None else stored.warmup_steps)
     if warmup > done:
         log.info("only the critic is trained until step %d (critic.warmup_steps)", warmup)
-    masks = config.training.streams and config.staleness.on_stale == "mask"
-    max_age, entropy = config.staleness.max_staleness if masks else None, state.initial_entropy
-    step = TrainStep(
-        session, parts.learner, control, ledger, parts.value_model, max_age, warmup, entropy, parts.adjustments
-    )
+    max_age, entropy, changed = max_token_age(config), state.initial_entropy, parts.adjustments
+    step = TrainStep(session, parts.learner, control, ledger, parts.value_model, max_age, warmup, entropy, changed)
     trainer = SyncTrainer(
         session=session,
         folder=folder,
@@ -212,6 +209,12 @@ def build_trainer(
         history=MetricsHistory(row.metrics for row in read_metrics(folder.metrics)) if done else MetricsHistory(),
     )
     return trainer, done
+
+
+def max_token_age(config: Config) -> int | None:
+    """Return the age of the oldest tokens that are not masked, in weight versions; None without masking by age."""
+    masks = config.training.streams and config.staleness.on_stale == "mask"
+    return config.staleness.max_staleness if masks else None
 
 
 @dataclass(frozen=True)
