@@ -58,7 +58,7 @@ def test_reasoning_without_tags_ends_before_a_marker():
 
 
 def test_a_policy_without_reasoning_is_refused():
-    with pytest.raises(UserError, match="No answering turn has reasoning that ends with '</think>' .6 episodes"):
+    with pytest.raises(UserError, match=r"No answering turn has reasoning that ends with '</think>' .6 episodes"):
         measured(lambda prompt, begun, turn: number_in(prompt))
 
 

@@ -11,7 +11,7 @@ from ludus.rewards.exact_match import normalise
 from ludus.rewards.extract import short_answers
 from ludus.rollouts.episode import ChatSession, EngineChatSession, Grant, RestoreError
 from ludus.rollouts.ledger import RolloutKey
-from ludus.rollouts.openai_client import ChatCompletion, OpenAIChatSession
+from ludus.rollouts.openai_client import ChatCompletion, OpenAIChatSession, WireMessage
 from ludus.rollouts.scheduler import RolloutRequest, SamplingPlan, Scheduler
 from ludus.types import Action, Segment, StopReason, Task, Trajectory
 
@@ -108,29 +108,44 @@ def continued(session: ChatSession, recorded: Sequence[Segment]) -> EngineChatSe
     return replace(session, recorded=tuple(recorded), allowance=Unlimited())
 
 
+@dataclass(frozen=True, slots=True)
+class EndpointTurn:
+    """A turn of an endpoint's dialogue: the messages sent, and the response."""
+
+    history: tuple[WireMessage, ...]
+    answer: ChatCompletion
+
+
 @dataclass
 class RecordingSession(OpenAIChatSession):
-    """Session of an endpoint that replays the turns in `recorded` and stores all turns in `turns`."""
+    """Session of an endpoint that stores its turns, and replays the first `num_replayed` of `recorded`.
 
-    recorded: tuple[ChatCompletion, ...] = ()
-    turns: list[ChatCompletion] = field(default_factory=list)
+    Raises RestoreError if the messages before a recorded turn differ.
+    """
+
+    recorded: tuple[EndpointTurn, ...] = ()
+    num_replayed: int = 0
+    turns: list[EndpointTurn] = field(default_factory=list)
 
     async def act(self) -> Action | StopReason:
         """Return the next recorded action, or request one."""
-        if len(self.turns) >= len(self.recorded):
+        number = len(self.turns)
+        if number < len(self.recorded) and self.recorded[number].history != tuple(self._messages):
+            raise RestoreError(f"The messages before turn {number + 1} differ on replay.")
+        if number >= self.num_replayed:
             return await super().act()
-        answer = self.recorded[len(self.turns)]
+        answer = self.recorded[number].answer
         self._append_answer(answer)
         return answer.action
 
     def _append_answer(self, answer: ChatCompletion) -> None:
+        self.turns.append(EndpointTurn(tuple(self._messages), answer))
         super()._append_answer(answer)
-        self.turns.append(answer)
 
 
-def recording(session: ChatSession, recorded: Sequence[ChatCompletion] = ()) -> ChatSession:
+def recording(session: ChatSession, turns: Sequence[EndpointTurn] = (), replayed: int = 0) -> ChatSession:
     """Return an endpoint's session as a `RecordingSession`; any other session unchanged."""
     if not isinstance(session, OpenAIChatSession):
         return session
     settings = (session.endpoint, session.params, session.seed, session.max_tokens, session.parser)
-    return RecordingSession(*settings, recorded=tuple(recorded))
+    return RecordingSession(*settings, recorded=tuple(turns[: replayed + 1]), num_replayed=replayed)
