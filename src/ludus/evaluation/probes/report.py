@@ -72,7 +72,7 @@ def mean_over_tasks(scores: Scores, seed: int, *, percent: bool = True) -> Measu
 def difference(after: Scores, before: Scores, seed: int, *, percent: bool = True) -> Measured:
     """Return the paired difference `after - before` over the same tasks. Raises UserError for fewer than 2 tasks."""
     check_tasks_suffice(list(after))
-    found = stats.paired_difference(after, before, seed=seed)
+    found = stats.paired_difference(after, before)
     return Measured(found.difference, found.interval, signed=True, percent=percent)
 
 
