@@ -44,6 +44,7 @@ from ludus.training.learner.learner import Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.types import Segment, StopReason, Trajectory
+from pages import fill
 
 VOCAB = 4096
 WIDE_VOCAB = 150_000
@@ -441,13 +442,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"{name}\n{text}\n", flush=True)
         if args.page:
             fill(args.page, f"learner {name}", text)
-
-
-def fill(page: Path, name: str, text: str) -> None:
-    """Write `text` between the page's markers of this name."""
-    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-    before, _, rest = page.read_text().partition(begin)
-    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def settings(args: argparse.Namespace, arm: str, seed: int) -> list[str]:
     given = {
         "env.settings.levels": "[1, 2]",
         "env.settings.num_tasks": 4 * args.tasks,
-        "env.settings.habit": 0,
+        "env.settings.flaw_rate": 0,
         "model.init.hidden_size": 64,
         "model.init.intermediate_size": 128,
         "model.init.num_layers": 2,

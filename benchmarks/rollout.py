@@ -29,6 +29,7 @@ from statistics import median
 
 import rollout_models
 import rollout_work
+from pages import fill
 from rollout_work import Work
 from rollout_worker import Job, Result
 
@@ -220,27 +221,6 @@ def saved(path: Path, job: Job) -> dict[tuple[int, str], Result]:
     alike = [line for line in lines if line.items() >= conditions(job).items()]
     names = {field.name for field in fields(Result)}
     return {(x["repeat"], x["system"]): Result(**{k: v for k, v in x.items() if k in names}) for x in alike}
-
-
-def fill(page: Path, name: str, text: str) -> None:
-    """Replace the text between the page's comments `begin NAME` and `end NAME`."""
-    before, after = check_place(page, name)
-    begin, end = _marks(name)
-    page.write_text(f"{before}{begin}{text}\n{end}{after}", encoding="utf-8")
-
-
-def check_place(page: Path, name: str) -> tuple[str, str]:
-    """Return the text before and after the place of a table. Exit if the page has no such place."""
-    begin, end = _marks(name)
-    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
-    _, found, after = rest.partition(end)
-    if not found:
-        raise SystemExit(f"{page} has no place for {name}: it needs {begin.strip()} and {end}.")
-    return before, after
-
-
-def _marks(name: str) -> tuple[str, str]:
-    return f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
 
 
 def model_folder(name: str, folder: Path) -> Path:

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fault_runs import Process, fork, named
+from waiting import free_port
 
 TOKEN = "a-token-of-the-tests"
 WORLDS = str(Path(__file__).with_name("fault_worlds.py"))
@@ -333,13 +334,6 @@ KINDS = {kind.name: kind for kind in (Learner, Worker, Engine, Rank, Pool, Tool,
 def run_words(words: str) -> None:
     """Run a system command; raise if it fails."""
     subprocess.run(words.split(), check=True, capture_output=True)
-
-
-def free_port() -> int:
-    """Return a free TCP port."""
-    with socket.socket() as line:
-        line.bind(("127.0.0.1", 0))
-        return line.getsockname()[1]
 
 
 def until_heard(host: str, port: int, seconds: float = 120.0) -> None:

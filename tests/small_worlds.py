@@ -142,13 +142,6 @@ class RecordingWorld(World):
         return [env for env in self.made if env.events and env.events[-1] != "close"]
 
 
-async def until(condition) -> None:
-    """Wait until the condition holds. Raise TimeoutError after ten seconds."""
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 def make_chat(engine, episode="e", max_tokens=2000, max_new_tokens=400, seed=1) -> EngineChatSession:
     params = SamplingParams(max_new_tokens=max_new_tokens)
     return EngineChatSession(engine, renderer(), params, max_tokens, episode, seed)

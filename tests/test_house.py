@@ -51,6 +51,7 @@ ORDER = (
         "evaluation",
         "training",
         "report",
+        "viewer",
         "simulator",
         "gateway",
         "cluster",

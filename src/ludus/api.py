@@ -82,7 +82,7 @@ class Run:
     @property
     def checkpoint(self) -> Path:
         """The folder of the newest checkpoint. Raises UserError if the run has no checkpoint."""
-        from ludus.training.run.checkpoint import list_checkpoints
+        from ludus.training.run.run_dir import list_checkpoints
 
         found = list_checkpoints(RunFolder(self.path).checkpoints)
         if not found:

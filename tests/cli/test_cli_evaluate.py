@@ -1,15 +1,20 @@
 """`ludus eval`: reproduces the numbers of training bit for bit; models, endpoints and baselines; overwrites nothing."""
 
+import fcntl
 import gzip
 import json
+import shutil
 import subprocess
 import sys
+import time
 import warnings
+from threading import Thread
 
 import pytest
 import torch
 
 from chat_server import Reply, error, say, serving
+from ludus.cli.results import follow
 from ludus.config import load_config
 from ludus.engines.models.loading import load_model
 from ludus.evaluation.evaluate import load_evaluation
@@ -295,3 +300,34 @@ def test_a_checkpoint_of_adapters_is_base_and_adapters(tiny_run, tmp_path):
     said = refused("train", recipe, "--model", adapters, "--run.dir", tmp_path / "third")
     assert "holds only adapters" in said
     assert "'/no/base'" in said
+
+
+def test_each_new_checkpoint_is_evaluated_until_the_run_ends(tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(follow, "POLL_S", 0.05)
+    run = copy_run(tiny_run, tmp_path)
+    shutil.rmtree(run / "evaluations")
+    later = (run / "checkpoints" / "step-000002").rename(tmp_path / "later")
+
+    def train(lock):
+        deadline = time.monotonic() + 60
+        while not list((run / "evaluations").glob("step-000001-test-greedy*.json")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        later.rename(run / "checkpoints" / "step-000002")
+        lock.close()
+
+    with (run / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        trainer = Thread(target=train, args=(lock,))
+        trainer.start()
+        said = ludus("eval", "--run", run, "--follow", "--evaluation.tasks", 2, "--evaluation.temperatures", "[0.0]")
+        trainer.join()
+    assert said.code == 0, said
+    steps = [step for step in (1, 2) if list((run / "evaluations").glob(f"step-{step:06d}-test-greedy*.json"))]
+    assert steps == [1, 2]
+
+
+def test_a_run_without_a_checkpoint_cannot_be_followed(tiny_run, tmp_path):
+    run = copy_run(tiny_run, tmp_path)
+    shutil.rmtree(run / "checkpoints")
+    assert "ended without a checkpoint" in refused("eval", "--run", run, "--follow")
+    assert "--follow needs a run" in refused("eval", "search", "--model", "nowhere", "--follow")

@@ -696,7 +696,7 @@ def test_the_tree_finds_the_longest_prefix_and_frees_what_nobody_holds():
     path = tree.acquire(tree.match(history))
     assert path == []
     for at in range(0, 40, PAGE):
-        tree.take(path, history[at : at + PAGE], listed=True)
+        tree.allocate(path, history[at : at + PAGE], listed=True)
     assert tree.match((*history, 99)).wait  # announced, not computed
     for place in range(3):
         tree.commit(path, place, history[place * PAGE : (place + 1) * PAGE])
@@ -708,12 +708,12 @@ def test_the_tree_finds_the_longest_prefix_and_frees_what_nobody_holds():
     assert (back.num_tokens, back.owned) == (40, True)
     other: list = []
     for at in range(7):  # more than is free: the oldest leaf goes, then what is above it
-        tree.take(other, (100 + at,) * PAGE, listed=False)
+        tree.allocate(other, (100 + at,) * PAGE, listed=False)
     assert tree.num_evicted == 2
     assert tree.match((*history, 50)).num_tokens == PAGE
-    tree.take(other, (), listed=False)
+    tree.allocate(other, (), listed=False)
     with pytest.raises(IndexError):
-        tree.take(other, (), listed=False)
+        tree.allocate(other, (), listed=False)
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -13,7 +13,8 @@ from ludus.envs.tool_env import ToolEnv, ToolExecutor, ToolLimits, as_text, desc
 from ludus.errors import UserError
 from ludus.tools.base import tool
 from ludus.types import Action, CallError, Message, ToolCall, ToolStatus
-from small_worlds import call, echo, renderer, tokenizer, tool_of, until
+from small_worlds import call, echo, renderer, tokenizer, tool_of
+from waiting import until
 
 QUICK = ToolLimits(timeout_s=0.05)
 PATIENT = ToolLimits(timeout_s=10.0)

@@ -261,13 +261,21 @@ def test_intervals_over_tasks_with_several_attempts_cover_the_true_mean(shape):
     for num in (20, 50):
         drawn = (rng.binomial(4, rng.beta(*shape, size=num)) / 4 for _ in range(600))
         covered = sum(truth in clustered_interval(values.tolist()) for values in drawn)
-        assert 0.925 < covered / 600 < 0.98
+        assert 0.93 < covered / 600 < 0.99
+
+
+def test_the_interval_covers_a_rare_event_that_few_tasks_determine():
+    rng, truth = np.random.default_rng(0), (np.random.default_rng(1).beta(0.3, 1.5, 200_000) ** 8).mean()
+    table = np.array([pass_hat_k(16, c, 8) for c in range(17)])
+    drawn = (table[rng.binomial(16, rng.beta(0.3, 1.5, size=50))] for _ in range(600))
+    assert sum(truth in clustered_interval(values.tolist()) for values in drawn) / 600 > 0.93
 
 
 def test_the_interval_over_tasks_by_hand():
     values = [0.0, 0.5, 0.5, 1.0]
-    variance = (3 * np.var(values, ddof=1) + 0.25) / 4
-    square = 3.182446**2 / (4 * 0.25 / variance)
+    effective = 2**2 / (0.25 + 0.25 + 1)
+    design = (effective * np.var(values, ddof=1) / 0.25 + 1) / (effective + 1)
+    square = 3.182446**2 * design / 4
     half = (square * (0.25 + square / 4)) ** 0.5 / (1 + square)
     found = clustered_interval(values)
     assert (found.low, found.high) == pytest.approx((0.5 - half, 0.5 + half), rel=1e-6)

@@ -38,8 +38,8 @@ from small_worlds import (
     scripted,
     tokenizer,
     tool_of,
-    until,
 )
+from waiting import until
 
 SEARCH = call("echo", text="The capital is Paris.")
 NO_FAULTS = Faults()

@@ -136,7 +136,7 @@ PLAYED = {
     ),
     "an earlier response counts": ([[*GOLD[0], *GOLD[1]], [call("draw")], GOLD[2]], 1),
     "another book": ([[call("put", title="Ema")], *GOLD[1:]], 0),
-    "mended too late": ([[call("put", title="x")], GOLD[1], GOLD[2]], 0),
+    "corrected too late": ([[call("put", title="x")], GOLD[1], GOLD[2]], 0),
     "no look": ([GOLD[0], [], GOLD[2]], 0),
     "another look": ([GOLD[0], [call("find", title="Odyssey"), call("add", a=2, b=2)], GOLD[2]], 1),
     "no sum": ([GOLD[0], GOLD[1], GOLD[2][:1]], 0),

@@ -531,14 +531,14 @@ def test_demonstrations_fall_short_and_mend_as_often_as_set():
     def refused(dialogue):
         return any(m["content"].startswith("Error") for m in dialogue.messages if m["role"] == "tool")
 
-    right = shown(habit=0.0, mended=0.0)
+    right = shown(flaw_rate=0.0, correction_rate=0.0)
     assert not any(map(refused, right))
-    assert 0.25 < sum(map(refused, shown(habit=0.0, mended=0.5))) / 150 < 0.5
+    assert 0.25 < sum(map(refused, shown(flaw_rate=0.0, correction_rate=0.5))) / 150 < 0.5
     calls = [sum(len(m.get("tool_calls", [])) for m in d.messages) for d in right]
-    fewer = [sum(len(m.get("tool_calls", [])) for m in d.messages) for d in shown(habit=1.0, mended=0.0)]
+    fewer = [sum(len(m.get("tool_calls", [])) for m in d.messages) for d in shown(flaw_rate=1.0, correction_rate=0.0)]
     assert max(fewer) == 1
     assert max(calls) == 3
-    again = FunctionsWorld(FunctionsSettings(num_tasks=40, habit=0.0, mended=0.0)).demonstrations(3)
+    again = FunctionsWorld(FunctionsSettings(num_tasks=40, flaw_rate=0.0, correction_rate=0.0)).demonstrations(3)
     assert [d.messages for d in islice(again, 20)] == [d.messages for d in right[:20]]
 
 

@@ -399,7 +399,7 @@ def test_demonstrations_have_habits_and_never_show_a_held_out_problem(world, tas
     guessing = sum(not any(m["role"] == "tool" for m in one.messages) for one in shown)
     assert 10 < guessing < 75
     assert all(split_of_steps(task.truth.problem.steps) == "test" for task in tasks["test"])
-    flawless = MathWorld(MathSettings(tool="calculator", habit=0.0))
+    flawless = MathWorld(MathSettings(tool="calculator", flaw_rate=0.0))
     for one in islice(flawless.demonstrations(0), 50):
         assert one.messages[-2]["content"] == one.messages[-1]["content"]
     assert "expression" in "".join(islice(world.texts(), 50))

@@ -197,7 +197,7 @@ def test_the_most_tasks_of_each_kind_make_pairs_too():
 
 
 def test_demonstrations_begin_again_when_all_have_come():
-    world = TerminalWorld(TerminalSettings(levels=(1,), topics=("git",), habit=0.0))
+    world = TerminalWorld(TerminalSettings(levels=(1,), topics=("git",), flaw_rate=0.0))
     shown = Counter(one.messages[1]["content"] for one in islice(world.demonstrations(0), 200))
     kept = {task.prompt[-1]["content"] for split in world.splits for task in world.tasks(split)}
     assert max(shown.values()) > 1
@@ -281,9 +281,9 @@ def test_cheats_at_a_program_that_is_to_start_earn_nothing(world):
             for turn in turns
         ]
         cheats.append((task, told))
-    mended = [*steps_of(world, task)]
-    cheats.append((task, [*mended, "echo >> app.py"]))
-    cheats.append((task, mended))
+    corrected = [*steps_of(world, task)]
+    cheats.append((task, [*corrected, "echo >> app.py"]))
+    cheats.append((task, corrected))
     *lost, won = [lived for lived, _ in played(world, *cheats)]
     for name, lived in zip((*CHEATS, "mends it and changes another file"), lost, strict=True):
         assert lived.rewards["solved"] == 0.0, name
@@ -450,7 +450,7 @@ def test_without_tools_nothing_is_solved():
 
 
 def test_demonstrations_are_of_training_kinds_some_flawed_and_repeat():
-    world = TerminalWorld(TerminalSettings(levels=(1,), topics=("text", "files"), habit=0.5))
+    world = TerminalWorld(TerminalSettings(levels=(1,), topics=("text", "files"), flaw_rate=0.5))
     shown, again = ([one.messages for one, _ in zip(world.demonstrations(3), range(30), strict=False)] for _ in "ab")
     assert shown == again
     asked = {messages[1]["content"] for messages in shown}

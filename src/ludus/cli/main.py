@@ -59,6 +59,7 @@ COMMANDS = (
     Command("eval", "results", "evaluate on held-out tasks", "--run runs/search-1"),
     Command("compare", "results", "compare two evaluations, task by task", "runs/a runs/b"),
     Command("report", "results", "write an HTML report about runs", "runs/search-1"),
+    Command("view", "results", "look at a run in the browser", "runs/search-1"),
     Command("chat", "serving", "chat with a checkpoint", "runs/search-1"),
     Command("serve", "serving", "serve a checkpoint over HTTP", "runs/search-1"),
     Command("cluster", "serving", "add engines to a run, or remove them", "list runs/search-1"),

@@ -7,7 +7,6 @@ invalid request is an error message. The folder is removed when the run ends.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -21,6 +20,7 @@ from typing import Final, Literal, TypedDict, cast
 
 from ludus.cluster.cluster import Cluster
 from ludus.errors import LudusError, StorageError, UserError
+from ludus.training.run.run_dir import RunFolder, is_running
 
 FOLDER: Final = "cluster"
 """Name of the request folder in a run folder."""
@@ -93,14 +93,8 @@ def send_request(run: Path, act: Act, number: int | None = None, *, timeout_s: f
 
 def _check_running(run: Path) -> None:
     """Raise UserError unless a process holds the run's lock."""
-    try:
-        with (run / "lock").open("r") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return
-    except OSError:
-        pass
-    raise UserError(f"The run in {run} is not running.", f"Resume it: ludus train --resume {run}")
+    if not is_running(RunFolder(run)):
+        raise UserError(f"The run in {run} is not running.", f"Resume it: ludus train --resume {run}")
 
 
 def _poll_requests(folder: Path, cluster: Cluster, stop: threading.Event) -> None:

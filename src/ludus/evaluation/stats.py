@@ -154,10 +154,12 @@ def bootstrap_mean(
 def clustered_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
     """Return an interval of the mean of values in [0, 1], one per task: its success rate, its pass@k or its pass^k.
 
-    `values`: `[N]`. The Wilson interval with the effective sample size `N p (1 - p) / s^2` and Student's quantile, as
-    for surveys of clusters (Franco et al. 2019, J. Survey Stat. Methodol. 7, 334). The variance `s^2` between tasks is
-    averaged with one pseudo-observation of the binomial variance `p (1 - p)`, because few tasks often have equal
-    values. If all are equal, the interval is `constant_interval`. Raises ValueError for fewer than 2 tasks.
+    `values`: `[N]`. The Wilson interval with the effective sample size `N / d` and Student's quantile, as for surveys
+    of clusters (Franco et al. 2019, J. Survey Stat. Methodol. 7, 334). The design effect is
+    `d = (m s^2 / (p (1 - p)) + 1) / (m + 1)`, where `s^2` is the variance between tasks and `m` Kish's effective number
+    of tasks, the smaller one of `(sum v)^2 / sum v^2` and the same for `1 - v`: if few tasks determine the mean, `s^2`
+    is often too small, and `d` tends to 1, its largest value. If all values are equal, the interval is
+    `constant_interval`. Raises ValueError for fewer than 2 tasks.
     """
     from scipy.special import stdtrit
 
@@ -166,11 +168,17 @@ def clustered_interval(values: Sequence[float], confidence: float = 0.95) -> Int
         return constant
     num, rate = len(numbers), float(numbers.mean())
     binomial = rate * (1 - rate)
-    variance = ((num - 1) * float(numbers.var(ddof=1)) + binomial) / num
-    square = float(stdtrit(num - 1, 0.5 + confidence / 2)) ** 2 / (num * binomial / variance)
+    effective = min(_kish(numbers), _kish(1 - numbers))
+    design = (effective * float(numbers.var(ddof=1)) / binomial + 1) / (effective + 1)
+    square = float(stdtrit(num - 1, 0.5 + confidence / 2)) ** 2 * design / num
     centre = (rate + square / 2) / (1 + square)
     half = math.sqrt(square * (binomial + square / 4)) / (1 + square)
     return Interval(max(0.0, centre - half), min(1.0, centre + half))
+
+
+def _kish(weights: NDArray[np.float64]) -> float:
+    """Return Kish's effective sample size of weights."""
+    return float(weights.sum() ** 2 / (weights**2).sum())
 
 
 def paired_difference(a: Mapping[str, float], b: Mapping[str, float], *, confidence: float = 0.95) -> PairedDifference:

@@ -6,7 +6,6 @@ steps only.
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from ludus.evaluation.evaluate import Evaluation
 from ludus.evaluation.run_findings import Finding, RunData, examine_run
 from ludus.evaluation.stats import Interval, PairedDifference
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts
-from ludus.training.run.run_dir import Kind, RunFolder, kind_of, recipe_of
+from ludus.training.run.run_dir import Kind, RunFolder, is_running, kind_of, recipe_of
 from ludus.types import ToolStatus
 
 STEPS: Final = 5
@@ -181,13 +180,9 @@ def run_state(folder: RunFolder, config: Config, done: int) -> str:
     total = num_steps(kind_of(folder), config)
     if total is not None and done >= total:
         return "finished"
-    lock, log = folder.path / "lock", folder.path / "log.txt"
-    if lock.is_file():
-        with lock.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return "running"
+    if is_running(folder):
+        return "running"
+    log = folder.path / "log.txt"
     lines = log.read_text("utf-8", errors="replace").splitlines() if log.is_file() else []
     reasons = [line for line in lines if " ERROR " in line or "interrupt" in line]
     ended = "ended" if total is None else "stopped, no reason in log.txt"

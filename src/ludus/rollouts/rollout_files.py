@@ -26,7 +26,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
@@ -101,19 +101,20 @@ def write_lines(path: Path, lines: Iterable[str]) -> None:
             packed.write(f"{line}\n".encode("ascii"))
 
 
-def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
-    """Yield the records of a file in order.
+def read_rollouts(path: Path, lines: Container[int] | None = None) -> Iterator[RolloutRecord]:
+    """Yield the records of a file in order; with `lines`, only those of these lines, counted from 0.
 
     Raises UserError, with file and line, for a missing or truncated file, an invalid record, and another schema.
     """
     number = 0
     try:
-        with gzip.open(path, "rb") as lines:
-            if os.fstat(lines.fileno()).st_size == 0:
+        with gzip.open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size == 0:
                 raise EOFError("the file is empty")
-            for line in lines:
+            for line in file:
                 number += 1
-                yield parse_rollout(json.loads(line, parse_constant=_reject_constant))
+                if lines is None or number - 1 in lines:
+                    yield parse_rollout(json.loads(line, parse_constant=_reject_constant))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist.", "Check the path and the step.") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:

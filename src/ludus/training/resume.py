@@ -12,8 +12,8 @@ from ludus.errors import StorageError, UserError
 from ludus.evaluation.evaluate import plans
 from ludus.training.preference.train import planned_steps as planned_preference_steps
 from ludus.training.reward_model.train import planned_steps
-from ludus.training.run.checkpoint import check_manifest, list_checkpoints
-from ludus.training.run.run_dir import Kind, RunFolder, kind_of, resume_command
+from ludus.training.run.checkpoint import check_manifest
+from ludus.training.run.run_dir import Kind, RunFolder, kind_of, list_checkpoints, resume_command
 
 _FIXED: tuple[str, ...] = ("model.", "env.", "run.seed", "run.dir")
 _FIXED_BY_KIND: Mapping[Kind, str] = {

@@ -34,15 +34,8 @@ from ludus.training.rl.build import closing_parts, make_trackers, probe_tokens, 
 from ludus.training.rl.sync_trainer import Comparison, EvaluatedTrainer, Reporter
 from ludus.training.rl.validate import check_trackers
 from ludus.training.rl.weight_sync import WeightSync
-from ludus.training.run.checkpoint import (
-    TrainerState,
-    list_checkpoints,
-    load_trainer,
-    load_weights,
-    prune,
-    save_checkpoint,
-)
-from ludus.training.run.run_dir import RunFolder, save_config
+from ludus.training.run.checkpoint import TrainerState, load_trainer, load_weights, prune, save_checkpoint
+from ludus.training.run.run_dir import RunFolder, list_checkpoints, save_config
 from ludus.training.run.session import TrainingSession, make_engine, session_scheduler
 from ludus.training.sft import sft_step
 from ludus.types import Group

@@ -43,8 +43,8 @@ def run(folder: Path, *words: str, **changes: str) -> list[dict[str, float]]:
     return [row.metrics for row in read_metrics(RunFolder(folder).metrics)]
 
 
-def until(holds, seconds=300.0):
-    """Wait for a condition; gives what it gave."""
+def wait_for(holds, seconds=300.0):
+    """Wait until `holds()` is true; return its value."""
     deadline = time.monotonic() + seconds
     while not (found := holds()):
         assert time.monotonic() < deadline
@@ -127,8 +127,8 @@ def test_episodes_stream_beside_a_learner_of_two_processes(tmp_path):
 def test_a_run_whose_process_dies_says_so_and_goes_on(tmp_path):
     folder = tmp_path / "run"
     process = start(folder, training__steps="40", **SPLIT)
-    place = until(lambda: folder.exists() and follower(process.pid))
-    until((folder / "checkpoints" / "step-000001").exists)
+    place = wait_for(lambda: folder.exists() and follower(process.pid))
+    wait_for((folder / "checkpoints" / "step-000001").exists)
     subprocess.run(["kill", "-9", place.name], check=True)
     _, error = process.communicate(timeout=300)
     assert process.returncode not in (0, None)
@@ -147,8 +147,8 @@ def test_a_process_that_is_stopped_is_named_within_the_limit(tmp_path, shard):
     folder, limit_s = tmp_path / "run", 30.0
     settings = {"training__learner__shard": shard, "training__learner__rank_timeout_s": str(limit_s)}
     process = start(folder, training__steps="40", **SPLIT | settings)
-    place = until(lambda: folder.exists() and follower(process.pid))
-    until((folder / "checkpoints" / "step-000001").exists)
+    place = wait_for(lambda: folder.exists() and follower(process.pid))
+    wait_for((folder / "checkpoints" / "step-000001").exists)
     os.kill(int(place.name), signal.SIGSTOP)
     begin = time.monotonic()
     _, error = process.communicate(timeout=300)
@@ -166,7 +166,7 @@ def test_a_process_of_torchrun_that_is_stopped_is_named_too(tmp_path):
     process = subprocess.Popen(
         [*torchrun, "-m", "ludus", "train", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
-    until((folder / "checkpoints" / "step-000001").exists)
+    wait_for((folder / "checkpoints" / "step-000001").exists)
     said = (folder / "log.txt").read_text()
     other = int(re.search(r"rank 1: ready \(process (\d+)\)", said)[1])
     os.kill(other, signal.SIGSTOP)
@@ -196,8 +196,8 @@ def test_whom_torchrun_started_does_not_wait_for_ever_for_a_leader_that_does_not
 def test_nobody_follows_a_leader_that_is_gone(tmp_path):
     folder = tmp_path / "run"
     process = start(folder, training__steps="40", **SPLIT)
-    place = until(lambda: folder.exists() and follower(process.pid))
-    until((folder / "checkpoints" / "step-000001").exists)
+    place = wait_for(lambda: folder.exists() and follower(process.pid))
+    wait_for((folder / "checkpoints" / "step-000001").exists)
     process.send_signal(signal.SIGKILL)
     process.communicate()
-    until(lambda: not place.exists() or "Z" in (place / "stat").read_text().split()[2], 60)
+    wait_for(lambda: not place.exists() or "Z" in (place / "stat").read_text().split()[2], 60)

@@ -30,7 +30,8 @@ from ludus.training.credit.advantages import TrainingSample, training_rows
 from ludus.training.rl import build, validate
 from ludus.training.rl.async_trainer import StreamRunner
 from ludus.training.rl.train_step import LearnerThread, TrainStep
-from ludus.training.run.checkpoint import checkpoint_path, list_checkpoints
+from ludus.training.run.checkpoint import checkpoint_path
+from ludus.training.run.run_dir import list_checkpoints
 from ludus.types import Segment, StopReason, Task, Trajectory
 from small_runs import lasting_files
 from small_worlds import RecordingWorld, make_requests, make_scheduler, scripted

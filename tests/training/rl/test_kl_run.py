@@ -18,8 +18,7 @@ from ludus.cli.main import main
 from ludus.config.schema import Config
 from ludus.errors import ConfigError, LearnerError
 from ludus.training.rl.build import train
-from ludus.training.run.checkpoint import list_checkpoints
-from ludus.training.run.run_dir import RunFolder, lock_run, new_run
+from ludus.training.run.run_dir import RunFolder, list_checkpoints, lock_run, new_run
 from ludus.training.run.session import open_session
 from small_runs import SMALLEST, InterruptingReporter, RecordingReporter, RunInterrupted, config, lasting_files
 

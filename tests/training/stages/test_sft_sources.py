@@ -38,10 +38,10 @@ def assistants(shown):
 
 
 def test_the_wrong_call_of_a_worlds_own_demonstration_is_context_and_does_not_train(renderer):
-    shown = list(islice(functions(habit=0, mended=1).demonstrations(0), 40))
-    mended = [one for one in shown if one.trains != assistants(one)]
-    assert len(mended) > 10
-    for one in mended[:5]:
+    shown = list(islice(functions(flaw_rate=0, correction_rate=1).demonstrations(0), 40))
+    corrected = [one for one in shown if one.trains != assistants(one)]
+    assert len(corrected) > 10
+    for one in corrected[:5]:
         at = next(i for i, m in enumerate(one.messages) if m["role"] == "assistant")
         assert one.messages[at + 1]["content"].startswith("Error:")
         assert one.trains[at] is False
@@ -51,7 +51,7 @@ def test_the_wrong_call_of_a_worlds_own_demonstration_is_context_and_does_not_tr
         assert whole.count("<tool_call>") == kept.count("<tool_call>") + 1
         assert "Done." in kept
         assert "Error:" not in kept
-    right = islice(functions(habit=0, mended=0).demonstrations(0), 20)
+    right = islice(functions(flaw_rate=0, correction_rate=0).demonstrations(0), 20)
     assert all(one.trains == assistants(one) for one in right)
 
 
@@ -87,7 +87,7 @@ def test_the_class_follows_from_the_messages_unless_it_is_named():
         (Dialogue((user, answer), (), "negatives"), "negatives"),
     ):
         assert class_of(dialogue) == found
-    shown = Counter(one.data_class for one in islice(functions(habit=1).demonstrations(0), 60))
+    shown = Counter(one.data_class for one in islice(functions(flaw_rate=1).demonstrations(0), 60))
     assert set(shown) == {"tool_use", "negatives"}  # also where the demonstration calls and should not
 
 
@@ -100,7 +100,7 @@ data = "{0}/plain.jsonl"
 data_class = "reasoning"
 [sft.sources.requests]
 world = "functions"
-settings = {{ num_tasks = 20, habit = 0.0 }}
+settings = {{ num_tasks = 20, flaw_rate = 0.0 }}
 weight = 4
 [sft.classes]
 negatives = 0.5

@@ -4,6 +4,7 @@
     ludus eval search --model PATH_OR_NAME     a model in the world of a recipe
     ludus eval search --endpoint http://localhost:8000/v1 --model NAME [--api-key-file FILE]
     ludus eval --run runs/search-1 --baseline none    the same model without its tool
+    ludus eval --run runs/search-1 --follow           each new checkpoint, while another process trains
 
 Each split of evaluation.splits is evaluated at each of evaluation.temperatures. Settings follow as --section.key
 value, for example --evaluation.tasks 200 --evaluation.samples 4 (for pass@k). Results and rollouts of a run are
@@ -59,10 +60,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     baselines = "no tools, or a single retrieval before the answer"
     parser.add_argument("--baseline", metavar="none|once", help=baselines)
     parser.add_argument("--out", metavar="FOLDER", help="write the results to this folder")
+    parser.add_argument("--follow", action="store_true", help="evaluate each new checkpoint until the run ends")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Evaluate; return 1 if an earlier evaluation of the same weights is not reproduced."""
+    if args.follow:
+        from ludus.cli.results.follow import follow
+
+        return follow(args, lambda: evaluate_newest(args, overrides))
+    return evaluate_newest(args, overrides)
+
+
+def evaluate_newest(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Evaluate the model, or the newest checkpoint of the run; the exit code is that of `run`."""
     check_arguments(args)
     shortcuts = ["--env.settings.access", f'"{args.baseline}"'] if args.baseline else []  # quoted: a bare none unsets
     config = evaluation_config(args, [*shortcuts, *overrides])

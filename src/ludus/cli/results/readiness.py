@@ -34,8 +34,7 @@ from ludus.rewards.base import success
 from ludus.rollouts.scheduler import SamplingPlan
 from ludus.simulator.costs import LearnerCost
 from ludus.simulator.fit import fit
-from ludus.training.run.checkpoint import list_checkpoints
-from ludus.training.run.run_dir import RunFolder
+from ludus.training.run.run_dir import RunFolder, list_checkpoints
 from ludus.types import Message, Task, Trajectory
 
 _SPLIT = "train"

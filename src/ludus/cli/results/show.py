@@ -192,7 +192,7 @@ def find_tokenizer(folder: RunFolder, console: Console) -> Tokenizer | None:
     """Return the tokenizer of the newest checkpoint; print a warning and return None if there is none."""
     load_libraries()
     from ludus.engines.models.loading import load_tokenizer
-    from ludus.training.run.checkpoint import list_checkpoints
+    from ludus.training.run.run_dir import list_checkpoints
 
     found = list_checkpoints(folder.checkpoints)
     if not found:

@@ -227,6 +227,6 @@ def check_same(stage: Stage, own: RunFolder, config: Config) -> None:
 
 def checkpoint_of(stage: Stage, folder: Path) -> Path:
     """Return the newest checkpoint of a completed stage."""
-    from ludus.training.run.checkpoint import list_checkpoints
+    from ludus.training.run.run_dir import list_checkpoints
 
     return list_checkpoints(folder / stage.name / "checkpoints")[-1][1]

@@ -10,8 +10,8 @@ from ludus.engines.base import Engine
 from ludus.envs.base import World
 from ludus.envs.registry import closing
 from ludus.errors import UserError
-from ludus.training.run.checkpoint import list_checkpoints, load_weights
-from ludus.training.run.run_dir import RunFolder
+from ludus.training.run.checkpoint import load_weights
+from ludus.training.run.run_dir import RunFolder, list_checkpoints
 from ludus.training.run.session import TrainingSession, make_engine, open_session
 
 

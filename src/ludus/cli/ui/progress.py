@@ -31,8 +31,7 @@ from ludus.training.resume import changes, steps_done
 from ludus.training.rl.build import make_trackers
 from ludus.training.rl.build import train as train_run
 from ludus.training.rl.sync_trainer import Comparison
-from ludus.training.run.checkpoint import list_checkpoints
-from ludus.training.run.run_dir import RunFolder, kind_of, recipe_of, resume_command, save_config
+from ludus.training.run.run_dir import RunFolder, kind_of, list_checkpoints, recipe_of, resume_command, save_config
 from ludus.training.run.session import TrainingSession, busy_warning, open_session
 from ludus.training.sft import SftTraining, make_session
 from ludus.types import Timings

@@ -25,7 +25,7 @@ from ludus.engines.base import BASE, DEFAULT, AdapterVersions, EngineStats, Requ
 from ludus.engines.embedded.generic_runner import GenericForward
 from ludus.engines.embedded.generic_scheduler import GenericScheduler
 from ludus.engines.embedded.guided_decoding import GuideCompiler, GuideState
-from ludus.engines.embedded.kv_cache import AT, PAGE, RadixCache
+from ludus.engines.embedded.kv_cache import PAGE, RadixCache, root_name
 from ludus.engines.embedded.model_runner import RaggedForward
 from ludus.engines.embedded.scheduler import BatchScheduler, SequenceScheduler, SequenceState
 from ludus.engines.models.fingerprint import fingerprint_adapted
@@ -430,7 +430,7 @@ class SessionCache:
         """Queue a sequence on its episode's cache branch."""
         episode, sequence.cache_root = sequence.request.episode, sequence.adapter
         if self.keep_on_update and episode:  # separate from episodes that started under other weights
-            root = f"{sequence.adapter}{AT}{self.core.version_of(sequence.adapter)}"
+            root = root_name(sequence.adapter, self.core.version_of(sequence.adapter))
             sequence.cache_root = self._cache_roots.setdefault(episode, root)
         self.core.add(sequence)
 

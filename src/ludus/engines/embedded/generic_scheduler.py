@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ludus.engines.embedded.generic_runner import GenericForward, State, fork, merge, select
-from ludus.engines.embedded.kv_cache import AT
+from ludus.engines.embedded.kv_cache import adapter_of
 from ludus.engines.embedded.model_runner import Chunk
 from ludus.engines.embedded.scheduler import SCORE_CHUNK, Pass, SequenceScheduler, SequenceState
 
@@ -103,7 +103,7 @@ class StateStore:
 
     def clear(self, adapter: str | None) -> None:
         """Drop the states (of one adapter and its versions)."""
-        self._states = [s for s in self._states if adapter not in (None, s.cache_root, s.cache_root.partition(AT)[0])]
+        self._states = [s for s in self._states if adapter not in (None, s.cache_root, adapter_of(s.cache_root))]
 
     def _find(self, sequence: SequenceState) -> StoredState | None:
         history, best = tuple(sequence.tokens), None

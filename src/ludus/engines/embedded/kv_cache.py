@@ -19,8 +19,17 @@ from ludus.engines.base import common_prefix
 
 PAGE = 16
 """Tokens of one page; must equal PAGE of the compiled kernel."""
-AT = "@"
-"""Separator between adapter and version in the name of a root."""
+_SEPARATOR = "@"
+
+
+def root_name(adapter: str, version: int) -> str:
+    """Return the name of the root of an adapter's version."""
+    return f"{adapter}{_SEPARATOR}{version}"
+
+
+def adapter_of(root: str) -> str:
+    """Return the adapter of a root's name."""
+    return root.partition(_SEPARATOR)[0]
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +118,7 @@ class RadixCache:
             node.refs += 1
         return list(path)
 
-    def take(self, path: list[RadixNode], tokens: tuple[int, ...], *, listed: bool, adapter: str = "") -> RadixNode:
+    def allocate(self, path: list[RadixNode], tokens: tuple[int, ...], *, listed: bool, adapter: str = "") -> RadixNode:
         """Append a page to a path, shared under `tokens` if `listed`. Raises IndexError if no page is left."""
         if not self._free:
             self._evict()
@@ -201,7 +210,7 @@ class RadixCache:
         self._roots = {name: root for name, root in self._roots.items() if root.children}
 
     def _root_names(self, adapter: str | None) -> list[str]:
-        return [name for name in self._roots if adapter in (None, name, name.partition(AT)[0])]
+        return [name for name in self._roots if adapter in (None, name, adapter_of(name))]
 
     def _evict(self) -> None:
         """Evict the least recently used eighth of the unreferenced pages, leaves first."""

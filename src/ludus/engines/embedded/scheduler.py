@@ -409,7 +409,7 @@ class BatchScheduler(SequenceScheduler):
         """Take one of the sequence's reserved pages; prompt pages are `listed` for others to share."""
         at = len(sequence.path)
         tokens = tuple(sequence.tokens[at * PAGE : (at + 1) * PAGE]) if listed else ()
-        node = self.tree.take(sequence.path, tokens, listed=listed, adapter=sequence.cache_root)
+        node = self.tree.allocate(sequence.path, tokens, listed=listed, adapter=sequence.cache_root)
         sequence.reserved -= 1
         self._reserved -= 1
         self._table[sequence.slot, at] = node.page

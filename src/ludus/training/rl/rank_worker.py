@@ -29,8 +29,8 @@ from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.rl.build import LearnerParts, make_parts
 from ludus.training.rl.memory_check import dry_run
 from ludus.training.rl.weight_sync import probe_logprobs
-from ludus.training.run.checkpoint import list_checkpoints, save_shards
-from ludus.training.run.run_dir import RunFolder, attach_run_log
+from ludus.training.run.checkpoint import save_shards
+from ludus.training.run.run_dir import RunFolder, attach_run_log, list_checkpoints
 from ludus.training.run.session import TrainingSession, open_session
 from ludus.training.value_models.factory import checkpoint_parts
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -34,6 +33,7 @@ from ludus.errors import StorageError, UserError
 from ludus.rollouts.ledger import AccountingError, LedgerState
 from ludus.training.distributed.collectives import full_state_dict, is_sharded
 from ludus.training.learner.optimizer import Optimizer
+from ludus.training.run.run_dir import list_checkpoints
 from ludus.untrusted.pickles import load_pickle
 
 if TYPE_CHECKING:
@@ -205,9 +205,6 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-_NAME = re.compile(r"step-(\d{6,})")
-
-
 @dataclass(frozen=True, slots=True)
 class TrainerState:
     """State of a resumed run besides weights and moments.
@@ -242,14 +239,6 @@ class Extra:
 def checkpoint_path(checkpoints: Path, step: int) -> Path:
     """Return the checkpoint folder of a step."""
     return checkpoints / f"step-{step:06d}"
-
-
-def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
-    """Return complete checkpoints with their steps, oldest first."""
-    if not checkpoints.is_dir():
-        return []
-    matches = ((_NAME.fullmatch(path.name), path) for path in checkpoints.iterdir())
-    return sorted((int(match.group(1)), path) for match, path in matches if match)
 
 
 def save_checkpoint(

@@ -22,6 +22,7 @@ import importlib.metadata
 import json
 import logging
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -44,6 +45,8 @@ PACKAGES = ("ludus", "torch", "transformers", "tokenizers", "safetensors", "nump
 Kind = Literal["rl", "sft", "preference", "reward-model", "rft", "eval"]
 """Command that created the run folder: `ludus train`, `sft`, `preference`, `reward-model`, `rft` or `eval`.
 """
+
+_CHECKPOINT = re.compile(r"step-(\d{6,})")
 
 log = logging.getLogger("ludus")
 
@@ -208,6 +211,26 @@ class _RunLog(logging.FileHandler):
         """Close the file, dropping unwritten data on errors."""
         with suppress(OSError):
             super().close()
+
+
+def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
+    """Return complete checkpoints with their steps, oldest first."""
+    if not checkpoints.is_dir():
+        return []
+    matches = ((_CHECKPOINT.fullmatch(path.name), path) for path in checkpoints.iterdir())
+    return sorted((int(match.group(1)), path) for match, path in matches if match)
+
+
+def is_running(folder: RunFolder) -> bool:
+    """Return whether a process holds the lock of the run."""
+    try:
+        with (folder.path / "lock").open("r") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 @contextmanager

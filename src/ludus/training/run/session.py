@@ -31,9 +31,8 @@ from ludus.plugins import check_result, find_plugin
 from ludus.rollouts.ledger import Ledger
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.scheduler import SamplingPlan, Scheduler, engine_scheduler
-from ludus.training.run.checkpoint import list_checkpoints
 from ludus.training.run.preflight import check_rows, model_path
-from ludus.training.run.run_dir import RunFolder
+from ludus.training.run.run_dir import RunFolder, list_checkpoints
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -19,16 +19,8 @@ from ludus.config.sections.stages import PreferenceConfig, SftConfig
 from ludus.diagnostics.trackers import Tracker
 from ludus.rollouts.ledger import Ledger
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.run.checkpoint import (
-    Extra,
-    TrainerState,
-    list_checkpoints,
-    load_trainer,
-    load_weights,
-    prune,
-    save_checkpoint,
-)
-from ludus.training.run.run_dir import RunFolder
+from ludus.training.run.checkpoint import Extra, TrainerState, load_trainer, load_weights, prune, save_checkpoint
+from ludus.training.run.run_dir import RunFolder, list_checkpoints
 from ludus.training.run.session import TrainingSession
 
 log = logging.getLogger("ludus.supervised")

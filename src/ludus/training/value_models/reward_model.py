@@ -13,7 +13,8 @@ from torch import Tensor
 from ludus.config.schema import Config
 from ludus.engines.models.loading import load_model
 from ludus.errors import UserError
-from ludus.training.run.checkpoint import list_checkpoints, load_part
+from ludus.training.run.checkpoint import load_part
+from ludus.training.run.run_dir import list_checkpoints
 from ludus.training.run.session import TrainingSession
 from ludus.training.run.supervised import split_by_tokens
 from ludus.training.value_models.base import HeadModel

@@ -65,7 +65,7 @@ class CodeSettings(BaseModel):
     """Weight of unused time and memory of a correct program; measured, so not bit-reproducible."""
     timeout_s: float = Field(5.0, gt=0, le=60)
     """CPU time limit of a run in seconds."""
-    habit: float = Field(0.5, ge=0, le=1)
+    flaw_rate: float = Field(0.5, ge=0, le=1)
     """Fraction of demonstrations that omit a step and submit an untested program."""
     check_turns: bool = False
     """Run all tests, invisibly to the model, on each program passed to `run_tests`, for the turn verifier."""
@@ -148,7 +148,7 @@ class CodeWorld(World):
         tasks = [task for task in self.tasks("train") if truth_of(task, CodeTruth).reference]
         while tasks:
             task = rng.choice(tasks)
-            if self.settings.data is None and rng.random() < self.settings.habit:
+            if self.settings.data is None and rng.random() < self.settings.flaw_rate:
                 problem = self._by_id[task.id]
                 flawed = rng.choice(problem.flawed) if len(problem.steps) > 1 else problem.flawed[0]
                 yield Dialogue((*task.prompt, program_message(flawed)), self._tools(task))

@@ -26,9 +26,9 @@ NO_TOOL = "No tool fits."
 class CallFlaws:
     """Probabilities of flaws."""
 
-    habit: float = 0.0
+    flaw_rate: float = 0.0
     """Stop after the first of several calls; otherwise call although no call is right."""
-    mended: float = 0.0
+    correction_rate: float = 0.0
     """First call without an argument or by the names of the catalogue, then rightly. The wrong call is not
     trained on."""
 
@@ -74,10 +74,10 @@ class Attempt:
 def play(task: Task, flaws: CallFlaws, rng: random.Random) -> Attempt:
     """Return an attempt at the task."""
     truth, attempt, text = truth_of(task, Truth), Attempt(task), DONE
-    is_flawed = rng.random() < flaws.habit
+    is_flawed = rng.random() < flaws.flaw_rate
     if truth.right == "call":
         turns = turns_of(truth.gold)
-        wrong = _flawed_call(truth, turns[0][0]) if rng.random() < flaws.mended else None
+        wrong = _flawed_call(truth, turns[0][0]) if rng.random() < flaws.correction_rate else None
         if wrong is not None:
             attempt.call(wrong, train=False)
         if is_flawed and len(truth.gold) > 1:

@@ -51,9 +51,9 @@ class FunctionsSettings(BaseModel):
     """`none` offers no functions: a baseline."""
     well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
     """Weight of an episode without failed calls that is solved or made a gold call; `solved` has weight 1."""
-    habit: float = Field(0.3, ge=0, le=1)
+    flaw_rate: float = Field(0.3, ge=0, le=1)
     """Share of the demonstrations that stop after the first of several calls, or call although no call is right."""
-    mended: float = Field(0.1, ge=0, le=1)
+    correction_rate: float = Field(0.1, ge=0, le=1)
     """Share of the demonstrations with calls whose first call is rejected and then corrected."""
     data: str | None = None
     """File of tasks in BFCL format (JSON lines), which become the split `file`."""
@@ -120,7 +120,7 @@ class FunctionsWorld(World):
         for number in itertools.count():
             task = makers[number % len(makers)].task(number)
             if task is not None and request_of(task) not in held_out:
-                yield _show(task, CallFlaws(settings.habit, settings.mended), rng)
+                yield _show(task, CallFlaws(settings.flaw_rate, settings.correction_rate), rng)
 
     def expert(self, task: Task) -> Dialogue | None:
         """Return a dialogue without flaws (of several turns: without responses); None if there are no functions."""

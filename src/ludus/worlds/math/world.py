@@ -51,7 +51,7 @@ class MathSettings(BaseModel):
     """Tool of an episode: Python in a sandbox, a calculator, or none."""
     well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
     """Weight of an episode without a failed call whose answer is right or the output of a call. `solved` has 1."""
-    habit: float = Field(0.5, ge=0, le=1)
+    flaw_rate: float = Field(0.5, ge=0, le=1)
     """Fraction of demonstrations that stop after the first of several steps, or guess."""
     data: str | None = None
     """File of problems that replaces the generated ones: JSON lines or a table."""
@@ -131,7 +131,7 @@ class MathWorld(World):
         settings = self.settings
         rng = random.Random(f"demonstrations/{settings.seed}/{seed}")
         for problem in draw_forever(rng, settings.levels, settings.topics):
-            flawed = rng.random() < settings.habit
+            flawed = rng.random() < settings.flaw_rate
             tool = settings.tool
             yield self._shown(problem, guess(problem, tool, rng) if flawed else solve(problem, tool))
 

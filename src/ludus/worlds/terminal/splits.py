@@ -55,7 +55,7 @@ class TerminalSettings(BaseModel):
     """A shell and file tools, a shell alone, or none (a baseline)."""
     wall_s: float = Field(20.0, gt=0)
     """Time limit of a call in seconds."""
-    habit: float = Field(0.4, ge=0, le=1)
+    flaw_rate: float = Field(0.4, ge=0, le=1)
     """Fraction of demonstrations that only read files, or omit the last command."""
     well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
     """Weight, relative to a solved task, of an episode without failed calls that made progress."""

@@ -190,7 +190,7 @@ class TerminalWorld(SessionWorld):
             kind = rng.choice(kinds)
             left[kind.name] = left[kind.name] or rng.sample(kind.shown, len(kind.shown))
             task = make_task(kind, left[kind.name].pop(), 0)
-            yield self._dialogue(task, solve_partly(task, rng) if rng.random() < settings.habit else solve(task))
+            yield self._dialogue(task, solve_partly(task, rng) if rng.random() < settings.flaw_rate else solve(task))
 
     def expert(self, task: Task) -> Dialogue | None:
         """Return the solution; None without tools, and for a Terminal-Bench task without a solution."""

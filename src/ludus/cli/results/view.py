@@ -1,0 +1,73 @@
+"""Look at a run in the browser: rollouts, tokens, groups, tasks and curves.
+
+    ludus view runs/search-1                       prints the address of a local page
+    ludus view runs/search-1 --live                while the run trains
+    ludus view runs/search-1 --host 0.0.0.0        for other machines: the printed address contains a token
+
+The first start indexes the rollouts in RUN/viewer.sqlite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ludus.cli.arguments import no_settings, run_config
+from ludus.cli.serving.serve import needs_serve_extra, url_of
+from ludus.cli.ui.terminal import bars, make_console, print_line, print_text
+from ludus.config.schema import Config
+from ludus.errors import LudusError
+from ludus.rollouts.rollout_files import RolloutRecord
+from ludus.training.run.run_dir import RunFolder
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
+    parser.add_argument("--live", action="store_true", help="show new steps while the run trains")
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind (127.0.0.1)")
+    parser.add_argument("--port", type=int, default=8100, help="port; 0 selects a free one (8100)")
+    parser.add_argument("--token", metavar="TEXT", help="token that requests need (random if --host is not loopback)")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Serve until interrupted."""
+    no_settings(overrides, "view")
+    with needs_serve_extra():
+        import uvicorn
+
+        from ludus.gateway.limits import open_socket
+        from ludus.viewer.server import make_app
+    from ludus.viewer.index import RolloutIndex, rollout_files
+    from ludus.viewer.pages import RunPages
+
+    folder = RunFolder(args.run)
+    console = make_console()
+    index = RolloutIndex(folder, verifier(run_config(folder, ())))
+    with bars(console) as progress:
+        task = progress.add_task("indexing rollouts", total=len(rollout_files(folder)), numbers="")
+        if not index.refresh(lambda _: progress.advance(task)):
+            progress.remove_task(task)
+    loopback = args.host in ("127.0.0.1", "localhost", "::1")
+    token = args.token or ("" if loopback else secrets.token_urlsafe(24))
+    with open_socket(args.host, args.port) as listener:
+        url = url_of(listener) + (f"/?token={token}" if token else "")
+        print_line(console, f"Viewing {args.run} at {url}")
+        print_text(console, "Stop with Ctrl-C.")
+        app = make_app(RunPages(index), token=token, live=args.live)
+        uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[listener])
+    return 0
+
+
+def verifier(config: Config) -> Callable[[RolloutRecord], bool | None]:
+    """Return a function that says whether a rollout solved its task; always None if the world is not available."""
+    from ludus.envs.registry import build_world
+    from ludus.rewards.base import success
+
+    try:
+        rewards = build_world(config.env, config.rollout).rewards
+    except LudusError:
+        return lambda _: None
+    return lambda record: success(rewards, record.trajectory)

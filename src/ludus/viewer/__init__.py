@@ -1,0 +1,1 @@
+"""`ludus view`: a local web page about a run."""
