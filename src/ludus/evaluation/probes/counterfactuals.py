@@ -86,14 +86,15 @@ async def measure_counterfactuals(make: MakeScheduler, plan: ProbePlan, turn: in
         at = {one.task_id: one for one in chosen if index < num_turns[one.task_id]}
         for task, count in (await _resample(make, plan, at, sessions, index)).items():
             wins[task][index] = count
-    if not any(wins.values()):
+    if not any(indices[0] in counts for counts in wins.values()):
         raise UserError(f"No episode has a turn {turn}.", "Choose an earlier --turn.")
     found = [
         CounterfactualEpisode(task, num_turns[task], succeeded(scheduler, one), plan.samples, wins[task])
         for task, one in ((one.task_id, one) for one in chosen)
     ]
     note = f"{plan.samples} attempts from each state. Mean rows cover the episodes that reached the turn."
-    return ProbeReport("counterfactuals", "Value before each turn, and its gain", _rows(found, plan.seed), (note,))
+    rows = [row for row in _rows(found, plan.seed) if turn in (None, row["turn"])]
+    return ProbeReport("counterfactuals", "Value before each turn, and its gain", rows, (note,))
 
 
 def _remembering(sessions: dict[str, ChatSession]) -> Callable[[RolloutRequest, ChatSession], ChatSession]:

@@ -55,9 +55,18 @@ class ProbeReport:
         ]
         return {"kind": self.kind, "title": self.title, "rows": rows, "notes": list(self.notes)}
 
+    def to_markdown(self) -> str:
+        """Return title, table and notes as Markdown."""
+        names = list(self.rows[0])
+        cells = [["" if cell is None else str(cell).replace("|", "\\|") for cell in row.values()] for row in self.rows]
+        lines = ["| " + " | ".join(one).replace("\n", " ") + " |" for one in (names, ["---"] * len(names), *cells)]
+        return "\n".join([f"# {self.title}", "", *lines, "", *(f"{note}\n" for note in self.notes)])
+
 
 def mean_over_tasks(scores: Scores, seed: int, *, percent: bool = True) -> Measured:
-    """Return the mean over tasks: Wilson's interval for 0/1 scores, else a bootstrap over tasks.
+    """Return the mean over tasks: Wilson's interval for 0/1 scores, `stats.clustered_interval` for other shares.
+
+    A number of nats or tokens has a bootstrap interval over tasks.
 
     Raises UserError for fewer than 2 tasks.
     """
@@ -65,8 +74,10 @@ def mean_over_tasks(scores: Scores, seed: int, *, percent: bool = True) -> Measu
     check_tasks_suffice(values)
     if percent and all(value in (0, 1) for value in values):
         return Measured(sum(values) / len(values), stats.wilson(round(sum(values)), len(values)))
+    if percent:
+        return Measured(math.fsum(values) / len(values), stats.clustered_interval(values))
     found = stats.bootstrap_mean(values, seed=seed)
-    return Measured(found.mean, found.interval, percent=percent)
+    return Measured(found.mean, found.interval, percent=False)
 
 
 def difference(after: Scores, before: Scores, seed: int, *, percent: bool = True) -> Measured:
