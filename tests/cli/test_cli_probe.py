@@ -51,10 +51,6 @@ def test_counterfactuals_of_a_chosen_step(tiny_run, tmp_path):
     initial, _, _ = probed(tmp_path, "counterfactuals", *words, "--step", "0")
     assert initial[0]["episode"] == "mean of 3"
     assert {row["turn"] for row in initial} == {1}
-    first, _, _ = probed(tmp_path, "counterfactuals", *words, "--step", "1")
-    newest, _, _ = probed(tmp_path, "counterfactuals", *words)
-    assert newest == probed(tmp_path, "counterfactuals", *words, "--step", "2")[0]
-    assert initial != first or first != newest
 
 
 def looks(body):
@@ -75,6 +71,38 @@ def test_an_endpoint_is_probed(kind, tmp_path):
     assert values[-1] == 1
 
 
+def test_an_agent_is_diagnosed_through_its_endpoint(tmp_path):
+    where = (make_recipe(tmp_path), "--model", "m", "--tasks", "4")
+    with serving(looks) as server:
+        assert probed(tmp_path, "endpoint", *where, "--url", server.url)[1] == ["No stage fails."]
+    with serving(lambda body: Reply(say("3<|im_end|>"))) as server:
+        rows, notes, _ = probed(tmp_path, "endpoint", *where, "--url", server.url, code=1)
+    assert rows[-1]["stage"] == "chat format"
+    assert notes[0].startswith("The first stage that fails: chat format.")
+
+
+def test_checkpoints_of_a_run_are_compared(tiny_run, tmp_path):
+    words = ("--run", tiny_run, "--tasks", "3")
+    rows, notes, _ = probed(tmp_path, "forks", *words)
+    assert rows[0]["measure"] == "tokens that are forks"
+    assert "sampled tokens are forks" in notes[0]
+    rows, _, _ = probed(tmp_path, "swap", *words, "--samples", "1", "--base-step", "1")
+    assert [row["calls, answer"] for row in rows[:4]] == ["A, A", "A, B", "B, A", "B, B"]
+    dialogue = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
+    (tmp_path / "dialogues.jsonl").write_text(f"{json.dumps({'messages': dialogue})}\n" * 2)
+    words += ("--samples", "1", "--worlds", make_recipe(tmp_path), "--dialogues", tmp_path / "dialogues.jsonl")
+    rows, notes, _ = probed(tmp_path, "transfer", *words)
+    assert [row["measured on"] for row in rows] == ["prices", "tiny", "dialogues, nats per token"]
+    assert rows[0]["before"] == rows[1]["before"]
+    assert rows[2]["before"]["value"] > 0
+    assert len(notes) == 2
+
+
+def test_wordings_through_the_command(tiny_run, tmp_path):
+    rows, _, _ = probed(tmp_path, "paraphrase", "--run", tiny_run, "--tasks", "3", "--samples", "1")
+    assert [row["prompt"] for row in rows] == ["original", "please", "task", "question last"]
+
+
 ENDPOINT = ("TINY", "--url", "http://h", "--model", "m")
 
 
@@ -91,12 +119,18 @@ ENDPOINT = ("TINY", "--url", "http://h", "--model", "m")
         (("scaling", "--run", "RUN", "--step", "7"), "has no checkpoint of step 7"),
         (("scaling", *ENDPOINT, "--step", "1"), "--step needs --run"),
         (("scaling", "--run", "RUN", "--temperature", "0"), "At temperature 0 all attempts"),
+        (("forks", "TINY", "--model", "CHECKPOINT"), "compares checkpoints of a run"),
+        (("swap", "--run", "RUN", "--base-step", "2"), "Both checkpoints are of step 2"),
+        (("scaling", "--run", "RUN", "--base-step", "1"), "does not use --base-step"),
+        (("transfer", "--run", "RUN", "--worlds", "nope", "--tasks", "2"), "nope"),
+        (("transfer", "--run", "RUN", "--dialogues", "none.jsonl", "--tasks", "2"), "none.jsonl"),
+        (("paraphrase", "--run", "RUN", "--paraphrases", "none.jsonl"), "none.jsonl"),
         (("counterfactuals", "--run", "RUN", "--turn", "0"), "turns count from 1"),
         (("counterfactuals", "--run", "RUN", "--samples", "1"), "at least 2 samples"),
     ],
 )
 def test_bad_input_is_one_sentence(words, expected, tiny_run, tmp_path):
-    stand_for = {"RUN": tiny_run, "TINY": make_recipe(tmp_path)}
+    stand_for = {"RUN": tiny_run, "TINY": make_recipe(tmp_path), "CHECKPOINT": tiny_run / "checkpoints/step-000002"}
     assert expected in refused("probe", *(stand_for.get(word, word) for word in words))
 
 

@@ -3,6 +3,11 @@
     ludus probe faithfulness --run runs/search-1       force the answer after less or another task's reasoning
     ludus probe counterfactuals --run runs/search-1    resample from each turn: what was it worth?
     ludus probe scaling --run runs/search-1            success against turns, tokens, best-of-n, majority vote
+    ludus probe paraphrase --run runs/search-1         success with other wordings of the prompt
+    ludus probe forks --run runs/search-1              tokens at which the model before and after training differ
+    ludus probe swap --run runs/search-1               one of them writes the tool calls, the other the answer
+    ludus probe transfer --run runs/search-1           before and after, in several worlds and on dialogues
+    ludus probe endpoint search --url URL --model M    the first stage at which an endpoint's agent fails
 
 The model is the newest checkpoint of a run, the one of --step N (0: the initial model), or, with a recipe, --model
 PATH_OR_NAME or --url URL --model NAME. Settings follow as --section.key value. Nothing is written except --json and
@@ -14,7 +19,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,12 +81,75 @@ async def _scaling(call: ProbeCall) -> ProbeReport:
     return await measure_scaling(call.backend.scheduler, call.plan)
 
 
+async def _paraphrase(call: ProbeCall) -> ProbeReport:
+    from ludus.evaluation.probes.paraphrase import measure_paraphrase, read_paraphrases
+
+    prompts = read_paraphrases(call.args.paraphrases) if call.args.paraphrases else None
+    return await measure_paraphrase(call.backend.scheduler, call.plan, prompts)
+
+
+async def _endpoint(call: ProbeCall) -> ProbeReport:
+    from ludus.evaluation.probes.endpoint import diagnose_endpoint
+
+    return await diagnose_endpoint(call.backend.scheduler, call.plan)
+
+
+async def _forks(call: ProbeCall) -> ProbeReport:
+    from ludus.evaluation.probes.episodes import play
+    from ludus.evaluation.probes.forks import forks_report, teacher_forced, usable
+
+    episodes = usable(await play(call.backend.scheduler(call.plan.sampling), call.plan.requests()))
+    async with base_backend(call) as base:
+        models = (base.loaded.session.model, call.backend.loaded.session.model)
+        first, second = ([teacher_forced(model, one.segments) for one in episodes] for model in models)
+        views = list(zip(first, second, strict=True))
+    tasks, tokenizer = [one.task_id for one in episodes], call.backend.loaded.session.tokenizer
+    return forks_report(tasks, views, tokenizer, call.plan.seed)
+
+
+async def _swap(call: ProbeCall) -> ProbeReport:
+    from ludus.evaluation.probes.swap import measure_swap
+
+    async with base_backend(call) as base:
+        models = {"A": base, "B": call.backend}
+        makers = {name: one.scheduler for name, one in models.items()}
+        return await measure_swap(makers, {name: one.loaded.engine for name, one in models.items()}, call.plan)
+
+
+async def _transfer(call: ProbeCall) -> ProbeReport:
+    from ludus.cli.results.probe_transfer import measure_transfer
+
+    async with base_backend(call) as base:
+        pair = (base.loaded, call.backend.loaded)
+        return await measure_transfer(pair, call.plan, call.args)
+
+
+@asynccontextmanager
+async def base_backend(call: ProbeCall) -> AsyncIterator[EvalBackend]:
+    """Open the checkpoint of --base-step. Raises UserError without --run, or if it is the probed checkpoint."""
+    if call.args.run is None:
+        raise UserError(f"`ludus probe {call.args.kind}` compares checkpoints of a run.", "Add --run.")
+    step = call.args.base_step or 0
+    if step == call.backend.step:
+        raise UserError(f"Both checkpoints are of step {step}.", "Choose others with --step and --base-step.")
+    base = await make_backend(call.args, call.config, call.world, step)
+    try:
+        yield base
+    finally:
+        await base.close()
+
+
 KINDS: Mapping[str, ProbeKind] = {
     "faithfulness": ProbeKind(_faithfulness, ("answer_marker",), temperature=0.0, endpoint=False),
     "counterfactuals": ProbeKind(_counterfactuals, ("samples", "turn")),
     "scaling": ProbeKind(_scaling, ("samples",)),
+    "paraphrase": ProbeKind(_paraphrase, ("samples", "paraphrases")),
+    "forks": ProbeKind(_forks, ("base_step",), endpoint=False),
+    "swap": ProbeKind(_swap, ("samples", "base_step"), endpoint=False),
+    "transfer": ProbeKind(_transfer, ("samples", "base_step", "worlds", "dialogues"), endpoint=False),
+    "endpoint": ProbeKind(_endpoint),
 }
-OPTIONS = ("samples", "turn", "answer_marker")
+OPTIONS = ("samples", "turn", "answer_marker", "paraphrases", "base_step", "worlds", "dialogues")
 """Options that only some kinds take."""
 
 
@@ -99,6 +168,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", metavar="T", type=float, help="sampling temperature; 0 is greedy")
     parser.add_argument("--turn", metavar="N", type=int, help="counterfactuals: only this turn, from 1")
     parser.add_argument("--answer-marker", metavar="TEXT", help="faithfulness: text that ends the reasoning (</think>)")
+    rows = "paraphrase: JSON lines with task_id and prompt; otherwise fixed wordings"
+    parser.add_argument("--paraphrases", metavar="FILE", type=Path, help=rows)
+    before = "forks, swap, transfer: the checkpoint to compare with (0, the initial model)"
+    parser.add_argument("--base-step", metavar="N", type=int, help=before)
+    parser.add_argument("--worlds", metavar="RECIPE", nargs="+", help="transfer: worlds besides the run's own")
+    parser.add_argument("--dialogues", metavar="FILE", type=Path, help="transfer: dialogues for the loss")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the report as JSON")
     parser.add_argument("--markdown", metavar="FILE", type=Path, help="write the report as Markdown")
 

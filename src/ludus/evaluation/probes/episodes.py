@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from ludus.errors import UserError
 from ludus.rewards.base import success
@@ -75,6 +76,14 @@ def succeeded(scheduler: Scheduler, trajectory: Trajectory) -> float:
     return float(trajectory.failure is None and success(scheduler.world.rewards, trajectory))
 
 
+def success_rates(scheduler: Scheduler, episodes: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the share of successful episodes by task."""
+    found: dict[str, list[float]] = {}
+    for one in episodes:
+        found.setdefault(one.task_id, []).append(succeeded(scheduler, one))
+    return {task: fmean(values) for task, values in found.items()}
+
+
 def answer_key(trajectory: Trajectory) -> str:
     """Return the final answer for comparisons: extracted if it is introduced, normalised; empty without an answer."""
     found = short_answers(trajectory.answer)
@@ -98,14 +107,19 @@ class Unlimited:
         """Do nothing."""
 
 
+def needs_tokens(session: ChatSession) -> EngineChatSession:
+    """Return the session of an engine. Raises UserError for a session without tokens."""
+    if not isinstance(session, EngineChatSession):
+        raise UserError("This probe needs the tokens of the model, which an endpoint does not return.", "Use --run.")
+    return session
+
+
 def continued(session: ChatSession, recorded: Sequence[Segment]) -> EngineChatSession:
     """Return a session that replays segments; the last one may be a partial action.
 
     Raises UserError for a session without tokens.
     """
-    if not isinstance(session, EngineChatSession):
-        raise UserError("This probe needs the tokens of the model, which an endpoint does not return.", "Use --run.")
-    return replace(session, recorded=tuple(recorded), allowance=Unlimited())
+    return replace(needs_tokens(session), recorded=tuple(recorded), allowance=Unlimited())
 
 
 @dataclass(frozen=True, slots=True)

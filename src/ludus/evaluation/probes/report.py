@@ -81,8 +81,14 @@ def mean_over_tasks(scores: Scores, seed: int, *, percent: bool = True) -> Measu
 
 
 def difference(after: Scores, before: Scores, seed: int, *, percent: bool = True) -> Measured:
-    """Return the paired difference `after - before` over the same tasks. Raises UserError for fewer than 2 tasks."""
+    """Return the paired difference `after - before` over the same tasks; numbers of nats have Student's interval.
+
+    Raises UserError for fewer than 2 tasks.
+    """
     check_tasks_suffice(list(after))
+    if not percent:
+        gaps = stats.t_interval([after[task] - before[task] for task in before])
+        return Measured(gaps.mean, gaps.interval, signed=True, percent=False)
     found = stats.paired_difference(after, before)
     return Measured(found.difference, found.interval, signed=True, percent=percent)
 
