@@ -25,7 +25,7 @@ _EXCERPT_CHARS = 120
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class EndpointStage:
     """A stage: how many of `total` passed, evidence and remedy; it fails below the share `least`, or with 0."""
 
     name: str
@@ -59,7 +59,7 @@ async def diagnose_endpoint(make: MakeScheduler, plan: ProbePlan) -> ProbeReport
     return _report([*_connection(None), *_stages(scheduler, plan, [one for one in episodes if one.failure is None])])
 
 
-def _report(stages: Sequence[Stage]) -> ProbeReport:
+def _report(stages: Sequence[EndpointStage]) -> ProbeReport:
     rows = []
     for stage in stages:
         rows.append(stage.row())
@@ -69,20 +69,23 @@ def _report(stages: Sequence[Stage]) -> ProbeReport:
     return ProbeReport("endpoint", "Stages of an endpoint's agent", rows, ("No stage fails.",))
 
 
-def _connection(error: LudusError | None) -> list[Stage]:
+def _connection(error: LudusError | None) -> list[EndpointStage]:
     """Return the stages of the first request, with the error that it ended with, if any."""
     if error is None:
-        answers = Stage("answers", 1, 1, "A completion was received.", "")
-        return [Stage("reachable", 1, 1, "The server responds.", ""), answers]
+        answers = EndpointStage("answers", 1, 1, "A completion was received.", "")
+        return [EndpointStage("reachable", 1, 1, "The server responds.", ""), answers]
     remedy = error.hint or "See the server's log."
     if isinstance(error, EngineError) and "did not respond" in error.message:
-        return [Stage("reachable", 0, 1, error.message, remedy)]
+        return [EndpointStage("reachable", 0, 1, error.message, remedy)]
     if not isinstance(error, EngineError | UserError):
         raise error
-    return [Stage("reachable", 1, 1, "The server responds.", ""), Stage("answers", 0, 1, error.message, remedy)]
+    return [
+        EndpointStage("reachable", 1, 1, "The server responds.", ""),
+        EndpointStage("answers", 0, 1, error.message, remedy),
+    ]
 
 
-def _stages(scheduler: Scheduler, plan: ProbePlan, episodes: Sequence[Trajectory]) -> Iterator[Stage]:
+def _stages(scheduler: Scheduler, plan: ProbePlan, episodes: Sequence[Trajectory]) -> Iterator[EndpointStage]:
     num = len(episodes)
     marked = [text for one in episodes if (text := _control_text(one))]
     ended = [one for one in episodes if one.stop_reason not in (StopReason.TRUNCATED, StopReason.EMPTY_ANSWER)]
@@ -91,7 +94,7 @@ def _stages(scheduler: Scheduler, plan: ProbePlan, episodes: Sequence[Trajectory
         f"Control tokens in the text: {_excerpt(marked[0])}" if marked else f"{num - len(ended)} turns cut or empty."
     )
     remedy = "Correct the server's chat template, or increase rollout.max_tokens_per_turn if turns are cut."
-    yield Stage(
+    yield EndpointStage(
         "chat format", len(clean), num, format_fault if len(clean) < num else "Turns are complete text.", remedy
     )
     if any(scheduler.world.environment(task).tools for task in plan.tasks[:1]):
@@ -99,31 +102,33 @@ def _stages(scheduler: Scheduler, plan: ProbePlan, episodes: Sequence[Trajectory
     answered = [one for one in episodes if one.stop_reason is StopReason.ANSWERED]
     reasons = ", ".join(sorted({str(one.stop_reason) for one in episodes}))
     limits = "Increase the limit that ends the episodes: rollout.max_turns, max_seq_len or max_tokens_per_turn."
-    yield Stage("answer found", len(answered), num, f"Episodes end with: {reasons}.", limits)
+    yield EndpointStage("answer found", len(answered), num, f"Episodes end with: {reasons}.", limits)
     yield _success_stage(scheduler, plan, episodes)
 
 
-def _tool_stages(episodes: Sequence[Trajectory]) -> Iterator[Stage]:
+def _tool_stages(episodes: Sequence[Trajectory]) -> Iterator[EndpointStage]:
     """Yield the stages of tool calls."""
     outcomes = [outcome for one in episodes for outcome in one.outcomes if outcome.call_id]
     parsed = [one for one in episodes if any(outcome.status is not ToolStatus.MALFORMED for outcome in one.outcomes)]
     texts = [m["content"] for one in episodes for m in _turns(one) if _LOOKS_LIKE_CALL.search(m["content"])]
     unread = f"Text that looks like a call: {_excerpt(texts[0])}" if texts else "No text looks like a tool call."
     parser = "Start the server with a tool-call parser, or name the format with --env.tool_parser."
-    yield Stage("tool call parsed", len(parsed), len(episodes), f"Episodes with a call. {unread}", parser, 0.0)
+    yield EndpointStage("tool call parsed", len(parsed), len(episodes), f"Episodes with a call. {unread}", parser, 0.0)
     valid = [outcome for outcome in outcomes if outcome.status is ToolStatus.OK]
     wrong = next((one for one in outcomes if one.status is not ToolStatus.OK), None)
     fault = f"{wrong.tool or 'call'}: {_excerpt(wrong.output)}" if wrong else "All calls ran."
-    yield Stage("tool call valid", len(valid), len(outcomes), fault, "Describe tools and arguments in the prompt.")
+    yield EndpointStage(
+        "tool call valid", len(valid), len(outcomes), fault, "Describe tools and arguments in the prompt."
+    )
     with_result = [one for one in episodes if any(outcome.status is ToolStatus.OK for outcome in one.outcomes)]
     used = [one for one in with_result if _uses_result(one)]
     remedy = "Check that the server's chat template shows tool messages to the model."
-    yield Stage(
+    yield EndpointStage(
         "tool result used", len(used), len(with_result), "Later turns that repeat words of a result.", remedy, 0.0
     )
 
 
-def _success_stage(scheduler: Scheduler, plan: ProbePlan, episodes: Sequence[Trajectory]) -> Stage:
+def _success_stage(scheduler: Scheduler, plan: ProbePlan, episodes: Sequence[Trajectory]) -> EndpointStage:
     """Return the last stage; the chance is the success of each episode at the next task."""
     tasks = {task.id: task for task in plan.tasks}
     wins = sum(succeeded(scheduler, one) for one in episodes)
@@ -136,7 +141,7 @@ def _success_stage(scheduler: Scheduler, plan: ProbePlan, episodes: Sequence[Tra
     evidence = f"Success {rate}; with another task's answer {chance:.1%}."
     above = len(episodes) if rate.interval.low > chance else 0
     remedy = "The agent runs but does not solve the tasks: read transcripts, try more --tasks, or train the model."
-    return Stage("success above chance", above and round(wins), len(episodes), evidence, remedy, 0.0)
+    return EndpointStage("success above chance", above and round(wins), len(episodes), evidence, remedy, 0.0)
 
 
 def _turns(episode: Trajectory) -> list[Message]:

@@ -73,8 +73,8 @@ async def measure_swap(
         gap = None if cell == "AA" else difference(found, rates["AA"], plan.seed)
         rows.append({"calls, answer": ", ".join(cell), "success": mean_over_tasks(found, plan.seed), "to A, A": gap})
     for name, after, before in (("calls by B", "BA BB", "AA AB"), ("answers by B", "AB BB", "AA BA")):
-        means = [_mean_of([rates[cell] for cell in cells.split()]) for cells in (after, before)]
-        rows.append({"calls, answer": name, "success": None, "to A, A": difference(*means, plan.seed)})
+        b, a = (_mean_of([rates[cell] for cell in cells.split()]) for cells in (after, before))
+        rows.append({"calls, answer": name, "success": None, "to A, A": difference(b, a, plan.seed)})
     total = 4 * len(plan.tasks) * plan.samples
     notes = ["The last two rows are the effect of a role, averaged over the models in the other one."]
     if without_calls:
