@@ -1,11 +1,15 @@
 """`ludus probe`: every kind through the command, on a tiny run, planted policies and a scripted endpoint."""
 
 import json
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from chat_server import Reply, say, serving
+from ludus.cli.results.probe import report_table
+from ludus.evaluation.probes.transfer import transfer_report
 from tiny_run import ludus, make_recipe, refused
 from tiny_world import PRICES
 
@@ -96,6 +100,16 @@ def test_checkpoints_of_a_run_are_compared(tiny_run, tmp_path):
     assert rows[0]["before"] == rows[1]["before"]
     assert rows[2]["before"]["value"] > 0
     assert len(notes) == 2
+
+
+def test_all_columns_fit_a_terminal_of_80():
+    rates = {"a": 0.25, "b": 0.5}
+    console = Console(width=80, file=StringIO())
+    console.print(report_table(transfer_report({"here": (rates, rates)}, None, 0)))
+    printed = console.file.getvalue()
+    assert all(name in printed for name in ("measured on", "before", "after", "difference", "[-65.8%, +65.8%]"))
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "┃" in printed
 
 
 def test_wordings_through_the_command(tiny_run, tmp_path):

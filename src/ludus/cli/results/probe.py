@@ -33,7 +33,7 @@ from ludus.envs.registry import closing
 from ludus.errors import StorageError, UserError
 from ludus.evaluation.probes.counterfactuals import measure_counterfactuals
 from ludus.evaluation.probes.episodes import ProbePlan
-from ludus.evaluation.probes.report import ProbeReport
+from ludus.evaluation.probes.report import Measured, ProbeReport
 from ludus.evaluation.probes.scaling import measure_scaling
 
 TASKS, SAMPLES = 32, 8
@@ -244,9 +244,14 @@ def print_report(report: ProbeReport) -> None:
 
 
 def report_table(report: ProbeReport) -> FittedTable:
-    """Return the rows as a table; columns from the fourth are dropped first on a narrow terminal."""
-    columns = [TableColumn(name, max(0, i - 2), wrap=True) for i, name in enumerate(report.rows[0])]
-    return make_table(columns, [list(row.values()) for row in report.rows], report.title)
+    """Return the rows as a table; with 3 or more columns of intervals, these are on a second line."""
+    measured = {name for row in report.rows for name, cell in row.items() if isinstance(cell, Measured)}
+    between = "\n[" if len(measured) > 2 else " ["
+    cells = [
+        [str(cell).replace(" [", between) if isinstance(cell, Measured) else cell for cell in row.values()]
+        for row in report.rows
+    ]
+    return make_table([TableColumn(name, wrap=True) for name in report.rows[0]], cells, report.title)
 
 
 def write_report(report: ProbeReport, as_json: Path | None, as_markdown: Path | None) -> None:
