@@ -57,6 +57,7 @@ COMMANDS = (
     Command("pipeline", "training", "train in stages", "examples/pipeline.toml"),
     Command("data", "commands", "check or convert data files", "check dialogues.jsonl"),
     Command("eval", "results", "evaluate on held-out tasks", "--run runs/search-1"),
+    Command("probe", "results", "probe how a model behaves", "scaling --run runs/search-1"),
     Command("compare", "results", "compare two evaluations, task by task", "runs/a runs/b"),
     Command("behavior", "results", "show how the tasks of a run were solved", "runs/search-1"),
     Command("contamination", "results", "find evaluation tasks in training data", "runs/search-1"),

@@ -58,7 +58,7 @@ class TrajectoryBranch:
 
 
 def graft_branches(grafts: Sequence[TrajectoryBranch]) -> Trajectory:
-    """Merge chains into one trajectory: the first is the trunk, and all_timings other one forks from an earlier one."""
+    """Merge chains into one trajectory: the first is the trunk, and each other one forks from an earlier one."""
     segments: list[Segment] = []
     rows: list[list[int]] = []
     for graft in grafts:

@@ -215,7 +215,7 @@ class EvalBackend:
     """Model under evaluation: the training step of its weights, and a factory of its schedulers.
 
     `notices` returns a sentence for each sampling parameter that a server ignored, `usage` the tokens that an endpoint
-    has counted so far.
+    has counted so far. `opened` is None for an endpoint.
     """
 
     world: World
@@ -224,6 +224,14 @@ class EvalBackend:
     close: Callable[[], Awaitable[None]]
     notices: Callable[[], tuple[str, ...]] = tuple
     usage: Callable[[], TokenUsage | None] = lambda: None
+    opened: LoadedRun | None = None
+
+    @property
+    def loaded(self) -> LoadedRun:
+        """The loaded model. Raises UserError for an endpoint."""
+        if self.opened is None:
+            raise UserError("An endpoint has no model in this process.", "Use --run or --model PATH.")
+        return self.opened
 
 
 def engine_backend(world: World, opened: LoadedRun) -> EvalBackend:
@@ -234,7 +242,7 @@ def engine_backend(world: World, opened: LoadedRun) -> EvalBackend:
         made = engine_scheduler(world, opened.engine, session.renderer, session.config.rollout, play, Ledger())
         return replace(made, scoring=session.scoring)
 
-    return EvalBackend(world, opened.step, make, opened.engine.close)
+    return EvalBackend(world, opened.step, make, opened.engine.close, opened=opened)
 
 
 def endpoint_backend(config: Config, world: World, settings: OpenAIClientSettings) -> EvalBackend:
@@ -256,8 +264,8 @@ def endpoint_backend(config: Config, world: World, settings: OpenAIClientSetting
     return EvalBackend(world, 0, make, client.close, lambda: client.notices, lambda: client.usage)
 
 
-async def make_backend(args: argparse.Namespace, config: Config, world: World) -> EvalBackend:
-    """Return the backend selected by the arguments."""
+async def make_backend(args: argparse.Namespace, config: Config, world: World, step: int | None = None) -> EvalBackend:
+    """Return the backend selected by the arguments; `step` chooses a checkpoint other than the newest."""
     if args.endpoint:
         key = read_api_key(args.api_key_file) if args.api_key_file else ""
         settings = OpenAIClientSettings(args.endpoint, args.model, key, concurrency=config.rollout.concurrency)
@@ -266,7 +274,7 @@ async def make_backend(args: argparse.Namespace, config: Config, world: World) -
     from ludus.cli.ui.load_run import open_weights
 
     run = RunFolder(args.run) if args.run is not None else None
-    return engine_backend(world, await open_weights(config, run))
+    return engine_backend(world, await open_weights(config, run, step=step))
 
 
 def policy_name(args: argparse.Namespace) -> str:
