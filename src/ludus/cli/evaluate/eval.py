@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Evaluate; return 1 if an earlier evaluation of the same weights is not reproduced."""
     if args.follow:
-        from ludus.cli.results.follow import follow
+        from ludus.cli.evaluate.follow import follow
 
         return follow(args, lambda: evaluate_newest(args, overrides))
     return evaluate_newest(args, overrides)
