@@ -34,6 +34,8 @@ def address(tiny_run, tmp_path_factory):
         for r in read_rollouts(rollouts_path(run, 1))
     ]
     write_rollouts(rollouts_path(run, 1), records)
+    first = sorted((run / "evaluations").glob("*.jsonl.gz"))[0]
+    shutil.copy(first, first.with_name(first.name.replace("step-000002", "step-000000")))
     index = RolloutIndex(RunFolder(run), lambda record: record.trajectory.reward > 0)
     index.refresh()
     with open_socket("127.0.0.1", 0) as listener:
@@ -103,6 +105,19 @@ def test_keys_move_open_and_go_back(page, address):
     page.wait_for_selector("text=No rollout matches.")
 
 
+def test_two_evaluations_are_compared_by_clicks(page, address):
+    page.goto(f"{address}/#/compare")
+    page.wait_for_selector("tbody tr.chosen")
+    task = page.locator("tbody tr td").first.inner_text()
+    page.locator("tbody tr").first.click()
+    page.wait_for_selector(".side section:nth-child(2) .message")
+    assert page.locator("h2").first.inner_text() == task
+    page.keyboard.press("Escape")
+    page.wait_for_selector("tbody tr.chosen")
+    page.select_option("select[name=only]", "equal")
+    page.wait_for_function("() => location.hash.includes('only=equal')")
+
+
 @pytest.mark.parametrize("name", ["timeline/2", "curves", "labels", "task?task=none"])
 def test_every_page_opens_by_its_address(page, address, name):
     page.goto(f"{address}/#/{name}")
@@ -129,7 +144,7 @@ def test_hostile_text_is_shown_and_never_run(page, address):
 @pytest.mark.parametrize("width", [1280, 768, 390])
 def test_no_page_is_wider_than_the_window(browser, address, width, tmp_path):
     page = browser.new_page(viewport={"width": width, "height": 844})
-    for name in ("rollouts", "rollout/2", "rollout/2?view=tokens", "group/2", "timeline/2", "curves"):
+    for name in ("rollouts", "rollout/2", "rollout/2?view=tokens", "group/2", "compare", "timeline/2", "curves"):
         page.goto(f"{address}/#/{name}")
         page.wait_for_selector("main *")
         page.wait_for_timeout(400)
