@@ -34,8 +34,6 @@ def address(tiny_run, tmp_path_factory):
         for r in read_rollouts(rollouts_path(run, 1))
     ]
     write_rollouts(rollouts_path(run, 1), records)
-    first = sorted((run / "evaluations").glob("*.jsonl.gz"))[0]
-    shutil.copy(first, first.with_name(first.name.replace("step-000002", "step-000000")))
     index = RolloutIndex(RunFolder(run), lambda record: record.trajectory.reward > 0)
     index.refresh()
     with open_socket("127.0.0.1", 0) as listener:
@@ -84,6 +82,8 @@ def test_rollouts_are_filtered_opened_and_labelled_by_clicks(page, address):
     page.get_by_role("button", name="tokens").click()
     page.wait_for_selector(".segment.action .token")
     assert "log-probability" in page.locator(".segment.action .token").first.get_attribute("title")
+    page.locator(".segment.action .token").first.click()
+    assert "log-probability" in page.locator(".exact").inner_text()
     page.get_by_role("button", name="wrong").click()
     page.wait_for_selector("button.on:has-text('wrong')")
     page.get_by_role("link", name="labels").click()

@@ -146,11 +146,13 @@ function Token({ segment, i, advantage }) {
 }
 
 function Tokens({ data }) {
+  const [exact, show] = useState("");
   if (!data.segments.length) return html`<p class="dim">An endpoint returns text, not tokens.</p>`;
   return html`<p class="legend dim">probability of the sampled token:
       ${LEVELS.map(([least, name]) => html`<span class="token ${name}">${least ? `≥ ${least}` : "lower"}</span>`)}
       The log-probabilities are those of the engine; a run does not store those of the learner or the reference.</p>
-    <div class="tokens">${data.segments.map((segment, n) => html`
+    ${exact ? html`<p class="exact">${exact}</p>` : ""}
+    <div class="tokens" onClick=${(event) => show(event.target.title || "")}>${data.segments.map((segment, n) => html`
       <div class="segment ${segment.kind} ${segment.parent !== null && segment.parent !== n - 1 ? "branch" : ""}">
         <span class="dim">${segment.kind}, turn ${segment.turn}, ${segment.ids.length} tokens${segment.agent !== "policy" ? `, ${segment.agent}` : ""}${segment.parent !== null && segment.parent !== n - 1 ? `, branches after segment ${segment.parent}` : ""}</span><br />
         ${segment.ids.map((_, i) => html`<${Token} segment=${segment} i=${i} advantage=${data.row.advantage} />`)}
