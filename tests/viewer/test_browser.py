@@ -82,6 +82,8 @@ def test_rollouts_are_filtered_opened_and_labelled_by_clicks(page, address):
     page.get_by_role("button", name="tokens").click()
     page.wait_for_selector(".segment.action .token")
     assert "log-probability" in page.locator(".segment.action .token").first.get_attribute("title")
+    page.locator(".segment.action .token").first.click()
+    assert "log-probability" in page.locator(".exact").inner_text()
     page.get_by_role("button", name="wrong").click()
     page.wait_for_selector("button.on:has-text('wrong')")
     page.get_by_role("link", name="labels").click()
@@ -101,6 +103,19 @@ def test_keys_move_open_and_go_back(page, address):
     page.keyboard.type("nothing has these words")
     page.keyboard.press("Enter")
     page.wait_for_selector("text=No rollout matches.")
+
+
+def test_two_evaluations_are_compared_by_clicks(page, address):
+    page.goto(f"{address}/#/compare")
+    page.wait_for_selector("tbody tr.chosen")
+    task = page.locator("tbody tr td").first.inner_text()
+    page.locator("tbody tr").first.click()
+    page.wait_for_selector(".side section:nth-child(2) .message")
+    assert page.locator("h2").first.inner_text() == task
+    page.keyboard.press("Escape")
+    page.wait_for_selector("tbody tr.chosen")
+    page.select_option("select[name=only]", "equal")
+    page.wait_for_function("() => location.hash.includes('only=equal')")
 
 
 @pytest.mark.parametrize("name", ["timeline/2", "curves", "labels", "task?task=none"])
@@ -129,7 +144,7 @@ def test_hostile_text_is_shown_and_never_run(page, address):
 @pytest.mark.parametrize("width", [1280, 768, 390])
 def test_no_page_is_wider_than_the_window(browser, address, width, tmp_path):
     page = browser.new_page(viewport={"width": width, "height": 844})
-    for name in ("rollouts", "rollout/2", "rollout/2?view=tokens", "group/2", "timeline/2", "curves"):
+    for name in ("rollouts", "rollout/2", "rollout/2?view=tokens", "group/2", "compare", "timeline/2", "curves"):
         page.goto(f"{address}/#/{name}")
         page.wait_for_selector("main *")
         page.wait_for_timeout(400)

@@ -33,7 +33,17 @@ def run(tiny_run, tmp_path_factory):
     changed = [replace(r, trajectory=replace(r.trajectory, reward=float(r.trajectory.sample))) for r in records]
     changed[0] = replace(changed[0], trajectory=replace(changed[0].trajectory, messages=messages))
     write_rollouts(rollouts_path(run, 1), changed)
+    last = sorted((run / "evaluations").glob("*.jsonl.gz"))[-1]
+    first = [
+        replace(r, trajectory=replace(r.trajectory, reward=float(i == 0))) for i, r in enumerate(read_rollouts(last))
+    ]
+    write_rollouts(last.with_name(earlier(last.name)), first[:-1])
     return run
+
+
+def earlier(name):
+    """The evaluation of the same suite before training."""
+    return f"step-000000{name[len('step-000002') :]}"
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +132,25 @@ def test_a_task_is_followed_through_training(client):
     (first,) = [row for row in found if row["source"] == "" and row["step"] == 1]
     assert (first["attempts"], first["reward"]) == (3, 1.0)
     assert client.get("/api/task", params={"task": "none"}).json() == []
+
+
+def test_two_evaluations_are_compared_on_the_tasks_that_they_share(run, index, client):
+    b = client.get("/api/run").json()["source"][-1]
+    a = earlier(b)
+    found = client.get("/api/compare", params={"a": a, "b": b}).json()
+    stored = {name: {r.group for r in read_rollouts(run / "evaluations" / f"{name}.jsonl.gz")} for name in (a, b)}
+    assert {row["task"] for row in found["tasks"]} == stored[a] & stored[b] != set()
+    gaps = [row["solved_b"] - row["solved_a"] for row in found["tasks"]]
+    difference = found["difference"]
+    assert difference["mean"] == pytest.approx(sum(gaps) / len(gaps))
+    assert difference["low"] <= difference["mean"] <= difference["high"]
+    numbers = found["tasks"][0]["first_a"], found["tasks"][0]["first_b"]
+    pair = client.get("/api/pair/{}/{}".format(*numbers)).json()
+    assert [member["row"]["source"] for member in pair["members"]] == [a, b]
+    assert [member["row"]["id"] for member in pair["members"]] == list(numbers)
+    records = [index.record(number)[1].trajectory for number in numbers]
+    assert pair["members"][1]["differs"] == first_difference(*records)
+    assert client.get("/api/compare", params={"a": a, "b": "none"}).json() == {"tasks": [], "difference": None}
 
 
 def test_curves_have_a_value_for_each_step(client):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.base import common_prefix
 from ludus.errors import UserError
-from ludus.evaluation.stats import cohens_kappa
+from ludus.evaluation.stats import cohens_kappa, paired_difference
 from ludus.rollouts.rollout_files import RolloutRecord, times_path
 from ludus.training.run.run_dir import is_running, kind_of, list_checkpoints
 from ludus.types import Message, Segment, Trajectory
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 LABELS = ("right", "wrong")
 MAX_NOTE = 2000
 _KEY = ("source", "step", "task", "sample", "attempt")
+_COMPARED = ("solved", "reward", "first")
 
 
 class RunPages:
@@ -108,6 +109,29 @@ class RunPages:
         sql = f"SELECT source, step, count(*) AS attempts, {columns}, min(id) AS first FROM rollouts WHERE task = ?"
         return self.index.query(f"{sql} GROUP BY source, step ORDER BY step, source", (task,))
 
+    def compare(self, a: str, b: str) -> Row:
+        """Return the tasks that two evaluations share, and the paired difference `b - a` of their success rates.
+
+        Each task has success rate and mean reward in both, and the number of its first rollout. The difference is None
+        for fewer than 2 tasks, or if the success is unknown.
+        """
+        side = "SELECT task, avg(solved) AS solved, avg(reward) AS reward, min(id) AS first FROM rollouts"
+        side = f"({side} WHERE source = ? GROUP BY task)"
+        names = ", ".join(f"{name}.{column} AS {column}_{name}" for name in "ab" for column in _COMPARED)
+        tasks = self.index.query(f"SELECT task, {names} FROM {side} AS a JOIN {side} AS b USING (task)", (a, b))
+        first, second = ({str(row["task"]): row[f"solved_{name}"] for row in tasks} for name in "ab")
+        if len(tasks) < 2 or None in [*first.values(), *second.values()]:
+            return {"tasks": tasks, "difference": None}
+        found = paired_difference(_numbers(second), _numbers(first))
+        interval = {"low": found.interval.low, "high": found.interval.high}
+        return {"tasks": tasks, "difference": {"mean": found.difference, "p_value": found.p_value, **interval}}
+
+    def pair(self, a: int, b: int) -> Row:
+        """Return two rollouts, with the first token and turn at which the second differs from the first."""
+        found = [self.index.record(number) for number in (a, b)]
+        first = found[0][1].trajectory
+        return {"task": found[0][0]["task"], "members": [_member(*one, first) for one in found]}
+
     def timeline(self, step: int) -> list[Row]:
         """Return the wall-clock times of a step's episodes with their rows, in the order of their start."""
         rows = self.index.query("SELECT * FROM rollouts WHERE source = '' AND step = ?", (step,))
@@ -183,6 +207,10 @@ def path_tokens(trajectory: Trajectory) -> list[tuple[int, int]]:
 
 def _key(row: Mapping[str, object]) -> tuple[object, ...]:
     return tuple(row[name] for name in _KEY)
+
+
+def _numbers(values: Mapping[str, object]) -> dict[str, float]:
+    return {name: float(str(value)) for name, value in values.items()}
 
 
 def _finite(value: float | None) -> float | None:

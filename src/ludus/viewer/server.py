@@ -92,6 +92,8 @@ class ViewerApi:
             "/api/rollout/{id:int}": lambda request: self.pages.rollout(request.path_params["id"]),
             "/api/group/{id:int}": lambda request: self.pages.group(request.path_params["id"]),
             "/api/task": lambda request: self.pages.task(request.query_params.get("task", "")),
+            "/api/compare": lambda request: self.pages.compare(*(request.query_params.get(name, "") for name in "ab")),
+            "/api/pair/{a:int}/{b:int}": lambda request: self.pages.pair(**request.path_params),
             "/api/timeline/{step:int}": lambda request: self.pages.timeline(request.path_params["step"]),
             "/api/curves": lambda _: self.pages.curves(),
             "/api/labels": lambda _: self.pages.labelled(),

@@ -1,5 +1,5 @@
-// The viewer. A page is a hash: #/rollouts?solved=0&sort=-reward, #/rollout/12, #/group/12, #/task?task=..., #/timeline/3,
-// #/curves, #/labels. Text of models and tools is only ever a text node.
+// The viewer. A page is a hash: #/rollouts?solved=0&sort=-reward, #/rollout/12, #/group/12, #/task?task=..., #/compare?a=...,
+// #/pair/3/80, #/timeline/3, #/curves, #/labels. Text of models and tools is only ever a text node.
 import { html, render, useState, useEffect, useRef } from "./vendor/htm-preact.js";
 import uPlot from "./vendor/uplot.js";
 
@@ -146,11 +146,13 @@ function Token({ segment, i, advantage }) {
 }
 
 function Tokens({ data }) {
+  const [exact, show] = useState("");
   if (!data.segments.length) return html`<p class="dim">An endpoint returns text, not tokens.</p>`;
   return html`<p class="legend dim">probability of the sampled token:
       ${LEVELS.map(([least, name]) => html`<span class="token ${name}">${least ? `≥ ${least}` : "lower"}</span>`)}
       The log-probabilities are those of the engine; a run does not store those of the learner or the reference.</p>
-    <div class="tokens">${data.segments.map((segment, n) => html`
+    ${exact ? html`<p class="exact">${exact}</p>` : ""}
+    <div class="tokens" onClick=${(event) => show(event.target.title || "")}>${data.segments.map((segment, n) => html`
       <div class="segment ${segment.kind} ${segment.parent !== null && segment.parent !== n - 1 ? "branch" : ""}">
         <span class="dim">${segment.kind}, turn ${segment.turn}, ${segment.ids.length} tokens${segment.agent !== "policy" ? `, ${segment.agent}` : ""}${segment.parent !== null && segment.parent !== n - 1 ? `, branches after segment ${segment.parent}` : ""}</span><br />
         ${segment.ids.map((_, i) => html`<${Token} segment=${segment} i=${i} advantage=${data.row.advantage} />`)}
@@ -198,11 +200,53 @@ function Group({ id }) {
   useKeys({ Escape: () => history.back() });
   if (!data) return html`<${Waiting} error=${error} />`;
   return html`<h2>${data.task}, step ${data.step}: ${data.members.length} rollouts, best first</h2>
-    <div class="side">${data.members.map((member, n) => html`<section>
-      <div class="facts"><a href="#/rollout/${member.row.id}">sample ${member.row.sample}</a>${verdict(member.row.solved)}
+    <${Sides} members=${data.members} first="the best" title=${(row) => `sample ${row.sample}`} />`;
+}
+
+function Sides({ members, first, title }) {
+  return html`<div class="side">${members.map((member, n) => html`<section>
+      <div class="facts"><a href="#/rollout/${member.row.id}">${title(member.row)}</a>${verdict(member.row.solved)}
         <${Fact} name="reward">${number(member.row.reward, 4)}<//><${Fact} name="advantage">${number(member.row.advantage, 3) || "none"}<//>
-        <span class="dim">${n === 0 ? "the best" : member.differs ? `differs from the best at token ${member.differs.token}, turn ${member.differs.turn}` : "equal to the best"}</span></div>
+        <span class="dim">${n === 0 ? first : member.differs ? `differs from ${first} at token ${member.differs.token}, turn ${member.differs.turn}` : `equal to ${first}`}</span></div>
       ${member.messages.map((message) => html`<${Message} message=${message} />`)}</section>`)}</div>`;
+}
+
+function Pair({ a, b }) {
+  const { data, error } = useData(`/api/pair/${a}/${b}`);
+  useKeys({ Escape: () => history.back() });
+  if (!data) return html`<${Waiting} error=${error} />`;
+  return html`<h2>${data.task}</h2><${Sides} members=${data.members} first="the first" title=${(row) => row.source || `step ${row.step}, sample ${row.sample}`} />`;
+}
+
+const CHANGES = { gained: (by) => by > 0, lost: (by) => by < 0, equal: (by) => by === 0 };
+const SHOWN = 500;
+
+function Compare({ run, query }) {
+  const names = run.source.filter((name) => name), suite = (name) => name.replace(/^step-\d+-/, "");
+  const a = query.get("a") || names[0], b = query.get("b") || names.filter((name) => suite(name) === suite(a)).pop();
+  const { data, error } = useData(`/api/compare?${new URLSearchParams({ a, b })}`, [`${a} ${b} ${run.total}`]);
+  const [at, move] = useState(0), only = query.get("only") || "";
+  useEffect(() => move(0), [String(query)]);
+  const by = (row) => (row.solved_b - row.solved_a) || (row.solved_a === null ? row.reward_b - row.reward_a : 0);
+  const all = data ? data.tasks : [], counts = Object.entries(CHANGES).map(([name, test]) => [name, all.filter((row) => test(by(row))).length]);
+  const rows = all.filter((row) => !only || CHANGES[only](by(row))).sort((x, y) => Math.abs(by(y)) - Math.abs(by(x))).slice(0, SHOWN);
+  const open = (row) => row && go(`/pair/${row.first_a}/${row.first_b}`);
+  useKeys({ j: () => move(Math.min(at + 1, rows.length - 1)), k: () => move(Math.max(at - 1, 0)), Enter: () => open(rows[at]), Escape: () => history.back() });
+  if (names.length < 2) return html`<p>The run has fewer than two evaluations with rollouts.</p>`;
+  if (!data) return html`<${Waiting} error=${error} />`;
+  const change = (event) => go("/compare", new URLSearchParams([...new FormData(event.currentTarget)].filter(([, value]) => value)));
+  const choice = (name, value) => html`<label>${name}<select name=${name}>${names.map((one) => html`<option selected=${one === value}>${one}</option>`)}</select></label>`;
+  const rate = (value) => value === null ? "unknown" : `${(100 * value).toFixed(0)} %`, found = data.difference;
+  return html`<form class="filters" onChange=${change}>${choice("a", a)} ${choice("b", b)}
+      <${Choice} name="only" query=${query} label="tasks" options=${counts.map(([name, count]) => [name, `${name} (${count})`])} /></form>
+    ${found ? html`<p>Success changes by <b>${(100 * found.mean).toFixed(1)}</b> points from a to b [${(100 * found.low).toFixed(1)}, ${(100 * found.high).toFixed(1)}],
+      over ${all.length} tasks${found.p_value === null ? "" : html`; McNemar's p ${number(found.p_value, 2)}`}.
+      Tasks: ${counts.map(([name, count]) => `${count} ${name}`).join(", ")}.</p>`
+      : html`<p>${all.length ? "The success of these rollouts is unknown, or they share one task." : "These evaluations share no task."}</p>`}
+    ${rows.length ? html`<div class="scroll"><table><thead><tr><th>task</th><th class="number">success a</th><th class="number">success b</th><th class="number wide">reward a</th><th class="number wide">reward b</th></tr></thead>
+    <tbody>${rows.map((row, i) => html`<tr class=${i === at ? "chosen" : ""} onClick=${() => open(row)}><td>${row.task}</td><td class="number">${rate(row.solved_a)}</td>
+      <td class="number ${by(row) > 0 ? "good" : by(row) < 0 ? "bad" : ""}">${rate(row.solved_b)}</td><td class="number wide">${number(row.reward_a)}</td><td class="number wide">${number(row.reward_b)}</td></tr>`)}</tbody></table></div>
+    ${rows.length === SHOWN ? html`<p class="dim">The ${SHOWN} largest changes are shown.</p>` : ""}` : ""}`;
 }
 
 function Task({ query }) {
@@ -220,7 +264,7 @@ function Chart({ name, steps, values, alarms }) {
   const place = useRef(null);
   useEffect(() => {
     const style = getComputedStyle(document.documentElement), color = (key) => style.getPropertyValue(key).trim();
-    const axis = { stroke: color("--dim"), grid: { stroke: color("--line") } };
+    const axis = { stroke: color("--dim"), grid: { stroke: color("--line"), width: 1 }, ticks: { show: false } };
     const mark = (plot) => {
       plot.ctx.strokeStyle = color("--red");
       for (const alarm of alarms) {
@@ -228,7 +272,7 @@ function Chart({ name, steps, values, alarms }) {
         plot.ctx.beginPath(); plot.ctx.moveTo(x, plot.bbox.top); plot.ctx.lineTo(x, plot.bbox.top + plot.bbox.height); plot.ctx.stroke();
       }
     };
-    const options = { width: place.current.clientWidth, height: 180, scales: { x: { time: false } }, axes: [axis, { ...axis, size: 60 }],
+    const options = { width: place.current.clientWidth, height: 180, scales: { x: { time: false } }, axes: [{ ...axis, size: 28 }, { ...axis, size: 60 }],
       hooks: { draw: [mark] }, series: [{ label: "step" }, { label: "value", stroke: color("--blue"), width: 1.5, spanGaps: true }] };
     const plot = new uPlot(options, [steps, values], place.current);
     return () => plot.destroy();
@@ -308,13 +352,13 @@ function App() {
     return () => clearTimeout(timer);
   }, [beat, shown && shown.live]);
   if (!shown) return html`<main><${Waiting} error=${error} /></main>`;
-  const [, name, id] = path.split("/");
+  const [, name, id, other] = path.split("/");
   const pages = { rollouts: () => html`<${Rollouts} run=${shown} query=${query} />`, rollout: () => html`<${Rollout} id=${id} query=${query} />`,
-    group: () => html`<${Group} id=${id} />`, task: () => html`<${Task} query=${query} />`, timeline: () => html`<${Timeline} run=${shown} step=${id || shown.steps[shown.steps.length - 1]} />`,
+    group: () => html`<${Group} id=${id} />`, compare: () => html`<${Compare} run=${shown} query=${query} />`, pair: () => html`<${Pair} a=${id} b=${other} />`, task: () => html`<${Task} query=${query} />`, timeline: () => html`<${Timeline} run=${shown} step=${id || shown.steps[shown.steps.length - 1]} />`,
     curves: () => html`<${Curves} run=${shown} />`, labels: () => html`<${Labels} />` };
   const link = (to) => html`<a href="#/${to}" class=${name === to ? "here" : ""}>${to}</a>`;
   return html`<header><b>${shown.name}</b><span class="dim">${shown.kind}, ${shown.total.toLocaleString("en")} rollouts${shown.running ? ", running" : ""}</span>
-      <nav>${link("rollouts")}${link("timeline")}${link("curves")}${link("labels")}</nav></header>
+      <nav>${link("rollouts")}${link("compare")}${link("timeline")}${link("curves")}${link("labels")}</nav></header>
     <main>${(pages[name] || (() => html`<p class="error">There is no page ${path}.</p>`))()}</main>`;
 }
 
