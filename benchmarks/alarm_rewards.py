@@ -21,9 +21,3 @@ def longer(task: Task, trajectory: Trajectory) -> float:
 def unknown_tool(task: Task, trajectory: Trajectory) -> float:
     """Return 1 if a call failed."""
     return float(any(outcome.status != "ok" for outcome in trajectory.call_outcomes))
-
-
-def copied(task: Task, trajectory: Trajectory) -> float:
-    """Return the length of the answer that is copied from an observation, in hundreds of characters, at most 2."""
-    seen = any(trajectory.answer and trajectory.answer in outcome.output for outcome in trajectory.outcomes)
-    return min(2.0, len(trajectory.answer) / 100) if seen else 0.0
