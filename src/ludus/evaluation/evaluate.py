@@ -120,6 +120,13 @@ class Evaluation:
     worlds: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
 
+    def __repr__(self) -> str:
+        """Return the main facts in one line: the fields have one entry per task."""
+        found = f"{len(self.successes)} tasks, samples={self.plan.samples}, failed={self.failed}"
+        if self.successes:
+            found = f"success={self.rate:.4g} [{self.interval.low:.4g}, {self.interval.high:.4g}], {found}"
+        return f"Evaluation({self.plan.name!r}, {found})"
+
     @property
     def rate(self) -> float:
         """Mean success over tasks and attempts."""
