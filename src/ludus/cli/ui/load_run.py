@@ -9,9 +9,8 @@ from ludus.config.schema import Config
 from ludus.engines.base import Engine
 from ludus.envs.base import World
 from ludus.envs.registry import closing
-from ludus.errors import UserError
 from ludus.training.run.checkpoint import load_weights
-from ludus.training.run.run_dir import RunFolder, list_checkpoints
+from ludus.training.run.run_dir import RunFolder, latest_checkpoint, list_checkpoints
 from ludus.training.run.session import TrainingSession, make_engine, open_session
 
 
@@ -49,13 +48,7 @@ def open_checkpoint(run: RunFolder, config: Config, world: World | None = None) 
 
     A checkpoint of adapters is loaded on top of the initial model of the run.
     """
-    found = list_checkpoints(run.checkpoints)
-    if not found:
-        raise UserError(
-            f"The run {run.path} has no checkpoint yet.",
-            "Wait for the first one (training.checkpoint_every), or specify a model.",
-        )
-    step, path = found[-1]
+    step, path = latest_checkpoint(run)
     if not (path / "adapter_config.json").is_file():
         model = config.model.model_copy(update={"lora": None})
         return open_session(config.model_copy(update={"model": model}), path, world), step
