@@ -226,9 +226,8 @@ def _task_line(task: Task) -> str:
 
 
 def announce(text: str) -> None:
-    """Print on standard error what takes the next seconds, if that is a terminal."""
-    if sys.stderr.isatty():
-        print(text, file=sys.stderr, flush=True)
+    """Print on standard error what takes the next seconds."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def load_libraries() -> None:
