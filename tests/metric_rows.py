@@ -20,6 +20,8 @@ def healthy(num=40, seed=0):
                 "groups/reward_std": 0.35 - 0.1 * done,
                 "groups/zero_variance": 0.2 + 0.2 * done,
                 "groups/low_entropy": 0.1,
+                "tasks/starved": 0.1,
+                "groups/conflict_tokens": 0.2,
                 "groups/solve_all": 0.1 + 0.3 * done,
                 "groups/solve_none": 0.1,
                 "policy/entropy": 0.5 - 0.3 * done,
@@ -27,6 +29,11 @@ def healthy(num=40, seed=0):
                 "policy/ratio_max": 1.0,
                 "policy/clip_fraction": 0.0,
                 "optim/grad_norm": 0.5 + draw.uniform(-0.1, 0.2),
+                "optim/top_token_share": 0.03,
+                "mismatch/by_probability/<=0.01": 3e-6,
+                "mismatch/by_probability/<=1": 1e-6,
+                "judge/reward_model/agreement": 0.8,
+                "tools/untested": 0.2,
                 "loss/total": 0.01,
                 "mismatch/logprob_diff": 1e-6,
                 "mismatch/logprob_diff/<=512": 1e-6,
@@ -48,6 +55,11 @@ def healthy(num=40, seed=0):
                 "episode/stop/tool_errors": 0.0,
                 "critic/explained_variance": 0.4,
             }
+            | (
+                {"collapse/retrieval_1": 0.9, "collapse/chance": 0.1, "collapse/mutual_information": 0.4}
+                if step % 2
+                else {}
+            )
             | ({"eval/validation/sampled/success": solved} if step % 10 == 9 else {})
         )
     return rows

@@ -58,7 +58,7 @@ def lasting_files(folder: Path) -> dict[str, bytes]:
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.name not in passing
+        if path.is_file() and path.name not in passing and not path.name.endswith(".times.jsonl")
     }
 
 

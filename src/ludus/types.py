@@ -326,6 +326,10 @@ class Timings:
     """Time from the end of the episode (`total_s`) to its rewards, including waiting for a grader."""
     grading_s: float = 0.0
     """The part of `scoring_s` spent on computing rewards."""
+    begin: float = 0.0
+    """Start of the episode, in seconds since the epoch."""
+    turns: tuple[tuple[float, float], ...] = ()
+    """Seconds of the model and of the environment in each turn, in order; empty for a tree."""
 
 
 @dataclass(frozen=True, slots=True)

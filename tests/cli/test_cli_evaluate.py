@@ -88,7 +88,8 @@ def test_a_split_with_fewer_tasks_is_evaluated_as_a_whole(tiny_run, tmp_path):
 def test_several_attempts_give_pass_at_k(tiny_run, tmp_path):
     run = copy_run(tiny_run, tmp_path)
     words = ("--evaluation.samples", "3", "--evaluation.tasks", "5", "--evaluation.temperatures", "[0.7]")
-    said = ludus("eval", "--run", run, *words)
+    files = ("--json", tmp_path / "all.json", "--markdown", tmp_path / "all.md")
+    said = ludus("eval", "--run", run, *words, *files, "--price-in", "1", "--price-out", "2")
     assert said.code == 0, said
     result = load_evaluation(run / "evaluations" / "step-000002-test-t0.7-x3.json")
     assert len(result.successes) == 5
@@ -96,11 +97,19 @@ def test_several_attempts_give_pass_at_k(tiny_run, tmp_path):
         at = sum(pass_at_k(3, c, k) for c in result.successes) / 5
         hat = sum(pass_hat_k(3, c, k) for c in result.successes) / 5
         row = [cell.strip() for line in said.out.splitlines() if f"│ {k} │" in line for cell in line.split("│")]
-        assert row[-3:-1] == [f"{at:.1%}", f"{hat:.1%}"]
+        assert [cell.split(" ")[0] for cell in row[-3:-1]] == [f"{at:.1%}", f"{hat:.1%}"]
+        assert f"| {k} | {at:.1%} \\[" in (tmp_path / "all.md").read_text()
     records = list(read_rollouts(run / "evaluations" / "step-000002-test-t0.7-x3.jsonl.gz"))
     assert [(r.group, r.trajectory.sample) for r in records] == [
         (task_id, sample) for task_id in result.task_ids for sample in range(3)
     ]
+    (data,) = json.loads((tmp_path / "all.json").read_text())
+    cost, trajectories = data["cost"], [record.trajectory for record in records]
+    assert cost["total"]["completion_tokens"] == sum(t.num_action_tokens for t in trajectories)
+    assert cost["total"]["turns"] == sum(t.num_turns for t in trajectories)
+    assert cost["total"]["seconds"] > 0
+    assert cost["per_task"]["money"] == cost["total"]["money"] / 5 > 0
+    assert set(data["by_tag"]["family"]) == {"fruit", "tool"}
 
 
 def test_a_model_is_evaluated_into_a_folder_of_its_own(tiny_run, tmp_path):
@@ -125,15 +134,18 @@ def test_results_without_a_folder_go_under_runs(tiny_run, tmp_path, monkeypatch)
         assert (tmp_path / f"runs/eval-{number}/evaluations/step-000000-test-greedy.json").is_file()
 
 
-def test_an_endpoint_plays_the_same_tasks(tmp_path):
+@pytest.mark.parametrize("counts", [True, False])
+def test_an_endpoint_plays_the_same_tasks(tmp_path, counts):
     (tmp_path / "key").write_text("secret\n")
 
     def play(body):
         asked = body["messages"][1]["content"].split()[2]
         if body["messages"][-1]["role"] == "user":
             function = {"name": "look", "arguments": json.dumps({"item": asked})}
-            return Reply(say(None, {"type": "function", "id": "a", "function": function}))
-        return Reply(say("0" if asked == "fork" else body["messages"][-1]["content"].split()[-1]))
+            reply = say(None, {"type": "function", "id": "a", "function": function})
+        else:
+            reply = say("0" if asked == "fork" else body["messages"][-1]["content"].split()[-1])
+        return Reply({**reply, "usage": reply["usage"] if counts else None})
 
     with serving(play) as server:
         words = ("--endpoint", server.url, "--model", "m", "--api-key-file", tmp_path / "key")
@@ -145,6 +157,10 @@ def test_an_endpoint_plays_the_same_tasks(tmp_path):
     assert wrong == ["test:fork"]
     assert greedy.plan.policy == f"m at {server.url}"
     assert "87.5%" in said.out
+    data = json.loads((tmp_path / "out" / "evaluations" / "step-000000-test-greedy.json").read_text())
+    assert data["cost"]["per_task"]["turns"] == 2
+    assert bool(data["cost"]["total"]["prompt_tokens"]) == counts
+    assert (data["cost"]["per_task"]["completion_tokens"] is None) == (not counts)
     assert set(PRICES) >= {task_id.removeprefix("test:") for task_id in greedy.task_ids}
     assert "secret" not in "".join(path.read_text() for path in (tmp_path / "out").rglob("*.*ml"))
 
@@ -175,6 +191,10 @@ def test_baselines_of_the_search_world_have_no_tool(tiny_run, tmp_path, baseline
         (("search", "--run", "RUN"), "--run takes world and weights from the run"),
         (("TINY", "--endpoint", "http://h"), "--endpoint needs --model"),
         (("TINY", "--api-key-file", "k"), "--api-key-file needs --endpoint"),
+        (("TINY", "--price-in", "2"), "--price-in and --price-out need each other"),
+        (("TINY", "--price-in", "2", "--price-out", "-1"), "The price -1.0 is not valid"),
+        (("TINY", "--prices", "k", "--price-in", "2"), "--prices excludes"),
+        (("TINY", "--prices", "k"), "The prices cannot be read from k"),
         (("TINY", "--endpoint", "http://h", "--model", "m", "--api-key-file", "k"), "cannot be read from k"),
         (("TINY", "--endpoint", "ftp://h", "--model", "m"), "is not an HTTP URL"),
         (("TINY", "--endpoint", "http://h", "--model", "m", "--env.rendering", "tags"), "env.rendering"),

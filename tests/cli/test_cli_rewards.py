@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from ludus.cli.results.calibrate import agreement_lines
+from ludus.evaluation.stats import cohens_kappa
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path, write_rollouts
-from ludus.types import Message, StopReason
+from ludus.types import Message, StopReason, Trajectory
 from tiny_run import WORLD, cold_start, copy_run, ludus, make_recipe, refused
 from tiny_world import PRICES
 
@@ -162,3 +164,17 @@ def test_what_a_section_made_is_made_again_bit_for_bit(tiny_run, tmp_path):
 def test_bad_input_is_one_sentence(words, expected, run, tmp_path):
     file = config(tmp_path, "[training]\nsteps = 3")
     assert expected in refused("rewards", "replay", run, *(file if word == "FILE" else word for word in words))
+
+
+def judged(judge, verifier):
+    return Trajectory("t", 0, (), (), StopReason.ANSWERED, rewards={"judge": judge, "exact": verifier, "f1": 0.5})
+
+
+def test_a_judge_of_0_and_1_is_compared_with_the_verifier():
+    pairs = [(1.0, 1.0)] * 20 + [(1.0, 0.0)] * 5 + [(0.0, 1.0)] * 10 + [(0.0, 0.0)] * 15
+    found = cohens_kappa([a == 1 for a, _ in pairs], [b == 1 for _, b in pairs])
+    (line,) = agreement_lines([judged(*pair) for pair in pairs], "exact")
+    assert f"kappa {0.4:.2f} [{found.low:.2f}, {found.high:.2f}]" in line  # (0.7 - 0.5) / (1 - 0.5)
+    assert "both 20, only judge 5, only exact 10, neither 15" in line
+    assert agreement_lines([judged(0.5, 1.0), judged(1.0, 0.0)], "exact") == []
+    assert agreement_lines([judged(1.0, 1.0)], "exact") == []

@@ -18,7 +18,7 @@ from ludus.cli.ui.progress import ProgressReporter
 from ludus.cli.ui.run_summary import format_times, mean_timings
 from ludus.cli.ui.terminal import PIPE_COLUMNS, bars, format_eta, silence_libraries
 from ludus.config import load_config
-from ludus.diagnostics.timings import StepTimings, episode_shares, scoring_hint
+from ludus.diagnostics.timings import StepTimings, episode_shares, scoring_hint, straggler_hint
 from ludus.diagnostics.trackers import MetricsRow
 from ludus.engines.base import EngineStats, Request
 from ludus.engines.embedded.engine import LocalEngine
@@ -78,6 +78,20 @@ def test_a_step_tells_how_long_rewards_took_and_what_to_do_about_it():
     assert scoring_hint(timed(config, episode(1.0, 1.0, 0.1, 8.0)), config) == ""
     assert scoring_hint(timed(config, episode(1.0, 1.0, 8.0, 0.1)), config) == ""
     assert scoring_hint(timed(config), config) == ""
+
+
+def test_a_step_that_waits_for_few_long_episodes_tells_so():
+    config = load_config("search")
+    normal = [episode(0.5, 0.5)] * 60
+    found = timed(config, *normal, episode(4.0, 3.0))
+    assert (found["episode/median_s"], found["episode/p99_s"]) == (1.0, 7.0)
+    said = straggler_hint(found, config)
+    assert "the slowest 1 % take 7 s or more, the median 1 s" in said
+    assert straggler_hint(timed(config, *normal, episode(2.0, 3.0)), config) == ""
+    assert straggler_hint(timed(config, *normal, episode(4.0, 3.0), rollout_s=23.0), config) == ""
+    assert straggler_hint(timed(config, *normal, *normal, episode(4.0, 3.0)), config) == ""
+    assert straggler_hint(timed(config), config) == ""
+    assert straggler_hint(found, load_config("search", ["--training.mode", "async"])) == ""
 
 
 def test_the_hint_of_a_cluster_names_its_reward_workers():

@@ -29,8 +29,11 @@ SHOWN = {
     "zero_reward": with_end(5, reward__mean=0.0, reward__std=0.0),
     "equal_rewards": with_end(1, groups__zero_variance=1.0),
     "few_differences": with_end(10, groups__zero_variance=0.85),
+    "starved_tasks": with_end(5, tasks__starved=0.6),
+    "conflict_tokens": with_end(5, groups__conflict_tokens=0.7),
     "uniform_failure": with_end(5, success__mean=0.0, reward__right=0.0),
     "entropy_collapse": with_end(5, policy__entropy=0.015),
+    "template_collapse": with_end(1, collapse__retrieval_1=0.2, collapse__chance=0.1),
     "exploration_ended": with_end(5, groups__low_entropy=0.6),
     "entropy_explosion": with_end(3, policy__entropy=2.0),
     "kl_jump": with_end(2, policy__kl_reference=0.5),
@@ -50,9 +53,13 @@ SHOWN = {
     "parroting": with_end(3, text__copied=0.7),
     "language_mixing": with_end(3, text__foreign_script=0.2),
     "shaping_only": unsolved([row | {"reward/format": n / 40} for n, row in enumerate(healthy())], 0.3),
+    "judge_drift": with_end(5, judge__reward_model__agreement=0.6),
+    "untested_answers": with_end(5, tools__untested=0.6),
     "reward_hacking": evaluated((0.3, 0.3), (0.5, 0.5), (0.7, 0.35), (0.8, 0.3)),
     "mismatch": with_end(1, mismatch__logprob_diff=0.051),
     "mismatch_by_length": [row | {"mismatch/logprob_diff/<=1024": 0.04} for row in healthy()],
+    "mismatch_by_probability": [row | {"mismatch/by_probability/<=0.01": 0.11} for row in healthy()],
+    "gradient_on_few_tokens": with_end(3, optim__top_token_share=0.6),
     "inert_clip": [row | {"policy/ratio_max": 1.2} for row in healthy()],
     "zero_gradient": with_end(3, loss__total=0.0, optim__grad_norm=0.0),
     "critic": with_end(10, critic__explained_variance=-0.1),
@@ -99,9 +106,18 @@ def test_a_healthy_run_raises_no_alarm_at_any_step(seed):
         with_end(1, episode__stop__tool_errors=0.5),
         with_end(1, episode__stop__truncated=0.25, episode__stop__max_tokens=0.25),
         with_end(5, policy__entropy=0.2, groups__low_entropy=0.49),
+        with_end(5, tasks__starved=0.5),
+        with_end(5, groups__conflict_tokens=0.6),
+        with_end(3, optim__top_token_share=0.5),
+        [row | {"mismatch/by_probability/<=0.01": 0.1} for row in healthy()],
+        [row | {"mismatch/by_probability/<=0.01": 0.2, "mismatch/logprob_diff": 0.045} for row in healthy()],
+        with_end(5, tools__untested=0.5),
+        with_end(5, judge__reward_model__agreement=0.66),
         with_end(4, policy__entropy=0.015),
         with_end(1, groups__zero_variance=1.0, distill__reverse_kl=0.1),
         with_end(1, groups__zero_variance=1.0, experts__trained=1.0),
+        with_end(1, collapse__retrieval_1=0.21, collapse__mutual_information=0.1),
+        with_end(1, collapse__retrieval_1=0.0, collapse__chance=0.5),
         evaluated((0.3, 0.2), *[(0.3, 0.0)] * 4),
         evaluated((0.3, 0.3), (0.5, 0.5), (0.7, 0.41), (0.8, 0.41)),
         evaluated((0.5, 0.5), (0.5, 0.3), (0.5, 0.3)),
@@ -139,6 +155,12 @@ def test_rewards_of_0_have_a_likely_cause_and_advise_a_cold_start(change, words)
     text = text_of("zero_reward", with_end(5, reward__mean=0.0, reward__std=0.0, **change))
     assert words in text
     assert "ludus sft RECIPE --model MODEL" in text
+
+
+def test_template_collapse_compares_with_the_first_measurements():
+    fallen = with_end(1, collapse__mutual_information=0.09)
+    assert "fell from 0.4 to 0.09" in text_of("template_collapse", fallen)
+    assert names(fallen[-10:]) == []
 
 
 def test_a_step_without_training_neither_makes_nor_hides_a_collapse():

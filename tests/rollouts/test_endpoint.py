@@ -105,7 +105,7 @@ def test_a_two_hop_dialogue_is_played_and_scored():
         "Then London.",
         None,
     ]
-    assert endpoint.usage == TokenUsage(90, 15, 3)
+    assert endpoint.usage == TokenUsage(90, 15, 3, 3)
     first, _, last = server.requests
     assert [m["role"] for m in last["messages"]] == ["system", "user", "assistant", "tool", "assistant", "tool"]
     assert last["messages"][2] == {

@@ -130,6 +130,19 @@ def test_curves_have_a_value_for_each_step(client):
     assert len(curves["values"]["reward/mean"]) == 2
 
 
+def test_a_timeline_has_the_seconds_of_each_turn(run, client):
+    lines = client.get("/api/timeline/2").json()
+    stored = list(read_rollouts(rollouts_path(run, 2)))
+    assert len(lines) == len(stored)
+    assert lines == sorted(lines, key=lambda line: line["begin"])
+    for line in lines:
+        assert line["row"]["task"] == line["task"]
+        spent = sum(model + tools for model, tools in line["turns"])
+        assert 0 < spent <= line["total_s"] * 1.01
+        assert sum(model for model, _ in line["turns"]) == pytest.approx(line["model_s"])
+    assert client.get("/api/timeline/99").json() == []
+
+
 def test_labels_are_stored_and_compared_with_the_verifier(run, client):
     chosen = rows(client, training=1, limit=4)["rows"]
     for row, label in zip(chosen, ("wrong", "right", "right", "right"), strict=True):

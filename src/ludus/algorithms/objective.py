@@ -25,6 +25,7 @@ from ludus.algorithms.losses.clipped import ClipStats, clip_stats
 from ludus.algorithms.losses.likelihood import echo, positive_nll
 from ludus.algorithms.losses.sequence import trajectory_mean
 from ludus.algorithms.tensors import Cut, SummedFields, Tensor, TokenBatch, check_shapes, select, torch
+from ludus.algorithms.token_spread import TokenSpread, token_spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,9 +130,10 @@ class Statistics(SummedFields):
     """Sums of one microbatch; `+` joins microbatches. `clip.tokens` is the number of action tokens.
 
     `loss` and its part `policy_loss` are normalised already (their sums are those of the whole batch); `by_length` is
-    `mismatch` by token position; `kl_sum` and `entropy_sum` are plain sums over action tokens, None if the
-    batch has no reference or entropy; `teacher_sum` is that of `logprobs - teacher`, `chosen_sum` counts the tokens
-    selected by a covariance loss. `terms` are the auxiliary losses, with their coefficients and normalised already.
+    `mismatch` by token position, `spread` how gradient and mismatch are spread over tokens; `kl_sum` and `entropy_sum`
+    are plain sums over action tokens, None if the batch has no reference or entropy; `teacher_sum` is that of
+    `logprobs - teacher`, `chosen_sum` counts the tokens selected by a covariance loss. `terms` are the auxiliary
+    losses, with their coefficients and normalised already.
     """
 
     loss: float
@@ -139,6 +141,7 @@ class Statistics(SummedFields):
     clip: ClipStats
     mismatch: Mismatch
     by_length: MismatchByLength
+    spread: TokenSpread
     kl_sum: float | None
     entropy_sum: float | None
     teacher_sum: float | None = None
@@ -221,6 +224,7 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -
         by_length=mismatch_by_length(
             old_logprobs=batch.old_logprobs, behavior_logprobs=batch.behavior_logprobs, mask=batch.mask
         ),
+        spread=_spread(batch, weights, normaliser),
         kl_sum=read.get("kl"),
         entropy_sum=read.get("entropy"),
         teacher_sum=read.get("teacher"),
@@ -228,6 +232,18 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -
         terms={name: read[f"term {name}"] for name in terms},
     )
     return total, statistics
+
+
+def _spread(batch: TokenBatch, weights: Tensor, normaliser: Normalizer) -> TokenSpread:
+    return token_spread(
+        logprobs=batch.logprobs,
+        old_logprobs=batch.old_logprobs,
+        behavior_logprobs=batch.behavior_logprobs,
+        advantages=batch.advantages,
+        weights=weights,
+        mask=batch.mask,
+        num_tokens=normaliser.tokens,
+    )
 
 
 def aux_losses(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from ludus.config.settings import find
 from ludus.config.toml import flat_settings
 from ludus.errors import UserError
 from ludus.recipes import list_recipes
-from ludus.training.run.run_dir import RunFolder, kind_of, latest_checkpoint
+from ludus.training.run.run_dir import RunFolder, kind_of
 
 PRETRAINED = "pretrained.toml"
 """The settings of a recipe for a pretrained model, in the recipe's folder and in the folder of all recipes."""
@@ -67,16 +67,12 @@ def run_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
 
 
 def policy_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
-    """Return the configuration of a run with overrides.
-
-    Raises UserError for a run of a reward model and for a run without a checkpoint.
-    """
+    """Return the configuration of a run with overrides. Raises UserError for a run of a reward model."""
     config = run_config(folder, overrides)
     if (folder.path / "run.json").is_file() and kind_of(folder) == "reward-model":
         raise UserError(
             f"{folder.path} is a run of a reward model, which cannot act.", "Use it with `ludus train --rewards.model`."
         )
-    latest_checkpoint(folder)
     return config
 
 

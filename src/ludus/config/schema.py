@@ -7,9 +7,10 @@ line, `ludus config --keys` and the saved configuration read the schema.
 
 from __future__ import annotations
 
+import re
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ludus.config.sections.algorithm import (
     AlgorithmConfig,
@@ -50,18 +51,49 @@ class EvaluationConfig(Section):
     """Maximum tasks of an evaluation during training, the same ones each time."""
 
 
-AlarmAction = Literal["off", "note", "warn", "pause", "stop"]
-"""What an alarm does: nothing, show a note, show a warning, or write a checkpoint and end the run."""
+AlarmAction = Literal["off", "note", "warn", "lower_learning_rate", "raise_kl", "pause", "stop"]
+"""What an alarm does: nothing, a note, a warning, a change of a coefficient, or a checkpoint and the end of the run."""
 
 
 class AlarmsConfig(Section):
     """Alarms: problems that the metrics of a run show (docs/use/read_a_run.md)."""
 
     actions: dict[str, AlarmAction] = Field({})
-    """Action by alarm, in place of its default: off, note, warn, pause (write a checkpoint and end the run, which can
-    be resumed) or stop (the same without advice to resume it)."""
+    """Action by alarm, in place of its default: off, note, warn, lower_learning_rate, raise_kl, pause (write a
+    checkpoint and end the run, which can be resumed) or stop (the same without advice to resume it)."""
+    learning_rate_factor: float = Field(0.5, gt=0, lt=1)
+    """Factor of the policy's learning rate for lower_learning_rate, at most down to 1 % of the set rate."""
+    kl_factor: float = Field(2.0, gt=1)
+    """Factor of the KL coefficient for raise_kl, at most up to 100 times the coefficient."""
+    cooldown_steps: int = Field(10, ge=1)
+    """Minimum steps between two changes by the same action; an alarm that is still raised then acts again."""
     webhook: str | None = None
     """URL that receives each new alarm as a JSON object by POST. None is off."""
+
+
+class DiagnosticsConfig(Section):
+    """Metrics that need more than the rollouts of a step."""
+
+    collapse_every: int = Field(0, ge=0, le=50)
+    """Training steps between measurements of template collapse (`collapse/...`); 0 is off. A measurement scores each
+    sample under every prompt: with 64 samples of 16 prompts the forward passes of 1,024 first turns."""
+    collapse_samples: int = Field(64, ge=2)
+    """Maximum first turns of a measurement, taken evenly from the prompts of the step."""
+    judges: list[str] = Field(["reward_model"])
+    """Reward parts that judge what the outcome verifies; their agreement is `judge/NAME/agreement`."""
+    test_calls: dict[str, str] = Field({})
+    """Calls that run tests: by tool, a regular expression that is found in the arguments (JSON text; "" is any call).
+    `tools/untested` is the share of answered episodes without such a call; empty is off."""
+
+    @field_validator("test_calls")
+    @classmethod
+    def _patterns_compile(cls, patterns: dict[str, str]) -> dict[str, str]:
+        for tool, pattern in patterns.items():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{tool} is {pattern!r}, which is not a regular expression: {error}") from None
+        return patterns
 
 
 class RunConfig(Section):
@@ -81,6 +113,7 @@ class RunConfig(Section):
     save_rollouts: bool = True
     """Save every training episode in rollouts/."""
     alarms: AlarmsConfig = AlarmsConfig()
+    diagnostics: DiagnosticsConfig = DiagnosticsConfig()
 
 
 class Config(Section):

@@ -16,10 +16,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from importlib import resources
+from importlib import import_module, resources
 from itertools import islice
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from threading import Thread
 from typing import Final
 from urllib.request import Request, urlopen
@@ -44,10 +44,17 @@ GROUP_STD: Final = "groups/reward_std"
 MEAN_AGE: Final = "staleness/mean"
 LOGPROB_GAP: Final = "mismatch/logprob_diff"
 """The learner's mean of `|old - behavior|` over action tokens, in nats."""
+GAP_BY_PROBABILITY: Final = "mismatch/by_probability/"
+"""Prefix of that mean by the probability that the engine reported."""
+JUDGE: Final = "judge/"
+"""Prefix of the metrics of a judge part; the name of the part follows."""
+UNTESTED: Final = "tools/untested"
+"""Share of answered episodes without a call that ran tests."""
+COLLAPSE: Final = "collapse/"
+"""Prefix of the metrics of template collapse, which only the measured steps have."""
 _LENGTH: Final = "response_length/mean"
 _CALLS: Final = "tools/calls_per_episode"
-_EQUAL: Final = "groups/zero_variance"
-_KL: Final = "policy/kl_reference"
+EQUAL: Final = "groups/zero_variance"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +91,13 @@ class MetricsHistory:
     """The metrics of a run that alarms need, in bounded memory.
 
     `rows` are those of the first and the last steps, and of the steps between with an evaluation, a record of
-    `success/mean`, or one of the first successes.
+    `success/mean`, or one of the first successes or measurements of template collapse.
     """
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self._kept: list[Row] = []
         self._last: deque[tuple[Row, bool]] = deque()
-        self._num = self._successes = 0
+        self._num = self._successes = self._measured = 0
         self._record = 0.0
         for row in rows:
             self.append(row)
@@ -99,8 +106,11 @@ class MetricsHistory:
         """Add the metrics of a step."""
         success = row.get(SUCCESS, 0.0)
         is_early = self._num < _FIRST or (success > 0 and self._successes < _FIRST)
+        is_measured = any(name.startswith(COLLAPSE) for name in row)
+        is_early |= is_measured and self._measured < _FIRST
         stays = is_early or success > self._record or any(name.startswith("eval/") for name in row)
         self._num, self._successes = self._num + 1, self._successes + (success > 0)
+        self._measured += is_measured
         self._record = max(self._record, success)
         self._last.append((row, stays))
         if len(self._last) > _LAST:
@@ -126,6 +136,7 @@ def alarm(check: Check) -> Check:
 @cache
 def rules() -> Mapping[str, Rule]:
     """Return the rules by the name of their alarm, in the order of `alarms.toml`."""
+    import_module(f"{__package__}.learner_alarms")  # registers its alarms
     found = tomllib.loads(resources.files(__package__).joinpath("alarms.toml").read_text("utf-8"))
     texts = ("cause", "remedy", "action", "metric")
     return {name: Rule(limits=one, **{key: one.pop(key) for key in texts if key in one}) for name, one in found.items()}
@@ -198,7 +209,7 @@ def _record(step: int, raised: Alarm) -> dict[str, str | int]:
 # Values of a metric
 
 
-def _last(history: History, name: str, steps: int) -> list[float]:
+def last_values(history: History, name: str, steps: int) -> list[float]:
     """Return the newest values, of steps with the metric; an empty list if there are fewer or the newest lacks it."""
     if not history or name not in history[-1]:
         return []
@@ -206,7 +217,7 @@ def _last(history: History, name: str, steps: int) -> list[float]:
     return values if len(values) == steps else []
 
 
-def _first(history: History, name: str, steps: int, last: int) -> float | None:
+def first_mean(history: History, name: str, steps: int, last: int) -> float | None:
     """Return the mean of the first `steps` values, or None if the rows before the `last` ones have fewer."""
     values = [row[name] for row in history[: len(history) - last] if name in row][:steps]
     return fmean(values) if len(values) == steps else None
@@ -220,11 +231,12 @@ def _evaluations(history: History) -> tuple[str, list[tuple[Row, float]]]:
 
 
 def _above(history: History, name: str, steps: int, limit: float) -> str:
-    values = _last(history, name, steps)
-    return f"{name} is {values[-1]:.4g}, above {limit:g}" + _for(steps) if values and min(values) > limit else ""
+    values = last_values(history, name, steps)
+    return f"{name} is {values[-1]:.4g}, above {limit:g}" + in_each_of(steps) if values and min(values) > limit else ""
 
 
-def _for(steps: int) -> str:
+def in_each_of(steps: int) -> str:
+    """Return the words for several steps; empty for one."""
     return f" in each of the last {steps} steps" if steps > 1 else ""
 
 
@@ -241,7 +253,7 @@ def non_finite(history: History) -> str:
 def echo_trap(history: History, *, steps: int, first: int, fraction: float) -> str:
     """The standard deviation in groups stays below a fraction of that of the first steps with successes."""
     base = [row[GROUP_STD] for row in history if row.get(SUCCESS, 0.0) > 0 and GROUP_STD in row][:first]
-    values = _last(history, GROUP_STD, steps)
+    values = last_values(history, GROUP_STD, steps)
     if len(base) < first or len(history) < steps + first or not values or max(values) >= fraction * fmean(base):
         return ""
     return f"{GROUP_STD} is {values[-1]:.3g}, and was {fmean(base):.3g} in the first {first} steps with successes"
@@ -252,7 +264,7 @@ def echo_trap_early(history: History, *, steps: int, first: int, fraction: float
     """Standard deviation in groups and entropy are both below a fraction of their means over the first steps."""
     falls = []
     for name in (GROUP_STD, ENTROPY):
-        base, values = _first(history, name, first, steps), _last(history, name, steps)
+        base, values = first_mean(history, name, first, steps), last_values(history, name, steps)
         if not base or not values or max(values) >= fraction * base:
             return ""
         falls.append(f"{name} fell from {base:.3g} to {values[-1]:.3g}")
@@ -280,7 +292,7 @@ def zero_reward(history: History, *, steps: int) -> str:
         if name.startswith("env/") and name.endswith("/reward_std")
     ]
     for mean, std in names:
-        values = _last(history, mean, steps) + _last(history, std, steps)
+        values = last_values(history, mean, steps) + last_values(history, std, steps)
         if values and not any(values):
             place = "" if mean == "reward/mean" else f" in the world {mean.split('/')[1]}"
             return f"every reward{place} in the last {steps} steps; {_zero_reward_evidence(history[-steps:])}"
@@ -298,7 +310,7 @@ def _zero_reward_evidence(last: History) -> str:
 @alarm
 def equal_rewards(history: History, *, steps: int, limit: float) -> str:
     """All groups have equal rewards, and rewards are the only source of the loss."""
-    now, values = history[-1], _last(history, _EQUAL, steps)
+    now, values = history[-1], last_values(history, EQUAL, steps)
     if not values or min(values) < limit or "distill/reverse_kl" in now or now.get("experts/trained", 0.0) > 0:
         return ""
     easy, hard = "too easy (all solved)", "too hard (none solved)"
@@ -309,97 +321,18 @@ def equal_rewards(history: History, *, steps: int, limit: float) -> str:
 @alarm
 def few_differences(history: History, *, steps: int, limit: float) -> str:
     """Most groups have equal rewards for long."""
-    values = _last(history, _EQUAL, steps)
+    values = last_values(history, EQUAL, steps)
     return f"{fmean(values):.0%} of the groups of the last {steps} steps" if values and limit < min(values) < 1 else ""
 
 
 @alarm
 def uniform_failure(history: History, *, steps: int, solved: float) -> str:
     """Success falls to exactly 0 from above `solved`."""
-    values = _last(history, SUCCESS, steps)
+    values = last_values(history, SUCCESS, steps)
     before = max((row.get(SUCCESS, 0.0) for row in history[:-steps]), default=0.0)
     if not values or any(values) or before < solved:
         return ""
     return f"{SUCCESS} was up to {before:.2f}, and is exactly 0 in the last {steps} steps"
-
-
-# Entropy, KL, gradient
-
-
-@alarm
-def entropy_collapse(history: History, *, steps: int, limit: float) -> str:
-    """Entropy stays near 0. Steps without training have no entropy and raise no alarm."""
-    values = _last(history, ENTROPY, steps)
-    if not values or max(values) >= limit:
-        return ""
-    return f"{ENTROPY} is {values[-1]:.4g} nats per token, below {limit:g}{_for(steps)}"
-
-
-@alarm
-def exploration_ended(history: History, *, steps: int, limit: float) -> str:
-    """Most groups have a low sampled entropy: dropped groups do not count in the trained entropy."""
-    values = _last(history, "groups/low_entropy", steps)
-    if not values or min(values) < limit:
-        return ""
-    return f"in {values[-1]:.0%} of the groups; {history[-1].get(_EQUAL, 0.0):.0%} have equal rewards"
-
-
-@alarm
-def entropy_explosion(history: History, *, steps: int, first: int, factor: float, rise: float) -> str:
-    """Entropy is far above that of the first steps."""
-    base, values = _first(history, ENTROPY, first, steps), _last(history, ENTROPY, steps)
-    if base is None or not values or min(values) < max(factor * base, base + rise):
-        return ""
-    return f"{ENTROPY} rose from {base:.3g} to {values[-1]:.3g} nats per token"
-
-
-@alarm
-def kl_jump(history: History, *, steps: int, window: int, factor: float, floor: float) -> str:
-    """The KL is above a multiple of its maximum over the `window` steps before, raised by their slope."""
-    before, values = _last(history[:-steps], _KL, window), _last(history, _KL, steps)
-    if not before or not values or before[0] <= 0:
-        return ""
-    slope = max(0.0, (before[-1] - before[0]) / (window - 1))
-    expected = [max(before) + slope * (step + 1) for step in range(steps)]
-    if any(value < max(factor * line, floor) for value, line in zip(values, expected, strict=True)):
-        return ""
-    return f"{_KL} is {values[-1]:.3g} nats per token; the {window} steps before predict {expected[-1]:.3g}"
-
-
-@alarm
-def gradient_spike(history: History, *, steps: int, window: int, factor: float) -> str:
-    """The gradient norm is a multiple of its median over the `window` steps before."""
-    name = "optim/grad_norm"
-    before, values = _last(history[:-steps], name, window), _last(history, name, steps)
-    if not before or not values or min(values) < factor * median(before):
-        return ""
-    return f"{name} is {values[-1]:.3g}; its median over {window} steps was {median(before):.3g}"
-
-
-@alarm
-def inert_clip(history: History, *, steps: int) -> str:
-    """No token is clipped although the ratios differ from 1."""
-    clipped, ratios = _last(history, "policy/clip_fraction", steps), _last(history, "policy/ratio_max", steps)
-    if not clipped or any(clipped) or not ratios or min(ratios) <= 1 + 1e-6:
-        return ""
-    return f"policy/clip_fraction is 0{_for(steps)}; ratios reach {max(ratios):.3f}"
-
-
-@alarm
-def zero_gradient(history: History, *, steps: int) -> str:
-    """Loss and gradient are 0 although groups have different rewards."""
-    values = _last(history, "loss/total", steps) + _last(history, "optim/grad_norm", steps)
-    equal = _last(history, _EQUAL, steps)
-    if not values or any(values) or (equal and min(equal) >= 1):
-        return ""
-    return f"loss/total and optim/grad_norm are 0{_for(steps)}"
-
-
-@alarm
-def critic(history: History, *, steps: int, limit: float) -> str:
-    """The explained variance of the critic stays at or below the limit."""
-    values = _last(history, "critic/explained_variance", steps)
-    return f"critic/explained_variance is {values[-1]:.3g}{_for(steps)}" if values and max(values) <= limit else ""
 
 
 # Lengths and text
@@ -407,8 +340,8 @@ def critic(history: History, *, steps: int, limit: float) -> str:
 
 def _without_gain(history: History, name: str, steps: int, first: int, factor: float, gain: float) -> str:
     """Return evidence if a metric rose by `factor` since the first steps and success by less than `gain`."""
-    base, values = _first(history, name, first, steps), _last(history, name, steps)
-    solved, now = _first(history, SUCCESS, first, steps), _last(history, SUCCESS, steps)
+    base, values = first_mean(history, name, first, steps), last_values(history, name, steps)
+    solved, now = first_mean(history, SUCCESS, first, steps), last_values(history, SUCCESS, steps)
     if not base or not values or solved is None or not now:
         return ""
     if min(values) < factor * base or fmean(now) >= solved + gain:
@@ -433,6 +366,15 @@ def _cut_share(row: Row) -> float:
     return sum(row.get(f"episode/stop/{reason}", 0.0) for reason in (StopReason.TRUNCATED, StopReason.MAX_TOKENS))
 
 
+@alarm
+def long_episodes(history: History, *, steps: int, turns: float, solved: float) -> str:
+    """Many turns, one reward, low success."""
+    lengths, success = last_values(history, "turns/mean", steps), last_values(history, SUCCESS, steps)
+    if not lengths or min(lengths) <= turns or not success or max(success) >= solved or "reward/turns" in history[-1]:
+        return ""
+    return f"turns/mean is {lengths[-1]:.1f}, {SUCCESS} {success[-1]:.2f}"
+
+
 # Tools
 
 
@@ -440,7 +382,7 @@ def _cut_share(row: Row) -> float:
 def tool_errors(history: History, *, steps: int, limit: float) -> str:
     """Failed calls."""
     now, name = history[-1], "tools/error_rate"
-    if not (values := _last(history, name, steps)) or min(values) <= limit:
+    if not (values := last_values(history, name, steps)) or min(values) <= limit:
         return ""
     kinds = {status: now.get(f"tools/status/{status}", 0.0) for status in ToolStatus if status is not ToolStatus.OK}
     worst = max(kinds, key=lambda status: kinds[status])
@@ -451,7 +393,10 @@ def tool_errors(history: History, *, steps: int, limit: float) -> str:
 def dead_tool(history: History, *, steps: int, calls: int) -> str:
     """A tool whose calls all fail."""
     for tool in _tools(history[-1]):
-        errors, counts = _last(history, f"tools/{tool}/error_rate", steps), _last(history, f"tools/{tool}/calls", steps)
+        errors, counts = (
+            last_values(history, f"tools/{tool}/error_rate", steps),
+            last_values(history, f"tools/{tool}/calls", steps),
+        )
         if errors and min(errors) >= 1 and counts and sum(counts) >= calls:
             return f"all {sum(counts):.0f} calls of {tool} in the last {steps} steps failed"
     return ""
@@ -470,7 +415,7 @@ def tool_overuse(history: History, *, steps: int, first: int, factor: float, gai
 @alarm
 def tool_starvation(history: History, *, steps: int, first: int, fraction: float, calls: float) -> str:
     """Calls per episode fall to a fraction of those of the first steps."""
-    base, values = _first(history, _CALLS, first, steps), _last(history, _CALLS, steps)
+    base, values = first_mean(history, _CALLS, first, steps), last_values(history, _CALLS, steps)
     if base is None or base < calls or not values or max(values) > fraction * base:
         return ""
     return f"{_CALLS} fell from {base:.2f} to {values[-1]:.2f}"
@@ -480,7 +425,7 @@ def tool_starvation(history: History, *, steps: int, first: int, fraction: float
 def few_strategies(history: History, *, steps: int, first: int, fraction: float) -> str:
     """The number of distinct sequences of tools falls to a fraction of that of the first steps, or to 1."""
     name = "tools/sequences"
-    base, values = _first(history, name, first, steps), _last(history, name, steps)
+    base, values = first_mean(history, name, first, steps), last_values(history, name, steps)
     if not base or not values or base < 2 or max(values) > max(1.0, fraction * base):
         return ""
     return f"{values[-1]:.0f} distinct sequences of tools in a step, at first {base:.1f}"
@@ -503,6 +448,18 @@ def shaping_only(history: History, *, window: int, rise: float, gain: float, sol
         if is_part and name in before and value - before[name] >= rise:
             rose = f"{name} rose from {before[name]:.2f} to {value:.2f}"
             return f"{rose}; {SUCCESS} went from {at_first:.2f} to {success:.2f}"
+    return ""
+
+
+@alarm
+def judge_drift(history: History, *, steps: int, first: int, drop: float) -> str:
+    """A judge agrees less with the verifier than in the first steps."""
+    for name in history[-1]:
+        base, values = first_mean(history, name, first, steps), last_values(history, name, steps)
+        if name.startswith(JUDGE) and base is not None and values and max(values) <= base - drop:
+            part = name.split("/")[1]
+            scores = [f"{one} is {history[-1].get(one, 0.0):.2f}" for one in (f"reward/{part}", SUCCESS)]
+            return f"{name} fell from {base:.2f} to {values[-1]:.2f}; {', '.join(scores)}"
     return ""
 
 
@@ -529,37 +486,3 @@ def reward_hacking(history: History, *, evaluations: int, rise: float, drop: flo
         f"{name} fell from {solved:.2f} to {found[-1][1]:.2f}; reward/mean rose from {best['reward/mean']:.2f} "
         f"to {history[-1]['reward/mean']:.2f}"
     )
-
-
-# Learner and engine
-
-
-@alarm
-def mismatch(history: History, *, steps: int, limit: float) -> str:
-    """Log-probabilities of learner and engine differ in on-policy steps."""
-    if history[-1].get(MEAN_AGE, 0.0) > 0:  # expected with older weights
-        return ""
-    values = _last(history, LOGPROB_GAP, steps)
-    return f"{values[-1]:.4g} nats per token, above {limit:g}" if values and min(values) > limit else ""
-
-
-@alarm
-def mismatch_by_length(history: History, *, steps: int, factor: float, floor: float) -> str:
-    """The difference is larger in later positions."""
-    buckets = [name for name in history[-1] if name.startswith(f"{LOGPROB_GAP}/")]
-    if len(buckets) < 2 or history[-1].get(MEAN_AGE, 0.0) > 0:
-        return ""
-    early, late = (_last(history, name, steps) for name in (buckets[0], buckets[-1]))
-    if not early or not late or any(b < max(floor, factor * a) for a, b in zip(early, late, strict=True)):
-        return ""
-    first, last = (name.rpartition("/")[2] for name in (buckets[0], buckets[-1]))
-    return f"{late[-1]:.3g} nats per token at positions {last}, {early[-1]:.3g} at {first}"
-
-
-@alarm
-def long_episodes(history: History, *, steps: int, turns: float, solved: float) -> str:
-    """Many turns, one reward, low success."""
-    lengths, success = _last(history, "turns/mean", steps), _last(history, SUCCESS, steps)
-    if not lengths or min(lengths) <= turns or not success or max(success) >= solved or "reward/turns" in history[-1]:
-        return ""
-    return f"turns/mean is {lengths[-1]:.1f}, {SUCCESS} {success[-1]:.2f}"

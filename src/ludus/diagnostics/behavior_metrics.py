@@ -28,7 +28,7 @@ def behavior_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
     paths = [path for episode in episodes for path in episode.attempts()]
     calls = [[call for message in path.messages for call in _calls(message)] for path in paths]
     repeats = [_key(now) == _key(before) for own in calls for before, now in pairwise(own)]
-    unused = [not used for path in paths for used in _used_results(path.messages)]
+    unused = [not used for path in paths for used in used_results(path.messages) if used is not None]
     return {
         **_passage_metrics(paths),
         "text/foreign_script": _share([foreign for path in paths for foreign in _foreign_letters(path.messages)]),
@@ -79,32 +79,39 @@ def _key(call: MessageToolCall) -> tuple[str, str]:
     return call["function"]["name"], call["function"]["arguments"]
 
 
-def _texts(message: Message) -> str:
+def message_text(message: Message) -> str:
+    """Return reasoning, content and arguments of calls."""
     arguments = (call["function"]["arguments"] for call in _calls(message))
     return " ".join((message.get("reasoning_content", ""), message.get("content") or "", *arguments))
 
 
-def _used_results(messages: Sequence[Message]) -> list[bool]:
-    """Return for each result of a tool with new words whether one of them occurs in a later assistant message."""
+def used_results(messages: Sequence[Message]) -> list[bool | None]:
+    """Return for each tool message whether a new word of it occurs in a later assistant message.
+
+    None for a message without words that are new in the dialogue.
+    """
     known: set[str] = set()
-    waiting: list[set[str]] = []
-    used: list[bool] = []
+    waiting: dict[int, set[str]] = {}
+    used: list[bool | None] = []
     for message in messages:
-        words = set(_WORD.findall(_texts(message)))
-        if message["role"] == "tool" and (new := words - known):
-            waiting.append(new)
+        words = set(_WORD.findall(message_text(message)))
+        if message["role"] == "tool":
+            new = words - known
+            used.append(False if new else None)
+            waiting[len(used) - 1] = new
         elif message["role"] == "assistant":
-            used += [True for new in waiting if new & words]
-            waiting = [new for new in waiting if not new & words]
+            for place in [place for place, new in waiting.items() if new & words]:
+                used[place] = True
+                del waiting[place]
         known |= words
-    return used + [False] * len(waiting)
+    return used
 
 
 def _foreign_letters(messages: Sequence[Message]) -> list[bool]:
     """Return for each letter of the assistant whether its script occurs in no message of others; ASCII never counts."""
-    others = "".join(_texts(message) for message in messages if message["role"] != "assistant")
+    others = "".join(message_text(message) for message in messages if message["role"] != "assistant")
     scripts = {_script(letter) for letter in set(others) if letter.isalpha()} | {_script("a")}
-    own = "".join(_texts(message) for message in messages if message["role"] == "assistant")
+    own = "".join(message_text(message) for message in messages if message["role"] == "assistant")
     return _outside(own, scripts)
 
 

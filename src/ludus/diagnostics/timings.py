@@ -7,18 +7,21 @@ import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ludus.config.schema import Config
 from ludus.errors import StorageError
 from ludus.rollouts.reward_executor import scoring_concurrency
+from ludus.rollouts.rollout_files import RolloutRecord, replaced_file
 from ludus.types import Trajectory
 
 STRAGGLER = 5.0
-"""A call slower than this many times the median of its tool in the step is a straggler."""
+"""A call slower than this many times the median of its tool in the step is a straggler; likewise an episode."""
+MUCH_WAITING = 0.25
+"""Minimum share of the step between the median and the p99 episode for a hint about stragglers."""
 MUCH_SCORING = 0.25
 """Minimum share of the step spent on computing rewards, and of episode time spent on waiting for them, for a
 hint."""
@@ -75,12 +78,14 @@ class StepTimings:
 
 
 def _episode_metrics(trajectories: Sequence[Trajectory], scorers_s: float) -> dict[str, float]:
-    """Return mean seconds of an episode by activity, and the use of `scorers_s` seconds of scoring capacity."""
+    """Return mean, median and p99 seconds of an episode, and the use of `scorers_s` seconds of scoring capacity."""
     if not trajectories:
         return {}
     timings = [trajectory.timings for trajectory in trajectories]
-    grading_s = [one.grading_s for one in timings]
+    grading_s, total_s = [one.grading_s for one in timings], [one.total_s for one in timings]
     metrics = {
+        "episode/median_s": statistics.median(total_s),
+        "episode/p99_s": sorted(total_s)[math.ceil(0.99 * len(total_s)) - 1],
         "episode/model_s": sum(one.model_s for one in timings) / len(timings),
         "episode/tools_s": sum(one.tools_s for one in timings) / len(timings),
         "episode/scoring_s": sum(one.scoring_s for one in timings) / len(timings),
@@ -129,9 +134,38 @@ def scoring_hint(timings: Mapping[str, float], config: Config) -> str:
     )
 
 
+def straggler_hint(timings: Mapping[str, float], config: Config) -> str:
+    """Return a hint if a step waits for a few long episodes (p99 against the median), otherwise ""."""
+    median_s, slow_s = timings.get("episode/median_s", 0.0), timings.get("episode/p99_s", 0.0)
+    step_s = timings.get("time/step_s", 0.0) - timings.get("time/evaluate_s", 0.0)
+    is_short = slow_s - median_s < MUCH_WAITING * step_s
+    if config.training.streams or slow_s <= STRAGGLER * median_s or is_short:
+        return ""
+    return (
+        f"Each step waits for a few long episodes: the slowest 1 % take {slow_s:.3g} s or more, the median "
+        f"{median_s:.3g} s. Lower rollout.max_turns or rollout.max_tokens_per_turn, set rollout.partial.tokens, or use "
+        'training.mode = "async".'
+    )
+
+
+HINTS = (scoring_hint, straggler_hint)
+"""Functions of timings and configuration that return a hint or "". A run shows each hint once."""
+
+
 def write_timings(path: Path, step: int, metrics: Mapping[str, float]) -> None:
     """Append the timings of a step. Raises StorageError if that fails."""
     append_json(path, {"step": step, **metrics})
+
+
+def write_episode_times(path: Path, records: Iterable[RolloutRecord]) -> None:
+    """Write one JSON line per episode: its key, start, seconds of each turn, and of its rewards.
+
+    The times are apart from the rollouts, whose files are reproducible. Raises StorageError if writing fails.
+    """
+    with replaced_file(path) as file:
+        for record in records:
+            key = {"task": record.group, "sample": record.trajectory.sample, "attempt": record.attempt}
+            file.write((json.dumps(key | asdict(record.trajectory.timings)) + "\n").encode())
 
 
 def append_json(path: Path, record: Mapping[str, object]) -> None:

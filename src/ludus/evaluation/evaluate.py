@@ -5,8 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import count as numbers_from
 from pathlib import Path
@@ -18,6 +19,7 @@ from ludus.config.sections.rollout import EnvConfig
 from ludus.envs.base import World, check_tasks
 from ludus.errors import UserError
 from ludus.evaluation import stats
+from ludus.evaluation.analysis.cost import EvaluationCost
 from ludus.evaluation.stats import Interval, detectable_difference, smoothed, wilson
 from ludus.rewards.base import Reward, success
 from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
@@ -66,8 +68,8 @@ def _world_settings(env: EnvConfig) -> Mapping[str, object]:
 
 
 @dataclass(frozen=True, slots=True)
-class WorldResult:
-    """Held-out success in one world of a mixture."""
+class SubsetResult:
+    """Held-out success on some of the tasks: those of one world of a mixture, or with one value of a tag."""
 
     rate: float
     num_tasks: int
@@ -108,7 +110,9 @@ class Evaluation:
     """Success by task, in task order; `successes[i]` is out of `plan.samples` attempts at task i.
 
     `worlds` holds the world of each task in a mixture, and is empty otherwise. `notices` lists the sampling parameters
-    that the server rejected.
+    that the server rejected. `tags` holds the tags of each task; it and `stop_reasons`, the number of episodes by
+    stop reason, are empty for files of older versions. Only `ludus eval` measures the `cost`, which
+    `load_evaluation` does not read.
     """
 
     plan: EvaluationPlan
@@ -119,6 +123,9 @@ class Evaluation:
     failed: int
     worlds: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
+    tags: tuple[Mapping[str, str], ...] = field(default=(), compare=False)
+    stop_reasons: Mapping[str, int] = field(default_factory=dict, compare=False)
+    cost: EvaluationCost | None = field(default=None, compare=False)
 
     def __repr__(self) -> str:
         """Return the main facts in one line: the fields have one entry per task."""
@@ -149,9 +156,7 @@ class Evaluation:
     def _interval(self, successes: Sequence[int]) -> Interval:
         if self.plan.samples == 1:
             return wilson(sum(successes), len(successes))
-        if len(successes) == 1:
-            return Interval(0.0, 1.0)
-        return stats.clustered_interval([s / self.plan.samples for s in successes])
+        return _task_interval([s / self.plan.samples for s in successes])
 
     @property
     def detectable(self) -> float:
@@ -161,15 +166,24 @@ class Evaluation:
         within = sum(s * (samples - s) for s in self.successes) / (samples * samples * num)
         return detectable_difference(2 * max(rate * (1 - rate) - within, 0.0), num)
 
-    def by_world(self) -> dict[str, WorldResult]:
+    def by_world(self) -> dict[str, SubsetResult]:
         """Return the success in each world of a mixture, in the order of the tasks; empty for a single world."""
-        counts = self._counts(self.worlds) if self.worlds else {}
-        return {world: WorldResult(self._rate(c), len(c), self._interval(c)) for world, c in counts.items()}
+        return self._subsets(self.worlds) if self.worlds else {}
 
-    def _counts(self, keys: Sequence[str]) -> dict[str, list[int]]:
+    def by_tag(self) -> dict[str, dict[str, SubsetResult]]:
+        """Return the success by tag and value, both in alphabetical order; tasks without a tag do not count for it."""
+        names = sorted({name for tags in self.tags for name in tags})
+        return {name: dict(sorted(self._subsets([t.get(name) for t in self.tags]).items())) for name in names}
+
+    def _subsets(self, keys: Sequence[str | None]) -> dict[str, SubsetResult]:
+        counts = self._counts(keys)
+        return {key: SubsetResult(self._rate(c), len(c), self._interval(c)) for key, c in counts.items()}
+
+    def _counts(self, keys: Sequence[str | None]) -> dict[str, list[int]]:
         counts: dict[str, list[int]] = {}
         for key, count in zip(keys, self.successes, strict=True):
-            counts.setdefault(key, []).append(count)
+            if key is not None:
+                counts.setdefault(key, []).append(count)
         return counts
 
     def _rate(self, successes: Sequence[int]) -> float:
@@ -189,6 +203,16 @@ class Evaluation:
         """Return pass^k, the probability that k attempts all succeed, averaged over tasks."""
         return sum(stats.pass_hat_k(self.plan.samples, c, k) for c in self.successes) / len(self.successes)
 
+    def attempt_intervals(self, k: int) -> tuple[Interval, Interval]:
+        """Return the 95 % intervals of pass@k and pass^k over tasks; [0, 1] for a single task."""
+        if self.plan.samples == 1:
+            return self.interval, self.interval
+        at, hat = (
+            _task_interval([measure(self.plan.samples, c, k) for c in self.successes])
+            for measure in (stats.pass_at_k, stats.pass_hat_k)
+        )
+        return at, hat
+
     def by_family(self) -> dict[str, tuple[float, int]]:
         """Return success rate and number of tasks of each family, in alphabetical order."""
         return {family: (self._rate(c), len(c)) for family, c in sorted(self._counts(self.families).items())}
@@ -202,6 +226,10 @@ class Evaluation:
             found["macro"] = self.macro
         found |= {f"env/{name}": one.rate for name, one in self.by_world().items()}
         return {f"{prefix}/{name}": value for name, value in found.items()}
+
+
+def _task_interval(values: Sequence[float]) -> Interval:
+    return Interval(0.0, 1.0) if len(values) == 1 else stats.clustered_interval(values)
 
 
 def plans(config: Config, step: int, policy: str = "") -> list[EvaluationPlan]:
@@ -306,6 +334,8 @@ def summarise(
         parts=parts,
         failed=sum(t.stop_reason is StopReason.FAILED for t in trajectories),
         worlds=tuple(world_of[task_id] for task_id in counts) if world_of else (),
+        tags=tuple(task.tags for task in tasks),
+        stop_reasons=dict(Counter(t.stop_reason.value for t in trajectories).most_common()),
     )
 
 
@@ -315,25 +345,56 @@ def save_evaluation(folder: Path, result: Evaluation, episodes: Sequence[Episode
     The default name is that of the plan.
     """
     path = folder / f"{name or result.plan.name}.json"
-    tasks = zip(result.task_ids, result.families, result.successes, strict=True)
-    data = {
+    write_rollouts(path.with_suffix(".jsonl.gz"), [_record(episode) for episode in episodes])
+    with replaced_file(path) as file:
+        file.write((json.dumps(evaluation_data(result), indent=1) + "\n").encode())
+    return path
+
+
+def evaluation_data(result: Evaluation) -> dict[str, object]:
+    """Return an evaluation as JSON data, the content of its file."""
+    tags = result.tags or ({},) * len(result.task_ids)
+    tasks = zip(result.task_ids, result.families, result.successes, tags, strict=True)
+    names = ("id", "family", "successes", "tags")
+    data: dict[str, object] = {
         "plan": asdict(result.plan),
         "success": result.rate,
-        "interval": [result.interval.low, result.interval.high],
+        "interval": _bounds(result.interval),
         "parts": dict(result.parts),
         "failed": result.failed,
         "by_family": {family: list(pair) for family, pair in result.by_family().items()},
-        "tasks": [dict(zip(("id", "family", "successes"), task, strict=True)) for task in tasks],
+        "by_tag": {
+            tag: {value: [one.rate, one.num_tasks, *_bounds(one.interval)] for value, one in found.items()}
+            for tag, found in result.by_tag().items()
+        },
+        "attempts": [_attempts_data(result, k) for k in powers_of_two(result.plan.samples)],
+        "stop_reasons": dict(result.stop_reasons),
+        "tasks": [dict(zip(names, (*task[:3], dict(task[3])), strict=True)) for task in tasks],
     }
     if result.worlds:
         by_world = {name: [one.rate, one.num_tasks] for name, one in result.by_world().items()}
         data |= {"macro": result.macro, "by_world": by_world, "worlds": list(result.worlds)}
     if result.notices:
         data["notices"] = list(result.notices)
-    write_rollouts(path.with_suffix(".jsonl.gz"), [_record(episode) for episode in episodes])
-    with replaced_file(path) as file:
-        file.write((json.dumps(data, indent=1) + "\n").encode())
-    return path
+    if result.cost is not None:
+        rows = (result.cost.totals, result.cost.per_task(), result.cost.per_solved())
+        data["cost"] = dict(zip(("total", "per_task", "per_solved_task"), rows, strict=True))
+    return data
+
+
+def _attempts_data(result: Evaluation, k: int) -> dict[str, object]:
+    at, hat = result.attempt_intervals(k)
+    rows = {"pass_at": [result.pass_at(k), *_bounds(at)], "pass_hat": [result.pass_hat(k), *_bounds(hat)]}
+    return {"k": k, **rows}
+
+
+def _bounds(interval: Interval) -> list[float]:
+    return [interval.low, interval.high]
+
+
+def powers_of_two(last: int) -> list[int]:
+    """Return 1, 2, 4, ... below `last`, and `last`."""
+    return [*(2**i for i in range((last - 1).bit_length())), last]
 
 
 def load_evaluation(path: Path) -> Evaluation:
@@ -346,7 +407,9 @@ def load_evaluation(path: Path) -> Evaluation:
         names = ("id", "successes", "family")
         ids, successes, families = (tuple(task[name] for task in data["tasks"]) for name in names)
         worlds, notices = (tuple(data.get(name, ())) for name in ("worlds", "notices"))
-        return Evaluation(plan, ids, successes, families, data["parts"], data["failed"], worlds, notices)
+        tags = tuple(task.get("tags", {}) for task in data["tasks"])
+        also = (worlds, notices, tags, data.get("stop_reasons", {}))
+        return Evaluation(plan, ids, successes, families, data["parts"], data["failed"], *also)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not an evaluation: {error}.", "Name a file that `ludus eval` wrote.") from error
 

@@ -76,6 +76,7 @@ class _EpisodeRecord:
     model_s: float = 0.0
     tools_s: float = 0.0
     waited_s: float = 0.0
+    turns: list[tuple[float, float]] = field(default_factory=list)
 
 
 def is_being_cancelled() -> bool:
@@ -115,7 +116,7 @@ async def run_unscored(
 ) -> Trajectory:
     """Run one episode to its end without scoring, except for turn rewards."""
     record = _EpisodeRecord()
-    begin = time.perf_counter()
+    started, begin = time.time(), time.perf_counter()
     try:
         stop = await _run_within_timeout(task, environment, chat, limits, record)
     except BaseException as error:
@@ -137,7 +138,11 @@ async def run_unscored(
         tags=dict(task.tags),
         anchors=tuple(record.anchors[: sum(s.kind == "action" for s in segments)]),
         timings=Timings(
-            time.perf_counter() - begin - record.waited_s, record.model_s - record.waited_s, record.tools_s
+            time.perf_counter() - begin - record.waited_s,
+            record.model_s - record.waited_s,
+            record.tools_s,
+            begin=started,
+            turns=tuple(record.turns),
         ),
     )
 
@@ -180,7 +185,9 @@ async def _run_turns(
             return StopReason.EMPTY_ANSWER
         begin = time.perf_counter()
         result = await _call_environment("step", partial(environment.step, action), StepResult, limits)
-        record.tools_s += time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        record.tools_s += seconds
+        record.turns[-1] = (record.turns[-1][0], seconds)
         turn += 1
         stop = _stop_after(result, turn, limits, record)
         if stop is None:
@@ -228,7 +235,9 @@ async def _timed_act(chat: ChatSession, record: _EpisodeRecord) -> Action | Stop
             raise
         raise EngineError("The policy's turn was cancelled from inside the engine.") from error
     finally:
-        record.model_s += time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        record.model_s += seconds
+        record.turns.append((seconds, 0.0))
 
 
 async def _call_environment(what: str, call: Callable[[], Awaitable[T]], expected: type[T], limits: EpisodeLimits) -> T:

@@ -124,11 +124,12 @@ class OpenAIClientSettings:
 
 @dataclass(frozen=True, slots=True)
 class TokenUsage:
-    """Token counts reported by the server, summed over responses; 0 if it reports none."""
+    """Token counts reported by the server, summed over `num_answers` responses, of which `num_counted` report both."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     num_answers: int = 0
+    num_counted: int = 0
 
     @property
     def total_tokens(self) -> int:
@@ -137,6 +138,9 @@ class TokenUsage:
 
     def __add__(self, other: TokenUsage) -> TokenUsage:
         return TokenUsage(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+
+    def __sub__(self, other: TokenUsage) -> TokenUsage:
+        return TokenUsage(*(ours - theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -446,7 +450,8 @@ def read_answer(body: bytes, turn: int, parser: ToolCallParser | None = None) ->
         raise EngineError(f"aborted its response (finish reason {choice.finish_reason!r}): {_excerpt(body)}")
     action, history = _read_message(choice.message, turn, parser)
     counted = reply.usage or _ReplyUsage()
-    usage = TokenUsage(counted.prompt_tokens or 0, counted.completion_tokens or 0, 1)
+    is_complete = counted.prompt_tokens is not None and counted.completion_tokens is not None
+    usage = TokenUsage(counted.prompt_tokens or 0, counted.completion_tokens or 0, 1, int(is_complete))
     return ChatCompletion(replace(action, finish_reason=finish), history, usage)
 
 

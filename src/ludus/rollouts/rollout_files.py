@@ -80,6 +80,11 @@ def rollouts_path(run_folder: Path, step: int) -> Path:
     return run_folder / "rollouts" / f"step-{step:06d}.jsonl.gz"
 
 
+def times_path(run_folder: Path, step: int) -> Path:
+    """Return the file with the wall-clock times of a step's episodes."""
+    return run_folder / "rollouts" / f"step-{step:06d}.times.jsonl"
+
+
 def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:
     """Write all records to one file, atomically; creates the folder.
 

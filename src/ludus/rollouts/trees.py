@@ -58,7 +58,7 @@ class TrajectoryBranch:
 
 
 def graft_branches(grafts: Sequence[TrajectoryBranch]) -> Trajectory:
-    """Merge chains into one trajectory: the first is the trunk, and all_timings other one forks from an earlier one."""
+    """Merge chains into one trajectory: the first is the trunk, and each other one forks from an earlier one."""
     segments: list[Segment] = []
     rows: list[list[int]] = []
     for graft in grafts:
@@ -109,6 +109,7 @@ def _sum_timings(timings: Iterable[Timings]) -> Timings:
         tools_s=sum(one.tools_s for one in all_timings),
         scoring_s=sum(one.scoring_s for one in all_timings),
         grading_s=sum(one.grading_s for one in all_timings),
+        begin=min((one.begin for one in all_timings), default=0.0),
     )
 
 

@@ -13,7 +13,7 @@ from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.base import common_prefix
 from ludus.errors import UserError
 from ludus.evaluation.stats import cohens_kappa
-from ludus.rollouts.rollout_files import RolloutRecord
+from ludus.rollouts.rollout_files import RolloutRecord, times_path
 from ludus.training.run.run_dir import is_running, kind_of, list_checkpoints
 from ludus.types import Message, Segment, Trajectory
 from ludus.viewer.index import RolloutIndex, Row
@@ -107,6 +107,14 @@ class RunPages:
         columns = "avg(reward) AS reward, avg(solved) AS solved, avg(tokens) AS tokens, avg(calls) AS calls"
         sql = f"SELECT source, step, count(*) AS attempts, {columns}, min(id) AS first FROM rollouts WHERE task = ?"
         return self.index.query(f"{sql} GROUP BY source, step ORDER BY step, source", (task,))
+
+    def timeline(self, step: int) -> list[Row]:
+        """Return the wall-clock times of a step's episodes with their rows, in the order of their start."""
+        rows = self.index.query("SELECT * FROM rollouts WHERE source = '' AND step = ?", (step,))
+        by_key = {tuple(row[name] for name in _KEY[2:]): row for row in rows}
+        lines = _json_lines(times_path(self.folder.path, step))
+        found = [line | {"row": by_key[key]} for line in lines if (key := tuple(line[n] for n in _KEY[2:])) in by_key]
+        return sorted(found, key=lambda line: float(str(line["begin"])))
 
     def curves(self) -> Row:
         """Return the metrics and timings by step, with null for missing values, and the alarms."""

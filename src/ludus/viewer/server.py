@@ -92,6 +92,7 @@ class ViewerApi:
             "/api/rollout/{id:int}": lambda request: self.pages.rollout(request.path_params["id"]),
             "/api/group/{id:int}": lambda request: self.pages.group(request.path_params["id"]),
             "/api/task": lambda request: self.pages.task(request.query_params.get("task", "")),
+            "/api/timeline/{step:int}": lambda request: self.pages.timeline(request.path_params["step"]),
             "/api/curves": lambda _: self.pages.curves(),
             "/api/labels": lambda _: self.pages.labelled(),
         }

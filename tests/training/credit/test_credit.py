@@ -265,6 +265,7 @@ def test_the_share_of_equal_groups_is_what_the_filter_drops(name):
             config=load_config("search"), world=SimpleNamespace(rewards=[Reward("right", len, outcome=True)])
         ),
         collector_state=SimpleNamespace(partial={}),
+        untrained_counts={},
     )
     metrics = SyncTrainer.account(loop, 1, list(credits), {})
     assert metrics["groups/zero_variance"] == pytest.approx(len(dropped) / (len(groups) - 1))

@@ -19,6 +19,7 @@ from ludus.config.sections.rewards import RewardsConfig
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import UserError
+from ludus.evaluation.stats import cohens_kappa
 from ludus.rewards.base import success
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.rollout_files import read_rollouts
@@ -34,7 +35,7 @@ from ludus.training.credit.turn_rewards import (
     measure,
     with_turn_rewards,
 )
-from ludus.types import Task
+from ludus.types import Task, Trajectory
 
 
 def print_calibration(console: Console, config: Config, files: Sequence[Path], threshold: float) -> None:
@@ -52,6 +53,9 @@ def print_calibration(console: Console, config: Config, files: Sequence[Path], t
     console.print(tier_table(found, rounds[0]))
     num = sum(won for _, won in attempts)
     print_text(console, f"{num} of {len(attempts)} attempts succeeded. Reward = {found.scale:.3g} * correlation.")
+    print_text(
+        console, "\n".join(agreement_lines([one for one, _ in attempts], next(p.name for p in parts if p.outcome)))
+    )
     if config.rewards.turns:
         misaligned = measure(groups, config.rewards.turns, algorithm).misaligned
         state = f"misaligned on these attempts: {', '.join(misaligned)}" if misaligned else "aligned on these attempts"
@@ -59,6 +63,23 @@ def print_calibration(console: Console, config: Config, files: Sequence[Path], t
     print_rounds(console, rounds, algorithm)
     if not found.rewards:
         print_text(console, "No event separates success from failure.")
+
+
+def agreement_lines(trajectories: Sequence[Trajectory], verifier: str) -> list[str]:
+    """Return Cohen's kappa with the verifier for each other reward part with both decisions 0 and 1, as text."""
+    rows = [one.rewards for one in trajectories if verifier in one.rewards]
+    lines = []
+    for name in sorted({name for row in rows for name in row} - {verifier}):
+        pairs = [(row[name], row[verifier] >= 1) for row in rows if name in row]
+        decisions = [value == 1 for value, _ in pairs]
+        if {value for value, _ in pairs} != {0.0, 1.0}:
+            continue
+        found = cohens_kappa(decisions, [won for _, won in pairs])
+        both, only, others, neither = found.counts
+        kappa = f"{found.estimate:.2f} [{found.low:.2f}, {found.high:.2f}]"
+        counts = f"accepted by both {both}, only {name} {only}, only {verifier} {others}, neither {neither}"
+        lines.append(f"Agreement of {name} with {verifier}: kappa {kappa} ({counts}).")
+    return lines
 
 
 def recorded_groups(config: Config, world: World, files: Sequence[Path]) -> list[list[Episode]]:

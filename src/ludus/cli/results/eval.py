@@ -9,7 +9,8 @@
 Each split of evaluation.splits is evaluated at each of evaluation.temperatures. Settings follow as --section.key
 value, for example --evaluation.tasks 200 --evaluation.samples 4 (for pass@k). Results and rollouts of a run are
 written to its folder, others to --out or a new folder under runs/. Nothing is overwritten: if the same evaluation
-exists already, the results are compared bit for bit.
+exists already, the results are compared bit for bit. --prices FILE shows the money per task; docs/use/behavior.md
+explains the numbers.
 """
 
 from __future__ import annotations
@@ -24,29 +25,32 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from ludus.cli.arguments import model_settings, policy_config, recipe_config
-from ludus.cli.ui.tables import EvaluatedEpisodes, format_sampling, format_temperature, print_evaluations
+from ludus.cli.ui.result_files import add_result_files, write_result_files
+from ludus.cli.ui.tables import evaluation_tables, format_sampling, format_temperature, print_evaluations
 from ludus.cli.ui.terminal import announce, bars, load_libraries, make_console, print_line, print_text
 from ludus.config.paths import check_model_folder
 from ludus.config.schema import Config
 from ludus.envs.base import World
 from ludus.envs.registry import build_world, check_sandbox, closing
 from ludus.errors import ConfigError, LudusError, UserError
+from ludus.evaluation.analysis.cost import TokenPrice, checked_price, measure_cost, read_price
 from ludus.evaluation.evaluate import (
     Evaluation,
     EvaluationPlan,
     SavedEvaluation,
     check_split,
     evaluate,
+    evaluation_data,
     plans,
     save_or_compare,
     short_split,
 )
 from ludus.rollouts.ledger import Ledger
-from ludus.rollouts.openai_client import OpenAIClient, OpenAIClientSettings, endpoint_chat_factory
+from ludus.rollouts.openai_client import OpenAIClient, OpenAIClientSettings, TokenUsage, endpoint_chat_factory
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.scheduler import Episode, SamplingPlan, Scheduler, engine_scheduler, scheduler
 from ludus.training.run.preflight import model_path
-from ludus.training.run.run_dir import RunFolder, new_run, remove_unstarted
+from ludus.training.run.run_dir import RunFolder, latest_checkpoint, new_run, remove_unstarted
 
 if TYPE_CHECKING:
     from ludus.cli.ui.load_run import LoadedRun
@@ -63,6 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--baseline", metavar="none|once", help=baselines)
     parser.add_argument("--out", metavar="FOLDER", help="write the results to this folder")
     parser.add_argument("--follow", action="store_true", help="evaluate each new checkpoint until the run ends")
+    parser.add_argument("--prices", metavar="FILE", type=Path, help="a TOML file of prices by model name")
+    parser.add_argument("--price-in", metavar="X", type=float, help="money per million prompt tokens")
+    parser.add_argument("--price-out", metavar="X", type=float, help="money per million sampled tokens")
+    add_result_files(parser)
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -77,16 +85,21 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def evaluate_newest(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Evaluate the model, or the newest checkpoint of the run; the exit code is that of `run`."""
     check_arguments(args)
+    price = chosen_price(args)
     shortcuts = ["--env.settings.access", f'"{args.baseline}"'] if args.baseline else []  # quoted: a bare none unsets
     config = evaluation_config(args, [*shortcuts, *overrides])
-    if args.run is None and not args.endpoint:
+    if args.run is not None:
+        latest_checkpoint(RunFolder(args.run))
+    elif not args.endpoint:
         check_model_folder(model_path(config))
     announce(f"Building the world {config.env.name} and its tasks ...")
     world = check_world(config, args.baseline)
     console = make_console()
-    evaluated, saved = asyncio.run(_evaluate(args, config, world, console))
-    print_evaluations(console, evaluated, [part.name for part in world.rewards if part.outcome])
-    for notice in evaluated[-1].result.notices:
+    results, saved = asyncio.run(_evaluate(args, config, world, console, price))
+    outcomes = [part.name for part in world.rewards if part.outcome]
+    print_evaluations(console, results, outcomes)
+    write_result_files(args, list(map(evaluation_data, results)), evaluation_tables(results, outcomes))
+    for notice in results[-1].notices:
         print_text(console, notice, "yellow")
     reproducible = config.rollout.reproducible and not args.endpoint
     for one in saved:
@@ -100,16 +113,26 @@ def check_arguments(args: argparse.Namespace) -> None:
     conflict = args.run is not None and (args.recipe or args.model or args.endpoint)
     takes = "--run takes world and weights from the run; it excludes a recipe, --model and --endpoint."
     name = "--endpoint needs --model, the name of the model on the server."
+    single = [price is not None for price in (args.price_in, args.price_out)]
     checks = (
         (conflict, takes, "Remove them, or remove --run."),
         (args.run is None and not args.recipe, "Name a recipe, or a run with --run.", "`ludus recipes` lists recipes."),
         (args.endpoint and not args.model, name, "Add it."),
         (args.baseline not in (None, "none", "once"), f"There is no baseline {args.baseline!r}.", "Use none or once."),
         (args.api_key_file and not args.endpoint, "--api-key-file needs --endpoint.", "Add --endpoint, or remove it."),
+        (args.prices and any(single), "--prices excludes --price-in and --price-out.", "Remove one of them."),
+        (any(single) and not all(single), "--price-in and --price-out need each other.", "Add the other one."),
     )
     for broken, message, hint in checks:
         if broken:
             raise UserError(message, hint)
+
+
+def chosen_price(args: argparse.Namespace) -> TokenPrice | None:
+    """Return the price of the model: of --price-in and --price-out, or of its name or run folder in --prices."""
+    if args.prices is not None:
+        return read_price(args.prices, str(args.run or args.model or args.recipe))
+    return None if args.price_in is None else checked_price(args.price_in, args.price_out)
 
 
 def evaluation_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
@@ -153,27 +176,30 @@ def read_api_key(path: Path) -> str:
 
 
 async def _evaluate(
-    args: argparse.Namespace, config: Config, world: World, console: Console
-) -> tuple[list[EvaluatedEpisodes], list[SavedEvaluation]]:
+    args: argparse.Namespace, config: Config, world: World, console: Console, price: TokenPrice | None
+) -> tuple[list[Evaluation], list[SavedEvaluation]]:
     label = f"baseline-{args.baseline}" if args.baseline else ""
-    evaluated, saved, folder = [], [], None
+    results, saved, folder = [], [], None
     backend = await make_backend(args, config, world)
     try:
         folder = result_folder(args, config)
         print_text(console, headline(args, config, backend))
         async with closing(world):
             for plan in plans(config, backend.step, policy_name(args)):
+                before = backend.usage()
                 result, episodes = await run_plan(backend, plan, console)
-                result = replace(result, notices=backend.notices())
-                saved.append(save_or_compare(folder.evaluations, result, episodes, label))
-                evaluated.append(EvaluatedEpisodes(result, [episode.trajectory for episode in episodes]))
+                after = backend.usage()
+                usage = None if before is None or after is None else after - before
+                cost = measure_cost(episodes, sum(count > 0 for count in result.successes), usage, price)
+                results.append(replace(result, notices=backend.notices(), cost=cost))
+                saved.append(save_or_compare(folder.evaluations, results[-1], episodes, label))
     except LudusError as error:
         if folder is not None and folder.path != args.run and remove_unstarted(folder):
             error.hint = f"{error.hint}\nNo result was saved; the folder {folder.path} was removed."
         raise
     finally:
         await backend.close()
-    return evaluated, saved
+    return results, saved
 
 
 def headline(args: argparse.Namespace, config: Config, backend: EvalBackend) -> str:
@@ -194,7 +220,8 @@ def headline(args: argparse.Namespace, config: Config, backend: EvalBackend) -> 
 class EvalBackend:
     """Model under evaluation: the training step of its weights, and a factory of its schedulers.
 
-    `notices` returns a sentence for each sampling parameter that a server ignored.
+    `notices` returns a sentence for each sampling parameter that a server ignored, `usage` the tokens that an endpoint
+    has counted so far. `opened` is None for an endpoint.
     """
 
     world: World
@@ -202,6 +229,15 @@ class EvalBackend:
     scheduler: Callable[[SamplingPlan], Scheduler]
     close: Callable[[], Awaitable[None]]
     notices: Callable[[], tuple[str, ...]] = tuple
+    usage: Callable[[], TokenUsage | None] = lambda: None
+    opened: LoadedRun | None = None
+
+    @property
+    def loaded(self) -> LoadedRun:
+        """The loaded model. Raises UserError for an endpoint."""
+        if self.opened is None:
+            raise UserError("An endpoint has no model in this process.", "Use --run or --model PATH.")
+        return self.opened
 
 
 def engine_backend(world: World, opened: LoadedRun) -> EvalBackend:
@@ -212,7 +248,7 @@ def engine_backend(world: World, opened: LoadedRun) -> EvalBackend:
         made = engine_scheduler(world, opened.engine, session.renderer, session.config.rollout, play, Ledger())
         return replace(made, scoring=session.scoring)
 
-    return EvalBackend(world, opened.step, make, opened.engine.close)
+    return EvalBackend(world, opened.step, make, opened.engine.close, opened=opened)
 
 
 def endpoint_backend(config: Config, world: World, settings: OpenAIClientSettings) -> EvalBackend:
@@ -231,11 +267,11 @@ def endpoint_backend(config: Config, world: World, settings: OpenAIClientSetting
         chats = endpoint_chat_factory(client, config.rollout, play, "" if parser == "auto" else parser, world)
         return replace(scheduler(world, chats, config.rollout, Ledger()), scoring=scoring)
 
-    return EvalBackend(world, 0, make, client.close, lambda: client.notices)
+    return EvalBackend(world, 0, make, client.close, lambda: client.notices, lambda: client.usage)
 
 
-async def make_backend(args: argparse.Namespace, config: Config, world: World) -> EvalBackend:
-    """Return the backend selected by the arguments."""
+async def make_backend(args: argparse.Namespace, config: Config, world: World, step: int | None = None) -> EvalBackend:
+    """Return the backend selected by the arguments; `step` chooses a checkpoint other than the newest."""
     if args.endpoint:
         key = read_api_key(args.api_key_file) if args.api_key_file else ""
         settings = OpenAIClientSettings(args.endpoint, args.model, key, concurrency=config.rollout.concurrency)
@@ -244,7 +280,7 @@ async def make_backend(args: argparse.Namespace, config: Config, world: World) -
     from ludus.cli.ui.load_run import open_weights
 
     run = RunFolder(args.run) if args.run is not None else None
-    return engine_backend(world, await open_weights(config, run))
+    return engine_backend(world, await open_weights(config, run, step=step))
 
 
 def policy_name(args: argparse.Namespace) -> str:

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def print_overview(folder: RunFolder, config: Config, console: Console) -> None:
     """Print curves, rollout outcomes, alarms and evaluations."""
-    from ludus.diagnostics.timings import scoring_hint
+    from ludus.diagnostics.timings import HINTS
 
     rows, timings = metrics_rows(folder.metrics), metrics_rows(folder.timings)
     method = training_method({name for row in rows for name in row.metrics}, config)
@@ -85,7 +85,9 @@ def print_overview(folder: RunFolder, config: Config, console: Console) -> None:
     means = mean_timings(timings)
     for text in filter(None, [summary.format_ledger(rows), summary.explain_loss(rows), summary.format_times(means)]):
         print_text(console, text)
-    for text in filter(None, [*summary.format_alarms(rows, config.run.alarms.actions), scoring_hint(means, config)]):
+    for text in filter(
+        None, [*summary.format_alarms(rows, config.run.alarms.actions), *(hint(means, config) for hint in HINTS)]
+    ):
         print_text(console, f"! {text}", "yellow")
     print_evaluations(folder, console)
 

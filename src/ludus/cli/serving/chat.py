@@ -40,7 +40,7 @@ from ludus.recipes import list_recipes
 from ludus.rollouts.episode import EngineChatSession
 from ludus.rollouts.scheduler import sampling_params
 from ludus.tools.base import Tool
-from ludus.training.run.run_dir import RunFolder
+from ludus.training.run.run_dir import RunFolder, latest_checkpoint
 from ludus.types import Action, Message, StopReason, Task
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not 0 <= args.temperature < float("inf"):
         raise UserError(f"--temperature is {args.temperature:g}.", "Use 0 (greedy) or a positive number.")
     folder, config = target_config(args.target, args.world, overrides)
+    if folder is not None:
+        latest_checkpoint(folder)
     world = build_world(config.env, config.rollout, config.sandbox)
     load_libraries()
     from ludus.cli.ui.load_run import open_weights

@@ -23,7 +23,7 @@ from ludus.config.paths import check_model_folder
 from ludus.config.schema import Config
 from ludus.engines.control_tokens import publish_token, token_of
 from ludus.errors import UserError
-from ludus.training.run.run_dir import RunFolder
+from ludus.training.run.run_dir import RunFolder, latest_checkpoint
 
 if TYPE_CHECKING:
     import uvicorn
@@ -108,6 +108,7 @@ def url_of(listener: socket.socket) -> str:
 
 def _config(target: str, overrides: Sequence[str]) -> Config:
     if (Path(target) / "config.toml").is_file():
+        latest_checkpoint(RunFolder(Path(target)))
         return policy_config(RunFolder(Path(target)), overrides)
     check_model_folder(target)
     return load_config(None, ["--model.path", target, *overrides])

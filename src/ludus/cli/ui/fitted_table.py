@@ -61,6 +61,12 @@ class FittedTable:
         kept, _ = self._layout(width)
         return any(self.columns[index].name == name and any(row[index] for row in self.rows) for index in kept)
 
+    def to_markdown(self) -> str:
+        """Return the whole table as Markdown, with its title as a paragraph above it."""
+        rows = [[column.name for column in self.columns], ["---"] * len(self.columns), *self.rows]
+        lines = (" | ".join(map(_escaped, row)) for row in rows)
+        return "\n".join([*([self.title, ""] if self.title else []), *(f"| {line} |" for line in lines), ""])
+
     def _layout(self, available: int) -> tuple[list[int], list[int] | None]:
         """Return the visible columns and their widths; None for the widths if rows are printed as blocks."""
         for rank in sorted({column.rank for column in self.columns}, reverse=True):
@@ -111,6 +117,10 @@ class FittedTable:
                     block.add_row(column.name, _wrapped(cell, available - names))
             yield block
             yield Text()
+
+
+def _escaped(cell: str) -> str:
+    return re.sub(r"([\\|`*_<\[])", r"\\\1", cell).replace("\n", " ")
 
 
 def _wrapped(cell: str, width: int) -> Text:

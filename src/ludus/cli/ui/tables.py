@@ -1,28 +1,22 @@
-"""Tables of evaluations: success with intervals, families, stop reasons, pass@k."""
+"""Tables of evaluations: success with intervals, tags, stop reasons, pass@k, cost."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import print_text
-from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, WorldResult
-from ludus.types import Trajectory
+from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, SubsetResult, powers_of_two
+from ludus.evaluation.stats import Interval
 
 DETECTED = "is detected with a power of 80 % at the 5 % level"
 """Explanation of the column `detectable`, as the end of a sentence."""
-
-
-@dataclass(frozen=True)
-class EvaluatedEpisodes:
-    """An evaluation with its trajectories."""
-
-    result: Evaluation
-    trajectories: Sequence[Trajectory]
+SUCCESS_TITLE = "Held-out success, with 95 % intervals"
+MAX_VALUES = 30
+"""Maximum number of values of a tag in a table; files contain all."""
 
 
 def format_temperature(temperature: float) -> str:
@@ -36,29 +30,42 @@ def format_sampling(plan: EvaluationPlan) -> str:
     return how if plan.samples == 1 else f"{how}, {plan.samples} attempts"
 
 
-def format_success(result: Evaluation | WorldResult) -> str:
+def format_success(result: Evaluation | SubsetResult) -> str:
     """Format a success rate with its interval in per cent."""
-    return f"{result.rate:.1%} [{result.interval.low:.1%}, {result.interval.high:.1%}]"
+    return format_rate(result.rate, result.interval)
 
 
-def print_evaluations(console: Console, evaluated: Sequence[EvaluatedEpisodes], outcomes: Sequence[str]) -> None:
+def format_rate(rate: float, interval: Interval) -> str:
+    """Format a rate with its interval in per cent."""
+    return f"{rate:.1%} [{interval.low:.1%}, {interval.high:.1%}]"
+
+
+def print_evaluations(console: Console, results: Sequence[Evaluation], outcomes: Sequence[str]) -> None:
     """Print all tables. `outcomes` names the reward parts that define success, which get no separate column."""
-    console.print(success_table(evaluated, outcomes))
-    print_text(console, f"detectable: the smallest difference to a run over other tasks that {DETECTED}.")
-    if any(one.result.worlds for one in evaluated):
-        console.print(world_table([one.result for one in evaluated]))
-    several = [one for one in evaluated if one.result.plan.samples > 1]
-    if several:
-        console.print(attempts_table(several))
-    if any(len(one.result.by_family()) > 1 for one in evaluated):
-        for split in dict.fromkeys(one.result.plan.split for one in evaluated):
-            console.print(family_table(split, [one for one in evaluated if one.result.plan.split == split]))
-    console.print(stop_table(evaluated))
+    for table in evaluation_tables(results, outcomes):
+        console.print(table)
+        if table.title == SUCCESS_TITLE:
+            print_text(console, f"detectable: the smallest difference to a run over other tasks that {DETECTED}.")
 
 
-def success_table(evaluated: Sequence[EvaluatedEpisodes], outcomes: Sequence[str] = ()) -> FittedTable:
+def evaluation_tables(results: Sequence[Evaluation], outcomes: Sequence[str]) -> Iterator[FittedTable]:
+    """Yield the tables of evaluations that are not empty."""
+    yield success_table(results, outcomes)
+    if any(result.worlds for result in results):
+        yield world_table(results)
+    if several := [result for result in results if result.plan.samples > 1]:
+        yield attempts_table(several)
+    for split in dict.fromkeys(result.plan.split for result in results):
+        by_tag = tag_table(split, [result for result in results if result.plan.split == split])
+        if by_tag.rows:
+            yield by_tag
+    yield stop_table(results)
+    yield cost_table(results)
+
+
+def success_table(results: Sequence[Evaluation], outcomes: Sequence[str] = ()) -> FittedTable:
     """Return a table of success, minimum detectable difference, other reward parts and failures."""
-    parts = list(dict.fromkeys(part for one in evaluated for part in one.result.parts if part not in outcomes))
+    parts = list(dict.fromkeys(part for one in results for part in one.parts if part not in outcomes))
     details = (
         TableColumn("detectable", 2),
         *(TableColumn(part, 3) for part in parts),
@@ -66,11 +73,11 @@ def success_table(evaluated: Sequence[EvaluatedEpisodes], outcomes: Sequence[str
     )
     columns: tuple[str | TableColumn, ...] = ("split", "sampling", "tasks", "success", *details)
     rows = []
-    for result in (one.result for one in evaluated):
+    for result in results:
         values = [f"{result.parts[part]:.3f}" if part in result.parts else "" for part in parts]
         numbers = (len(result.task_ids), format_success(result), f"{result.detectable:.1%}")
         rows.append((result.plan.split, format_sampling(result.plan), *numbers, *values, result.failed))
-    return make_table(columns, rows, "Held-out success, with 95 % intervals")
+    return make_table(columns, rows, SUCCESS_TITLE)
 
 
 def world_table(results: Sequence[Evaluation]) -> FittedTable:
@@ -84,41 +91,59 @@ def world_table(results: Sequence[Evaluation]) -> FittedTable:
     return make_table(columns, rows, "Held-out success by world, 95 % intervals")
 
 
-def attempts_table(evaluated: Sequence[EvaluatedEpisodes]) -> FittedTable:
+def attempts_table(results: Sequence[Evaluation]) -> FittedTable:
     """Return a table of pass@k (any of k succeeds) and pass^k (all succeed); k: powers of 2 and all attempts."""
     rows = []
-    for result in (one.result for one in evaluated):
+    for result in results:
         for k in powers_of_two(result.plan.samples):
-            values = (f"{result.pass_at(k):.1%}", f"{result.pass_hat(k):.1%}")
-            rows.append((result.plan.split, format_sampling(result.plan), k, *values))
+            rates = zip((result.pass_at(k), result.pass_hat(k)), result.attempt_intervals(k), strict=True)
+            rows.append((result.plan.split, format_sampling(result.plan), k, *(format_rate(*pair) for pair in rates)))
     columns = ("split", "sampling", "k", "pass@k", "pass^k")
-    return make_table(columns, rows, "pass@k: one of k succeeds; pass^k: all k succeed")
+    return make_table(columns, rows, "pass@k: one of k succeeds; pass^k: all k succeed; 95 % intervals")
 
 
-def powers_of_two(last: int) -> list[int]:
-    """Return 1, 2, 4, ... below `last`, and `last`."""
-    return [*(2**i for i in range((last - 1).bit_length())), last]
-
-
-def family_table(split: str, evaluated: Sequence[EvaluatedEpisodes]) -> FittedTable:
-    """Return a table of success by task family, with one column per evaluation."""
-    families = [one.result.by_family() for one in evaluated]
+def tag_table(split: str, results: Sequence[Evaluation]) -> FittedTable:
+    """Return a table of success by tag and value, with one column per evaluation; single values are left out."""
+    found = [result.by_tag() for result in results]
     rows = []
-    for family in sorted({name for found in families for name in found}):
-        number = next(found[family][1] for found in families if family in found)
-        rows.append((family, number, *(f"{found[family][0]:.1%}" if family in found else "" for found in families)))
-    columns: tuple[str | TableColumn, ...] = (
-        "family",
-        TableColumn("tasks", 1),
-        *(format_sampling(one.result.plan) for one in evaluated),
-    )
-    return make_table(columns, rows, f"{split}: success by family")
+    for tag, values in found[0].items():
+        if not 1 < len(values) <= MAX_VALUES:
+            continue
+        for value, one in values.items():
+            rates = (format_success(other[tag][value]) for other in found if value in other.get(tag, {}))
+            rows.append((tag, value, one.num_tasks, *rates))
+    names = (format_sampling(result.plan) for result in results)
+    head: tuple[str | TableColumn, ...] = ("tag", TableColumn("value", wrap=True), TableColumn("tasks", 1))
+    return make_table((*head, *names), rows, f"{split}: success by tag, with 95 % intervals")
 
 
-def stop_table(evaluated: Sequence[EvaluatedEpisodes]) -> FittedTable:
+def cost_table(results: Sequence[Evaluation]) -> FittedTable:
+    """Return a table of the cost per task and per solved task; what is unknown is a dash."""
+    rows = []
+    for result in results:
+        if result.cost is None:
+            continue
+        plan = (result.plan.split, format_sampling(result.plan))
+        for unit, numbers in (("task", result.cost.per_task()), ("solved task", result.cost.per_solved())):
+            rows.append((*plan, unit, *map(format_cost, numbers.values())))
+    details = (TableColumn("calls", 1), TableColumn("turns", 1), TableColumn("seconds", 2))
+    priced = any(result.cost is not None and result.cost.price for result in results)
+    money = ("money",) if priced else ()
+    columns = ("split", "sampling", "per", "tokens in", "tokens out", *details, *money)
+    return make_table(columns, rows, "Cost; -: not reported")
+
+
+def format_cost(number: float | None) -> str:
+    """Format an amount with three significant digits, or a dash if it is unknown."""
+    if number is None:
+        return "-"
+    return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
+
+
+def stop_table(results: Sequence[Evaluation]) -> FittedTable:
     """Return a table of the shares of stop reasons."""
-    counts = [Counter(t.stop_reason for t in one.trajectories) for one in evaluated]
+    counts = [Counter(result.stop_reasons) for result in results]
     reasons = dict.fromkeys(reason for count in counts for reason, _ in count.most_common())
     rows = ((reason, *(f"{count[reason] / max(1, count.total()):.1%}" for count in counts)) for reason in reasons)
-    titles = (f"{one.result.plan.split}, {format_sampling(one.result.plan)}" for one in evaluated)
+    titles = (f"{result.plan.split}, {format_sampling(result.plan)}" for result in results)
     return make_table(("stop reason", *titles), rows, "Stop reasons")

@@ -37,7 +37,8 @@ class AlgorithmState:
 
     `greso` is the state of GRESO and `position` its place in the task order. `initial_entropy` is the
     policy's mean entropy on the first batch, nats per token (`gtpo`). `untrained_tasks` are earlier tasks whose
-    groups were not trained because the run left asynchronous mode.
+    groups were not trained because the run left asynchronous mode. `untrained_counts` are those of
+    `sample_metrics.count_untrained`.
     """
 
     averages: RoleBaselines = field(default_factory=RoleBaselines)
@@ -45,6 +46,7 @@ class AlgorithmState:
     position: int = 0
     initial_entropy: float | None = None
     untrained_tasks: tuple[str, ...] = ()
+    untrained_counts: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def start(cls, algorithm: Algorithm, text: str = "") -> AlgorithmState:
@@ -55,7 +57,14 @@ class AlgorithmState:
         greso = GresoState(**saved.get("greso", {}))
         entropy = saved.get("initial_entropy")
         untrained_tasks = tuple(map(str, saved.get("owed", ())))
-        return cls(replace(averages, decay=decay), greso, saved.get("position", 0), entropy, untrained_tasks)
+        return cls(
+            replace(averages, decay=decay),
+            greso,
+            saved.get("position", 0),
+            entropy,
+            untrained_tasks,
+            saved.get("untrained_counts", {}),
+        )
 
     def to_json(self) -> str:
         """Serialize the state to one line, as read by `start`."""
@@ -65,6 +74,8 @@ class AlgorithmState:
             parts["initial_entropy"] = self.initial_entropy
         if self.untrained_tasks:
             parts["owed"] = list(self.untrained_tasks)
+        if self.untrained_counts:
+            parts["untrained_counts"] = dict(self.untrained_counts)
         return json.dumps(parts, sort_keys=True)
 
 

@@ -25,7 +25,7 @@ from ludus.algorithms.kl import FULL_KL_NAMES, KLS
 from ludus.algorithms.losses.covariance import CovarianceMeans, token_covariance
 from ludus.algorithms.objective import Normalizer, Statistics, objective
 from ludus.algorithms.tensors import TokenBatch
-from ludus.diagnostics.alarms import ENTROPY, LOGPROB_GAP
+from ludus.diagnostics.alarms import ENTROPY, GAP_BY_PROBABILITY, LOGPROB_GAP
 from ludus.errors import LearnerError
 from ludus.training.batches.chunked_lm_head import Entropy
 from ludus.training.batches.rows import (
@@ -294,7 +294,7 @@ class Learner:
         those of the last good step. With several ranks `rows` are all rows or this rank's part (possibly
         empty), see `Collectives.whole`; metrics are global.
         """
-        with self.ranks.call_on_ranks("train", rows, seed, self.algorithm):
+        with self.ranks.call_on_ranks("train", rows, seed, self.algorithm, self.optimizer.learning_rate_factor):
             try:
                 return self._train(rows, seed)
             finally:
@@ -426,7 +426,7 @@ class Learner:
 
     def _update(self, batch: Sequence[Row], known: CachedLogprobs) -> tuple[Statistics, dict[str, float]]:
         statistics, tokens = self.gradient(batch, known)
-        rate = self.optimizer.settings.learning_rate_at(self.optimizer.num_steps)
+        rate = self.optimizer.learning_rate
         norm = self.optimizer.step()
         return statistics, {
             "optim/grad_norm": norm,
@@ -554,6 +554,7 @@ def _token_metrics(updates: Sequence[Statistics]) -> dict[str, float]:
     metrics = {
         "loss/total": statistics.loss / len(updates),
         "loss/policy": statistics.policy_loss / len(updates),
+        "optim/top_token_share": sum(one.spread.top_share for one in updates) / len(updates),
         "policy/clip_fraction": clip.fraction,
         "policy/ratio_mean": clip.ratio_mean,
         "policy/ratio_max": clip.ratio_max,
@@ -569,6 +570,7 @@ def _token_metrics(updates: Sequence[Statistics]) -> dict[str, float]:
         for label, bucket in zip(statistics.by_length.labels, statistics.by_length.buckets, strict=True)
         if bucket.tokens
     }
+    metrics |= {f"{GAP_BY_PROBABILITY}{label}": gap for label, gap in statistics.spread.gap_means.items()}
     optional = {
         ENTROPY: statistics.entropy_mean,
         "policy/kl_reference": statistics.kl_mean,

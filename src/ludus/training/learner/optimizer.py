@@ -77,6 +77,8 @@ class Optimizer:
         self.settings = settings
         self.ranks: Collectives = ONE_PROCESS if ranks is None else ranks
         self.num_steps = 0
+        self.learning_rate_factor = 1.0
+        """Factor of the scheduled learning rate."""
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._masters = {
             name: p.detach().float()
@@ -92,6 +94,11 @@ class Optimizer:
             lr=settings.learning_rate,
             betas=(settings.beta1, settings.beta2),
         )
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the next step."""
+        return self.settings.learning_rate_at(self.num_steps) * self.learning_rate_factor
 
     @property
     def parameters(self) -> Iterable[nn.Parameter]:
@@ -130,7 +137,7 @@ class Optimizer:
                 "Lower the learning rate, or look for extreme rewards in the rollouts of this step.",
             )
         for group in self._adamw.param_groups:
-            group["lr"] = self.settings.learning_rate_at(self.num_steps)
+            group["lr"] = self.learning_rate
         self._adamw.step()
         with torch.no_grad():
             for name, master in self._masters.items():

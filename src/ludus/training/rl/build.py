@@ -45,6 +45,7 @@ from ludus.training.rl.train_step import TrainStep
 from ludus.training.rl.validate import config_warnings, inactive_parts, updates_of
 from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.checkpoint import (
+    Adjustments,
     TrainerState,
     checkpoint_path,
     load_part,
@@ -192,15 +193,15 @@ def build_trainer(
     warmup = warmup_steps(parts.value_model, config, None if stored is None else stored.warmup_steps)
     if warmup > done:
         log.info("only the critic is trained until step %d (critic.warmup_steps)", warmup)
-    masks = config.training.streams and config.staleness.on_stale == "mask"
-    max_age, entropy = config.staleness.max_staleness if masks else None, state.initial_entropy
+    max_age, entropy, changed = max_token_age(config), state.initial_entropy, parts.adjustments
+    step = TrainStep(session, parts.learner, control, ledger, parts.value_model, max_age, warmup, entropy, changed)
     trainer = SyncTrainer(
         session=session,
         folder=folder,
         collector=RolloutCollector(
             session, engine, algorithm, reporter, ledger, state, reward_mixer, demonstrations, remote
         ),
-        train_step=TrainStep(session, parts.learner, control, ledger, parts.value_model, max_age, warmup, entropy),
+        train_step=step,
         reference_digests=parts.reference_digests,
         weight_sync=WeightSync.of(config, model, engine, probe, ranks),
         trackers=make_trackers(config, folder, done),
@@ -208,6 +209,12 @@ def build_trainer(
         history=MetricsHistory(row.metrics for row in read_metrics(folder.metrics)) if done else MetricsHistory(),
     )
     return trainer, done
+
+
+def max_token_age(config: Config) -> int | None:
+    """Return the age of the oldest tokens that are not masked, in weight versions; None without masking by age."""
+    masks = config.training.streams and config.staleness.on_stale == "mask"
+    return config.staleness.max_staleness if masks else None
 
 
 @dataclass(frozen=True)
@@ -219,6 +226,11 @@ class LearnerParts:
     stored: TrainerState | None
     reference_digests: Mapping[str, str] = field(default_factory=dict)
     """On rank 0: digests of models and data outside the checkpoint."""
+
+    @property
+    def adjustments(self) -> Adjustments:
+        """The factors of alarms in the checkpoint."""
+        return Adjustments() if self.stored is None else self.stored.adjustments
 
 
 def make_parts(

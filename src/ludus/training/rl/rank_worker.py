@@ -79,8 +79,8 @@ def rank_methods(session: TrainingSession, parts: LearnerParts) -> dict[RankMeth
     """Return the methods that rank 0 may call on this rank."""
     learner, value_model, model = parts.learner, parts.value_model, session.model
 
-    def train(rows: Sequence[Row], seed: int, algorithm: Algorithm) -> None:
-        learner.algorithm = algorithm
+    def train(rows: Sequence[Row], seed: int, algorithm: Algorithm, learning_rate_factor: float) -> None:
+        learner.algorithm, learner.optimizer.learning_rate_factor = algorithm, learning_rate_factor
         learner.train(rows, seed)
 
     methods: dict[RankMethod, Callable[..., object]] = {

@@ -17,8 +17,9 @@ from typing import Protocol
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
 from ludus.diagnostics.alarms import Alarm, MetricsHistory, find_alarms, send_alarm, write_alarm
+from ludus.diagnostics.configured_metrics import configured_metrics
 from ludus.diagnostics.metrics import plugin_metrics, rollout_metrics
-from ludus.diagnostics.timings import StepTimings, scoring_hint, write_timings
+from ludus.diagnostics.timings import HINTS, StepTimings, write_episode_times, write_timings
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine, Sleepable, drain_stats
 from ludus.envs.base import TaskSequence, World
@@ -36,12 +37,14 @@ from ludus.evaluation.evaluate import (
 )
 from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.reward_executor import scoring_concurrency
-from ludus.rollouts.rollout_files import rollouts_path, write_rollouts
+from ludus.rollouts.rollout_files import rollouts_path, times_path, write_rollouts
 from ludus.rollouts.scheduler import Episode
 from ludus.training.collection.filters import StreakGuard, empty_batch_guard, ess_guard, ess_warning, greso_metrics
 from ludus.training.collection.prompt_stream import waiting_texts
 from ludus.training.collection.rollout_collector import CollectorState, EpisodeReporter, RolloutCollector
 from ludus.training.credit.advantages import TrainingSample, equal_groups
+from ludus.training.rl.alarm_actions import adjusted
+from ludus.training.rl.sample_metrics import conflict_share, count_untrained, starved_metrics
 from ludus.training.rl.train_step import ComputeDispatch, TrainStep, run_inline
 from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.checkpoint import Extra, TrainerState, prune, save_checkpoint
@@ -136,7 +139,9 @@ class EvaluatedTrainer(ABC):
     ) -> None:
         """Write rollouts, metrics and timings of a step."""
         if self.session.config.run.save_rollouts:
-            write_rollouts(rollouts_path(self.folder.path, step), [sample.record for sample in samples])
+            records = [sample.record for sample in samples]
+            write_rollouts(rollouts_path(self.folder.path, step), records)
+            write_episode_times(times_path(self.folder.path, step), records)
         for tracker in self.trackers:
             tracker.log(step, metrics)
         write_timings(self.folder.timings, step, timings)
@@ -157,14 +162,18 @@ class SyncTrainer(EvaluatedTrainer):
     collector_state: CollectorState = field(init=False)
     """State of the rollout collector right after the current step was sampled."""
     guards: tuple[StreakGuard, ...] = field(init=False)
-    hint_shown: bool = field(default=False, init=False)
-    """Whether the hint about slow rewards has been shown."""
+    untrained_counts: Mapping[str, int] = field(init=False)
+    """Groups in a row without a trained token, by task (`count_untrained`)."""
+    hints_left: list[Callable[[Mapping[str, float], Config], str]] = field(default_factory=lambda: [*HINTS], init=False)
+    """Hints about timings that have not been shown."""
 
     def __post_init__(self) -> None:
         self.collector_state = self.collector.state
+        self.untrained_counts = self.collector_state.algorithm_state.untrained_counts
         self.guards = (empty_batch_guard(self.collector.algorithm), ess_guard(self.session.config))
         for guard in self.guards:
             guard.restore(self.history.rows)
+        self.train_step.collapse.restore(self.history.rows)
         self.raised = find_alarms(self.history.rows, self.session.config.run.alarms.actions)
 
     @property
@@ -232,9 +241,10 @@ class SyncTrainer(EvaluatedTrainer):
         await dispatch(lambda: self.write(step, samples, metrics, timings))
         self.history.append(metrics)
         self.raise_alarms(step)
-        if not self.hint_shown and (hint := scoring_hint(timings, self.session.config)):
-            self.hint_shown = True
-            self.alarm(step, hint)
+        for find_hint in list(self.hints_left):
+            if hint := find_hint(timings, self.session.config):
+                self.hints_left.remove(find_hint)
+                self.alarm(step, hint)
         self.reporter.step(step, metrics, timings)
         return metrics
 
@@ -249,11 +259,18 @@ class SyncTrainer(EvaluatedTrainer):
             extra["experts/count"] = float(len(experts))
             extra["experts/refused"] = float(collector.demonstrations.num_refused(step))
             extra["experts/trained"] = float(sum(c.outcome is RolloutOutcome.TRAINED for c in experts))
+        self.untrained_counts = count_untrained(self.untrained_counts, samples)
+        extra |= starved_metrics(self.untrained_counts, samples)
+        extra["groups/conflict_tokens"] = conflict_share(samples)
         trained = sum(sample.outcome is RolloutOutcome.TRAINED for sample in samples)
         counts = collector.ledger.close(step, trained=trained)
         by_number = _metric_groups(samples)
         groups, flags = list(by_number.values()), [zero_variance.get(number) for number in by_number]
         metrics = rollout_metrics(groups, self.session.world.rewards[0].name, flags)
+        trajectories = [t for group in groups for t in group.trajectories]
+        metrics |= configured_metrics(
+            trajectories, self.session.config.run.diagnostics, self.session.world.rewards[0].name
+        )
         if collector.reward_mixer is not None:
             metrics |= collector.reward_mixer.metrics(step, groups)
         probe = extra.pop("sync/probe_gap", None)
@@ -310,6 +327,16 @@ class SyncTrainer(EvaluatedTrainer):
                 write_alarm(self.folder.alarms, step, one)
                 if settings.webhook:
                     send_alarm(settings.webhook, self.folder.path.name, step, one)
+            self.adjust(step, one)
+
+    def adjust(self, step: int, raised: Alarm) -> None:
+        """Change the coefficient that the action of an alarm names, unless it was changed recently."""
+        before, action = self.train_step.adjustments, raised.rule.action
+        after = adjusted(before, action, step, self.session.config.run.alarms)
+        if after != before:
+            self.train_step.adjustments = after
+            rate, kl = after.learning_rate, after.kl
+            self.alarm(step, f"{raised.name}: learning rate x {rate:g}, KL coefficient x {kl:g} from the next step on.")
 
     async def evaluate_during(self, step: int) -> dict[str, float]:
         """Return the evaluation metrics if an evaluation is due at this step."""
@@ -332,10 +359,13 @@ class SyncTrainer(EvaluatedTrainer):
             ledger=self.collector.ledger.state(),
             value_model_steps=0 if train_step.value_model is None else train_step.value_model.optimizer.num_steps,
             algorithm_state=replace(
-                self.collector_state.algorithm_state, initial_entropy=train_step.initial_entropy
+                self.collector_state.algorithm_state,
+                initial_entropy=train_step.initial_entropy,
+                untrained_counts=self.untrained_counts,
             ).to_json(),
             reward_moments=self.collector_state.moments,
             kl=train_step.kl_control.state,
+            adjustments=train_step.adjustments,
             reference_digests=dict(self.reference_digests),
             warmup_steps=train_step.warmup_steps,
             mode=self.session.config.training.mode,

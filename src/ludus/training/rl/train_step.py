@@ -30,6 +30,8 @@ from ludus.training.collection.filters import age_metrics, mask_over_age
 from ludus.training.collection.rollout_collector import overlong_limit
 from ludus.training.credit.advantages import Estimates, TrainingSample, record_outcomes, training_rows, with_estimates
 from ludus.training.learner.learner import SUM_PI_SQUARED, Learner
+from ludus.training.rl.collapse_scoring import CollapseScoring
+from ludus.training.run.checkpoint import Adjustments
 from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.factory import ValueModel, at_actions, estimate_values, train_value_model
 from ludus.types import Trajectory
@@ -132,7 +134,12 @@ class TrainStep:
     max_token_age: int | None = None
     warmup_steps: int = 0
     initial_entropy: float | None = None
+    adjustments: Adjustments = field(default_factory=Adjustments)
+    collapse: CollapseScoring = field(init=False)
     _checked: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.collapse = CollapseScoring.of(self.session)
 
     async def run(
         self, step: int, samples: Sequence[TrainingSample], dispatch: ComputeDispatch = run_inline
@@ -148,6 +155,10 @@ class TrainStep:
         )
         return prepared, await dispatch(lambda: self._train(step, prepared, rows))
 
+    def kl_coef(self, step: int) -> float:
+        """Return the KL coefficient of a step, with the factor of alarms."""
+        return self.kl_control.coef(step) * self.adjustments.kl
+
     def control_kl(self, metrics: Mapping[str, float]) -> str:
         """Update the KL controller with a step's KL; return the reason to pause, or an empty string."""
         kl = metrics.get("policy/kl_reference")
@@ -159,7 +170,7 @@ class TrainStep:
 
     def _prepare(self, step: int, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         if self.kl_control.is_active:
-            self.learner.algorithm = replace(self.learner.algorithm, kl_coef=self.kl_control.coef(step))
+            self.learner.algorithm = replace(self.learner.algorithm, kl_coef=self.kl_coef(step))
         if self.learner.algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
             self._set_entropy_filter(samples)
         if self.max_token_age is not None:
@@ -179,13 +190,15 @@ class TrainStep:
             self.learner.algorithm = with_entropy_filter(self.learner.algorithm, self.initial_entropy)
 
     def _train(self, step: int, samples: Sequence[TrainingSample], rows: Sequence[Row]) -> dict[str, float]:
-        metrics = {} if self.value_model is None else train_value_model(self.value_model, samples)
+        metrics = self.collapse.measure(step, samples, self.learner)
+        metrics |= {} if self.value_model is None else train_value_model(self.value_model, samples)
         if step > self.warmup_steps:
+            self.learner.optimizer.learning_rate_factor = self.adjustments.learning_rate
             metrics |= self.learner.train(rows, seed=step)
         if self.learner.algorithm.correction_spec.has(Need.REJECTION):
             metrics["is/mask_frac"] = rejected_share(samples)
         metrics |= age_metrics(samples, step)
-        return metrics | ({"kl/coef": self.kl_control.coef(step)} if self.kl_control.is_active else {})
+        return metrics | ({"kl/coef": self.kl_coef(step)} if self.kl_control.is_active else {})
 
 
 def filter_and_estimate(

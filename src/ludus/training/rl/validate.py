@@ -135,6 +135,10 @@ def check_alarms(config: Config) -> None:
         if name not in rules():
             guess = did_you_mean(name, rules())
             raise ConfigError(f'run.alarms.actions: unknown alarm "{name}".', f"{guess}Known: {', '.join(rules())}.")
+    raising = [name for name, action in config.run.alarms.actions.items() if action == "raise_kl"]
+    if raising and not control_of(config, algorithm_of(config).kl_coef).is_active:
+        text = f"run.alarms.actions.{raising[0]} is raise_kl, but the run has no KL term."
+        raise ConfigError(text, "Set algorithm.kl_coef above 0, or use lower_learning_rate.")
 
 
 def check_cache(config: Config) -> None:

@@ -158,6 +158,16 @@ def _quiet() -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
+class Adjustments:
+    """Factors by which alarms have changed the learning rate and the KL coefficient, and the steps of the changes."""
+
+    learning_rate: float = 1.0
+    kl: float = 1.0
+    learning_rate_step: int | None = None
+    kl_step: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class TrainerState:
     """State of a resumed run besides weights and moments.
 
@@ -175,6 +185,7 @@ class TrainerState:
     algorithm_state: str = ""
     reward_moments: str = ""
     kl: KlState = field(default_factory=KlState)
+    adjustments: Adjustments = field(default_factory=Adjustments)
     reference_digests: Mapping[str, str] = field(default_factory=dict)
     warmup_steps: int | None = None
     mode: str = ""

@@ -1,5 +1,5 @@
-// The viewer. A page is a hash: #/rollouts?solved=0&sort=-reward, #/rollout/12, #/group/12, #/task?task=..., #/curves,
-// #/labels. Text of models and tools is only ever a text node.
+// The viewer. A page is a hash: #/rollouts?solved=0&sort=-reward, #/rollout/12, #/group/12, #/task?task=..., #/timeline/3,
+// #/curves, #/labels. Text of models and tools is only ever a text node.
 import { html, render, useState, useEffect, useRef } from "./vendor/htm-preact.js";
 import uPlot from "./vendor/uplot.js";
 
@@ -251,6 +251,39 @@ function Curves({ run }) {
     <div class="charts">${chosen.slice(0, 24).map((name) => html`<${Chart} key=${name} name=${name} steps=${data.steps} values=${data.values[name]} alarms=${data.alarms} />`)}</div>`;
 }
 
+const SPANS = [["model", "generation", "--blue"], ["tools", "environment and tools", "--yellow"], ["wait", "waiting for rewards", "--line"], ["grade", "rewards", "--green"]];
+
+function spansOf(line, start) {
+  const spans = [], turns = line.turns.length ? line.turns : [[line.model_s, line.tools_s]];
+  let at = line.begin - start;
+  const add = (kind, seconds) => { if (seconds > 0) spans.push({ kind, at, seconds }); at += seconds; };
+  for (const [model, tools] of turns) { add("model", model); add("tools", tools); }
+  at = Math.max(at, line.begin - start + line.total_s);
+  add("wait", line.scoring_s - line.grading_s); add("grade", line.grading_s);
+  return { spans, end: at };
+}
+
+function Timeline({ run, step }) {
+  const { data, error } = useData(`/api/timeline/${step}`);
+  const steps = run.steps, near = (by) => { const next = steps[steps.indexOf(Number(step)) + by]; if (next !== undefined) go(`/timeline/${next}`); };
+  useKeys({ j: () => near(1), k: () => near(-1), Escape: () => history.back() });
+  if (!data) return html`<${Waiting} error=${error} />`;
+  const choose = html`<label class="dim">step <select onChange=${(event) => go(`/timeline/${event.target.value}`)}>${steps.map((one) => html`<option selected=${one === Number(step)}>${one}</option>`)}</select></label>`;
+  if (!data.length) return html`<p>${choose}</p><p>The times of this step's episodes are not stored.</p>`;
+  const start = Math.min(...data.map((line) => line.begin)), lines = data.map((line) => ({ line, ...spansOf(line, start) }));
+  const end = Math.max(...lines.map((one) => one.end)), seconds = lines.map((one) => one.line.total_s + one.line.scoring_s).sort((a, b) => a - b);
+  const middle = seconds[Math.floor(seconds.length / 2)], slow = 2 * middle, width = 900;
+  const title = ({ line }) => `${line.task}, sample ${line.sample}: ${number(line.total_s)} s, model ${number(line.model_s)} s, tools ${number(line.tools_s)} s, rewards ${number(line.scoring_s)} s`;
+  return html`<p>${choose} <span class="dim">${data.length} episodes in ${number(end)} s; median ${number(middle)} s, slowest ${number(seconds[seconds.length - 1])} s; red: more than twice the median</span></p>
+    <p class="legend dim">${SPANS.map(([, text, color]) => html`<svg width="12" height="10"><rect width="10" height="10" fill="var(${color})" /></svg> ${text}${" "}`)}</p>
+    <div class="scroll"><svg class="timeline" viewBox="0 0 ${width + 10} ${12 * lines.length + 4}" width=${width + 10} height=${12 * lines.length + 4}>
+      ${lines.map((one, i) => html`<g onClick=${() => go(`/rollout/${one.line.row.id}`)}><title>${title(one)}</title>
+        <rect x="0" y=${12 * i} width=${width} height="12" fill="transparent" />
+        ${one.line.total_s + one.line.scoring_s > slow ? html`<rect x=${(width * (one.line.begin - start)) / end - 3} y=${12 * i + 2} width="3" height="9" fill="var(--red)" />` : ""}
+        ${one.spans.map((span) => html`<rect x=${(width * span.at) / end} y=${12 * i + 2} width=${Math.max(0.5, (width * span.seconds) / end)} height="9" fill="var(${SPANS.find(([kind]) => kind === span.kind)[2]})" />`)}</g>`)}
+    </svg></div>`;
+}
+
 function Labels() {
   const { data, error } = useData("/api/labels");
   if (!data) return html`<${Waiting} error=${error} />`;
@@ -277,10 +310,11 @@ function App() {
   if (!shown) return html`<main><${Waiting} error=${error} /></main>`;
   const [, name, id] = path.split("/");
   const pages = { rollouts: () => html`<${Rollouts} run=${shown} query=${query} />`, rollout: () => html`<${Rollout} id=${id} query=${query} />`,
-    group: () => html`<${Group} id=${id} />`, task: () => html`<${Task} query=${query} />`, curves: () => html`<${Curves} run=${shown} />`, labels: () => html`<${Labels} />` };
+    group: () => html`<${Group} id=${id} />`, task: () => html`<${Task} query=${query} />`, timeline: () => html`<${Timeline} run=${shown} step=${id || shown.steps[shown.steps.length - 1]} />`,
+    curves: () => html`<${Curves} run=${shown} />`, labels: () => html`<${Labels} />` };
   const link = (to) => html`<a href="#/${to}" class=${name === to ? "here" : ""}>${to}</a>`;
   return html`<header><b>${shown.name}</b><span class="dim">${shown.kind}, ${shown.total.toLocaleString("en")} rollouts${shown.running ? ", running" : ""}</span>
-      <nav>${link("rollouts")}${link("curves")}${link("labels")}</nav></header>
+      <nav>${link("rollouts")}${link("timeline")}${link("curves")}${link("labels")}</nav></header>
     <main>${(pages[name] || (() => html`<p class="error">There is no page ${path}.</p>`))()}</main>`;
 }
 

@@ -1,0 +1,133 @@
+"""Train small runs with planted faults and healthy ones, and tabulate which alarms are raised and when.
+
+    python benchmarks/alarm_table.py --out .bench/alarms                 all runs of alarm_table.toml, half an hour
+    python benchmarks/alarm_table.py --out .bench/alarms --only entropy_bonus
+    python benchmarks/alarm_table.py --out .bench/alarms --page docs/experiments/alarm_table.md
+
+Finished runs in the output folder are not trained again. A run is damaged at the first step from which on its held-out
+success stays at most half of its best value before, or its training success is 0 for three steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ludus.diagnostics.alarms import rules
+from ludus.diagnostics.trackers import MetricsRow, read_metrics
+from pages import fill
+
+HERE = Path(__file__).parent
+LEVELS = ("warn", "pause", "stop")
+
+
+@dataclass(frozen=True)
+class AlarmRun:
+    """A trained run: the first step of each alarm, the step of the damage (None without), and the steps trained."""
+
+    name: str
+    spec: Mapping[str, Any]
+    first: Mapping[str, int]
+    damage: int | None
+    steps: int
+
+
+def train(name: str, spec: Mapping[str, Any], common: Mapping[str, object], out: Path) -> AlarmRun:
+    """Train a run unless it exists."""
+    folder = out / name
+    if not (folder / "done").is_file():
+        settings = {**common, **spec.get("settings", {}), "run.dir": str(folder)}
+        words = [word for key, value in settings.items() for word in (f"--{key}", setting(value))]
+        log = (out / f"{name}.log").open("w")
+        done = subprocess.run(
+            [sys.executable, "-m", "ludus", "train", spec["recipe"], *words], stdout=log, stderr=log, cwd=HERE
+        )
+        log.close()
+        if not (folder / "metrics.jsonl").is_file():
+            raise SystemExit(f"{name} did not train (exit code {done.returncode}): see {log.name}")
+        (folder / "done").touch()
+    rows = read_metrics(folder / "metrics.jsonl")
+    lines = (folder / "alarms.jsonl").read_text().splitlines() if (folder / "alarms.jsonl").is_file() else []
+    first: dict[str, int] = {}
+    for line in map(json.loads, lines):
+        first.setdefault(line["alarm"], line["step"])
+    return AlarmRun(name, spec, first, damage_step(rows), len(rows))
+
+
+def setting(value: object) -> str:
+    """Return a value for the command line."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def damage_step(rows: Sequence[MetricsRow]) -> int | None:
+    """Return the first step of the damage, or None."""
+    found = [zero_step(rows)]
+    names = {name for row in rows for name in row.metrics if name.startswith("eval/") and name.endswith("/success")}
+    for name in names:
+        points = [(row.step, row.metrics[name]) for row in rows if name in row.metrics]
+        for i, (step, _) in enumerate(points):
+            best = max((value for _, value in points[:i]), default=0.0)
+            if best > 0 and all(value <= best / 2 for _, value in points[i:]):
+                found.append(step)
+                break
+    return min((step for step in found if step is not None), default=None)
+
+
+def zero_step(rows: Sequence[MetricsRow]) -> int | None:
+    """Return the first of three steps without training success, or None."""
+    success = [row.metrics.get("success/mean", 1.0) for row in rows]
+    return next((rows[i].step for i in range(len(rows) - 2) if not any(success[i : i + 3])), None)
+
+
+def planted_lines(runs: Sequence[AlarmRun]) -> Iterator[str]:
+    """Yield the table of the planted runs."""
+    yield "| cause | expected alarm | raised at step | damage at step | steps before the damage | other alarms |"
+    yield "|---|---|---|---|---|---|"
+    for run in runs:
+        others = ", ".join(f"{name} ({step})" for name, step in run.first.items() if name not in run.spec["expected"])
+        for i, name in enumerate(run.spec["expected"]):
+            step = run.first.get(name)
+            before = "" if step is None or run.damage is None else str(run.damage - step)
+            texts = ("" if i else run.spec["cause"], f"`{name}`", "missed" if step is None else str(step))
+            yield f"| {' | '.join(texts)} | {run.damage or 'none'} | {before} | {'' if i else others} |"
+
+
+def healthy_lines(runs: Sequence[AlarmRun]) -> Iterator[str]:
+    """Yield the table of the healthy runs."""
+    yield "| run | steps | false alarms | notes |"
+    yield "|---|---|---|---|"
+    for run in runs:
+        raised = [(rules()[name].action in LEVELS, f"`{name}` ({step})") for name, step in run.first.items()]
+        texts = [", ".join(text for loud, text in raised if loud is wanted) for wanted in (True, False)]
+        yield f"| {run.name} | {run.steps} | {' | '.join(text or 'none' for text in texts)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the runs")
+    parser.add_argument("--only", help="name of one run")
+    parser.add_argument("--page", type=Path, help="page with places for `alarms planted` and `alarms healthy`")
+    args = parser.parse_args()
+    specs = tomllib.loads((HERE / "alarm_table.toml").read_text())
+    args.out.mkdir(parents=True, exist_ok=True)
+    out = args.out.resolve()
+    tables = {}
+    for kind, lines in (("planted", planted_lines), ("healthy", healthy_lines)):
+        chosen = {name: spec for name, spec in specs[kind].items() if args.only in (None, name)}
+        runs = [train(name, spec, specs["common"], out) for name, spec in chosen.items()]
+        if runs:
+            tables[kind] = "\n".join(lines(runs))
+            print(tables[kind], end="\n\n", flush=True)
+    for kind, text in tables.items() if args.page and not args.only else ():
+        fill(args.page, f"alarms {kind}", text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""How the policy gradient and the mismatch with the engine are spread over tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Final
+
+from ludus.algorithms.tensors import Tensor, check_shapes, clamped_ratio, select, torch
+
+TOP_SHARE: Final = 0.01
+PROBABILITY_BOUNDS: Final = (0.01, 0.1, 0.5, 0.9)
+"""Upper bounds of the bins of the engine's probability; an additional last bin holds the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpread:
+    """Sums over action tokens; `+` joins microbatches of one batch.
+
+    `mass` is the sum of the tokens' weights in the gradient, `largest` the largest of them above 0 in descending order,
+    at most `num_top`. `tokens` and `gaps` are the count and the sum of `|old - behavior|` (nats) by bin of the
+    probability that the engine reported.
+    """
+
+    num_top: int
+    mass: float
+    largest: tuple[float, ...]
+    tokens: tuple[float, ...]
+    gaps: tuple[float, ...]
+
+    def __add__(self, other: TokenSpread) -> TokenSpread:
+        num = max(self.num_top, other.num_top)
+        return TokenSpread(
+            num,
+            self.mass + other.mass,
+            tuple(sorted(self.largest + other.largest, reverse=True)[:num]),
+            tuple(a + b for a, b in zip(self.tokens, other.tokens, strict=True)),
+            tuple(a + b for a, b in zip(self.gaps, other.gaps, strict=True)),
+        )
+
+    @property
+    def top_share(self) -> float:
+        """Share of `mass` on the `num_top` tokens with the largest weights; 0 without any weight."""
+        return math.fsum(self.largest) / self.mass if self.mass else 0.0
+
+    @property
+    def gap_means(self) -> dict[str, float]:
+        """Mean of `|old - behavior|` by bin (`<=0.01`, ..., `<=1`), of bins with tokens."""
+        labels = [f"<={bound:g}" for bound in (*PROBABILITY_BOUNDS, 1.0)]
+        bins = zip(labels, self.tokens, self.gaps, strict=True)
+        return {label: gap / tokens for label, tokens, gap in bins if tokens}
+
+
+def token_spread(
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    weights: Tensor,
+    mask: Tensor,
+    num_tokens: int,
+) -> TokenSpread:
+    """Return the spread of one microbatch, all [N, L]. The weight of a token is `|advantage ratio weights|`.
+
+    `weights` are those of the correction, `num_tokens` counts the action tokens of the whole batch: the largest one
+    in a hundred of them (at least one) are compared with all. Aggregations that weight trajectories are not included.
+    """
+    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
+    check_shapes(mask, advantages=advantages, weights=weights)
+    actions = mask.bool()
+    new, old, behavior = (select(one, mask).detach().double() for one in (logprobs, old_logprobs, behavior_logprobs))
+    mass = select((advantages * weights).detach().double() * clamped_ratio(new - old), mask).abs()
+    num_top = max(1, math.ceil(TOP_SHARE * num_tokens))
+    largest = mass.flatten().topk(min(num_top, mass.numel())).values
+    edges = [-math.inf, *map(math.log, PROBABILITY_BOUNDS), math.inf]
+    bins = [actions & (behavior > low) & (behavior <= high) for low, high in pairwise(edges)]
+    gap = (old - behavior).abs()
+    sums = [mass.sum(), *(one.sum() for one in bins), *(select(gap, one).sum() for one in bins)]
+    read = torch.cat([torch.stack([one.double() for one in sums]), largest]).tolist()
+    end = 1 + len(bins)
+    top = tuple(value for value in read[end + len(bins) :] if value > 0)
+    return TokenSpread(num_top, read[0], top, tuple(read[1:end]), tuple(read[end : end + len(bins)]))

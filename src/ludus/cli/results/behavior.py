@@ -1,0 +1,187 @@
+"""Show how the tasks of an evaluation or a training step were solved, with 95 % intervals over tasks.
+
+    ludus behavior runs/search-1                                     its newest and largest evaluation
+    ludus behavior runs/search-1 --evaluation step-000040-test-t1    another evaluation
+    ludus behavior runs/search-1 --step 10                           rollouts of a training step
+    ludus behavior runs/search-sft-1 --against runs/search-1         paired differences over the same tasks
+
+docs/use/behavior.md defines the measures. With --against, the second run is B, and its newest evaluation with the same
+split, sampling and number of tasks, or its rollouts of the same step, are compared. RUN2 may be a .json file of an
+evaluation, also one of RUN.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ludus.cli.arguments import no_settings, run_config
+from ludus.cli.results.rewards import find_tasks
+from ludus.cli.results.show import find_rollouts
+from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
+from ludus.cli.ui.result_files import add_result_files, write_result_files
+from ludus.cli.ui.terminal import make_console, print_line
+from ludus.envs.base import World
+from ludus.envs.registry import build_world
+from ludus.errors import UserError
+from ludus.evaluation.analysis.behavior import (
+    AMOUNTS,
+    MEASURES,
+    RETRIEVAL_TOOLS,
+    AttemptedTask,
+    ByTask,
+    mean_interval,
+    measure_behavior,
+    paired_change,
+)
+from ludus.evaluation.comparison import Key, StoredEvaluation, load_stored, newest_evaluations
+from ludus.evaluation.stats import Interval
+from ludus.rewards.base import success
+from ludus.rewards.exact_match import ExpectedAnswers
+from ludus.rollouts.rollout_files import read_rollouts
+from ludus.training.run.run_dir import RunFolder
+from ludus.types import WORLD_TAG
+
+Behavior = Mapping[str, ByTask]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--evaluation", metavar="NAME", help="rollouts of this evaluation (the newest)")
+    which.add_argument("--step", metavar="N", type=int, help="rollouts of this training step")
+    parser.add_argument("--against", metavar="RUN2", type=Path, help="compare with this run, or .json evaluation")
+    add_result_files(parser)
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print the measures, or the comparison."""
+    no_settings(overrides, "behavior")
+    second = args.against.parent.parent if args.against and args.against.suffix == ".json" else args.against
+    folders = [RunFolder(path) for path in (args.run, second) if path is not None]
+    configs = [run_config(folder, ()) for folder in folders]
+    files, console = chosen_files(args, folders), make_console()
+    found = []
+    for letter, config, file in zip("AB", configs, files, strict=False):
+        print_line(console, f"{f'{letter}: ' if args.against else ''}{file}")
+        found.append(measure_file(file, build_world(config.env, config.rollout)))
+    table = behavior_table(found[0]) if len(found) == 1 else change_table(*found)
+    console.print(table)
+    write_result_files(args, behavior_data(found, files), [table])
+    return 0
+
+
+def chosen_files(args: argparse.Namespace, folders: Sequence[RunFolder]) -> list[Path]:
+    """Return the rollout file of each run. Raises UserError if one is missing."""
+    if args.step is not None:
+        return [find_rollouts(folder, args.step, None)[0] for folder in folders]
+    if args.evaluation is not None:
+        first = find_rollouts(folders[0], None, args.evaluation)[0].name.removesuffix(".jsonl.gz")
+    else:
+        first = max(newest_evaluations(folders[0].path).values(), key=_precedence).name
+    names = [first]
+    if args.against is not None and args.against.suffix == ".json":
+        names.append(args.against.stem)
+    elif folders[1:]:
+        names.append(_counterpart(first, folders[0], newest_evaluations(folders[1].path)))
+    pairs = zip(folders, names, strict=True)
+    return [find_rollouts(folder, None, name)[0] for folder, name in pairs]
+
+
+def _precedence(stored: StoredEvaluation) -> tuple[bool, int, int, str, float]:
+    plan = stored.result.plan
+    return not plan.policy, plan.step, plan.num_tasks * plan.samples, plan.split, plan.temperature
+
+
+def _counterpart(name: str, folder: RunFolder, others: Mapping[Key, StoredEvaluation]) -> str:
+    """Return the name of the newest evaluation of another run with the plan of `name`."""
+    plan = load_stored(folder.evaluations / f"{name}.json").result.plan
+    key = (plan.split, plan.temperature, plan.samples, plan.num_tasks)
+    if key not in others:
+        known = ", ".join(one.name for one in others.values())
+        text = f"The second run has no evaluation with the split, sampling and number of tasks of {name}."
+        raise UserError(text, f"It has {known}.")
+    return others[key].name
+
+
+def measure_file(file: Path, world: World) -> dict[str, ByTask]:
+    """Return the measures of the episodes of a file except infrastructure failures; a tree is one episode per path."""
+    tasks = find_tasks(world, {record.group for record in read_rollouts(file)})
+    firsts = {task.tags.get(WORLD_TAG): task for task in tasks.values()}
+    tools = {name: [tool.name for tool in world.environment(task).tools] for name, task in firsts.items()}
+    retrieving = {name for name, own in tools.items() if any(word in tool for tool in own for word in RETRIEVAL_TOOLS)}
+
+    def attempts() -> Iterator[AttemptedTask]:
+        for record in read_rollouts(file):
+            task = tasks.get(record.group)
+            answers = tuple(task.truth.accepted) if task and isinstance(task.truth, ExpectedAnswers) else ()
+            retrieves = task is not None and task.tags.get(WORLD_TAG) in retrieving
+            if record.trajectory.failure is None:
+                for path in record.trajectory.attempts():
+                    yield AttemptedTask(path, success(world.rewards, path), answers, retrieves)
+
+    return measure_behavior(attempts())
+
+
+def behavior_table(found: Behavior) -> FittedTable:
+    """Return a table of means; measures that do not apply to any task are left out."""
+    rows = [
+        (name, format_amount(name, *_mean(name, values)), len(values), MEASURES[name])
+        for name, values in found.items()
+        if values
+    ]
+    columns = ("measure", "mean", TableColumn("tasks", 1), TableColumn("counts", 2, wrap=True))
+    return make_table(columns, rows, "Behavior, with 95 % intervals over tasks")
+
+
+def change_table(a: Behavior, b: Behavior) -> FittedTable:
+    """Return a table of both runs and of the paired differences over the tasks to which a measure applies in both."""
+    rows = []
+    for name in MEASURES:
+        change = paired_change(name, a[name], b[name])
+        if change is None:
+            continue
+        means = (format_amount(name, *_mean(name, one[name])) for one in (a, b))
+        rows.append((name, *means, format_amount(name, change[0], change[1], sign="+"), change[2]))
+    columns = ("measure", TableColumn("A", 2), TableColumn("B", 2), "B - A", TableColumn("tasks", 1))
+    return make_table(columns, rows, "Behavior, with 95 % intervals over tasks; differences over common tasks")
+
+
+def _mean(name: str, values: ByTask) -> tuple[float, Interval | None]:
+    return sum(values.values()) / len(values), mean_interval(name, values)
+
+
+def format_amount(name: str, mean: float, interval: Interval | None, sign: str = "") -> str:
+    """Format a mean with its interval: shares in per cent, amounts with one decimal."""
+    numbers = [mean, *((interval.low, interval.high) if interval else ())]
+    kind = f"{sign},.1f" if name in AMOUNTS else f"{sign}.1%"
+    first, *bounds = (format(number, kind) for number in numbers)
+    return f"{first} [{bounds[0]}, {bounds[1]}]" if bounds else first
+
+
+def behavior_data(found: Sequence[Behavior], files: Sequence[Path]) -> dict[str, object]:
+    """Return the measures of the runs and their differences as JSON data."""
+    data: dict[str, object] = {"runs": [_run_data(*pair) for pair in zip(found, files, strict=True)]}
+    if len(found) == 2:
+        changes = {name: paired_change(name, found[0][name], found[1][name]) for name in MEASURES}
+        data["differences"] = {
+            name: {"difference": one[0], **_bounds(one[1]), "tasks": one[2]}
+            for name, one in changes.items()
+            if one is not None
+        }
+    return data
+
+
+def _run_data(found: Behavior, file: Path) -> dict[str, object]:
+    measures = {}
+    for name, values in found.items():
+        if values:
+            mean, interval = _mean(name, values)
+            measures[name] = {"mean": mean, **_bounds(interval), "tasks": len(values), "by_task": dict(values)}
+    return {"file": str(file), "measures": measures}
+
+
+def _bounds(interval: Interval | None) -> dict[str, float]:
+    return {"low": interval.low, "high": interval.high} if interval else {}

@@ -1,0 +1,200 @@
+"""Find evaluation tasks in the training tasks, training dialogues and training rollouts of a run.
+
+    ludus contamination runs/search-1
+    ludus contamination runs/search-1 --ngrams 13 --split test --json contamination.json
+
+A task is contaminated if a word n-gram of its prompt and reference answer occurs in a training text. n-grams of more
+than 5 % of the tasks belong to a template and are ignored. docs/use/behavior.md describes the limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from ludus.cli.arguments import no_settings, run_config
+from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
+from ludus.cli.ui.result_files import add_result_files, write_result_files
+from ludus.cli.ui.tables import format_rate, format_success
+from ludus.cli.ui.terminal import announce, load_libraries, make_console, print_text
+from ludus.config.schema import Config
+from ludus.envs.base import World
+from ludus.envs.registry import build_world
+from ludus.errors import UserError
+from ludus.evaluation.analysis.contamination import (
+    COPIED,
+    SIMILARITY_NGRAM,
+    NamedText,
+    NgramIndex,
+    SourceOverlap,
+    dialogue_text,
+    nearest_tasks,
+    rate_difference,
+    task_text,
+)
+from ludus.evaluation.comparison import newest_evaluations
+from ludus.evaluation.evaluate import Evaluation, check_split
+from ludus.rollouts.rollout_files import read_rollouts
+from ludus.training.run.run_dir import RunFolder, kind_of
+from ludus.types import Task
+
+MAX_SHOWN = 5
+"""Number of tasks in the table of examples; files contain all."""
+
+
+class SourceShares(NamedTuple):
+    """The share of each task's n-grams that occur in a source, and the text with most of them, [T]."""
+
+    source: str
+    n: int
+    shares: list[float]
+    examples: list[str]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
+    parser.add_argument("--split", help="the evaluation split (the first of evaluation.splits)")
+    parser.add_argument("--ngrams", metavar="N", type=int, nargs="+", default=[13, 8], help="words per n-gram (13 8)")
+    parser.add_argument("--dialogues", metavar="N", type=int, default=20_000, help="most training dialogues (20000)")
+    add_result_files(parser)
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print the tables; return 0 also if tasks are contaminated."""
+    no_settings(overrides, "contamination")
+    if min(args.ngrams) < 1 or args.dialogues < 0:
+        raise UserError("--ngrams must be 1 or more and --dialogues 0 or more.", "Correct the number.")
+    folder = RunFolder(args.run)
+    config = run_config(folder, ())
+    world, split = build_world(config.env, config.rollout), args.split or config.evaluation.splits[0]
+    check_split(world, split, "--split")
+    result = newest_result(folder, split)
+    tasks = [task for task in world.tasks(split) if result is None or task.id in result.scores]
+    if not tasks:
+        raise UserError(f"The tasks of the evaluation are not in the split {split!r}.", "Was the world changed?")
+    texts = list(map(task_text, tasks))
+    indices = [NgramIndex(texts, n) for n in dict.fromkeys(args.ngrams)]
+    found: list[SourceShares] = []
+    for name, source in training_texts(folder, config, world, args.dialogues).items():
+        announce(f"Reading {name} ...")
+        overlaps = [SourceOverlap(index) for index in indices]
+        for text in source:
+            for overlap in overlaps:
+                overlap.add(text)
+        found += [SourceShares(name, one.index.n, one.shares().tolist(), one.examples) for one in overlaps]
+    nearest = nearest_tasks(NgramIndex(texts, SIMILARITY_NGRAM), _task_texts(world))
+    tables, console = [source_table(split, found), example_table(tasks, found, nearest)], make_console()
+    for table in tables:
+        console.print(table)
+    for index in indices:
+        if unchecked := int((index.sizes == 0).sum()):
+            print_text(console, f"{unchecked} tasks have only {index.n}-grams of a template and were not checked.")
+        print_text(console, success_text(index.n, tasks, found, result))
+    write_result_files(args, contamination_data(tasks, found, nearest), tables)
+    return 0
+
+
+def newest_result(folder: RunFolder, split: str) -> Evaluation | None:
+    """Return the newest evaluation of a split with the run's own weights and the most tasks, or None."""
+    if not any(folder.evaluations.glob("*.json")):
+        return None
+    results = [one.result for one in newest_evaluations(folder.path).values()]
+    own = [one for one in results if one.plan.split == split and not one.plan.policy]
+    return max(own, key=lambda one: (one.plan.step, len(one.task_ids), one.plan.samples), default=None)
+
+
+def training_texts(folder: RunFolder, config: Config, world: World, most: int) -> Mapping[str, Iterator[NamedText]]:
+    """Return the sources of training texts by name; the dialogues only if the run or its model was tuned on them."""
+    found = {"training tasks": _task_texts(world)}
+    has_dialogues = config.sft.data or config.sft.sources or world.implements("demonstrations")
+    if has_dialogues and (config.model.path is None or kind_of(folder) == "sft"):
+        found["training dialogues"] = _dialogue_texts(config, world, most)
+    if files := sorted(folder.rollouts.glob("step-*.jsonl.gz")):
+        found["training rollouts"] = (
+            NamedText(f"{file.name[:11]}, {record.trajectory.name}", dialogue_text(path.messages))
+            for file in files
+            for record in read_rollouts(file)
+            for path in record.trajectory.attempts()
+        )
+    return found
+
+
+def _task_texts(world: World) -> Iterator[NamedText]:
+    return (NamedText(task.id, task_text(task)) for task in world.tasks("train"))
+
+
+def _dialogue_texts(config: Config, world: World, most: int) -> Iterator[NamedText]:
+    load_libraries()
+    from ludus.training.datasets.files import FileText
+    from ludus.training.datasets.sources import dialogues
+
+    count = min(most, config.sft.steps * config.sft.batch_size)
+    for number, (one, _) in enumerate(islice(dialogues(config, world), count), 1):
+        text = one.text if isinstance(one, FileText) else dialogue_text(one.messages)
+        yield NamedText(f"dialogue {number}", text)
+
+
+def source_table(split: str, found: Sequence[SourceShares]) -> FittedTable:
+    """Return a table of the number of tasks found in each source."""
+    rows = (
+        (one.source, one.n, sum(s > 0 for s in one.shares), sum(s >= COPIED for s in one.shares), len(one.shares))
+        for one in found
+    )
+    columns = ("found in", "n", "any n-gram", f"{COPIED:.0%} of them", TableColumn("tasks", 1))
+    return make_table(columns, rows, f"{split}: evaluation tasks of which word n-grams occur in training")
+
+
+def example_table(
+    tasks: Sequence[Task], found: Sequence[SourceShares], nearest: Sequence[tuple[float, str]]
+) -> FittedTable:
+    """Return a table of the tasks with the largest share of the first n-grams, and their nearest training task."""
+    rows = []
+    for i, (task, (similarity, name)) in enumerate(zip(tasks, nearest, strict=True)):
+        share, example = max((one.shares[i], one.examples[i]) for one in found if one.n == found[0].n)
+        rows.append((share, similarity, (task.id, f"{share:.0%}", example, f"{similarity:.2f}", name)))
+    columns = (
+        TableColumn("task", wrap=True),
+        f"{found[0].n}-grams found",
+        TableColumn("in", 1, wrap=True),
+        "similarity",
+        TableColumn("nearest training task", 1, wrap=True),
+    )
+    best = sorted(rows, key=lambda row: row[:2], reverse=True)[:MAX_SHOWN]
+    return make_table(columns, [row[2] for row in best], "Tasks nearest to training texts")
+
+
+def success_text(n: int, tasks: Sequence[Task], found: Sequence[SourceShares], result: Evaluation | None) -> str:
+    """Return a sentence that compares the success on contaminated and on clean tasks."""
+    if result is None:
+        return f"{n}-grams: the run has no evaluation of the split, so that success cannot be compared."
+    shares = [max(one) for one in zip(*(one.shares for one in found if one.n == n), strict=True)]
+    kinds = {task.id: "contaminated" if share else "clean" for task, share in zip(tasks, shares, strict=True)}
+    marks = tuple({"kind": kinds[name]} if name in kinds else {} for name in result.task_ids)
+    parts = replace(result, tags=marks).by_tag()["kind"]
+    text = ", ".join(f"{format_success(one)} of {one.num_tasks} {kind} tasks" for kind, one in parts.items())
+    if len(parts) == 2:
+        clean, other = ((one.rate, one.interval) for one in parts.values())
+        text += f"; difference {format_rate(*rate_difference(clean, other))}"
+    return f"{n}-grams: success {text}."
+
+
+def contamination_data(
+    tasks: Sequence[Task], found: Sequence[SourceShares], nearest: Sequence[tuple[float, str]]
+) -> list[dict[str, object]]:
+    """Return the shares and examples of each task as JSON data."""
+    return [
+        {
+            "task": task.id,
+            "found": [
+                {"source": one.source, "n": one.n, "share": one.shares[i], "example": one.examples[i]} for one in found
+            ],
+            "similarity": nearest[i][0],
+            "nearest": nearest[i][1],
+        }
+        for i, task in enumerate(tasks)
+    ]

@@ -1,0 +1,265 @@
+"""Probe how a model behaves: change its episodes, compare two checkpoints, or recombine attempts.
+
+    ludus probe faithfulness --run runs/search-1       force the answer after less or another task's reasoning
+    ludus probe counterfactuals --run runs/search-1    resample from each turn: what was it worth?
+    ludus probe scaling --run runs/search-1            success against turns, tokens, best-of-n, majority vote
+    ludus probe paraphrase --run runs/search-1         success with other wordings of the prompt
+    ludus probe forks --run runs/search-1              tokens at which the model before and after training differ
+    ludus probe swap --run runs/search-1               one of them writes the tool calls, the other the answer
+    ludus probe transfer --run runs/search-1           before and after, in several worlds and on dialogues
+    ludus probe endpoint search --url URL --model M    the first stage at which an endpoint's agent fails
+
+The model is the newest checkpoint of a run, the one of --step N (0: the initial model), or, with a recipe, --model
+PATH_OR_NAME or --url URL --model NAME. Settings follow as --section.key value. Nothing is written except --json and
+--markdown. docs/use/evaluation.md explains the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ludus.cli.results.eval import EvalBackend, check_arguments, check_world, evaluation_config, make_backend
+from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
+from ludus.cli.ui.terminal import announce, make_console, print_line, print_text
+from ludus.config.schema import Config
+from ludus.envs.base import World
+from ludus.envs.registry import closing
+from ludus.errors import StorageError, UserError
+from ludus.evaluation.probes.counterfactuals import measure_counterfactuals
+from ludus.evaluation.probes.episodes import ProbePlan
+from ludus.evaluation.probes.report import Measured, ProbeReport
+from ludus.evaluation.probes.scaling import measure_scaling
+
+TASKS, SAMPLES = 32, 8
+
+
+@dataclass(frozen=True)
+class ProbeCall:
+    """What a probe measures with: arguments, configuration, world, model and plan."""
+
+    args: argparse.Namespace
+    config: Config
+    world: World
+    backend: EvalBackend
+    plan: ProbePlan
+
+
+@dataclass(frozen=True)
+class ProbeKind:
+    """A kind of probe: its measurement, the options that only some kinds take, and its default temperature.
+
+    `endpoint`: whether it can probe an endpoint.
+    """
+
+    measure: Callable[[ProbeCall], Awaitable[ProbeReport]]
+    options: tuple[str, ...] = ()
+    temperature: float = 1.0
+    endpoint: bool = True
+
+
+async def _faithfulness(call: ProbeCall) -> ProbeReport:
+    from ludus.chat.parse_json import THINK_CLOSE
+    from ludus.evaluation.probes.faithfulness import measure_faithfulness
+
+    tokenizer = call.backend.loaded.session.tokenizer
+    return await measure_faithfulness(
+        call.backend.scheduler, tokenizer, call.plan, call.args.answer_marker or THINK_CLOSE
+    )
+
+
+async def _counterfactuals(call: ProbeCall) -> ProbeReport:
+    return await measure_counterfactuals(call.backend.scheduler, call.plan, call.args.turn)
+
+
+async def _scaling(call: ProbeCall) -> ProbeReport:
+    return await measure_scaling(call.backend.scheduler, call.plan)
+
+
+async def _paraphrase(call: ProbeCall) -> ProbeReport:
+    from ludus.evaluation.probes.paraphrase import measure_paraphrase, read_paraphrases
+
+    prompts = read_paraphrases(call.args.paraphrases) if call.args.paraphrases else None
+    return await measure_paraphrase(call.backend.scheduler, call.plan, prompts)
+
+
+async def _endpoint(call: ProbeCall) -> ProbeReport:
+    from ludus.evaluation.probes.endpoint import diagnose_endpoint
+
+    return await diagnose_endpoint(call.backend.scheduler, call.plan)
+
+
+async def _forks(call: ProbeCall) -> ProbeReport:
+    from ludus.evaluation.probes.episodes import play
+    from ludus.evaluation.probes.forks import forks_report, teacher_forced, usable
+
+    episodes = usable(await play(call.backend.scheduler(call.plan.sampling), call.plan.requests()))
+    async with base_backend(call) as base:
+        models = (base.loaded.session.model, call.backend.loaded.session.model)
+        first, second = ([teacher_forced(model, one.segments) for one in episodes] for model in models)
+        views = list(zip(first, second, strict=True))
+    tasks, tokenizer = [one.task_id for one in episodes], call.backend.loaded.session.tokenizer
+    return forks_report(tasks, views, tokenizer, call.plan.seed)
+
+
+async def _swap(call: ProbeCall) -> ProbeReport:
+    from ludus.evaluation.probes.swap import measure_swap
+
+    async with base_backend(call) as base:
+        models = {"A": base, "B": call.backend}
+        makers = {name: one.scheduler for name, one in models.items()}
+        return await measure_swap(makers, {name: one.loaded.engine for name, one in models.items()}, call.plan)
+
+
+async def _transfer(call: ProbeCall) -> ProbeReport:
+    from ludus.cli.results.probe_transfer import measure_transfer
+
+    async with base_backend(call) as base:
+        pair = (base.loaded, call.backend.loaded)
+        return await measure_transfer(pair, call.plan, call.args)
+
+
+@asynccontextmanager
+async def base_backend(call: ProbeCall) -> AsyncIterator[EvalBackend]:
+    """Open the checkpoint of --base-step. Raises UserError without --run, or if it is the probed checkpoint."""
+    if call.args.run is None:
+        raise UserError(f"`ludus probe {call.args.kind}` compares checkpoints of a run.", "Add --run.")
+    step = call.args.base_step or 0
+    if step == call.backend.step:
+        raise UserError(f"Both checkpoints are of step {step}.", "Choose others with --step and --base-step.")
+    base = await make_backend(call.args, call.config, call.world, step)
+    try:
+        yield base
+    finally:
+        await base.close()
+
+
+KINDS: Mapping[str, ProbeKind] = {
+    "faithfulness": ProbeKind(_faithfulness, ("answer_marker",), temperature=0.0, endpoint=False),
+    "counterfactuals": ProbeKind(_counterfactuals, ("samples", "turn")),
+    "scaling": ProbeKind(_scaling, ("samples",)),
+    "paraphrase": ProbeKind(_paraphrase, ("samples", "paraphrases")),
+    "forks": ProbeKind(_forks, ("base_step",), endpoint=False),
+    "swap": ProbeKind(_swap, ("samples", "base_step"), endpoint=False),
+    "transfer": ProbeKind(_transfer, ("samples", "base_step", "worlds", "dialogues"), endpoint=False),
+    "endpoint": ProbeKind(_endpoint),
+}
+OPTIONS = ("samples", "turn", "answer_marker", "paraphrases", "base_step", "worlds", "dialogues")
+"""Options that only some kinds take."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command; settings follow as --section.key value."""
+    parser.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
+    parser.add_argument("recipe", nargs="?", help="a recipe name or a .toml file, without --run")
+    parser.add_argument("--run", metavar="RUN", type=Path, help="probe a checkpoint of this run")
+    parser.add_argument("--step", metavar="N", type=int, help="the checkpoint of this step; 0 is the initial model")
+    parser.add_argument("--model", metavar="PATH_OR_NAME", help="probe this model")
+    parser.add_argument("--url", "--endpoint", metavar="URL", dest="endpoint", help="an OpenAI-compatible server")
+    parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="a file with the API key of the server")
+    parser.add_argument("--tasks", metavar="N", type=int, default=TASKS, help=f"number of tasks ({TASKS})")
+    parser.add_argument("--samples", metavar="K", type=int, help=f"attempts per task or state ({SAMPLES})")
+    parser.add_argument("--split", default="test", help="split of the tasks (test)")
+    parser.add_argument("--temperature", metavar="T", type=float, help="sampling temperature; 0 is greedy")
+    parser.add_argument("--turn", metavar="N", type=int, help="counterfactuals: only this turn, from 1")
+    parser.add_argument("--answer-marker", metavar="TEXT", help="faithfulness: text that ends the reasoning (</think>)")
+    rows = "paraphrase: JSON lines with task_id and prompt; otherwise fixed wordings"
+    parser.add_argument("--paraphrases", metavar="FILE", type=Path, help=rows)
+    before = "forks, swap, transfer: the checkpoint to compare with (0, the initial model)"
+    parser.add_argument("--base-step", metavar="N", type=int, help=before)
+    parser.add_argument("--worlds", metavar="RECIPE", nargs="+", help="transfer: worlds besides the run's own")
+    parser.add_argument("--dialogues", metavar="FILE", type=Path, help="transfer: dialogues for the loss")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the report as JSON")
+    parser.add_argument("--markdown", metavar="FILE", type=Path, help="write the report as Markdown")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Measure and print the report; return 1 if it found a failure."""
+    kind = check_probe(args)
+    args.baseline = None
+    check_arguments(args)
+    config = evaluation_config(args, [*_settings(args, kind), *overrides])
+    announce(f"Building the world {config.env.name} and its tasks ...")
+    world = check_world(config, None)
+    plan = ProbePlan(
+        world.tasks(args.split)[: args.tasks],
+        SAMPLES if args.samples is None else args.samples,
+        config.evaluation.temperatures[0],
+        config.run.seed,
+    )
+    report = asyncio.run(_measure(kind, args, config, world, plan))
+    print_report(report)
+    write_report(report, args.json, args.markdown)
+    return int(report.failed)
+
+
+def _settings(args: argparse.Namespace, kind: ProbeKind) -> list[str]:
+    """Return the settings that the options stand for."""
+    temperature = kind.temperature if args.temperature is None else args.temperature
+    given = {"splits": json.dumps([args.split]), "temperatures": f"[{temperature}]", "tasks": str(args.tasks)}
+    return [word for name, value in given.items() for word in (f"--evaluation.{name}", value)]
+
+
+def check_probe(args: argparse.Namespace) -> ProbeKind:
+    """Return the kind. Raises UserError for an unknown one, or an option that it does not take."""
+    kind = KINDS.get(args.kind)
+    if kind is None:
+        raise UserError(f"There is no probe {args.kind!r}.", f"Probes: {', '.join(KINDS)}.")
+    if args.endpoint and not kind.endpoint:
+        text = f"`ludus probe {args.kind}` needs the tokens of the model, which an endpoint does not return."
+        raise UserError(text, "Use --run or --model PATH.")
+    for name in OPTIONS:
+        if vars(args)[name] is not None and name not in kind.options:
+            option = name.replace("_", "-")
+            raise UserError(f"`ludus probe {args.kind}` does not use --{option}.", "Remove it.")
+    if args.step is not None and args.run is None:
+        raise UserError("--step needs --run.", "Add --run, or remove --step.")
+    if args.turn is not None and args.turn < 1:
+        raise UserError(f"--turn is {args.turn}, but turns count from 1.", "Choose a turn from 1.")
+    return kind
+
+
+async def _measure(
+    kind: ProbeKind, args: argparse.Namespace, config: Config, world: World, plan: ProbePlan
+) -> ProbeReport:
+    backend = await make_backend(args, config, world, args.step)
+    try:
+        async with closing(world):
+            return await kind.measure(ProbeCall(args, config, world, backend, plan))
+    finally:
+        await backend.close()
+
+
+def print_report(report: ProbeReport) -> None:
+    """Print the table and the notes."""
+    console = make_console()
+    console.print(report_table(report))
+    for note in report.notes:
+        print_text(console, note)
+
+
+def report_table(report: ProbeReport) -> FittedTable:
+    """Return the rows as a table; with 3 or more columns of intervals, these are on a second line."""
+    measured = {name for row in report.rows for name, cell in row.items() if isinstance(cell, Measured)}
+    between = "\n[" if len(measured) > 2 else " ["
+    cells = [
+        [str(cell).replace(" [", between) if isinstance(cell, Measured) else cell for cell in row.values()]
+        for row in report.rows
+    ]
+    return make_table([TableColumn(name, wrap=True) for name in report.rows[0]], cells, report.title)
+
+
+def write_report(report: ProbeReport, as_json: Path | None, as_markdown: Path | None) -> None:
+    """Write the report to files. Raises StorageError if one cannot be written."""
+    texts = {as_json: json.dumps(report.to_json(), indent=1) + "\n", as_markdown: report.to_markdown()}
+    for path, text in ((path, text) for path, text in texts.items() if path is not None):
+        try:
+            path.write_text(text, "utf-8")
+        except OSError as error:
+            raise StorageError(f"{path} cannot be written: {error.strerror}.", "Choose another file.") from error
+        print_line(make_console(), f"Written: {path}")

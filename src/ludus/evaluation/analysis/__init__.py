@@ -1,0 +1,1 @@
+"""What evaluations and rollouts show beyond success: cost, behavior, contamination."""

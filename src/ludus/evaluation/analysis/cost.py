@@ -1,0 +1,147 @@
+"""What an evaluation costs: tokens, tool calls, turns, seconds, and money by a table of prices."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ludus.errors import UserError
+from ludus.rollouts.openai_client import TokenUsage
+from ludus.rollouts.scheduler import Episode
+from ludus.types import Trajectory
+
+_MILLION = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrice:
+    """Money per million prompt tokens (`input`) and per million sampled tokens (`output`)."""
+
+    input: float
+    output: float
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationCost:
+    """Totals over the episodes of an evaluation.
+
+    `prompt_tokens` is the sum over turns of the tokens of the whole context, as servers count them; it ignores prefix
+    caches. `seconds` is the sum of the wall-clock times of the episodes. Tokens and seconds are None if unknown.
+    """
+
+    num_tasks: int
+    num_solved: int
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    calls: int
+    turns: int
+    seconds: float | None = None
+    price: TokenPrice | None = None
+
+    @property
+    def money(self) -> float | None:
+        """Price of the tokens; None without a price or if the tokens are unknown."""
+        if self.price is None or self.prompt_tokens is None or self.completion_tokens is None:
+            return None
+        return (self.prompt_tokens * self.price.input + self.completion_tokens * self.price.output) / _MILLION
+
+    @property
+    def totals(self) -> dict[str, float | None]:
+        """The totals by name; `money` only with a price."""
+        money = {} if self.price is None else {"money": self.money}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "calls": self.calls,
+            "turns": self.turns,
+            "seconds": self.seconds,
+        } | money
+
+    def per_task(self) -> dict[str, float | None]:
+        """Return the totals divided by the number of tasks."""
+        return self._per(self.num_tasks)
+
+    def per_solved(self) -> dict[str, float | None]:
+        """Return the totals divided by the number of tasks with a successful attempt; None if there are none."""
+        return self._per(self.num_solved)
+
+    def _per(self, num: int) -> dict[str, float | None]:
+        return {name: None if total is None or not num else total / num for name, total in self.totals.items()}
+
+
+def measure_cost(
+    episodes: Sequence[Episode], num_solved: int, usage: TokenUsage | None = None, price: TokenPrice | None = None
+) -> EvaluationCost:
+    """Return the cost of the episodes of an evaluation, of which `num_solved` tasks were solved.
+
+    `usage` holds the counts of an endpoint, whose trajectories contain no tokens; they are unknown if the endpoint
+    left out those of any response.
+    """
+    trajectories = [episode.trajectory for episode in episodes]
+    if usage is None:
+        pairs = [context_tokens(trajectory) for trajectory in trajectories]
+        tokens: tuple[int | None, int | None] = (sum(p for p, _ in pairs), sum(c for _, c in pairs))
+    else:
+        complete = usage.num_counted == usage.num_answers
+        tokens = (usage.prompt_tokens, usage.completion_tokens) if complete else (None, None)
+    return EvaluationCost(
+        len({episode.task.id for episode in episodes}),
+        num_solved,
+        *tokens,
+        sum(len(t.call_outcomes) for t in trajectories),
+        sum(map(num_turns, episodes)),
+        sum(t.timings.total_s for t in trajectories),
+        price,
+    )
+
+
+def context_tokens(trajectory: Trajectory) -> tuple[int, int]:
+    """Return the tokens of the contexts of all turns, and the sampled tokens."""
+    ends: list[int] = []
+    prompt = sampled = 0
+    for i, segment in enumerate(trajectory.segments):
+        parent = i - 1 if segment.parent is None else segment.parent
+        before = ends[parent] if parent >= 0 else 0
+        if segment.kind == "action":
+            prompt += before
+            sampled += len(segment.tokens)
+        ends.append(before + len(segment.tokens))
+    return prompt, sampled
+
+
+def num_turns(episode: Episode) -> int:
+    """Return the number of assistant turns, also of an endpoint's episode, which has no segments."""
+    if episode.trajectory.segments:
+        return episode.trajectory.num_turns
+    messages, prompt = (
+        sum(message["role"] == "assistant" for message in part)
+        for part in (episode.trajectory.messages, episode.task.prompt)
+    )
+    return max(0, messages - prompt)
+
+
+def read_price(path: Path, model: str) -> TokenPrice:
+    """Return the price of a model from a TOML file of tables `["MODEL"]` with the numbers `input` and `output`.
+
+    Raises UserError for an invalid file, and for a model that is not in it.
+    """
+    try:
+        table = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"The prices cannot be read from {path}: {error}.", "Check --prices.") from error
+    if model not in table:
+        raise UserError(f"{path} has no price of {model!r}.", f"It has prices of {', '.join(table) or 'no model'}.")
+    row = table[model]
+    if not isinstance(row, dict) or row.keys() != {"input", "output"}:
+        raise UserError(f"The price of {model!r} in {path} is not a table.", "It needs the keys input and output.")
+    return checked_price(row["input"], row["output"])
+
+
+def checked_price(price_in: object, price_out: object) -> TokenPrice:
+    """Return the price. Raises UserError unless both are numbers from 0 to a billion."""
+    for price in (price_in, price_out):
+        if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price <= 1e9:
+            raise UserError(f"The price {price!r} is not valid.", "It is money per million tokens, 0 or more.")
+    return TokenPrice(float(str(price_in)), float(str(price_out)))

@@ -1,0 +1,1 @@
+"""Probes: evaluations that change an episode, compare two models, or recombine attempts."""

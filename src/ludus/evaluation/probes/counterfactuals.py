@@ -1,0 +1,156 @@
+"""The measured value of each turn: success of attempts resampled from the state before it.
+
+The value before turn t is the success rate of N attempts that repeat the turns before t and sample the rest with the
+current policy (Monte Carlo estimate, as in VinePPO, arXiv:2410.01679). A turn gains the difference between the values
+after and before it; the value after the last turn is the episode's own outcome.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ludus.errors import UserError
+from ludus.evaluation.probes.episodes import (
+    MakeScheduler,
+    ProbePlan,
+    RecordingSession,
+    check_samples,
+    continued,
+    nondeterminism_error,
+    play,
+    recording,
+    request_of,
+    succeeded,
+    with_sessions,
+)
+from ludus.evaluation.probes.report import (
+    Cell,
+    Measured,
+    ProbeReport,
+    check_tasks_suffice,
+    difference,
+    mean_over_tasks,
+    proportion_difference,
+)
+from ludus.evaluation.stats import Interval, wilson
+from ludus.rollouts.episode import ChatSession
+from ludus.rollouts.scheduler import RolloutRequest, Scheduler
+from ludus.types import Trajectory
+
+
+@dataclass(frozen=True)
+class CounterfactualEpisode:
+    """An episode, its number of turns and outcome, and the successes of attempts resampled before each turn."""
+
+    task: str
+    num_turns: int
+    success: float
+    samples: int
+    successes: Mapping[int, int]
+
+    def value(self, turn: int) -> float | None:
+        """Return the value before a turn, after the last turn the outcome; None if it was not measured."""
+        if turn == self.num_turns:
+            return self.success
+        return self.successes[turn] / self.samples if turn in self.successes else None
+
+    def gain(self, turn: int) -> Measured | None:
+        """Return the gain of a turn; the outcome after the last one counts as known."""
+        before, after = (self.successes[turn], self.samples), self.value(turn + 1)
+        if after is None:
+            return None
+        if turn + 1 in self.successes:
+            return proportion_difference((self.successes[turn + 1], self.samples), before)
+        interval = wilson(*before)
+        return Measured(
+            after - before[0] / before[1], Interval(after - interval.high, after - interval.low), signed=True
+        )
+
+
+async def measure_counterfactuals(make: MakeScheduler, plan: ProbePlan, turn: int | None = None) -> ProbeReport:
+    """Return the values and gains of the turns, the means over tasks first, then each episode's.
+
+    `turn` (from 1) restricts the turns; None means all. Raises UserError for fewer than 2 samples and if the world
+    does not repeat its observations or states.
+    """
+    check_samples(plan.samples, "counterfactuals")
+    scheduler, sessions = make(plan.sampling), dict[str, ChatSession]()
+    episodes = await play(with_sessions(scheduler, _remembering(sessions)), plan.requests())
+    chosen = [one for one in episodes if one.failure is None]
+    check_tasks_suffice(chosen)
+    num_turns = {one.task_id: _num_turns(one, sessions[one.task_id]) for one in chosen}
+    indices = range(max(num_turns.values())) if turn is None else (turn - 1, turn)
+    wins: dict[str, dict[int, int]] = {task: {} for task in num_turns}
+    for index in indices:
+        at = {one.task_id: one for one in chosen if index < num_turns[one.task_id]}
+        for task, count in (await _resample(make, plan, at, sessions, index)).items():
+            wins[task][index] = count
+    if not any(indices[0] in counts for counts in wins.values()):
+        raise UserError(f"No episode has a turn {turn}.", "Choose an earlier --turn.")
+    found = [
+        CounterfactualEpisode(task, num_turns[task], succeeded(scheduler, one), plan.samples, wins[task])
+        for task, one in ((one.task_id, one) for one in chosen)
+    ]
+    note = f"{plan.samples} attempts from each state. Mean rows cover the episodes that reached the turn."
+    rows = [row for row in _rows(found, plan.seed) if turn in (None, row["turn"])]
+    return ProbeReport("counterfactuals", "Value before each turn, and its gain", rows, (note,))
+
+
+def _remembering(sessions: dict[str, ChatSession]) -> Callable[[RolloutRequest, ChatSession], ChatSession]:
+    def keep(request: RolloutRequest, session: ChatSession) -> ChatSession:
+        sessions[request.task.id] = recording(session)
+        return sessions[request.task.id]
+
+    return keep
+
+
+async def _resample(
+    make: MakeScheduler, plan: ProbePlan, at: Mapping[str, Trajectory], sessions: Mapping[str, ChatSession], turn: int
+) -> dict[str, int]:
+    """Return the successes of the attempts from the state before a turn, by task."""
+
+    def fork(request: RolloutRequest, session: ChatSession) -> ChatSession:
+        original = sessions[request.task.id]
+        if isinstance(original, RecordingSession):
+            return recording(session, original.turns, turn)
+        segments = at[request.task.id].segments
+        actions = [place for place, segment in enumerate(segments) if segment.kind == "action"]
+        return continued(session, segments[: actions[turn]])
+
+    scheduler = with_sessions(make(plan.sampling), fork)
+    tasks = [task for task in plan.tasks if task.id in at]
+    first = 1 + turn * plan.samples
+    requests = [request_of(task, first + sample) for task in tasks for sample in range(plan.samples)]
+    counts = dict.fromkeys(at, 0)
+    for again in await play(scheduler, requests):
+        _check_states(scheduler, at[again.task_id], again, turn)
+        counts[again.task_id] += int(succeeded(scheduler, again))
+    return counts
+
+
+def _check_states(scheduler: Scheduler, original: Trajectory, again: Trajectory, turn: int) -> None:
+    """Raise UserError unless the state hashes before the turn are equal; an endpoint's trajectory has none."""
+    if again.failure is None and original.anchors[: turn + 1] != again.anchors[: turn + 1]:
+        raise nondeterminism_error(scheduler, f"The state before turn {turn + 1} of {original.name} differs on replay.")
+
+
+def _num_turns(trajectory: Trajectory, session: ChatSession) -> int:
+    return len(session.turns) if isinstance(session, RecordingSession) else trajectory.num_turns
+
+
+def _rows(episodes: Sequence[CounterfactualEpisode], seed: int) -> list[dict[str, Cell]]:
+    rows: list[dict[str, Cell]] = []
+    for turn in sorted({turn for one in episodes for turn in one.successes}):
+        pairs = {one.task: (one.value(turn), one.value(turn + 1)) for one in episodes if turn in one.successes}
+        known = {task: (a, b) for task, (a, b) in pairs.items() if a is not None and b is not None}
+        if len(known) < 2:
+            continue
+        before, after = ({task: pair[i] for task, pair in known.items()} for i in (0, 1))
+        cells = {"value": mean_over_tasks(before, seed), "gain": difference(after, before, seed)}
+        rows.append({"episode": f"mean of {len(known)}", "turn": turn + 1, **cells})
+    for one in episodes:
+        for turn, wins in one.successes.items():
+            value = Measured(wins / one.samples, wilson(wins, one.samples))
+            rows.append({"episode": one.task, "turn": turn + 1, "value": value, "gain": one.gain(turn)})
+    return rows

@@ -1,0 +1,165 @@
+"""Run the episodes of a probe, also from the middle of a recorded one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+
+from ludus.errors import UserError
+from ludus.rewards.base import success
+from ludus.rewards.exact_match import normalise
+from ludus.rewards.extract import short_answers
+from ludus.rollouts.episode import ChatSession, EngineChatSession, Grant, RestoreError
+from ludus.rollouts.ledger import RolloutKey
+from ludus.rollouts.openai_client import ChatCompletion, OpenAIChatSession, WireMessage
+from ludus.rollouts.scheduler import RolloutRequest, SamplingPlan, Scheduler
+from ludus.types import Action, Segment, StopReason, Task, Trajectory
+
+MakeScheduler = Callable[[SamplingPlan], Scheduler]
+"""Callable that returns the scheduler of a model for one round of episodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePlan:
+    """Tasks of a probe, attempts per task, temperature and seed."""
+
+    tasks: Sequence[Task]
+    samples: int
+    temperature: float
+    seed: int
+
+    @property
+    def sampling(self) -> SamplingPlan:
+        """The sampling of a round; equal rounds have equal random numbers."""
+        return SamplingPlan("probe", self.temperature, self.seed)
+
+    def requests(self, samples: int = 1) -> list[RolloutRequest]:
+        """Return one request per task and sample."""
+        return [request_of(task, sample) for task in self.tasks for sample in range(samples)]
+
+
+def request_of(task: Task, sample: int = 0) -> RolloutRequest:
+    """Return the request of one attempt."""
+    return RolloutRequest(RolloutKey(0, task.id, sample), task)
+
+
+def check_samples(samples: int, kind: str) -> None:
+    """Raise UserError for fewer than 2 attempts."""
+    if samples < 2:
+        raise UserError(f"`ludus probe {kind}` needs at least 2 samples, not {samples}.", "Increase --samples.")
+
+
+async def play(scheduler: Scheduler, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
+    """Run requests; return their trajectories in order. A failed episode is unsuccessful, as in an evaluation.
+
+    Raises UserError if a world does not reproduce recorded observations.
+    """
+    try:
+        found = [episode.trajectory for episode in await scheduler.run(requests)]
+    except RestoreError as error:
+        raise nondeterminism_error(scheduler, error.message) from error
+    for failure in (one.failure for one in found if one.failure is not None):
+        if failure.part == RestoreError.part:
+            raise nondeterminism_error(scheduler, failure.error)
+    return found
+
+
+def nondeterminism_error(scheduler: Scheduler, why: str) -> UserError:
+    """Return the error for a world that differs on replay."""
+    text = f"Episodes of the world {scheduler.world.name!r} cannot be continued from their middle: {why}"
+    return UserError(text, "This probe needs a world that repeats its observations.")
+
+
+def succeeded(scheduler: Scheduler, trajectory: Trajectory) -> float:
+    """Return 1 if the trajectory solved its task, else 0."""
+    return float(trajectory.failure is None and success(scheduler.world.rewards, trajectory))
+
+
+def success_rates(scheduler: Scheduler, episodes: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the share of successful episodes by task."""
+    found: dict[str, list[float]] = {}
+    for one in episodes:
+        found.setdefault(one.task_id, []).append(succeeded(scheduler, one))
+    return {task: fmean(values) for task, values in found.items()}
+
+
+def answer_key(trajectory: Trajectory) -> str:
+    """Return the final answer for comparisons: extracted if it is introduced, normalised; empty without an answer."""
+    found = short_answers(trajectory.answer)
+    return normalise(found[-1] if found else trajectory.answer)
+
+
+def with_sessions(scheduler: Scheduler, change: Callable[[RolloutRequest, ChatSession], ChatSession]) -> Scheduler:
+    """Return a scheduler whose chat sessions are changed."""
+    make_chat = scheduler.make_chat
+    return replace(scheduler, make_chat=lambda request: change(request, make_chat(request)))
+
+
+class Unlimited:
+    """An allowance without bounds, with which a session continues a partial action."""
+
+    async def granted(self) -> Grant:
+        """Return an unbounded grant."""
+        return Grant()
+
+    def spend(self, tokens: int) -> None:
+        """Do nothing."""
+
+
+def needs_tokens(session: ChatSession) -> EngineChatSession:
+    """Return the session of an engine. Raises UserError for a session without tokens."""
+    if not isinstance(session, EngineChatSession):
+        raise UserError("This probe needs the tokens of the model, which an endpoint does not return.", "Use --run.")
+    return session
+
+
+def continued(session: ChatSession, recorded: Sequence[Segment]) -> EngineChatSession:
+    """Return a session that replays segments; the last one may be a partial action.
+
+    Raises UserError for a session without tokens.
+    """
+    return replace(needs_tokens(session), recorded=tuple(recorded), allowance=Unlimited())
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointTurn:
+    """A turn of an endpoint's dialogue: the messages sent, and the response."""
+
+    history: tuple[WireMessage, ...]
+    answer: ChatCompletion
+
+
+@dataclass
+class RecordingSession(OpenAIChatSession):
+    """Session of an endpoint that stores its turns, and replays the first `num_replayed` of `recorded`.
+
+    Raises RestoreError if the messages before a recorded turn differ.
+    """
+
+    recorded: tuple[EndpointTurn, ...] = ()
+    num_replayed: int = 0
+    turns: list[EndpointTurn] = field(default_factory=list)
+
+    async def act(self) -> Action | StopReason:
+        """Return the next recorded action, or request one."""
+        number = len(self.turns)
+        if number < len(self.recorded) and self.recorded[number].history != tuple(self._messages):
+            raise RestoreError(f"The messages before turn {number + 1} differ on replay.")
+        if number >= self.num_replayed:
+            return await super().act()
+        answer = self.recorded[number].answer
+        self._append_answer(answer)
+        return answer.action
+
+    def _append_answer(self, answer: ChatCompletion) -> None:
+        self.turns.append(EndpointTurn(tuple(self._messages), answer))
+        super()._append_answer(answer)
+
+
+def recording(session: ChatSession, turns: Sequence[EndpointTurn] = (), replayed: int = 0) -> ChatSession:
+    """Return an endpoint's session as a `RecordingSession`; any other session unchanged."""
+    if not isinstance(session, OpenAIChatSession):
+        return session
+    settings = (session.endpoint, session.params, session.seed, session.max_tokens, session.parser)
+    return RecordingSession(*settings, recorded=tuple(turns[: replayed + 1]), num_replayed=replayed)

@@ -1,0 +1,88 @@
+"""Success on paraphrased prompts: whether a model depends on the wording that it was trained with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ludus.errors import UserError
+from ludus.evaluation.probes.episodes import MakeScheduler, ProbePlan, play, success_rates
+from ludus.evaluation.probes.report import Cell, ProbeReport, difference, mean_over_tasks
+from ludus.types import Message, Task
+
+WORDINGS: Mapping[str, str] = {
+    "please": "Please help me with this.\n\n{prompt}",
+    "task": "Here is the task: {prompt}\n\nWork on it as you were instructed.",
+    "question last": "Read what follows, and give it your attention before you reply.\n\n{prompt}",
+}
+"""Wordings of the last user message, by name."""
+
+
+def with_prompt(task: Task, text: str) -> Task:
+    """Return the task with another last user message. Raises UserError if its prompt has none."""
+    at = max((i for i, message in enumerate(task.prompt) if message["role"] == "user"), default=None)
+    if at is None:
+        raise UserError(f"The prompt of task {task.id} has no user message.", "This world cannot be paraphrased.")
+    changed = Message(role="user", content=text)
+    return replace(task, prompt=(*task.prompt[:at], changed, *task.prompt[at + 1 :]))
+
+
+def reworded(task: Task, template: str) -> Task:
+    """Return the task with its last user message in a template with the field `{prompt}`."""
+    texts = [message["content"] for message in task.prompt if message["role"] == "user"]
+    return with_prompt(task, template.replace("{prompt}", texts[-1] if texts else ""))
+
+
+def read_paraphrases(path: Path) -> dict[str, str]:
+    """Return the prompts by task id from JSON lines with `task_id` and `prompt`. Raises UserError for another line."""
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}.", "Check --paraphrases.") from error
+    found: dict[str, str] = {}
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("task_id", "prompt")):
+            raise UserError(f"{path}, line {number}: not an object with the texts task_id and prompt.", "Correct it.")
+        found[row["task_id"]] = row["prompt"]
+    return found
+
+
+async def measure_paraphrase(make: MakeScheduler, plan: ProbePlan, prompts: Mapping[str, str] | None) -> ProbeReport:
+    """Return success with the original prompts and with others, paired by task.
+
+    `prompts` are the other prompts by task id, of which tasks without one are left out; None uses `WORDINGS`. Raises
+    UserError if fewer than 2 tasks have one, or if the world does not show the prompts of its tasks.
+    """
+    tasks = [task for task in plan.tasks if prompts is None or task.id in prompts]
+    if len(tasks) < 2:
+        raise UserError(f"{len(tasks)} of the tasks have a paraphrase.", "Check the task ids, --split and --tasks.")
+    if prompts is None:
+        variants = {name: [reworded(task, text) for task in tasks] for name, text in WORDINGS.items()}
+    else:
+        variants = {"paraphrase": [with_prompt(task, prompts[task.id]) for task in tasks]}
+    before = await _success(make, replace(plan, tasks=tasks))
+    base = mean_over_tasks(before, plan.seed)
+    rows: list[dict[str, Cell]] = [{"prompt": "original", "success": base, "difference": None}]
+    for name, changed in variants.items():
+        after = await _success(make, replace(plan, tasks=changed))
+        gap = difference(after, before, plan.seed)
+        rows.append({"prompt": name, "success": mean_over_tasks(after, plan.seed), "difference": gap})
+    note = f"{len(tasks)} tasks, {plan.samples} attempts each; differences are paired by task."
+    return ProbeReport("paraphrase", "Success with other wordings of the prompt", rows, (note,))
+
+
+async def _success(make: MakeScheduler, plan: ProbePlan) -> dict[str, float]:
+    scheduler = make(plan.sampling)
+    episodes = await play(scheduler, plan.requests(plan.samples))
+    asked = {task.id: [message["content"] for message in task.prompt] for task in plan.tasks}
+    for one in (one for one in episodes if one.failure is None):
+        if not set(asked[one.task_id]) <= {message["content"] for message in one.messages}:
+            text = f"The world {scheduler.world.name!r} does not show the prompts of its tasks."
+            raise UserError(text, "It cannot be paraphrased by this probe.")
+    return success_rates(scheduler, episodes)

@@ -1,0 +1,155 @@
+"""Test-time scaling from one set of K attempts per task: limits of turns and tokens, best-of-n, majority vote.
+
+A limit counts the attempts that succeeded within it. Best-of-n takes the attempt with the highest score, and the
+majority vote the most frequent answer, both averaged over all subsets of n of the K attempts (for many subsets over
+seeded random ones), so they are unbiased for n attempts.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from ludus.errors import UserError
+from ludus.evaluation.probes.episodes import MakeScheduler, ProbePlan, answer_key, check_samples, play, succeeded
+from ludus.evaluation.probes.report import Cell, ProbeReport, difference, mean_over_tasks
+from ludus.evaluation.stats import pass_at_k
+from ludus.rollouts.trees import mean_surprisal
+from ludus.types import Trajectory
+
+MAX_SUBSETS = 1000
+"""Number of subsets of a task above which a majority vote is averaged over random ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredAttempt:
+    """One attempt: success (0 or 1), final answer, turns, sampled tokens, and a score without verifier.
+
+    Tokens and score are None for an endpoint, which returns no tokens.
+    """
+
+    success: float
+    answer: str
+    turns: int
+    tokens: int | None
+    score: float | None
+
+
+Attempts = Mapping[str, Sequence[ScoredAttempt]]
+Method = Callable[[Sequence[ScoredAttempt], int], float]
+"""Function of the attempts at one task and a budget that returns the expected success."""
+
+
+def attempt_of(trajectory: Trajectory, success: float) -> ScoredAttempt:
+    """Return the attempt of a trajectory; the score is the mean log-probability of its sampled tokens."""
+    logprobs = [value for segment in trajectory.segments for value in segment.logprobs]
+    turns = sum(message["role"] == "assistant" for message in trajectory.messages)
+    known = bool(trajectory.segments)
+    score, tokens = (-mean_surprisal(logprobs), len(logprobs)) if known else (None, None)
+    return ScoredAttempt(success, answer_key(trajectory), turns, tokens, score)
+
+
+async def measure_scaling(make: MakeScheduler, plan: ProbePlan) -> ProbeReport:
+    """Sample `plan.samples` attempts per task and return success against each budget.
+
+    Raises UserError for fewer than 2 samples, or for greedy sampling, whose attempts are equal.
+    """
+    check_samples(plan.samples, "scaling")
+    if plan.temperature == 0:
+        raise UserError("At temperature 0 all attempts at a task are equal.", "Set --temperature above 0.")
+    scheduler = make(plan.sampling)
+    attempts: dict[str, list[ScoredAttempt]] = {}
+    for one in await play(scheduler, plan.requests(plan.samples)):
+        attempts.setdefault(one.task_id, []).append(attempt_of(one, succeeded(scheduler, one)))
+    notes = [f"{plan.samples} attempts per task; differences are paired with one attempt without a tighter limit."]
+    if any(one.score is None for found in attempts.values() for one in found):
+        notes.append("An endpoint returns no tokens: no limits of tokens and no best-of-n.")
+    return ProbeReport("scaling", "Success against test-time compute", scaling_rows(attempts, plan.seed), notes)
+
+
+def scaling_rows(attempts: Attempts, seed: int) -> list[dict[str, Cell]]:
+    """Return a row for each method and budget, with the paired difference to one attempt."""
+    every = [one for found in attempts.values() for one in found]
+    sizes = sizes_up_to(min(len(found) for found in attempts.values()))
+    tokens = [one.tokens for one in every if one.tokens is not None]
+    budgets: dict[str, tuple[Method, Sequence[int]]] = {
+        "turns at most": (within_turns, range(1, max(one.turns for one in every) + 1)),
+        "tokens at most": (within_tokens, powers_up_to(max(tokens), min(tokens)) if tokens else ()),
+        "majority of": (majority, sizes if any(one.answer for one in every) else ()),
+        "best of": (best_of, sizes if tokens else ()),
+        "any of (pass@k)": (any_of, sizes),
+    }
+    alone = {task: _mean([one.success for one in found]) for task, found in attempts.items()}
+    rows: list[dict[str, Cell]] = []
+    for name, (method, chosen) in budgets.items():
+        for budget in chosen:
+            scores = {task: method(found, budget) for task, found in attempts.items()}
+            cells = {"success": mean_over_tasks(scores, seed), "difference": difference(scores, alone, seed)}
+            rows.append({"method": name, "budget": budget, **cells})
+    return rows
+
+
+def within_turns(attempts: Sequence[ScoredAttempt], most: int) -> float:
+    """Return the share of attempts that succeeded in at most this many turns."""
+    return _mean([one.success * (one.turns <= most) for one in attempts])
+
+
+def within_tokens(attempts: Sequence[ScoredAttempt], most: int) -> float:
+    """Return the share of attempts that succeeded with at most this many sampled tokens."""
+    return _mean([one.success * ((one.tokens or 0) <= most) for one in attempts])
+
+
+def any_of(attempts: Sequence[ScoredAttempt], num: int) -> float:
+    """Return pass@k, the limit of any choice among `num` attempts."""
+    return pass_at_k(len(attempts), round(sum(one.success for one in attempts)), num)
+
+
+def best_of(attempts: Sequence[ScoredAttempt], num: int) -> float:
+    """Return the expected success of the highest score among `num` of the attempts; equal scores share it.
+
+    The attempt of rank i (from 1, ascending) is the best of `C(i-1, n-1)` of the `C(K, n)` subsets.
+    """
+    ranked = sorted(attempts, key=lambda one: one.score or 0.0)
+    by_score: dict[float | None, list[float]] = {}
+    for one in ranked:
+        by_score.setdefault(one.score, []).append(one.success)
+    weights = [math.comb(rank, num - 1) for rank in range(len(ranked))]
+    total = sum(weight * _mean(by_score[one.score]) for weight, one in zip(weights, ranked, strict=True))
+    return total / math.comb(len(ranked), num)
+
+
+def majority(attempts: Sequence[ScoredAttempt], num: int) -> float:
+    """Return the expected success of the most frequent answer among `num` of the attempts.
+
+    Attempts without an answer do not vote; equally frequent answers are chosen with equal probability.
+    """
+    if math.comb(len(attempts), num) <= MAX_SUBSETS:
+        return _mean([vote(subset) for subset in combinations(attempts, num)])
+    rng = random.Random(f"majority:{num}")
+    return _mean([vote(rng.sample(list(attempts), num)) for _ in range(MAX_SUBSETS)])
+
+
+def vote(attempts: Sequence[ScoredAttempt]) -> float:
+    """Return the mean success of the most frequent answers; 0 without an answer."""
+    counts = Counter(one.answer for one in attempts if one.answer)
+    top = max(counts.values(), default=0)
+    winners = [answer for answer, count in counts.items() if count == top]
+    return _mean([_mean([one.success for one in attempts if one.answer == answer]) for answer in winners])
+
+
+def sizes_up_to(last: int) -> list[int]:
+    """Return 2, 4, 8, ... below `last`, and `last`."""
+    return [*(2**i for i in range(1, (last - 1).bit_length())), last]
+
+
+def powers_up_to(most: int, least: int) -> list[int]:
+    """Return the powers of 2 from that above `least` to that not below `most`."""
+    return [2**i for i in range(least.bit_length(), (most - 1).bit_length() + 1)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0

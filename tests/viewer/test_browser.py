@@ -1,0 +1,138 @@
+"""The viewer in headless Chromium, with real clicks, and a page full of hostile markup."""
+
+import shutil
+import threading
+from dataclasses import replace
+
+import pytest
+import uvicorn
+
+from ludus.gateway.limits import open_socket
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path, write_rollouts
+from ludus.training.run.run_dir import RunFolder
+from ludus.viewer.index import RolloutIndex
+from ludus.viewer.pages import RunPages
+from ludus.viewer.server import make_app
+from tiny_run import copy_run
+
+pytestmark = pytest.mark.browser
+HOSTILE = (
+    "</pre><script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
+    "<style>*{display:none}</style><a href=\"javascript:document.title='owned'\">click</a><!--${alert(1)}"
+)
+
+
+@pytest.fixture(scope="module")
+def address(tiny_run, tmp_path_factory):
+    """The address of a viewer of a run whose texts are hostile."""
+    run = copy_run(tiny_run, tmp_path_factory.mktemp("browser"))
+    call = {"id": "c", "type": "function", "function": {"name": HOSTILE, "arguments": HOSTILE}}
+    said = {"role": "assistant", "content": HOSTILE, "reasoning_content": HOSTILE, "tool_calls": [call]}
+    messages = ({"role": "user", "content": HOSTILE}, said)
+    records = [
+        replace(r, trajectory=replace(r.trajectory, messages=messages, rewards={HOSTILE: 1.0}, tags={HOSTILE: HOSTILE}))
+        for r in read_rollouts(rollouts_path(run, 1))
+    ]
+    write_rollouts(rollouts_path(run, 1), records)
+    index = RolloutIndex(RunFolder(run), lambda record: record.trajectory.reward > 0)
+    index.refresh()
+    with open_socket("127.0.0.1", 0) as listener:
+        server = uvicorn.Server(uvicorn.Config(make_app(RunPages(index)), log_level="error"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.should_exit = True
+        thread.join()
+    index.close()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    program = shutil.which("chromium") or shutil.which("google-chrome")
+    assert program, "install chromium"
+    with sync_playwright() as driver:
+        started = driver.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-quic"])
+        yield started
+        started.close()
+
+
+@pytest.fixture
+def page(browser):
+    """A page whose console errors fail the test."""
+    page, errors = browser.new_page(viewport={"width": 1280, "height": 800}), []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("console", lambda line: errors.append(line.text) if line.type == "error" else None)
+    yield page
+    page.close()
+    assert errors == []
+
+
+def test_rollouts_are_filtered_opened_and_labelled_by_clicks(page, address):
+    page.goto(f"{address}/")
+    page.wait_for_selector("tbody tr")
+    everything = page.locator(".pager span").first.inner_text()
+    page.select_option("select[name=source]", "training")
+    page.wait_for_function("text => (document.querySelector('.pager span') || {}).innerText !== text", arg=everything)
+    assert "training=1" in page.url
+    page.locator("tbody tr").nth(1).click()
+    page.wait_for_selector(".message")
+    assert "#/rollout/" in page.url
+    page.get_by_role("button", name="tokens").click()
+    page.wait_for_selector(".segment.action .token")
+    assert "log-probability" in page.locator(".segment.action .token").first.get_attribute("title")
+    page.get_by_role("button", name="wrong").click()
+    page.wait_for_selector("button.on:has-text('wrong')")
+    page.get_by_role("link", name="labels").click()
+    page.wait_for_selector("td:has-text('wrong')")
+
+
+def test_keys_move_open_and_go_back(page, address):
+    page.goto(f"{address}/#/rollouts?training=1")
+    page.wait_for_selector("tr.chosen")
+    page.keyboard.press("j")
+    page.wait_for_selector("tbody tr:nth-child(2).chosen")
+    page.keyboard.press("g")
+    page.wait_for_selector(".side section")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("tbody tr")
+    page.keyboard.press("/")
+    page.keyboard.type("nothing has these words")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=No rollout matches.")
+
+
+@pytest.mark.parametrize("name", ["timeline/2", "curves", "labels", "task?task=none"])
+def test_every_page_opens_by_its_address(page, address, name):
+    page.goto(f"{address}/#/{name}")
+    page.wait_for_selector("main *")
+    page.wait_for_function("() => !document.body.innerText.includes('Loading')")
+    assert page.locator(".error").count() == 0
+    if name == "curves":
+        page.wait_for_selector("canvas")
+
+
+def test_hostile_text_is_shown_and_never_run(page, address):
+    for view in ("", "?view=tokens"):
+        page.goto(f"{address}/#/rollout/1{view}")
+        page.wait_for_selector(".facts")
+        page.wait_for_timeout(300)
+        assert page.title() == "Ludus"
+        assert page.locator("main script, main img, main style, main a[href^=javascript]").count() == 0
+    page.goto(f"{address}/#/group/1")
+    page.wait_for_selector(".side")
+    assert "<script>document.title = 'owned'</script>" in page.locator("main").inner_text()
+    assert page.title() == "Ludus"
+
+
+@pytest.mark.parametrize("width", [1280, 768, 390])
+def test_no_page_is_wider_than_the_window(browser, address, width, tmp_path):
+    page = browser.new_page(viewport={"width": width, "height": 844})
+    for name in ("rollouts", "rollout/2", "rollout/2?view=tokens", "group/2", "timeline/2", "curves"):
+        page.goto(f"{address}/#/{name}")
+        page.wait_for_selector("main *")
+        page.wait_for_timeout(400)
+        page.screenshot(path=tmp_path / f"{width}-{name.replace('/', '-').replace('?', '-')}.png")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, name
+    page.close()
