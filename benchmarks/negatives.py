@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cold_start import cold_start
 from correction import SEEDS, compare, over
-from ludus.cli.results.eval import engine_backend
+from ludus.cli.evaluate.eval import engine_backend
 from ludus.cli.ui.load_run import open_weights
 from ludus.config.load import load_config
 from ludus.config.schema import Config

@@ -385,7 +385,7 @@ def _with_model(
 
 
 async def _evaluate(opened: LoadedRun, progress: bool) -> Evaluated:
-    from ludus.cli.results.eval import engine_backend, run_plan
+    from ludus.cli.evaluate.eval import engine_backend, run_plan
     from ludus.cli.ui.terminal import make_console
 
     session, console = opened.session, make_console(quiet=not progress)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from chat_server import Reply, error, say, serving
-from ludus.cli.results import follow
+from ludus.cli.evaluate import follow
 from ludus.config import load_config
 from ludus.engines.models.loading import load_model
 from ludus.evaluation.evaluate import load_evaluation

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from chat_server import Reply, say, serving
-from ludus.cli.results.probe import report_table
+from ludus.cli.evaluate.probe import report_table
 from ludus.evaluation.probes.transfer import transfer_report
 from tiny_run import ludus, make_recipe, refused
 from tiny_world import PRICES

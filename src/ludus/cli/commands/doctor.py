@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print each finding; return 1 if there are faults."""
     if args.model is not None:
         check_target(args.target)
-        from ludus.cli.results.readiness import check_readiness  # needs libraries that the machine may miss
+        from ludus.cli.evaluate.readiness import check_readiness  # needs libraries that the machine may miss
 
         return check_readiness(args, overrides)
     no_settings(overrides, "doctor")

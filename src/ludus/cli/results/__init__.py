@@ -1,1 +1,1 @@
-"""Commands that look at runs: evaluations, comparisons, transcripts, rewards of saved rollouts."""
+"""Commands that look at runs: reports, transcripts, exports, rewards and behavior of saved rollouts."""

@@ -33,7 +33,7 @@ NO_REASONING = "No answering turn has reasoning that ends with {end!r} ({num} ep
 
 
 @dataclass(frozen=True, slots=True)
-class Reasoning:
+class AnsweringTurn:
     """An answering turn in parts: tokens up to the reasoning, the reasoning, the tokens that end it.
 
     `before` are the segments before the turn.
@@ -57,7 +57,7 @@ class Reasoning:
         return (*self.before, part)
 
 
-def split_reasoning(trajectory: Trajectory, tokenizer: Tokenizer, end: str) -> Reasoning | None:
+def split_reasoning(trajectory: Trajectory, tokenizer: Tokenizer, end: str) -> AnsweringTurn | None:
     """Return the parts of the answering turn; None if the episode has no answer or the turn no reasoning.
 
     The reasoning ends before the last occurrence of `end` and begins after `<think>` if the turn has one.
@@ -83,7 +83,7 @@ def split_reasoning(trajectory: Trajectory, tokenizer: Tokenizer, end: str) -> R
     if not decode_exactly(tokenizer, turn.tokens[opened:ended]).strip() or closed >= num:
         return None
     parts = (turn.tokens[:opened], turn.tokens[opened:ended], turn.tokens[ended:closed])
-    return Reasoning(segments[:-1], *parts, turn)
+    return AnsweringTurn(segments[:-1], *parts, turn)
 
 
 async def measure_faithfulness(

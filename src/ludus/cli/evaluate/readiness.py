@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from rich.console import Console
 
 from ludus.cli.arguments import check_run, model_settings, recipe_config
-from ludus.cli.results.eval import EvalBackend, make_backend
+from ludus.cli.evaluate.eval import EvalBackend, make_backend
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.tables import format_success
 from ludus.cli.ui.terminal import announce, bars, make_console, print_line, print_text

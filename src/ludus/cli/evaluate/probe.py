@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ludus.cli.results.eval import EvalBackend, check_arguments, check_world, evaluation_config, make_backend
+from ludus.cli.evaluate.eval import EvalBackend, check_arguments, check_world, evaluation_config, make_backend
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import announce, make_console, print_line, print_text
 from ludus.config.schema import Config
@@ -117,7 +117,7 @@ async def _swap(call: ProbeCall) -> ProbeReport:
 
 
 async def _transfer(call: ProbeCall) -> ProbeReport:
-    from ludus.cli.results.probe_transfer import measure_transfer
+    from ludus.cli.evaluate.probe_transfer import measure_transfer
 
     async with base_backend(call) as base:
         pair = (base.loaded, call.backend.loaded)

@@ -50,11 +50,11 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     no_settings(overrides, "compare")
     all_a, all_b = check_arguments(args)
     if len(all_a) + len(all_b) > 2:
-        from ludus.cli.results.compare_seeds import print_seeds
+        from ludus.cli.evaluate.compare_seeds import print_seeds
 
         print_seeds(all_a, all_b, args.power)
     elif args.target is not None:
-        from ludus.cli.results.boundary import print_target
+        from ludus.cli.evaluate.boundary import print_target
 
         print_target(all_a[0], all_b[0], args.target)
     else:
@@ -90,7 +90,7 @@ def print_comparison(pairs: Sequence[Pair], args: argparse.Namespace) -> None:
     for a, b in pairs:
         print_text(console, f"paired: {a.name} of A with {b.name} of B")
     if args.boundary:
-        from ludus.cli.results.boundary import print_boundary
+        from ludus.cli.evaluate.boundary import print_boundary
 
         print_boundary(console, pairs)
     else:

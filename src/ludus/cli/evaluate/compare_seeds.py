@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ludus.cli.results.compare import find_pairs, power_text, verdict
+from ludus.cli.evaluate.compare import find_pairs, power_text, verdict
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.tables import format_sampling
 from ludus.cli.ui.terminal import make_console, print_line, print_text

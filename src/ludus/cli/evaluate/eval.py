@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Evaluate; return 1 if an earlier evaluation of the same weights is not reproduced."""
     if args.follow:
-        from ludus.cli.results.follow import follow
+        from ludus.cli.evaluate.follow import follow
 
         return follow(args, lambda: evaluate_newest(args, overrides))
     return evaluate_newest(args, overrides)
@@ -113,15 +113,12 @@ def check_arguments(args: argparse.Namespace) -> None:
     conflict = args.run is not None and (args.recipe or args.model or args.endpoint)
     takes = "--run takes world and weights from the run; it excludes a recipe, --model and --endpoint."
     name = "--endpoint needs --model, the name of the model on the server."
-    single = [price is not None for price in (args.price_in, args.price_out)]
     checks = (
         (conflict, takes, "Remove them, or remove --run."),
         (args.run is None and not args.recipe, "Name a recipe, or a run with --run.", "`ludus recipes` lists recipes."),
         (args.endpoint and not args.model, name, "Add it."),
         (args.baseline not in (None, "none", "once"), f"There is no baseline {args.baseline!r}.", "Use none or once."),
         (args.api_key_file and not args.endpoint, "--api-key-file needs --endpoint.", "Add --endpoint, or remove it."),
-        (args.prices and any(single), "--prices excludes --price-in and --price-out.", "Remove one of them."),
-        (any(single) and not all(single), "--price-in and --price-out need each other.", "Add the other one."),
     )
     for broken, message, hint in checks:
         if broken:
@@ -129,7 +126,15 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def chosen_price(args: argparse.Namespace) -> TokenPrice | None:
-    """Return the price of the model: of --price-in and --price-out, or of its name or run folder in --prices."""
+    """Return the price of the model: of --price-in and --price-out, or of its name or run folder in --prices.
+
+    Raises UserError if they exclude or require each other.
+    """
+    single = [price is not None for price in (args.price_in, args.price_out)]
+    if args.prices is not None and any(single):
+        raise UserError("--prices excludes --price-in and --price-out.", "Remove one of them.")
+    if any(single) and not all(single):
+        raise UserError("--price-in and --price-out need each other.", "Add the other one.")
     if args.prices is not None:
         return read_price(args.prices, str(args.run or args.model or args.recipe))
     return None if args.price_in is None else checked_price(args.price_in, args.price_out)

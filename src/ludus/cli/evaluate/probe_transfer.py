@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ludus.cli.arguments import recipe_config, recipe_stem
-from ludus.cli.results.eval import engine_backend
+from ludus.cli.evaluate.eval import engine_backend
 from ludus.cli.ui.load_run import LoadedRun
 from ludus.cli.ui.terminal import make_console, print_text
 from ludus.config.schema import Config

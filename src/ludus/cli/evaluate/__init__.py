@@ -1,0 +1,1 @@
+"""Commands that evaluate a model, and that compare evaluations."""
