@@ -4,7 +4,7 @@ import sys
 
 from ludus.cli.signals import exit_on_interrupt
 
-LONG_COMMANDS = ("train", "sft", "preference", "reward-model", "rft", "pipeline", "eval")
+LONG_COMMANDS = ("train", "sft", "preference", "reward-model", "rft", "pipeline", "eval", "probe")
 """Commands that train or evaluate: they print a line before the imports, which take a second or more."""
 
 

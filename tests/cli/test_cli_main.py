@@ -53,7 +53,11 @@ def test_what_only_reads_does_not_import_torch(tiny_run):
 
 
 def test_a_command_that_trains_or_evaluates_prints_a_line_before_the_imports(monkeypatch, capfd):
-    assert set(LONG_COMMANDS) == {"eval", *(command.name for command in COMMANDS if command.folder == "training")}
+    assert set(LONG_COMMANDS) == {
+        "eval",
+        "probe",
+        *(command.name for command in COMMANDS if command.folder == "training"),
+    }
     printed = []
     monkeypatch.setattr(cli_main, "main", lambda: printed.append(capfd.readouterr().err))
     for words in (["train", "search"], ["train", "--help"], ["recipes"]):
