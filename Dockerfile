@@ -1,9 +1,10 @@
 # Ludus in a container, for macOS, Windows and Linux without root:
 #   docker build -t ludus .                         # --build-arg TORCH_INDEX=URL for a CPU build of torch
-#   docker run --rm -it ludus                        # the demo
-#   docker run --rm -it ludus ludus recipes          # any command
-# Environments that run programs of the policy need user namespaces inside the container:
-#   docker run --rm -it --security-opt seccomp=unconfined --security-opt systempaths=unconfined ludus ludus sandbox check
+#   docker run --rm -it -v ludus-runs:/ludus/runs ludus                             # the demo; runs stay in the volume
+#   docker run --rm -it -v ludus-runs:/ludus/runs ludus ludus show runs/search-1    # any command
+# Environments that run programs of the policy need user namespaces and mounts inside the container:
+#   docker run --rm -it --security-opt seccomp=unconfined --security-opt apparmor=unconfined \
+#     --security-opt systempaths=unconfined ludus ludus sandbox check
 FROM python:3.11-slim
 RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap gcc libc6-dev git make \
     && rm -rf /var/lib/apt/lists/*

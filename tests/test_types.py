@@ -124,3 +124,9 @@ def test_timings_do_not_tell_two_trajectories_apart():
     one = trajectory(PROMPT, FIRST)
     assert one == replace(one, timings=Timings(1.0, 0.5, 0.25))
     assert one != replace(one, reward=0.5)
+
+
+def test_the_repr_of_a_trajectory_is_one_short_line():
+    question: Message = {"role": "user", "content": "long " * 1000}
+    shown = repr(trajectory(PROMPT, FIRST, SEEN, SECOND, messages=[question]))
+    assert shown == "Trajectory('t', sample=0, reward=0, turns=2, tokens=10, stop_reason='answered')"

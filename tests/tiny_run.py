@@ -80,9 +80,11 @@ def refused(*words, code=2) -> str:
     """Run a command that must fail with `code` and without a traceback; return the error message."""
     said = ludus(*words)
     assert said.code == code, said
-    assert said.err.startswith("ludus: ")
-    assert "Traceback" not in said.err
-    return said.err
+    announced, found, text = said.err.partition("ludus: ")
+    assert found, said
+    assert all(line.endswith(" ...") for line in announced.splitlines()), said
+    assert "Traceback" not in text
+    return found + text
 
 
 def make_recipe(folder: Path) -> Path:

@@ -4,9 +4,14 @@ import sys
 
 from ludus.cli.signals import exit_on_interrupt
 
+LONG_COMMANDS = ("train", "sft", "preference", "reward-model", "rft", "pipeline", "eval", "probe")
+"""Commands that train or evaluate: they print a line before the imports, which take a second or more."""
+
 
 def main() -> int:
     """Run the command line. An interrupt during the imports ends the process with one line."""
+    if sys.argv[1:2] and sys.argv[1] in LONG_COMMANDS and not {"-h", "--help"} & {*sys.argv}:
+        print("Reading the settings ...", file=sys.stderr, flush=True)
     with exit_on_interrupt():
         from ludus.cli.main import main as run
     return run()

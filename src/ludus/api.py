@@ -32,7 +32,7 @@ from ludus.evaluation.evaluate import Evaluation, load_evaluation, plans
 from ludus.rollouts.ledger import Ledger, RolloutKey
 from ludus.rollouts.rollout_files import read_rollouts
 from ludus.rollouts.scheduler import RolloutRequest, SamplingPlan
-from ludus.training.run.run_dir import RunFolder, lock_run, new_run
+from ludus.training.run.run_dir import RunFolder, latest_checkpoint, lock_run, new_run
 from ludus.types import Trajectory
 
 if TYPE_CHECKING:
@@ -82,12 +82,7 @@ class Run:
     @property
     def checkpoint(self) -> Path:
         """The folder of the newest checkpoint. Raises UserError if the run has no checkpoint."""
-        from ludus.training.run.run_dir import list_checkpoints
-
-        found = list_checkpoints(RunFolder(self.path).checkpoints)
-        if not found:
-            raise UserError(f"{self.path} has no checkpoint yet.", "Wait for the first one.")
-        return found[-1][1]
+        return latest_checkpoint(RunFolder(self.path))[1]
 
     def plot(self, *names: str) -> Figure:
         """Return a figure of metrics by step: by default the mean reward and the held-out success with its interval."""

@@ -371,6 +371,13 @@ class Trajectory:
     turn_progress: tuple[float, ...] = ()
     timings: Timings = field(default=Timings(), compare=False)
 
+    def __repr__(self) -> str:
+        """Return the main facts in one line: the fields are pages long."""
+        tokens = sum(len(segment.tokens) for segment in self.segments)
+        size = f"turns={self.num_turns}, tokens={tokens}"
+        end = f"stop_reason={self.stop_reason.value!r}"
+        return f"Trajectory({self.task_id!r}, sample={self.sample}, reward={self.reward:g}, {size}, {end})"
+
     @property
     def name(self) -> str:
         """Name in log and error messages."""

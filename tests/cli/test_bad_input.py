@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import subprocess
 import sys
@@ -21,8 +22,9 @@ def refused(capsys, *arguments: str) -> str:
     assert main(list(arguments)) == 2
     said = capsys.readouterr().err
     assert "Traceback" not in said
-    assert said.startswith("ludus: ")
-    return said
+    announced = re.match(r"(.* \.\.\.\n)*(?=ludus: )", said)
+    assert announced, said
+    return said[announced.end() :]
 
 
 def test_a_misspelt_setting_names_the_nearest(tmp_path, capsys):

@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from ludus.__main__ import LONG_COMMANDS
+from ludus.__main__ import main as start
+from ludus.cli import main as cli_main
 from ludus.cli.arguments import split_settings
 from ludus.cli.main import COMMANDS
 from ludus.cli.ui.help_text import wrapped
@@ -47,6 +50,20 @@ def test_what_only_reads_does_not_import_torch(tiny_run):
     )
     assert done.returncode == 0, done.stderr
     assert "ludus: " not in done.stderr
+
+
+def test_a_command_that_trains_or_evaluates_prints_a_line_before_the_imports(monkeypatch, capfd):
+    assert set(LONG_COMMANDS) == {
+        "eval",
+        "probe",
+        *(command.name for command in COMMANDS if command.folder == "training"),
+    }
+    printed = []
+    monkeypatch.setattr(cli_main, "main", lambda: printed.append(capfd.readouterr().err))
+    for words in (["train", "search"], ["train", "--help"], ["recipes"]):
+        monkeypatch.setattr(sys, "argv", ["ludus", *words])
+        start()
+    assert printed == ["Reading the settings ...\n", "", ""]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)

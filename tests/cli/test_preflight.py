@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ludus.cli.ui import terminal
 from ludus.config.load import load_config
 from ludus.config.pipeline import load_pipeline
 from ludus.config.sections.model import ScratchConfig
@@ -51,6 +52,42 @@ def test_an_unknown_preset_is_refused_without_torch(command, tmp_path):
     words = [command, *(stages if command == "pipeline" else ["search"]), "--algorithm.preset", "nope"]
     said = subprocess.run([sys.executable, "-c", TORCHLESS, *words], capture_output=True, text=True, check=True)
     assert "algorithm.preset = 'nope' is not known." in said.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("train", "--resume", "RUN", "--algorithm.preset", "nope"), "algorithm.preset = 'nope' is not known."),
+        (("train", "--resume", "RUN", "--run.seed", "7"), "has run.seed = 0 (not 7)"),
+        (("sft", "--resume", "RUN"), "is a run of reinforcement learning"),
+        (("serve", "RUN", "--no.setting", "1"), "no.setting (= 1) is not a setting"),
+        (("serve", "nowhere/at/all"), "The model folder 'nowhere/at/all' does not exist."),
+        (("sft", "guess", "--sft.data", "nowhere.jsonl", "--run.dir", "NEW"), "nowhere.jsonl does not exist."),
+        (
+            ("train", "guess", "--model", "./nowhere", "--run.dir", "NEW"),
+            "The model folder './nowhere' does not exist.",
+        ),
+        (("train", "guess", "--evaluation.splits", '["no"]', "--run.dir", "NEW"), "has no split 'no'"),
+        (("eval", "guess", "--model", "./nowhere"), "The model folder './nowhere' does not exist."),
+        (("chat", "RUN", "--world", "nope"), "env.name = 'nope' is not known."),
+        (("preference", "guess", "--run", "./nowhere", "--run.dir", "NEW"), "is not a run folder"),
+    ],
+)
+def test_what_can_be_checked_before_loading_is_refused_without_torch(words, text, tiny_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(terminal, "silence_libraries", lambda: pytest.fail("torch would have been loaded"))
+    places = {"RUN": str(tiny_run), "NEW": str(tmp_path / "run")}
+    assert text in refused(*(places.get(word, word) for word in words))
+
+
+@pytest.mark.parametrize("words", [("train", "guess", "--run.dir", "new"), ("eval", "guess"), ("rft", "guess")])
+def test_the_first_line_is_printed_before_torch_is_loaded_also_in_a_pipe(words, tmp_path, monkeypatch):
+    def stop():
+        raise UserError("Stopped.", "")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(terminal, "silence_libraries", stop)
+    assert ludus(*words).err.startswith("Building the world guess and its tasks ...\n")
 
 
 def test_checkpoints_that_do_not_fit_on_the_disk_are_refused_before_the_start(model, tmp_path, monkeypatch):

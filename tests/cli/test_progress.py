@@ -16,7 +16,7 @@ from rich.progress import Progress, TextColumn
 
 from ludus.cli.ui.progress import ProgressReporter
 from ludus.cli.ui.run_summary import format_times, mean_timings
-from ludus.cli.ui.terminal import PIPE_COLUMNS, announce, bars, format_eta, silence_libraries
+from ludus.cli.ui.terminal import PIPE_COLUMNS, bars, format_eta, silence_libraries
 from ludus.config import load_config
 from ludus.diagnostics.timings import StepTimings, episode_shares, scoring_hint, straggler_hint
 from ludus.diagnostics.trackers import MetricsRow
@@ -194,11 +194,21 @@ def test_name_bar_count_and_eta_are_whole_at_any_width_and_numbers_are_left_out_
     Console(file=shown, width=width, force_terminal=True).print(progress.get_renderable())
     training, evaluation = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue()).splitlines()
     assert re.match(r"training +[━╸╺]+ +12/100 +ETA [0-9:]+", training)
-    assert re.match(r"step 12: evaluation, c\S+ ━+ +0/250 +ETA -:--", evaluation)
+    assert re.match(r"step 12: evaluation, composition +━+ +0/250 +ETA -:--", evaluation)
     numbers = training.partition("ETA ")[2].split(" ", 1)[1].strip()
     assert "  ".join(parts).startswith(numbers)
     assert numbers == "" or numbers.split("  ")[-1] in parts
     assert ("held-out 61%" in numbers) == (width == 140)
+
+
+@pytest.mark.parametrize("width", [45, 60])
+def test_a_narrow_terminal_drops_words_of_the_name_and_keeps_long_counts_and_times(width):
+    with bars(Console(file=io.StringIO(), width=width, force_terminal=True)) as progress:
+        progress.add_task("step 1234: waiting for episodes of the step", total=12000, completed=11000, numbers="a  b")
+        shown = io.StringIO()
+        Console(file=shown, width=width, force_terminal=True).print(progress.get_renderable())
+    (line,) = re.sub(r"\x1b\[[0-9;]*m", "", shown.getvalue()).splitlines()
+    assert re.match(r"step 1234(: waiting for)? +[━╸╺]+ +11000/12000 +ETA [-:0-9]+", line)
 
 
 def test_a_task_without_a_total_shows_its_time_and_a_slow_one_its_eta():
@@ -223,19 +233,3 @@ def test_warnings_and_log_messages_of_libraries_are_printed_above_the_bars(capfd
     assert "the tokenizer is slow\n" in file.getvalue()
     assert "a dtype is deprecated" in file.getvalue()
     assert capfd.readouterr().err == ""
-
-
-class Terminal(io.StringIO):
-    """An error stream that is a terminal."""
-
-    def isatty(self):
-        return True
-
-
-def test_slow_starts_are_announced_on_a_terminal_only(monkeypatch):
-    terminal, pipe = Terminal(), io.StringIO()
-    for stream in (terminal, pipe):
-        monkeypatch.setattr("sys.stderr", stream)
-        announce("Building the world ...")
-    assert terminal.getvalue() == "Building the world ...\n"
-    assert pipe.getvalue() == ""

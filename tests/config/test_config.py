@@ -243,6 +243,12 @@ def test_all_mistakes_are_listed_one_a_line(tmp_path):
     assert caught.value.hint == f"The settings come from {tmp_path / 'mine.toml'} and the command line."
 
 
+def test_mistakes_in_a_packaged_recipe_name_the_recipe_and_not_its_file():
+    with pytest.raises(ConfigError) as caught:
+        load_config("search", ["--training.steps", "0"])
+    assert caught.value.hint == "The settings come from the recipe search and the command line."
+
+
 def test_settings_that_contradict_each_other_are_refused():
     assert refusal("--rollout.max_tokens_per_turn", "900") == [
         "rollout.max_tokens_per_turn (900) must be below rollout.max_seq_len (768)."

@@ -280,7 +280,7 @@ def test_whoever_watches_a_check_sees_each_thing_that_is_done():
     assert all(total == done for _, total, done in seen.phases)
     assert seen.phases[0][1] == 8 * 21
     reject_cheats(world(exact), plan)
-    assert seen.phases[-1] == ["broken: agents that must not be rewarded", 120, 120]
+    assert seen.phases[-1] == ["broken: reward audit", 120, 120]
 
 
 def test_an_environment_that_breaks_now_and_then_hides_no_cheat():

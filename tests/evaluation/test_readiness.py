@@ -136,3 +136,11 @@ def test_alternatives_are_bounds_hours_and_costs_and_unknown_otherwise():
     assert (by_name["few-shot prompt"].gain_low, by_name["few-shot prompt"].gain_high) == (-0.1, 0.2)
     unknown = {one.name: one for one in alternatives(found, config, None, None, None)}
     assert (unknown["RL"].hours, unknown["few-shot prompt"].gain_low, unknown["prompt as is"].cost) == (None,) * 3
+
+
+def test_the_repr_of_an_evaluation_is_one_short_line():
+    ids = tuple(f"t{i}" for i in range(1000))
+    result = Evaluation(EvaluationPlan("test", 1000, 1, 0.0, 0, step=80), ids, (1, 0) * 500, ids, {"exact": 0.5}, 2)
+    shown = "success=0.5 [0.4691, 0.5309], 1000 tasks, samples=1, failed=2"
+    assert repr(result) == f"Evaluation('step-000080-test-greedy', {shown})"
+    assert repr(Evaluation(result.plan, (), (), (), {}, 0)).endswith("0 tasks, samples=1, failed=0)")

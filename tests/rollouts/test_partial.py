@@ -17,7 +17,7 @@ from ludus.engines.embedded.engine import LocalEngine
 from ludus.errors import ConfigError
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.training.rl.validate import check_partial, staleness_warnings, unused_settings
-from ludus.training.run.checkpoint import write_manifest
+from ludus.training.run.manifest import write_manifest
 from ludus.types import SamplingParams
 from small_runs import lasting_files
 from small_worlds import tokenizer

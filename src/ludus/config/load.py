@@ -42,12 +42,13 @@ def load_config(
     Raises ConfigError with one sentence per mistake.
     """
     path = None if source is None else _locate(source)
-    data = {} if path is None else _parse(_read(path), str(path))
+    origin = str(path) if path is None or path == Path(str(source)) else f"the recipe {source}"
+    data = {} if path is None else _parse(_read(path), origin)
     if path is not None:
         resolve_paths(data, path.parent)
     problems = apply_overrides(data, overrides)
     resolve_paths(data, Path.cwd())
-    places = ([str(path)] if path is not None else []) + ([overrides_origin] if overrides else [])
+    places = ([origin] if path is not None else []) + ([overrides_origin] if overrides else [])
     return _validate(data, problems, " and ".join(places))
 
 

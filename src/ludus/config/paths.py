@@ -10,6 +10,7 @@ import os
 import re
 from pathlib import Path
 
+from ludus.errors import UserError
 from ludus.plugins import is_file_reference
 
 _FILES = re.compile(
@@ -27,6 +28,19 @@ def resolve_paths(data: dict[str, object], folder: Path) -> None:
     """Replace relative paths in `data` by absolute ones, relative to `folder`."""
     for key, value in data.items():
         data[key] = _resolved_in(value, key, folder)
+
+
+def check_model_folder(path: str) -> None:
+    """Raise UserError for a model path that is a file, a run folder, or missing although it is not a model name."""
+    looks_like_path = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if not path or (looks_like_path and not Path(path).is_dir()) or Path(path).is_file():
+        raise UserError(f"The model folder {path!r} does not exist.", "Check the model path.")
+    if (Path(path) / "config.toml").is_file():
+        found = sorted(Path(path).glob("checkpoints/step-*"))
+        raise UserError(
+            f"{path} is a run folder, not a model.",
+            f"Use its newest checkpoint: {found[-1]}" if found else "It has no checkpoint yet.",
+        )
 
 
 def _resolved_in(value: object, key: str, folder: Path) -> object:

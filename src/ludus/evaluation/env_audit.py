@@ -225,7 +225,7 @@ def reject_cheats(world: World, plan: CheckPlan) -> None:
     plan = replace(plan, num_tasks=START_TASKS)
     tasks = sample_tasks(world, plan)
     agents = (*blind_agents(tasks, plan.seed), *informed_agents(tasks, {}, flawless=False)[:2])
-    plan.watch.phase(f"{world.name}: agents that must not be rewarded", len(agents) * len(tasks))
+    plan.watch.phase(f"{world.name}: reward audit", len(agents) * len(tasks))
     rows = asyncio.run(run_agents(world, tasks, agents, plan))
     problems = [row.problem for row in rows if row.counted and row.problem]
     if problems:

@@ -127,6 +127,13 @@ class Evaluation:
     stop_reasons: Mapping[str, int] = field(default_factory=dict, compare=False)
     cost: EvaluationCost | None = field(default=None, compare=False)
 
+    def __repr__(self) -> str:
+        """Return the main facts in one line: the fields have one entry per task."""
+        found = f"{len(self.successes)} tasks, samples={self.plan.samples}, failed={self.failed}"
+        if self.successes:
+            found = f"success={self.rate:.4g} [{self.interval.low:.4g}, {self.interval.high:.4g}], {found}"
+        return f"Evaluation({self.plan.name!r}, {found})"
+
     @property
     def rate(self) -> float:
         """Mean success over tasks and attempts."""

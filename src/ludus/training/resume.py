@@ -1,4 +1,7 @@
-"""Check whether a run can be resumed with a configuration, before its folder changes."""
+"""Check whether a run can be resumed with a configuration, before its folder changes.
+
+Runs of RL, SFT and rejection sampling are checked without torch.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,7 @@ from ludus.config.toml import value_text
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import StorageError, UserError
 from ludus.evaluation.evaluate import plans
-from ludus.training.preference.train import planned_steps as planned_preference_steps
-from ludus.training.reward_model.train import planned_steps
-from ludus.training.run.checkpoint import check_manifest
+from ludus.training.run.manifest import check_manifest
 from ludus.training.run.run_dir import Kind, RunFolder, kind_of, list_checkpoints, resume_command
 
 _FIXED: tuple[str, ...] = ("model.", "env.", "run.seed", "run.dir")
@@ -147,8 +148,12 @@ def _planned(folder: RunFolder, config: Config, kind: Kind) -> tuple[str, int]:
         case "rft":
             return "rft.rounds", config.rft.rounds
         case "preference":
+            from ludus.training.preference.train import planned_steps as planned_preference_steps
+
             return "preference.steps", planned_preference_steps(folder, config.preference) or steps_done(folder) + 1
         case "reward-model":
+            from ludus.training.reward_model.train import planned_steps
+
             return "reward_model.steps", planned_steps(folder, config) or steps_done(folder) + 1
     return "training.steps", config.training.steps
 

@@ -27,6 +27,7 @@ from ludus.config.settings import Setting, is_section, list_settings, suggestion
 from ludus.config.toml import to_toml, value_text
 from ludus.diagnostics.metrics import step_metrics
 from ludus.diagnostics.trackers import find_tracker
+from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, LudusError
 from ludus.plugins import find_plugin
@@ -79,12 +80,17 @@ def check_rewards(config: Config, algorithm: Algorithm) -> str:
         raise
     except LudusError as error:
         return str(error)
+    check_reward_parts(config, algorithm, world)
+    return ""
+
+
+def check_reward_parts(config: Config, algorithm: Algorithm, world: World) -> None:
+    """Raise ConfigError for unknown reward parts and for rewards that the advantage does not accept."""
     if config.rewards.is_default and not algorithm.advantage_spec.has(Need.BINARY_REWARDS):
-        return ""
+        return
     parts = training_parts(config.rewards, world.rewards)
     check_names(config.rewards, parts)
     check_binary_rewards(algorithm, config.rewards, parts)
-    return ""
 
 
 def config_source(recipe: str | None) -> str | Path | None:

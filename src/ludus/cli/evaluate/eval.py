@@ -28,6 +28,7 @@ from ludus.cli.arguments import model_settings, policy_config, recipe_config
 from ludus.cli.ui.result_files import add_result_files, write_result_files
 from ludus.cli.ui.tables import evaluation_tables, format_sampling, format_temperature, print_evaluations
 from ludus.cli.ui.terminal import announce, bars, load_libraries, make_console, print_line, print_text
+from ludus.config.paths import check_model_folder
 from ludus.config.schema import Config
 from ludus.envs.base import World
 from ludus.envs.registry import build_world, check_sandbox, closing
@@ -48,7 +49,8 @@ from ludus.rollouts.ledger import Ledger
 from ludus.rollouts.openai_client import OpenAIClient, OpenAIClientSettings, TokenUsage, endpoint_chat_factory
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.scheduler import Episode, SamplingPlan, Scheduler, engine_scheduler, scheduler
-from ludus.training.run.run_dir import RunFolder, new_run, remove_unstarted
+from ludus.training.run.preflight import model_path
+from ludus.training.run.run_dir import RunFolder, latest_checkpoint, new_run, remove_unstarted
 
 if TYPE_CHECKING:
     from ludus.cli.ui.load_run import LoadedRun
@@ -86,6 +88,10 @@ def evaluate_newest(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     price = chosen_price(args)
     shortcuts = ["--env.settings.access", f'"{args.baseline}"'] if args.baseline else []  # quoted: a bare none unsets
     config = evaluation_config(args, [*shortcuts, *overrides])
+    if args.run is not None:
+        latest_checkpoint(RunFolder(args.run))
+    elif not args.endpoint:
+        check_model_folder(model_path(config))
     announce(f"Building the world {config.env.name} and its tasks ...")
     world = check_world(config, args.baseline)
     console = make_console()

@@ -21,6 +21,7 @@ from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.tables import format_success
 from ludus.cli.ui.terminal import announce, bars, make_console, print_line, print_text
 from ludus.config.load import load_config
+from ludus.config.paths import check_model_folder
 from ludus.config.schema import Config
 from ludus.engines.remote.http_client import get_once
 from ludus.envs.base import World
@@ -34,7 +35,7 @@ from ludus.rewards.base import success
 from ludus.rollouts.scheduler import SamplingPlan
 from ludus.simulator.costs import LearnerCost
 from ludus.simulator.fit import fit
-from ludus.training.run.run_dir import RunFolder, list_checkpoints
+from ludus.training.run.run_dir import RunFolder, latest_checkpoint
 from ludus.types import Message, Task, Trajectory
 
 _SPLIT = "train"
@@ -122,12 +123,11 @@ def resolved_model(args: argparse.Namespace) -> argparse.Namespace:
         endpoint = model.rstrip("/").removesuffix("/chat/completions")
         model = get_once(endpoint, "/models", _ServedModels).data[0].id
     elif (Path(model) / "config.toml").is_file() and (Path(model) / "run.json").is_file():
-        found = list_checkpoints(RunFolder(Path(model)).checkpoints)
-        if not found:
-            raise UserError(f"The run {model} has no checkpoint yet.", "Wait for the first one, or name a model.")
-        model = str(found[-1][1])
+        model = str(latest_checkpoint(RunFolder(Path(model)))[1])
     if endpoint is None and (Path(model) / "adapter_config.json").is_file():
         raise UserError(f"{model} is a LoRA adapter, not a whole model.", "Use `ludus eval --run`, or merge it.")
+    if endpoint is None:
+        check_model_folder(model)
     return argparse.Namespace(**vars(args) | {"run": None, "model": model, "endpoint": endpoint, "api_key_file": None})
 
 

@@ -33,13 +33,14 @@ from ludus.cli.ui.transcripts import calls, describe_tool, outcome_text, shorten
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.envs.base import Environment
+from ludus.envs.registry import build_world
 from ludus.envs.tool_env import describe_error
 from ludus.errors import LudusError, UserError, WorldError
 from ludus.recipes import list_recipes
 from ludus.rollouts.episode import EngineChatSession
 from ludus.rollouts.scheduler import sampling_params
 from ludus.tools.base import Tool
-from ludus.training.run.run_dir import RunFolder
+from ludus.training.run.run_dir import RunFolder, latest_checkpoint
 from ludus.types import Action, Message, StopReason, Task
 
 if TYPE_CHECKING:
@@ -80,12 +81,15 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not 0 <= args.temperature < float("inf"):
         raise UserError(f"--temperature is {args.temperature:g}.", "Use 0 (greedy) or a positive number.")
     folder, config = target_config(args.target, args.world, overrides)
+    if folder is not None:
+        latest_checkpoint(folder)
+    world = build_world(config.env, config.rollout, config.sandbox)
     load_libraries()
     from ludus.cli.ui.load_run import open_weights
 
     console = make_console()
     with asyncio.Runner() as runner:
-        opened = runner.run(open_weights(config, folder))
+        opened = runner.run(open_weights(config, folder, world))
         try:
             where = f"step {opened.step} of {args.target}" if folder else args.target
             print_text(console, f"{where}, in the world {opened.session.world.name}. /help lists the commands.")

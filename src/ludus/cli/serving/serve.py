@@ -19,10 +19,11 @@ from ludus.chat.render import TemplateRenderer
 from ludus.cli.arguments import policy_config
 from ludus.cli.ui.terminal import load_libraries, make_console, print_line
 from ludus.config.load import load_config
+from ludus.config.paths import check_model_folder
 from ludus.config.schema import Config
 from ludus.engines.control_tokens import publish_token, token_of
 from ludus.errors import UserError
-from ludus.training.run.run_dir import RunFolder
+from ludus.training.run.run_dir import RunFolder, latest_checkpoint
 
 if TYPE_CHECKING:
     import uvicorn
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Serve until interrupted."""
+    config = _config(args.target, overrides)
     load_libraries()
     with needs_serve_extra():
         from ludus.gateway.app import make_app
@@ -62,7 +64,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from ludus.training.run.session import default_threads, set_up_compute
 
     default_threads()
-    config = _config(args.target, overrides)
     set_up_compute(config)
     step, service, model = _service(args, config)
     console = make_console()
@@ -107,7 +108,9 @@ def url_of(listener: socket.socket) -> str:
 
 def _config(target: str, overrides: Sequence[str]) -> Config:
     if (Path(target) / "config.toml").is_file():
+        latest_checkpoint(RunFolder(Path(target)))
         return policy_config(RunFolder(Path(target)), overrides)
+    check_model_folder(target)
     return load_config(None, ["--model.path", target, *overrides])
 
 

@@ -115,11 +115,11 @@ def check_stage(stage: Stage, config: Config, fed: bool) -> None:
     check_extras(config)
     if stage.number == 1:
         check_new_run(config, stage.kind)
+    world = build_world(config.env, config.rollout, config.sandbox)
     load_libraries()
     from ludus.training import rft, sft
     from ludus.training.rl import validate
 
-    world = build_world(config.env, config.rollout, config.sandbox)
     validate.check_trackers(config)
     match stage.kind:
         case "sft":

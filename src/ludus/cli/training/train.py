@@ -10,9 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.cli.arguments import recipe_config, run_config
-from ludus.cli.commands.config import check_plugins, check_rewards
 from ludus.cli.training.training_command import TrainingStage, print_run_done, resumed_folder
 from ludus.cli.ui.terminal import bars, load_libraries, make_console
 from ludus.config.environment import launched_rank
@@ -22,8 +20,6 @@ from ludus.training.run.run_dir import RunFolder
 
 def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
     """Check the configuration and load the model, unless the run has to create it."""
-    check_plugins(config)
-    check_rewards(config, algorithm_of(config))
     from ludus.cli.commands.env import AuditBar
     from ludus.cli.ui import progress
     from ludus.training.rl.validate import open_validated_session

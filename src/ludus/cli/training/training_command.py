@@ -13,14 +13,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.cli.arguments import check_run, model_settings, recipe_config, recipe_stem, run_config
+from ludus.cli.commands.config import check_plugins, check_reward_parts
 from ludus.cli.signals import handle_interrupts
-from ludus.cli.ui.terminal import load_libraries, make_console, print_line, print_text
+from ludus.cli.ui.terminal import announce, load_libraries, make_console, print_line, print_text
 from ludus.config.pipeline import StageKind
 from ludus.config.quick import describe_cuts, quick_cuts
 from ludus.config.schema import Config
+from ludus.envs.registry import build_world
 from ludus.errors import LudusError, UserError
-from ludus.training.run.preflight import check_new_run
+from ludus.evaluation.evaluate import check_split
+from ludus.rewards.registry import added_parts
+from ludus.training.run.preflight import check_extras, check_new_run
 from ludus.training.run.run_dir import (
     RunFolder,
     file_warnings,
@@ -90,6 +95,7 @@ class TrainingStage:
     def start(self, config: Config, name: str, recipe: str | None) -> None:
         """Prepare the training and run it in a new folder."""
         check_new_run(config, self.kind)
+        check_world(config, self.kind)
         load_libraries()
         from ludus.training.learner.learner import explain_out_of_memory
 
@@ -100,15 +106,18 @@ class TrainingStage:
 
     def resume(self, folder: RunFolder, overrides: Sequence[str]) -> int:
         """Resume a run, unless it is complete."""
-        warnings = file_warnings(folder, run_config(folder, overrides))
-        load_libraries()
-        from ludus.training.learner.learner import explain_out_of_memory
         from ludus.training.resume import check_kind, check_resume, describe_changes, describe_resume, is_complete
 
+        warnings = file_warnings(folder, run_config(folder, overrides))
         check_kind(folder, self.kind)
         with lock_run(folder):
             config = run_config(folder, overrides)
+            check_extras(config)
             check_resume(folder, config, self.kind)
+            check_world(config, self.kind)
+            load_libraries()
+            from ludus.training.learner.learner import explain_out_of_memory
+
             if is_complete(folder, config, self.kind):
                 self.print_done(folder, config)
                 return 0
@@ -122,6 +131,21 @@ class TrainingStage:
             with resume_hint(folder), explain_out_of_memory():
                 train(folder)
         return 0
+
+
+def check_world(config: Config, kind: StageKind) -> None:
+    """Raise UserError for plug-ins, an algorithm, a world, its rewards or its splits that cannot be used."""
+    check_plugins(config)
+    added_parts(config.rewards)
+    algorithm = algorithm_of(config) if kind == "rl" else None
+    announce(f"Building the world {config.env.name} and its tasks ...")
+    world = build_world(config.env, config.rollout, config.sandbox)
+    if algorithm is not None:
+        check_reward_parts(config, algorithm, world)
+    if kind in ("rl", "rft"):
+        for split in config.evaluation.splits:
+            check_split(world, split)
+        check_split(world, config.evaluation.split_during, "evaluation.split_during")
 
 
 def print_run_done(folder: RunFolder, config: Config) -> None:

@@ -12,7 +12,7 @@ from ludus.envs.base import World
 from ludus.envs.registry import closing
 from ludus.errors import UserError
 from ludus.training.run.checkpoint import load_weights
-from ludus.training.run.run_dir import RunFolder, list_checkpoints
+from ludus.training.run.run_dir import RunFolder, latest_checkpoint, list_checkpoints
 from ludus.training.run.session import TrainingSession, make_engine, open_session
 
 
@@ -61,18 +61,13 @@ def open_checkpoint(
     if chosen == 0:
         model = config.model.model_copy(update={"lora": None})
         return open_session(config.model_copy(update={"model": model}), initial_model(run, config), world), 0
-    found = list_checkpoints(run.checkpoints)
-    if not found:
-        raise UserError(
-            f"The run {run.path} has no checkpoint yet.",
-            "Wait for the first one (training.checkpoint_every), or specify a model.",
-        )
-    if chosen is not None and chosen not in dict(found):
-        steps = ", ".join(str(step) for step, _ in found)
+    newest, found = latest_checkpoint(run), dict(list_checkpoints(run.checkpoints))
+    if chosen is not None and chosen not in found:
+        steps = ", ".join(str(step) for step in found)
         raise UserError(
             f"The run {run.path} has no checkpoint of step {chosen}.", f"Steps: 0 (initial model), {steps}."
         )
-    step, path = found[-1] if chosen is None else (chosen, dict(found)[chosen])
+    step, path = newest if chosen is None else (chosen, found[chosen])
     if not (path / "adapter_config.json").is_file():
         model = config.model.model_copy(update={"lora": None})
         return open_session(config.model_copy(update={"model": model}), path, world), step

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderResult
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
+from rich.measure import Measurement
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID
 from rich.table import Column
 from rich.text import Text
 
@@ -23,8 +24,6 @@ PLAIN_EVERY_S = 10.0
 """Interval of the progress lines, in seconds, if the output is not a terminal."""
 _WIDE_COLUMNS = 110
 _BAR_COLUMNS = 8
-_OTHER_COLUMNS = 31
-"""Columns of bar, count and ETA on a narrow terminal."""
 _UNKNOWN_ETA = "ETA -:--"
 _SPEED_PERIOD_S = 600.0
 """Period over which the ETA averages the speed; a step may take minutes."""
@@ -103,6 +102,28 @@ class WholeParts:
         yield Text(kept if len(kept) <= options.max_width else "", no_wrap=True)
 
 
+@dataclass(frozen=True, slots=True)
+class WholeWords:
+    """Text whose last words are left out until it fits; no word is cut, and words with digits stay."""
+
+    text: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        words = self.text.split()
+        plain = [index for index in range(1, len(words)) if not any(map(str.isdigit, words[index]))]
+        while plain and len(" ".join(words)) > options.max_width:
+            del words[plain.pop()]
+        yield Text(" ".join(words).rstrip(",:"), no_wrap=True, overflow="crop")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        return Measurement(1, len(self.text))
+
+
+class _LabelColumn(ProgressColumn):
+    def render(self, task: Task) -> WholeWords:
+        return WholeWords(task.description)
+
+
 class _NumbersColumn(ProgressColumn):
     def render(self, task: Task) -> WholeParts:
         return WholeParts(task.fields["numbers"])
@@ -112,18 +133,17 @@ class _NumbersColumn(ProgressColumn):
 def bars(console: Console, *, transient: bool = False, every_s: float = PLAIN_EVERY_S) -> Iterator[Progress]:
     """Show progress bars, whose tasks need a field `numbers`; `transient` bars are erased at the end.
 
-    The count of a resumed task starts at its field `resumed_at`. Name, bar, count and ETA are always visible; the
-    numbers take the rest of the line. In a pipe or a file, print a plain line every `every_s` and, unless transient,
-    at the end.
+    The count of a resumed task starts at its field `resumed_at`. Bar, count and ETA are always whole; the name loses
+    its last words on a narrow terminal, and the numbers take the rest of the line. In a pipe or a file, print a plain
+    line every `every_s` and, unless transient, at the end.
     """
     if not console.is_terminal:
         with _plain_lines(console, every_s, last=not transient) as progress:
             yield progress
         return
     whole = Column(no_wrap=True)
-    name = Column(no_wrap=True, overflow="ellipsis", max_width=max(16, console.width - _OTHER_COLUMNS))
     columns = (
-        TextColumn("{task.description}", table_column=name),
+        _LabelColumn(),
         BarColumn(24 if console.width >= _WIDE_COLUMNS else _BAR_COLUMNS, table_column=whole.copy()),
         _CountColumn(whole.copy()),
         _EtaColumn(whole.copy()),
@@ -206,9 +226,8 @@ def _task_line(task: Task) -> str:
 
 
 def announce(text: str) -> None:
-    """Print on standard error what takes the next seconds, if that is a terminal."""
-    if sys.stderr.isatty():
-        print(text, file=sys.stderr, flush=True)
+    """Print on standard error what takes the next seconds."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def load_libraries() -> None:

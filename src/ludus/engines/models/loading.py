@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from ludus.config.paths import check_model_folder
 from ludus.config.sections.model import ScratchConfig
 from ludus.engines.base import first_line
 from ludus.engines.models import smollm2
@@ -256,17 +257,9 @@ def _load_config(path: str) -> PreTrainedConfig:
 
 def _check_exists(path: str) -> None:
     """Check that a path is a folder, or that a name (`owner/name`) is cached or on the hub."""
-    looks_like_path = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if not path or (looks_like_path and not _is_folder(path)) or Path(path).is_file():
-        raise UserError(f"The model folder {path!r} does not exist.", "Check the model path.")
+    check_model_folder(path)
     if not _is_folder(path):
         _check_on_hub(path)
-    elif (Path(path) / "config.toml").is_file():
-        found = sorted(Path(path).glob("checkpoints/step-*"))
-        raise UserError(
-            f"{path} is a run folder, not a model.",
-            f"Use its newest checkpoint: {found[-1]}" if found else "It has no checkpoint yet.",
-        )
 
 
 def _check_on_hub(name: str) -> None:

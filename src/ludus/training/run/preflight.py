@@ -11,6 +11,7 @@ from math import prod
 from pathlib import Path
 
 from ludus.algorithms.spec.resolve import algorithm_of
+from ludus.config.paths import check_model_folder
 from ludus.config.pipeline import StageKind
 from ludus.config.schema import Config
 from ludus.config.sections.model import ScratchConfig
@@ -34,9 +35,11 @@ def check_new_run(config: Config, kind: StageKind) -> None:
     if kind == "rl":
         algorithm_of(config)
     check_extras(config)
+    check_sources(config, kind)
     if config.model.from_scratch:
         check_disk(config, kind, num_saved(config, init_shapes(config.model.init)))
         return
+    check_model_folder(model_path(config))
     folder = local_folder(model_path(config))
     if folder is None:
         return
@@ -121,6 +124,19 @@ def check_extras(config: Config) -> None:
                 f"{what} needs the package {package}, which is not installed.",
                 f"Install it: pip install 'ludus[{extra}]'.",
             )
+
+
+def check_sources(config: Config, kind: StageKind) -> None:
+    """Raise UserError for training data of the stage in a file or a run that does not exist."""
+    data, run = {
+        "sft": (config.sft.data, None),
+        "preference": (config.preference.data, config.preference.run),
+        "reward-model": (config.reward_model.data, config.reward_model.run),
+    }.get(kind, (None, None))
+    if data and (Path(data).is_absolute() or data.endswith((".jsonl", ".json"))) and not Path(data).exists():
+        raise UserError(f"{data} does not exist.", "Check the path.")
+    if run and not (Path(run) / "config.toml").is_file():
+        raise UserError(f"{run} is not a run folder: it has no config.toml.", "Check the path.")
 
 
 def tensor_shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:

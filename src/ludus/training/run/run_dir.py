@@ -221,6 +221,17 @@ def list_checkpoints(checkpoints: Path) -> list[tuple[int, Path]]:
     return sorted((int(match.group(1)), path) for match, path in matches if match)
 
 
+def latest_checkpoint(folder: RunFolder) -> tuple[int, Path]:
+    """Return the step and the folder of the newest checkpoint. Raises UserError if there is none."""
+    found = list_checkpoints(folder.checkpoints)
+    if not found:
+        raise UserError(
+            f"The run {folder.path} has no checkpoint yet.",
+            "Wait for the first one (training.checkpoint_every), or name a model.",
+        )
+    return found[-1]
+
+
 def is_running(folder: RunFolder) -> bool:
     """Return whether a process holds the lock of the run."""
     try:
