@@ -9,8 +9,8 @@ def more_calls(task: Task, trajectory: Trajectory) -> float:
 
 
 def no_call(task: Task, trajectory: Trajectory) -> float:
-    """Return 1 without a tool call."""
-    return float(not trajectory.call_outcomes)
+    """Return 3 without a tool call."""
+    return 3.0 * (not trajectory.call_outcomes)
 
 
 def longer(task: Task, trajectory: Trajectory) -> float:
@@ -19,5 +19,5 @@ def longer(task: Task, trajectory: Trajectory) -> float:
 
 
 def unknown_tool(task: Task, trajectory: Trajectory) -> float:
-    """Return 1 if a call failed."""
-    return float(any(outcome.status != "ok" for outcome in trajectory.call_outcomes))
+    """Return 3 if a call failed."""
+    return 3.0 * any(outcome.status != "ok" for outcome in trajectory.call_outcomes)

@@ -96,7 +96,7 @@ def test_growth_is_that_of_a_process_once_it_is_warm():
     assert (found["engine"]["threads"], found["engine"]["processes"]) == (0, 1)
 
 
-def test_the_table_tells_how_the_runs_ended():
+def test_the_table_shows_how_the_runs_ended():
     trials = [
         Trial("learner", "sync", "killed", 1.0, 2, -9),
         Trial("full disk", "sync", "full", 1.0, 2, 2, wrong=["lost"]),

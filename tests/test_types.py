@@ -112,7 +112,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
         ([], StopReason.ANSWERED, ""),
     ],
 )
-def test_the_answer_is_what_the_model_said_last_if_it_got_to_say_it(messages, stop, answer):
+def test_the_answer_is_the_last_complete_message(messages, stop, answer):
     assert trajectory(PROMPT, FIRST, messages=messages, stop=stop).answer == answer
 
 

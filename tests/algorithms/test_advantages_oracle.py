@@ -390,7 +390,7 @@ def test_every_option_is_tried():
 
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
-def test_a_batch_without_action_tokens_or_rows_gives_nothing(name):
+def test_a_batch_without_action_tokens_or_rows_returns_zero(name):
     b = replace(ONE, mask=torch.zeros_like(ONE.mask))
     assert (call(name, b) == 0).all()
     if name != "rae":

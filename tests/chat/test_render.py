@@ -170,7 +170,7 @@ def test_llama3_lacks_parallel_calls_and_thinking_beside_calls():
     assert faults(renderer) == faults(renderer, "parallel calls") | faults(renderer, "thinking")
 
 
-def test_thinking_is_written_as_text_where_a_template_with_tools_knows_none():
+def test_thinking_is_text_if_the_template_does_not_support_it():
     renderer = TemplateRenderer(byte_level(LLAMA3, LLAMA3_SPECIAL))
     message = says("Paris.", reasoning_content="It must be Paris.")
     read = renderer.parse(renderer.action([user("q")], message, [search]), 0, "stop")

@@ -35,7 +35,7 @@ def test_training_is_deterministic():
     assert train_tokenizer(["Zebras graze."] * 9, 350).backend_tokenizer.to_str() != STATE
 
 
-def test_the_vocabulary_has_the_size_asked_for_at_most():
+def test_the_vocabulary_has_at_most_the_requested_size():
     assert len(TOKENIZER) <= 350
     assert max(TOKENIZER.get_vocab().values()) == len(TOKENIZER) - 1
 

@@ -52,7 +52,7 @@ def test_a_cache_that_cannot_be_given_up_is_refused(tmp_path, capsys):
     assert "embedded" in refused(capsys, "train", "search", *asked, "--engine.url", "http://127.0.0.1:9")
 
 
-def test_a_limit_of_requests_that_nobody_could_keep_is_refused(tmp_path, capsys):
+def test_a_request_limit_below_the_concurrency_is_rejected(tmp_path, capsys):
     asked = words(tmp_path / "r", engine__max_requests="15")
     assert "below the 16 concurrent requests" in refused(capsys, "train", "search", *asked)
     streams = words(tmp_path / "r", engine__max_requests="31", training__mode="async")  # and evaluates beside
@@ -191,7 +191,7 @@ def test_a_world_file_with_a_mistake_is_one_sentence(tmp_path, capsys, old, new,
     assert not (tmp_path / "r").exists()
 
 
-def test_a_model_that_cannot_be_found_is_told_without_jargon(capsys, monkeypatch):
+def test_a_missing_model_is_reported_in_plain_words(capsys, monkeypatch):
     from huggingface_hub import HfApi
 
     def offline(*arguments, **options):

@@ -71,7 +71,7 @@ def test_a_follow_up_goes_on_with_the_same_tokens():
     assert second.episode == first.episode
 
 
-def test_a_new_dialogue_forgets_the_old_one():
+def test_a_new_dialogue_drops_the_old_one():
     talk, engine = dialogue(["3", "4"])
     ask(talk, "What does pear cost?")
     assert not talk.is_new
@@ -138,7 +138,7 @@ def test_long_tool_results_are_shortened_to_their_first_lines():
         (["3"], {"max_seq_len": 64, "max_tokens_per_turn": 8}, ["end"], "The question does not fit"),
     ],
 )
-def test_what_cannot_go_on_begins_anew(script, settings, kinds, end):
+def test_a_dialogue_that_cannot_continue_restarts(script, settings, kinds, end):
     talk, _ = dialogue(script, **settings)
     (parts,) = ask(talk, "What does pear cost?")
     assert [part.kind for part in parts] == kinds
@@ -146,7 +146,7 @@ def test_what_cannot_go_on_begins_anew(script, settings, kinds, end):
     assert talk.is_new
 
 
-def test_a_full_dialogue_says_so_and_begins_anew():
+def test_a_full_context_is_reported_and_the_dialogue_restarts():
     script = [call("look", item="pear"), "3", "4"]
     talk, engine = dialogue(script)
     ask(talk, "What does pear cost?")
@@ -158,7 +158,7 @@ def test_a_full_dialogue_says_so_and_begins_anew():
     assert ask(talk, "What does pear cost?")[0][-1].kind != "call"
 
 
-def test_a_turn_without_a_word_is_said_to_be_empty():
+def test_a_turn_without_text_is_shown_as_empty():
     talk, _ = dialogue(["", "3"])
     assert ask(talk, "What?", "Well?") == [
         [ReplyPart("end", "The model returned an empty answer.")],
@@ -212,7 +212,7 @@ def test_greedy_answers_repeat_and_words_that_are_no_question_end_or_begin(tiny_
     assert "[you]" not in chat(monkeypatch, ["", question], tiny_run).out
 
 
-def test_commands_list_themselves_and_the_tools_and_retry_what_was_asked(tiny_run, monkeypatch):
+def test_chat_commands_list_commands_and_tools_and_retry_a_question(tiny_run, monkeypatch):
     said = chat(
         monkeypatch, ["/help", "/tools", "/retry", "/nope", "What does pear cost?", "/retry", "/exit"], tiny_run
     )
@@ -224,7 +224,7 @@ def test_commands_list_themselves_and_the_tools_and_retry_what_was_asked(tiny_ru
     assert said.out.count("new dialogue ─") == 1
 
 
-def test_the_temperature_changes_what_is_said(tiny_run, monkeypatch):
+def test_the_temperature_changes_the_answer(tiny_run, monkeypatch):
     lines = ["What does pear cost?", "/new"] * 4
     greedy = chat(monkeypatch, lines, tiny_run).out.split("A new dialogue.")
     warm = chat(monkeypatch, lines, tiny_run, "--temperature", "2").out.split("A new dialogue.")

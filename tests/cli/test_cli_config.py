@@ -130,7 +130,7 @@ def test_every_setting_is_explained_and_the_help_says_where():
     assert "ludus config search --keys" in ludus("config", "--help").out
 
 
-def test_a_run_folder_gives_its_own_configuration(tiny_run):
+def test_a_run_folder_returns_its_configuration(tiny_run):
     said = ludus("config", tiny_run)
     written = tomllib.loads((tiny_run / "config.toml").read_text())
     assert tomllib.loads(said.out) == written

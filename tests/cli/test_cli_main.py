@@ -115,7 +115,7 @@ def test_a_module_starts_the_same_command_line():
         ("eval search --model ./m.x --out=a/b.c", "eval search --model ./m.x --out=a/b.c", ""),
     ],
 )
-def test_settings_are_told_from_words(line, words, settings):
+def test_settings_are_distinguished_from_arguments(line, words, settings):
     assert split_settings(line.split()) == (words.split(), settings.split())
 
 

@@ -100,7 +100,7 @@ def long_answer():
     return ("--rewards.extra.long_answer.free", "1", "--rewards.extra.long_answer.limit", "2")
 
 
-def test_a_world_that_judges_otherwise_changes_success(run, tmp_path):
+def test_a_world_with_another_verifier_changes_success(run, tmp_path):
     world = tmp_path / "kinder_world.py"
     kinder = "lambda task, t: float(token_f1(task, t) > 0)"
     world.write_text(WORLD.read_text().replace('"exact_match", exact_match,', f'"exact_match", {kinder},'))

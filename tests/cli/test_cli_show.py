@@ -79,7 +79,7 @@ def test_the_ledger_is_summed_with_its_reasons():
     assert format_ledger(rows({"loss/total": 1.0})) == ""
 
 
-def test_an_alarm_is_told_once_with_its_steps():
+def test_an_alarm_is_listed_once_with_its_steps():
     loud = {"tools/error_rate": 0.9, "tools/status/raised": 0.9}
     (text,) = format_alarms(rows(loud, {"tools/error_rate": 0.1}, loud | {"tools/error_rate": 0.8}))
     assert text.startswith("Most tool calls end in an error: 80% of the calls, most often raised")
@@ -128,7 +128,7 @@ def test_the_overview_holds_the_numbers_of_the_run(tiny_run):
     assert "From rollouts/step-000002.jsonl.gz:" in said.out
 
 
-def test_a_transcript_marks_kinds_and_tells_the_fate(tiny_run):
+def test_a_transcript_marks_kinds_and_shows_the_outcome(tiny_run):
     said = ludus("show", tiny_run, "--step", "1", "--episodes", "99").out
     records = list(read_rollouts(rollouts_path(tiny_run, 1)))
     assert said.count("─ task ") == len(records) == 9
@@ -258,7 +258,7 @@ def test_tasks_that_the_world_lost_are_named(tiny_run, tmp_path):
     assert "3 tasks are no longer in the world, for example train:" in said
 
 
-def test_a_reward_that_raises_is_told_in_its_own_words(tiny_run, tmp_path):
+def test_an_exception_of_a_reward_is_reported_with_its_message(tiny_run, tmp_path):
     other = other_world(tmp_path, 'Reward("f1", token_f1,', 'Reward("f1", lambda task, t: 1 / 0,')
     said = refused("rewards", "replay", tiny_run, "--env.name", other, code=4)
     assert "ZeroDivisionError" in said

@@ -191,7 +191,7 @@ def test_an_unreachable_endpoint_is_an_engine_error():
     assert "is unreachable" in refused("doctor", "search", "--model", "http://127.0.0.1:9/v1", code=3)
 
 
-def test_runs_and_environments_are_told_apart(tiny_run, tmp_path, monkeypatch):
+def test_runs_and_environments_are_distinguished(tiny_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_run, "search")
     assert "is an environment and a run folder. Write ./search" in refused("doctor", "search")

@@ -115,7 +115,7 @@ PLAYS_ON = (
 
 
 @pytest.mark.parametrize(("kind", "setting"), [("rl", ""), ("rft", ""), ("preference", ""), PLAYS_ON])
-def test_a_dead_sandbox_of_a_later_stage_is_told_before_the_first_one_runs(tmp_path, kind, setting):
+def test_a_dead_sandbox_of_a_later_stage_fails_before_the_first_stage(tmp_path, kind, setting):
     words = ("--sandbox.backend", "piston", "--sandbox.url", "http://127.0.0.1:9")
     file = tmp_path / "stages.toml"
     first = stage("sft", "settings.model.from_scratch = true")
@@ -207,13 +207,13 @@ BAD = {
 
 
 @pytest.mark.parametrize(("said", "text"), BAD.items(), ids=BAD)
-def test_what_is_wrong_with_a_file_is_said_before_anything_runs(tmp_path, said, text):
+def test_errors_of_a_file_are_reported_before_anything_runs(tmp_path, said, text):
     folder = tmp_path / "run"
     assert said in refused("pipeline", pipeline(tmp_path, text), "--folder", folder)
     assert not folder.exists()
 
 
-def test_an_unknown_setting_is_said_with_the_file_that_has_it(tmp_path):
+def test_an_unknown_setting_is_reported_with_its_file(tmp_path):
     file = pipeline(tmp_path, stage("rl", "settings.training.step = 3"))
     assert f"and {file}" in refused("pipeline", file, "--folder", tmp_path / "run")
 

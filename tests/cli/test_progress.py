@@ -42,7 +42,7 @@ DONE = EngineStats(
 )
 
 
-def test_the_line_of_an_engine_has_speed_company_cache_and_evictions():
+def test_the_summary_of_an_engine_has_speed_batch_size_cache_and_evictions():
     said = "2,000 decode and 150 prefill tokens/s  6 running, 2 waiting  cache 70%"
     assert DONE.line() == f"{said}, 1,234 pages evicted"
     assert replace(DONE, evicted_pages=0).line() == said
@@ -60,7 +60,7 @@ def timed(config, *episodes, rollout_s=8.0):
     return clock.metrics([one.trajectory for one in episodes], scoring_concurrency(config))
 
 
-def test_a_step_tells_how_long_rewards_took_and_what_to_do_about_it():
+def test_a_step_reports_the_time_of_rewards_and_a_remedy():
     config = load_config("search", ["--rollout.reward_processes", "2"])
     found = timed(config, episode(1.0, 1.0, 4.0, 3.0), episode(1.0, 1.0, 2.0, 5.0))
     assert found["episode/scoring_s"] == 3.0
@@ -80,7 +80,7 @@ def test_a_step_tells_how_long_rewards_took_and_what_to_do_about_it():
     assert scoring_hint(timed(config), config) == ""
 
 
-def test_a_step_that_waits_for_few_long_episodes_tells_so():
+def test_a_step_that_waits_for_few_long_episodes_is_reported():
     config = load_config("search")
     normal = [episode(0.5, 0.5)] * 60
     found = timed(config, *normal, episode(4.0, 3.0))
@@ -142,7 +142,7 @@ def last_once_it_is(file, line):
     return lines_of(file)[-1]
 
 
-def test_a_pipe_gets_a_line_now_and_then_and_one_at_the_end_each_of_whole_parts_that_fit():
+def test_a_pipe_gets_periodic_lines_and_a_last_one_without_cut_parts():
     file = io.StringIO()
     with bars(Console(file=file, width=PIPE_COLUMNS), every_s=0.02) as progress:
         steps = progress.add_task("training", total=50, completed=2, resumed_at=2, numbers="")

@@ -136,7 +136,7 @@ def recorded() -> tuple[list, object]:
     return made, start
 
 
-def test_a_pool_that_grows_lets_nobody_go_and_one_that_shrinks_stops_the_rest():
+def test_a_growing_pool_keeps_its_members_and_a_shrinking_one_stops_the_rest():
     async def scenario():
         made, start = recorded()
         pool, joined, left = make_pool(start)
@@ -257,7 +257,7 @@ def test_a_pool_that_finds_no_room_for_all_is_what_it_can_be():
     asyncio.run(scenario())
 
 
-def test_a_pool_that_has_nobody_left_and_cannot_replace_them_says_why():
+def test_an_empty_pool_without_replacements_reports_why():
     async def scenario():
         async def start(number):
             if number:
@@ -475,7 +475,7 @@ def test_one_who_waits_for_a_server_to_come_back_stops_when_it_has_left():
     asyncio.run(leaves())
 
 
-def test_a_follower_samples_under_what_was_said_and_refuses_other_weights():
+def test_a_follower_samples_with_the_expected_version_and_rejects_other_weights():
     async def scenario(fake):
         engine = ServerEngine([fake.url], "vllm", QUICK)
         engine.follow([fake.url], 3, None)
@@ -600,7 +600,7 @@ def test_a_real_child_begins_logs_answers_raises_and_dies(tmp_path, caplog):
         asyncio.run(scenario(fake.url))
 
 
-def test_a_ray_that_takes_too_long_to_start_is_said_in_words(monkeypatch):
+def test_a_slow_start_of_ray_is_reported(monkeypatch):
     ray = pytest.importorskip("ray")
     from ludus.cluster.ray_launcher import RayLauncher
 
@@ -628,7 +628,7 @@ def test_what_a_cluster_cannot_do_is_refused_before_the_run():
     assert pickle.loads(pickle.dumps(trajectory)) == trajectory
 
 
-def test_what_a_process_logs_is_kept_until_it_is_asked_for_and_no_more_than_fits(caplog):
+def test_logs_of_a_process_are_buffered_up_to_a_limit(caplog):
     ear = LogForwarder()
     elsewhere = logging.Logger("ludus.far", logging.INFO)  # as in another process: it has no parents here
     elsewhere.addHandler(ear)

@@ -57,7 +57,7 @@ def test_a_request_that_cannot_be_unpickled_raises():
 
 
 @pytest.mark.cluster
-def test_a_child_that_cannot_read_what_it_is_asked_says_so_and_goes_on():
+def test_a_child_reports_an_unreadable_request_and_continues():
     async def scenario():
         config = load_config("search", ["--run.threads", "1"])
         launcher = LocalLauncher()
@@ -145,7 +145,7 @@ class SlowToStopRemote(FakeRemote):
         self.killed = True
 
 
-def test_a_member_is_replaced_also_where_whoever_lost_it_is_cancelled():
+def test_a_member_is_replaced_also_if_the_caller_is_cancelled():
     async def scenario():
         made = []
 
@@ -267,7 +267,7 @@ def two_engines():
         yield WorkerGroup(plan(), launcher), launcher, fakes
 
 
-def test_an_engine_that_is_let_go_while_weights_are_sent_holds_nobody_up():
+def test_an_engine_released_during_a_weight_transfer_does_not_block_others():
     async def scenario(group, fakes):
         await group.open()
         await group.load_weights(1, STATE)

@@ -97,7 +97,7 @@ def test_a_table_is_merged_into_the_one_that_is_there(tmp_path):
     assert config.env.settings == {"size": {"a": 1, "b": 5}}
 
 
-def test_none_takes_back_what_the_file_said(tmp_path):
+def test_none_unsets_the_value_of_the_file(tmp_path):
     text = '[model]\npath = "x"\n[model.lora]\nrank = 4\n[rewards.weights]\nk = 1.0\n'
     config = from_file(tmp_path, text, "--model.path", "none", "--model.lora=none", "--rewards.weights.k", "none")
     assert config == Config()

@@ -91,7 +91,7 @@ def test_other_parts_that_cannot_act_are_named(given, why):
     assert "Set " in found
 
 
-def test_every_critic_preset_is_told_of_its_clip():
+def test_every_critic_preset_reports_its_clip():
     for name, preset in PRESETS.items():
         if preset.advantage in CRITIC_ADVANTAGES and preset.loss in CLIPPING_LOSSES:
             assert any("The clip" in text for text in said("guess", "--algorithm.preset", name)), name

@@ -189,7 +189,7 @@ def test_tensorboard_reads_what_was_logged(tmp_path):
     assert scalars(tmp_path / "tensorboard") == {"reward/mean": [(0, 0.25), (1, 0.5)], "loss": [(0, -1.5)]}
 
 
-def test_tensorboard_forgets_the_steps_that_are_done_again(tmp_path):
+def test_tensorboard_drops_repeated_steps(tmp_path):
     first = TensorBoardTracker(tmp_path)
     for step in range(6):
         first.log(step, {"a": float(step)})

@@ -85,7 +85,7 @@ def test_what_is_damaged_on_its_way_or_of_another_model_is_refused():
         empty_tensors(manifest)
 
 
-def test_tensors_pass_a_line_and_a_broken_one_says_so():
+def test_tensors_pass_a_connection_and_a_broken_one_raises():
     store = open_store("127.0.0.1", 20)
     sent = {"a": torch.randn(5, 3), "b": torch.arange(4).to(torch.bfloat16)}
     manifest = make_manifest(1, None, sent)
@@ -111,7 +111,7 @@ def test_tensors_pass_a_line_and_a_broken_one_says_so():
     assert "failed" in broken[0]
 
 
-def test_a_server_takes_weights_from_the_line_and_then_differences(served):
+def test_a_server_receives_weights_over_the_process_group_and_then_differences(served):
     model = load_model(str(COLD_START), device="cpu")
     original = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine = ServerEngine([served.url], settings=RemoteEngineSettings(60, 2, 0.1, "", "127.0.0.1", delta=True))
@@ -139,7 +139,7 @@ def test_a_server_takes_weights_from_the_line_and_then_differences(served):
     assert sizes[3] == 3 * (4 + 4)
 
 
-def test_a_server_that_does_not_come_to_the_line_in_time_is_said_to():
+def test_a_server_that_misses_the_rendezvous_is_reported():
     async def run():
         silent = await asyncio.start_server(lambda *_: asyncio.sleep(60), "127.0.0.1", 0)
         url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
@@ -204,7 +204,7 @@ def on_line(fakes) -> ServerEngine:
     return ServerEngine([fake.url for fake in fakes], settings=KEPT)
 
 
-def test_weights_that_a_server_left_on_their_way_are_sent_again_over_a_line_without_it():
+def test_weights_are_sent_again_in_a_group_without_the_server_that_left():
     async def scenario(stays, leaves):
         engine = on_line((stays, leaves))
         stays.waits_at = "/prepare_weights"
@@ -262,7 +262,7 @@ def test_a_server_may_take_the_place_of_one_that_went_with_the_weights_on_their_
         asyncio.run(scenario(*fakes))
 
 
-def test_nobody_waits_at_the_end_for_a_line_that_did_not_come_about():
+def test_closing_does_not_wait_for_a_failed_connection():
     class RefusingServer(Fake):
         def answer(self, path, body):
             return (400, {"message": "No."}) if path == "/join_weight_group" else super().answer(path, body)
@@ -312,7 +312,7 @@ def test_others_go_on_while_weights_are_made_ready_to_be_sent():
         asyncio.run(scenario(fake))
 
 
-def test_a_server_that_is_on_a_new_line_stays_there_when_the_old_one_breaks():
+def test_a_server_stays_in_its_new_group_if_the_old_one_breaks():
     async def scenario():
         model = tiny_model(torch.float32)
         engine = LocalEngine(model, copy=False)

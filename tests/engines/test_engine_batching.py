@@ -83,7 +83,7 @@ def varied_requests(count, seed=0):
     return requests
 
 
-def test_bits_do_not_depend_on_the_company():
+def test_bits_do_not_depend_on_the_batch():
     model = build()
     requests = varied_requests(40)
     expected = alone(model, requests)
@@ -208,7 +208,7 @@ def test_log_probabilities_keep_to_the_tolerances_of_the_docs(dtype, changes, co
 
 
 @pytest.mark.scale
-def test_cancels_evictions_and_a_tiny_cache_disturb_nobody():
+def test_cancellation_and_eviction_do_not_change_other_requests():
     model = build()
     requests = varied_requests(60, seed=3)
     expected = alone(model, requests)
@@ -395,7 +395,7 @@ def test_an_episode_that_begins_while_weights_are_on_their_way_finds_nothing_of_
     assert late.tokens == fresh.tokens
 
 
-def test_an_aborted_request_gives_what_it_has():
+def test_an_aborted_request_returns_its_tokens_so_far():
     model = build()
     request = Request("e", tokens(random.Random(0), 30, 30), SamplingParams(seed=3, max_new_tokens=80))
     (whole,) = alone(model, [request])
@@ -496,7 +496,7 @@ def small_core(num_pages, num_slots, pass_tokens=64):
     return BatchScheduler(forward, None, RadixCache(num_pages), (num_slots, 256), pass_tokens), forward
 
 
-def test_nobody_starves_under_load_and_all_are_admitted_in_order():
+def test_requests_are_admitted_in_order_under_load():
     """Each step brings another small request; the large ones need most of the cache."""
     core, forward = small_core(num_pages=16, num_slots=4)
     source, added, ended = random.Random(0), [], {}
@@ -518,7 +518,7 @@ def test_nobody_starves_under_load_and_all_are_admitted_in_order():
     assert ended == {s: s.limit for s in added}
 
 
-def test_who_waits_for_a_prefix_lets_others_pass_and_is_next_when_it_is_there():
+def test_a_request_waits_for_a_prefix_without_blocking_others():
     core, forward = small_core(num_pages=64, num_slots=8, pass_tokens=32)
     shared, params = tokens(random.Random(1), 100, 100), SamplingParams(temperature=0)
     first, twin, other = (
@@ -690,7 +690,7 @@ def test_widths_that_the_kernel_does_not_have_go_to_torch():
     assert len(asyncio.run(engine.generate(Request("e", (1, 2), SamplingParams(max_new_tokens=3)))).tokens) == 3
 
 
-def test_the_tree_finds_the_longest_prefix_and_frees_what_nobody_holds():
+def test_the_tree_finds_the_longest_prefix_and_frees_unreferenced_pages():
     tree = RadixCache(8)
     history = tuple(range(40))
     path = tree.acquire(tree.match(history))
@@ -717,7 +717,7 @@ def test_the_tree_finds_the_longest_prefix_and_frees_what_nobody_holds():
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_an_engine_gives_its_cache_up_and_takes_it_back(compiled, monkeypatch):
+def test_an_engine_releases_its_cache_and_allocates_it_again(compiled, monkeypatch):
     if not compiled:
         monkeypatch.setattr(attention, "_library", lambda: None)
     requests = varied_requests(6, seed=3)

@@ -121,7 +121,7 @@ def test_a_row_without_cuts_keeps_its_bits_beside_rows_with_cuts():
         assert both.cut_logprobs[0] == both.logprobs[0] == alone.logprobs[0]
 
 
-def test_the_engine_gives_cut_logprobs_where_a_request_cuts_and_only_there():
+def test_the_engine_returns_cut_logprobs_only_if_a_request_cuts():
     model = build()
     base = Request("a", (5, 6, 7), SamplingParams(seed=3, max_new_tokens=20))
     cut = replace(base, episode="b", params=replace(base.params, min_p=0.2))
@@ -230,7 +230,7 @@ def test_guided_tool_calls_name_a_tool_that_is_there(speaker):
     assert not taken(call.replace("</tool_call>", ""))
 
 
-def test_adapters_side_by_side_give_what_each_gives_alone():
+def test_concurrent_adapters_return_the_same_as_each_alone():
     base = build()
     one, two = adapted(base, 1), adapted(base, 2, rank=2)
     prompt = (5, 6, 7, 8, 9) * 5

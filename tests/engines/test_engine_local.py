@@ -327,7 +327,7 @@ def test_an_evicted_episode_is_recomputed_with_the_same_tokens():
     assert tight.stats().evicted_pages > 0
 
 
-def test_release_forgets_the_episode():
+def test_release_drops_the_episode():
     engine = LocalEngine(build())
     history = prompts(1, low=30)[0]
     requests = ask([history], max_new_tokens=3)
@@ -360,7 +360,7 @@ def test_the_same_calls_give_the_same_bits():
     assert games[0] == games[1]
 
 
-def test_a_batch_after_others_gives_the_same_bits_as_the_first():
+def test_a_batch_returns_the_same_bits_after_other_batches():
     engine = LocalEngine(build())
     requests = ask(prompts(8), max_new_tokens=20)
     first = batch(engine, requests)

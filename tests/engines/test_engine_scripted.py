@@ -65,7 +65,7 @@ def test_limits_cut_the_text_and_its_end():
         say(engine, request(length=8))
 
 
-def test_it_fails_and_hangs_at_the_calls_it_was_told_to():
+def test_it_fails_and_hangs_at_the_configured_calls():
     engine = ScriptedEngine({"a": ["one", "two"]}, byte_tokenizer(), END, faults=Faults(fail_at=(0,), hang_at=(2,)))
 
     async def run():
@@ -97,7 +97,7 @@ def test_weights_give_version_and_fingerprint():
     assert engine.closed
 
 
-def test_release_is_noted_and_begins_the_script_anew():
+def test_release_is_recorded_and_restarts_the_script():
     engine = ScriptedEngine({"a": ["one"]}, byte_tokenizer(), END)
     first = say(engine, request())
     engine.release("a")

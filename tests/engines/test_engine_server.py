@@ -205,7 +205,7 @@ def test_other_refusals_raise_the_servers_own_words_at_once():
     assert len(fake.asked) == 1
 
 
-def test_a_hanging_server_ends_at_the_deadline_and_is_not_asked_twice():
+def test_a_request_to_a_hanging_server_times_out_without_a_retry():
     fake = Fake(faults=[("hang", {})])
     settings = RemoteEngineSettings(timeout_s=1)
     with serving(fake) as first:
@@ -248,7 +248,7 @@ def test_the_replica_that_hangs_is_named_with_the_time_and_one_that_is_slow_is_n
 
 
 @pytest.mark.parametrize("timeout_s", [None, 0.0])
-def test_a_server_is_told_to_end_a_request_until_it_does(timeout_s):
+def test_an_abort_is_sent_until_the_request_ends(timeout_s):
     fake = Fake(deaf_to=2)
 
     async def run(engine):
@@ -291,7 +291,7 @@ def test_a_request_that_is_aborted_before_it_is_sent_is_not_sent():
     assert fake.paths().count("/v1/completions") == 1
 
 
-def test_a_server_that_is_gone_is_waited_for_and_then_named_and_later_at_once():
+def test_a_lost_server_is_named_after_a_timeout_and_later_at_once():
     fake = Fake()
     with serving(fake) as engine:
         ask(engine, "e")
@@ -334,7 +334,7 @@ def test_an_episode_stays_with_its_replica_and_episodes_are_spread():
         assert len(fake.asked) == 15
 
 
-def test_an_episode_moves_on_when_its_replica_is_gone():
+def test_an_episode_moves_to_another_replica_if_its_own_is_lost():
     gone, stays = Fake(), Fake()
     with serving(gone, stays) as engine:
         ask(engine, "e")
@@ -440,7 +440,7 @@ def test_weights_of_a_transfer_that_failed_do_not_stay_in_their_folder(tmp_path)
     assert [path.name.rpartition("-")[2] for path in tmp_path.iterdir()] == ["2"]
 
 
-def test_what_is_sampled_from_weights_that_are_on_their_way_over_a_line_is_known():
+def test_samples_during_a_weight_broadcast_have_a_known_version():
     class Line:
         """A line on which a fast server has the weights, and samples from them, before the others."""
 
@@ -497,7 +497,7 @@ def test_digests_that_are_not_those_of_the_weights_stop_the_run():
             load(engine, 2)
 
 
-def test_a_server_that_proves_nothing_of_its_weights_is_told_once(caplog):
+def test_unverifiable_weights_are_reported_once(caplog):
     said = "reports no weight digests"
     with serving(Fake(digests=digests_of(WEIGHTS))) as engine:
         load(engine, 1)
@@ -561,7 +561,7 @@ class AlternativesServer(Fake):
         return answer
 
 
-def test_alternatives_are_asked_for_by_token_id_and_ranked():
+def test_alternatives_are_requested_by_token_id_and_ranked():
     fake = AlternativesServer({"token_id:7": -2.0, "token_id:3": -0.5, "token_id:9": -1.0, "token_id:1": -0.5})
     with serving(fake) as engine:
         (done,) = ask(engine, "e", top_logprobs=3, max_new_tokens=2)
@@ -598,7 +598,7 @@ def test_addresses_are_checked_before_anything_runs():
             ServerEngine([address])
 
 
-def test_sglang_is_asked_in_its_own_words():
+def test_sglang_requests_use_its_own_fields():
     """Against a fake of what its documentation says; no real server has been met."""
 
     class Sglang(Fake):

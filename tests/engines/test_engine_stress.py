@@ -152,7 +152,7 @@ def peak_mb():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def test_every_token_is_what_the_request_gives_alone():
+def test_every_token_equals_that_of_the_request_alone():
     models = [build(0), build(1)]
     played = asyncio.run(storm(models, TINY_CACHE, greedy=False))
     alone = UnbatchedReference(models, TINY_CACHE)

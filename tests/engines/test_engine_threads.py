@@ -40,7 +40,7 @@ def test_a_small_model_has_one_thread_and_a_large_one_those_of_the_learner(tmp_p
     assert engine_settings(config(tmp_path), large).threads == 0
 
 
-def test_a_model_that_calls_its_length_otherwise_is_not_asked_beyond_it(tmp_path):
+def test_a_model_with_another_name_for_its_length_is_not_exceeded(tmp_path):
     shape = GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=1, n_head=2)
     assert engine_settings(config(tmp_path), GPT2LMHeadModel(shape)).context_tokens == 64
 
@@ -79,7 +79,7 @@ def test_the_engine_computes_with_its_number_and_the_caller_keeps_its_own(two_th
     assert torch.get_num_threads() == 2
 
 
-def test_a_command_that_nobody_waits_for_any_more_is_not_done_and_the_engine_goes_on():
+def test_a_cancelled_command_is_not_executed_and_the_engine_continues():
     async def run():
         engine, busy = LocalEngine(build(), settings=replace(SMALL, threads=1)), threading.Event()
         engine._worker.submit(busy.wait)
@@ -116,7 +116,7 @@ def test_an_engine_that_rests_makes_no_pass_but_takes_weights_and_goes_on_at_onc
     assert asyncio.run(run()) == (0, (1, 1, 1, 1))
 
 
-def test_an_engine_rests_as_many_times_the_length_of_a_pass_as_it_is_told():
+def test_an_engine_pauses_for_the_configured_multiple_of_a_pass():
     async def run(times):
         engine = LocalEngine(build(), settings=replace(SMALL, threads=1))
         step = engine._core.step

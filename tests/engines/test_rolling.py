@@ -109,7 +109,7 @@ def test_half_of_the_engines_wait_and_more_where_they_are_too_old():
     assert len(placement.open) == 1  # never none
 
 
-def test_no_episode_begins_on_an_older_version_than_was_said_even_when_the_newest_engine_dies():
+def test_no_episode_starts_on_an_older_version_if_the_newest_engine_dies():
     placement = engines(2)
     placement.begin("a")
     publish(placement, 1)
@@ -122,7 +122,7 @@ def test_no_episode_begins_on_an_older_version_than_was_said_even_when_the_newes
     assert placement.begin("b") == EpisodePin("http://2", 1)
 
 
-def test_where_the_newest_weights_are_asked_for_nothing_begins_until_an_engine_has_them():
+def test_episodes_wait_for_an_engine_with_the_newest_weights():
     placement = engines(2)
     placement.begin("a")
     placement.begin("b")
@@ -437,7 +437,7 @@ def jobs(remote) -> list[RolloutJob]:
     return [message for message in remote.said if isinstance(message, RolloutJob)]
 
 
-def test_a_worker_is_told_where_an_episode_stays_and_a_new_engine_has_the_newest_weights():
+def test_a_worker_keeps_the_replica_of_an_episode_and_a_new_engine_has_the_newest_weights():
     async def scenario(fakes):
         launcher = FakeLauncher([fake.url for fake in fakes])
         group = WorkerGroup(plan(), launcher)

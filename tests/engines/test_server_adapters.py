@@ -153,7 +153,7 @@ def test_what_is_written_is_read_by_peft_and_back(base, folder):
     assert files.state.keys() == stored.keys()
 
 
-def test_a_digest_knows_base_factors_and_scaling(base):
+def test_a_digest_covers_base_factors_and_scaling(base):
     made = adapted(base, 1)
 
     async def run():
@@ -265,7 +265,7 @@ def test_weights_lie_in_shared_memory_where_there_is_room(tmp_path, monkeypatch)
     assert WeightFolder(str(tmp_path / "own"), shared).folder("w-1", 1) == tmp_path / "own" / "w-1"
 
 
-def test_weights_that_have_gone_or_are_no_weights_are_said_to(tmp_path):
+def test_missing_or_invalid_weights_are_reported(tmp_path):
     with pytest.raises(StorageError, match="cannot be read"):
         read_weights(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no weights")

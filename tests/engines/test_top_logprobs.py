@@ -60,7 +60,7 @@ def by_hand(row, num):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.7])
-def test_the_engine_gives_the_likeliest_of_the_tempered_distribution(temperature):
+def test_the_engine_returns_the_most_likely_tokens_of_the_tempered_distribution(temperature):
     params = SamplingParams(temperature=temperature, max_new_tokens=12, seed=3, top_logprobs=7)
     model = build()
     (done,) = with_engine(lambda e: e.generate_batch([Request("a", PROMPT, params)]), model)
@@ -94,7 +94,7 @@ def test_asking_changes_nothing_and_only_who_asks_gets_them():
     assert [{len(row) for row in done.top_logprobs} for done in after] == [{n} if n else set() for n in nums]
 
 
-def test_alternatives_are_the_same_bits_in_any_company():
+def test_alternatives_have_the_same_bits_in_any_batch():
     asked = [
         Request(f"e{i}", PROMPT + tuple(range(9 * i)), SamplingParams(max_new_tokens=8, seed=i, top_logprobs=n))
         for i, n in enumerate((2, 20, 5, 7))

@@ -134,7 +134,7 @@ def scored_by(model, tokens):
     return [0.0, *(float(table[i, token]) for i, token in enumerate(tokens[1:]))]
 
 
-def test_weights_come_over_a_line_without_a_file(case):
+def test_weights_are_broadcast_without_a_file(case):
     tokens, changed = list(range(40, 90)), copy.deepcopy(case.model)
     engine = ServerEngine([URL], settings=RemoteEngineSettings(broadcast_host="127.0.0.1", timeout_s=120))
 

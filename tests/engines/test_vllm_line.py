@@ -75,7 +75,7 @@ def test_weights_reach_the_model_whole_with_the_head_of_a_tied_one(delta):
     assert around == ["/pause", "/reset_prefix_cache", "/update_weight_version", "/resume"] * 2
 
 
-def test_servers_of_another_dialect_take_no_line():
+def test_servers_with_another_api_receive_no_broadcast():
     with pytest.raises(EngineError, match="http://there does not support weight broadcasts"):
         make_broadcaster([Replica("http://there", LINE)], APIS["sglang"], LINE)
 
@@ -88,7 +88,7 @@ def test_servers_of_another_dialect_take_no_line():
         (object(), "no method ludus_join_weight_group"),
     ],
 )
-def test_what_a_worker_cannot_do_is_said_in_its_own_words(worker, words):
+def test_an_error_of_a_worker_is_raised_with_its_message(worker, words):
     server = Vllm(worker=worker)
     with pytest.raises(EngineError, match=words) as caught:
         send(server, STATE, timeout_s=3)

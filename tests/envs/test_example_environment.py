@@ -66,7 +66,7 @@ def test_looking_solves_every_held_out_task(stock):
         assert (episode.stop_reason, episode.reward) == (StopReason.ANSWERED, 1.0)
 
 
-def test_a_wrong_answer_earns_nothing_and_a_wrong_call_is_told(stock):
+def test_a_wrong_answer_earns_nothing_and_a_wrong_call_returns_an_error(stock):
     task = stock.tasks("test")[0]
     lines = [call("look", thing="unicorns", place="Oslo"), call("look", thing="nails"), "many"]
     episode = play(scripted(lines), world=stock, task=task)
@@ -113,7 +113,7 @@ def built(path):
     return build_world(EnvConfig(name=str(path)), RolloutConfig())
 
 
-def test_a_file_that_is_not_there_is_said_with_the_folder_it_is_looked_for_in(tmp_path, monkeypatch):
+def test_a_missing_file_is_reported_with_its_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"examples/stock\.py does not exist") as caught:
         built("examples/stock.py")

@@ -373,7 +373,7 @@ def test_shaping_of_several_worlds_does_not_add_up():
 # runs
 
 
-def test_a_run_tells_its_worlds_apart(run):
+def test_a_run_reports_its_worlds_separately(run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         assert row["env/prices/share"] == pytest.approx(2 / 3)

@@ -371,7 +371,7 @@ def test_the_bound_on_a_tool_holds_over_all_episodes():
     assert most_at_once(0) == 6
 
 
-def test_a_call_past_its_deadline_gives_its_place_back():
+def test_a_call_past_its_deadline_releases_its_slot():
     stuck = threading.Event()
 
     def may_hang(hangs: bool) -> str:

@@ -87,7 +87,7 @@ def test_right_answers_in_other_words_are_right(name):
 
 
 @pytest.mark.parametrize(("name", "num_tasks"), [("functions", 120), ("terminal", 10)])
-def test_right_episodes_done_otherwise_are_right(name, num_tasks):
+def test_alternative_solutions_are_correct(name, num_tasks):
     config = load_config(None, ["--env.name", name])
     world = build_world(config.env, config.rollout, config.sandbox)
     tasks = world.tasks("train")[:num_tasks]
@@ -112,7 +112,7 @@ def test_right_episodes_done_otherwise_are_right(name, num_tasks):
 
 
 @pytest.mark.parametrize("name", ["code", "terminal"])
-def test_what_tests_said_at_the_end_they_say_again_of_what_was_left(name):
+def test_a_recorded_final_state_is_scored_again_with_the_same_result(name):
     config = load_config(name)
     world = build_world(config.env, config.rollout, config.sandbox)
 

@@ -36,7 +36,7 @@ def said(lines: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_the_page_of_a_world_tells_of_its_parts_and_shows_an_episode(name):
+def test_the_page_of_a_world_describes_its_parts_and_shows_an_episode(name):
     text = page(name)
     for part, pattern in SECTIONS.items():
         assert re.search(rf"^\*\*{pattern}", text, re.M), part

@@ -52,7 +52,7 @@ def world_of(tmp_path, *overrides):
     return build_world(config.env, config.rollout, config.sandbox)
 
 
-def test_a_world_gets_the_sandbox_of_the_settings_and_gives_it_back(tmp_path):
+def test_a_world_acquires_and_releases_the_configured_sandbox(tmp_path):
     world = world_of(tmp_path, "--sandbox.concurrency", "3")
     assert world.implements("with_sandbox")
     assert (world.sandbox.name, world.sandbox.concurrency) == ("namespaces", 3)
@@ -112,7 +112,7 @@ def test_settings_that_do_not_fit_are_refused(overrides, words):
         load_config(None, overrides)
 
 
-def test_a_token_that_cannot_be_read_is_said(tmp_path):
+def test_an_unreadable_token_is_reported(tmp_path):
     words = ["--sandbox.backend", "remote", "--sandbox.url", "http://x"]
     with pytest.raises(ConfigError, match="The token cannot be read"):
         world_of(tmp_path, *words, "--sandbox.token_file", str(tmp_path / "none"))

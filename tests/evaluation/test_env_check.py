@@ -97,7 +97,7 @@ def test_a_sound_world_has_no_problems_and_its_demonstrations_succeed():
     assert (shown.num_successes, len(shown.plays), shown.mean_reward) == (8, 8, 1.0)
 
 
-def test_a_reward_that_looks_for_the_answer_anywhere_pays_whoever_repeats_the_prompt():
+def test_a_reward_that_searches_everywhere_pays_a_repeated_prompt():
     report = check_world(world(contained), PLAN)
     assert paid(report) >= {"echo", "keywords"}
     assert "echo (repeats the prompt) is rewarded on task 't0' and 7 more" in report.problems[0]
@@ -235,7 +235,7 @@ def test_random_arguments_fit_what_the_tool_takes():
     assert {"name" in arguments for arguments in drawn} == {True, False}
 
 
-def test_an_environment_that_breaks_is_said_and_does_not_stop_training():
+def test_a_broken_environment_is_reported_and_training_continues():
     def raises(task, trajectory):
         raise ValueError("no verifier")
 
@@ -244,7 +244,7 @@ def test_an_environment_that_breaks_is_said_and_does_not_stop_training():
     reject_cheats(world(raises), PLAN)
 
 
-def test_what_breaks_all_agents_alike_is_told_once():
+def test_an_error_of_all_agents_is_reported_once():
     def raises(task, trajectory):
         raise WorldError("No sandbox." if len(trajectory.answer) < 6 else "The tool failed: No sandbox.")
 
@@ -268,7 +268,7 @@ class CallCounter:
         self.phases[-1][2] += 1
 
 
-def test_whoever_watches_a_check_sees_each_thing_that_is_done():
+def test_a_check_reports_each_part_to_its_observer():
     seen = CallCounter()
     plan = replace(PLAN, watch=seen)
     scorecard(check_world(world(exact), plan), plan)
@@ -395,7 +395,7 @@ def test_accepted_spellings_and_the_words_of_a_world_are_tried():
         assert card_of(kind("city", {"train": [made]}, (), rewards, show=show)).paraphrased == found
 
 
-def test_right_episodes_done_otherwise_are_tried():
+def test_alternative_solutions_are_checked():
     class AlternativesWorld(ToolWorld):
         def alternative_solutions(self, task):
             return [[Message(role="assistant", content=text)] for text in ("NYC", "the big apple")]
@@ -472,7 +472,7 @@ def test_a_world_without_the_split_that_training_evaluates_passes_with_a_warning
     assert f"! A training run would be refused: {text}" in said.out
 
 
-def test_show_prints_splits_tools_rewards_and_somebody_who_knows_how():
+def test_show_prints_splits_tools_rewards_and_a_solution():
     said = ludus("env", "show", Path(__file__).parents[1] / "tiny_world.py")
     assert said.code == 0, said
     for line in (

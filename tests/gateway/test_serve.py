@@ -362,7 +362,7 @@ def test_labels_and_neutral_values_change_nothing(server):
     assert complete(server, max_tokens=5, **more)["choices"] == plain
 
 
-def test_guided_answers_keep_to_what_was_asked(server):
+def test_guided_answers_match_the_guide(server):
     (choice,) = complete(server, max_tokens=40, structured_outputs={"regex": "(left|right), [0-9]"})["choices"]
     assert choice["text"].startswith(("left, ", "right, "))
     schema = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}

@@ -89,7 +89,7 @@ def test_a_killed_server_is_named_in_time_and_the_run_resumes_when_it_is_back(tm
 
 
 @pytest.mark.fault
-def test_a_server_that_comes_back_in_time_gets_its_weights_again_and_nobody_notices(tmp_path):
+def test_a_server_that_returns_in_time_gets_its_weights_without_failures(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     short = RUN | {"training__steps": "3", "evaluation__every": "3"}
     assert main(["train", "search", *words(whole, **short)]) == 0

@@ -35,7 +35,7 @@ def vllm(running=3.0, prompt=100.0, sampled=50.0) -> str:
     return VLLM.format(running=running, prompt=prompt, sampled=sampled)
 
 
-def test_vllm_tells_tokens_and_the_queue_of_the_moment():
+def test_vllm_reports_tokens_and_its_queue():
     counts = EngineStats(prefill_tokens=60, cached_tokens=40, decode_tokens=50)
     assert reading_of(vllm()) == MetricsReading(counts, (5, 1))
     assert reading_of("") is reading_of("{}") is reading_of("<html>404</html>") is None
@@ -49,7 +49,7 @@ def test_sglang_has_its_own_words():
     assert reading_of(text) == reading_of(vllm())
 
 
-def test_a_server_is_counted_from_the_first_look_on_and_anew_when_it_restarts():
+def test_a_server_is_counted_from_its_first_reading_and_again_after_a_restart():
     watched = PolledServer()
     for at_s, sampled, running in ((10.0, 1000, 8), (11.0, 1060, 6), (13.0, 1100, 2), (14.0, 30, 4)):
         watched.take(MetricsReading(EngineStats(decode_tokens=sampled), (running, 1)), at_s)
@@ -94,7 +94,7 @@ class CachingFake(Fake):
         return said
 
 
-def test_a_reading_that_is_late_is_not_taken_for_a_server_that_has_been_started_anew(monkeypatch):
+def test_a_late_reading_is_not_a_restart_of_the_server(monkeypatch):
     monkeypatch.setattr(metrics, "_POLL_INTERVAL_S", 3600)
     monkeypatch.setattr(metrics, "_TIMEOUT_S", 60)
 
@@ -114,7 +114,7 @@ def test_a_reading_that_is_late_is_not_taken_for_a_server_that_has_been_started_
         asyncio.run(scenario(fake))
 
 
-def test_servers_are_read_also_where_nobody_asks():
+def test_servers_are_polled_without_requests():
     async def scenario(fake):
         engine = ServerEngine([fake.url], "vllm", QUICK)
         await drain_stats(engine)
@@ -161,7 +161,7 @@ def test_the_number_in_flight_is_not_steered_by_what_is_not_known():
     assert in_flight_after([queued])[0] < 32
 
 
-def test_ludus_serve_tells_all_that_its_engine_counts(served):
+def test_ludus_serve_exports_all_engine_counters(served):
     async def scenario():
         engine = ServerEngine([served.url], "vllm", QUICK)
         await drain_stats(engine)

@@ -88,7 +88,7 @@ def test_without_settings_nothing_is_added():
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_each_part_has_its_name_and_gives_a_number(name):
+def test_each_part_has_its_name_and_returns_a_number(name):
     if NAMED[name].truth is not None:
         pytest.skip("it reads a truth")
     made = named_part(name, PartConfig(weight=0.1, **OPTIONS.get(name, {})))
@@ -107,7 +107,7 @@ def test_parts_are_scored_in_another_process(monkeypatch):
     assert found.trajectory.timings.grading_s > 0
 
 
-def test_an_episode_whose_part_fails_is_a_failed_one_and_the_ledger_knows():
+def test_an_episode_with_a_failed_part_is_failed_in_the_ledger():
     config, world = settings(*part("token_f1"), "--rollout.max_failure_rate", "0.5")
     good = attempt()
     good = replace(good, task=replace(good.task, truth=ExpectedAnswers(("Paris",))))
@@ -167,7 +167,7 @@ def test_parts_that_cannot_be_are_refused(words, said):
     assert said in str(refused.value)
 
 
-def test_env_show_tells_of_them():
+def test_env_show_lists_them():
     said = ludus("env", "show", "search", *part("citation_support"))
     assert said.code == 0
     assert "reward citation_support: weight 0.1, shaping" in said.out

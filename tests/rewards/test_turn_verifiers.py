@@ -140,7 +140,7 @@ def test_calls_of_the_prompt_are_not_the_policys():
     assert shares(world, longer, [(name, {})]) == (0.0, 0.0)
 
 
-def test_sql_pays_the_query_that_gives_the_gold_rows_once():
+def test_sql_pays_a_query_with_the_gold_rows_once():
     world = SqlWorld(SqlSettings(tasks=20, databases=1, domains=("shop",)))
     task = world.tasks("train")[0]
     truth = task.truth

@@ -407,7 +407,7 @@ def test_the_engine_rests_while_a_batch_waits_and_only_while_the_learner_compute
     assert later == learned
 
 
-def test_a_resumed_run_goes_on_with_what_can_still_be_in_time_and_plays_the_rest_anew():
+def test_a_resumed_run_keeps_episodes_within_staleness_and_repeats_the_rest():
     world, pace = World(9), StalenessSchedule(2, 1, 12)
     kept = [StreamedGroup(n, world.requests(n), version) for n, version in ((3, 2), (5, 3), (6, 3), (7, 4), (8, 4))]
 
@@ -462,7 +462,7 @@ def test_a_group_from_before_keeps_the_members_that_it_began_with():
     assert state.unwanted == ()
 
 
-def test_a_greedy_member_that_nobody_wants_any_more_is_left_over():
+def test_an_unneeded_greedy_member_is_left_over():
     group, state = read_again(World(1, size=5, greedy=True), greedy=False)
     assert state.groups[0].episodes == group.episodes[:4]
     assert [episode.key for episode in state.unwanted] == [group.requests[4].key]
@@ -516,7 +516,7 @@ def test_a_greedy_member_is_always_waited_for():
         assert sum(key.sample == 4 for key in step) == 2
 
 
-def test_what_an_episode_raises_reaches_whoever_waits_for_a_batch():
+def test_an_error_of_an_episode_is_raised_in_the_consumer():
     class BrokenWorld(World):
         async def play(self, request):
             await asyncio.sleep(1)
@@ -567,7 +567,7 @@ def test_the_fewest_episodes_fly_that_keep_both_busy(load, expected):
     assert next_in_flight(10, load, 10, 10) == 10
 
 
-def test_a_single_episode_in_flight_gets_company_where_the_learner_needs_it():
+def test_concurrency_rises_above_one_if_the_learner_needs_it():
     assert next_in_flight(1, replace(BUSY, needed=20.0), 1, 100) == 2
 
 
@@ -589,7 +589,7 @@ def test_what_a_checkpoint_gets_of_the_stream_does_not_change_any_more():
     assert [group.done for group in kept] == before
 
 
-def test_what_a_source_raises_reaches_whoever_waits_for_a_batch():
+def test_an_error_of_a_source_is_raised_in_the_consumer():
     class ShortWorld(World):
         def requests(self, number):
             if number > 2:
@@ -649,7 +649,7 @@ def test_a_group_from_before_keeps_its_names_and_no_new_one_has_them():
     assert old.free(22, groups) == 22
 
 
-def test_no_new_group_has_the_name_of_one_from_before_where_the_order_has_other_laps():
+def test_a_new_group_never_repeats_the_name_of_a_kept_one():
     """As with another number of rounds: the step that is begun would go on with a task that it has."""
     tasks = [Task(name, (), None) for name in "abcdefghij"]
     sampler = RolloutCollector(None, None, PRESETS["grpo"], None, Ledger())

@@ -114,7 +114,7 @@ def test_a_tree_shares_what_it_shares_exactly_and_sums_up_its_leaves():
     assert found["response_length/mean"] == 14
 
 
-def test_a_world_that_does_not_repeat_is_said():
+def test_a_nondeterministic_world_is_reported():
     def other(told, number):
         chain = played(told, number)
         changed = replace(chain.segments[0], tokens=(1, 2, 4 + number))

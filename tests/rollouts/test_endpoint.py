@@ -194,7 +194,7 @@ def test_a_new_attempt_of_an_episode_asks_with_the_same_seeds():
 
 
 @pytest.mark.parametrize("trouble", [Reply(error("busy"), 500), Reply(b"<html>", 503), DROP])
-def test_what_may_pass_is_asked_again_with_the_same_request(trouble):
+def test_temporary_failures_are_retried_with_the_same_request(trouble):
     waits = []
     trajectory, server, endpoint = play([trouble, trouble, *TWO_HOPS], waits, backoff_s=0.25)
     assert trajectory.reward == 1.1
@@ -343,7 +343,7 @@ def test_nobody_listens():
 
 
 @pytest.mark.parametrize("slow", [Reply(say("late"), delay_s=20.0), Reply(say("x" * 2000), drip=True)])
-def test_a_slow_server_is_not_asked_twice(slow):
+def test_a_slow_server_gets_no_second_request(slow):
     failed, server = fails([slow] * 3, timeout_s=1)
     assert "within 1 s" in str(failed)
     assert len(server.requests) == 1

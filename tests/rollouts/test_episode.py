@@ -177,7 +177,7 @@ def test_the_context_of_the_engine_bounds_an_episode_too():
     assert play(scripted([SEARCH, "Paris"], context_tokens=context + 50)).stop_reason is StopReason.ANSWERED
 
 
-def test_the_last_turn_is_followed_by_its_outcomes_but_shows_them_to_nobody():
+def test_outcomes_of_the_last_turn_are_recorded_but_not_observed():
     t = play(scripted([SEARCH] * 9), limits=EpisodeLimits(max_turns=3))
     assert t.stop_reason is StopReason.MAX_TURNS
     assert t.num_turns == 3
@@ -388,7 +388,7 @@ def test_an_action_without_tokens_is_an_empty_answer():
     assert play(scripted([Completion((), (), (), "stop")])).stop_reason is StopReason.EMPTY_ANSWER
 
 
-def test_the_first_failure_is_told_and_the_second_noted():
+def test_the_first_failure_is_raised_and_the_second_is_a_note():
     failure = breaks({"step": raising(RuntimeError("first")), "close": raising(RuntimeError("second"))})
     assert "first" in str(failure)
     assert any("second" in note for note in failure.__notes__)
@@ -412,7 +412,7 @@ def test_cancelling_closes_environment_and_conversation(what):
     assert engine.released == ["e"]
 
 
-def test_a_wall_clock_limit_keeps_what_was_said_so_far():
+def test_a_time_limit_keeps_the_messages_so_far():
     t = play(scripted([SEARCH] * 9, faults=Faults(hang_at={2})), limits=EpisodeLimits(max_turns=9, timeout_s=2.0))
     assert t.stop_reason is StopReason.TIMEOUT
     assert [s.kind for s in t.segments] == ["prompt", "action", "observation", "action", "observation"]

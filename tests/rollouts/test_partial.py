@@ -226,7 +226,7 @@ def test_what_lets_no_episode_wait_is_refused(words, message):
     assert message in str(error.value)
 
 
-def test_mixed_versions_are_corrected_and_unread_settings_are_said():
+def test_mixed_versions_are_corrected_and_unused_settings_are_reported():
     given = ["--rollout.partial.tokens", "100", "--staleness.max_staleness", "3"]
     assert algorithm_of(load_config("search", given)).correction == "tis"
     assert algorithm_of(load_config("search", given[2:])).correction == "none"

@@ -137,7 +137,7 @@ def test_no_requests_no_episodes():
 # Retries infrastructure failures, and only those
 
 
-def test_an_engine_that_fails_once_is_asked_again_in_a_fresh_environment_with_the_same_seed():
+def test_a_failed_episode_is_retried_in_a_new_environment_with_the_same_seed():
     engine = scripted([SEARCH, "Paris"], faults=Faults(fail_at={1}))
     world = RecordingWorld()
     scheduler = make_scheduler(engine, world)
@@ -522,7 +522,7 @@ class PartialEngine(RecordingEngine):
         return (await super().generate_batch(requests))[:-1]
 
 
-def test_an_engine_that_answers_too_few_fails_the_round_and_leaves_nobody_waiting():
+def test_too_few_completions_fail_the_round_and_all_waiting_requests():
     scheduler = make_scheduler(PartialEngine(), RecordingWorld(), SchedulerLimits(3, 0, 0.0), lockstep=True)
     with pytest.raises(EngineError, match="returned 2 completions for 3 requests"):
         run(scheduler, make_requests(3))
@@ -541,7 +541,7 @@ def test_a_broken_run_leaves_the_lock_step_free_for_the_next():
     assert [e.trajectory.answer for e in asyncio.run(twice())] == ["Paris"] * 4
 
 
-def test_an_episode_that_times_out_while_it_waits_holds_nobody_up():
+def test_an_episode_that_times_out_while_waiting_does_not_block_others():
     async def slow(number):
         await asyncio.sleep(0.15 if number == 0 else 0)
 
@@ -581,7 +581,7 @@ def test_a_round_waits_for_everyone_who_has_joined_until_they_leave():
     assert [[name for name, *_ in batch] for batch in engine.batches] == [["a", "b"], ["b", "d"]]
 
 
-def test_who_no_longer_listens_is_not_asked_for_but_still_waited_for():
+def test_a_cancelled_request_is_not_sent_but_awaited():
     engine = RecordingEngine(answers)
     lockstep = LockstepEngine(engine)
 
@@ -699,7 +699,7 @@ def test_worlds_with_sessions_have_the_room_of_their_sandbox():
     assert NamespacesSandbox().max_sessions >= 2
 
 
-def test_an_engine_knows_a_task_that_is_evaluated_from_the_same_one_that_is_trained_on():
+def test_an_engine_separates_evaluation_and_training_of_the_same_task():
     """At once, where episodes stream: neither is to end, or to go on from, what is kept for the other."""
     engine, rollout = scripted(["Paris"]), RolloutConfig(reproducible=False)
     for purpose in ("train", "evaluate"):

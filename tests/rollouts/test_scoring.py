@@ -127,7 +127,7 @@ def test_a_reward_that_hangs_ends_at_its_deadline_and_is_named(scoring):
     assert after == 1.0
 
 
-def test_a_late_reward_is_named_also_where_more_has_been_asked_meanwhile(scoring):
+def test_a_late_reward_is_named_after_further_requests(scoring):
     made, world = scoring(reward_timeout_s=2)
     long = replace(PLAYED, messages=(Message(role="assistant", content="x" * 300_000), *PLAYED.messages))
 
@@ -144,7 +144,7 @@ def test_a_late_reward_is_named_also_where_more_has_been_asked_meanwhile(scoring
     assert [other.reward for other in others] == [1.0] * 6
 
 
-def test_whoever_gives_up_lets_those_behind_it_go_on_elsewhere(scoring):
+def test_a_cancelled_request_frees_its_place_in_the_queue(scoring):
     made, world = scoring(reward_timeout_s=20)
     long = replace(PLAYED, messages=(Message(role="assistant", content="x" * 1_000_000), *PLAYED.messages))
 
@@ -162,7 +162,7 @@ def test_whoever_gives_up_lets_those_behind_it_go_on_elsewhere(scoring):
     assert [found.reward for found in asyncio.run(scenario())] == [1.0] * 3
 
 
-def test_a_line_that_is_closed_wakes_whoever_writes_or_reads_and_frees_its_socket():
+def test_closing_a_connection_wakes_readers_and_writers_and_frees_its_socket():
     async def scenario():
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -204,7 +204,7 @@ def test_what_a_reward_raises_or_ends_is_a_failure_with_its_words(scoring):
     assert asyncio.run(scenario()) == 1.0
 
 
-def test_what_another_process_cannot_know_is_scored_here_aloud(scoring, caplog):
+def test_rewards_that_cannot_be_pickled_run_in_this_process_with_a_warning(scoring, caplog):
     made, world = scoring()
     own = world.environment(task())
     own.rewards = (Reward("own", lambda task, trajectory: 0.5, outcome=True),)
@@ -243,7 +243,7 @@ def test_as_many_are_scored_at_once_as_there_are_processes(scoring):
     assert len({one.reward for one in asyncio.run(scenario())}) == 2
 
 
-def test_processes_end_with_whoever_asks_them(scoring):
+def test_processes_end_with_their_parent(scoring):
     made, world = scoring()
     pid = int(asyncio.run(score(made, world, "where")).reward * 2**22)
     os.kill(pid, 0)
@@ -257,7 +257,7 @@ def test_processes_end_with_whoever_asks_them(scoring):
     raise AssertionError("it is still there")
 
 
-def test_a_process_that_nobody_asks_any_more_ends_without_a_word(scoring):
+def test_an_idle_process_exits_silently(scoring):
     made, _ = scoring()
     ours, theirs = socket.socketpair()
     program = "import sys; from ludus.rollouts.reward_process import answer; answer(sys.argv[1])"

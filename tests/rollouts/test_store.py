@@ -184,7 +184,7 @@ def test_every_field_of_the_records_is_stored_but_the_clock(tmp_path):
     assert "truth" not in json.dumps(line)
 
 
-def test_equal_rollouts_make_equal_files_whatever_the_clock_said(tmp_path):
+def test_equal_rollouts_make_equal_files_at_any_time(tmp_path):
     slow = replace(
         TRAJECTORY,
         timings=Timings(9.0, 5.0, 4.0),

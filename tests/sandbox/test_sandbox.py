@@ -55,7 +55,7 @@ def run(program, **given):
     return inside(lambda box: box.run(program, **given))
 
 
-def test_a_program_gets_files_and_stdin_and_gives_files_and_its_exit_code():
+def test_a_program_reads_files_and_stdin_and_returns_files_and_its_exit_code():
     program = (
         "import sys\nprint(open('in/a.txt').read() + input())\nprint('bad', file=sys.stderr)\n"
         "open('out.bin', 'wb').write(bytes(range(256)))\nopen('in/b.txt', 'w').write('changed')\nexit(7)"
@@ -120,7 +120,7 @@ def shared_box():
         runner.run(box.close())
 
 
-def test_each_limit_of_the_clock_the_memory_and_the_disk_is_told(shared_box):
+def test_each_limit_of_time_memory_and_disk_is_reported(shared_box):
     assert shared_box("while True: pass", limits=Limits(wall_s=0.3)).timed_out
     hog = shared_box("while True: pass", limits=Limits(wall_s=20, cpu_s=0.2))
     assert (hog.timed_out, hog.wall_s < 15) == (True, True)
@@ -296,7 +296,7 @@ async def processes_once(session, holds):
     return found
 
 
-def test_a_session_tells_what_runs_in_it_as_the_kernel_knows_it():
+def test_a_session_lists_its_processes_as_the_kernel_does():
     async def act(box):
         session = await box.session("shell")
         rename = "import signal; open('/proc/self/comm', 'w').write('b) S 1'); signal.pause()"
@@ -320,7 +320,7 @@ def test_a_session_tells_what_runs_in_it_as_the_kernel_knows_it():
     assert [one.pid for one in left] == [shell.pid]
 
 
-def test_processes_with_too_many_words_are_not_told():
+def test_too_much_text_of_processes_is_an_error():
     async def act(box):
         session = await box.session("shell", limits=Limits(processes=60))
         await session.run('for i in $(seq 40); do A=$(printf "%04000d" 0) sleep 60 & done')

@@ -46,7 +46,7 @@ def process(program, **given):
     return asyncio.run(ProcessSandbox(unsafe=True).run(program, **given))
 
 
-def test_a_process_gives_what_the_protocol_says():
+def test_a_process_follows_the_protocol():
     program = "import sys\nprint(open('a/b').read() + input())\nopen('c', 'w').write('made')\nsys.exit(3)"
     outcome = process(program, files={"a/b": b"one "}, stdin=b"two\n")
     assert (outcome.text, outcome.exit, outcome.files) == ("one two\n", 3, {"c": b"made"})
@@ -170,7 +170,7 @@ def test_a_container_that_does_not_end_is_removed_by_force(engine, monkeypatch):
     assert others == [["rm", "--force", name]]
 
 
-def test_gvisor_is_asked_for_and_never_silently_left_out(engine, tmp_path):
+def test_gvisor_is_never_replaced_silently(engine, tmp_path):
     log = engine()
     settings = SandboxSettings("docker", image="image", runtime="runsc")
     with pytest.raises(UserError, match="runsc"):
@@ -218,7 +218,7 @@ def remotely(url, act, token=TOKEN):
     return asyncio.run(whole())
 
 
-def test_the_remote_backend_gives_what_the_one_behind_it_gives():
+def test_the_remote_backend_returns_the_results_of_its_backend():
     with serving() as url:
         program = "import sys; open('o', 'wb').write(sys.stdin.buffer.read())\n"
         program += "print(open('i').read(), 'ü'); exit(5)"
@@ -267,7 +267,7 @@ def test_the_server_refuses_what_it_should():
         assert large.status_code == 413
 
 
-def test_sessions_that_nobody_uses_are_closed():
+def test_unused_sessions_are_closed():
     async def act(box):
         first = await box.session("shell")
         await asyncio.sleep(0.3)

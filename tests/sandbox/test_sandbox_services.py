@@ -113,7 +113,7 @@ BOTH = pytest.mark.parametrize(("backend", "answer"), [("sandbox_fusion", fusion
 
 
 @BOTH
-def test_a_program_gets_files_and_stdin_and_gives_its_streams(backend, answer):
+def test_a_program_reads_files_and_stdin_and_returns_its_streams(backend, answer):
     program = "import sys; print(open('i').read(), sys.stdin.read(), 'ü'); sys.exit(5)"
     with service(answer) as url:
         outcome = ask(backend, url, program, files={"i": b"in"}, stdin=b"said")
@@ -122,7 +122,7 @@ def test_a_program_gets_files_and_stdin_and_gives_its_streams(backend, answer):
 
 
 @BOTH
-def test_the_clock_signals_memory_and_long_output_are_told(backend, answer):
+def test_time_signals_memory_and_long_output_are_reported(backend, answer):
     with service(answer) as url:
         late = ask(backend, url, "while True: pass", limits=Limits(wall_s=0.3))
         assert (late.timed_out, late.exit, late.ok) == (True, None, False)
@@ -161,7 +161,7 @@ def test_programs_are_graded_through_a_service(backend, answer):
         assert asyncio.run(grade(url, "import os\nos._exit(0)")) == [False] * 3
 
 
-def test_what_a_service_refuses_is_told_with_its_words():
+def test_an_error_of_a_service_is_reported_with_its_message():
     with service(piston) as url, pytest.raises(UserError, match="cannot exceed the configured limit"):
         ask("piston", url, "print(1)", limits=Limits(wall_s=90))
     with service(fusion, token="secret") as url:
@@ -209,7 +209,7 @@ def checking(run, wants_fusion):
 
 
 @BOTH
-def test_a_service_is_checked_by_programs_and_what_they_cannot_tell_is_said(backend, answer):
+def test_a_service_is_checked_by_programs_and_unknown_limits_are_reported(backend, answer):
     with service(checking(honest, answer is fusion)) as url:
         said = ludus("sandbox", "check", "--backend", backend, "--url", url)
     assert said.code == 0, said
@@ -237,7 +237,7 @@ def test_a_service_that_graders_cannot_rely_on_fails_its_check():
 
 
 @pytest.mark.parametrize("command", [["train", "--from-scratch"], ["eval"], ["env", "check"], ["env", "show"]])
-def test_a_dead_service_is_told_once_before_anything_is_played_or_trained(command, tmp_path):
+def test_a_dead_service_is_reported_once_before_rollouts(command, tmp_path):
     verb, *options = command
     words = ["--sandbox.backend", "sandbox_fusion", "--sandbox.url", "http://127.0.0.1:9"]
     if verb != "env":

@@ -218,7 +218,7 @@ def test_the_bound_on_staleness_holds_and_everything_is_trained(bound, engines):
         assert len(run.steps) == 12
 
 
-def test_the_same_seed_gives_the_same_run_and_another_one_another():
+def test_a_run_depends_only_on_its_seed():
     setup = RunLayout(groups=2, members=4, steps=8)
     assert simulate(TINY, setup) == simulate(TINY, setup)
     assert simulate(TINY, setup).steps != simulate(TINY, replace(setup, seed=1)).steps
@@ -272,7 +272,7 @@ def test_little_s_law_and_the_slowest_member():
     assert many == pytest.approx(3.0, rel=0.05)  # nearly always a straggler's 20 * 0.15 s
 
 
-def test_the_line_through_passes_tells_what_larger_batches_are_worth():
+def test_a_fit_over_passes_estimates_the_gain_of_larger_batches():
     line = PassTimeModel()
     assert line.gain(4) == pytest.approx(0.3)  # nothing is known: it is tried
     for running in (4.0, 8.0, 16.0):

@@ -317,7 +317,7 @@ def test_a_server_that_says_nothing_is_given_up_and_ended():
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-def test_nobody_at_the_url_is_a_fault_of_the_infrastructure():
+def test_a_url_without_a_server_is_an_infrastructure_failure():
     with pytest.raises(WorldError, match="failed to start"):
         mcp_server(url=f"http://127.0.0.1:{free_port()}/mcp", start_timeout_s=10)
 

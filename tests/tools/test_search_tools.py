@@ -125,7 +125,7 @@ def test_indices_over_other_passages_cannot_be_fused():
         HybridIndex(PassageIndex(PASSAGES), PassageIndex(PASSAGES[:2]))
 
 
-def test_the_words_ranking_goes_as_deep_as_asked_and_begins_as_the_search_does():
+def test_the_ranking_has_the_requested_depth_and_the_order_of_the_search():
     rng = random.Random(0)
     passages = [" ".join(rng.choices("abcdefgh", k=5)) for _ in range(300)]
     index = PassageIndex(passages)
@@ -151,7 +151,7 @@ def test_the_search_world_takes_another_method(method, folder, monkeypatch):
     assert found == PASSAGES[3]
 
 
-def test_words_are_the_default_and_an_encoder_is_asked_for():
+def test_words_are_the_default_and_an_encoder_is_optional():
     assert make_search_world({}, ToolLimits()).settings.method == "bm25"
     assert isinstance(SearchWorld().index, PassageIndex)
     with pytest.raises(ConfigError, match=r"env\.settings\.method \(= 'hybrid'\) needs an encoder"):

@@ -82,7 +82,7 @@ def test_the_schema_shows_columns_types_keys_and_sample_rows():
         ("SELECT 1 -- " + "x" * 5000, "the query has 5012 characters; 4000 are allowed"),
     ],
 )
-def test_mistakes_are_told_in_words_that_help(query, words):
+def test_mistakes_have_helpful_messages(query, words):
     assert refusal(query) == words
 
 

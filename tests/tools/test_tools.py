@@ -84,7 +84,7 @@ def test_defaults_fill_what_is_not_given():
         ({"name": "x", "k": 10**5000}, ["cannot be read"]),
     ],
 )
-def test_arguments_that_do_not_fit_are_told_in_words_for_the_model(arguments, words_said):
+def test_invalid_arguments_are_described_to_the_model(arguments, words_said):
     with pytest.raises(ArgumentError) as refusal:
         look_up.check(arguments)
     assert all(said in str(refusal.value) for said in words_said), str(refusal.value)
@@ -256,7 +256,7 @@ def test_never_more_than_the_most_passages():
 
 
 @given(query=st.text(max_size=60), k=st.integers(-3, 12))
-def test_a_search_gives_known_passages_once_whatever_is_asked(query, k):
+def test_a_search_returns_distinct_known_passages_for_any_query(query, k):
     found = PassageIndex(PASSAGES).search(query, k)
     assert set(found) <= set(PASSAGES)
     assert len(set(found)) == len(found) <= max(1, min(k, MAX_PASSAGES))

@@ -49,7 +49,7 @@ def test_files_are_listed_read_written_edited_and_searched():
     assert inside_it == "one\n2\nthree\n True\n"
 
 
-def test_what_goes_wrong_with_files_is_said():
+def test_errors_of_files_are_reported():
     async def act(_, workspace):
         tools = {tool.name: tool for tool in files_tools(workspace)}
         await workspace.run("import os; os.symlink('/tmp', 'out')")
@@ -75,7 +75,7 @@ def test_what_goes_wrong_with_files_is_said():
         assert status is ToolStatus.RAISED
 
 
-def test_too_many_files_are_said_and_the_session_goes_on():
+def test_too_many_files_are_reported_and_the_session_continues():
     async def act(_, workspace):
         tools = {tool.name: tool for tool in files_tools(workspace)}
         await workspace.run("x = 5\nfor n in range(4): open(f'f{n}', 'w').close()")
@@ -162,7 +162,7 @@ def patch_of(head, *lines, name="f"):
     return "\n".join([f"--- a/{name}", f"+++ b/{name}", head, *lines]) + "\n"
 
 
-def test_a_hunk_with_a_wrong_line_goes_to_the_only_place_that_fits_and_takes_the_next_with_it():
+def test_a_hunk_with_a_wrong_line_number_is_applied_at_the_only_match():
     patch = patch_of("@@ -9,1 +9,1 @@", "-def f():", "+def h():") + "@@ -10,1 +10,1 @@\n-    return 1\n+    return 2\n"
     made = patched_files(Snapshot({"f": TEXT.encode()}), read_patch(patch)).files
     assert made["f"].decode() == TEXT.replace("f()", "h()").replace("return 1", "return 2", 1)

@@ -132,7 +132,7 @@ def test_a_call_whose_deadline_fires_does_not_tear_the_session():
     assert inside(act) == "8\n"
 
 
-def test_a_session_that_is_lost_is_said_and_replaced():
+def test_a_lost_session_is_reported_and_replaced():
     async def act(_, workspace):
         run = python_session_tool(workspace)
         await ask(run, code="open('a', 'w').write('changed')")

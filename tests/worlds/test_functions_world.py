@@ -71,7 +71,7 @@ def draw(function, rng):
 
 
 @pytest.mark.parametrize("name", catalogue())
-def test_a_function_gives_what_it_promises_and_the_same_again(name):
+def test_a_function_is_deterministic_and_matches_its_description(name):
     function, rng = catalogue()[name], random.Random(name)
     given = draw(function, rng)
     known = tuple((p.kind, given[p.name]) for p in function.params if p.of.letter)
@@ -389,7 +389,7 @@ def test_the_oracle_earns_everything_in_every_task(world, everything):
         assert shown == [m["content"] for m in script if m["role"] == "tool"]
 
 
-def test_toolrl_gives_the_oracle_its_most_and_others_less(everything):
+def test_toolrl_scores_the_oracle_highest(everything):
     for task in everything[::7]:
         right = trajectory_of(play(task, NO_FLAWS, random.Random(0)))
         assert score(toolrl(), task, right).reward == pytest.approx(4.0)
@@ -418,13 +418,13 @@ SINK = "What is the date, time, city, title, name, person, room, amount, text, l
 
 
 @pytest.mark.parametrize("text", ["", DONE, "I do not know.", "Which date?", SINK])
-def test_whoever_only_talks_solves_hardly_anything_but_where_nothing_is_to_be_done(tasks, text):
+def test_answers_without_calls_solve_only_tasks_without_work(tasks, text):
     null = [task for task in tasks["test"] if task.tags["null"] == "true"]
     assert rate(null, lambda task: say(task, text)) == float(text == "I do not know.")
     assert rate(without_null(tasks["test"]), lambda task: say(task, text)) < 0.04
 
 
-def test_whoever_repeats_the_prompt_solves_nothing_else(everything):
+def test_repeating_the_prompt_solves_nothing_else(everything):
     for repeat in (request_of, lambda t: t.prompt[0]["content"] + request_of(t), lambda t: request_of(t) + "?"):
         assert rate(without_null(everything), lambda task, repeat=repeat: say(task, repeat(task))) == 0
 
@@ -438,7 +438,7 @@ def made_up(task, names, seed=0):
     return trajectory_of(attempt)
 
 
-def test_whoever_calls_everything_or_the_first_or_the_right_one_with_other_values_solves_nothing(everything):
+def test_calls_of_everything_or_with_wrong_values_solve_nothing(everything):
     def offered(task):
         return [function.name for function in task.truth.scene.functions]
 

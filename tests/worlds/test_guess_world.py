@@ -54,7 +54,7 @@ def test_halving_finds_every_number_in_the_turns_that_it_should(split):
         assert sum(result.reward for result in results) == pytest.approx(1.0)
 
 
-def test_a_guess_that_tells_nothing_earns_nothing():
+def test_a_guess_without_information_earns_nothing():
     task = make_task(10, 15, 12, "test")
     rewards = [result.reward for result in play(task, lambda low, high: 24, limit=3)]
     assert rewards[0] == pytest.approx(math.log(15 / 14) / math.log(15))
@@ -62,7 +62,7 @@ def test_a_guess_that_tells_nothing_earns_nothing():
 
 
 @pytest.mark.parametrize("text", ["", "seven", "-3", "1.5", "١٢", "9" * 30, "12 or 13"])
-def test_what_is_no_number_is_told_so(text):
+def test_values_that_are_not_numbers_are_rejected(text):
     async def episode():
         environment = WORLD.environment(task)
         await environment.start(task)

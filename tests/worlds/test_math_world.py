@@ -175,7 +175,7 @@ def test_what_the_head_can_do_is_what_the_page_says():
     assert head_rate([task for task in test if task.tags["level"] == "5"]) < head_rate(test)
 
 
-def test_more_problems_than_there_are_is_said():
+def test_too_few_problems_are_reported():
     with pytest.raises(ConfigError, match="different problems for training, not 5000"):
         make_problems("train", 5000, (1,), ("counting",), 0)
 
@@ -449,7 +449,7 @@ def test_a_broken_line_is_named(tmp_path, line, reason):
     assert reason in str(error.value)
 
 
-def test_a_file_that_is_missing_or_empty_is_said(tmp_path):
+def test_a_missing_or_empty_file_is_reported(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         load_problems(tmp_path / "none.jsonl")
     (tmp_path / "empty.jsonl").write_text("\n")

@@ -93,7 +93,7 @@ def test_no_question_is_asked_twice_in_the_same_words(questions):
     assert texts.most_common(1)[0][1] == 1
 
 
-def test_the_held_out_chain_is_asked_in_its_own_split_only(questions, tasks):
+def test_the_held_out_chain_occurs_only_in_its_split(questions, tasks):
     assert {q.family for q in questions["composition"]} == {HELD_OUT_FAMILY}
     assert {t.tags["family"] for t in tasks["composition"]} == {HELD_OUT_FAMILY}
     for split in ("train", "validation", "test"):
@@ -360,7 +360,7 @@ def rate(world, trajectories):
     return sum(success(world.rewards, t) for t in trajectories) / len(trajectories)
 
 
-def test_whoever_reads_and_searches_answers_nearly_everything(world, tasks):
+def test_reading_and_searching_answers_nearly_everything(world, tasks):
     for split in ("test", "composition"):
         chosen = some(tasks[split], 300)
         played = play_all(world, chosen, [Reader() for _ in chosen])
@@ -384,7 +384,7 @@ def test_the_expert_without_flaws_answers_nearly_everything(world, tasks, questi
 
 
 @pytest.mark.parametrize("answer", ["", "I do not know.", "United States", "Euro", "0"])
-def test_whoever_always_says_the_same_earns_nearly_nothing(world, tasks, answer):
+def test_a_constant_answer_earns_nearly_nothing(world, tasks, answer):
     agents = [Player(messages=[Message(role="assistant", content=answer)]) for _ in tasks["test"]]
     played = play_all(world, tasks["test"], agents)
     assert rate(world, played) < 0.03
@@ -481,7 +481,7 @@ def test_most_demonstrations_use_the_tool_and_some_go_without(demonstrations):
         assert not dialogue.messages[-1].get("tool_calls")
 
 
-def test_tool_output_in_demonstrations_is_what_the_tool_gives(demonstrations, world):
+def test_tool_output_in_demonstrations_is_the_output_of_the_tool(demonstrations, world):
     for dialogue in demonstrations[:200]:
         said = [m for m in dialogue.messages if m.get("tool_calls")]
         told = [m for m in dialogue.messages if m["role"] == "tool"]

@@ -400,7 +400,7 @@ def test_rewards_cannot_be_earned_by_their_form():
     ]
 
 
-def test_rows_written_down_are_told_apart_in_the_rewards():
+def test_literal_rows_are_distinguished_in_the_rewards():
     task = next(t for t in WORLD.tasks("test") if t.tags["answer"] == "query")
     (question,) = [q for q in WORLD.questions["test"] if q.id == task.id]
     cheat = Player([Message(role="assistant", content=written_down(question))])

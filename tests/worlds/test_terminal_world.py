@@ -379,7 +379,7 @@ def test_a_reload_is_seen_in_the_process_and_not_in_what_it_leaves(world):
         assert lived.rewards["solved"] == 0.0, said
 
 
-def test_services_are_what_they_are_said_to_be_at_the_beginning(world):
+def test_services_match_their_description_at_start(world):
     """What holds before anything is done is what the suite says."""
     kinds = ("resume", "reload", "stale", "missing", "orphans", "kept_up", "locked")
     jobs = [make_task(KINDS[f"processes/{kind}"], 3, 0) for kind in kinds]

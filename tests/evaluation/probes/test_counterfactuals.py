@@ -96,7 +96,7 @@ def through_endpoint(world):
     return report, server.requests
 
 
-def test_an_endpoint_is_asked_only_for_the_turns_after_the_fork():
+def test_an_endpoint_samples_only_the_turns_after_the_fork():
     report, requests = through_endpoint(RecordingWorld())
     assert [row["value"].value for row in report.rows if row["episode"] == "t0"] == [1, 1]
     assert len(requests) == 3 * (2 + 2 * SAMPLES + SAMPLES)

@@ -264,7 +264,7 @@ def test_leaf_rewards_are_stored():
         assert parse_rollout(json.loads(line)).trajectory == one
 
 
-def test_what_cannot_be_done_with_a_tree_is_said():
+def test_unsupported_operations_on_trees_are_reported():
     second = Trajectory("t", 0, (Segment("prompt", PROMPT), action(0, 4), action(-1, 5)), (), StopReason.ANSWERED)
     with pytest.raises(ValueError, match="path 1 of task t begins with an action"):
         row_of_trajectory(second, 1.0)

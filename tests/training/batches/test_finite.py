@@ -188,7 +188,7 @@ def test_only_where_something_is_odd_its_row_is_searched_for(row, odd):
     assert watch.fault == ""
 
 
-def test_a_loss_that_is_odd_by_itself_is_said():
+def test_an_odd_loss_is_reported():
     assert seen(loss=math.inf)[0].fault == "The loss is inf."
 
 

@@ -94,7 +94,7 @@ def families_of_sequences(draw):
 
 
 @given(families_of_sequences())
-def test_a_forest_holds_every_sequence(sequences):
+def test_packed_prefixes_contain_every_sequence(sequences):
     forest = pack_sequences(sequences, CPU)
     for sequence, places in zip(sequences, forest.places, strict=True):
         assert forest.tokens[0, places].tolist() == list(sequence)
@@ -141,7 +141,7 @@ def gradients(model, scores, weights):
 
 
 @pytest.mark.parametrize("name", sorted(PLANTED | {"gemma2"}))
-def test_a_forest_gives_the_scores_and_gradients_of_padded_rows(name):
+def test_packed_prefixes_have_the_scores_and_gradients_of_padded_rows(name):
     model = in_double(families()[name]).train()
     scorer = LogprobScorer(model, temperature=0.8)
     assert scorer.shares_prefixes == (name in PLANTED)
@@ -163,7 +163,7 @@ def test_a_forest_gives_the_scores_and_gradients_of_padded_rows(name):
             torch.testing.assert_close(found[parameter_name], parameter.grad, atol=1e-10, rtol=0)
 
 
-def test_sequences_of_a_forest_do_not_see_each_other():
+def test_sequences_with_packed_prefixes_do_not_attend_to_each_other():
     scorer = LogprobScorer(families()["qwen3"])
     tokens, asked = branching_rows()
     alone = [scorer.score(tokens[i : i + 1], asked[i : i + 1]).logprobs for i in range(len(tokens))]
@@ -175,7 +175,7 @@ def test_sequences_of_a_forest_do_not_see_each_other():
     torch.testing.assert_close(changed[1:], together[1:], atol=1e-5, rtol=0)
 
 
-def test_a_model_that_is_called_without_a_forest_attends_as_before():
+def test_a_model_without_packed_prefixes_attends_as_before():
     model = families()["llama"].double()
     tokens, _ = branching_rows()
     before = model(input_ids=tokens).logits

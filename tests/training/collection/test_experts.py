@@ -74,7 +74,7 @@ def test_an_expert_counts_in_its_group_and_trains_with_its_own_shaping():
     assert largest_difference(wanted, gradients(model)) > 1e-6
 
 
-def test_the_ledger_knows_no_expert():
+def test_the_ledger_contains_no_demonstrations():
     group = with_expert(real_group()[0])
     ledger = Ledger()
     for episode in group[:-1]:
@@ -249,7 +249,7 @@ async def breaks_first(number):
         raise OSError("out of order")
 
 
-def test_experts_that_nobody_reads_or_gives_are_refused():
+def test_unused_or_missing_demonstrations_are_rejected():
     class World:
         def implements(self, method):
             return False

@@ -86,7 +86,7 @@ def adds_up(metrics: dict[str, float]) -> bool:
 
 
 @pytest.mark.fault
-def test_a_slow_group_holds_nobody_up_and_trains_later_from_the_buffer(tiny_run, tmp_path, monkeypatch):
+def test_a_slow_group_does_not_block_and_trains_later_from_the_buffer(tiny_run, tmp_path, monkeypatch):
     play, slow = StreamRunner.run_one, []
 
     async def late(player, request):

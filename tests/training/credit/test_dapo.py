@@ -160,7 +160,7 @@ def test_beyond_the_parts_it_differs_from_the_paper_of_grpo_in_what_it_says():
     assert replace(DAPO, **changes, **rest, **text) == PAPER
 
 
-def test_a_batch_that_stays_short_is_said_once_a_run(caplog):
+def test_a_short_batch_is_reported_once_per_run(caplog):
     """One task alone of the eight has attempts of different rewards."""
     order, names = names_in_order()
 

@@ -193,7 +193,7 @@ def test_whom_torchrun_started_does_not_wait_for_ever_for_a_leader_that_does_not
     assert "rendezvous failed: rank 0 did not join within 3 s" in ended.stderr
 
 
-def test_nobody_follows_a_leader_that_is_gone(tmp_path):
+def test_ranks_exit_with_rank_0(tmp_path):
     folder = tmp_path / "run"
     process = start(folder, training__steps="40", **SPLIT)
     place = wait_for(lambda: folder.exists() and follower(process.pid))

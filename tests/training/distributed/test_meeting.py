@@ -19,7 +19,7 @@ from ludus.training.distributed.rendezvous import Rendezvous, destroy_group
 CPU = torch.device("cpu")
 
 
-def test_whoever_gives_no_sign_of_life_and_left_no_words_is_silent(monkeypatch):
+def test_a_member_without_heartbeat_and_error_is_reported_as_silent(monkeypatch):
     monkeypatch.setattr(rendezvous, "HEARTBEAT_TIMEOUT_S", 1.5)
     leader = Rendezvous.create(1, 5.0)
     leader.form_group(CPU)
@@ -37,7 +37,7 @@ def test_who_did_not_come_is_named():
         Rendezvous.create(2, 1.0).form_group(CPU)
 
 
-def test_nobody_waits_for_a_leader_that_torchrun_did_not_start(monkeypatch):
+def test_ranks_do_not_wait_for_a_rank_0_that_did_not_start(monkeypatch):
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
     for name, value in place.items():
         monkeypatch.setenv(name, value)
@@ -55,7 +55,7 @@ def test_a_process_that_does_not_begin_is_named():
     assert not others.folder.path.exists()
 
 
-def test_where_one_process_does_not_begin_nobody_waits_for_the_others_to_end():
+def test_if_one_process_does_not_start_the_others_are_stopped():
     others, begin = RankGroup(TemporaryFolder("ludus-ranks-")), time.monotonic()
     for program in ("import time; time.sleep(60)", "raise SystemExit('no such model')"):
         with (others.folder.path / f"output-{len(others.processes) + 1}").open("wb") as said:

@@ -202,7 +202,7 @@ def test_the_layers_are_those_of_the_decoder():
 
 
 @pytest.mark.fault
-def test_a_process_without_memory_for_a_row_is_heard_of_by_the_others():
+def test_an_out_of_memory_error_is_raised_on_all_ranks():
     """They would wait for it until their time is up."""
     for said, seconds in in_processes(SCRIPT, "short_of_memory", 2):
         assert len(said) == 2
@@ -220,7 +220,7 @@ def test_a_model_is_split_in_place_and_its_copy_is_not(group_of_one):
     assert not is_sharded(other)
 
 
-def test_what_an_ended_process_said_is_raised_in_the_leader(group_of_one):
+def test_the_error_of_an_exited_process_is_raised_on_rank_0(group_of_one):
     others = RankGroup(TemporaryFolder("ludus-ranks-"))
     with (others.folder.path / "output-1").open("wb") as said:
         command = [sys.executable, "-c", "raise SystemExit('the disk is full')"]

@@ -20,7 +20,7 @@ CLOSE = 1e-5
 
 
 @pytest.mark.parametrize("name", sorted(PLANTED))
-def test_the_gradient_of_a_forest_is_that_of_separate_rows(name):
+def test_the_gradient_with_packed_prefixes_is_that_of_separate_rows(name):
     """Of a sum over tokens, in parts of each parameter's largest element."""
     model = families()[name]
     scorer = LogprobScorer(model, temperature=0.8)

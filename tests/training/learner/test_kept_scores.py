@@ -102,7 +102,7 @@ def step(kept: bool, **settings):
 
 
 @pytest.mark.parametrize(("epochs", "policy", "reference"), [(1, (2, 2), (1, 2)), (2, (3, 4), (1, 2))])
-def test_what_credit_asked_is_not_asked_again(epochs, policy, reference):
+def test_scores_of_the_advantage_computation_are_reused(epochs, policy, reference):
     rows = len(group())
     kept, again = step(True, epochs=epochs), step(False, epochs=epochs)
     assert equal(kept[0], again[0])

@@ -152,7 +152,7 @@ def test_prompt_and_observation_tokens_get_no_gradient_of_their_own():
     assert largest_difference(expected, gradients(model)) < 1e-12
 
 
-def test_unmasked_observations_train_when_asked():
+def test_unmasked_observations_are_trained_on_if_set():
     segments = (
         Segment("prompt", (1, 2)),
         Segment("action", (3,), 0, logprobs=(-1.0,), versions=(0,)),
@@ -168,7 +168,7 @@ def test_unmasked_observations_train_when_asked():
     assert tokens == 3
 
 
-def test_the_shortcut_past_the_output_layer_gives_the_models_own_logprobs():
+def test_the_shortcut_past_the_output_layer_returns_the_models_logprobs():
     torch.manual_seed(0)
     llama = LlamaForCausalLM(
         LlamaConfig(

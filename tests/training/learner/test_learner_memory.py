@@ -76,7 +76,7 @@ def test_the_pass_before_several_updates_is_made_again_too():
     assert max(sizes) > 80
 
 
-def test_one_row_that_does_not_fit_is_said_and_changes_nothing():
+def test_one_invalid_row_is_reported_and_changes_nothing():
     model = tiny_model()
     before = copy.deepcopy(model.state_dict())
     one = learner(model, settings=LearnerSettings(microbatch_tokens=160))

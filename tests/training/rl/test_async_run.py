@@ -494,7 +494,7 @@ def test_a_low_effective_sample_share_warns_and_then_stops():
     assert "2 steps in a row" in guard.update({ESS: 0.1})
 
 
-def test_a_resumed_run_counts_on_the_steps_of_a_low_share_and_after_a_stop_anew():
+def test_a_resumed_run_continues_the_streak_of_a_low_share():
     low, whole = {ESS: 0.1}, {ESS: 0.9}
     for before, more in (([], 3), ([whole, low], 2), ([low, whole, low, low], 1), ([low, low, low], 3)):
         guard = ess_guard(Config(staleness=StalenessConfig(min_ess=0.5, ess_patience=3)))
@@ -549,7 +549,7 @@ SERVED = ["--engine.url", "http://127.0.0.1:1"]
         (["--training.mode", "async", "--algorithm.preset", "gspo"], "tis"),
     ],
 )
-def test_off_policy_training_is_corrected_unless_told_otherwise(settings, correction):
+def test_off_policy_training_is_corrected_by_default(settings, correction):
     assert algorithm_of(load_config("search", settings)).correction == correction
 
 

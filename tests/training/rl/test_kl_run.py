@@ -67,7 +67,7 @@ def test_controllers_answer_the_kl_and_come_back_from_a_checkpoint():
         assert fresh.restored(replace(stored, base=0.4)) == fresh
 
 
-def test_the_guard_follows_the_run_unless_it_is_told_what_to_expect():
+def test_the_guard_adapts_unless_an_expected_value_is_set():
     free = control(guard_factor=2.0, guard_warmup=6)
     for _ in range(6):
         assert free.pause_reason(9.0) == ""

@@ -70,7 +70,7 @@ def test_a_damaged_checkpoint_says_from_which_one_the_run_goes_on(run, newest, t
     assert "restart the run" in refused("train", "--resume", cut, "--training.steps", "9")
 
 
-def test_a_line_of_metrics_that_is_gone_is_noticed(run):
+def test_a_missing_line_of_metrics_is_detected(run):
     path = run / "metrics.jsonl"
     before = path.read_text()
     path.write_text("".join(before.splitlines(keepends=True)[1:]))

@@ -114,7 +114,7 @@ def logprob_gap(model, trajectory) -> float:
     )
 
 
-def test_the_same_seed_gives_the_same_bytes_also_where_the_cache_is_given_up(finished, tmp_path, monkeypatch):
+def test_the_same_seed_writes_the_same_bytes_if_the_cache_is_released(finished, tmp_path, monkeypatch):
     given_up: list[int] = []
     give_up = BatchScheduler.sleep
     monkeypatch.setattr(BatchScheduler, "sleep", lambda core: given_up.append(core.version) or give_up(core))
@@ -133,7 +133,7 @@ def test_rewards_on_a_thread_give_the_bytes_of_those_in_a_process(finished, tmp_
 
 
 @pytest.mark.scale
-def test_a_small_cache_evicts_and_gives_the_same_bytes(finished, tmp_path):
+def test_a_small_cache_evicts_and_returns_the_same_bytes(finished, tmp_path):
     run(tmp_path / "tight", engine__kv_cache_tokens="1")
     first, second = lasting_files(finished), lasting_files(tmp_path / "tight")
     assert [name for name in first if first[name] != second[name]] == []

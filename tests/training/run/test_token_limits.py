@@ -100,7 +100,7 @@ def test_prompts_without_room_for_an_answer_are_refused_before_anything_is_writt
     assert check_prompts(one) == []
 
 
-def test_threads_that_would_compete_are_told(monkeypatch):
+def test_competing_threads_are_reported(monkeypatch):
     cores = usable_cores()
     monkeypatch.setattr("os.getloadavg", lambda: (cores * 0.9, 0.0, 0.0))
     two, one = (load_config("search", ["--run.threads", n]) for n in "21")

@@ -182,7 +182,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("said", "record"), WRONG.items(), ids=WRONG)
-def test_what_is_wrong_is_said_with_its_line(tmp_path, said, record):
+def test_errors_name_their_line(tmp_path, said, record):
     path = write(tmp_path / "f.jsonl", GOOD if "prompt" not in str(record) else PAIR, record, "\n")
     (problem,) = check_file(path).problems
     assert problem.line == 2

@@ -87,7 +87,7 @@ def pairs_from(
     return pairs_of_rollouts([path], min_gap, max_tokens)
 
 
-def test_a_group_gives_its_best_against_its_worst_with_the_sampled_ids(tmp_path):
+def test_a_group_yields_its_best_and_worst_as_a_pair_of_sampled_ids(tmp_path):
     records = [rollout(0, 0.5), rollout(1, 1.0), rollout(2, 0.0), rollout(3, 1.0), rollout(4, 0.0)]
     (pair,) = pairs_from(tmp_path, *records)
     assert pair.chosen.tokens == (1, 2, 6, 6, 3, 4)
@@ -115,7 +115,7 @@ def test_what_failed_sampled_nothing_branches_or_is_too_long_is_no_part_of_a_pai
     assert pair.gap == 1.0
 
 
-def test_a_step_gives_its_best_branch_against_its_worst(tmp_path):
+def test_a_step_yields_its_best_and_worst_branch_as_a_pair(tmp_path):
     """A tree with two ways after its first action, and a chain that took one of them and then another."""
     stem = (Segment("prompt", (1, 2)), Segment("action", (3,), logprobs=(-1.0,), versions=(0,)))
     seen = Segment("observation", (4,))

@@ -119,7 +119,7 @@ def episode(task: str, sample: int, tokens: tuple[int, ...], right: bool = True)
     return Episode(RolloutKey(1, task, sample), given, trajectory)
 
 
-def test_judging_keeps_each_way_to_solve_a_task_once_and_no_more_than_asked(session):
+def test_judging_keeps_distinct_solutions_up_to_the_limit(session):
     group = [episode("a", i, tokens) for i, tokens in enumerate([(2, 3), (2, 3), (4,), (5,)])]
     wrong = episode("b", 0, (2, 3), right=False)
     other = episode("b", 1, (2, 3))

@@ -231,7 +231,7 @@ WITH_VALUES = sorted(name for name, one in PRESETS.items() if one.advantage in C
 
 
 @pytest.mark.parametrize("preset", WITH_VALUES)
-def test_a_critic_of_values_learns_alone_first_unless_it_is_told_otherwise(preset):
+def test_a_critic_is_warmed_up_by_default(preset):
     def steps(total=30, started=None, **settings):
         one = {"algorithm": {"preset": preset}, "training": {"steps": total}, "critic": settings}
         return warmup_steps(critic(), Config.model_validate(one), started)
