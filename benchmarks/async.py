@@ -46,7 +46,7 @@ from ludus.training.learner.learner import Learner
 from ludus.training.rl.build import train
 from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import make_engine, open_session, session_scheduler
-from rollout import fill
+from pages import fill
 from slow_tools import Latency, Sizes
 from watching import Watch
 

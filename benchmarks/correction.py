@@ -22,7 +22,7 @@ from ludus.evaluation.stats import t_interval
 from ludus.training.rl.build import train
 from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
-from rollout import check_place, fill
+from pages import check_place, fill
 from watching import Watch
 
 ARMS = ("tis", "none")

@@ -39,7 +39,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import rollout_work
 from ludus.engines.models.loading import hide_progress
-from rollout import check_place, fill
+from pages import check_place, fill
 from rollout_models import SHAPES
 from rollout_ours import bytes_per_second, products_per_second, token_bytes, wait, weight_bytes
 

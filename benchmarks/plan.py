@@ -29,7 +29,7 @@ from ludus.simulator.simulate import simulate
 from ludus.training.rl.build import train
 from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
-from rollout import check_place, fill
+from pages import check_place, fill
 from slow_tools import Latency, Sizes
 from watching import Watch
 

@@ -19,6 +19,7 @@ from statistics import median
 
 import rollout
 import rollout_models
+from pages import fill
 from rollout_work import Work
 from rollout_worker import Job
 
@@ -149,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = "\n\n".join(table(axis, found, args.limit) for axis, found in results)
     print(text)
     if args.page:
-        rollout.fill(args.page, "scaling", text)
+        fill(args.page, "scaling", text)
     if args.plot:
         plot(args.plot, results)
 

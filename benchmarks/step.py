@@ -25,6 +25,7 @@ from statistics import median
 
 import rollout
 import rollout_models
+from pages import fill
 from rollout_work import Work
 from rollout_worker import Job
 
@@ -98,7 +99,7 @@ def main() -> None:
     text = "\n\n".join(tables)
     print(text)
     if args.page:
-        rollout.fill(args.page, "step", text)
+        fill(args.page, "step", text)
 
 
 if __name__ == "__main__":
