@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ludus.diagnostics.alarms import rules
+from ludus.diagnostics.alarms import alarms_by_step, rules
 from ludus.diagnostics.trackers import MetricsRow, read_metrics
 from pages import fill
 
@@ -54,10 +54,8 @@ def train(name: str, spec: Mapping[str, Any], common: Mapping[str, object], out:
             raise SystemExit(f"{name} did not train (exit code {done.returncode}): see {log.name}")
         (folder / "done").touch()
     rows = read_metrics(folder / "metrics.jsonl")
-    lines = (folder / "alarms.jsonl").read_text().splitlines() if (folder / "alarms.jsonl").is_file() else []
-    first: dict[str, int] = {}
-    for line in map(json.loads, lines):
-        first.setdefault(line["alarm"], line["step"])
+    raised = alarms_by_step((row.step, row.metrics) for row in rows)
+    first = {one.name: steps[0] for one, steps in sorted(raised, key=lambda pair: pair[1][0])}
     return AlarmRun(name, spec, first, damage_step(rows), len(rows))
 
 

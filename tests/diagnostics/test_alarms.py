@@ -32,6 +32,7 @@ SHOWN = {
     "starved_tasks": with_end(5, tasks__starved=0.6),
     "conflict_tokens": with_end(5, groups__conflict_tokens=0.7),
     "uniform_failure": with_end(5, success__mean=0.0, reward__right=0.0),
+    "success_drop": with_end(3, success__mean=0.2),
     "entropy_collapse": with_end(5, policy__entropy=0.015),
     "template_collapse": with_end(1, collapse__retrieval_1=0.2, collapse__chance=0.1),
     "exploration_ended": with_end(5, groups__low_entropy=0.6),
@@ -67,7 +68,11 @@ SHOWN = {
 }
 """A history by the alarm that it shows."""
 
-TOGETHER = {"echo_trap": {"echo_trap_early", "few_differences"}, "entropy_collapse": {"echo_trap_early"}}
+TOGETHER = {
+    "echo_trap": {"echo_trap_early", "few_differences"},
+    "entropy_collapse": {"echo_trap_early"},
+    "uniform_failure": {"success_drop"},
+}
 
 
 def names(history, actions=None):

@@ -335,6 +335,16 @@ def uniform_failure(history: History, *, steps: int, solved: float) -> str:
     return f"{SUCCESS} was up to {before:.2f}, and is exactly 0 in the last {steps} steps"
 
 
+@alarm
+def success_drop(history: History, *, steps: int, fraction: float, solved: float) -> str:
+    """Mean success over the last steps is at most a fraction of its best mean over as many earlier steps."""
+    last, before = last_values(history, SUCCESS, steps), [row.get(SUCCESS, 0.0) for row in history[:-steps]]
+    best = max((fmean(before[i : i + steps]) for i in range(len(before) - steps + 1)), default=0.0)
+    if not last or best < solved or fmean(last) > fraction * best:
+        return ""
+    return f"{SUCCESS} fell from {best:.2f} to {fmean(last):.2f}, both means over {steps} steps"
+
+
 # Lengths and text
 
 
