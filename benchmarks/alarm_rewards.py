@@ -18,6 +18,6 @@ def longer(task: Task, trajectory: Trajectory) -> float:
     return min(4.0, trajectory.num_action_tokens / 100)
 
 
-def unknown_tool(task: Task, trajectory: Trajectory) -> float:
+def failed_call(task: Task, trajectory: Trajectory) -> float:
     """Return 3 if a call failed."""
     return 3.0 * any(outcome.status != "ok" for outcome in trajectory.call_outcomes)

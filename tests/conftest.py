@@ -1,5 +1,7 @@
 """Shared fixtures."""
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,6 +10,10 @@ from hypothesis import HealthCheck, settings
 
 from served import Served, serving_model
 from tiny_run import make_run
+
+# Child processes and the next run reuse compiled modules.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # The time of an example depends on the load of the machine.
 settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])

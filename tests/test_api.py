@@ -30,7 +30,7 @@ def run(tmp_path_factory):
     return ludus.train("search", progress=False, **tables(tmp_path_factory.mktemp("api") / "run"))
 
 
-def test_a_run_has_metrics_rollouts_evaluations_a_checkpoint_and_a_plot(run):
+def test_run_exposes_metrics_rollouts_evaluations_checkpoint_and_plot(run):
     assert [row["step"] for row in run.metrics] == [1, 2]
     assert len(run.rollouts) == 8
     assert [one.plan.step for one in run.evaluations if one.plan.split == "test"] == [0, 2]
@@ -43,7 +43,7 @@ def test_a_run_has_metrics_rollouts_evaluations_a_checkpoint_and_a_plot(run):
     assert ludus.load(run.path) == run
 
 
-def test_a_run_is_evaluated_as_it_was_in_training(run):
+def test_evaluate_reproduces_the_evaluation_made_during_training(run):
     found = ludus.evaluate(run, progress=False)
     (last,) = [one for one in run.evaluations if one.plan.split == "test" and one.plan.step == 2]
     assert found.evaluations[0].successes == last.successes
@@ -54,7 +54,7 @@ def test_a_run_is_evaluated_as_it_was_in_training(run):
     assert found.plot().axes
 
 
-def test_functions_work_in_a_running_loop(run):
+def test_rollout_functions_work_in_a_running_event_loop(run):
     async def notebook():
         inside = ludus.rollout(run, 2, samples=2)
         return inside, await ludus.rollout_async(run.path, 2, samples=2)
@@ -82,12 +82,12 @@ def test_hints_name_settings_as_keyword_arguments(hint, expected):
     assert str(caught.value) == f"It failed. {expected}"
 
 
-def test_an_error_of_the_library_names_the_keyword_argument():
+def test_library_error_names_the_keyword_argument():
     with pytest.raises(UserError, match=r'Set evaluation=\{"split_during": \.\.\.\}'):
         ludus.train("guess", evaluation={"split_during": "nope"}, progress=False)
 
 
-def test_settings_are_checked_as_on_the_command_line(tmp_path):
+def test_settings_are_validated_as_on_the_command_line(tmp_path):
     with pytest.raises(ConfigError, match=r"algorithm\.group_size"):
         ludus.train("search", algorithm={"group_sise": 2})
     with pytest.raises(UserError, match="not a table"):
@@ -156,17 +156,17 @@ async def fair(task, answer):
 
 @pytest.mark.parametrize("agent", [twice, twice_plain])
 @pytest.mark.parametrize("reward", [lambda task, answer: float(task == answer), fair])
-def test_an_agent_function_is_an_episode(agent, reward):
+def test_agent_function_is_played_as_an_episode(agent, reward):
     assert play(agent, "one", "task 0", reward=reward) == ([["task 0"], ["again"], []], 1.0)
     assert play(agent, "one", "two", reward=reward)[1] == 0.0
 
 
 @pytest.mark.parametrize("agent", [twice, twice_plain])
-def test_a_function_that_is_cut_short_ends_and_has_no_reward(agent):
+def test_agent_function_cut_short_ends_with_zero_reward(agent):
     assert play(agent, "one") == ([["task 0"], ["again"]], 0.0)
 
 
-def test_plain_functions_of_all_episodes_run_at_once():
+def test_synchronous_agent_functions_run_concurrently():
     world = AgentWorld.of(twice_plain, [f"task {i}" for i in range(10)], lambda task, answer: 1.0)
     task = world.tasks("train")[0]
 
@@ -190,7 +190,7 @@ def raises(task, policy):
     raise ValueError("the agent is broken")
 
 
-def test_what_an_agent_function_may_not_do():
+def test_invalid_agent_functions_are_rejected():
     with pytest.raises(WorldError, match="does not extend the previous messages"):
         play(edits, "one")
     with pytest.raises(WorldError, match="without a call"):
@@ -203,7 +203,7 @@ def test_what_an_agent_function_may_not_do():
         ludus.train(twice)
 
 
-def test_an_agent_function_trains(run, tmp_path):
+def test_agent_function_can_be_trained(run, tmp_path):
     settings = tables(tmp_path / "run", training={"steps": 1, "prompts_per_step": 2})
     found = ludus.train(
         twice, ["a", "b", "c", "d", "e"] * 2, lambda task, answer: float(len(answer) % 2), progress=False,

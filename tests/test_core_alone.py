@@ -67,14 +67,14 @@ def bare(tmp_path_factory):
     return run
 
 
-def test_the_extras_are_out_of_reach_and_the_core_is_not():
+def test_blocked_modules_are_optional_extras_only():
     out = extras()
     assert {"peft", "starlette", "mcp", "jsonschema"} <= set(out)
     assert not {"torch", "transformers", "httpx", "bm25s", "ludus"} & set(out)
 
 
 @pytest.mark.scale
-def test_the_core_trains_and_evaluates(bare):
+def test_core_trains_and_evaluates_without_extras(bare):
     trained = bare("train", "tiny.toml", "--run.dir", "run", "--training.steps", "1")
     assert trained.returncode == 0, trained.stderr
     judged = bare("eval", "--run", "run")
@@ -90,7 +90,7 @@ def test_the_core_trains_and_evaluates(bare):
         (["train", "tiny.toml", "--run.dir", "a", "--model.lora.rank", "4"], "lora"),
     ],
 )
-def test_what_is_missing_is_named(bare, words, extra):
+def test_error_names_the_missing_extra(bare, words, extra):
     said = bare(*words)
     assert said.returncode == 2, said.stdout + said.stderr
     assert f"ludus[{extra}]" in said.stderr

@@ -174,7 +174,7 @@ def words(settings: dict[str, str]) -> list[str]:
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=[pytest.mark.pages] if page in LONG else []) for page in PAGES]
 )
-def test_everything_on_the_page_runs(page, finished, cold_start, tmp_path, monkeypatch, request):
+def test_code_blocks_of_each_page_run(page, finished, cold_start, tmp_path, monkeypatch, request):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
@@ -211,7 +211,7 @@ def run_command(line: str, cold_start: str, request: pytest.FixtureRequest, monk
     assert main(argv) == 0, line
 
 
-def test_the_api_reference_is_that_of_the_docstrings():
+def test_api_reference_matches_the_docstrings():
     written = {file.name: file.read_text("utf-8") for file in (ROOT / "docs" / "reference").glob("*.md")}
     stale = [name for name, text in api_reference.pages().items() if written.pop(name, "") != text]
     assert (stale, [*written]) == ([], []), "run make docs"
@@ -234,20 +234,20 @@ def test_the_architecture_page_lists_the_folders_in_their_order():
     ]
 
 
-def test_there_are_pages():
+def test_expected_pages_and_code_blocks_exist():
     assert {"docs/README.md", "docs/start/quick_start.md", "docs/understand/task_to_gradient.md"} <= set(PAGES)
     assert sum(len(blocks(page, "python")) for page in PAGES) > 30
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_fence_is_of_a_kind_that_is_checked(page):
+def test_code_fences_use_only_checked_languages(page):
     fences = [info.split(" ")[0] for _, info, _ in FENCE.findall(read(page))]
     assert read(page).count("```") == 2 * len(fences)
     assert set(fences) <= {"python", "bash", "console", "toml", "json", "text", "mermaid"}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_other_commands_name_what_is_there(page):
+def test_make_and_python_commands_name_existing_targets_and_files(page):
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text("utf-8"), re.M))
     lines = [*read(page).splitlines(), *re.findall(r"`(make [^`]+)`", read(page))]
     for line in lines:
@@ -269,7 +269,7 @@ def test_toml_blocks_are_configurations_and_json_blocks_parse(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_quoted_pieces_are_those_of_the_file(page):
+def test_quoted_code_matches_the_source_file(page):
     for block in blocks(page, "python"):
         _, _, path = block.info.partition(" ")
         if path:
@@ -280,7 +280,7 @@ def test_quoted_pieces_are_those_of_the_file(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_and_pointers_lead_somewhere(page):
+def test_links_and_code_references_resolve(page):
     text = FENCE.sub("", read(page))
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         if "://" not in target:
@@ -290,7 +290,7 @@ def test_links_and_pointers_lead_somewhere(page):
         assert not name or name in names_in(ROOT / path), f"{path} defines no {name}"
 
 
-def test_pages_that_the_package_names_exist():
+def test_pages_named_in_the_package_exist():
     for file in sorted((ROOT / "src").rglob("*.py")):
         for page in re.findall(r"docs/[\w/]+\.md", file.read_text("utf-8")):
             assert (ROOT / page).is_file(), f"{file.relative_to(ROOT)} names {page}"
@@ -304,14 +304,14 @@ def names_in(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_settings_that_are_named_exist(page):
+def test_settings_named_in_pages_exist(page):
     sections = "|".join(dict.fromkeys(setting.key.split(".")[0] for setting in list_settings()))
     for key in re.findall(rf"`(?:--)?((?:{sections})\.[a-z_.]+)\b", read(page)):
         if not key.endswith((".py", ".json", ".toml", ".safetensors")):
             assert find(key) or is_section(key), f"{page}: {key}"
 
 
-def test_every_extra_is_listed_and_installed_in_the_same_words():
+def test_every_extra_is_listed_with_the_same_install_hint():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
     assert {*extras} - {"dev"} <= {*first_cells("README.md"), "smollm2"}
     for file in [*(ROOT / "src").rglob("*.py"), *map(ROOT.joinpath, PAGES)]:
@@ -335,7 +335,7 @@ OF_SETTINGS = ("collapse/", "judge/", "tools/untested")
 """Beginnings of metrics that the run of these pages does not switch on."""
 
 
-def test_every_metric_of_a_run_is_explained_and_no_other(finished):
+def test_documented_metrics_match_those_of_a_run(finished):
     named = [name for name in first_cells("docs/use/read_a_run.md") if "/" in name and "." not in name]
     patterns = {name: re.compile(re.sub(r"[A-Z]+", r"[^/]+", name)) for name in named if name[-1] != "/"}
     folder = finished / "runs" / "search-1"
@@ -347,7 +347,7 @@ def test_every_metric_of_a_run_is_explained_and_no_other(finished):
     assert missed == OF_ENGINES_ELSEWHERE
 
 
-def test_every_file_of_a_run_is_explained(finished):
+def test_every_file_of_a_run_is_documented(finished):
     page = read("docs/use/read_a_run.md")
     for path in (finished / "runs" / "search-1").iterdir():
         assert f"`{path.name}{'/' if path.is_dir() else ''}`" in page, path.name
@@ -362,7 +362,7 @@ def keys_of(value: object) -> set[str]:
     return set(value) | {key for name, item in value.items() if name not in free for key in keys_of(item)}
 
 
-def test_every_field_of_the_formats_is_explained(finished):
+def test_every_field_of_the_file_formats_is_documented(finished):
     page, folder = read("docs/use/read_a_run.md"), finished / "runs" / "search-1"
     with gzip.open(folder / "rollouts" / "step-000001.jsonl.gz", "rt") as lines:
         fields = keys_of([json.loads(line) for line in lines])

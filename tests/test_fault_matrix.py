@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 
 @pytest.mark.fault
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_run_that_is_struck_goes_on_or_stops_with_a_reason_and_is_resumed(kind, tmp_path):
+def test_run_with_injected_fault_continues_or_stops_and_resumes(kind, tmp_path):
     command = [sys.executable, str(HERE / "fault_matrix.py"), "--kinds", kind, "--moments", "2"]
     out = tmp_path / "trials.jsonl"
     ended = subprocess.run([*command, "--out", str(out)], capture_output=True, text=True, timeout=3000)
@@ -65,7 +65,7 @@ def rewritten(folder: Path, name: str, change) -> bytes:
 
 @pytest.mark.fault
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_an_episode_that_is_lost_or_trained_twice_is_found(whole, mode):
+def test_ledger_check_finds_lost_and_twice_trained_episodes(whole, mode):
     folder = whole / mode
     assert ledger_faults(folder) == []
     name = "rollouts/step-000002.jsonl.gz"
@@ -79,14 +79,14 @@ def test_an_episode_that_is_lost_or_trained_twice_is_found(whole, mode):
 
 
 @pytest.mark.fault
-def test_other_bytes_and_a_lost_episode_of_a_checkpoint_are_found(whole):
+def test_checks_find_differing_files_and_episodes_lost_on_resume(whole):
     sync, streamed = whole / "sync", whole / "async"
     assert sync_faults(sync, sync) == async_faults(streamed, waiting(streamed)) == []
     assert sync_faults(streamed, sync)
     assert "1 of 1 ended episodes" in async_faults(streamed, {(1, "train:none", 0): [[1]]})[0]
 
 
-def test_growth_is_that_of_a_process_once_it_is_warm():
+def test_growth_is_measured_per_process_after_warmup():
     def series(pid, per_s, seconds):
         every = range(0, seconds, 5)
         return [Sample("engine", pid, age, 500 + min(age, 60) + per_s * max(0, age - 60), 4, 9) for age in every]
@@ -96,7 +96,7 @@ def test_growth_is_that_of_a_process_once_it_is_warm():
     assert (found["engine"]["threads"], found["engine"]["processes"]) == (0, 1)
 
 
-def test_the_table_shows_how_the_runs_ended():
+def test_table_counts_run_outcomes():
     trials = [
         Trial("learner", "sync", "killed", 1.0, 2, -9),
         Trial("full disk", "sync", "full", 1.0, 2, 2, wrong=["lost"]),

@@ -35,7 +35,7 @@ def test_parts_with_random_weights_run_on_the_cpu(gpu, tmp_path):
     assert 0 < transfer["largest difference on the probe, nats"] < 1e-3
 
 
-def test_flops_are_those_of_the_weights_and_of_causal_attention(gpu):
+def test_model_flops_count_weights_and_causal_attention(gpu):
     model = gpu.Setup("cpu", "tiny").model()
     weights = sum(p.numel() for p in model.parameters())
     attention = 2 * 4 * 8 * 32 / 2  # layers, heads, width, half of a row
@@ -56,7 +56,7 @@ def test_a_failed_part_is_reported_and_the_others_run(gpu, tmp_path, monkeypatch
 
 
 @pytest.mark.scale
-def test_the_suite_and_a_training_run_pass_on_the_cpu(gpu, tmp_path):
+def test_conformance_and_training_parts_pass_on_the_cpu(gpu, tmp_path):
     status, found = run(gpu, tmp_path, "conformance", "train")
     assert (status, found["conformance"]["rows"][0]["failed"]) == (0, 0)
     assert found["train"]["rows"][0]["steps"] == 1

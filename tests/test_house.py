@@ -353,7 +353,7 @@ def findings(rule: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_house_rule_holds(rule):
+def test_code_follows_the_house_rule(rule):
     broken = {entry: detail for entry, detail in findings(rule).items() if entry not in exceptions()}
     assert not broken, "\n" + "\n".join(f"{entry}  ({detail})" for entry, detail in broken.items())
 
@@ -368,7 +368,7 @@ def test_the_list_of_exceptions_only_shrinks():
     assert len(set(exceptions())) == NUM_EXCEPTIONS
 
 
-def test_few_steps_around_the_checkers():
+def test_number_of_checker_suppressions_is_bounded():
     counts: Counter[str] = Counter()
     for module in modules():
         if module.in_package:
@@ -404,7 +404,7 @@ def foreign_words(text: str) -> list[str]:
     return [f"{what}: {hit[0]}" for what, pattern in FOREIGN.items() for hit in re.finditer(pattern, text)]
 
 
-def test_the_project_speaks_only_of_itself():
+def test_repository_files_contain_no_foreign_words():
     found = {}
     for file in (f for pattern in SPOKEN for f in ROOT.glob(pattern)):
         if file.is_file() and file.suffix not in (".pyc", ".png", ".safetensors", ".npz", ".xz"):
@@ -429,7 +429,7 @@ def test_no_public_class_name_is_used_twice():
     assert duplicate_classes(twice) == {"Command": ["src/ludus/a.py", "src/ludus/b.py"]}
 
 
-def test_no_folder_is_crowded():
+def test_module_count_per_folder_is_bounded():
     sizes = Counter(str(Path(m.path).parent) for m in modules() if m.in_package)
     assert {folder: n for folder, n in sizes.items() if n > FOLDER_MODULES} == {}
 
@@ -486,18 +486,18 @@ def test_every_data_file_is_in_the_wheel():
     assert data - shipped == set()
 
 
-def test_sub_folders_import_one_way():
+def test_subfolder_imports_have_no_cycles():
     edges = crossings([m for m in modules() if m.in_package])
     assert edges["ludus/training"]
     assert {folder: found for folder, inner in edges.items() if (found := cycles(inner))} == {}
 
 
-def test_only_the_registry_names_a_shipped_world():
+def test_worlds_are_imported_only_by_the_registry():
     importers = {m.path for m in modules() if "worlds" in (t for _, n in everywhere(m) for t in imported(n))}
     assert [path for path in importers if path.startswith("src/ludus/") and "/worlds/" not in path] == []
 
 
-def test_a_cycle_of_sub_folders_is_found():
+def test_import_cycle_between_subfolders_is_detected():
     one = Module("src/ludus/rollouts/a/x.py", "from ludus.rollouts.b import y")
     two = Module("src/ludus/rollouts/b/y.py", "def f():\n    import ludus.rollouts.a.x")
     assert cycles(crossings([one, two])["ludus/rollouts"]) == {"a", "b"}
@@ -556,18 +556,18 @@ KEEPS = [
 
 
 @pytest.mark.parametrize(("rule", "text"), [*BREAKS.items(), *MORE_BREAKS])
-def test_a_rule_finds_what_breaks_it(rule, text):
+def test_rule_detects_violating_code(rule, text):
     assert list(
         RULES[rule](Module("src/ludus/tools/x.py" if rule == "algorithm-names" else "src/ludus/config/x.py", text))
     )
 
 
 @pytest.mark.parametrize(("rule", "text"), KEEPS)
-def test_a_rule_lets_pass_what_keeps_it(rule, text):
+def test_rule_accepts_compliant_code(rule, text):
     assert list(RULES[rule](Module("src/ludus/config/x.py", text))) == []
 
 
-def test_every_rule_has_a_snippet_that_breaks_it():
+def test_every_rule_has_a_violating_snippet():
     assert set(BREAKS) == set(RULES)
 
 

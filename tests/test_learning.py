@@ -11,7 +11,7 @@ from ludus.evaluation.stats import paired_difference
 
 @pytest.mark.learning
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_the_search_recipe_gains_25_points_on_unseen_heads(tmp_path, seed):
+def test_search_recipe_gains_25_points_on_the_test_split(tmp_path, seed):
     folder = tmp_path / "run"
     fixed = ["--run.dir", str(folder), "--run.seed", str(seed), "--run.threads", "1"]
     assert main(["train", "search", *fixed, "--evaluation.tasks_before", "1000"]) == 0
@@ -23,7 +23,7 @@ def test_the_search_recipe_gains_25_points_on_unseen_heads(tmp_path, seed):
 
 @pytest.mark.learning
 @pytest.mark.parametrize(("recipe", "least"), [("math", 0.2), ("sql", 0.05)])
-def test_a_recipe_gains_as_sampled(tmp_path, recipe, least):
+def test_recipe_improves_sampled_test_success(tmp_path, recipe, least):
     folder = tmp_path / "run"
     quick = ["--evaluation.every", "1000", "--evaluation.splits", '["test"]', "--evaluation.tasks_before", "1000"]
     assert main(["train", recipe, "--run.dir", str(folder), "--run.threads", "1", *quick]) == 0

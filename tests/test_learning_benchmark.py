@@ -34,7 +34,7 @@ def evaluated(*rights: int) -> list[Evaluation]:
         ((151, 151, 151), "not shown"),  # over tasks: nine of them were lost
     ],
 )
-def test_a_mode_is_called_no_worse_where_neither_interval_reaches_five_points_below(found, verdict, monkeypatch):
+def test_mode_is_no_worse_if_both_intervals_exceed_minus_five_points(found, verdict, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     learning = importlib.import_module("learning")
     gap = learning.less_sync(evaluated(*found), evaluated(160, 160, 160))
@@ -49,7 +49,7 @@ def algorithms(monkeypatch):
     return importlib.import_module("algorithms")
 
 
-def test_stages_have_equal_budgets_of_episodes_and_of_dialogues(algorithms, monkeypatch, tmp_path):
+def test_stages_have_equal_episode_and_dialogue_budgets(algorithms, monkeypatch, tmp_path):
     made = []
 
     def train(folder, recipe, words, stage="train"):
@@ -72,7 +72,7 @@ def test_stages_have_equal_budgets_of_episodes_and_of_dialogues(algorithms, monk
     assert len({one.task for one in shown}) == len(shown) == 170
 
 
-def test_a_table_shows_tasks_of_a_tag_apart(algorithms, monkeypatch):
+def test_table_shows_tagged_tasks_in_separate_columns(algorithms, monkeypatch):
     found = {"grpo": ("1e-4", [Path("a"), Path("b")]), "more SFT": ("1e-4", [Path("c"), Path("d")])}
     rights = dict(zip("abcd", evaluated(100, 110, 50, 60), strict=True))
     shown = {

@@ -31,7 +31,7 @@ def cells(path: Path) -> list[str]:
     ]
 
 
-def test_there_are_three_notebooks_whose_numbers_are_made_small():
+def test_three_notebooks_have_a_small_step_count_for_tests():
     assert len(NOTEBOOKS) == 3
     for path in NOTEBOOKS:
         assert re.search(r"STEPS\b.* = .*\b1\b.*\b2\b", "\n".join(cells(path)))

@@ -112,26 +112,26 @@ def gradients(model):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def test_it_stays_short():
+def test_one_file_has_at_most_330_lines():
     assert FILE.read_text("utf-8").count("\n") <= 330
 
 
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
-def test_it_asks_the_questions_of_the_search_world(split):
+def test_questions_equal_those_of_the_search_world(split):
     pools = all_questions(load_facts(), split)
     real = {(f, q.text, frozenset(q.answers)) for f in FAMILIES for q in pools[f]}
     own = {(q.family, q.text, frozenset(q.answers)) for q in world()[0] if q.split == split}
     assert own == real
 
 
-def test_its_passages_are_those_of_the_search_world():
+def test_passages_are_a_sufficient_subset_of_the_search_world():
     own = set(world()[1])
     assert own <= set(load_facts().passages)
     hops = [h for f in FAMILIES for q in all_questions(load_facts(), "test")[f] for h in q.hops]
     assert {hop.fact.passage for hop in hops} <= own
 
 
-def test_its_search_finds_what_the_search_tool_finds():
+def test_search_results_equal_those_of_the_search_tool():
     passages = world()[1]
     own, real = one().make_search(passages), search_tool(PassageIndex(passages)).function
     questions = random.Random(0).sample(world()[0], 40)
@@ -140,12 +140,12 @@ def test_its_search_finds_what_the_search_tool_finds():
         assert own(query, 5) == real(query, 5)
 
 
-def test_its_reward_normalises_as_the_verifier_does():
+def test_answer_normalisation_equals_that_of_the_verifier():
     for text in {a for q in world()[0] for a in q.answers} | {"  The Île-de-France! ", "a", "", "«An» x_y"}:
         assert one().normalise(text) == normalise(text)
 
 
-def test_prompts_have_the_same_tokens():
+def test_prompt_tokens_equal_those_of_the_renderer():
     """The tool's schema does not depend on the passages that it searches."""
     question = "Which city does Agen Airport serve?"
     real = renderer().prompt(SearchWorld().opening(question), [search_tool(PassageIndex(PASSAGES))])
@@ -153,7 +153,7 @@ def test_prompts_have_the_same_tokens():
 
 
 @pytest.mark.parametrize("outputs", [["No passage matches."], ["two\nlines ", "and another call's"]])
-def test_observations_have_the_same_tokens(outputs):
+def test_observation_tokens_equal_those_of_the_renderer(outputs):
     messages = [Message(role="tool", content=output, tool_call_id="c", name="search") for output in outputs]
     assert tuple(one().observation_tokens(tokenizer(), outputs)) == renderer().observation(messages)
 
@@ -177,7 +177,7 @@ DIALOGUES = {
 
 
 @pytest.mark.parametrize("name", DIALOGUES)
-def test_a_dialogue_has_the_same_tokens_mask_and_reward(name):
+def test_dialogue_tokens_mask_and_reward_equal_the_full_system(name):
     """The full system plays a script; the one file takes the actions that came of it."""
     lines = DIALOGUES[name]
     question = "In which country is the city that Agen Airport serves?"
@@ -222,18 +222,18 @@ class SearchToolWorld:
         "null",
     ],
 )
-def test_a_wrong_call_is_an_observation(call):
+def test_malformed_tool_call_returns_an_error_observation(call):
     assert one().call_tool(call, agent().search).startswith("Error: ")
 
 
-def test_an_action_without_an_end_ends_the_episode_without_an_answer():
+def test_action_without_end_token_ends_the_episode_without_answer():
     episode = one().Episode(None, [1, 2], [False, False])
     one().take_turn(agent(), episode, tokenizer().encode("France"))
     assert (episode.done, episode.answer) == (True, "")
     assert episode.mask == [False, False] + [True] * (len(episode.tokens) - 2)
 
 
-def test_advantages_and_dropped_groups_are_those_of_the_full_system():
+def test_advantages_and_dropped_groups_equal_the_full_system():
     rewards = [0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.3, 0.1, 0.2, 0.2]
     base = ragged_trajectories(len(rewards))
     task = Task("t", (), None)
@@ -251,7 +251,7 @@ def test_advantages_and_dropped_groups_are_those_of_the_full_system():
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("moved", [False, True])
-def test_loss_and_gradient_are_those_of_the_learner(dtype, moved):
+def test_loss_and_gradient_equal_those_of_the_learner(dtype, moved):
     """With `moved`, the weights have left those that sampled, some tokens beyond the clip range."""
     trajectories = ragged_trajectories()
     advantages = [random.Random(t.sample).uniform(-2, 2) for t in trajectories]
@@ -278,7 +278,7 @@ def test_loss_and_gradient_are_those_of_the_learner(dtype, moved):
         assert own.abs().max() > 1e-4, name
 
 
-def test_two_updates_on_a_batch_give_the_weights_of_the_learner():
+def test_weights_after_two_updates_equal_those_of_the_learner():
     trajectories = ragged_trajectories()
     advantages = [random.Random(t.sample).uniform(-2, 2) for t in trajectories]
     mine, theirs = tiny(), tiny()
@@ -292,7 +292,7 @@ def test_two_updates_on_a_batch_give_the_weights_of_the_learner():
         assert (own - start[name]).abs().max() > 1e-4
 
 
-def test_greedy_actions_are_those_of_one_episode_at_a_time(monkeypatch):
+def test_batched_greedy_decoding_equals_decoding_one_by_one(monkeypatch):
     """Ragged histories, of which some end early."""
     monkeypatch.setattr(one(), "MAX_NEW_TOKENS", 12)
     model, rng = tiny(), random.Random(5)
@@ -320,7 +320,7 @@ def greedy(model, history, num, end):
     return tokens[len(history) :]
 
 
-def test_sampled_tokens_come_in_the_models_own_shares(monkeypatch):
+def test_sampled_token_frequencies_match_the_model_probabilities(monkeypatch):
     monkeypatch.setattr(one(), "MAX_NEW_TOKENS", 1)
     model, histories = tiny(), [[5, 7, 11]] * 4000
     generator = torch.Generator().manual_seed(0)
@@ -332,7 +332,7 @@ def test_sampled_tokens_come_in_the_models_own_shares(monkeypatch):
     assert (shares - expected).abs().max() < 0.03
 
 
-def test_the_whole_file_runs_on_a_checkpoint(tmp_path, monkeypatch, capsys):
+def test_main_runs_on_a_checkpoint(tmp_path, monkeypatch, capsys):
     """A model that knows nothing gets no reward, so this checks the way and not the learning."""
     tiny(torch.float32).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
@@ -347,7 +347,7 @@ def test_the_whole_file_runs_on_a_checkpoint(tmp_path, monkeypatch, capsys):
     assert "reward 0.000  trained 0/6  nothing to learn from" in lines[1]
 
 
-def test_a_step_moves_the_policy_towards_what_was_rewarded():
+def test_update_raises_likelihood_of_rewarded_trajectories():
     """Two groups of two attempts; the better attempt of each becomes likelier, the worse less likely."""
     model = tiny(torch.float32)
     trajectories = ragged_trajectories(4)
@@ -366,7 +366,7 @@ def test_a_step_moves_the_policy_towards_what_was_rewarded():
 
 
 @pytest.mark.learning
-def test_fifteen_steps_teach_the_packaged_model_the_second_hop(monkeypatch, capsys):
+def test_fifteen_steps_improve_two_hop_success(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["one_file.py", "--steps", "15"])
     one().main()
     lines = capsys.readouterr().out.splitlines()

@@ -36,7 +36,7 @@ def written(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "setting"), [("tools", "env.tools"), ("metrics", "run.metrics"), ("engines", "engine.plugin")]
 )
-def test_where_nothing_is_built_in_the_error_says_what_works(kind, setting):
+def test_unknown_name_without_builtins_lists_accepted_forms(kind, setting):
     with pytest.raises(ConfigError) as caught:
         find_plugin(kind, "my_package.parts:mine", setting, ())
     assert str(caught.value) == (
@@ -54,7 +54,7 @@ def test_where_nothing_is_built_in_the_error_says_what_works(kind, setting):
         ("worlds", "settings, limits"),
     ],
 )
-def test_other_parameters_and_objects_are_refused_with_those_of_the_kind(written, kind, takes):
+def test_plugin_with_wrong_signature_is_rejected_naming_the_expected_one(written, kind, takes):
     name = f"{written('def mine(a, b, c): ...')}:mine"
     with pytest.raises(ConfigError) as caught:
         find_plugin(kind, name, "some.setting", ())
@@ -76,7 +76,7 @@ def test_other_parameters_and_objects_are_refused_with_those_of_the_kind(written
         ("{3: 1.0}", "1.0 for 3"),
     ],
 )
-def test_a_metric_returns_numbers_by_name(written, result, found):
+def test_metric_must_return_a_mapping_to_numbers(written, result, found):
     name = f"{written(f'def mine(groups): return {result}')}:mine"
     with pytest.raises(ConfigError) as caught:
         plugin_metrics([name], GROUPS, ())
@@ -84,7 +84,7 @@ def test_a_metric_returns_numbers_by_name(written, result, found):
     assert expected in str(caught.value)
 
 
-def test_a_metric_replaces_no_other(written):
+def test_metric_with_an_existing_name_is_rejected(written):
     good = f"{written('def mine(groups): return {chr(97): len(groups)}')}:mine"
     assert plugin_metrics([good], GROUPS, ["reward/mean"]) == {"a": 1}
     for text in ("reward/mean", "step", "a"):
@@ -95,7 +95,7 @@ def test_a_metric_replaces_no_other(written):
         assert expected in str(caught.value)
 
 
-def test_a_tracker_has_log_and_close(written, tmp_path):
+def test_tracker_without_close_is_rejected(written, tmp_path):
     text = "class Mine:\n    def __init__(self, folder, resume_step): ...\n    def log(self, step, metrics): ...\n"
     name = f"{written(text)}:Mine"
     with pytest.raises(ConfigError) as caught:
@@ -104,13 +104,13 @@ def test_a_tracker_has_log_and_close(written, tmp_path):
     assert expected in str(caught.value)
 
 
-def test_an_environment_returns_a_world(written):
+def test_environment_plugin_must_return_a_world(written):
     config = load_config(None, ["--env.name", f"{written('def mine(settings, limits): return 3')}:mine"])
     with pytest.raises(ConfigError, match="mine: make_world returned 3"):
         build_world(config.env, config.rollout)
 
 
-def test_an_engine_has_the_members_of_the_protocol(written):
+def test_engine_without_protocol_members_is_rejected(written):
     name = f"{written('def mine(session): return None')}:mine"
     config = load_config("search", ["--engine.plugin", name])
     with pytest.raises(ConfigError) as caught:
@@ -132,7 +132,7 @@ BATCH = TokenBatch(torch.zeros(N, L), torch.zeros(N, L), torch.zeros(N, L), torc
     ("part", "takes", "batch"),
     [("advantage", "rewards", OUTCOMES), ("loss", "logprobs", BATCH), ("correction", "old_logprobs", BATCH)],
 )
-def test_a_part_returns_a_tensor_of_the_shape_of_the_mask(written, part, takes, batch):
+def test_algorithm_part_must_return_a_tensor_of_mask_shape(written, part, takes, batch):
     file = written(f"def few(*, {takes}): return {takes}.reshape(-1)[:4]\ndef none(*, {takes}): return None\n")
     for function, found in (("few", "a tensor [4]"), ("none", "None")):
         algorithm = replace(PRESETS["grpo"], **{part: f"{file}:{function}"})
@@ -142,7 +142,7 @@ def test_a_part_returns_a_tensor_of_the_shape_of_the_mask(written, part, takes, 
         assert expected in str(caught.value)
 
 
-def test_a_loss_per_trajectory_returns_one_term_for_each(written):
+def test_per_trajectory_loss_must_return_one_term_per_trajectory(written):
     head = "from ludus.algorithms.algorithm import LossSpec\n@LossSpec(help='h', per_trajectory=True)\n"
     name = f"{written(head + 'def mine(*, logprobs): return logprobs')}:mine"
     with pytest.raises(ConfigError, match=r"returned a tensor \[4, 3\]; expected a tensor \[N\] = \[4\]"):

@@ -37,7 +37,7 @@ def play(job, system):
 
 
 @pytest.mark.scale
-def test_all_systems_do_the_same_work_and_sample_the_same_tokens(job):
+def test_all_systems_generate_the_same_tokens(job):
     import rollout_ours
     import rollout_work
 
@@ -55,7 +55,7 @@ def test_all_systems_do_the_same_work_and_sample_the_same_tokens(job):
         assert other.cached_tokens < 0.95 * reusable
 
 
-def test_reusable_tokens_are_those_that_a_list_of_all_histories_finds(job):
+def test_reusable_tokens_equal_a_brute_force_prefix_search(job):
     import rollout_work
 
     plan, known, found = rollout_work.episodes(job.work), [], 0
@@ -74,7 +74,7 @@ def test_reusable_tokens_are_those_that_a_list_of_all_histories_finds(job):
     assert found == pytest.approx(rollout_work.num_reusable(plan, job.work), rel=0.002)
 
 
-def test_decoding_reads_the_weights_at_each_step_and_all_tokens_before_each_new_one(job, monkeypatch):
+def test_read_time_counts_weights_per_step_and_context_per_token(job, monkeypatch):
     import rollout_hf
     import rollout_ours
     import rollout_work
@@ -96,7 +96,7 @@ def test_decoding_reads_the_weights_at_each_step_and_all_tokens_before_each_new_
 
 
 @pytest.mark.scale
-def test_the_command_runs_each_system_in_a_process_and_writes_its_result(job, tmp_path, capsys):
+def test_command_runs_systems_in_subprocesses_and_writes_results(job, tmp_path, capsys):
     import rollout
     from rollout_work import Work
 
@@ -114,7 +114,7 @@ def test_the_command_runs_each_system_in_a_process_and_writes_its_result(job, tm
     assert "TRL's trainer and tool loop: not run, no environment for it" in printed
 
 
-def test_what_was_measured_under_the_same_conditions_is_taken_up_again(job, tmp_path):
+def test_saved_results_of_the_same_job_are_reused(job, tmp_path):
     import rollout
     from rollout_worker import Result
 
@@ -129,7 +129,7 @@ def test_what_was_measured_under_the_same_conditions_is_taken_up_again(job, tmp_
     assert (rounds, kept, list(skipped)) == ([{"ours": result}], [], ["trl"])
 
 
-def test_ratios_are_taken_within_a_repetition(job):
+def test_ratios_are_computed_within_each_repetition(job):
     import rollout
     from rollout_worker import Result
 
@@ -148,7 +148,7 @@ def test_ratios_are_taken_within_a_repetition(job):
         rollout.check(rounds, 99)
 
 
-def test_a_page_takes_new_figures_in_place_of_the_old(tmp_path):
+def test_fill_replaces_the_marked_section_of_a_page(tmp_path):
     import rollout
 
     page = tmp_path / "page.md"

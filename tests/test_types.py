@@ -25,7 +25,7 @@ def branch(parent, *tokens, kind="action"):
     )
 
 
-def test_a_chain_with_observations_in_the_middle():
+def test_chain_with_an_intermediate_observation_has_aligned_token_fields():
     t = trajectory(PROMPT, FIRST, SEEN, SECOND)
     assert t.rows == ((0, 1, 2, 3),)
     assert t.token_ids == (1, 2, 3, 10, 11, 20, 21, 22, 23, 12)
@@ -37,7 +37,7 @@ def test_a_chain_with_observations_in_the_middle():
     assert t.num_turns == 2
 
 
-def test_the_mask_picks_exactly_what_the_policy_sampled():
+def test_action_mask_selects_exactly_the_sampled_tokens():
     t = trajectory(PROMPT, FIRST, SEEN, SECOND)
     sampled = [token for token, on in zip(t.token_ids, t.action_mask, strict=True) if on]
     logprobs = [lp for lp, on in zip(t.behavior_logprobs, t.action_mask, strict=True) if on]
@@ -45,7 +45,7 @@ def test_the_mask_picks_exactly_what_the_policy_sampled():
     assert logprobs == [*FIRST.logprobs, *SECOND.logprobs]
 
 
-def test_an_episode_that_ends_on_an_observation_and_one_without_tokens():
+def test_final_observation_is_masked_and_empty_trajectory_has_no_tokens():
     ends_on_tool = trajectory(PROMPT, FIRST, SEEN)
     assert ends_on_tool.action_mask[-4:] == (False,) * 4
     assert ends_on_tool.behavior_logprobs[-4:] == (0.0,) * 4
@@ -53,7 +53,7 @@ def test_an_episode_that_ends_on_an_observation_and_one_without_tokens():
     assert (empty.rows, empty.token_ids, empty.action_mask, empty.num_turns) == ((), (), (), 0)
 
 
-def test_an_action_without_tokens_shifts_nothing():
+def test_empty_action_keeps_token_fields_aligned():
     nothing = Segment("action", (), 1, finish_reason="stop")
     t = trajectory(PROMPT, FIRST, SEEN, nothing)
     assert len(t.token_ids) == len(t.action_mask) == len(t.behavior_logprobs) == len(t.versions) == 9
@@ -61,7 +61,7 @@ def test_an_action_without_tokens_shifts_nothing():
     assert t.num_action_tokens == 2
 
 
-def test_rows_of_a_tree_share_their_beginning():
+def test_rows_of_a_tree_share_their_prefix():
     #         0 prompt - 1 action - 2 observation - 3 action
     #                             \ 4 observation - 5 action
     #                                             \ 6 action - 7 observation
@@ -80,14 +80,14 @@ def test_rows_of_a_tree_share_their_beginning():
     assert t.num_turns == 4
 
 
-def test_a_leaf_in_the_middle_of_the_list_is_a_row():
+def test_every_leaf_of_a_tree_is_a_row():
     t = trajectory(PROMPT, branch(0, 10), branch(0, 11), branch(0, 12))
     assert t.rows == ((0, 1), (0, 2), (0, 3))
     assert t.num_action_tokens == 3
 
 
 @pytest.mark.parametrize("name", ["chain", "token_ids", "action_mask", "behavior_logprobs", "versions"])
-def test_a_tree_is_not_read_as_a_chain(name):
+def test_chain_properties_of_a_tree_raise_value_error(name):
     tree = trajectory(PROMPT, FIRST, branch(0, 11))
     with pytest.raises(ValueError, match="2 rows"):
         _ = vars(Trajectory)[name].func(tree)
@@ -116,7 +116,7 @@ def test_the_answer_is_the_last_complete_message(messages, stop, answer):
     assert trajectory(PROMPT, FIRST, messages=messages, stop=stop).answer == answer
 
 
-def test_timings_do_not_tell_two_trajectories_apart():
+def test_timings_are_ignored_in_trajectory_equality():
     from dataclasses import replace
 
     from ludus.types import Timings

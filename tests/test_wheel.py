@@ -38,7 +38,7 @@ def wheel(tmp_path_factory) -> Path:
     return found
 
 
-def test_the_wheel_has_licence_and_metadata(wheel):
+def test_wheel_has_licence_and_metadata_but_no_tests(wheel):
     with zipfile.ZipFile(wheel) as file:
         names = file.namelist()
         (metadata,) = (file.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
@@ -48,7 +48,7 @@ def test_the_wheel_has_licence_and_metadata(wheel):
     assert not [name for name in names if name.startswith(("tests/", "generators/", "benchmarks/"))]
 
 
-def test_the_demo_starts_from_the_wheel_in_an_empty_environment(wheel, tmp_path):
+def test_training_runs_from_the_wheel_in_a_new_environment(wheel, tmp_path):
     venv.create(tmp_path / "venv", with_pip=True)
     (packages,) = (tmp_path / "venv/lib").glob("python*/site-packages")
     # The dependencies are those of this environment; its own link to the checkout is not followed from here.

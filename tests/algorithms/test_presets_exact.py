@@ -37,16 +37,16 @@ SEED = 3
 
 SAMPLING = {
     "group_size": ("test_run.py", "test_the_ledger_adds_up_at_every_step_and_agrees_with_the_rollouts"),
-    "filter_zero_variance": ("test_selection.py", "test_a_group_without_variance_keeps_the_word_of_that_filter"),
-    "max_resample_rounds": ("test_selection.py", "test_a_round_more_replaces_the_groups_without_variance"),
-    "top_variance_fraction": ("test_selection.py", "test_the_groups_that_vary_most_are_kept_and_the_others_counted"),
-    "variance_filter": ("test_selection.py", "test_top_p_keeps_the_groups_that_hold_most_of_the_deviation"),
-    "greso": ("test_greso_loop.py", "test_a_run_skips_what_taught_nothing_and_resumes_with_its_streaks"),
-    "overlong_mask": ("test_selection.py", "test_what_a_limit_cut_off_is_compared_and_does_not_train"),
-    "overlong_buffer": ("test_credit.py", "test_the_end_of_the_budget_costs_reward"),
-    "overlong_measure": ("test_credit.py", "test_the_end_of_the_budget_costs_reward"),
+    "filter_zero_variance": ("test_selection.py", "test_zero_variance_reason_precedes_the_variance_filter"),
+    "max_resample_rounds": ("test_selection.py", "test_resample_rounds_replace_zero_variance_groups"),
+    "top_variance_fraction": ("test_selection.py", "test_highest_variance_groups_are_kept_and_dropped_ones_counted"),
+    "variance_filter": ("test_selection.py", "test_top_p_keeps_groups_holding_that_share_of_deviation"),
+    "greso": ("test_greso_loop.py", "test_greso_run_skips_tasks_and_resumes_with_its_streaks"),
+    "overlong_mask": ("test_selection.py", "test_truncated_sample_counts_in_the_baseline_but_is_masked"),
+    "overlong_buffer": ("test_credit.py", "test_soft_overlong_penalty_reduces_rewards_near_the_limit"),
+    "overlong_measure": ("test_credit.py", "test_soft_overlong_penalty_reduces_rewards_near_the_limit"),
     "minibatches": ("test_inactive.py", "test_a_preset_brings_the_updates_that_its_clip_needs"),
-    "overlong_length": ("test_credit.py", "test_the_longest_episode_is_set_or_that_at_which_one_is_cut"),
+    "overlong_length": ("test_credit.py", "test_overlong_limit_is_configured_or_derived_from_token_limits"),
 }
 """Fields that act before the gradient: on what is sampled, kept or rewarded; the test of each."""
 TEXT = ("name", "summary", "source")

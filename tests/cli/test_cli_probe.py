@@ -123,7 +123,7 @@ ENDPOINT = ("TINY", "--url", "http://h", "--model", "m")
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("magic", "--run", "RUN"), "no probe 'magic'"),
+        (("magic", "--run", "RUN"), "Unknown probe: 'magic'"),
         (("scaling",), "Name a recipe, or a run"),
         (("scaling", "--run", "RUN", "--turn", "1"), "`ludus probe scaling` does not use --turn"),
         (("faithfulness", "--run", "RUN", "--samples", "4"), "does not use --samples"),

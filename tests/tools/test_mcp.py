@@ -69,7 +69,7 @@ def processes(server):
 # What the tools are
 
 
-def test_the_tools_of_all_pages_are_listed_with_names_that_models_can_call(server):
+def test_tools_of_all_pages_are_listed_with_valid_names(server):
     names = [tool.name for tool in server.tools]
     assert names[:3] == ["echo", "many_kinds", "data"]
     assert names[-1] == "pid"
@@ -93,7 +93,7 @@ def test_traits_come_from_the_server_and_from_the_settings():
     assert (echo.traits.cost, echo.traits.latency, echo.concurrency, echo.timeout_s) == (0.5, "fast", 2, 7)
 
 
-def test_a_tool_that_the_server_does_not_have_is_named():
+def test_unknown_tool_name_raises_and_lists_available_tools():
     made = small(only=("ehco",))
     with pytest.raises(UserError, match=r"has no tool 'ehco'.*Its tools: echo, many.kinds"):
         _ = made.tools
@@ -118,7 +118,7 @@ def test_results_of_every_kind_become_text(server):
     ]
 
 
-def test_errors_of_the_server_are_words_for_the_model(server):
+def test_server_errors_are_returned_to_the_model(server):
     assert say(server, "fail") == (ToolStatus.RAISED, "Error: no such thing: try echo")
     assert say(server, "refuse") == (ToolStatus.RAISED, "Error: there is no such method")
 
@@ -131,19 +131,19 @@ def test_arguments_are_checked_against_the_servers_schema(server, arguments, sai
     assert say(server, "echo", **arguments) == (ToolStatus.BAD_ARGUMENTS, f"Error: {said}.")
 
 
-def test_an_argument_that_there_is_not_is_refused(server):
+def test_unknown_argument_is_rejected(server):
     status, output = say(server, "count", what=1)
     assert status is ToolStatus.BAD_ARGUMENTS
     assert "unknown argument" in output
     assert "'what'" in output
 
 
-def test_calls_run_at_once_and_come_back_to_their_own_callers(server):
+def test_concurrent_calls_return_to_their_own_callers(server):
     outcomes = ask(server, *(("echo", {"text": str(n)}) for n in range(50)))
     assert [o.output for o in outcomes] == [str(n) for n in range(50)]
 
 
-def test_a_call_that_hangs_is_late_and_the_next_one_is_answered():
+def test_hanging_call_times_out_and_the_next_one_succeeds():
     made = small(timeout_s=2)
     assert say(made, "hang") == (ToolStatus.TIMED_OUT, "Error: hang took longer than 2 s.")
     assert say(made, "echo", text="here") == (ToolStatus.OK, "here")
@@ -175,7 +175,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize(("kind", "words"), HOSTILE.items(), ids=HOSTILE)
-def test_a_message_that_would_harm_is_an_error_of_its_call_alone(hostile, kind, words):
+def test_hostile_message_fails_only_its_own_call(hostile, kind, words):
     calls = ("hostile", {"kind": kind}), ("echo", {"text": "here"})
     bad, good = heartbeat.run(ToolExecutor(hostile.tools, ToolLimits(max_output=5000)).run(action(*calls)))
     assert bad.status is ToolStatus.RAISED
@@ -183,7 +183,7 @@ def test_a_message_that_would_harm_is_an_error_of_its_call_alone(hostile, kind, 
     assert (good.status, good.output) == (ToolStatus.OK, "here")
 
 
-def test_results_of_many_values_become_text_in_another_process(hostile):
+def test_large_results_are_converted_in_another_process(hostile):
     assert say(hostile, "hostile", kind="structured")[1].startswith('{"x": [0, 0, ')
     status, output = say(hostile, "hostile", kind="texts")
     assert (status, output.count("a"), output[-1]) == (ToolStatus.OK, 2_000, "?")
@@ -194,7 +194,7 @@ def event(number, text):
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_streams_are_filtered_message_by_message_however_they_are_cut(size):
+def test_message_filter_is_independent_of_chunk_boundaries(size):
     good, long = event(1, b"here"), event(2, b"a" * 300)
     streams = {
         "lines": [good, long, b"no JSON", good],
@@ -224,7 +224,7 @@ def test_streams_are_filtered_message_by_message_however_they_are_cut(size):
     assert b"".join(events).endswith(b"data: " + good + b"\n\n")
 
 
-def test_an_event_without_an_end_is_not_held_whole():
+def test_unterminated_event_is_not_buffered_whole():
     read = []
 
     async def parts():
@@ -240,11 +240,11 @@ def test_an_event_without_an_end_is_not_held_whole():
     assert len(read) < 25
 
 
-def test_the_patterns_of_output_schemas_are_not_matched(hostile):
+def test_output_schema_patterns_are_ignored(hostile):
     assert say(hostile, "pattern")[0] is ToolStatus.OK
 
 
-def test_a_long_line_that_answers_no_call_is_left_out(hostile, caplog):
+def test_oversized_message_without_a_call_is_dropped(hostile, caplog):
     tool = next(tool for tool in hostile.tools if tool.name == "hostile")
 
     async def use():
@@ -259,7 +259,7 @@ def test_a_long_line_that_answers_no_call_is_left_out(hostile, caplog):
 # Servers that die
 
 
-def test_a_server_that_died_is_started_again_by_the_next_call():
+def test_dead_server_is_restarted_by_the_next_call():
     made = small()
     parent, child = processes(made)
     parent.kill()
@@ -274,7 +274,7 @@ def test_a_server_that_died_is_started_again_by_the_next_call():
     child.kill()
 
 
-def test_a_call_in_which_the_server_dies_is_a_fault_of_the_infrastructure():
+def test_server_death_during_a_call_raises_tool_fault():
     made = small()
     with pytest.raises(ToolFault, match=r"The tool die failed: The MCP server .* failed"):
         say(made, "die")
@@ -284,7 +284,7 @@ def test_a_call_in_which_the_server_dies_is_a_fault_of_the_infrastructure():
     made.disconnect()
 
 
-def test_such_a_call_is_sent_again_where_the_tool_is_idempotent_and_only_there(tmp_path):
+def test_call_is_retried_after_server_death_only_if_idempotent(tmp_path):
     made = small(env={"FLAG": str(tmp_path / "safe")})
     (outcome,) = ask(made, ("die_once", {}))
     assert (outcome.status, outcome.output, outcome.retried) == (ToolStatus.OK, "alive", True)
@@ -300,30 +300,30 @@ def test_such_a_call_is_sent_again_where_the_tool_is_idempotent_and_only_there(t
 # Servers that do not start
 
 
-def test_a_program_that_is_not_there_is_the_users_to_mend():
+def test_missing_program_raises_user_error():
     with pytest.raises(UserError, match=r"no-such-server cannot be started.*is installed"):
         mcp_server(command="no-such-server")
 
 
-def test_a_server_that_ends_at_once_is_quoted():
+def test_error_quotes_output_of_a_server_that_exits_at_start():
     with pytest.raises(WorldError, match=r"failed to start.*Its output: the licence has run out"):
         mcp_server(command=sys.executable, args=(*SMALL, "dies"))
 
 
-def test_a_server_that_says_nothing_is_given_up_and_ended():
+def test_silent_server_times_out_at_start_and_is_killed():
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(WorldError, match=r"no response within 0\.5 s"):
         mcp_server(command=sys.executable, args=(*SMALL, "mute"), start_timeout_s=0.5)
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-def test_a_url_without_a_server_is_an_infrastructure_failure():
+def test_url_without_a_server_raises_world_error():
     with pytest.raises(WorldError, match="failed to start"):
         mcp_server(url=f"http://127.0.0.1:{free_port()}/mcp", start_timeout_s=10)
 
 
 @pytest.mark.parametrize("given", [{}, {"command": "a", "url": "http://b"}])
-def test_a_server_is_a_command_or_a_url(given):
+def test_exactly_one_of_command_and_url_is_required(given):
     with pytest.raises(ConfigError, match="give either command or url"):
         mcp_server(**given)
 
@@ -351,7 +351,7 @@ def lives(pid: int) -> bool:
         return False
 
 
-def test_closing_ends_the_server_and_what_it_started():
+def test_disconnect_ends_the_server_and_its_child_processes():
     made = small()
     running = processes(made)
     made.disconnect()
@@ -378,14 +378,14 @@ print(pid, flush=True)
 """
 
 
-def test_the_end_of_the_interpreter_ends_the_server():
+def test_interpreter_exit_ends_the_server():
     pids = [int(word) for word in python(LEAVES).split()]
     assert len(pids) == 2
     asyncio.run(until(lambda: not any(lives(pid) for pid in pids)))
 
 
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="util-linux is not there")
-def test_a_server_that_hangs_ends_with_a_process_that_is_killed():
+def test_hung_server_ends_when_its_parent_is_killed():
     leaves = LEAVES + "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
     stops = leaves.replace("print(asyncio.run(tool.function()))", STOPS)
     ended = subprocess.run([sys.executable, "-c", stops], capture_output=True, text=True, timeout=120)
@@ -406,7 +406,7 @@ def test_a_world_closes_its_servers(server):
         made.connect()
 
 
-def test_an_episode_may_have_a_server_of_its_own(server):
+def test_episodes_can_use_separate_servers(server):
     first, second = server.fresh(), server.fresh()
 
     async def play(own):
@@ -434,7 +434,7 @@ def program(name):
     return found
 
 
-def test_the_time_server():
+def test_time_server_tools_can_be_called():
     made = mcp_server(command=program("mcp-server-time"), args=("--local-timezone", "UTC"), timeout_s=60)
     try:
         assert {"get_current_time", "convert_time"} <= {tool.name for tool in made.tools}
@@ -449,7 +449,7 @@ def test_the_time_server():
         made.disconnect()
 
 
-def test_a_world_may_name_its_server_in_its_settings():
+def test_world_settings_can_name_a_server():
     program("mcp-server-time")
     root = Path(__file__).parents[2]
     config = config_from_toml((root / "examples" / "clock.toml").read_text("utf-8"), "clock.toml")
@@ -472,7 +472,7 @@ def test_a_world_may_name_its_server_in_its_settings():
     assert [tool.name for tool in world.tools] == ["convert_time"]
 
 
-def test_the_git_server(tmp_path):
+def test_git_server_tools_can_be_called(tmp_path):
     for words in (
         ["init", "-q"],
         ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "first", "--allow-empty"],
@@ -519,7 +519,7 @@ server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
 """
 
 
-def test_a_server_over_http(tmp_path):
+def test_http_server_limits_messages_and_raises_when_gone(tmp_path):
     port = free_port()
     (tmp_path / "token").write_text("secret\n")
     process = subprocess.Popen([sys.executable, "-c", HTTP, str(port)], stderr=subprocess.DEVNULL)

@@ -46,7 +46,7 @@ def folder(tmp_path_factory):
 # Dense
 
 
-def test_passages_come_in_the_order_of_their_cosines_with_the_query():
+def test_dense_ranking_is_by_cosine_similarity():
     index = DenseIndex(PASSAGES, LetterEncoder())
     vectors = LetterEncoder().encode(PASSAGES)
     cosines = vectors @ LetterEncoder().encode(["dog barks"])[0]
@@ -55,14 +55,14 @@ def test_passages_come_in_the_order_of_their_cosines_with_the_query():
     assert index.search("dog barks", 1) == ["a dog barks"]
 
 
-def test_equal_passages_keep_their_order_and_the_number_is_bounded():
+def test_equal_passages_keep_order_and_result_count_is_bounded():
     index = DenseIndex(["same"] * 30, LetterEncoder())
     assert index.ranking("same", 5) == [0, 1, 2, 3, 4]
     assert len(index.search("same", 99)) == MAX_PASSAGES
     assert len(index.search("same", -3)) == 1
 
 
-def test_a_model_in_a_folder_makes_unit_vectors_that_depend_on_nothing_else(folder):
+def test_folder_encoder_makes_unit_vectors_independent_of_the_batch(folder):
     encoder = FolderEncoder(folder, batch=2)
     texts = [*PASSAGES, "", "Answer the question. " * 200]
     vectors = encoder.encode(texts)
@@ -74,7 +74,7 @@ def test_a_model_in_a_folder_makes_unit_vectors_that_depend_on_nothing_else(fold
     assert np.abs(FolderEncoder(folder, prefix="query: ").encode(texts) - vectors).max() > 1e-3
 
 
-def test_a_vector_is_the_mean_of_the_last_hidden_states(folder):
+def test_embedding_is_the_normalised_mean_of_last_hidden_states(folder):
     text = "the cat"
     ids = torch.tensor([tokenizer()(text)["input_ids"]])
     with torch.no_grad():
@@ -83,7 +83,7 @@ def test_a_vector_is_the_mean_of_the_last_hidden_states(folder):
     assert FolderEncoder(folder).encode([text])[0] == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_policy_is_an_encoder_too(tiny_run):
+def test_policy_checkpoint_can_be_used_as_encoder(tiny_run):
     checkpoint = sorted((tiny_run / "checkpoints").iterdir())[-1]
     index = DenseIndex(PASSAGES, FolderEncoder(checkpoint))
     for passage in PASSAGES:
@@ -91,7 +91,7 @@ def test_a_policy_is_an_encoder_too(tiny_run):
 
 
 @pytest.mark.parametrize("broken", [None, "{}", '{"model_type": "no-such-type"}'])
-def test_a_folder_without_a_model_is_the_users_to_mend(tmp_path, broken):
+def test_folder_without_a_model_raises_user_error(tmp_path, broken):
     if broken is not None:
         (tmp_path / "config.json").write_text(broken)
     with pytest.raises(UserError, match=str(tmp_path)):
@@ -101,7 +101,7 @@ def test_a_folder_without_a_model_is_the_users_to_mend(tmp_path, broken):
 # Hybrid
 
 
-def test_fusion_by_hand():
+def test_reciprocal_rank_fusion_equals_hand_computed_order():
     """Places 1: 1/61 + 1/63, 2: 1/62 + 1/61, 3: 1/63, 4: 1/62."""
     assert RRF_K == 60
     assert fuse([[1, 2, 3], [2, 4, 1]]) == [2, 1, 4, 3]
@@ -109,7 +109,7 @@ def test_fusion_by_hand():
     assert fuse([[], []]) == []
 
 
-def test_a_passage_that_both_find_goes_before_one_that_either_finds():
+def test_hybrid_ranking_equals_fusion_of_both_rankings():
     hybrid = HybridIndex(PassageIndex(PASSAGES), DenseIndex(PASSAGES, LetterEncoder()))
     words, meaning = (
         PassageIndex(PASSAGES).ranking("dog", 100),
@@ -120,12 +120,12 @@ def test_a_passage_that_both_find_goes_before_one_that_either_finds():
     assert hybrid.search("zzzz", 1) != []
 
 
-def test_indices_over_other_passages_cannot_be_fused():
+def test_fusing_indices_over_different_passages_raises():
     with pytest.raises(ValueError, match="the same passages"):
         HybridIndex(PassageIndex(PASSAGES), PassageIndex(PASSAGES[:2]))
 
 
-def test_the_ranking_has_the_requested_depth_and_the_order_of_the_search():
+def test_ranking_has_the_requested_depth_and_search_order():
     rng = random.Random(0)
     passages = [" ".join(rng.choices("abcdefgh", k=5)) for _ in range(300)]
     index = PassageIndex(passages)
@@ -139,7 +139,7 @@ def test_the_ranking_has_the_requested_depth_and_the_order_of_the_search():
 
 
 @pytest.mark.parametrize("method", ["dense", "hybrid"])
-def test_the_search_world_takes_another_method(method, folder, monkeypatch):
+def test_search_world_supports_dense_and_hybrid_methods(method, folder, monkeypatch):
     from ludus.worlds.search import world as module
 
     few = PassageIndex(PASSAGES)
@@ -151,14 +151,14 @@ def test_the_search_world_takes_another_method(method, folder, monkeypatch):
     assert found == PASSAGES[3]
 
 
-def test_words_are_the_default_and_an_encoder_is_optional():
+def test_default_method_is_bm25_and_hybrid_requires_an_encoder():
     assert make_search_world({}, ToolLimits()).settings.method == "bm25"
     assert isinstance(SearchWorld().index, PassageIndex)
     with pytest.raises(ConfigError, match=r"env\.settings\.method \(= 'hybrid'\) needs an encoder"):
         make_search_world({"method": "hybrid"}, ToolLimits())
 
 
-def test_the_tool_says_what_it_found():
+def test_search_tool_returns_the_found_passage():
     assert search_tool(DenseIndex(PASSAGES, LetterEncoder()), 2).function(query="a dog", k=1) == "a dog"
 
 
@@ -184,7 +184,7 @@ def test_a_page_is_found_by_any_spelling_of_its_address(url):
     assert fetch(url=url).output == "The wren is small."
 
 
-def test_a_long_text_has_pages_which_together_are_the_text():
+def test_pages_of_a_long_text_concatenate_to_the_text():
     first = fetch(url="birds.org/owl")
     assert first.output.startswith("[https://birds.org/owl/, page 1 of 3]\nLine 0 of")
     assert not first.truncated
@@ -198,7 +198,7 @@ def test_a_long_text_has_pages_which_together_are_the_text():
 
 
 @pytest.mark.parametrize("text", ["", "x" * 100, "word " * 50, "line\n" * 40, "a b\nc" * 33])
-def test_pages_are_the_text_cut_where_it_hurts_least(text):
+def test_pages_are_split_at_line_or_word_boundaries(text):
     pages = split_pages(text, 30)
     assert "".join(pages) == text
     assert max(map(len, pages)) <= 30
@@ -208,7 +208,7 @@ def test_pages_are_the_text_cut_where_it_hurts_least(text):
         assert all(page.endswith(" ") for page in pages[:-1])
 
 
-def test_an_address_that_there_is_not_brings_near_ones():
+def test_unknown_address_suggests_similar_ones():
     outcome = fetch(url="https://birds.org/wrne")
     assert outcome.status is ToolStatus.RAISED
     assert outcome.output.startswith(
@@ -218,12 +218,12 @@ def test_an_address_that_there_is_not_brings_near_ones():
     assert fetch(url="###").output.endswith("Search for the page first.")
 
 
-def test_two_spellings_of_one_address_are_refused():
+def test_equivalent_addresses_in_a_corpus_are_rejected():
     with pytest.raises(UserError, match="are equivalent"):
         fetch_tool({"http://a.org": "x", "https://a.org/": "y"})
 
 
-def test_a_corpus_is_a_folder_or_a_file_of_lines(tmp_path):
+def test_corpus_is_loaded_from_a_folder_or_jsonl_file(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b.html").write_text("<head><title>t</title></head><p>1&nbsp;&amp; <b>2</b></p><p>3")
     (tmp_path / "c.md").write_text("# Four\n")
@@ -240,6 +240,6 @@ def test_a_corpus_is_a_folder_or_a_file_of_lines(tmp_path):
         load_corpus(tmp_path / "none.jsonl")
 
 
-def test_scripts_and_styles_are_no_text():
+def test_html_text_excludes_scripts_styles_and_comments():
     page = "<html><style>p {}</style><script>alert('<p>')</script><!-- no --><h1>Yes</h1><br>x &lt; y</html>"
     assert text_of_html(page) == "Yes\nx < y"

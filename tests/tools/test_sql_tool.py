@@ -39,7 +39,7 @@ def refusal(text, **settings):
     return str(error.value)
 
 
-def test_rows_come_as_a_table_with_their_count():
+def test_query_returns_a_table_with_row_count():
     told = sql_tool(Database(IMAGE)).function(query="SELECT title, price FROM book ORDER BY id")
     assert told == "title | price\nSand | 2.5\nSalt | 10\nTwo lines | NULL\n(3 rows)"
     one = sql_tool(Database(IMAGE)).function(query="SELECT COUNT(*) AS n FROM book;")
@@ -47,7 +47,7 @@ def test_rows_come_as_a_table_with_their_count():
     assert sql_tool(Database(IMAGE)).function(query="SELECT 1 AS x WHERE 0") == "x\n(0 rows)"
 
 
-def test_of_many_rows_the_first_are_shown_and_all_are_counted():
+def test_long_results_are_truncated_and_rows_counted():
     limits = SqlLimits(rows=2, counted=50, cell=5)
     ninety = ENDLESS.format("x") + " LIMIT {}"
     assert as_table(ask(ninety.format(40), limits=limits), limits) == "x\n1\n2\n(40 rows, 2 shown)"
@@ -82,7 +82,7 @@ def test_the_schema_shows_columns_types_keys_and_sample_rows():
         ("SELECT 1 -- " + "x" * 5000, "the query has 5012 characters; 4000 are allowed"),
     ],
 )
-def test_mistakes_have_helpful_messages(query, words):
+def test_query_errors_have_helpful_messages(query, words):
     assert refusal(query) == words
 
 
@@ -116,14 +116,14 @@ WRITES = {
 
 @pytest.mark.parametrize("writable", [False, True])
 @pytest.mark.parametrize("query", FORBIDDEN)
-def test_what_reaches_beyond_the_tables_is_refused(query, writable, tmp_path, monkeypatch):
+def test_statements_beyond_the_tables_are_rejected(query, writable, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert FORBIDDEN[query] in refusal(query, writable=writable)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("query", WRITES)
-def test_a_read_only_database_takes_no_writes_and_a_writable_one_keeps_them(query):
+def test_writes_are_rejected_if_read_only_and_kept_if_writable(query):
     database = Database(IMAGE)
     with pytest.raises(SqlError, match=WRITES[query]):
         database.query(query)
@@ -133,7 +133,7 @@ def test_a_read_only_database_takes_no_writes_and_a_writable_one_keeps_them(quer
     assert writable.image != IMAGE
 
 
-def test_a_write_that_fails_changes_nothing():
+def test_failed_write_leaves_the_database_unchanged():
     database = Database(IMAGE, writable=True)
     with pytest.raises(SqlError, match="UNIQUE constraint failed"):
         database.query("INSERT INTO author VALUES (7, 'new', 1), (1, 'again', 2)")
@@ -142,7 +142,7 @@ def test_a_write_that_fails_changes_nothing():
     assert database.query("SELECT COUNT(*) FROM author").rows == ((3,),)
 
 
-def test_pragmas_that_only_tell_are_allowed():
+def test_informational_pragmas_are_allowed():
     assert [row[1] for row in ask("PRAGMA table_info(author)").rows] == ["id", "name", "born"]
     assert ask("SELECT name FROM pragma_table_info('book')").total == 4
 
@@ -168,14 +168,14 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("query", HOSTILE)
-def test_hostile_queries_are_contained_in_time(query):
+def test_hostile_queries_are_stopped_within_five_seconds(query):
     begin = time.thread_time()
     with pytest.raises(SqlError, match=HOSTILE[query]):
         ask(query, limits=SqlLimits(steps=500_000))
     assert time.thread_time() - begin < 5
 
 
-def test_the_slowest_instructions_do_not_add_up():
+def test_many_slow_function_calls_finish_within_five_seconds():
     begin = time.thread_time()
     assert ask(TRIMS.replace(" || trim(a, b)", "", 160)).rows == ((0,),)
     assert time.thread_time() - begin < 5
@@ -193,11 +193,11 @@ def test_the_slowest_instructions_do_not_add_up():
         ("SELECT printf(12.5)", "12.5"),
     ],
 )
-def test_formats_of_ordinary_width_give_what_they_give_in_sqlite(query, due):
+def test_formats_of_ordinary_width_behave_as_in_sqlite(query, due):
     assert ask(query).rows == ((due,),)
 
 
-def test_a_schema_of_a_view_without_end_is_stopped():
+def test_schema_samples_of_an_endless_view_are_stopped():
     endless = Database(IMAGE, writable=True, limits=SqlLimits(steps=200_000, counted=10**9))
     endless.query(f"CREATE VIEW forever AS {ENDLESS.format('x')}")
     assert "forever(x )" in endless.describe()
@@ -205,7 +205,7 @@ def test_a_schema_of_a_view_without_end_is_stopped():
         endless.describe("forever", samples=3)
 
 
-def test_the_bound_on_steps_stops_at_the_same_place_each_time():
+def test_step_limit_is_deterministic():
     limits = SqlLimits(steps=20_000, seconds=60)
     for bound in (1_000, 100_000):
         query = f"SELECT COUNT(*) FROM ({ENDLESS.format('x')} LIMIT {bound})"
@@ -219,11 +219,11 @@ def test_the_bound_on_steps_stops_at_the_same_place_each_time():
     assert told[0] == "the query was stopped: it takes too many steps"
 
 
-def test_the_bound_on_time_holds_where_steps_are_plenty():
+def test_time_limit_holds_with_a_large_step_limit():
     assert "longer than 0.1 s" in refusal(ENDLESS.format("COUNT(*)"), limits=SqlLimits(steps=10**12, seconds=0.1))
 
 
-def test_a_query_cannot_fill_the_memory():
+def test_query_memory_is_limited():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     blobs = (
         "WITH RECURSIVE c(x, n) AS (SELECT zeroblob(4900), 1 UNION SELECT zeroblob(4900), n + 1 FROM c) "
@@ -236,7 +236,7 @@ def test_a_query_cannot_fill_the_memory():
     assert ask("SELECT COUNT(*) FROM book").rows == ((3,),)
 
 
-def test_giant_output_reaches_the_model_cut_and_counted():
+def test_huge_output_is_truncated_and_rows_counted():
     toolbox = ToolExecutor([sql_tool(Database(IMAGE))])
     call = ToolCall("1", "sql", {"query": ENDLESS.format("hex(zeroblob(2400)), x")})
     (outcome,) = asyncio.run(toolbox.run(Action(Message(role="assistant", content=""), (call,))))
@@ -245,7 +245,7 @@ def test_giant_output_reaches_the_model_cut_and_counted():
     assert outcome.output.endswith("(more than 10000 rows, 20 shown)")
 
 
-def test_an_error_is_an_observation():
+def test_sql_error_is_returned_as_an_observation():
     toolbox = ToolExecutor([sql_tool(Database(IMAGE)), schema_tool(Database(IMAGE))])
     calls = (ToolCall("1", "sql", {"query": "SELECT nam FROM author"}), ToolCall("2", "schema", {}))
     wrong, right = asyncio.run(toolbox.run(Action(Message(role="assistant", content=""), calls)))
@@ -253,7 +253,7 @@ def test_an_error_is_an_observation():
     assert right.status == "ok"
 
 
-def test_queries_at_once_do_not_disturb_each_other():
+def test_concurrent_queries_are_independent():
     toolbox = ToolExecutor([sql_tool(Database(IMAGE, limits=SqlLimits(steps=200_000)))])
     texts = [ENDLESS.format("COUNT(*)"), "SELECT COUNT(*) AS n FROM book"] * 4
     calls = tuple(ToolCall(str(n), "sql", {"query": text}) for n, text in enumerate(texts))

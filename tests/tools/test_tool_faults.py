@@ -48,7 +48,7 @@ def rollouts_of(folder, step):
 
 
 @pytest.mark.fault
-def test_a_third_of_the_calls_fail_and_the_run_goes_on(run):
+def test_run_completes_with_a_third_of_tool_calls_failing(run):
     folder, tally = run
     assert [row["step"] for row in metrics_of(folder)] == list(range(1, STEPS + 1))
     assert tally.total() > 100
@@ -58,7 +58,7 @@ def test_a_third_of_the_calls_fail_and_the_run_goes_on(run):
 
 
 @pytest.mark.fault
-def test_the_ledger_is_right_to_the_last_attempt(run):
+def test_ledger_counts_match_the_recorded_attempts(run):
     folder, _ = run
     for row in metrics_of(folder):
         lines = rollouts_of(folder, row["step"])
@@ -74,7 +74,7 @@ def test_the_ledger_is_right_to_the_last_attempt(run):
 
 
 @pytest.mark.fault
-def test_what_the_infrastructure_failed_earns_nothing_and_is_not_trained(run):
+def test_episodes_failed_by_infrastructure_have_no_reward_or_training(run):
     folder, _ = run
     lost = 0
     for row in metrics_of(folder):
@@ -102,7 +102,7 @@ def test_what_the_infrastructure_failed_earns_nothing_and_is_not_trained(run):
 
 
 @pytest.mark.fault
-def test_faults_that_are_the_tools_own_are_seen_by_the_model_and_counted(run):
+def test_tool_errors_are_shown_to_the_model_and_counted(run):
     folder, _ = run
     calls = [
         outcome

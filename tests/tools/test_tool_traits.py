@@ -53,7 +53,7 @@ class FlakyTool:
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
 @pytest.mark.parametrize("error", [WorldError("gone"), EngineError("gone"), ToolFault("gone")], ids=repr)
-def test_an_idempotent_call_is_sent_once_more_after_an_infrastructure_fault(error, is_async):
+def test_idempotent_call_is_retried_once_after_an_infrastructure_fault(error, is_async):
     failing = FlakyTool(1, error, is_async)
     (outcome,) = run([failing.tool(traits=SAFE)], "it")
     assert (outcome.status, outcome.output, outcome.retried) == (ToolStatus.OK, "done", True)
@@ -63,7 +63,7 @@ def test_an_idempotent_call_is_sent_once_more_after_an_infrastructure_fault(erro
 
 @pytest.mark.parametrize(("traits", "called"), [(UNSAFE, 1), (SAFE, 2)], ids=["not idempotent", "idempotent"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
-def test_a_fault_that_stays_is_no_observation(traits, called, is_async):
+def test_persistent_infrastructure_fault_raises_tool_fault(traits, called, is_async):
     failing = FlakyTool(9, is_async=is_async)
     with pytest.raises(ToolFault, match=r"^The tool it failed: The server is gone\. Start it\.$") as fault:
         run([failing.tool(traits=traits)], "it")
@@ -73,14 +73,14 @@ def test_a_fault_that_stays_is_no_observation(traits, called, is_async):
 
 
 @pytest.mark.parametrize("error", [ValueError("x"), UserError("x"), ConnectionError("x"), TimeoutError()], ids=repr)
-def test_other_errors_are_observations_and_are_not_tried_again(error):
+def test_other_errors_are_observations_and_not_retried(error):
     failing = FlakyTool(9, error)
     (outcome,) = run([failing.tool(traits=SAFE)], "it")
     assert (outcome.status, outcome.retried, failing.called) == (ToolStatus.RAISED, False, 1)
     assert outcome.cost == 2.0
 
 
-def test_the_other_calls_of_the_action_come_to_their_ends_before_the_fault_is_raised():
+def test_other_calls_of_the_action_finish_before_fault_is_raised():
     ended = []
 
     async def slow() -> str:
@@ -93,7 +93,7 @@ def test_the_other_calls_of_the_action_come_to_their_ends_before_the_fault_is_ra
     assert ended == ["slow"]
 
 
-def test_the_second_try_counts_towards_the_deadline_of_the_call():
+def test_retry_counts_towards_the_deadline_of_the_call():
     tries = 0
 
     async def late() -> str:
@@ -108,7 +108,7 @@ def test_the_second_try_counts_towards_the_deadline_of_the_call():
     assert (outcome.status, outcome.retried, outcome.cost) == (ToolStatus.TIMED_OUT, True, 4.0)
 
 
-def test_a_tool_that_fails_for_good_fails_the_episode_and_is_played_again_in_a_fresh_environment():
+def test_episode_with_tool_fault_is_retried_in_a_new_environment():
     failing = FlakyTool(2)
     world = RecordingWorld(tools=(failing.tool(),))
     scheduler = make_scheduler(scripted([write("it"), "Paris"]), world, SchedulerLimits(retries=2))
@@ -121,7 +121,7 @@ def test_a_tool_that_fails_for_good_fails_the_episode_and_is_played_again_in_a_f
     assert all(env.events[-1] == "close" for env in world.made)
 
 
-def test_an_episode_whose_tool_never_works_is_failed_and_earns_nothing():
+def test_episode_with_permanent_tool_fault_fails_without_rewards():
     world = RecordingWorld(tools=(FlakyTool(99).tool(),))
     limits = SchedulerLimits(retries=1, max_failure_rate=1.0)
     (episode,) = asyncio.run(make_scheduler(scripted([write("it"), "Paris"]), world, limits).run(make_requests(1)))
@@ -138,12 +138,12 @@ def test_an_episode_whose_tool_never_works_is_failed_and_earns_nothing():
     ("latency", "timeout_s", "deadline_s"),
     [("instant", None, 5.0), ("fast", None, 20.0), ("slow", None, 60.0), ("slow", 7.0, 7.0), ("instant", 90, 90)],
 )
-def test_the_deadline_is_the_tools_own_or_that_of_its_latency_class(latency, timeout_s, deadline_s):
+def test_deadline_comes_from_the_tool_or_its_latency_class(latency, timeout_s, deadline_s):
     made = tool_of(lambda: "", timeout_s=timeout_s, traits=Traits(latency=latency))
     assert ToolLimits(timeout_s=20.0).deadline_s(made) == deadline_s
 
 
-def test_the_class_decides_which_of_two_hanging_tools_is_given_up_first():
+def test_hanging_tools_time_out_by_latency_class():
     async def never() -> str:
         await asyncio.Event().wait()
         return ""
@@ -160,7 +160,7 @@ def test_the_class_decides_which_of_two_hanging_tools_is_given_up_first():
 # Costs
 
 
-def test_costs_are_those_of_the_calls_that_were_begun():
+def test_only_started_calls_have_a_cost():
     async def never() -> str:
         await asyncio.Event().wait()
         return ""
@@ -178,7 +178,7 @@ def test_costs_are_those_of_the_calls_that_were_begun():
     assert [o.cost for o in outcomes] == [0.5, 0.0, 0.0, 3.0, 0.0]
 
 
-def test_what_an_episode_costs_is_added_up_and_reported_by_tool():
+def test_episode_cost_is_summed_and_reported_by_tool():
     late = threading.Event()
 
     @tool(traits=Traits(cost=0.1))
@@ -208,7 +208,7 @@ def test_what_an_episode_costs_is_added_up_and_reported_by_tool():
     assert seconds["tools/dear/total_s"] >= 0.02
 
 
-def test_second_tries_are_counted():
+def test_retries_are_counted():
     world = RecordingWorld(tools=(FlakyTool(1).tool(traits=SAFE),))
     played = play(scripted([write("it") + write("it"), "Paris"]), world)
     metrics = rollout_metrics([Group(make_task(), (played,))])
@@ -221,7 +221,7 @@ def test_second_tries_are_counted():
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
-def test_the_bound_of_a_tool_holds_over_the_episodes_of_a_scheduler(is_async):
+def test_tool_concurrency_limit_holds_across_episodes_of_a_scheduler(is_async):
     lock, running, most, full = threading.Lock(), 0, 0, threading.Event()
 
     def enter(change):

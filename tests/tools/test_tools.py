@@ -32,7 +32,7 @@ def look_up(name: str, k: int = 2, deep: bool = False) -> str:
     return f"{name} {k} {deep}"
 
 
-def test_the_schema_comes_from_signature_and_docstring():
+def test_schema_is_built_from_signature_and_docstring():
     assert look_up.schema == {
         "type": "function",
         "function": {
@@ -51,7 +51,7 @@ def test_the_schema_comes_from_signature_and_docstring():
     }
 
 
-def test_a_tool_without_arguments_and_one_named_by_hand():
+def test_tool_with_explicit_name_and_no_arguments():
     @tool(name="now", timeout_s=1.5, concurrency=3)
     def what_time() -> str:
         return "noon"
@@ -61,7 +61,7 @@ def test_a_tool_without_arguments_and_one_named_by_hand():
     assert what_time.check({}) == {}
 
 
-def test_defaults_fill_what_is_not_given():
+def test_missing_arguments_are_filled_with_defaults():
     assert look_up.check({"name": "x"}) == {"name": "x", "k": 2, "deep": False}
     assert look_up.check({"k": 5, "deep": True, "name": ""}) == {"name": "", "k": 5, "deep": True}
 
@@ -107,7 +107,7 @@ def paint(colour: Colour, where: Place, size: tuple[int, int], mode: Literal["a"
     return f"{colour.name} {where.name} {size} {mode} {title}"
 
 
-def test_rich_types_are_read_from_plain_json():
+def test_rich_types_are_parsed_from_json_arguments():
     arguments = paint.check({"colour": "red", "where": {"name": "hall"}, "size": [1, 2], "title": "t"})
     assert paint.function(**arguments) == "RED hall (1, 2) a t"
     for wrong in ({"colour": "green"}, {"size": [1]}, {"where": {}}, {"mode": "c"}):
@@ -115,7 +115,7 @@ def test_rich_types_are_read_from_plain_json():
             paint.check({"colour": "red", "where": {"name": "hall"}, "size": [1, 2]} | wrong)
 
 
-def test_every_reference_in_a_schema_leads_somewhere():
+def test_every_schema_reference_resolves():
     parameters = paint.schema["function"]["parameters"]
     assert "title" in parameters["properties"]
     assert parameters["required"] == ["colour", "where", "size"]
@@ -125,7 +125,7 @@ def test_every_reference_in_a_schema_leads_somewhere():
         assert reference.removeprefix("#/$defs/") in parameters["$defs"]
 
 
-def test_bounds_and_descriptions_of_annotated_types_hold():
+def test_annotated_bounds_and_descriptions_are_used():
     @tool
     def turn_to(page: Annotated[int, Field(ge=1, description="the page")] = 1) -> str:
         return str(page)
@@ -138,7 +138,7 @@ def test_bounds_and_descriptions_of_annotated_types_hold():
         turn_to.check({"page": 0})
 
 
-def test_a_validator_that_raises_something_else_is_an_argument_error_too():
+def test_unexpected_validator_exception_becomes_an_argument_error():
     def lookup(value: str) -> str:
         return {"known": value}[value]
 
@@ -168,12 +168,12 @@ def by_position(name: str, /) -> str:
 
 
 @pytest.mark.parametrize("function", [bare, star, double_star, by_position])
-def test_a_function_that_cannot_be_described_is_refused_when_the_tool_is_made(function):
+def test_undescribable_function_raises_type_error_at_tool_creation(function):
     with pytest.raises(TypeError, match=f"tool {function.__name__}: parameter 'names?'"):
         tool(function)
 
 
-def test_coroutine_functions_are_known():
+def test_coroutine_functions_are_detected_as_async():
     async def wait(text: str) -> str:
         return text
 
@@ -206,7 +206,7 @@ def by_hand(query, passages, k1=1.2, b=0.75):
     return scores
 
 
-def test_the_order_is_that_of_bm25_by_hand():
+def test_search_order_equals_hand_computed_bm25():
     source = random.Random(5)
     vocabulary = ["red", "blue", "green", "one", "two", "three", "four"]
     for _ in range(40):
@@ -218,13 +218,13 @@ def test_the_order_is_that_of_bm25_by_hand():
         assert [scores[passages.index(p)] for p in found] == pytest.approx(expected, abs=1e-5)
 
 
-def test_ties_come_in_the_order_of_the_passages():
+def test_ties_are_returned_in_passage_order():
     index = PassageIndex(PASSAGES)
     assert index.search("Texas", 2) == [PASSAGES[3], PASSAGES[4]]
     assert PassageIndex(PASSAGES[::-1]).search("Texas", 2) == [PASSAGES[4], PASSAGES[3]]
 
 
-def test_ties_keep_their_order_among_many():
+def test_ties_keep_passage_order_in_a_large_index():
     source = random.Random(3)
     passages = [f"{source.choices(['red red', 'red', 'blue'], [1, 20, 4])[0]} n{i}" for i in range(120)]
     scores = by_hand("red", passages)
@@ -240,29 +240,29 @@ def test_words_match_without_case_accents_and_punctuation():
 
 
 @pytest.mark.parametrize("query", ["", "   ", "?!", "Atlantis", "日本", "\ud800", "\x00"])
-def test_what_shares_no_word_finds_nothing(query):
+def test_query_without_common_words_returns_no_passages(query):
     assert PassageIndex(PASSAGES).search(query, 5) == []
     assert search_tool(PassageIndex(PASSAGES)).function(query=query) == "No passage matches."
 
 
 @pytest.mark.parametrize(("k", "num"), [(1, 1), (2, 2), (0, 1), (-5, 1), (4, 4), (10**30, 4)])
-def test_the_number_of_passages_is_kept_in_bounds(k, num):
+def test_number_of_passages_is_clamped(k, num):
     assert len(PassageIndex(PASSAGES).search("city", k)) == num
 
 
-def test_never_more_than_the_most_passages():
+def test_search_returns_at_most_max_passages():
     index = PassageIndex([f"city number {i}" for i in range(30)])
     assert len(index.search("city", 30)) == MAX_PASSAGES
 
 
 @given(query=st.text(max_size=60), k=st.integers(-3, 12))
-def test_a_search_returns_distinct_known_passages_for_any_query(query, k):
+def test_search_returns_distinct_indexed_passages_for_any_query(query, k):
     found = PassageIndex(PASSAGES).search(query, k)
     assert set(found) <= set(PASSAGES)
     assert len(set(found)) == len(found) <= max(1, min(k, MAX_PASSAGES))
 
 
-def test_the_tool_takes_its_default_number_from_the_world():
+def test_default_passage_count_is_configurable():
     three = search_tool(PassageIndex(PASSAGES), 3)
     assert three.schema["function"]["parameters"]["properties"]["k"]["default"] == 3
     assert three.check({"query": "city"}) == {"query": "city", "k": 3}

@@ -87,18 +87,18 @@ def test_too_many_files_are_reported_and_the_session_continues():
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, None), (3, 2), (5, 9)])
-def test_lines_that_are_not_there(first, last):
+def test_line_range_outside_the_file_raises(first, last):
     with pytest.raises(ToolError, match="there are no lines"):
         lines_of("a\nb\n", first, last)
 
 
-def test_overlapping_pieces_are_more_than_one():
+def test_overlapping_matches_count_as_more_than_one():
     with pytest.raises(ToolError, match="more than once"):
         replaced("aaa", "aa", "b")
 
 
 @pytest.mark.parametrize("path", ["", "/", "..", "a/../../b", "a\0b", "/box", "/boxes/a", "a/"])
-def test_paths_that_lead_outside(path):
+def test_paths_outside_the_working_folder_raise(path):
     with pytest.raises(ToolError):
         path_of(path)
 
@@ -112,7 +112,7 @@ def diff(before, after, name="f", context=3):
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
 
 
-def test_patches_of_difflib_give_the_new_text():
+def test_difflib_patches_produce_the_new_text():
     rng = random.Random(1)
     for _ in range(300):
         before = "".join(f"{rng.randrange(6)}\n" for _ in range(rng.randrange(1, 25)))
@@ -130,7 +130,7 @@ def test_patches_of_difflib_give_the_new_text():
 
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="needs git to write patches")
-def test_a_patch_of_git_makes_changes_and_removes_files(tmp_path):
+def test_git_patch_creates_changes_and_removes_files(tmp_path):
     def git(*words):
         who = ["-c", "user.name=n", "-c", "user.email=e"]
         return subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True, text=True)
@@ -162,7 +162,7 @@ def patch_of(head, *lines, name="f"):
     return "\n".join([f"--- a/{name}", f"+++ b/{name}", head, *lines]) + "\n"
 
 
-def test_a_hunk_with_a_wrong_line_number_is_applied_at_the_only_match():
+def test_hunk_with_wrong_line_number_is_applied_at_the_only_match():
     patch = patch_of("@@ -9,1 +9,1 @@", "-def f():", "+def h():") + "@@ -10,1 +10,1 @@\n-    return 1\n+    return 2\n"
     made = patched_files(Snapshot({"f": TEXT.encode()}), read_patch(patch)).files
     assert made["f"].decode() == TEXT.replace("f()", "h()").replace("return 1", "return 2", 1)
@@ -187,7 +187,7 @@ def test_a_hunk_with_a_wrong_line_number_is_applied_at_the_only_match():
         ("rename from f\nrename to g\n", "are not applied"),
     ],
 )
-def test_a_patch_that_does_not_fit_says_why_and_changes_nothing(patch, words):
+def test_invalid_patch_raises_with_the_reason(patch, words):
     with pytest.raises(ToolError) as caught:
         patched_files(Snapshot({"f": TEXT.encode()}), read_patch(patch))
     assert words in str(caught.value)
@@ -204,7 +204,7 @@ LOOK = "cat here.txt; cd ..; git fsck && git status --short old.txt new.txt; ls 
 LOOK += "readlink link; test -p pipe && stat -c %a shut/secret shut; cat $(printf 'd/%.0s' $(seq 36))file"
 
 
-def test_a_patch_that_moves_a_file_touches_nothing_else():
+def test_patch_that_moves_a_file_leaves_other_files_unchanged():
     async def act(_, workspace):
         await workspace.run(SCENE)
         moves = patch_of("@@ -1 +1 @@", "-one", "+two", name="old.txt").replace("+++ b/old", "+++ b/new")

@@ -45,7 +45,7 @@ async def ask(tool, **arguments):
 # python and shell
 
 
-def test_a_stateless_program_prints_and_fails_as_text_and_leaves_nothing():
+def test_stateless_programs_return_text_and_keep_no_state():
     async def act(sandbox, _):
         run = python_tool(sandbox, QUICK)
         programs = (
@@ -68,7 +68,7 @@ def test_a_stateless_program_prints_and_fails_as_text_and_leaves_nothing():
     assert texts[4] == "[stopped: it took longer than 2 s]"
 
 
-def test_the_end_of_a_flood_reaches_the_model_with_the_true_count():
+def test_end_of_long_output_is_kept_with_omitted_byte_count():
     async def act(sandbox, _):
         return await ask(python_tool(sandbox, Limits(files_out=0)), code="print('x' * 200_000); print('END')")
 
@@ -78,7 +78,7 @@ def test_the_end_of_a_flood_reaches_the_model_with_the_true_count():
     assert text.endswith(" bytes in the middle of the output are not kept]")
 
 
-def test_a_python_session_keeps_variables_and_says_when_they_are_lost():
+def test_python_session_keeps_variables_and_reports_their_loss():
     async def act(_, workspace):
         run = python_session_tool(workspace)
         codes = ("x = 20", "x + 1", "1 / 0", "x", "open('f', 'w').write('kept')", "while 1: pass", "x")
@@ -93,7 +93,7 @@ def test_a_python_session_keeps_variables_and_says_when_they_are_lost():
     assert said[7] == "kept"
 
 
-def test_a_shell_keeps_its_folder_and_sees_the_first_files():
+def test_shell_keeps_its_folder_and_sees_initial_files():
     async def act(_, workspace):
         run = shell_tool(workspace)
         return [
@@ -104,13 +104,13 @@ def test_a_shell_keeps_its_folder_and_sees_the_first_files():
     assert said == ["[no output]", "/box/d\n5", "first", "[exit code 1]"]
 
 
-def test_a_tool_of_another_kind_of_session_is_refused():
+def test_tool_for_another_session_kind_raises_user_error():
     workspace = Workspace(NamespacesSandbox(), kind="shell")
     with pytest.raises(UserError, match="kind 'python', but got 'shell'"):
         python_session_tool(workspace)
 
 
-def test_calls_of_one_action_wait_for_one_another():
+def test_calls_of_one_action_run_sequentially():
     async def act(_, workspace):
         run = python_session_tool(workspace)
         calls = tuple(
@@ -122,7 +122,7 @@ def test_calls_of_one_action_wait_for_one_another():
     assert [outcome.output for outcome in outcomes] == ["[0]", "[0, 1]", "[0, 1, 2]", "[0, 1, 2, 3]"]
 
 
-def test_a_call_whose_deadline_fires_does_not_tear_the_session():
+def test_session_survives_a_cancelled_call():
     async def act(_, workspace):
         await workspace.run("x = 7")
         with pytest.raises(TimeoutError):
@@ -146,7 +146,7 @@ def test_a_lost_session_is_reported_and_replaced():
     assert after == (ToolStatus.OK, "first")
 
 
-def test_closing_a_workspace_ends_what_runs_in_it():
+def test_closing_a_workspace_cancels_running_calls():
     async def act(_, workspace):
         await workspace.open()
         task = asyncio.create_task(workspace.run("import time; time.sleep(9)"))
@@ -180,7 +180,7 @@ class WorkspaceWorld(World):
         return ToolEnv(tools, self.rewards, resources=[workspace])
 
 
-def test_an_environment_opens_its_workspace_and_submit_ends_the_episode_with_an_answer():
+def test_submit_ends_the_episode_and_closes_the_workspace():
     sandbox = NamespacesSandbox(SandboxSettings(concurrency=2))
     world = WorkspaceWorld(sandbox)
     script = [call("python", code="x = 'Par'"), call("submit"), call("submit", answer="Paris")]
@@ -193,7 +193,7 @@ def test_an_environment_opens_its_workspace_and_submit_ends_the_episode_with_an_
     assert not sandbox._open
 
 
-def test_an_answer_that_is_longer_than_the_limit_of_outputs_is_whole():
+def test_submitted_answer_is_not_truncated_by_the_output_limit():
     trajectory = play(scripted([call("submit", answer="z" * 99)]), SubmittingWorld())
     assert trajectory.outcomes[0].truncated
     assert trajectory.answer == "z" * 99
@@ -207,7 +207,7 @@ class SubmittingWorld(WorkspaceWorld):
         return ToolEnv([submit_tool()], self.rewards, ToolLimits(max_output=20))
 
 
-def test_a_tool_says_what_its_calls_are_like():
+def test_tools_declare_latency_cost_idempotence_and_episode_end():
     assert python_tool(NamespacesSandbox()).traits == Traits(latency="fast", idempotent=True)
     assert submit_tool().traits.ends
 
@@ -248,7 +248,7 @@ def test_a_tool_says_what_its_calls_are_like():
         ("(-1) ** 99999999999999999999", "-1"),
     ],
 )
-def test_the_calculator_computes(expression, value):
+def test_calculator_returns_the_value(expression, value):
     assert asyncio.run(ask(calculator_tool(), expression=expression)) == (ToolStatus.OK, value)
 
 
@@ -287,7 +287,7 @@ def test_the_calculator_computes(expression, value):
         ("1 + " * 200 + "1", "longer than 500"),
     ],
 )
-def test_the_calculator_refuses_at_once_and_says_why(expression, words):
+def test_calculator_rejects_invalid_expressions_with_a_reason(expression, words):
     status, text = asyncio.run(ask(calculator_tool(), expression=expression))
     if words:
         assert (status, words in text) == (ToolStatus.RAISED, True), text
@@ -298,7 +298,7 @@ def test_the_calculator_refuses_at_once_and_says_why(expression, words):
 # places
 
 
-def test_waiting_for_a_place_of_the_sandbox_is_neither_the_tools_time_nor_the_environments():
+def test_waiting_for_a_sandbox_slot_does_not_count_as_timeout():
     async def act(sandbox, _):
         @tool(timeout_s=3)
         async def nap() -> str:
@@ -324,7 +324,7 @@ def test_waiting_for_a_place_of_the_sandbox_is_neither_the_tools_time_nor_the_en
     assert min(outcome.seconds for one in episodes for outcome in one.outcomes) > 3
 
 
-def test_a_program_that_had_its_place_is_late_as_before():
+def test_program_running_in_its_sandbox_slot_still_times_out():
     async def act(sandbox, _):
         @tool(timeout_s=0.3)
         async def nap() -> str:

@@ -246,7 +246,7 @@ def test_new_files_are_added_and_changed_ones_indexed_again(tiny_run, tmp_path):
     start = time.monotonic()
     assert again.refresh() == 0
     assert time.monotonic() - start < 5
-    with pytest.raises(UserError, match="no rollout"):
+    with pytest.raises(UserError, match="Unknown rollout"):
         again.record(10**6)
     again.close()
     (run / "viewer.sqlite").write_bytes(b"not a database" * 100)

@@ -53,7 +53,7 @@ def curve_shape(points: Sequence[BoundaryPoint]) -> Shape:
     """Return the relation of the curves.
 
     `cross`: the trained model is better at the smallest k with a difference, and worse at the largest. `apart`: it is
-    better at the largest k. `together`: it is better at a smaller k, and at the largest there is no difference.
+    better at the largest k. `together`: it is better at a smaller k, and the interval at the largest contains 0.
     """
     signs = [(one.difference.low > 0) - (one.difference.high < 0) for one in points]
     first = next((sign for sign in signs if sign), 0)

@@ -40,8 +40,12 @@ class LogHeader(NamedTuple):
 
 def json_text(data: object) -> str:
     """Return JSON text that can be encoded. Raises ValueError for numbers that are not finite."""
-    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if not text.isascii() else text
+    return encodable(json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")))
+
+
+def encodable(text: str) -> str:
+    """Return the text with U+FFFD in place of each unpaired surrogate."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def write_inspect(folder: Path, records: Iterable[ScoredRecord], header: LogHeader) -> int:

@@ -218,6 +218,18 @@ def difference_interval(gaps: NDArray[np.float64], confidence: float = 0.95) -> 
     return Interval(max(-1.0, mean - half), min(1.0, mean + half))
 
 
+def rates_difference(a: tuple[float, Interval], b: tuple[float, Interval]) -> tuple[float, Interval]:
+    """Return `b - a` of two independent rates with Wilson intervals, and Newcombe's hybrid score interval.
+
+    Newcombe (1998), Statistics in Medicine 17, 873, method 10.
+    """
+    (first, one), (second, other) = a, b
+    difference = second - first
+    low = math.hypot(second - other.low, one.high - first)
+    high = math.hypot(other.high - second, first - one.low)
+    return difference, Interval(max(-1.0, difference - low), min(1.0, difference + high))
+
+
 def seeds_difference(a: NDArray[np.float64], b: NDArray[np.float64], confidence: float = 0.95) -> SeedsDifference:
     """Return the difference of the mean scores `a` [S_a, N] and `b` [S_b, N] of runs (rows) over the same tasks.
 

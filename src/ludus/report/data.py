@@ -165,7 +165,8 @@ def first_records(files: Sequence[Path]) -> tuple[RolloutRecord, ...]:
 
 def starts(steps: Sequence[int]) -> Iterator[int]:
     """Yield the first step of each unbroken sequence of steps."""
-    return (step for step in steps if step - 1 not in set(steps))
+    known = set(steps)
+    return (step for step in steps if step - 1 not in known)
 
 
 def num_steps(kind: Kind, config: Config) -> int | None:

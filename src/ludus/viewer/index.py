@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Lock
 
 from ludus.errors import StorageError, UserError
+from ludus.evaluation.exports import encodable
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts
 from ludus.training.run.run_dir import RunFolder
 from ludus.types import Message
@@ -125,7 +126,7 @@ class RolloutIndex:
         """Return a row and its rollout. Raises UserError for an unknown number."""
         found = self.query("SELECT * FROM rollouts WHERE id = ?", (number,))
         if not found:
-            raise UserError(f"There is no rollout {number}.")
+            raise UserError(f"Unknown rollout: {number}.")
         return found[0], self.read(found)[0]
 
     def read(self, rows: Sequence[Row]) -> list[RolloutRecord]:
@@ -168,12 +169,12 @@ def summary(record: RolloutRecord, solved: bool | None) -> Row:
         "advantage": record.advantage,
         "answer": one.answer[:_ANSWER_CHARACTERS],
     }
-    return {name: _encodable(value) if isinstance(value, str) else value for name, value in row.items()}
+    return {name: encodable(value) if isinstance(value, str) else value for name, value in row.items()}
 
 
 def words(record: RolloutRecord) -> str:
     """Return the text to search: contents, reasoning and calls of all messages."""
-    return _encodable("\n".join(part for message in record.trajectory.messages for part in _parts(message)))
+    return encodable("\n".join(part for message in record.trajectory.messages for part in _parts(message)))
 
 
 def _parts(message: Message) -> Iterator[str]:
@@ -187,10 +188,6 @@ def match_text(text: str) -> str:
     """Return an FTS5 expression that matches all words of a text; operators have no meaning."""
     quoted = " ".join('"' + word.replace('"', '""') + '"' for word in text.replace("\0", " ").split())
     return quoted or '""'
-
-
-def _encodable(text: str) -> str:
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _stamp(path: Path) -> str:

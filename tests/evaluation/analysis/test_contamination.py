@@ -8,10 +8,9 @@ from ludus.evaluation.analysis.contamination import (
     SourceOverlap,
     dialogue_text,
     nearest_tasks,
-    rate_difference,
     task_text,
 )
-from ludus.evaluation.stats import wilson
+from ludus.evaluation.stats import rates_difference, wilson
 from ludus.types import Message, Task
 
 LETTERS = (
@@ -91,5 +90,5 @@ def test_texts_of_tasks_hold_the_answer_and_leave_out_system_messages():
 
 def test_the_difference_of_two_rates_by_hand():
     # Newcombe (1998), table II, example (a): 56/70 - 48/80 = 0.2 [0.0524, 0.3339]
-    change, interval = rate_difference((48 / 80, wilson(48, 80)), (56 / 70, wilson(56, 70)))
+    change, interval = rates_difference((48 / 80, wilson(48, 80)), (56 / 70, wilson(56, 70)))
     assert (change, interval.low, interval.high) == pytest.approx((0.2, 0.0524, 0.3339), abs=5e-5)

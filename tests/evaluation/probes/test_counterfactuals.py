@@ -9,7 +9,6 @@ from chat_server import Reply, say, serving
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.errors import UserError
 from ludus.evaluation.probes.counterfactuals import measure_counterfactuals
-from ludus.evaluation.probes.report import proportion_difference
 from ludus.rollouts.ledger import Ledger
 from ludus.rollouts.openai_client import OpenAIClient, OpenAIClientSettings, endpoint_chat_factory
 from ludus.rollouts.scheduler import scheduler
@@ -112,9 +111,3 @@ def test_a_world_that_changes_is_refused_through_an_endpoint():
 
     with pytest.raises(UserError, match="The messages before turn 2 differ on replay"):
         through_endpoint(RecordingWorld((echo,)))
-
-
-def test_newcombe_interval():
-    """The published example: 56/70 and 48/80 (Newcombe 1998, table II, row a): 0.2 [0.0524, 0.3339]."""
-    found = proportion_difference((56, 70), (48, 80))
-    assert (found.value, found.interval.low, found.interval.high) == pytest.approx((0.2, 0.0524, 0.3339), abs=1e-4)

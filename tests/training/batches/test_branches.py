@@ -81,7 +81,7 @@ def episodes(*trajectories):
     return [Episode(RolloutKey(1, "t", i), Task("t", (), None), t) for i, t in enumerate(trajectories)]
 
 
-def test_the_row_of_a_tree_has_each_action_once():
+def test_row_of_a_tree_trains_each_action_once():
     row = row_of_trajectory(tree(), tuple(range(1, 11)))
     assert tree().rows == ((0, 1, 2, 3), (0, 1, 2, 5), (0, 1, 2, 4, 6, 7))
     stem = (*PROMPT, 4, 5, 6, 7)
@@ -95,7 +95,7 @@ def test_the_row_of_a_tree_has_each_action_once():
     assert sum(row.observed) == 3
 
 
-def test_the_paths_carry_the_reward_of_their_leaf_and_their_own_turns():
+def test_paths_have_their_leaf_reward_and_turn_rewards():
     own = tree().paths()
     assert [path.trajectory.reward for path in own] == [1.0, 0.0, 0.5]
     assert [path.places for path in own] == [(0, 1, 2, 3, 4), (0, 1, 5, 6), (0, 1, 7, 8, 9)]
@@ -104,7 +104,7 @@ def test_the_paths_carry_the_reward_of_their_leaf_and_their_own_turns():
     assert replace(tree(), leaf_rewards=()).paths()[0].trajectory.reward == 0.5
 
 
-def test_a_token_has_the_mean_advantage_of_the_leaves_below_it():
+def test_token_advantage_is_the_mean_over_leaves_below_it():
     credits = assign_credit([episodes(tree(), chain(1, 0.2))], PRESETS["dr_grpo"])
     mean = (1.0 + 0.0 + 0.5 + 0.2) / 4
     stem = [(1.0 + 0.0 + 0.5) / 3 - mean] * 2
@@ -114,7 +114,7 @@ def test_a_token_has_the_mean_advantage_of_the_leaves_below_it():
     assert all(credit.outcome is RolloutOutcome.TRAINED for credit in credits)
 
 
-def test_leaves_that_differ_are_variance():
+def test_differing_leaf_rewards_count_as_group_variance():
     two = episodes(tree(), replace(tree(1), reward=0.5))
     assert all(c.outcome is RolloutOutcome.TRAINED for c in assign_credit([two], PRESETS["grpo"]))
     equal = episodes(tree(leaves=(1.0, 1.0, 1.0)), tree(1, leaves=(1.0, 1.0, 1.0)))
@@ -126,7 +126,7 @@ def of_two(name, *leaves):
     return [replace(e, task=Task(name, (), None)) for e in episodes(*(tree(i, own) for i, own in enumerate(leaves)))]
 
 
-def test_the_groups_that_vary_most_are_those_whose_leaves_do():
+def test_variance_filter_keeps_groups_with_differing_leaf_rewards():
     split, near = of_two("split", (1.0, 0.0, 0.5), (0.5, 1.0, 0.0)), of_two("near", (0.4,) * 3, (0.6,) * 3)
     credits = filter_low_variance(
         assign_credit([near, split], PRESETS["grpo"]), replace(PRESETS["grpo"], top_variance_fraction=0.5)
@@ -134,34 +134,34 @@ def test_the_groups_that_vary_most_are_those_whose_leaves_do():
     assert {c.episode.task.id for c in credits if c.outcome is RolloutOutcome.TRAINED} == {"split"}
 
 
-def test_a_task_whose_leaves_differ_is_not_skipped():
+def test_greso_does_not_skip_tasks_with_differing_leaf_rewards():
     start = AlgorithmState(greso=GresoState(streaks={"split": -1}))
     groups = [of_two("split", (1.0, 0.0, 0.5), (0.5, 1.0, 0.0)), of_two("flat", (0.5,) * 3, (0.5,) * 3)]
     after = record_greso_visits(start, assign_credit(groups, PRESETS["grpo"]), "right", PRESETS["grpo"])
     assert after.greso.streaks == {"flat": -1}
 
 
-def test_groups_whose_leaves_alone_differ_are_none_of_equal_rewards():
+def test_zero_variance_metric_excludes_groups_with_differing_leaf_rewards():
     split, flat = of_two("split", (1.0, 0.0, 0.5), (1.0, 0.0, 0.5)), of_two("flat", (0.5,) * 3, (0.5,) * 3)
     groups = [Group(g[0].task, tuple(e.trajectory for e in g)) for g in (split, flat)]
     assert rollout_metrics(groups)["groups/zero_variance"] == 0.5
 
 
-def test_the_groups_whose_leaves_deviate_most_are_replayed_first():
+def test_priority_replay_prefers_groups_with_largest_leaf_deviation():
     buffer = ReplayBuffer(ReplayConfig(share=0.5, order="priority", max_age=99), 1)
     near, split = of_two("near", (0.4,) * 3, (0.6,) * 3), of_two("split", (1.0, 0.0, 0.5), (0.5, 1.0, 0.0))
     buffer.add(assign_credit([near, split], PRESETS["grpo"]))
     assert {c.episode.task.id for c in buffer.draw(1, PRESETS["grpo"], 0, 0)} == {"split"}
 
 
-def test_a_group_whose_leaves_alone_differ_fills_a_place_of_the_batch():
+def test_group_with_differing_leaf_rewards_counts_towards_the_batch():
     sampler = SimpleNamespace(algorithm=PRESETS["dapo"], reward_mixer=None)
     stream = PromptStream(sampler, TaskOrder([Task("a", (), None)], 0), 1)
     assert stream.counts(of_two("split", (1.0, 0.0, 0.5), (1.0, 0.0, 0.5)))
     assert not stream.counts(of_two("flat", (0.5,) * 3, (0.5,) * 3))
 
 
-def test_rewards_of_leaves_are_not_combined_from_parts():
+def test_combining_reward_parts_with_leaf_rewards_raises():
     config = Config(rewards=RewardsConfig(length=LengthConfig(kind="linear")))
     one = RewardMixer(config.rewards, plan_parts(config, (Reward("right", lambda t, a: 0.0, outcome=True),)))
     with pytest.raises(LearnerError, match="has leaf_rewards"):
@@ -185,7 +185,7 @@ def each_path(model, trajectory):
 
 @pytest.mark.parametrize("planted", [True, False])
 @pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
-def test_the_gradient_is_that_of_a_loop_over_paths(aggregation, planted):
+def test_gradient_of_trees_equals_a_loop_over_paths(aggregation, planted):
     model = tiny_model()
     if not planted:
         model.set_attn_implementation("eager")
@@ -211,13 +211,13 @@ def test_the_gradient_is_that_of_a_loop_over_paths(aggregation, planted):
         model.zero_grad(set_to_none=True)
 
 
-def test_a_shared_prefix_counts_once_in_the_budget():
+def test_shared_prefix_counts_once_in_the_microbatch_budget():
     rows = [row_of_trajectory(tree(i), 1.0) for i in range(3)]
     assert sum(num_unique_tokens(row.tokens) for row in rows) < 70 < 2 * len(rows[0].tokens)
     assert len(microbatches(rows, 70, torch.device("cpu"), torch.float64)) == 1
 
 
-def test_a_critic_and_a_kl_in_the_reward_take_a_tree():
+def test_critic_and_reward_kl_support_trees():
     model = tiny_model()
     algorithm = PRESETS["search_r1"]
     one = learner(model, algorithm, scorers={"reference": LogprobScorer(tiny_model(seed=1))})
@@ -244,7 +244,7 @@ def test_presets_train_trees(name):
     assert metrics["optim/grad_norm"] > 0
 
 
-def test_old_tokens_of_a_tree_are_masked_where_they_stand():
+def test_tree_tokens_over_age_are_masked_in_place():
     def aged(one, old=-1):
         ages = [(0 if i == old else 4,) * len(s.versions) for i, s in enumerate(one.segments)]
         both = zip(one.segments, ages, strict=True)

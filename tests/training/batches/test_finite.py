@@ -44,13 +44,13 @@ CHANGES = {
 
 @ODD
 @pytest.mark.parametrize("what", CHANGES)
-def test_what_an_episode_brings(what, odd):
+def test_non_finite_episode_value_raises(what, odd):
     members = with_trajectory(lambda t: CHANGES[what](t, odd))
     with pytest.raises(LearnerError, match=f"An? {what} of sample 2 of task t is {odd}"):
         assign_credit([members], PRESETS["grpo"])
 
 
-def test_the_reward_of_a_greedy_episode():
+def test_nan_reward_of_a_greedy_episode_raises():
     members = with_trajectory(lambda t: replace(t, reward=math.nan), greedy=True)
     with pytest.raises(LearnerError, match="A reward of sample 2 of task t is nan"):
         assign_credit([members], PRESETS["remax"])
@@ -58,7 +58,7 @@ def test_the_reward_of_a_greedy_episode():
 
 @ODD
 @pytest.mark.parametrize("field", ["kl", "values", "outcome_probs", "prm_logprobs", "ref_logprobs", "old_logprobs"])
-def test_what_a_model_says_of_an_episode(field, odd):
+def test_non_finite_model_estimate_raises(field, odd):
     algorithm = PRESETS["ppo"]
     credits = assign_credit([group()], algorithm)
     tables = [torch.zeros(len(credit.advantages)) for credit in credits]
@@ -89,7 +89,7 @@ def refused(one, rows, message, known=None):
 
 @ODD
 @pytest.mark.parametrize(("field", "what"), [("advantages", "advantage"), ("behavior", "recorded log-probability")])
-def test_what_a_row_brings(field, what, odd):
+def test_non_finite_row_value_is_rejected(field, what, odd):
     rows = named_rows()
     values = list(getattr(rows[3], field))
     values[first_trained(rows[3])] = odd
@@ -98,7 +98,7 @@ def test_what_a_row_brings(field, what, odd):
 
 
 @ODD
-def test_what_was_known_at_the_start_of_the_step(odd):
+def test_non_finite_cached_logprob_raises(odd):
     rows = named_rows()
     proximal = [torch.tensor(row.behavior, dtype=torch.float64) for row in rows]
     proximal[3][first_trained(rows[3])] = odd
@@ -114,7 +114,7 @@ def with_odd_token(model, token):
     return model
 
 
-def test_what_the_policy_the_reference_and_a_teacher_say():
+def test_nan_logprob_of_policy_reference_or_teacher_raises():
     rows = named_rows()[:1]
     broken = with_odd_token(tiny_model(), 0)
     with pytest.raises(LearnerError, match="A log-probability of sample 0 of task t is nan"):
@@ -125,7 +125,7 @@ def test_what_the_policy_the_reference_and_a_teacher_say():
             one.gradient(rows)
 
 
-def test_what_stands_where_nothing_trains_does_not_matter():
+def test_non_finite_values_of_untrained_tokens_are_ignored():
     rows = named_rows()
     one = learner(tiny_model())
     expected, _ = one.gradient(rows)
@@ -170,7 +170,7 @@ def seen(*, odd_at=None, odd=math.nan, loss=1.0):
     return watch, reads.count
 
 
-def test_all_microbatches_of_a_step_are_waited_for_once():
+def test_finite_check_synchronizes_once_per_step():
     watch, reads = seen()
     assert reads == 0
     with SynchronizationCounter() as looks:
@@ -180,7 +180,7 @@ def test_all_microbatches_of_a_step_are_waited_for_once():
 
 @ODD
 @pytest.mark.parametrize("row", range(9))
-def test_only_where_something_is_odd_its_row_is_searched_for(row, odd):
+def test_row_of_a_non_finite_logprob_is_reported(row, odd):
     watch, reads = seen(odd_at=row, odd=odd, loss=math.nan)
     assert reads == 0
     assert watch.fault == f"A log-probability of sample {row} of task t is {odd}."
@@ -188,10 +188,10 @@ def test_only_where_something_is_odd_its_row_is_searched_for(row, odd):
     assert watch.fault == ""
 
 
-def test_an_odd_loss_is_reported():
+def test_infinite_loss_is_reported():
     assert seen(loss=math.inf)[0].fault == "The loss is inf."
 
 
-def test_a_loss_beyond_all_numbers_changes_no_weight():
+def test_overflowing_loss_is_rejected_and_leaves_weights_unchanged():
     rows = [replace(row, advantages=(1e308,) * len(row.tokens)) for row in named_rows()]
     refused(learner(tiny_model(), PRESETS["rloo"]), rows, "The loss is -?(inf|nan)")

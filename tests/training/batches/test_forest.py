@@ -106,7 +106,7 @@ def test_packed_prefixes_contain_every_sequence(sequences):
 
 
 @given(families_of_sequences())
-def test_what_is_shared_stands_once(sequences):
+def test_shared_prefixes_are_stored_once(sequences):
     forest = pack_sequences(sequences, CPU)
     order = sorted(range(len(sequences)), key=lambda i: sequences[i])
     for a, b in pairwise(order):
@@ -141,7 +141,7 @@ def gradients(model, scores, weights):
 
 
 @pytest.mark.parametrize("name", sorted(PLANTED | {"gemma2"}))
-def test_packed_prefixes_have_the_scores_and_gradients_of_padded_rows(name):
+def test_packed_prefixes_match_padded_rows_in_scores_and_gradients(name):
     model = in_double(families()[name]).train()
     scorer = LogprobScorer(model, temperature=0.8)
     assert scorer.shares_prefixes == (name in PLANTED)
@@ -175,7 +175,7 @@ def test_sequences_with_packed_prefixes_do_not_attend_to_each_other():
     torch.testing.assert_close(changed[1:], together[1:], atol=1e-5, rtol=0)
 
 
-def test_a_model_without_packed_prefixes_attends_as_before():
+def test_attention_without_packed_prefixes_is_unchanged():
     model = families()["llama"].double()
     tokens, _ = branching_rows()
     before = model(input_ids=tokens).logits
@@ -192,7 +192,7 @@ def test_a_model_without_packed_prefixes_attends_as_before():
 
 @pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
 @pytest.mark.parametrize("rows", [1, 3, 100, None])
-def test_chunks_of_the_output_layer_give_values_and_gradients_of_the_whole(rows, entropy):
+def test_chunked_output_layer_matches_unchunked_values_and_gradients(rows, entropy):
     draw = torch.Generator().manual_seed(0)
     hidden, weight, bias = (
         torch.randn(*shape, generator=draw, dtype=torch.float64, requires_grad=True)
@@ -225,7 +225,7 @@ def test_chunks_of_the_output_layer_give_values_and_gradients_of_the_whole(rows,
 
 
 @pytest.mark.parametrize("rows", [2, None])
-def test_the_output_layer_passes_a_gradient_check(rows):
+def test_output_layer_passes_gradcheck(rows):
     draw = torch.Generator().manual_seed(0)
     inputs = [torch.randn(*s, generator=draw, dtype=torch.float64) for s in ((5, 3), (7, 3), (7,))]
     inputs = [tensor.requires_grad_() for tensor in inputs]
@@ -238,7 +238,7 @@ def test_the_output_layer_passes_a_gradient_check(rows):
     assert torch.autograd.gradcheck(both, inputs)
 
 
-def test_the_entropy_of_the_output_layer_passes_a_gradient_check():
+def test_output_layer_entropy_passes_gradcheck():
     draw = torch.Generator().manual_seed(0)
     inputs = [torch.randn(*s, generator=draw, dtype=torch.float64) for s in ((5, 3), (7, 3), (7,))]
     inputs = [tensor.requires_grad_() for tensor in inputs]
@@ -251,7 +251,7 @@ def test_the_entropy_of_the_output_layer_passes_a_gradient_check():
     assert torch.autograd.gradcheck(both, inputs)
 
 
-def test_entropy_counts_a_forbidden_token_as_nothing():
+def test_entropy_ignores_tokens_with_minus_infinite_logits():
     logits = torch.tensor([[0.0, 0.0, -torch.inf]], dtype=torch.float64, requires_grad=True)
     scores = logits_to_scores(logits, torch.tensor([1]), "gradient")
     torch.testing.assert_close(scores.entropy, torch.full((1,), 2.0, dtype=torch.float64).log())
@@ -264,7 +264,7 @@ def row(tokens):
     return Row(tuple(tokens), (True,) * num, (True,) * num, (0.0,) * num, (1.0,) * num)
 
 
-def test_rows_that_share_stand_together_and_count_once():
+def test_rows_with_shared_prefixes_are_batched_together_and_counted_once():
     prompts = [list(range(30)), list(range(40, 70))]
     rows = [row([*prompts[i % 2], *([i] * 10)]) for i in range(16)]
     parts = microbatches(rows, 120, CPU, torch.float32)
@@ -277,14 +277,14 @@ def test_rows_that_share_stand_together_and_count_once():
         assert forest.num_tokens <= 45
 
 
-def test_microbatches_are_of_about_one_size():
+def test_microbatches_have_about_equal_size():
     rows = [row([i] * 10) for i in range(12)]
     sizes = [len(part.index) for part in microbatches(rows, 100, CPU, torch.float32)]
     assert sizes == [6, 6]
 
 
 @given(families_of_sequences())
-def test_the_common_prefix_is_that_of_a_loop(sequences):
+def test_common_prefix_equals_a_reference_loop(sequences):
     for left, right in zip(sequences, sequences[1:] + sequences[:1], strict=True):
         pairs = zip(left, right, strict=False)
         expected = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

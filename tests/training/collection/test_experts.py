@@ -49,7 +49,7 @@ def with_expert(episodes):
     return [*episodes, Episode(key, episodes[0].task, replace(one, segments=foreign))]
 
 
-def test_an_expert_counts_in_its_group_and_trains_with_its_own_shaping():
+def test_expert_counts_in_its_group_and_uses_policy_shaping():
     model, algorithm = tiny_model(), replace(PRESETS["mixed_policy"], entropy_coef=0.0)
     group = with_expert(real_group((0.0, 0.0, 0.4, 0.0))[0])
     one = learner(model, algorithm)
@@ -89,7 +89,7 @@ def session(tmp_path_factory):
 
 
 @pytest.mark.pages
-def test_the_search_world_shows_its_tasks(session):
+def test_search_world_provides_demonstrations_with_full_reward(session):
     experts = make_demonstrations(session, PRESETS["mixed_policy"])
     solved = 0
     tasks = session.world.tasks("train")[:20]
@@ -106,7 +106,7 @@ def test_the_search_world_shows_its_tasks(session):
     assert solved >= 15
 
 
-def test_a_file_shows_the_tasks_that_it_names(session, tmp_path):
+def test_demonstrations_from_a_file_join_the_named_tasks(session, tmp_path):
     first, second = session.world.tasks("train")[:2]
     asked = [{"role": "user", "content": "What?"}]
     said = [{"role": "assistant", "content": first.truth.accepted[0]}]
@@ -140,7 +140,7 @@ OTHERS = {"swe": "test_swe_world.py, on a package of its own"}
 NUM_TASKS = 4
 
 
-def test_all_worlds_with_experts_are_looked_at():
+def test_every_world_is_listed_with_or_without_experts():
     assert WORLDS_WITH_EXPERTS.keys() | OTHERS.keys() == set(WORLDS)
 
 
@@ -164,7 +164,7 @@ def spread(tasks):
 
 
 @pytest.mark.parametrize("name", WORLDS_WITH_EXPERTS)
-def test_an_expert_earns_what_the_oracle_earns_in_an_episode(session, name):
+def test_expert_trajectory_equals_the_oracle_episode(session, name):
     own = of_world(session, name, WORLDS_WITH_EXPERTS[name])
     tasks = spread(own.world.tasks("train"))
     shown = {task.id: one for task in tasks if (one := own.world.expert(task)) is not None}
@@ -195,7 +195,7 @@ def test_an_expert_earns_what_the_oracle_earns_in_an_episode(session, name):
         assert actions == [s.tokens for s in said if s.kind == "action"]
 
 
-def test_observations_are_the_environments_and_an_expert_without_an_outcome_is_refused(session, caplog):
+def test_expert_observations_are_replayed_and_failing_experts_rejected(session, caplog):
     own = of_world(session, "functions", {"num_tasks": 40, "levels": [1]}, max_tool_errors=1)
     task = next(task for task in own.world.tasks("train") if truth_of(task, Truth).right == "call")
     right = list(own.world.expert(task).messages)
@@ -228,7 +228,7 @@ def renamed(message, name):
     return message | {"tool_calls": calls}
 
 
-def test_an_expert_that_does_not_fit_or_whose_environment_breaks_is_refused(session, caplog):
+def test_expert_too_long_or_with_broken_environment_is_rejected(session, caplog):
     own = of_world(session, "functions", {"num_tasks": 40}, max_seq_len=300, retries=0)
     tasks = own.world.tasks("train")[:2]
     short = replace(own, model=SimpleNamespace(config=GPT2Config(n_positions=20)))
@@ -272,7 +272,7 @@ def run(folder, reporter):
 
 
 @pytest.mark.fault
-def test_a_run_with_experts_that_is_cut_and_resumed_equals_the_uninterrupted_one(tmp_path):
+def test_resumed_run_with_experts_equals_the_uninterrupted_one(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     steps = run(whole, RecordingReporter())
     for metrics in steps:

@@ -34,7 +34,7 @@ ORDER = TaskOrder(TASKS, 0, 4)
 DRAW = {"seed": 5, "step": 3}
 
 
-def test_tasks_with_a_streak_are_skipped_and_the_next_ones_played():
+def test_tasks_with_a_streak_are_skipped_for_the_next_ones():
     state = AlgorithmState(greso=GresoState(streaks={f"t{i}": -2 for i in range(6)}), position=2)
     chosen = choose_tasks(ORDER, 4, state, {ORDER.take(4, 1)[0].id}, **DRAW)
     looked = ORDER.take(2, chosen.state.position - 2)
@@ -46,11 +46,11 @@ def test_tasks_with_a_streak_are_skipped_and_the_next_ones_played():
     assert chosen.state == replace(state, position=chosen.state.position)
 
 
-def test_without_streaks_the_order_is_kept():
+def test_task_order_is_kept_without_streaks():
     assert list(choose_tasks(ORDER, 4, AlgorithmState(), (), **DRAW).tasks) == ORDER.take(0, 4)
 
 
-def test_where_all_are_skipped_the_first_are_played():
+def test_first_tasks_are_played_if_all_are_skipped():
     state = GresoState(p_hard=0.0, p_easy=0.0, streaks={task.id: -1 for task in TASKS})
     chosen = choose_tasks(ORDER, 3, AlgorithmState(greso=state), (), seed=0, step=0)
     all_skipped = [t for t in ORDER.take(0, 12) if state.skips(t.id, SETTINGS, seed=0, step=0)]
@@ -59,7 +59,7 @@ def test_where_all_are_skipped_the_first_are_played():
     assert len({task.id for task in chosen.tasks}) == len(chosen.tasks)
 
 
-def test_groups_say_whether_a_task_was_too_easy_or_too_hard():
+def test_streaks_record_too_easy_and_too_hard_groups():
     def scored(name, rewards):
         return [
             replace(e, trajectory=replace(e.trajectory, rewards={"right": e.trajectory.reward}))
@@ -81,7 +81,7 @@ def test_groups_say_whether_a_task_was_too_easy_or_too_hard():
 
 
 @pytest.mark.parametrize(("size", "per_step"), [(3, 3), (4, 3), (7, 3), (12, 4)])
-def test_no_step_of_a_stream_meets_a_task_twice(size, per_step):
+def test_stream_request_keys_are_unique_across_a_resume(size, per_step):
     order = TaskOrder(TASKS[:size], 0, per_step)
     state = GresoState(streaks={task.id: -3 for task in order.tasks})
     session = SimpleNamespace(config=Config())
@@ -107,7 +107,7 @@ CHANGES = {
 
 
 @pytest.mark.fault
-def test_a_run_skips_what_taught_nothing_and_resumes_with_its_streaks(tmp_path):
+def test_greso_run_skips_tasks_and_resumes_with_its_streaks(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
         reporter = InterruptingReporter(3) if folder == cut else RecordingReporter()

@@ -49,7 +49,7 @@ def counts(replay: ReplayBuffer) -> tuple[float, float, float]:
     return found["replay/kept"], found["replay/expired"], found["replay/used"]
 
 
-def test_the_first_in_train_first_and_each_as_often_as_it_may():
+def test_oldest_groups_are_replayed_first_up_to_the_limit():
     replay = buffer(times=2)
     replay.add(group(1, 0))
     replay.add(group(2, 1))
@@ -57,14 +57,14 @@ def test_the_first_in_train_first_and_each_as_often_as_it_may():
     assert counts(replay) == (0, 0, 2)
 
 
-def test_the_most_varied_train_first_where_priority_is_asked_for():
+def test_priority_order_replays_highest_variance_first():
     replay = buffer(order="priority")
     for number, rewards in enumerate(((0.0, 0.2), (0.0, 1.0), (0.0, 0.5), (0.5, 1.0))):
         replay.add(group(number, 0, rewards))
     assert [draw(replay, step) for step in (1, 2, 3, 4)] == [["t1"], ["t2"], ["t3"], ["t0"]]
 
 
-def test_beyond_the_size_the_oldest_go_and_are_counted():
+def test_full_buffer_evicts_and_counts_the_oldest_groups():
     replay = buffer(size=2)
     for number in range(5):
         replay.add(group(number, number))
@@ -80,7 +80,7 @@ def test_a_group_with_a_token_over_age_expires_and_is_counted():
     assert counts(replay) == (0, 1, 0)
 
 
-def test_what_did_not_train_and_what_was_replayed_is_not_kept():
+def test_dropped_and_replayed_groups_are_not_stored():
     replay = buffer()
     replay.add(group(1, 0, outcome=RolloutOutcome.DROPPED))
     assert counts(replay) == (0, 0, 0)
@@ -92,7 +92,7 @@ def test_what_did_not_train_and_what_was_replayed_is_not_kept():
     assert counts(replay) == (0, 0, 1)
 
 
-def test_the_share_says_how_many_are_replayed():
+def test_replay_share_determines_the_number_of_replayed_groups():
     def numbers(share, groups):
         return [ReplayBuffer(ReplayConfig(share=share), groups).num_at(step) for step in range(1, 13)]
 
@@ -102,7 +102,7 @@ def test_the_share_says_how_many_are_replayed():
     assert sum(numbers(0.3, 4)) == int(12 * 4 * 0.3 / 0.7)
 
 
-def test_a_checkpoint_keeps_the_buffer():
+def test_restored_buffer_equals_the_saved_one():
     replay = buffer(times=2)
     for number in (1, 2, 3):
         replay.add(group(number, number))
@@ -119,14 +119,14 @@ def test_a_checkpoint_keeps_the_buffer():
         again.restore('{"task": "unknown", "replayed": 0, "greedy": []}', tasks)
 
 
-def test_a_group_without_the_baseline_that_it_would_be_compared_with_expires():
+def test_group_without_its_greedy_baseline_expires():
     replay = buffer()
     replay.add(group(1, 0))
     assert replay.draw(2, PRESETS["remax"], 9, 1) == []
     assert counts(replay) == (0, 1, 0)
 
 
-def test_a_resumed_run_replays_nothing_oftener_than_it_now_may():
+def test_restored_buffer_applies_a_lower_replay_limit():
     replay, fewer = buffer(times=3), buffer(times=1)
     replay.add(group(1, 0))
     assert [draw(replay, step) for step in (2, 3)] == [["t1"], ["t1"]]
@@ -134,7 +134,7 @@ def test_a_resumed_run_replays_nothing_oftener_than_it_now_may():
     assert counts(fewer) == (0, 0, 1)
 
 
-def test_a_resumed_run_keeps_no_more_groups_than_it_now_may():
+def test_restored_buffer_applies_a_smaller_size():
     replay, smaller = buffer(), buffer(size=2)
     for number in (1, 2, 3):
         replay.add(group(number, number))
@@ -143,7 +143,7 @@ def test_a_resumed_run_keeps_no_more_groups_than_it_now_may():
     assert draw(smaller, 4) == ["t2"]
 
 
-def test_the_ages_of_what_trains_are_known_in_every_mode():
+def test_age_metrics_cover_only_trained_tokens():
     masked = [replace(credit, outcome=RolloutOutcome.MASKED) for credit in group(3, version=0)]
     credits = group(1, version=4) + group(2, version=2) + masked
     found = age_metrics(credits, 5)
@@ -154,7 +154,7 @@ def test_the_ages_of_what_trains_are_known_in_every_mode():
     assert age_metrics([], 5) == {"staleness/mean": 0.0, "staleness/max": 0.0, "staleness/age_0": 0.0}
 
 
-def test_replayed_tokens_are_in_the_ages_and_not_in_what_was_sampled():
+def test_replayed_tokens_count_in_ages_but_not_as_new_episodes():
     replay = buffer(max_age=4)
     replay.add(group(1, version=0))
     credits = group(2, version=3) + replay.draw(5, ALGORITHM, 9, 1)
@@ -176,7 +176,7 @@ def test_replayed_tokens_are_in_the_ages_and_not_in_what_was_sampled():
         (["--staleness.replay.share", "0"], False),
     ],
 )
-def test_old_tokens_are_not_replayed_without_a_correction(settings, refuses):
+def test_replaying_old_tokens_without_a_correction_raises(settings, refuses):
     config = load_config("search", [*OFF, "--staleness.replay.share", "0.5", *settings])
     if refuses:
         with pytest.raises(ConfigError, match=r"max_age \(4\) replays tokens beyond"):
@@ -185,7 +185,7 @@ def test_old_tokens_are_not_replayed_without_a_correction(settings, refuses):
         check_replay(config, algorithm_of(config))
 
 
-def test_the_advantage_of_a_sample_is_the_mean_over_its_action_tokens():
+def test_sample_advantage_is_the_mean_over_action_tokens():
     one = group(1, version=0)[0]
     means = [replace(one, advantages=given).advantage for given in (None, (), (2.0, 2.0), (1.0, 4.0, 1.0))]
     assert means == [None, 0.0, 2.0, 2.0]

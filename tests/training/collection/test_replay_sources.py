@@ -26,7 +26,7 @@ REPLAYS = {"staleness.replay.share": 0.5, "staleness.replay.max_age": 9}
 GIVEN = {key.replace(".", "__"): value for key, value in REPLAYS.items()}
 
 
-def test_a_group_past_the_bound_goes_into_the_buffer_and_trains_from_there():
+def test_stale_group_is_buffered_and_replayed():
     replay = buffer()
     late, young = group(1, version=0), group(2, version=3)
     found = replay.take_stale([*late, *young], step=4, bound=2)
@@ -36,14 +36,14 @@ def test_a_group_past_the_bound_goes_into_the_buffer_and_trains_from_there():
     assert draw(replay, 4) == ["t1"]
 
 
-def test_a_late_group_that_would_not_train_is_not_kept():
+def test_stale_dropped_group_is_not_buffered():
     replay = buffer()
     gone = group(1, version=0, outcome=RolloutOutcome.DROPPED)
     assert replay.take_stale(gone, step=9, bound=2) == gone
     assert counts(replay) == (0, 0, 0)
 
 
-def test_groups_of_other_runs_have_no_age_and_are_as_old_as_may_be():
+def test_groups_of_other_runs_are_replayed_at_maximum_age():
     replay = buffer(max_age=3)
     replay.add_source("a/run", [[c.episode for c in group(1, version=70)]])
     text = replay.to_text()
@@ -71,7 +71,7 @@ def test_groups_of_other_runs_have_no_age_and_are_as_old_as_may_be():
         ),
     ],
 )
-def test_what_would_train_without_a_correction_or_never_is_refused(given, message):
+def test_replay_without_share_or_off_policy_correction_raises(given, message):
     words = ["--training.mode", "async", *given]
     if not message:
         check_replay(load_config("search", words), ALGORITHM)
@@ -86,7 +86,7 @@ def adds_up(metrics: dict[str, float]) -> bool:
 
 
 @pytest.mark.fault
-def test_a_slow_group_does_not_block_and_trains_later_from_the_buffer(tiny_run, tmp_path, monkeypatch):
+def test_slow_group_does_not_block_and_is_replayed_later(tiny_run, tmp_path, monkeypatch):
     play, slow = StreamRunner.run_one, []
 
     async def late(player, request):
@@ -108,7 +108,7 @@ def test_a_slow_group_does_not_block_and_trains_later_from_the_buffer(tiny_run, 
     assert len({r.key for r in trained}) == len(trained)
 
 
-def test_rollouts_of_another_run_are_replayed_where_they_are_near_enough(tiny_run, tmp_path):
+def test_rollouts_of_other_runs_are_replayed_unless_too_off_policy(tiny_run, tmp_path):
     """From a run, from a checkpoint and from a file; those of another policy are refused in a sentence."""
     near, far = tmp_path / "near.jsonl.gz", tmp_path / "far.jsonl.gz"
     found = list(read_rollouts(rollouts_path(tiny_run, 1)))
@@ -138,7 +138,7 @@ def elsewhere(trajectory):
     return replace(trajectory, segments=segments)
 
 
-def test_a_group_that_has_become_too_far_is_left_out_and_counted():
+def test_group_with_low_effective_sample_size_is_evicted_and_counted():
     class DriftedLearner:
         """A learner that finds the tokens of every other row a hundred times likelier."""
 

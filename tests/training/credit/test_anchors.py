@@ -82,19 +82,19 @@ def anchors_of(environment):
     return asyncio.run(run_episode(TASK, 0, environment, ConstantPolicy(), EpisodeLimits())).anchors
 
 
-def test_an_environment_names_its_states():
+def test_anchors_use_the_state_key_of_the_environment():
     first, second, third = anchors_of(StatefulCorridor())
     assert first == third != second
 
 
-def test_without_a_name_the_state_is_what_the_model_last_saw():
+def test_default_anchor_is_the_last_observation():
     first, second, third = anchors_of(Corridor())
     assert first != second == third
     assert anchors_of(Corridor("on"))[1] != anchors_of(Corridor("off"))[1]
     assert anchors_of(Corridor("off"))[0] == first
 
 
-def test_a_name_that_fails_is_the_worlds_failure():
+def test_failing_state_key_raises_world_error():
     with pytest.raises(WorldError, match="state_key raised"):
         anchors_of(StatelessCorridor())
 
@@ -136,7 +136,7 @@ def test_gigpo_compares_turns_of_equal_states(given):
     assert not torch.allclose(found, grpo)
 
 
-def test_states_that_are_not_known_equal_none():
+def test_gigpo_without_anchors_equals_grpo():
     algorithm = replace(PRESETS["gigpo"], options=PartOptions(advantage={"weight": 7.0}))
     found, _ = table(assign_credit([anchored(((),) * 4)], algorithm))
     grpo, _ = table(assign_credit([group()], PRESETS["grpo"]))

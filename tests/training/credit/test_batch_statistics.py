@@ -44,7 +44,7 @@ def standard(tokens):
 
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "reinforce_pp_baseline", "ppo", "step_ppo", "vapo"])
-def test_what_an_overlong_filter_masks_is_in_no_mean(name):
+def test_overlong_masked_samples_are_excluded_from_whitening(name):
     algorithm = replace(PRESETS[name], kl_coef=0.0, overlong_mask=True)
     assert algorithm.advantage in WHITENED_ADVANTAGES
     credits = assign_credit([with_cut(group(), 0)], algorithm)
@@ -52,14 +52,14 @@ def test_what_an_overlong_filter_masks_is_in_no_mean(name):
     assert moments(credits) == standard(31)
 
 
-def test_a_group_without_variance_is_in_no_mean():
+def test_zero_variance_groups_are_excluded_from_whitening():
     algorithm = replace(BASELINE, filter_zero_variance=True)
     credits = assign_credit([group(), group((1.0,) * 4, "u")], algorithm)
     assert moments(credits) == standard(38)
     assert assign_credit([group()], algorithm) == credits[:4]
 
 
-def test_what_is_rejected_is_in_no_mean():
+def test_rejected_samples_are_excluded_from_whitening():
     episodes, one = real_group(shift=1.0)
     one.algorithm = replace(BASELINE, correction="reject_sequence")
     credits = filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0)
@@ -67,7 +67,7 @@ def test_what_is_rejected_is_in_no_mean():
     assert moments(credits) == standard(31)
 
 
-def test_what_is_too_old_is_in_no_mean():
+def test_samples_over_age_are_excluded_from_whitening():
     episodes, one = real_group()
     one.algorithm = BASELINE
     old = episodes[0].trajectory
@@ -79,7 +79,7 @@ def test_what_is_too_old_is_in_no_mean():
 
 
 @pytest.mark.parametrize("name", sorted(WHITENED_ADVANTAGES))
-def test_tokens_that_are_too_old_are_in_no_mean(name):
+def test_tokens_over_age_are_excluded_from_whitening(name):
     """An attempt that began under weights beyond the bound and went on under newer ones."""
     episodes, one = real_group()
     one.algorithm = replace(PRESETS["grpo"], advantage=name)
@@ -95,7 +95,7 @@ def test_tokens_that_are_too_old_are_in_no_mean(name):
     assert moments(filter_and_estimate(credits, one, 0)) == standard(left)
 
 
-def test_old_tokens_of_a_tree_are_in_no_mean():
+def test_tree_tokens_over_age_are_excluded_from_whitening():
     """A mean is over the paths, in each of which a token that they share counts."""
     old, new = tree(), tree(1, (0.0, 0.0, 1.0))
     began = replace(old.segments[1], versions=(-9, -9))
@@ -118,7 +118,7 @@ def test_old_tokens_of_a_tree_are_in_no_mean():
     assert [credit.trains for credit in credits] == [(False, False, *(True,) * 8), None]
 
 
-def test_a_kl_in_the_advantage_is_centred_over_what_trains():
+def test_advantage_kl_is_centred_over_trained_tokens():
     algorithm = replace(PRESETS["grpo"], kl_coef=0.5, kl_placement="advantage", overlong_mask=True)
     credits = assign_credit([with_cut(group(), 2)], algorithm)
     mask, _, _ = inputs(credits)
@@ -137,14 +137,14 @@ def test_a_kl_in_the_advantage_is_centred_over_what_trains():
     torch.testing.assert_close(ours, expected, atol=1e-12, rtol=0)
 
 
-def test_where_a_filter_takes_everything_the_record_is_of_all():
+def test_whitening_uses_all_samples_if_all_are_masked():
     algorithm = replace(BASELINE, overlong_mask=True)
     cut = assign_credit([with_cut(group(), 0, 1, 2, 3)], algorithm)
     assert {c.outcome for c in cut} == {RolloutOutcome.MASKED}
     assert [c.advantages for c in cut] == [c.advantages for c in assign_credit([group()], algorithm)]
 
 
-def test_whitening_equals_the_loop_over_what_trains():
+def test_whitening_equals_a_loop_over_trained_tokens():
     draw = torch.Generator().manual_seed(1)
     values = torch.randn(5, 7, dtype=torch.float64, generator=draw)
     mask, trains = (torch.rand(5, 7, generator=draw) < 0.6 for _ in range(2))
@@ -168,7 +168,7 @@ def of_first_group(algorithm, rewards):
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_another_group_matters_to_whitened_advantages_alone(name):
+def test_only_whitened_advantages_depend_on_other_groups(name):
     """So that the table of them is complete: only those are computed again where a filter acts late."""
     algorithm = replace(PRESETS["grpo"], advantage=name, filter_zero_variance=False)
     apart = of_first_group(algorithm, (1.0, 0.0, 0.0, 0.0)) != of_first_group(algorithm, (1.0, 1.0, 1.0, 0.0))

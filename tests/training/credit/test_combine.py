@@ -70,14 +70,14 @@ def rewards_of(one: RewardMixer, *groups: list[Episode], step: int = 1) -> list[
     return [[e.trajectory.reward for e in group] for group in one.combine(step, groups)]
 
 
-def test_weights_and_caps_by_name():
+def test_weights_and_caps_apply_to_parts_by_name():
     one = combiner(weights={"form": 0.3, "short": 0.5}, caps={"short": 0.2})
     ((first, second),) = rewards_of(one, [episode(1, 0.5, -3), episode(0, 1, 0.1)])
     assert first == pytest.approx(1 + 0.3 * 0.5 - 0.5 * 0.2)
     assert second == pytest.approx(0.3 + 0.5 * 0.1)
 
 
-def test_weights_over_steps():
+def test_part_weights_follow_their_schedule():
     one = combiner(weights={"form": 0.36}, weights_end={"form": 0.0, "short": 0.3}, schedule_steps=4)
     found = [rewards_of(one, [episode(0, 1, 1)], step=step)[0][0] for step in (1, 2, 3, 5, 9)]
     assert found == pytest.approx([0.36 + 0.1, 0.27 + 0.15, 0.18 + 0.2, 0.3, 0.3])
@@ -86,14 +86,14 @@ def test_weights_over_steps():
     assert rewards_of(curved, [episode(0, 1, 0)], step=2)[0][0] == pytest.approx(0.3 * (1 + math.cos(math.pi / 4)) / 2)
 
 
-def test_behind_a_gate_shaping_counts_once_the_gate_is_full():
+def test_gated_shaping_counts_only_with_a_full_gate_reward():
     group = [episode(1, 1, 1), episode(0, 1, 1), episode(0.9, 1, -1), episode(1, 0.5, 1)]
     assert rewards_of(combiner(aggregation="gated"), group)[0] == pytest.approx([1.3, 0.0, 0.9, 1.2])
     behind_form = combiner(aggregation="gated", gate="form")
     assert rewards_of(behind_form, group)[0] == pytest.approx([1.3, 0.3, 0.9 + 0.2 - 0.1, 1.0])
 
 
-def test_ranks_within_the_group_and_the_check_of_dominance():
+def test_pareto_rewards_are_ranks_within_the_group():
     # b dominates c; a and b do not dominate each other. Two fronts: 1 and 1 - 1/2.
     a, b, c = episode(1, 0, 0), episode(0, 1, 1), episode(0, 1, 0)
     alone = episode(0, 0, 0)
@@ -104,7 +104,7 @@ def test_ranks_within_the_group_and_the_check_of_dominance():
     assert rewards_of(turned, [b, c]) == [[0.5, 1.0]]
 
 
-def test_pairs_that_the_reward_puts_the_wrong_way_round_are_counted():
+def test_dominance_violations_are_counted():
     one = combiner(aggregation="gated")
     (group,) = one.combine(1, [[episode(0, 1, 0), episode(0, 0, 0), episode(1, 0, 0)]])
     played = [Group(group[0].task, tuple(e.trajectory for e in group))]
@@ -112,7 +112,7 @@ def test_pairs_that_the_reward_puts_the_wrong_way_round_are_counted():
     assert one.metrics(1, played) == {"reward/dominance_violations": 1.0}
 
 
-def test_rewards_of_a_domain_share_a_scale_and_the_moments_outlive_the_step():
+def test_rewards_are_normalised_by_domain_with_persistent_moments():
     one = combiner(normalise_by="family")
     groups = [[episode(1, 0, 0, "x"), episode(0, 0, 0, "x")], [episode(1, 1, 1, "y"), episode(1, 0, 0, "y")]]
     found = rewards_of(one, *groups)
@@ -128,7 +128,7 @@ def test_rewards_of_a_domain_share_a_scale_and_the_moments_outlive_the_step():
     assert resumed.moments == one.moments
 
 
-def test_failed_episodes_stay_as_they_are():
+def test_failed_episodes_are_not_combined():
     failed = episode(0, 0, 0, failure=Failure("engine", "gone", 1), stop_reason=StopReason.FAILED, rewards={})
     (group,) = combiner(weights={"form": 0.3}).combine(1, [[failed, episode(0, 1, 0)]])
     assert group[0] == failed
@@ -144,7 +144,7 @@ def judged(kind, aggregation: str = "weighted_sum", takes_turns: bool = False) -
     return RewardMixer(settings, parts, takes_turns=takes_turns, model=RewardEnsemble((RewardModel(states, kind),)))
 
 
-def test_a_reward_model_is_a_part_of_its_own():
+def test_reward_model_score_is_a_separate_weighted_part():
     (group,) = judged("pointwise").combine(1, [[episode(1, 0, 0), episode(0, 0, 0, segments=())]])
     assert group[0].trajectory.rewards["reward_model"] == pytest.approx(0.75)
     assert group[0].trajectory.reward == pytest.approx(1 + 0.3 * 0.75)
@@ -153,7 +153,7 @@ def test_a_reward_model_is_a_part_of_its_own():
     assert [e.trajectory.reward for e in group] == pytest.approx([1.225, 0.0])
 
 
-def test_a_process_model_rewards_turns_where_the_algorithm_reads_them():
+def test_process_reward_model_sets_turn_rewards_if_the_algorithm_uses_them():
     ((plain,),) = judged("process").combine(1, [[episode(1, 0, 0)]])
     assert plain.trajectory.reward == pytest.approx(1.225)
     assert plain.trajectory.turn_rewards == ()
@@ -182,12 +182,12 @@ def test_a_process_model_rewards_turns_where_the_algorithm_reads_them():
         ("Its weight is rewards.model_weight", {"model": "x", "weights": {"reward_model": 0.1}}),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(said, settings):
+def test_inconsistent_reward_settings_are_rejected(said, settings):
     with pytest.raises(ConfigError, match=said):
         plan_parts(Config(rewards=RewardsConfig(**settings)), WORLD)
 
 
-def test_what_moves_successes_alone_may_weigh_more_and_so_may_what_is_allowed_to():
+def test_gated_or_allowed_shaping_may_have_larger_weights():
     for settings in (
         {"aggregation": "gated", "weights": {"form": 0.8}},
         {"weights": {"form": 0.5}, "allow_outweigh": True},
@@ -200,7 +200,7 @@ def test_what_moves_successes_alone_may_weigh_more_and_so_may_what_is_allowed_to
 
 
 @pytest.mark.fault
-def test_a_run_that_is_cut_and_resumed_equals_the_uninterrupted_one(tiny_run, tmp_path):
+def test_resumed_run_with_reward_moments_equals_the_uninterrupted_one(tiny_run, tmp_path):
     model = sorted((tiny_run / "cold_start" / "checkpoints").iterdir())[-1]
     settings = {
         "evaluation.splits": "[]",
@@ -238,7 +238,7 @@ class ConstantJudge:
         return list(self.values[: len(sequences)])
 
 
-def test_an_ensemble_takes_its_disagreement_off_the_mean():
+def test_ensemble_value_is_the_mean_minus_scaled_std():
     members = (
         ConstantJudge(((0.9, 0.5), (0.1,))),
         ConstantJudge(((0.5, 0.5), (0.5,))),
@@ -264,12 +264,12 @@ def test_an_ensemble_takes_its_disagreement_off_the_mean():
         ({"model_std_coef": 1.0}, "needs an ensemble"),
     ],
 )
-def test_an_ensemble_that_cannot_be_is_refused(settings, words):
+def test_invalid_ensemble_settings_are_rejected(settings, words):
     with pytest.raises(ValidationError, match=words):
         RewardsConfig(**settings)
 
 
-def test_a_trained_ensemble_of_reward_models_judges_in_training(tiny_run, tmp_path):
+def test_trained_reward_model_ensemble_scores_rollouts_in_training(tiny_run, tmp_path):
     recipe = make_recipe(tmp_path)
     model = sorted((tiny_run / "cold_start" / "checkpoints").iterdir())[-1]
     start = ("--model", model)
@@ -302,7 +302,7 @@ def test_a_trained_ensemble_of_reward_models_judges_in_training(tiny_run, tmp_pa
     assert "no tag 'colour'" in refused("train", recipe, *start, *other)
 
 
-def test_rewards_that_the_advantage_does_not_take_are_refused_before_a_model_is_loaded():
+def test_rewards_incompatible_with_the_advantage_are_rejected_early():
     words = ["--algorithm.preset", "pass_at_k", "--rewards.length.kind", "linear"]
     config = load_config("guess", words)
     with pytest.raises(ConfigError, match="takes rewards of 0 and 1, and rewards"):
@@ -310,7 +310,7 @@ def test_rewards_that_the_advantage_does_not_take_are_refused_before_a_model_is_
     assert "the part well_formed has the weight 0.1" in refused("config", "search", *words[:2])
 
 
-def test_a_group_that_lengths_tell_apart_fills_a_place_of_the_batch_that_streams():
+def test_group_differing_only_in_length_rewards_counts_when_streaming():
     shaped = combiner(length={"kind": "linear", "target": 8, "cap": 0.1})
     stream = PromptStream(
         SimpleNamespace(algorithm=PRESETS["dapo"], reward_mixer=shaped), TaskOrder([Task("t", (), None)], 0), 1
@@ -323,7 +323,7 @@ def test_a_group_that_lengths_tell_apart_fills_a_place_of_the_batch_that_streams
         assert all((credit.outcome is RolloutOutcome.TRAINED) == trains for credit in credits)
 
 
-def test_a_part_that_does_not_count_makes_no_group_fill_a_place_of_the_batch_that_streams():
+def test_unweighted_part_does_not_make_a_group_count_when_streaming():
     """Without settings of its own the reward is what it will be; with some, weights may be others."""
     group = [
         replace(e, trajectory=replace(e.trajectory, rewards={"form": float(i)}))
@@ -367,7 +367,7 @@ def sampled(algorithm, rounds: list[list[list[Episode]]]) -> list[TrainingSample
     return asyncio.run(sampler.sample(1, order))
 
 
-def test_rewards_over_the_batch_share_the_scale_of_all_its_rounds():
+def test_batch_normalised_rewards_use_all_sampling_rounds():
     equal, first, second = named("b", "x", 1, 1), named("a", "x", 1, 0), named("c", "x", 0.5, 0)
     algorithm = replace(PRESETS["dr_grpo"], filter_zero_variance=True)
     credits = sampled(algorithm, [[first, equal], [second]])
@@ -390,7 +390,7 @@ def one_round(*groups: list[Episode]) -> list[float]:
     return [e.trajectory.reward for e in one.normalize_batch([e for group in combined for e in group])]
 
 
-def test_a_greedy_baseline_is_on_the_scale_of_the_batch_too():
+def test_greedy_baseline_uses_the_batch_normalised_scale():
     """The third attempt at `a` is the greedy one: the others earn what they are above it."""
     greedy = next(name for name in sorted(PRESETS) if PRESETS[name].advantage in GREEDY_ADVANTAGES)
     credits = sampled(PRESETS[greedy], [[named("a", "x", 1, 0, 1)], []])

@@ -91,7 +91,7 @@ def inputs(credits):
 
 
 @pytest.mark.parametrize("name", ["turn_grpo", "turn_return", "turn_return_hybrid"])
-def test_turns_get_their_own_advantage(name):
+def test_turn_level_advantages_differ_between_turns(name):
     algorithm = replace(PRESETS[name], options=PartOptions())
     credits = assign_credit([group()], algorithm)
     mask, turn, turn_rewards = inputs(credits)
@@ -104,12 +104,12 @@ def test_turns_get_their_own_advantage(name):
     assert [a for a, action in zip(row.advantages, row.sampled, strict=True) if action] == list(credits[1].advantages)
 
 
-def test_an_observation_that_trains_has_the_advantage_of_the_action_before():
+def test_trained_observation_has_the_advantage_of_the_preceding_action():
     row = row_of_trajectory(trajectory(0, 1.0), [1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0], mask_observations=False)
     assert row.advantages == (0.0,) * 3 + (1.0,) * 5 + (2.0,) * 4
 
 
-def test_the_record_has_the_mean_of_a_trajectorys_advantages():
+def test_record_advantage_is_the_mean_over_tokens():
     credits = assign_credit([group()], PRESETS["turn_return"])
     assert credits[1].record.advantage == pytest.approx(sum(credits[1].advantages) / len(credits[1].advantages))
     assert assign_credit([group()], PRESETS["grpo"])[0].record.advantage == credits_of_grpo()[0]
@@ -122,7 +122,7 @@ def credits_of_grpo():
 
 
 @pytest.mark.parametrize("placement", ["reward", "advantage"])
-def test_a_kl_is_placed_before_or_after_the_groups_are_normalised(placement):
+def test_kl_is_applied_before_or_after_group_normalisation(placement):
     algorithm = replace(PRESETS["grpo"], kl_coef=0.3, kl_placement=placement)
     credits = assign_credit([group()], algorithm)
     _, mask = table(credits)
@@ -138,7 +138,7 @@ def test_a_kl_is_placed_before_or_after_the_groups_are_normalised(placement):
     same(found, expected)
 
 
-def test_reinforce_pp_takes_the_kl_token_by_token():
+def test_reinforce_pp_applies_the_kl_per_token():
     algorithm = PRESETS["reinforce_pp"]
     credits = assign_credit([group()], algorithm)
     _, mask = table(credits)
@@ -150,7 +150,7 @@ def test_reinforce_pp_takes_the_kl_token_by_token():
 
 
 @pytest.mark.parametrize("measure", ["sequence", "action_tokens"])
-def test_the_end_of_the_budget_costs_reward(measure):
+def test_soft_overlong_penalty_reduces_rewards_near_the_limit(measure):
     algorithm = replace(PRESETS["dr_grpo"], overlong_buffer=0.5, overlong_measure=measure)
     longest = {"sequence": 19, "action_tokens": 14}[measure]
     credits = assign_credit([group()], algorithm, longest)
@@ -169,7 +169,7 @@ def test_the_end_of_the_budget_costs_reward(measure):
 
 @pytest.mark.parametrize("recipe", list_recipes(), ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("measure", ["sequence", "action_tokens"])
-def test_in_every_recipe_an_episode_that_a_token_limit_cuts_is_punished(recipe, measure):
+def test_truncated_episodes_are_penalised_in_every_recipe(recipe, measure):
     """One action of rollout.max_tokens_per_turn without an end, or as many as fill rollout.max_seq_len."""
     words = ["--algorithm.preset", "dapo", "--algorithm.overlong_measure", measure]
     config = load_config(recipe.config, words)
@@ -199,7 +199,7 @@ def test_in_every_recipe_an_episode_that_a_token_limit_cuts_is_punished(recipe, 
         assert credits[2].advantage < credits[1].advantage <= credits[0].advantage
 
 
-def test_the_longest_episode_is_set_or_that_at_which_one_is_cut():
+def test_overlong_limit_is_configured_or_derived_from_token_limits():
     def longest(*words):
         config = load_config("search", ["--algorithm.preset", "dapo", *words])
         return overlong_limit(config, resolve(config.algorithm))
@@ -223,7 +223,7 @@ def turn_groups():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_zero_variance_drops_no_group_whose_advantage_is_not_zero(name):
+def test_zero_variance_filter_keeps_groups_with_nonzero_advantage(name):
     """Outcomes, turns and lengths differ or not; what an advantage does not read keeps no group."""
     algorithm = replace(PRESETS[name], filter_zero_variance=True, kl_coef=0.0, overlong_mask=False)
     if algorithm.advantage in (*GREEDY_ADVANTAGES, "rae", "raw", "reinforce_pp"):
@@ -246,7 +246,7 @@ def test_zero_variance_drops_no_group_whose_advantage_is_not_zero(name):
 
 
 @pytest.mark.parametrize("name", ["grpo", "turn_grpo"])
-def test_the_share_of_equal_groups_is_what_the_filter_drops(name):
+def test_zero_variance_metric_equals_the_share_dropped_by_the_filter(name):
     """Rewards of turns differ where those of outcomes are equal: `turn_grpo` reads them, `grpo` does not."""
     algorithm = replace(PRESETS[name], filter_zero_variance=True)
     failed = replace(trajectory(0, 0.0), failure=Failure("engine", "gone", 1), stop_reason=StopReason.FAILED)
@@ -272,7 +272,7 @@ def test_the_share_of_equal_groups_is_what_the_filter_drops(name):
     assert (len(dropped) == len(groups) - 2) == (name == "grpo")
 
 
-def test_gtpo_spares_what_good_and_bad_trajectories_share():
+def test_gtpo_does_not_penalise_tokens_shared_with_good_trajectories():
     good, bad = trajectory(0, 1.0), trajectory(0, 0.0)
     task = Task("t", (), None)
     episodes = [Episode(RolloutKey(1, "t", i), task, t) for i, t in enumerate((good, bad))]
@@ -300,7 +300,7 @@ def real_group(rewards=REWARDS, shift=0.0):
     return found, one
 
 
-def test_a_trajectory_whose_ratio_is_out_of_bounds_does_not_train():
+def test_trajectory_with_ratio_out_of_bounds_is_masked():
     episodes, one = real_group(shift=1.0)
     credits = filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0)
     assert [c.outcome for c in credits] == [RolloutOutcome.MASKED, *[RolloutOutcome.TRAINED] * 3]
@@ -314,7 +314,7 @@ def test_a_trajectory_whose_ratio_is_out_of_bounds_does_not_train():
     assert rejected_share(kept) == rejected_share([]) == 0.0
 
 
-def test_the_tokens_that_a_filter_drops_leave_a_trajectory_that_trains():
+def test_token_level_rejection_masks_tokens_and_trains_the_rest():
     """One token of the first episode was likelier to the engine by 2 nats."""
     episodes, one = real_group()
     segments = list(episodes[0].trajectory.segments)
@@ -342,7 +342,7 @@ def test_the_tokens_that_a_filter_drops_leave_a_trajectory_that_trains():
         assert {c.trains for c in found[1:]} == {None}
 
 
-def test_the_optimal_token_baseline_reads_the_policy_s_distributions():
+def test_optimal_token_baseline_uses_the_policy_distributions():
     played, one = real_group()
     episodes = [replace(e, trajectory=replace(e.trajectory, turn_rewards=())) for e in played]
     one.algorithm = PRESETS["optimal_token_baseline"]
@@ -370,7 +370,7 @@ def test_the_optimal_token_baseline_reads_the_policy_s_distributions():
     assert any(len(set(c.advantages)) > 1 for c in found)
 
 
-def test_the_engine_and_the_learner_are_compared_by_length_before_the_first_step():
+def test_engine_learner_parity_is_checked_by_position():
     episodes, one = real_group()
     credits = assign_credit([episodes], one.algorithm)
     measured = check_parity([row_of_trajectory(e.trajectory, 0.0) for e in episodes], one)
@@ -383,7 +383,7 @@ def test_the_engine_and_the_learner_are_compared_by_length_before_the_first_step
         check_samples(assign_credit([others], one.algorithm), one)
 
 
-def test_gtpo_leaves_out_completions_of_high_entropy():
+def test_gtpo_masks_high_entropy_completions():
     episodes, one = real_group()
     one.algorithm = replace(PRESETS["gtpo"], options=PartOptions(loss={"entropy_bound": 0.01}))
     credits = filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0)
@@ -404,7 +404,7 @@ def gtpo_parts(credits, one):
     return plain, means
 
 
-def test_gtpo_subtracts_a_multiple_of_the_mean_entropy_from_the_advantage():
+def test_gtpo_advantage_has_a_mean_entropy_penalty():
     episodes, one = real_group()
     for penalty in (0.1, 0.0, 0.7):
         loss = {"entropy_bound": 10.0} | ({} if penalty == 0.1 else {"entropy_penalty": penalty})
@@ -418,7 +418,7 @@ def test_gtpo_subtracts_a_multiple_of_the_mean_entropy_from_the_advantage():
             assert credit.advantages == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_entropy_filter_of_gtpo_is_for_policies_that_begin_below_its_bound():
+def test_gtpo_entropy_filter_is_disabled_at_high_initial_entropy():
     algorithm = PRESETS["gtpo"]
     assert with_entropy_filter(algorithm, 0.69) == algorithm
     assert with_entropy_filter(algorithm, 0.70).options.loss["entropy_bound"] == math.inf
@@ -428,7 +428,7 @@ def test_the_entropy_filter_of_gtpo_is_for_policies_that_begin_below_its_bound()
 
 
 @pytest.mark.parametrize(("bound", "filters"), [(math.log(61) + 0.1, True), (1.0, False)])
-def test_a_run_measures_the_initial_entropy_once_and_keeps_it(bound, filters):
+def test_initial_entropy_is_measured_once_and_saved(bound, filters):
     """The tiny model starts near ln 61; a bound below that would keep nothing, and is switched off."""
     episodes, one = real_group()
     one.algorithm = replace(PRESETS["gtpo"], options=PartOptions(loss={"entropy_bound": bound}))
@@ -446,7 +446,7 @@ def test_a_run_measures_the_initial_entropy_once_and_keeps_it(bound, filters):
     assert AlgorithmState.start(one.algorithm, memory.to_json()).initial_entropy == first
 
 
-def test_conflict_tokens_of_gtpo_are_those_of_unbroken_runs_unless_set_otherwise():
+def test_gtpo_conflict_tokens_are_contiguous_by_default():
     task = Task("t", (), None)
     actions = [(9, 1, 9, 1), (9, 2, 9, 2)]
     episodes = [
@@ -473,7 +473,7 @@ PENALISING = [name for name, preset in PRESETS.items() if preset.kl_coef]
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_trains_real_rows(name):
+def test_every_preset_updates_weights_with_finite_metrics(name):
     """One step on a batch with spread rewards: a finite loss, and weights that move."""
     algorithm = replace(resolve(AlgorithmConfig(preset=name)), correction="none")
     if name == "gtpo":
@@ -492,7 +492,7 @@ def test_every_preset_trains_real_rows(name):
     assert metrics["mismatch/logprob_diff/<=512"] == pytest.approx(metrics["mismatch/logprob_diff"])
 
 
-def test_a_reward_between_0_and_1_is_named_where_the_advantage_takes_none():
+def test_pass_at_k_with_a_fractional_reward_raises():
     with pytest.raises(LearnerError, match=r"is 0\.4, but the advantage pass_at_k needs 0 or 1"):
         assign_credit([group()], PRESETS["pass_at_k"])
     found = assign_credit([group((1.0, 0.0, 0.0, 0.0, 0.0))], PRESETS["pass_at_k"])

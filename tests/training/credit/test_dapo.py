@@ -134,7 +134,7 @@ def of_the_paper(parts: frozenset[str] = WHOLE) -> Gradient:
 
 
 @pytest.mark.parametrize("number", range(len(WHOLE) + 1))
-def test_with_any_of_its_parts_a_step_is_grpo_and_their_terms(number):
+def test_each_subset_of_dapo_parts_matches_the_paper(number):
     """From GRPO, without a part, to DAPO, with all four."""
     for parts in combinations(sorted(WHOLE), number):
         missing = {key: value for part in WHOLE.difference(parts) for key, value in PARTS[part].items()}
@@ -144,13 +144,13 @@ def test_with_any_of_its_parts_a_step_is_grpo_and_their_terms(number):
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_without_a_part_it_is_another_step(part):
+def test_removing_a_dapo_part_changes_the_step(part):
     found, expected = step(replace(DAPO, **PARTS[part])), of_the_paper()
     same = found.keys() == expected.keys()
     assert not same or max(abs(found[key] - expected[key]) for key in found) > 1e-4
 
 
-def test_beyond_the_parts_it_differs_from_the_paper_of_grpo_in_what_it_says():
+def test_dapo_without_its_parts_equals_the_grpo_paper_preset():
     """No KL; the deviation of verl, where it was published; its 16 updates a batch."""
     assert DAPO.minibatches == 16
     rest = {"kl_coef": PAPER.kl_coef, "std_ddof": PAPER.std_ddof, "minibatches": PAPER.minibatches}

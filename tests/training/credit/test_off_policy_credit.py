@@ -67,7 +67,7 @@ def judged_credits(name, options):
 
 
 @pytest.mark.parametrize(("name", "loop"), [("vtrace", vtrace), ("retrace", retrace)])
-def test_a_run_has_the_advantages_and_targets_of_the_loop(name, loop):
+def test_advantages_and_value_targets_equal_a_reference_loop(name, loop):
     credits, one, judge = judged_credits(name, OPTIONS[name])
     for i, credit in enumerate(credits):
         w = math.exp(SHIFT) if i == 0 else 1.0
@@ -81,7 +81,7 @@ def test_a_run_has_the_advantages_and_targets_of_the_loop(name, loop):
     assert metrics["optim/grad_norm"] > 0
 
 
-def test_on_policy_vtrace_is_gae():
+def test_on_policy_vtrace_equals_gae():
     episodes, one = real_group()
     found = {}
     for name in ("vtrace", "gae"):
@@ -93,7 +93,7 @@ def test_on_policy_vtrace_is_gae():
 
 
 @pytest.mark.parametrize("name", ["vtrace", "retrace"])
-def test_a_second_correction_is_refused_and_none_is_added(name):
+def test_off_policy_advantage_with_a_second_correction_raises(name):
     with pytest.raises(ConfigError, match="twice"):
         resolve(AlgorithmConfig(preset="ppo", advantage=name, correction="tis"))
     words = ["--algorithm.preset", "ppo", "--algorithm.advantage", name, "--training.mode", "async"]

@@ -130,21 +130,21 @@ def scaled(law: str, of: Callable[[float], Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("name", [name for name, law in SCALES.items() if law != "refused"])
-def test_a_scale_of_the_rewards(name):
+def test_reward_scale_changes_advantages_as_listed(name):
     assert scaled(SCALES[name], lambda a: advantages(default(name), a))
 
 
 @pytest.mark.parametrize("name", ["gae", "step_gae", "turn_gae", "vapo", "vtrace", "retrace"])
-def test_a_scale_of_the_rewards_without_whitening(name):
+def test_reward_scale_changes_unwhitened_advantages_linearly(name):
     own = made(name, **DISCOUNTS[name], whiten=0.0)
     assert scaled("linear", lambda a: advantages(own, a))
 
 
-def test_a_scale_of_returns_that_are_only_centred():
+def test_reward_scale_changes_centred_gigpo_advantages_linearly():
     assert scaled("linear", lambda a: advantages(made("gigpo", scale="none"), a))
 
 
-def test_a_floor_under_the_deviation_is_measured_in_rewards():
+def test_std_floor_scales_with_the_rewards():
     b = CASE.b
     given = {"group": b.group, "mask": b.mask, "eps": 0.0}
     floored = grpo(rewards=b.rewards, std_floor=0.6, **given)
@@ -266,12 +266,12 @@ SHIFTS: dict[str, str | Becomes] = {
 }
 
 
-def test_every_advantage_is_in_both_tables():
+def test_every_advantage_has_a_scale_and_shift_rule():
     assert set(SCALES) == set(SHIFTS) == set(ADVANTAGES)
 
 
 @pytest.mark.parametrize("name", [name for name, law in SHIFTS.items() if law != "refused"])
-def test_a_shift_of_the_rewards(name):
+def test_reward_shift_changes_advantages_as_listed(name):
     law, own = SHIFTS[name], default(name)
     before, after = advantages(own), advantages(own, b=SHIFT)
     if isinstance(law, str):
@@ -282,19 +282,19 @@ def test_a_shift_of_the_rewards(name):
 
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "turn_return", "gigpo", "turn_return_hybrid"])
-def test_without_a_discount_returns_do_not_feel_a_shift(name):
+def test_undiscounted_returns_are_invariant_to_a_reward_shift(name):
     own = made(name, gamma=1.0)
     assert agree(advantages(own, b=SHIFT), advantages(own))
 
 
-def test_rewards_of_turns_that_are_compared_turn_by_turn_do_not_feel_a_shift():
+def test_turn_grpo_is_invariant_to_a_turn_reward_shift():
     own, outcomes = made("turn_grpo"), real_outcomes(CASE, made("turn_grpo"))
     raised = replace(outcomes, turn_rewards=outcomes.turn_rewards + 0.5)
     assert agree(ADVANTAGES["turn_grpo"](raised, own), ADVANTAGES["turn_grpo"](outcomes, own))
 
 
 @pytest.mark.parametrize(("a", "b"), [(2.0, 0.0), (1.0, 1.0)])
-def test_pass_at_k_refuses_rewards_that_are_not_0_and_1(a, b):
+def test_pass_at_k_with_non_binary_rewards_raises(a, b):
     own = made("pass_at_k", k=4)
     outcomes = real_outcomes(WON, own)
     with pytest.raises(ValueError, match="needs 0 or 1"):
@@ -330,14 +330,14 @@ def reached(name: str, i: int, t: int) -> float:
 
 
 @pytest.mark.parametrize("name", ["gae", "step_gae", "turn_gae", "vapo", "vtrace", "retrace"])
-def test_a_critic_that_does_not_know_of_a_shift_passes_it_on(name):
+def test_unadjusted_critic_passes_a_reward_shift_to_the_advantages(name):
     own = made(name, **DISCOUNTS[name], whiten=0.0)
     expected = advantages(own) + SHIFT * over_actions(CASE, lambda i, t: reached(name, i, t))
     assert agree(advantages(own, b=SHIFT, knows=False), expected)
 
 
 @pytest.mark.parametrize("name", ["remax", "coderl"])
-def test_a_baseline_that_does_not_shift_passes_the_shift_on(name):
+def test_fixed_baseline_passes_a_reward_shift_to_the_advantages(name):
     own = made(name)
     outcomes = real_outcomes(CASE, own)
     found = ADVANTAGES[name](replace(outcomes, rewards=outcomes.rewards + 2.0), own)
@@ -369,12 +369,12 @@ PRESET_LAWS = {
 }
 
 
-def test_every_preset_has_a_law():
+def test_every_preset_has_scale_and_shift_rules():
     assert set(PRESET_LAWS) == set(PRESETS)
 
 
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "pass_at_k"])
-def test_what_a_preset_makes_of_scale_and_shift(name):
+def test_reward_scale_and_shift_change_preset_gradients_as_listed(name):
     scale, shift = PRESET_LAWS[name]
     if scale == OTHER:
         assert not any(scaled(law, lambda a: gradient(name, a)) for law in (SAME, LINEAR, AFFINE))
@@ -383,7 +383,7 @@ def test_what_a_preset_makes_of_scale_and_shift(name):
     assert agree(gradient(name, b=SHIFT), gradient(name)) == (shift == SAME)
 
 
-def test_filters_by_the_spread_of_a_group_feel_neither():
+def test_variance_filters_are_invariant_to_reward_scale_and_shift():
     rewards, ids = CASE.b.rewards, CASE.b.group
     for other in (rewards * SCALE, rewards + 2.0, rewards * 0.25 - 1.0):
         assert torch.equal(zero_variance(rewards=other, group=ids), zero_variance(rewards=rewards, group=ids))
@@ -392,7 +392,7 @@ def test_filters_by_the_spread_of_a_group_feel_neither():
         )
 
 
-def test_the_punishment_of_long_answers_has_a_unit_of_its_own():
+def test_overlong_penalty_does_not_scale_with_the_rewards():
     """From 0 to -1 whatever the rewards are: against larger ones it weighs less, and a shift is none."""
 
     def found(a: float, b: float, most: int) -> Tensor:

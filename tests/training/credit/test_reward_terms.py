@@ -32,7 +32,7 @@ LONG = (Segment("prompt", (1, 2)), Segment("action", tuple(range(10)), 0, logpro
 """10 action tokens; the ordinary episode has 3."""
 
 
-def test_tokens_beyond_the_target_cost_up_to_the_cap():
+def test_linear_length_penalty_is_capped():
     group = [episode(1, 0, 0), episode(1, 0, 0, segments=LONG), episode(0, 0, 0, segments=LONG)]
     linear = {"kind": "linear", "target": 4, "lam": 0.05, "cap": 0.25}
     one = combiner(length=linear)
@@ -42,7 +42,7 @@ def test_tokens_beyond_the_target_cost_up_to_the_cap():
     assert one.combine(1, [group])[0][1].trajectory.rewards["length"] == pytest.approx(-0.25)
 
 
-def test_a_reward_fades_with_length():
+def test_sigmoid_length_term_reduces_positive_rewards():
     one = RewardMixer(
         settings := RewardsConfig(length={"kind": "sigmoid", "target": 3, "tau": 2, "floor": 0.5}),
         plan_parts(Config(rewards=settings), WORLD[:1]),
@@ -51,7 +51,7 @@ def test_a_reward_fades_with_length():
     assert rewards_of(one, group)[0] == pytest.approx([0.75, 0.5 + 0.5 / (1 + math.exp(7 / 2)), -1.0])
 
 
-def test_a_success_that_fades_earns_more_than_a_failure_in_good_form():
+def test_very_long_success_earns_more_than_a_shaped_failure():
     endless = (LONG[0], replace(LONG[1], tokens=(1,) * 9999, logprobs=(-1.0,) * 9999, versions=(0,) * 9999))
     one = combiner(length={"kind": "sigmoid"}, weights={"form": 0.25})
     worst, best = episode(1, -1, -1, segments=endless), episode(0, 1, 1)
@@ -68,7 +68,7 @@ def test_a_success_that_fades_earns_more_than_a_failure_in_good_form():
         {"length": {"kind": "linear", "cap": 0.8}},
     ],
 )
-def test_the_numbers_that_a_refusal_proposes_are_accepted(rewards):
+def test_values_proposed_by_the_error_are_accepted(rewards):
     with pytest.raises(ConfigError) as told:
         combiner(**rewards)
     floor = re.search(r"rewards\.length\.floor = ([\d.]+\d)", str(told.value))
@@ -85,7 +85,7 @@ def test_the_numbers_that_a_refusal_proposes_are_accepted(rewards):
 
 
 @pytest.mark.parametrize("recipe", ["code", "functions", "math", "mixed", "search", "sql", "terminal"])
-def test_a_length_that_fades_is_accepted_in_every_shipped_world(recipe):
+def test_sigmoid_length_term_is_accepted_in_every_recipe(recipe):
     config = load_config(recipe, ["--rewards.length.kind", "sigmoid"])
     plan_parts(config, parts_of(config, build_world(config.env, config.rollout, config.sandbox)))
 
@@ -100,7 +100,7 @@ def test_a_length_that_fades_is_accepted_in_every_shipped_world(recipe):
         ({"aggregation": "pareto", "turns": {"look": 0.1}}, "pareto"),
     ],
 )
-def test_what_could_outweigh_the_outcome_or_has_no_place_is_refused(settings, words):
+def test_outweighing_or_unsupported_shaping_is_rejected(settings, words):
     with pytest.raises(ConfigError, match=words):
         combiner(**settings)
     if words == "Shaping":
@@ -110,7 +110,7 @@ def test_what_could_outweigh_the_outcome_or_has_no_place_is_refused(settings, wo
 @pytest.mark.parametrize(
     "length", [{"target": 9}, {"kind": "linear", "tau": 3}, {"kind": "sigmoid", "target": 3, "cap": 0.1}]
 )
-def test_a_number_of_another_kind_is_refused(length):
+def test_length_parameter_of_another_kind_is_rejected(length):
     with pytest.raises(ValueError, match=r"rewards\.length"):
         RewardsConfig(length=length)
 
@@ -119,7 +119,7 @@ def outcome(turn, tool="look", status=ToolStatus.OK, number=0):
     return ToolOutcome(f"call_{turn}_{number}", tool, status, "")
 
 
-def test_the_event_of_a_turn():
+def test_turn_events_name_the_tools_called_or_failed():
     two = episode(0, 0, 0).trajectory
     assert events_of(two) == ["answer", "answer"]
     assert events_of(replace(two, outcomes=(outcome(0), outcome(0, "add", number=1)))) == ["add+look", "answer"]
@@ -160,7 +160,7 @@ def test_rewards_of_events_reach_the_advantages_of_their_turns():
     assert credits[0].advantages[-1] == credits[1].advantages[-1] == 0
 
 
-def test_without_an_advantage_that_reads_turns_their_rewards_are_refused(tmp_path):
+def test_turn_rewards_with_an_outcome_advantage_are_rejected(tmp_path):
     config = load_config("search", ["--rewards.turns.search", "0.01", "--algorithm.preset", "grpo"])
     world = type("World", (), {"rewards": WORLD, "tasks": lambda self, split: []})()
     with pytest.raises(ConfigError, match="the advantage grpo uses no turn rewards"):
@@ -168,7 +168,7 @@ def test_without_an_advantage_that_reads_turns_their_rewards_are_refused(tmp_pat
     assert uses_turn_rewards(PRESETS["turn_grpo"])
 
 
-def test_a_run_folder_is_calibrated(tiny_run, tmp_path):
+def test_calibrate_command_prints_turn_rewards_for_a_run(tiny_run, tmp_path):
     """Step 1: a third of the attempts is right and looked; the others' calls raised."""
     folder = copy_run(tiny_run, tmp_path)
     rollouts_path(folder, 2).unlink()

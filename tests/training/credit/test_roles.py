@@ -45,7 +45,7 @@ def played(rewards, name, **tags):
     return [replace(e, task=replace(e.task, tags=tags)) for e in episodes]
 
 
-def test_each_role_is_compared_with_its_own_average_read_before_it_moves():
+def test_role_advantages_use_the_average_before_its_update():
     episodes = [played(FIRST, "a", role="white"), played(SECOND, "b", role="black"), played(FIRST, "c")]
     algorithm = PRESETS["rae"]
     start = RoleBaselines(means={("chess", "white"): 0.7, ("go", "black"): 9.0})
@@ -59,7 +59,7 @@ def test_each_role_is_compared_with_its_own_average_read_before_it_moves():
     assert after.means["go", "black"] == 9.0
 
 
-def test_groups_that_train_again_are_compared_with_the_averages_of_now_and_move_none():
+def test_replayed_groups_use_current_role_averages_without_updating_them():
     algorithm, session = PRESETS["rae"], SimpleNamespace(config=Config(), world=SimpleNamespace(name="chess"))
     sampler = RolloutCollector(session, None, algorithm, None, Ledger())
     sampler.algorithm_state = AlgorithmState(RoleBaselines(means={("chess", "white"): 0.7}))
@@ -74,7 +74,7 @@ def test_groups_that_train_again_are_compared_with_the_averages_of_now_and_move_
     assert sampler.algorithm_state == before
 
 
-def test_the_memory_comes_back_and_takes_the_present_decay():
+def test_restored_role_averages_use_the_configured_decay():
     algorithm = replace(PRESETS["rae"], options=PartOptions(advantage={"decay": 0.5}))
     memory = AlgorithmState(RoleBaselines(0.95, 0.0, {("chess", "white"): 0.1 + 0.2}))
     again = AlgorithmState.start(algorithm, memory.to_json())
@@ -83,7 +83,7 @@ def test_the_memory_comes_back_and_takes_the_present_decay():
 
 
 @pytest.mark.fault
-def test_a_run_of_rae_that_is_cut_and_resumed_equals_the_uninterrupted_one(tmp_path):
+def test_resumed_rae_run_equals_the_uninterrupted_one(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     changes = {"algorithm__preset": "rae", "rollout__temperature": "2"}
     run(whole, **changes)
@@ -122,7 +122,7 @@ def test_solvers_are_compared_within_a_proposal_and_proposers_across():
     same(found, advantages.hierarchical(rewards=rewards, group=ids, proposer=proposer, mask=mask))
 
 
-def test_a_world_without_roles_is_refused():
+def test_hierarchical_preset_with_a_roleless_world_raises():
     with pytest.raises(ConfigError, match="no task of the world 'prices' has the tag 'role'"):
         check_roles(PRESETS["hierarchical"], tiny_world())
     check_roles(PRESETS["hierarchical"], tiny_world(roles=True))
@@ -134,7 +134,7 @@ def tiny_world(**settings):
     return build_world(given.env, given.rollout)
 
 
-def test_a_run_of_proposers_and_solvers_compares_across_tasks(tmp_path):
+def test_proposers_are_compared_across_tasks_in_a_run(tmp_path):
     changes = {
         "algorithm__preset": "hierarchical",
         "training__steps": "1",

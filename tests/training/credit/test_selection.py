@@ -34,7 +34,7 @@ def groups():
     return [group(rewards, f"t{i}") for i, rewards in enumerate(SPREADS)]
 
 
-def test_the_groups_that_vary_most_are_kept_and_the_others_counted():
+def test_highest_variance_groups_are_kept_and_dropped_ones_counted():
     credits = filter_low_variance(
         assign_credit(groups(), PRESETS["ppo"]), replace(PRESETS["ppo"], top_variance_fraction=0.5)
     )
@@ -68,7 +68,7 @@ def top_p_by_hand(deviations, p):
 
 
 @pytest.mark.parametrize("p", [0.3, 0.5, 0.6, 0.9, 1.0])
-def test_top_p_keeps_the_groups_that_hold_most_of_the_deviation(p):
+def test_top_p_keeps_groups_holding_that_share_of_deviation(p):
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         rewards = torch.rand(7, 4, generator=generator, dtype=torch.float64)
@@ -86,7 +86,7 @@ def test_top_p_keeps_the_groups_that_hold_most_of_the_deviation(p):
     assert not variance_top_p(rewards=[0.0, 0.01], group=[0, 0], p=0.9).any()
 
 
-def test_top_p_is_set_by_its_name_and_drops_a_whole_batch_of_equal_groups():
+def test_top_p_filter_is_configurable_and_drops_equal_groups():
     config = AlgorithmConfig(preset="rloo", variance_filter="top_p")
     algorithm = resolve(config)
     assert (algorithm.variance_filter, algorithm.top_variance_fraction) == ("top_p", 0.9)
@@ -99,7 +99,7 @@ def test_top_p_is_set_by_its_name_and_drops_a_whole_batch_of_equal_groups():
     assert {(c.outcome, c.reason) for c in credits} == {(RolloutOutcome.DROPPED, "variance_top")}
 
 
-def test_five_batches_in_a_row_that_the_filter_empties_stop_the_run():
+def test_five_consecutive_empty_batches_stop_the_run():
     algorithm = replace(PRESETS["ppo"], variance_filter="top_p", top_variance_fraction=0.9)
     empty, full = {"ledger/trained": 0.0}, {"ledger/trained": 4.0}
 
@@ -118,14 +118,14 @@ def test_five_batches_in_a_row_that_the_filter_empties_stop_the_run():
     assert not guard.update(empty)
 
 
-def test_a_group_without_variance_keeps_the_word_of_that_filter():
+def test_zero_variance_reason_precedes_the_variance_filter():
     algorithm = replace(PRESETS["grpo"], top_variance_fraction=0.25)
     credits = filter_batch(assign_credit(groups(), algorithm), algorithm, 0)
     reasons = {c.episode.task.id: c.reason for c in credits}
     assert reasons == {"t0": "variance_top", "t1": "trained", "t2": "variance_top", "t3": "zero_variance"}
 
 
-def test_what_is_dropped_is_in_no_mean_over_the_batch():
+def test_dropped_groups_are_excluded_from_batch_statistics():
     algorithm = replace(PRESETS["reinforce_pp_baseline"], kl_coef=0.0, top_variance_fraction=0.5)
     credits = filter_batch(assign_credit(groups(), algorithm), algorithm, 0)
     kept = [c for c in credits if c.outcome is RolloutOutcome.TRAINED]
@@ -136,13 +136,13 @@ def test_what_is_dropped_is_in_no_mean_over_the_batch():
     assert all(c.advantages is None for c in credits if c.outcome is RolloutOutcome.DROPPED)
 
 
-def test_several_rounds_are_one_batch():
+def test_several_rounds_are_filtered_as_one_batch():
     algorithm = replace(PRESETS["reinforce_pp"], kl_coef=0.0)
     rounds = assign_credit(groups()[:2], algorithm) + assign_credit(groups()[2:], algorithm, 0, 2)
     assert filter_batch(rounds, algorithm, 0) == assign_credit(groups(), algorithm)
 
 
-def test_what_a_limit_cut_off_is_compared_and_does_not_train():
+def test_truncated_sample_counts_in_the_baseline_but_is_masked():
     episodes = group()
     cut = replace(episodes[0].trajectory, stop_reason=StopReason.TRUNCATED)
     episodes[0] = replace(episodes[0], trajectory=cut)
@@ -162,7 +162,7 @@ def test_starpo_is_ppo_over_whole_trajectories(name):
     assert (preset.kl_coef > 0, preset.clip_high > preset.clip_low) == (name == "starpo", name == "starpo_s")
 
 
-def test_a_run_of_starpo_s_trains_on_the_share_that_is_kept(tmp_path):
+def test_starpo_s_run_trains_only_on_kept_groups(tmp_path):
     reporter = run(
         tmp_path / "run",
         algorithm__preset="starpo_s",
@@ -177,7 +177,7 @@ def test_a_run_of_starpo_s_trains_on_the_share_that_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize(("rounds", "played"), [(0, 2), (1, 4), (2, 5), (3, 5)])
-def test_a_round_more_replaces_the_groups_without_variance(rounds, played):
+def test_resample_rounds_replace_zero_variance_groups(rounds, played):
     """The first, second and fourth task teach nothing; a round asks for as many as the step still lacks."""
     order = TaskOrder([Task(name, (), None) for name in "abcdefgh"], 0)
     names = [task.id for task in order.take(0, 8)]
@@ -210,7 +210,7 @@ def with_gradient(credits, algorithm):
 
 
 @pytest.mark.parametrize("name", ["grpo", "dapo", "reinforce_pp_baseline", "ppo", "dr_grpo", "gspo"])
-def test_a_group_that_was_cut_off_whole_leaves_no_trace_in_the_gradient(name):
+def test_fully_truncated_group_does_not_affect_the_gradient(name):
     """With the filter it is compared, counted as masked and in no normaliser; without, it trains as any."""
     algorithm = replace(PRESETS[name], overlong_mask=True)
     rare = (1.0, 0.0, 0.0, 0.0)
@@ -238,7 +238,7 @@ def test_a_group_that_was_cut_off_whole_leaves_no_trace_in_the_gradient(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_step_of_which_everything_was_cut_off_trains_nothing(name):
+def test_step_with_only_truncated_samples_leaves_weights_unchanged(name):
     algorithm = replace(PRESETS[name], overlong_mask=True, filter_zero_variance=False)
     members = cut_off(group((1.0, 0.0, 1.0, 0.0, 0.0), "t0"))
     greedy = algorithm.advantage in GREEDY_ADVANTAGES
@@ -257,7 +257,7 @@ def test_a_step_of_which_everything_was_cut_off_trains_nothing(name):
     assert all(torch.equal(before[n], p) for n, p in model.state_dict().items())
 
 
-def test_a_group_that_was_cut_off_whole_is_replaced():
+def test_fully_truncated_group_is_resampled():
     order = TaskOrder([Task(name, (), None) for name in "abcdefgh"], 0)
     names = [task.id for task in order.take(0, 8)]
     asked = []

@@ -32,7 +32,7 @@ def group():
     return [episode(won, 0, 0, outcomes=done, sample=i) for i, (won, done) in enumerate(made)]
 
 
-def test_the_advantage_of_an_event_is_the_mean_over_its_turns():
+def test_event_advantage_is_the_mean_over_its_turns():
     rewards = {"look": 0.1, "raised": -0.05}
     played = [replace(e, trajectory=with_turn_rewards(e.trajectory, rewards)) for e in group()]
     looked, raised = (assign_credit([played], HYBRID)[i].advantages for i in (2, 3))
@@ -44,7 +44,7 @@ def test_the_advantage_of_an_event_is_the_mean_over_its_turns():
     assert found["answer"] == pytest.approx(fmean(rest))
 
 
-def test_a_reward_that_the_advantage_turns_round_is_removed_and_the_others_measured_again():
+def test_misaligned_event_reward_is_removed_and_the_rest_remeasured():
     """Looking is rewarded and occurs in a failure alone: what follows weighs more than its reward."""
     rounds = align([group()], {"look": 0.1, "raised": -0.1}, HYBRID)
     assert [one.misaligned for one in rounds] == [["look"], []]
@@ -54,12 +54,12 @@ def test_a_reward_that_the_advantage_turns_round_is_removed_and_the_others_measu
     assert align([[]], {"look": 0.1}, HYBRID)[0].advantages == {}
 
 
-def test_an_advantage_that_compares_no_turns_is_replaced():
+def test_calibration_replaces_advantages_without_turn_comparison():
     assert calibration_algorithm(PRESETS["turn_grpo"]) is PRESETS["turn_grpo"]
     assert calibration_algorithm(PRESETS["ppo"]) == calibration_algorithm(PRESETS["grpo"]) == HYBRID
 
 
-def test_recorded_attempts_lose_the_runs_own_rewards_and_gain_their_progress(tmp_path):
+def test_recorded_attempts_drop_run_turn_rewards_and_get_progress(tmp_path):
     words = ["--env.settings.num_tasks", "20", "--env.settings.levels", "[4]", "--rewards.turns.answer", "0.01"]
     config = load_config("functions", [*words, "--algorithm.preset", "turn_grpo"])
     world = build_world(config.env, config.rollout)
@@ -80,7 +80,7 @@ def test_recorded_attempts_lose_the_runs_own_rewards_and_gain_their_progress(tmp
     assert own.trajectory.reward == played.reward
 
 
-def test_the_progress_of_a_tree_goes_with_its_paths_and_comes_back():
+def test_turn_progress_of_a_tree_round_trips_through_paths():
     whole = replace(tree(), leaves=tuple(Leaf((), StopReason.ANSWERED) for _ in range(3)))
     chains = [replace(one, turn_progress=(0.5, 0.1 * i)) for i, one in enumerate(whole.attempts())]
     joined = with_chains(whole, chains)

@@ -62,7 +62,7 @@ def follower(leader: int) -> Path | None:
 
 
 @pytest.mark.parametrize("shard", ["true", "false"])
-def test_a_run_with_two_processes_is_the_run_with_one(tmp_path, shard):
+def test_run_with_two_ranks_equals_the_run_with_one(tmp_path, shard):
     with_critic = {"algorithm__preset": "ppo", "training__minibatches": "2"}
     two = run(tmp_path / "two", **with_critic, **SPLIT | {"training__learner__shard": shard})
     one = run(tmp_path / "one", **with_critic)
@@ -73,7 +73,7 @@ def test_a_run_with_two_processes_is_the_run_with_one(tmp_path, shard):
     assert len(found) == 3
 
 
-def test_processes_that_torchrun_starts_write_the_files_of_those_of_the_run(tmp_path):
+def test_run_under_torchrun_writes_the_same_files(tmp_path):
     """New and resumed: what follows a leader under torchrun goes another way than a follower of ours."""
     ours, theirs = tmp_path / "ours", tmp_path / "torchrun"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -90,7 +90,7 @@ def test_processes_that_torchrun_starts_write_the_files_of_those_of_the_run(tmp_
     assert [name for name in expected if found[name] != expected[name]] == []
 
 
-def test_one_step_behind_with_two_processes_is_as_with_one(tmp_path):
+def test_one_step_mode_with_two_ranks_equals_one_rank(tmp_path):
     behind = {"training__mode": "one_step", "training__steps": "3"}
     two = run(tmp_path / "two", **behind, **SPLIT)
     one = run(tmp_path / "one", **behind)
@@ -100,7 +100,7 @@ def test_one_step_behind_with_two_processes_is_as_with_one(tmp_path):
             assert two[1][name] == pytest.approx(one[1][name], abs=1e-3), name
 
 
-def test_a_run_with_a_dry_run_of_two_processes_is_the_run_without(tmp_path):
+def test_dry_run_on_two_ranks_does_not_change_the_run(tmp_path):
     with_one, without = (
         run(tmp_path / word, **SPLIT, training__steps="1", training__learner__dry_run=word)
         for word in ("always", "never")
@@ -112,7 +112,7 @@ def test_a_run_with_a_dry_run_of_two_processes_is_the_run_without(tmp_path):
     assert sorted("rank 1:" in line for line in lines) == [False, True]
 
 
-def test_episodes_stream_beside_a_learner_of_two_processes(tmp_path):
+def test_async_run_works_with_two_learner_ranks(tmp_path):
     folder = tmp_path / "run"
     streamed = {"training__mode": "async", "staleness__max_staleness": "2"}
     found = run(folder, **streamed, training__steps="4", **SPLIT)
@@ -124,7 +124,7 @@ def test_episodes_stream_beside_a_learner_of_two_processes(tmp_path):
     assert len(run(folder, "--training.steps", "6", "--training.learner.ranks", "1")) == 6
 
 
-def test_a_run_whose_process_dies_says_so_and_goes_on(tmp_path):
+def test_run_reports_an_exited_rank_and_can_resume(tmp_path):
     folder = tmp_path / "run"
     process = start(folder, training__steps="40", **SPLIT)
     place = wait_for(lambda: folder.exists() and follower(process.pid))
@@ -143,7 +143,7 @@ def test_a_run_whose_process_dies_says_so_and_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("shard", ["true", "false"])
-def test_a_process_that_is_stopped_is_named_within_the_limit(tmp_path, shard):
+def test_stopped_rank_is_named_within_the_timeout(tmp_path, shard):
     folder, limit_s = tmp_path / "run", 30.0
     settings = {"training__learner__shard": shard, "training__learner__rank_timeout_s": str(limit_s)}
     process = start(folder, training__steps="40", **SPLIT | settings)
@@ -158,7 +158,7 @@ def test_a_process_that_is_stopped_is_named_within_the_limit(tmp_path, shard):
     assert not place.exists()
 
 
-def test_a_process_of_torchrun_that_is_stopped_is_named_too(tmp_path):
+def test_stopped_rank_under_torchrun_is_named(tmp_path):
     folder = tmp_path / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     changes = {"training__steps": "40", "training__learner__rank_timeout_s": "30"}
@@ -176,7 +176,7 @@ def test_a_process_of_torchrun_that_is_stopped_is_named_too(tmp_path):
     assert not (Path("/proc") / str(other)).exists()
 
 
-def test_whom_torchrun_started_does_not_wait_for_ever_for_a_leader_that_does_not_come(tmp_path):
+def test_torchrun_rank_times_out_waiting_for_a_missing_leader(tmp_path):
     """On another machine than the leader's nobody else would end it."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "1", "WORLD_SIZE": "2"}

@@ -19,7 +19,7 @@ from ludus.training.distributed.rendezvous import Rendezvous, destroy_group
 CPU = torch.device("cpu")
 
 
-def test_a_member_without_heartbeat_and_error_is_reported_as_silent(monkeypatch):
+def test_ranks_without_heartbeat_or_error_are_reported_as_lost(monkeypatch):
     monkeypatch.setattr(rendezvous, "HEARTBEAT_TIMEOUT_S", 1.5)
     leader = Rendezvous.create(1, 5.0)
     leader.form_group(CPU)
@@ -32,7 +32,7 @@ def test_a_member_without_heartbeat_and_error_is_reported_as_silent(monkeypatch)
     assert place.errors() == "rank 2: StorageError: the disk is full"
 
 
-def test_who_did_not_come_is_named():
+def test_missing_rank_is_named_in_the_rendezvous_error():
     with pytest.raises(LearnerError, match=r"rendezvous failed: rank 1 did not join within 1 s"):
         Rendezvous.create(2, 1.0).form_group(CPU)
 
@@ -45,7 +45,7 @@ def test_ranks_do_not_wait_for_a_rank_0_that_did_not_start(monkeypatch):
         Rendezvous.join(1.0)
 
 
-def test_a_process_that_does_not_begin_is_named():
+def test_rank_that_does_not_start_is_named_and_killed():
     others = RankGroup(TemporaryFolder("ludus-ranks-"))
     others.processes.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
     with pytest.raises(LearnerError, match=r"rank 1 did not start within 0.1 s"):
@@ -55,7 +55,7 @@ def test_a_process_that_does_not_begin_is_named():
     assert not others.folder.path.exists()
 
 
-def test_if_one_process_does_not_start_the_others_are_stopped():
+def test_other_ranks_are_stopped_if_one_fails_to_start():
     others, begin = RankGroup(TemporaryFolder("ludus-ranks-")), time.monotonic()
     for program in ("import time; time.sleep(60)", "raise SystemExit('no such model')"):
         with (others.folder.path / f"output-{len(others.processes) + 1}").open("wb") as said:
@@ -94,7 +94,7 @@ os._exit(9)
 
 
 @pytest.mark.fault
-def test_a_process_that_ends_when_all_have_met_is_named_with_its_words():
+def test_rank_exiting_after_rendezvous_is_named_with_its_output():
     """The line for commands is laid when they have met: nobody has come to that yet."""
     leader = [sys.executable, "-c", _MEETS, _FOLLOWER]
     said = subprocess.run(leader, capture_output=True, text=True, timeout=300)
@@ -114,7 +114,7 @@ time.sleep(600)
 
 
 @pytest.mark.fault
-def test_a_process_ends_with_its_leader_also_before_they_have_met():
+def test_rank_exits_with_its_leader_before_the_rendezvous():
     with subprocess.Popen([sys.executable, "-c", _LEADER], stdout=subprocess.PIPE) as leader:
         follower = Path("/proc", leader.stdout.readline().decode().strip())
         assert follower.exists()

@@ -15,7 +15,7 @@ from two_ranks import CASES, SHARES, results, results_of_experts
 
 
 @pytest.mark.fault
-def test_two_processes_take_the_step_of_one(tmp_path):
+def test_two_ranks_compute_the_same_step_as_one(tmp_path):
     script = Path(__file__).parents[2] / "two_ranks.py"
     files = [tmp_path / str(rank) for rank in range(2)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -64,7 +64,7 @@ def gradient_differences(found, expected):
     return {kind: gap[kind] / size[kind] for kind in size}
 
 
-def test_one_process_with_split_weights_learns_as_without(group_of_one):
+def test_one_rank_with_sharded_weights_equals_unsharded_training(group_of_one):
     cases = ["plain:float64", "critic:float64"]
     split = sharded_ranks.results(*cases)
     destroy_group()
@@ -73,7 +73,7 @@ def test_one_process_with_split_weights_learns_as_without(group_of_one):
     assert max(differences(split, whole).values()) < 1e-10
 
 
-def test_a_checkpoint_of_shards_is_one_of_a_model_too(group_of_one, tmp_path):
+def test_sharded_checkpoint_loads_with_and_without_sharding(group_of_one, tmp_path):
     before, _, _ = sharded_ranks.saves("plain", tmp_path)
     destroy_group()
     checkpoint = tmp_path / "step-000002"
@@ -100,13 +100,13 @@ def full_disk(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_shards_that_cannot_be_written_are_a_fault_of_the_disk(group_of_one, tmp_path):
+def test_full_disk_while_writing_shards_raises_storage_error(group_of_one, tmp_path):
     with full_disk(1000), pytest.raises(StorageError, match=r"Rank 0 could not write its shards.*resume"):
         sharded_ranks.saves("plain", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_equal_shards_are_equal_files(group_of_one, tmp_path):
+def test_equal_shards_are_written_as_identical_files(group_of_one, tmp_path):
     shelves = [tmp_path / name for name in "ab"]
     for shelf in shelves:
         sharded_ranks.saves("plain", shelf)
@@ -119,7 +119,7 @@ def test_equal_shards_are_equal_files(group_of_one, tmp_path):
 
 
 @pytest.mark.fault
-def test_two_processes_with_split_weights_learn_as_one():
+def test_two_ranks_with_sharded_weights_equal_one_rank():
     expected = sharded_ranks.results(*LEARNERS, *CRITICS)
     for found in in_processes(SCRIPT, "results", 2, *LEARNERS, *CRITICS):
         for kind, gap in differences(found, expected).items():
@@ -132,7 +132,7 @@ def test_two_processes_with_split_weights_learn_as_one():
 
 
 @pytest.mark.fault
-def test_two_processes_try_the_longest_microbatch_together():
+def test_dry_run_on_two_ranks_estimates_their_total_memory():
     weights = sum(p.numel() * 4 for p in tiny_model(torch.float32).parameters())
     found = {split: in_processes(SCRIPT, "dry_runs", 2, split) for split in ("split", "whole")}
     for estimate, said, clean in [*found["split"], *found["whole"]]:
@@ -147,7 +147,7 @@ def test_two_processes_try_the_longest_microbatch_together():
 
 @pytest.mark.fault
 @pytest.mark.parametrize("kind", ["plain", "lora"])
-def test_a_checkpoint_of_two_processes_goes_on_in_one_two_and_four(tmp_path, kind):
+def test_two_rank_checkpoint_resumes_on_one_two_and_four_ranks(tmp_path, kind):
     before, metrics, after = in_processes(SCRIPT, "saves", 2, kind, str(tmp_path))[0]
     checkpoint = str(tmp_path / "step-000002")
     for count in (1, 2, 4):
@@ -165,7 +165,7 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one_two_and_four(tmp_path, kin
 
 
 @pytest.mark.fault
-def test_a_checkpoint_of_one_process_goes_on_in_two(tmp_path):
+def test_one_rank_checkpoint_resumes_on_two_ranks(tmp_path):
     before, metrics, after = sharded_ranks.saves("plain", str(tmp_path))
     for found, found_metrics, found_after in in_processes(SCRIPT, "resumes", 2, "plain", str(tmp_path / "step-000002")):
         assert max(differences(found, before).values()) == 0
@@ -175,7 +175,7 @@ def test_a_checkpoint_of_one_process_goes_on_in_two(tmp_path):
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("count", [1, 2, 3, 12])
-def test_rows_are_dealt_once_and_evenly(count, shared):
+def test_rows_are_distributed_once_and_evenly(count, shared):
     rows = random_rows(num=9)
     parts = balance_rows(rows, count, shared=shared)
     assert len(parts) == count
@@ -185,7 +185,7 @@ def test_rows_are_dealt_once_and_evenly(count, shared):
     assert max(sizes) - sum(sizes) / count <= longest
 
 
-def test_rows_of_one_prompt_are_dealt_to_one_process():
+def test_rows_of_one_prompt_are_assigned_to_one_rank():
     prompts = [tuple(range(k, k + 40)) for k in (0, 100, 200, 300)]
     rows = [row_of_segments([Segment("prompt", (*p, t))]) for t in (7, 8) for p in prompts]
     for part in balance_rows(rows, 2):
@@ -194,7 +194,7 @@ def test_rows_of_one_prompt_are_dealt_to_one_process():
         assert all(starts.count(start) == 2 for start in starts)
 
 
-def test_the_layers_are_those_of_the_decoder():
+def test_decoder_layers_returns_the_model_layers():
     model = tiny_model()
     assert decoder_layers(model) == list(model.model.layers)
     with pytest.raises(UserError, match="no list of layers"):
@@ -212,7 +212,7 @@ def test_an_out_of_memory_error_is_raised_on_all_ranks():
         assert seconds < 60
 
 
-def test_a_model_is_split_in_place_and_its_copy_is_not(group_of_one):
+def test_model_is_sharded_in_place_without_affecting_its_copy(group_of_one):
     model = tiny_model()
     other = copy.deepcopy(model)
     sharded_ranks.ranks_here().shard_model(model)
@@ -220,7 +220,7 @@ def test_a_model_is_split_in_place_and_its_copy_is_not(group_of_one):
     assert not is_sharded(other)
 
 
-def test_the_error_of_an_exited_process_is_raised_on_rank_0(group_of_one):
+def test_error_of_an_exited_rank_is_raised_on_rank_0(group_of_one):
     others = RankGroup(TemporaryFolder("ludus-ranks-"))
     with (others.folder.path / "output-1").open("wb") as said:
         command = [sys.executable, "-c", "raise SystemExit('the disk is full')"]
@@ -233,7 +233,7 @@ def test_the_error_of_an_exited_process_is_raised_on_rank_0(group_of_one):
     others.close()
 
 
-def test_a_fault_of_one_process_is_raised_in_all(group_of_one):
+def test_infinite_advantage_raises_with_a_sharded_model(group_of_one):
     model = tiny_model()
     sharded_ranks.ranks_here().shard_model(model)
     one = learner(model)

@@ -20,7 +20,7 @@ CLOSE = 1e-5
 
 
 @pytest.mark.parametrize("name", sorted(PLANTED))
-def test_the_gradient_with_packed_prefixes_is_that_of_separate_rows(name):
+def test_gradient_with_packed_prefixes_equals_that_of_separate_rows(name):
     """Of a sum over tokens, in parts of each parameter's largest element."""
     model = families()[name]
     scorer = LogprobScorer(model, temperature=0.8)
@@ -56,7 +56,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_an_unchanged_policy_has_ratio_one_in_another_partition(kind):
+def test_unchanged_policy_has_ratio_one_in_any_partition(kind):
     rows = rows_with_prefixes()
     one = learner(MODELS[kind](), PRESETS["grpo"], LearnerSettings(microbatch_tokens=10**6))
     whole = one.score(rows)

@@ -26,14 +26,14 @@ def gradient_of(dtype, tokens):
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [("float64", 1e-12), ("float32", 1e-5)])
-def test_the_gradient_of_the_shipped_model_is_that_of_the_whole_batch(dtype, bound):
+def test_gradient_of_the_shipped_model_does_not_depend_on_microbatches(dtype, bound):
     """In one microbatch, and in many. The largest entry of the gradient is 0.43."""
     whole = gradient_of(dtype, 4096)
     for tokens in (40, 90):
         assert largest_difference(whole, gradient_of(dtype, tokens)) < bound
 
 
-def test_a_pass_in_float64_makes_no_float32():
+def test_float64_forward_creates_no_float32_tensors():
     """Every product of the model under the mode is float64, its norms and angles too."""
     model, seen = load_model(COLD_START, "float64", "cpu"), set()
     for module in model.modules():

@@ -25,7 +25,7 @@ def table(*shape, seed):
 
 @pytest.mark.parametrize("which", FULL_KLS)
 @pytest.mark.parametrize("rows", [1, 3, 100, None])
-def test_chunks_give_the_value_and_gradient_of_whole_tables(which, rows):
+def test_chunked_kl_equals_unchunked_value_and_gradient(which, rows):
     hidden, weight, bias = table(7, 4, seed=0), table(11, 4, seed=1), table(11, seed=2)
     other, theirs = table(7, 5, seed=3), table(11, 5, seed=4)
     upstream = table(7, seed=5)
@@ -40,7 +40,7 @@ def test_chunks_give_the_value_and_gradient_of_whole_tables(which, rows):
         torch.testing.assert_close(ours, wanted, atol=1e-12, rtol=0)
 
 
-def test_no_table_of_all_logits_is_made():
+def test_chunked_kl_never_materialises_all_logits():
     """The largest tensor of forward and backward is a chunk of logits, or the weight."""
     hidden, weight = table(64, 4, seed=0).requires_grad_(), table(500, 4, seed=1).requires_grad_()
     against = DivergenceTarget(HiddenStates(table(64, 4, seed=2), LmHead(table(500, 4, seed=3))), "full_reverse")
@@ -77,7 +77,7 @@ def expected_term(model, other, rows, which, coefficient):
 
 
 @pytest.mark.parametrize("which", FULL_KLS)
-def test_a_kl_of_whole_distributions_in_the_loss_is_exact(which):
+def test_full_kl_in_the_loss_is_exact(which):
     model, other, rows = tiny_model(), tiny_model(seed=1), random_rows()
     term = expected_term(model, other, rows, which, 0.5)
     wanted = torch.autograd.grad(term, list(model.parameters()))
@@ -94,7 +94,7 @@ def test_a_kl_of_whole_distributions_in_the_loss_is_exact(which):
         torch.testing.assert_close(a - b, own, atol=1e-7, rtol=0)
 
 
-def test_placed_in_the_reward_it_is_the_same_number():
+def test_full_kl_in_the_reward_equals_the_plain_computation():
     model, other, rows = tiny_model(), tiny_model(seed=1), random_rows(4)
     algorithm = resolve(AlgorithmConfig(kl="full_reverse", kl_coef=0.5, kl_placement="reward"))
     one = learner(model, algorithm, scorers={"reference": LogprobScorer(other)})
@@ -108,7 +108,7 @@ def test_placed_in_the_reward_it_is_the_same_number():
         learner(model, algorithm).penalties(rows, [])
 
 
-def test_a_student_learns_the_teachers_whole_distributions():
+def test_full_distillation_is_exact_and_reduces_the_kl():
     model, teacher, rows = tiny_model(), tiny_model(seed=1), random_rows()
     algorithm = resolve(AlgorithmConfig(preset="distill", loss="distill_full"))
     one = learner(model, algorithm, scorers={"teacher": LogprobScorer(teacher)})
@@ -123,7 +123,7 @@ def test_a_student_learns_the_teachers_whole_distributions():
     assert reports[-1] < reports[0]
 
 
-def test_models_whose_states_cannot_be_read_are_refused():
+def test_full_kl_with_unavailable_hidden_states_raises():
     model, other = tiny_model(), tiny_model(seed=1)
     other.set_attn_implementation("eager")
     algorithm = replace(PRESETS["grpo"], kl="full_forward", kl_coef=0.1)

@@ -43,7 +43,7 @@ WITH_KL = replace(PRESETS["grpo"], kl_coef=0.3)
 
 
 @pytest.mark.parametrize(("name", "algorithm"), [("reference", WITH_KL), ("teacher", PRESETS["distill"])])
-def test_epochs_ask_once_and_give_the_bits_of_asking_in_each(name, algorithm):
+def test_scores_cached_across_epochs_give_bitwise_equal_weights(name, algorithm):
     rows, epochs, found = random_rows(), 3, []
     for own in (True, False):
         model = tiny_model(torch.float32)
@@ -64,7 +64,7 @@ def test_epochs_ask_once_and_give_the_bits_of_asking_in_each(name, algorithm):
     assert not equal(found[0], weights(tiny_model(torch.float32)))
 
 
-def test_minibatches_of_several_epochs_differ_by_rounding_alone():
+def test_cached_scores_of_minibatches_differ_only_by_rounding():
     rows, found = random_rows(), []
     for epochs, minibatches in ((1, 3), (2, 3)):
         other = CountingScorer(LogprobScorer(tiny_model(seed=1)))
@@ -110,7 +110,7 @@ def test_scores_of_the_advantage_computation_are_reused(epochs, policy, referenc
     assert (kept[2], again[2]) == tuple(n * rows for n in reference)
 
 
-def test_only_the_same_rows_are_known():
+def test_logprob_cache_returns_only_scores_of_the_same_rows():
     rows = random_rows(3)
     kept = LogprobCache()
     kept.add("", rows, [torch.zeros(1)] * 3)

@@ -71,7 +71,7 @@ def largest_difference(left, right):
     return max(float((left[name] - right[name]).detach().abs().max()) for name in left)
 
 
-def test_the_metrics_of_several_updates_are_those_of_all_their_tokens():
+def test_metrics_of_several_updates_aggregate_over_all_tokens():
     """Without a learning rate they are the ones of a single update: maxima stay, means are over tokens."""
     found = []
     for minibatches in (1, 4):
@@ -124,7 +124,7 @@ def test_microbatches_hold_every_row_once_within_the_budget(shared):
             assert not part.trains[place, length:].any()
 
 
-def test_an_unchanged_policy_has_ratio_exactly_one_and_no_kl_to_itself():
+def test_unchanged_policy_has_ratio_one_and_zero_kl():
     model, rows = tiny_model(torch.float32), random_rows()
     scorers = {"reference": LogprobScorer(copy.deepcopy(model))}
     statistics, _ = learner(model, scorers=scorers).gradient(rows)
@@ -133,7 +133,7 @@ def test_an_unchanged_policy_has_ratio_exactly_one_and_no_kl_to_itself():
     assert statistics.kl_mean == 0.0
 
 
-def test_prompt_and_observation_tokens_get_no_gradient_of_their_own():
+def test_tokens_outside_actions_do_not_affect_the_gradient():
     """Changing what stands after the last action changes nothing; so does a change of unscored targets."""
     model, rows = tiny_model(), random_rows()
     learner(model).gradient(rows)
@@ -168,7 +168,7 @@ def test_unmasked_observations_are_trained_on_if_set():
     assert tokens == 3
 
 
-def test_the_shortcut_past_the_output_layer_returns_the_models_logprobs():
+def test_scorer_logprobs_and_entropy_equal_those_from_full_logits():
     torch.manual_seed(0)
     llama = LlamaForCausalLM(
         LlamaConfig(
@@ -197,7 +197,7 @@ def test_the_shortcut_past_the_output_layer_returns_the_models_logprobs():
         assert float(logprobs[~asked].abs().sum()) == 0
 
 
-def test_the_entropy_bonus_has_a_gradient():
+def test_entropy_bonus_gradient_increases_entropy():
     rows, model = random_rows(), tiny_model()
     plain, _ = learner(model).gradient(rows)
     without = gradients(model)
@@ -221,14 +221,14 @@ def test_several_minibatches_keep_the_first_weights_as_the_proximal_policy():
     assert metrics["batch/trained_rows"] == 4.5
 
 
-def test_no_rows_change_nothing():
+def test_training_on_no_rows_leaves_weights_unchanged():
     model = tiny_model()
     before = copy.deepcopy(model.state_dict())
     assert learner(model).train([], seed=0) == {}
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_a_gradient_that_is_not_finite_stops_before_the_weights_change():
+def test_non_finite_gradient_raises_and_leaves_weights_unchanged():
     model = tiny_model()
     before = copy.deepcopy(model.state_dict())
     row = random_rows(1)[0]
@@ -238,7 +238,7 @@ def test_a_gradient_that_is_not_finite_stops_before_the_weights_change():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_the_optimizer_goes_on_exactly_where_it_was():
+def test_restored_optimizer_continues_bitwise_identically():
     rows = random_rows()
     model = tiny_model()
     straight = learner(model)
@@ -261,14 +261,14 @@ def test_the_optimizer_goes_on_exactly_where_it_was():
     ("schedule", "rates"),
     [("constant", [0.5, 1.0, 1.0, 1.0]), ("linear", [0.5, 1.0, 1.0, 0.5]), ("cosine", [0.5, 1.0, 1.0, 0.5])],
 )
-def test_schedules(schedule, rates):
+def test_learning_rate_follows_the_schedule(schedule, rates):
     settings = OptimizerSettings(1.0, total_steps=4, warmup_steps=2, schedule=schedule)
     assert [settings.learning_rate_at(step) for step in range(4)] == pytest.approx(rates)
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_tokens_that_a_loss_chooses_do_not_depend_on_the_order_of_rows(name, seed):
+def test_tokens_chosen_by_a_loss_do_not_depend_on_row_order(name, seed):
     rows = random_rows(24, seed)
     rows += rows[:3]  # the same attempt twice: only what it earned can tell them apart
     options = {"share": 0.1} | ({"low": -9.0, "high": 9.0} if name == "clip_cov" else {})

@@ -51,7 +51,7 @@ def short_of_memory(one, most, error):
 
 
 @pytest.mark.parametrize("error", ERRORS)
-def test_an_update_that_runs_out_of_memory_is_made_again_in_smaller_passes(error, caplog):
+def test_update_is_retried_with_smaller_microbatches_on_oom(error, caplog):
     rows = random_rows(12)
     small, large = tiny_model(), tiny_model()
     expected = learner(small, settings=LearnerSettings(microbatch_tokens=40)).train(rows, seed=0)
@@ -67,7 +67,7 @@ def test_an_update_that_runs_out_of_memory_is_made_again_in_smaller_passes(error
     assert metrics == pytest.approx(expected, abs=1e-10)
 
 
-def test_the_pass_before_several_updates_is_made_again_too():
+def test_scoring_pass_is_retried_with_smaller_microbatches_on_oom():
     rows = random_rows(12)
     plain, short = (learner(tiny_model(), settings=LearnerSettings(microbatch_tokens=160)) for _ in range(2))
     sizes = short_of_memory(short, 80, ERRORS[0])
@@ -76,7 +76,7 @@ def test_the_pass_before_several_updates_is_made_again_too():
     assert max(sizes) > 80
 
 
-def test_one_invalid_row_is_reported_and_changes_nothing():
+def test_oversized_row_raises_and_leaves_weights_unchanged():
     model = tiny_model()
     before = copy.deepcopy(model.state_dict())
     one = learner(model, settings=LearnerSettings(microbatch_tokens=160))
@@ -86,7 +86,7 @@ def test_one_invalid_row_is_reported_and_changes_nothing():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_without_the_setting_and_for_other_errors_nothing_is_caught():
+def test_oom_is_not_caught_if_disabled_nor_other_errors():
     one = learner(tiny_model(), settings=LearnerSettings(microbatch_tokens=160, halve_on_oom=False))
     short_of_memory(one, 80, ERRORS[0])
     with pytest.raises(torch.OutOfMemoryError):
@@ -99,7 +99,7 @@ def test_without_the_setting_and_for_other_errors_nothing_is_caught():
 
 
 @pytest.mark.parametrize("preset", ["grpo", "clip_cov"])
-def test_a_dry_run_leaves_no_trace_and_is_as_large_as_it_gets(preset):
+def test_dry_run_uses_the_largest_microbatch_and_leaves_state_unchanged(preset):
     model = tiny_model()
     one = learner(model, PRESETS[preset], LearnerSettings(microbatch_tokens=100))
     before, random_state = copy.deepcopy(model.state_dict()), torch.random.get_rng_state()
@@ -140,7 +140,7 @@ print(dry_run(one, 512).activations)
 
 
 @pytest.mark.scale
-def test_activations_are_measured():
+def test_dry_run_measures_activation_memory():
     command = [sys.executable, "-c", _MEASURE]  # a process of its own has no freed memory to take again
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
@@ -152,7 +152,7 @@ def test_activations_are_measured():
     [["sft", "--sft.steps", "1"], ["train", "--algorithm.preset", "ppo", "--training.learner.dry_run", "never"]],
 )
 @pytest.mark.parametrize("error", ERRORS)
-def test_a_stage_that_runs_out_of_memory_says_what_to_change(words, error, tmp_path, monkeypatch):
+def test_stage_out_of_memory_error_suggests_settings_to_change(words, error, tmp_path, monkeypatch):
     def full(*arguments, **options):
         raise error
 
@@ -165,7 +165,7 @@ def test_a_stage_that_runs_out_of_memory_says_what_to_change(words, error, tmp_p
     assert "Resume the run with:" in said or "was removed" in said
 
 
-def test_too_little_memory_is_refused_with_the_numbers(monkeypatch):
+def test_dry_run_with_too_little_memory_raises_with_the_estimate(monkeypatch):
     one = learner(tiny_model())
     monkeypatch.setattr(dry_runs, "_available", lambda device: 2**20)
     with pytest.raises(LearnerError, match=r"Not enough memory.*of 0\.00 GiB: weights.*microbatch_tokens"):
@@ -176,7 +176,7 @@ def test_too_little_memory_is_refused_with_the_numbers(monkeypatch):
     assert all(p.grad is None for p in one.scorer.model.parameters())
 
 
-def test_on_the_cpu_there_is_one_only_where_it_is_asked_for(tmp_path):
+def test_dry_run_on_the_cpu_is_off_by_default(tmp_path):
     one = learner(tiny_model(), settings=LearnerSettings(microbatch_tokens=64))
     assert check_memory(config(tmp_path), one) is None
     asked = config(tmp_path, training__learner__dry_run="always", rollout__max_seq_len="70")
@@ -184,7 +184,7 @@ def test_on_the_cpu_there_is_one_only_where_it_is_asked_for(tmp_path):
 
 
 @pytest.mark.fault
-def test_a_run_with_a_dry_run_is_the_run_without(tmp_path, caplog):
+def test_dry_run_does_not_change_the_run(tmp_path, caplog):
     found = []
     for word in ("never", "always"):
         settings = config(
@@ -234,7 +234,7 @@ def models():
 
 
 @pytest.mark.parametrize("name", ["qwen3", "experts", "gemma2", "lora"])
-def test_activation_checkpointing_is_exact_and_keeps_less(name):
+def test_activation_checkpointing_is_exact_and_stores_fewer_bytes(name):
     if name == "lora":
         pytest.importorskip("peft")
     model = in_double(models()[name])
@@ -247,7 +247,7 @@ def test_activation_checkpointing_is_exact_and_keeps_less(name):
     assert little < 0.6 * much
 
 
-def test_activation_checkpointing_switches_no_dropout_on_and_is_off_without_a_gradient():
+def test_activation_checkpointing_does_not_enable_dropout():
     torch.manual_seed(0)
     shape = GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=2, n_positions=64)
     model = GPT2LMHeadModel(shape).eval()
@@ -263,7 +263,7 @@ def test_activation_checkpointing_switches_no_dropout_on_and_is_off_without_a_gr
     assert not any(module.training for module in model.modules())
 
 
-def test_several_updates_end_at_the_same_weights():
+def test_activation_checkpointing_yields_the_same_weights_after_several_updates():
     results = []
     for recompute in (False, True):
         model = tiny_model()
@@ -277,7 +277,7 @@ def test_several_updates_end_at_the_same_weights():
 
 @pytest.mark.scale
 @pytest.mark.parametrize("kl", ["", "kl-"])
-def test_the_peak_at_a_wide_vocabulary_is_a_fifth_of_that_of_all_logits(kl):
+def test_chunked_logits_reduce_peak_memory_fivefold_at_large_vocabulary(kl):
     """4 sequences of 512 tokens and a vocabulary of 150,000, each way in a process of its own.
 
     With and without the full KL to a second model.

@@ -26,7 +26,7 @@ def pushed(steps, *, master_weights, dtype=torch.bfloat16):
     return layer.weight.detach(), optimizer
 
 
-def test_updates_that_vanish_in_bfloat16_move_the_master():
+def test_updates_too_small_for_bfloat16_accumulate_in_master_weights():
     pure, _ = pushed(390, master_weights=False)
     assert pure.tolist() == [[1.0, 1.0], [1.0, 1.0]]
     exact, _ = pushed(390, master_weights=False, dtype=torch.float32)
@@ -37,7 +37,7 @@ def test_updates_that_vanish_in_bfloat16_move_the_master():
     assert optimizer.state_dict()["exp_avg/weight"].dtype == torch.float32
 
 
-def test_weights_that_were_put_in_before_the_first_step_are_the_ones_that_move():
+def test_master_weights_are_initialised_at_the_first_step():
     layer = torch.nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
     optimizer = Optimizer(layer, TINY)
     torch.nn.init.constant_(layer.weight, 3.0)
@@ -47,7 +47,7 @@ def test_weights_that_were_put_in_before_the_first_step_are_the_ones_that_move()
     assert float(optimizer.state_dict()["master/weight"][0, 0]) == pytest.approx(3 - 1e-5, abs=1e-6)
 
 
-def test_a_gradient_that_is_not_finite_leaves_weight_and_master():
+def test_non_finite_gradient_leaves_weights_and_master_weights_unchanged():
     layer = torch.nn.Linear(2, 2, bias=False, dtype=torch.bfloat16)
     before = layer.weight.detach().clone()
     optimizer = Optimizer(layer, TINY)
@@ -59,7 +59,7 @@ def test_a_gradient_that_is_not_finite_leaves_weight_and_master():
     assert torch.equal(layer.weight.detach(), before)
 
 
-def test_a_checkpoint_goes_on_bit_for_bit(tmp_path):
+def test_resumed_bfloat16_training_is_bitwise_identical(tmp_path):
     rows = random_rows(5)
     straight = learner(tiny_model(torch.bfloat16))
     for step in range(4):

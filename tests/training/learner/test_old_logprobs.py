@@ -23,7 +23,7 @@ def recorded(rows, scores):
     return [replace(row, behavior=tuple(map(float, s))) for row, s in zip(rows, scores, strict=True)]
 
 
-def test_the_gradient_is_that_of_the_recorded_values(monkeypatch):
+def test_gradient_uses_the_logprobs_recorded_by_the_engine(monkeypatch):
     model, rows = tiny_model(), random_rows()
     given = [torch.tensor(row.behavior, dtype=torch.float64) for row in rows]
     learner(model).gradient(rows, CachedLogprobs(given))
@@ -38,7 +38,7 @@ def test_the_gradient_is_that_of_the_recorded_values(monkeypatch):
     assert metrics[OLD_FROM_ENGINE] == 1.0
 
 
-def test_several_updates_need_no_pass_before_the_first(monkeypatch):
+def test_engine_logprobs_save_the_scoring_pass(monkeypatch):
     model, rows = tiny_model(), random_rows()
     passes = []
     for old in ("recomputed", "engine"):
@@ -50,7 +50,7 @@ def test_several_updates_need_no_pass_before_the_first(monkeypatch):
     assert passes == [3, 2]
 
 
-def test_where_the_engine_recorded_the_learners_values_both_ways_are_one():
+def test_engine_and_recomputed_logprobs_train_equally_if_equal():
     results = []
     for old in ("recomputed", "engine"):
         model = tiny_model()
@@ -61,7 +61,7 @@ def test_where_the_engine_recorded_the_learners_values_both_ways_are_one():
     assert largest_difference(*results) < 1e-10
 
 
-def test_parity_is_stricter_where_the_values_are_divided_by():
+def test_parity_check_is_stricter_with_engine_logprobs():
     rows = random_rows()
     one = learner(tiny_model())
     near = [s + 0.01 * torch.tensor(r.sampled) for s, r in zip(one.score(rows), rows, strict=True)]
@@ -83,7 +83,7 @@ def test_parity_is_stricter_where_the_values_are_divided_by():
         ({"training__learner__replay_routing": "true"}, "records experts"),
     ],
 )
-def test_what_needs_both_is_refused(tmp_path, changes, reason):
+def test_settings_incompatible_with_engine_logprobs_are_rejected(tmp_path, changes, reason):
     plain = config(tmp_path, training__learner__old_logprobs="engine")
     check_old_logprobs(plain, replace(resolve(plain.algorithm), correction="none"))
     settings = config(tmp_path, training__learner__old_logprobs="engine", **changes)

@@ -100,7 +100,7 @@ def watched(model):
     return taken
 
 
-def test_engine_and_learner_agree_on_a_mixture_of_experts():
+def test_engine_and_learner_logprobs_agree_for_mixture_of_experts():
     model = mixture(torch.float32, vocab=300)
     engine = LocalEngine(model, settings=EngineSettings(pass_tokens=64))
     scorer, worst = LogprobScorer(model), 0.0
@@ -114,7 +114,7 @@ def test_engine_and_learner_agree_on_a_mixture_of_experts():
     assert worst < 1e-4
 
 
-def test_the_gradient_of_a_mixture_does_not_depend_on_the_partition():
+def test_mixture_of_experts_gradient_does_not_depend_on_the_partition():
     model, rows = in_double(mixture()), rows_with_prefixes()
     learner(model, settings=LearnerSettings(microbatch_tokens=10**6)).gradient(rows)
     expected = gradients(model)
@@ -126,7 +126,7 @@ def test_the_gradient_of_a_mixture_does_not_depend_on_the_partition():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_replayed_with_unchanged_weights_the_ratio_is_one_and_the_gradient_the_same(kind):
+def test_routing_replay_with_unchanged_weights_has_ratio_one(kind):
     model, rows = KINDS[kind](), rows_with_prefixes()
     one = replaying(model)
     assert one.scorer.shares_prefixes == (kind != "padded")
@@ -139,7 +139,7 @@ def test_replayed_with_unchanged_weights_the_ratio_is_one_and_the_gradient_the_s
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_after_an_update_the_experts_are_the_recorded_ones_in_any_partition(kind):
+def test_recorded_experts_are_replayed_after_an_update(kind):
     model, rows = KINDS[kind](), rows_with_prefixes()
     one, taken = replaying(model), watched(model)
     known = known_of(one, rows)
@@ -160,7 +160,7 @@ def test_after_an_update_the_experts_are_the_recorded_ones_in_any_partition(kind
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_a_step_of_several_updates_keeps_to_the_experts_of_its_first_pass(recompute):
+def test_several_updates_reuse_the_experts_of_the_first_pass(recompute):
     rows, kept = rows_with_prefixes(), []
     for replays in (True, False):
         model = mixture()
@@ -176,7 +176,7 @@ def test_a_step_of_several_updates_keeps_to_the_experts_of_its_first_pass(recomp
     assert kept == [True, False]
 
 
-def test_what_is_replayed_does_not_reach_a_reference_that_shares_the_routers():
+def test_routing_replay_does_not_affect_a_reference_sharing_the_routers():
     """An adapter's reference is the same model: it takes its own experts."""
     model, rows = mixture(), rows_with_prefixes()
     one = replaying(model)
@@ -189,7 +189,7 @@ def test_what_is_replayed_does_not_reach_a_reference_that_shares_the_routers():
     assert replayed.kl_mean > 1e-3
 
 
-def test_a_model_without_routers_is_refused_and_a_copy_takes_nothing_along():
+def test_model_without_routers_is_rejected_and_copies_drop_hooks():
     with pytest.raises(UserError, match="replay_routing"):
         RoutingReplay.of(tiny_model())
     model = mixture()
@@ -199,7 +199,7 @@ def test_a_model_without_routers_is_refused_and_a_copy_takes_nothing_along():
     assert not any(module._forward_hooks for module in copy.deepcopy(model).modules())
 
 
-def test_rows_without_a_token_that_trains_are_nothing_to_replay():
+def test_rows_without_trained_tokens_do_not_affect_routing_replay():
     rows = rows_with_prefixes(4)
     mute = [replace(row, trains=(False,) * len(row.tokens)) for row in rows_with_prefixes(7)[4:]]
     for tokens in (1, 10**6):

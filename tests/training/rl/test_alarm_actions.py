@@ -1,12 +1,18 @@
 """Actions of alarms that change the learning rate or the KL coefficient."""
 
 import pytest
+import torch
+from torch import nn
 
+from ludus.algorithms.spec.resolve import resolve
 from ludus.cli.main import main
 from ludus.config.schema import AlarmsConfig
 from ludus.diagnostics.trackers import read_metrics
+from ludus.training.distributed.collectives import ONE_PROCESS
+from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.rl.alarm_actions import MAX_KL, MIN_LEARNING_RATE, adjusted
-from ludus.training.rl.build import train
+from ludus.training.rl.build import make_parts, train
+from ludus.training.rl.rank_worker import rank_methods
 from ludus.training.run.checkpoint import Adjustments, read_state
 from ludus.training.run.run_dir import lock_run, new_run
 from ludus.training.run.session import open_session
@@ -34,21 +40,43 @@ def metric(folder, name):
     return [row.metrics[name] for row in read_metrics(folder / "metrics.jsonl")]
 
 
-def test_factors_have_a_cooldown_and_bounds():
+def test_alarm_adjustments_have_a_cooldown_and_bounds():
     settings = AlarmsConfig(learning_rate_factor=0.1, kl_factor=20, cooldown_steps=3)
     first = adjusted(Adjustments(), "lower_learning_rate", 5, settings)
     assert first == Adjustments(0.1, 1.0, 5, None)
     assert adjusted(first, "lower_learning_rate", 7, settings) == first
     second = adjusted(first, "lower_learning_rate", 8, settings)
     assert second.learning_rate == pytest.approx(0.01)
-    assert adjusted(second, "lower_learning_rate", 11, settings).learning_rate == MIN_LEARNING_RATE
+    third = adjusted(second, "lower_learning_rate", 11, settings)
+    assert third.learning_rate == MIN_LEARNING_RATE
+    assert adjusted(third, "lower_learning_rate", 14, settings) == third
     raised = adjusted(first, "raise_kl", 6, settings)
     assert raised == Adjustments(0.1, 20, 5, 6)
-    assert adjusted(raised, "raise_kl", 9, settings).kl == MAX_KL
+    highest = adjusted(raised, "raise_kl", 9, settings)
+    assert highest.kl == MAX_KL
+    assert adjusted(highest, "raise_kl", 12, settings) == highest
     assert adjusted(raised, "warn", 99, settings) == raised
 
 
-def test_an_alarm_lowers_the_learning_rate_also_after_a_resume(tmp_path):
+def test_optimizer_scales_the_scheduled_learning_rate():
+    model = nn.Linear(1, 1)
+    optimizer = Optimizer(model, OptimizerSettings(learning_rate=0.1, total_steps=1))
+    optimizer.learning_rate_factor = 0.25
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    # The first step of AdamW is the learning rate times the sign of the gradient.
+    assert (before - model.weight).item() == pytest.approx(0.025, rel=1e-6)
+
+
+def test_ranks_train_with_the_learning_rate_factor_of_rank_0(tmp_path):
+    session = open_session(config(tmp_path / "run", **SMALLEST))
+    parts = make_parts(session, resolve(session.config.algorithm), ONE_PROCESS, None)
+    rank_methods(session, parts)["train"]([], 0, parts.learner.algorithm, 0.5)
+    assert parts.learner.optimizer.learning_rate_factor == 0.5
+
+
+def test_learning_rate_lowered_by_an_alarm_persists_after_resume(tmp_path):
     folder = tmp_path / "run"
     reporter = run(folder, **EQUAL, run__alarms__actions='{equal_rewards = "lower_learning_rate"}')
     rates = metric(folder, "optim/learning_rate")
@@ -67,7 +95,7 @@ def test_an_alarm_raises_the_kl_coefficient(tmp_path):
     assert metric(tmp_path / "run", "kl/coef") == [pytest.approx(0.1), pytest.approx(0.2)]
 
 
-def test_a_run_without_a_kl_term_cannot_raise_it(tmp_path, capsys):
+def test_raise_kl_action_without_a_kl_term_is_rejected(tmp_path, capsys):
     words = ["--run.alarms.actions.entropy_collapse", "raise_kl", "--run.dir", str(tmp_path / "run")]
     assert main(["train", "search", *words]) == 2
     assert "entropy_collapse is raise_kl, but the run has no KL term" in capsys.readouterr().err

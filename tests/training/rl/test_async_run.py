@@ -78,7 +78,7 @@ def streamed(tiny_run, threads_before, tmp_path_factory) -> Path:
     return run(tiny_run, tmp_path_factory.mktemp("streamed"), "async")
 
 
-def test_every_token_has_its_version_and_none_that_trains_is_too_old(streamed):
+def test_every_action_token_has_a_version_within_the_bound(streamed):
     every = records(streamed)
     for step, record in every:
         for segment in record.trajectory.segments:
@@ -99,7 +99,7 @@ def test_no_episode_is_lost_or_trained_twice(streamed):
         assert all(count % 3 == 0 for count in groups.values())
 
 
-def test_what_was_sampled_and_what_was_trained_is_reported_and_agrees_in_the_end(streamed):
+def test_sampled_and_trained_metrics_match_the_rollouts(streamed):
     rows = [row.metrics for row in read_metrics(streamed / "metrics.jsonl")]
     assert sum(m["sampled/episodes"] for m in rows) == STEPS * 9
     for metrics in rows:
@@ -111,14 +111,14 @@ def test_what_was_sampled_and_what_was_trained_is_reported_and_agrees_in_the_end
     assert tokens == pytest.approx(sum(r.trajectory.num_action_tokens for _, r in records(streamed)))
 
 
-def test_the_timings_tell_who_waited_and_what_was_queued(streamed):
+def test_timings_report_idle_shares_and_queue_lengths(streamed):
     for row in read_metrics(streamed / "timings.jsonl"):
         assert 0 <= row.metrics["idle/learner"] <= 1
         assert 0 <= row.metrics["idle/engine"] <= 1
         assert row.metrics["queue/in_flight"] <= row.metrics["queue/in_flight_limit"] <= 32
 
 
-def test_one_step_repeats_bit_for_bit_and_is_one_version_behind(tiny_run, tmp_path):
+def test_one_step_mode_is_deterministic_and_one_version_behind(tiny_run, tmp_path):
     folders = [run(tiny_run, tmp_path / name, "one_step", training__steps=3) for name in "ab"]
     first, second = map(lasting_files, folders)
     assert first.keys() == second.keys()
@@ -130,7 +130,7 @@ def test_one_step_repeats_bit_for_bit_and_is_one_version_behind(tiny_run, tmp_pa
     assert [row.metrics["staleness/mean"] for row in rows] == [0.0, 1.0, 1.0]
 
 
-def test_a_history_that_is_computed_again_under_new_weights_trains_as_any_other(tiny_run, tmp_path, monkeypatch):
+def test_run_recomputing_the_kv_cache_trains_every_episode(tiny_run, tmp_path, monkeypatch):
     plain, again = build.make_engine, []
 
     def counting(session):
@@ -160,7 +160,7 @@ def test_a_history_that_is_computed_again_under_new_weights_trains_as_any_other(
     assert max(again) > 0
 
 
-def test_a_cache_that_a_server_does_not_keep_is_announced():
+def test_kv_cache_setting_without_effect_on_a_server_warns():
     asked = ["--training.mode", "async", *SERVED]
     assert any(
         "staleness.kv_cache_on_update has no effect" in text
@@ -172,7 +172,7 @@ def test_a_cache_that_a_server_does_not_keep_is_announced():
     )
 
 
-def test_weights_that_take_longer_than_the_run_allows_stop_it(tiny_run, tmp_path, monkeypatch):
+def test_weight_transfer_timeout_stops_the_run(tiny_run, tmp_path, monkeypatch):
     plain = build.make_engine
 
     def slow(session):
@@ -213,7 +213,7 @@ def with_proofs_of_the_engine(monkeypatch, proof) -> None:
     monkeypatch.setattr(build, "make_engine", made)
 
 
-def test_the_learner_goes_on_while_the_engine_of_its_process_proves_its_weights(tiny_run, tmp_path, monkeypatch):
+def test_learner_continues_while_the_engine_verifies_its_weights(tiny_run, tmp_path, monkeypatch):
     rows = tmp_path / "run" / "metrics.jsonl"
 
     async def after_the_step(digest: str, version: int) -> str:
@@ -227,7 +227,7 @@ def test_the_learner_goes_on_while_the_engine_of_its_process_proves_its_weights(
 
 
 @pytest.mark.parametrize(("interruptible", "rests"), [("true", True), ("false", False)])
-def test_the_engine_rests_while_batches_wait_unless_its_episodes_are_to_end(
+def test_engine_is_throttled_by_waiting_batches_only_if_interruptible(
     interruptible, rests, tiny_run, tmp_path, monkeypatch
 ):
     """With a learner that takes until then."""
@@ -250,7 +250,7 @@ def test_the_engine_rests_while_batches_wait_unless_its_episodes_are_to_end(
     assert not told or told[-1] == 0
 
 
-def test_weights_that_are_not_those_of_the_learner_stop_a_run_that_went_on(tiny_run, tmp_path, monkeypatch):
+def test_engine_weight_mismatch_stops_the_run(tiny_run, tmp_path, monkeypatch):
     async def wrong(digest: str, version: int) -> str:
         return digest if version < 2 else "0" * len(digest)
 
@@ -259,14 +259,14 @@ def test_weights_that_are_not_those_of_the_learner_stop_a_run_that_went_on(tiny_
     assert "weights are not those of version 2" in said
 
 
-def test_not_interruptible_every_episode_is_of_one_version(tiny_run, tmp_path):
+def test_episodes_have_one_version_without_in_flight_updates(tiny_run, tmp_path):
     folder = run(tiny_run, tmp_path / "whole", "async", staleness__in_flight_weight_updates="false", training__steps=4)
     for _, record in records(folder, 4):
         assert len({v for s in record.trajectory.segments for v in s.versions}) == 1
 
 
 @pytest.mark.fault
-def test_what_a_smaller_bound_leaves_no_time_for_is_counted(tiny_run, tmp_path):
+def test_episodes_dropped_by_a_smaller_bound_on_resume_are_counted(tiny_run, tmp_path):
     """Cut after step 4 and resumed in step: groups of version 3 and before are played anew."""
     folder = run(tiny_run, tmp_path / "cut", "async", training__steps=STEPS)
     text = (checkpoint_path(folder / "checkpoints", 4) / "trainer" / "stream.jsonl").read_text()
@@ -284,7 +284,7 @@ def test_what_a_smaller_bound_leaves_no_time_for_is_counted(tiny_run, tmp_path):
 
 
 @pytest.mark.fault
-def test_a_resumed_run_keeps_every_episode_that_had_ended(streamed, tiny_run, tmp_path):
+def test_resumed_run_keeps_every_finished_episode(streamed, tiny_run, tmp_path):
     """Cut after step 4: what was on its way there trains later, token for token, and under its own number."""
     folder = run(tiny_run, tmp_path / "cut", "async", training__steps=STEPS)
     checkpoint = checkpoint_path(folder / "checkpoints", 4)
@@ -310,7 +310,7 @@ def test_a_resumed_run_keeps_every_episode_that_had_ended(streamed, tiny_run, tm
 
 @pytest.mark.fault
 @pytest.mark.parametrize("mode", ["sync", "one_step"])
-def test_what_had_ended_is_counted_where_a_mode_that_streams_is_left(mode, tiny_run, tmp_path):
+def test_finished_episodes_are_counted_as_late_when_leaving_async_mode(mode, tiny_run, tmp_path):
     folder = run(tiny_run, tmp_path / "left", "async")
     (folder / "checkpoints" / f"step-{STEPS:06d}").rename(tmp_path / "gone")
     text = (checkpoint_path(folder / "checkpoints", 4) / "trainer" / "stream.jsonl").read_text()
@@ -324,14 +324,14 @@ def test_what_had_ended_is_counted_where_a_mode_that_streams_is_left(mode, tiny_
 
 
 @pytest.mark.fault
-def test_a_mode_can_be_left_and_entered_on_resume(tiny_run, tmp_path):
+def test_training_mode_can_change_on_resume(tiny_run, tmp_path):
     folder = run(tiny_run, tmp_path / "changing", "sync", training__steps=2)
     for steps, mode in ((4, "async"), (5, "one_step"), (6, "sync")):
         assert ludus("train", "--resume", folder, "--training.mode", mode, "--training.steps", steps).code == 0
     assert [row.step for row in read_metrics(folder / "metrics.jsonl")] == list(range(1, 7))
 
 
-def test_over_sampling_takes_the_first_members_and_the_ledger_says_so(tiny_run, tmp_path):
+def test_oversampling_keeps_the_first_members_and_counts_cancelled_ones(tiny_run, tmp_path):
     folder = run(tiny_run, tmp_path / "spare", "async", staleness__oversample=2, training__steps=3)
     rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
     assert len(records(folder, 3)) >= 3 * 9
@@ -342,7 +342,7 @@ def test_over_sampling_takes_the_first_members_and_the_ledger_says_so(tiny_run, 
     assert sum(m.get("ledger/dropped/cancelled", 0) for m in rows) > 0
 
 
-def test_a_group_that_fails_at_a_part_that_settings_add_has_another_in_its_place(tiny_run, tmp_path, monkeypatch):
+def test_group_failing_in_an_extra_reward_is_replaced(tiny_run, tmp_path, monkeypatch):
     def fails_for_some(task, trajectory):
         if task.id in ("train:apple", "train:plum"):
             raise ValueError("not this one")
@@ -362,7 +362,7 @@ def test_a_group_that_fails_at_a_part_that_settings_add_has_another_in_its_place
 
 
 @pytest.mark.fault
-def test_groups_from_before_a_resume_keep_their_members_and_none_is_lost(tiny_run, tmp_path):
+def test_groups_started_before_resume_keep_their_members(tiny_run, tmp_path):
     folder = run(tiny_run, tmp_path / "spare", "async", staleness__oversample=2)
     (folder / "checkpoints" / f"step-{STEPS:06d}").rename(tmp_path / "gone")
     text = (checkpoint_path(folder / "checkpoints", 4) / "trainer" / "stream.jsonl").read_text()
@@ -375,7 +375,7 @@ def test_groups_from_before_a_resume_keep_their_members_and_none_is_lost(tiny_ru
     assert not any("ledger/dropped/too_late" in metrics for metrics in rows)
 
 
-def test_groups_of_equal_rewards_are_replaced_while_others_stream(tiny_run, tmp_path):
+def test_zero_variance_groups_are_replaced_while_streaming(tiny_run, tmp_path):
     changes = {"algorithm__preset": "dapo", "algorithm__greso": "true", "training__prompts_per_step": 2}
     folder = run(tiny_run, tmp_path / "dapo", "async", algorithm__max_resample_rounds=1, training__steps=4, **changes)
     rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
@@ -387,7 +387,7 @@ def test_groups_of_equal_rewards_are_replaced_while_others_stream(tiny_run, tmp_
     assert set(Counter(played).values()) == {3}
 
 
-def test_replayed_groups_train_again_and_are_no_episodes_of_the_step(tiny_run, tmp_path):
+def test_replayed_groups_train_but_are_not_counted_as_episodes(tiny_run, tmp_path):
     changes = {"staleness__replay__share": 0.5, "staleness__replay__max_age": 4}
     folder = run(tiny_run, tmp_path / "again", "async", **changes)
     rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
@@ -402,13 +402,13 @@ def test_replayed_groups_train_again_and_are_no_episodes_of_the_step(tiny_run, t
     assert last["replay/groups"] == min(3, rows[-1]["replay/kept"] - last["replay/expired"]) > 0
 
 
-def test_no_thread_is_left_behind(streamed, threads_before):
+def test_no_thread_remains_after_a_run(streamed, threads_before):
     names = [thread.name for thread in threading.enumerate() if thread not in threads_before]
     assert not [name for name in names if name.startswith(("ludus-learner", "ludus-engine"))]
 
 
 @pytest.mark.fault
-def test_a_full_disk_ends_the_run_with_the_reason_and_it_goes_on_later(tiny_run, tmp_path):
+def test_full_disk_stops_the_run_which_can_resume_later(tiny_run, tmp_path):
     folder = run(tiny_run, tmp_path / "full", "async", training__steps=2)
     timings = folder / "timings.jsonl"
     timings.unlink()
@@ -449,7 +449,7 @@ def make_world(settings, limits):
 
 
 @pytest.mark.fault
-def test_a_server_that_hangs_holds_up_its_own_episodes_alone(tiny_run, tmp_path):
+def test_hanging_environment_delays_only_its_own_episodes(tiny_run, tmp_path):
     world = tmp_path / "hanging.py"
     world.write_text(HANGING)
     changes = {"rollout__environment_timeout_s": 1.5, "rollout__retries": 1, "rollout__max_failure_rate": 0.5}
@@ -484,7 +484,7 @@ def test_tokens_over_age_are_masked_and_counted():
     assert metrics["staleness/age_0"] == 0.75
 
 
-def test_a_low_effective_sample_share_warns_and_then_stops():
+def test_low_effective_sample_share_warns_then_stops():
     settings = StalenessConfig(min_ess=0.5, ess_patience=2)
     guard = ess_guard(Config(staleness=settings))
     assert ess_warning({ESS: 0.6}, settings) == ess_warning({}, settings) == ""
@@ -494,7 +494,7 @@ def test_a_low_effective_sample_share_warns_and_then_stops():
     assert "2 steps in a row" in guard.update({ESS: 0.1})
 
 
-def test_a_resumed_run_continues_the_streak_of_a_low_share():
+def test_low_share_streak_continues_after_resume():
     low, whole = {ESS: 0.1}, {ESS: 0.9}
     for before, more in (([], 3), ([whole, low], 2), ([low, whole, low, low], 1), ([low, low, low], 3)):
         guard = ess_guard(Config(staleness=StalenessConfig(min_ess=0.5, ess_patience=3)))
@@ -504,14 +504,14 @@ def test_a_resumed_run_continues_the_streak_of_a_low_share():
 
 
 @pytest.mark.fault
-def test_a_run_that_is_cut_oftener_than_its_patience_stops_as_an_uncut_one(tiny_run, tmp_path):
+def test_ess_patience_counts_steps_across_resumes(tiny_run, tmp_path):
     bound = {"staleness__min_ess": 1, "staleness__ess_patience": 3, "training__checkpoint_every": 1}
     folder = run(tiny_run, tmp_path / "cut", "sync", training__steps=2, **bound)
     assert "paused after step 3" in refused("train", "--resume", folder, "--training.steps", "4", code=5)
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step", "async"])
-def test_a_run_of_too_few_effective_samples_warns_then_pauses_and_goes_on(mode, tiny_run, tmp_path):
+def test_run_with_low_effective_sample_share_pauses_and_can_resume(mode, tiny_run, tmp_path):
     """Rounding alone keeps the share of a step below 1, also on policy."""
     bound = {"staleness.min_ess": 1, "staleness.ess_patience": 2, "training.checkpoint_every": 99}
     flat = [str(word) for key, value in bound.items() for word in (f"--{key}", value)]
@@ -553,7 +553,7 @@ def test_off_policy_training_is_corrected_by_default(settings, correction):
     assert algorithm_of(load_config("search", settings)).correction == correction
 
 
-def test_a_spanning_ledger_counts_what_ended_and_carries_what_runs():
+def test_spanning_ledger_counts_finished_and_carries_running_episodes():
     ledger = Ledger(spanning=True)
     early, late = RolloutKey(1, "a", 0), RolloutKey(1, "b", 0)
     ledger.start(early)
@@ -568,7 +568,7 @@ def test_a_spanning_ledger_counts_what_ended_and_carries_what_runs():
     assert (ledger.total().started, ledger.num_running) == (2, 0)
 
 
-def test_a_checkpoint_of_a_spanning_ledger_has_what_ended_since_the_last_step():
+def test_spanning_ledger_state_includes_episodes_finished_since_last_step():
     ledger = Ledger(spanning=True)
     failed, running = RolloutKey(1, "a", 0), RolloutKey(1, "b", 0)
     ledger.close(1, trained=0)
@@ -581,7 +581,7 @@ def test_a_checkpoint_of_a_spanning_ledger_has_what_ended_since_the_last_step():
     assert ledger.close(2, trained=0).failed == 1
 
 
-def test_the_progress_line_says_who_waited_and_which_tool_was_slow():
+def test_progress_line_shows_idle_shares_and_slow_tools():
     timings = {
         "idle/learner": 0.25,
         "idle/engine": 0.5,
@@ -600,7 +600,7 @@ def test_the_progress_line_says_who_waited_and_which_tool_was_slow():
     assert format_idle({}, {"tools/look/stragglers": 1.0, "tools/look/slowest_s": 0.04}) == ""
 
 
-def test_the_learner_works_while_the_event_loop_goes_on():
+def test_learner_thread_does_not_block_the_event_loop():
     async def both():
         thread, ticks, inside = LearnerThread(1), 0, threading.Event()
 
@@ -624,7 +624,7 @@ def test_the_learner_works_while_the_event_loop_goes_on():
     assert busy_s > 0
 
 
-def test_what_the_learner_raises_reaches_the_run(tiny_run, tmp_path, monkeypatch):
+def test_learner_exception_stops_the_run(tiny_run, tmp_path, monkeypatch):
     folder = run(tiny_run, tmp_path / "broken", "async", training__steps=2)
     from ludus.training.learner.learner import Learner
 
@@ -637,14 +637,14 @@ def test_what_the_learner_raises_reaches_the_run(tiny_run, tmp_path, monkeypatch
     assert ludus("train", "--resume", folder).code == 0
 
 
-def test_rollouts_of_an_asynchronous_run_are_whole_files(streamed):
+def test_rollout_files_of_an_async_run_are_complete(streamed):
     for step in range(1, STEPS + 1):
         with gzip.open(rollouts_path(streamed, step)) as lines:
             assert len(lines.read().splitlines()) == 9
 
 
 @pytest.mark.parametrize(("every", "stops"), [(10, False), (4, True)])
-def test_failures_are_counted_among_all_episodes_that_began_since_the_last_batch(every, stops):
+def test_failure_rate_counts_all_episodes_started_since_the_last_batch(every, stops):
     """Four steps' episodes begin while the learner is at one: one of ten fails for good, or one of four."""
 
     async def breaks(number):
@@ -705,7 +705,7 @@ def make_world(settings, limits):
 
 
 @pytest.mark.fault
-def test_members_that_are_stopped_in_the_last_step_are_in_its_account(tiny_run, tmp_path):
+def test_members_cancelled_in_the_last_step_are_counted(tiny_run, tmp_path):
     """Three members of each group end; the other two hang, and their environments are slow to close."""
     world = tmp_path / "slow.py"
     world.write_text(SLOW_TO_CLOSE)

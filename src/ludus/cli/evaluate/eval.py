@@ -117,7 +117,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         (conflict, takes, "Remove them, or remove --run."),
         (args.run is None and not args.recipe, "Name a recipe, or a run with --run.", "`ludus recipes` lists recipes."),
         (args.endpoint and not args.model, name, "Add it."),
-        (args.baseline not in (None, "none", "once"), f"There is no baseline {args.baseline!r}.", "Use none or once."),
+        (args.baseline not in (None, "none", "once"), f"Unknown baseline: {args.baseline!r}.", "Use none or once."),
         (args.api_key_file and not args.endpoint, "--api-key-file needs --endpoint.", "Add --endpoint, or remove it."),
     )
     for broken, message, hint in checks:

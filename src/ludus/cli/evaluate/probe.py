@@ -209,7 +209,7 @@ def check_probe(args: argparse.Namespace) -> ProbeKind:
     """Return the kind. Raises UserError for an unknown one, or an option that it does not take."""
     kind = KINDS.get(args.kind)
     if kind is None:
-        raise UserError(f"There is no probe {args.kind!r}.", f"Probes: {', '.join(KINDS)}.")
+        raise UserError(f"Unknown probe: {args.kind!r}.", f"Probes: {', '.join(KINDS)}.")
     if args.endpoint and not kind.endpoint:
         text = f"`ludus probe {args.kind}` needs the tokens of the model, which an endpoint does not return."
         raise UserError(text, "Use --run or --model PATH.")

@@ -33,11 +33,11 @@ from ludus.evaluation.analysis.contamination import (
     SourceOverlap,
     dialogue_text,
     nearest_tasks,
-    rate_difference,
     task_text,
 )
 from ludus.evaluation.comparison import newest_evaluations
 from ludus.evaluation.evaluate import Evaluation, check_split
+from ludus.evaluation.stats import rates_difference
 from ludus.rollouts.rollout_files import read_rollouts
 from ludus.training.run.run_dir import RunFolder, kind_of
 from ludus.types import Task
@@ -179,7 +179,7 @@ def success_text(n: int, tasks: Sequence[Task], found: Sequence[SourceShares], r
     text = ", ".join(f"{format_success(one)} of {one.num_tasks} {kind} tasks" for kind, one in parts.items())
     if len(parts) == 2:
         clean, other = ((one.rate, one.interval) for one in parts.values())
-        text += f"; difference {format_rate(*rate_difference(clean, other))}"
+        text += f"; difference {format_rate(*rates_difference(clean, other))}"
     return f"{n}-grams: success {text}."
 
 

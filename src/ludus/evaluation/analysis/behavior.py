@@ -238,7 +238,7 @@ def mean_interval(name: str, values: ByTask) -> Interval | None:
 def paired_change(name: str, a: ByTask, b: ByTask) -> tuple[float, Interval | None, int] | None:
     """Return the mean of B minus A over the tasks of both, its 95 % interval, and their number; None below 2 tasks.
 
-    Amounts are scaled to [-1, 1] for `difference_interval`; there is no interval if all their differences are equal.
+    Amounts are scaled to [-1, 1] for `difference_interval`; the interval is None if all their differences are equal.
     """
     tasks = sorted(a.keys() & b.keys())
     if len(tasks) < 2:

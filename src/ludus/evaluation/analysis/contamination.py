@@ -5,7 +5,6 @@ Only 64-bit hashes of the n-grams of evaluation tasks are kept in memory; traini
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -17,7 +16,6 @@ from numpy.typing import NDArray
 
 from ludus.diagnostics.behavior_metrics import message_text
 from ludus.evaluation.agent_texts import plain_answer
-from ludus.evaluation.stats import Interval
 from ludus.types import Message, Task
 
 SIMILARITY_NGRAM = 3
@@ -147,14 +145,3 @@ def nearest_tasks(index: NgramIndex, training: Iterable[NamedText]) -> list[tupl
             for task in np.flatnonzero(similarity > best):
                 best[task], names[task] = similarity[task], one.name
     return list(zip(best.tolist(), names, strict=True))
-
-
-def rate_difference(a: tuple[float, Interval], b: tuple[float, Interval]) -> tuple[float, Interval]:
-    """Return `b - a` of two rates over different tasks, with the interval of Newcombe (1998, Stat. Med. 17, 873).
-
-    Method 10: the distances of the rates to the ends of their intervals are added as squares.
-    """
-    (first, one), (second, other) = a, b
-    low = math.hypot(second - other.low, one.high - first)
-    high = math.hypot(other.high - second, first - one.low)
-    return second - first, Interval(second - first - low, second - first + high)

@@ -24,16 +24,8 @@ from ludus.evaluation.probes.episodes import (
     succeeded,
     with_sessions,
 )
-from ludus.evaluation.probes.report import (
-    Cell,
-    Measured,
-    ProbeReport,
-    check_tasks_suffice,
-    difference,
-    mean_over_tasks,
-    proportion_difference,
-)
-from ludus.evaluation.stats import Interval, wilson
+from ludus.evaluation.probes.report import Cell, Measured, ProbeReport, check_tasks_suffice, difference, mean_over_tasks
+from ludus.evaluation.stats import Interval, rates_difference, wilson
 from ludus.rollouts.episode import ChatSession
 from ludus.rollouts.scheduler import RolloutRequest, Scheduler
 from ludus.types import Trajectory
@@ -60,9 +52,11 @@ class CounterfactualEpisode:
         before, after = (self.successes[turn], self.samples), self.value(turn + 1)
         if after is None:
             return None
-        if turn + 1 in self.successes:
-            return proportion_difference((self.successes[turn + 1], self.samples), before)
         interval = wilson(*before)
+        if turn + 1 in self.successes:
+            won = self.successes[turn + 1]
+            found = rates_difference((before[0] / before[1], interval), (after, wilson(won, self.samples)))
+            return Measured(*found, signed=True)
         return Measured(
             after - before[0] / before[1], Interval(after - interval.high, after - interval.low), signed=True
         )

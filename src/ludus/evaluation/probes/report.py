@@ -97,14 +97,3 @@ def check_tasks_suffice(tasks: Sequence[object]) -> None:
     """Raise UserError for fewer than 2 tasks, which have no interval."""
     if len(tasks) < 2:
         raise UserError(f"The probe has {len(tasks)} usable tasks, too few for an interval.", "Increase --tasks.")
-
-
-def proportion_difference(after: tuple[int, int], before: tuple[int, int]) -> Measured:
-    """Return the difference of two independent proportions (successes, attempts) with Newcombe's interval.
-
-    Hybrid score interval (Newcombe 1998, Statistics in Medicine 17, method 10).
-    """
-    (p, first), (q, second) = ((wins / num, stats.wilson(wins, num)) for wins, num in (after, before))
-    low = math.hypot(p - first.low, second.high - q)
-    high = math.hypot(first.high - p, q - second.low)
-    return Measured(p - q, Interval(max(-1.0, p - q - low), min(1.0, p - q + high)), signed=True)

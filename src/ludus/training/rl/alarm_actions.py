@@ -14,14 +14,17 @@ MAX_KL = 100.0
 
 
 def adjusted(before: Adjustments, action: AlarmAction, step: int, settings: AlarmsConfig) -> Adjustments:
-    """Return the factors after an action at a step; unchanged for other actions and within `cooldown_steps`."""
+    """Return the factors after an action at a step; unchanged within `cooldown_steps`, at a bound, and if not an action."""
 
     def waits(last: int | None) -> bool:
         return last is not None and step - last < settings.cooldown_steps
 
     if action == "lower_learning_rate" and not waits(before.learning_rate_step):
         factor = max(MIN_LEARNING_RATE, before.learning_rate * settings.learning_rate_factor)
-        return replace(before, learning_rate=factor, learning_rate_step=step)
+        return (
+            before if factor == before.learning_rate else replace(before, learning_rate=factor, learning_rate_step=step)
+        )
     if action == "raise_kl" and not waits(before.kl_step):
-        return replace(before, kl=min(MAX_KL, before.kl * settings.kl_factor), kl_step=step)
+        factor = min(MAX_KL, before.kl * settings.kl_factor)
+        return before if factor == before.kl else replace(before, kl=factor, kl_step=step)
     return before

@@ -12,7 +12,7 @@ import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -57,6 +57,17 @@ class Facts:
     def entity(self, kind: str, name: str) -> Entity:
         """Return the entity of a kind (`airport`, `city`, `country`) by name."""
         return {"airport": self.airports, "city": self.cities, "country": self.countries}[kind][name]
+
+    @cached_property
+    def values(self) -> Mapping[str, str]:
+        """The value of the first fact that each passage states."""
+        values: dict[str, str] = {}
+        for entity in (*self.airports.values(), *self.cities.values(), *self.countries.values()):
+            for fact in entity.facts.values():
+                values.setdefault(fact.passage, fact.value)
+        for homonym in self.homonyms:
+            values.setdefault(homonym.country.passage, homonym.country.value)
+        return values
 
 
 def plain(text: str) -> str:

@@ -98,14 +98,14 @@ def split_of(kind: str, head: str) -> str:
     return "train" if share < 0.74 else "validation" if share < 0.80 else "test"
 
 
-def all_questions(facts: Facts, split: str) -> dict[str, list[SearchQuestion]]:
+def all_questions(facts: Facts, split: str) -> dict[str, tuple[SearchQuestion, ...]]:
     """Return all questions of a split by family. `composition` has the chain `HELD_OUT` with the test heads."""
     if split == "composition":
-        found = list(_chained(facts, HELD_OUT, "test"))
+        found = tuple(_chained(facts, HELD_OUT, "test"))
         return {found[0].family: found}
-    families = [list(_chained(facts, chain, split)) for chain in CHAINS]
+    families = [tuple(_chained(facts, chain, split)) for chain in CHAINS]
     pairs = [_intersection(h) for h in facts.homonyms if split_of("homonym", h.name) == split]
-    families.append([q for q in pairs if not _too_common(q.hops, q.id)])
+    families.append(tuple(q for q in pairs if not _too_common(q.hops, q.id)))
     return {questions[0].family: questions for questions in families}
 
 
@@ -115,7 +115,7 @@ def sample_questions(facts: Facts, split: str, num: int, seed: int) -> list[Sear
     An exhausted family is skipped; if all are exhausted, fewer than `num` are returned.
     """
     rng = random.Random(f"{split}:{seed}")
-    pools = all_questions(facts, split)
+    pools = {family: list(questions) for family, questions in all_questions(facts, split).items()}
     for pool in pools.values():
         rng.shuffle(pool)
     chosen: list[SearchQuestion] = []

@@ -7,9 +7,8 @@ reinforcement learning can correct.
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ludus.envs.messages import assistant, tool_turn
 from ludus.types import JSON, Message
@@ -45,22 +44,13 @@ class Turn:
     found: str = ""
 
 
-@dataclass
+@dataclass(frozen=True)
 class SearchSolver:
     """Generates demonstrations for questions. `search` is the function of the tool."""
 
     facts: Facts
     search: Search
     flaws: SearchFlaws
-    _values: dict[str, list[str]] = field(init=False, default_factory=lambda: defaultdict(list))
-
-    def __post_init__(self) -> None:
-        facts = self.facts
-        for entity in (*facts.airports.values(), *facts.cities.values(), *facts.countries.values()):
-            for fact in entity.facts.values():
-                self._values[fact.passage].append(fact.value)
-        for homonym in self.facts.homonyms:
-            self._values[homonym.country.passage].append(homonym.country.value)
 
     def turns(self, question: SearchQuestion, rng: random.Random) -> list[Turn] | None:
         """Return the turns of one dialogue, or None if the precise queries do not find a passage."""
@@ -107,8 +97,8 @@ class SearchSolver:
 
     def _first_value(self, found: str, hop: Hop) -> str:
         for passage in found.split("\n"):
-            if self._values.get(passage):
-                return self._values[passage][0]
+            if passage in self.facts.values:
+                return self.facts.values[passage]
         return hop.subject
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,7 +76,6 @@ class SearchWorld(World):
     limits: ToolLimits = field(default_factory=ToolLimits)
     name: str = "search"
     splits: Sequence[str] = SPLITS
-    _tasks: dict[str, tuple[Task, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def facts(self) -> Facts:
@@ -132,10 +131,7 @@ class SearchWorld(World):
     def tasks(self, split: str) -> Sequence[Task]:
         """Return the tasks of a split, families mixed by their weights, in a fixed order."""
         check_split(split, self.splits, self.name)
-        if split not in self._tasks:
-            chosen = _questions(split, self.settings.seed)
-            self._tasks[split] = tuple(self._task(question, split) for question in chosen)
-        return self._tasks[split]
+        return _tasks(self.settings, split)
 
     def opening(self, question: str) -> tuple[Message, ...]:
         """Return the system message and the question, with passages if the access is `once`."""
@@ -153,7 +149,7 @@ class SearchWorld(World):
         All questions of the training split can occur, families with their weights.
         """
         rng = random.Random(f"demonstrations:{seed}")
-        pools = all_questions(self.facts, "train")
+        pools = _training_questions()
         weights = {family: WEIGHTS[family] for family in pools}
         expert = self._expert(SearchFlaws())
         while True:
@@ -190,7 +186,8 @@ class SearchWorld(World):
                 for call in message.get("tool_calls", []):
                     yield f'{{"name": "search", "arguments": {call["function"]["arguments"]}}}'
 
-    def _task(self, question: SearchQuestion, split: str) -> Task:
+    def make_task(self, question: SearchQuestion, split: str) -> Task:
+        """Return the task of a question."""
         tags = {"split": split, "family": question.family, "hops": str(len(question.hops))}
         prompt = self.opening(question.text)
         return Task(question.id, prompt, ExpectedAnswers(question.answers), tags)
@@ -221,6 +218,19 @@ def _dense_index(folder: str) -> DenseIndex:
 def _questions(split: str, seed: int) -> tuple[SearchQuestion, ...]:
     """Return the questions of a split, composed once per process."""
     return tuple(sample_questions(load_facts(), split, SIZES[split], seed))
+
+
+@cache
+def _training_questions() -> Mapping[str, Sequence[SearchQuestion]]:
+    """Return all questions of the training split by family, composed once per process."""
+    return all_questions(load_facts(), "train")
+
+
+@lru_cache(maxsize=8)
+def _tasks(settings: SearchSettings, split: str) -> tuple[Task, ...]:
+    """Return the tasks of a split; worlds of equal settings share them."""
+    world = SearchWorld(settings)
+    return tuple(world.make_task(question, split) for question in _questions(split, settings.seed))
 
 
 @cache
