@@ -14,17 +14,16 @@ MAX_KL = 100.0
 
 
 def adjusted(before: Adjustments, action: AlarmAction, step: int, settings: AlarmsConfig) -> Adjustments:
-    """Return the factors after an action at a step; unchanged within `cooldown_steps`, at a bound, and if not an action."""
+    """Return the factors after an action at a step; unchanged within `cooldown_steps` of the last change."""
 
     def waits(last: int | None) -> bool:
         return last is not None and step - last < settings.cooldown_steps
 
+    after = before
     if action == "lower_learning_rate" and not waits(before.learning_rate_step):
         factor = max(MIN_LEARNING_RATE, before.learning_rate * settings.learning_rate_factor)
-        return (
-            before if factor == before.learning_rate else replace(before, learning_rate=factor, learning_rate_step=step)
-        )
+        after = replace(before, learning_rate=factor, learning_rate_step=step)
     if action == "raise_kl" and not waits(before.kl_step):
-        factor = min(MAX_KL, before.kl * settings.kl_factor)
-        return before if factor == before.kl else replace(before, kl=factor, kl_step=step)
-    return before
+        after = replace(before, kl=min(MAX_KL, before.kl * settings.kl_factor), kl_step=step)
+    changed = (after.learning_rate, after.kl) != (before.learning_rate, before.kl)
+    return after if changed else before
