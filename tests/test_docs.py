@@ -239,55 +239,55 @@ def test_expected_pages_and_code_blocks_exist():
     assert sum(len(blocks(page, "python")) for page in PAGES) > 30
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_code_fences_use_only_checked_languages(page):
-    fences = [info.split(" ")[0] for _, info, _ in FENCE.findall(read(page))]
-    assert read(page).count("```") == 2 * len(fences)
-    assert set(fences) <= {"python", "bash", "console", "toml", "json", "text", "mermaid"}
+def test_code_fences_use_only_checked_languages():
+    for page in PAGES:
+        fences = [info.split(" ")[0] for _, info, _ in FENCE.findall(read(page))]
+        assert read(page).count("```") == 2 * len(fences), page
+        assert set(fences) <= {"python", "bash", "console", "toml", "json", "text", "mermaid"}, page
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_make_and_python_commands_name_existing_targets_and_files(page):
+def test_make_and_python_commands_name_existing_targets_and_files():
     targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text("utf-8"), re.M))
-    lines = [*read(page).splitlines(), *re.findall(r"`(make [^`]+)`", read(page))]
-    for line in lines:
-        match = re.match(r"(?:\s*\$ |\s*)(make|python3?|pytest) +(.+)", line)
-        if match and match[1] == "make":
-            assert shlex.split(match[2], comments=True)[0] in targets, line
-        elif match and not line.lstrip().startswith(("python:", "python is")):
-            files = [word for word in match[2].split() if word.endswith(".py")]
-            assert all((ROOT / file).is_file() for file in files), line
+    for page in PAGES:
+        lines = [*read(page).splitlines(), *re.findall(r"`(make [^`]+)`", read(page))]
+        for line in lines:
+            match = re.match(r"(?:\s*\$ |\s*)(make|python3?|pytest) +(.+)", line)
+            if match and match[1] == "make":
+                assert shlex.split(match[2], comments=True)[0] in targets, (page, line)
+            elif match and not line.lstrip().startswith(("python:", "python is")):
+                files = [word for word in match[2].split() if word.endswith(".py")]
+                assert all((ROOT / file).is_file() for file in files), (page, line)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_toml_blocks_are_configurations_and_json_blocks_parse(page):
-    for block in blocks(page, "toml"):
-        config_from_toml(block.text, f"{page}, line {block.line}")
-    for block in blocks(page, "json"):
-        for line in block.text.splitlines():
-            json.loads(line)
+def test_toml_blocks_are_configurations_and_json_blocks_parse():
+    for page in PAGES:
+        for block in blocks(page, "toml"):
+            config_from_toml(block.text, f"{page}, line {block.line}")
+        for block in blocks(page, "json"):
+            for line in block.text.splitlines():
+                json.loads(line)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_quoted_code_matches_the_source_file(page):
-    for block in blocks(page, "python"):
-        _, _, path = block.info.partition(" ")
-        if path:
-            file = [line.strip() for line in (ROOT / path).read_text("utf-8").splitlines()]
-            piece = [line.strip() for line in block.text.strip().splitlines()]
-            windows = (file[i : i + len(piece)] for i in range(len(file)))
-            assert piece in windows, f"{page}, line {block.line}: not in {path}"
+def test_quoted_code_matches_the_source_file():
+    for page in PAGES:
+        for block in blocks(page, "python"):
+            _, _, path = block.info.partition(" ")
+            if path:
+                file = [line.strip() for line in (ROOT / path).read_text("utf-8").splitlines()]
+                piece = [line.strip() for line in block.text.strip().splitlines()]
+                windows = (file[i : i + len(piece)] for i in range(len(file)))
+                assert piece in windows, f"{page}, line {block.line}: not in {path}"
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_links_and_code_references_resolve(page):
-    text = FENCE.sub("", read(page))
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
-        if "://" not in target:
-            assert ((ROOT / page).parent / target).exists(), target
-    for path, name in re.findall(rf"`((?:{TOP_FOLDERS})/[\w./-]*)(?:::(\w+))?`", text):
-        assert (ROOT / path).exists(), path
-        assert not name or name in names_in(ROOT / path), f"{path} defines no {name}"
+def test_links_and_code_references_resolve():
+    for page in PAGES:
+        text = FENCE.sub("", read(page))
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+            if "://" not in target:
+                assert ((ROOT / page).parent / target).exists(), (page, target)
+        for path, name in re.findall(rf"`((?:{TOP_FOLDERS})/[\w./-]*)(?:::(\w+))?`", text):
+            assert (ROOT / path).exists(), (page, path)
+            assert not name or name in names_in(ROOT / path), f"{page}: {path} defines no {name}"
 
 
 def test_pages_named_in_the_package_exist():
@@ -303,12 +303,12 @@ def names_in(path: Path) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_settings_named_in_pages_exist(page):
+def test_settings_named_in_pages_exist():
     sections = "|".join(dict.fromkeys(setting.key.split(".")[0] for setting in list_settings()))
-    for key in re.findall(rf"`(?:--)?((?:{sections})\.[a-z_.]+)\b", read(page)):
-        if not key.endswith((".py", ".json", ".toml", ".safetensors")):
-            assert find(key) or is_section(key), f"{page}: {key}"
+    for page in PAGES:
+        for key in re.findall(rf"`(?:--)?((?:{sections})\.[a-z_.]+)\b", read(page)):
+            if not key.endswith((".py", ".json", ".toml", ".safetensors")):
+                assert find(key) or is_section(key), f"{page}: {key}"
 
 
 def test_every_extra_is_listed_with_the_same_install_hint():

@@ -97,7 +97,23 @@ class Module:
 
     @cached_property
     def definitions(self) -> list[tuple[str, Function | ast.ClassDef]]:
-        return list(definitions_in(self.tree, ""))
+        """Functions and classes by dotted name."""
+        return [(name, node) for name, node in self.nodes if isinstance(node, Function | ast.ClassDef)]
+
+    @cached_property
+    def nodes(self) -> list[tuple[str, ast.AST]]:
+        """Every node with the name of its enclosing definition ("module" outside); definitions with their own."""
+        found: list[tuple[str, ast.AST]] = []
+        pending: list[tuple[str, ast.AST]] = [("", self.tree)]
+        while pending:
+            name, node = pending.pop()
+            for child in ast.iter_child_nodes(node):
+                inner = name
+                if isinstance(child, Function | ast.ClassDef):
+                    inner = f"{name}.{child.name}" if name else child.name
+                found.append((inner or "module", child))
+                pending.append((inner, child))
+        return found
 
 
 @dataclass(frozen=True)
@@ -112,15 +128,6 @@ def modules() -> list[Module]:
         f for top in ("src/ludus", "examples", "benchmarks", "generators") for f in sorted(ROOT.glob(f"{top}/**/*.py"))
     ]
     return [Module(f.relative_to(ROOT).as_posix(), f.read_text(encoding="utf-8")) for f in files]
-
-
-def definitions_in(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function | ast.ClassDef]]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, Function | ast.ClassDef):
-            yield f"{prefix}{child.name}", child
-            yield from definitions_in(child, f"{prefix}{child.name}.")
-        else:
-            yield from definitions_in(child, prefix)
 
 
 def functions(module: Module) -> Iterator[tuple[str, Function]]:
@@ -140,10 +147,8 @@ def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def everywhere(module: Module) -> Iterator[tuple[str, ast.AST]]:
-    """Yield every node with the name of its enclosing definition."""
-    yield from (("module", node) for node in own_nodes(module.tree))
-    for name, definition in module.definitions:
-        yield from ((name, node) for node in own_nodes(definition))
+    """Yield every node but definitions, with the name of its enclosing definition."""
+    return ((name, node) for name, node in module.nodes if not isinstance(node, Function | ast.ClassDef))
 
 
 def num_lines(node: Function | ast.ClassDef) -> int:
@@ -372,7 +377,7 @@ def test_number_of_checker_suppressions_is_bounded():
     counts: Counter[str] = Counter()
     for module in modules():
         if module.in_package:
-            counts["Any"] += sum(isinstance(n, ast.Name) and n.id == "Any" for n in ast.walk(module.tree))
+            counts["Any"] += sum(isinstance(n, ast.Name) and n.id == "Any" for _, n in module.nodes)
             counts["type: ignore"] += len(re.findall(r"#\s*type:\s*ignore", module.text))
             counts["noqa"] += len(re.findall(r"#\s*noqa", module.text))
     print(dict(counts))
@@ -392,8 +397,7 @@ PROSE = {
 
 
 def test_docstrings_are_plain_english():
-    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = (n for m in modules() if m.in_package for n in ast.walk(m.tree) if isinstance(n, kinds))
+    nodes = (n for m in modules() if m.in_package for n in (m.tree, *(node for _, node in m.definitions)))
     text = "\n".join(ast.get_docstring(node) or "" for node in nodes)
     found = {name: len(re.findall(pattern, text)) for name, (pattern, _) in PROSE.items()}
     print(found)
