@@ -26,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CORE = ("algorithms", "chat", "engines/embedded", "envs", "evaluation", "rewards", "rollouts", "sandbox/local", "tools")
 CORE += tuple(f"training/{name}" for name in ("batches", "collection", "credit", "learner", "rl", "run"))
-LIMIT_S = 3600
+LIMIT_S = 1800
 OPPOSITES = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
 OPPOSITES |= {ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is}
 OPPOSITES |= {
@@ -99,9 +99,10 @@ def tests_near(path: str) -> list[str]:
     folder = ROOT / "tests" / Path(path).parent.relative_to("src/ludus")
     while not folder.is_dir():
         folder = folder.parent
-    named = {file for file in (ROOT / "tests").rglob("test_*.py") if module in file.read_text("utf-8")}
-    found = named | set(folder.rglob("test_*.py") if folder != ROOT / "tests" else ())
-    return sorted(file.relative_to(ROOT).as_posix() for file in found if "swe_fixture" not in file.parts)
+    files = sorted(file for file in (ROOT / "tests").rglob("test_*.py") if "swe_fixture" not in file.parts)
+    named = [file for file in files if module in file.read_text("utf-8")]
+    mirrored = [file for file in files if folder != ROOT / "tests" and folder in file.parents]
+    return [file.relative_to(ROOT).as_posix() for file in dict.fromkeys(named + mirrored)]
 
 
 def killed(mutation: Mutation) -> str:
