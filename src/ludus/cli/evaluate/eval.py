@@ -30,6 +30,7 @@ from ludus.cli.ui.tables import evaluation_tables, format_sampling, format_tempe
 from ludus.cli.ui.terminal import announce, bars, load_libraries, make_console, print_line, print_text
 from ludus.config.paths import check_model_folder
 from ludus.config.schema import Config
+from ludus.engines.remote.http_client import check_reachable
 from ludus.envs.base import World
 from ludus.envs.registry import build_world, check_sandbox, closing
 from ludus.errors import ConfigError, LudusError, UserError
@@ -280,7 +281,9 @@ async def make_backend(args: argparse.Namespace, config: Config, world: World, s
     if args.endpoint:
         key = read_api_key(args.api_key_file) if args.api_key_file else ""
         settings = OpenAIClientSettings(args.endpoint, args.model, key, concurrency=config.rollout.concurrency)
-        return endpoint_backend(config, world, settings)
+        backend = endpoint_backend(config, world, settings)
+        check_reachable(args.endpoint)
+        return backend
     load_libraries()
     from ludus.cli.ui.load_run import open_weights
 

@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import socket
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,15 +65,16 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     default_threads()
     set_up_compute(config)
-    step, service, model = _service(args, config)
     console = make_console()
-    context = service.engine.context_tokens
-    what = f"{service.model.name} (weights {step}, context {context} tokens)"
-    if args.check:
-        asyncio.run(service.engine.close())
-        print_line(console, f"{what} can be served.")
-        return 0
-    with open_socket(args.host, args.port) as listener:
+    # The port is bound before the model is loaded, so that a busy port is reported at once.
+    with nullcontext() if args.check else open_socket(args.host, args.port) as listener:
+        step, service, model = _service(args, config)
+        context = service.engine.context_tokens
+        what = f"{service.model.name} (weights {step}, context {context} tokens)"
+        if listener is None:
+            asyncio.run(service.engine.close())
+            print_line(console, f"{what} can be served.")
+            return 0
         server = http_server(make_app(service, model), model_limits(context), error_response)
         with publish_token(listener.getsockname()[1], service.control_token):
             print_line(console, f"Serving {what} at {url_of(listener)}")

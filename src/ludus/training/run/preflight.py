@@ -15,6 +15,7 @@ from ludus.config.paths import check_model_folder
 from ludus.config.pipeline import StageKind
 from ludus.config.schema import Config
 from ludus.config.sections.model import ScratchConfig
+from ludus.engines.models import smollm2
 from ludus.envs.registry import WORLDS
 from ludus.errors import StorageError, UserError, did_you_mean
 from ludus.recipes import list_recipes
@@ -36,6 +37,8 @@ def check_new_run(config: Config, kind: StageKind) -> None:
         algorithm_of(config)
     check_extras(config)
     check_sources(config, kind)
+    if config.model.path == smollm2.NAME:
+        smollm2.check_available()
     if config.model.from_scratch:
         check_disk(config, kind, num_saved(config, init_shapes(config.model.init)))
         return
