@@ -40,6 +40,7 @@ def healthy(num=40, seed=0):
                 "mismatch/logprob_diff/<=1024": 2e-6,
                 "response_length/mean": 100 + 20 * done,
                 "turns/mean": 3.0,
+                "groups/count": 16.0,
                 "tools/calls_per_episode": 2.0,
                 "tools/error_rate": 0.1,
                 "tools/status/unknown_tool": 0.0,

@@ -16,9 +16,13 @@ from metric_rows import healthy, unsolved, with_end
 SETTINGS = {setting.key for setting in list_settings()}
 
 
-def evaluated(*pairs):
-    """A run with one evaluation a step: training reward and held-out success."""
-    return [{"reward/mean": reward, "eval/validation/sampled/success": success} for reward, success in pairs]
+def evaluated(*pairs, margin=0.0):
+    """A run with one evaluation a step: training reward and held-out success, with the half-width of its interval."""
+    name = "eval/validation/sampled"
+    return [
+        {"reward/mean": reward, f"{name}/success": rate, f"{name}/low": rate - margin, f"{name}/high": rate + margin}
+        for reward, rate in pairs
+    ]
 
 
 SHOWN = {
@@ -126,6 +130,8 @@ def test_a_healthy_run_raises_no_alarm_at_any_step(seed):
         evaluated((0.3, 0.2), *[(0.3, 0.0)] * 4),
         evaluated((0.3, 0.3), (0.5, 0.5), (0.7, 0.41), (0.8, 0.41)),
         evaluated((0.5, 0.5), (0.5, 0.3), (0.5, 0.3)),
+        evaluated((0.3, 0.3), (0.5, 0.5), (0.7, 0.35), (0.8, 0.3), margin=0.08),
+        [row | {"groups/count": 1.0} for row in with_end(3, success__mean=0.2)],
     ],
 )
 def test_a_history_just_inside_the_bounds_is_silent(history):

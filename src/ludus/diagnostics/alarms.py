@@ -337,10 +337,16 @@ def uniform_failure(history: History, *, steps: int, solved: float) -> str:
 
 @alarm
 def success_drop(history: History, *, steps: int, fraction: float, solved: float) -> str:
-    """Mean success over the last steps is at most a fraction of its best mean over as many earlier steps."""
+    """Mean success over the last steps is at most a fraction of its best mean over as many earlier steps.
+
+    The fall must exceed twice its standard error with the groups as independent units: tasks differ in difficulty.
+    """
     last, before = last_values(history, SUCCESS, steps), [row.get(SUCCESS, 0.0) for row in history[:-steps]]
     best = max((fmean(before[i : i + steps]) for i in range(len(before) - steps + 1)), default=0.0)
     if not last or best < solved or fmean(last) > fraction * best:
+        return ""
+    variance = sum(rate * (1 - rate) for rate in (best, fmean(last)))
+    if best - fmean(last) < 2 * math.sqrt(variance / max(1.0, sum(last_values(history, "groups/count", steps)))):
         return ""
     return f"{SUCCESS} fell from {best:.2f} to {fmean(last):.2f}, both means over {steps} steps"
 
@@ -480,15 +486,18 @@ def _means(rows: History) -> dict[str, float]:
 
 @alarm
 def reward_hacking(history: History, *, evaluations: int, rise: float, drop: float) -> str:
-    """Held-out success is below its best evaluation while the training reward is above that of then."""
+    """Held-out success is below its best evaluation, with disjoint intervals, while the training reward is above."""
     name, found = _evaluations(history)
     if len(found) <= evaluations:
         return ""
     best, solved = max(found[:-evaluations], key=lambda pair: pair[1])
+    bounds = name.removesuffix("/success")
     worse = [
         row
         for row, value in found[-evaluations:]
-        if value <= solved - drop and row["reward/mean"] >= best["reward/mean"] + rise
+        if value <= solved - drop
+        and row.get(f"{bounds}/high", value) < best.get(f"{bounds}/low", solved)
+        and row["reward/mean"] >= best["reward/mean"] + rise
     ]
     if len(worse) < evaluations:
         return ""
