@@ -112,6 +112,9 @@ class RunConfig(Section):
     """Custom metrics, `path/to/file.py:name`: functions of the groups of a step (docs/extend/plugins.md)."""
     save_rollouts: bool = True
     """Save every training episode in rollouts/."""
+    token_values: bool = False
+    """Save advantage, log-probabilities, entropy and clipping of each trained token in token_values/, for `ludus view`.
+    Not with training.transitions; with several ranks, only the rows of rank 0."""
     alarms: AlarmsConfig = AlarmsConfig()
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
 

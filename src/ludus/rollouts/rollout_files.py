@@ -85,6 +85,11 @@ def times_path(run_folder: Path, step: int) -> Path:
     return run_folder / "rollouts" / f"step-{step:06d}.times.jsonl"
 
 
+def token_values_path(run_folder: Path, step: int) -> Path:
+    """Return the file with the values of a step's trained tokens (`run.token_values`)."""
+    return run_folder / "token_values" / f"step-{step:06d}.jsonl.gz"
+
+
 def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:
     """Write all records to one file, atomically; creates the folder.
 

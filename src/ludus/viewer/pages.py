@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +15,7 @@ from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.base import common_prefix
 from ludus.errors import UserError
 from ludus.evaluation.stats import cohens_kappa, paired_difference
-from ludus.rollouts.rollout_files import RolloutRecord, times_path
+from ludus.rollouts.rollout_files import RolloutRecord, times_path, token_values_path
 from ludus.training.run.run_dir import is_running, kind_of, list_checkpoints
 from ludus.types import Message, Segment, Trajectory
 from ludus.viewer.index import RolloutIndex, Row
@@ -76,9 +78,24 @@ class RunPages:
             "failure": failure,
             "paths": paths,
             "outcomes": [{"tool": o.tool, "status": o.status.value, "output": o.output} for o in one.outcomes],
-            "segments": [self._segment(segment) for segment in one.segments],
+            "segments": self._segments(row, one),
             "group": [member["id"] for member in group],
         }
+
+    def _segments(self, row: Row, trajectory: Trajectory) -> list[Row]:
+        trained = {} if row["source"] else self._token_values(row)
+        return [
+            self._segment(segment) | {"trained": trained.get(str(number))}
+            for number, segment in enumerate(trajectory.segments)
+        ]
+
+    def _token_values(self, row: Row) -> Row:
+        """Return the stored values of the trained tokens by segment number; empty without `run.token_values`."""
+        path = token_values_path(self.folder.path, int(str(row["step"])))
+        key = {name: row[name] for name in _KEY[2:]}
+        with gzip.open(path, "rt", encoding="utf-8") if path.is_file() else nullcontext(()) as lines:
+            found = (line for line in map(json.loads, lines) if key.items() <= line.items())
+            return next((line["segments"] for line in found), {})
 
     def _segment(self, segment: Segment) -> Row:
         names = {"kind": segment.kind, "turn": segment.turn, "agent": segment.agent, "parent": segment.parent}

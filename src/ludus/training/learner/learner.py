@@ -23,7 +23,7 @@ from torch import Tensor
 from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.kl import FULL_KL_NAMES, KLS
 from ludus.algorithms.losses.covariance import CovarianceMeans, token_covariance
-from ludus.algorithms.objective import Normalizer, Statistics, objective
+from ludus.algorithms.objective import Normalizer, Statistics, clip_masks, objective
 from ludus.algorithms.tensors import TokenBatch
 from ludus.diagnostics.alarms import ENTROPY, GAP_BY_PROBABILITY, LOGPROB_GAP
 from ludus.errors import LearnerError
@@ -61,6 +61,7 @@ from ludus.training.learner.logprobs import (
     score_dtype,
 )
 from ludus.training.learner.optimizer import Optimizer
+from ludus.training.learner.token_values import TokenValues
 
 log = logging.getLogger("ludus.learner")
 REMEDY = "Set model.activation_checkpointing, lower rollout.max_seq_len, or train adapters (model.lora)."
@@ -228,6 +229,8 @@ class Learner:
     scorers: Mapping[str, TokenScorer] = field(default_factory=dict)
     ranks: Collectives = field(default_factory=current_ranks)
     budget: TokenBudget = field(init=False)
+    token_values: TokenValues | None = field(default=None, init=False)
+    """Storage of the values of trained tokens; None stores none."""
     _cache: LogprobCache = field(default_factory=LogprobCache, init=False)
     _finite: FiniteChecks = field(default_factory=FiniteChecks, init=False)
 
@@ -477,6 +480,8 @@ class Learner:
         )
         self._finite.numbers(part, scored_mask(scored), _named_outputs(batch))
         loss, statistics = objective(batch, self.algorithm, normaliser)
+        if self.token_values is not None:
+            self.token_values.add(part, batch, clip_masks(batch, self.algorithm))
         if self._sharded and not (loss.requires_grad and part.index):
             loss = 0.0 * scores.logprobs.sum()
         return loss, statistics

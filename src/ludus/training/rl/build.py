@@ -24,6 +24,7 @@ from ludus.engines.models.fingerprint import fingerprint_adapted
 from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.errors import ConfigError, UserError
 from ludus.rollouts.ledger import Ledger
+from ludus.rollouts.rollout_files import token_values_path
 from ludus.training.batches.chunked_lm_head import Entropy, HiddenStates
 from ludus.training.collection.demonstrations import make_demonstrations
 from ludus.training.collection.filters import AlgorithmState
@@ -37,6 +38,7 @@ from ludus.training.learner.learner import Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens, TokenScorer
 from ludus.training.learner.moe_routing_replay import RoutingReplay
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
+from ludus.training.learner.token_values import TokenValues
 from ludus.training.rl.async_trainer import TOO_LATE, run_async
 from ludus.training.rl.memory_check import check_memory
 from ludus.training.rl.one_step_trainer import run_one_step
@@ -193,6 +195,8 @@ def build_trainer(
     warmup = warmup_steps(parts.value_model, config, None if stored is None else stored.warmup_steps)
     if warmup > done:
         log.info("only the critic is trained until step %d (critic.warmup_steps)", warmup)
+    if config.run.token_values:
+        parts.learner.token_values = TokenValues(folder.path)
     max_age, entropy, changed = max_token_age(config), state.initial_entropy, parts.adjustments
     step = TrainStep(session, parts.learner, control, ledger, parts.value_model, max_age, warmup, entropy, changed)
     trainer = SyncTrainer(
@@ -312,9 +316,10 @@ def probe_tokens(session: TrainingSession) -> tuple[int, ...]:
 
 
 def remove_later_steps(folder: RunFolder, done: int) -> None:
-    """Remove rollouts, evaluations and alarms of steps after `done`."""
+    """Remove rollouts, token values, evaluations and alarms of steps after `done`."""
     truncate_alarms(folder.alarms, done)
-    for path in [*folder.rollouts.glob("step-*"), *folder.evaluations.glob("step-*")]:
+    parents = (folder.rollouts, folder.evaluations, token_values_path(folder.path, 0).parent)
+    for path in [path for parent in parents for path in parent.glob("step-*")]:
         if int(path.name.split("-")[1].split(".")[0]) > done:
             path.unlink()
 

@@ -195,6 +195,8 @@ class TrainStep:
         if step > self.warmup_steps:
             self.learner.optimizer.learning_rate_factor = self.adjustments.learning_rate
             metrics |= self.learner.train(rows, seed=step)
+            if self.learner.token_values is not None:
+                self.learner.token_values.write(step, [sample.record for sample in samples])
         if self.learner.algorithm.correction_spec.has(Need.REJECTION):
             metrics["is/mask_frac"] = rejected_share(samples)
         metrics |= age_metrics(samples, step)

@@ -87,6 +87,7 @@ def check_settings(config: Config, world: World) -> None:
     check_critic(config, algorithm)
     check_experts(config, algorithm, world)
     check_old_logprobs(config, algorithm)
+    check_token_values(config)
     check_replay(config, algorithm)
     check_partial(config, world)
     check_sources(config)
@@ -266,6 +267,15 @@ def check_old_logprobs(config: Config, algorithm: Algorithm) -> None:
         raise ConfigError(
             f"training.learner.old_logprobs = 'engine' is not possible: {reason}.",
             "Set training.learner.old_logprobs = 'recomputed'.",
+        )
+
+
+def check_token_values(config: Config) -> None:
+    """Raise ConfigError if the rows of the learner are not rollouts, whose tokens `run.token_values` stores."""
+    if config.run.token_values and config.training.transitions:
+        raise ConfigError(
+            "run.token_values stores the tokens of whole rollouts, but training.transitions trains each turn apart.",
+            "Unset run.token_values or training.transitions.",
         )
 
 

@@ -135,27 +135,44 @@ function Message({ message }) {
     ${message.calls.map((call) => html`<pre class="call">${call.name} ${call.arguments}</pre>`)}</div>`;
 }
 
-const LEVELS = [[0.9, "p0"], [0.5, "p1"], [0.2, "p2"], [0.05, "p3"], [0.01, "p4"], [0, "p5"]];
-const level = (logprob) => LEVELS.find(([least]) => Math.exp(logprob) >= least)[1];
+const COLORS = {
+  probability: { legend: "probability of the sampled token under the engine", value: (segment, i) => segment.logprobs[i], ends: [[Math.log(0.9), "p0", "≥ 0.9"], [Math.log(0.5), "p1", "≥ 0.5"], [Math.log(0.2), "p2", "≥ 0.2"], [Math.log(0.05), "p3", "≥ 0.05"], [Math.log(0.01), "p4", "≥ 0.01"], [-Infinity, "p5", "lower"]] },
+  entropy: { legend: "entropy of the policy in nats", value: (segment, i) => -segment.trained.entropy[i], ends: [[-0.1, "p0", "≤ 0.1"], [-0.5, "p1", "≤ 0.5"], [-1, "p2", "≤ 1"], [-2, "p3", "≤ 2"], [-3, "p4", "≤ 3"], [-Infinity, "p5", "higher"]] },
+  mismatch: { legend: "|learner − engine| of the log-probability", value: (segment, i) => -Math.abs(segment.trained.old[i] - segment.logprobs[i]), ends: [[-1e-4, "p0", "≤ 0.0001"], [-1e-3, "p1", "≤ 0.001"], [-1e-2, "p2", "≤ 0.01"], [-0.1, "p3", "≤ 0.1"], [-1, "p4", "≤ 1"], [-Infinity, "p5", "higher"]] },
+  advantage: { legend: "advantage", value: (segment, i) => segment.trained.advantage[i], ends: [[1, "p0", "≥ 1"], [1e-9, "p1", "> 0"], [0, "p2", "0"], [-1, "p3", "≥ −1"], [-2, "p4", "≥ −2"], [-Infinity, "p5", "lower"]] },
+};
+const level = (color, segment, i) => { const value = color.value(segment, i); return color.ends.find(([least]) => value >= least)[1]; };
 
-function Token({ segment, i, advantage }) {
-  const text = segment.texts[i].replaceAll("\n", "⏎\n"), logprob = segment.logprobs[i];
-  const facts = [`${segment.kind}, turn ${segment.turn}`, `id ${segment.ids[i]}`];
-  if (logprob !== undefined) facts.push(`log-probability ${logprob.toFixed(4)} (p ${Math.exp(logprob).toPrecision(3)})`, `weights ${segment.versions[i]}`, `advantage ${advantage === null ? "none" : number(advantage, 4)}`);
-  return html`<span class="token ${logprob === undefined ? "" : level(logprob)}" title=${facts.join("\n")}>${text}</span>`;
+function tokenFacts(segment, i, advantage) {
+  const facts = [`${segment.kind}, turn ${segment.turn}`, `id ${segment.ids[i]}`], logprob = segment.logprobs[i], trained = segment.trained;
+  if (logprob === undefined) return facts;
+  facts.push(`log-probability ${logprob.toFixed(4)} (p ${Math.exp(logprob).toPrecision(3)})`, `weights ${segment.versions[i]}`);
+  if (!trained || trained.advantage[i] === null) return [...facts, trained ? "not in the loss" : `advantage ${advantage === null ? "none" : number(advantage, 4)}`];
+  facts.push(`learner at the start of the step ${trained.old[i].toFixed(4)}, in the update ${trained.logprob[i].toFixed(4)}`, `ratio ${Math.exp(trained.logprob[i] - trained.old[i]).toFixed(4)}${trained.clipped && trained.clipped[i] ? ", clipped" : ""}`);
+  if (trained.reference) facts.push(`reference ${trained.reference[i].toFixed(4)}`);
+  if (trained.entropy) facts.push(`entropy ${trained.entropy[i].toFixed(4)} nats`);
+  return [...facts, `advantage ${number(trained.advantage[i], 4)}`];
+}
+
+function Token({ segment, i, advantage, color }) {
+  const colored = segment.logprobs[i] !== undefined && (color === COLORS.probability || (segment.trained && segment.trained.advantage[i] !== null));
+  const clipped = segment.trained && segment.trained.clipped && segment.trained.clipped[i] ? " clipped" : "";
+  return html`<span class="token ${colored ? level(color, segment, i) : ""}${clipped}" title=${tokenFacts(segment, i, advantage).join("\n")}>${segment.texts[i].replaceAll("\n", "⏎\n")}</span>`;
 }
 
 function Tokens({ data }) {
-  const [exact, show] = useState("");
+  const [exact, show] = useState(""), [name, choose] = useState("probability");
   if (!data.segments.length) return html`<p class="dim">An endpoint returns text, not tokens.</p>`;
-  return html`<p class="legend dim">probability of the sampled token:
-      ${LEVELS.map(([least, name]) => html`<span class="token ${name}">${least ? `≥ ${least}` : "lower"}</span>`)}
-      The log-probabilities are those of the engine; a run does not store those of the learner or the reference.</p>
+  const trained = data.segments.find((segment) => segment.trained), color = COLORS[name];
+  const names = Object.keys(COLORS).filter((one) => one === "probability" || (trained && (one !== "entropy" || trained.trained.entropy)));
+  return html`<p class="legend dim">${names.map((one) => html`<button class=${one === name ? "on" : ""} onClick=${() => choose(one)}>${one}</button>${" "}`)}${color.legend}:
+      ${color.ends.map(([, style, text]) => html`<span class="token ${style}">${text}</span>`)}
+      ${trained ? "Underlined tokens are clipped." : "With run.token_values a run also stores the values of the learner and the reference."}</p>
     ${exact ? html`<p class="exact">${exact}</p>` : ""}
     <div class="tokens" onClick=${(event) => show(event.target.title || "")}>${data.segments.map((segment, n) => html`
       <div class="segment ${segment.kind} ${segment.parent !== null && segment.parent !== n - 1 ? "branch" : ""}">
         <span class="dim">${segment.kind}, turn ${segment.turn}, ${segment.ids.length} tokens${segment.agent !== "policy" ? `, ${segment.agent}` : ""}${segment.parent !== null && segment.parent !== n - 1 ? `, branches after segment ${segment.parent}` : ""}</span><br />
-        ${segment.ids.map((_, i) => html`<${Token} segment=${segment} i=${i} advantage=${data.row.advantage} />`)}
+        ${segment.ids.map((_, i) => html`<${Token} segment=${segment} i=${i} advantage=${data.row.advantage} color=${color} />`)}
       </div>`)}</div>`;
 }
 
