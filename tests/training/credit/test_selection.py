@@ -19,6 +19,7 @@ from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.envs.base import TaskOrder
 from ludus.rollouts.ledger import Ledger, RolloutOutcome
 from ludus.training.collection.filters import empty_batch_guard, filter_low_variance
+from ludus.training.collection.prompt_stream import PromptStream
 from ludus.training.collection.rollout_collector import RolloutCollector, filter_batch, num_training_groups
 from ludus.training.credit.advantages import assign_credit, record_outcomes, training_rows
 from ludus.types import StopReason, Task
@@ -195,6 +196,20 @@ def test_resample_rounds_replace_zero_variance_groups(rounds, played):
     assert asked == names[:played]
     kept = {c.episode.task.id for c in credits if c.outcome is RolloutOutcome.TRAINED}
     assert kept == {name for k, name in enumerate(names[:played]) if k in (2, 4)}
+
+
+def test_stream_replaces_as_many_zero_variance_groups_in_every_step():
+    algorithm = replace(PRESETS["dapo"], max_resample_rounds=1, overlong_buffer=0.0)
+    collector = RolloutCollector(None, None, algorithm, None, Ledger())
+    stream = PromptStream(collector, TaskOrder([Task("a", (), None)], 0), per_step=2)
+    for _ in range(2):
+        stream.begin_step()
+        assert [stream.counts(group(rewards, "a")) for rewards in (EQUAL, WIDE, EQUAL, EQUAL)] == [
+            False,
+            True,
+            False,
+            True,
+        ]
 
 
 def cut_off(members):
