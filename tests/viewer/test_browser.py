@@ -1,5 +1,6 @@
 """The viewer in headless Chromium, with real clicks, and a page full of hostile markup."""
 
+import json
 import shutil
 import threading
 from dataclasses import replace
@@ -8,7 +9,7 @@ import pytest
 import uvicorn
 
 from ludus.gateway.limits import open_socket
-from ludus.rollouts.rollout_files import read_rollouts, rollouts_path, write_rollouts
+from ludus.rollouts.rollout_files import read_rollouts, rollouts_path, token_values_path, write_lines, write_rollouts
 from ludus.training.run.run_dir import RunFolder
 from ludus.viewer.index import RolloutIndex
 from ludus.viewer.pages import RunPages
@@ -20,6 +21,24 @@ HOSTILE = (
     "</pre><script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
     "<style>*{display:none}</style><a href=\"javascript:document.title='owned'\">click</a><!--${alert(1)}"
 )
+
+
+def token_values(record):
+    """A line of `run.token_values`: the first token of each action is clipped."""
+    segments = {
+        i: {
+            "advantage": [1.5] * len(segment.tokens),
+            "logprob": [value + 0.25 for value in segment.logprobs],
+            "old": list(segment.logprobs),
+            "reference": list(segment.logprobs),
+            "entropy": [0.7] * len(segment.tokens),
+            "clipped": [1.0] + [0.0] * (len(segment.tokens) - 1),
+        }
+        for i, segment in enumerate(record.trajectory.segments)
+        if segment.kind == "action"
+    }
+    key = {"task": record.group, "sample": record.trajectory.sample, "attempt": record.attempt}
+    return json.dumps(key | {"segments": segments})
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +53,7 @@ def address(tiny_run, tmp_path_factory):
         for r in read_rollouts(rollouts_path(run, 1))
     ]
     write_rollouts(rollouts_path(run, 1), records)
+    write_lines(token_values_path(run, 2), map(token_values, read_rollouts(rollouts_path(run, 2))))
     index = RolloutIndex(RunFolder(run), lambda record: record.trajectory.reward > 0)
     index.refresh()
     with open_socket("127.0.0.1", 0) as listener:
@@ -88,6 +108,33 @@ def test_rollouts_are_filtered_opened_and_labelled_by_clicks(page, address):
     page.wait_for_selector("button.on:has-text('wrong')")
     page.get_by_role("link", name="labels").click()
     page.wait_for_selector("td:has-text('wrong')")
+
+
+def test_tokens_are_colored_by_what_the_learner_saw(page, address):
+    page.goto(f"{address}/#/rollouts?training=1&step=2")
+    page.locator("tbody tr").first.click()
+    page.get_by_role("button", name="tokens").click()
+    page.wait_for_selector(".token.clipped")
+    facts = page.locator(".token.clipped").first.get_attribute("title")
+    assert "ratio 1.2840, clipped" in facts
+    assert "entropy 0.7000 nats" in facts
+    assert "advantage 1.5" in facts
+    for name, style in (("entropy", "p2"), ("mismatch", "p0"), ("advantage", "p0")):
+        page.get_by_role("button", name=name).click()
+        page.wait_for_selector(f".segment.action .token.{style}")
+
+
+def test_random_rollouts_are_judged_before_their_result_is_shown(page, address):
+    page.goto(f"{address}/#/labels")
+    page.get_by_role("button", name="label a random rollout").click()
+    page.wait_for_selector("text=The result is shown after your label.")
+    assert page.locator("text=ledger").count() == 0
+    page.get_by_role("button", name="right").click()
+    page.wait_for_selector("text=ledger")
+    before = page.url
+    page.keyboard.press("r")
+    page.wait_for_function("url => location.href !== url", arg=before)
+    page.wait_for_selector("text=The result is shown after your label.")
 
 
 def test_keys_move_open_and_go_back(page, address):

@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -187,6 +188,17 @@ def test_labels_are_stored_and_compared_with_the_verifier(run, client):
     lines = (run / "labels.jsonl").read_text().splitlines()
     assert len(lines) == 8
     assert json.loads(lines[0])["label"] == "wrong"
+
+
+def test_random_rollouts_to_label_have_no_label_until_all_have_one(tiny_run, tmp_path):
+    with closing(RolloutIndex(RunFolder(copy_run(tiny_run, tmp_path)), solved)) as index:
+        index.refresh()
+        pages, drawn = RunPages(index), set()
+        while (number := pages.unlabelled()["id"]) is not None:
+            assert number not in drawn
+            drawn.add(number)
+            pages.add_label(number, "right", "")
+        assert drawn == {row["id"] for row in index.query("SELECT id FROM rollouts")}
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,14 @@ class RunPages:
             file.write(json.dumps(line) + "\n")
         return line
 
+    def unlabelled(self) -> Row:
+        """Return the number of a random rollout without a label; None if all have one. Each is equally likely."""
+        labels = self.labels()
+        rows = self.index.query(
+            f"SELECT id, {', '.join(_KEY)} FROM rollouts ORDER BY random() LIMIT ?", (len(labels) + 1,)
+        )
+        return {"id": next((row["id"] for row in rows if _key(row) not in labels), None)}
+
     def labelled(self) -> Row:
         """Return all labels, and their agreement with the verifier."""
         lines = list(self.labels().values())

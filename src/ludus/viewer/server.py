@@ -96,6 +96,7 @@ class ViewerApi:
             "/api/pair/{a:int}/{b:int}": lambda request: self.pages.pair(**request.path_params),
             "/api/timeline/{step:int}": lambda request: self.pages.timeline(request.path_params["step"]),
             "/api/curves": lambda _: self.pages.curves(),
+            "/api/unlabelled": lambda _: self.pages.unlabelled(),
             "/api/labels": lambda _: self.pages.labelled(),
         }
         posts = [Route("/api/label/{id:int}", self.label, methods=["POST"])]

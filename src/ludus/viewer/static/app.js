@@ -176,6 +176,8 @@ function Tokens({ data }) {
       </div>`)}</div>`;
 }
 
+const random = () => load("/api/unlabelled").then((found) => go(found.id === null ? "/labels" : `/rollout/${found.id}`, found.id === null ? "" : "blind=1"), () => go("/labels"));
+
 function Label({ id, label, saved }) {
   const [note, write] = useState(label ? label.note : "");
   const [error, fail] = useState(null);
@@ -189,23 +191,24 @@ function Rollout({ id, query }) {
   const [turn, again] = useState(0);
   const { data, error } = useData(`/api/rollout/${id}`, [`${id} ${turn}`]);
   const view = query.get("view") || "messages";
+  const blind = query.get("blind") && data && !data.label;
   const step = (by) => { if (!data) return; const next = data.group[data.group.indexOf(Number(id)) + by]; if (next) go(`/rollout/${next}`, query.toString()); };
   const show = (name) => go(`/rollout/${id}`, name === "messages" ? "" : `view=${name}`);
-  useKeys({ j: () => step(1), k: () => step(-1), t: () => show(view === "tokens" ? "messages" : "tokens"), g: () => go(`/group/${id}`), Escape: () => history.back() });
+  useKeys({ j: () => step(1), k: () => step(-1), t: () => show(view === "tokens" ? "messages" : "tokens"), g: () => go(`/group/${id}`), r: random, Escape: () => history.back() });
   if (!data) return html`<${Waiting} error=${error} />`;
   const { row } = data;
   return html`<h2>${row.task}, sample ${row.sample}</h2>
     <div class="facts"><${Fact} name="step">${row.step}<//>${row.source ? html`<${Fact} name="evaluation">${row.source}<//>` : ""}
-      <${Fact} name="result">${verdict(row.solved)}<//><${Fact} name="reward">${number(row.reward, 4)}<//>
+      ${blind ? html`<span class="dim">The result is shown after your label.</span>` : html`<${Fact} name="result">${verdict(row.solved)}<//><${Fact} name="reward">${number(row.reward, 4)}<//>
       ${Object.entries(data.rewards).map(([name, value]) => html`<${Fact} name=${name}>${number(value, 4)}<//>`)}
       <${Fact} name="advantage">${row.advantage === null ? "none" : number(row.advantage, 4)}<//><${Fact} name="stop">${row.stop}<//>
-      <${Fact} name="ledger">${row.outcome}${data.reason !== row.outcome ? ` (${data.reason})` : ""}<//>
+      <${Fact} name="ledger">${row.outcome}${data.reason !== row.outcome ? ` (${data.reason})` : ""}<//>`}
       ${Object.entries(data.tags).map(([name, value]) => html`<${Fact} name=${name}>${value}<//>`)}</div>
     ${data.failure ? html`<p class="error">failed in the ${data.failure.part}: ${data.failure.error}</p>` : ""}
     <p><button class=${view === "messages" ? "on" : ""} onClick=${() => show("messages")}>messages</button>${" "}
       <button class=${view === "tokens" ? "on" : ""} onClick=${() => show("tokens")}>tokens</button>${" "}
       <a href="#/group/${id}">group of ${data.group.length}</a>${" · "}<a href=${`#/task?${new URLSearchParams({ task: row.task })}`}>task through training</a>
-      <span class="dim wide">${" · "}keys: j k next and previous in the group, t tokens, g group, Esc back</span></p>
+      <span class="dim wide">${" · "}keys: j k next and previous in the group, t tokens, g group, r random rollout without a label, Esc back</span></p>
     <${Label} id=${id} label=${data.label} saved=${() => again(turn + 1)} key=${id} />
     ${view === "tokens" ? html`<${Tokens} data=${data} />` : data.paths.map((path, n) => html`
       ${data.paths.length > 1 ? html`<h2>branch ${n}: reward ${number(path.reward, 4)}, ${path.stop}</h2>` : ""}
@@ -347,10 +350,13 @@ function Timeline({ run, step }) {
 
 function Labels() {
   const { data, error } = useData("/api/labels");
+  useKeys({ r: random });
   if (!data) return html`<${Waiting} error=${error} />`;
   const found = data.agreement;
   return html`<h2>${data.labels.length} labels</h2>
-    <p class="dim">Label rollouts on their pages. They are stored in labels.jsonl in the run folder; the last label of a rollout counts.</p>
+    <p class="dim">Label rollouts on their pages. They are stored in labels.jsonl in the run folder; the last label of a rollout counts.
+      For an unbiased agreement, label random rollouts before you see their result.</p>
+    <p><button onClick=${random}>label a random rollout</button>${" "}<a href="/api/labels" download="labels.json">export as JSON</a></p>
     ${found ? html`<p>Agreement with the verifier: kappa <b>${found.kappa === null ? "undefined" : found.kappa.toFixed(2)}</b> [${found.low.toFixed(2)}, ${found.high.toFixed(2)}].
       Both accept ${found.counts[0]}, only you ${found.counts[1]}, only the verifier ${found.counts[2]}, neither ${found.counts[3]}.</p>` : ""}
     <div class="scroll"><table><tbody>${data.labels.map((one) => html`<tr><td>${one.label}</td><td>${verdict(one.solved)}</td><td>${one.task}</td><td class="number">step ${one.step}</td><td>${one.note}</td></tr>`)}</tbody></table></div>`;
