@@ -107,6 +107,8 @@ def test_runs_of_two_seeds_are_one_curve_and_others_are_compared(tiny_run, tmp_p
     text = out.read_text()
     assert "(mean of 2 seeds, 95 % interval)" in text
     assert 'class="band c0"' in text
+    (held_out,) = re.findall(r"<figcaption>held-out success, validation, greedy</figcaption>.*?</svg>", text, re.S)
+    assert held_out.count('class="band c0"') == 1  # over the two seeds; the other run has intervals over its tasks
     assert "<td>rollout.max_turns</td><td>3</td><td>3</td><td>2</td>" in text
     assert "no difference seen" in text
 

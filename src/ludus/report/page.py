@@ -162,13 +162,20 @@ def over_seeds(number: int, series: Sequence[Sequence[tuple[int, float]]], most:
 
 
 def held_out(groups: Groups, alarms: Mapping[str, Sequence[int]]) -> Iterator[str]:
-    """Yield a chart of held-out success with 95 % intervals for each split and sampling."""
+    """Yield a chart of held-out success for each split and sampling, with 95 % intervals.
+
+    The intervals are over the tasks of a run, or over the seeds of a group.
+    """
     names = dict.fromkeys(name for group in groups for run in group for name in run.series())
     for name in names:
         points = []
         for number, group in enumerate(groups):
-            for run in group:
-                own = [one.result for one in run.series().get(name, [])]
+            results = [[one.result for one in run.series().get(name, [])] for run in group]
+            results = [own for own in results if own]
+            if len(results) > 1:
+                points.append(over_seeds(number, [[(o.plan.step, o.rate) for o in own] for own in results], POINTS))
+                continue
+            for own in results:
                 bars = [(one.plan.step, one.interval.low, one.interval.high) for one in own]
                 points.append(Drawn(number, [(one.plan.step, one.rate) for one in own], bars=bars))
         yield line_chart(f"held-out success, {name}", points, alarms)
