@@ -127,7 +127,7 @@ def test_a_reward_that_hangs_ends_at_its_deadline_and_is_named(scoring):
     assert after == 1.0
 
 
-def test_a_late_reward_is_named_after_further_requests(scoring):
+def test_late_reward_is_reported_with_its_part_after_further_requests(scoring):
     made, world = scoring(reward_timeout_s=2)
     long = replace(PLAYED, messages=(Message(role="assistant", content="x" * 300_000), *PLAYED.messages))
 
@@ -180,7 +180,7 @@ def test_closing_a_connection_wakes_readers_and_writers_and_frees_its_socket():
     asyncio.run(scenario())
 
 
-def test_what_a_process_does_not_take_in_is_late_too():
+def test_scoring_request_times_out_if_the_process_does_not_read_it():
     async def scenario():
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -191,7 +191,7 @@ def test_what_a_process_does_not_take_in_is_late_too():
     asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
-def test_what_a_reward_raises_or_ends_is_a_failure_with_its_words(scoring):
+def test_exception_or_exit_in_a_reward_fails_the_episode_with_its_message(scoring):
     made, world = scoring()
 
     async def scenario():
@@ -220,7 +220,7 @@ def test_rewards_that_cannot_be_pickled_run_in_this_process_with_a_warning(scori
     assert "has different rewards from the run" in said
 
 
-def test_a_reward_on_a_thread_has_its_deadline_too():
+def test_reward_on_a_thread_has_a_deadline():
     over = threading.Event()
 
     async def scenario(made, environment):

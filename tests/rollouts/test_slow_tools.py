@@ -137,7 +137,7 @@ def action_tokens(trajectory, step, bound) -> tuple[int, int]:
 APPLE = 'task.id.endswith(":apple")'
 
 
-def test_what_outlives_the_bound_is_masked_token_by_token_and_the_learner_goes_on(tiny_run, tmp_path):
+def test_tokens_beyond_the_staleness_bound_are_masked_and_training_continues(tiny_run, tmp_path):
     steps, bound = STEPS, 1
     changes = {"staleness__on_stale": "mask", "staleness__max_staleness": bound, "training__steps": steps}
     reporter = run(tiny_run, tmp_path, AT_FIRST, APPLE, **changes)
@@ -177,9 +177,7 @@ FEW = 'task.id.split(":")[1] in ("apple", "pear", "plum", "fig")'
 @pytest.mark.parametrize(
     ("over_age", "wait", "which"), [("wait", TWENTY_TIMES, FRUIT), ("mask", SOME_STEPS, FEW)], ids=["wait", "mask"]
 )
-def test_a_slow_kind_of_task_trains_as_it_is_sampled_unless_its_tokens_are_masked(
-    over_age, wait, which, tiny_run, tmp_path
-):
+def test_slow_tasks_train_in_proportion_unless_their_tokens_are_masked(over_age, wait, which, tiny_run, tmp_path):
     """In the middle third of a run, within the error of so many groups."""
     steps, bound = 36, 2
     middle = range(steps // 3 + 1, 2 * steps // 3 + 1)

@@ -121,7 +121,7 @@ RECORDS = st.builds(
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=50)
 @given(records=st.lists(RECORDS, max_size=3))
-def test_what_is_written_comes_back(tmp_path, records):
+def test_written_rollouts_read_back_equal(tmp_path, records):
     path = tmp_path / "x.jsonl.gz"
     write_rollouts(path, records)
     back = list(read_rollouts(path))
@@ -131,7 +131,7 @@ def test_what_is_written_comes_back(tmp_path, records):
     assert path.read_bytes() == first
 
 
-def test_one_full_record_comes_back_and_its_line_is_plain_json(tmp_path):
+def test_full_record_reads_back_equal_and_its_line_is_plain_json(tmp_path):
     path = rollouts_path(tmp_path, 12)
     assert path == tmp_path / "rollouts" / "step-000012.jsonl.gz"
     write_rollouts(path, [RECORD, replace(RECORD, advantage=None)])
@@ -257,7 +257,7 @@ def _edited(tmp_path, change):
         (lambda d: d["trajectory"].update(leaf_rewards=[1.0]), "length 1, expected the number of leaves 2"),
     ],
 )
-def test_a_broken_line_names_file_line_and_complaint(tmp_path, change, complaint):
+def test_damaged_line_is_reported_with_file_line_and_reason(tmp_path, change, complaint):
     good = _edited(tmp_path, lambda d: None)
     path = tmp_path / "step-000007.jsonl.gz"
     _lines(path, good, _edited(tmp_path, change), good)
@@ -269,7 +269,7 @@ def test_a_broken_line_names_file_line_and_complaint(tmp_path, change, complaint
     assert complaint in str(caught.value)
 
 
-def test_lines_that_are_no_json_or_too_large_numbers_are_refused(tmp_path):
+def test_lines_with_invalid_json_or_oversized_numbers_are_rejected(tmp_path):
     path = tmp_path / "x.jsonl.gz"
     huge = _edited(tmp_path, lambda d: None).replace("1.03", "1e999")
     for text in ("{", "[]", "", huge, "[" * 200_000):
@@ -278,7 +278,7 @@ def test_lines_that_are_no_json_or_too_large_numbers_are_refused(tmp_path):
             list(read_rollouts(path))
 
 
-def test_a_damaged_or_missing_file_says_so(tmp_path):
+def test_damaged_or_missing_file_is_reported(tmp_path):
     path = tmp_path / "x.jsonl.gz"
     with pytest.raises(UserError, match="does not exist"):
         list(read_rollouts(path))

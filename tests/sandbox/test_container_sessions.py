@@ -67,7 +67,7 @@ def test_a_session_keeps_an_interpreter_and_its_files(engine):
     assert words[words.index("--label") + 1] == "ludus"
 
 
-def test_the_files_of_a_session_are_changed_taken_out_and_brought_back(engine):
+def test_session_files_can_be_listed_read_and_restored(engine):
     async def act(box):
         session = await box.session("shell", files={"a": b"1", "run.sh": b"echo ran"})
         await session.change(FileChange({"b": b"2"}, {"run.sh": True}, frozenset({"a"})))
@@ -86,7 +86,7 @@ def test_the_files_of_a_session_are_changed_taken_out_and_brought_back(engine):
     inside(act)
 
 
-def test_a_call_past_its_limits_costs_the_variables_alone(engine):
+def test_call_past_its_limits_loses_only_the_variables(engine):
     limits = Limits(wall_s=1, memory_bytes=200 * 2**20, output_bytes=1000)
 
     async def act(box):
@@ -105,7 +105,7 @@ def test_a_call_past_its_limits_costs_the_variables_alone(engine):
     inside(act)
 
 
-def test_a_program_that_breaks_its_supervisor_fails_by_itself_and_a_failing_engine_does_not_blame_it(engine):
+def test_program_that_breaks_its_supervisor_fails_alone_and_engine_failures_are_not_blamed_on_it(engine):
     def supervisor():
         """The last process of the session but one: bubblewrap, its process 1, the interpreter."""
         return sorted(descendants() - before)[-2]
@@ -129,7 +129,7 @@ def test_a_program_that_breaks_its_supervisor_fails_by_itself_and_a_failing_engi
         inside(lambda box: box.session())
 
 
-def test_what_is_open_goes_with_the_sandbox_and_by_force_where_it_must(engine, monkeypatch):
+def test_open_sessions_close_with_the_sandbox_and_are_killed_if_necessary(engine, monkeypatch):
     monkeypatch.setattr(container, "GRACE_S", 0.5)
 
     async def act(box):
@@ -158,7 +158,7 @@ asyncio.run(leave())
 """
 
 
-def test_a_container_ends_where_its_process_dies(engine, tmp_path):
+def test_container_exits_with_its_client_process(engine, tmp_path):
     engine()
     with subprocess.Popen([sys.executable, "-c", LEAVES], stdout=subprocess.PIPE) as child:
         assert child.stdout.read() == b"open\n"
@@ -171,7 +171,7 @@ def test_a_container_ends_where_its_process_dies(engine, tmp_path):
     pytest.fail("the container lives on")
 
 
-def test_a_container_sandbox_says_how_many_sessions_it_has_room_for(engine):
+def test_container_sandbox_reports_its_session_capacity(engine):
     engine()
     box = open_sandbox(SETTINGS)
     assert box.max_sessions == 3
@@ -196,7 +196,7 @@ def test_the_tools_of_a_session_work_in_a_container(engine):
     assert "1 two" in inside(act)
 
 
-def test_the_terminal_world_pays_its_oracle_and_no_cheat_in_containers(engine, capsys):
+def test_terminal_world_rewards_the_oracle_and_no_cheat_in_containers(engine, capsys):
     log = engine()
     words = ["--tasks", "2", "--sandbox.backend", "docker", "--sandbox.image", "image"]
     assert main(["env", "check", "terminal", *words]) == 0

@@ -69,7 +69,7 @@ def test_a_program_reads_files_and_stdin_and_returns_files_and_its_exit_code():
     assert 0 <= outcome.cpu_s <= 10 * outcome.wall_s
 
 
-def test_a_command_runs_as_it_stands():
+def test_command_runs_unmodified():
     async def act(box):
         return (
             await box.run(["sh", "-c", 'echo "$1"; cat; kill -9 $$', "sh", "a  b"], stdin=b"x" * 200_000),
@@ -137,7 +137,7 @@ def test_each_limit_of_time_memory_and_disk_is_reported(shared_box):
 
 
 @pytest.mark.parametrize("in_session", [False, True])
-def test_of_long_output_head_and_tail_are_kept_and_the_rest_is_counted(in_session):
+def test_head_and_tail_of_long_output_are_kept_and_the_rest_is_counted(in_session):
     program = "import sys\nprint('BEGIN' + 'x' * 3_000_000 + 'END')\nprint('few', file=sys.stderr)"
 
     async def act(box):
@@ -156,7 +156,7 @@ def test_of_long_output_head_and_tail_are_kept_and_the_rest_is_counted(in_sessio
 
 @pytest.mark.parametrize("bound", [10, 255, 256, 1000])
 @pytest.mark.parametrize("size", [0, 9, 256, 257, 1000, 1001, 1300, 5000])
-def test_what_is_kept_of_a_stream_fits_and_counts_what_does_not(bound, size):
+def test_stream_buffer_respects_its_limit_and_counts_dropped_bytes(bound, size):
     data = bytes(n % 251 for n in range(size))
     for step in (7, 64, 10_000):
         kept = BoundedOutput(bound)
@@ -172,7 +172,7 @@ def test_what_is_kept_of_a_stream_fits_and_counts_what_does_not(bound, size):
         assert (kept.omitted_bytes, kept.take()) == (0, b"")
 
 
-def test_runs_beside_each_other_share_nothing():
+def test_concurrent_runs_share_nothing():
     program = "import os, time\nopen('mine', 'w').write(input())\ntime.sleep(0.1)\n"
     program += "print(os.listdir(), open('mine').read())"
 
@@ -183,7 +183,7 @@ def test_runs_beside_each_other_share_nothing():
     assert [o.text for o in outcomes] == [f"['mine'] {n}\n" for n in range(6)]
 
 
-def test_a_cancelled_run_leaves_nothing_and_the_sandbox_goes_on():
+def test_cancelled_run_leaves_nothing_and_the_sandbox_stays_usable():
     async def act(box):
         task = asyncio.create_task(box.run("while True: pass"))
         await until(lambda: supervisors_of(box))
@@ -265,7 +265,7 @@ def test_a_supervisor_that_is_killed_of_a_zygote_that_survives_is_a_program_that
 
 
 @pytest.mark.security
-def test_a_session_whose_supervisor_does_not_answer_is_over(monkeypatch):
+def test_session_with_an_unresponsive_supervisor_is_lost(monkeypatch):
     monkeypatch.setattr(supervisor_client, "GRACE_S", 0.3)
     foreign = descendants()
 
@@ -296,7 +296,7 @@ async def processes_once(session, holds):
     return found
 
 
-def test_a_session_lists_its_processes_as_the_kernel_does():
+def test_session_lists_the_same_processes_as_the_kernel():
     async def act(box):
         session = await box.session("shell")
         rename = "import signal; open('/proc/self/comm', 'w').write('b) S 1'); signal.pause()"
@@ -334,7 +334,7 @@ def test_too_much_text_of_processes_is_an_error():
     inside(act)
 
 
-def test_a_python_session_keeps_its_state():
+def test_python_session_preserves_its_state():
     async def act(box):
         session = await box.session(files={"data.txt": b"12"})
         said = [
@@ -360,7 +360,7 @@ def test_a_python_session_keeps_its_state():
     inside(act)
 
 
-def test_a_shell_session_keeps_its_folder_and_variables():
+def test_shell_session_preserves_working_directory_and_variables():
     async def act(box):
         session = await box.session("shell")
         outcomes = [
@@ -374,7 +374,7 @@ def test_a_shell_session_keeps_its_folder_and_variables():
     inside(act)
 
 
-def test_a_shell_session_outlives_functions_named_as_what_its_loop_uses():
+def test_shell_session_survives_functions_that_shadow_its_loop_commands():
     async def act(box):
         session = await box.session("shell", limits=Limits(wall_s=10))
         first = await session.run("X=5; " + "; ".join(f"{n}() {{ echo {n}; }}" for n in ("read", "eval", "printf")))
@@ -385,7 +385,7 @@ def test_a_shell_session_outlives_functions_named_as_what_its_loop_uses():
     inside(act)
 
 
-def test_a_call_past_its_time_ends_the_interpreter_and_keeps_the_files():
+def test_call_timeout_ends_the_interpreter_and_keeps_the_files():
     async def act(box):
         session = await box.session(limits=Limits(wall_s=3))
         await session.run("x = 1; open('kept', 'w').write('k')")
@@ -469,7 +469,7 @@ def test_a_change_writes_marks_and_removes_single_files_and_follows_no_link():
     assert inside(act) == told
 
 
-def test_a_session_whose_files_are_too_many_says_so():
+def test_session_with_too_many_files_reports_it():
     async def act(box):
         session = await box.session("shell", limits=Limits(files_out=2))
         await session.run("touch a b c")
@@ -486,7 +486,7 @@ L=$(printf 'x%.0s' $(seq 200)); mkdir -p $L/$L; touch $L/$L/$L $L/$L/short
 """
 
 
-def test_a_snapshot_counts_the_files_that_it_cannot_name():
+def test_snapshot_counts_files_with_undecodable_names():
     async def act(box):
         session = await box.session("shell")
         assert (await session.snapshot()).skipped == 0
@@ -502,7 +502,7 @@ def test_a_snapshot_counts_the_files_that_it_cannot_name():
     assert (odd.truncated, plain.truncated) == (True, False)
 
 
-def test_long_names_of_many_files_come_out():
+def test_many_files_with_long_names_are_returned():
     program = "import os\nfor n in range(900): open(f'{n:03}' + chr(0x1F600) * 60, 'w').close()"
     limits = Limits(files_out=900)
 
@@ -530,7 +530,7 @@ def test_limits_are_positive(given):
 
 
 @pytest.mark.parametrize("program", [[], [""], ["a\0b"]])
-def test_commands_have_words(program):
+def test_empty_commands_are_rejected(program):
     with pytest.raises(UserError):
         run(program)
 
@@ -542,7 +542,7 @@ def test_without_bubblewrap_nothing_runs(monkeypatch):
         run("print(1)")
 
 
-def test_a_bubblewrap_that_cannot_make_namespaces_says_why(monkeypatch):
+def test_bubblewrap_without_namespaces_reports_the_reason(monkeypatch):
     which = shutil.which
     with a_folder() as folder:
         broken = folder / "bwrap"
@@ -554,7 +554,7 @@ def test_a_bubblewrap_that_cannot_make_namespaces_says_why(monkeypatch):
             run("print(1)")
 
 
-def test_an_interpreter_that_is_not_there_is_named():
+def test_missing_interpreter_is_named():
     with pytest.raises(UserError, match="no-python"):
         find_python("/no-python")
     with pytest.raises(UserError, match="absolute"):
@@ -574,7 +574,7 @@ def test_bound_folders_can_be_read_and_not_written():
     assert "Read-only" in outcome.error_text
 
 
-def test_frames_come_back_whole_and_false_ones_are_refused():
+def test_frames_are_read_whole_and_malformed_ones_are_rejected():
     for pack, read in ((pack_request, marshal.loads), (pack_response, json.loads)):
         frame = pack({"op": "run"}, [b"", b"abc"])
         text, body = frame_sizes(frame[:8])
@@ -585,7 +585,7 @@ def test_frames_come_back_whole_and_false_ones_are_refused():
             unpack_frame(header, b"abc")
 
 
-def test_a_frame_of_nested_brackets_is_one_that_cannot_be_read():
+def test_deeply_nested_frame_is_unreadable():
     async def act():
         ours, theirs = socket.socketpair()
         text = b"[" * 100_000
@@ -669,11 +669,11 @@ ALLOW, KILL, EPERM, EACCES, ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x5000D, 0
         ("aarch64", X86, (63,), KILL),
     ],
 )
-def test_the_filter_answers_as_it_should(machine, audit, call, expected):
+def test_seccomp_filter_returns_the_expected_verdicts(machine, audit, call, expected):
     assert decide(seccomp_filter(machine), audit, *call) == expected
 
 
-def test_an_unknown_machine_has_no_filter():
+def test_unknown_architecture_has_no_seccomp_filter():
     with pytest.raises(UserError, match="riscv64"):
         seccomp_filter("riscv64")
 
@@ -694,7 +694,7 @@ asyncio.run(main())
 """
 
 
-def test_a_host_that_is_killed_takes_its_programs_with_it():
+def test_killed_host_process_takes_its_programs_with_it():
     before = descendants()
     with subprocess.Popen([sys.executable, "-c", HELD], stdout=subprocess.PIPE, text=True) as host:
         assert host.stdout.readline() == "ready\n"

@@ -55,7 +55,7 @@ def test_a_process_follows_the_protocol():
     assert process(["no-such-command"]).exit == 127
 
 
-def test_a_process_is_not_charged_with_the_memory_of_the_one_that_starts_it():
+def test_process_is_not_charged_with_memory_of_its_parent():
     held = bytearray(b"1") * (200 << 20)
     outcome = process("import time; held = bytearray(b'1') * (60 << 20); time.sleep(0.2)")
     assert len(held) > 2 * outcome.peak_memory_bytes > 2 * (60 << 20), outcome
@@ -135,7 +135,7 @@ def test_the_supervisor_of_a_container_keeps_the_limits(engine):
     assert failed.exit == 4
 
 
-def test_an_engine_that_fails_says_why(engine):
+def test_failing_container_engine_reports_the_reason(engine):
     engine("sys.exit('no such image')")
     with pytest.raises(WorldError, match="no such image"):
         contained("print(1)")
@@ -252,7 +252,7 @@ def test_a_remote_session_does_all_that_a_session_does():
     assert descendants() == before
 
 
-def test_the_server_refuses_what_it_should():
+def test_sandbox_server_rejects_invalid_requests():
     with serving(sessions=0) as url:
         with pytest.raises(UserError, match="Invalid sandbox server token"):
             remotely(url, lambda box: box.run("print(1)"), token="wrong")
@@ -279,7 +279,7 @@ def test_unused_sessions_are_closed():
         remotely(url, act)
 
 
-def test_a_server_out_of_reach_is_named_and_a_silent_one_has_a_deadline():
+def test_unreachable_server_is_named_and_a_silent_one_times_out():
     with pytest.raises(UserError, match="sandbox serve"):
         open_sandbox(SandboxSettings(backend="remote"))
     with pytest.raises(WorldError, match="is unreachable"):
@@ -291,7 +291,7 @@ def test_a_server_out_of_reach_is_named_and_a_silent_one_has_a_deadline():
             asyncio.run(sandbox.run("print(1)", limits=Limits(wall_s=0.1)))
 
 
-def test_the_command_serves_and_says_where(tmp_path):
+def test_sandbox_command_serves_and_prints_its_address(tmp_path):
     token = tmp_path / "token"
     token.write_text(TOKEN + "\n")
     command = [sys.executable, "-m", "ludus", "sandbox", "serve", "--port", "0", "--token-file", str(token)]

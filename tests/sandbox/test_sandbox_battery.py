@@ -106,7 +106,7 @@ def test_of_all_hostile_answers_the_verdict_is_failure():
     assert set(verdicts(PROGRAMS).values()) == {(False, False)}
 
 
-def test_the_judge_sees_what_gets_out():
+def test_self_test_judge_detects_escapes():
     fine = Outcome(stdout=b"refused x\nTRIED\n", exit=0)
     assert judge("tried", fine, "secret") == []
     assert judge("tried", Outcome(stdout=b"ESCAPED x\nTRIED\n", exit=0), "secret") == ["ESCAPED x"]

@@ -136,7 +136,7 @@ def test_time_signals_memory_and_long_output_are_reported(backend, answer):
 
 
 @BOTH
-def test_a_service_that_fails_is_the_sandbox_s_failure_with_its_words(backend, answer):
+def test_service_failure_is_reported_as_sandbox_failure_with_its_message(backend, answer):
     with service(answer) as url, pytest.raises(WorldError, match="no place left"):
         ask(backend, url, "print('no place')")
     with service(lambda _: (200, {"odd": 1})) as url, pytest.raises(WorldError, match="unreadable response"):
@@ -225,7 +225,7 @@ def test_a_service_is_checked_by_programs_and_unknown_limits_are_reported(backen
     assert "Not tested: whether the service isolates its machine" in said.out
 
 
-def test_a_service_that_graders_cannot_rely_on_fails_its_check():
+def test_service_unfit_for_graders_fails_its_check():
     with service(checking(careless, wants_fusion=True)) as url:
         said = refused("sandbox", "check", "--backend", "sandbox_fusion", "--url", url)
     assert "lacks properties that graders need: exit codes, memory limit" in said
@@ -250,13 +250,13 @@ def test_a_dead_service_is_reported_once_before_rollouts(command, tmp_path):
     assert not list(tmp_path.rglob("checkpoints"))
 
 
-def test_a_world_without_programs_asks_no_sandbox():
+def test_world_without_programs_needs_no_sandbox():
     words = ["--sandbox.backend", "sandbox_fusion", "--sandbox.url", "http://127.0.0.1:9"]
     assert ludus("env", "show", "guess", *words).code == 0
     assert ludus("env", "show", "math", "--env.settings.tool", "calculator", *words).code == 0
 
 
-def test_a_world_whose_episodes_hold_sessions_is_refused_where_there_are_none():
+def test_world_with_sessions_is_rejected_if_the_sandbox_has_none():
     with service(checking(played_freely, wants_fusion=True)) as url:
         words = ["--sandbox.backend", "sandbox_fusion", "--sandbox.url", url]
         assert "This sandbox backend does not support sessions." in refused("env", "check", "terminal", *words)

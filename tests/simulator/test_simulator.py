@@ -51,7 +51,7 @@ def plan(monkeypatch):
     return importlib.import_module("plan")
 
 
-def test_the_clock_jumps_and_says_when_everything_waits():
+def test_virtual_clock_advances_when_all_tasks_wait_and_reports_deadlock():
     async def two():
         await asyncio.gather(asyncio.sleep(3600), asyncio.sleep(86400))
         return "done"
@@ -80,7 +80,7 @@ def test_sequences_share_the_passes_of_an_engine():
     assert (counts.passes, counts.tokens) == pytest.approx((10, 12))
 
 
-def test_an_engine_has_so_many_slots_and_weights_stop_it():
+def test_simulated_engine_has_limited_slots_and_pauses_for_weights():
     async def play():
         engine = SimEngine(EngineCost(1.0, 0.0, slots=1), Overlap(1.0))
         first, second = asyncio.create_task(engine.generate(4)), asyncio.create_task(engine.generate(3))
@@ -109,7 +109,7 @@ def test_learner_and_engine_slow_each_other_while_both_work():
     assert ends == pytest.approx([8, 13])  # 3 s of work take 6 s, and 5 of the engine's 10 passes are left then
 
 
-def test_an_engine_that_rests_takes_longer_and_leaves_the_learner_its_speed():
+def test_paused_engine_takes_longer_and_does_not_slow_the_learner():
     async def play(times):
         overlap = Overlap(0.5)
         engine, learner = SimEngine(EngineCost(1.0, 0.0), overlap), SimLearner(overlap)
@@ -131,7 +131,7 @@ def test_an_engine_that_rests_takes_longer_and_leaves_the_learner_its_speed():
     )
 
 
-def test_a_simulated_engine_of_the_learner_s_process_rests_and_one_elsewhere_does_not(monkeypatch):
+def test_only_a_simulated_engine_in_the_learner_process_is_throttled(monkeypatch):
     slow = replace(TINY, learner=LearnerCost(0.5, 0.0003), overlap=0.5)
     setup = RunLayout(groups=4, members=4, steps=30, max_staleness=6)
 
@@ -158,7 +158,7 @@ def test_episodes_go_to_the_engine_that_has_the_fewest():
     assert sorted(pool.join() for _ in range(2)) == [0, 1]
 
 
-def test_a_simulation_starts_no_thread_whose_time_its_clock_would_pass_over(monkeypatch):
+def test_simulation_starts_no_thread(monkeypatch):
     begun = []
     monkeypatch.setattr(threading.Thread, "start", begun.append)
     simulate(EXACT, RunLayout(mode="sync", groups=2, members=4, steps=2))
@@ -167,7 +167,7 @@ def test_a_simulation_starts_no_thread_whose_time_its_clock_would_pass_over(monk
 
 
 @pytest.mark.parametrize("engines", [1, 2, 4])
-def test_in_step_a_run_takes_what_the_hand_computes(engines):
+def test_synchronous_simulation_matches_hand_computed_times(engines):
     run = simulate(EXACT, RunLayout(mode="sync", engines=engines, groups=2, members=4, steps=3))
     rollout = 10 * (0.5 + 0.25 * 8 / engines)
     assert [step.rollout_s for step in run.steps] == pytest.approx([rollout] * 3)
@@ -195,7 +195,7 @@ def test_streaming_without_tools_is_as_fast_as_the_closed_form():
 
 
 @pytest.mark.parametrize("learn_s", [60.0, 1.0])
-def test_a_transfer_beside_the_learner_stops_the_engines_alone(learn_s):
+def test_background_transfer_stops_only_the_engines(learn_s):
     costs = replace(EXACT, learner=LearnerCost(learn_s, 0.0), sync_s=0.0, transfer_s=20.0)
     setup = RunLayout(groups=2, members=4, steps=30, max_staleness=2, in_flight=8)
     run = simulate(costs, setup)
@@ -218,13 +218,13 @@ def test_the_bound_on_staleness_holds_and_everything_is_trained(bound, engines):
         assert len(run.steps) == 12
 
 
-def test_a_run_depends_only_on_its_seed():
+def test_simulation_depends_only_on_its_seed():
     setup = RunLayout(groups=2, members=4, steps=8)
     assert simulate(TINY, setup) == simulate(TINY, setup)
     assert simulate(TINY, setup).steps != simulate(TINY, replace(setup, seed=1)).steps
 
 
-def test_streaming_beats_being_in_step_where_tools_are_slow():
+def test_streaming_is_faster_than_synchronous_steps_with_slow_tools():
     runs = {
         mode: simulate(TINY, RunLayout(mode=mode, groups=2, steps=40, max_staleness=10))
         for mode in ("sync", "one_step", "async")
@@ -236,7 +236,7 @@ def test_streaming_beats_being_in_step_where_tools_are_slow():
 
 
 @pytest.mark.scale
-def test_what_is_found_by_measurement_comes_near_the_best_number_in_flight():
+def test_measured_concurrency_is_close_to_the_best():
     for bound in (5, 10):
         setup = RunLayout(groups=2, steps=60, max_staleness=bound)
         best = min(simulate(TINY, replace(setup, in_flight=n)).step_s for n in (24, 48, 96))
@@ -254,7 +254,7 @@ def test_the_number_in_flight_settles_and_the_learner_does_not_wait():
     assert run.age < 4.5  # with as many in flight as there is room for, the bound
 
 
-def test_the_pace_of_the_learner_needs_as_many_as_its_batches_fly_long():
+def test_concurrency_limit_follows_the_pace_of_the_learner():
     limit = ConcurrencyController(12, 4, 100)
     fills, busy = EngineLoad(0.9, 0.0, 0.0, 0.0, seconds=100.0), EngineLoad(0.0, 0.0, 0.0, 1.5, seconds=10.0)
     limit.after(fills, None, None)  # the stream fills: that it was waited for says nothing of later
@@ -285,7 +285,7 @@ def test_a_fit_over_passes_estimates_the_gain_of_larger_batches():
     assert flat.gain(10) == pytest.approx(0, abs=1e-9)
 
 
-def test_the_limit_grows_fast_until_it_need_not_and_slowly_from_then_on():
+def test_concurrency_limit_grows_fast_then_slowly():
     waits = EngineLoad(0.8, 0.5, 0.0, 0.0)
     limit = ConcurrencyController(8, 4, 100)
     assert [limit.after(waits, None) for _ in range(2)] == [16, 32]
@@ -334,7 +334,7 @@ def write_run(folder, engine, learner, running=(4.0, 8.0, 16.0, 32.0)):
     return RunFolder(folder)
 
 
-def test_costs_are_found_again_in_the_files_of_a_run(tmp_path):
+def test_costs_are_recovered_from_the_files_of_a_run(tmp_path):
     engine, learner = EngineCost(0.01, 0.0005, 0.0001), LearnerCost(0.3, 0.002)
     found = fit([write_run(tmp_path / "run", engine, learner)])
     own = found.costs.engine
@@ -348,7 +348,7 @@ def test_costs_are_found_again_in_the_files_of_a_run(tmp_path):
     assert (found.costs.sync_s, found.costs.transfer_s) == (0.5, 0.0)
 
 
-def test_a_transfer_beside_the_steps_is_found_apart_from_what_the_learner_waited(tmp_path):
+def test_background_transfer_time_is_recovered_apart_from_learner_waits(tmp_path):
     folder = write_run(tmp_path / "run", EngineCost(0.01, 0.0005), LearnerCost(0.3, 0.002))
     rows = [json.loads(line) for line in folder.timings.read_text().splitlines()]
     for row in rows[1:]:
@@ -360,7 +360,7 @@ def test_a_transfer_beside_the_steps_is_found_apart_from_what_the_learner_waited
     assert "a weight transfer 0.5 s, and 3 s during the next step" in said.out
 
 
-def test_costs_are_never_below_zero(tmp_path):
+def test_fitted_costs_are_not_negative(tmp_path):
     engine = EngineCost(0.0, 0.001, 0.0)
     found = fit([write_run(tmp_path / "run", engine, LearnerCost(0.0, 0.01))]).costs
     assert found.engine.pass_s == pytest.approx(0, abs=1e-9)
@@ -368,7 +368,7 @@ def test_costs_are_never_below_zero(tmp_path):
     assert found.learner.step_s == pytest.approx(0, abs=1e-9)
 
 
-def test_steps_that_tell_nothing_of_a_pass_are_refused_and_few_or_unlike_ones_doubted(tmp_path):
+def test_uninformative_steps_are_rejected_and_few_or_heterogeneous_ones_warn(tmp_path):
     quicker = SimpleNamespace(pass_s=-1e-4, sequence_s=0.0, read_s=0.01)  # the more passes, the less time
     folder = write_run(tmp_path / "quicker", quicker, LearnerCost(0.0, 0.01))
     assert "The 3 steps of these runs do not determine" in refused("plan", folder.path)
@@ -416,7 +416,7 @@ def test_the_command_prints_a_row_for_each_number_of_engines_and_mode():
     ]
 
 
-def test_the_command_takes_costs_from_a_run_and_given_numbers_instead(tmp_path):
+def test_plan_command_uses_costs_of_a_run_unless_overridden(tmp_path):
     folder = write_run(tmp_path / "run", EngineCost(0.01, 0.0005), LearnerCost(0.3, 0.002)).path
     said = ludus("plan", folder, "--modes", "async", "--engines", 2, "--steps", 4, "--tool-median-s", "7")
     assert said.code == 0, said
@@ -435,13 +435,13 @@ def test_the_command_takes_costs_from_a_run_and_given_numbers_instead(tmp_path):
         ([*GIVEN, "--in-flight", "-1"], "in-flight is -1"),
     ],
 )
-def test_the_command_says_what_is_wrong(words, message):
+def test_plan_command_reports_invalid_arguments(words, message):
     said = ludus("plan", *words)
     assert said.code == 2
     assert message in said.err.replace("\n", " ")
 
 
-def test_a_run_that_does_not_say_what_it_did_is_refused(tmp_path):
+def test_run_without_recorded_mode_is_rejected(tmp_path):
     folder = RunFolder(tmp_path)
     folder.metrics.write_text('{"step": 1, "episodes/finished": 3}\n')
     folder.timings.write_text('{"step": 1, "time/train_s": 3}\n')
@@ -449,7 +449,7 @@ def test_a_run_that_does_not_say_what_it_did_is_refused(tmp_path):
         measured_steps(folder)
 
 
-def test_the_overlap_of_a_run_is_found_from_its_seconds(plan):
+def test_overlap_of_a_run_is_fitted_from_its_timings(plan):
     setup = RunLayout(steps=6, groups=1, max_staleness=2, in_flight=8)
     step_s = plan.predict(replace(TINY, overlap=0.6), setup).step_s
     assert plan.measured_overlap(TINY, setup, step_s) == pytest.approx(0.6, abs=0.02)

@@ -116,7 +116,7 @@ def sent(value):
     return read_value(json.loads(json.dumps(guest_runner.encode(value))))
 
 
-def test_a_value_is_the_one_that_is_due_alone():
+def test_values_compare_equal_only_to_themselves():
     for place, value in enumerate(VALUES):
         assert [same_value(sent(value), due) for due in VALUES] == [n == place for n in range(len(VALUES))]
 
@@ -146,11 +146,11 @@ def test_values_are_shown_as_python_writes_them():
         ([10**5_000 + 1], [10**5_000], False),
     ],
 )
-def test_elements_and_keys_are_equal_where_they_are_in_python(value, due, same):
+def test_elements_and_keys_compare_equal_as_in_python(value, due, same):
     assert same_value(sent(value), due) is same
 
 
-def test_a_long_number_is_right_where_it_is_due():
+def test_long_number_is_parsed_if_it_is_the_expected_value():
     due = 3**20_000
     line = json.dumps({"number": 0, "value": guest_runner.encode(due)})
     assert judged(due, line).passed
@@ -205,7 +205,7 @@ def fills_memory(number):
 
 
 @pytest.mark.parametrize(("function", "number"), [(backtracks, 60), (fills_memory, 1 << 40), (int, "9" * 9)])
-def test_a_call_ends_at_its_limits(function, number, monkeypatch):
+def test_bounded_call_stops_at_its_limits(function, number, monkeypatch):
     monkeypatch.setattr(worker, "CPU_S", 0.3)
     if function is int:
         assert heartbeat.run(call_bounded(function, number)) == 999_999_999
@@ -214,7 +214,7 @@ def test_a_call_ends_at_its_limits(function, number, monkeypatch):
             heartbeat.run(call_bounded(function, number))
 
 
-def test_what_a_bounded_function_raises_is_raised_here():
+def test_bounded_call_reraises_exceptions():
     with pytest.raises(ValueError, match="invalid literal"):
         heartbeat.run(call_bounded(int, "x"))
 
@@ -263,7 +263,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("read", TEXTS.values(), ids=TEXTS)
-def test_reading_takes_linear_time(read):
+def test_parsing_takes_linear_time(read):
     assert seconds(read) < heartbeat.MOST_S
 
 
@@ -287,7 +287,7 @@ def test_a_program_is_the_last_block_of_python(answer, program):
 @pytest.mark.parametrize(
     ("body", "headers"), [(bytes(200_000), {}), (gzip.compress(bytes(20_000_000)), {"Content-Encoding": "gzip"})]
 )
-def test_a_reply_is_counted_while_it_streams_in(body, headers):
+def test_size_of_a_streaming_reply_is_limited(body, headers):
     sent = []
 
     async def parts():
@@ -370,7 +370,7 @@ def test_no_client_reads_a_reply_without_an_end(ask, monkeypatch):
     assert sent < MUCH
 
 
-def test_metrics_without_an_end_are_no_metrics():
+def test_unbounded_metrics_text_is_rejected():
     found, sent = asyncio.run(asked_of_a_server_that_never_ends(read_metrics))
     assert found == {}
     assert sent < MUCH

@@ -41,7 +41,7 @@ def test_only_a_line_feed_ends_a_line(tmp_path, name):
 
 @pytest.mark.parametrize("line", ["1" * 5_000, "[" * 100_000 + "]" * 100_000, '{"a": ' * 900 + "1" + "}" * 900])
 @pytest.mark.parametrize("name", LOADERS)
-def test_numbers_and_brackets_without_end_are_refused_in_words_if_at_all(tmp_path, name, line):
+def test_unbounded_numbers_and_brackets_are_rejected(tmp_path, name, line):
     load, record = LOADERS[name]
     for key in (*record, "other"):
         whole = json.dumps(record | {key: "HERE"}).replace('"HERE"', line, 1)

@@ -75,14 +75,14 @@ def test_metadata_that_name_code_are_refused(shards, mark):
         load_shards(shards, "model", like())
 
 
-def test_a_file_of_shards_that_names_code_is_refused(shards, mark):
+def test_shard_index_that_names_code_is_rejected(shards, mark):
     for path in shards.glob("*.distcp"):
         path.write_bytes(pickle.dumps(Runs(mark)) + bytes(path.stat().st_size))
     with pytest.raises(StorageError, match="broken"):
         load_shards(shards, "model", like())
 
 
-def test_an_entry_of_bytes_is_refused_because_torch_unpickles_it(shards, mark):
+def test_bytes_entry_is_rejected_because_torch_unpickles_it(shards, mark):
     name = next(iter(like()))
     data = io.BytesIO()
     torch.save(Runs(mark), data)
@@ -109,7 +109,7 @@ def test_metadata_that_lead_out_of_their_folder_are_refused(shards, path):
 
 
 @pytest.mark.parametrize("data", [b"", b"no metadata", pickle.dumps({}), pickle.dumps(torch.Size([1]))])
-def test_metadata_of_something_else_are_refused(shards, data):
+def test_foreign_checkpoint_metadata_is_rejected(shards, data):
     (shards / ".metadata").write_bytes(data)
     with pytest.raises(StorageError, match="broken"):
         load_shards(shards, "model", like())
@@ -161,7 +161,7 @@ def test_pickled_weights_that_name_code_are_refused(make, broken, tmp_path, mark
         ("tokenizer_config.json", {"auto_map": {"AutoTokenizer": ["own.T", None]}}),
     ],
 )
-def test_a_folder_s_own_modules_are_not_imported(file, said, tmp_path, mark, model):
+def test_modules_in_a_model_folder_are_not_imported(file, said, tmp_path, mark, model):
     folder = tmp_path / "model"
     save_model(model, load_tokenizer(str(COLD_START)), folder)
     (folder / "own.py").write_text(f"open({str(mark)!r}, 'w')\nC = M = T = object\n")
@@ -194,7 +194,7 @@ OF_A_FILE = {
 
 
 @pytest.mark.parametrize("data", OF_A_FILE.values(), ids=OF_A_FILE)
-def test_what_is_no_plain_value_is_refused(data):
+def test_non_plain_value_is_rejected(data):
     with pytest.raises(UnpicklingError):
         load_pickle(data, {"torch.Size": torch.Size})
 

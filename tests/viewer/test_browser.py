@@ -166,7 +166,7 @@ def test_two_evaluations_are_compared_by_clicks(page, address):
 
 
 @pytest.mark.parametrize("name", ["timeline/2", "curves", "labels", "task?task=none"])
-def test_every_page_opens_by_its_address(page, address, name):
+def test_every_page_opens_by_its_url(page, address, name):
     page.goto(f"{address}/#/{name}")
     page.wait_for_selector("main *")
     page.wait_for_function("() => !document.body.innerText.includes('Loading')")
@@ -175,7 +175,7 @@ def test_every_page_opens_by_its_address(page, address, name):
         page.wait_for_selector("canvas")
 
 
-def test_hostile_text_is_shown_and_never_run(page, address):
+def test_hostile_text_is_displayed_and_never_executed(page, address):
     for view in ("", "?view=tokens"):
         page.goto(f"{address}/#/rollout/1{view}")
         page.wait_for_selector(".facts")

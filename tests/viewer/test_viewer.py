@@ -216,7 +216,7 @@ def test_requests_that_are_invalid(client, path, code):
     assert client.get(path).status_code == code
 
 
-def test_the_page_may_load_only_its_own_files(client):
+def test_page_may_load_only_files_of_the_viewer(client):
     page = client.get("/")
     assert page.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
     assert page.headers["x-content-type-options"] == "nosniff"

@@ -112,7 +112,7 @@ def test_rows_that_cannot_be_used_are_skipped_and_counted(tmp_path, caplog):
         ("nq", {"question": "Who?", "answer": ["?"]}, "not a list of texts with words"),
     ],
 )
-def test_a_row_of_another_format_is_named(tmp_path, name, row, said):
+def test_row_of_another_format_is_reported(tmp_path, name, row, said):
     with pytest.raises(UserError, match=f"line 1, is not a task: .*{said}"):
         load(tmp_path / "rows.jsonl", name, row)
 

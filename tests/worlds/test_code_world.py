@@ -92,7 +92,7 @@ def passed(grading):
 # Steps and problems
 
 
-def test_every_step_says_what_it_does_and_leaves_its_arguments_alone():
+def test_every_step_matches_its_description_and_leaves_arguments_unchanged():
     assert len(catalogue()) > 250
     assert len({step.name for step in catalogue()}) == len(catalogue())
     assert len({source_of(step).shape for step in catalogue()}) == len(catalogue())
@@ -108,7 +108,7 @@ def test_every_step_says_what_it_does_and_leaves_its_arguments_alone():
             assert step.gives.layout in LAYOUTS, step.name
 
 
-def test_there_are_enough_tasks_and_no_two_are_alike(world, every):
+def test_tasks_are_sufficient_and_distinct(world, every):
     assert len(every) == NUM
     assert len({one.chain.shape for one in every}) == len({one.id for one in every}) == NUM
     assert {level: len([p for p in every if p.level == level]) for level in LEVELS} == dict.fromkeys(LEVELS, 64)
@@ -119,7 +119,7 @@ def test_there_are_enough_tasks_and_no_two_are_alike(world, every):
     assert len({one.chain.family for one in every}) == 12
 
 
-def test_the_data_is_what_the_generator_writes(drawn):
+def test_shipped_data_equals_the_generator_output(drawn):
     assert [json.loads(json.dumps(row(one))) for one in drawn] == _rows()[:NUM]
 
 
@@ -133,7 +133,7 @@ def test_settings_choose_from_the_data():
     assert {task.truth.style for task in tasks} == {"stdin"}
 
 
-def test_splits_share_no_solution_and_composition_has_pairs_of_its_own(drawn):
+def test_splits_share_no_solution_and_composition_has_held_out_pairs(drawn):
     splits = by_split(drawn)
     pairs = {split: set().union(*(p.chain.pairs for p in splits[split])) for split in SPLITS}
     held_out = {pair for p in splits["composition"] for pair in p.chain.pairs}
@@ -195,7 +195,7 @@ def test_hidden_tests_are_not_among_the_shown_ones(world):
             assert max(map(results.count, results)) <= 0.5 * len(results)
 
 
-def test_a_shape_is_what_is_left_without_names_and_numbers():
+def test_shape_ignores_names_and_numbers():
     assert shape_of("def f(x):\n    'doc'\n    return x + 1") == shape_of("def g(y: int):\n    return y + -23")
     assert shape_of("def f(x):\n    return x + 1") != shape_of("def f(x):\n    return x - 1")
     assert shape_of("def f(x):\n    return len(x)") != shape_of("def f(x):\n    return sum(x)")
@@ -283,7 +283,7 @@ def test_values_are_compared_as_values(value, due, loose, right):
         ("1\n1\n", "1\n", True, False),
     ],
 )
-def test_what_is_printed_is_compared_by_lines(printed, due, loose, right):
+def test_printed_output_is_compared_line_by_line(printed, due, loose, right):
     assert same_output(printed, due, loose) is right
 
 
@@ -298,7 +298,7 @@ def test_what_is_printed_is_compared_by_lines(printed, due, loose, right):
         ("```python\n    return 1\n```", "    return 1\n"),
     ],
 )
-def test_the_program_of_an_answer_is_its_last_block(answer, program):
+def test_program_of_an_answer_is_its_last_code_block(answer, program):
     assert program_of(answer) == program
 
 
@@ -351,7 +351,7 @@ FLAWED = {
 }
 
 
-def test_each_test_has_its_verdict_whatever_the_program_does(sandbox):
+def test_each_test_has_a_verdict_whatever_the_program_does(sandbox):
     gradings = grade(sandbox, adder(), *(program for program, _ in FLAWED.values()))
     found = {name: passed(grading) for name, grading in zip(FLAWED, gradings, strict=True)}
     assert found == {name: due for name, (_, due) in FLAWED.items()}
@@ -387,7 +387,7 @@ class RecordingSandbox:
         return await self.inner.run(program, files=files, stdin=stdin, limits=limits)
 
 
-def test_what_is_due_never_goes_into_the_run_of_the_program(sandbox):
+def test_expected_results_are_not_visible_to_the_program(sandbox):
     truth = CodeTruth(("a",), entry="f", cases=(TestCase("a", (4, "abc"), "the-secret-77"),))
     printing = replace(truth, style="stdin", cases=(TestCase("a", "4 abc\n", "the-secret-77\n"),))
     checks = replace(truth, style="checks", cases=(TestCase("a", "assert candidate(4) == 'the-secret-77'"),))
@@ -578,7 +578,7 @@ def test_public_layouts_are_read(sandbox, tmp_path, layout, rows, split, wrong):
         ),
     ],
 )
-def test_a_broken_line_is_named(tmp_path, layout, line, said):
+def test_broken_line_is_reported(tmp_path, layout, line, said):
     file = tmp_path / "own.jsonl"
     file.write_text("\n" + line)
     with pytest.raises(UserError, match="line 2, is not a task") as error:
@@ -586,7 +586,7 @@ def test_a_broken_line_is_named(tmp_path, layout, line, said):
     assert said in str(error.value)
 
 
-def test_a_file_that_is_missing_or_says_a_thing_twice(tmp_path):
+def test_missing_file_or_duplicate_record_is_reported(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         load_code_tasks(tmp_path / "none.jsonl", "own", "")
     with pytest.raises(UserError, match="is that of line 1"):
@@ -618,7 +618,7 @@ def played(world, task, *actions):
     return score(world.rewards, task, asyncio.run(play()))
 
 
-def test_an_episode_of_the_oracle_earns_everything_and_shows_nothing_hidden(sandbox):
+def test_oracle_episode_has_full_reward_and_shows_no_hidden_test(sandbox):
     world = small(sandbox)
     task = world.tasks("train")[0]
     shown = world.expert(task).messages
@@ -637,7 +637,7 @@ def test_an_episode_of_the_oracle_earns_everything_and_shows_nothing_hidden(sand
     assert not [one for one in hidden if one in texts]
 
 
-def test_a_program_for_the_shown_tests_alone_earns_its_share(sandbox):
+def test_program_that_passes_only_shown_tests_has_partial_reward(sandbox):
     world = small(sandbox, styles=("function",))
     task = world.tasks("train")[0]
     program = f"KNOWN = {[(one.given, one.due) for one in task.truth.cases[:NUM_SHOWN]]!r}\n"
@@ -654,7 +654,7 @@ def test_a_program_for_the_shown_tests_alone_earns_its_share(sandbox):
 
 
 @pytest.mark.parametrize(("style", "program"), [("stdin", "print('PASS')"), ("function", "x = 1")])
-def test_a_program_that_does_nothing_of_the_task_earns_nothing_for_its_form(sandbox, style, program):
+def test_unrelated_program_has_no_format_reward(sandbox, style, program):
     world = small(sandbox, styles=(style,))
     task = world.tasks("train")[0]
     assert played(world, task, text_action(program)).reward == 0
@@ -662,7 +662,7 @@ def test_a_program_that_does_nothing_of_the_task_earns_nothing_for_its_form(sand
 
 
 @pytest.mark.parametrize("outcome", ["all", "share"])
-def test_silence_earns_nothing_where_a_test_wants_no_output(sandbox, outcome):
+def test_empty_output_has_no_reward_even_if_a_test_expects_none(sandbox, outcome):
     settings = CodeSettings(tasks=200, levels=(1, 2), styles=("stdin",), outcome=outcome)
     world = CodeWorld(settings).with_sandbox(sandbox)
     silent = (t for t in world.tasks("train") if any(not str(c.due).strip() for c in t.truth.cases))
@@ -671,7 +671,7 @@ def test_silence_earns_nothing_where_a_test_wants_no_output(sandbox, outcome):
     assert result.reward == 0
 
 
-def test_thrift_is_measured_only_where_it_is_wanted(sandbox):
+def test_efficiency_is_measured_only_if_configured(sandbox):
     world = small(sandbox, thrift_weight=0.05)
     task = world.tasks("train")[0]
     result = played(world, task, text_action(task.truth.reference))
@@ -680,7 +680,7 @@ def test_thrift_is_measured_only_where_it_is_wanted(sandbox):
     check_rewards(world.rewards)
 
 
-def test_what_run_tests_says(sandbox, world):
+def test_output_of_run_tests(sandbox, world):
     task = next(t for t in world.tasks("train") if t.truth.style == "function")
     judge = CodeGrader(sandbox, QUICK)
     tool = run_tests_tool(judge, task.truth)
@@ -692,7 +692,7 @@ def test_what_run_tests_says(sandbox, world):
     assert "shows no tests" in asyncio.run(run_tests_tool(judge, none).function(code=""))
 
 
-def test_the_world_pays_no_cheat(sandbox):
+def test_world_rewards_no_cheat(sandbox):
     world = small(sandbox)
     checked = check_world(world, CheckPlan(num_tasks=2))
     assert checked.problems == []
@@ -701,7 +701,7 @@ def test_the_world_pays_no_cheat(sandbox):
     assert next(row for row in checked.rows if row.agent.name == "majority answer").plays
 
 
-def test_other_words_for_the_solution_are_as_right(sandbox):
+def test_alternative_solutions_have_full_reward(sandbox):
     world = small(sandbox)
     task = world.tasks("train")[1]
     for text in world.paraphrases(task):
@@ -740,7 +740,7 @@ def test_settings_that_do_not_fit_are_refused(settings, said):
         make_code_world(settings, ToolLimits())
 
 
-def test_the_recipe_has_its_tasks():
+def test_recipe_has_enough_tasks():
     config = load_config("code", [])
     world = build_world(config.env, config.rollout, config.sandbox)
     assert world.implements("with_sandbox")

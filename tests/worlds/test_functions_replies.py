@@ -33,13 +33,13 @@ def ask_of(case):
 
 
 @pytest.mark.parametrize(("pairs", "is_right"), [(ASKS_RIGHT, True), (ASKS_WRONG, False)])
-def test_a_question_asks_for_what_is_missing_and_for_little_else(pairs, is_right):
+def test_clarifying_question_must_name_the_missing_value_and_little_else(pairs, is_right):
     assert len(pairs) + len(REFUSALS_RIGHT if is_right else REFUSALS_WRONG) >= 100
     assert [(case, text) for case, text in pairs if asks_for(text, ask_of(case)) is not is_right] == []
 
 
 @pytest.mark.parametrize(("texts", "is_right"), [(REFUSALS_RIGHT, True), (REFUSALS_WRONG, False)])
-def test_a_refusal_is_visible_words_that_refuse_and_claim_nothing(texts, is_right):
+def test_refusal_needs_refusing_words_and_no_claim(texts, is_right):
     assert [text for text in texts if refuses(text) is not is_right] == []
 
 
@@ -76,5 +76,5 @@ def test_no_constant_question_is_paid_often():
         ("I booked it.", False),
     ],
 )
-def test_where_functions_are_only_described_any_words_will_do_that_claim_no_call(text, accepts_text):
+def test_without_callable_functions_any_answer_that_claims_no_call_is_accepted(text, accepts_text):
     assert speaks(text) is accepts_text

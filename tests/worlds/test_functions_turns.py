@@ -163,7 +163,7 @@ def test_calls_are_graded_by_state_and_responses_turn_by_turn(tmp_path):
 
 
 @pytest.mark.usefixtures("package")
-def test_responses_errors_and_the_users_turns_are_what_the_model_sees(tmp_path):
+def test_responses_errors_and_user_turns_are_visible_to_the_model(tmp_path):
     world = world_of(tmp_path, record("multi_turn_long_context_0"))
     (task,) = world.tasks("file")
     wrong = [call("put", title="bad"), call("put", title=5), call("draw"), call("find", title="long")]
@@ -233,7 +233,7 @@ BROKEN = {
 
 @pytest.mark.usefixtures("package")
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_record_is_named_and_skipped_if_set(tmp_path, name):
+def test_broken_record_is_reported_and_skipped_if_configured(tmp_path, name):
     changes, reason = BROKEN[name]
     with pytest.raises(UserError, match=f"line 2, is not a task: .*{reason}"):
         world_of(tmp_path, record(), record("b_1", **changes)).tasks("file")
@@ -241,7 +241,7 @@ def test_a_broken_record_is_named_and_skipped_if_set(tmp_path, name):
     assert task.id == "multi_turn_base_0"
 
 
-def test_without_the_package_the_loader_says_how_to_install_it(tmp_path):
+def test_missing_package_error_has_the_install_command(tmp_path):
     with pytest.raises(UserError) as caught:
         world_of(tmp_path, record(), data_bad_lines="skip").tasks("file")
     assert "bfcl-eval is not installed" in caught.value.message

@@ -88,7 +88,7 @@ def test_a_function_is_deterministic_and_matches_its_description(name):
             function.run(DomainState(7), **given)
 
 
-def test_functions_work_on_what_others_have_done():
+def test_functions_share_the_state_of_an_episode():
     state = DomainState(1)
 
     def run(name, *values):
@@ -115,7 +115,7 @@ def test_functions_work_on_what_others_have_done():
 # Signatures that change
 
 
-def test_every_parameter_has_other_names_of_which_one_is_held_out():
+def test_every_parameter_has_synonyms_one_of_them_held_out():
     for function in catalogue().values():
         for param in function.params:
             assert len(set(vocabulary().aliases[param.name]) - {param.name}) >= 3
@@ -130,7 +130,7 @@ def test_every_parameter_has_other_names_of_which_one_is_held_out():
                 assert renamed <= last if split == "composition" else not renamed & last
 
 
-def test_a_changed_signature_takes_its_own_terms_and_refuses_the_catalogues():
+def test_renamed_signature_accepts_only_its_names():
     refused, forms = 0, Counter()
     for seed in range(200):
         rng = random.Random(seed)
@@ -160,7 +160,7 @@ def test_a_changed_signature_takes_its_own_terms_and_refuses_the_catalogues():
         ({"minutes": 5, "label": "tea", "room": "hall"}, "there is no argument 'room'"),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_in_words(arguments, said):
+def test_invalid_arguments_return_an_error_message(arguments, said):
     with pytest.raises(ArgumentError, match=said):
         catalogue()["set_timer"].tool(DomainState(0)).check(arguments)
 
@@ -197,7 +197,7 @@ def test_no_request_is_in_two_splits(everything):
     assert Counter(map(request_of, everything)).most_common(1)[0][1] == 1
 
 
-def test_solutions_are_many_once_values_are_taken_away(tasks):
+def test_solutions_are_diverse_without_their_values(tasks):
     print("\n" + "\n".join(f"level {level}: {found}" for level, found in variety(task_shapes(tasks["train"])).items()))
     least = {"1": 60, "2": 70, "3": 90, "4": 90, "5": 100}
     found = variety(task_shapes(tasks["train"]))
@@ -235,7 +235,7 @@ def linked_domains(task):
     return {(domain[gold[place].name], domain[one.name]) for one in gold for place in one.after}
 
 
-def test_what_composition_asks_for_no_other_split_has(tasks):
+def test_composition_requests_occur_in_no_other_split(tasks):
     links = set(map(tuple, request_specs().held_out_links))
     for split in SPLITS[:3]:
         for task in tasks[split]:
@@ -247,7 +247,7 @@ def test_what_composition_asks_for_no_other_split_has(tasks):
             assert request_specs().held_out_domain in named or linked_domains(task) & links, task.id
 
 
-def test_what_a_chain_needs_stands_in_no_request(everything):
+def test_intermediate_values_of_a_chain_are_in_no_request(everything):
     """Identifiers that an earlier call gives cannot be known before."""
     num = 0
     for task in everything:
@@ -259,7 +259,7 @@ def test_what_a_chain_needs_stands_in_no_request(everything):
     assert num > 150
 
 
-def test_the_right_words_are_not_in_the_prompt_of_a_task_with_something_missing(everything):
+def test_accepted_questions_are_not_in_prompts_with_a_missing_value(everything):
     for task in everything:
         if task.truth.right == "ask":
             assert "?" not in request_of(task)
@@ -268,7 +268,7 @@ def test_the_right_words_are_not_in_the_prompt_of_a_task_with_something_missing(
             assert solved(task, say(task, said + "?")) == 0
 
 
-def test_where_nothing_fits_nothing_that_looks_like_it_is_on_offer(everything):
+def test_irrelevant_requests_offer_no_similar_function(everything):
     known = {name for names in request_specs().lookalikes for name in names}
     assert known <= catalogue().keys()
     declined = [task for task in everything if task.truth.right == "decline"]
@@ -322,7 +322,7 @@ def test_parallel_calls_have_no_order_and_chained_ones_do():
     assert not calls_agree((look, other, book), [one, one, end])
 
 
-def test_calls_find_their_gold_ones_whatever_the_order_in_which_they_could():
+def test_calls_match_gold_calls_in_any_valid_order():
     wide, narrow = GoldCall("look", {"x": (1, 2)}), GoldCall("look", {"x": (1,)})
     assert calls_agree((wide, narrow), [call("look", x=1), call("look", x=2)])
     assert calls_agree((narrow, wide), [call("look", x=2), call("look", x=1)])
@@ -379,7 +379,7 @@ def play_all(world, tasks, scripts):
     return asyncio.run(everyone()), players
 
 
-def test_the_oracle_earns_everything_in_every_task(world, everything):
+def test_oracle_has_full_reward_in_every_task(world, everything):
     scripts = [world.expert(task).messages[2:] for task in everything]
     played, players = play_all(world, everything, scripts)
     assert [t.task_id for t in played if t.reward != pytest.approx(1.1)] == []
@@ -396,7 +396,7 @@ def test_toolrl_scores_the_oracle_highest(everything):
         assert score(toolrl(), task, say(task, DONE)).reward == pytest.approx(-2.0)
 
 
-def test_toolrl_pays_no_text_at_random_where_no_call_is_right(everything):
+def test_toolrl_rewards_no_random_text_if_no_call_is_expected(everything):
     quiet = [task for task in everything if task.truth.right in ("ask", "answer")]
     assert {task.truth.right for task in quiet} == {"ask", "answer"}
     for task in quiet:
@@ -424,7 +424,7 @@ def test_answers_without_calls_solve_only_tasks_without_work(tasks, text):
     assert rate(without_null(tasks["test"]), lambda task: say(task, text)) < 0.04
 
 
-def test_repeating_the_prompt_solves_nothing_else(everything):
+def test_repeating_the_prompt_solves_no_other_task(everything):
     for repeat in (request_of, lambda t: t.prompt[0]["content"] + request_of(t), lambda t: request_of(t) + "?"):
         assert rate(without_null(everything), lambda task, repeat=repeat: say(task, repeat(task))) == 0
 
@@ -438,7 +438,7 @@ def made_up(task, names, seed=0):
     return trajectory_of(attempt)
 
 
-def test_calls_of_everything_or_with_wrong_values_solve_nothing(everything):
+def test_indiscriminate_or_wrong_calls_solve_no_task(everything):
     def offered(task):
         return [function.name for function in task.truth.scene.functions]
 
@@ -492,14 +492,14 @@ def renumbered(script):
     ]
 
 
-def test_an_episode_that_does_not_end_by_itself_is_no_success(tasks):
+def test_unfinished_episode_is_not_a_success(tasks):
     task = tasks["test"][0]
     right = trajectory_of(play(task, NO_FLAWS, random.Random(0)))
     assert solved(task, right) == 1
     assert solved(task, replace(right, stop_reason=StopReason.MAX_TURNS)) == 0
 
 
-def test_nothing_that_the_policy_is_shown_depends_on_the_truth(world, tasks):
+def test_visible_data_does_not_depend_on_the_truth(world, tasks):
     for task in tasks["test"][:60]:
         blind = replace(task, truth=replace(task.truth, calls=(), gold=(), ask=None, answer=None, plan=()))
         script = play(task, NO_FLAWS, random.Random(0)).messages
@@ -542,7 +542,7 @@ def test_demonstrations_fall_short_and_mend_as_often_as_set():
     assert [d.messages for d in islice(again, 20)] == [d.messages for d in right[:20]]
 
 
-def test_demonstrations_and_texts_show_nothing_that_is_held_out(world, tasks):
+def test_demonstrations_and_texts_contain_no_held_out_item(world, tasks):
     held_out = {request_of(task) for split in SPLITS[1:] for task in tasks[split]}
     media = {name for name, function in catalogue().items() if function.domain == request_specs().held_out_domain}
     for dialogue in islice(world.demonstrations(0), 300):
@@ -554,7 +554,7 @@ def test_demonstrations_and_texts_show_nothing_that_is_held_out(world, tasks):
 # The world and its settings
 
 
-def test_the_world_is_registered_and_its_recipe_switches_the_reward(world):
+def test_world_is_registered_and_its_recipe_selects_the_reward(world):
     config = load_config("functions")
     built = build_world(config.env, config.rollout)
     assert built.splits == SPLITS
@@ -565,13 +565,13 @@ def test_the_world_is_registered_and_its_recipe_switches_the_reward(world):
     check_rewards(world.rewards)
 
 
-def test_without_access_there_is_no_tool(tasks):
+def test_no_access_offers_no_tool(tasks):
     bare = build_world(EnvConfig(name="functions", settings={"access": "none"}), RolloutConfig())
     assert bare.environment(tasks["test"][0]).tools == ()
     assert bare.expert(tasks["test"][0]) is None
 
 
-def test_a_question_of_ones_own_finds_tools_of_every_domain(world, tasks):
+def test_custom_question_finds_tools_of_every_domain(world, tasks):
     opening = world.opening("What is the weather in Rome?")
     own = replace(tasks["test"][0], prompt=opening, truth=None)
     assert len(world.environment(own).tools) == 8
@@ -585,7 +585,7 @@ def test_a_question_of_ones_own_finds_tools_of_every_domain(world, tasks):
         ({"num_tasks": "many"}, "num_tasks"),
     ],
 )
-def test_bad_settings_are_named(settings, said):
+def test_invalid_settings_are_reported(settings, said):
     with pytest.raises(ConfigError, match=said):
         make_functions_world(settings, ToolLimits())
 
@@ -645,7 +645,7 @@ def write(path, *records):
         ({"days": 3}, False),
     ],
 )
-def test_tasks_of_a_file_take_all_the_values_that_it_names(tmp_path, arguments, is_right):
+def test_tasks_of_a_file_accept_all_listed_values(tmp_path, arguments, is_right):
     world = write(tmp_path / "tasks.jsonl", record())
     (task,) = world.tasks("file")
     assert world.splits[-1] == "file"
@@ -658,7 +658,7 @@ def test_tasks_of_a_file_take_all_the_values_that_it_names(tmp_path, arguments, 
     assert played.outcomes == tuple(attempt.outcomes)
 
 
-def test_a_file_may_have_tasks_without_a_call_and_its_answers_elsewhere(tmp_path):
+def test_file_may_have_tasks_without_a_call_and_a_separate_answer_file(tmp_path):
     bare = {key: value for key, value in record("irrelevance_1").items() if key != "ground_truth"}
     world = write(tmp_path / "tasks.jsonl", bare, "", record("multi_le_2", question="Hello?"))
     none, some = world.tasks("file")
@@ -697,7 +697,7 @@ def test_a_file_may_have_tasks_without_a_call_and_its_answers_elsewhere(tmp_path
         (record("b", ground_truth=[{"weather.get": {"days": [3]}}]), "requires 'city'"),
     ],
 )
-def test_a_broken_record_is_named_by_its_line(tmp_path, broken, said):
+def test_broken_record_is_reported_with_its_line(tmp_path, broken, said):
     world = write(tmp_path / "tasks.jsonl", record(), broken)
     with pytest.raises(UserError, match=f"line 2, is not a task: .*{re.escape(said)}"):
         world.tasks("file")
@@ -725,7 +725,7 @@ def test_in_relevance_a_call_must_be_made_and_in_irrelevance_none(tmp_path):
         assert task.tags["null"] == str(not must_call).lower()
 
 
-def test_all_bad_lines_are_named_and_skipped_if_set(tmp_path, caplog):
+def test_all_broken_lines_are_reported_and_skipped_if_configured(tmp_path, caplog):
     path = tmp_path / "tasks.jsonl"
     bare = {key: value for key, value in record("simple_2").items() if key != "ground_truth"}
     path.write_text("\n".join([json.dumps(record("a")), "{", json.dumps(bare), json.dumps(record("a"))]))
@@ -737,7 +737,7 @@ def test_all_bad_lines_are_named_and_skipped_if_set(tmp_path, caplog):
     assert [line for line in (2, 3, 4) if f"line {line}" in caplog.text] == [2, 3, 4]
 
 
-def test_a_file_that_is_missing_or_empty_says_so(tmp_path):
+def test_missing_or_empty_file_is_reported(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         make_functions_world({"data": str(tmp_path / "none.jsonl")}, ToolLimits()).tasks("file")
     with pytest.raises(UserError, match="contains no tasks"):

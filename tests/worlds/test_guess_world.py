@@ -46,7 +46,7 @@ def play(task, player, limit=20):
 
 
 @pytest.mark.parametrize("split", WORLD.splits)
-def test_halving_finds_every_number_in_the_turns_that_it_should(split):
+def test_bisection_finds_every_number_within_the_turn_limit(split):
     for task in WORLD.tasks(split)[:60]:
         results = play(task, lambda low, high: (low + high) // 2)
         assert results[-1].done
@@ -54,7 +54,7 @@ def test_halving_finds_every_number_in_the_turns_that_it_should(split):
         assert sum(result.reward for result in results) == pytest.approx(1.0)
 
 
-def test_a_guess_without_information_earns_nothing():
+def test_uninformed_guess_has_no_reward():
     task = make_task(10, 15, 12, "test")
     rewards = [result.reward for result in play(task, lambda low, high: 24, limit=3)]
     assert rewards[0] == pytest.approx(math.log(15 / 14) / math.log(15))
@@ -84,7 +84,7 @@ def test_only_the_number_itself_counts():
     assert found(task, ended("7", StopReason.MAX_TURNS)) == 0
 
 
-def test_no_game_is_in_two_splits_and_the_composition_is_of_a_size_of_its_own():
+def test_splits_share_no_game_and_composition_has_another_range():
     games = [(t.tags["low"], t.tags["size"], t.truth) for split in WORLD.splits for t in WORLD.tasks(split)]
     assert len(set(games)) == len(games) > 500
     sizes = {split: {t.tags["size"] for t in WORLD.tasks(split)} for split in WORLD.splits}
@@ -117,7 +117,7 @@ def test_demonstrations_forget_bounds_as_often_as_set():
     assert 0.05 < outside(0.5) < 0.5
 
 
-def test_bad_settings_and_splits_are_named():
+def test_invalid_settings_and_splits_are_reported():
     with pytest.raises(ConfigError, match="flaw"):
         make_guess_world({"flaws": 0.1}, ToolLimits())
     with pytest.raises(UserError, match="no split 'tests'"):

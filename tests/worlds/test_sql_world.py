@@ -65,7 +65,7 @@ def some(items, num, seed=0):
 # Databases
 
 
-def test_every_name_of_every_column_can_be_used_and_none_is_used_twice():
+def test_column_names_are_usable_and_unique():
     for domain in DOMAINS:
         names = [name for table in domain.tables for name in table.names]
         assert len(set(names)) == len(names)
@@ -83,7 +83,7 @@ def test_every_name_of_every_column_can_be_used_and_none_is_used_twice():
 
 
 @pytest.mark.pages
-def test_the_data_is_what_the_generator_draws(drawn):
+def test_shipped_data_equals_the_generator_output(drawn):
     head, *lines = databases_text(databases=1).splitlines()
     assert [[key, 1] for key in (f"{domain}-0" for domain in data.DOMAINS)] == json.loads(head)
     assert lines == [line for domain in data.DOMAINS for line in data._read("databases")[f"{domain}-0"]]
@@ -96,7 +96,7 @@ def test_the_data_is_what_the_generator_draws(drawn):
     assert all(own[key].data == {**one.data, "ordered": one.plan.order is not None} for key, one in drawn.items())
 
 
-def test_references_lead_to_rows_and_names_are_unique():
+def test_foreign_keys_resolve_and_names_are_unique():
     for pair in draw_pairs(data.DOMAINS, 2):
         assert (pair.image, pair.hidden) == (WORLD.pairs[pair.key].image, WORLD.pairs[pair.key].hidden)
         for image in (pair.image, pair.hidden):
@@ -136,7 +136,7 @@ def test_there_are_many_tasks_of_every_level_and_domain_and_no_two_have_a_shape_
     assert {q.kind for q in questions} == {"query", "value"}
 
 
-def test_shapes_leave_nothing_of_names_texts_and_numbers():
+def test_shape_ignores_names_texts_and_numbers():
     one = "SELECT a.name, COUNT(*) FROM sale AS a WHERE a.town = 'O''Hara' AND a.price > 2.5 LIMIT 3"
     other = "SELECT q.title, COUNT(*) FROM visit AS q WHERE q.city = 'Oslo' AND q.fee > 19 LIMIT 8"
     assert shape_of(one) == shape_of(other)
@@ -144,7 +144,7 @@ def test_shapes_leave_nothing_of_names_texts_and_numbers():
     assert shape_of(one) != shape_of(other.replace(">", "<"))
 
 
-def test_the_splits_share_no_shape_and_composition_has_pairs_of_its_own(drawn):
+def test_splits_share_no_shape_and_composition_has_held_out_pairs(drawn):
     shapes = {split: {q.shape for q in WORLD.questions[split]} for split in SPLITS}
     assert all(not shapes[a] & shapes[b] for a in SPLITS for b in SPLITS if a != b)
     assert all(len(found) >= 30 for found in shapes.values())
@@ -176,7 +176,7 @@ def test_gold_results_are_neither_empty_nor_long_and_differ_between_the_database
             assert keys == sorted(set(keys), reverse=order.descending)
 
 
-def test_levels_grow_with_what_is_asked_for():
+def test_difficulty_grows_with_the_level():
     shop = DOMAINS[0]
     name, price = Attribute((), "name"), Attribute((), "price")
     country = Attribute(("supplier_id",), "country")
@@ -191,7 +191,7 @@ def test_levels_grow_with_what_is_asked_for():
     assert (points(nested), level_of(nested)) == (5, 5)
 
 
-def test_words_and_query_say_the_same_of_a_plan():
+def test_question_and_query_express_the_same_plan():
     shop = DOMAINS[0]
     plan = QueryPlan(
         shop,
@@ -214,7 +214,7 @@ def test_words_and_query_say_the_same_of_a_plan():
 # Verdicts
 
 
-def test_the_gold_answer_of_every_question_is_right(questions):
+def test_gold_answer_of_every_question_is_right(questions):
     assert [q.id for q in questions if not is_right(answer_text(q), make_truth(q))] == []
 
 
@@ -231,14 +231,14 @@ def written_down(question):
 @pytest.mark.parametrize(
     ("asked", "answer", "formed"), [("SELECT 1", "SELECT 1", 1), ("SELECT 1", "SELECT 2", 0), ("", "Done.", 0)]
 )
-def test_form_counts_for_a_wrong_query_that_ran_and_not_for_idle_words(asked, answer, formed):
+def test_format_reward_needs_a_query_that_ran(asked, answer, formed):
     task = next(t for t in WORLD.tasks("test") if t.tags["answer"] == "query")
     turns = [scripted.call_action(0, ("sql", {"query": asked}))] if asked else []
     (played,) = play(WORLD, [task], [Player([one.message for one in (*turns, scripted.text_action(answer))])])
     assert (played.rewards["result_set"], played.rewards["well_formed"]) == (0, formed)
 
 
-def test_rows_written_down_are_right_on_the_shown_database_only(questions):
+def test_memorized_rows_are_right_only_on_the_shown_database(questions):
     asked = [q for q in questions if q.kind == "query" and len(written_down(q)) < 4000]
     for question in asked:
         truth = make_truth(question)
@@ -247,7 +247,7 @@ def test_rows_written_down_are_right_on_the_shown_database_only(questions):
     assert len(asked) > 300
 
 
-def test_nothing_echoes_and_other_answers_earn_nothing(questions):
+def test_echoes_and_other_answers_have_no_reward(questions):
     by_database = {}
     for question in questions:
         by_database.setdefault(question.pair.key, []).append(question)
@@ -267,7 +267,7 @@ def test_a_query_that_leaves_a_part_of_the_question_out_is_wrong(questions, draw
     assert tried > 200
 
 
-def test_other_ways_to_write_a_query_are_right_too(questions, drawn):
+def test_equivalent_queries_are_accepted(questions, drawn):
     question = next(q for q in questions if q.kind == "query" and len(q.rows) > 1 and not q.data["ordered"])
     truth = make_truth(question)
     assert is_right(f"```sql\n{question.sql};\n```", truth)
@@ -281,7 +281,7 @@ def test_other_ways_to_write_a_query_are_right_too(questions, drawn):
     assert not is_right(to_sql(turned, made.pair.naming), make_truth(ordered))
 
 
-def test_a_text_may_stand_in_a_sentence_or_a_box_and_alone_there(questions):
+def test_text_answer_may_be_in_a_sentence_or_a_box(questions):
     asked = next(q for q in questions if q.kind == "value" and isinstance(q.rows[0][0], str))
     truth, text = make_truth(asked), asked.rows[0][0]
     for right in (text, f"The answer is {text}.", f"It is \\boxed{{{text}}}.", *paraphrases(truth)):
@@ -290,7 +290,7 @@ def test_a_text_may_stand_in_a_sentence_or_a_box_and_alone_there(questions):
         assert not is_right(wrong, truth)
 
 
-def test_a_value_is_right_to_two_decimals(questions):
+def test_numeric_answer_is_compared_to_two_decimals(questions):
     asked = [q for q in questions if q.kind == "value"]
     fraction = next(q for q in asked if isinstance(q.rows[0][0], float) and q.rows[0][0] % 1)
     truth, value = make_truth(fraction), fraction.rows[0][0]
@@ -314,7 +314,7 @@ def test_a_value_is_right_to_two_decimals(questions):
         "SELECT x'00'",
     ],
 )
-def test_hostile_answers_are_wrong_and_leave_the_truth_as_it_is(query, questions):
+def test_hostile_answers_are_wrong_and_leave_the_truth_unchanged(query, questions):
     question = next(q for q in questions if q.kind == "query")
     truth = make_truth(question)
     assert not is_right(query, truth)
@@ -374,7 +374,7 @@ def test_the_expert_solves_tasks_of_every_level_in_the_real_environment():
         assert all([o.tool for o in t.outcomes] == ["schema", "sql"] for t in played)
 
 
-def test_nothing_that_the_policy_is_shown_depends_on_the_truth_or_the_hidden_rows(questions, drawn):
+def test_visible_data_does_not_depend_on_truth_or_hidden_rows(questions, drawn):
     tasks = some(WORLD.tasks("test"), 20)
     honest = [expert_player(WORLD, task) for task in tasks]
     play(WORLD, tasks, honest)
@@ -424,7 +424,7 @@ def test_baselines_without_the_loop_earn_little(questions):
     ]
 
 
-def test_with_the_names_of_the_question_no_look_is_needed():
+def test_names_in_the_question_make_schema_lookups_unnecessary():
     plain = SqlWorld(SqlSettings(tasks=40, vary_names=False))
     asked = list(chain.from_iterable(plain.questions.values()))
     assert all(query == plain for q in asked for query, plain in (q.data["queries"], *q.data["forgetful"]))
@@ -437,7 +437,7 @@ def test_with_the_names_of_the_question_no_look_is_needed():
 # Demonstrations
 
 
-def test_demonstrations_are_of_training_tasks_and_their_outputs_are_those_of_the_tools():
+def test_demonstrations_are_training_tasks_with_real_tool_outputs():
     asked = {q.text for q in WORLD.questions["train"]}
     for dialogue in islice(WORLD.demonstrations(5), 150):
         system, user, *said = dialogue.messages
@@ -493,7 +493,7 @@ def test_the_transcript_of_the_readme_is_a_real_one():
             assert call["function"]["arguments"] in page
 
 
-def test_texts_hold_what_dialogues_say():
+def test_texts_contain_the_dialogues():
     texts = list(islice(WORLD.texts(), 400))
     assert any("INTEGER PRIMARY KEY" in text for text in texts)
     assert any(text.startswith('{"name": "sql", "arguments": {"query": "SELECT') for text in texts)
@@ -527,7 +527,7 @@ def test_equal_settings_give_equal_tasks_and_demonstrations_in_every_process(cap
     assert len(hashlib.sha256().hexdigest()) == len(told.stdout.split()[0])
 
 
-def test_another_seed_gives_other_tasks():
+def test_another_seed_selects_other_tasks():
     ids = [[t.id for t in SqlWorld(SqlSettings(tasks=10, levels=(1,), seed=s)).tasks("train")] for s in (0, 1)]
     assert ids[0] != ids[1]
 
@@ -544,7 +544,7 @@ def test_settings_choose_levels_domains_and_answers():
     assert none.environment(none.tasks("train")[0]).tools == ()
 
 
-def test_the_world_is_made_of_a_configuration_and_mistakes_are_named():
+def test_world_is_built_from_a_configuration_and_errors_are_reported():
     rollout = RolloutConfig(max_tool_output=99, tool_timeout_s=3.0)
     made = build_world(EnvConfig(name="sql", settings={"levels": [1], "tasks": 20}), rollout)
     assert (made.settings.levels, made.limits) == ((1,), ToolLimits(3.0, 99))

@@ -70,7 +70,7 @@ def test_mining_draws_the_same_tasks_each_time(catalogue):
     assert hashlib.sha256(text).hexdigest() == TIDY_TASKS
 
 
-def test_the_shipped_files_are_those_that_the_generator_writes(tmp_path):
+def test_shipped_files_equal_the_generator_output(tmp_path):
     shipped = load_catalogue(DATA)
     save_catalogue(tmp_path, list(shipped.packages.values()), list(shipped.bugs))
     for file in tmp_path.iterdir():
@@ -124,7 +124,7 @@ def f(items, start=0, *, deep=False):
 '''
 
 
-def test_every_kind_of_bug_is_found_and_undone():
+def test_every_kind_of_bug_is_located_and_reverted():
     found = [edit for edit in edits(SNIPPET) if is_sound(edit, SNIPPET)]
     assert {edit.kind for edit in found} == set(names_of("kinds"))
     for edit in found:
@@ -145,13 +145,13 @@ def test_an_edit_that_does_not_fit_is_refused():
         edit.apply("x" * len(SNIPPET))
 
 
-def test_bugs_stand_at_the_right_place_behind_letters_of_many_bytes():
+def test_bug_positions_account_for_multibyte_characters():
     text = 'def f(a):\n    return "äöü€" + a if a == "ß" else a\n'
     (edit,) = [edit for edit in edits(text) if edit.kind == "comparison"]
     assert edit.apply(text) == text.replace("==", "!=")
 
 
-def test_the_repository_is_one_that_git_reads(tmp_path):
+def test_generated_repository_is_readable_by_git(tmp_path):
     files = {"a.py": b"x = 1\n", "b/c.py": b"", "b.txt": "ä".encode(), "b/d/e.md": b"#\n" * 5000}
     for path, content in {**files, **git_folder(files, "Import", ".aside/\n")}.items():
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -193,7 +193,7 @@ PRISTINE = {
         *("src/tidy/__pycache__/x.pyc", "evil.dist-info/entry_points.txt", "tests/__init__.py"),
     ],
 )
-def test_of_a_policys_tree_nothing_but_code_is_taken(path):
+def test_only_code_is_taken_from_the_policy_tree(path):
     tree = merged(PRISTINE, {**PRISTINE, path: b"mine", "src/tidy/new.py": b"mine"}, layout_of(PRISTINE))
     assert tree == {**PRISTINE, "src/tidy/new.py": b"mine"}
 
@@ -204,7 +204,7 @@ def test_code_in_the_way_of_tests_is_left_out():
     assert tree == pristine
 
 
-def test_removed_code_stays_removed_and_removed_tests_come_back():
+def test_removed_code_stays_removed_and_removed_tests_are_restored():
     tree = merged(PRISTINE, {}, layout_of(PRISTINE))
     assert sorted(PRISTINE.keys() - tree.keys()) == ["src/tidy/__init__.py", "src/tidy/data.json"]
 
@@ -268,7 +268,7 @@ def test_other():
 """
 
 
-def test_masked_tests_hold_nothing_of_what_they_expect():
+def test_masked_tests_contain_no_expected_values():
     names = ["test_names", "test_rows", "test_inputs", "TestA::test_one"]
     text, _ = masked(MASKED, names, "probe")
     for word in ("[1, 2]", "{'a': 1}", "one", "two", "none", "some", "deep", "why", "KeyError", "asked"):
@@ -318,7 +318,7 @@ class Seven(int):
         (Seven(7), 7, True),
     ],
 )
-def test_digests_are_those_of_plain_values(one, other, same):
+def test_digests_are_equal_for_equal_plain_values(one, other, same):
     assert digest_of(one)
     assert (digest_of(one) == digest_of(other)) is same
 
@@ -353,7 +353,7 @@ def applies(problem):
 
 
 @pytest.mark.pages
-def test_mined_bugs_break_their_tests_and_the_repair_fixes_them(catalogue):
+def test_mined_bugs_break_their_tests_and_the_fix_repairs_them(catalogue):
     world = make(catalogue)
     problems = [world.problem(name) for name in world.cases][:2]
 
@@ -532,13 +532,13 @@ CHOSEN = ("a plugin that marks all as passed", "results equal to everything", "g
 
 
 @pytest.mark.security
-def test_no_cheat_earns_anything(catalogue):
+def test_cheats_have_no_reward(catalogue):
     every = [*CODE_CHEATS, *FILE_CHEATS, *forgeries(), "forged lines", "tests removed"]
     grades = cheated(catalogue, every)
     assert "tests do not need" in grades["tests rewritten while they run"].doubt
 
 
-def test_the_worst_cheats_earn_nothing(catalogue):
+def test_the_worst_cheats_have_no_reward(catalogue):
     grades = cheated(catalogue, CHOSEN)
     assert "gc.get_objects" in grades["gc"].doubt
     assert "sys._getframe" in grades["frames"].doubt
@@ -630,7 +630,7 @@ def test_the_oracle_repairs_in_a_container(catalogue, tmp_path, monkeypatch):
     assert play(world, task, actions_of(world.expert(task).messages)).rewards["resolved"] == 1
 
 
-def test_repairs_in_another_text_are_right_and_are_another_text(catalogue):
+def test_alternative_repairs_are_right_and_differ_in_text(catalogue):
     world = make(catalogue)
     task = world.tasks("train")[0]
     problem = chosen(world)
@@ -693,7 +693,7 @@ def test_a_scripted_agent_repairs_with_the_shell_and_the_tools(catalogue):
     assert not any(problem.suite.fail_to_pass[0] in m["content"] for m in played.messages)
 
 
-def test_the_world_pays_the_oracle_and_no_cheat(catalogue):
+def test_world_rewards_the_oracle_and_no_cheat(catalogue):
     world = make(catalogue)
     report = check_world(world, CheckPlan(num_tasks=1, limits=EpisodeLimits(max_turns=12)))
     assert report.problems == []
@@ -704,7 +704,7 @@ def test_the_world_pays_the_oracle_and_no_cheat(catalogue):
     assert sum(row.num_successes for row in report.rows) == 1
 
 
-def test_the_experts_observations_are_those_of_the_tools(catalogue):
+def test_expert_observations_equal_tool_outputs(catalogue):
     world = make(catalogue)
     task = world.tasks("train")[0]
     dialogue = world.expert(task)
@@ -783,7 +783,7 @@ def test_instances_of_django_are_read(tmp_path):
         load_instances(str(file), str(tmp_path), 1.0)
 
 
-def test_a_fix_that_is_not_python_has_no_alternative_repairs(catalogue):
+def test_non_python_fix_has_no_alternative_repairs(catalogue):
     world = make(catalogue)
     problem = chosen(world)
     broken = dict.fromkeys(problem.fixed, b"def f(:\n")
@@ -792,14 +792,14 @@ def test_a_fix_that_is_not_python_has_no_alternative_repairs(catalogue):
     assert not any(found.passed[test] for test in problem.suite.fail_to_pass)
 
 
-def test_bad_instances_are_named_with_their_line(tmp_path):
+def test_broken_instances_are_reported_with_their_line(tmp_path):
     file = tmp_path / "instances.jsonl"
     file.write_text('{"instance_id": "a"}\n')
     with pytest.raises(ConfigError, match=r"line 1: repo: field required"):
         load_instances(str(file), str(tmp_path), 1.0)
 
 
-def test_missing_sources_say_how_to_get_them(tmp_path):
+def test_missing_sources_are_reported_with_the_download_command(tmp_path):
     packages = load_catalogue(DATA).packages.values()
     with pytest.raises(UserError, match="sources of") as error:
         require(packages, tmp_path, "swe")
@@ -850,7 +850,7 @@ SHOWN = SnippetOutcome(Snippet("from tidy import f\nx = 2", "f(x)"), ("value", "
         (("value", "no error"), ("error", "KeyError: 'a'"), ("no error", "a `KeyError`", "")),
     ],
 )
-def test_what_a_snippet_shows_becomes_a_symptom(got, due, parts):
+def test_snippet_output_becomes_a_symptom(got, due, parts):
     found = symptom_of("tidy", replace(SHOWN, got=got, due=due), "f", "")
     assert (found.got, found.due, found.error) == parts
 
@@ -898,7 +898,7 @@ def test_rows(a, b):
 """
 
 
-def test_snippets_define_what_they_name():
+def test_snippets_define_every_name_they_use():
     texts = {one.text for one in snippets_of(SNIPPETS, ["TestOne::test_made", "test_rows"])}
     assert "from tidy import f\na, b = (3, 4)\nf(a, b)" in texts
     (made,) = [text for text in texts if text.endswith("made.a")]
@@ -926,7 +926,7 @@ def undefined(code):
     return set() if "*" in bound else {node.id for node in names} - bound
 
 
-def test_every_shipped_text_stands_alone():
+def test_every_shipped_text_is_self_contained():
     for bug in load_catalogue(DATA).bugs:
         code = snippet_in(bug.issue)
         assert code, bug.id
@@ -944,11 +944,11 @@ def test_every_shipped_text_stands_alone():
         ("test_x (C)", ""),
     ],
 )
-def test_names_of_unittest_become_those_of_pytest(name, expected):
+def test_unittest_names_are_converted_to_pytest(name, expected):
     assert pytest_name(name, "tests/") == expected
 
 
-def test_the_shipped_tasks_are_as_many_as_the_page_says():
+def test_number_of_shipped_tasks_matches_the_docs():
     shipped = load_catalogue(DATA)
     kinds = {bug.edit.kind for bug in shipped.bugs}
     assert len(shipped.bugs) == 142
@@ -968,7 +968,7 @@ def test_the_baseline_without_tools_is_counted():
     assert shares == {"1": "100.0%", "2": "0.0%", "3": "0.0%"}
 
 
-def test_the_shipped_tasks_are_whole():
+def test_shipped_tasks_are_complete():
     shipped = load_catalogue(DATA)
     splits = {package.split for package in shipped.packages.values()}
     assert splits == {"train", "validation", "test"}

@@ -80,7 +80,7 @@ def judged(task, *states):
     return asyncio.run(act())
 
 
-def test_a_task_is_read_with_its_files_and_its_folder_becomes_the_box(folder):
+def test_task_is_read_with_its_files_into_the_sandbox(folder):
     (task,) = load_bench(folder, "/app", "refuse")
     assert task.text.splitlines()[0] == ("Write the squares of the numbers in /box/numbers.txt to /box/squares.txt.")
     assert task.text.endswith("Do not touch /app.old or /application.")
@@ -91,7 +91,7 @@ def test_a_task_is_read_with_its_files_and_its_folder_becomes_the_box(folder):
     assert "/box/squares.txt" in task.solution
 
 
-def test_tests_are_found_where_pytest_finds_them():
+def test_tests_are_collected_as_pytest_does():
     classes = b"class TestB:\n    def test_c(self): pass\nclass Other:\n    def test_d(self): pass\n"
     source = b"def test_a(): pass\ndef helper(): pass\n" + classes
     assert list(named_tests("t/test_x.py", source)) == ["t/test_x.py::test_a", "t/test_x.py::TestB::test_c"]
@@ -110,7 +110,7 @@ CHEATS = {
 }
 
 
-def test_the_solution_passes_and_what_else_lies_there_changes_no_verdict(folder):
+def test_solution_passes_and_unrelated_files_change_no_verdict(folder):
     (task,) = load_bench(folder, "/app", "refuse")
     right = {"squares.txt": b"1\n4\n9\n"}
     odd = {path: data for files in CHEATS.values() for path, data in files.items()}
@@ -120,7 +120,7 @@ def test_the_solution_passes_and_what_else_lies_there_changes_no_verdict(folder)
     assert cheated == idle
 
 
-def test_a_script_judges_where_there_are_no_tests_of_pytest(folder):
+def test_script_grades_tasks_without_pytest(folder):
     place = folder / "squares"
     (place / "tests/test_outputs.py").unlink()
     with pytest.raises(ConfigError, match="has no tests"):
@@ -148,7 +148,7 @@ SITE = f".local/lib/python{sys.version_info.major}.{sys.version_info.minor}/site
         *({"python3": b"#!/bin/sh\nexit 0\n", "bash": b"#!/bin/sh\nexit 0\n"}, {"run-tests.sh": b"exit 0"}),
     ],
 )
-def test_files_beside_a_wrong_answer_change_no_verdict_of_a_script(folder, cheat):
+def test_files_beside_a_wrong_answer_change_no_script_verdict(folder, cheat):
     place = folder / "squares"
     shutil.rmtree(place / "tests")
     (place / "run-tests.sh").write_text(COUNTS)
@@ -170,7 +170,7 @@ def test_images_are_refused_skipped_or_ignored_as_the_settings_say(folder):
         load_bench(folder, "/app", "refuse")
 
 
-def test_broken_folders_are_named(tmp_path, folder):
+def test_broken_task_folders_are_reported(tmp_path, folder):
     with pytest.raises(ConfigError, match="does not contain a task"):
         load_bench(tmp_path / "none", "/app", "refuse")
     (folder / "squares/task.yaml").write_text("instruction: [")
@@ -181,7 +181,7 @@ def test_broken_folders_are_named(tmp_path, folder):
         load_bench(folder, "/app", "refuse")
 
 
-def test_the_world_has_a_split_of_them_with_their_solutions(folder):
+def test_world_has_a_split_of_benchmark_tasks_with_solutions(folder):
     world = make_terminal_world({"levels": [1], "topics": ["files"], "bench": str(folder)}, ToolLimits())
     (task,) = world.tasks("bench")
     assert task.tags["kind"] == "squares"
@@ -232,7 +232,7 @@ def harbor(folder):
     return place
 
 
-def test_harbors_layout_is_read_and_judged_by_its_tests(harbor):
+def test_harbor_layout_is_read_and_graded_by_its_tests(harbor):
     (task,) = load_bench(harbor.parent, "/app", "refuse")
     assert task.text == "Write the squares of /box/numbers.txt to /box/squares.txt."
     assert (task.level, task.topic, task.timeout_s, task.suite.fail_to_pass) == (4, "files", 40.0, NAMES)
@@ -243,7 +243,7 @@ def test_harbors_layout_is_read_and_judged_by_its_tests(harbor):
     assert idle == {**right, NAMES[0]: False}
 
 
-def test_a_script_of_harbor_judges_by_its_reward_file_if_trusted(harbor):
+def test_harbor_reward_file_is_used_only_if_trusted(harbor):
     (harbor / "tests/test.sh").write_text(SCORED_SH)
     with pytest.raises(ConfigError, match=r"graded by tests/test\.sh"):
         load_bench(harbor.parent, "/app", "refuse")
@@ -283,7 +283,7 @@ def test_tasks_of_harbor_that_need_a_container_are_refused_with_their_reason_or_
     assert "that needs a container: squares" in caplog.text
 
 
-def test_an_image_without_dockerfile_and_steps_are_named(harbor):
+def test_image_without_dockerfile_and_setup_steps_are_rejected(harbor):
     (harbor / "environment/Dockerfile").unlink()
     with pytest.raises(ConfigError, match=r"squares: environment\.docker_image: the image someone/squares:1"):
         load_bench(harbor.parent, "/app", "refuse")

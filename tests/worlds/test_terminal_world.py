@@ -101,7 +101,7 @@ def steps_of(world, task):
 # Tasks
 
 
-def test_there_are_more_than_a_hundred_tasks_and_all_differ_in_more_than_names(splits):
+def test_more_than_a_hundred_tasks_differ_in_more_than_names(splits):
     jobs = [job for found in splits.values() for job in found]
     num, forms, shapes = distinct(jobs)
     assert (num, forms, shapes) == (len(jobs),) * 3
@@ -113,7 +113,7 @@ def test_there_are_more_than_a_hundred_tasks_and_all_differ_in_more_than_names(s
     assert "train 137, validation 19, test 37, composition 44" in tables(splits)
 
 
-def test_shapes_are_blind_to_names_and_numbers_alone():
+def test_shape_ignores_only_names_and_numbers():
     for name in ("tables/sum_equal", "logs/hours", "git/merge_true", "files/lower", "processes/stale"):
         tasks = [make_task(KINDS[name], n, 0) for n in range(6)]
         assert len({shape_of(task) for task in tasks}) == 1, name
@@ -128,7 +128,7 @@ def test_equal_settings_give_equal_tasks_and_other_seeds_others():
     assert [job.text for job in again] != [job.text for job in drawn[1]]
 
 
-def test_splits_share_no_kind_or_else_no_task(splits):
+def test_splits_share_no_kind_or_no_task(splits):
     makers = {split: {part for job in jobs for part in job.parts} for split, jobs in splits.items()}
     assert not makers["train"] & makers["test"]
     assert not makers["train"] & makers["validation"]
@@ -147,7 +147,7 @@ def test_splits_share_no_kind_or_else_no_task(splits):
     assert len({job.id for jobs in dealt.values() for job in jobs}) == sum(map(len, dealt.values()))
 
 
-def test_every_task_has_something_to_do_and_names_each_thing_once(splits):
+def test_every_task_requires_work_and_has_unique_targets(splits):
     for jobs in splits.values():
         for job in jobs:
             suite = job.suite
@@ -159,7 +159,7 @@ def test_every_task_has_something_to_do_and_names_each_thing_once(splits):
             assert sorted(names) == sorted(judged)
 
 
-def test_pairs_are_refused_where_one_touches_the_files_of_the_other():
+def test_pairs_that_touch_the_same_files_are_rejected():
     one = make_task(KINDS["files/sizes"], 0, 0)
     with pytest.raises(ValueError, match="share files"):
         pair(one, one, 0)
@@ -168,7 +168,7 @@ def test_pairs_are_refused_where_one_touches_the_files_of_the_other():
 # The file
 
 
-def test_the_file_holds_what_the_generator_draws():
+def test_task_file_equals_the_generator_output():
     """The header, and of each kind one task, or where the pairs take some of it the first of these."""
     shipped = task_file()
     header = read_tasks(next(freeze.lines()) + "\n" * (len(shipped.lines) + 1))
@@ -207,7 +207,7 @@ def test_demonstrations_begin_again_when_all_have_come():
 # Playing
 
 
-def test_the_oracle_solves_a_task_of_each_topic_and_shows_what_the_shell_says(world):
+def test_oracle_solves_a_task_of_each_topic_with_real_shell_output(world):
     kinds = (
         "files/library",
         "text/blocks",
@@ -265,7 +265,7 @@ CHEATS = {
 }
 
 
-def test_cheats_at_a_program_that_is_to_start_earn_nothing(world):
+def test_cheats_at_program_tasks_have_no_reward(world):
     task = task_of(world, "configs/header")
     job = world.shell_task(task)
     (run,) = job.command_checks
@@ -320,7 +320,7 @@ PROCESS_CHEATS = {
 }
 
 
-def test_cheats_at_services_earn_nothing(world):
+def test_cheats_at_service_tasks_have_no_reward(world):
     """A service that is to be restarted with another variable, while three others go on."""
     task = task_of(world, "processes/restart")
     job = world.shell_task(task)
@@ -347,7 +347,7 @@ START_CHEATS = {
 
 
 @pytest.mark.security
-def test_a_script_that_starts_nothing_earns_nothing(world):
+def test_script_that_starts_nothing_has_no_reward(world):
     """The service itself is started by hand, as it should be; the script alone is a sham."""
     task = task_of(world, "processes/start_script")
     found = re.search(
@@ -370,7 +370,7 @@ def test_a_script_that_starts_nothing_earns_nothing(world):
     assert won[0].rewards["solved"] == 1.0
 
 
-def test_a_reload_is_seen_in_the_process_and_not_in_what_it_leaves(world):
+def test_reload_is_checked_in_the_process_not_in_its_files(world):
     task = task_of(world, "processes/reload")
     edit, reload = steps_of(world, task)
     restart = reload.replace("kill -HUP", "kill").partition("; until")[0]
@@ -401,7 +401,7 @@ def test_services_match_their_description_at_start(world):
         assert {name for name, holds in found.items() if holds} == set(job.suite.pass_to_pass), job.id
 
 
-def test_right_work_with_a_side_effect_earns_nothing(world):
+def test_correct_work_with_a_side_effect_has_no_reward(world):
     """The solution and then a change of something that was to be kept, or something too much."""
     spoilt = {
         "files/move_ending": "echo x > $(ls -d */ | head -n 1)more.txt",
@@ -438,7 +438,7 @@ def test_a_call_of_a_tool_that_would_be_the_verdict_is_not_believed(world):
     assert score(world.rewards, task, lived).rewards["solved"] == 0.0
 
 
-def test_without_tools_nothing_is_solved():
+def test_no_task_is_solved_without_tools():
     bare = TerminalWorld(TerminalSettings(tools="none"))
     task = task_of(bare, "files/empty")
     assert bare.expert(task) is None
@@ -476,7 +476,7 @@ def test_the_oracle_solves_every_task(seed):
 
 
 @pytest.mark.scale
-def test_the_steps_of_every_task_of_the_file_solve_it():
+def test_solution_steps_of_every_task_solve_it():
     async def act():
         sandbox, room = open_sandbox(), asyncio.Semaphore(4)
 
@@ -514,7 +514,7 @@ def tar_of(members, mode="w:gz"):
     return buffer.getvalue()
 
 
-def test_checks_accept_what_is_right_and_refuse_what_is_near():
+def test_checks_accept_right_results_and_reject_near_misses():
     state = SessionState(
         {"a.txt": b"one \ntwo\n\n", "d/x": b"1", "j.json": b'{"b": 1, "a": [true]}'}, frozenset({"d/x"})
     )
@@ -589,7 +589,7 @@ def test_a_written_repository_is_read_back_and_forged_objects_are_refused():
         assert not git_subjects("r", "main", ("six", "one")).holds(SessionState(broken))
 
 
-def test_what_git_itself_makes_is_read_loose_and_packed(world):
+def test_loose_and_packed_git_objects_are_read(world):
     git, _ = small_repository()
     script = (
         "cd r && git status --porcelain && for i in 1 2 3; do "
@@ -623,7 +623,7 @@ def test_what_git_itself_makes_is_read_loose_and_packed(world):
 # The world
 
 
-def test_the_world_is_registered_with_its_settings_checked():
+def test_world_is_registered_and_its_settings_are_checked():
     assert WORLDS["terminal"].endswith(":make_terminal_world")
     world = make_terminal_world({"levels": [1], "topics": ["git"], "tools": "shell"}, ToolLimits())
     check_rewards(world.rewards)

@@ -67,13 +67,13 @@ def test_a_failed_greedy_episode_drops_its_group():
     assert [c.outcome for c in credits] == [*[RolloutOutcome.DROPPED] * 4, RolloutOutcome.FAILED]
 
 
-def test_the_greedy_episode_is_punished_for_its_length_as_the_others_are():
+def test_greedy_episode_receives_the_same_length_penalty():
     algorithm = replace(PRESETS["remax"], overlong_buffer=0.5)
     credits = assign_credit([with_greedy(REWARDS[-1])], algorithm, 14)
     assert set(credits[-1].advantages) == {0.0}
 
 
-def test_without_a_greedy_episode_remax_says_what_it_needs():
+def test_remax_without_a_greedy_episode_raises():
     with pytest.raises(ValueError, match="needs baselines"):
         assign_credit([group()], PRESETS["remax"])
 

@@ -98,7 +98,7 @@ def test_the_guard_adapts_unless_an_expected_value_is_set():
         ({"guard_factor": 2.0, "guard_expected": 0.1, "guard_warmup": 5}, "guard_expected is constant"),
     ],
 )
-def test_what_nothing_reads_is_refused(settings, words):
+def test_unread_reward_settings_are_rejected(settings, words):
     with pytest.raises(ConfigError) as caught:
         control(**settings)
     assert words in caught.value.message
@@ -119,7 +119,7 @@ def test_a_kl_in_the_loss_may_add_up_over_the_trajectory():
 
 
 @pytest.mark.parametrize("placement", ["reward", "loss"])
-def test_a_granularity_that_nothing_reads_is_refused(placement):
+def test_unread_granularity_is_rejected(placement):
     given = {"kl_coef": 0.1 if placement == "reward" else None, "options": {"kl": {"granularity": "trajectory"}}}
     placed = {"kl_placement": placement} if placement == "reward" else {}
     settings = Config.model_validate({"algorithm": given | placed}).algorithm
@@ -135,7 +135,7 @@ def run(folder, reporter=None, **changes):
     return [metrics for _, metrics in reporter.steps]
 
 
-def test_a_penalty_has_its_reference_model_also_if_the_kl_is_not_reported(tmp_path):
+def test_reward_penalty_has_a_reference_model_even_if_kl_is_not_reported(tmp_path):
     given = {key: value for key, value in HELD.items() if not key.startswith("kl_control")}
     settings = config(tmp_path, **(given | {"training__report_kl": "false", "training__steps": "1"}))
     with lock_run(new_run(settings, "search", "rl")):

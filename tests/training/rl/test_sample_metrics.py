@@ -43,7 +43,7 @@ def test_a_task_is_starved_after_three_groups_without_a_trained_token():
     assert starved_metrics(counts, step[:2]) == {"tasks/starved": 0.0, "tasks/starved_in_run": 1.0}
 
 
-def test_conflict_tokens_are_those_of_gtpo():
+def test_conflict_tokens_match_gtpo():
     """Random groups over three tokens, so that prefixes and suffixes are shared and overlap."""
     draw = random.Random(0)
     for _ in range(30):

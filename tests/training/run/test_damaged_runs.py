@@ -43,7 +43,7 @@ def files(run):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_every_damage_of_every_file_is_named_before_anything_changes(run, damage):
+def test_damaged_checkpoint_files_are_named_before_anything_changes(run, damage):
     for path in files(run):
         if (path.name, damage) in [("config.toml", "a changed byte"), ("metrics.jsonl", "a changed byte")]:
             continue  # one is a comment, the other a line cut short that is written again
@@ -58,7 +58,7 @@ def test_every_damage_of_every_file_is_named_before_anything_changes(run, damage
         assert after.items() >= kept.items()
 
 
-def test_a_damaged_checkpoint_says_from_which_one_the_run_goes_on(run, newest, tmp_path):
+def test_damaged_checkpoint_names_the_one_to_resume_from(run, newest, tmp_path):
     cut = copy_run(run, tmp_path / "run")
     last = cut / "checkpoints" / newest.name
     earlier = last.with_name("step-000001")
@@ -110,7 +110,7 @@ def test_a_checkpoint_without_a_manifest_is_damaged(newest, tmp_path):
         check_manifest(folder)
 
 
-def test_without_its_stream_an_asynchronous_checkpoint_is_no_synchronous_one(run, newest, tmp_path):
+def test_asynchronous_checkpoint_without_its_stream_is_damaged(run, newest, tmp_path):
     cut = copy_run(run, tmp_path / "run")
     folder = cut / "checkpoints" / newest.name
     path = folder / "trainer" / "state.json"
@@ -129,7 +129,7 @@ KEY = RolloutKey(3, "task", 0)
 
 
 @pytest.mark.parametrize("spanning", [False, True])
-def test_a_rollout_that_trained_ahead_of_its_step_never_begins_again(spanning):
+def test_rollout_trained_ahead_of_its_step_is_not_repeated(spanning):
     ledger = Ledger(spanning=True)
     other = RolloutKey(3, "other", 0)
     for key, outcome in (

@@ -153,7 +153,7 @@ def test_other_stages_killed_and_resumed_equal_the_uninterrupted_one(command, ti
 
 
 @pytest.mark.fault
-def test_preferences_on_own_attempts_killed_and_resumed_equal_the_uninterrupted_ones(tiny_run, tmp_path):
+def test_preference_training_on_own_samples_resumes_to_the_same_bytes_after_kills(tiny_run, tmp_path):
     settings = "--preference.batch_size 1 --preference.checkpoint_every 1 --preference.samples 6"
     given = (make_recipe(tmp_path), "--model", cold_start(tiny_run), *settings.split(), *SHAPED.split())
     equals_the_uninterrupted("preference", tuple(map(str, given)), tmp_path, 3)
@@ -186,7 +186,7 @@ KEPT = {
 
 @pytest.mark.fault
 @pytest.mark.parametrize("what", REMEMBERED)
-def test_what_a_run_remembers_survives_kills(what, tiny_run, tmp_path):
+def test_trainer_state_survives_kills(what, tiny_run, tmp_path):
     """Models that train beside the policy, the control of the KL, moments, averages, streaks."""
     settings = f"--training.steps 6 --evaluation.every 99 {SHAPED} {REMEMBERED[what]}"
     given = (make_recipe(tmp_path), "--model", cold_start(tiny_run), *settings.split())

@@ -54,7 +54,7 @@ MADE_ONCE = [
 
 
 @pytest.mark.parametrize(("kind", "key", "value"), MADE_ONCE)
-def test_what_pairs_and_examples_were_made_with_cannot_change(tmp_path, kind, key, value):
+def test_inputs_of_stored_pairs_and_examples_cannot_change_on_resume(tmp_path, kind, key, value):
     kept = ("--reward_model.kind", "process")
     (tmp_path / "config.toml").write_text(to_toml(load_config(make_recipe(tmp_path), kept)))
     asked = load_config(tmp_path / "config.toml", [f"--{key}", value])
@@ -63,14 +63,14 @@ def test_what_pairs_and_examples_were_made_with_cannot_change(tmp_path, kind, ke
 
 
 @pytest.mark.parametrize("words", [("--training.steps", "1"), ("--model.dtype", "float64")])
-def test_a_refused_resume_changes_nothing(tiny_run, tmp_path, words):
+def test_rejected_resume_changes_nothing(tiny_run, tmp_path, words):
     run = copy_run(tiny_run, tmp_path)
     before = contents(run)
     refused("train", "--resume", run, *words)
     assert contents(run) == before
 
 
-def test_a_resume_says_where_it_begins(tiny_run, tmp_path, monkeypatch):
+def test_resume_reports_its_first_step(tiny_run, tmp_path, monkeypatch):
     monkeypatch.setattr(rollout_collector.RolloutCollector, "sample", interrupted)
     run = copy_run(tiny_run, tmp_path)
     shelf = run / "checkpoints"
@@ -88,7 +88,7 @@ def test_a_resume_says_where_it_begins(tiny_run, tmp_path, monkeypatch):
         ([2], "Resumes after the last step, 2, from {}: only evaluation is left."),
     ],
 )
-def test_where_a_run_goes_on_without_a_checkpoint_or_after_its_last(tiny_run, tmp_path, steps, said):
+def test_resume_step_without_a_checkpoint_or_after_the_last(tiny_run, tmp_path, steps, said):
     folder = RunFolder(copy_run(tiny_run, tmp_path))
     for path in folder.checkpoints.iterdir():
         if int(path.name.partition("-")[2]) not in steps:
@@ -106,7 +106,7 @@ def test_fewer_steps_than_are_done_are_refused(tiny_run, sft_run):
     assert "sft.steps is 1, but 2 steps of the run" in refused("sft", "--resume", sft_run, "--sft.steps", "1")
 
 
-def test_the_other_kind_of_run_is_refused_with_the_right_command(tiny_run, sft_run, tmp_path):
+def test_resume_with_another_kind_of_run_names_the_right_command(tiny_run, sft_run, tmp_path):
     rl_copy, sft_copy = copy_run(tiny_run, tmp_path / "a"), copy_run(sft_run, tmp_path / "b")
     before = contents(rl_copy), contents(sft_copy)
     assert f"ludus sft --resume {sft_copy}" in refused("train", "--resume", sft_copy)
@@ -125,7 +125,7 @@ def test_the_other_kind_of_run_is_refused_with_the_right_command(tiny_run, sft_r
         ("sft.steps", "40"),
     ],
 )
-def test_what_a_run_keeps_cannot_be_overridden(tiny_run, tmp_path, key, value):
+def test_settings_fixed_by_a_run_cannot_be_overridden(tiny_run, tmp_path, key, value):
     run = copy_run(tiny_run, tmp_path)
     before = (run / "config.toml").read_bytes()
     extra = ("--model.from_scratch", "false") if key == "model.path" else ()
@@ -135,7 +135,7 @@ def test_what_a_run_keeps_cannot_be_overridden(tiny_run, tmp_path, key, value):
     assert (run / "config.toml").read_bytes() == before
 
 
-def test_a_resume_with_other_tasks_finishes_with_its_table_and_common_examples(tiny_run, tmp_path):
+def test_resume_with_other_evaluation_tasks_reports_common_examples(tiny_run, tmp_path):
     run = copy_run(tiny_run, tmp_path)
     words = ("--training.steps", "3", "--evaluation.tasks", "3", "--evaluation.temperatures", "[0.0]")
     said = ludus("train", "--resume", run, *words)
@@ -152,7 +152,7 @@ def test_a_resume_with_other_tasks_finishes_with_its_table_and_common_examples(t
     assert load_config(run / "config.toml").evaluation.tasks == 3
 
 
-def test_a_complete_run_says_so_and_is_left_alone(tiny_run, sft_run, tmp_path):
+def test_resume_of_a_complete_run_reports_it_and_changes_nothing(tiny_run, sft_run, tmp_path):
     run, tuned = copy_run(tiny_run, tmp_path / "a"), copy_run(sft_run, tmp_path / "b")
     before = contents(run), contents(tuned)
     said = ludus("train", "--resume", run)
@@ -171,7 +171,7 @@ def test_a_complete_run_says_so_and_is_left_alone(tiny_run, sft_run, tmp_path):
     [(KeyboardInterrupt(), 130), (EngineError("The engine is gone.", "Look."), 3)],
     ids=["interrupt", "error"],
 )
-def test_what_ends_a_run_inside_names_the_command_that_resumes_it(tiny_run, tmp_path, monkeypatch, error, code):
+def test_fatal_error_inside_a_run_names_the_resume_command(tiny_run, tmp_path, monkeypatch, error, code):
     async def end(*arguments, **options):
         raise error
 
@@ -189,7 +189,7 @@ def test_what_ends_a_run_inside_names_the_command_that_resumes_it(tiny_run, tmp_
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_the_command_that_uses_a_fine_tuned_checkpoint_carries_its_world(sft_run, tmp_path, monkeypatch):
+def test_printed_command_for_a_fine_tuned_checkpoint_includes_its_world(sft_run, tmp_path, monkeypatch):
     said = ludus("sft", "--resume", sft_run)
     (line,) = (line for line in said.out.splitlines() if "ludus train" in line)
     command = shlex.split(line[line.index("ludus train") :])
@@ -201,7 +201,7 @@ def test_the_command_that_uses_a_fine_tuned_checkpoint_carries_its_world(sft_run
     assert json.loads((tmp_path / "used" / "run.json").read_text())["kind"] == "rl"
 
 
-def test_a_fine_tuning_goes_on_with_more_steps(sft_run, tmp_path):
+def test_fine_tuning_resumes_with_more_steps(sft_run, tmp_path):
     run = copy_run(sft_run, tmp_path)
     said = ludus("sft", "--resume", run, "--sft.steps", "3")
     assert said.code == 0, said
@@ -225,7 +225,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("kind", CHANGED)
-def test_a_run_whose_reference_base_or_teacher_has_changed_is_not_resumed(kind, tiny_run, tmp_path):
+def test_resume_fails_if_reference_base_or_teacher_changed(kind, tiny_run, tmp_path):
     model = Path(shutil.copytree(cold_start(tiny_run), tmp_path / "model"))
     begin = cold_start(tiny_run) if kind == "teacher" else model
     words = (*CHANGED[kind], *(("--teacher.path", model) if kind == "teacher" else ()))
@@ -243,7 +243,7 @@ def test_a_run_whose_reference_base_or_teacher_has_changed_is_not_resumed(kind, 
     assert ludus("train", "--resume", run, "--training.steps", "2").code == 0
 
 
-def test_a_model_that_nothing_is_compared_with_may_change(tiny_run, tmp_path):
+def test_unused_reference_model_may_change(tiny_run, tmp_path):
     model = Path(shutil.copytree(cold_start(tiny_run), tmp_path / "model"))
     session = open_session(load_config(make_recipe(tmp_path), ["--model.path", str(model)]))
     assert reference_digests(session, {}) == {}

@@ -46,7 +46,7 @@ def finished(tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_run_leaves_what_the_docs_say(finished):
+def test_run_folder_contains_the_documented_files(finished):
     names = {path.name for path in finished.iterdir()}
     assert {"config.toml", "run.json", "metrics.jsonl", "timings.jsonl", "rollouts", "evaluations"} <= names
     manifest = json.loads((finished / "run.json").read_text())
@@ -55,7 +55,7 @@ def test_a_run_leaves_what_the_docs_say(finished):
     assert [path.name for path in sorted((finished / "checkpoints").iterdir())] == ["step-000002", "step-000004"]
 
 
-def test_from_pretrained_loads_a_checkpoint_and_training_changed_it(finished):
+def test_from_pretrained_loads_a_trained_checkpoint(finished):
     model = AutoModelForCausalLM.from_pretrained(checkpoint_path(finished / "checkpoints", 4))
     start = load_model(model_path(config(finished)))
     moved = [not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters(), strict=True)]
@@ -73,7 +73,7 @@ def test_the_ledger_adds_up_at_every_step_and_agrees_with_the_rollouts(finished)
         assert row.metrics["staleness/age_0"] == (row.metrics["ledger/trained"] > 0)
 
 
-def test_recorded_logprobs_are_those_of_a_fresh_forward_and_ids_those_of_the_engine(tmp_path, capsys):
+def test_recorded_logprobs_match_a_fresh_forward_and_ids_match_the_engine(tmp_path, capsys):
     session = open_session(config(tmp_path))
     engine = make_engine(session)
     sampled: dict[str, list[tuple[int, ...]]] = {}
@@ -126,7 +126,7 @@ def test_the_same_seed_writes_the_same_bytes_if_the_cache_is_released(finished, 
 
 
 @pytest.mark.scale
-def test_rewards_on_a_thread_give_the_bytes_of_those_in_a_process(finished, tmp_path):
+def test_rewards_on_a_thread_and_in_a_process_write_the_same_bytes(finished, tmp_path):
     run(tmp_path / "here", rollout__reward_processes="0")
     first, second = lasting_files(finished), lasting_files(tmp_path / "here")
     assert [name for name in first if first[name] != second[name]] == []
@@ -146,13 +146,13 @@ def test_a_small_cache_evicts_and_returns_the_same_bytes(finished, tmp_path):
     assert total(tmp_path / "tight", "engine/requests_waiting") > total(finished, "engine/requests_waiting")
 
 
-def test_who_watches_a_run_hears_what_it_is_doing(tmp_path):
+def test_reporter_receives_every_phase_of_a_run(tmp_path):
     phases = run(tmp_path / "run", training__steps="2").phases
     about = [name for name in phases if name.startswith("step 2")]
     assert about[:2] == ["step 2: episodes", "step 2: training"]
 
 
-def test_a_policy_that_has_collapsed_alarms_once_it_lasts(tmp_path):
+def test_entropy_collapse_alarm_is_raised_once_it_persists(tmp_path):
     few = SMALLEST | {"training__steps": "5", "evaluation__tasks": "1"}
     cold = {"rollout__temperature": "0.1", "algorithm__filter_zero_variance": "false"}
     told = [text for text in run(tmp_path / "run", **few, **cold).alarms if "policy/entropy" in text]
@@ -171,7 +171,7 @@ def test_an_alarm_can_end_a_run(tmp_path, action, end):
     assert (tmp_path / "run" / "checkpoints" / "step-000001").is_dir()
 
 
-def test_the_timings_tell_what_the_engine_did(finished):
+def test_timings_report_engine_activity(finished):
     for row in read_metrics(finished / "timings.jsonl"):
         found = row.metrics
         assert 0.5 < found["engine/cache_hit_rate"] < 1
@@ -184,7 +184,7 @@ def test_the_timings_tell_what_the_engine_did(finished):
 
 
 @pytest.mark.fault
-def test_another_seed_gives_other_rollouts(finished, tmp_path):
+def test_different_seeds_produce_different_rollouts(finished, tmp_path):
     run(tmp_path / "other", run__seed="1", training__steps="2")
     tokens = [
         [record.trajectory.token_ids for record in read_rollouts(rollouts_path(folder, 1))]
@@ -218,7 +218,7 @@ def test_a_finished_run_is_extended_by_resuming_with_more_steps(finished, tmp_pa
 
 
 @pytest.mark.fault
-def test_a_run_that_is_extended_does_not_stop_its_policy_for_the_critic_once_more(tmp_path):
+def test_extended_run_does_not_repeat_the_critic_warmup(tmp_path):
     """Ten steps have a warm-up of one step, twenty would have two: in the second one the policy trains."""
     folder, changes = tmp_path / "vapo", SMALLEST | {"algorithm__preset": "vapo"}
     settings = config(folder, **changes | {"training__steps": "10"})
@@ -243,7 +243,7 @@ def test_a_run_that_is_extended_does_not_stop_its_policy_for_the_critic_once_mor
         (["--rollout.min_p", "0.1", "--training.mask_observations", "false"], 2),
     ],
 )
-def test_what_changes_the_meaning_of_training_is_announced(settings, found):
+def test_changed_training_semantics_are_announced(settings, found):
     said = config_warnings(load_config("search", settings))
     assert len(said) == found
     assert any("truncated distribution" in text for text in said) == (settings[:1] != [])
@@ -269,7 +269,7 @@ def test_observations_in_the_loss_are_announced_and_change_the_gradient(finished
     assert unmasked["optim/grad_norm"] != masked["optim/grad_norm"]
 
 
-def test_groups_of_one_train_where_no_attempts_are_compared(tmp_path):
+def test_groups_of_one_train_if_the_advantage_compares_no_attempts(tmp_path):
     changes = {"algorithm__preset": "reinforce", "algorithm__group_size": "1", "training__steps": "1"}
     reporter = run(tmp_path / "alone", **changes)
     ((_, metrics),) = reporter.steps
@@ -278,14 +278,14 @@ def test_groups_of_one_train_where_no_attempts_are_compared(tmp_path):
     assert not any("equal" in text for text in reporter.alarms)
 
 
-def test_what_is_rejected_whole_is_in_the_share_that_the_correction_drops(tmp_path):
+def test_rejected_trajectories_count_in_the_dropped_fraction(tmp_path):
     changes = {"algorithm__correction": "reject_sequence", "algorithm__options__correction__low": "1.5"}
     ((_, metrics),) = run(tmp_path / "rejected", training__steps="1", **changes).steps
     assert metrics["ledger/trained"] == 0
     assert metrics["is/mask_frac"] == 1.0
 
 
-def test_lora_trains_the_adapters_alone(tmp_path):
+def test_lora_trains_only_the_adapters(tmp_path):
     folder = tmp_path / "lora"
     reporter = run(folder, training__steps="2", model__lora__rank="4")
     assert reporter.steps[-1][1]["policy/kl_reference"] >= 0
@@ -305,7 +305,7 @@ def test_a_training_score_is_reproduced_by_the_evaluation_command(finished):
     assert load_evaluation(path).successes == before.successes
 
 
-def test_a_folder_in_use_or_not_empty_is_refused_and_left_alone(finished, capsys):
+def test_folder_in_use_or_not_empty_is_rejected_unchanged(finished, capsys):
     before = lasting_files(finished)
     assert main(["train", "search", *words(finished)]) == 2
     assert "not empty" in capsys.readouterr().err
@@ -315,7 +315,7 @@ def test_a_folder_in_use_or_not_empty_is_refused_and_left_alone(finished, capsys
     assert lasting_files(finished) == before
 
 
-def test_a_run_of_bfloat16_weights_passes_its_weight_checks(tmp_path):
+def test_bfloat16_run_passes_its_weight_checks(tmp_path):
     """The engine and the learner round differently: the tolerance for float32 stops this run."""
     (_, metrics), *_ = run(tmp_path / "low", training__steps="1", model__dtype="bfloat16").steps
     assert 1e-3 < metrics["sync/probe_gap"] < 0.5

@@ -11,7 +11,7 @@ from ludus.errors import StorageError
 from ludus.training.run.run_dir import lock_run, new_run
 
 
-def test_a_log_that_cannot_be_written_hides_nothing_and_says_nothing(tmp_path, capsys):
+def test_unwritable_log_hides_no_error(tmp_path, capsys):
     folder = new_run(load_config("search", ["--run.dir", str(tmp_path / "run")]), "run", "rl", "search")
     (folder.path / "log.txt").unlink(missing_ok=True)
     (folder.path / "log.txt").symlink_to("/dev/full")

@@ -43,7 +43,7 @@ def lengths():
     return [dialogue_length(one.renderer, dialogue) for dialogue in shown], shown, one.renderer
 
 
-def test_lengths_are_those_of_the_tokens_that_a_rollout_would_have(lengths):
+def test_dialogue_lengths_equal_rollout_token_counts(lengths):
     found, shown, renderer = lengths
     for length, dialogue in zip(found[:8], shown, strict=False):
         segments = render_dialogue(renderer, dialogue.messages, dialogue.tools)
@@ -53,7 +53,7 @@ def test_lengths_are_those_of_the_tokens_that_a_rollout_would_have(lengths):
         )
 
 
-def test_warnings_count_what_is_too_long_and_propose_what_fits():
+def test_length_warnings_count_dialogues_and_propose_a_limit():
     some = [DialogueLength(100, 40, 20, 2), DialogueLength(300, 40, 90, 3), DialogueLength(500, 40, 20, 4)]
     long, wordy = dialogue_warnings(some, RolloutConfig(max_seq_len=256, max_tokens_per_turn=64), "they are left out")
     assert long.startswith("2 of 3 demonstrations (2 of the 2 with three turns or more) are longer than")

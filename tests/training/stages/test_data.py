@@ -72,7 +72,7 @@ def test_arguments_may_be_an_object_and_tools_may_be_text():
     assert found.tools[0].name == "look"
 
 
-def test_a_pair_takes_one_message_or_several(tmp_path):
+def test_pair_accepts_one_or_several_messages(tmp_path):
     with gzip.open(tmp_path / "p.jsonl.gz", "wt") as file:
         file.write(json.dumps(PAIR) + "\n")
     (found,) = read_pairs(tmp_path / "p.jsonl.gz")
@@ -80,7 +80,7 @@ def test_a_pair_takes_one_message_or_several(tmp_path):
     assert (len(found.prompt), len(found.chosen), len(found.rejected)) == (1, 3, 1)
 
 
-def test_a_label_judges_what_follows_the_prompt_or_what_trains():
+def test_label_applies_to_messages_after_the_prompt_or_trained_ones():
     text = parse_record({"prompt": "What?", "completion": " 4", "label": False})
     listed = {"prompt": [{"role": "user", "content": "What?"}], "label": False}
     assert text == parse_record({**listed, "completion": [{**SAY, "content": " 4"}]})
@@ -92,7 +92,7 @@ def test_a_label_judges_what_follows_the_prompt_or_what_trains():
     assert isinstance(parse_record({**GOOD, "label": "easy"}), FileDialogue)
 
 
-def test_a_file_of_labelled_dialogues_is_checked_and_is_no_file_of_another_kind(tmp_path):
+def test_labelled_dialogues_are_checked_and_not_mistaken_for_other_formats(tmp_path):
     line = {"prompt": [ASK], "completion": [SAY], "label": True}
     file = write(tmp_path / "l.jsonl", line, {**line, "label": "yes"})
     said = ludus("data", "check", file)
@@ -198,7 +198,7 @@ def test_a_list_over_several_lines_is_one_problem(tmp_path):
     assert check_file(path.rename(tmp_path / "list.json")).num_records == 2
 
 
-def test_a_file_of_two_kinds_is_wrong_and_a_file_of_rollouts_is_right(tmp_path, tiny_run):
+def test_mixed_file_is_rejected_and_a_rollout_file_is_accepted(tmp_path, tiny_run):
     report = check_file(write(tmp_path / "f.jsonl", GOOD, PAIR, GOOD))
     assert [(p.line, p.text) for p in report.problems] == [(2, "it is a pair, and the file began with a dialogue")]
     report = check_file(rollouts_path(tiny_run, 1))
@@ -208,7 +208,7 @@ def test_a_file_of_two_kinds_is_wrong_and_a_file_of_rollouts_is_right(tmp_path, 
     assert "lost" in check_file(write(tmp_path / "r.jsonl", broken)).problems[0].text
 
 
-def test_the_command_says_the_first_twenty_and_counts_the_rest(tmp_path):
+def test_data_command_prints_the_first_twenty_errors_and_counts_the_rest(tmp_path):
     good = write(tmp_path / "good.jsonl", GOOD, GOOD)
     said = ludus("data", "check", good)
     assert (said.code, said.out) == (0, f"{good}: 2 dialogues, 0 problems\n")
@@ -261,7 +261,7 @@ ROUND_TRIPS = [
 
 
 @pytest.mark.parametrize("records", ROUND_TRIPS, ids=["dialogues", "pairs", "labelled", "rollouts"])
-def test_what_is_written_as_a_dataset_reads_as_the_file_did(tmp_path, records):
+def test_converted_dataset_reads_like_the_original_file(tmp_path, records):
     pytest.importorskip("datasets")
     file, folder = write(tmp_path / "f.jsonl", *records), tmp_path / "new" / "folder"
     said = ludus("data", "convert", file, folder)
@@ -272,7 +272,7 @@ def test_what_is_written_as_a_dataset_reads_as_the_file_did(tmp_path, records):
     assert "exists" in refused("data", "convert", file, folder)
 
 
-def test_a_file_that_cannot_be_converted_leaves_nothing(tmp_path, monkeypatch):
+def test_failed_conversion_leaves_no_file(tmp_path, monkeypatch):
     good, bad = write(tmp_path / "good.jsonl", GOOD), write(tmp_path / "bad.jsonl", GOOD, PAIR)
     folder = tmp_path / "folder"
     assert "line 2, is not a dialogue: it is a pair" in refused("data", "convert", bad, folder)
@@ -306,7 +306,7 @@ def test_only_flagged_messages_train_and_the_prompt_shows_the_tools(renderer):
     assert "4" in last
 
 
-def test_fine_tuning_takes_a_file_and_refuses_a_bad_one_before_it_writes(tmp_path, tiny_run, caplog):
+def test_fine_tuning_accepts_a_file_and_rejects_a_bad_one_before_writing(tmp_path, tiny_run, caplog):
     recipe, model = make_recipe(tmp_path), sorted((tiny_run / "cold_start" / "checkpoints").iterdir())[-1]
     base = ("sft", recipe, "--model", model, "--sft.steps", "2", "--sft.batch_size", "2")
     good = write(tmp_path / "good.jsonl", GOOD, messages(ASK, {**SAY, "content": "4 " * 4000}), messages(ASK, SAY))

@@ -103,7 +103,7 @@ def test_a_foreign_record_reads_as_ours(name):
     assert shown(given) == shown(ours)
 
 
-def test_an_unknown_format_is_named_by_its_keys(tmp_path):
+def test_unknown_format_is_reported_with_its_keys(tmp_path):
     file = write(tmp_path / "odd.jsonl", {"body": "x", "title": "y"})
     said = refused("sft", make_recipe(tmp_path), "--from-scratch", "--sft.data", file)
     assert "line 1, is not a dialogue: its keys are body, title, and no format has these" in said
@@ -122,7 +122,7 @@ def write_table(path, rows, delimiter=","):
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.csv.gz", "t.tsv", "t.json", "t.parquet", "folder", "saved", "hub/name"])
-def test_a_table_reads_as_its_lines(tmp_path, monkeypatch, name):
+def test_table_reads_like_its_json_lines(tmp_path, monkeypatch, name):
     path = tmp_path / name
     if name == "t.parquet":
         pytest.importorskip("pyarrow.parquet").write_table(sys.modules["pyarrow"].Table.from_pylist(ROWS), path)
@@ -156,7 +156,7 @@ def test_messages_in_a_cell_are_json_and_rows_are_numbered(tmp_path):
     assert (problem.line, problem.text) == (3, 'messages is "none", and must be a list')
 
 
-def test_splits_follow_from_names():
+def test_splits_are_inferred_from_file_names():
     names = ("train-00000-of-00001", "hotpot_dev_distractor_v1", "validation", "GSM8K_test", "contest", "latest", "all")
     assert list(map(split_of, names)) == ["train", "validation", "validation", "test", "", "", ""]
 
@@ -204,7 +204,7 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("make", [TemplateRenderer, TagsRenderer])
-def test_a_text_trains_as_a_whole_and_ends(tokenizer, make):
+def test_plain_text_trains_whole_with_an_end_token(tokenizer, make):
     row = dialogue_row(make(tokenizer), FileText("The capital of Chad is N'Djamena."))
     assert tokenizer.decode(row.tokens) == "The capital of Chad is N'Djamena.<|endoftext|>"
     assert row.trains == (False, *[True] * (len(row.tokens) - 1))

@@ -87,7 +87,7 @@ def pairs_from(
     return pairs_of_rollouts([path], min_gap, max_tokens)
 
 
-def test_a_group_yields_its_best_and_worst_as_a_pair_of_sampled_ids(tmp_path):
+def test_group_yields_a_pair_of_its_best_and_worst_sample(tmp_path):
     records = [rollout(0, 0.5), rollout(1, 1.0), rollout(2, 0.0), rollout(3, 1.0), rollout(4, 0.0)]
     (pair,) = pairs_from(tmp_path, *records)
     assert pair.chosen.tokens == (1, 2, 6, 6, 3, 4)
@@ -103,7 +103,7 @@ def test_equal_rewards_and_small_gaps_give_no_pair(tmp_path):
     assert pairs_from(tmp_path, *equal, *near, min_gap=0.25) == []
 
 
-def test_what_failed_sampled_nothing_branches_or_is_too_long_is_no_part_of_a_pair(tmp_path):
+def test_failed_branching_empty_or_overlong_samples_form_no_pair(tmp_path):
     failed = rollout(0, 9.0, segments=(), failure=Failure("engine", "gone", 1), stop_reason=StopReason.FAILED)
     silent = rollout(1, 9.0, segments=(Segment("prompt", (1, 2)),))
     fork = (Segment("prompt", (1, 2)), Segment("action", (3,), parent=0, logprobs=(0.0,), versions=(0,)))
@@ -153,7 +153,7 @@ def test_others_are_the_prompt_with_the_answers_to_another_prompt():
     assert with_mismatched([one, same], max_tokens=9)[0].mismatched == ()
 
 
-def test_every_pair_comes_once_a_lap_in_an_order_of_the_seed():
+def test_each_epoch_visits_every_pair_once_in_seeded_order():
     laps = [[i for step in range(first, first + 3) for i in batch_of_step(step, 6, 2, 7)] for first in (1, 4)]
     assert [sorted(lap) for lap in laps] == [list(range(6))] * 2
     assert laps[0] != laps[1]
@@ -184,7 +184,7 @@ def step_of(model, pairs, settings, running=None):
 
 
 @pytest.mark.parametrize("loss", ["dpo", "simpo", "ipo", "kto"])
-def test_the_step_takes_the_loss_of_the_algorithm_whatever_the_microbatches(session, source, loss):
+def test_step_loss_is_independent_of_microbatches(session, source, loss):
     pairs = pairs_of_rollouts(sorted((source / "rollouts").glob("*.gz")), 0.0, 320)
     pairs = with_reference(with_mismatched(pairs, 320), LogprobScorer(session.model), 4096)
     beta = 0.3
@@ -269,7 +269,7 @@ def test_bco_takes_the_mean_over_labelled_dialogues(session, source):
     assert found["preference/margin"] == pytest.approx(sum(levels) / 3 / 0.3, rel=1e-2, abs=1e-4)
 
 
-def test_every_name_of_the_settings_has_its_loss_and_reads_the_settings():
+def test_every_preference_loss_reads_its_settings():
     assert set(LOSSES) == set(get_args(PreferenceLoss))
     one = torch.ones(1, 1, dtype=torch.bool)
     given = [torch.tensor([[value]], dtype=torch.float64) for value in (-1.0, -2.0, -2.0, -1.5)]
@@ -356,7 +356,7 @@ def by_hand(loss: str, model, reference, pairs: list[PreferencePair], beta: floa
     return total / len(pairs)
 
 
-def test_the_rejected_side_of_kto_counts_as_it_is_set():
+def test_rejected_weight_of_kto_is_applied():
     """The chosen is 1 nat likelier than before, the rejected 0.5 less likely; beta 0.5."""
     one = torch.ones(1, 1, dtype=torch.bool)
     given = [torch.tensor([[value]]) for value in (-1.0, -2.0, -2.0, -1.5)]
@@ -380,12 +380,12 @@ IDLE = {
 
 
 @pytest.mark.parametrize(("said", "words"), IDLE.items(), ids=IDLE)
-def test_a_setting_that_nothing_reads_is_refused(said, words):
+def test_unread_preference_setting_is_rejected(said, words):
     with pytest.raises(ConfigError, match=said):
         load_config(None, words)
 
 
-def test_the_pairs_of_a_run_are_kept_with_what_the_reference_thinks(trained, source, session):
+def test_pairs_of_a_run_are_stored_with_reference_logprobs(trained, source, session):
     pairs = load_pairs(trained / "pairs.jsonl.gz")
     assert len(pairs) == len(pairs_of_rollouts(sorted((source / "rollouts").glob("*.gz")), 0.0, 320)) >= 4
     for side in pairs[0].all_sides:
@@ -393,7 +393,7 @@ def test_the_pairs_of_a_run_are_kept_with_what_the_reference_thinks(trained, sou
         assert sum(side.reference) == pytest.approx(sums(session.model, side)[0], abs=1e-3)
 
 
-def test_training_prefers_the_chosen_and_its_checkpoint_is_a_model(trained, source):
+def test_training_prefers_chosen_responses_and_saves_a_model(trained, source):
     rows = [row.metrics for row in read_metrics(trained / "metrics.jsonl")]
     assert len(rows) == 4
     assert rows[0]["loss/total"] == pytest.approx(0.6931, abs=1e-3)
@@ -419,7 +419,7 @@ def test_a_run_that_is_cut_and_resumed_equals_the_uninterrupted_one(trained, sou
     assert "complete" in again.out
 
 
-def test_simpo_needs_no_reference_and_kto_logs_its_baseline(source, tmp_path):
+def test_simpo_loads_no_reference_and_kto_logs_its_baseline(source, tmp_path):
     for loss in ("simpo", "kto"):
         assert train(source, tmp_path / loss, "--preference.loss", loss, "--preference.steps", "1").code == 0
     assert not any(
@@ -429,7 +429,7 @@ def test_simpo_needs_no_reference_and_kto_logs_its_baseline(source, tmp_path):
     assert row.metrics["preference/kto_baseline"] >= 0
 
 
-def test_pairs_of_a_file_train_only_what_follows_the_prompt(source, tmp_path):
+def test_pairs_of_a_file_train_only_after_the_prompt(source, tmp_path):
     file = tmp_path / "pairs.jsonl"
     turn = {"role": "assistant", "content": "4"}
     prompt = [{"role": "user", "content": "What?"}, turn, {"role": "user", "content": "And now?"}]
@@ -474,7 +474,7 @@ def test_without_a_file_or_a_run_the_model_samples_its_own_pairs(tiny_run, tmp_p
     assert lasting_files(folders[1]) == lasting_files(folders[0])
 
 
-def test_bad_input_is_one_sentence_and_nothing_is_written(source, tiny_run, tmp_path, trained):
+def test_bad_input_is_reported_in_one_sentence_and_nothing_is_written(source, tiny_run, tmp_path, trained):
     recipe, folder = make_recipe(tmp_path), tmp_path / "run"
     base = ("preference", recipe, *model_words(source), "--run.dir", folder)
     assert "no rollouts" in refused(*base, "--run", trained)

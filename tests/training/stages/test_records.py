@@ -59,7 +59,7 @@ def test_a_damaged_file_is_refused(records, load, damage, tmp_path):
         load(path)
 
 
-def test_a_number_that_is_not_finite_leaves_nothing_behind(tmp_path):
+def test_non_finite_loss_leaves_no_checkpoint(tmp_path):
     with pytest.raises(ValueError, match="JSON compliant"):
         write_records(tmp_path / "new.gz", [PreferencePair("a", math.nan, ARM, ARM)])
     assert list(tmp_path.iterdir()) == []

@@ -53,7 +53,7 @@ def test_the_last_action_token_is_judged_by_the_success():
     assert (one.prompt_length, one.sequences) == (2, (ScoredSequence((1, 2, 3, 4, 9, 5), (5,), (1.0,)),))
 
 
-def test_a_turn_is_worth_the_mean_return_of_the_rollouts_that_share_it():
+def test_target_of_a_turn_is_the_mean_return_of_its_rollouts():
     records = [rollout(4, 5, True), rollout(4, 6, False), rollout(7, 5, True)]
     found = [example.sequences[0] for example in examples_of_rollouts(records, REWARDS, 0.5)]
     assert [sequence.positions for sequence in found] == [(3, 5)] * 3
@@ -61,14 +61,14 @@ def test_a_turn_is_worth_the_mean_return_of_the_rollouts_that_share_it():
     assert [sequence.targets for sequence in found] == [(0.25, 1.0), (0.25, 0.0), (0.5, 1.0)]
 
 
-def test_further_rollouts_count_in_the_means_and_are_no_examples():
+def test_additional_rollouts_count_in_means_but_are_no_examples():
     records = [rollout(4, 5, True), rollout(7, 5, True)]
     further = [rollout(4, last, right)[1].trajectory for last, right in ((6, False), (8, False), (5, True))]
     found = examples_of_rollouts(records, REWARDS, 0.5, further)
     assert [example.sequences[0].targets for example in found] == [(0.5 * 2 / 4, 1.0), (0.5, 1.0)]
 
 
-def test_whole_prompts_are_held_out():
+def test_held_out_split_keeps_prompts_whole():
     examples = [RewardExample("", 1, (ScoredSequence((i // 3, i), (1,), (1.0,)),)) for i in range(12)]
     found = hold_out(examples, 0.3, 0)
     aside = [example.held_out for example in found]
@@ -79,7 +79,7 @@ def test_whole_prompts_are_held_out():
     assert not any(example.held_out for example in hold_out(examples[:3], 0.9, 0))
 
 
-def test_auc_by_hand():
+def test_auc_matches_a_hand_computed_value():
     scores = torch.tensor([0.1, 0.4, 0.4, 0.9])
     # Pairs (positive, negative): (0.4, 0.1) 1, (0.4, 0.4) a half, (0.9, 0.1) 1, (0.9, 0.4) 1.
     assert auc(scores, torch.tensor([False, True, False, True])) == 3.5 / 4
@@ -106,7 +106,7 @@ TURNS = RewardExample("", 1, (ScoredSequence((1, 6, 7, 8, 9), (1, 4), (0.25, 1.0
 ALONE = RewardExample("", 1, (ScoredSequence((2, 6, 3), (2,), (0.0,)),))
 
 
-def test_the_losses_are_those_of_the_formulas():
+def test_reward_model_losses_match_their_formulas():
     model = model_of("pairwise")
     (chosen,), (rejected,) = (by_hand(model, sequence) for sequence in PAIR.sequences)
     expected = -math.log(1 / (1 + math.exp(rejected - chosen)))
@@ -126,7 +126,7 @@ def test_the_losses_are_those_of_the_formulas():
 
 
 @pytest.mark.parametrize(("kind", "batch"), [("pairwise", [PAIR] * 3), ("process", [TURNS, ALONE, TURNS])])
-def test_a_step_does_not_depend_on_its_parts(kind, batch):
+def test_step_gradient_is_independent_of_microbatches(kind, batch):
     found = []
     for tokens in (10**6, 1):
         model = model_of(kind)
@@ -137,7 +137,7 @@ def test_a_step_does_not_depend_on_its_parts(kind, batch):
     assert found[0]["optim/grad_norm"] > 0
 
 
-def test_what_is_learnable_is_learned_and_measured():
+def test_learnable_signal_is_learned_and_measured():
     model = RewardModel(HeadModel(tiny_model(), "reward model", ""), "pointwise")
     batch = [RewardExample("", 1, (ScoredSequence((1, 2, last), (2,), (float(last > 5),)),)) for last in range(2, 10)]
     before = measure(model, batch, 999)
@@ -186,7 +186,7 @@ def trained(source, tmp_path_factory) -> Path:
     return folder
 
 
-def test_a_run_measures_what_it_keeps_aside_and_can_be_read(trained):
+def test_reward_model_run_reports_held_out_metrics(trained):
     rows = [row.metrics for row in read_metrics(trained / "metrics.jsonl")]
     assert len(rows) == 4
     assert rows[0]["loss/total"] == pytest.approx(math.log(2), abs=1e-3)
@@ -225,7 +225,7 @@ def test_a_reward_model_loads_with_its_head(trained):
         load_reward_model(trained / "checkpoints", Config())
 
 
-def test_rollouts_from_a_later_turn_begin_with_what_was_recorded(tmp_path):
+def test_rollouts_from_a_later_turn_start_with_the_recorded_messages(tmp_path):
     session = open_session(load_config("search", words(tmp_path, rollout__temperature="1.5")))
     scheduler = engine_scheduler(
         session.world,
@@ -263,7 +263,7 @@ def test_a_process_model_learns_from_further_rollouts(source, tmp_path):
     assert said.code == 0, said
 
 
-def test_bad_input_is_one_sentence_and_nothing_is_written(source, tmp_path, trained):
+def test_bad_input_is_reported_in_one_sentence_and_nothing_is_written(source, tmp_path, trained):
     recipe, folder = make_recipe(tmp_path), tmp_path / "run"
     base = ("reward-model", recipe, *model_words(source), "--run.dir", folder)
     assert "no training data" in refused(*base)

@@ -73,7 +73,7 @@ def test_the_account_of_each_round_adds_up_and_agrees_with_the_rollouts(finished
         assert all(record.trajectory.rewards["exact_match"] < 1.0 for record in lost)
 
 
-def test_a_round_trains_on_what_it_kept_and_evaluates(finished, model):
+def test_rft_round_trains_on_kept_samples_and_evaluates(finished, model):
     rows = [row.metrics for row in read_metrics(finished / "metrics.jsonl")]
     for number, row in enumerate(rows, start=1):
         kept = [r for r in read_rollouts(rollouts_path(finished, number)) if r.outcome == "trained"]
@@ -138,7 +138,7 @@ def test_judging_keeps_distinct_solutions_up_to_the_limit(session):
     ]
 
 
-def test_bad_input_is_one_sentence_and_nothing_is_written(model, finished, tmp_path):
+def test_bad_input_is_reported_in_one_sentence_and_nothing_is_written(model, finished, tmp_path):
     base = ("rft", make_recipe(tmp_path), "--model", model, *WORDS, "--run.dir", tmp_path / "run")
     assert "A round needs 99 tasks" in refused(*base, "--rft.tasks_per_round", "99")
     assert "rft.rounds" in refused(*base, "--rft.rounds", "0")

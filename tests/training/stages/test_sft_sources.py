@@ -37,7 +37,7 @@ def assistants(shown):
     return tuple(message["role"] == "assistant" for message in shown.messages)
 
 
-def test_the_wrong_call_of_a_worlds_own_demonstration_is_context_and_does_not_train(renderer):
+def test_wrong_call_in_a_demonstration_is_context_and_does_not_train(renderer):
     shown = list(islice(functions(flaw_rate=0, correction_rate=1).demonstrations(0), 40))
     corrected = [one for one in shown if one.trains != assistants(one)]
     assert len(corrected) > 10
@@ -55,7 +55,7 @@ def test_the_wrong_call_of_a_worlds_own_demonstration_is_context_and_does_not_tr
     assert all(one.trains == assistants(one) for one in right)
 
 
-def test_a_world_of_a_users_own_marks_messages_as_a_file_does(renderer):
+def test_custom_world_can_mark_trained_messages(renderer):
     call = MessageToolCall(id="c", type="function", function=FunctionCall(name="look", arguments='{"item": "fig"}'))
     said = (
         Message(role="user", content="What does a fig cost?"),
@@ -76,7 +76,7 @@ def test_a_world_of_a_users_own_marks_messages_as_a_file_does(renderer):
         dialogue_row(renderer, Dialogue(said[:2], (look,)))
 
 
-def test_the_class_follows_from_the_messages_unless_it_is_named():
+def test_data_class_is_inferred_from_messages_unless_set():
     user, answer = Message(role="user", content="?"), Message(role="assistant", content="4")
     call = {**answer, "tool_calls": [CALL]}
     for dialogue, found in (
@@ -168,13 +168,13 @@ def test_settings_that_contradict_each_other_are_refused(recipe, words, said):
         load_config(recipe, words)
 
 
-def test_a_source_of_which_no_class_is_taken_is_refused(recipe):
+def test_source_without_a_selected_class_is_rejected(recipe):
     config = load_config(recipe, ("--sft.classes.reasoning", "0"))
     with pytest.raises(UserError, match=rf"plain.jsonl has {MAX_SKIPPED:,} dialogues in a row of classes"):
         list(islice(dialogues(config, functions()), 40))
 
 
-def test_a_class_in_a_file_is_checked_and_kept(tmp_path):
+def test_data_class_in_a_file_is_checked_and_kept(tmp_path):
     path = write(tmp_path / "odd.jsonl", {**GOOD, "data_class": "tools"})
     with pytest.raises(UserError, match="line 1, is not a dialogue: data_class is 'tools', and must be one of"):
         read_dialogues(path)

@@ -53,7 +53,7 @@ def value_after(judge, tokens):
     return float(model["head"](states[0, -1]).detach())
 
 
-def test_the_last_token_of_a_cut_episode_looks_at_the_value_after_it():
+def test_last_token_of_a_truncated_episode_bootstraps_from_the_next_value():
     episodes, one, judge = cut_group()
     plain = filter_and_estimate(assign_credit([episodes], one.algorithm), one, 0, judge)
     one.algorithm = algorithm(gamma=0.9, lam=0.8, lam_critic=0.8, bootstrap=1)
@@ -72,7 +72,7 @@ def test_the_last_token_of_a_cut_episode_looks_at_the_value_after_it():
 
 
 @pytest.mark.parametrize("name", CRITIC_ADVANTAGES)
-def test_every_advantage_with_a_critic_takes_it(name):
+def test_every_critic_advantage_bootstraps_truncated_episodes(name):
     episodes, one, judge = cut_group()
     found = {}
     for bootstrap in (0, 1):
@@ -83,7 +83,7 @@ def test_every_advantage_with_a_critic_takes_it(name):
     assert [a.targets != b.targets for a, b in zip(found[0], found[1], strict=True)] == changed
 
 
-def test_each_path_of_a_tree_bootstraps_from_its_own_end():
+def test_each_path_of_a_tree_bootstraps_from_its_end():
     one = learner(tiny_model(), algorithm(bootstrap=1, lam=1.0))
     cut = [replace(tree(i, (1.0, 0.0, 0.5)), stop_reason=StopReason.TRUNCATED) for i in range(2)]
     group = episodes_of(*cut)

@@ -51,7 +51,7 @@ def targets_of(rows):
     return [torch.tensor([float((t % 7) > 3) for t in (0, *row.tokens[:-1])], dtype=torch.float64) for row in rows]
 
 
-def test_first_values_are_zero_and_stand_on_training_tokens_alone():
+def test_initial_values_are_zero_and_only_on_training_tokens():
     rows = random_rows()
     one = critic()
     assert all(not values.any() for values in one.score(rows))
@@ -62,7 +62,7 @@ def test_first_values_are_zero_and_stand_on_training_tokens_alone():
         assert not values[~trains].any()
 
 
-def test_a_value_does_not_see_its_own_token():
+def test_value_does_not_depend_on_its_token():
     rows = random_rows()
     one = critic()
     one.train(rows, (targets_of(rows), one.score(rows)))
@@ -74,7 +74,7 @@ def test_a_value_does_not_see_its_own_token():
     assert one.score([first])[0][last] != one.score([changed])[0][last]
 
 
-def test_it_learns_and_leaves_the_policy_alone():
+def test_critic_learns_and_leaves_the_policy_unchanged():
     model, rows = tiny_model(), random_rows(16)
     before = copy.deepcopy(model.state_dict())
     one = critic(model, clip=None)
@@ -84,7 +84,7 @@ def test_it_learns_and_leaves_the_policy_alone():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_microbatches_do_not_change_what_it_learns():
+def test_critic_training_is_independent_of_microbatches():
     rows = random_rows(12)
     whole, parts = critic(), critic(microbatch_tokens=20)
     for one in (whole, parts):
@@ -116,7 +116,7 @@ def test_the_first_batch_sets_the_scale_of_the_values():
 
 
 @pytest.mark.parametrize("make", [critic, outcome_critic])
-def test_each_pass_takes_a_gradient_step_per_minibatch(make):
+def test_each_epoch_takes_one_gradient_step_per_minibatch(make):
     rows, solved = random_rows(13), [i % 2 == 0 for i in range(13)]
     one = make(epochs=2, minibatches=4)
     for taken in (8, 16):
@@ -151,7 +151,7 @@ def test_more_gradient_steps_per_batch_explain_more_after_as_many_batches():
     assert found[1] > found[0] + 0.2
 
 
-def test_its_loss_is_that_of_the_values_before_whatever_the_minibatches():
+def test_value_clip_uses_values_before_the_update():
     rows = random_rows(12)
     targets = targets_of(rows)
     losses = [critic(minibatches=n).train(rows, (targets, [0.0 * v for v in targets]))["critic/loss"] for n in (1, 5)]
@@ -159,7 +159,7 @@ def test_its_loss_is_that_of_the_values_before_whatever_the_minibatches():
     assert losses == pytest.approx([0.5 * float(wanted.square().mean())] * 2)
 
 
-def test_its_state_comes_back_bit_for_bit():
+def test_critic_state_restores_bit_for_bit():
     rows = random_rows()
     one, other = critic(), critic(tiny_model(seed=1))
     for _ in range(3):
@@ -173,7 +173,7 @@ def test_its_state_comes_back_bit_for_bit():
         other.load_state({}, 1)
 
 
-def test_a_head_alone_learns_on_the_policys_states_and_leaves_it_alone():
+def test_value_head_alone_trains_on_frozen_policy_states():
     model, rows = tiny_model(), random_rows(16)
     before = copy.deepcopy(model.state_dict())
     one = critic(model, rate=0.05, clip=None, on_policy=True)
@@ -214,7 +214,7 @@ def test_settings_of_a_critic_that_is_not_there_are_refused(preset, settings, wo
         ("vapo", {"clip": 0.1, "learning_rate": 0.1, "epochs": 2, "warmup_steps": 1, "model": "head"}),
     ],
 )
-def test_settings_that_are_read_or_as_they_are_anyhow_are_taken(preset, settings):
+def test_read_or_default_critic_settings_are_accepted(preset, settings):
     one = Config.model_validate({"algorithm": {"preset": preset}, "critic": settings})
     check_critic(one, algorithm_of(one))
 
@@ -243,12 +243,12 @@ def test_a_critic_is_warmed_up_by_default(preset):
 
 
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - set(WITH_VALUES)))
-def test_nothing_else_waits_for_a_critic(preset):
+def test_presets_without_a_critic_have_no_warmup(preset):
     assert planned_warmup(Config.model_validate({"algorithm": {"preset": preset}})) == 0
 
 
 @pytest.mark.parametrize("preset", ["ppo", "coderl"])
-def test_a_critic_has_a_learning_rate_of_its_own_and_a_default_that_follows_the_policys(preset):
+def test_critic_learning_rate_defaults_to_the_policy_rate(preset):
     def made(**critic_settings):
         one = {
             "algorithm": {"preset": preset},
@@ -284,7 +284,7 @@ def sampled(tiny_run, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("preset", ["ppo", "vapo"])
-def test_its_loss_falls_on_what_a_run_sampled(preset, sampled):
+def test_value_loss_falls_on_sampled_episodes(preset, sampled):
     session = open_session(load_config(sampled / "config.toml"))
     algorithm = PRESETS[preset]
     groups: dict[str, list[Episode]] = {}
@@ -316,7 +316,7 @@ def test_a_model_without_states_to_read_gets_no_critic():
         critic(model)
 
 
-def test_ppo_takes_its_advantages_and_targets_from_the_values():
+def test_ppo_uses_advantages_and_targets_from_critic_values():
     episodes, one = real_group()
     algorithm = PRESETS["ppo"]
     one.algorithm = algorithm
@@ -372,7 +372,7 @@ def test_a_run_of_ppo_that_is_cut_and_resumed_equals_the_uninterrupted_one(model
 
 
 @pytest.mark.fault
-def test_the_critic_alone_learns_in_its_warm_up(tmp_path):
+def test_only_the_critic_trains_during_warmup(tmp_path):
     reporter = run(tmp_path / "run", critic__warmup_steps="1")
     first, second = (metrics for _, metrics in reporter.steps)
     assert "critic/loss" in first

@@ -63,7 +63,7 @@ def test_targets_are_exact_in_float64_whatever_the_critic_computes_in(dtype):
 
 @pytest.mark.parametrize("lam", [1.0, 0.7, 0.0])
 @pytest.mark.parametrize(("name", "own"), [("gae", {"lam": 0.9}), ("vapo", {"alpha": 0.3})])
-def test_targets_have_a_lam_of_their_own(name, own, lam):
+def test_critic_targets_use_a_separate_lambda(name, own, lam):
     """What the policy's lam forgets of a late reward the critic still learns."""
     given = PartOptions(advantage=own | {"lam_critic": lam})
     credits, values, _ = estimated(replace(GAE, advantage=name, options=given))
@@ -72,7 +72,7 @@ def test_targets_have_a_lam_of_their_own(name, own, lam):
     assert [c.advantages for c in credits] == [c.advantages for c in plain]
 
 
-def test_a_kl_in_the_advantage_is_no_part_of_the_targets():
+def test_kl_in_the_advantage_is_not_in_the_value_targets():
     plain, values, _ = estimated(GAE)
     placed, _, _ = estimated(replace(GAE, kl_coef=1.0, kl_placement="advantage"), kl_scale=6.0)
     assert placed[0].advantages != plain[0].advantages
@@ -96,7 +96,7 @@ def test_on_policy_a_kl_in_the_reward_is_once_in_the_targets_of_vtrace_and_retra
     check(traced, expected(traced, values, kl=kl, kl_coef=0.3))
 
 
-def test_the_weights_of_conflict_tokens_are_no_part_of_the_targets():
+def test_conflict_token_weights_do_not_enter_the_value_targets():
     """They say how strongly a token trains and not what it earns."""
     alike = [of_one_token(episode) for episode in group((9.0, -9.0, 9.0, -9.0))]
     weighed, values, _ = estimated(replace(GAE, loss="gtpo"), episodes=alike)
@@ -111,7 +111,7 @@ def judge_of(preset, model):
 
 
 @pytest.mark.parametrize(("preset", "tokens"), [("step_ppo", 10), ("turn_ppo", 38), ("ppo", 38)])
-def test_a_critic_of_turns_learns_at_their_first_tokens_alone(preset, tokens):
+def test_turn_level_critic_trains_only_on_first_tokens_of_turns(preset, tokens):
     """Its loss is the mean over those: the targets of other tokens would be their own values, and move."""
     episodes, one = real_group()
     one.algorithm = replace(PRESETS[preset])
@@ -127,7 +127,7 @@ def test_a_critic_of_turns_learns_at_their_first_tokens_alone(preset, tokens):
 
 
 @pytest.mark.parametrize(("preset", "tokens"), [("step_ppo", 9), ("ppo", 35)])
-def test_a_critic_does_not_learn_at_tokens_that_are_too_old(preset, tokens):
+def test_critic_does_not_train_on_stale_tokens(preset, tokens):
     """Three tokens of the first turn of one attempt do not train: neither the policy nor the critic."""
     episodes, one = real_group()
     one.algorithm = replace(PRESETS[preset])
@@ -145,7 +145,7 @@ def test_a_critic_does_not_learn_at_tokens_that_are_too_old(preset, tokens):
 
 
 @pytest.mark.parametrize("preset", ["ppo", "coderl", "prime"])
-def test_autocast_around_the_training_of_a_judge_changes_nothing(preset):
+def test_autocast_does_not_affect_value_model_training(preset):
     """Trap 7: what it says, and what it learns, is computed in its own types."""
     found = []
     for under in (False, True):
