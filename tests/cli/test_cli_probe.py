@@ -3,6 +3,7 @@
 import json
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -10,10 +11,18 @@ from rich.console import Console
 from chat_server import Reply, say, serving
 from ludus.cli.evaluate.probe import report_table
 from ludus.evaluation.probes.transfer import transfer_report
-from tiny_run import ludus, make_recipe, refused
+from ludus.training.run.run_dir import RunFolder
+from ludus.viewer.pages import RunPages
+from tiny_run import copy_run, ludus, make_recipe, refused
 from tiny_world import PRICES
 
 POLICIES = Path(__file__).parent.parent / "planted_policies.py"
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tiny_run, tmp_path_factory):
+    """A copy, because a probe stores its report in the run folder."""
+    return copy_run(tiny_run, tmp_path_factory.mktemp("probed"))
 
 
 def probed(tmp_path, kind, *words, code=0):
@@ -30,6 +39,13 @@ def test_faithfulness_finds_the_policy_with_noise_reasoning(tiny_run, tmp_path):
     words = ("--run", tiny_run, "--tasks", "6", "--engine.plugin")
     found, notes, out = probed(tmp_path, "faithfulness", *words, f"{POLICIES}:noise")
     rows = {row["reasoning"]: row for row in found}
+    shown = RunPages(SimpleNamespace(folder=RunFolder(tiny_run))).probes()
+    assert [(one["name"], one["notes"]) for one in shown] == [("faithfulness-step-000002", notes)]
+    assert shown[0]["rows"][0]["reasoning"] == found[0]["reasoning"]
+    page = tmp_path / "page.html"
+    assert ludus("report", tiny_run, "--output", page).code == 0
+    assert "faithfulness-step-000002</h2>" in page.read_text()
+    assert found[0]["success"]["text"] in page.read_text()
     assert rows["another task's"]["agreement"]["value"] == rows["0%"]["success"]["value"] == 1
     assert notes[1].startswith("Most answers do not depend on the reasoning")
     assert notes[1] in out

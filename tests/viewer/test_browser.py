@@ -54,6 +54,10 @@ def address(tiny_run, tmp_path_factory):
     ]
     write_rollouts(rollouts_path(run, 1), records)
     write_lines(token_values_path(run, 2), map(token_values, read_rollouts(rollouts_path(run, 2))))
+    (run / "probes").mkdir()
+    row = {"task": HOSTILE, "value": {"value": 0.5, "low": 0.1, "high": 0.9, "text": HOSTILE}, "note": None}
+    report = {"kind": "forks", "title": HOSTILE, "rows": [row], "notes": [HOSTILE]}
+    (run / "probes" / "forks-step-000002.json").write_text(json.dumps(report))
     index = RolloutIndex(RunFolder(run), lambda record: record.trajectory.reward > 0)
     index.refresh()
     with open_socket("127.0.0.1", 0) as listener:
@@ -165,7 +169,7 @@ def test_two_evaluations_are_compared_by_clicks(page, address):
     page.wait_for_function("() => location.hash.includes('only=equal')")
 
 
-@pytest.mark.parametrize("name", ["timeline/2", "curves", "labels", "task?task=none"])
+@pytest.mark.parametrize("name", ["timeline/2", "curves", "probes", "labels", "task?task=none"])
 def test_every_page_opens_by_its_url(page, address, name):
     page.goto(f"{address}/#/{name}")
     page.wait_for_selector("main *")
@@ -182,6 +186,9 @@ def test_hostile_text_is_displayed_and_never_executed(page, address):
         page.wait_for_timeout(300)
         assert page.title() == "Ludus"
         assert page.locator("main script, main img, main style, main a[href^=javascript]").count() == 0
+    page.goto(f"{address}/#/probes")
+    page.wait_for_selector("td")
+    assert page.locator("main script, main img, main style, main a[href^=javascript]").count() == 0
     page.goto(f"{address}/#/group/1")
     page.wait_for_selector(".side")
     assert "<script>document.title = 'owned'</script>" in page.locator("main").inner_text()
@@ -191,7 +198,7 @@ def test_hostile_text_is_displayed_and_never_executed(page, address):
 @pytest.mark.parametrize("width", [1280, 768, 390])
 def test_no_page_is_wider_than_the_window(browser, address, width, tmp_path):
     page = browser.new_page(viewport={"width": width, "height": 844})
-    for name in ("rollouts", "rollout/2", "rollout/2?view=tokens", "group/2", "compare", "timeline/2", "curves"):
+    for name in ("rollouts", "rollout/2", "rollout/2?view=tokens", "group/2", "compare", "timeline/2", "curves", "probes"):
         page.goto(f"{address}/#/{name}")
         page.wait_for_selector("main *")
         page.wait_for_timeout(400)

@@ -22,6 +22,7 @@ from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import UserError
 from ludus.evaluation.comparison import StoredEvaluation, compare, load_stored
 from ludus.evaluation.evaluate import Evaluation
+from ludus.evaluation.probes.report import stored_reports
 from ludus.evaluation.run_findings import Finding, RunData, examine_run
 from ludus.evaluation.stats import Interval, PairedDifference
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts
@@ -302,6 +303,15 @@ def shares(records: Sequence[RolloutRecord], values: Callable[[RolloutRecord], d
         total.update(found)
         count.update(found.keys())
     return {name: total[name] / count[name] for name in count}
+
+
+def probe_tables(runs: Sequence[ReportedRun]) -> Iterator[ReportTable]:
+    """Yield the stored reports of `ludus probe`."""
+    for run in runs:
+        for name, report in stored_reports(run.folder.probes).items():
+            rows = tuple(tuple(row.values()) for row in report.rows)
+            title = f"{report.title}: {run.name}, {name}"
+            yield ReportTable(title, tuple(report.rows[0]) if rows else (), rows, " ".join(report.notes))
 
 
 def episode_tables(runs: Sequence[ReportedRun]) -> Iterator[ReportTable]:

@@ -64,6 +64,7 @@ def render(runs: Sequence[ReportedRun]) -> str:
         f"<h1>{title}</h1>",
         *(f'<p class="note">{escape(run.name)}: {escape(text)}</p>' for run in runs for text in run.missing),
         *map(table_html, tables),
+        *map(table_html, data.probe_tables(runs)),
         "<h2>Curves</h2>",
         legend(groups),
         *curves(groups),

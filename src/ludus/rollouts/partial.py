@@ -206,7 +206,7 @@ class PartialRollouts:
 
     def _grant_shares(self) -> None:
         """Grant every unfinished episode an equal share of the budget, and start pending ones in free slots."""
-        tokens = None if self._tokens_left is None else max(0, self._tokens_left) // max(1, self.num_unfinished)
+        tokens = None if self._tokens_left is None else max(0, self._tokens_left) // self.num_unfinished
         self._equal_share = Grant(tokens, self._deadline)
         for (number, _), one in sorted(self._open.items()):
             one.allow(self._grant_of(number))

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.base import common_prefix
 from ludus.errors import UserError
+from ludus.evaluation.probes.report import stored_reports
 from ludus.evaluation.stats import cohens_kappa, paired_difference
 from ludus.rollouts.rollout_files import RolloutRecord, times_path, token_values_path
 from ludus.training.run.run_dir import is_running, kind_of, list_checkpoints
@@ -167,6 +169,10 @@ class RunPages:
         names = sorted({name for row in series.values() for name in row})
         values = {name: [_finite(series[step].get(name)) for step in steps] for name in names}
         return {"steps": steps, "values": values, "alarms": _json_lines(self.folder.alarms)}
+
+    def probes(self) -> list[Row]:
+        """Return the stored reports of `ludus probe`, with rows of texts."""
+        return [{"name": name, **asdict(one)} for name, one in stored_reports(self.folder.probes).items()]
 
     def labels(self) -> dict[tuple[object, ...], Row]:
         """Return the last label of each labelled rollout."""

@@ -97,6 +97,7 @@ class ViewerApi:
             "/api/timeline/{step:int}": lambda request: self.pages.timeline(request.path_params["step"]),
             "/api/curves": lambda _: self.pages.curves(),
             "/api/unlabelled": lambda _: self.pages.unlabelled(),
+            "/api/probes": lambda _: self.pages.probes(),
             "/api/labels": lambda _: self.pages.labelled(),
         }
         posts = [Route("/api/label/{id:int}", self.label, methods=["POST"])]

@@ -10,8 +10,8 @@
     ludus probe endpoint search --url URL --model M    the first stage at which an endpoint's agent fails
 
 The model is the newest checkpoint of a run, the one of --step N (0: the initial model), or, with a recipe, --model
-PATH_OR_NAME or --url URL --model NAME. Settings follow as --section.key value. Nothing is written except --json and
---markdown. docs/use/evaluation.md explains the results.
+PATH_OR_NAME or --url URL --model NAME. Settings follow as --section.key value. With --run the report is
+stored in the run folder, for `ludus view` and `ludus report`. docs/use/evaluation.md explains the results.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from ludus.evaluation.probes.counterfactuals import measure_counterfactuals
 from ludus.evaluation.probes.episodes import ProbePlan
 from ludus.evaluation.probes.report import Measured, ProbeReport
 from ludus.evaluation.probes.scaling import measure_scaling
+from ludus.training.run.run_dir import RunFolder
 
 TASKS, SAMPLES = 32, 8
 
@@ -192,8 +193,12 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         config.evaluation.temperatures[0],
         config.run.seed,
     )
-    report = asyncio.run(_measure(kind, args, config, world, plan))
+    report, step = asyncio.run(_measure(kind, args, config, world, plan))
     print_report(report)
+    if args.run is not None:
+        path = RunFolder(args.run).probes / f"{args.kind}-step-{step:06d}.json"
+        path.parent.mkdir(exist_ok=True)
+        write_report(report, path, None)
     write_report(report, args.json, args.markdown)
     return int(report.failed)
 
@@ -226,11 +231,12 @@ def check_probe(args: argparse.Namespace) -> ProbeKind:
 
 async def _measure(
     kind: ProbeKind, args: argparse.Namespace, config: Config, world: World, plan: ProbePlan
-) -> ProbeReport:
+) -> tuple[ProbeReport, int]:
+    """Return the report, and the training step of the probed model."""
     backend = await make_backend(args, config, world, args.step)
     try:
         async with closing(world):
-            return await kind.measure(ProbeCall(args, config, world, backend, plan))
+            return await kind.measure(ProbeCall(args, config, world, backend, plan)), backend.step
     finally:
         await backend.close()
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ludus.errors import UserError
 from ludus.evaluation import stats
@@ -30,8 +32,8 @@ class Measured:
         return f"{format(self.value, form)} [{low}, {high}]"
 
     def to_json(self) -> JSON:
-        """Return value and bounds."""
-        return {"value": self.value, "low": self.interval.low, "high": self.interval.high}
+        """Return value and bounds, and the text that tables show."""
+        return {"value": self.value, "low": self.interval.low, "high": self.interval.high, "text": str(self)}
 
 
 Cell = str | int | float | Measured | None
@@ -61,6 +63,29 @@ class ProbeReport:
         cells = [["" if cell is None else str(cell).replace("|", "\\|") for cell in row.values()] for row in self.rows]
         lines = ["| " + " | ".join(one).replace("\n", " ") + " |" for one in (names, ["---"] * len(names), *cells)]
         return "\n".join([f"# {self.title}", "", *lines, "", *(f"{note}\n" for note in self.notes)])
+
+
+@dataclass(frozen=True)
+class StoredReport:
+    """A report that `ludus probe --run` has stored, with the cells as text."""
+
+    title: str
+    rows: Sequence[Mapping[str, str]]
+    notes: Sequence[str]
+
+
+def stored_reports(folder: Path) -> dict[str, StoredReport]:
+    """Return the stored reports of a folder by name."""
+    found = {}
+    for path in sorted(folder.glob("*.json")):
+        data = json.loads(path.read_text("utf-8"))
+        rows = [{name: _text(cell) for name, cell in row.items()} for row in data["rows"]]
+        found[path.stem] = StoredReport(data["title"], rows, data["notes"])
+    return found
+
+
+def _text(cell: JSON) -> str:
+    return str(cell["text"]) if isinstance(cell, dict) else "" if cell is None else str(cell)
 
 
 def mean_over_tasks(scores: Scores, seed: int, *, percent: bool = True) -> Measured:

@@ -195,8 +195,7 @@ def build_trainer(
     warmup = warmup_steps(parts.value_model, config, None if stored is None else stored.warmup_steps)
     if warmup > done:
         log.info("only the critic is trained until step %d (critic.warmup_steps)", warmup)
-    if config.run.token_values:
-        parts.learner.token_values = TokenValues(folder.path)
+    parts.learner.token_values = TokenValues(folder.path) if config.run.token_values else None
     max_age, entropy, changed = max_token_age(config), state.initial_entropy, parts.adjustments
     step = TrainStep(session, parts.learner, control, ledger, parts.value_model, max_age, warmup, entropy, changed)
     trainer = SyncTrainer(

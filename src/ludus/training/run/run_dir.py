@@ -83,6 +83,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def probes(self) -> Path:
+        """Reports of `ludus probe --run`."""
+        return self.path / "probes"
+
+    @property
     def evaluations(self) -> Path:
         """Results and rollouts of evaluations."""
         return self.path / "evaluations"

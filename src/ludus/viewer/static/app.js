@@ -176,6 +176,17 @@ function Tokens({ data }) {
       </div>`)}</div>`;
 }
 
+function Probes() {
+  const { data, error } = useData("/api/probes");
+  if (!data) return html`<${Waiting} error=${error} />`;
+  if (!data.length) return html`<p class="dim">No probe is stored. <code>ludus probe forks --run RUN</code> finds tokens at which the trained and the initial model differ, <code>ludus probe counterfactuals --run RUN</code> the value of each turn; docs/use/evaluation.md lists the others.</p>`;
+  const cell = (name, text) => name === "task" ? html`<a href=${`#/task?${new URLSearchParams({ task: text })}`}>${text}</a>` : text;
+  return data.map((one) => html`<h2>${one.title}</h2><p class="dim">${one.name}</p>
+    <div class="scroll"><table><thead><tr>${Object.keys(one.rows[0] || {}).map((name) => html`<th>${name}</th>`)}</tr></thead>
+    <tbody>${one.rows.map((row) => html`<tr>${Object.entries(row).map(([name, text]) => html`<td>${cell(name, text)}</td>`)}</tr>`)}</tbody></table></div>
+    ${one.notes.map((note) => html`<p>${note}</p>`)}`);
+}
+
 const random = () => load("/api/unlabelled").then((found) => go(found.id === null ? "/labels" : `/rollout/${found.id}`, found.id === null ? "" : "blind=1"), () => go("/labels"));
 
 function Label({ id, label, saved }) {
@@ -378,10 +389,10 @@ function App() {
   const [, name, id, other] = path.split("/");
   const pages = { rollouts: () => html`<${Rollouts} run=${shown} query=${query} />`, rollout: () => html`<${Rollout} id=${id} query=${query} />`,
     group: () => html`<${Group} id=${id} />`, compare: () => html`<${Compare} run=${shown} query=${query} />`, pair: () => html`<${Pair} a=${id} b=${other} />`, task: () => html`<${Task} query=${query} />`, timeline: () => html`<${Timeline} run=${shown} step=${id || shown.steps[shown.steps.length - 1]} />`,
-    curves: () => html`<${Curves} run=${shown} />`, labels: () => html`<${Labels} />` };
+    curves: () => html`<${Curves} run=${shown} />`, probes: () => html`<${Probes} />`, labels: () => html`<${Labels} />` };
   const link = (to) => html`<a href="#/${to}" class=${name === to ? "here" : ""}>${to}</a>`;
   return html`<header><b>${shown.name}</b><span class="dim">${shown.kind}, ${shown.total.toLocaleString("en")} rollouts${shown.running ? ", running" : ""}</span>
-      <nav>${link("rollouts")}${link("compare")}${link("timeline")}${link("curves")}${link("labels")}</nav></header>
+      <nav>${link("rollouts")}${link("compare")}${link("timeline")}${link("curves")}${link("probes")}${link("labels")}</nav></header>
     <main>${(pages[name] || (() => html`<p class="error">There is no page ${path}.</p>`))()}</main>`;
 }
 
