@@ -263,7 +263,7 @@ def test_concurrent_adapters_return_the_same_as_each_alone():
     assert together[2].tokens == together[3].tokens != together[0].tokens
 
 
-def test_a_model_with_adapters_is_the_reference_with_them_off():
+def test_base_adapter_scores_match_the_model_without_adapters():
     base = build()
     made = adapted(base, 1)
     prompt = tuple(range(40))
@@ -277,7 +277,7 @@ def test_a_model_with_adapters_is_the_reference_with_them_off():
     assert max(abs(a - b) for a, b in zip(on, off, strict=True)) > 0.1
 
 
-def test_a_model_that_was_lent_is_as_it_was_when_the_engine_is_closed():
+def test_closing_the_engine_leaves_a_shared_model_unchanged():
     made = adapted(build(), 1)
     expected = reference_logprobs(made, range(40))[0]
 
@@ -290,7 +290,7 @@ def test_a_model_that_was_lent_is_as_it_was_when_the_engine_is_closed():
     assert torch.equal(reference_logprobs(made, range(40))[0], expected)
 
 
-def test_a_new_version_of_an_adapter_reaches_the_next_token_and_leaves_others_alone():
+def test_reloading_an_adapter_changes_its_output_but_not_the_base_model():
     base = build()
     first, second = (get_peft_model_state_dict(adapted(base, seed)) for seed in (1, 2))
     prompt = tuple(range(30))
@@ -311,7 +311,7 @@ def test_a_new_version_of_an_adapter_reaches_the_next_token_and_leaves_others_al
     assert before == after
 
 
-def test_adapters_that_come_and_go_leave_nothing():
+def test_unloaded_adapters_leave_no_cache_pages_or_versions():
     base = build()
     state = get_peft_model_state_dict(adapted(base, 1))
 
@@ -347,7 +347,7 @@ def test_adapters_that_are_missing_or_do_not_fit_are_refused():
     with_engine(base, work)
 
 
-def test_a_deadline_ends_a_request_with_what_it_has_also_while_paused():
+def test_timeout_aborts_with_partial_tokens_even_while_engine_is_paused():
     async def work(engine):
         params = SamplingParams(max_new_tokens=200)
         running = asyncio.create_task(engine.generate(Request("r", (1, 2, 3), params, timeout_s=2.0)))

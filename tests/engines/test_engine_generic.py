@@ -47,7 +47,7 @@ def engine(hybrid):
     asyncio.run(engine.close())
 
 
-def test_it_is_chosen_with_one_sentence(hybrid, caplog):
+def test_choosing_the_generic_scheduler_logs_one_warning(hybrid, caplog):
     with caplog.at_level(logging.WARNING, "ludus.engine"):
         engine = LocalEngine(hybrid, settings=SETTINGS)
     (record,) = [one for one in caplog.records if one.name == "ludus.engine"]
@@ -57,7 +57,7 @@ def test_it_is_chosen_with_one_sentence(hybrid, caplog):
     assert not engine.batch_invariant
 
 
-def test_a_turn_computes_only_what_is_new(engine, hybrid):
+def test_second_turn_prefills_only_new_tokens(engine, hybrid):
     (first,) = play(engine, [ask(PROMPT)])
     engine.stats(reset=True)
     history = PROMPT + first.tokens + (9, 8, 7)
@@ -67,7 +67,7 @@ def test_a_turn_computes_only_what_is_new(engine, hybrid):
     assert (stats.cached_tokens, stats.prefill_tokens) == (len(PROMPT) + 5, 4)
 
 
-def test_a_group_computes_its_prompt_once_and_later_members_copy_it(engine, hybrid):
+def test_group_prefills_its_prompt_once_and_later_members_reuse_it(engine, hybrid):
     group = copies(ask(PROMPT, num=8), 4)
     for done in play(engine, group):
         assert gap(hybrid, PROMPT, done) < 1e-4
@@ -128,7 +128,7 @@ def test_states_are_merged_selected_and_copied_by_rows(hybrid):
 
 
 @pytest.mark.parametrize("family", ["qwen3", "lfm2"])
-def test_a_family_does_what_the_table_says(family):
+def test_model_family_results_match_the_documented_table(family):
     report = model_families.examine(family)
     assert list(report.passed.values())[:4] == [True] * 4, report
     assert model_families.table(model_families.HEAD, [report.cells]).splitlines()[2] == PAGE_ROWS[family]
@@ -140,5 +140,5 @@ def test_the_table_lists_every_family():
 
 
 @pytest.mark.pages
-def test_the_table_is_what_the_generator_writes():
+def test_documented_table_matches_the_generator_output():
     assert model_families.main(["--check"]) == 0

@@ -47,7 +47,7 @@ def edit_weights(folder, change):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def test_a_tiny_model_depends_on_its_seed_alone():
+def test_tiny_model_weights_depend_only_on_the_seed():
     tokenizer = byte_tokenizer()
     torch.manual_seed(1)
     state = torch.get_rng_state()
@@ -58,7 +58,7 @@ def test_a_tiny_model_depends_on_its_seed_alone():
     assert prints[0] == prints[1] == prints[3] != prints[2]
 
 
-def test_a_tiny_model_has_the_shape_it_was_asked_for():
+def test_tiny_model_has_the_configured_shape():
     tokenizer = byte_tokenizer()
     model = build_tiny(SCRATCH, tokenizer, 0)
     assert model.config.vocab_size == len(tokenizer) == 258
@@ -97,13 +97,13 @@ def test_a_saved_model_loads_with_the_same_weights_and_ties(checkpoint):
     assert tokenizer.encode("héllo") == byte_tokenizer().encode("héllo")
 
 
-def test_the_dtype_is_the_one_asked_for(checkpoint):
+def test_load_model_uses_the_requested_dtype(checkpoint):
     assert load_model(str(checkpoint)).config._attn_implementation == "sdpa"
     for name, dtype in (("bfloat16", torch.bfloat16), ("float64", torch.float64)):
         assert {p.dtype for p in load_model(str(checkpoint), name, "cpu").parameters()} == {dtype}
 
 
-def test_a_family_without_torchs_own_attention_loads_and_samples(tmp_path):
+def test_model_without_sdpa_support_loads_and_samples_with_eager_attention(tmp_path):
     """Gemma2 caps the logits of its attention, which torch's own cannot."""
     save_model(build(gemma2), byte_tokenizer(), tmp_path / "model")
     model = load_model(str(tmp_path / "model"))
@@ -151,13 +151,13 @@ def test_a_broken_weight_file_is_one_sentence(checkpoint):
         load_model(str(checkpoint), device="cpu")
 
 
-def test_a_path_that_is_not_there_is_named(tmp_path):
+def test_missing_model_folder_raises_error(tmp_path):
     for load in (load_model, load_tokenizer):
         with pytest.raises(UserError, match=r"model folder .* does not exist"):
             load(str(tmp_path / "nothing"))
 
 
-def test_a_folder_without_config_is_no_checkpoint(tmp_path):
+def test_folder_without_config_json_raises_error(tmp_path):
     with pytest.raises(UserError, match=r"no config\.json"):
         load_model(str(tmp_path))
     with pytest.raises(UserError, match="The tokenizer of"):
@@ -176,7 +176,7 @@ def test_other_kinds_of_model_are_refused(checkpoint, tmp_path):
         load_model(str(tmp_path / "bert"))
 
 
-def test_a_chat_template_is_demanded_only_where_it_is_needed(tmp_path):
+def test_missing_chat_template_raises_only_when_required(tmp_path):
     byte_tokenizer(template=None).save_pretrained(tmp_path)
     assert load_tokenizer(str(tmp_path)).chat_template is None
     with pytest.raises(UserError, match="no chat template"):
@@ -197,7 +197,7 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch):
         resolve_device("cuda")
 
 
-def test_adapters_whose_change_a_format_rounds_away_are_not_merged(checkpoint, tmp_path):
+def test_merging_adapters_lost_to_bfloat16_rounding_raises_error(checkpoint, tmp_path):
     peft = pytest.importorskip("peft")
     for size, lost in ((1e-4, True), (1.0, False)):
         torch.manual_seed(0)

@@ -231,7 +231,7 @@ def with_rope(kind):
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
-def test_positions_that_depend_on_the_place_alone_are_those_of_hugging_face(kind):
+def test_greedy_tokens_with_rope_variants_match_hugging_face(kind):
     model = build(lambda: with_rope(kind))
     engine = LocalEngine(model)
     for history, answer in play(engine, prompts(3, low=60, high=90), turns=2, max_new_tokens=6, temperature=0):
@@ -251,14 +251,14 @@ def test_positions_that_depend_on_the_longest_sequence_are_refused(kind):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_equal_those_of_hugging_face_one_by_one(family):
+def test_batched_greedy_tokens_match_unbatched_hugging_face(family):
     model = build(family)
     engine = LocalEngine(model)
     for history, answer in play(engine, prompts(5), turns=2, max_new_tokens=10, temperature=0):
         assert answer.tokens == hf_greedy(model, history, 10)
 
 
-def test_a_turn_computes_only_what_is_new():
+def test_second_turn_prefills_only_new_tokens():
     model = build()
     engine = LocalEngine(model)
     histories = prompts(6, low=20)
@@ -293,7 +293,7 @@ def test_a_history_that_was_rewritten_uses_only_the_common_prefix():
         assert (torch.tensor(answer.logprobs, dtype=torch.float64) - expected).abs().max() < 1e-4
 
 
-def test_a_group_shares_its_prompt_and_all_share_the_system_prompt():
+def test_group_prompts_and_the_system_prompt_are_prefilled_once():
     model = build()
     engine = LocalEngine(model)
     system, tails = prompts(1, low=30, high=30)[0], prompts(3, seed=4, low=5, high=9)
@@ -370,7 +370,7 @@ def test_a_batch_returns_the_same_bits_after_other_batches():
     assert batch(engine, requests) == first
 
 
-def test_a_stop_token_ends_the_action_and_belongs_to_it():
+def test_stop_token_ends_the_action_and_is_included_in_it():
     engine = LocalEngine(build())
     (history,) = prompts(1)
     (free,) = batch(engine, ask([history], max_new_tokens=12))
@@ -401,7 +401,7 @@ def test_a_stop_string_ends_the_action_after_the_token_that_completes_it():
 
 
 @pytest.mark.parametrize("stop", ["</a>", "b", "ö", "x ö</"])
-def test_a_stop_string_is_found_at_the_token_that_completes_it(stop):
+def test_stop_string_is_detected_at_the_token_that_completes_it(stop):
     tokenizer = byte_tokenizer()
     tokens = tokenizer.encode("<a>x ö</a> b", add_special_tokens=False)
     watch = StopStrings(tokenizer, ("never", stop))
@@ -420,7 +420,7 @@ def test_a_stop_string_is_found_at_the_token_that_completes_it(stop):
         (["x"] * 9 + ["▁b", "b"], " b"),
     ],
 )
-def test_a_stop_string_that_ends_in_a_blank_is_found_where_a_lone_token_loses_it(pieces, stop):
+def test_stop_string_ending_in_a_space_is_detected_with_sentencepiece(pieces, stop):
     tokenizer = sentencepiece_tokenizer()
     tokens = tokenizer.convert_tokens_to_ids(pieces)
     assert tokenizer.decode(tokenizer.convert_tokens_to_ids(["▁"])) == ""
@@ -429,7 +429,7 @@ def test_a_stop_string_that_ends_in_a_blank_is_found_where_a_lone_token_loses_it
     assert found[0] == next(n for n in range(1, 99) if stop in tokenizer.decode(tokens[:n]))
 
 
-def test_only_so_many_sets_of_stop_strings_stay_known():
+def test_stop_string_cache_is_limited_to_64_entries():
     engine = LocalEngine(build(), byte_tokenizer())
     for number in range(100):
         batch(engine, ask([(1, 2, 3)], max_new_tokens=1, stop=(f"x{number}",)))
@@ -493,7 +493,7 @@ def test_new_weights_change_output_version_and_fingerprint_and_drop_the_caches()
     assert [a.tokens for a in after] == [hf_greedy(new, h, 6) for h in histories]
 
 
-def test_the_engine_owns_its_weights():
+def test_engine_copies_the_model_weights():
     model = build()
     engine = LocalEngine(model)
     before = asyncio.run(engine.fingerprint())
@@ -524,7 +524,7 @@ def test_some_weights_may_be_sent_but_no_strange_ones():
     assert asyncio.run(engine.fingerprint()) == fingerprint_module(expected)
 
 
-def test_adapters_alone_may_be_sent():
+def test_load_weights_accepts_only_adapter_tensors():
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
     with torch.random.fork_rng():
@@ -551,7 +551,7 @@ def test_the_fingerprint_sees_one_bit_and_the_dtype():
     assert fingerprint_module(copy.deepcopy(model)) == start
 
 
-def test_a_frozen_base_is_read_once_and_again_when_it_changes(monkeypatch):
+def test_fingerprint_rereads_frozen_parameters_only_after_they_change(monkeypatch):
     model, read = build().requires_grad_(False), []
     raw = fingerprint._raw_bytes
     monkeypatch.setattr(fingerprint, "_raw_bytes", lambda tensor: read.append(tensor) or raw(tensor))
@@ -570,7 +570,7 @@ def test_a_frozen_base_is_read_once_and_again_when_it_changes(monkeypatch):
     assert len(read) == 2 * num + 3
 
 
-def test_weights_that_have_diverged_fail_and_leave_nothing_behind():
+def test_nan_weights_raise_error_and_later_valid_weights_work():
     model = build()
     engine = LocalEngine(model)
     requests = ask(prompts(4), max_new_tokens=5, temperature=0)
@@ -595,7 +595,7 @@ def test_score_is_the_log_probability_of_each_token():
         asyncio.run(engine.score(()))
 
 
-def test_generate_batches_what_waits_and_answers_each_its_own():
+def test_concurrent_generate_calls_each_return_their_own_tokens():
     model = build()
     engine = LocalEngine(model, settings=EngineSettings(max_batch=8))
     requests = ask(prompts(20), max_new_tokens=6, temperature=0)
@@ -674,7 +674,7 @@ def test_numbers_out_of_bounds_are_refused_by_every_engine(name, value):
         check_params(SamplingParams(**{name: value}))
 
 
-def test_a_row_that_breaks_fails_alone_and_leaves_its_neighbours_their_bits(monkeypatch):
+def test_failing_request_leaves_other_requests_of_the_batch_bitwise_unchanged(monkeypatch):
     """Past the door: in the sampling, in the forward pass, and in what looks for the end of an action."""
     engine = LocalEngine(build(), byte_tokenizer(), EngineSettings(max_batch=8))
     good = ask(prompts(3), max_new_tokens=12, top_k=20)
@@ -719,7 +719,7 @@ def test_a_closed_engine_refuses():
         batch(engine, ask(prompts(1)))
 
 
-def test_models_it_cannot_run_are_refused():
+def test_models_with_differing_cached_and_plain_passes_are_rejected():
     wrong = build(llama)
     wrong.forward = lambda input_ids, position_ids=None, **rest: LlamaForCausalLM.forward(
         wrong, input_ids=input_ids, **rest
@@ -744,7 +744,7 @@ def test_other_precisions_run():
 
 @pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="the system does not tell memory this way")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_large_cache_takes_no_memory_before_it_is_used(dtype):
+def test_large_page_pool_allocates_no_memory_before_use(dtype):
     def resident() -> float:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 

@@ -55,7 +55,7 @@ def test_seeds_of_any_size_count():
     assert len(set(numbers.tolist())) == len(seeds)
 
 
-def test_a_row_draws_the_same_alone_and_among_others():
+def test_row_samples_the_same_token_alone_and_in_a_batch():
     logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
     params = [SamplingParams(temperature=0.5 + row / 4, seed=row * 17) for row in range(8)]
     for step in range(20):
@@ -77,7 +77,7 @@ def test_a_rows_token_does_not_depend_on_the_other_rows_of_the_batch():
     assert chosen.tolist() == tokens[order].tolist()
 
 
-def test_greedy_takes_the_lowest_of_equal_logits_and_records_temperature_one():
+def test_greedy_breaks_ties_by_lowest_id_with_temperature_one_logprobs():
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
     tokens, logprobs = draw(logits, [SamplingParams(temperature=0)] * 2)
     assert tokens.tolist() == [1, 0]
@@ -115,7 +115,7 @@ def test_top_k_and_top_p_cut_the_draw_but_not_the_recorded_log_probability():
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**63), st.integers(0, 5), st.integers(1, 6))
-def test_a_token_without_probability_is_never_drawn(seed, step, support):
+def test_token_with_zero_probability_is_never_sampled(seed, step, support):
     logits = torch.full((16, 12), -torch.inf)
     logits[:, 3 : 3 + support] = 0.5
     tokens, logprobs = draw(logits, [SamplingParams(seed=seed + row) for row in range(16)], step)
@@ -123,7 +123,7 @@ def test_a_token_without_probability_is_never_drawn(seed, step, support):
     assert torch.isfinite(logprobs).all()
 
 
-def test_a_point_at_the_very_end_stays_inside_the_support(monkeypatch):
+def test_uniform_draw_of_one_samples_a_token_with_nonzero_probability(monkeypatch):
     monkeypatch.setattr("ludus.engines.embedded.sampler.uniforms", lambda words, step: np.ones(len(words)))
     logits = torch.tensor([[0.3, 0.1, -torch.inf, -torch.inf], [0.0, -torch.inf, 0.2, 0.7]])
     tokens, _ = draw(logits, [SamplingParams(), SamplingParams()])

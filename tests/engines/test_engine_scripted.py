@@ -32,7 +32,7 @@ def say(engine, *requests):
     return asyncio.run(engine.generate_batch(requests))
 
 
-def test_it_plays_the_lines_of_each_episode_in_turn():
+def test_scripted_engine_returns_the_lines_of_each_episode_in_order():
     tokenizer = byte_tokenizer()
     engine: Engine = ScriptedEngine({"a": ["one", "two"], "b": ["drei"]}, tokenizer, END, version=4)
     answers = say(engine, request("a"), request("b"), request("a"))
@@ -55,7 +55,7 @@ def test_a_function_sees_request_and_turn_and_may_give_a_completion():
     assert [r.episode for r in engine.requests] == ["x", "x"]
 
 
-def test_limits_cut_the_text_and_its_end():
+def test_token_limits_truncate_text_and_omit_the_end_token():
     engine = ScriptedEngine(lambda *_: "abcdef", byte_tokenizer(), END, context_tokens=8)
     by_limit, by_context, whole = say(engine, request(max_new_tokens=4), request(length=6), request(length=1))
     assert (len(by_limit.tokens), by_limit.finish_reason) == (4, "length")
@@ -65,7 +65,7 @@ def test_limits_cut_the_text_and_its_end():
         say(engine, request(length=8))
 
 
-def test_it_fails_and_hangs_at_the_configured_calls():
+def test_scripted_engine_fails_and_hangs_at_the_configured_calls():
     engine = ScriptedEngine({"a": ["one", "two"]}, byte_tokenizer(), END, faults=Faults(fail_at=(0,), hang_at=(2,)))
 
     async def run():

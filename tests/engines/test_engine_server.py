@@ -141,7 +141,7 @@ def serving(*fakes):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_guide_is_refused_where_log_probabilities_would_be_of_what_it_leaves(temperature):
+def test_guide_is_rejected_when_server_returns_logprobs_of_guided_distribution(temperature):
     with serving(Fake()) as engine, pytest.raises(EngineError, match="of the guided distribution"):
         ask(engine, "a", temperature=temperature, guide=Guide("regex", "(yes|no)"))
 
@@ -174,7 +174,7 @@ def load(engine, version, weights=WEIGHTS):
     asyncio.run(run())
 
 
-def test_a_request_asks_for_exactly_what_the_parameters_say():
+def test_request_body_matches_the_sampling_parameters():
     fake = Fake()
     with serving(fake) as engine:
         params = {"temperature": 0.0, "stop": ("x",), "stop_token_ids": (9,), "seed": 2**70 + 5}
@@ -189,7 +189,7 @@ def test_a_request_asks_for_exactly_what_the_parameters_say():
     assert (body["min_p"], body["repetition_penalty"]) == (0.0, 1.0)
 
 
-def test_what_breaks_off_or_is_busy_is_sent_again_under_the_same_name():
+def test_dropped_or_busy_requests_are_retried_with_the_same_request_id():
     fake = Fake(faults=[("drop", b""), (503, {"error": "busy"}), (429, {})])
     with serving(fake) as engine:
         (done,) = ask(engine, "e")
@@ -198,7 +198,7 @@ def test_what_breaks_off_or_is_busy_is_sent_again_under_the_same_name():
     assert len(fake.asked) == 4
 
 
-def test_other_refusals_raise_the_servers_own_words_at_once():
+def test_http_500_raises_with_the_server_message_without_retry():
     fake = Fake(faults=[(500, {"error": {"message": "CUDA out of memory, sorry"}})])
     with serving(fake) as engine, pytest.raises(EngineError, match="500: CUDA out of memory, sorry"):
         ask(engine, "e")
@@ -217,7 +217,7 @@ def test_a_request_to_a_hanging_server_times_out_without_a_retry():
     assert fake.paths() == ["/v1/completions", "/health"]
 
 
-def test_the_replica_that_hangs_is_named_with_the_time_and_one_that_is_slow_is_not_called_hung():
+def test_hung_replica_is_reported_with_time_and_slow_replica_is_not():
     """One of two answers nothing at all, not even how it is; the other answers others meanwhile."""
     hung, slow = Fake(faults=[("hang", {})] * 3), Fake()
     real = hung.answer
@@ -270,7 +270,7 @@ def test_an_abort_is_sent_until_the_request_ends(timeout_s):
     assert (done.tokens, done.finish_reason) == ((7, 7), "abort")
 
 
-def test_a_request_that_is_aborted_before_it_is_sent_is_not_sent():
+def test_request_aborted_before_sending_is_not_sent():
     fake = Fake()
 
     async def run(engine):
@@ -291,7 +291,7 @@ def test_a_request_that_is_aborted_before_it_is_sent_is_not_sent():
     assert fake.paths().count("/v1/completions") == 1
 
 
-def test_a_lost_server_is_named_after_a_timeout_and_later_at_once():
+def test_unreachable_server_raises_after_retries_then_after_one_attempt():
     fake = Fake()
     with serving(fake) as engine:
         ask(engine, "e")
@@ -325,7 +325,7 @@ def test_an_answer_that_contradicts_itself_is_refused(wrong, words):
         ask(engine, "e")
 
 
-def test_an_episode_stays_with_its_replica_and_episodes_are_spread():
+def test_episodes_are_spread_over_replicas_and_keep_theirs():
     fakes = [Fake(), Fake()]
     with serving(*fakes) as engine:
         for _ in range(3):
@@ -334,7 +334,7 @@ def test_an_episode_stays_with_its_replica_and_episodes_are_spread():
         assert len(fake.asked) == 15
 
 
-def test_an_episode_moves_to_another_replica_if_its_own_is_lost():
+def test_episode_moves_to_another_replica_after_its_replica_is_lost():
     gone, stays = Fake(), Fake()
     with serving(gone, stays) as engine:
         ask(engine, "e")
@@ -366,7 +366,7 @@ def test_weights_go_by_a_folder_to_every_replica():
 
 
 @pytest.mark.parametrize("tells", [False, True])
-def test_a_server_that_lost_the_weights_gets_them_again(tells):
+def test_restarted_server_receives_the_weights_again(tells):
     fake = Fake(tells_versions=tells)
     with serving(fake) as engine:
         load(engine, 3)
@@ -378,7 +378,7 @@ def test_a_server_that_lost_the_weights_gets_them_again(tells):
     assert done.versions == (3, 3, 3)
 
 
-def test_weights_are_sent_once_while_requests_look_for_them(caplog):
+def test_concurrent_weight_checks_do_not_resend_weights(caplog):
     async def scenario(engine):
         weights, replica, sent = engine._weights, engine._replicas[0], asyncio.Event()
         await engine.load_weights(0, WEIGHTS)
@@ -402,7 +402,7 @@ def test_weights_are_sent_once_while_requests_look_for_them(caplog):
     assert "has lost" not in caplog.text
 
 
-def test_where_one_server_refuses_weights_the_others_have_them_when_that_is_raised():
+def test_other_servers_hold_new_weights_when_one_rejects_them():
     class RefusingServer(Fake):
         def answer(self, path, body):
             return (400, {"message": "No."}) if path == "/collective_rpc" else super().answer(path, body)
@@ -470,7 +470,7 @@ def test_after_a_broken_connection_the_weights_are_looked_at_before_more_is_samp
     assert fake.paths() == ["/v1/completions", "/weight_info", "/v1/completions", "/v1/completions"]
 
 
-def test_a_server_that_someone_else_updates_is_refused():
+def test_server_updated_by_another_client_raises_error():
     class StubbornServer(Fake):
         def answer(self, path, body):
             answer = super().answer(path, body)
@@ -487,7 +487,7 @@ def digests_of(weights):
     return {f"dp0:tp0:{name}": tensor_digest(tensor) for name, tensor in weights.items()}
 
 
-def test_digests_that_are_not_those_of_the_weights_stop_the_run():
+def test_mismatched_weight_digests_raise_sync_error():
     right = digests_of(WEIGHTS)
     fake = Fake(digests=right)
     with serving(fake) as engine:
@@ -508,7 +508,7 @@ def test_unverifiable_weights_are_reported_once(caplog):
     assert caplog.text.count(said) == 1
 
 
-def test_a_digest_proves_fused_padded_and_cast_tensors_and_nothing_by_nothing():
+def test_digests_prove_fused_padded_and_cast_tensors_but_not_empty_ones():
     q, k, v = (torch.randn(4, 3) for _ in range(3))
     embed = torch.randn(70, 3)
     sent = {f"a.{n}_proj.weight": t for n, t in (("q", q), ("k", k), ("v", v))} | {"embed_tokens.weight": embed}
@@ -581,7 +581,7 @@ def test_alternatives_are_requested_by_token_id_and_ranked():
         (AlternativesServer({"7": -2.0}), "returned top tokens as text"),
     ],
 )
-def test_a_server_without_alternatives_is_named(fake, words):
+def test_server_returning_missing_or_textual_top_logprobs_raises_error(fake, words):
     with serving(fake) as engine, pytest.raises(EngineError, match=words):
         ask(engine, "e", top_logprobs=1)
 
@@ -598,7 +598,7 @@ def test_addresses_are_checked_before_anything_runs():
             ServerEngine([address])
 
 
-def test_sglang_requests_use_its_own_fields():
+def test_sglang_requests_use_sglang_field_names():
     """Against a fake of what its documentation says; no real server has been met."""
 
     class Sglang(Fake):
@@ -641,7 +641,7 @@ def connections() -> int:
     return sum("process_request" in thread.name for thread in threading.enumerate())
 
 
-def test_no_connection_is_kept_to_a_server_that_has_left():
+def test_connections_to_a_removed_server_are_closed():
     async def scenario(first, second):
         engine = ServerEngine([first.url], settings=QUICK)
 

@@ -32,7 +32,7 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-def test_a_small_model_has_one_thread_and_a_large_one_those_of_the_learner(tmp_path):
+def test_small_model_uses_one_thread_and_large_model_the_default(tmp_path):
     with torch.device("meta"):
         large = Qwen3ForCausalLM(Qwen3Config(vocab_size=200_000, hidden_size=128, num_hidden_layers=1))
     assert large.num_parameters() > 20_000_000
@@ -40,7 +40,7 @@ def test_a_small_model_has_one_thread_and_a_large_one_those_of_the_learner(tmp_p
     assert engine_settings(config(tmp_path), large).threads == 0
 
 
-def test_a_model_with_another_name_for_its_length_is_not_exceeded(tmp_path):
+def test_context_length_is_read_from_n_positions_for_gpt2(tmp_path):
     shape = GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=1, n_head=2)
     assert engine_settings(config(tmp_path), GPT2LMHeadModel(shape)).context_tokens == 64
 
@@ -55,7 +55,7 @@ class ThreadRecordingLinear(torch.nn.Linear):
         return super().forward(input)
 
 
-def test_the_engine_tries_the_model_with_the_threads_that_it_computes_with(two_threads):
+def test_model_check_and_generation_use_the_configured_thread_count(two_threads):
     model = build()
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
@@ -68,7 +68,7 @@ def test_the_engine_tries_the_model_with_the_threads_that_it_computes_with(two_t
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(1, 1), (0, 2)])
-def test_the_engine_computes_with_its_number_and_the_caller_keeps_its_own(two_threads, threads, expected):
+def test_engine_thread_count_does_not_change_the_callers_thread_count(two_threads, threads, expected):
     async def run():
         engine = LocalEngine(build(), settings=replace(SMALL, threads=threads))
         inside = await engine._worker.call(torch.get_num_threads)
@@ -96,7 +96,7 @@ def test_a_cancelled_command_is_not_executed_and_the_engine_continues():
     assert asyncio.run(run()) == (0, 0)
 
 
-def test_an_engine_that_rests_makes_no_pass_but_takes_weights_and_goes_on_at_once_when_it_rests_no_more():
+def test_throttled_engine_loads_weights_without_steps_and_resumes_when_unthrottled():
     async def run():
         model = build()
         engine = LocalEngine(model, settings=replace(SMALL, threads=1))
@@ -137,7 +137,7 @@ def test_an_engine_pauses_for_the_configured_multiple_of_a_pass():
     assert asyncio.run(run(5)) > 0.05  # no rest after the last pass
 
 
-def test_a_request_whose_time_ends_during_a_rest_ends_then():
+def test_request_timeout_aborts_while_the_engine_is_throttled():
     async def run():
         engine = LocalEngine(build(), settings=replace(SMALL, threads=1))
         request = Request("e", (1, 2, 3), SamplingParams(max_new_tokens=4), timeout_s=0.05)
@@ -150,7 +150,7 @@ def test_a_request_whose_time_ends_during_a_rest_ends_then():
     assert asyncio.run(run()) == ("abort", ())
 
 
-def test_a_rest_that_ends_while_the_engine_makes_up_its_mind_is_over(monkeypatch):
+def test_throttle_pause_expiring_during_the_clock_check_does_not_hang(monkeypatch):
     clock = itertools.count()  # a hundredth of a second passes whenever it is looked at
     monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=lambda: next(clock) / 100))
 

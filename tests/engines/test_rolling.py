@@ -63,7 +63,7 @@ def take(placement: Placement, *numbers: int) -> None:
     placement.due_updates()
 
 
-def test_an_engine_without_episodes_takes_weights_at_once_and_one_with_them_when_they_end():
+def test_idle_engine_updates_at_once_and_busy_engine_after_its_episodes():
     placement = engines(2)
     assert placement.begin("a") == EpisodePin("http://0", 0)
     assert publish(placement, 1) == ["http://1"]
@@ -74,7 +74,7 @@ def test_an_engine_without_episodes_takes_weights_at_once_and_one_with_them_when
     assert [one.url for one in placement.due_updates()] == ["http://0"]
 
 
-def test_one_engine_waits_and_the_other_goes_on_with_what_it_has():
+def test_engine_with_fewer_episodes_drains_while_the_other_keeps_serving():
     placement = engines(2)
     for name in "abc":
         placement.begin(name)
@@ -99,7 +99,7 @@ def test_an_engine_that_waits_for_too_long_changes_places():
     assert [one.url for one in placement.open] == ["http://1"]
 
 
-def test_half_of_the_engines_wait_and_more_where_they_are_too_old():
+def test_half_of_the_engines_drain_and_more_when_too_stale():
     placement = engines(4, lag=1)
     for i in range(8):
         placement.begin(str(i))
@@ -244,7 +244,7 @@ PACES = st.builds(StalenessSchedule, st.integers(1, 4), st.integers(0, 5), st.in
     dying=st.sampled_from([0.0, 0.3]),
     evaluates=st.sampled_from([0, 3]),
 )
-def test_each_episode_is_of_one_version_and_none_that_trains_is_too_old(
+def test_trained_episodes_use_one_version_within_the_staleness_bound(
     pace, seed, count, in_flight, learning, dying, evaluates
 ):
     fleet = EngineFleetWorld(seed, engines=count, lag=pace.max_staleness // 2, dying=dying)
@@ -265,7 +265,7 @@ class LosingWorld(EngineFleetWorld):
         raise FileNotFoundError("model.safetensors")
 
 
-def test_whatever_a_transfer_meets_reaches_a_learner_that_waits_for_weights():
+def test_transfer_error_propagates_to_the_learner_waiting_for_weights():
     async def run():
         fleet = LosingWorld(0)
         stream = GroupQueue(StalenessController(StalenessSchedule(1, 0, 4)), fleet, fleet.play, 4)
@@ -293,7 +293,7 @@ class OneSlowWorld(EngineFleetWorld):
 
 
 @pytest.mark.parametrize(("bound", "last"), [(2, 2), (6, 6)])
-def test_the_learner_waits_for_a_slow_episode_when_that_is_due_and_not_before(bound, last):
+def test_learner_waits_for_a_slow_episode_only_at_the_staleness_bound(bound, last):
     """The group that it belongs to begins at version 0, so that step `bound + 1` has to have it."""
     fleet = OneSlowWorld(1, engines=2, lag=bound // 2)
     train(fleet, StalenessSchedule(2, bound, 10), in_flight=6)
@@ -341,7 +341,7 @@ async def rolled(engine: ServerEngine) -> RollingUpdates:
     return await engine.roll(1)
 
 
-def test_a_replica_takes_weights_with_their_proof_when_its_episodes_have_ended(pair):
+def test_replica_loads_and_verifies_weights_after_its_episodes_end(pair):
     engine, first, second = pair
 
     async def scenario():
@@ -361,7 +361,7 @@ def test_a_replica_takes_weights_with_their_proof_when_its_episodes_have_ended(p
     asyncio.run(scenario())
 
 
-def test_an_episode_moves_between_two_turns_so_that_its_engine_can_take_newer_weights(pair):
+def test_episode_moves_between_turns_to_let_its_engine_update(pair):
     engine, first, second = pair
     engine._settings = replace(engine._settings, moves_episodes=True)
 
@@ -381,7 +381,7 @@ def test_an_episode_moves_between_two_turns_so_that_its_engine_can_take_newer_we
     asyncio.run(scenario())
 
 
-def test_an_episode_whose_server_has_lost_its_weights_fails_and_goes_to_no_other(pair):
+def test_pinned_episode_fails_when_its_server_loses_the_weights(pair):
     engine, first, second = pair
 
     async def scenario():
@@ -417,7 +417,7 @@ def wrong(theirs, scores):
         ({}, replace(CHECK, deadline_s=0.0), "took longer than 0 s"),
     ],
 )
-def test_weights_that_a_replica_does_not_take_or_prove_end_the_wait_for_them(pair, changes, check, words):
+def test_failed_weight_load_or_verification_raises_in_all_waiters(pair, changes, check, words):
     engine, first, second = pair
 
     async def scenario():
@@ -470,7 +470,7 @@ def test_a_worker_keeps_the_replica_of_an_episode_and_a_new_engine_has_the_newes
         asyncio.run(scenario(fakes))
 
 
-def test_an_engine_that_is_let_go_ends_the_episodes_that_stay_with_it_first():
+def test_removed_engine_is_killed_only_after_its_episodes_end():
     async def scenario(fakes):
         launcher = FakeLauncher([fake.url for fake in fakes])
         group = WorkerGroup(plan(), launcher)
@@ -502,7 +502,7 @@ def test_an_engine_that_is_let_go_ends_the_episodes_that_stay_with_it_first():
         asyncio.run(scenario(fakes))
 
 
-def test_a_worker_refuses_what_is_of_another_version_than_the_episode(pair):
+def test_worker_rejects_weights_of_a_version_other_than_the_pinned_one(pair):
     _, first, second = pair
 
     async def scenario():
@@ -620,7 +620,7 @@ ORDER = Order()
 
 
 @pytest.mark.cluster
-def test_a_run_with_two_engines_serves_two_versions_and_learns_beside_a_slow_episode(tiny_run, tmp_path):
+def test_two_engine_run_keeps_training_during_a_slow_episode(tiny_run, tmp_path):
     world, folder, token_file = tmp_path / "slow.py", tmp_path / "run", tmp_path / "token"
     world.write_text(SLOW)
     token_file.write_text(TOKEN)

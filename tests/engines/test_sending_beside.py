@@ -108,7 +108,7 @@ def played_by(kind, monkeypatch) -> list[RemoteLikeEngine]:
     return made
 
 
-def test_the_learner_goes_on_while_an_engine_elsewhere_takes_the_weights(tiny_run, tmp_path, monkeypatch):
+def test_learner_continues_while_a_remote_engine_loads_weights(tiny_run, tmp_path, monkeypatch):
     made = played_by(RemoteLikeEngine, monkeypatch)
     changes = {"training__steps": STEPS, "staleness__max_staleness": BOUND, "evaluation__every": 2}
     folder = run(tiny_run, tmp_path / "beside", "async", **changes)
@@ -134,7 +134,7 @@ class RefusingEngine(RemoteLikeEngine):
         await super().load_weights(version, changed)
 
 
-def test_weights_that_are_not_those_sent_stop_the_run_from_beside_a_step(tiny_run, tmp_path, monkeypatch):
+def test_wrong_weights_in_a_background_transfer_stop_the_run(tiny_run, tmp_path, monkeypatch):
     played_by(RefusingEngine, monkeypatch)
     (tmp_path / "refused").mkdir()
     said = ludus(*words(tiny_run, tmp_path / "refused", "async", training__steps=STEPS))
@@ -152,7 +152,7 @@ class BreakingEngine(RemoteLikeEngine):
         await LocalEngine.load_weights(self, version, state)
 
 
-def test_whatever_a_transfer_meets_ends_a_run_that_waits_for_it(tiny_run, tmp_path, monkeypatch):
+def test_background_transfer_error_stops_a_run_waiting_for_it(tiny_run, tmp_path, monkeypatch):
     played_by(BreakingEngine, monkeypatch)
     (tmp_path / "broken").mkdir()
     changes = {"training__steps": STEPS, "staleness__max_staleness": 0}
@@ -168,7 +168,7 @@ class SlowEngine(RemoteLikeEngine):
         await LocalEngine.load_weights(self, version, state)
 
 
-def test_what_the_learner_waits_for_is_in_the_seconds_of_the_step(tiny_run, tmp_path, monkeypatch):
+def test_step_timings_include_waits_for_rewards_and_transfers(tiny_run, tmp_path, monkeypatch):
     """For the rewards that settings add, and for a transfer that an evaluation waits for."""
     credit = RolloutCollector.make_samples
 

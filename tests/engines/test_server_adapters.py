@@ -83,7 +83,7 @@ def test_clients_choose_an_adapter_by_the_models_name(served, base, folder):
     assert "'mine' is not served; available" in post(served, "/v1/completions", 404, model="mine", **asked)
 
 
-def test_a_version_taken_in_place_reaches_the_next_token(served, base, folder, tmp_path):
+def test_replacing_an_adapter_in_place_affects_a_running_request(served, base, folder, tmp_path):
     write_adapter(tmp_path / "b", factors(adapted(base, 2)), SCALING)
     load = {"lora_name": "mine", "lora_path": str(folder)}
     post(served, "/v1/load_lora_adapter", **load)
@@ -117,7 +117,7 @@ def test_a_version_taken_in_place_reaches_the_next_token(served, base, folder, t
         ({"r": "many"}, "not a valid adapter configuration"),
     ],
 )
-def test_an_adapter_that_is_not_what_it_says_is_refused(served, folder, change, words):
+def test_adapter_with_mismatched_or_unsupported_config_is_rejected(served, folder, change, words):
     path = folder / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     assert words in post(served, "/v1/load_lora_adapter", 400, lora_name="x", lora_path=str(folder))
@@ -141,7 +141,7 @@ def test_adapters_that_are_missing_broken_or_foreign_are_refused(served, base, f
     assert "adapter at" in post(served, load, 400, lora_name="x", lora_path=str(folder))
 
 
-def test_what_is_written_is_read_by_peft_and_back(base, folder):
+def test_written_adapter_is_readable_by_peft_and_read_adapter(base, folder):
     from peft import PeftModel
 
     made = adapted(base, 1)
@@ -171,7 +171,7 @@ def test_a_digest_covers_base_factors_and_scaling(base):
     assert len({right, scaled, plain}) == 3
 
 
-def test_a_server_without_lora_says_what_to_start_it_with(base, served):
+def test_error_for_server_without_lora_lists_required_startup_options(base, served):
     class NoLoraServer(Fake):
         def answer(self, path, body):
             if "lora" in path:
@@ -192,7 +192,7 @@ def test_a_server_without_lora_says_what_to_start_it_with(base, served):
 
 
 @pytest.mark.fault
-def test_an_adapter_comes_back_after_a_restart_of_the_server(base):
+def test_adapter_is_reloaded_after_a_server_restart(base):
     made = adapted(base, 1)
     first = start_server("--control")
     second = None
@@ -245,7 +245,7 @@ def test_a_run_with_adapters_through_a_server_is_that_of_the_embedded_engine(tmp
     assert all(row["sync/probe_gap"] < 1e-4 for row in rows)
 
 
-def test_weights_lie_in_shared_memory_where_there_is_room(tmp_path, monkeypatch):
+def test_weight_folder_uses_shared_memory_if_space_suffices_otherwise_disk(tmp_path, monkeypatch):
     shared, disk = tmp_path / "shm", tmp_path / "disk"
     shared.mkdir()
     disk.mkdir()
@@ -273,7 +273,7 @@ def test_missing_or_invalid_weights_are_reported(tmp_path):
         read_weights(tmp_path)
 
 
-def test_what_a_killed_process_left_in_shared_memory_goes(tmp_path):
+def test_shared_memory_folder_of_a_killed_process_is_removed(tmp_path):
     code = (
         "import os, sys; from pathlib import Path\n"
         "from ludus.engines.remote.weight_folder import WeightFolder\n"
@@ -288,7 +288,7 @@ def test_what_a_killed_process_left_in_shared_memory_goes(tmp_path):
     shelf.close()
 
 
-def test_the_labels_of_the_newest_versions_alone_stay_known():
+def test_only_labels_of_the_newest_versions_are_accepted():
     sent = WeightPublisher(VllmApi(), [], RemoteEngineSettings(), "trainer", reports_versions=True)
     for version in range(KNOWN_LABELS + 5):
         sent.follow(version, None)

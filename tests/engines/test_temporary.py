@@ -37,7 +37,7 @@ def left(tmp_path):
     return folder
 
 
-def test_what_a_killed_process_left_goes_with_the_next_folder(left, tmp_path, monkeypatch):
+def test_temporary_folder_of_a_killed_process_is_removed_by_the_next(left, tmp_path, monkeypatch):
     other = TemporaryFolder("ludus-other-", tmp_path)
     assert left.is_dir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

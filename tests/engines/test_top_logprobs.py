@@ -72,7 +72,7 @@ def test_the_engine_returns_the_most_likely_tokens_of_the_tempered_distribution(
         assert temperature > 0 or found[0] == (token, logprob)
 
 
-def test_cuts_and_guides_leave_the_alternatives_as_they_are():
+def test_top_k_and_guides_do_not_change_top_logprobs():
     free = SamplingParams(temperature=0.0, max_new_tokens=1, top_logprobs=20)
     cut = replace(free, temperature=1.0, top_k=1)
     guided = replace(free, guide=Guide("regex", "[ab]{3}"))
@@ -81,7 +81,7 @@ def test_cuts_and_guides_leave_the_alternatives_as_they_are():
     assert led.tokens != plain.tokens
 
 
-def test_asking_changes_nothing_and_only_who_asks_gets_them():
+def test_top_logprobs_are_returned_only_on_request_without_changing_sampling():
     asked = [
         Request(f"e{i}", PROMPT[: 2 + i], SamplingParams(max_new_tokens=10, seed=i, temperature=t, top_k=k))
         for i, (t, k) in enumerate(((0.0, 0), (0.5, 9), (1.0, 0), (0.0, 0), (0.5, 0)))
@@ -142,7 +142,7 @@ def test_scores_that_new_weights_interrupt_are_counted_once():
     assert len(whole[0]) == len(whole[1]) == len(tokens)
 
 
-def test_a_stream_gives_each_token_its_own():
+def test_streamed_pieces_carry_the_top_logprobs_of_their_tokens():
     request = Request("a", PROMPT, SamplingParams(max_new_tokens=120, seed=1, top_logprobs=3))
 
     async def work(engine):
@@ -159,7 +159,7 @@ def test_a_stream_gives_each_token_its_own():
     st.lists(st.lists(st.sampled_from([-math.inf, -3.0, -2.0, -1.0]), min_size=9, max_size=9), min_size=1, max_size=4),
     st.data(),
 )
-def test_equals_come_by_their_ids_and_what_cannot_be_is_left_out(table, data):
+def test_top_tokens_order_ties_by_id_and_omit_impossible_tokens(table, data):
     nums = data.draw(st.lists(st.integers(0, 12), min_size=len(table), max_size=len(table)).filter(any))
     found = top_tokens(torch.tensor(table), nums)
     assert found == [by_hand(row, num) for row, num in zip(table, nums, strict=True)]
@@ -184,7 +184,7 @@ def test_more_than_twenty_are_refused(num):
         with_engine(lambda engine: engine.score_top(PROMPT, num))
 
 
-def test_a_script_has_no_alternative_but_its_own_word():
+def test_scripted_engine_top_logprobs_contain_only_the_returned_token():
     engine = ScriptedEngine({"a": ["ab", "ab"]}, byte_tokenizer(), 0)
 
     async def run():

@@ -106,7 +106,7 @@ def case(vllm):
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_vllm_conforms(case, check):
+def test_vllm_passes_the_engine_conformance_checks(case, check):
     async def run():
         await check(case)
         for replica in case.engine._replicas:
@@ -115,7 +115,7 @@ def test_vllm_conforms(case, check):
     asyncio.run(run())
 
 
-def test_a_run_trains_against_vllm_and_its_weights_are_proved(vllm, tmp_path):
+def test_training_against_vllm_verifies_transferred_weights(vllm, tmp_path):
     run = {"training__steps": "2", "rollout__reproducible": "false", "engine__url": URL}
     assert main(["train", "search", *words(tmp_path / "run", **run)]) == 0
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

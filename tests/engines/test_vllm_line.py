@@ -61,7 +61,7 @@ def send(server, *states, **settings):
 
 
 @pytest.mark.parametrize("delta", [False, True])
-def test_weights_reach_the_model_whole_with_the_head_of_a_tied_one(delta):
+def test_vllm_model_receives_all_weights_including_the_tied_head(delta):
     server, later = Vllm(), {name: tensor.clone() for name, tensor in STATE.items()}
     later["model.norm.weight"][2] = 3.0
     send(server, STATE, later, delta=delta)
@@ -88,7 +88,7 @@ def test_servers_with_another_api_receive_no_broadcast():
         (object(), "no method ludus_join_weight_group"),
     ],
 )
-def test_an_error_of_a_worker_is_raised_with_its_message(worker, words):
+def test_worker_error_is_raised_with_its_message(worker, words):
     server = Vllm(worker=worker)
     with pytest.raises(EngineError, match=words) as caught:
         send(server, STATE, timeout_s=3)

@@ -43,11 +43,11 @@ def stock(monkeypatch):
     return build_world(config.env, config.rollout)
 
 
-def test_it_stays_short():
+def test_example_file_has_at_most_60_lines():
     assert FILE.read_text("utf-8").count("\n") <= 60
 
 
-def test_its_rewards_and_splits_are_in_order(stock):
+def test_example_rewards_are_valid_and_splits_have_enough_tasks(stock):
     check_rewards(stock.rewards)
     tasks = [task for split in stock.splits for task in stock.tasks(split)]
     assert len({task.id for task in tasks}) == len(tasks) == 8 * 12
@@ -66,7 +66,7 @@ def test_looking_solves_every_held_out_task(stock):
         assert (episode.stop_reason, episode.reward) == (StopReason.ANSWERED, 1.0)
 
 
-def test_a_wrong_answer_earns_nothing_and_a_wrong_call_returns_an_error(stock):
+def test_wrong_answer_earns_zero_and_wrong_tool_call_returns_error(stock):
     task = stock.tasks("test")[0]
     lines = [call("look", thing="unicorns", place="Oslo"), call("look", thing="nails"), "many"]
     episode = play(scripted(lines), world=stock, task=task)
@@ -74,7 +74,7 @@ def test_a_wrong_answer_earns_nothing_and_a_wrong_call_returns_an_error(stock):
     assert episode.reward == 0.0
 
 
-def test_demonstrations_are_of_training_tasks_and_half_of_them_guess(stock):
+def test_demonstrations_use_training_tasks_and_half_of_them_guess(stock):
     shown = list(islice(stock.demonstrations(seed=1), 400))
     truths = {task.prompt[0]["content"]: task.truth for task in stock.tasks("train")}
     looked = [d for d in shown if len(d.messages) == 4]
@@ -89,7 +89,7 @@ def test_demonstrations_are_of_training_tasks_and_half_of_them_guess(stock):
     assert shown != list(islice(stock.demonstrations(seed=2), 400))
 
 
-def test_the_way_of_its_docstring_runs(tmp_path, monkeypatch):
+def test_commands_of_the_example_docstring_run(tmp_path, monkeypatch):
     """`ludus sft` from scratch, then `ludus train` on its checkpoint, both as small as they get."""
     monkeypatch.chdir(ROOT)
     tiny = [word for key, value in TINY.items() for word in (f"--{key}", value)]
@@ -171,7 +171,7 @@ async def slowly(text: str) -> str:
 @pytest.mark.parametrize(
     ("used", "arguments", "said"), [(double, {"number": 4}, "8"), (slowly, {"text": "Ü"}, "Ü, later")]
 )
-def test_a_demonstrated_call_says_what_the_tool_says(used, arguments, said):
+def test_demonstrated_call_contains_the_tool_output(used, arguments, said):
     asked, answered = call_and_result(used, arguments, turn=2)
     (made,) = asked["tool_calls"]
     assert made["function"]["name"] == answered["name"] == used.name

@@ -129,7 +129,7 @@ def test_two_worlds_of_one_name_are_refused():
         ),
     ],
 )
-def test_worlds_that_cannot_be_built_are_named(recipe, words, said):
+def test_invalid_mixture_members_raise_error_naming_the_cause(recipe, words, said):
     for command in (("env", "show"), ("config",)):
         assert said in refused(*command, recipe, *words.split())
 
@@ -143,7 +143,7 @@ def test_worlds_that_cannot_be_built_are_named(recipe, words, said):
     st.integers(1, 12),
     st.integers(1, 8),
 )
-def test_every_pool_keeps_to_its_share_at_every_position(weights, chunk, num_chunks):
+def test_pool_counts_stay_within_one_of_their_share_at_every_position(weights, chunk, num_chunks):
     shares = Shares([pool(str(i), *pair) for i, pair in enumerate(weights)], chunk, num_chunks)
     counts: Counter[int] = Counter()
     sums = [0.0] * len(weights)
@@ -183,7 +183,7 @@ def test_a_world_with_too_few_tasks_for_a_step_is_refused():
 # the world
 
 
-def test_tasks_are_named_after_their_worlds_and_given_back_whole(world):
+def test_mixed_tasks_are_prefixed_by_world_and_restored_to_the_originals(world):
     tasks = world.tasks("test")
     assert [task.id.partition("/")[0] for task in tasks[:4]] == ["prices", "games", "prices", "games"]
     assert tasks[0].tags["family"].startswith("prices/")
@@ -195,7 +195,7 @@ def test_tasks_are_named_after_their_worlds_and_given_back_whole(world):
     assert {task.tags["world"] for task in world.tasks("composition")} == {"games"}
 
 
-def test_an_episode_is_the_worlds_own(world):
+def test_mixed_episode_uses_the_environment_of_its_own_world(world):
     price, game = world.tasks("train")[:2]
     shop, guess = world.environment(price), world.environment(game)
     assert [tool.name for tool in shop.tools] == ["look"]
@@ -232,7 +232,7 @@ def solve(task):
     return Trajectory(task.id, 0, (Segment("action", (1,)),), messages, StopReason.ANSWERED, tags=task.tags)
 
 
-def test_rewards_are_those_of_the_worlds_on_one_scale(world):
+def test_mixed_rewards_combine_member_outcomes_on_one_scale(world):
     price, game = world.tasks("train")[:2]
     assert [part.name for part in world.rewards] == ["solved", "prices/f1", "prices/well_formed"]
     bought, won = (score(world.rewards, task, solve(task)) for task in (price, game))
@@ -266,7 +266,7 @@ def test_several_outcomes_and_heavy_ones_come_to_the_same_scale():
     assert found.reward == pytest.approx((3 * 0.5 + 1 + 0.4) / 4)
 
 
-def test_an_outcome_above_1_makes_up_for_no_other():
+def test_outcome_above_one_does_not_compensate_for_a_failed_outcome():
     rewards = [Reward("a", lambda task, t: 3.0, outcome=True), Reward("b", lambda task, t: 0.0, outcome=True)]
     mixed = MixedWorld((MixtureMember("odd", one_world("odd", rewards), load_config(None).rollout),))
     (task,) = mixed.tasks("train")
@@ -289,7 +289,7 @@ def test_demonstrations_come_by_the_weights(world):
         next(silent.demonstrations(0))
 
 
-def test_each_world_has_its_own_bounds(world, recipe):
+def test_each_mixed_world_uses_its_own_turn_and_token_limits(world, recipe):
     config = load_config(recipe)
     play = SamplingPlan("train", 1.0, 0)
     price, game = world.tasks("train")[:2]
@@ -373,7 +373,7 @@ def test_shaping_of_several_worlds_does_not_add_up():
 # runs
 
 
-def test_a_run_reports_its_worlds_separately(run):
+def test_mixture_run_reports_metrics_per_world(run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
         assert row["env/prices/share"] == pytest.approx(2 / 3)
@@ -393,7 +393,7 @@ def test_a_run_reports_its_worlds_separately(run):
     )
 
 
-def test_a_run_goes_on_bit_for_bit(run, tmp_path):
+def test_resumed_mixture_run_is_bitwise_identical(run, tmp_path):
     """From the checkpoint of its first step, as after a kill."""
     again = copy_run(run, tmp_path)
     shutil.rmtree(again / "checkpoints" / "step-000002")

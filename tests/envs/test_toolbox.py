@@ -90,7 +90,7 @@ def test_calls_that_cannot_run_say_why(asked, status, words):
     assert can_be_shown(outcome)
 
 
-def test_the_words_of_a_validator_are_made_fit_to_be_shown():
+def test_unprintable_characters_in_validator_messages_are_replaced():
     def refuse(value: str) -> str:
         raise ValueError("never\x00")
 
@@ -103,7 +103,7 @@ def test_the_words_of_a_validator_are_made_fit_to_be_shown():
     assert "never\ufffd" in outcome.output
 
 
-def test_without_tools_the_error_says_so():
+def test_unknown_tool_error_reports_that_there_are_no_tools():
     (outcome,) = run([], ask("search"))
     assert outcome.output == "Error: there is no tool 'search'. Tools: none."
 
@@ -160,7 +160,7 @@ def test_whatever_a_tool_raises_is_an_observation(fault, is_async):
     assert can_be_shown(outcome)
 
 
-def test_the_words_of_an_error_are_kept_and_missing_ones_are_no_trouble():
+def test_describe_error_keeps_the_message_and_tolerates_a_missing_one():
     assert describe_error(ValueError("bad")) == "ValueError: bad"
     assert describe_error(SystemExit(3)) == "SystemExit: 3"
     assert describe_error(KeyboardInterrupt()) == "KeyboardInterrupt"
@@ -202,7 +202,7 @@ def test_whatever_a_tool_returns_becomes_text(value, shown, is_async):
 
 @pytest.mark.parametrize("value", [10**5000, UnprintableResult()], ids=["number", "object"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
-def test_what_has_no_text_is_an_observation_too(value, is_async):
+def test_unprintable_tool_result_returns_an_error_observation(value, is_async):
     async def coroutine() -> str:
         return value
 
@@ -211,7 +211,7 @@ def test_what_has_no_text_is_an_observation_too(value, is_async):
     assert outcome.output.startswith("Error: ")
 
 
-def test_a_plain_function_that_makes_a_coroutine_says_how_to_mend_it():
+def test_sync_tool_returning_a_coroutine_reports_missing_async():
     async def inner():
         return "x"
 
@@ -234,7 +234,7 @@ def test_the_bound_itself_is_not_too_long(length, truncated):
     assert outcome.output.count("x") == min(length, 16)
 
 
-def test_errors_are_cut_as_well():
+def test_error_outputs_are_truncated_to_the_limit():
     def fail() -> str:
         raise ValueError("x" * 1_000_000)
 
@@ -312,7 +312,7 @@ def test_one_call_that_hangs_leaves_the_others_their_outputs():
     assert outcomes[1].seconds >= 0.05
 
 
-def test_a_coroutine_that_refuses_to_be_cancelled_is_left_alone():
+def test_tool_ignoring_cancellation_times_out_after_one_cancel():
     async def run_it():
         refuses.over, refuses.num_cancelled = asyncio.Event(), 0
         (outcome,) = await ToolExecutor([tool_of(refuses)], QUICK).run(action(ask()))
@@ -326,7 +326,7 @@ def test_a_coroutine_that_refuses_to_be_cancelled_is_left_alone():
     assert refused == 1
 
 
-def test_the_tools_own_deadline_goes_before_that_of_the_rollout():
+def test_tool_timeout_overrides_the_rollout_timeout():
     patient = tool_of(never, timeout_s=0.01)
     (outcome,) = run([patient], ask(), limits=PATIENT)
     assert outcome.output == "Error: it took longer than 0.01 s."
@@ -371,7 +371,7 @@ def test_the_bound_on_a_tool_holds_over_all_episodes():
     assert most_at_once(0) == 6
 
 
-def test_a_call_past_its_deadline_releases_its_slot():
+def test_timed_out_call_releases_its_concurrency_slot():
     stuck = threading.Event()
 
     def may_hang(hangs: bool) -> str:
@@ -394,7 +394,7 @@ def test_waiting_for_a_place_counts_towards_the_deadline():
     assert [o.status for o in outcomes] == [ToolStatus.TIMED_OUT] * 2
 
 
-def test_cancelling_the_episode_cancels_its_calls():
+def test_cancelling_the_episode_cancels_its_tool_calls():
     begun, ended = [], []
 
     async def work() -> str:
@@ -487,7 +487,7 @@ def test_a_malformed_call_is_an_observation_and_no_answer(text):
     assert renderer().observation(result.messages)
 
 
-def test_good_calls_run_beside_malformed_ones():
+def test_valid_calls_run_alongside_malformed_ones():
     result = step(call("echo", text="kept") + "<tool_call>{</tool_call>", echo)
     assert [(o.status, o.output.partition(":")[0]) for o in result.outcomes] == [
         (ToolStatus.OK, "kept"),
@@ -495,7 +495,7 @@ def test_good_calls_run_beside_malformed_ones():
     ]
 
 
-def test_an_outcome_is_timed_and_the_time_is_no_part_of_what_the_model_sees():
+def test_tool_outcome_records_seconds_outside_the_output():
     outcome = run_one(lambda: "x")
     assert outcome.seconds > 0
     assert outcome.output == "x"

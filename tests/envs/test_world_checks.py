@@ -60,18 +60,18 @@ def test_all_worlds_are_looked_at():
 
 
 @pytest.mark.parametrize("case", QUICK)
-def test_a_world_pays_no_cheat(case):
+def test_world_rewards_no_cheating_agent(case):
     assert_sound(check(*QUICK[case]))
 
 
 @pytest.mark.scale
 @pytest.mark.parametrize("case", SLOW)
-def test_a_world_with_programs_or_many_tasks_pays_no_cheat(case):
+def test_world_with_programs_or_many_tasks_rewards_no_cheating_agent(case):
     assert_sound(check(*SLOW[case]))
 
 
 @pytest.mark.parametrize("name", ["math", "sql"])
-def test_right_answers_in_other_words_are_right(name):
+def test_paraphrased_correct_answers_are_rewarded(name):
     config = load_config(name, {"sql": ["--env.settings.tasks", "300"]}.get(name, []))
     world = build_world(config.env, config.rollout, config.sandbox)
     tasks = world.tasks("test")[:60]

@@ -36,7 +36,7 @@ def said(lines: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", WORLDS)
-def test_the_page_of_a_world_describes_its_parts_and_shows_an_episode(name):
+def test_world_page_has_all_sections_and_an_episode_transcript(name):
     text = page(name)
     for part, pattern in SECTIONS.items():
         assert re.search(rf"^\*\*{pattern}", text, re.M), part
@@ -48,7 +48,7 @@ REPORTED = ("code", "functions", "math", "sql", "swe", "terminal")
 
 
 @pytest.mark.parametrize("name", REPORTED)
-def test_the_tables_of_a_page_are_those_of_the_world(name):
+def test_world_page_tables_match_the_difficulty_report(name):
     """Those of the world with its default settings."""
     config = load_config(None, ["--env.name", name])
     told = build_world(config.env, config.rollout, config.sandbox).difficulty_report()

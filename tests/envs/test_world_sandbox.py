@@ -95,7 +95,7 @@ def vars_of(settings):
     return dataclasses.asdict(settings)
 
 
-def test_the_defaults_of_the_section_are_those_of_the_sandbox():
+def test_sandbox_config_defaults_match_the_sandbox_settings():
     assert sandbox_settings(SandboxConfig()) == SandboxSettings()
 
 

@@ -90,25 +90,25 @@ def paid(report):
     }
 
 
-def test_a_sound_world_has_no_problems_and_its_demonstrations_succeed():
+def test_sound_world_passes_the_check_and_its_demonstrations_succeed():
     report = check_world(world(exact), PLAN)
     assert report.problems == []
     shown = next(row for row in report.rows if row.agent.name == "demonstrations")
     assert (shown.num_successes, len(shown.plays), shown.mean_reward) == (8, 8, 1.0)
 
 
-def test_a_reward_that_searches_everywhere_pays_a_repeated_prompt():
+def test_substring_reward_is_reported_for_paying_the_echo_agent():
     report = check_world(world(contained), PLAN)
     assert paid(report) >= {"echo", "keywords"}
     assert "echo (repeats the prompt) is rewarded on task 't0' and 7 more" in report.problems[0]
 
 
-def test_a_reward_for_an_empty_answer_pays_null():
+def test_reward_for_an_empty_answer_pays_the_null_agent():
     assert "null" in paid(check_world(world(anything), PLAN))
     assert "null" not in paid(check_world(world(exact), PLAN))
 
 
-def test_where_doing_nothing_is_right_a_cheat_may_be_paid_and_is_counted_apart():
+def test_null_agent_success_is_excused_on_tasks_solved_by_inaction():
     sound = world(lambda task, t: float(t.answer == task.truth), ("",) * 2 + ("bee", "cow"), null=(0, 1))
     report = check_world(sound, PLAN)
     null = report.rows[0]
@@ -119,12 +119,12 @@ def test_where_doing_nothing_is_right_a_cheat_may_be_paid_and_is_counted_apart()
     assert "is rewarded on task 't0' and 1 more" in unmarked.problems[0]
 
 
-def test_one_frequent_answer_is_found_and_a_fair_coin_is_not():
+def test_majority_answer_is_reported_unless_answers_are_balanced():
     assert paid(check_world(world(exact, ("yes",) * 19 + ("no",)), CheckPlan())) == {"majority answer"}
     assert paid(check_world(world(exact, ("yes", "no") * 10), CheckPlan())) == set()
 
 
-def test_an_oracle_that_is_not_paid_is_found_with_its_task():
+def test_unrewarded_oracle_is_reported_with_its_task():
     lists = {"train": tasks(("ant", "bee", "cow"))}
     rewards = [Reward("right", exact, outcome=True)]
     sound = Expert("shown", lists, (), rewards)
@@ -133,7 +133,7 @@ def test_an_oracle_that_is_not_paid_is_found_with_its_task():
     assert check_world(wrong, PLAN).problems == ["The agent oracle is not rewarded on task 't1'."]
 
 
-def test_demonstrations_of_which_none_is_paid_are_found():
+def test_demonstrations_without_any_reward_are_reported():
     assert "No demonstration is rewarded, for example task 't0'." in check_world(world(never), PLAN).problems
 
 
@@ -149,7 +149,7 @@ def run(code: str) -> str:
     return "passed" if "exit(0)" in code else "failed"
 
 
-def test_an_exit_that_counts_as_a_pass_is_found():
+def test_rewarded_exit_zero_is_reported():
     assert "exit-0" in paid(check_world(world(says_passed, tools=[run]), PLAN))
     assert [one.calls[0].name for one in run_program("exit-0", [run]) if one.calls] == ["run"]
 
@@ -157,7 +157,7 @@ def test_an_exit_that_counts_as_a_pass_is_found():
 @pytest.mark.parametrize(
     ("accepted", "name"), [("os._exit(0)", "exit-0"), ("sys.exit(0)", "sys-exit-0"), ('"PASS"', "prints-pass")]
 )
-def test_each_way_to_claim_success_is_tried_in_a_call_and_as_the_answer(accepted, name):
+def test_success_claims_are_tried_in_tool_calls_and_answers(accepted, name):
     def claims(task, trajectory):
         said = [call.arguments["code"] for call in calls_made(trajectory)]
         return float(accepted in trajectory.answer and any(accepted in code for code in said))
@@ -165,7 +165,7 @@ def test_each_way_to_claim_success_is_tried_in_a_call_and_as_the_answer(accepted
     assert paid(check_world(world(claims, tools=[run]), PLAN)) == {name}
 
 
-def test_tests_that_can_be_overwritten_are_found():
+def test_overwritable_test_files_are_reported():
     @tool
     def write_file(path: str, content: str) -> str:
         """Write a file, and run the tests."""
@@ -202,13 +202,13 @@ def test_without_a_tool_for_files_the_tests_are_overwritten_in_python_and_in_a_s
         assert (folder / "sitecustomize.py").read_text() == PROGRAMS["exit-0"]
 
 
-def test_a_cheat_that_earns_a_small_share_of_a_graded_outcome_is_found():
+def test_cheat_earning_a_fifth_of_a_graded_outcome_is_reported():
     for share, found in ((0.05, set()), (0.2, {"null"})):
         reward = lambda task, t, share=share: share * (not t.answer)  # noqa: E731
         assert paid(check_world(world(reward), PLAN)) == found
 
 
-def test_what_cheats_earn_by_their_form_is_reported_and_refused_nowhere():
+def test_format_reward_earned_by_cheats_is_reported_without_failing_the_check():
     made = tasks(("ant", "bee"))
     outcome = Reward("right", exact, outcome=True)
     free = Reward("form", well_formed, weight=0.2)
@@ -220,7 +220,7 @@ def test_what_cheats_earn_by_their_form_is_reported_and_refused_nowhere():
     assert check_world(ToolWorld("gated", {"train": made}, (), [outcome, gated]), PLAN).shaped == {}
 
 
-def test_random_arguments_fit_what_the_tool_takes():
+def test_random_arguments_match_the_tool_schema():
     import random
     from typing import Literal
 
@@ -318,7 +318,7 @@ def make_world(settings, limits):
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_a_check_ends_where_rewards_are_late_and_names_the_place(tmp_path, processes):
+def test_check_aborts_on_reward_timeouts_and_reports_their_location(tmp_path, processes):
     file = tmp_path / "slow.py"
     file.write_text(SLOW)
     words = ("--rollout.reward_timeout_s", "1", "--rollout.reward_processes", processes)
@@ -329,7 +329,7 @@ def test_a_check_ends_where_rewards_are_late_and_names_the_place(tmp_path, proce
         assert "slow.py, line" in said
 
 
-def test_training_does_not_begin_where_rewards_are_late(tmp_path):
+def test_reward_timeouts_prevent_training_from_starting(tmp_path):
     file = tmp_path / "slow.py"
     file.write_text(SLOW)
     config = load_config(None, ["--env.name", str(file), "--rollout.reward_timeout_s", "1"])
@@ -374,7 +374,7 @@ def test_a_verdict_that_is_drawn_and_a_graded_one_are_noticed():
     assert card.is_graded
 
 
-def test_accepted_spellings_and_the_words_of_a_world_are_tried():
+def test_check_tries_accepted_answer_spellings_and_paraphrases_of_the_world():
     def show(seed):
         yield (*made.prompt, Message(role="assistant", content="NYC"))
 
@@ -420,11 +420,11 @@ def test_alternative_solutions_are_checked():
         ("Set user_id_4 at 10:45.", "Set order_id at 9:00."),
     ],
 )
-def test_tasks_that_differ_in_names_and_numbers_are_one(one, other):
+def test_tasks_differing_only_in_names_or_numbers_have_equal_forms(one, other):
     assert form_of(one) == form_of(other)
 
 
-def test_tasks_that_differ_in_words_are_two():
+def test_tasks_differing_in_wording_have_different_forms():
     assert form_of("Who runs Rome?") != form_of("Who left Rome?")
     assert form_of("I don't pay 3. It's late") != form_of("I don't pay 3. It's early")
 
@@ -442,7 +442,7 @@ def make_world(settings, limits):
 """
 
 
-def test_the_command_prints_both_tables_and_refuses_a_world_that_pays(tmp_path):
+def test_check_command_prints_both_tables_and_rejects_an_exploitable_world(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text(BROKEN)
     said = ludus("env", "check", path, "--tasks", "5")
@@ -453,7 +453,7 @@ def test_the_command_prints_both_tables_and_refuses_a_world_that_pays(tmp_path):
     assert "The agent echo (repeats the prompt) is rewarded on task 'q" in said.err
 
 
-def test_a_check_that_is_passed_says_so_with_the_settings_given():
+def test_check_command_reports_success_with_custom_settings():
     said = ludus("env", "check", "guess", "--tasks", "5", "--env.settings", "{num_tasks = 20}")
     assert said.code == 0, said
     assert "would be refused" not in said.out
@@ -489,11 +489,11 @@ def test_show_prints_splits_tools_rewards_and_a_solution():
     assert ludus("env", "list").out.count("make_") == len(WORLDS)
 
 
-def test_show_says_no_such_thing_of_a_world_with_an_expert():
+def test_show_lists_demonstrations_as_cold_start_for_math():
     assert "  cold start: demonstrations\n" in ludus("env", "show", "math").out
 
 
-def test_show_prints_how_many_tasks_differ_and_what_baselines_solve():
+def test_show_prints_distinct_task_counts_and_baseline_results():
     settings = ("--env.settings", "{tasks = 40, levels = [1, 2]}")
     shown = ludus("env", "show", "sql", *settings).out
     assert "Settings of sql and the command line: " in shown
@@ -504,7 +504,7 @@ def test_show_prints_how_many_tasks_differ_and_what_baselines_solve():
     assert [line.split()[0] for line in told[7:9]] == ["1", "2"]
 
 
-def test_training_stops_before_it_writes_anything(tmp_path):
+def test_training_on_an_exploitable_world_stops_before_writing_files(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text(BROKEN)
     folder = tmp_path / "run"
@@ -536,7 +536,7 @@ class Judged(ToolEnv):
 
 
 @pytest.mark.parametrize(("verdicts", "num"), [([1.0], 0), ([1.0, 1.0, 0.0], EPISODES)])
-def test_what_an_environment_graded_at_its_end_is_graded_again(monkeypatch, verdicts, num):
+def test_check_regrades_verdicts_made_by_the_environment(monkeypatch, verdicts, num):
     def reported(task, trajectory):
         return float(trajectory.outcomes[-1].output) if trajectory.outcomes else 0.0
 
@@ -559,7 +559,7 @@ SHIPPED = ("code", "functions", "guess", "math", "mixed", "search", "sql", "term
 
 @pytest.mark.scale
 @pytest.mark.parametrize("name", SHIPPED)
-def test_the_worlds_that_ship_pass_their_own_check(name):
+def test_shipped_worlds_pass_the_env_check(name):
     said = ludus("env", "check", name, "--tasks", "4")
     assert said.code == 0, said
     assert "rewards no agent that does not solve its tasks." in " ".join(said.out.split())

@@ -98,7 +98,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_planted_verifier_is_caught_by_the_row_that_is_there_for_it(name):
+def test_faulty_verifier_fails_its_dedicated_check_row(name):
     pays, row = BAD[name]
     world = planted(lambda task, text: right(task, text) or pays(task, text))
     tasks = sample_tasks(world, PLAN)
@@ -120,7 +120,7 @@ def test_a_verifier_that_refuses_the_answer_in_every_other_writing_is_caught():
     assert re.search(r"rejects \d+ of \d+ correct answers with other case", said[0])
 
 
-def test_the_report_counts_what_is_refused_though_right_and_paid_though_wrong():
+def test_report_counts_false_negatives_and_false_positives():
     same = (VerdictShare(0, 4),) * 2
     card = Scorecard(
         {"str": 4}, 0.1, 9.0, 9.0, 8, *same, VerdictShare(3, 4), VerdictShare(15, 16), VerdictShare(1, 40),

@@ -198,7 +198,16 @@ def test_hostile_text_is_displayed_and_never_executed(page, address):
 @pytest.mark.parametrize("width", [1280, 768, 390])
 def test_no_page_is_wider_than_the_window(browser, address, width, tmp_path):
     page = browser.new_page(viewport={"width": width, "height": 844})
-    for name in ("rollouts", "rollout/2", "rollout/2?view=tokens", "group/2", "compare", "timeline/2", "curves", "probes"):
+    for name in (
+        "rollouts",
+        "rollout/2",
+        "rollout/2?view=tokens",
+        "group/2",
+        "compare",
+        "timeline/2",
+        "curves",
+        "probes",
+    ):
         page.goto(f"{address}/#/{name}")
         page.wait_for_selector("main *")
         page.wait_for_timeout(400)

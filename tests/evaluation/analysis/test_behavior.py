@@ -44,7 +44,7 @@ def measured(*attempts):
 FOUND = call("search", "Hranice lies within Czechia", query="Hranice")
 
 
-def test_a_direct_solution_wastes_nothing():
+def test_direct_solution_has_no_wasted_calls_or_lucky_guesses():
     found = measured(attempt(FOUND, "Czechia", answers=("Czechia",)))
     assert (found["calls"], found["wasted_calls"], found["lucky_guesses"], found["call_position"]) == (1, 0, 0, 0)
     assert (found["response_words"], found["response_tokens"], found["reflection_words"]) == (1, 4, 0)
@@ -99,7 +99,7 @@ def test_an_argument_from_a_result_composes_tools():
     assert measured(attempt(FOUND, fresh, "Prague"))["composed_calls"] == 0
 
 
-def test_reflection_is_counted_per_thousand_words_and_calls_have_a_place():
+def test_reflection_rate_is_per_thousand_words_and_call_position_is_relative():
     late = attempt("Wait, let me check that again", FOUND, "Czechia")
     found = measured(late)
     assert found["reflection_words"] == pytest.approx(1000 * 2 / 7)

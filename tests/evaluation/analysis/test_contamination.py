@@ -47,7 +47,7 @@ def overlap(texts, training, n=8):
     return found
 
 
-def test_a_planted_copy_is_found_and_named_and_a_shared_template_is_not():
+def test_overlap_finds_a_planted_copy_but_not_a_shared_template():
     training = [question(100), f"Once: {QUESTIONS[7].upper()} And more.", question(101)]
     found = overlap(QUESTIONS, training)
     shares = found.shares()
@@ -57,7 +57,7 @@ def test_a_planted_copy_is_found_and_named_and_a_shared_template_is_not():
     assert found.examples.count("") == 39
 
 
-def test_a_quoted_part_is_a_share_and_a_paraphrase_is_not_found():
+def test_overlap_of_partial_quote_is_fractional_and_of_reordering_zero():
     part = " ".join(f"{letter}3" for letter in LETTERS[:9])
     shares = overlap(QUESTIONS, [part]).shares()
     assert shares[3] == pytest.approx(2 / 14)  # 2 of the 14 passages of 8 words that contain a word of the question
@@ -65,7 +65,7 @@ def test_a_quoted_part_is_a_share_and_a_paraphrase_is_not_found():
     assert overlap(QUESTIONS, [mixed]).shares().sum() == 0
 
 
-def test_short_tasks_are_found_as_a_whole_and_template_tasks_cannot_be_checked():
+def test_short_tasks_match_as_a_whole_and_template_tasks_are_unchecked():
     found = overlap(["What is 3 + 4?", "What is 5 + 4?", "", question(1)], ["... what is 3 4 and", "What is 5"], n=13)
     assert found.shares().tolist() == [1.0, 0.0, 0.0, 0.0]
     assert found.index.sizes.tolist()[:3] == [1, 1, 0]
@@ -88,7 +88,7 @@ def test_texts_of_tasks_hold_the_answer_and_leave_out_system_messages():
     assert dialogue_text(prompt).strip() == "How many?"
 
 
-def test_the_difference_of_two_rates_by_hand():
+def test_rates_difference_matches_the_published_newcombe_example():
     # Newcombe (1998), table II, example (a): 56/70 - 48/80 = 0.2 [0.0524, 0.3339]
     change, interval = rates_difference((48 / 80, wilson(48, 80)), (56 / 70, wilson(56, 70)))
     assert (change, interval.low, interval.high) == pytest.approx((0.2, 0.0524, 0.3339), abs=5e-5)

@@ -61,7 +61,7 @@ def evaluated(cost):
     return replace(result, cost=cost)
 
 
-def test_each_turn_counts_its_context_as_servers_do():
+def test_context_tokens_count_the_full_context_of_each_turn():
     assert context_tokens(EPISODES[0].trajectory) == (3 + 6, 3)
     branch = replace(EPISODES[0].trajectory, segments=(*CHAIN, Segment("action", (8, 9), 1, parent=2)))
     assert context_tokens(branch) == (3 + 6 + 6, 5)
@@ -76,7 +76,7 @@ def test_totals_are_divided_by_tasks_and_by_solved_tasks():
     assert "money" not in measure_cost(EPISODES, 3).per_task()
 
 
-def test_what_an_endpoint_does_not_report_is_unknown_and_turns_are_counted():
+def test_incomplete_endpoint_usage_makes_cost_unknown_but_counts_turns():
     episodes = [episode(1, segments=())]
     told = measure_cost(episodes, 1, TokenUsage(30, 5, 2, 2), TokenPrice(1.0, 1.0))
     assert (told.prompt_tokens, told.completion_tokens, told.turns) == (30, 5, 2)
@@ -101,7 +101,7 @@ def test_prices_are_read_by_the_name_of_the_model(tmp_path):
 
 
 @pytest.mark.parametrize("width", [60, 80])
-def test_no_number_is_cut_and_the_whole_table_is_in_markdown(width):
+def test_evaluation_tables_truncate_no_numbers_in_console_or_markdown(width):
     result = evaluated(EvaluationCost(4, 3, 123456789, 7654321, 4321, 1234, 98765.4, TokenPrice(2.5, 10)))
     data = evaluation_data(result)
     tables = list(evaluation_tables([result], ["won"]))
@@ -124,7 +124,7 @@ def test_no_number_is_cut_and_the_whole_table_is_in_markdown(width):
         assert [n for n in numbers if n not in file.getvalue()] == []
 
 
-def test_tags_and_stop_reasons_are_stored_and_old_files_have_none(tmp_path):
+def test_tags_and_stop_reasons_are_saved_and_optional_when_loading(tmp_path):
     result = evaluated(measure_cost(EPISODES, 3))
     path = save_evaluation(tmp_path, result, EPISODES)
     loaded = load_evaluation(path)

@@ -30,7 +30,7 @@ def measured(script, **options):
     return report, {row["reasoning"]: row for row in report.rows}
 
 
-def test_noise_reasoning_is_found_out():
+def test_report_detects_answers_independent_of_the_reasoning():
     report, rows = measured(noise)
     assert list(rows) == ["unmodified", "0%", "50%", "100%", "another task's"]
     assert all(row["success"].value == 1 for row in rows.values())

@@ -44,7 +44,7 @@ def test_paraphrases_of_a_file(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["no JSON", "[]", '{"task_id": "a"}', '{"task_id": "a", "prompt": 1}'])
-def test_bad_lines_are_named(line, tmp_path):
+def test_invalid_paraphrase_line_is_reported_with_its_number(line, tmp_path):
     (tmp_path / "bad.jsonl").write_text(f'{{"task_id": "a", "prompt": "b"}}\n{line}\n')
     with pytest.raises(UserError, match="line 2: not an object"):
         read_paraphrases(tmp_path / "bad.jsonl")
@@ -52,7 +52,7 @@ def test_bad_lines_are_named(line, tmp_path):
         read_paraphrases(tmp_path / "none.jsonl")
 
 
-def test_a_world_that_writes_its_own_prompts_is_refused():
+def test_world_that_writes_its_own_prompts_is_rejected():
     async def start(number):
         return [Message(role="user", content="Say 40.")]
 

@@ -29,7 +29,7 @@ def test_best_of_n_equals_the_mean_over_all_subsets(size):
     assert best_of(FIVE, size) == pytest.approx(expected)
 
 
-def test_majority_vote():
+def test_majority_vote_matches_hand_computed_values():
     assert vote(FIVE) == 1  # a: 2, b: 1, c: 1
     assert vote(FIVE[:2]) == 0.5  # a tie
     assert vote(FIVE[4:]) == 0  # no answer
@@ -46,7 +46,7 @@ def test_rows_with_limits():
     assert rows["any of (pass@k)", 5]["difference"].value == pytest.approx(0.6)
 
 
-def test_an_endpoint_without_tokens_has_no_rows_for_them():
+def test_attempts_without_token_counts_have_no_token_rows():
     bare = [replace(one, tokens=None, score=None) for one in FIVE]
     methods = {row["method"] for row in scaling_rows({"x": bare, "y": bare}, 0)}
     assert methods == {"turns at most", "majority of", "any of (pass@k)"}
@@ -59,6 +59,6 @@ def test_attempts_are_played():
 
 
 @pytest.mark.parametrize(("changes", "message"), [({"samples": 1}, "at least 2"), ({"samples": 2}, "temperature 0")])
-def test_bad_plans(changes, message):
+def test_invalid_scaling_plans_raise_error(changes, message):
     with pytest.raises(UserError, match=message):
         asyncio.run(measure_scaling(maker(lambda *_: ""), replace(PLAN, **changes)))

@@ -21,14 +21,14 @@ def views(*logits):
     return token_views(torch.tensor(logits), torch.zeros(len(logits), dtype=torch.int64))
 
 
-def test_views_by_hand():
+def test_views_match_hand_computed_values():
     found = views([math.log(0.5), math.log(0.25), math.log(0.25)], [0.0, -math.inf, -math.inf])
     assert found.top.tolist() == [0, 0]
     assert found.entropy.tolist() == pytest.approx([1.5 * math.log(2), 0.0])
     assert found.logprobs.tolist() == pytest.approx([math.log(0.5), 0.0])
 
 
-def test_forks_by_hand():
+def test_fork_counts_match_hand_computed_values():
     base, trained = views(SURE, UNSURE, SURE, SURE), views(SURE, [0.0, 2.0, 0.0], SURE, SURE)
     counts = count_forks(base, trained)
     assert (counts.tokens, counts.forks) == (4, 1)
@@ -72,7 +72,7 @@ def swapped(first, second):
     return report, {row["calls, answer"]: row for row in report.rows}
 
 
-def test_the_role_that_fails_is_found():
+def test_swapping_models_identifies_the_failing_role():
     _, rows = swapped(reads_well, calls_well)
     assert [rows[cell]["success"].value for cell in ("A, A", "A, B", "B, A", "B, B")] == [0, 0, 1, 0]
     assert rows["B, A"]["to A, A"].interval.low > 0
@@ -88,7 +88,7 @@ def test_equal_models_are_unchanged_and_readers_that_call_do_not_answer():
     assert len(report.notes) == 1
 
 
-def test_transfer_names_what_is_better_and_worse():
+def test_transfer_report_lists_improved_and_degraded_results():
     tasks = [f"t{i}" for i in range(40)]
     zero, one = dict.fromkeys(tasks, 0.0), dict.fromkeys(tasks, 1.0)
     low = {task: 1.0 + i / 100 for i, task in enumerate(tasks)}

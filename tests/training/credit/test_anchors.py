@@ -136,6 +136,14 @@ def test_gigpo_compares_turns_of_equal_states(given):
     assert not torch.allclose(found, grpo)
 
 
+def test_gigpo_compares_turns_without_a_state_with_no_other():
+    algorithm = replace(PRESETS["gigpo"], options=PartOptions(advantage={"gamma": 0.8, "weight": 0.5, "scale": "none"}))
+    unknown = (STATES[0], (), *STATES[2:])
+    found, _ = table(assign_credit([anchored(unknown)], algorithm))
+    apart, _ = table(assign_credit([anchored((STATES[0], ("x", "y", "z"), *STATES[2:]))], algorithm))
+    same(found, apart)
+
+
 def test_gigpo_without_anchors_equals_grpo():
     algorithm = replace(PRESETS["gigpo"], options=PartOptions(advantage={"weight": 7.0}))
     found, _ = table(assign_credit([anchored(((),) * 4)], algorithm))
