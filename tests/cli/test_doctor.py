@@ -165,6 +165,22 @@ def test_the_learner_cost_is_fitted_to_a_run(tmp_path):
     assert learner_cost(argparse.Namespace(costs=None, model=tmp_path / "x", endpoint=None)) is None
 
 
+def test_a_searched_prompt_is_compared_on_held_out_tasks(tiny_run):
+    words = ("--tasks", "4", "--attempts", "2", "--rollout.concurrency", "8", "--optimise-prompt", "12", "--json")
+    with serving(lambda body: Reply(say("```\nLook twice.\n```"))) as server:
+        said = ludus("doctor", WORLD, "--model", tiny_run, *words, "--reflection", server.url, "proposer")
+    report = json.loads(said.out)
+    assert report["optimised_prompt"] in ("Look first.", "Look twice.")
+    (row,) = [way for way in report["alternatives"] if way["name"] == "optimised prompt"]
+    assert row["gain_low"] <= row["gain_high"]
+    assert row["hours"] > 0
+    assert {request["model"] for request in server.requests} == {"proposer"}
+    asked = server.requests[0]["messages"][0]["content"]
+    assert "Look first." in asked
+    assert "The task was not solved. Rewards: " in asked
+    assert "What does " in asked
+
+
 def test_examples_follow_the_system_message():
     system, user, shown = ({"role": role, "content": role} for role in ("system", "user", "assistant"))
     assert with_examples((system, user), [[user, shown]]) == (system, user, shown, user)
@@ -179,6 +195,8 @@ def test_examples_follow_the_system_message():
         (("search", "--model", "x", "--attempts", "1"), "--attempts is 1."),
         (("search", "--model", "x", "--tasks", "1"), "--tasks is 1."),
         (("search", "--model", "x", "--few-shot", "-1"), "--few-shot or --price-per-hour is negative."),
+        (("search", "--model", "x", "--optimise-prompt", "9", "--tasks", "3"), "needs 4 tasks or more"),
+        (("search", "--model", "x", "--reflection", "http://h", "m"), "--reflection needs --optimise-prompt."),
         (("guess", "--model", "/no/such"), "does not exist"),
         (("guess", "--model", "x", "--costs", "/no/run"), "/no/run does not exist"),
     ],

@@ -11,6 +11,7 @@ from scipy.stats import beta as beta_distribution
 from ludus.config.load import load_config
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan
 from ludus.evaluation.readiness import (
+    PromptGains,
     alternatives,
     beta_share,
     fit_correlation,
@@ -127,14 +128,14 @@ def test_suggested_settings_keep_the_number_of_episodes_and_raise_a_limit_that_c
 
 def test_alternatives_are_bounds_hours_and_costs_and_unknown_otherwise():
     found, config = examined([0, 2]), load_config("search", [])  # 8 episodes in 36 s
-    by_name = {one.name: one for one in alternatives(found, config, 9.0, 2.0, Interval(-0.1, 0.2))}
+    by_name = {one.name: one for one in alternatives(found, config, 9.0, 2.0, PromptGains(Interval(-0.1, 0.2)))}
     rl, rft = by_name["RL"], by_name["RFT"]
     assert (rl.gain_low, rl.gain_high) == (None, 0.25)  # pass@4 is 1/2, success 1/4
     assert rl.hours == pytest.approx((80 * 96 * 4.5 + 80 * 9) / 3600)
     assert rl.cost == 2 * rl.hours
     assert (rft.hours, rft.cost) == (None, None)
     assert (by_name["few-shot prompt"].gain_low, by_name["few-shot prompt"].gain_high) == (-0.1, 0.2)
-    unknown = {one.name: one for one in alternatives(found, config, None, None, None)}
+    unknown = {one.name: one for one in alternatives(found, config, None, None, PromptGains())}
     assert (unknown["RL"].hours, unknown["few-shot prompt"].gain_low, unknown["prompt as is"].cost) == (None,) * 3
 
 

@@ -338,8 +338,17 @@ class Alternative:
     reason: str
 
 
+@dataclass(frozen=True)
+class PromptGains:
+    """Intervals of the gain in success by other prompts, None if not measured; `episodes` of the prompt search."""
+
+    few_shot: Interval | None = None
+    optimised: Interval | None = None
+    episodes: int = 0
+
+
 def alternatives(
-    found: Readiness, config: Config, learn_s: float | None, price: float | None, few_shot: Interval | None
+    found: Readiness, config: Config, learn_s: float | None, price: float | None, prompts: PromptGains
 ) -> list[Alternative]:
     """Return the ways to improve the success. `learn_s` is the learner's seconds of a step, `price` is per hour.
 
@@ -352,18 +361,22 @@ def alternatives(
     rft_h = found.speed.hours(rft.rounds * rft.tasks_per_round * rft.samples)
     rl_h = found.speed.hours(rl.steps * rl.prompts_per_step * config.algorithm.group_size)
     total_h = None if learn_s is None else rl_h + rl.steps * learn_s / 3600
-    low, high = (few_shot.low, few_shot.high) if few_shot else (None, None)
-    measured = "measured on held-out tasks, 95 % interval" if few_shot else "not measured; add --few-shot"
     bound = f"at most pass@{attempts} of these tasks without generalization"
     learner = "learner unknown" if learn_s is None else "with the learner"
 
     def priced(hours: float | None) -> float | None:
         return None if hours is None or price is None else hours * price
 
+    def of_prompt(name: str, gain: Interval | None, hours: float | None, option: str) -> Alternative:
+        if gain is None:
+            return Alternative(name, None, None, None, None, f"not measured; add {option}")
+        reason = "measured on held-out tasks, 95 % interval"
+        return Alternative(name, gain.low, gain.high, hours, priced(hours), reason)
+
     return [
         Alternative("prompt as is", 0.0, 0.0, 0.0, priced(0.0), "the measured success"),
-        Alternative("few-shot prompt", low, high, 0.0, priced(0.0), measured),
-        Alternative("optimised prompt", None, None, None, None, "missing: needs a prompt optimiser (gepa)"),
+        of_prompt("few-shot prompt", prompts.few_shot, 0.0, "--few-shot"),
+        of_prompt("optimised prompt", prompts.optimised, found.speed.hours(prompts.episodes), "--optimise-prompt"),
         Alternative("RFT", None, reach, None, None, f"{bound}; {rft_h:.2g} h of sampling, learner unknown"),
         Alternative("RL", None, reach, total_h, priced(total_h), f"{bound}; {rl_h:.2g} h of sampling, {learner}"),
     ]

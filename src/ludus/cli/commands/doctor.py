@@ -45,6 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--attempts", type=int, default=8, metavar="K", help="with --model: attempts per task (8)")
     shots = "with --model: measure a prompt with N solved attempts on held-out tasks"
     parser.add_argument("--few-shot", type=int, default=0, metavar="N", help=shots)
+    search = "with --model: search a system prompt with N episodes (GEPA), and measure it on held-out tasks"
+    parser.add_argument("--optimise-prompt", type=int, default=0, metavar="N", help=search)
+    proposes = "with --optimise-prompt: a server and its model that proposes prompts (the endpoint under test)"
+    parser.add_argument("--reflection", nargs=2, metavar=("URL", "NAME"), help=proposes)
     parser.add_argument("--costs", type=Path, metavar="RUN", help="with --model: a run to fit the learner's cost to")
     parser.add_argument("--price-per-hour", type=float, metavar="P", help="with --model: price of this machine")
     parser.add_argument("--steps", type=int, default=5, help="with RUN: read the rollouts of this many last steps (5)")

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from ludus.cli.arguments import check_run, model_settings, recipe_config
 from ludus.cli.evaluate.eval import EvalBackend, make_backend
+from ludus.cli.evaluate.prompt_gain import changed_tasks, optimised_prompt
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.tables import format_success
 from ludus.cli.ui.terminal import announce, bars, make_console, print_line, print_text
@@ -28,7 +29,15 @@ from ludus.envs.base import World
 from ludus.envs.registry import WORLDS, build_world, check_sandbox, closing, plugin_tools
 from ludus.errors import LudusError, UserError, WorldError, did_you_mean
 from ludus.evaluation.evaluate import Conditions, Evaluation, EvaluationPlan, check_split, evaluate
-from ludus.evaluation.readiness import LIMITS, Alternative, Readiness, alternatives, readiness, suggested_settings
+from ludus.evaluation.readiness import (
+    LIMITS,
+    Alternative,
+    PromptGains,
+    Readiness,
+    alternatives,
+    readiness,
+    suggested_settings,
+)
 from ludus.evaluation.stats import Interval, paired_difference
 from ludus.recipes import list_recipes
 from ludus.rewards.base import success
@@ -50,6 +59,14 @@ class _ServedModels(BaseModel):
 
 
 @dataclass(frozen=True)
+class MeasuredPrompts:
+    """The gains by other prompts, and the optimised system prompt if one was searched."""
+
+    gains: PromptGains
+    text: str | None = None
+
+
+@dataclass(frozen=True)
 class ReadinessReport:
     """The statistics, the estimated step, the suggested command and the alternatives, for printing and JSON."""
 
@@ -59,6 +76,7 @@ class ReadinessReport:
     command_note: str
     alternatives: Sequence[Alternative]
     notices: Sequence[str]
+    optimised_prompt: str | None = None
 
     def data(self) -> dict[str, object]:
         """Return everything as JSON values."""
@@ -81,6 +99,7 @@ class ReadinessReport:
             "command_note": self.command_note,
             "alternatives": [asdict(way) for way in self.alternatives],
             "notices": list(self.notices),
+            "optimised_prompt": self.optimised_prompt,
         }
 
 
@@ -93,12 +112,12 @@ def check_readiness(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     learner = learner_cost(args)
     announce(f"Building the world {config.env.name} and its tasks ...")
     world = checked_world(config)
-    found, few_shot, notices = asyncio.run(_measure(args, config, world, console))
+    found, prompts, notices = asyncio.run(_measure(args, config, world, console))
     episodes, tokens = config.algorithm.group_size * config.training.prompts_per_step, found.speed.tokens
     learn_s = None if learner is None or tokens is None else learner.seconds(tokens * episodes)
-    ways = alternatives(found, config, learn_s, args.price_per_hour, few_shot)
+    ways = alternatives(found, config, learn_s, args.price_per_hour, prompts.gains)
     command, note = suggested_command(args, found, config, overrides)
-    report = ReadinessReport(found, step_estimate(config, found, learn_s), command, note, ways, notices)
+    report = ReadinessReport(found, step_estimate(config, found, learn_s), command, note, ways, notices, prompts.text)
     if args.json:
         print(json.dumps(report.data(), indent=1))
     else:
@@ -112,6 +131,10 @@ def check_numbers(args: argparse.Namespace) -> None:
         raise UserError(f"--attempts is {args.attempts}.", "Pass rates of tasks need 2 or more.")
     if args.tasks < 2:
         raise UserError(f"--tasks is {args.tasks}.", "An interval needs 2 or more.")
+    if args.optimise_prompt < 0 or (args.optimise_prompt and args.tasks < 4):
+        raise UserError("--optimise-prompt needs 4 tasks or more.", "Raise --tasks.")
+    if args.reflection and not args.optimise_prompt:
+        raise UserError("--reflection needs --optimise-prompt.", "Add it, or remove --reflection.")
     if args.few_shot < 0 or (args.price_per_hour or 0) < 0:
         raise UserError("--few-shot or --price-per-hour is negative.", "Set 0 or more.")
 
@@ -167,12 +190,12 @@ def checked_world(config: Config) -> World:
 
 async def _measure(
     args: argparse.Namespace, config: Config, world: World, console: Console
-) -> tuple[Readiness, Interval | None, tuple[str, ...]]:
-    """Return the statistics, the gain by examples if --few-shot is set, and the server's notices."""
-    tasks = world.tasks(_SPLIT)
-    drawn = random.Random(config.run.seed).sample(tasks, min(len(tasks), (2 if args.few_shot else 1) * args.tasks))
+) -> tuple[Readiness, MeasuredPrompts, tuple[str, ...]]:
+    """Return the statistics, the gains by other prompts that the options request, and the server's notices."""
+    tasks, compares = world.tasks(_SPLIT), bool(args.few_shot or args.optimise_prompt)
+    drawn = random.Random(config.run.seed).sample(tasks, min(len(tasks), (1 + compares) * args.tasks))
     chosen, held_out = drawn[: args.tasks], drawn[args.tasks :]
-    if len(chosen) < 2 or (args.few_shot and len(held_out) < 2):
+    if len(chosen) < 2 or (compares and len(held_out) < 2):
         raise UserError(f"The split {_SPLIT!r} has {len(tasks)} tasks.", "Lower --tasks, or use more tasks.")
     backend = await make_backend(args, config, world)
     async with closing(world):
@@ -183,7 +206,11 @@ async def _measure(
             await backend.close()
         found = readiness(result, tried, seconds)
         few_shot = await _few_shot(args, config, world, (tried, held_out), console) if args.few_shot else None
-    return found, few_shot, notices
+        gains, text = PromptGains(few_shot), None
+        if args.optimise_prompt:
+            text, gain = await _optimised(args, config, world, (chosen, held_out), console)
+            gains = replace(gains, optimised=gain, episodes=args.optimise_prompt)
+    return found, MeasuredPrompts(gains, text), notices
 
 
 async def sample(
@@ -223,6 +250,24 @@ async def _few_shot(
     finally:
         await backend.close()
     return paired_difference(primed.scores, plain.scores).interval
+
+
+async def _optimised(
+    args: argparse.Namespace,
+    config: Config,
+    world: World,
+    tasks: tuple[Sequence[Task], Sequence[Task]],
+    console: Console,
+) -> tuple[str, Interval]:
+    """Search a system prompt on the first tasks; return it, and the interval of its gain on the others."""
+    backend = await make_backend(args, config, world)
+    try:
+        text = await optimised_prompt(args, config, world, backend, tasks[0])
+        plain, _, _ = await sample(args, config, backend, tasks[1], console)
+        changed, _, _ = await sample(args, config, backend, changed_tasks(tasks[1], text), console)
+    finally:
+        await backend.close()
+    return text, paired_difference(changed.scores, plain.scores).interval
 
 
 def solved_examples(tried: Sequence[Trajectory], world: World, num: int) -> list[Sequence[Message]]:
@@ -313,6 +358,8 @@ def print_report(console: Console, report: ReadinessReport, config: Config) -> N
     if report.command_note:
         print_text(console, report.command_note)
     console.print(alternative_table(report.alternatives))
+    if report.optimised_prompt is not None:
+        print_text(console, f"Optimised system prompt:\n{report.optimised_prompt}")
 
 
 def share_table(found: Readiness) -> FittedTable:

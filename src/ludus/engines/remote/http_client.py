@@ -244,6 +244,10 @@ class Replica:
         )
 
 
+class _AnyObject(BaseModel):
+    """Any JSON object."""
+
+
 def get_once(url: str, path: str, reply: type[Reply]) -> Reply:
     """Send a GET outside an event loop. Raises EngineError, UserError for an invalid address."""
     try:
@@ -264,7 +268,7 @@ def get_once(url: str, path: str, reply: type[Reply]) -> Reply:
 def check_reachable(url: str) -> None:
     """Raise ServerUnreachable if an OpenAI-compatible server does not respond to `GET /models`, with any status."""
     try:
-        get_once(url, "/models", BaseModel)
+        get_once(url, "/models", _AnyObject)
     except ServerUnreachable:
         raise
     except EngineError:  # the server responded; a list of models is optional
