@@ -149,7 +149,7 @@ def run(code: str) -> str:
     return "passed" if "exit(0)" in code else "failed"
 
 
-def test_rewarded_exit_zero_is_reported():
+def test_program_rewarded_for_exit_code_zero_is_reported():
     assert "exit-0" in paid(check_world(world(says_passed, tools=[run]), PLAN))
     assert [one.calls[0].name for one in run_program("exit-0", [run]) if one.calls] == ["run"]
 
@@ -175,7 +175,7 @@ def test_overwritable_test_files_are_reported():
     assert edit_tests(tasks(["ant"])[0], [look]) is None
 
 
-def test_without_a_tool_for_files_the_tests_are_overwritten_in_python_and_in_a_shell(tmp_path, monkeypatch):
+def test_overwrite_cheat_uses_python_or_shell_without_file_tools(tmp_path, monkeypatch):
     @tool
     def python(code: str) -> str:
         """Run Python."""
@@ -283,7 +283,7 @@ def test_a_check_reports_each_part_to_its_observer():
     assert seen.phases[-1] == ["broken: reward audit", 120, 120]
 
 
-def test_an_environment_that_breaks_now_and_then_hides_no_cheat():
+def test_occasional_environment_failures_do_not_hide_a_rewarded_cheat():
     def often_raises(task, trajectory):
         if task.id in ("t0", "t1"):
             raise ValueError("no verifier")
@@ -293,7 +293,7 @@ def test_an_environment_that_breaks_now_and_then_hides_no_cheat():
         reject_cheats(world(often_raises), PLAN)
 
 
-def test_training_is_refused_with_agent_and_task_unless_the_check_is_off():
+def test_training_on_rewarded_cheats_raises_error_unless_check_is_off():
     with pytest.raises(ConfigError, match=r"rewards cheating.*null.*is rewarded on task 't\d'") as caught:
         check_cheats(Config(), world(anything))
     assert "env.check" in caught.value.hint
@@ -351,7 +351,7 @@ def card_of(made):
     return scorecard(check_world(made, PLAN), PLAN)
 
 
-def test_the_scorecard_of_a_sound_world():
+def test_sound_world_scorecard_has_expected_values():
     card = card_of(world(exact))
     assert card.truths == {"str": 8}
     assert card.distinct == VerdictShare(8, 8)  # the spelled words are no names
@@ -364,7 +364,7 @@ def test_the_scorecard_of_a_sound_world():
     assert min(card.alone_per_s, card.together_per_s) > 0
 
 
-def test_a_verdict_that_is_drawn_and_a_graded_one_are_noticed():
+def test_scorecard_detects_random_and_graded_verdicts():
     import itertools
 
     counter = itertools.count()
@@ -514,7 +514,7 @@ def test_training_on_an_exploitable_world_stops_before_writing_files(tmp_path):
     assert not folder.exists()
 
 
-def test_bad_input_of_the_command_is_one_sentence():
+def test_invalid_command_input_is_reported_in_one_sentence():
     assert "Name an environment" in refused("env", "check")
     assert "'serch' is not known" in refused("env", "check", "serch")
     assert "no split 'dev'" in refused("env", "show", "guess", "--split", "dev")

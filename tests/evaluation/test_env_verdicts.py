@@ -114,7 +114,7 @@ def test_faulty_verifier_fails_its_dedicated_check_row(name):
     assert all(right(task, task.truth) for task in tasks)
 
 
-def test_a_verifier_that_refuses_the_answer_in_every_other_writing_is_caught():
+def test_verifier_rejecting_other_spellings_of_the_answer_is_detected():
     found, said = failing(planted(lambda task, text: text == task.truth))
     assert found == {"rewritten answers"}
     assert re.search(r"rejects \d+ of \d+ correct answers with other case", said[0])
@@ -135,7 +135,7 @@ class ParaphrasingWorld(ExpertWorld):
         return (f"It is {task.truth}.", f"the answer: {task.truth}")
 
 
-def test_a_verifier_that_refuses_all_paraphrases_fails_and_one_that_takes_them_passes():
+def test_verifier_fails_if_it_rejects_all_paraphrases_and_passes_otherwise():
     found, said = failing(planted(right, ParaphrasingWorld))
     assert (found, said) == (
         {"paraphrases"},
@@ -152,7 +152,7 @@ def test_a_sound_verifier_passes_every_row():
     assert failing(world) == (set(), [])
 
 
-def test_a_verdict_that_changes_fails():
+def test_unstable_verdict_fails_the_check():
     import itertools
 
     counter = itertools.count()
@@ -160,7 +160,7 @@ def test_a_verdict_that_changes_fails():
     assert {"stability, graded again", "oracle"} & found
 
 
-def test_right_answers_are_rewritten_and_wrong_ones_made_of_them():
+def test_correct_answers_yield_rewritten_variants_and_near_misses():
     task = made_tasks()[2]
     assert task.truth == "5 kg"
     assert {"5 KG", "5\u00a0kg", "  5 kg "} <= set(rewritten("5 kg"))

@@ -26,7 +26,7 @@ from ludus.types import Failure, Segment, StopReason, ToolOutcome, ToolStatus, T
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 6, 8])
-def test_the_usable_share_counts_the_mixed_subsets(k):
+def test_usable_share_equals_the_fraction_of_mixed_subsets(k):
     for c in range(9):
         outcomes = [1] * c + [0] * (8 - c)
         drawn = list(combinations(outcomes, k))
@@ -35,7 +35,7 @@ def test_the_usable_share_counts_the_mixed_subsets(k):
 
 
 @pytest.mark.parametrize(("mean", "correlation", "k"), [(0.3, 0.2, 8), (0.05, 0.5, 32), (0.9, 0.05, 16)])
-def test_the_share_of_beta_distributed_tasks_is_an_integral(mean, correlation, k):
+def test_beta_share_matches_numerical_integration(mean, correlation, k):
     size = 1 / correlation - 1
     law = beta_distribution(mean * size, (1 - mean) * size)
 
@@ -46,7 +46,7 @@ def test_the_share_of_beta_distributed_tasks_is_an_integral(mean, correlation, k
     assert beta_share(mean, correlation, k) == pytest.approx(1 - quad(same, 0, 1, limit=400)[0], abs=1e-7)
 
 
-def test_the_share_of_independent_attempts_is_the_limit():
+def test_beta_share_without_correlation_approaches_independent_attempts():
     assert beta_share(0.3, 1e-9, 8) == pytest.approx(1 - 0.3**8 - 0.7**8, abs=1e-7)
     assert beta_share(0.0, 0.5, 8) == beta_share(1.0, 0.5, 8) == 0.0
 
@@ -66,7 +66,7 @@ def test_larger_groups_than_attempts_are_extrapolated_from_simulated_tasks():
 
 
 @pytest.mark.parametrize("count", [0, 8])
-def test_equal_tasks_have_no_usable_group_and_an_interval_that_is_not_empty(count):
+def test_equal_tasks_have_usable_share_0_with_a_nonempty_interval(count):
     for one in usable_shares([count] * 20, 8):
         assert one.share == 0
         assert 0 < one.interval.high < 0.2
@@ -98,7 +98,7 @@ def examined(successes, attempts=4, **changed):
         ([0] * 20, {"failure": Failure("tool", "refused", 3)}, "fix the environment first", "(tool): refused"),
     ],
 )
-def test_verdicts(successes, changed, answer, words):
+def test_readiness_verdict_has_expected_answer_and_reason(successes, changed, answer, words):
     found = examined(successes, **changed).verdict
     assert found.answer == answer
     assert words in found.reason
@@ -110,7 +110,7 @@ def test_all_dead_tools_are_named():
     assert found.verdict.reason == "No call of these tools works: tool0 (40 calls), tool2 (40 calls)."
 
 
-def test_lengths_speed_and_pass_rates():
+def test_lengths_speed_and_pass_rates_match_hand_computed_values():
     found = examined([0, 1, 2, 3, 4], stop=StopReason.TRUNCATED)
     assert (found.lengths.prompt.p50, found.lengths.response.p95, found.lengths.total.maximum) == (10, 5, 18)
     assert found.lengths.stopped == {StopReason.TRUNCATED: 1.0}
@@ -118,7 +118,7 @@ def test_lengths_speed_and_pass_rates():
     assert found.pass_rates == {"0 %": 1, "1 to 49 %": 1, "50 to 99 %": 2, "100 %": 1}
 
 
-def test_suggested_settings_keep_the_number_of_episodes_and_raise_a_limit_that_cuts():
+def test_suggested_settings_keep_episode_count_and_raise_a_truncating_limit():
     config = load_config("search", [])
     found = examined([1] * 20, stop=StopReason.TRUNCATED)
     assert suggested_group_size(found.shares).group_size == 4
@@ -126,7 +126,7 @@ def test_suggested_settings_keep_the_number_of_episodes_and_raise_a_limit_that_c
     assert suggested_settings(found, config) == settings
 
 
-def test_alternatives_are_bounds_hours_and_costs_and_unknown_otherwise():
+def test_alternatives_report_gain_bounds_hours_and_costs_or_none_if_unknown():
     found, config = examined([0, 2]), load_config("search", [])  # 8 episodes in 36 s
     by_name = {one.name: one for one in alternatives(found, config, 9.0, 2.0, PromptGains(Interval(-0.1, 0.2)))}
     rl, rft = by_name["RL"], by_name["RFT"]
@@ -139,7 +139,7 @@ def test_alternatives_are_bounds_hours_and_costs_and_unknown_otherwise():
     assert (unknown["RL"].hours, unknown["few-shot prompt"].gain_low, unknown["prompt as is"].cost) == (None,) * 3
 
 
-def test_the_repr_of_an_evaluation_is_one_short_line():
+def test_repr_of_a_large_evaluation_is_one_short_line():
     ids = tuple(f"t{i}" for i in range(1000))
     result = Evaluation(EvaluationPlan("test", 1000, 1, 0.0, 0, step=80), ids, (1, 0) * 500, ids, {"exact": 0.5}, 2)
     shown = "success=0.5 [0.4691, 0.5309], 1000 tasks, samples=1, failed=2"

@@ -158,7 +158,7 @@ def test_a_healthy_run_has_no_finding():
 
 
 @pytest.mark.parametrize("fault", PLANTED)
-def test_a_planted_fault_is_found(fault):
+def test_planted_fault_is_reported_with_severity_and_topic(fault):
     change, severity, topic = PLANTED[fault]
     found = examine_run(replace(HEALTHY, **change))
     assert (severity, topic) in [(one.severity, one.topic) for one in found]
@@ -175,12 +175,12 @@ def test_remedies_name_settings_that_exist():
     assert named - {"log.txt"} <= SETTINGS
 
 
-def test_a_run_without_a_step_has_nothing_to_examine():
+def test_examining_a_run_without_finished_steps_raises_error():
     with pytest.raises(UserError, match="no finished step"):
         examine_run(replace(HEALTHY, rows=[]))
 
 
-def test_the_command_reads_a_run_folder(tiny_run, tmp_path):
+def test_doctor_command_reads_a_run_folder(tiny_run, tmp_path):
     run = copy_run(tiny_run, tmp_path)
     said = ludus("doctor", run)
     assert "Read 2 steps," in " ".join(said.out.split())

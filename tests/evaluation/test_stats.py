@@ -27,7 +27,7 @@ from ludus.evaluation.stats import (
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 7])
-def test_pass_at_k_and_pass_hat_k_are_the_shares_of_all_draws(n):
+def test_pass_at_k_and_pass_hat_k_match_full_enumeration(n):
     for c in range(n + 1):
         samples = [True] * c + [False] * (n - c)
         for k in range(1, n + 1):
@@ -36,19 +36,19 @@ def test_pass_at_k_and_pass_hat_k_are_the_shares_of_all_draws(n):
             assert pass_hat_k(n, c, k) == pytest.approx(sum(map(all, draws)) / len(draws), abs=1e-15)
 
 
-def test_pass_at_k_stays_exact_where_the_binomials_are_huge():
+def test_pass_at_k_is_exact_for_huge_binomials():
     assert pass_at_k(10_000, 1, 100) == pytest.approx(0.01, rel=1e-12)
     assert pass_hat_k(10_000, 9_999, 100) == pytest.approx(0.99, rel=1e-12)
 
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 2, 5), (4, 2, 0), (4, 5, 1), (4, -1, 1), (0, 0, 1)])
-def test_impossible_counts_are_refused(n, c, k):
+def test_impossible_counts_raise_error(n, c, k):
     for score in (pass_at_k, pass_hat_k):
         with pytest.raises(ValueError, match=r"must lie in"):
             score(n, c, k)
 
 
-def test_too_large_a_k_says_how_many_samples_are_needed():
+def test_too_large_k_reports_the_number_of_samples_needed():
     with pytest.raises(ValueError, match="needs at least 5 samples per task, there are n=4"):
         pass_at_k(4, 2, 5)
 
@@ -64,7 +64,7 @@ def test_wilson_matches_published_values():
 
 
 @given(st.integers(1, 500), st.data())
-def test_wilson_holds_the_rate_and_mirrors(n, data):
+def test_wilson_interval_contains_the_rate_and_is_symmetric(n, data):
     successes = data.draw(st.integers(0, n))
     interval = wilson(successes, n)
     assert 0 <= interval.low <= successes / n <= interval.high <= 1
@@ -72,7 +72,7 @@ def test_wilson_holds_the_rate_and_mirrors(n, data):
     assert mirrored.low == pytest.approx(1 - interval.high, abs=1e-12)
 
 
-def test_wilson_covers_the_true_rate_as_often_as_it_says():
+def test_wilson_interval_has_nominal_coverage():
     n = 40
     covered = []
     for rate in np.linspace(0.05, 0.95, 19):
@@ -83,33 +83,33 @@ def test_wilson_covers_the_true_rate_as_often_as_it_says():
 
 
 @pytest.mark.parametrize("arguments", [(1, 0), (3, 2), (-1, 2)])
-def test_wilson_refuses_impossible_counts(arguments):
+def test_wilson_rejects_impossible_counts(arguments):
     with pytest.raises(ValueError, match="successes"):
         wilson(*arguments)
 
 
-def test_a_confidence_outside_0_and_1_is_refused():
+def test_confidence_outside_0_and_1_raises_error():
     with pytest.raises(ValueError, match="confidence"):
         wilson(1, 2, confidence=95)
     with pytest.raises(ValueError, match="confidence"):
         bootstrap_mean([0.0, 1.0], seed=0, confidence=1.0)
 
 
-def test_bootstrap_over_two_tasks_is_the_known_distribution():
+def test_bootstrap_over_two_tasks_matches_the_exact_distribution():
     """Means of 2 redrawn tasks worth 0 and 1 are 0, 1/2, 1 with chances 1/4, 1/2, 1/4."""
     wide = bootstrap_mean([0.0, 1.0], seed=3)
     assert (wide.mean, wide.interval, wide.over, wide.count) == (0.5, Interval(0.0, 1.0), "tasks", 2)
     assert bootstrap_mean([0.0, 1.0], seed=3, confidence=0.4).interval == Interval(0.5, 0.5)
 
 
-def test_bootstrap_depends_on_its_seed_alone():
+def test_bootstrap_depends_only_on_its_seed():
     values = np.random.default_rng(0).random(50).tolist()
     first = bootstrap_mean(values, seed=1)
     assert first == bootstrap_mean(values, seed=1)
     assert first != bootstrap_mean(values, seed=2)
 
 
-def test_bootstrap_in_blocks_keeps_every_resample():
+def test_blockwise_bootstrap_of_many_values_matches_the_normal_interval():
     """5000 tasks need several blocks; the interval is close to the normal one, mean ± 1.96 s / sqrt(n)."""
     values = np.random.default_rng(0).normal(size=5000)
     result = bootstrap_mean(values.tolist(), seed=0, resamples=1700)
@@ -118,7 +118,7 @@ def test_bootstrap_in_blocks_keeps_every_resample():
     assert result.mean - result.interval.low == pytest.approx(half, rel=0.1)
 
 
-def test_bootstrap_covers_the_true_mean_about_as_often_as_it_says():
+def test_bootstrap_interval_has_nearly_nominal_coverage():
     rng = np.random.default_rng(11)
     covered = 0
     for trial in range(300):
@@ -129,14 +129,14 @@ def test_bootstrap_covers_the_true_mean_about_as_often_as_it_says():
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [1.0, math.nan], [1.0, math.inf], [[0.0, 1.0], [1.0, 1.0]]])
-def test_values_that_say_nothing_are_refused(values):
+def test_too_few_or_nonfinite_values_raise_error(values):
     with pytest.raises(ValueError, match=r"at least 2|not finite"):
         bootstrap_mean(values, seed=0)
     with pytest.raises(ValueError, match=r"at least 2|not finite"):
         t_interval(values)
 
 
-def test_mcnemar_by_hand():
+def test_mcnemar_matches_hand_computed_values():
     """8 against 2: 2 · (C(10,0) + C(10,1) + C(10,2)) / 2^10 = 112 / 1024."""
     assert mcnemar(8, 2) == pytest.approx(112 / 1024, rel=1e-12)
     assert mcnemar(2, 8) == mcnemar(8, 2)
@@ -181,7 +181,7 @@ def test_pairing_removes_the_difficulty_of_the_tasks():
     assert alone.high - alone.low > 0.1
 
 
-def test_paired_difference_names_a_task_that_only_one_run_has():
+def test_paired_difference_reports_a_task_missing_in_one_run():
     with pytest.raises(ValueError, match="differ in 2 tasks, for example 'only-here'"):
         paired_difference({"x": 1.0, "y": 0.0, "only-here": 1.0}, {"x": 1.0, "y": 0.0, "z": 1.0})
 
@@ -199,14 +199,14 @@ def test_paired_difference_names_a_task_that_only_one_run_has():
         (0.50, 1, 1.0),
     ],
 )
-def test_t_intervals_match_the_tables(confidence, freedom, quantile):
+def test_t_intervals_match_published_tables(confidence, freedom, quantile):
     values = [float(i) for i in range(freedom + 1)]
     error = np.std(values, ddof=1) / math.sqrt(len(values))
     found = t_interval(values, confidence).interval
     assert (found.high - found.low) / 2 == pytest.approx(quantile * error, rel=1e-9)
 
 
-def test_t_interval_by_hand():
+def test_t_interval_matches_hand_computed_values():
     """Values 1, 2, 3: mean 2, s 1, so 2 ± 4.30265 / sqrt(3)."""
     result = t_interval([1.0, 2.0, 3.0])
     assert (result.mean, result.over, result.count) == (2.0, "seeds", 3)
@@ -220,7 +220,7 @@ def test_t_interval_covers_the_true_mean_with_three_seeds():
     assert 0.93 < covered / 1000 < 0.97
 
 
-def test_values_that_are_all_the_same_do_not_give_a_width_of_zero():
+def test_identical_values_have_an_interval_of_nonzero_width():
     none, every = (bootstrap_mean([value] * 40, seed=0).interval for value in (0.0, 1.0))
     assert (none.low, none.high) == pytest.approx((0, wilson(0, 40).high))
     assert (every.low, every.high) == pytest.approx((wilson(40, 40).low, 1))
@@ -231,7 +231,7 @@ def test_values_that_are_all_the_same_do_not_give_a_width_of_zero():
     assert (gained.low, gained.high) == pytest.approx((1 - 2 * none.high, 1))
 
 
-def test_the_detectable_difference_is_seen_in_four_of_five_simulated_comparisons():
+def test_detectable_difference_has_80_percent_power_in_simulation():
     rng, trials = np.random.default_rng(0), 4_000
     for rate, n in ((0.5, 1_000), (0.2, 400)):
         gap = detectable_difference(2 * rate * (1 - rate), n)
@@ -245,7 +245,7 @@ def test_the_detectable_difference_is_seen_in_four_of_five_simulated_comparisons
         assert np.mean(np.abs(z) > 1.959964) == pytest.approx(0.8, abs=0.025)
 
 
-def test_the_detectable_difference_by_hand():
+def test_detectable_difference_matches_hand_computed_values():
     assert detectable_difference(2 * 0.5 * 0.5, 1_000) == pytest.approx(2.8015852 * (0.5 / 1_000) ** 0.5)
     assert detectable_difference(2 * 0.25, 1) == 1
     found = paired_difference({str(i): float(i < 30) for i in range(96)}, {str(i): float(i < 20) for i in range(96)})
@@ -264,14 +264,14 @@ def test_intervals_over_tasks_with_several_attempts_cover_the_true_mean(shape):
         assert 0.93 < covered / 600 < 0.99
 
 
-def test_the_interval_covers_a_rare_event_that_few_tasks_determine():
+def test_clustered_interval_covers_a_rate_dominated_by_few_tasks():
     rng, truth = np.random.default_rng(0), (np.random.default_rng(1).beta(0.3, 1.5, 200_000) ** 8).mean()
     table = np.array([pass_hat_k(16, c, 8) for c in range(17)])
     drawn = (table[rng.binomial(16, rng.beta(0.3, 1.5, size=50))] for _ in range(600))
     assert sum(truth in clustered_interval(values.tolist()) for values in drawn) / 600 > 0.93
 
 
-def test_the_interval_over_tasks_by_hand():
+def test_clustered_interval_matches_hand_computed_values():
     values = [0.0, 0.5, 0.5, 1.0]
     effective = 2**2 / (0.25 + 0.25 + 1)
     design = (effective * np.var(values, ddof=1) / 0.25 + 1) / (effective + 1)
@@ -283,14 +283,14 @@ def test_the_interval_over_tasks_by_hand():
         clustered_interval([0.5])
 
 
-def test_the_difference_of_paired_tasks_is_the_adjusted_wald_interval():
+def test_paired_difference_interval_is_the_adjusted_wald_interval():
     found = difference_interval(np.array([1.0] * 6 + [-1.0] * 2 + [0.0] * 12))  # Bonett and Price: two tasks added
     mean, share = 4 / 22, 10 / 22
     half = 1.959964 * ((share - mean**2) / 22) ** 0.5
     assert (found.low, found.high) == pytest.approx((mean - half, mean + half), rel=1e-6)
 
 
-def test_several_seeds_cover_the_true_difference_and_more_tasks_do_not_replace_seeds():
+def test_seeds_difference_has_nominal_coverage_and_includes_variance_between_seeds():
     rng, covered = np.random.default_rng(1), 0
     for _ in range(600):
         tasks, shifts = rng.normal(size=(2, 40)) * 0.5 + rng.normal(size=40), rng.normal(size=(2, 3, 1)) * 0.4
@@ -305,7 +305,7 @@ def test_several_seeds_cover_the_true_difference_and_more_tasks_do_not_replace_s
         seeds_difference(a[:1], b[:1])
 
 
-def test_the_tasks_that_a_difference_needs_have_the_power_they_claim():
+def test_tasks_needed_has_the_nominal_power_in_simulation():
     rng, share, gap = np.random.default_rng(0), 0.2, 0.1
     num = tasks_needed(gap, share)
     assert num == 155  # Connor 1987: (1.96 sqrt(0.2) + 0.8416 sqrt(0.19))^2 / 0.01
@@ -317,7 +317,7 @@ def test_the_tasks_that_a_difference_needs_have_the_power_they_claim():
         tasks_needed(0.0, share)
 
 
-def test_cohens_kappa_by_hand():
+def test_cohens_kappa_matches_hand_computed_values():
     pairs = [(True, True)] * 20 + [(True, False)] * 5 + [(False, True)] * 10 + [(False, False)] * 15
     found = cohens_kappa(*zip(*pairs, strict=True))
     assert found.counts == (20, 5, 10, 15)

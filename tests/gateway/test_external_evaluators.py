@@ -22,7 +22,7 @@ def evaluated(*arguments):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_an_inspect_task_with_a_tool_evaluates_the_checkpoint(served, tmp_path):
+def test_inspect_task_with_a_tool_evaluates_the_checkpoint(served, tmp_path):
     said = evaluated("inspect", f"{served.url}/v1", tmp_path)
     assert (said["status"], said["error"]) == ("success", "")
     assert said["scores"] == ["C", "I"]

@@ -80,14 +80,14 @@ def error(client, path, expected, body):
     return said["message"]
 
 
-def test_the_model_is_listed(server):
+def test_models_endpoint_lists_the_served_model(server):
     (model,) = server.get("/v1/models").json()["data"]
     assert (model["id"], model["owned_by"], model["max_model_len"]) == ("policy", "ludus", CONTEXT)
     assert model["weight_version"] == server.get("/weight_info").json()["weight_version"]
     assert server.get("/health").json() == {"status": "ok"}
 
 
-def test_token_ids_come_back_as_they_went_in(server, tokenizer):
+def test_completion_returns_prompt_and_sampled_token_ids(server, tokenizer):
     (choice,) = complete(server, max_tokens=6, return_token_ids=True, logprobs=0)["choices"]
     assert choice["prompt_token_ids"] == TOKENS
     assert len(choice["token_ids"]) == 6
@@ -100,7 +100,7 @@ def test_token_ids_come_back_as_they_went_in(server, tokenizer):
     assert (spans[0]["start"], spans[-1]["end"], choice["finish_reason"]) == (0, 6, "length")
 
 
-def test_a_text_and_its_tokens_are_the_same_prompt(server, tokenizer):
+def test_text_and_token_id_prompts_are_equivalent(server, tokenizer):
     text = "Paris is a city in the country of"
     ids = tokenizer.encode(text)
     asked = {"max_tokens": 5, "return_token_ids": True}
@@ -109,7 +109,7 @@ def test_a_text_and_its_tokens_are_the_same_prompt(server, tokenizer):
     assert by_text["token_ids"] == by_ids["token_ids"]
 
 
-def test_several_prompts_and_choices_are_numbered(server):
+def test_choices_of_several_prompts_are_indexed_in_order(server):
     asked = {"prompt": [TOKENS, TOKENS[:3]], "n": 3, "temperature": 1.0, "seed": 7, "max_tokens": 8}
     answer = complete(server, return_token_ids=True, **asked)
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
@@ -148,7 +148,7 @@ def reference():
 
 
 @pytest.mark.parametrize("temperature", [0, 0.7])
-def test_completions_come_with_their_alternatives(server, tokenizer, reference, temperature):
+def test_completion_logprobs_match_the_reference_model(server, tokenizer, reference, temperature):
     asked = {"temperature": temperature, "seed": 3, "max_tokens": 12, "return_token_ids": True, "logprobs": 4}
     named = complete(server, return_tokens_as_token_ids=True, **asked)["choices"][0]
     expected = reference(TOKENS + named["token_ids"], temperature or 1.0)[len(TOKENS) - 1 : -1]
@@ -172,7 +172,7 @@ def test_completions_come_with_their_alternatives(server, tokenizer, reference, 
     assert by_text["text_offset"] == given["text_offset"]
 
 
-def test_an_echoed_prompt_has_alternatives_too(server, reference):
+def test_echoed_prompt_logprobs_match_the_reference_model(server, reference):
     """As harnesses ask for it that score the answers of multiple choice."""
     asked = {"max_tokens": 1, "echo": True, "logprobs": 1, "prompt_logprobs": 3}
     choice = complete(server, return_tokens_as_token_ids=True, return_token_ids=True, **asked)["choices"][0]
@@ -194,7 +194,7 @@ def test_an_echoed_prompt_has_alternatives_too(server, reference):
     assert given["token_logprobs"][last] == max(given["top_logprobs"][last].values())
 
 
-def test_chats_come_with_their_alternatives_streamed_or_whole(server, tokenizer, reference):
+def test_chat_logprobs_match_the_reference_model_with_and_without_streaming(server, tokenizer, reference):
     asked = {"messages": QUESTION, "temperature": 0.8, "seed": 5, "max_tokens": 8, "return_token_ids": True}
     asked |= {"logprobs": True, "top_logprobs": 5}
     answer = post(server, "/v1/chat/completions", **asked)
@@ -232,7 +232,7 @@ def test_a_stop_string_is_cut_from_the_text_and_never_from_the_tokens(server, to
     assert (by_id["finish_reason"], by_id["stop_reason"]) == ("stop", token)
 
 
-def test_the_end_of_the_text_ends_it_unless_ignored(server, tokenizer):
+def test_eos_token_ends_generation_unless_ignore_eos_is_set(server, tokenizer):
     prompt = tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True)
     ended = complete(server, prompt=prompt, max_tokens=20, return_token_ids=True)["choices"][0]
     assert (ended["finish_reason"], ended["token_ids"][-1]) == ("stop", tokenizer.eos_token_id)
@@ -242,7 +242,7 @@ def test_the_end_of_the_text_ends_it_unless_ignored(server, tokenizer):
 
 
 @pytest.mark.parametrize("stop", [None, ["E"], ["  "]])
-def test_a_stream_adds_up_to_the_whole(server, stop):
+def test_concatenated_stream_equals_the_unstreamed_response(server, stop):
     asked = {"prompt": TOKENS, "max_tokens": 60, "temperature": 1.0, "seed": 5, "n": 2, "stop": stop}
     asked |= {"return_token_ids": True, "logprobs": 2, "ignore_eos": True}
     whole = complete(server, **asked)
@@ -261,7 +261,7 @@ def test_a_stream_adds_up_to_the_whole(server, stop):
     assert stop is not None or len(pieces) > 5
 
 
-def test_chat_speaks_and_counts(server, tokenizer):
+def test_chat_returns_message_token_ids_and_usage(server, tokenizer):
     asked = {"messages": QUESTION, "temperature": 0, "logprobs": True, "return_token_ids": True}
     answer = post(server, "/v1/chat/completions", **asked)
     (choice,) = answer["choices"]
@@ -302,7 +302,7 @@ def test_tool_calls_are_parsed_and_their_results_go_back(server, tokenizer):
     assert f"<|im_start|>tool\n{found['content']}<|im_end|>" in shown
 
 
-def test_tool_choice_none_leaves_the_tools_out_and_none_can_be_forced(server):
+def test_tool_choice_none_omits_tools_and_forced_tool_choice_is_rejected(server):
     plain, auto, none = (
         post(server, "/v1/chat/completions", messages=ORDER, max_tokens=1, return_token_ids=True, **choice)
         for choice in ({}, {"tools": [SEARCH], "tool_choice": "auto"}, {"tools": [SEARCH], "tool_choice": "none"})
@@ -353,17 +353,17 @@ def test_tool_choice_none_leaves_the_tools_out_and_none_can_be_forced(server):
         ("nothing", 404, {}, "Not Found"),
     ],
 )
-def test_a_bad_request_is_refused_in_a_sentence(server, path, status, body, words):
+def test_invalid_request_is_rejected_with_a_message(server, path, status, body, words):
     assert words in error(server, f"/v1/{path}", status, body)
 
 
-def test_labels_and_neutral_values_change_nothing(server):
+def test_labels_and_neutral_parameters_do_not_change_the_completion(server):
     plain = complete(server, max_tokens=5)["choices"]
     more = {"user": "me", "frequency_penalty": 0.0, "logit_bias": {}, "suffix": None, "min_p": 0}
     assert complete(server, max_tokens=5, **more)["choices"] == plain
 
 
-def test_guided_answers_match_the_guide(server):
+def test_structured_outputs_match_their_regex_or_json_schema(server):
     (choice,) = complete(server, max_tokens=40, structured_outputs={"regex": "(left|right), [0-9]"})["choices"]
     assert choice["text"].startswith(("left, ", "right, "))
     schema = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"]}
@@ -373,7 +373,7 @@ def test_guided_answers_match_the_guide(server):
     assert json.loads(answer["choices"][0]["message"]["content"])["n"] in (True, False)
 
 
-def test_a_named_request_is_computed_once(server):
+def test_repeated_request_id_is_computed_once(server):
     asked = {"temperature": 1.0, "max_tokens": 9, "request_id": "once"}
     before = counts(server)["requests_total"]
     answers = [complete(server, **asked) for _ in range(3)]
@@ -420,7 +420,7 @@ def test_a_stream_decodes_each_token_a_bounded_number_of_times(tokenizer, size, 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_cancels_its_request(server, stream):
+def test_client_disconnect_cancels_its_request(server, stream):
     body = {"prompt": TOKENS, "max_tokens": 700, "ignore_eos": True, "stream": stream, "n": 8}
     body = json.dumps(body | {"request_id": f"gone{stream}"}).encode()
     with socket.create_connection(("127.0.0.1", int(server.served.port))) as line:
@@ -431,7 +431,7 @@ def test_a_client_that_goes_away_cancels_its_request(server, stream):
     assert counts(server)["decode_tokens_total"] < 8 * 700
 
 
-def test_pause_holds_what_runs_and_resume_lets_it_go_on(server):
+def test_pause_holds_or_aborts_requests_and_resume_continues_them(server):
     async def run():
         async with httpx.AsyncClient(base_url=server.served.url, headers=server.served.headers, timeout=60) as client:
             await client.post("/pause?mode=keep")
@@ -457,7 +457,7 @@ def test_pause_holds_what_runs_and_resume_lets_it_go_on(server):
     error(server, "/pause?mode=now", 400, {})
 
 
-def test_abort_ends_one_request_with_what_it_has(server):
+def test_abort_ends_one_request_with_its_partial_output(server):
     async def run():
         async with httpx.AsyncClient(base_url=server.served.url, headers=server.served.headers, timeout=60) as client:
             long = {"prompt": TOKENS, "max_tokens": 700, "ignore_eos": True, "return_token_ids": True}
@@ -477,7 +477,7 @@ def test_abort_ends_one_request_with_what_it_has(server):
     asyncio.run(run())
 
 
-def test_weights_are_taken_in_parts_whole_or_not_at_all(server, tmp_path):
+def test_weight_updates_in_parts_are_atomic(server, tmp_path):
     weights = load_file(COLD_START / "model.safetensors")
     names = sorted(weights)
     changed = {name: tensor * 1.01 for name, tensor in weights.items()}
@@ -513,7 +513,7 @@ def test_weights_are_taken_in_parts_whole_or_not_at_all(server, tmp_path):
     assert "integer" in error(server, "/update_weight_version", 400, {"new_version": "new"})
 
 
-def test_only_a_server_started_with_control_can_be_controlled(tmp_path):
+def test_control_endpoints_require_the_control_option(tmp_path):
     from ludus.engines.embedded.engine import LocalEngine
     from ludus.gateway.app import make_app
     from ludus.gateway.service import CompletionService, ServedModel
@@ -539,7 +539,7 @@ def test_only_a_server_started_with_control_can_be_controlled(tmp_path):
 
 
 @pytest.mark.scale
-def test_more_requests_than_the_server_takes_are_put_off_and_come_again(reference):
+def test_requests_over_the_limit_receive_429_and_are_retried(reference):
     prompt, long = (5, 6, 7), {"max_tokens": 20, "ignore_eos": True}
     params = SamplingParams(temperature=0.0, max_new_tokens=6)
 
@@ -578,6 +578,6 @@ def test_a_busy_port_is_reported_before_the_model_is_loaded(server, monkeypatch)
     assert "cannot be bound" in refused("serve", COLD_START, "--port", server.served.port)
 
 
-def test_the_command_says_what_cannot_be_served(server, tmp_path):
+def test_serve_command_rejects_missing_checkpoint_and_invalid_context_length(server, tmp_path):
     assert "does not exist" in refused("serve", tmp_path / "none")
     assert "--context-tokens must be 2 to 1024" in refused("serve", COLD_START, "--context-tokens", "9999")

@@ -23,7 +23,7 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.fault
-def test_a_run_against_a_server_is_the_run_of_the_embedded_engine(served, tmp_path):
+def test_run_against_a_server_equals_the_run_of_the_embedded_engine(served, tmp_path):
     """Batch-invariant engines on both sides: all that is written is the same, bit for bit."""
     run = {"training__steps": "1", "evaluation__every": "1", "evaluation__tasks": "3"}
     here, there = tmp_path / "here", tmp_path / "there"
@@ -59,7 +59,7 @@ RUN = {"training__steps": "6", "training__checkpoint_every": "1", "evaluation__e
 
 
 @pytest.mark.fault
-def test_a_killed_server_is_named_in_time_and_the_run_resumes_when_it_is_back(tmp_path):
+def test_killed_server_is_reported_in_time_and_run_resumes_after_restart(tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert main(["train", "search", *words(whole, **RUN)]) == 0
     server = start_server("--control")

@@ -82,7 +82,7 @@ def parts(num, size=1000):
 
 
 @pytest.mark.parametrize("body", [b"x" * 10_001, b"x" * 5_000_000, 11, 3000])
-def test_a_body_that_is_too_large_is_refused_while_it_streams_in(narrow, body):
+def test_oversized_body_is_rejected_while_streaming(narrow, body):
     content = body if isinstance(body, bytes) else parts(body)
     answer = httpx.post(f"http://127.0.0.1:{narrow}/", content=content)
     assert (answer.status_code, answer.headers["connection"]) == (413, "close")
@@ -99,7 +99,7 @@ def opened(port, sent):
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9000\r\n\r\n"
 
 
-def test_half_sent_requests_time_out_and_only_so_many_are_taken(narrow):
+def test_incomplete_requests_time_out(narrow):
     halves = [b"", b"POST / HT", HEAD[:-2], HEAD, HEAD + b"x" * 8999]
     lines = [opened(narrow, sent) for sent in halves]
     begin = time.monotonic()
@@ -120,7 +120,7 @@ def test_half_sent_requests_time_out_and_only_so_many_are_taken(narrow):
     drip.close()
 
 
-def test_more_connections_requests_and_bytes_than_the_limits_are_put_off(narrow):
+def test_connections_requests_and_bytes_over_the_limits_receive_503(narrow):
     url = f"http://127.0.0.1:{narrow}"
     held = [opened(narrow, HEAD) for _ in range(NARROW.requests)]
     time.sleep(0.05)
@@ -142,13 +142,13 @@ def test_more_connections_requests_and_bytes_than_the_limits_are_put_off(narrow)
 
 
 @pytest.mark.parametrize("body", [b"[" * 20_000, b"{" * 20_000, b'{"a":' * 9_000, b"[" + b"0," * 200_000 + b"0]"])
-def test_json_of_more_values_than_a_request_has_is_refused_before_it_is_decoded(body):
+def test_json_with_too_many_values_is_rejected_before_decoding(body):
     with pytest.raises(BadRequest, match="more than a request"):
         check_shape(body, 1000)
     check_shape(json.dumps({"prompt": [[5] * 1000] * 8}).encode(), 1000)
 
 
-def test_a_token_is_left_for_the_same_user_alone(tmp_path, monkeypatch):
+def test_published_token_is_readable_only_by_the_same_user(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with publish_token(8123, TOKEN):
         assert find_token("http://127.0.0.1:8123") == find_token("http://localhost:8123") == TOKEN
@@ -200,7 +200,7 @@ def here(act):
     return asyncio.run(run())
 
 
-def test_control_needs_the_token_and_no_web_page_can_use_the_server():
+def test_control_requires_the_token_and_foreign_hosts_or_origins_are_rejected():
     async def act(server):
         bare, ask = server.client, server.post
 
@@ -253,7 +253,7 @@ class CountingTokenizer:
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
-def test_logprobs_of_a_chat_are_those_of_the_json_module_and_a_token_is_decoded_once(as_ids, monkeypatch):
+def test_chat_logprobs_encoding_matches_json_and_decodes_each_token_once(as_ids, monkeypatch):
     rows = list(range(len(NAMES)))
     values = [-1e-300, -0.0, -123.456, -1 / 3, -1e22, *[-5.0] * (len(NAMES) - 5)]
     top = [tuple(zip(rows, values, strict=True))[:n] for n in rows]
@@ -282,7 +282,7 @@ def test_logprobs_of_a_chat_are_those_of_the_json_module_and_a_token_is_decoded_
     assert num == tokenizer.num_decoded == len(NAMES)
 
 
-def test_requests_share_what_tokens_are_called():
+def test_decoded_token_names_are_cached_across_requests():
     async def act(server):
         body = json.dumps({"prompt": [5], "max_tokens": 20, "logprobs": 20, "seed": 1}).encode()
         decode, counts = type(server.service.model.tokenizer).decode, []
@@ -302,7 +302,7 @@ def test_requests_share_what_tokens_are_called():
     here(act)
 
 
-def test_answers_are_sent_without_delay():
+def test_responses_are_sent_without_delayed_acknowledgement():
     async def answer(_):
         return PlainTextResponse("here")
 
@@ -316,7 +316,7 @@ def test_answers_are_sent_without_delay():
 
 
 @pytest.mark.parametrize("answer", ANSWERS)
-def test_an_answer_is_encoded_choice_by_choice_to_the_same_bytes(answer, monkeypatch):
+def test_choicewise_json_encoding_equals_whole_encoding(answer, monkeypatch):
     whole = json.dumps(answer, separators=(",", ":")).encode()
     sizes, dumps = [], json.dumps
 
@@ -329,7 +329,7 @@ def test_an_answer_is_encoded_choice_by_choice_to_the_same_bytes(answer, monkeyp
     assert max(sizes) < 400
 
 
-def test_text_that_cannot_fit_is_refused_by_its_length_before_it_is_tokenised():
+def test_overlong_text_is_rejected_by_length_before_tokenization():
     async def act(server):
         for text, words in (("a" * 401, "401 characters, at least 201 tokens"), ("a" * 400, "400 tokens")):
             answer = await server.post("/v1/completions", json.dumps({"prompt": text}).encode())
@@ -349,7 +349,7 @@ def test_text_that_cannot_fit_is_refused_by_its_length_before_it_is_tokenised():
         ("sessions", {"kind": "king"}, "kind"),
     ],
 )
-def test_the_sandbox_server_refuses_what_it_cannot_read_and_runs_nothing(path, change, words):
+def test_sandbox_server_rejects_malformed_requests_without_running_them(path, change, words):
     limits = asdict(Limits())
     app = make_sandbox_app(ProcessSandbox(unsafe=True), SandboxServerSettings(token=TOKEN, ceiling=Limits()))
 
@@ -480,7 +480,7 @@ async def fuzz(server, values, picked):
     return count
 
 
-def test_no_field_of_any_endpoint_breaks_the_server_or_a_neighbour():
+def test_sampled_field_values_break_neither_the_server_nor_other_requests():
     count = here(lambda server: fuzz(server, VALUES, lambda n: n % 23 == 0))
     assert count > 1500
 
@@ -493,7 +493,7 @@ def more_numbers():
 
 
 @pytest.mark.security
-def test_no_value_of_any_field_breaks_the_server_or_a_neighbour():
+def test_all_field_values_break_neither_the_server_nor_other_requests():
     here(lambda server: fuzz(server, VALUES + more_numbers(), lambda n: True))
 
 
@@ -593,10 +593,10 @@ async def fuzz_sandbox(values, picked):
     return count
 
 
-def test_no_field_of_the_sandbox_server_breaks_it_or_a_neighbour():
+def test_sampled_field_values_break_neither_the_sandbox_server_nor_other_requests():
     assert asyncio.run(fuzz_sandbox(VALUES, lambda n: n % 13 == 0)) > 900
 
 
 @pytest.mark.security
-def test_no_value_of_any_field_of_the_sandbox_server_breaks_it_or_a_neighbour():
+def test_all_field_values_break_neither_the_sandbox_server_nor_other_requests():
     asyncio.run(fuzz_sandbox(VALUES + more_numbers(), lambda n: True))

@@ -35,7 +35,7 @@ def vllm(running=3.0, prompt=100.0, sampled=50.0) -> str:
     return VLLM.format(running=running, prompt=prompt, sampled=sampled)
 
 
-def test_vllm_reports_tokens_and_its_queue():
+def test_vllm_metrics_are_parsed_into_token_and_queue_counts():
     counts = EngineStats(prefill_tokens=60, cached_tokens=40, decode_tokens=50)
     assert reading_of(vllm()) == MetricsReading(counts, (5, 1))
     assert reading_of("") is reading_of("{}") is reading_of("<html>404</html>") is None
@@ -43,13 +43,13 @@ def test_vllm_reports_tokens_and_its_queue():
     assert reading_of(vllm().replace("vllm:generation", "sglang:generation")) is None
 
 
-def test_sglang_has_its_own_words():
+def test_sglang_metrics_are_parsed_like_vllm_metrics():
     text = vllm().replace("vllm:", "sglang:").replace("requests_running", "running_reqs")
     text = text.replace("requests_waiting", "queue_reqs").replace("prefix_cache_hits", "cached_tokens")
     assert reading_of(text) == reading_of(vllm())
 
 
-def test_a_server_is_counted_from_its_first_reading_and_again_after_a_restart():
+def test_server_counts_start_at_first_reading_and_continue_after_a_restart():
     watched = PolledServer()
     for at_s, sampled, running in ((10.0, 1000, 8), (11.0, 1060, 6), (13.0, 1100, 2), (14.0, 30, 4)):
         watched.take(MetricsReading(EngineStats(decode_tokens=sampled), (running, 1)), at_s)
@@ -61,7 +61,7 @@ def test_a_server_is_counted_from_its_first_reading_and_again_after_a_restart():
     assert watched.total.line()
 
 
-def test_servers_are_read_at_each_step_and_their_tokens_add_up(monkeypatch):
+def test_token_counts_of_servers_are_summed_at_each_step(monkeypatch):
     monkeypatch.setattr(metrics, "_POLL_INTERVAL_S", 3600)  # a look between the steps would be counted too
     monkeypatch.setattr(metrics, "_TIMEOUT_S", 60)
 
@@ -94,7 +94,7 @@ class CachingFake(Fake):
         return said
 
 
-def test_a_late_reading_is_not_a_restart_of_the_server(monkeypatch):
+def test_late_reading_is_not_counted_as_a_server_restart(monkeypatch):
     monkeypatch.setattr(metrics, "_POLL_INTERVAL_S", 3600)
     monkeypatch.setattr(metrics, "_TIMEOUT_S", 60)
 
@@ -114,7 +114,7 @@ def test_a_late_reading_is_not_a_restart_of_the_server(monkeypatch):
         asyncio.run(scenario(fake))
 
 
-def test_servers_are_polled_without_requests():
+def test_server_metrics_are_polled_between_requests():
     async def scenario(fake):
         engine = ServerEngine([fake.url], "vllm", QUICK)
         await drain_stats(engine)
@@ -128,7 +128,7 @@ def test_servers_are_polled_without_requests():
         asyncio.run(scenario(fake))
 
 
-def test_the_idle_share_of_an_engine_that_does_not_tell_is_left_out():
+def test_engine_idle_share_is_omitted_if_busy_time_is_unknown():
     clock = StepTimings({"rollout": 3.0, "train": 1.0}, EngineStats().metrics())
     assert clock.metrics([])["idle/learner"] == 0.75
     assert "idle/engine" not in clock.metrics([])
@@ -145,7 +145,7 @@ def in_flight_after(stats: list[EngineStats]) -> list[int]:
     return [limit.after_step(StepTimings(seconds, one.metrics()).metrics([]), 0.0, flow, True) for one in stats]
 
 
-def test_the_number_in_flight_is_not_steered_by_what_is_not_known():
+def test_concurrency_control_ignores_unknown_engine_measurements():
     assert in_flight_after([EngineStats()] * 4) == [32] * 4
     idle = EngineStats(steps=10, running_steps=320, decode_tokens=320, model_s=0.5)
     assert in_flight_after([idle] * 2) == [64, 128]
@@ -178,7 +178,7 @@ def test_ludus_serve_exports_all_engine_counters(served):
     assert found.metrics()["engine/busy_s"] > 0
 
 
-def test_sampling_beside_the_learner_has_the_speed_of_the_whole_step():
+def test_concurrent_sampling_speed_is_computed_over_the_whole_step():
     seconds = {"rollout": 0.0001, "learn": 3.0, "sync": 1.0, "evaluate": 6.0}
     said = (Message(role="assistant", content="x"),)
     one = Trajectory("t", 0, (Segment("action", tuple(range(40))),), said, StopReason.ANSWERED)

@@ -71,14 +71,14 @@ def episode(text, calls=()):
     return Trajectory("t", 0, (), said, StopReason.ANSWERED, outcomes=tuple(left))
 
 
-def test_every_verifier_has_a_verdict_on_every_text():
+def test_every_verifier_returns_a_bounded_reward_for_every_text():
     for text in TEXTS:
         for verifier, truth in CASES:
             assert -1 <= verifier(Task("t", (), truth), episode(text, [("look", {"x": text})])) <= 1
 
 
 @pytest.mark.parametrize("part", [*PARTS, "Paris "])
-def test_an_answer_is_read_in_linear_time(part):
+def test_answer_extraction_has_linear_runtime(part):
     text, begin = "Paris " + part * (extract.MAX_CHARACTERS // len(part) - 6), time.process_time()
     assert len(text) > extract.MAX_CHARACTERS // 2
     assert isinstance(extract.candidates(text), tuple)
@@ -88,11 +88,11 @@ def test_an_answer_is_read_in_linear_time(part):
 
 @pytest.mark.scale
 @pytest.mark.parametrize("gold", [Expression("x^2+1"), Expression(r"\frac{1}{2}", evaluated=True)])
-def test_mathematics_has_a_verdict_on_every_text(gold):
+def test_mathematics_verifier_returns_0_or_1_for_every_text(gold):
     assert all(mathematics(Task("t", (), gold), episode(text)) in (0, 1) for text in TEXTS)
 
 
-def test_calls_have_a_verdict_whatever_their_arguments_are():
+def test_tool_correctness_is_bounded_for_all_argument_values():
     for value in VALUES:
         lived = episode("Done.", [("look", {"x": value, "y": value})])
         assert -1 <= paper_rewards.tool_correctness(Task("t", (), CALLS), lived) <= 1
@@ -111,7 +111,7 @@ def some_of_each_kind(world):
 
 @pytest.mark.scale
 @pytest.mark.parametrize("name", sorted(WORLDS))
-def test_every_world_has_a_reward_for_every_text(name):
+def test_every_world_returns_a_reward_for_every_text(name):
     world = build_world(EnvConfig(name=name), RolloutConfig())
     for task in some_of_each_kind(world):
         gold = getattr(task.truth, "gold", ())

@@ -55,7 +55,7 @@ def learn(one, rows):
     return one.train(rows, [[f + r for f, r in zip(first, reference, strict=True)]], labels(rows))
 
 
-def test_the_implicit_reward_learns_by_cross_entropy_of_its_sum_over_action_tokens():
+def test_implicit_reward_loss_is_cross_entropy_of_the_action_token_sum():
     rows, model = random_rows(6), tiny_model()
     one, other = process_reward(model, beta=2.0), tiny_model(seed=1)
     references = learner(other, PRESETS["grpo"]).score(rows)
@@ -73,7 +73,7 @@ def test_the_implicit_reward_learns_by_cross_entropy_of_its_sum_over_action_toke
     assert metrics["prime/accuracy"] == pytest.approx(sum(map(bool, right)) / 6)
 
 
-def test_the_outcome_is_predicted_at_each_action_token_from_the_state_after_it():
+def test_critic_predicts_the_outcome_from_the_state_after_each_action_token():
     rows, one = random_rows(6), outcome_critic()
     learn(one, rows)
     solved, failed = one.score(rows, [True] * 6), one.score(rows, [False] * 6)
@@ -94,7 +94,7 @@ def test_the_outcome_is_predicted_at_each_action_token_from_the_state_after_it()
 
 
 @pytest.mark.parametrize("make", [process_reward, outcome_critic])
-def test_it_learns_and_leaves_the_policy_alone(make):
+def test_judge_training_reduces_its_loss_and_leaves_the_policy_unchanged(make):
     model, rows = tiny_model(), random_rows(12)
     before = copy.deepcopy(model.state_dict())
     settings = {"beta": 1.0} if make is process_reward else {}
@@ -107,7 +107,7 @@ def test_it_learns_and_leaves_the_policy_alone(make):
 
 
 @pytest.mark.parametrize("make", [process_reward, outcome_critic])
-def test_microbatches_do_not_change_what_it_learns(make):
+def test_microbatch_size_does_not_change_the_learned_judge(make):
     rows = random_rows(10)
     small = {"microbatch_tokens": 20}
     whole, parts = make(), make(**small)
@@ -118,7 +118,7 @@ def test_microbatches_do_not_change_what_it_learns(make):
 
 
 @pytest.mark.parametrize("make", [process_reward, outcome_critic])
-def test_its_state_comes_back_bit_for_bit(make):
+def test_judge_state_is_restored_bit_for_bit(make):
     rows = random_rows(5)
     one, other = make(), make(tiny_model(seed=1))
     for _ in range(2):
@@ -132,7 +132,7 @@ def test_its_state_comes_back_bit_for_bit(make):
         other.load_state({}, 1)
 
 
-def test_with_adapters_it_is_they_that_learn_rewards():
+def test_with_lora_only_the_adapters_of_the_process_reward_train():
     model = add_lora(tiny_model(), LoraConfig(rank=2, target_modules=["q_proj", "v_proj"]))
     rows, one = random_rows(6), process_reward(model, beta=1.0)
     frozen = [p.clone() for p in one.model.parameters() if not p.requires_grad]
@@ -179,7 +179,7 @@ def test_prime_adds_the_implicit_rewards_to_the_outcome():
     assert grown[0] > max(grown[1:])
 
 
-def test_coderl_weighs_reward_minus_greedy_by_the_chance_of_the_true_outcome():
+def test_coderl_advantage_is_greedy_baseline_difference_weighted_by_outcome_probability():
     episodes, one = real_group()
     algorithm = one.algorithm = PRESETS["coderl"]
     greedy = replace(
@@ -200,7 +200,7 @@ def test_coderl_weighs_reward_minus_greedy_by_the_chance_of_the_true_outcome():
     assert len(set(credits[0].advantages)) > 1
 
 
-def test_only_what_trains_is_learned_from():
+def test_judge_training_skips_masked_and_dropped_episodes():
     episodes, one = real_group()
     judge = outcome_critic(one.scorer.model)
     credits = assign_credit([[*labelled(episodes), replace(episodes[0], greedy=True)]], PRESETS["coderl"])
@@ -227,7 +227,7 @@ CHANGES = {
 
 @pytest.mark.fault
 @pytest.mark.parametrize("name", ["prime", "coderl"])
-def test_a_run_that_is_cut_and_resumed_equals_the_uninterrupted_one_and_its_judge_learns(name, tmp_path):
+def test_resumed_run_with_a_learning_judge_equals_the_uninterrupted_run(name, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     changes = CHANGES[name] | {
         "algorithm__preset": name,

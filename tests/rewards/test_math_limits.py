@@ -25,11 +25,11 @@ def hasty(monkeypatch):
 
 
 @pytest.mark.parametrize(("answer", "gold"), ENDLESS)
-def test_an_answer_that_cannot_be_worked_out_is_wrong(answer, gold, hasty):
+def test_answer_that_cannot_be_evaluated_is_wrong(answer, gold, hasty):
     assert not is_equal(answer, Expression(gold))
 
 
-def test_the_answer_after_one_that_felled_the_process_is_judged(monkeypatch):
+def test_answer_after_a_worker_process_crash_is_judged(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(math_verify, "CPU_S", 0.05)
         assert not is_equal(r"10^{10^{10}}", Expression("8"))
@@ -37,7 +37,7 @@ def test_the_answer_after_one_that_felled_the_process_is_judged(monkeypatch):
     assert not is_equal(r"\sqrt{16}/2", Expression("3"))
 
 
-def test_threads_get_verdicts_of_their_own():
+def test_concurrent_threads_receive_their_own_verdicts():
     found = {}
 
     def judge(number):
@@ -51,7 +51,7 @@ def test_threads_get_verdicts_of_their_own():
     assert found == {3: [True, True], 4: [True, True], 5: [True, True]}
 
 
-def test_a_gold_answer_that_is_none_is_the_worlds_fault():
+def test_invalid_gold_answer_raises_error():
     with pytest.raises(ValueError, match="gold answer"):
         is_equal("1", Expression("(" * 40 + ")" * 40))
 

@@ -60,7 +60,7 @@ def attempt() -> Episode:
     return Episode(RolloutKey(1, "t", 0), Task("t", (), None), trajectory)
 
 
-def test_parts_by_name_count_with_their_weights_and_are_on_record():
+def test_named_parts_are_weighted_and_recorded():
     config, world = settings(
         *part("extra_calls", free=1, limit=3), *part("citation_support", weight=0.05), *part("invalid_calls", cap=2)
     )
@@ -80,7 +80,7 @@ def refuse(error):
     raise error
 
 
-def test_without_settings_nothing_is_added():
+def test_no_named_parts_are_added_by_default():
     config, world = settings()
     one = build_reward_mixer(config, world, takes_turns=False)
     assert not one.adds
@@ -107,7 +107,7 @@ def test_parts_are_scored_in_another_process(monkeypatch):
     assert found.trajectory.timings.grading_s > 0
 
 
-def test_an_episode_with_a_failed_part_is_failed_in_the_ledger():
+def test_episode_with_a_failed_part_counts_as_failed_in_the_ledger():
     config, world = settings(*part("token_f1"), "--rollout.max_failure_rate", "0.5")
     good = attempt()
     good = replace(good, task=replace(good.task, truth=ExpectedAnswers(("Paris",))))
@@ -130,7 +130,7 @@ def test_an_episode_with_a_failed_part_is_failed_in_the_ledger():
         asyncio.run(sampler.make_samples(1, [[good, odd]]))
 
 
-def test_where_one_episode_alone_lacked_its_parts_its_failure_is_one_among_all_of_the_batch():
+def test_late_scoring_failure_rate_is_relative_to_the_whole_batch():
     """As after a resume: the others have ended since."""
     config, world = settings(*part("token_f1"), "--rollout.max_failure_rate", "0.5")
     odd, task = attempt(), replace(attempt().task, truth=ExpectedAnswers(("Paris",)))
@@ -160,14 +160,14 @@ def test_where_one_episode_alone_lacked_its_parts_its_failure_is_one_among_all_o
         ([*part("extra_calls", free=1, limit=2), "--env.settings.access", '"none"'], "has no tools"),
     ],
 )
-def test_parts_that_cannot_be_are_refused(words, said):
+def test_invalid_named_parts_raise_config_error(words, said):
     config, world = settings(*words)
     with pytest.raises(ConfigError) as refused:
         check_reward_settings(config, world)
     assert said in str(refused.value)
 
 
-def test_env_show_lists_them():
+def test_env_show_lists_named_parts():
     said = ludus("env", "show", "search", *part("citation_support"))
     assert said.code == 0
     assert "reward citation_support: weight 0.1, shaping" in said.out
@@ -177,7 +177,7 @@ def test_env_show_lists_them():
     assert total == pytest.approx(plain[0] + 0.1)
 
 
-def test_env_show_scores_with_a_preset_in_the_place_of_the_worlds_parts():
+def test_env_show_scores_with_a_preset_instead_of_the_worlds_parts():
     said = ludus("env", "show", "search", "--rewards.preset", "search_r1").out
     assert "reward exact_match: weight 1, outcome, only in evaluations" in said
     assert "reward exact_match: weight 0.8, outcome\n" in said
@@ -189,7 +189,7 @@ def shown_reward(out):
     return float(found[1]), found[2]
 
 
-def test_names_that_there_are_not_are_refused_with_the_settings():
+def test_unknown_part_names_in_settings_are_rejected_with_a_suggestion():
     words = ("--rewards.extra.citation_suport.weight", "0.1")
     for command in (("config", "search"), ("train", "search"), ("env", "show", "search")):
         said = refused(*command, *words)
@@ -212,7 +212,7 @@ def test_names_that_there_are_not_are_refused_with_the_settings():
         named_part("citation_suport", PartConfig(weight=0.1))
 
 
-def test_a_custom_part_has_the_options_of_its_function(tmp_path):
+def test_custom_part_options_are_the_parameters_of_its_function(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text((ROOT / "examples/plugins/reward.py").read_text("utf-8"), "utf-8")
     words = ("--rewards.extra.mine.source", f"{file}:brief")
@@ -232,7 +232,7 @@ def test_a_custom_part_has_the_options_of_its_function(tmp_path):
     )
 
 
-def test_a_part_that_is_not_a_function_of_task_and_trajectory_is_refused_with_its_file(tmp_path):
+def test_custom_part_with_a_wrong_signature_is_rejected_with_its_file(tmp_path):
     file = tmp_path / "odd.py"
     file.write_text(
         "from ludus.rewards.registry import RegisteredReward\n"
@@ -246,6 +246,6 @@ def test_a_part_that_is_not_a_function_of_task_and_trajectory_is_refused_with_it
         assert f"{where} {found}; expected a function of (task, trajectory)." in said
 
 
-def test_a_value_that_is_not_a_number_names_the_part():
+def test_nonnumeric_part_value_is_reported_with_the_part_name():
     with pytest.raises(TypeError, match="reward 'mine' of task t is 'good', not a number"):
         score([Reward("mine", lambda task, trajectory: "good")], attempt().task, attempt().trajectory)

@@ -51,7 +51,7 @@ BUY = call("buy", item="fig")
 
 
 @pytest.mark.parametrize("preset", PUBLISHED)
-def test_in_every_preset_the_outcome_dominates(preset):
+def test_outcome_dominates_in_every_preset(preset):
     own = [Reward(name, len, weight=2.0, outcome=True) for name in ("first", "second")]
     check_rewards(preset_parts(preset, own))
 
@@ -66,7 +66,7 @@ def test_calls_are_compared_by_name_argument_names_and_values():
     assert (twice.names, twice.argument_names, twice.argument_values) == (1.0, 2.0, 1.0)
 
 
-def test_toolrl_by_hand():
+def test_toolrl_matches_hand_computed_values():
     truth = ExpectedCalls((LOOK, BUY))
     assert reward("toolrl", truth, trajectory(BUY, LOOK)) == pytest.approx(3 + 1)
     assert reward("toolrl", truth, trajectory(statuses=())) == pytest.approx(-3 + 1)
@@ -86,7 +86,7 @@ def test_toolrl_by_hand():
     assert found == [1.0, -1.0, -1.0, -1.0, -1.0]
 
 
-def test_toolrl_reports_the_single_aspects():
+def test_toolrl_reports_call_validity_names_and_arguments_separately():
     given = trajectory(call("look", item="fig", shop="south"), statuses=(OK, BAD, MALFORMED, OK))
     found = score(PUBLISHED["toolrl"].parts(), Task("t", (), ExpectedCalls((LOOK, BUY))), given).rewards
     assert found["valid_calls"] == 0.5
@@ -95,7 +95,7 @@ def test_toolrl_reports_the_single_aspects():
     assert found["right_argument_values"] == pytest.approx(1 / 3)
 
 
-def test_search_r1_takes_no_answer_out_of_its_frame():
+def test_search_r1_does_not_extract_boxed_answers():
     framed, plain = (
         Trajectory("t", 0, (), (Message(role="assistant", content=text),), StopReason.ANSWERED)
         for text in (r"\boxed{Paris}", "Paris")
@@ -111,7 +111,7 @@ def test_search_r1_takes_no_answer_out_of_its_frame():
     assert matched(SearchWorld(SearchSettings(framed=False)).rewards, framed) == 0
 
 
-def test_search_r1_by_hand():
+def test_search_r1_matches_hand_computed_values():
     truth = ExpectedAnswers(("Chad",))
     cases = {
         1.0: trajectory(answer="Chad"),
@@ -124,14 +124,14 @@ def test_search_r1_by_hand():
         assert reward("search_r1", truth, given) == pytest.approx(expected)
 
 
-def test_retool_by_hand():
+def test_retool_matches_hand_computed_values():
     truth = ExpectedAnswers(("4",))
     assert reward("retool", truth, trajectory(answer="4", statuses=(OK,) * 3)) == 1.0
     found = [reward("retool", truth, trajectory(answer="5", statuses=(OK,) * n)) for n in (0, 1, 3, 4, 9)]
     assert found == pytest.approx([-1.0, -0.9, -0.7, -0.6, -0.6])
 
 
-def test_a_preset_takes_the_place_of_the_worlds_parts_and_weights_may_follow_toolrls_schedule():
+def test_preset_replaces_the_worlds_parts_and_supports_weight_schedules():
     weights = {"weights": {"tool_correctness": 2.0}, "weights_end": {"tool_correctness": 3.0}}
     config = Config(rewards=RewardsConfig(preset="toolrl", schedule_steps=10, allow_outweigh=True, **weights))
     parts = PUBLISHED["toolrl"].parts()
@@ -162,7 +162,7 @@ def test_a_run_trains_on_a_preset(tiny_run, tmp_path):
     assert row.metrics["reward/mean"] == pytest.approx(sum(one.reward for one in found) / len(found))
 
 
-def test_a_preset_for_other_tasks_is_refused(tiny_run, tmp_path):
+def test_preset_for_another_truth_type_is_rejected(tiny_run, tmp_path):
     model = sorted((tiny_run / "cold_start" / "checkpoints").iterdir())[-1]
     words = ("train", make_recipe(tmp_path), "--model", model, "--rewards.preset", "toolrl")
     assert "needs tasks whose truth is ExpectedCalls; here it is ExpectedAnswers" in refused(*words)
@@ -186,7 +186,7 @@ def transcript(*said: Message, calls=(), statuses=None, stop=StopReason.ANSWERED
 
 
 @pytest.mark.parametrize("row", composite_pairs.TRANSCRIPTS)
-def test_the_parts_of_composite_rewards_by_hand(row):
+def test_composite_reward_parts_match_hand_computed_values(row):
     said, letters, truth, stop, *expected = row
     messages = [Message(role="assistant", content=text, reasoning_content=thought) for thought, text in said]
     calls = tuple(CALLS[letter] for letter in letters if letter in CALLS)
@@ -222,7 +222,7 @@ WRONG = Message(role="assistant", content="5")
         ),
     ],
 )
-def test_r1_and_composite_by_hand(preset, expected, given):
+def test_r1_and_composite_match_hand_computed_values(preset, expected, given):
     """The world's outcome counts 1, whatever its weight there, and its own shaping does not train."""
     config = Config(rewards=RewardsConfig(preset=preset))
     parts = training_parts(config.rewards, OWN)
@@ -233,7 +233,7 @@ def test_r1_and_composite_by_hand(preset, expected, given):
     assert found.trajectory.reward == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_part_by_name_replaces_that_of_composite_and_shaping_cannot_outweigh_the_outcome():
+def test_named_part_replaces_the_composite_part_and_dominating_shaping_is_rejected():
     turns = {"extra_turns": {"weight": 0.1, "free": 1, "limit": 3}}
     config = Config(rewards=RewardsConfig(preset="composite", extra=turns))
     found = {part.name: part.weight for part in training_parts(config.rewards, OWN)}

@@ -27,14 +27,14 @@ def task(*accepted):
 
 
 @pytest.mark.parametrize(("answer", "accepted"), ACCEPTED)
-def test_exact_match_accepts(answer, accepted):
+def test_exact_match_accepts_equivalent_answers(answer, accepted):
     assert matches(answer, ExpectedAnswers(tuple(accepted)))
     assert exact_match(task(*accepted), episode(answer)) == 1.0
     assert f1(answer, ExpectedAnswers(tuple(accepted))) == 1.0
 
 
 @pytest.mark.parametrize(("answer", "accepted"), REJECTED)
-def test_exact_match_rejects(answer, accepted):
+def test_exact_match_rejects_different_answers(answer, accepted):
     assert not matches(answer, ExpectedAnswers(tuple(accepted)))
     assert exact_match(task(*accepted), episode(answer)) == 0.0
     assert f1(answer, ExpectedAnswers(tuple(accepted))) < 1.0
@@ -43,7 +43,7 @@ def test_exact_match_rejects(answer, accepted):
 @pytest.mark.parametrize(
     ("answer", "accepted", "right"), [*((*pair, True) for pair in ACCEPTED), *((*pair, False) for pair in REJECTED)]
 )
-def test_published_rewards_of_answers_follow_the_exact_match(answer, accepted, right):
+def test_published_answer_rewards_agree_with_exact_match(answer, accepted, right):
     bad, called = episode(answer, statuses=[ToolStatus.RAISED]), episode(answer, statuses=[ToolStatus.OK] * 3)
     assert accuracy(task(*accepted), bad) == (1 if right else -1)
     assert calls_of_the_wrong(task(*accepted), called) == (0 if right else 0.75)
@@ -64,23 +64,23 @@ def test_published_rewards_of_answers_follow_the_exact_match(answer, accepted, r
         ("Paris", [], 0.0),
     ],
 )
-def test_token_f1_by_hand(answer, accepted, value):
+def test_token_f1_matches_hand_computed_values(answer, accepted, value):
     assert token_f1(task(*accepted), episode(answer)) == pytest.approx(value)
 
 
 @given(st.text())
-def test_every_text_matches_itself_whatever_stands_around_it(text):
+def test_text_matches_itself_within_quotes_and_whitespace(text):
     assert normalise(f' "{text}" ') == normalise(text)
     assert matches(text, ExpectedAnswers((text.swapcase().swapcase(), text))) == bool(normalise(text))
 
 
-def test_only_an_answer_that_was_given_counts():
+def test_unanswered_episodes_have_zero_answer_reward():
     for stop in set(StopReason) - {StopReason.ANSWERED}:
         assert exact_match(task("Paris"), episode("Paris", stop)) == 0.0
         assert token_f1(task("Paris"), episode("Paris", stop)) == 0.0
 
 
-def test_a_truth_of_the_wrong_kind_is_an_error_and_not_a_zero():
+def test_truth_of_the_wrong_type_raises_error():
     with pytest.raises(TypeError, match="task t: the truth is str"):
         exact_match(Task("t", (), "Paris"), episode("Paris"))
 
@@ -105,7 +105,7 @@ def test_a_score_is_the_weighted_sum_of_its_parts():
     assert scored.reward == pytest.approx(2.0 * 1.0 + 0.2 * 0.5)
 
 
-def test_shaping_is_clipped_and_an_outcome_out_of_its_bounds_is_refused():
+def test_shaping_is_clipped_and_an_outcome_out_of_bounds_raises_error():
     parts = [part("right", 0.75, 1.0, True), part("up", 40.0, 0.1), part("down", -7.0, 0.2)]
     scored = score(parts, task(), episode())
     assert scored.rewards == {"right": 0.75, "up": 1.0, "down": -1.0}
@@ -119,12 +119,12 @@ def test_shaping_is_clipped_and_an_outcome_out_of_its_bounds_is_refused():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("outcome", [True, False])
-def test_a_value_that_is_not_finite_is_named_and_not_clipped(value, outcome):
+def test_nonfinite_reward_raises_error_instead_of_being_clipped(value, outcome):
     with pytest.raises(ValueError, match="reward 'odd' of task t is"):
         score([part("odd", value, outcome=outcome)], task(), episode())
 
 
-def test_success_needs_every_outcome_in_full():
+def test_success_requires_the_full_value_of_every_outcome():
     parts = [part("right", outcome=True), part("safe", outcome=True), part("short")]
     assert success(parts, episode(rewards={"right": 1.0, "safe": 1.0, "short": -1.0}))
     assert not success(parts, episode(rewards={"right": 1.0, "safe": 0.99}))
@@ -149,14 +149,14 @@ def test_success_needs_every_outcome_in_full():
         ),
     ],
 )
-def test_rewards_that_teach_the_wrong_thing_are_refused(parts, words):
+def test_misspecified_reward_parts_raise_config_error(parts, words):
     with pytest.raises(ConfigError, match=words) as refusal:
         check_rewards(parts)
     assert refusal.value.hint
 
 
 @given(st.lists(st.floats(0.01, 2), min_size=1, max_size=3), st.lists(st.floats(-1, 1), min_size=0, max_size=3))
-def test_where_the_check_passes_every_success_earns_more_than_every_failure(outcomes, shaping):
+def test_checked_rewards_rank_every_success_above_every_failure(outcomes, shaping):
     def parts(right, shaped):
         return [
             *(

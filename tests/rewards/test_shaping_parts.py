@@ -66,7 +66,7 @@ CALLS = [*((*pair, True) for pair in call_pairs.ACCEPTED), *((*pair, False) for 
 
 
 @pytest.mark.parametrize(("made", "expected", "right"), CALLS)
-def test_calls_are_right_only_if_all_of_them_are(made, expected, right):
+def test_tool_correctness_is_1_only_if_all_calls_are_correct(made, expected, right):
     assert len(CALLS) >= 40
     truth = ExpectedCalls(tuple(ExpectedCall(name, arguments) for name, arguments in expected))
     value = tool_correctness(Task("t", (), truth), episode("Done.", calls=made))
@@ -75,7 +75,7 @@ def test_calls_are_right_only_if_all_of_them_are(made, expected, right):
 
 
 @pytest.mark.parametrize(("made", "expected", "right"), CALLS)
-def test_the_aspects_of_calls_are_all_full_where_the_calls_are_right(made, expected, right):
+def test_call_aspect_rewards_are_1_exactly_for_correct_calls(made, expected, right):
     wanted = tuple(ExpectedCall(name, arguments) for name, arguments in expected)
     one = Task("t", (), ExpectedCalls(wanted)), episode(calls=made)
     full = right_names(*one) == 1
@@ -87,32 +87,32 @@ def test_the_aspects_of_calls_are_all_full_where_the_calls_are_right(made, expec
 
 
 @pytest.mark.parametrize(("letters", "stop", "fine", "kept", "valid"), episode_pairs.EPISODES)
-def test_the_form_of_an_episode(letters, stop, fine, kept, valid):
+def test_format_rewards_match_expected_values(letters, stop, fine, kept, valid):
     one = replace(episode("x", [outcome(STATUS[letter]) for letter in letters]), stop_reason=stop)
     assert (well_formed(TASK, one), format_kept(TASK, one)) == (fine, kept)
     assert valid_calls(TASK, one) == pytest.approx(valid)
 
 
 @pytest.mark.parametrize(("answer", "output"), shaping_pairs.SUPPORT_ACCEPTED)
-def test_an_answer_that_was_retrieved_is_supported(answer, output):
+def test_retrieved_answer_is_supported(answer, output):
     assert is_supported(answer, output)
     assert citation_support(TASK, episode(answer, [outcome(), outcome(output=output)])) == 1
 
 
 @pytest.mark.parametrize(("answer", "output"), shaping_pairs.SUPPORT_REJECTED)
-def test_an_answer_that_was_not_retrieved_is_not_supported(answer, output):
+def test_answer_that_was_not_retrieved_is_unsupported(answer, output):
     assert len(shaping_pairs.SUPPORT_ACCEPTED) + len(shaping_pairs.SUPPORT_REJECTED) >= 40
     assert not is_supported(answer, output)
     assert citation_support(TASK, episode(answer, [outcome(output=output)])) == 0
 
 
-def test_only_one_call_that_went_well_supports():
+def test_citation_support_requires_a_single_successful_call():
     assert citation_support(TASK, episode("Paris", [outcome(ToolStatus.RAISED, "Paris")])) == 0
     assert citation_support(TASK, episode("New York", [outcome(output="New"), outcome(output="York")])) == 0
     assert citation_support(TASK, episode("Paris")) == 0
 
 
-def test_what_an_environment_left_is_no_call():
+def test_environment_outcomes_are_not_counted_as_calls():
     verdict = ToolOutcome("", "verdict", ToolStatus.OK, '{"solved": true}')
     quiet = episode("true", [verdict])
     assert quiet.call_outcomes == ()
@@ -125,26 +125,26 @@ def test_what_an_environment_left_is_no_call():
 
 
 @pytest.mark.parametrize(("text", "script", "share"), shaping_pairs.SCRIPTS)
-def test_the_share_of_letters_in_a_script(text, script, share):
+def test_share_in_script_matches_expected_values(text, script, share):
     assert len(shaping_pairs.SCRIPTS) >= 40
     assert share_in_script(text, script) == pytest.approx(share)
 
 
-def test_what_the_model_wrote_counts_and_nothing_else():
+def test_language_consistency_counts_only_text_of_the_model():
     assert language_consistency("LATIN")(TASK, episode("ab", thoughts="cd")) == 1
     assert language_consistency("LATIN")(TASK, episode("ab", thoughts="мы")) == 0.5
     assert language_consistency("CYRILLIC")(TASK, episode("", [outcome(output="abc")])) == 1
 
 
 @pytest.mark.parametrize(("letters", "spare", "bad"), shaping_pairs.COUNTS)
-def test_calls_that_are_spared_or_cannot_be_run_are_counted_up_to_a_cap(letters, spare, bad):
+def test_extra_and_invalid_calls_are_counted_up_to_a_cap(letters, spare, bad):
     one = episode(outcomes=[outcome(STATUS[letter]) for letter in letters])
     assert extra_calls(2, 6)(TASK, one) == pytest.approx(spare)
     assert invalid_calls(4)(TASK, one) == pytest.approx(bad)
 
 
 @pytest.mark.parametrize(("letters", "value"), shaping_pairs.REPEATS)
-def test_calls_that_were_made_before_are_counted_up_to_a_cap(letters, value):
+def test_repeated_calls_are_counted_up_to_a_cap(letters, value):
     calls = [("look", {"item": letter, "shop": 1}) for letter in letters]
     turned = [(name, dict(reversed(arguments.items()))) for name, arguments in calls]
     assert repeated_calls(4)(TASK, episode(calls=calls)) == pytest.approx(value)
@@ -152,21 +152,21 @@ def test_calls_that_were_made_before_are_counted_up_to_a_cap(letters, value):
 
 
 @pytest.mark.parametrize(("calls", "value"), shaping_pairs.REPEATED_CALLS)
-def test_a_repeat_is_the_same_call_and_no_other(calls, value):
+def test_repeated_calls_counts_only_identical_calls(calls, value):
     assert repeated_calls(4)(TASK, episode(calls=calls)) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(("text", "value"), shaping_pairs.LONG_TEXTS)
-def test_words_are_what_blanks_separate(text, value):
+def test_long_answer_counts_words_separated_by_whitespace(text, value):
     assert long_answer(10, 20)(TASK, episode(text)) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(("num", "value"), shaping_pairs.LENGTHS)
-def test_a_long_answer_costs(num, value):
+def test_long_answer_is_penalized_by_length(num, value):
     assert long_answer(10, 20)(TASK, episode("word " * num)) == pytest.approx(value)
 
 
-def test_form_counts_once_nothing_else_failed():
+def test_only_if_zeroes_a_part_unless_its_conditions_are_met():
     def part(value):
         return lambda task, trajectory: value
 
@@ -180,6 +180,6 @@ def test_form_counts_once_nothing_else_failed():
 
 
 @pytest.mark.parametrize("make", [lambda: extra_calls(2, 2), lambda: long_answer(5, 4), lambda: invalid_calls(0)])
-def test_limits_that_make_no_sense_are_refused(make):
+def test_invalid_limits_raise_error(make):
     with pytest.raises(ValueError, match="must be"):
         make()

@@ -107,16 +107,16 @@ def calls_of(dialogue):
         ([], 3, ()),
     ],
 )
-def test_a_milestone_is_paid_to_the_first_turn_that_reaches_it(reached, total, expected):
+def test_milestone_is_credited_to_the_first_turn_that_reaches_it(reached, total, expected):
     assert turn_shares(Progress([set(one) for one in reached], total)) == expected
 
 
-def test_more_milestones_than_there_are_is_a_mistake_of_the_verifier():
+def test_more_reached_milestones_than_the_task_has_raises_error():
     with pytest.raises(ValueError, match="3 milestones are reached, but the task has 2"):
         turn_shares(Progress([{"a", "b", "c"}], 2))
 
 
-def test_functions_pays_each_gold_call_once_and_no_other():
+def test_functions_world_credits_each_gold_call_once():
     world = FunctionsWorld(FunctionsSettings(num_tasks=20, levels=(4,)))
     task = next(t for t in world.tasks("train") if len(t.truth.gold) == 2 and t.truth.gold[1].after)
     first, second = calls_of(world.expert(task))
@@ -128,7 +128,7 @@ def test_functions_pays_each_gold_call_once_and_no_other():
     assert FunctionsWorld(FunctionsSettings(access="none")).turn_verifier is None
 
 
-def test_calls_of_the_prompt_are_not_the_policys():
+def test_calls_in_the_prompt_are_not_credited_to_the_policy():
     world = FunctionsWorld(FunctionsSettings(num_tasks=20, levels=(4,)))
     task = next(t for t in world.tasks("train") if len(t.truth.gold) == 2)
     first, _ = calls_of(world.expert(task))
@@ -140,7 +140,7 @@ def test_calls_of_the_prompt_are_not_the_policys():
     assert shares(world, longer, [(name, {})]) == (0.0, 0.0)
 
 
-def test_sql_pays_a_query_with_the_gold_rows_once():
+def test_sql_world_credits_a_query_with_the_gold_rows_once():
     world = SqlWorld(SqlSettings(tasks=20, databases=1, domains=("shop",)))
     task = world.tasks("train")[0]
     truth = task.truth
@@ -181,11 +181,11 @@ def graded(*reports, final=None):
         ([REPORT | {"unknown": True}], None, (2, 0)),
     ],
 )
-def test_tests_are_paid_by_the_most_that_pass_at_once(reports, final, expected):
+def test_turns_are_credited_for_new_maxima_of_simultaneously_passing_tests(reports, final, expected):
     assert graded(*reports, final=final) == pytest.approx([count / 3 for count in expected])
 
 
-def test_a_call_of_a_tool_named_like_the_report_is_not_believed():
+def test_forged_report_from_a_tool_call_is_ignored():
     said = json.dumps({"passed": dict.fromkeys(REPORT, True), "turn": 0})
     forged = (
         ToolOutcome("call_0_0", "turn_report", ToolStatus.OK, said),
@@ -195,7 +195,7 @@ def test_a_call_of_a_tool_named_like_the_report_is_not_believed():
     assert turn_shares(suite_progress("report")(Task("t", (), SUITE), one)) == (0.0,)
 
 
-def test_code_pays_programs_by_all_tests_and_shows_nothing_of_them():
+def test_code_world_credits_programs_by_hidden_tests_without_revealing_them():
     async def act():
         sandbox = open_sandbox()
         try:
@@ -219,7 +219,7 @@ def test_code_pays_programs_by_all_tests_and_shows_nothing_of_them():
     assert CodeWorld(CodeSettings(tasks=20)).turn_verifier is None
 
 
-def test_terminal_pays_checks_that_newly_hold():
+def test_terminal_world_credits_newly_satisfied_checks():
     async def act():
         world = TerminalWorld(TerminalSettings(tools="shell", check_turns=True)).with_sandbox(open_sandbox())
         try:
@@ -237,7 +237,7 @@ def test_terminal_pays_checks_that_newly_hold():
     assert TerminalWorld().turn_verifier is None
 
 
-def test_an_outcome_that_is_not_a_calls_leaves_the_row_of_errors():
+def test_environment_report_does_not_reset_the_tool_error_streak():
     """Otherwise a report after each turn keeps an episode of failed calls going."""
 
     class FailingEnvironment(Environment):
@@ -255,7 +255,7 @@ def test_an_outcome_that_is_not_a_calls_leaves_the_row_of_errors():
     assert played.num_turns == 3
 
 
-def test_the_progress_of_a_run_is_found_in_a_process_of_rewards_and_reaches_the_rewards_of_turns():
+def test_turn_progress_from_the_reward_process_is_added_to_turn_rewards():
     own = ["--env.settings.tasks", "20", "--env.settings.databases", "1", "--env.settings.domains", '["shop"]']
     words = ["--algorithm.preset", "turn_grpo", "--rewards.turn_verifier_weight", "0.4"]
     config = load_config("sql", [*own, *words])
@@ -279,7 +279,7 @@ def test_the_progress_of_a_run_is_found_in_a_process_of_rewards_and_reaches_the_
     assert parse_rollout(json.loads(rollout_line(record))).trajectory.turn_progress == found.turn_progress
 
 
-def test_a_mixture_verifies_the_turns_of_the_worlds_that_can():
+def test_mixture_verifies_turns_of_member_worlds_with_a_turn_verifier():
     members = {
         "guess": MemberConfig(settings={"num_tasks": 20}),
         "functions": MemberConfig(settings={"num_tasks": 20, "levels": [4]}),
@@ -297,7 +297,7 @@ def test_a_mixture_verifies_the_turns_of_the_worlds_that_can():
 GUESS = make_guess_world({"num_tasks": 20}, ToolLimits())
 
 
-def test_the_setting_is_refused_where_it_cannot_act_and_ends_the_warning_where_it_can():
+def test_turn_verifier_weight_silences_the_warning_or_is_rejected_if_ineffective():
     def config(*more):
         return load_config("sql", ["--training.minibatches", "2", *more])
 

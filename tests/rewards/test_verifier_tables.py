@@ -95,7 +95,7 @@ def test_every_verifier_has_a_table():
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_a_table_is_long_enough_and_repeats_nothing(name):
+def test_verifier_table_has_enough_pairs_and_no_duplicates(name):
     pairs = [repr(pair) for table in TABLES[name] for pair in table]
     assert len(pairs) >= LEAST
     assert len(set(pairs)) == len(pairs)
@@ -121,7 +121,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_right_forms_are_paid_and_wrong_ones_are_not(name):
+def test_correct_forms_are_accepted_and_wrong_forms_are_rejected(name):
     judge, table = FORMS[name]
     refused = [pair for pair in table.ACCEPTED if not judge(*pair)]
     paid = [pair for pair in table.REJECTED if judge(*pair)]
@@ -131,7 +131,7 @@ def test_right_forms_are_paid_and_wrong_ones_are_not(name):
     assert min(right, wrong) >= (120 if "held out" in name else LARGE)
 
 
-def test_a_frame_is_wrong_where_answers_are_strict():
+def test_answer_in_a_sentence_is_rejected_by_strict_matching():
     plain = [frame for frame in framed_pairs.RIGHT_FRAMES if not any(map(str.isalpha, frame))]
     framed = [frame for frame in framed_pairs.RIGHT_FRAMES if frame not in plain]
     assert len(framed) >= 30

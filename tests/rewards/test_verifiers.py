@@ -63,12 +63,12 @@ JUDGES = [
 
 
 @pytest.mark.parametrize("verifier", JUDGES)
-def test_a_truth_of_another_kind_is_an_error_and_no_wrong_answer(verifier):
+def test_truth_of_another_type_raises_error(verifier):
     with pytest.raises(TypeError, match="the truth is str, expected"):
         verifier(task("7"), episode("[[7]]"))
 
 
-def test_what_a_tool_left_behind_is_believed_only_where_it_went_well_and_is_whole():
+def test_last_tool_output_counts_only_if_successful_and_untruncated():
     def left(*outcomes):
         return rows_match(last_output("sql"))(task(Rows(((1,),))), episode("[[2]]", outcomes=outcomes))
 
@@ -84,7 +84,7 @@ def test_what_a_tool_left_behind_is_believed_only_where_it_went_well_and_is_whol
     assert left() == 0
 
 
-def test_many_rows_and_many_columns_alike_are_compared_in_time():
+def test_large_or_highly_symmetric_row_sets_are_compared_in_time():
     rows = tuple((i, i * 0.5, str(i % 7)) for i in range(3_000))
     assert same_rows(rows[::-1], Rows(rows))
     assert same_rows([row[::-1] for row in rows], Rows(rows, columns_free=True))
@@ -104,12 +104,12 @@ def test_many_rows_and_many_columns_alike_are_compared_in_time():
         {"$ref": "#"},
     ],
 )
-def test_a_schema_that_is_none_is_the_worlds_fault(schema):
+def test_invalid_json_schema_raises_config_error(schema):
     with pytest.raises(ConfigError):
         json_schema(task(Schema(schema)), episode("{}"))
 
 
-def test_without_the_package_for_schemas_the_extra_is_named(monkeypatch):
+def test_missing_schema_package_reports_the_required_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"ludus\[schema\]"):
         json_schema(task(Schema({})), episode("{}"))
@@ -123,12 +123,12 @@ PATCHES = [
 
 
 @pytest.mark.parametrize(("text", "truth", "value"), PATCHES)
-def test_a_patch_is_as_good_as_it_is_like_the_oracle(text, truth, value):
+def test_patch_similarity_matches_expected_values(text, truth, value):
     assert len(PATCHES) >= 40
     assert patch_similarity()(task(truth), episode(text)) == pytest.approx(value, abs=1e-12)
 
 
-def test_patches_that_take_long_to_compare_are_compared_by_lines():
+def test_large_patches_are_compared_by_lines():
     def patch(lines):
         return "--- a/x\n+++ b/x\n@@ -0,0 +1,5000 @@\n" + "\n".join(lines)
 
@@ -144,7 +144,7 @@ def added(texts):
 SIGNS = [chr(0x4E00 + n) for n in range(1400)]
 
 
-def test_patches_that_agree_in_many_short_pieces_are_compared_in_time():
+def test_patches_with_many_short_matches_are_compared_in_time():
     given = "".join("a" + sign for sign in SIGNS)
     oracle = "".join("aa" + sign for sign in SIGNS[:700])
     begin = time.process_time()
@@ -152,22 +152,22 @@ def test_patches_that_agree_in_many_short_pieces_are_compared_in_time():
     assert time.process_time() - begin < 5
 
 
-def test_an_oracle_that_is_no_patch_is_the_worlds_fault():
+def test_invalid_reference_patch_raises_error():
     with pytest.raises(ValueError, match="reference patch"):
         patch_similarity()(task(Patch("x")), episode(""))
 
 
 @pytest.mark.parametrize(("text", "suite", "which", "share"), suite_pairs.SHARES)
-def test_the_share_of_tests_that_passed(text, suite, which, share):
+def test_share_passed_matches_expected_values(text, suite, which, share):
     assert share_passed(final_answer, which)(task(suite), episode(text)) == pytest.approx(share)
 
 
 @pytest.mark.parametrize(("text", "suite", "value"), suite_pairs.THRIFT)
-def test_what_a_solution_leaves_of_its_limits(text, suite, value):
+def test_thrift_equals_the_unused_share_of_the_limits(text, suite, value):
     assert thrift(final_answer)(task(suite), episode(text)) == pytest.approx(value)
 
 
-def test_among_solutions_the_thrifty_one_is_ahead():
+def test_thrift_favours_solutions_using_less_time_and_memory():
     suite = Suite(("a",), seconds=10, memory_bytes=100)
 
     def value(seconds, memory, passed="true", suite=suite):
@@ -184,7 +184,7 @@ def test_among_solutions_the_thrifty_one_is_ahead():
     assert value(5, 25, suite=Suite(("a",))) == 0
 
 
-def test_a_suite_without_tests_is_the_worlds_fault():
+def test_suite_without_tests_raises_error():
     with pytest.raises(ValueError, match="no tests"):
         suite_passes(final_answer)(task(Suite(())), episode("{}"))
 
@@ -240,7 +240,7 @@ TRUTHS = {
 
 @settings(max_examples=150, deadline=None)
 @given(st.one_of(st.text(), st.lists(st.sampled_from(PIECES), max_size=30).map("".join)))
-def test_no_text_is_too_odd_for_a_verdict(text):
+def test_verifiers_return_a_bounded_reward_for_any_text(text):
     for verifier, truth in TRUTHS.items():
         assert -1 <= verifier(task(truth), episode(text)) <= 1
     assert isinstance(candidates(text), tuple)

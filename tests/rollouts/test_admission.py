@@ -242,9 +242,7 @@ WAYS = st.builds(
     worthless=st.sampled_from([0.0, 0.3]),
     failing=st.sampled_from([0.0, 0.2]),
 )
-def test_over_any_schedule_no_token_that_trains_is_too_old_and_no_episode_is_lost_or_trained_twice(
-    pace, way, seed, worthless, failing
-):
+def test_staleness_bound_holds_and_each_episode_trains_once_under_any_schedule(pace, way, seed, worthless, failing):
     world = World(seed, failing, worthless, size=4 if way.needed else 2)
     played = simulate(world, pace, way)
     for step, episodes in enumerate(played.batches, start=1):
@@ -268,7 +266,7 @@ def test_over_any_schedule_no_token_that_trains_is_too_old_and_no_episode_is_los
         assert not played.others
 
 
-def test_without_waiting_the_bound_is_passed_and_nothing_is_starved():
+def test_without_holding_the_staleness_bound_is_exceeded_and_all_episodes_train():
     pace = StalenessSchedule(2, 1, 30, hold=False)
     world = World(3)
     played = simulate(world, pace, StreamCase(learning=0.1))
@@ -277,7 +275,7 @@ def test_without_waiting_the_bound_is_passed_and_nothing_is_starved():
     assert played.seconds < simulate(World(3), StalenessSchedule(2, 1, 30), StreamCase(learning=0.1)).seconds
 
 
-def test_a_bound_of_none_is_in_step_and_a_larger_one_is_faster():
+def test_larger_staleness_bound_is_faster():
     seconds = [
         simulate(World(5), StalenessSchedule(4, bound, 20), StreamCase(in_flight=100, learning=3.0)).seconds
         for bound in (0, 1, 8)
@@ -285,7 +283,7 @@ def test_a_bound_of_none_is_in_step_and_a_larger_one_is_faster():
     assert seconds[0] > 1.3 * seconds[1] > 1.3 * seconds[2]
 
 
-def test_the_oldest_train_first_and_a_slow_group_is_waited_for():
+def test_oldest_groups_train_first_and_a_due_slow_group_blocks():
     admission = StalenessController(StalenessSchedule(2, 1, 10))
     for number in range(4):
         admission.admit(number)
@@ -304,7 +302,7 @@ def test_the_oldest_train_first_and_a_slow_group_is_waited_for():
     assert admission.take() == [0, 3]
 
 
-def test_a_stream_says_what_keeps_more_episodes_from_starting():
+def test_stream_reports_concurrency_limit_and_waiting_for_a_due_group():
     class SlowWorld(World):
         async def play(self, request):
             await asyncio.sleep(50.0 if request.key.step == 0 else 1.0)
@@ -334,7 +332,7 @@ def test_a_stream_says_what_keeps_more_episodes_from_starting():
         loop.close()
 
 
-def test_no_batch_counts_as_ready_while_a_group_is_due_that_is_not_there():
+def test_no_batch_is_ready_while_a_due_group_is_missing():
     admission = StalenessController(StalenessSchedule(2, 1, 20))
     for number in range(4):  # due at step 2
         admission.admit(number)
@@ -357,7 +355,7 @@ def test_no_batch_counts_as_ready_while_a_group_is_due_that_is_not_there():
     assert admission.batches_ready == 1
 
 
-def test_a_stream_counts_the_seconds_in_flight_and_the_batches_made_ready():
+def test_stream_counts_seconds_in_flight_and_completed_batches():
     async def run():
         world, lengths = World(0), []
 
@@ -384,7 +382,7 @@ def test_a_stream_counts_the_seconds_in_flight_and_the_batches_made_ready():
 
 
 @pytest.mark.parametrize("held", [False, True])
-def test_the_engine_rests_while_a_batch_waits_and_only_while_the_learner_computes(held):
+def test_engine_is_throttled_only_while_a_batch_waits_and_learner_computes(held):
     async def run():
         world, rests = World(0), []
         stream = GroupQueue(StalenessController(StalenessSchedule(2, 4, 20)), world, world.play, 100)
@@ -455,20 +453,20 @@ def read_again(world, greedy, counts=True):
     return group, StreamState.from_text(StreamState(1, (group,)).to_text(), {"t": TASK}, requests)
 
 
-def test_a_group_from_before_keeps_the_members_that_it_began_with():
+def test_restored_group_keeps_its_original_members():
     group, state = read_again(World(1, size=5, greedy=True), greedy=True)
     assert state.groups[0].requests == group.requests
     assert state.groups[0].episodes == group.episodes
     assert state.unwanted == ()
 
 
-def test_an_unneeded_greedy_member_is_left_over():
+def test_unneeded_greedy_member_of_a_restored_group_is_discarded():
     group, state = read_again(World(1, size=5, greedy=True), greedy=False)
     assert state.groups[0].episodes == group.episodes[:4]
     assert [episode.key for episode in state.unwanted] == [group.requests[4].key]
 
 
-def test_one_that_had_failed_is_in_the_totals_and_not_left_over():
+def test_failed_greedy_member_of_a_restored_group_is_not_discarded():
     world = World(1, failing=1.0, size=3, greedy=True)
     group, state = read_again(world, greedy=False, counts=False)
     assert [episode.trajectory.failure is None for episode in group.episodes] == [False] * 3
@@ -476,7 +474,7 @@ def test_one_that_had_failed_is_in_the_totals_and_not_left_over():
     assert state.groups[0].episodes == group.episodes[:2]
 
 
-def test_what_cannot_be_in_time_is_not_admitted():
+def test_group_over_the_capacity_is_not_admitted():
     admission = StalenessController(StalenessSchedule(2, 0, 10))
     admission.admit(0)
     admission.admit(1)
@@ -490,7 +488,7 @@ def test_what_cannot_be_in_time_is_not_admitted():
         admission.on_publish(1)
 
 
-def test_the_first_members_that_end_are_enough_and_the_others_stop():
+def test_group_keeps_its_first_finished_members_and_cancels_the_others():
     world = World(1, size=5)
     played = simulate(world, StalenessSchedule(2, 2, 8), StreamCase(needed=3))
     assert all(len(step) == 6 for step in played.trained)
@@ -502,7 +500,7 @@ def test_the_first_members_that_end_are_enough_and_the_others_stop():
     assert len(every) == len(set(world.cancelled))
 
 
-def test_failed_members_are_replaced_by_spare_ones_and_their_groups_are_whole():
+def test_failed_members_are_replaced_by_spares_and_groups_are_complete():
     world = World(2, failing=0.25, size=5)
     played = simulate(world, StalenessSchedule(2, 2, 8), StreamCase(needed=3))
     assert all(len(step) == 6 for step in played.trained)
@@ -516,7 +514,7 @@ def test_a_greedy_member_is_always_waited_for():
         assert sum(key.sample == 4 for key in step) == 2
 
 
-def test_an_error_of_an_episode_is_raised_in_the_consumer():
+def test_episode_error_is_raised_in_the_consumer():
     class BrokenWorld(World):
         async def play(self, request):
             await asyncio.sleep(1)
@@ -562,7 +560,7 @@ BUSY = EngineLoad(learner_idle=0.0, engine_idle=0.0, engine_queue=0.0, ready=0.0
         "no more may start for the learner",
     ],
 )
-def test_the_fewest_episodes_fly_that_keep_both_busy(load, expected):
+def test_concurrency_is_the_minimum_that_keeps_engine_and_learner_busy(load, expected):
     assert next_in_flight(10, load, 2, 100) == expected
     assert next_in_flight(10, load, 10, 10) == 10
 
@@ -571,7 +569,7 @@ def test_concurrency_rises_above_one_if_the_learner_needs_it():
     assert next_in_flight(1, replace(BUSY, needed=20.0), 1, 100) == 2
 
 
-def test_what_a_checkpoint_gets_of_the_stream_does_not_change_any_more():
+def test_stream_state_captured_for_a_checkpoint_does_not_change_later():
     world = World(6)
 
     async def run():
@@ -589,7 +587,7 @@ def test_what_a_checkpoint_gets_of_the_stream_does_not_change_any_more():
     assert [group.done for group in kept] == before
 
 
-def test_an_error_of_a_source_is_raised_in_the_consumer():
+def test_source_error_is_raised_in_the_consumer():
     class ShortWorld(World):
         def requests(self, number):
             if number > 2:
@@ -614,7 +612,7 @@ def test_an_error_of_a_source_is_raised_in_the_consumer():
         loop.close()
 
 
-def test_when_more_may_be_in_flight_they_start_at_once():
+def test_raising_the_concurrency_limit_starts_episodes_immediately():
     async def run():
         world = World(0, size=1)
         stream = GroupQueue(StalenessController(StalenessSchedule(1, 3, 9)), world, world.play, 1)
@@ -634,7 +632,7 @@ def test_when_more_may_be_in_flight_they_start_at_once():
         loop.close()
 
 
-def test_a_group_from_before_keeps_its_names_and_no_new_one_has_them():
+def test_restored_groups_keep_their_keys_and_new_groups_reuse_none():
     """Two groups a step were six groups later: those that were begun then are of a later step than now."""
     order = TaskOrder([Task(name, (), None) for name in "abcdefghijkl"], 0, 2)
     sampler = RolloutCollector(None, None, PRESETS["grpo"], None, Ledger())
@@ -649,7 +647,7 @@ def test_a_group_from_before_keeps_its_names_and_no_new_one_has_them():
     assert old.free(22, groups) == 22
 
 
-def test_a_new_group_never_repeats_the_name_of_a_kept_one():
+def test_new_group_never_reuses_the_key_of_a_kept_group():
     """As with another number of rounds: the step that is begun would go on with a task that it has."""
     tasks = [Task(name, (), None) for name in "abcdefghij"]
     sampler = RolloutCollector(None, None, PRESETS["grpo"], None, Ledger())

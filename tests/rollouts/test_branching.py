@@ -94,13 +94,13 @@ def test_the_turns_of_the_highest_entropy_fork_first():
     assert firsts(tree) == [[0, 10, 20], [0, 110, 120], [0, 110, 220]]
 
 
-def test_an_episode_that_ends_before_the_fork_is_a_chain():
+def test_episode_ending_before_the_fork_has_no_branches():
     tree, (chain,) = grow(branches=2, turns=[5])
     assert tree == chain
     assert not tree.leaves
 
 
-def test_a_tree_shares_what_it_shares_exactly_and_sums_up_its_leaves():
+def test_tree_shares_common_prefixes_and_averages_its_leaf_rewards():
     tree, chains = grow(branches=2, turns=[1])
     assert [leaf.rewards for leaf in tree.leaves] == [chain.rewards for chain in chains]
     assert tree.leaf_rewards == tuple(chain.reward for chain in chains)
@@ -154,7 +154,7 @@ def test_parts_lengths_and_turns_apply_to_each_leaf():
     assert combined.trajectory.timings == tree.timings
 
 
-def test_only_tokens_whose_every_leaf_was_cut_are_masked():
+def test_tokens_are_masked_only_if_all_their_leaves_are_truncated():
     tree, _ = grow(branches=2, turns=[1])
     other = replace(played((), 1), stop_reason=StopReason.ANSWERED)
     algorithm = replace(PRESETS["grpo"], overlong_mask=True)
@@ -165,7 +165,7 @@ def test_only_tokens_whose_every_leaf_was_cut_are_masked():
 
 
 @pytest.mark.parametrize("scale", ["std", "none"])
-def test_the_advantage_of_a_branch_is_against_its_siblings(scale):
+def test_branch_advantage_is_relative_to_its_siblings(scale):
     """A plain loop over the nodes, by their tokens."""
     tree, _ = grow(branches=2, turns=[1, 2], max_leaves=6)
     other, _ = grow(lambda told, number: played(told, number + 7), branches=1, turns=[0])
@@ -201,7 +201,7 @@ def test_the_advantage_of_a_branch_is_against_its_siblings(scale):
         (["--rollout.branch.turns", "[9]"], "has turn 9"),
     ],
 )
-def test_settings_that_cannot_branch_are_refused(words, why):
+def test_settings_incompatible_with_branching_raise_config_error(words, why):
     given = ["--rollout.branch.branches", "1", "--rollout.branch.turns", "[1]", *words]
     with pytest.raises(ConfigError, match=why):
         check_branch(load_config("search", given))
@@ -210,7 +210,7 @@ def test_settings_that_cannot_branch_are_refused(words, why):
 @pytest.mark.parametrize(
     "settings", [{"branches": 1}, {"turns": [1]}, {"branches": 1, "turns": [1], "entropy_turns": 1}]
 )
-def test_forks_have_one_place(settings):
+def test_incomplete_or_conflicting_fork_settings_raise_error(settings):
     with pytest.raises(ValueError, match=r"rollout\.branch"):
         BranchConfig(**settings)
 
@@ -235,7 +235,7 @@ def branched(tiny_run, tmp_path_factory):
     return run(tiny_run, tmp_path_factory.mktemp("branched"), **BRANCH)
 
 
-def test_a_run_trains_trees_and_keeps_its_books(branched):
+def test_training_run_with_branching_records_consistent_trees_and_metrics(branched):
     records = [r for step in (1, 2) for r in read_rollouts(rollouts_path(branched, step))]
     trees = [r.trajectory for r in records if r.trajectory.leaves]
     assert trees
@@ -257,7 +257,7 @@ def test_a_run_trains_trees_and_keeps_its_books(branched):
     assert ludus("rewards", "replay", branched).out.count("bit for bit") == 1
 
 
-def test_killed_and_resumed_a_run_of_trees_equals_the_whole_one(branched, tmp_path):
+def test_resumed_branching_run_equals_the_uninterrupted_run(branched, tmp_path):
     cut = Path(shutil.copytree(branched, tmp_path / "run"))
     shutil.rmtree(cut / "checkpoints/step-000002")
     assert ludus("train", "--resume", cut).code == 0
@@ -265,7 +265,7 @@ def test_killed_and_resumed_a_run_of_trees_equals_the_whole_one(branched, tmp_pa
     assert [name for name in before if before[name] != after.get(name)] == []
 
 
-def test_siblings_without_branches_are_missed():
+def test_siblings_advantage_without_branching_is_reported_as_inactive():
     words = ["--algorithm.advantage", "siblings", "--training.minibatches", "2"]
     config = load_config("guess", words)
     assert any("siblings" in one for one in inactive_parts(config, build_world(config.env, config.rollout)))

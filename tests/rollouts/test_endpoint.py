@@ -95,7 +95,7 @@ TWO_HOPS = [
 ]
 
 
-def test_a_two_hop_dialogue_is_played_and_scored():
+def test_two_hop_dialogue_is_played_and_scored():
     trajectory, server, endpoint = play(TWO_HOPS, api_key="sk-1")
     assert (trajectory.stop_reason, trajectory.reward) == (StopReason.ANSWERED, 1.1)
     assert trajectory.segments == ()
@@ -170,7 +170,7 @@ def evaluated(script, rollout):
         return *asyncio.run(run(server)), server
 
 
-def test_the_evaluation_of_training_runs_against_an_endpoint():
+def test_training_evaluation_runs_against_an_endpoint():
     result, episodes, usage, server = evaluated(answers_by_itself, RolloutConfig(concurrency=6))
     assert result.successes == (0, 2, 2)
     assert {episode.trajectory.stop_reason for episode in episodes} == {StopReason.ANSWERED}
@@ -180,7 +180,7 @@ def test_the_evaluation_of_training_runs_against_an_endpoint():
     assert {request["temperature"] for request in server.requests} == {0.5}
 
 
-def test_a_new_attempt_of_an_episode_asks_with_the_same_seeds():
+def test_retried_episode_uses_the_same_request_seeds():
     broken = iter([True] * 2)
 
     def script(body):
@@ -203,7 +203,7 @@ def test_temporary_failures_are_retried_with_the_same_request(trouble):
     assert endpoint.usage.num_answers == 3
 
 
-def test_retry_after_is_heeded_up_to_a_bound():
+def test_retry_after_header_is_honoured_up_to_a_bound():
     waits = []
     told = [Reply(error("slow down"), 429, {"Retry-After": value}) for value in ("3", "1.5", "999", "soon")]
     trajectory, *_ = play([*told, *TWO_HOPS], waits, backoff_s=0.25, max_wait_s=20.0)
@@ -211,7 +211,7 @@ def test_retry_after_is_heeded_up_to_a_bound():
     assert waits == [3.0, 1.5, 20.0, 2.0]
 
 
-def test_after_the_last_retry_the_servers_own_words_are_the_error():
+def test_error_after_the_last_retry_contains_the_server_message():
     failed, server = fails([Reply(error("CUDA is\nout of memory"), 503)] * 3, retries=2)
     assert len(server.requests) == 3
     assert "503: CUDA is out of memory" in str(failed)
@@ -222,7 +222,7 @@ def test_after_the_last_retry_the_servers_own_words_are_the_error():
     ("status", "words"),
     [(404, "does not serve the model 'm'"), (401, "rejects the API key for the model 'm'"), (403, "rejects")],
 )
-def test_wrong_model_or_key_is_the_users_to_mend(status, words):
+def test_wrong_model_or_key_raises_user_error(status, words):
     failed, server = fails([Reply(error("no such thing"), status)], UserError, api_key="sk-secret")
     assert words in str(failed)
     assert "no such thing" in str(failed)
@@ -232,7 +232,7 @@ def test_wrong_model_or_key_is_the_users_to_mend(status, words):
     assert len(server.requests) == 1
 
 
-def test_a_request_that_the_server_refuses_is_not_sent_again():
+def test_rejected_request_is_not_retried():
     failed, server = fails([Reply({"detail": "tools are not supported"}, 422)])
     assert "422" in str(failed)
     assert "tools are not supported" in str(failed)
@@ -278,7 +278,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("field", REFUSALS)
-def test_a_field_that_the_server_refuses_is_learned_once(field):
+def test_rejected_field_is_adapted_once_and_remembered(field):
     refusal, kept, gone = REFUSALS[field]
     trajectory, server, endpoint = play(picky(refusal))
     assert trajectory.stop_reason is StopReason.ANSWERED
@@ -291,7 +291,7 @@ def test_a_field_that_the_server_refuses_is_learned_once(field):
     assert [field in notice for notice in endpoint.notices] == [True]
 
 
-def test_several_refusals_are_learned_together_and_a_temperature_of_zero_stays_near_greedy():
+def test_concurrent_requests_adapt_to_several_rejected_fields():
     def above_zero(body):
         refused = {"error": "`temperature` must be strictly positive", "error_type": "validation"}
         return Reply(refused, 422) if body["temperature"] == 0 else None
@@ -314,19 +314,19 @@ def test_several_refusals_are_learned_together_and_a_temperature_of_zero_stays_n
     assert len(notices) == 4
 
 
-def test_what_a_refusal_of_something_else_quotes_is_not_learned():
+def test_unrelated_error_quoting_fields_fails_after_one_retry_per_field():
     failed, server = fails([Reply(error("bad history: {'temperature': 0.7, 'seed': 1}"), 400)] * 9)
     assert "bad history" in str(failed)
     assert len(server.requests) == 3  # without temperature, then without the seed
 
 
-def test_a_field_that_the_user_sets_is_not_changed():
+def test_rejected_field_set_by_the_user_is_not_changed():
     failed, server = fails([Reply(error("no seed", param="seed"), 400)] * 2, extra={"seed": 3})
     assert "no seed" in str(failed)
     assert [body["seed"] for body in server.requests] == [3]
 
 
-def test_nobody_listens():
+def test_unreachable_server_raises_engine_error_after_retries():
     with serving([]) as server:
         url = server.url
     waits = []
@@ -343,13 +343,13 @@ def test_nobody_listens():
 
 
 @pytest.mark.parametrize("slow", [Reply(say("late"), delay_s=20.0), Reply(say("x" * 2000), drip=True)])
-def test_a_slow_server_gets_no_second_request(slow):
+def test_request_timeout_is_not_retried(slow):
     failed, server = fails([slow] * 3, timeout_s=1)
     assert "within 1 s" in str(failed)
     assert len(server.requests) == 1
 
 
-def test_a_timeout_of_the_episode_is_not_the_servers():
+def test_episode_timeout_is_not_reported_as_a_server_failure():
     async def run(server):
         async with OpenAIClient(OpenAIClientSettings(server.url, "m")) as endpoint:
             conversation = OpenAIChatSession(endpoint, PARAMS, 7)
@@ -359,7 +359,7 @@ def test_a_timeout_of_the_episode_is_not_the_servers():
         assert asyncio.run(run(server)).stop_reason is StopReason.TIMEOUT
 
 
-def test_a_malformed_call_is_answered_and_the_history_stays_valid():
+def test_malformed_call_receives_an_error_and_history_stays_valid():
     script = [
         Reply(say("Hm.", call("", "x1", '{"query": '))),
         Reply(say(None, call("", "x2", "{'query': 1}"), call("airport EGLL city", "x3"))),
@@ -392,7 +392,7 @@ def test_null_content_without_calls_is_an_empty_answer():
 @pytest.mark.parametrize(
     ("given", "kept"), [(("p", "q"), ["p", "q"]), ((None, "q"), ["call_0_0", "call_0_1"]), (("p", "p"), None)]
 )
-def test_parallel_calls_come_back_in_order_under_ids_that_differ(given, kept):
+def test_results_of_parallel_calls_are_ordered_with_unique_ids(given, kept):
     asked = [call("airport LFPG city", given[0]), call("airport EGLL city", given[1])]
     trajectory, server, _ = play([Reply(say(None, *asked)), Reply(say("United Kingdom"))])
     assert trajectory.reward == 1.1
@@ -411,7 +411,7 @@ TOO_LONG = [
 
 
 @pytest.mark.parametrize("refusal", TOO_LONG)
-def test_a_context_that_is_too_long_is_a_stop_reason(refusal):
+def test_context_overflow_is_a_stop_reason(refusal):
     trajectory, server, _ = play([refusal])
     assert trajectory.stop_reason is StopReason.PROMPT_TOO_LONG
     assert len(server.requests) == 1
@@ -437,7 +437,7 @@ def test_a_context_that_is_too_long_is_a_stop_reason(refusal):
         ([say(None, call("EGLL"), prompt=60), say("x", prompt=86)], 90, StopReason.MAX_TOKENS, [32, 25]),
     ],
 )
-def test_the_token_budget_is_kept_by_the_servers_count(replies, budget, stop, asked):
+def test_token_budget_uses_the_token_counts_of_the_server(replies, budget, stop, asked):
     trajectory, server, _ = play([Reply(reply) for reply in replies], max_tokens=budget)
     assert trajectory.stop_reason is stop
     assert [request["max_tokens"] for request in server.requests] == asked
@@ -460,7 +460,7 @@ def test_the_token_budget_is_kept_by_the_servers_count(replies, budget, stop, as
         b"[" * 100_000,
     ],
 )
-def test_nonsense_is_an_engine_error_with_an_excerpt(body):
+def test_malformed_response_raises_engine_error_with_an_excerpt(body):
     failed, server = fails([Reply(body)])
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     assert "invalid chat completion" in str(failed)
@@ -473,18 +473,18 @@ def test_nonsense_is_an_engine_error_with_an_excerpt(body):
     ("given", "kept"),
     [*((name, "stop") for name in ("stop", "tool_calls", "content_filter", None, "eos")), ("length", "length")],
 )
-def test_finish_reasons(given, kept):
+def test_server_finish_reasons_map_to_stop_or_length(given, kept):
     answer = read_answer(json.dumps(say("x", finish=given)).encode(), 0)
     assert answer.action.finish_reason == kept
 
 
 @pytest.mark.parametrize("given", ["abort", "error"])
-def test_an_answer_that_the_server_broke_off_is_its_failure(given):
+def test_abort_or_error_finish_reason_is_an_engine_failure(given):
     failed, _ = fails([Reply(say("x", finish=given))])
     assert f"finish reason '{given}'" in str(failed)
 
 
-def test_a_parser_reads_calls_that_the_server_leaves_in_the_text():
+def test_parser_extracts_calls_left_in_the_text_by_the_server():
     asked = '<think>EGLL?</think><tool_call>{"name": "search", "arguments": {"query": "EGLL"}}</tool_call>'
     script = [Reply(say(asked)), Reply(say("<tool_call>{</tool_call>")), Reply(say("United Kingdom"))]
     trajectory, server, _ = play(script, parser=PARSERS["hermes"])
@@ -499,7 +499,7 @@ def test_a_parser_reads_calls_that_the_server_leaves_in_the_text():
     assert without.answer == asked
 
 
-def test_reasoning_and_what_an_environment_says_besides_go_along():
+def test_reasoning_and_user_messages_of_the_environment_are_sent():
     opening = [
         {"role": "user", "content": "Name a city."},
         {"role": "assistant", "content": "Oslo", "reasoning_content": "A capital."},
@@ -530,7 +530,7 @@ def test_reasoning_and_what_an_environment_says_besides_go_along():
     ]
 
 
-def test_a_parser_leaves_structured_calls_alone():
+def test_parser_leaves_structured_calls_unchanged():
     trajectory, server, _ = play(TWO_HOPS, parser=PARSERS["hermes"])
     assert trajectory.reward == 1.1
     assert server.requests[2]["messages"][3]["role"] == "tool"
@@ -540,7 +540,7 @@ def test_a_parser_leaves_structured_calls_alone():
     ("text", "arguments"),
     [("", {}), ("  ", {}), (None, {}), ({"query": "a"}, {"query": "a"}), ('"{\\"query\\": 1}"', {"query": 1})],
 )
-def test_arguments_as_servers_write_them(text, arguments):
+def test_nonstandard_argument_encodings_are_parsed(text, arguments):
     body = say(None, {"id": "a", "function": {"name": "search", "arguments": text}})
     answer = read_answer(json.dumps(body).encode(), 0)
     assert answer.action.calls[0].arguments == arguments
@@ -560,7 +560,7 @@ contents = st.none() | st.text(st.characters()) | st.just("half a pair \ud800")
 
 @settings(deadline=None, max_examples=150)
 @given(content=contents, given_calls=calls, parser=st.sampled_from([None, *PARSERS.values()]))
-def test_whatever_the_model_says_is_an_action_with_a_history_that_servers_take(content, given_calls, parser):
+def test_any_model_output_yields_an_action_with_a_valid_history(content, given_calls, parser):
     answer = read_answer(json.dumps(say(content, *given_calls)).encode(), 4, parser)
     action = answer.action
     if given_calls:
@@ -572,14 +572,14 @@ def test_whatever_the_model_says_is_an_action_with_a_history_that_servers_take(c
     json.dumps([action.message, answer.history, [e.text for e in action.errors]], ensure_ascii=False).encode()
 
 
-def test_extra_fields_come_last_and_a_null_takes_one_out():
+def test_extra_fields_override_request_fields_and_null_removes_one():
     extra = {"max_tokens": None, "max_completion_tokens": 9, "temperature": 1}
     request = play(TWO_HOPS, extra=extra)[1].requests[0]
     assert "max_tokens" not in request
     assert (request["max_completion_tokens"], request["temperature"]) == (9, 1)
 
 
-def test_any_text_can_be_sent_and_vendor_settings_go_along():
+def test_arbitrary_text_and_vendor_parameters_are_sent():
     params = SamplingParams(top_k=5, stop=("</a>",))
     with serving([Reply(say("fine"))]) as server:
 
@@ -594,7 +594,7 @@ def test_any_text_can_be_sent_and_vendor_settings_go_along():
     assert "tools" not in request
 
 
-def test_a_client_that_is_passed_in_is_used_and_stays_open():
+def test_supplied_http_client_is_used_and_stays_open():
     async def run(server):
         async with httpx.AsyncClient(headers={"X-Mine": "yes"}, timeout=1e-9) as client:
             async with OpenAIClient(OpenAIClientSettings(server.url, "m"), client) as endpoint:
@@ -610,7 +610,7 @@ def test_a_client_that_is_passed_in_is_used_and_stays_open():
 @pytest.mark.parametrize(
     "url", ["http://h/v1", "http://h/v1/", "http://h/v1/chat/completions", "http://h/v1?version=2"]
 )
-def test_the_target_follows_from_the_base(url):
+def test_target_url_is_derived_from_the_base_url(url):
     target = OpenAIClientSettings(url, "m").target
     assert (target.host, target.path) == ("h", "/v1/chat/completions")
     assert target.query == (b"version=2" if "?" in url else b"")
@@ -624,20 +624,20 @@ def test_the_target_follows_from_the_base(url):
         *(("http://h", options) for options in ({"concurrency": 0}, {"retries": -1}, {"timeout_s": 0})),
     ],
 )
-def test_settings_that_cannot_work_are_refused(url, options):
+def test_invalid_endpoint_settings_raise_error(url, options):
     with pytest.raises(UserError) as caught:
         OpenAIClientSettings(url, "m", **options)
     assert caught.value.hint
 
 
-def test_an_unknown_parser_is_refused_and_the_key_is_not_shown():
+def test_unknown_parser_is_rejected_and_the_key_is_not_shown():
     where = OpenAIClientSettings("http://h/v1", "m", "sk-secret")
     assert "sk-secret" not in repr(OpenAIClient(where))
     with pytest.raises(ConfigError, match="tool parser 'xml'"):
         endpoint_chat_factory(OpenAIClient(where), RolloutConfig(), SamplingPlan("eval", 0.0, 0), "xml")
 
 
-def test_the_factory_names_the_seed_of_a_job_by_all_but_its_attempt():
+def test_chat_seed_does_not_depend_on_the_attempt():
     make_chat = endpoint_chat_factory(
         OpenAIClient(OpenAIClientSettings("http://h", "m")),
         RolloutConfig(max_seq_len=99),

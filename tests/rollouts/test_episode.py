@@ -55,7 +55,7 @@ def statuses(trajectory):
 # Takes a task, gives a scored trajectory
 
 
-def test_an_episode_from_question_to_answer():
+def test_episode_with_a_tool_call_and_an_answer_is_recorded():
     world = RecordingWorld()
     engine = scripted([SEARCH, "Paris"], version=3)
     t = play(engine, world)
@@ -68,7 +68,7 @@ def test_an_episode_from_question_to_answer():
     assert engine.released == ["e"]
 
 
-def test_the_tokens_of_a_trajectory_are_those_that_the_engine_took_and_gave():
+def test_trajectory_tokens_equal_the_tokens_of_engine_requests_and_completions():
     call_tokens = (*ids(SEARCH), end_token())
     odd = tuple(token for letter in "Paris" for token in ids(letter))  # not how the tokenizer writes it
     assert odd != ids("Paris")
@@ -88,12 +88,12 @@ def test_the_tokens_of_a_trajectory_are_those_that_the_engine_took_and_gave():
     assert {v for v, on in zip(t.versions, mask, strict=True) if on} == {7, 8}
 
 
-def test_observations_are_the_renderers_own_tokens():
+def test_observation_tokens_are_those_of_the_renderer():
     t = play(scripted([SEARCH, "Paris"]))
     assert t.segments[2].tokens == renderer().observation([t.messages[2]])
 
 
-def test_every_turn_has_randomness_of_its_own_that_the_seed_fixes():
+def test_each_turn_has_a_distinct_seed_derived_from_the_episode_seed():
     def seeds(seed):
         engine = scripted([SEARCH, SEARCH, "Paris"])
         play(engine, seed=seed)
@@ -104,7 +104,7 @@ def test_every_turn_has_randomness_of_its_own_that_the_seed_fixes():
     assert all(0 <= seed < 2**63 for seed in seeds(1))
 
 
-def test_requests_carry_the_renderers_stops_and_never_ask_for_more_than_fits():
+def test_requests_have_renderer_stop_tokens_and_fit_the_remaining_context():
     engine = scripted([SEARCH, "Paris"])
     prompt, action, observation = lengths()
     play(engine, max_tokens=prompt + action + observation + 10, max_new_tokens=action + 5)
@@ -134,7 +134,7 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("stop", [reason for reason in StopReason if reason is not StopReason.FAILED])
-def test_an_ending_has_a_name_that_the_reward_sees_and_the_metrics_count(stop):
+def test_stop_reason_is_passed_to_rewards_and_counted_in_metrics(stop):
     seen = []
 
     def look(task, trajectory):
@@ -156,7 +156,7 @@ def test_an_ending_has_a_name_that_the_reward_sees_and_the_metrics_count(stop):
     }
 
 
-def test_a_prompt_that_does_not_fit_samples_nothing():
+def test_overlong_prompt_samples_no_tokens():
     engine, options = too_long_a_prompt()
     t = play(engine, **options)
     assert (t.segments, engine.requests) == ((), [])
@@ -164,12 +164,12 @@ def test_a_prompt_that_does_not_fit_samples_nothing():
 
 
 @pytest.mark.parametrize(("room", "stop"), [(0, StopReason.PROMPT_TOO_LONG), (1, StopReason.MAX_TOKENS)])
-def test_a_prompt_fits_if_one_token_can_follow(room, stop):
+def test_prompt_fits_if_one_token_can_follow(room, stop):
     prompt, *_ = lengths()
     assert play(scripted(["Paris"]), max_tokens=prompt + room).stop_reason is stop
 
 
-def test_the_context_of_the_engine_bounds_an_episode_too():
+def test_engine_context_length_limits_an_episode():
     context = sum(lengths())
     t = play(scripted([SEARCH, "Paris"], context_tokens=context))
     assert t.stop_reason is StopReason.MAX_TOKENS
@@ -185,7 +185,7 @@ def test_outcomes_of_the_last_turn_are_recorded_but_not_observed():
     assert [m["role"] for m in t.messages].count("tool") == len(t.outcomes) == 3
 
 
-def test_an_observation_that_does_not_fit_is_in_the_messages_and_not_in_the_segments():
+def test_overlong_observation_is_kept_in_messages_but_not_in_segments():
     prompt, action, observation = lengths()
     fits = prompt + action + observation
     for room, kinds in ((0, ["prompt", "action"]), (1, ["prompt", "action", "observation", "action"])):
@@ -196,7 +196,7 @@ def test_an_observation_that_does_not_fit_is_in_the_messages_and_not_in_the_segm
         assert len(t.token_ids) == fits + 1 if room else prompt + action
 
 
-def test_an_action_that_is_cut_off_keeps_its_tokens():
+def test_truncated_action_keeps_its_tokens():
     t = play(scripted(["word " * 50]), max_new_tokens=7)
     assert t.stop_reason is StopReason.TRUNCATED
     assert t.segments[-1].finish_reason == "length"
@@ -204,7 +204,7 @@ def test_an_action_that_is_cut_off_keeps_its_tokens():
     assert t.answer == ""
 
 
-def test_a_call_that_is_cut_off_does_not_run():
+def test_truncated_call_does_not_run():
     ran = []
     tool = tool_of(lambda: ran.append(1) or "x")
     t = play(scripted(lambda *_: call("it") + "and so on" * 20), RecordingWorld(tools=[tool]), max_new_tokens=60)
@@ -213,7 +213,7 @@ def test_a_call_that_is_cut_off_does_not_run():
 
 
 @pytest.mark.parametrize("text", ["", "   ", "\n\n", "<think>hm</think>", "<think>never closed"])
-def test_an_empty_answer_is_no_answer(text):
+def test_empty_answer_ends_the_episode_without_reward(text):
     t = play(scripted([text]))
     assert t.stop_reason is StopReason.EMPTY_ANSWER
     assert t.reward == 0.0
@@ -226,7 +226,7 @@ RAISES = call("fails")
 
 
 @pytest.mark.parametrize("error", [BAD, UNKNOWN, WRONG, RAISES], ids=["malformed", "unknown", "wrong", "raises"])
-def test_a_streak_of_errors_ends_the_episode(error):
+def test_consecutive_tool_errors_end_the_episode(error):
     def fails() -> str:
         raise ValueError("no")
 
@@ -237,14 +237,14 @@ def test_a_streak_of_errors_ends_the_episode(error):
     assert rollout_metrics([Group(make_task(), (t,))])["tools/error_rate"] == 1.0
 
 
-def test_a_call_that_works_resets_the_streak():
+def test_successful_call_resets_the_error_streak():
     lines = [BAD, UNKNOWN, SEARCH, BAD, UNKNOWN, SEARCH, BAD, WRONG, RAISES, "Paris"]
     t = play(scripted(lines), limits=EpisodeLimits(max_turns=20, max_tool_errors=3))
     assert t.stop_reason is StopReason.TOOL_ERRORS
     assert t.num_turns == 9
 
 
-def test_errors_in_one_turn_count_each():
+def test_each_error_of_a_turn_counts_towards_the_streak():
     limits = EpisodeLimits(max_tool_errors=3)
     assert play(scripted([BAD * 3, "Paris"]), limits=limits).stop_reason is StopReason.TOOL_ERRORS
     mixed = [SEARCH + UNKNOWN * 2, SEARCH + WRONG, "Paris"]
@@ -307,20 +307,20 @@ def breaks(hooks=None, script=(SEARCH, "Paris"), kind=WorldError, **options):
     [RuntimeError("no disk"), SystemExit("no disk"), asyncio.CancelledError("no disk"), TimeoutError("no disk")],
     ids=lambda error: type(error).__name__,
 )
-def test_what_an_environment_raises_is_a_failure_in_its_own_words(what, error):
+def test_environment_exception_is_reported_with_its_type_and_message(what, error):
     failure = breaks({what: raising(error)})
     assert str(failure) == f"The environment's {what} raised {type(error).__name__}: no disk"
     assert failure.__cause__ is error
 
 
 @pytest.mark.parametrize("what", ["start", "step", "close"])
-def test_an_environment_that_hangs_is_a_failure_after_its_limit(what):
+def test_hanging_environment_fails_after_its_time_limit(what):
     failure = breaks({what: hang}, limits=EpisodeLimits(environment_timeout_s=1))
     assert str(failure).startswith(f"The environment's {what} took longer than 1 s.")
     assert "rollout.environment_timeout_s" in failure.hint
 
 
-def test_errors_of_the_family_pass_as_they_are():
+def test_ludus_errors_of_an_environment_propagate_unchanged():
     given = UserError("The disk is full.", "Make room.")
     assert breaks({"start": raising(given)}, kind=UserError) is given
 
@@ -335,7 +335,7 @@ def test_errors_of_the_family_pass_as_they_are():
         ("start", [{"content": "no role"}], "cannot be rendered"),
     ],
 )
-def test_nonsense_from_an_environment_is_its_failure(what, value, words):
+def test_invalid_return_value_of_an_environment_is_its_failure(what, value, words):
     assert words in str(breaks({what: giving(value)}))
 
 
@@ -353,12 +353,12 @@ def test_an_observation_that_cannot_be_rendered_is_the_environments_failure():
     ],
     ids=["raises", "nan", "none"],
 )
-def test_a_reward_that_fails_is_never_taken_for_nought(reward, words):
+def test_failing_reward_is_never_treated_as_zero(reward, words):
     failure = breaks(world={"rewards": (Reward("odd", reward, outcome=True),)})
     assert words in str(failure)
 
 
-def test_an_engine_that_fails_fails_the_episode():
+def test_engine_failure_fails_the_episode():
     failure = breaks(kind=EngineError, engine=scripted([SEARCH, "Paris"], faults=Faults(fail_at={1})))
     assert "Scripted failure of call 1" in str(failure)
 
@@ -373,11 +373,11 @@ def test_an_engine_that_fails_fails_the_episode():
         (Completion((5,), (-math.inf,), (0,), "stop"), "not a finite number"),
     ],
 )
-def test_an_engine_whose_answer_cannot_be_trained_on_has_failed(completion, words):
+def test_invalid_completion_is_an_engine_failure(completion, words):
     assert words in str(breaks(kind=EngineError, engine=scripted([completion])))
 
 
-def test_an_engine_that_cancels_itself_has_failed():
+def test_engine_that_cancels_itself_is_a_failure():
     def cancel(request, turn):
         raise asyncio.CancelledError
 
@@ -412,7 +412,7 @@ def test_cancelling_closes_environment_and_conversation(what):
     assert engine.released == ["e"]
 
 
-def test_a_time_limit_keeps_the_messages_so_far():
+def test_time_limit_keeps_the_segments_recorded_so_far():
     t = play(scripted([SEARCH] * 9, faults=Faults(hang_at={2})), limits=EpisodeLimits(max_turns=9, timeout_s=2.0))
     assert t.stop_reason is StopReason.TIMEOUT
     assert [s.kind for s in t.segments] == ["prompt", "action", "observation", "action", "observation"]
@@ -429,7 +429,7 @@ def test_start_step_and_close_run_in_one_task():
     assert len(set(tasks)) == 1
 
 
-def test_rewards_by_turn_are_kept_in_order_with_nought_where_none_was_given():
+def test_turn_rewards_are_ordered_and_default_to_zero():
     results = iter([StepResult(reward=0.5), StepResult(), StepResult(done=True, reward=-1.0)])
 
     async def step(_):
@@ -440,7 +440,7 @@ def test_rewards_by_turn_are_kept_in_order_with_nought_where_none_was_given():
     assert play(scripted(["Paris"])).turn_rewards == ()
 
 
-def test_the_reward_sees_tags_and_outcomes_and_the_whole_dialogue():
+def test_reward_receives_tags_outcomes_and_the_whole_dialogue():
     seen = []
 
     def look(task, trajectory):
@@ -521,7 +521,7 @@ MUTATED = cut(call("echo", text='quotes " and { braces }')) | cut(call("echo", t
 
 @settings(max_examples=1300, **ANYTHING)
 @given(text=WRITTEN | MUTATED)
-def test_no_text_makes_parser_environment_or_renderer_raise(loop, text):
+def test_arbitrary_text_does_not_make_parser_environment_or_renderer_raise(loop, text):
     tokens = tokenizer().encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False)
     action = renderer().parse(tokens, 0, "stop")
     result = loop.step(action)
@@ -534,7 +534,7 @@ def test_no_text_makes_parser_environment_or_renderer_raise(loop, text):
 
 @settings(max_examples=700, **ANYTHING)
 @given(turns=st.lists(SAMPLED, min_size=3, max_size=3))
-def test_no_tokens_make_an_episode_raise(loop, turns):
+def test_arbitrary_token_sequences_do_not_make_an_episode_raise(loop, turns):
     script = [Completion(tuple(t), (-1.0,) * len(t), (0,) * len(t), "stop") for t in turns]
     trajectory = loop.play(script)
     assert trajectory.stop_reason in set(StopReason) - {StopReason.FAILED, StopReason.TIMEOUT}

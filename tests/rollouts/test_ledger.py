@@ -23,7 +23,7 @@ def key(step=0, task="t", sample=0, attempt=0):
     return RolloutKey(step, task, sample, attempt)
 
 
-def test_a_step_is_counted_by_outcome_and_reason():
+def test_rollouts_of_a_step_are_counted_by_outcome_and_reason():
     ledger = Ledger()
     endings = [
         (RolloutOutcome.TRAINED, "kept"),
@@ -60,7 +60,7 @@ def test_a_step_is_counted_by_outcome_and_reason():
     assert metrics["ledger/dropped/stale"] == 1
 
 
-def test_a_retry_is_a_rollout_of_its_own():
+def test_retry_counts_as_a_separate_rollout():
     ledger = Ledger()
     ledger.start(key())
     ledger.finish(key(), RolloutOutcome.FAILED, "sandbox")
@@ -70,7 +70,7 @@ def test_a_retry_is_a_rollout_of_its_own():
     assert (counts.started, counts.failed, counts.trained) == (2, 1, 1)
 
 
-def test_a_lost_rollout_is_named():
+def test_lost_rollout_is_reported_with_its_key():
     ledger = Ledger()
     for sample in range(3):
         ledger.start(key(step=4, task="capital-of-peru", sample=sample))
@@ -83,7 +83,7 @@ def test_a_lost_rollout_is_named():
     ledger.check(3)
 
 
-def test_endings_that_cannot_be_are_refused():
+def test_impossible_transitions_raise_accounting_error():
     ledger = Ledger()
     ledger.start(key())
     with pytest.raises(AccountingError, match="started twice"):
@@ -105,7 +105,7 @@ def test_endings_that_cannot_be_are_refused():
     assert issubclass(AccountingError, LudusError)
 
 
-def test_a_learner_that_trained_another_number_is_caught():
+def test_mismatch_with_the_number_the_learner_trained_raises_error():
     ledger = Ledger()
     ledger.start(key())
     ledger.finish(key(), RolloutOutcome.TRAINED, "kept")
@@ -127,7 +127,7 @@ def test_steps_close_in_order():
 
 
 @pytest.mark.parametrize("spanning", [False, True])
-def test_rollouts_from_before_a_resume_that_go_are_of_the_step_after_it(spanning):
+def test_restored_rollouts_dropped_after_resume_count_in_the_next_step(spanning):
     ledger = Ledger.restore(LedgerState(LedgerCounts(step=None), last_closed=4), spanning=spanning)
     ledger.drop_restored(5, 3, "too_late")
     ledger.start(key(5))
@@ -139,7 +139,7 @@ def test_rollouts_from_before_a_resume_that_go_are_of_the_step_after_it(spanning
     assert ledger.close(6, trained=0).started == 0
 
 
-def test_a_clock_that_fired_is_flagged_for_good():
+def test_clock_limit_flag_is_permanent_in_the_total():
     ledger = Ledger()
     ledger.note_clock_limit(0)
     assert ledger.close(0).clock_limited
@@ -148,7 +148,7 @@ def test_a_clock_that_fired_is_flagged_for_good():
     assert Ledger.restore(ledger.state()).total().clock_limited
 
 
-def test_counts_that_cannot_be_true_are_refused():
+def test_inconsistent_ledger_counts_raise_error():
     with pytest.raises(AccountingError, match="1 rollouts started and 2 ended"):
         LedgerCounts(step=0, started=1, trained=2, by_reason={"trained/kept": 2})
     with pytest.raises(AccountingError, match="1 rollouts are trained, and 0 have a reason"):
@@ -157,7 +157,7 @@ def test_counts_that_cannot_be_true_are_refused():
         LedgerCounts(step=0, started=1, by_reason={"lost/somewhere": 1})
 
 
-def test_an_open_step_is_not_in_the_state():
+def test_open_step_is_not_included_in_the_state():
     ledger = Ledger()
     ledger.start(key(step=0))
     ledger.finish(key(step=0), RolloutOutcome.TRAINED, "kept")
@@ -219,7 +219,7 @@ def agree(ledger, model):
 
 
 @given(st.lists(OPERATIONS, max_size=60))
-def test_any_sequence_of_operations_adds_up(operations):
+def test_ledger_counts_match_a_model_for_any_operation_sequence(operations):
     ledger, model = Ledger(), Model()
     for name, *arguments in operations:
         if name == "resume":
@@ -233,7 +233,7 @@ def test_any_sequence_of_operations_adds_up(operations):
         agree(ledger, model)
 
 
-def test_the_counts_of_the_newest_steps_alone_are_kept():
+def test_only_counts_of_the_newest_steps_are_kept():
     ledger = Ledger()
     for step in range(3 * KEPT_STEPS):
         ledger.start(key(step=step))

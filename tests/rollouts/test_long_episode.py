@@ -55,7 +55,7 @@ def calls_a_page() -> Guide:
     return Guide("lark", f'start: {begin} {head} %json {json.dumps(schema)} "}}\\n" {end}\n')
 
 
-def test_an_episode_of_250_calls_and_64k_tokens():
+def test_episode_of_250_calls_and_64k_tokens_completes_with_prefix_caching():
     model = build(vocab_size=len(tokenizer()), max_position_embeddings=CONTEXT)
     settings = EngineSettings(context_tokens=CONTEXT, max_batch=2, kv_cache_tokens=CONTEXT + 64, pass_tokens=512)
     world = RecordingWorld(tools=(page,))

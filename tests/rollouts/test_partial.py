@@ -76,7 +76,7 @@ def test_a_step_samples_no_more_than_its_budget_unless_a_group_is_due(partial):
     assert sum(row["partial/tokens"] for row in rows) == trained
 
 
-def test_every_token_has_its_version_and_the_learner_sees_them_mixed(partial):
+def test_tokens_record_their_weight_version_and_mixed_versions_train(partial):
     mixed = 0
     for step, record in records(partial):
         versions = [v for s in record.trajectory.segments for v in s.versions]
@@ -89,7 +89,7 @@ def test_every_token_has_its_version_and_the_learner_sees_them_mixed(partial):
     assert min(row.get("is/ess", 1.0) for row in rows) < 0.9999
 
 
-def test_a_group_trains_whole_once_and_the_ledger_adds_up_at_every_step(partial):
+def test_each_group_trains_once_and_ledger_counts_balance_at_every_step(partial):
     every = records(partial)
     assert len({r.key for _, r in every}) == len(every) == STEPS * 9
     for step, row in enumerate(metrics(partial), start=1):
@@ -99,7 +99,7 @@ def test_a_group_trains_whole_once_and_the_ledger_adds_up_at_every_step(partial)
 
 
 @pytest.mark.parametrize("lockstep", [False, pytest.param(True, marks=pytest.mark.fault)])
-def test_an_interrupted_episode_is_the_same_as_a_whole_one_under_the_same_weights(
+def test_interrupted_episode_equals_an_uninterrupted_one_under_the_same_weights(
     tiny_run, tmp_path, monkeypatch, lockstep
 ):
     """Randomness, stop tokens and histories go on as if nothing had happened, in the middle of an action."""
@@ -117,7 +117,7 @@ def test_an_interrupted_episode_is_the_same_as_a_whole_one_under_the_same_weight
             assert ours == pytest.approx(logprobs, abs=1e-4)  # the weights did move by that little
 
 
-def test_killed_and_resumed_a_run_in_step_equals_the_whole_one(tiny_run, partial, tmp_path):
+def test_resumed_synchronous_run_equals_the_uninterrupted_run(tiny_run, partial, tmp_path):
     """What waits is in the checkpoint: its environments are made again, and its actions done again."""
     cut = Path(shutil.copytree(partial, tmp_path / "run"))
     text = (cut / "checkpoints/step-000002/trainer/waiting.jsonl").read_text()
@@ -131,7 +131,7 @@ def test_killed_and_resumed_a_run_in_step_equals_the_whole_one(tiny_run, partial
 
 
 @pytest.mark.fault
-def test_a_world_that_does_not_repeat_has_its_episodes_begun_again_and_counted(tiny_run, partial, tmp_path):
+def test_episodes_of_a_nonreproducible_world_restart_after_resume_and_are_counted(tiny_run, partial, tmp_path):
     cut = Path(shutil.copytree(partial, tmp_path / "run"))
     path = cut / "checkpoints/step-000002/trainer/waiting.jsonl"
     lines, changed = [json.loads(line) for line in path.read_text().splitlines()], 0
@@ -155,7 +155,7 @@ def test_a_world_that_does_not_repeat_has_its_episodes_begun_again_and_counted(t
 
 
 @pytest.mark.fault
-def test_resumed_without_a_budget_or_streaming_what_waits_is_played_or_counted(partial, tmp_path):
+def test_waiting_episodes_are_played_or_dropped_after_resume_without_a_budget(partial, tmp_path):
     for name, words in (("plain", ()), ("streams", ("--training.mode", "async"))):
         cut = Path(shutil.copytree(partial, tmp_path / name))
         shutil.rmtree(cut / f"checkpoints/step-{STEPS:06d}")
@@ -171,7 +171,7 @@ def test_resumed_without_a_budget_or_streaming_what_waits_is_played_or_counted(p
 
 
 @pytest.mark.fault
-def test_one_step_behind_it_repeats_too_and_nothing_is_too_old(tiny_run, tmp_path):
+def test_one_step_mode_is_reproducible_and_respects_the_staleness_bound(tiny_run, tmp_path):
     first, second = (run(tiny_run, tmp_path / name, "one_step") for name in "ab")
     a, b = lasting_files(first), lasting_files(second)
     assert [name for name in a if a[name] != b.get(name)] == []
@@ -181,7 +181,7 @@ def test_one_step_behind_it_repeats_too_and_nothing_is_too_old(tiny_run, tmp_pat
     assert len({r.key for _, r in records(first)}) == STEPS * 9
 
 
-def test_a_budget_of_seconds_ends_the_claim_to_repeat(tiny_run, tmp_path):
+def test_time_budget_marks_the_step_as_clock_limited(tiny_run, tmp_path):
     rows = metrics(run(tiny_run, tmp_path / "a", rollout__partial__tokens=0, rollout__partial__seconds=0.001))
     assert rows[0]["partial/waiting"] > 0  # on a machine that stalls some end before the clock is read
     assert rows[0]["ledger/clock_limited"] == 1
@@ -189,7 +189,7 @@ def test_a_budget_of_seconds_ends_the_claim_to_repeat(tiny_run, tmp_path):
     assert sum(row["ledger/started"] for row in rows) == STEPS * 9
 
 
-def test_an_action_goes_on_in_another_request_as_if_it_had_not_been_interrupted():
+def test_action_continued_in_another_request_equals_an_uninterrupted_one():
     """The same random numbers, and a stop string that begins in one part and ends in the next."""
 
     async def sample(engine, ids, num, **options):
@@ -219,7 +219,7 @@ def test_an_action_goes_on_in_another_request_as_if_it_had_not_been_interrupted(
         (("--cluster.kind", "local"), "training.mode = 'async'"),
     ],
 )
-def test_what_lets_no_episode_wait_is_refused(words, message):
+def test_settings_incompatible_with_partial_rollouts_raise_config_error(words, message):
     config = load_config("search", ["--rollout.partial.tokens", "100", *words])
     with pytest.raises(ConfigError) as error:
         check_partial(config, object())

@@ -85,7 +85,7 @@ def account_of(scheduler, episodes, step=0):
 # Takes requests in order, gives episodes in their order, with a bounded number in flight
 
 
-def test_episodes_come_in_the_order_of_the_requests_however_long_they_take():
+def test_episodes_are_returned_in_request_order():
     requests = make_requests(12, samples=2)
     scheduler = make_scheduler(scripted(answers), RecordingWorld(hooks=naps()), SchedulerLimits(concurrency=5))
     ended = []
@@ -98,7 +98,7 @@ def test_episodes_come_in_the_order_of_the_requests_however_long_they_take():
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 20])
-def test_never_more_in_flight_than_allowed_and_as_many_as_allowed(concurrency):
+def test_episodes_in_flight_reach_but_never_exceed_the_limit(concurrency):
     world = RecordingWorld(hooks=naps())
     most = 0
 
@@ -112,7 +112,7 @@ def test_never_more_in_flight_than_allowed_and_as_many_as_allowed(concurrency):
     assert world.open == []
 
 
-def test_the_next_job_starts_when_one_ends_and_not_when_all_do():
+def test_next_job_starts_as_soon_as_one_ends():
     done = []
     everyone_else = asyncio.Event()
 
@@ -130,7 +130,7 @@ def test_the_next_job_starts_when_one_ends_and_not_when_all_do():
     assert done == ["t001", "t002", "t003", "t004", "t005", "t000"]
 
 
-def test_no_requests_no_episodes():
+def test_empty_request_list_returns_no_episodes():
     assert run(make_scheduler(scripted(answers), RecordingWorld()), []) == []
 
 
@@ -155,7 +155,7 @@ def test_a_failed_episode_is_retried_in_a_new_environment_with_the_same_seed():
 
 
 @pytest.mark.parametrize("what", ["start", "step", "close"])
-def test_an_environment_that_breaks_is_replaced(what):
+def test_failed_environment_is_replaced_and_the_episode_retried(what):
     world = RecordingWorld(hooks=unstable(lambda number: number < 2, what=what))
     scheduler = make_scheduler(scripted(answers), world, SchedulerLimits(retries=2))
     (episode,) = run(scheduler, make_requests(1))
@@ -164,7 +164,7 @@ def test_an_environment_that_breaks_is_replaced(what):
     assert scheduler.ledger.summary(0).by_reason == {"failed/environment": 2}
 
 
-def test_an_environment_that_cannot_be_made_is_a_failure_too():
+def test_environment_creation_error_is_a_failure():
     @dataclass
     class Fragile(RecordingWorld):
         def environment(self, task):
@@ -179,7 +179,7 @@ def test_an_environment_that_cannot_be_made_is_a_failure_too():
     assert scheduler.ledger.summary(0).by_reason == {"failed/environment": 1}
 
 
-def test_a_job_that_begins_with_a_later_attempt_has_all_its_retries():
+def test_job_starting_at_a_later_attempt_has_all_its_retries():
     """As one that is played anew after a resume."""
     (request,) = make_requests(1)
     later = replace(request, key=replace(request.key, attempt=3))
@@ -188,7 +188,7 @@ def test_a_job_that_begins_with_a_later_attempt_has_all_its_retries():
     assert (episode.trajectory.answer, episode.key.attempt) == ("Paris", 5)
 
 
-def test_what_the_model_does_wrong_is_not_tried_again():
+def test_model_errors_are_not_retried():
     lines = ["<tool_call>{</tool_call>"] * 9
     for script, stop in ((lines, StopReason.TOOL_ERRORS), ([""], StopReason.EMPTY_ANSWER)):
         world = RecordingWorld()
@@ -198,7 +198,7 @@ def test_what_the_model_does_wrong_is_not_tried_again():
         assert len(world.made) == 1
 
 
-def test_a_job_that_fails_for_good_comes_back_as_failed():
+def test_permanently_failing_job_is_returned_as_failed():
     broken = unstable(lambda number: number < 3)
     scheduler = make_scheduler(
         scripted(answers), RecordingWorld(hooks=broken), SchedulerLimits(concurrency=1, retries=2, max_failure_rate=0.5)
@@ -239,7 +239,7 @@ def test_too_many_failures_end_the_run(rate, num_broken, aborts):
     assert "max_failure_rate" in str(failure.value)
 
 
-def test_the_error_is_that_of_the_first_failure_with_its_kind_and_hint():
+def test_raised_error_is_the_first_failure_with_its_type_and_hint():
     async def start(number):
         raise EngineError("The judge is down.", "Start it.") if number == 0 else RuntimeError("later")
 
@@ -251,7 +251,7 @@ def test_the_error_is_that_of_the_first_failure_with_its_kind_and_hint():
     assert failure.value.exit_code == EngineError.exit_code
 
 
-def test_errors_of_the_user_end_the_run_at_once_and_as_one_plain_error():
+def test_user_error_ends_the_run_immediately_as_a_single_error():
     world = RecordingWorld(hooks=unstable(lambda number: number >= 2, UserError("Bad task.", "Mend it.")))
     with pytest.raises(UserError, match=r"^Bad task\. Mend it\.$") as failure:
         run(make_scheduler(scripted(answers), world, SchedulerLimits(concurrency=3)), make_requests(9))
@@ -260,7 +260,7 @@ def test_errors_of_the_user_end_the_run_at_once_and_as_one_plain_error():
     assert world.open == []
 
 
-def test_a_bug_of_our_own_is_not_taken_for_infrastructure():
+def test_internal_error_is_not_treated_as_infrastructure_failure():
     def broken(request, turn):
         return {}["key"]
 
@@ -270,7 +270,7 @@ def test_a_bug_of_our_own_is_not_taken_for_infrastructure():
     assert world.open == []
 
 
-def test_giving_up_closes_the_episodes_in_flight_first():
+def test_episodes_in_flight_are_closed_before_the_run_fails():
     async def start(number):
         if number < 4:
             await asyncio.sleep(0)
@@ -290,7 +290,7 @@ def test_giving_up_closes_the_episodes_in_flight_first():
 
 @pytest.mark.parametrize("lockstep", [False, True])
 @pytest.mark.parametrize("close_breaks", [False, True])
-def test_cancelling_closes_everything_and_tries_nothing_again(lockstep, close_breaks):
+def test_cancellation_closes_all_episodes_without_retries(lockstep, close_breaks):
     async def hang(_):
         await asyncio.Event().wait()
 
@@ -312,7 +312,7 @@ def test_cancelling_closes_everything_and_tries_nothing_again(lockstep, close_br
     assert len(engine.released) == 4
 
 
-def test_an_environment_that_turns_its_cancellation_into_an_error_is_not_played_again():
+def test_environment_raising_on_cancellation_is_not_retried():
     async def step(_):
         try:
             await asyncio.Event().wait()
@@ -332,7 +332,7 @@ def test_an_environment_that_turns_its_cancellation_into_an_error_is_not_played_
     assert [env.events for env in world.made] == [["start", "step", "close"]] * 2
 
 
-def test_an_episode_whose_environment_ignores_that_it_is_cancelled_is_none():
+def test_episode_is_dropped_if_its_environment_suppresses_cancellation():
     async def step(_):
         with suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
@@ -356,7 +356,7 @@ def test_an_episode_whose_environment_ignores_that_it_is_cancelled_is_none():
 
 @pytest.mark.parametrize("lockstep", [False, True])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_account_adds_up_whatever_breaks(seed, lockstep):
+def test_ledger_balances_under_random_failures(seed, lockstep):
     source = random.Random(seed)
     where = {number: source.choice(["start", "step", "close"]) for number in range(400)}
     broken = {number for number in where if source.random() < 0.3}
@@ -386,7 +386,7 @@ def test_the_account_adds_up_whatever_breaks(seed, lockstep):
     assert len(engine.released) == account.started
 
 
-def test_a_wall_clock_limit_that_fires_is_in_the_account():
+def test_triggered_wall_clock_limit_is_recorded_in_the_ledger():
     async def hang() -> str:
         await asyncio.Event().wait()
         return ""
@@ -449,7 +449,7 @@ def lockstep_run(naps_seed, *, concurrency=4, num_requests=14, faults=NO_FAULTS)
     return engine, [(e.key, e.trajectory) for e in episodes]
 
 
-def test_what_is_sampled_together_does_not_depend_on_the_time_that_tools_take():
+def test_lockstep_batches_do_not_depend_on_tool_latency():
     engine, episodes = lockstep_run(0)
     assert len(engine.batches) > 6
     assert max(map(len, engine.batches)) == 4
@@ -459,7 +459,7 @@ def test_what_is_sampled_together_does_not_depend_on_the_time_that_tools_take():
         assert same == episodes
 
 
-def test_nor_does_it_where_engine_calls_fail():
+def test_lockstep_batches_with_engine_failures_do_not_depend_on_tool_latency():
     engine, episodes = lockstep_run(0, faults=Faults(fail_at={3, 9, 10}))
     assert any(key.attempt for key, _ in episodes)
     for seed in range(1, 4):
@@ -468,19 +468,19 @@ def test_nor_does_it_where_engine_calls_fail():
         assert same == episodes
 
 
-def test_no_round_starts_while_an_episode_is_with_its_environment():
+def test_no_round_starts_while_an_environment_is_busy():
     engine, _ = lockstep_run(2, concurrency=5)
     assert set(engine.num_busy) == {0}
 
 
-def test_a_round_is_ordered_by_episode():
+def test_round_is_ordered_by_episode_key():
     engine, _ = lockstep_run(3, concurrency=9)
     for batch in engine.batches:
         assert [name for name, *_ in batch] == sorted(name for name, *_ in batch)
 
 
 @pytest.mark.parametrize("concurrency", [1, 3, 14, 50])
-def test_every_job_is_played_whatever_the_concurrency(concurrency):
+def test_every_job_is_played_at_any_concurrency(concurrency):
     engine, episodes = lockstep_run(4, concurrency=concurrency)
     assert [t.answer for _, t in episodes] == ["Paris"] * 14
     assert max(map(len, engine.batches)) == min(concurrency, 14)
@@ -488,7 +488,7 @@ def test_every_job_is_played_whatever_the_concurrency(concurrency):
         assert list(map(len, engine.batches)) == [14, 10, 6, 3]
 
 
-def test_the_first_round_holds_everyone_even_if_some_end_before_it():
+def test_first_round_includes_all_slots_even_if_an_episode_ends_early():
     long = Task("t000", make_task(said="word " * 900).prompt, "Paris")
     requests = make_requests(3)
     requests[0] = type(requests[0])(requests[0].key, long)
@@ -528,7 +528,7 @@ def test_too_few_completions_fail_the_round_and_all_waiting_requests():
         run(scheduler, make_requests(3))
 
 
-def test_a_broken_run_leaves_the_lock_step_free_for_the_next():
+def test_failed_run_releases_the_lockstep_engine_for_the_next_run():
     hooks = unstable(lambda number: number == 2, UserError("Stop."), "step")
     world = RecordingWorld(hooks=hooks)
     scheduler = make_scheduler(scripted(uneven), world, SchedulerLimits(2), lockstep=True)
@@ -556,13 +556,13 @@ def ask(name):
     return Request(name, (1, 2), SamplingParams())
 
 
-def test_only_who_has_joined_may_ask():
+def test_request_of_an_episode_that_has_not_joined_raises_error():
     lockstep = LockstepEngine(scripted(answers))
     with pytest.raises(ValueError, match="episode e has not joined"):
         asyncio.run(lockstep.generate(ask("e")))
 
 
-def test_a_round_waits_for_everyone_who_has_joined_until_they_leave():
+def test_round_waits_for_all_joined_episodes_until_they_leave():
     engine = RecordingEngine(answers)
     lockstep = LockstepEngine(engine)
 
@@ -581,7 +581,7 @@ def test_a_round_waits_for_everyone_who_has_joined_until_they_leave():
     assert [[name for name, *_ in batch] for batch in engine.batches] == [["a", "b"], ["b", "d"]]
 
 
-def test_a_cancelled_request_is_not_sent_but_awaited():
+def test_cancelled_request_is_not_sent_and_the_round_still_waits():
     engine = RecordingEngine(answers)
     lockstep = LockstepEngine(engine)
 
@@ -602,7 +602,7 @@ def test_a_cancelled_request_is_not_sent_but_awaited():
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_closing_ends_the_round_that_runs_with_an_error_for_those_who_wait(begun):
+def test_closing_the_engine_raises_error_in_waiting_requests(begun):
     engine = scripted(answers, faults=Faults(hang_at={0}))
     lockstep = LockstepEngine(engine)
 
@@ -622,7 +622,7 @@ def test_closing_ends_the_round_that_runs_with_an_error_for_those_who_wait(begun
     assert bool(engine.requests) is begun
 
 
-def test_everything_else_is_the_inner_engines():
+def test_lockstep_engine_delegates_other_methods_to_the_inner_engine():
     engine = scripted(answers, version=6, context_tokens=99)
     lockstep = LockstepEngine(engine)
 
@@ -668,7 +668,7 @@ class HoldingWorld(RecordingWorld):
 
 
 @pytest.mark.parametrize("lockstep", [True, False])
-def test_no_more_episodes_are_open_than_there_is_room_for_sessions_and_all_get_on(lockstep):
+def test_open_episodes_are_limited_by_session_capacity_and_all_complete(lockstep):
     world, engine = HoldingWorld(), scripted(uneven)
     limits = SchedulerLimits(episodes_at_once(world, 8))
     scheduler = make_scheduler(engine, world, limits, lockstep=lockstep)
@@ -677,7 +677,7 @@ def test_no_more_episodes_are_open_than_there_is_room_for_sessions_and_all_get_o
     assert (world.most, world.open) == (2, 0)
 
 
-def test_episodes_that_are_started_one_by_one_wait_for_room_too():
+def test_episodes_started_individually_wait_for_session_capacity():
     world = HoldingWorld()
     scheduler = make_scheduler(scripted(uneven), world, SchedulerLimits(2))
 
@@ -689,7 +689,7 @@ def test_episodes_that_are_started_one_by_one_wait_for_room_too():
     assert (world.most, world.open) == (2, 0)
 
 
-def test_worlds_with_sessions_have_the_room_of_their_sandbox():
+def test_worlds_with_sessions_are_limited_by_their_sandbox_capacity():
     config = load_config("terminal", ["--sandbox.sessions", "3"])
     world = build_world(config.env, config.rollout, config.sandbox)
     assert world.implements("episodes_at_once")

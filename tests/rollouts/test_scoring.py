@@ -79,7 +79,7 @@ async def score(made, world, name="t"):
     return await made.scored(world, world.environment(task(name)), task(name), PLAYED)
 
 
-def test_rewards_are_those_of_this_process_computed_in_another_one(scoring):
+def test_rewards_computed_in_another_process_equal_those_of_this_process(scoring):
     made, world = scoring()
 
     async def scenario():
@@ -93,7 +93,7 @@ def test_rewards_are_those_of_this_process_computed_in_another_one(scoring):
 
 
 @pytest.mark.parametrize("slow", ["slow", "greedy"])
-def test_the_event_loop_goes_on_while_a_slow_reward_works(scoring, slow):
+def test_slow_reward_does_not_block_the_event_loop(scoring, slow):
     made, world = scoring()
 
     async def scenario():
@@ -111,7 +111,7 @@ def test_the_event_loop_goes_on_while_a_slow_reward_works(scoring, slow):
     assert any(longest < 0.5 * took for longest, took in tries)
 
 
-def test_a_reward_that_hangs_ends_at_its_deadline_and_is_named(scoring):
+def test_hanging_reward_is_stopped_at_its_deadline_and_reported(scoring):
     made, world = scoring(reward_timeout_s=1.5)
 
     async def scenario():
@@ -144,7 +144,7 @@ def test_late_reward_is_reported_with_its_part_after_further_requests(scoring):
     assert [other.reward for other in others] == [1.0] * 6
 
 
-def test_a_cancelled_request_frees_its_place_in_the_queue(scoring):
+def test_cancelled_request_frees_its_queue_slot(scoring):
     made, world = scoring(reward_timeout_s=20)
     long = replace(PLAYED, messages=(Message(role="assistant", content="x" * 1_000_000), *PLAYED.messages))
 
@@ -234,7 +234,7 @@ def test_reward_on_a_thread_has_a_deadline():
     asyncio.run(scenario(ThreadRewardExecutor(0.05), SlowRewardWorld()))
 
 
-def test_as_many_are_scored_at_once_as_there_are_processes(scoring):
+def test_scoring_concurrency_equals_the_number_of_processes(scoring):
     made, world = scoring(reward_processes=2)
 
     async def scenario():

@@ -177,7 +177,7 @@ FEW = 'task.id.split(":")[1] in ("apple", "pear", "plum", "fig")'
 @pytest.mark.parametrize(
     ("over_age", "wait", "which"), [("wait", TWENTY_TIMES, FRUIT), ("mask", SOME_STEPS, FEW)], ids=["wait", "mask"]
 )
-def test_slow_tasks_train_in_proportion_unless_their_tokens_are_masked(over_age, wait, which, tiny_run, tmp_path):
+def test_slow_tasks_train_in_proportion_unless_stale_tokens_are_masked(over_age, wait, which, tiny_run, tmp_path):
     """In the middle third of a run, within the error of so many groups."""
     steps, bound = 36, 2
     middle = range(steps // 3 + 1, 2 * steps // 3 + 1)

@@ -147,7 +147,7 @@ def test_full_record_reads_back_equal_and_its_line_is_plain_json(tmp_path):
     assert line["trajectory"]["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"q":  "Peru"}'
 
 
-def test_a_file_from_before_there_were_anchors_is_read(tmp_path):
+def test_file_without_anchors_from_an_older_version_is_read(tmp_path):
     path = tmp_path / "x.jsonl.gz"
     write_rollouts(path, [RECORD])
     line = json.loads(gzip.decompress(path.read_bytes()))
@@ -156,7 +156,7 @@ def test_a_file_from_before_there_were_anchors_is_read(tmp_path):
     assert list(read_rollouts(path)) == [replace(RECORD, trajectory=replace(TRAJECTORY, anchors=()))]
 
 
-def test_a_file_from_before_calls_had_a_cost_is_read(tmp_path):
+def test_file_without_call_costs_from_an_older_version_is_read(tmp_path):
     path = tmp_path / "x.jsonl.gz"
     write_rollouts(path, [RECORD])
     line = json.loads(gzip.decompress(path.read_bytes()))
@@ -167,7 +167,7 @@ def test_a_file_from_before_calls_had_a_cost_is_read(tmp_path):
     assert found.trajectory.outcomes == (replace(TRAJECTORY.outcomes[0], cost=0.0, retried=False),)
 
 
-def test_every_field_of_the_records_is_stored_but_the_clock(tmp_path):
+def test_all_record_fields_except_timings_are_stored(tmp_path):
     path = tmp_path / "x.jsonl.gz"
     write_rollouts(path, [RECORD])
     line = json.loads(gzip.decompress(path.read_bytes()))
@@ -184,7 +184,7 @@ def test_every_field_of_the_records_is_stored_but_the_clock(tmp_path):
     assert "truth" not in json.dumps(line)
 
 
-def test_equal_rollouts_make_equal_files_at_any_time(tmp_path):
+def test_equal_rollouts_are_written_as_identical_files(tmp_path):
     slow = replace(
         TRAJECTORY,
         timings=Timings(9.0, 5.0, 4.0),
@@ -202,7 +202,7 @@ def test_equal_rollouts_make_equal_files_at_any_time(tmp_path):
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_not_finite_is_refused_by_name(tmp_path, odd):
+def test_nonfinite_number_is_rejected_with_its_location(tmp_path, odd):
     path = tmp_path / "x.jsonl.gz"
     write_rollouts(path, [RECORD])
     before = path.read_bytes()
@@ -308,7 +308,7 @@ def files_limited_to(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_leaves_the_earlier_file_and_no_other(tmp_path):
+def test_full_disk_leaves_the_earlier_file_intact(tmp_path):
     path = tmp_path / "x.jsonl.gz"
     write_rollouts(path, [RECORD])
     before = path.read_bytes()
@@ -325,7 +325,7 @@ def test_a_full_disk_leaves_the_earlier_file_and_no_other(tmp_path):
     assert sum(1 for _ in read_rollouts(path)) == 2000
 
 
-def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path):
+def test_folder_creation_failure_raises_storage_error(tmp_path):
     (tmp_path / "rollouts").write_text("a file in the way")
     with pytest.raises(StorageError, match="could not be written"):
         write_rollouts(rollouts_path(tmp_path, 0), [RECORD])
@@ -345,7 +345,7 @@ def test_a_replaced_file_appears_only_when_it_is_complete(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["state"]
 
 
-def test_a_leftover_of_a_killed_run_is_in_nobodys_way(tmp_path):
+def test_leftover_temporary_file_of_a_killed_run_is_replaced(tmp_path):
     path = tmp_path / "x.jsonl.gz"
     (tmp_path / "x.jsonl.gz.tmp").write_bytes(b"half")
     write_rollouts(path, [RECORD])
@@ -354,7 +354,7 @@ def test_a_leftover_of_a_killed_run_is_in_nobodys_way(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("zcat") is None, reason="zcat is not there")
-def test_ordinary_tools_read_the_format(tmp_path):
+def test_zcat_output_of_a_rollout_file_is_json(tmp_path):
     import subprocess
 
     path = tmp_path / "x.jsonl.gz"

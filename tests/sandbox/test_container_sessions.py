@@ -180,7 +180,7 @@ def test_container_sandbox_reports_its_session_capacity(engine):
         asyncio.run(box.session("ruby"))
 
 
-def test_the_tools_of_a_session_work_in_a_container(engine):
+def test_session_tools_work_in_a_container(engine):
     async def act(box):
         workspace = Workspace(box, "python", {"a.txt": b"one two"}, Limits())
         edit = {one.name: one for one in files_tools(workspace)}

@@ -83,7 +83,7 @@ def test_command_runs_unmodified():
     assert b"no-such-command" in missing.stderr
 
 
-def test_a_program_is_a_main_module_with_its_own_traceback():
+def test_program_runs_as_main_module_with_a_traceback_without_internal_frames():
     program = "import pickle\nclass A: pass\npickle.dumps(A())\ndef f(): return 1 / 0\nprint(__name__)\nf()"
     outcome = run(program)
     assert outcome.text == "__main__\n"
@@ -104,7 +104,7 @@ def test_a_program_is_a_main_module_with_its_own_traceback():
         ("import threading, time; threading.Timer(0.05, lambda: print('t')).start()", 0, ""),
     ],
 )
-def test_programs_end_as_in_an_interpreter(program, code, words, shared_box):
+def test_exit_codes_match_those_of_an_interpreter(program, code, words, shared_box):
     outcome = shared_box(program)
     if program != "'\ud800'":
         assert outcome.exit == code
@@ -172,7 +172,7 @@ def test_stream_buffer_respects_its_limit_and_counts_dropped_bytes(bound, size):
         assert (kept.omitted_bytes, kept.take()) == (0, b"")
 
 
-def test_concurrent_runs_share_nothing():
+def test_concurrent_runs_are_isolated():
     program = "import os, time\nopen('mine', 'w').write(input())\ntime.sleep(0.1)\n"
     program += "print(os.listdir(), open('mine').read())"
 
@@ -183,7 +183,7 @@ def test_concurrent_runs_share_nothing():
     assert [o.text for o in outcomes] == [f"['mine'] {n}\n" for n in range(6)]
 
 
-def test_cancelled_run_leaves_nothing_and_the_sandbox_stays_usable():
+def test_cancelled_run_is_cleaned_up_and_the_sandbox_stays_usable():
     async def act(box):
         task = asyncio.create_task(box.run("while True: pass"))
         await until(lambda: supervisors_of(box))
@@ -196,7 +196,7 @@ def test_cancelled_run_leaves_nothing_and_the_sandbox_stays_usable():
     assert inside(act).text == "1\n"
 
 
-def test_a_zygote_that_is_killed_is_replaced():
+def test_killed_zygote_is_replaced():
     async def act(box):
         await box.run("print(1)")
         running = asyncio.create_task(box.run("import time; time.sleep(20)"))
@@ -210,7 +210,7 @@ def test_a_zygote_that_is_killed_is_replaced():
     assert inside(act).text == "2\n"
 
 
-def test_a_supervisor_that_does_not_answer_is_a_program_that_timed_out(monkeypatch):
+def test_program_with_an_unresponsive_supervisor_times_out(monkeypatch):
     monkeypatch.setattr(supervisor_client, "GRACE_S", 0.5)
     foreign = descendants()
 
@@ -245,7 +245,7 @@ def parent_of(pid: int) -> int:
 
 
 @pytest.mark.parametrize("in_session", [False, True])
-def test_a_supervisor_that_is_killed_of_a_zygote_that_survives_is_a_program_that_failed(in_session):
+def test_killed_supervisor_fails_its_program_and_the_zygote_survives(in_session):
     async def act(box):
         session = await box.session() if in_session else None
         sleep = "import time; time.sleep(20)"
@@ -320,7 +320,7 @@ def test_session_lists_the_same_processes_as_the_kernel():
     assert [one.pid for one in left] == [shell.pid]
 
 
-def test_too_much_text_of_processes_is_an_error():
+def test_oversized_process_listing_raises_error():
     async def act(box):
         session = await box.session("shell", limits=Limits(processes=60))
         await session.run('for i in $(seq 40); do A=$(printf "%04000d" 0) sleep 60 & done')
@@ -399,7 +399,7 @@ def test_call_timeout_ends_the_interpreter_and_keeps_the_files():
     inside(act)
 
 
-def test_processes_in_the_background_have_their_bounds_too():
+def test_background_processes_are_limited():
     async def act(box):
         session = await box.session("shell", limits=Limits(wall_s=5, cpu_s=0.3, memory_bytes=128 * 2**20))
         before = set(descendants())
@@ -415,7 +415,7 @@ def test_processes_in_the_background_have_their_bounds_too():
     assert (over.timed_out, again.text) == (True, "again\n")
 
 
-def test_snapshots_bring_files_back():
+def test_snapshot_restore_recovers_files():
     async def act(box):
         session = await box.session("shell", files={"a/x.sh": b"echo one"})
         await session.run("chmod +x a/x.sh; ln -s /etc/passwd link; mkfifo pipe; Y=3")
@@ -435,7 +435,7 @@ def test_snapshots_bring_files_back():
     inside(act)
 
 
-def test_writing_into_a_session_follows_no_link():
+def test_session_write_follows_no_symlinks():
     async def act(box):
         session = await box.session("shell")
         await session.run("ln -s /tmp out; ln -s /tmp/file file; mkfifo pipe")
@@ -447,7 +447,7 @@ def test_writing_into_a_session_follows_no_link():
     inside(act)
 
 
-def test_a_change_writes_marks_and_removes_single_files_and_follows_no_link():
+def test_file_change_writes_chmods_and_removes_files_without_following_symlinks():
     async def act(box):
         session = await box.session("shell", files={"a/x": b"old", "a/y": b"y", "z": b"z"})
         await session.run("ln -s /tmp out; touch /tmp/kept; ln -s /tmp/kept link; chmod 710 a/y; cd a")
@@ -518,13 +518,13 @@ def test_many_files_with_long_names_are_returned():
 @pytest.mark.parametrize(
     "path", ["/etc/passwd", "../x", "a/../../x", "", "a\0b", "a/", "new\nline", "x" * 600, "d/" * 33 + "x"]
 )
-def test_paths_that_leave_the_box_are_refused(path):
+def test_paths_outside_the_sandbox_are_rejected(path):
     with pytest.raises(UserError):
         run("", files={path: b""})
 
 
 @pytest.mark.parametrize("given", [{"wall_s": 0}, {"memory_bytes": -1}, {"cpu_s": float("inf")}, {"files_out": -1}])
-def test_limits_are_positive(given):
+def test_invalid_limits_raise_error(given):
     with pytest.raises(UserError):
         Limits(**given)
 
@@ -535,7 +535,7 @@ def test_empty_commands_are_rejected(program):
         run(program)
 
 
-def test_without_bubblewrap_nothing_runs(monkeypatch):
+def test_missing_bubblewrap_raises_error_with_install_instructions(monkeypatch):
     which = shutil.which
     monkeypatch.setattr(namespaces.shutil, "which", lambda name: None if name == "bwrap" else which(name))
     with pytest.raises(UserError, match="apt-get install bubblewrap"):
@@ -574,7 +574,7 @@ def test_bound_folders_can_be_read_and_not_written():
     assert "Read-only" in outcome.error_text
 
 
-def test_frames_are_read_whole_and_malformed_ones_are_rejected():
+def test_frames_round_trip_and_malformed_ones_are_rejected():
     for pack, read in ((pack_request, marshal.loads), (pack_response, json.loads)):
         frame = pack({"op": "run"}, [b"", b"abc"])
         text, body = frame_sizes(frame[:8])
@@ -598,14 +598,14 @@ def test_deeply_nested_frame_is_unreadable():
         asyncio.run(act())
 
 
-def test_responses_of_a_supervisor_are_json():
+def test_supervisor_responses_are_json():
     told = {"a": [1, -2.5, True, None], "b": {'\u20ac"\n\x00': "\ud800 \\"}, "c": []}
     assert json.loads(as_json(told)) == told
     with pytest.raises(TypeError, match="bytes is not JSON serializable"):
         as_json([b""])
 
 
-def test_a_zygote_starts_without_modules_that_take_long_to_import():
+def test_zygote_starts_without_slow_imports():
     """They are imported beforehand for later programs; the first one finds what its supervisor needs alone."""
 
     async def act(box):

@@ -30,14 +30,14 @@ pytestmark = pytest.mark.security
 TOKEN = "a-token-of-the-tests"
 
 
-def test_every_backend_has_a_name_and_unknown_ones_are_refused():
+def test_unknown_backend_is_rejected_with_the_available_names():
     with pytest.raises(UserError, match="namespaces, docker, podman, remote, sandbox_fusion, piston, process"):
         open_sandbox(SandboxSettings(backend="docker-compose"))
     assert isinstance(open_sandbox(), NamespacesSandbox)
     assert len(BACKENDS) == 7
 
 
-def test_the_process_backend_must_be_called_unsafe():
+def test_process_backend_without_the_unsafe_flag_raises_error():
     with pytest.raises(UserError, match="has no isolation"):
         open_sandbox(SandboxSettings(backend="process"))
 
@@ -46,7 +46,7 @@ def process(program, **given):
     return asyncio.run(ProcessSandbox(unsafe=True).run(program, **given))
 
 
-def test_a_process_follows_the_protocol():
+def test_process_backend_returns_files_streams_and_exit_codes():
     program = "import sys\nprint(open('a/b').read() + input())\nopen('c', 'w').write('made')\nsys.exit(3)"
     outcome = process(program, files={"a/b": b"one "}, stdin=b"two\n")
     assert (outcome.text, outcome.exit, outcome.files) == ("one two\n", 3, {"c": b"made"})
@@ -61,7 +61,7 @@ def test_process_is_not_charged_with_memory_of_its_parent():
     assert len(held) > 2 * outcome.peak_memory_bytes > 2 * (60 << 20), outcome
 
 
-def test_a_process_is_bounded():
+def test_process_backend_enforces_limits():
     before = descendants()
     late = process("import os\nprint('x', flush=True)\nos.fork()\nwhile True: pass", limits=Limits(wall_s=2))
     assert (late.timed_out, late.text) == (True, "x\n")
@@ -86,7 +86,7 @@ def test_a_cancelled_process_is_killed():
     assert descendants() == before
 
 
-def test_weak_backends_have_no_sessions():
+def test_process_backend_sessions_raise_error():
     with pytest.raises(UserError, match="does not support sessions"):
         asyncio.run(ProcessSandbox(unsafe=True).session())
 
@@ -101,7 +101,7 @@ def contained(program, settings=None, **given):
     return asyncio.run(ContainerSandbox(settings or SandboxSettings("docker", image="image")).run(program, **given))
 
 
-def test_a_container_is_started_with_every_wall(engine):
+def test_container_is_started_with_all_isolation_options(engine):
     log = engine()
     limits = Limits(processes=7, memory_bytes=100 * 2**20, disk_bytes=2**20, disk_files=99)
     outcome = contained("print(input()); open('o', 'w').write('x')", files={"i": b"1"}, stdin=b"hi", limits=limits)
@@ -160,17 +160,17 @@ def cancelled(log):
     return run[run.index("--name") + 1], others
 
 
-def test_a_cancelled_container_ends(engine):
+def test_cancelled_container_is_removed(engine):
     assert cancelled(engine())[1] == []
 
 
-def test_a_container_that_does_not_end_is_removed_by_force(engine, monkeypatch):
+def test_container_that_does_not_stop_is_force_removed(engine, monkeypatch):
     monkeypatch.setattr(container, "GRACE_S", 0.5)
     name, others = cancelled(engine("import time; time.sleep(60)"))
     assert others == [["rm", "--force", name]]
 
 
-def test_gvisor_is_never_replaced_silently(engine, tmp_path):
+def test_missing_gvisor_runtime_raises_error(engine, tmp_path):
     log = engine()
     settings = SandboxSettings("docker", image="image", runtime="runsc")
     with pytest.raises(UserError, match="runsc"):
@@ -181,7 +181,7 @@ def test_gvisor_is_never_replaced_silently(engine, tmp_path):
     assert '"--runtime", "runsc"' in log.read_text()
 
 
-def test_without_an_engine_nothing_runs(monkeypatch):
+def test_missing_container_engine_raises_error(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match="apt-get install podman"):
         open_sandbox(SandboxSettings(backend="podman"))
@@ -229,7 +229,7 @@ def test_the_remote_backend_returns_the_results_of_its_backend():
         assert remotely(url, lambda box: box.run("while True: pass", limits=Limits(wall_s=0.3))).timed_out
 
 
-def test_a_remote_session_does_all_that_a_session_does():
+def test_remote_session_supports_all_session_operations():
     async def act(box):
         session = await box.session("shell", files={"a": b"1"})
         assert (await session.run("X=7; cat a")).text == "1"
@@ -306,7 +306,7 @@ def test_sandbox_command_serves_and_prints_its_address(tmp_path):
             server.wait(20)
 
 
-def test_a_token_file_without_a_token_is_refused(tmp_path, capsys):
+def test_token_file_without_a_valid_token_is_rejected(tmp_path, capsys):
     from ludus.cli.main import main
 
     (tmp_path / "token").write_text("short")

@@ -61,14 +61,14 @@ def as_ordinary_user(folder: Path, names: tuple[str, ...]) -> subprocess.Complet
     return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=120)
 
 
-def test_an_ordinary_user_contains_the_worst():
+def test_selected_hostile_programs_are_contained_for_an_unprivileged_user():
     with a_folder() as folder:
         done = as_ordinary_user(folder, SOME)
     assert (done.stdout, done.stderr) == (f"contained {len(SOME)}\n", "")
 
 
 @pytest.mark.security
-def test_an_ordinary_user_contains_all():
+def test_all_hostile_programs_are_contained_for_an_unprivileged_user():
     with a_folder() as folder:
         done = as_ordinary_user(folder, ())
     assert (done.stdout, done.stderr) == (f"contained {len(PROGRAMS)}\n", "")
@@ -96,13 +96,13 @@ def verdicts(programs: list[Path]) -> dict[str, tuple[bool, ...]]:
         return asyncio.run(all_of_them(host.target))
 
 
-def test_of_hostile_answers_the_verdict_is_failure():
+def test_selected_hostile_answers_are_graded_as_failures():
     chosen = [program for program in PROGRAMS if program.stem in ANSWERS]
     assert verdicts(chosen) == dict.fromkeys(sorted(ANSWERS), (False, False))
 
 
 @pytest.mark.security
-def test_of_all_hostile_answers_the_verdict_is_failure():
+def test_all_hostile_answers_are_graded_as_failures():
     assert set(verdicts(PROGRAMS).values()) == {(False, False)}
 
 
@@ -116,7 +116,7 @@ def test_self_test_judge_detects_escapes():
         assert judge(expected, fine, "secret") != []
 
 
-def test_the_battery_notices_programs_without_a_sandbox():
+def test_battery_detects_effects_of_unsandboxed_programs():
     with a_host() as host:
         state = host.state()
         (host.folder / "canary" / "file").write_text("changed")

@@ -62,7 +62,7 @@ async def many(host, count: int) -> list[str]:
 
 
 @pytest.mark.scale
-def test_ten_thousand_runs_leave_nothing():
+def test_ten_thousand_runs_leak_no_resources():
     with a_host() as host:
         asyncio.run(many(host, 4 * CONCURRENCY))
         before = descendants(), host.state(), len(os.listdir("/proc/self/fd")), resident(), shared_memory()

@@ -209,7 +209,7 @@ def checking(run, wants_fusion):
 
 
 @BOTH
-def test_a_service_is_checked_by_programs_and_unknown_limits_are_reported(backend, answer):
+def test_sandbox_check_runs_programs_on_a_service_and_reports_its_limits(backend, answer):
     with service(checking(honest, answer is fusion)) as url:
         said = ludus("sandbox", "check", "--backend", backend, "--url", url)
     assert said.code == 0, said
@@ -237,7 +237,7 @@ def test_service_unfit_for_graders_fails_its_check():
 
 
 @pytest.mark.parametrize("command", [["train", "--from-scratch"], ["eval"], ["env", "check"], ["env", "show"]])
-def test_a_dead_service_is_reported_once_before_rollouts(command, tmp_path):
+def test_unreachable_service_is_reported_once_before_rollouts(command, tmp_path):
     verb, *options = command
     words = ["--sandbox.backend", "sandbox_fusion", "--sandbox.url", "http://127.0.0.1:9"]
     if verb != "env":

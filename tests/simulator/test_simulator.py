@@ -61,7 +61,7 @@ def test_virtual_clock_advances_when_all_tasks_wait_and_reports_deadlock():
         run_virtual(asyncio.Event().wait())
 
 
-def test_sequences_share_the_passes_of_an_engine():
+def test_concurrent_sequences_share_engine_passes():
     async def play():
         loop, engine = asyncio.get_running_loop(), SimEngine(EngineCost(0.5, 0.5, 0.25), Overlap(1.0))
         ends = {}
@@ -149,7 +149,7 @@ def test_only_a_simulated_engine_in_the_learner_process_is_throttled(monkeypatch
     assert elsewhere == never
 
 
-def test_episodes_go_to_the_engine_that_has_the_fewest():
+def test_episodes_are_routed_to_the_engine_with_the_fewest_episodes():
     overlap = Overlap(1.0)
     pool = DevicePool([SimEngine(EngineCost(1, 0), overlap) for _ in range(3)])
     assert [pool.join() for _ in range(4)] == [0, 1, 2, 0]
@@ -178,7 +178,7 @@ def test_synchronous_simulation_matches_hand_computed_times(engines):
     assert (run.age, run.oldest) == (0, 0)
 
 
-def test_one_step_behind_the_longer_of_both_counts():
+def test_one_step_mode_step_time_is_the_longer_phase():
     run = simulate(EXACT, RunLayout(mode="one_step", groups=2, members=4, steps=5))
     inner = run.steps[1:-1]
     assert [step.rollout_s + step.learn_s + step.sync_s for step in inner] == pytest.approx([25 + 1] * 3)
@@ -186,7 +186,7 @@ def test_one_step_behind_the_longer_of_both_counts():
     assert run.steps[0].oldest == 0
 
 
-def test_streaming_without_tools_is_as_fast_as_the_closed_form():
+def test_streaming_step_time_without_tools_matches_the_closed_form():
     for costs in (EXACT, replace(EXACT, learner=LearnerCost(60.0, 0.0))):
         setup = RunLayout(groups=2, members=4, steps=30, max_staleness=2, in_flight=8)
         run, bound = simulate(costs, setup), estimate(costs, setup)
@@ -211,7 +211,7 @@ def test_background_transfer_stops_only_the_engines(learn_s):
 
 @pytest.mark.parametrize("bound", [0, 1, 4])
 @pytest.mark.parametrize("engines", [1, 5])
-def test_the_bound_on_staleness_holds_and_everything_is_trained(bound, engines):
+def test_staleness_bound_holds_and_all_steps_complete(bound, engines):
     for seed in range(3):
         run = simulate(TINY, RunLayout(engines=engines, groups=3, members=4, steps=12, max_staleness=bound, seed=seed))
         assert run.oldest <= bound
@@ -244,7 +244,7 @@ def test_measured_concurrency_is_close_to_the_best():
 
 
 @pytest.mark.scale
-def test_the_number_in_flight_settles_and_the_learner_does_not_wait():
+def test_concurrency_converges_and_the_learner_does_not_wait():
     costs = replace(TINY, learner=LearnerCost(0.0, 0.0006), overlap=0.9)
     run = simulate(costs, RunLayout(groups=8, steps=80, max_staleness=6))
     later = run.steps[20:-7]
@@ -262,7 +262,7 @@ def test_concurrency_limit_follows_the_pace_of_the_learner():
     assert limit.after(busy, None, StreamThroughput(100.0, 0.0)) == 13  # none came: they fly longer than was thought
 
 
-def test_little_s_law_and_the_slowest_member():
+def test_running_sequences_follow_littles_law_and_slowest_episode_matches_expectation():
     costs = replace(EXACT, tool=ToolCost(5.0), episode=EpisodeShape(2, 10))
     inside = model_seconds(costs, running_sequences(costs, 6))
     assert running_sequences(costs, 6) == pytest.approx(6 * inside / (inside + 5), rel=1e-6)
@@ -379,7 +379,7 @@ def test_uninformative_steps_are_rejected_and_few_or_heterogeneous_ones_warn(tmp
     assert "do not describe these steps" in replace(many, learner_error=0.5).warnings[0]
 
 
-def test_tools_of_two_kinds_are_spread_further_than_each():
+def test_mixing_two_tools_increases_the_fitted_latency_spread():
     both = tool_cost([ToolCalls(10, 1.0, 0.0, 0, 0.0), ToolCalls(10, 4.0, 0.0, 0, 0.0)])
     assert (both.median_s, both.spread, both.slow) == pytest.approx((2.0, 0.6931, 1.0), rel=1e-3)
     assert tool_cost([]) == ToolCost()
@@ -399,7 +399,7 @@ def test_tools_of_two_kinds_are_spread_further_than_each():
         (lambda: RunLayout(engines=0), "engines is 0"),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(make, message):
+def test_invalid_numbers_raise_error(make, message):
     with pytest.raises(UserError, match=message):
         make()
 
@@ -407,7 +407,7 @@ def test_numbers_that_cannot_be_are_refused(make, message):
 GIVEN = ["--pass-s", "0.01", "--learn-token-s", "1e-5", "--turns", "2", "--action", "20"]
 
 
-def test_the_command_prints_a_row_for_each_number_of_engines_and_mode():
+def test_plan_command_prints_a_row_for_each_engine_count_and_mode():
     said = ludus("plan", *GIVEN, "--engines", 1, 3, "--modes", "sync", "async", "--groups", 2, "--steps", 6)
     assert said.code == 0, said
     rows = [line.split("│")[1:3] for line in said.out.splitlines() if line.startswith("│")]
@@ -455,7 +455,7 @@ def test_overlap_of_a_run_is_fitted_from_its_timings(plan):
     assert plan.measured_overlap(TINY, setup, step_s) == pytest.approx(0.6, abs=0.02)
 
 
-def test_a_page_without_a_place_is_refused_before_anything_is_measured(tmp_path, plan):
+def test_page_without_a_placeholder_is_rejected_before_measuring(tmp_path, plan):
     page = tmp_path / "page.md"
     page.write_text("# A page\n")
     with pytest.raises(SystemExit, match="no place for plan"):
@@ -463,7 +463,7 @@ def test_a_page_without_a_place_is_refused_before_anything_is_measured(tmp_path,
 
 
 @pytest.mark.scale
-def test_a_thousand_engines_keep_the_bound_in_seconds_and_little_memory():
+def test_simulation_of_1000_engines_runs_in_seconds_with_little_memory():
     """48,000 episodes of heavy-tailed tools, in a process of its own."""
     script = """
 import re, time

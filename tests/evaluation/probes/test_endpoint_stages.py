@@ -62,7 +62,7 @@ def diagnosed(url):
 
 
 @pytest.mark.parametrize("stage", AGENTS)
-def test_the_first_failing_stage_is_the_last_row(stage):
+def test_diagnosis_stops_at_the_first_failing_stage(stage):
     with serving(AGENTS[stage]) as server:
         report = diagnosed(server.url)
     assert report.failed == bool(stage)
@@ -70,7 +70,7 @@ def test_the_first_failing_stage_is_the_last_row(stage):
     assert report.rows[-1]["stage"] == (stage or "success above chance")
 
 
-def test_a_server_that_is_off():
+def test_unreachable_server_fails_the_reachable_stage_with_a_remedy():
     report = diagnosed("http://127.0.0.1:9/v1")
     assert [row["stage"] for row in report.rows] == ["reachable"]
     assert "Check that the server is running" in report.rows[0]["remedy"]

@@ -38,7 +38,7 @@ def test_report_detects_answers_independent_of_the_reasoning():
     assert report.notes[1].startswith("Most answers do not depend on the reasoning")
 
 
-def test_needed_reasoning_is_not():
+def test_report_detects_answers_that_depend_on_the_reasoning():
     report, rows = measured(needed)
     assert rows["100%"]["agreement"].value == 1
     assert rows["another task's"]["success"].value == rows["0%"]["success"].value == 0
@@ -57,12 +57,12 @@ def test_reasoning_without_tags_ends_before_a_marker():
     assert "6 of 6 episodes" in report.notes[0]
 
 
-def test_a_policy_without_reasoning_is_refused():
+def test_policy_without_reasoning_raises_error():
     with pytest.raises(UserError, match=r"No answering turn has reasoning that ends with '</think>' .6 episodes"):
         measured(lambda prompt, begun, turn: number_in(prompt))
 
 
-def test_parts_join_to_the_sampled_tokens():
+def test_split_reasoning_parts_concatenate_to_the_sampled_tokens():
     from ludus.evaluation.probes.episodes import play
 
     episode = asyncio.run(play(maker(noise)(None), PLAN.requests()))[0]

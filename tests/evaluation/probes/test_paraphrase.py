@@ -22,7 +22,7 @@ def measured(script, prompts=None, world=None):
     return {row["prompt"]: row for row in report.rows}
 
 
-def test_a_policy_that_depends_on_the_wording():
+def test_wording_dependent_policy_fails_on_a_paraphrase():
     rows = measured(fragile)
     assert {name: row["success"].value for name, row in rows.items()} == {
         "original": 1,
@@ -33,7 +33,7 @@ def test_a_policy_that_depends_on_the_wording():
     assert rows["task"]["difference"].interval.high < 0
 
 
-def test_paraphrases_of_a_file(tmp_path):
+def test_paraphrases_are_read_from_a_file(tmp_path):
     file = tmp_path / "paraphrases.jsonl"
     lines = [{"task_id": name, "prompt": f"Here is the task: utter {n}"} for name, n in list(NUMBERS.items())[:3]]
     file.write_text("\n".join(map(json.dumps, lines)))

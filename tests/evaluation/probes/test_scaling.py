@@ -37,7 +37,7 @@ def test_majority_vote_matches_hand_computed_values():
     assert majority(FIVE, 1) == pytest.approx(0.4)
 
 
-def test_rows_with_limits():
+def test_success_rows_by_turn_and_token_limits_match_hand_computed_values():
     rows = {(row["method"], row["budget"]): row for row in scaling_rows({"x": FIVE, "y": FIVE}, 0)}
     shares = {turns: rows["turns at most", turns]["success"].value for turns in (1, 2, 3, 4)}
     assert shares == pytest.approx({1: 0, 2: 0.2, 3: 0.4, 4: 0.4})
@@ -52,7 +52,7 @@ def test_attempts_without_token_counts_have_no_token_rows():
     assert methods == {"turns at most", "majority of", "any of (pass@k)"}
 
 
-def test_attempts_are_played():
+def test_scaling_measurement_plays_the_attempts():
     plan = replace(PLAN, samples=3, temperature=1.0)
     report = asyncio.run(measure_scaling(maker(lambda prompt, begun, turn: number_in(prompt)), plan))
     assert all(row["success"].value == 1 for row in report.rows if row["method"] != "tokens at most")

@@ -79,7 +79,7 @@ def test_swapping_models_identifies_the_failing_role():
     assert (rows["calls by B"]["to A, A"].value, rows["answers by B"]["to A, A"].value) == (0.5, -0.5)
 
 
-def test_equal_models_are_unchanged_and_readers_that_call_do_not_answer():
+def test_swapping_equal_models_changes_no_result():
     def right(request, turn):
         return calls_well(request, turn).replace("0", "") or number_in(text_of(request)[0])
 
