@@ -133,9 +133,11 @@ def test_alternatives_report_gain_bounds_hours_and_costs_or_none_if_unknown():
     assert (rl.gain_low, rl.gain_high) == (None, 0.25)  # pass@4 is 1/2, success 1/4
     assert rl.hours == pytest.approx((80 * 96 * 4.5 + 80 * 9) / 3600)
     assert rl.cost == 2 * rl.hours
-    assert (rft.hours, rft.cost) == (None, None)
+    # 3 rounds of 64 tasks with 8 attempts, of which a quarter trains; a step of RL trains 96 episodes in 9 s.
+    assert rft.hours == pytest.approx(3 * 64 * (8 * 4.5 + 8 / 4 * 9 / 96) / 3600)
     assert (by_name["few-shot prompt"].gain_low, by_name["few-shot prompt"].gain_high) == (-0.1, 0.2)
     unknown = {one.name: one for one in alternatives(found, config, None, None, PromptGains())}
+    assert unknown["RFT"].hours is None
     assert (unknown["RL"].hours, unknown["few-shot prompt"].gain_low, unknown["prompt as is"].cost) == (None,) * 3
 
 

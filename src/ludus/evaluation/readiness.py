@@ -354,13 +354,18 @@ def alternatives(
 
     The upper bound of RFT and RL is pass@K minus the success of single attempts: what the sampled attempts reach if the
     best one is chosen. Generalization between tasks can exceed it. Hours are of sampling at the measured speed, and of
-    the learner for RL; those of RFT omit its learner.
+    the learner. RFT trains on the successes of a round, each as long as an episode of a step of RL.
     """
     attempts = found.evaluation.plan.samples
     reach, rft, rl = found.evaluation.pass_at(attempts) - found.evaluation.rate, config.rft, config.training
     rft_h = found.speed.hours(rft.rounds * rft.tasks_per_round * rft.samples)
     rl_h = found.speed.hours(rl.steps * rl.prompts_per_step * config.algorithm.group_size)
-    total_h = None if learn_s is None else rl_h + rl.steps * learn_s / 3600
+    total_h = rft_all_h = None
+    if learn_s is not None:
+        total_h = rl_h + rl.steps * learn_s / 3600
+        kept = rft.tasks_per_round * min(rft.max_per_task or rft.samples, rft.samples * found.evaluation.rate)
+        episode_s = learn_s / (rl.prompts_per_step * config.algorithm.group_size)
+        rft_all_h = rft_h + rft.rounds * rft.epochs * kept * episode_s / 3600
     bound = f"at most pass@{attempts} of these tasks without generalization"
     learner = "learner unknown" if learn_s is None else "with the learner"
 
@@ -377,6 +382,6 @@ def alternatives(
         Alternative("prompt as is", 0.0, 0.0, 0.0, priced(0.0), "the measured success"),
         of_prompt("few-shot prompt", prompts.few_shot, 0.0, "--few-shot"),
         of_prompt("optimised prompt", prompts.optimised, found.speed.hours(prompts.episodes), "--optimise-prompt"),
-        Alternative("RFT", None, reach, None, None, f"{bound}; {rft_h:.2g} h of sampling, learner unknown"),
+        Alternative("RFT", None, reach, rft_all_h, priced(rft_all_h), f"{bound}; {rft_h:.2g} h of sampling, {learner}"),
         Alternative("RL", None, reach, total_h, priced(total_h), f"{bound}; {rl_h:.2g} h of sampling, {learner}"),
     ]
