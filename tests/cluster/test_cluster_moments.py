@@ -89,7 +89,7 @@ class RecordingRole:
             self.ended.append(message)
 
 
-def test_a_call_that_is_cancelled_in_the_same_breath_is_not_done():
+def test_call_cancelled_right_after_its_request_is_not_left_running():
     async def scenario():
         host = WorkerServer(WorkerSpec("reward worker", load_config("search", []), "m", "."), "127.0.0.1")
         role = host._worker = RecordingRole()
@@ -112,7 +112,7 @@ class IndexGone(WorldError):
         super().__init__(f"The index {path} is gone.", "Make it anew.")
 
 
-def test_an_error_of_a_class_that_does_not_pickle_is_still_of_its_kind():
+def test_unpicklable_error_keeps_its_base_class_message_and_cause():
     error = IndexGone("x")
     error.__cause__ = TimeoutError()
     with pytest.raises(WorldError, match=r"The index x is gone\. Make it anew\.") as caught:
@@ -145,7 +145,7 @@ class SlowToStopRemote(FakeRemote):
         self.killed = True
 
 
-def test_a_member_is_replaced_also_if_the_caller_is_cancelled():
+def test_dead_member_is_replaced_even_if_the_caller_is_cancelled():
     async def scenario():
         made = []
 
@@ -168,7 +168,7 @@ def test_a_member_is_replaced_also_if_the_caller_is_cancelled():
     asyncio.run(scenario())
 
 
-def test_a_pool_that_closes_waits_for_the_end_of_what_was_lost():
+def test_closing_pool_waits_until_lost_members_have_ended():
     async def scenario():
         made = []
 
@@ -191,7 +191,7 @@ def test_a_pool_that_closes_waits_for_the_end_of_what_was_lost():
     asyncio.run(scenario())
 
 
-def test_a_member_that_hangs_while_it_leaves_is_ended_after_its_heartbeat_timeout():
+def test_member_hanging_while_it_leaves_is_killed_after_heartbeat_timeout():
     async def scenario():
         made = []
 
@@ -216,7 +216,7 @@ def test_a_member_that_hangs_while_it_leaves_is_ended_after_its_heartbeat_timeou
     asyncio.run(scenario())
 
 
-def test_a_member_that_hangs_while_it_is_let_in_is_ended_and_another_started():
+def test_member_hanging_while_joining_is_killed_and_replaced():
     async def scenario():
         made, start = recorded()
         pool, _, _ = make_pool(start, target=1, wait_s=0.01)
@@ -289,7 +289,7 @@ def test_an_engine_released_during_a_weight_transfer_does_not_block_others():
 
 @pytest.mark.parametrize("what", ["score", "fingerprint"])
 @pytest.mark.parametrize("leaves", [0, 1])
-def test_an_engine_that_leaves_while_the_others_prove_their_weights_proves_nothing(what, leaves):
+def test_engine_leaving_during_score_or_fingerprint_is_excluded_from_the_result(what, leaves):
     """The second is asked when the first has answered."""
 
     async def scenario(engine, fakes):
@@ -319,7 +319,7 @@ def test_an_engine_that_leaves_while_the_others_prove_their_weights_proves_nothi
         asyncio.run(scenario(engine, fakes))
 
 
-def test_a_cluster_of_several_engines_rolls_while_one_of_them_is_out():
+def test_cluster_can_roll_weights_while_one_of_its_engines_is_missing():
     async def scenario(group):
         await group.open()
         await group.engines.replace_dead(group.engines.members[0], WorkerDied("It is gone."))
@@ -331,7 +331,7 @@ def test_a_cluster_of_several_engines_rolls_while_one_of_them_is_out():
         asyncio.run(scenario(group))
 
 
-def test_engines_may_come_and_go_while_another_thread_reads_what_they_did():
+def test_engine_stats_can_be_read_while_engines_join_and_leave():
     group, ended = WorkerGroup(plan(), FakeLauncher()), threading.Event()
 
     def come_and_go():
@@ -359,13 +359,13 @@ def deadline(*words: str) -> float:
     return Cluster(config, RecordingWorld(), None, None).deadline_s(Task("t", (), None))
 
 
-def test_an_attempt_may_take_as_long_as_the_rewards_of_all_that_end_with_it():
+def test_attempt_deadline_includes_reward_timeouts_of_concurrent_episodes():
     words = ["--rollout.episode_timeout_s", "30", "--rollout.reward_timeout_s", "500"]
     assert deadline(*words, "--cluster.episodes_per_worker", "3") > 30 + 3 * 500
     assert deadline(*words, "--cluster.reward_workers", "1") < 500  # these have a clock of their own
 
 
-def test_an_attempt_that_is_given_up_while_its_worker_ends_leaves_a_pool_that_goes_on():
+def test_cancelled_attempt_during_worker_shutdown_leaves_the_pool_usable():
     """As where a group has enough members in the moment in which the worker of another one dies."""
 
     class Launcher(FakeLauncher):

@@ -98,7 +98,7 @@ def workers(made, **changes) -> RewardWorkers:
     return RewardWorkers(config, start, PoolLimits(5, 5, 10))
 
 
-def test_a_scoring_whose_worker_is_lost_is_done_by_another_one_once():
+def test_scoring_of_a_lost_reward_worker_is_retried_on_another():
     async def scenario(made):
         rewards = workers(made)
         rewards.pool.reconcile()
@@ -115,7 +115,7 @@ def test_a_scoring_whose_worker_is_lost_is_done_by_another_one_once():
     assert all(one.killed for one in made)
 
 
-def test_a_late_scoring_is_a_failure_at_once_and_no_loss_of_its_worker(caplog):
+def test_scoring_timeout_raises_and_is_not_counted_as_worker_loss(caplog):
     async def scenario(made):
         rewards = workers(made)
         rewards.pool.limits = PoolLimits(5, 5, 0)
@@ -135,7 +135,7 @@ def test_a_late_scoring_is_a_failure_at_once_and_no_loss_of_its_worker(caplog):
     assert "reward worker 0 is replaced" in caplog.text
 
 
-def test_what_is_scored_beside_a_late_one_ends_before_its_worker_goes():
+def test_concurrent_scoring_finishes_before_a_timed_out_worker_is_killed():
     async def scenario(made):
         made[0].go = asyncio.Event()
         rewards = workers(made, scorings_per_worker=2)
@@ -157,7 +157,7 @@ def test_what_is_scored_beside_a_late_one_ends_before_its_worker_goes():
     assert [len(one.scored) for one in made] == [2, 0]
 
 
-def test_an_episode_that_ends_one_reward_worker_after_another_is_a_failure_of_its_own():
+def test_episode_that_kills_several_reward_workers_raises_scoring_lost():
     async def scenario(made):
         rewards = workers(made)
         rewards.pool.reconcile()
@@ -171,7 +171,7 @@ def test_an_episode_that_ends_one_reward_worker_after_another_is_a_failure_of_it
     asyncio.run(scenario([LocalRewardWorker(number, ends=True) for number in range(MAX_ATTEMPTS + 1)]))
 
 
-def test_a_pool_of_reward_workers_that_cannot_go_on_stops_the_run_and_no_episode():
+def test_exhausted_reward_worker_pool_raises_worker_died():
     async def scenario(made):
         rewards = workers(made)
         rewards.pool.limits = PoolLimits(5, 5, 0)
@@ -200,7 +200,7 @@ class InstantLauncher(FakeLauncher):
         return remote
 
 
-def test_what_a_worker_played_comes_back_scored_by_a_reward_worker():
+def test_played_episode_is_scored_by_a_reward_worker():
     async def scenario(url):
         launcher = InstantLauncher([url])
         group = WorkerGroup(plan(engines=1, workers=1, reward_workers=2), launcher)
@@ -228,7 +228,7 @@ def host(tmp_path):
     return WorkerServer(WorkerSpec("reward worker", load_config("search", words), "m", str(tmp_path)), "127.0.0.1")
 
 
-def test_a_reward_worker_scores_with_its_world_and_answers_while_it_does(host, monkeypatch, tmp_path):
+def test_reward_worker_answers_pings_while_scoring_with_its_world(host, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     async def scenario():
@@ -274,7 +274,7 @@ class LocalRewardHost:
         pass
 
 
-def test_a_scoring_that_is_given_up_keeps_its_place_until_it_has_ended(host, monkeypatch, tmp_path):
+def test_cancelled_scoring_keeps_its_slot_until_it_has_ended(host, monkeypatch, tmp_path):
     """Its thread cannot be interrupted: the clock of the next one would run while that waits for it."""
     monkeypatch.chdir(tmp_path)
     places = [tmp_path / "first", tmp_path / "next"]
@@ -301,7 +301,7 @@ def test_a_scoring_that_is_given_up_keeps_its_place_until_it_has_ended(host, mon
     asyncio.run(scenario())
 
 
-def test_a_worker_whose_run_has_reward_workers_leaves_the_scoring_to_them():
+def test_rollout_worker_does_not_score_when_reward_workers_are_configured():
     scheduler = make_scheduler(scripted(lambda request, turn: "Paris"), RecordingWorld())
     (job,) = make_requests(1)
     assert asyncio.run(scheduler.attempt(job)).rewards
@@ -309,7 +309,7 @@ def test_a_worker_whose_run_has_reward_workers_leaves_the_scoring_to_them():
     assert asyncio.run(scheduler.attempt(job)).rewards == {}
 
 
-def test_an_episode_that_only_its_environment_can_score_is_refused_and_not_scored_by_others():
+def test_environment_bound_rewards_with_reward_workers_raise_config_error():
     class OwnRewardEnv(RecordingEnv):
         """An environment whose own method is its reward, or which has other rewards than its world."""
 

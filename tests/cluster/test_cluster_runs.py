@@ -50,7 +50,7 @@ def alone(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["local", "ray"])
-def test_two_engines_and_two_workers_write_the_files_of_one_process(alone, tmp_path, kind):
+def test_cluster_run_writes_the_same_files_as_a_single_process(alone, tmp_path, kind):
     folder = run(tmp_path / "run", cluster__kind=kind)
     assert lasting_files(folder.path) == alone
     found = started(folder)
@@ -61,7 +61,7 @@ def test_two_engines_and_two_workers_write_the_files_of_one_process(alone, tmp_p
 
 @pytest.mark.parametrize("kind", ["local", "ray"])
 @pytest.mark.parametrize("role", ["worker", "engine"])
-def test_a_process_that_is_killed_is_replaced_and_its_episodes_are_played_again(alone, tmp_path, kind, role):
+def test_killed_process_is_replaced_and_its_episodes_are_replayed(alone, tmp_path, kind, role):
     """Two episodes before training, then the first of the first step ends and three are under way."""
     reporter = InterveningReporter(3, sends(signal.SIGKILL, role))
     folder = run(tmp_path / "run", reporter, cluster__kind=kind)
@@ -79,7 +79,7 @@ def test_a_process_that_is_killed_is_replaced_and_its_episodes_are_played_again(
 
 
 @pytest.mark.parametrize("kind", ["local", "ray"])
-def test_reward_workers_score_what_others_play_and_one_that_dies_is_replaced(alone, tmp_path, kind):
+def test_reward_workers_score_played_episodes_and_a_dead_one_is_replaced(alone, tmp_path, kind):
     kills = InterveningReporter(3, sends(signal.SIGKILL, "reward worker"))
     folder = run(tmp_path / "run", kills, cluster__kind=kind, cluster__reward_workers="2")
     found = started(folder)
@@ -91,7 +91,7 @@ def test_reward_workers_score_what_others_play_and_one_that_dies_is_replaced(alo
 
 @pytest.mark.parametrize("kind", ["local", "ray"])
 @pytest.mark.parametrize("role", ["worker", "engine"])
-def test_a_process_that_hangs_counts_as_dead_after_its_silence(tmp_path, kind, role):
+def test_unresponsive_process_is_replaced_after_the_heartbeat_timeout(tmp_path, kind, role):
     reporter = InterveningReporter(4, sends(signal.SIGSTOP, role))
     folder = run(tmp_path / "run", reporter, cluster__kind=kind, cluster__heartbeat_timeout_s=str(SECONDS))
     found = started(folder)
@@ -101,7 +101,7 @@ def test_a_process_that_hangs_counts_as_dead_after_its_silence(tmp_path, kind, r
 
 
 @pytest.mark.parametrize("mode", ["one_step", "async"])
-def test_other_modes_run_on_a_cluster_while_a_worker_and_an_engine_die(tmp_path, mode):
+def test_one_step_and_async_runs_survive_worker_and_engine_death(tmp_path, mode):
     kills = InterveningReporter(4, sends(signal.SIGKILL, "worker", "engine"))
     folder = run(tmp_path / "run", kills, training__mode=mode, training__steps="4")
     found = started(folder)
@@ -120,7 +120,7 @@ def test_other_modes_run_on_a_cluster_while_a_worker_and_an_engine_die(tmp_path,
 
 
 @pytest.mark.parametrize("way", [{}, {"engine__broadcast_host": "127.0.0.1"}], ids=["folder", "line"])
-def test_engines_take_weights_one_by_one_while_one_of_them_dies(tmp_path, way):
+def test_rolling_weight_updates_continue_when_an_engine_dies(tmp_path, way):
     stays = {
         "training__mode": "async",
         "staleness__in_flight_weight_updates": "false",
@@ -157,14 +157,14 @@ def test_engines_and_workers_join_and_leave_during_a_run(alone, tmp_path):
     assert all_gone(set().union(*started(folder).values()))
 
 
-def test_adapters_alone_are_sent_to_the_engines_of_a_cluster(tmp_path):
+def test_cluster_run_with_lora_matches_a_single_process_run(tmp_path):
     lora = {"model__lora__rank": "4", "model__lora__alpha": "8"}
     one = run(tmp_path / "one", cluster__kind="none", **lora)
     two = run(tmp_path / "two", **lora)
     assert lasting_files(two.path) == lasting_files(one.path)
 
 
-def test_nothing_is_left_of_a_run_that_is_killed(tmp_path):
+def test_killed_run_leaves_no_engine_or_worker_processes(tmp_path):
     for kind in ("local", "ray"):
         folder = tmp_path / kind
         settings = SMALLEST | CLUSTER | {"cluster__kind": kind, "training__steps": "50"}
@@ -182,7 +182,7 @@ def test_nothing_is_left_of_a_run_that_is_killed(tmp_path):
         assert all_gone(found["engine"] | found["worker"], 60)
 
 
-def test_what_a_worker_meets_is_raised_here_in_its_own_words(tmp_path):
+def test_worker_error_is_raised_in_the_learner_with_its_message(tmp_path):
     world = tmp_path / "broken.py"
     here = str(Path(__file__).parents[1])
     world.write_text(
@@ -205,7 +205,7 @@ class Unreadable:
         return int, ("no number",)
 
 
-def test_what_an_actor_of_ray_cannot_read_is_no_lost_actor():
+def test_unreadable_request_to_a_ray_actor_raises_without_worker_died():
     ray = pytest.importorskip("ray")
     from ludus.cluster.ray_launcher import RayWorkerHandle
 

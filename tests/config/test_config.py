@@ -37,11 +37,11 @@ def from_file(tmp_path, text, *words):
     return load_config(file, words)
 
 
-def test_no_source_and_no_words_give_the_defaults():
+def test_load_config_without_source_or_arguments_returns_the_defaults():
     assert load_config(None, []) == Config()
 
 
-def test_values_take_the_type_of_their_setting():
+def test_values_are_converted_to_the_type_of_their_setting():
     config = load_config(
         None,
         [
@@ -71,7 +71,7 @@ def test_values_take_the_type_of_their_setting():
     assert config.model.from_scratch is True
 
 
-def test_a_value_may_hold_an_equals_sign_or_start_with_a_dash():
+def test_value_may_contain_an_equals_sign_or_start_with_a_dash():
     config = load_config(None, ["--run.dir", "a=b", "--env.settings.shift=-3", "--env.name=x=--y"])
     assert (config.run.dir, config.env.settings, config.env.name) == ("a=b", {"shift": -3}, "x=--y")
 
@@ -80,17 +80,17 @@ def test_a_text_in_toml_quotes_is_unquoted():
     assert load_config(None, ["--run.dir", '"none"']).run.dir == "none"
 
 
-def test_a_second_setting_in_a_value_is_not_smuggled_in():
+def test_newline_in_a_value_does_not_inject_a_second_setting():
     assert load_config(None, ["--run.dir", '"a"\nb = 1']).run.dir == '"a"\nb = 1'
 
 
-def test_the_command_line_beats_the_file_and_the_last_word_beats_the_first(tmp_path):
+def test_command_line_overrides_the_file_and_later_arguments_override_earlier_ones(tmp_path):
     text = "[training]\nsteps = 3\nepochs = 2\n"
     config = from_file(tmp_path, text, "--training.steps", "4", "--training.steps", "5")
     assert (config.training.steps, config.training.epochs) == (5, 2)
 
 
-def test_a_table_is_merged_into_the_one_that_is_there(tmp_path):
+def test_table_value_is_merged_into_the_existing_table(tmp_path):
     text = "[training]\nsteps = 3\n[env.settings.size]\na = 1\nb = 2\n"
     config = from_file(tmp_path, text, "--training", "{epochs = 2}", "--env.settings", "{size = {b = 5}}")
     assert (config.training.steps, config.training.epochs) == (3, 2)
@@ -103,7 +103,7 @@ def test_none_unsets_the_value_of_the_file(tmp_path):
     assert config == Config()
 
 
-def test_none_is_a_worlds_choice_or_the_default_of_its_setting(tmp_path):
+def test_none_selects_the_world_choice_named_none_or_the_setting_default(tmp_path):
     text = '[env]\nname = "search"\n[env.settings]\nk = 3\n'
     words = ("--env.settings.access", "none", "--env.settings.k", "none")
     given = from_file(tmp_path, text, *words).env.settings
@@ -112,13 +112,13 @@ def test_none_is_a_worlds_choice_or_the_default_of_its_setting(tmp_path):
     assert settings.k == SearchSettings().k != 3
 
 
-def test_none_is_a_name_where_the_setting_lists_it():
+def test_none_is_a_value_where_the_setting_lists_it_as_choice():
     """Otherwise `correction none` would keep a preset's correction in silence."""
     assert load_config(None, ["--algorithm.correction", "none"]).algorithm.correction == "none"
     assert "none" in describe("algorithm.correction").choices
 
 
-def test_free_keys_take_any_toml_value_or_text():
+def test_free_keys_accept_any_toml_value_or_text():
     words = ["--env.settings.documents", "40", "--env.settings.size.deep", "[1, 2]", "--env.settings.t", "plain"]
     assert load_config(None, words).env.settings == {"documents": 40, "size": {"deep": [1, 2]}, "t": "plain"}
 
@@ -142,7 +142,7 @@ def test_free_keys_take_any_toml_value_or_text():
         ("env.setings.documents", "env.settings.documents"),
     ],
 )
-def test_an_unknown_key_names_the_nearest_one(tmp_path, wrong, right):
+def test_unknown_key_error_names_the_nearest_key(tmp_path, wrong, right):
     expected = f"{wrong} (= 7) is not a setting; the nearest is {right}."
     assert refusal(f"--{wrong}", "7") == [expected]
     with pytest.raises(ConfigError) as caught:
@@ -150,7 +150,7 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path, wrong, right):
     assert caught.value.message == expected
 
 
-def test_a_key_like_no_other_gets_the_names_of_its_section():
+def test_unknown_key_without_a_near_match_lists_its_section_keys():
     (line,) = refusal("--env.corpus", "3")
     assert "env.rendering" in line
     assert "go under env.settings" in line
@@ -193,7 +193,7 @@ def test_every_key_of_an_unknown_section_is_named(tmp_path):
         ("model.lora", "3", "a table or none"),
     ],
 )
-def test_a_bad_value_is_named_with_what_it_must_be(tmp_path, key, value, expected):
+def test_invalid_value_error_states_the_expected_values(tmp_path, key, value, expected):
     sentence = f"{key} is {value}, but must be {expected}"
     with pytest.raises(ConfigError) as caught:
         from_file(tmp_path, f"{key} = {value}\n")
@@ -201,7 +201,7 @@ def test_a_bad_value_is_named_with_what_it_must_be(tmp_path, key, value, expecte
     assert refusal(f"--{key}", value)[0].startswith(sentence)
 
 
-def test_a_setting_of_two_kinds_is_refused_once():
+def test_invalid_value_of_a_union_setting_is_reported_once():
     (line,) = refusal("--model.lora.target_modules", "[1, 2]")
     assert line.startswith("model.lora.target_modules is [1, 2], but must be a list of text")
     assert line.endswith('or "all-linear".')
@@ -223,7 +223,7 @@ def test_a_long_value_is_cut_in_the_message():
     assert len(line) < 200
 
 
-def test_words_that_are_no_setting_are_refused():
+def test_invalid_command_line_arguments_raise_config_error():
     assert refusal("foo") == ['"foo" does not name a setting; write --section.key value.']
     assert refusal("--run.dir") == ["run.dir needs a value (text or none): write --run.dir VALUE."]
     assert refusal("--training.steps", "--model.from_scratch") == [
@@ -232,7 +232,7 @@ def test_words_that_are_no_setting_are_refused():
     assert refusal("--training.steps.x", "1")[0].startswith("training.steps.x (= 1) is not a setting")
 
 
-def test_all_mistakes_are_listed_one_a_line(tmp_path):
+def test_all_errors_are_listed_one_per_line(tmp_path):
     with pytest.raises(ConfigError) as caught:
         from_file(
             tmp_path, "[rollout]\ntop_p = 2.0\nturns = 3\n", *("--algorithm.group_sise", "4", "--training.steps", "0")
@@ -243,7 +243,7 @@ def test_all_mistakes_are_listed_one_a_line(tmp_path):
     assert caught.value.hint == f"The settings come from {tmp_path / 'mine.toml'} and the command line."
 
 
-def test_mistakes_in_a_packaged_recipe_name_the_recipe_and_not_its_file():
+def test_errors_in_a_packaged_recipe_name_the_recipe_not_its_file():
     with pytest.raises(ConfigError) as caught:
         load_config("search", ["--training.steps", "0"])
     assert caught.value.hint == "The settings come from the recipe search and the command line."
@@ -277,7 +277,7 @@ def test_a_syntax_error_names_file_and_line(tmp_path, text, place):
     assert caught.value.message.startswith(f"{tmp_path / 'mine.toml'}, {place}")
 
 
-def test_a_missing_recipe_names_near_ones_and_a_missing_file_none(tmp_path):
+def test_near_names_are_suggested_for_missing_recipes_but_not_missing_files(tmp_path):
     with pytest.raises(ConfigError, match=r'Unknown recipe "serch"') as caught:
         load_config("serch", [])
     assert "search" in caught.value.hint
@@ -286,7 +286,7 @@ def test_a_missing_recipe_names_near_ones_and_a_missing_file_none(tmp_path):
     assert caught.value.hint == "Check the path; `ludus recipes` lists the recipes."
 
 
-def test_what_is_no_text_file_is_refused(tmp_path):
+def test_folder_or_non_utf8_config_file_raises_config_error(tmp_path):
     with pytest.raises(ConfigError, match="is a folder"):
         load_config(tmp_path, [])
     (tmp_path / "latin.toml").write_bytes(b'[run]\ndir = "\xe9"\n')
@@ -333,7 +333,7 @@ def test_a_resolved_configuration_reads_back_equal(free, path, temperature, lora
     assert config_from_toml(to_toml(config)) == config
 
 
-def test_the_resolved_text_holds_every_setting_in_order():
+def test_resolved_toml_contains_every_setting_in_order():
     text = to_toml(load_config(None, ["--model.lora", "{}"]))
     tables = tomllib.loads(text)
     for setting in list_settings():
@@ -347,7 +347,7 @@ def test_the_resolved_text_holds_every_setting_in_order():
     assert text.index("[model]") < text.index("[algorithm]") < text.index("[run]")
 
 
-def test_what_toml_cannot_write_is_refused_by_name():
+def test_value_not_representable_in_toml_raises_error_naming_its_key():
     with pytest.raises(ConfigError, match=r"env\.settings\.k cannot be written"):
         to_toml(Config(env=EnvConfig(settings={"k": [None]})))
 
@@ -357,7 +357,7 @@ def test_every_setting_that_may_be_none_is_none_by_default():
     assert [s.key for s in list_settings() if type(None) in s.accepts and s.default is not None] == []
 
 
-def test_settings_describe_themselves():
+def test_describe_returns_default_type_bounds_and_doc_of_a_setting():
     setting = describe("algorithm.group_size")
     assert (setting.default, setting.type_text, setting.bounds) == (8, "a whole number", "at least 1")
     assert setting.doc.startswith("Trajectories per task (G);")
@@ -367,7 +367,7 @@ def test_settings_describe_themselves():
         describe("run.sed")
 
 
-def test_bounds_in_words_are_the_bounds_that_hold():
+def test_documented_bounds_match_the_enforced_bounds():
     """Each bounded number is refused just outside of what its words say."""
     checked = 0
     for setting in list_settings():
@@ -384,7 +384,7 @@ def test_bounds_in_words_are_the_bounds_that_hold():
     assert checked > 40
 
 
-def test_the_light_modules_import_no_heavy_library():
+def test_config_modules_do_not_import_heavy_libraries():
     code = (
         "import sys, ludus.types, ludus.errors, ludus.recipes, ludus.config, ludus.config.schema,"
         " ludus.algorithms.spec.resolve\n"
@@ -396,13 +396,13 @@ def test_the_light_modules_import_no_heavy_library():
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-def test_infinity_and_the_largest_numbers_survive_in_free_keys():
+def test_infinity_and_large_integers_round_trip_in_free_keys():
     config = load_config(None, ["--env.settings.far", "inf", "--env.settings.big", str(2**70)])
     assert config.env.settings == {"far": math.inf, "big": 2**70}
     assert config_from_toml(to_toml(config)) == config
 
 
-def test_every_setting_that_is_none_says_what_none_means():
+def test_docs_of_every_setting_with_default_none_explain_none():
     verbs = "is|adds|creates|derives|disables|follows|has|keeps|samples|sends|starts|tracks|trains|uses|writes"
     said = re.compile(rf"\b[Nn]one ({verbs})\b")
     unsaid = [s.key for s in list_settings() if s.default is None and not said.search(" ".join(s.doc.split()))]
@@ -411,7 +411,7 @@ def test_every_setting_that_is_none_says_what_none_means():
 
 
 @pytest.mark.parametrize("recipe", ["code", "functions", "guess", "math", "mixed", "search", "sql", "terminal"])
-def test_recipes_whose_tasks_are_generated_evaluate_a_thousand(recipe):
+def test_recipes_with_generated_tasks_evaluate_at_least_1000_tasks(recipe):
     config = load_config(recipe, [])
     assert config.evaluation.tasks >= 1_000
     assert config.env.settings.get("num_held_out", 1_000) >= 1_000

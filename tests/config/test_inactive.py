@@ -22,7 +22,7 @@ def said(world: str, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_brings_the_updates_that_its_clip_needs(name):
+def test_presets_with_ratio_losses_use_several_updates_or_warn(name):
     """Or the start says that it has one update per batch; with more nothing is said, with one always."""
     preset, words = PRESETS[name], ("--algorithm.preset", name)
     if preset.loss not in RATIO_PARTS:
@@ -36,7 +36,7 @@ def test_a_preset_brings_the_updates_that_its_clip_needs(name):
         assert not any("ratios are 1" in text for text in said("guess", *words, *more))
 
 
-def test_the_presets_that_are_named_after_their_ratio_take_several_updates():
+def test_ratio_based_presets_use_several_updates_per_batch():
     named = ("dapo", "gspo", "gspo_token", "luspo", "cispo", "gmpo", "sapo", "clip_cov", "kl_cov", "rloo_ppo")
     assert {name for name, preset in PRESETS.items() if preset.minibatches > 1} == set(named)
     assert updates_of(load_config("guess", ["--algorithm.preset", "dapo", "--training.epochs", "2"])) == 32
@@ -44,7 +44,7 @@ def test_the_presets_that_are_named_after_their_ratio_take_several_updates():
 
 
 @pytest.mark.parametrize("loss", CLIPPING_LOSSES)
-def test_a_clip_acts_on_ratios_to_what_an_engine_recorded_under_older_weights(loss):
+def test_clip_warning_is_absent_when_ratios_use_stale_engine_logprobs(loss):
     words = ("--algorithm.loss", loss, "--training.minibatches", "1")
     stale = ("--training.mode", "async", "--training.learner.old_logprobs", "engine")
     assert any(f"of the loss {loss} has no effect" in text for text in said("guess", *words))
@@ -53,14 +53,14 @@ def test_a_clip_acts_on_ratios_to_what_an_engine_recorded_under_older_weights(lo
     assert not any("has no effect" in text for text in said("guess", *words, *stale))
 
 
-def test_the_trust_region_of_dppo_acts_where_rollouts_are_of_older_weights():
+def test_dppo_trust_region_warns_on_policy_but_not_in_async_mode():
     words = ("--algorithm.preset", "dppo")
     assert any("The trust region" in text for text in said("guess", *words))
     assert said("guess", *words, "--training.mode", "async") == []
 
 
 @pytest.mark.parametrize("name", ["turn_grpo", "turn_return", "turn_return_hybrid"])
-def test_an_advantage_of_turns_is_named_in_a_world_without_rewards_of_turns(name):
+def test_turn_advantage_in_a_world_without_turn_rewards_warns(name):
     words = ("--algorithm.preset", name, "--training.minibatches", "2")
     (found,) = said("math", *words)
     assert f"advantage {name} has no effect: the world math declares no rewards of turns" in found
@@ -69,7 +69,7 @@ def test_an_advantage_of_turns_is_named_in_a_world_without_rewards_of_turns(name
     assert said("math", *words, "--rewards.turns.answer", "0.1") == []
 
 
-def test_the_states_of_gigpo_are_missed_where_an_environment_names_none():
+def test_gigpo_warns_when_the_environment_has_no_state_keys():
     words = ("--algorithm.preset", "gigpo", "--training.minibatches", "2")
     assert said("guess", *words) == []
     (found,) = said("math", *words)
@@ -85,13 +85,13 @@ def test_the_states_of_gigpo_are_missed_where_an_environment_names_none():
         (("--algorithm.preset", "dapo", "--algorithm.overlong_length", "9999"), "begins at 7999 tokens"),
     ],
 )
-def test_other_parts_that_cannot_act_are_named(given, why):
+def test_other_inactive_algorithm_parts_warn(given, why):
     (found,) = said("guess", *given, "--training.minibatches", "2")
     assert why in found
     assert "Set " in found
 
 
-def test_every_critic_preset_reports_its_clip():
+def test_every_critic_preset_warns_about_its_inactive_clip():
     for name, preset in PRESETS.items():
         if preset.advantage in CRITIC_ADVANTAGES and preset.loss in CLIPPING_LOSSES:
             assert any("The clip" in text for text in said("guess", "--algorithm.preset", name)), name

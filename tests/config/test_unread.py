@@ -43,7 +43,7 @@ def said(*words: str) -> list[str]:
         (STREAMED, "staleness.replay.size=9", REPLAYED, "staleness.replay.share is 0"),
     ],
 )
-def test_a_setting_that_nothing_reads_is_announced(without, given, within, why):
+def test_unused_setting_is_reported_with_the_reason(without, given, within, why):
     key, value = given.split("=")
     (found,) = said(*without, f"--{key}", value)
     assert found.startswith(f"{key.removesuffix('.disk')} = ")
@@ -52,22 +52,22 @@ def test_a_setting_that_nothing_reads_is_announced(without, given, within, why):
     assert found in config_warnings(load_config("search", [*without, f"--{key}", value]))
 
 
-def test_members_to_spare_that_never_begin_are_announced():
+def test_oversample_above_its_effective_limit_is_reported():
     words = (*STREAMED, "--rollout.concurrency", "16", "--staleness.oversample")
     assert said(*words, "15") == []
     (found,) = said(*words, "20")
     assert found.startswith("staleness.oversample = 20 has no effect beyond 15")
 
 
-def test_resources_below_nothing_are_refused():
+def test_negative_cluster_resources_raise_config_error():
     with pytest.raises(ConfigError, match=r"cluster\.engine_resources\.disk"):
         load_config("search", ["--cluster.kind", "ray", "--cluster.engine_resources.disk", "-1"])
 
 
 @pytest.mark.parametrize("recipe", list_recipes(), ids=lambda recipe: recipe.name)
-def test_the_settings_of_the_recipes_are_all_read(recipe):
+def test_recipes_have_no_unused_settings(recipe):
     assert unused_settings(load_config(recipe.config)) == []
 
 
-def test_a_plain_cluster_or_stream_is_read_whole():
+def test_default_cluster_and_streaming_configs_have_no_unused_settings():
     assert said() == said(*STREAMED) == said(*LOCAL) == said(*JUDGED) == said(*REPLAYED) == []

@@ -83,12 +83,12 @@ def names(history, actions=None):
     return [alarm.name for alarm in find_alarms(history, actions or {})]
 
 
-def test_every_alarm_has_a_history_that_shows_it():
+def test_every_alarm_rule_has_a_triggering_test_history():
     assert SHOWN.keys() == rules().keys()
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_an_alarm_is_raised_by_its_history_and_hardly_another(name):
+def test_triggering_history_raises_its_alarm_and_only_expected_others(name):
     found = names(SHOWN[name])
     assert name in found
     assert set(found) - {name} <= TOGETHER.get(name, set())
@@ -134,7 +134,7 @@ def test_a_healthy_run_raises_no_alarm_at_any_step(seed):
         [row | {"groups/count": 1.0} for row in with_end(3, success__mean=0.2)],
     ],
 )
-def test_a_history_just_inside_the_bounds_is_silent(history):
+def test_history_just_within_the_bounds_raises_no_alarm(history):
     assert names(history) == []
 
 
@@ -142,7 +142,7 @@ def text_of(name, history):
     return next(alarm.text for alarm in find_alarms(history) if alarm.name == name)
 
 
-def test_texts_name_the_numbers():
+def test_alarm_texts_contain_the_measured_numbers():
     assert "is 0.015 nats per token, below 0.02 in each of the last 5 steps" in text_of(
         "entropy_collapse", SHOWN["entropy_collapse"]
     )
@@ -162,7 +162,7 @@ def test_texts_name_the_numbers():
         ({}, "the model solves no task"),
     ],
 )
-def test_rewards_of_0_have_a_likely_cause_and_advise_a_cold_start(change, words):
+def test_zero_reward_alarm_names_a_likely_cause_and_suggests_sft(change, words):
     text = text_of("zero_reward", with_end(5, reward__mean=0.0, reward__std=0.0, **change))
     assert words in text
     assert "ludus sft RECIPE --model MODEL" in text
@@ -174,7 +174,7 @@ def test_template_collapse_compares_with_the_first_measurements():
     assert names(fallen[-10:]) == []
 
 
-def test_a_step_without_training_neither_makes_nor_hides_a_collapse():
+def test_step_without_training_neither_resets_nor_triggers_entropy_collapse():
     def rows(*values):
         return [{} if value is None else {"policy/entropy": value} for value in values]
 
@@ -183,7 +183,7 @@ def test_a_step_without_training_neither_makes_nor_hides_a_collapse():
     assert names(rows(0.019, 0.018, 0.02, 0.016, 0.015)) == []
 
 
-def test_the_history_is_bounded_and_raises_the_same_alarms():
+def test_bounded_history_raises_the_same_alarms_as_the_full_one():
     """A run of 400 steps whose first success is late, and that fails uniformly at its end."""
     rows = unsolved(healthy(), 0.0) * 3 + healthy() * 6 + unsolved(healthy(), 0.0)
     history = MetricsHistory()
@@ -195,14 +195,14 @@ def test_the_history_is_bounded_and_raises_the_same_alarms():
     assert MetricsHistory(rows).rows == history.rows
 
 
-def test_actions_replace_those_of_the_table():
+def test_configured_actions_override_the_default_alarm_actions():
     history = SHOWN["tool_errors"]
     assert names(history, {"tool_errors": "off"}) == []
     (alarm,) = find_alarms(history, {"tool_errors": "pause"})
     assert alarm.rule.action == "pause"
 
 
-def test_a_wrong_action_is_refused_with_the_known_ones():
+def test_unknown_alarm_action_raises_error_listing_valid_actions():
     with pytest.raises(ConfigError, match=r'equal_rewards is "pauze", but must be one of .*\'pause\''):
         load_config("search", ["--run.alarms.actions.equal_rewards", "pauze"])
 
@@ -217,7 +217,7 @@ def test_remedies_name_settings_that_exist():
                 assert key in SETTINGS, f"{name}: {key}"
 
 
-def test_a_webhook_receives_the_alarm_and_a_dead_one_is_logged(caplog):
+def test_webhook_receives_the_alarm_and_a_failed_request_is_logged(caplog):
     received = []
 
     class Handler(BaseHTTPRequestHandler):

@@ -26,7 +26,7 @@ def episode(*messages, segments=()):
 FAUST, AGAIN = call("search", '{"q": "Faust"}'), call("search", '{"q": "Faust", "k": 2}')
 
 
-def test_a_call_is_repeated_if_it_equals_the_one_before():
+def test_call_equal_to_the_previous_one_counts_as_repeated():
     loop = episode(says("", FAUST), found("none"), says("", FAUST), found("none"), says("", AGAIN))
     varied = episode(says("", FAUST, AGAIN, FAUST))
     metrics = behavior_metrics([loop, varied])
@@ -46,11 +46,11 @@ def test_a_call_is_repeated_if_it_equals_the_one_before():
     ],
     ids=["in the answer", "nowhere", "in a call", "no new word", "one of two"],
 )
-def test_a_result_is_used_if_a_new_word_of_it_follows(messages, unused):
+def test_result_is_used_if_one_of_its_new_words_appears_later(messages, unused):
     assert behavior_metrics([episode(*messages)])["tools/unused_results"] == unused
 
 
-def test_passages_are_repeated_in_a_turn_and_copied_from_an_observation():
+def test_repeated_text_within_a_turn_and_copied_observations_are_measured():
     loop = tuple(range(10)) * 2  # the second ten tokens repeat the first
     seen = Segment("observation", tuple(range(100, 120)))
     copy = Segment("action", tuple(range(105, 115)), logprobs=(-1.0,) * 10, versions=(0,) * 10)
@@ -62,12 +62,12 @@ def test_passages_are_repeated_in_a_turn_and_copied_from_an_observation():
     assert behavior_metrics([episode(segments=[seen, short])])["text/copied"] == 0
 
 
-def test_letters_of_scripts_that_no_other_message_has_are_foreign():
+def test_letters_of_scripts_absent_from_other_messages_are_foreign():
     assert behavior_metrics([episode(says("Goethe 歌德"))])["text/foreign_script"] == pytest.approx(2 / 8)
     assert behavior_metrics([episode(found("歌德"), says("Goethe 歌德"))])["text/foreign_script"] == 0
     assert behavior_metrics([episode(says("Müller, 42"))])["text/foreign_script"] == 0
 
 
-def test_no_episode_and_an_episode_without_text_are_zeros():
+def test_metrics_of_no_episodes_and_of_empty_episodes_are_zero():
     assert set(behavior_metrics([]).values()) == {0.0}
     assert behavior_metrics([episode()])["text/repeated"] == 0

@@ -18,7 +18,7 @@ from ludus.types import Segment, StopReason, Task, Trajectory
 from tests.training.learner.test_learner import learner, tiny_model
 
 
-def test_the_metrics_of_two_reasonings_are_those_computed_by_hand():
+def test_collapse_metrics_of_two_reasonings_equal_hand_computed_values():
     """Probabilities 0.8 under the own prompt and 0.2 under the other, of one token each."""
     found = collapse_metrics(np.log([[0.8, 0.2], [0.2, 0.8]]), [0, 1], [1, 1], {})
     assert found["collapse/mutual_information"] == pytest.approx(math.log(0.8) - math.log(0.5))
@@ -28,7 +28,7 @@ def test_the_metrics_of_two_reasonings_are_those_computed_by_hand():
     assert found["collapse/z_score"] == pytest.approx(math.log(1.6) / 1e-3)
 
 
-def test_lengths_ties_and_the_moving_average():
+def test_collapse_metrics_handle_unequal_lengths_ties_and_moving_average():
     """The first reasoning has two tokens and is equally likely under prompts 0 and 2; the second is of prompt 1."""
     sums = np.log([[0.09, 0.01, 0.09], [0.5, 0.1, 0.3]])
     found = collapse_metrics(sums, [0, 1], [2, 1], {"collapse/marginal_std": 1.0})
@@ -42,12 +42,12 @@ def test_lengths_ties_and_the_moving_average():
     assert found["collapse/marginal_std"] == pytest.approx(0.9 + 0.1 * (marginals[1] - marginals[0]) / 2)
 
 
-def test_shapes_that_do_not_fit_are_refused():
+def test_mismatched_score_shapes_raise_value_error():
     with pytest.raises(ValueError, match="do not fit"):
         collapse_metrics(np.zeros((2, 3)), [0], [1, 1], {})
 
 
-def test_a_policy_that_ignores_its_prompt_is_caught_at_the_same_entropy():
+def test_prompt_independent_policy_at_equal_entropy_raises_template_collapse_alarm():
     """16 texts of 10 tokens, equally likely: other ones for each of 8 prompts, then the same for all."""
     own = [prompt for prompt in range(8) for _ in range(8)]
     dependent = np.full((64, 8), -200.0)
@@ -80,7 +80,7 @@ def episodes(prompt: int) -> list[Episode]:
     return found
 
 
-def test_measuring_scores_each_reasoning_under_every_prompt_and_does_not_change_the_training():
+def test_collapse_measurement_scores_all_prompts_and_does_not_change_training():
     samples = assign_credit([episodes(prompt) for prompt in (10, 11, 12, 10)], PRESETS["grpo"])
     weights = []
     for every in (0, 2):
@@ -99,7 +99,7 @@ def test_measuring_scores_each_reasoning_under_every_prompt_and_does_not_change_
     assert resumed.last == found
 
 
-def test_the_samples_are_taken_evenly_and_one_prompt_is_not_measured():
+def test_samples_are_chosen_evenly_and_a_single_prompt_is_not_measured():
     samples = assign_credit([episodes(prompt) for prompt in (10, 11, 12)], PRESETS["grpo"])
     scoring = CollapseScoring(1, 3, 100)
     assert [one.prompt for one in scoring._choose(samples)] == [(10, 1), (11, 1), (12, 1)]

@@ -16,7 +16,7 @@ def scored(**rewards):
     return Trajectory("t", 0, (), (), StopReason.ANSWERED, rewards=rewards)
 
 
-def test_the_agreement_of_a_judge_is_a_mean_over_the_episodes_that_it_scored():
+def test_judge_agreement_is_averaged_over_the_episodes_it_scored():
     episodes = [
         scored(right=1.0, reward_model=0.9),
         scored(right=0.0, reward_model=0.6),
@@ -29,7 +29,7 @@ def test_the_agreement_of_a_judge_is_a_mean_over_the_episodes_that_it_scored():
     assert configured_metrics(episodes, DiagnosticsConfig(judges=[]), "right") == {}
 
 
-def test_answers_are_untested_without_a_matching_call():
+def test_answers_without_a_matching_test_call_count_as_untested():
     answer = call("submit", '{"answer": "x"}')
     tested = episode(says("", call("shell", '{"command": "python -m pytest -q"}')), says("", answer))
     listed = episode(says("", call("shell", '{"command": "ls tests"}')), says("", answer))
@@ -45,7 +45,7 @@ def test_answers_are_untested_without_a_matching_call():
     assert configured_metrics([cut], settings, "right") == {"tools/untested": 0.0}
 
 
-def test_a_pattern_that_is_no_regular_expression_is_refused():
+def test_invalid_regular_expression_raises_config_error():
     with pytest.raises(ConfigError, match="not a regular expression"):
         load_config("code", ["--run.diagnostics.test_calls.shell", "(pytest"])
     assert load_config("code").run.diagnostics.test_calls == {"run_tests": ""}

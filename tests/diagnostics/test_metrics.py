@@ -53,7 +53,7 @@ SOLVED = group(
 )
 
 
-def test_the_metrics_of_two_groups_by_hand():
+def test_rollout_metrics_of_two_groups_equal_hand_computed_values():
     """Four finished episodes: rewards 1.5, 0.5, 1, 1; action tokens 6, 10, 4, 4; all tokens 10, 13, 9, 7."""
     metrics = rollout_metrics([MIXED, SOLVED], success="right")
     stops = {f"episode/stop/{reason}": 0.0 for reason in StopReason}
@@ -111,20 +111,20 @@ def test_the_metrics_of_two_groups_by_hand():
     assert list(metrics) == list(expected)
 
 
-def test_an_invented_tool_makes_no_metric_of_its_own():
+def test_unknown_tool_call_adds_no_per_tool_metric():
     metrics = rollout_metrics([SOLVED], success="right")
     assert "tools/made_up/calls" not in metrics
     assert metrics["tools/status/unknown_tool"] == 0.5
 
 
-def test_names_do_not_depend_on_how_the_episodes_went():
+def test_metric_names_do_not_depend_on_episode_results():
     empty = rollout_metrics([], success="right")
     full = rollout_metrics([group(attempt(0.0, right=0.0), attempt(0.0))], success="right")
     assert [n for n in full if not n.startswith("reward/") or n in empty] == list(empty)
     assert set(empty.values()) == {0.0}
 
 
-def test_without_an_outcome_part_nothing_is_called_right():
+def test_success_metrics_are_omitted_without_an_outcome_reward():
     metrics = rollout_metrics([SOLVED])
     assert not {"success/mean", "groups/solve_all", "groups/solve_none"} & metrics.keys()
     assert metrics["groups/zero_variance"] == 1.0
@@ -135,7 +135,7 @@ def test_a_missing_outcome_is_not_a_success():
     assert (metrics["success/mean"], metrics["groups/solve_none"], metrics["groups/solve_all"]) == (0.0, 1.0, 0.0)
 
 
-def test_a_group_of_failures_is_in_no_share_of_groups():
+def test_group_of_failed_episodes_is_excluded_from_group_shares():
     lost = group(attempt(0.0, failure=Failure("engine", "gone", 3), stop=StopReason.FAILED))
     metrics = rollout_metrics([lost, MIXED], success="right")
     assert (metrics["groups/count"], metrics["groups/zero_variance"]) == (2, 0.0)
@@ -145,17 +145,17 @@ def test_a_group_of_failures_is_in_no_share_of_groups():
 @pytest.mark.parametrize(
     "lost", [attempt(-9.0, stop=StopReason.FAILED), attempt(-9.0, failure=Failure("engine", "gone", 3))]
 )
-def test_either_mark_of_a_failure_keeps_an_episode_out_of_the_means(lost):
+def test_episode_with_failure_or_failed_stop_reason_is_excluded_from_means(lost):
     metrics = rollout_metrics([group(lost, attempt(1.0))])
     assert (metrics["reward/mean"], metrics["episodes/finished"]) == (1.0, 1.0)
 
 
-def test_equal_rewards_have_no_spread_at_all():
+def test_equal_rewards_have_exactly_zero_standard_deviation():
     """The mean of three times 0.1 is not 0.1 in floating point; the deviation is 0 all the same."""
     assert rollout_metrics([group(*[attempt(0.1)] * 3)])["reward/std"] == 0.0
 
 
-def test_a_token_that_two_rows_share_counts_once():
+def test_token_shared_by_two_rows_counts_once():
     """Prompt 3, shared action 2, then two alternatives of 4 and 1 tokens."""
     tree = Trajectory(
         task_id="t",
@@ -174,7 +174,7 @@ def test_a_token_that_two_rows_share_counts_once():
     assert metrics["length/total_tokens/mean"] == 10
 
 
-def test_the_clock_changes_no_number():
+def test_call_durations_do_not_change_rollout_metrics():
     fast, slow = (rollout_metrics([group(attempt(1.0, outcomes=[call(seconds=s)]))]) for s in (0.0, 9.0))
     assert fast == slow
 
@@ -186,7 +186,7 @@ def sampled(logprobs, reward=1.0):
     return replace(attempt(reward), segments=(Segment("prompt", (1,)), action))
 
 
-def test_entropy_is_that_of_all_groups_also_of_those_that_are_dropped():
+def test_entropy_is_averaged_over_all_groups_including_dropped_ones():
     certain, torn = sampled([-0.001, -0.002]), sampled([-1.0, -0.5, -0.3], reward=0.0)
     metrics = rollout_metrics([group(certain, certain), group(certain, torn), group(certain)])
     assert metrics[SAMPLED_ENTROPY] == pytest.approx((4 * 0.003 + 1.8) / 11, abs=1e-12)
@@ -195,7 +195,7 @@ def test_entropy_is_that_of_all_groups_also_of_those_that_are_dropped():
     assert rollout_metrics([group(unrecorded)])[LOW_ENTROPY_GROUPS] == 0
 
 
-def test_shares_of_calls_divide_by_calls_and_not_by_episodes_or_tools():
+def test_truncated_call_rate_is_divided_by_the_number_of_calls():
     """Two episodes, five calls of three tools, two of them cut."""
     calls = [call(truncated=True), call(), call("sum", truncated=True), call("sum"), call("other")]
     metrics = rollout_metrics([group(attempt(1.0, outcomes=calls), attempt(0.0))])

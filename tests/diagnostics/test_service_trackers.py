@@ -144,14 +144,14 @@ def test_two_runs_with_the_same_name_are_kept_apart(folder, tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace shows the connections")
-def test_nothing_is_sent_over_a_network(name, folder, tmp_path):
+def test_tracker_opens_no_network_connections(name, folder, tmp_path):
     trace = tmp_path / "trace"
     log_steps(name, folder, [0, 1], before=("strace", "-f", "-e", "trace=connect", "-o", str(trace)))
     assert [line for line in trace.read_text().splitlines() if "AF_INET" in line] == []
     assert stored(name, folder)[2] == [(0, 0.0), (1, 0.25)]
 
 
-def test_the_variables_of_the_user_come_first(folder, tmp_path):
+def test_user_environment_variables_override_tracker_defaults(folder, tmp_path):
     pytest.importorskip("mlflow")
     pytest.importorskip("wandb")
     path = tmp_path / "server.db"
@@ -162,7 +162,7 @@ def test_the_variables_of_the_user_come_first(folder, tmp_path):
     assert not list(folder.glob("wandb/*run-*"))
 
 
-def test_an_error_of_the_package_is_a_storage_error(folder, monkeypatch):
+def test_tracker_package_error_raises_storage_error(folder, monkeypatch):
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "unknown://server")
     with pytest.raises(StorageError, match=r"The tracker mlflow failed: .*unknown"):

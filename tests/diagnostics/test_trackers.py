@@ -64,7 +64,7 @@ def test_every_number_reads_back_exactly(tmp_path, metrics, step):
     }
 
 
-def test_numbers_that_json_lacks_stay_valid_json(tmp_path):
+def test_non_finite_numbers_are_written_as_valid_json(tmp_path):
     path = tmp_path / "m.jsonl"
     tracker = JsonLinesTracker(path)
     tracker.log(0, {"a": math.nan, "b": math.inf, "c": -math.inf})
@@ -99,14 +99,14 @@ def test_a_resumed_file_equals_an_uninterrupted_one(tmp_path, resume_step):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["torn.jsonl", "whole.jsonl"]
 
 
-def test_without_a_resume_step_only_the_torn_line_goes(tmp_path):
+def test_opening_without_a_resume_step_removes_only_the_incomplete_line(tmp_path):
     path = logged(tmp_path / "m.jsonl", [0, 1])
     path.write_bytes(path.read_bytes() + b"\0\0\0\0")
     logged(path, [2])
     assert [row.step for row in read_metrics(path)] == [0, 1, 2]
 
 
-def test_a_last_line_that_only_lacks_its_end_is_kept(tmp_path):
+def test_complete_last_line_without_newline_is_kept(tmp_path):
     path = logged(tmp_path / "m.jsonl", [0, 1])
     path.write_bytes(path.read_bytes().rstrip(b"\n"))
     assert [row.step for row in read_metrics(path)] == [0, 1]
@@ -115,7 +115,7 @@ def test_a_last_line_that_only_lacks_its_end_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["[]", "{", '{"a": 1}', '{"step": 1, "a": "much"}', '{"step": 1, "a": null}', ""])
-def test_a_broken_line_in_the_middle_is_named(tmp_path, line):
+def test_invalid_line_in_the_middle_raises_error_with_its_number(tmp_path, line):
     path = tmp_path / "m.jsonl"
     text = f'{{"step": 0}}\n{line}\n{{"step": 2}}\n'
     path.write_text(text)
@@ -126,7 +126,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path, line):
     assert path.read_text() == text
 
 
-def test_a_missing_file_is_a_user_error(tmp_path):
+def test_missing_metrics_file_raises_user_error(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         read_metrics(tmp_path / "nothing.jsonl")
 
@@ -142,7 +142,7 @@ def files_limited_to(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_leaves_whole_lines_and_logging_can_go_on(tmp_path):
+def test_full_disk_leaves_complete_lines_and_allows_later_logging(tmp_path):
     path = tmp_path / "m.jsonl"
     tracker = JsonLinesTracker(path)
     tracker.log(0, {"a": 1.0})
@@ -155,7 +155,7 @@ def test_a_full_disk_leaves_whole_lines_and_logging_can_go_on(tmp_path):
     assert [row.step for row in read_metrics(path)] == [0, 1]
 
 
-def test_a_full_disk_during_the_cut_leaves_the_file_as_it_was(tmp_path):
+def test_full_disk_while_truncating_leaves_the_file_unchanged(tmp_path):
     path = logged(tmp_path / "m.jsonl", range(100))
     before = path.read_bytes()
     with files_limited_to(100), pytest.raises(StorageError, match="could not be written"):
@@ -164,7 +164,7 @@ def test_a_full_disk_during_the_cut_leaves_the_file_as_it_was(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["m.jsonl"]
 
 
-def test_a_folder_in_the_way_is_a_storage_error(tmp_path):
+def test_folder_at_the_metrics_path_raises_storage_error(tmp_path):
     (tmp_path / "m.jsonl").mkdir()
     with pytest.raises(StorageError, match="cannot be read"):
         JsonLinesTracker(tmp_path / "m.jsonl")
@@ -201,7 +201,7 @@ def test_tensorboard_drops_repeated_steps(tmp_path):
     assert scalars(tmp_path) == {"a": [(0, 0.0), (1, 1.0), (2, 2.0), (3, 13.0), (4, 14.0)]}
 
 
-def test_tensorboard_on_a_full_disk_keeps_what_was_there(tmp_path):
+def test_tensorboard_on_a_full_disk_keeps_existing_events(tmp_path):
     tracker = TensorBoardTracker(tmp_path)
     tracker.log(0, {"a": 1.0})
     with files_limited_to(tracker.path.stat().st_size + 5), pytest.raises(StorageError):
@@ -214,7 +214,7 @@ def test_tensorboard_on_a_full_disk_keeps_what_was_there(tmp_path):
 EXTRAS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
-def test_without_the_extra_the_message_says_what_to_install(tmp_path):
+def test_missing_tracker_package_error_names_the_extra_to_install(tmp_path):
     """In a process of its own in which the packages are made unimportable; it also loads no torch."""
     program = (
         "import sys\n"
@@ -247,7 +247,7 @@ def test_trackers_are_made_by_name(tmp_path):
     assert set(TRACKERS) == {"jsonl", *EXTRAS}
 
 
-def test_an_unknown_tracker_names_the_nearest(tmp_path):
+def test_unknown_tracker_error_suggests_the_nearest_name(tmp_path):
     with pytest.raises(ConfigError, match=r"'tensorbord' is not known. Did you mean 'tensorboard'\?"):
         make_tracker("tensorbord", tmp_path)
     with pytest.raises(ConfigError, match="'comet' is not known. There are: " + ", ".join(TRACKERS)):

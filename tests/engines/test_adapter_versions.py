@@ -29,7 +29,7 @@ def state(model) -> dict:
     return {name: p.detach().clone() for name, p in model.named_parameters() if "lora_" in name}
 
 
-def test_versions_live_side_by_side_and_go_when_no_episode_needs_them():
+def test_adapter_versions_coexist_until_no_episode_uses_them():
     base = build()
     one, two = adapted(base, 1), adapted(base, 2)
 
@@ -67,7 +67,7 @@ def test_versions_live_side_by_side_and_go_when_no_episode_needs_them():
     assert left == ["default", "default#3"]
 
 
-def test_a_run_whose_episodes_stay_with_their_adapter_waits_for_none_of_them(tiny_run, tmp_path, monkeypatch):
+def test_run_keeping_adapter_versions_drains_episodes_only_at_the_last_step(tiny_run, tmp_path, monkeypatch):
     drains, drain = [], GroupQueue.drain
 
     async def draining(stream):
@@ -85,7 +85,7 @@ def test_a_run_whose_episodes_stay_with_their_adapter_waits_for_none_of_them(tin
     assert len({record.key for _, record in found}) == len(found)
 
 
-def test_a_server_keeps_the_version_of_an_episode_until_it_is_released(served):
+def test_server_keeps_the_adapter_version_of_an_episode_until_release(served):
     base = load_model(str(COLD_START))
     states = [factors(with_adapter(base, seed)) for seed in (1, 2)]
 

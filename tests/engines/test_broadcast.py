@@ -53,7 +53,7 @@ FLAT = RemoteEngineSettings(timeout_s=60, connect_timeout_s=2, broadcast_host="1
     st.lists(st.booleans(), min_size=24, max_size=24),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
 )
-def test_a_difference_is_exact_and_no_larger_than_it_has_to_be(values, changed, dtype):
+def test_weight_delta_is_exact_and_of_minimal_size(values, changed, dtype):
     before = {"a": torch.tensor(values, dtype=dtype).view(4, 6), "b": torch.ones(3, dtype=dtype)}
     after = {n: t.clone() for n, t in before.items()}
     places = torch.tensor(changed).view(4, 6)
@@ -67,12 +67,12 @@ def test_a_difference_is_exact_and_no_larger_than_it_has_to_be(values, changed, 
     assert size == min(24 * dtype.itemsize, sum(changed) * (dtype.itemsize + 4))
 
 
-def test_minus_zero_is_not_zero():
+def test_weight_delta_distinguishes_negative_zero_from_zero():
     sent = weight_delta({"a": torch.tensor([-0.0, 1.0, 1.0, 1.0])}, {"a": torch.tensor([0.0, 1.0, 1.0, 1.0])})
     assert apply_delta(sent, {"a": torch.tensor([0.0, 1.0, 1.0, 1.0])})["a"].signbit().tolist()[0]
 
 
-def test_what_is_damaged_on_its_way_or_of_another_model_is_refused():
+def test_corrupted_or_mismatched_weight_transfer_raises_sync_error():
     tensors = {"a": torch.ones(3)}
     manifest = make_manifest(1, None, tensors)
     check_digest(manifest, tensors)
@@ -85,7 +85,7 @@ def test_what_is_damaged_on_its_way_or_of_another_model_is_refused():
         empty_tensors(manifest)
 
 
-def test_tensors_pass_a_connection_and_a_broken_one_raises():
+def test_group_transfers_tensors_and_raises_after_the_connection_breaks():
     store = open_store("127.0.0.1", 20)
     sent = {"a": torch.randn(5, 3), "b": torch.arange(4).to(torch.bfloat16)}
     manifest = make_manifest(1, None, sent)
@@ -111,7 +111,7 @@ def test_tensors_pass_a_connection_and_a_broken_one_raises():
     assert "failed" in broken[0]
 
 
-def test_a_server_receives_weights_over_the_process_group_and_then_differences(served):
+def test_server_receives_full_weights_then_deltas_over_the_process_group(served):
     model = load_model(str(COLD_START), device="cpu")
     original = {name: p.detach().clone() for name, p in model.named_parameters()}
     engine = ServerEngine([served.url], settings=RemoteEngineSettings(60, 2, 0.1, "", "127.0.0.1", delta=True))
@@ -139,7 +139,7 @@ def test_a_server_receives_weights_over_the_process_group_and_then_differences(s
     assert sizes[3] == 3 * (4 + 4)
 
 
-def test_a_server_that_misses_the_rendezvous_is_reported():
+def test_server_missing_the_rendezvous_raises_engine_error():
     async def run():
         silent = await asyncio.start_server(lambda *_: asyncio.sleep(60), "127.0.0.1", 0)
         url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
@@ -153,7 +153,7 @@ def test_a_server_that_misses_the_rendezvous_is_reported():
         asyncio.run(run())
 
 
-def test_the_servers_own_words_are_raised(served):
+def test_engine_error_contains_the_server_message(served):
     engine = ServerEngine([served.url], settings=FLAT)
 
     async def run():
@@ -204,7 +204,7 @@ def on_line(fakes) -> ServerEngine:
     return ServerEngine([fake.url for fake in fakes], settings=KEPT)
 
 
-def test_weights_are_sent_again_in_a_group_without_the_server_that_left():
+def test_weights_are_resent_in_a_group_without_the_removed_server():
     async def scenario(stays, leaves):
         engine = on_line((stays, leaves))
         stays.waits_at = "/prepare_weights"
@@ -224,7 +224,7 @@ def test_weights_are_sent_again_in_a_group_without_the_server_that_left():
         asyncio.run(scenario(*fakes))
 
 
-def test_a_server_that_leaves_when_it_has_the_weights_is_not_waited_for_with_the_next():
+def test_server_removed_after_receiving_weights_does_not_block_the_next_transfer():
     async def scenario(stays, leaves):
         engine = on_line((stays, leaves))
         stays.waits_at = "/receive_weights"
@@ -244,7 +244,7 @@ def test_a_server_that_leaves_when_it_has_the_weights_is_not_waited_for_with_the
         asyncio.run(scenario(*fakes))
 
 
-def test_a_server_may_take_the_place_of_one_that_went_with_the_weights_on_their_way():
+def test_new_server_replaces_one_that_failed_during_a_weight_transfer():
     async def scenario(goes, comes):
         engine = on_line((goes,))
         with pytest.raises(EngineError):
@@ -287,7 +287,7 @@ class SlowWeights(dict):
         return super().items()
 
 
-def test_others_go_on_while_weights_are_made_ready_to_be_sent():
+def test_preparing_weights_does_not_block_the_event_loop():
     async def scenario(fake):
         engine, longest, ended = on_line((fake,)), 0.0, False
 
@@ -312,7 +312,7 @@ def test_others_go_on_while_weights_are_made_ready_to_be_sent():
         asyncio.run(scenario(fake))
 
 
-def test_a_server_stays_in_its_new_group_if_the_old_one_breaks():
+def test_server_remains_in_its_new_group_after_the_old_one_breaks():
     async def scenario():
         model = tiny_model(torch.float32)
         engine = LocalEngine(model, copy=False)

@@ -83,7 +83,7 @@ def varied_requests(count, seed=0):
     return requests
 
 
-def test_bits_do_not_depend_on_the_batch():
+def test_outputs_are_bitwise_independent_of_the_batch():
     model = build()
     requests = varied_requests(40)
     expected = alone(model, requests)
@@ -122,7 +122,7 @@ def on_another_processor(model):
     return model
 
 
-def test_where_rows_round_differently_every_pass_has_one_shape_and_the_bits_are_the_same(monkeypatch):
+def test_shape_dependent_model_uses_one_pass_shape_with_identical_bits(monkeypatch):
     model = on_another_processor(build())
     requests = varied_requests(20)
     expected = alone(model, requests)
@@ -155,7 +155,7 @@ def test_where_rows_round_differently_every_pass_has_one_shape_and_the_bits_are_
             assert tuple(scored[-len(answer.tokens) :]) == answer.logprobs
 
 
-def test_an_engine_tries_passes_of_its_own_size(monkeypatch):
+def test_invariant_block_size_depends_on_the_configured_pass_tokens(monkeypatch):
     """Up to 112 tokens rows are alike here, above they are not."""
     model = on_another_processor(build())
     monkeypatch.setattr(
@@ -179,7 +179,7 @@ def test_an_engine_tries_passes_of_its_own_size(monkeypatch):
         (torch.bfloat16, {}, 0.1, 0.3),
     ],
 )
-def test_log_probabilities_keep_to_the_tolerances_of_the_docs(dtype, changes, company, plain, monkeypatch):
+def test_logprobs_are_within_the_documented_tolerances(dtype, changes, company, plain, monkeypatch):
     """Beside others against a score alone, and against a plain forward pass."""
     changes = dict(changes)
     if changes.pop("no_kernel", False):
@@ -256,7 +256,7 @@ def what_is_left(engine):
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_what_was_cancelled_aborted_or_updated_leaves_nothing_behind(recompute):
+def test_cancelled_aborted_or_updated_requests_leave_no_state_behind(recompute):
     settings = replace(SMALL, kv_cache_tokens=512, max_batch=6, recompute_on_update=recompute)
 
     async def run():
@@ -295,7 +295,7 @@ def test_what_was_cancelled_aborted_or_updated_leaves_nothing_behind(recompute):
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_weights_that_change_under_way_drop_no_request_and_mark_each_token(recompute):
+def test_weight_update_keeps_running_requests_and_marks_each_token_version(recompute):
     old, new = build(0), build(1)
     settings = replace(SMALL, recompute_on_update=recompute)
     requests = [
@@ -332,7 +332,7 @@ def test_weights_that_change_under_way_drop_no_request_and_mark_each_token(recom
     assert exact == recompute
 
 
-def test_kept_caches_are_those_of_their_own_episodes_alone():
+def test_cache_computed_with_old_weights_is_reused_only_by_its_episode():
     """An episode goes on from what older weights computed; one that begins later never finds that."""
     old, new = build(0), build(1)
     prompt = tokens(random.Random(0), 40, 40)
@@ -368,7 +368,7 @@ def test_kept_caches_are_those_of_their_own_episodes_alone():
     assert late.tokens == fresh.tokens
 
 
-def test_an_episode_that_begins_while_weights_are_on_their_way_finds_nothing_of_older_ones():
+def test_episode_starting_during_a_weight_update_reuses_no_old_cache():
     old, new = build(0), build(1)
     prompt = tokens(random.Random(0), 40, 40)
     params = SamplingParams(temperature=0, max_new_tokens=8)
@@ -420,7 +420,7 @@ def test_an_aborted_request_returns_its_tokens_so_far():
 
 
 @pytest.mark.parametrize("recompute", [True, False])
-def test_an_aborted_request_goes_on_under_new_weights_and_says_which_token_is_whose(recompute):
+def test_aborted_request_continues_under_new_weights_with_versions_per_token(recompute):
     old, new = build(0), build(1)
     request = Request("e", tokens(random.Random(0), 30, 30), SamplingParams(seed=3, max_new_tokens=60))
 
@@ -471,7 +471,7 @@ def test_a_paused_engine_computes_nothing_and_resumes():
     asyncio.run(run())
 
 
-def test_a_long_prompt_does_not_stall_what_decodes():
+def test_long_prompt_does_not_stall_decoding_requests():
     model = build(max_position_embeddings=2048)
     forward = RaggedForward(model, 128, 1100, 1)
     core = BatchScheduler(forward, None, RadixCache(128), (8, 1100), 64)
@@ -539,14 +539,14 @@ def test_a_request_waits_for_a_prefix_without_blocking_others():
     forward.close()
 
 
-def test_subnormal_numbers_survive_the_kernel():
+def test_kernel_does_not_flush_subnormal_numbers_to_zero():
     if attention._library() is None:
         pytest.skip("no compiler here")
     assert np.float32(1e-40) * np.float32(0.5) > 0
     assert torch.tensor(1e-40).mul(0.5).item() > 0
 
 
-def test_scores_are_the_same_bits_as_those_of_sampling():
+def test_scores_are_bitwise_equal_to_sampling_logprobs():
     model = build()
     request = varied_requests(1, seed=5)[0]
     request = replace(request, params=SamplingParams(seed=1, max_new_tokens=30))
@@ -621,7 +621,7 @@ class PaddedPass(TorchPass):
         return self._attend_padded(spans, query, memory, scores)
 
 
-def test_without_a_compiler_the_engine_does_the_same(monkeypatch):
+def test_engine_without_a_compiler_returns_the_same_tokens(monkeypatch):
     model = build()
     requests = [replace(r, params=replace(r.params, temperature=0.0)) for r in varied_requests(12)]
     expected = alone(model, requests)
@@ -639,7 +639,7 @@ def test_without_a_compiler_the_engine_does_the_same(monkeypatch):
         assert answer.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
-def test_without_a_compiler_turns_agree_with_scores_under_new_weights(monkeypatch):
+def test_scores_without_a_compiler_match_turns_across_weight_updates(monkeypatch):
     """Turns of several episodes with new weights between them; each agrees with a score from nothing."""
     monkeypatch.setattr(attention, "_library", lambda: None)
     source = random.Random(0)
@@ -669,7 +669,7 @@ def test_without_a_compiler_turns_agree_with_scores_under_new_weights(monkeypatc
     asyncio.run(run())
 
 
-def test_the_kernel_is_compiled_once_and_a_compiler_that_fails_is_no_error(tmp_path, monkeypatch):
+def test_make_kernel_returns_none_when_the_compiler_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(attention.Path, "home", lambda: tmp_path)
     monkeypatch.setattr(attention.shutil, "which", lambda name: "/bin/false")
     attention._library.cache_clear()
@@ -680,7 +680,7 @@ def test_the_kernel_is_compiled_once_and_a_compiler_that_fails_is_no_error(tmp_p
         attention._library.cache_clear()
 
 
-def test_widths_that_the_kernel_does_not_have_go_to_torch():
+def test_unsupported_head_widths_fall_back_to_torch():
     model = LlamaForCausalLM(
         LlamaConfig(vocab_size=VOCAB, hidden_size=20, intermediate_size=32, num_hidden_layers=1,
                     num_attention_heads=2, num_key_value_heads=2)
@@ -690,7 +690,7 @@ def test_widths_that_the_kernel_does_not_have_go_to_torch():
     assert len(asyncio.run(engine.generate(Request("e", (1, 2), SamplingParams(max_new_tokens=3)))).tokens) == 3
 
 
-def test_the_tree_finds_the_longest_prefix_and_frees_unreferenced_pages():
+def test_radix_cache_finds_the_longest_prefix_and_frees_unreferenced_pages():
     tree = RadixCache(8)
     history = tuple(range(40))
     path = tree.acquire(tree.match(history))

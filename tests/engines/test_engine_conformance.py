@@ -60,7 +60,7 @@ def case(request, reference):
 
 
 @pytest.mark.parametrize("check", suite.CHECKS, ids=lambda check: check.__name__)
-def test_engine_conforms(case, check):
+def test_engine_passes_the_conformance_checks(case, check):
     async def run():
         await check(case)
         if isinstance(case.engine, ServerEngine):

@@ -95,7 +95,7 @@ def cut_by_hand(probs, top_k=0, top_p=1.0, min_p=0.0):
 @pytest.mark.parametrize(
     "cuts", [{"min_p": 0.3}, {"top_k": 7}, {"top_p": 0.6}, {"top_k": 20, "top_p": 0.9, "min_p": 0.1}]
 )
-def test_both_logprobs_are_those_of_their_distributions(cuts):
+def test_logprobs_and_cut_logprobs_match_their_distributions(cuts):
     logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     probs = (logits[0] / 0.8).softmax(-1)
     expected = cut_by_hand(probs.tolist(), **cuts)
@@ -111,7 +111,7 @@ def test_both_logprobs_are_those_of_their_distributions(cuts):
     assert len(seen) > 0.6 * len(expected)
 
 
-def test_a_row_without_cuts_keeps_its_bits_beside_rows_with_cuts():
+def test_row_without_cuts_is_bitwise_unchanged_beside_rows_with_cuts():
     logits = torch.randn(2, 40, generator=torch.Generator().manual_seed(4))
     plain, cut = SamplingParams(seed=1), SamplingParams(seed=2, top_k=3, min_p=0.1)
     for step in range(50):
@@ -121,7 +121,7 @@ def test_a_row_without_cuts_keeps_its_bits_beside_rows_with_cuts():
         assert both.cut_logprobs[0] == both.logprobs[0] == alone.logprobs[0]
 
 
-def test_the_engine_returns_cut_logprobs_only_if_a_request_cuts():
+def test_cut_logprobs_are_returned_only_for_requests_with_cuts():
     model = build()
     base = Request("a", (5, 6, 7), SamplingParams(seed=3, max_new_tokens=20))
     cut = replace(base, episode="b", params=replace(base.params, min_p=0.2))
@@ -133,7 +133,7 @@ def test_the_engine_returns_cut_logprobs_only_if_a_request_cuts():
     assert less.cut_logprobs != less.logprobs
 
 
-def test_copies_differ_and_the_first_is_the_request():
+def test_copies_sample_differently_and_the_first_equals_the_request():
     request = Request("a", (5, 6, 7), SamplingParams(seed=3, max_new_tokens=20))
     asked = copies(request, 4)
     assert asked[0] == request
@@ -159,7 +159,7 @@ def say(speaker, guide, **params):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_a_schema_is_kept_whatever_the_model_would_say(speaker, temperature):
+def test_json_schema_guide_is_enforced_at_any_temperature(speaker, temperature):
     schema = {
         "type": "object",
         "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 9}, "ok": {"type": "boolean"}},
@@ -177,7 +177,7 @@ def test_a_schema_is_kept_whatever_the_model_would_say(speaker, temperature):
     assert answer.finish_reason == "stop" or temperature > 0
 
 
-def test_an_expression_is_kept_and_its_end_stops_the_action(speaker):
+def test_regex_guide_is_enforced_and_its_end_stops_the_action(speaker):
     answer, text = say(speaker, Guide("regex", "[0-9]{4}-[0-9]{2}"), seed=1, max_new_tokens=40)
     assert answer.finish_reason == "stop"
     assert len(text) == 7
@@ -185,18 +185,18 @@ def test_an_expression_is_kept_and_its_end_stops_the_action(speaker):
     assert text[4] == "-"
 
 
-def test_a_guided_action_says_under_which_distribution_it_was_sampled(speaker):
+def test_guided_action_returns_logprobs_of_the_guided_distribution(speaker):
     answer, _ = say(speaker, Guide("regex", "(yes|no)"), seed=1, max_new_tokens=10)
     assert sum(answer.cut_logprobs) > sum(answer.logprobs)
     assert sum(answer.cut_logprobs) <= 0
 
 
-def test_a_guide_that_is_none_is_refused_and_others_go_on(speaker):
+def test_invalid_guide_raises_engine_error(speaker):
     with pytest.raises(EngineError, match="json schema of the guide is invalid"):
         say(speaker, Guide("json_schema", '{"type": "nothing"}'))
 
 
-def test_only_so_many_guides_stay_compiled(speaker):
+def test_guide_compiler_cache_is_limited_to_128_entries(speaker):
     compiler = GuideCompiler(speaker[1])
     for number in range(200):
         compiler.start(Guide("regex", f"a{number}"), (1,))
@@ -205,7 +205,7 @@ def test_only_so_many_guides_stay_compiled(speaker):
     assert compiler._matcher.cache_info().hits == 1
 
 
-def test_guided_tool_calls_name_a_tool_that_is_there(speaker):
+def test_tool_call_guide_accepts_only_declared_tools_and_valid_arguments(speaker):
     tokenizer = speaker[1]
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     function = {"name": "lookup", "description": "d", "parameters": parameters}
@@ -327,7 +327,7 @@ def test_unloaded_adapters_leave_no_cache_pages_or_versions():
     assert with_engine(base, work) == (0, {}, True)
 
 
-def test_adapters_that_are_missing_or_do_not_fit_are_refused():
+def test_missing_or_mismatched_adapters_are_rejected():
     base = build()
     state = get_peft_model_state_dict(adapted(base, 1))
 
@@ -366,7 +366,7 @@ def test_timeout_aborts_with_partial_tokens_even_while_engine_is_paused():
     assert len(again.tokens) == 3
 
 
-def test_more_requests_than_the_limit_are_refused_until_some_are_done():
+def test_requests_above_the_limit_are_rejected_until_others_finish():
     async def work(engine):
         asked = [Request(str(i), (1, 2, 3), SamplingParams(max_new_tokens=3)) for i in range(3)]
         with pytest.raises(RequestRejected, match="3 requests in one batch; the engine accepts 2"):

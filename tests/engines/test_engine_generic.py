@@ -96,7 +96,7 @@ def test_states_are_evicted_and_recomputed(engine, hybrid):
 
 
 @pytest.mark.parametrize("family", ["mamba", "rwkv", "openai-gpt"])
-def test_every_way_of_caching_is_exact(family):
+def test_logprobs_are_exact_for_every_kind_of_model_cache(family):
     model = build(family)
     engine = LocalEngine(model, settings=SETTINGS)
     prompts = [PROMPT[:n] for n in (1, 2, 17, 17, 30)]
@@ -134,7 +134,7 @@ def test_model_family_results_match_the_documented_table(family):
     assert model_families.table(model_families.HEAD, [report.cells]).splitlines()[2] == PAGE_ROWS[family]
 
 
-def test_the_table_lists_every_family():
+def test_documented_table_lists_every_model_family():
     assert list(PAGE_ROWS) == list(FAMILIES)
     assert len(FAMILIES) >= 20
 

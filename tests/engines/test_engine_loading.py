@@ -74,7 +74,7 @@ def test_tiny_model_has_the_configured_shape():
     [({"vocab_size": 300, "hidden_size": 18, "num_heads": 4}, "hidden_size"),
      ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads")],
 )  # fmt: skip
-def test_sizes_that_do_not_fit_are_refused(change, word):
+def test_inconsistent_model_sizes_raise_user_error(change, word):
     with pytest.raises(UserError, match=word):
         build_tiny(SCRATCH.model_copy(update=change), byte_tokenizer(), 0)
 
@@ -113,7 +113,7 @@ def test_model_without_sdpa_support_loads_and_samples_with_eager_attention(tmp_p
     assert answer.tokens == hf_greedy(model, history, 8)
 
 
-def test_of_a_multimodal_checkpoint_the_text_model_is_loaded_and_saved(tmp_path):
+def test_multimodal_checkpoint_loads_and_saves_only_its_text_model(tmp_path):
     text = model_families.build("qwen3_5_text").config.to_dict()
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     whole = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision)).eval()
@@ -127,25 +127,25 @@ def test_of_a_multimodal_checkpoint_the_text_model_is_loaded_and_saved(tmp_path)
         assert torch.allclose(loaded(input_ids=tokens).logits, expected, atol=1e-6)
 
 
-def test_a_missing_tensor_is_an_error(checkpoint):
+def test_missing_tensor_raises_user_error(checkpoint):
     edit_weights(checkpoint, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(UserError, match=r"lacks weights \(1\): model.layers.1.mlp.up_proj.weight"):
         load_model(str(checkpoint), device="cpu")
 
 
-def test_a_left_over_tensor_is_an_error(checkpoint):
+def test_unexpected_tensor_raises_user_error(checkpoint):
     edit_weights(checkpoint, lambda weights: weights.update(strange=torch.ones(2)))
     with pytest.raises(UserError, match=r"has unexpected weights \(1\): strange"):
         load_model(str(checkpoint), device="cpu")
 
 
-def test_a_tensor_of_another_shape_is_an_error(checkpoint):
+def test_tensor_with_wrong_shape_raises_user_error(checkpoint):
     edit_weights(checkpoint, lambda weights: weights.update({"model.norm.weight": torch.ones(17)}))
     with pytest.raises(UserError, match=r"has wrongly shaped weights \(1\): model.norm.weight"):
         load_model(str(checkpoint), device="cpu")
 
 
-def test_a_broken_weight_file_is_one_sentence(checkpoint):
+def test_corrupt_weight_file_raises_user_error(checkpoint):
     (checkpoint / "model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(UserError, match="cannot be loaded"):
         load_model(str(checkpoint), device="cpu")
@@ -164,7 +164,7 @@ def test_folder_without_config_json_raises_error(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
-def test_other_kinds_of_model_are_refused(checkpoint, tmp_path):
+def test_non_causal_language_models_raise_user_error(checkpoint, tmp_path):
     config = json.loads((checkpoint / "config.json").read_text())
     config["architectures"] = ["Qwen3ForSequenceClassification"]
     (checkpoint / "config.json").write_text(json.dumps(config))
@@ -183,7 +183,7 @@ def test_missing_chat_template_raises_only_when_required(tmp_path):
         load_tokenizer(str(tmp_path), needs_template=True)
 
 
-def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path):
+def test_unwritable_model_folder_raises_storage_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     tokenizer = byte_tokenizer()
     with pytest.raises(StorageError, match="cannot be written"):

@@ -239,7 +239,7 @@ def test_greedy_tokens_with_rope_variants_match_hugging_face(kind):
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_positions_that_depend_on_the_longest_sequence_are_refused(kind):
+def test_length_dependent_rope_is_rejected_beyond_its_original_context(kind):
     model = build(lambda: with_rope(kind))
     limit = 256 if kind == "dynamic" else 64
     with pytest.raises(UserError, match=rf"beyond {limit}, its positions depend .* \({kind} rope\)"):
@@ -278,7 +278,7 @@ def test_second_turn_prefills_only_new_tokens():
     assert engine.stats().prefill_tokens == 0
 
 
-def test_a_history_that_was_rewritten_uses_only_the_common_prefix():
+def test_rewritten_history_reuses_only_the_common_prefix():
     model = build()
     engine = LocalEngine(model)
     history = prompts(1, low=40)[0]
@@ -309,7 +309,7 @@ def test_group_prompts_and_the_system_prompt_are_prefilled_once():
     assert len({answer.tokens for answer in answers}) > 6
 
 
-def test_a_prompt_that_is_a_prefix_of_another_is_served():
+def test_prompt_that_is_a_prefix_of_another_is_sampled_correctly():
     model = build()
     long = prompts(1, low=40)[0]
     histories = [long, long[:25], long[:26], (long[0],)]
@@ -327,7 +327,7 @@ def test_an_evicted_episode_is_recomputed_with_the_same_tokens():
     assert tight.stats().evicted_pages > 0
 
 
-def test_release_drops_the_episode():
+def test_release_drops_the_cached_tokens_of_the_episode():
     engine = LocalEngine(build())
     history = prompts(1, low=30)[0]
     requests = ask([history], max_new_tokens=3)
@@ -339,7 +339,7 @@ def test_release_drops_the_episode():
     assert engine.stats().cached_tokens == len(history) - 1
 
 
-def test_other_rows_do_not_change_greedy_tokens_nor_draws():
+def test_other_rows_do_not_change_greedy_or_sampled_tokens():
     model = build()
     histories = prompts(12)
     for temperature in (0.0, 1.0):
@@ -351,7 +351,7 @@ def test_other_rows_do_not_change_greedy_tokens_nor_draws():
         assert [a.tokens for a in together] == [a.tokens for a in split] == [a.tokens for a in alone]
 
 
-def test_the_same_calls_give_the_same_bits():
+def test_repeated_calls_on_new_engines_return_identical_bits():
     model = build()
     games = [
         play(LocalEngine(model), prompts(8), turns=3, max_new_tokens=9, top_k=50, stop_token_ids=tuple(range(30)))
@@ -381,7 +381,7 @@ def test_stop_token_ends_the_action_and_is_included_in_it():
     assert len(stopped.logprobs) == len(stopped.versions) == len(stopped.tokens)
 
 
-def test_a_stop_string_ends_the_action_after_the_token_that_completes_it():
+def test_stop_string_ends_the_action_after_its_completing_token():
     tokenizer = byte_tokenizer()
     engine = LocalEngine(build(), tokenizer)
     requests = ask(prompts(6), max_new_tokens=40)
@@ -436,7 +436,7 @@ def test_stop_string_cache_is_limited_to_64_entries():
     assert engine._core._stop_strings.cache_info().currsize == 64
 
 
-def test_the_context_bounds_prompt_and_completion():
+def test_context_limit_bounds_prompt_and_completion_length():
     engine = LocalEngine(build(), settings=EngineSettings(context_tokens=32))
     short, long = (1,) * 10, (2,) * 29
     answers = batch(engine, ask([short, long], max_new_tokens=50))
@@ -448,7 +448,7 @@ def test_the_context_bounds_prompt_and_completion():
         asyncio.run(engine.generate(ask([(1,) * 33], max_new_tokens=1)[0]))
 
 
-def test_long_actions_outgrow_the_memory_made_at_first():
+def test_completions_beyond_the_initial_buffers_match_hugging_face():
     model = build()
     histories = prompts(3, high=10)
     answers = batch(LocalEngine(model), ask(histories, max_new_tokens=135, temperature=0))
@@ -465,12 +465,12 @@ def test_long_actions_outgrow_the_memory_made_at_first():
         ((1,), {"stop": ("x",)}, "tokenizer"),
     ],
 )
-def test_requests_that_cannot_be_served_are_refused(tokens, params, message):
+def test_invalid_requests_raise_engine_error(tokens, params, message):
     with pytest.raises(EngineError, match=message):
         batch(LocalEngine(build()), ask([tokens], **params))
 
 
-def test_new_weights_change_output_version_and_fingerprint_and_drop_the_caches():
+def test_new_weights_change_output_version_and_fingerprint_and_clear_caches():
     old, new = build(seed=0), build(seed=1)
     engine = LocalEngine(old)
     histories = prompts(3, low=20)
@@ -503,7 +503,7 @@ def test_engine_copies_the_model_weights():
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_some_weights_may_be_sent_but_no_strange_ones():
+def test_load_weights_accepts_partial_states_and_rejects_unknown_tensors():
     model = build()
     engine = LocalEngine(model)
     name = "model.norm.weight"
@@ -524,7 +524,7 @@ def test_some_weights_may_be_sent_but_no_strange_ones():
     assert asyncio.run(engine.fingerprint()) == fingerprint_module(expected)
 
 
-def test_load_weights_accepts_only_adapter_tensors():
+def test_load_weights_accepts_a_state_of_adapter_tensors_alone():
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
     with torch.random.fork_rng():
@@ -540,7 +540,7 @@ def test_load_weights_accepts_only_adapter_tensors():
         assert (torch.tensor(answer.logprobs, dtype=torch.float64) - expected).abs().max() < 1e-4
 
 
-def test_the_fingerprint_sees_one_bit_and_the_dtype():
+def test_fingerprint_detects_a_one_bit_change_and_a_dtype_change():
     model = build()
     start = fingerprint_module(model)
     changed = copy.deepcopy(model)
@@ -669,7 +669,7 @@ ODD_NUMBERS = [
 
 
 @pytest.mark.parametrize(("name", "value"), ODD_NUMBERS)
-def test_numbers_out_of_bounds_are_refused_by_every_engine(name, value):
+def test_out_of_range_sampling_parameters_raise_request_rejected(name, value):
     with pytest.raises(RequestRejected, match=f"{name} is .*; it must be "):
         check_params(SamplingParams(**{name: value}))
 
@@ -711,7 +711,7 @@ def test_failing_request_leaves_other_requests_of_the_batch_bitwise_unchanged(mo
     assert batch(engine, good) == expected
 
 
-def test_a_closed_engine_refuses():
+def test_closed_engine_raises_engine_error():
     engine = LocalEngine(build())
     asyncio.run(engine.close())
     engine.release("e0")
@@ -734,7 +734,7 @@ def test_models_with_differing_cached_and_plain_passes_are_rejected():
         LocalEngine(wrong, copy=False)
 
 
-def test_other_precisions_run():
+def test_float64_and_bfloat16_logprobs_match_a_fresh_forward():
     for dtype, limit in ((torch.float64, 1e-9), (torch.bfloat16, 0.3)):
         model = build().to(dtype)
         for history, answer in play(LocalEngine(model), prompts(4), turns=2, max_new_tokens=5):

@@ -49,7 +49,7 @@ def test_uniforms_are_uniform_over_seeds_and_over_steps():
         assert chi_square(np.bincount((numbers * 20).astype(int), minlength=20), np.full(20, 0.05)) < 43.8
 
 
-def test_seeds_of_any_size_count():
+def test_seeds_of_any_size_produce_distinct_draws():
     seeds = [0, 1, -1, 2**64 - 2, 2**63, 10**30]
     numbers = uniforms(seed_words(seeds), 0)
     assert len(set(numbers.tolist())) == len(seeds)
@@ -66,7 +66,7 @@ def test_row_samples_the_same_token_alone_and_in_a_batch():
             assert logprob[0] == logprobs[row]
 
 
-def test_a_rows_token_does_not_depend_on_the_other_rows_of_the_batch():
+def test_sampled_token_does_not_depend_on_other_rows():
     logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(1))
     params = [SamplingParams(temperature=t, seed=s, top_k=k) for t, s, k in
               [(0.0, 1, 0), (1.0, 2, 3), (2.0, 3, 0), (0.7, 4, 5), (1.0, 5, 0)]]  # fmt: skip
@@ -85,7 +85,7 @@ def test_greedy_breaks_ties_by_lowest_id_with_temperature_one_logprobs():
     assert logprobs.tolist() == pytest.approx([expected, -math.log(4)], abs=1e-6)
 
 
-def test_greedy_and_sampled_rows_mix():
+def test_greedy_and_sampled_rows_can_be_mixed_in_a_batch():
     logits = torch.tensor([[0.0, 0.1, 0.0]]).expand(200, -1)
     params = [SamplingParams(temperature=float(row % 2), seed=row) for row in range(200)]
     tokens, _ = draw(logits, params)
@@ -93,7 +93,7 @@ def test_greedy_and_sampled_rows_mix():
     assert set(tokens[1::2].tolist()) == {0, 1, 2}
 
 
-def test_top_k_and_top_p_cut_the_draw_but_not_the_recorded_log_probability():
+def test_top_k_and_top_p_limit_sampling_but_not_recorded_logprobs():
     logits = torch.log(torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])).expand(4000, -1)
     cases = [
         ({"top_k": 2}, {1, 3}),

@@ -44,7 +44,7 @@ def test_scripted_engine_returns_the_lines_of_each_episode_in_order():
         say(engine, request("b"))
 
 
-def test_a_function_sees_request_and_turn_and_may_give_a_completion():
+def test_script_function_receives_request_and_turn_and_may_return_a_completion():
     exact = Completion((5, 6), (-0.5, -2.0), (9, 9), "abort")
     engine = ScriptedEngine(
         lambda asked, turn: exact if turn else f"{asked.episode}{len(asked.token_ids)}", byte_tokenizer(), END
@@ -80,7 +80,7 @@ def test_scripted_engine_fails_and_hangs_at_the_configured_calls():
     assert texts == ["one", "two"]  # a call that failed used up no line
 
 
-def test_weights_give_version_and_fingerprint():
+def test_loaded_weights_set_version_and_fingerprint():
     engine = ScriptedEngine(lambda *_: "x", byte_tokenizer(), END)
     module = torch.nn.Linear(3, 2)
 

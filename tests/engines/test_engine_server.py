@@ -248,7 +248,7 @@ def test_hung_replica_is_reported_with_time_and_slow_replica_is_not():
 
 
 @pytest.mark.parametrize("timeout_s", [None, 0.0])
-def test_an_abort_is_sent_until_the_request_ends(timeout_s):
+def test_abort_is_resent_until_the_request_ends(timeout_s):
     fake = Fake(deaf_to=2)
 
     async def run(engine):
@@ -301,7 +301,7 @@ def test_unreachable_server_raises_after_retries_then_after_one_attempt():
     assert "restart it" in info.value.hint
 
 
-def test_nonsense_is_refused_with_an_excerpt():
+def test_malformed_responses_raise_engine_error_with_an_excerpt():
     for reply in (b"<html>hello</html>", {"choices": []}, {"choices": [{"token_ids": [1]}]}):
         with serving(Fake(faults=[(200, reply)])) as engine, pytest.raises(EngineError, match=r"hello|choices|no"):
             ask(engine, "e")
@@ -317,7 +317,7 @@ def test_nonsense_is_refused_with_an_excerpt():
         ({"prompt_token_ids": None}, "no token ids of prompt"),
     ],
 )
-def test_an_answer_that_contradicts_itself_is_refused(wrong, words):
+def test_inconsistent_response_raises_engine_error(wrong, words):
     right = {"prompt_token_ids": [1, 2, 3], "token_ids": [1, 2, 3], "finish_reason": "length"}
     right |= {"logprobs": {"token_logprobs": [-1.0] * 3}}
     fake = Fake(faults=[(200, {"choices": [right | wrong]})])
@@ -325,7 +325,7 @@ def test_an_answer_that_contradicts_itself_is_refused(wrong, words):
         ask(engine, "e")
 
 
-def test_episodes_are_spread_over_replicas_and_keep_theirs():
+def test_episodes_are_distributed_over_replicas_and_stay_on_theirs():
     fakes = [Fake(), Fake()]
     with serving(*fakes) as engine:
         for _ in range(3):
@@ -346,7 +346,7 @@ def test_episode_moves_to_another_replica_after_its_replica_is_lost():
     assert len(stays.asked) == 1
 
 
-def test_weights_go_by_a_folder_to_every_replica():
+def test_weights_are_sent_to_every_replica_through_a_folder():
     fakes = [Fake(), Fake()]
     with serving(*fakes) as engine:
         load(engine, 3)
@@ -419,7 +419,7 @@ def test_other_servers_hold_new_weights_when_one_rejects_them():
         assert slow.label == "5"
 
 
-def test_weights_of_a_transfer_that_failed_do_not_stay_in_their_folder(tmp_path):
+def test_weights_of_a_failed_transfer_are_removed_from_their_folder(tmp_path):
     class RefusingServer(Fake):
         num_refused = 0
 
@@ -459,7 +459,7 @@ def test_samples_during_a_weight_broadcast_have_a_known_version():
     assert line.known
 
 
-def test_after_a_broken_connection_the_weights_are_looked_at_before_more_is_sampled():
+def test_weights_are_checked_after_a_dropped_connection_before_further_sampling():
     fake = Fake()
     with serving(fake) as engine:
         load(engine, 3)
@@ -508,7 +508,7 @@ def test_unverifiable_weights_are_reported_once(caplog):
     assert caplog.text.count(said) == 1
 
 
-def test_digests_prove_fused_padded_and_cast_tensors_but_not_empty_ones():
+def test_digests_verify_fused_padded_and_cast_tensors_but_not_empty_ones():
     q, k, v = (torch.randn(4, 3) for _ in range(3))
     embed = torch.randn(70, 3)
     sent = {f"a.{n}_proj.weight": t for n, t in (("q", q), ("k", k), ("v", v))} | {"embed_tokens.weight": embed}
@@ -561,7 +561,7 @@ class AlternativesServer(Fake):
         return answer
 
 
-def test_alternatives_are_requested_by_token_id_and_ranked():
+def test_top_logprobs_are_requested_by_token_id_and_sorted():
     fake = AlternativesServer({"token_id:7": -2.0, "token_id:3": -0.5, "token_id:9": -1.0, "token_id:1": -0.5})
     with serving(fake) as engine:
         (done,) = ask(engine, "e", top_logprobs=3, max_new_tokens=2)
@@ -586,7 +586,7 @@ def test_server_returning_missing_or_textual_top_logprobs_raises_error(fake, wor
         ask(engine, "e", top_logprobs=1)
 
 
-def test_addresses_are_checked_before_anything_runs():
+def test_unreachable_or_invalid_server_addresses_raise_at_construction():
     with pytest.raises(EngineError, match="is unreachable") as info:
         ServerEngine(["http://127.0.0.1:9"])
     assert info.value.hint.endswith("ludus serve MODEL --port 9 --control")

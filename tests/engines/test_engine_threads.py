@@ -116,7 +116,7 @@ def test_throttled_engine_loads_weights_without_steps_and_resumes_when_unthrottl
     assert asyncio.run(run()) == (0, (1, 1, 1, 1))
 
 
-def test_an_engine_pauses_for_the_configured_multiple_of_a_pass():
+def test_throttled_engine_pauses_for_the_configured_multiple_of_pass_time():
     async def run(times):
         engine = LocalEngine(build(), settings=replace(SMALL, threads=1))
         step = engine._core.step

@@ -88,7 +88,7 @@ def test_engine_with_fewer_episodes_drains_while_the_other_keeps_serving():
     assert placement.min_version == 1
 
 
-def test_an_engine_that_waits_for_too_long_changes_places():
+def test_open_and_draining_engines_swap_beyond_the_version_lag():
     placement = engines(2, lag=1)
     for name in "abc":
         placement.begin(name)
@@ -437,7 +437,7 @@ def jobs(remote) -> list[RolloutJob]:
     return [message for message in remote.said if isinstance(message, RolloutJob)]
 
 
-def test_a_worker_keeps_the_replica_of_an_episode_and_a_new_engine_has_the_newest_weights():
+def test_worker_keeps_pinned_replica_and_replacement_engine_gets_newest_weights():
     async def scenario(fakes):
         launcher = FakeLauncher([fake.url for fake in fakes])
         group = WorkerGroup(plan(), launcher)

@@ -38,7 +38,7 @@ def base():
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_ludus_serve_conforms(served, base, check):
+def test_ludus_serve_passes_the_adapter_conformance_checks(served, base, check):
     run_check(check, served.url, base)
 
 
@@ -54,7 +54,7 @@ def post(served, path, status=200, **body):
     return answer.json()["error"]["message"] if status >= 400 else answer
 
 
-def test_clients_choose_an_adapter_by_the_models_name(served, base, folder):
+def test_clients_select_an_adapter_by_model_name(served, base, folder):
     post(served, "/v1/load_lora_adapter", lora_name="mine", lora_path=str(folder), weight_version="6")
     try:
         cards = httpx.get(f"{served.url}/v1/models", timeout=60).json()["data"]
@@ -123,7 +123,7 @@ def test_adapter_with_mismatched_or_unsupported_config_is_rejected(served, folde
     assert words in post(served, "/v1/load_lora_adapter", 400, lora_name="x", lora_path=str(folder))
 
 
-def test_adapters_that_are_missing_broken_or_foreign_are_refused(served, base, folder, tmp_path):
+def test_missing_corrupt_or_mismatched_adapters_are_rejected(served, base, folder, tmp_path):
     load = "/v1/load_lora_adapter"
     assert "adapter at" in post(served, load, 400, lora_name="x", lora_path=str(tmp_path / "none"))
     assert "name of the base model" in post(served, load, 400, lora_name="policy", lora_path=str(folder))
@@ -153,7 +153,7 @@ def test_written_adapter_is_readable_by_peft_and_read_adapter(base, folder):
     assert files.state.keys() == stored.keys()
 
 
-def test_a_digest_covers_base_factors_and_scaling(base):
+def test_adapter_fingerprint_covers_base_factors_and_scaling(base):
     made = adapted(base, 1)
 
     async def run():
@@ -223,7 +223,7 @@ def test_adapter_is_reloaded_after_a_server_restart(base):
 
 
 @pytest.mark.fault
-def test_a_run_with_adapters_through_a_server_is_that_of_the_embedded_engine(tmp_path):
+def test_adapter_run_through_a_server_matches_the_embedded_engine(tmp_path):
     lora = {"training__steps": "2", "model__lora__rank": "4", "training__learning_rate": "1e-3"}
     assert main(["train", "search", *words(tmp_path / "local", **lora)]) == 0
     with serving_model("--control") as server:

@@ -57,7 +57,7 @@ def sample(model, renderer, questions, **params):
 
 
 @needs_model
-def test_the_checkpoint_is_plain_float32(model, folder):
+def test_smollm2_checkpoint_is_unquantized_float32(model, folder):
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
     assert "quantization" not in (folder / "config.json").read_text()
@@ -65,7 +65,7 @@ def test_the_checkpoint_is_plain_float32(model, folder):
 
 
 @needs_model
-def test_a_second_call_only_returns_the_folder(folder, monkeypatch):
+def test_second_materialise_call_returns_the_existing_folder(folder, monkeypatch):
     monkeypatch.setattr(smollm2, "_gguf_file", lambda: pytest.fail("it looked for the package again"))
     before = (folder / "model.safetensors").stat().st_mtime_ns
     assert smollm2.materialise_smollm2(folder) == folder
@@ -96,7 +96,7 @@ def test_other_model_names_resolve_to_themselves():
     assert [resolve_model(path) for path in ("owner/smollm2", "./smollm2")] == ["owner/smollm2", "./smollm2"]
 
 
-def test_the_first_of_two_processes_wins(tmp_path):
+def test_publishing_to_an_existing_target_keeps_the_first_model(tmp_path):
     first, second, target = (tmp_path / name for name in ("first", "second", "target"))
     for folder in (first, second):
         folder.mkdir()
@@ -107,20 +107,20 @@ def test_the_first_of_two_processes_wins(tmp_path):
 
 
 @needs_model
-def test_a_folder_that_cannot_be_written_is_a_storage_error(tmp_path):
+def test_unwritable_smollm2_folder_raises_storage_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="cannot be written"):
         smollm2.materialise_smollm2(tmp_path / "file" / "smollm2")
 
 
 @needs_model
-def test_the_template_conforms(renderer):
+def test_smollm2_template_passes_the_conformance_checks(renderer):
     assert not renderer.native_tools
     assert check_conformance(renderer).failures == ()
 
 
 @needs_model
-def test_greedy_answers_are_sensible(model, renderer):
+def test_greedy_answers_to_simple_questions_are_correct(model, renderer):
     questions = ["What is the capital of France?", "What colour is the sky on a clear day?"]
     _, completions = sample(model, renderer, questions, temperature=0.0, max_new_tokens=40)
     said = [renderer.parse(c.tokens, 0, c.finish_reason).message["content"] for c in completions]

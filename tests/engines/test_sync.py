@@ -39,7 +39,7 @@ def moved(model):
     return other
 
 
-def test_new_weights_arrive_and_are_proved(model):
+def test_published_weights_are_loaded_and_verified(model):
     engine = LocalEngine(tiny_model(torch.float32, seed=3))
     proof = publish(engine, model, version=7)
     assert engine.version == proof.version == 7

@@ -60,7 +60,7 @@ def by_hand(row, num):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.7])
-def test_the_engine_returns_the_most_likely_tokens_of_the_tempered_distribution(temperature):
+def test_top_logprobs_are_the_most_likely_tokens_of_the_tempered_distribution(temperature):
     params = SamplingParams(temperature=temperature, max_new_tokens=12, seed=3, top_logprobs=7)
     model = build()
     (done,) = with_engine(lambda e: e.generate_batch([Request("a", PROMPT, params)]), model)
@@ -94,7 +94,7 @@ def test_top_logprobs_are_returned_only_on_request_without_changing_sampling():
     assert [{len(row) for row in done.top_logprobs} for done in after] == [{n} if n else set() for n in nums]
 
 
-def test_alternatives_have_the_same_bits_in_any_batch():
+def test_top_logprobs_are_bitwise_equal_in_any_batch():
     asked = [
         Request(f"e{i}", PROMPT + tuple(range(9 * i)), SamplingParams(max_new_tokens=8, seed=i, top_logprobs=n))
         for i, n in enumerate((2, 20, 5, 7))
@@ -104,7 +104,7 @@ def test_alternatives_have_the_same_bits_in_any_batch():
     assert together == alone
 
 
-def test_scores_come_with_alternatives_of_the_same_bits_as_sampling():
+def test_scored_top_logprobs_are_bitwise_equal_to_sampled_ones():
     model, long = build(), tuple((7 * i) % VOCAB for i in range(200))
 
     async def work(engine):
@@ -122,7 +122,7 @@ def test_scores_come_with_alternatives_of_the_same_bits_as_sampling():
         check_against(row, found, 3)
 
 
-def test_scores_that_new_weights_interrupt_are_counted_once():
+def test_scoring_interrupted_by_new_weights_counts_each_token_once():
     tokens = tuple((7 * i) % VOCAB for i in range(200))
 
     async def work(engine):
@@ -165,7 +165,7 @@ def test_top_tokens_order_ties_by_id_and_omit_impossible_tokens(table, data):
     assert found == [by_hand(row, num) for row, num in zip(table, nums, strict=True)]
 
 
-def test_the_top_tokens_of_a_row_do_not_depend_on_the_other_rows():
+def test_top_tokens_of_a_row_do_not_depend_on_other_rows():
     logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(0))
     params = [SamplingParams(seed=i, top_logprobs=num) for i, num in enumerate((4, 0, 2))]
     rules = SamplingRules.of(params, 30, CPU)
@@ -177,7 +177,7 @@ def test_the_top_tokens_of_a_row_do_not_depend_on_the_other_rows():
 
 
 @pytest.mark.parametrize("num", [-1, 21])
-def test_more_than_twenty_are_refused(num):
+def test_top_logprobs_outside_0_to_20_are_rejected(num):
     with pytest.raises(RequestRejected, match=f"top_logprobs is {num}; it must be 0 to 20"):
         sampled(Request("a", PROMPT, SamplingParams(top_logprobs=num)))
     with pytest.raises(RequestRejected, match=f"top_logprobs is {num}"):

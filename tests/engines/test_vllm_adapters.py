@@ -30,6 +30,6 @@ def base(tmp_path_factory):
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_vllm_conforms_with_adapters(base, check, monkeypatch):
+def test_vllm_passes_the_adapter_conformance_checks(base, check, monkeypatch):
     monkeypatch.setattr(suite, "LONG", 80)  # adapters are slow there
     suite.run_check(check, URL, base)

@@ -75,7 +75,7 @@ def test_vllm_model_receives_all_weights_including_the_tied_head(delta):
     assert around == ["/pause", "/reset_prefix_cache", "/update_weight_version", "/resume"] * 2
 
 
-def test_servers_with_another_api_receive_no_broadcast():
+def test_broadcast_to_a_server_with_another_api_raises_engine_error():
     with pytest.raises(EngineError, match="http://there does not support weight broadcasts"):
         make_broadcaster([Replica("http://there", LINE)], APIS["sglang"], LINE)
 

@@ -56,7 +56,7 @@ def test_example_rewards_are_valid_and_splits_have_enough_tasks(stock):
     assert len(stock.tasks(config.evaluation.split_during)) >= config.evaluation.tasks_during
 
 
-def test_looking_solves_every_held_out_task(stock):
+def test_look_tool_call_solves_every_held_out_task(stock):
     for task in stock.tasks("test"):
         thing, place = task.id.split()
         assert task.prompt[0]["content"] == f'How many "{thing}" are in "{place}"?'
@@ -113,7 +113,7 @@ def built(path):
     return build_world(EnvConfig(name=str(path)), RolloutConfig())
 
 
-def test_a_missing_file_is_reported_with_its_folder(tmp_path, monkeypatch):
+def test_missing_environment_file_error_explains_path_resolution(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=r"examples/stock\.py does not exist") as caught:
         built("examples/stock.py")
@@ -149,7 +149,7 @@ def make_world(settings, limits):
     assert standard.loads("1") == 1
 
 
-def test_an_unknown_split_is_answered_with_the_nearest(stock):
+def test_unknown_split_error_suggests_the_nearest_name(stock):
     with pytest.raises(UserError, match="no split 'validate'") as caught:
         stock.tasks("validate")
     assert "Did you mean 'validation'? Splits: train, validation, test." in caught.value.hint
@@ -180,6 +180,6 @@ def test_demonstrated_call_contains_the_tool_output(used, arguments, said):
     assert (asked["role"], answered["role"], answered["content"]) == ("assistant", "tool", said)
 
 
-def test_a_demonstrated_call_with_wrong_arguments_is_the_authors_mistake():
+def test_demonstrated_call_with_wrong_arguments_raises_argument_error():
     with pytest.raises(ArgumentError, match="'number' is missing"):
         call_and_result(double, {})

@@ -81,7 +81,7 @@ def pool(name, weight, end=None, num=60):
 # settings
 
 
-def test_the_command_line_reaches_every_world_and_the_text_reads_back(recipe):
+def test_mixture_settings_from_the_command_line_round_trip_through_toml(recipe):
     words = ["--env.mixture.games.weight", "4", "--env.mixture.prices.settings.roles", "true"]
     config = load_config(recipe, words)
     assert config.env.mixture["games"].weight == 4
@@ -106,13 +106,13 @@ def test_the_command_line_reaches_every_world_and_the_text_reads_back(recipe):
         ("--env.mixture.games none --env.mixture.prices none", "env.mixture has no world"),
     ],
 )
-def test_settings_that_make_no_mixture_are_refused(recipe, words, said):
+def test_invalid_mixture_settings_raise_config_error(recipe, words, said):
     with pytest.raises(ConfigError) as caught:
         load_config(recipe, words.split())
     assert said in str(caught.value)
 
 
-def test_two_worlds_of_one_name_are_refused():
+def test_duplicate_mixture_world_names_raise_config_error():
     twice = MIXED + "\n[env.mixture.games]\nweight = 1.0\n"
     with pytest.raises(ConfigError, match=r"line 1[0-9].*games"):
         config_from_toml(twice)
@@ -154,7 +154,7 @@ def test_pool_counts_stay_within_one_of_their_share_at_every_position(weights, c
             assert math.floor(total + 1e-6) <= counts[i] <= math.ceil(total - 1e-6)
 
 
-def test_steps_hold_exact_shares_and_no_task_twice():
+def test_steps_contain_exact_shares_without_repeated_tasks():
     order = MixtureOrder([pool("a", 2.0, num=20), pool("b", 1.0, num=7)], seed=3, chunk=9)
     steps = [[task.id for task in order.take(9 * i, 9)] for i in range(8)]
     for ids in steps:
@@ -167,7 +167,7 @@ def test_steps_hold_exact_shares_and_no_task_twice():
     assert [task.id for task in other.take(0, 9)] != steps[0]
 
 
-def test_weights_move_from_the_first_step_to_the_last():
+def test_mixture_weights_shift_from_the_first_step_to_the_last():
     order = MixtureOrder([pool("a", 1.0, 0.0), pool("b", 1.0)], seed=0, chunk=8, num_chunks=5)
     shares = [Counter(t.id[0] for t in order.take(8 * i, 8))["a"] / 8 for i in range(7)]
     assert shares[0] == 0.5
@@ -206,7 +206,7 @@ def test_mixed_episode_uses_the_environment_of_its_own_world(world):
     assert guess.state_key() == f"{game.tags['low']}-{game.tags['high']}"
 
 
-def test_an_episode_of_a_world_that_grades_again_does_so(world):
+def test_mixed_world_keeps_grade_again_of_its_member_environments(world):
     report = ToolOutcome("", "report", ToolStatus.OK, "1")
 
     class Judged(ToolEnv):
@@ -250,7 +250,7 @@ def one_world(name, rewards):
     return ToolWorld(name, tasks, (), rewards, ToolLimits())
 
 
-def test_several_outcomes_and_heavy_ones_come_to_the_same_scale():
+def test_several_weighted_outcomes_are_normalised_to_one_scale():
     rewards = [
         Reward("passed", lambda task, t: 0.5, weight=3.0, outcome=True),
         Reward("clean", lambda task, t: 1.0, weight=1.0, outcome=True),
@@ -273,7 +273,7 @@ def test_outcome_above_one_does_not_compensate_for_a_failed_outcome():
     assert not success(mixed.rewards, score(mixed.rewards, task, solve(task)))
 
 
-def test_a_tag_that_the_mixture_needs_is_refused():
+def test_reserved_world_tag_in_a_task_raises_config_error():
     shop = one_world("shop", [Reward("a", lambda task, t: 1.0, outcome=True)])
     tasks = {"train": [replace(shop.tasks("train")[0], tags={"world": "earth"})]}
     mixed = MixedWorld((MixtureMember("shop", replace(shop, task_lists=tasks), load_config(None).rollout),))
@@ -281,7 +281,7 @@ def test_a_tag_that_the_mixture_needs_is_refused():
         mixed.tasks("train")
 
 
-def test_demonstrations_come_by_the_weights(world):
+def test_demonstrations_are_drawn_in_proportion_to_the_weights(world):
     shown = list(itertools.islice(world.demonstrations(0), 30))
     assert sum(bool(one.tools) for one in shown) == 20
     silent = MixedWorld((replace(world.members[0], world=replace(world.members[0].world, show=None)),))
@@ -311,7 +311,7 @@ def test_each_mixed_world_uses_its_own_turn_and_token_limits(world, recipe):
 # numbers
 
 
-def test_metrics_and_alarms_by_world(world):
+def test_metrics_and_alarms_are_reported_by_world(world):
     price, game = world.tasks("train")[:2]
     lost = replace(solve(game), messages=(*game.prompt, {"role": "assistant", "content": "no"}))
     groups = [
@@ -357,7 +357,7 @@ def test_rewards_are_normalised_by_world(world, recipe):
         load_config(recipe, [words[2], "batch"])
 
 
-def test_shaping_of_several_worlds_does_not_add_up():
+def test_shaping_weight_limit_applies_to_each_mixture_world_separately():
     def member(name):
         rewards = [Reward("a", lambda t, x: 1.0, outcome=True), Reward("s", lambda t, x: 1.0, weight=0.3)]
         return MixtureMember(name, one_world(name, rewards), load_config(None).rollout)
@@ -405,7 +405,7 @@ def test_resumed_mixture_run_is_bitwise_identical(run, tmp_path):
     assert "env.mixture.games.weight = 1.0 (not 3.0)" in said
 
 
-def test_commands_read_a_mixture(run, recipe):
+def test_replay_eval_and_check_commands_support_a_mixture(run, recipe):
     shown = ludus("rewards", "replay", run)
     assert shown.code == 0, shown
     assert "bit for bit" in shown.out

@@ -52,7 +52,7 @@ def add(a: int, b: int) -> str:
 # Takes the calls of one action, gives one outcome for each, in order
 
 
-def test_outcomes_come_in_the_order_of_the_calls_then_of_the_malformed_ones():
+def test_outcomes_follow_call_order_with_malformed_calls_last():
     errors = [CallError("call_0_1", "<tool_call>", "no JSON"), CallError("call_0_9", "x", "too deep")]
     outcomes = run(
         [add, echo], ask("add", 0, a=1, b=2), ask("echo", 2, text="hello"), ask("add", 3, a=3, b=4), errors=errors
@@ -66,7 +66,7 @@ def test_outcomes_come_in_the_order_of_the_calls_then_of_the_malformed_ones():
     ]
 
 
-def test_no_calls_no_outcomes():
+def test_action_without_calls_returns_no_outcomes():
     assert run([echo]) == ()
 
 
@@ -82,7 +82,7 @@ def test_no_calls_no_outcomes():
         (ask("echo", text="\ud800"), ToolStatus.BAD_ARGUMENTS, "wrong"),
     ],
 )
-def test_calls_that_cannot_run_say_why(asked, status, words):
+def test_invalid_calls_return_an_error_with_the_reason(asked, status, words):
     (outcome,) = run([add, echo], asked)
     assert outcome.status is status
     assert outcome.output.startswith("Error: ")
@@ -108,7 +108,7 @@ def test_unknown_tool_error_reports_that_there_are_no_tools():
     assert outcome.output == "Error: there is no tool 'search'. Tools: none."
 
 
-def test_two_tools_of_one_name_are_refused():
+def test_duplicate_tool_names_raise_user_error():
     with pytest.raises(UserError, match="share a name: echo, echo"):
         ToolExecutor([echo, tool_of(lambda: "", name="echo")])
 
@@ -144,7 +144,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: type(fault).__name__)
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
-def test_whatever_a_tool_raises_is_an_observation(fault, is_async):
+def test_exception_in_a_tool_returns_an_error_observation(fault, is_async):
     def plain() -> str:
         raise fault
 
@@ -190,7 +190,7 @@ class UnprintableResult:
     ],
 )
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
-def test_whatever_a_tool_returns_becomes_text(value, shown, is_async):
+def test_tool_result_of_any_type_is_converted_to_text(value, shown, is_async):
     async def coroutine() -> str:
         return value
 
@@ -220,7 +220,7 @@ def test_sync_tool_returning_a_coroutine_reports_missing_async():
     assert "not declared async" in outcome.output
 
 
-def test_an_output_that_is_too_long_keeps_head_and_tail():
+def test_output_above_the_limit_keeps_its_head_and_tail():
     outcome = run_one(lambda: "a" * 500_000 + "b" * 500_000, ToolLimits(max_output=90))
     assert outcome.truncated
     assert outcome.output == "a" * 60 + "\n... 999910 characters left out ...\n" + "b" * 30
@@ -228,7 +228,7 @@ def test_an_output_that_is_too_long_keeps_head_and_tail():
 
 
 @pytest.mark.parametrize(("length", "truncated"), [(15, False), (16, False), (17, True)])
-def test_the_bound_itself_is_not_too_long(length, truncated):
+def test_output_is_truncated_only_above_the_limit(length, truncated):
     outcome = run_one(lambda: "x" * length, ToolLimits(max_output=16))
     assert outcome.truncated is truncated
     assert outcome.output.count("x") == min(length, 16)
@@ -251,7 +251,7 @@ def test_error_outputs_are_truncated_to_the_limit():
 # Runs in parallel; waits for the slowest, at most its deadline
 
 
-def test_plain_calls_of_one_action_run_at_the_same_time():
+def test_sync_calls_of_one_action_run_concurrently():
     meeting = threading.Barrier(3, timeout=10)
 
     def meet() -> str:
@@ -262,7 +262,7 @@ def test_plain_calls_of_one_action_run_at_the_same_time():
     assert [o.output for o in outcomes] == ["met"] * 3
 
 
-def test_a_plain_tool_does_not_hold_up_the_event_loop():
+def test_sync_tool_does_not_block_the_event_loop():
     begun, released = threading.Event(), threading.Event()
 
     def wait() -> str:
@@ -293,7 +293,7 @@ async def refuses() -> str:
     return "late"
 
 
-def test_one_call_that_hangs_leaves_the_others_their_outputs():
+def test_hanging_call_does_not_affect_outputs_of_other_calls():
     stuck = threading.Event()
 
     def hang() -> str:
@@ -334,7 +334,7 @@ def test_tool_timeout_overrides_the_rollout_timeout():
     assert outcome.output == "Error: it took longer than 0.05 s."
 
 
-def test_a_timeout_that_the_tool_raises_itself_is_not_the_deadline():
+def test_timeout_error_raised_by_a_tool_is_reported_as_raised():
     async def fail() -> str:
         raise TimeoutError("the server is slow")
 
@@ -365,7 +365,7 @@ def most_at_once(concurrency):
     return most
 
 
-def test_the_bound_on_a_tool_holds_over_all_episodes():
+def test_tool_concurrency_limit_applies_across_all_episodes():
     assert most_at_once(1) == 1
     assert most_at_once(2) == 2
     assert most_at_once(0) == 6
@@ -389,7 +389,7 @@ def test_timed_out_call_releases_its_concurrency_slot():
     stuck.set()
 
 
-def test_waiting_for_a_place_counts_towards_the_deadline():
+def test_waiting_for_a_concurrency_slot_counts_towards_the_timeout():
     outcomes = run([tool_of(never, concurrency=1)], ask(), ask(number=1), limits=QUICK)
     assert [o.status for o in outcomes] == [ToolStatus.TIMED_OUT] * 2
 
@@ -439,7 +439,7 @@ print(*(outcome.status for outcome in outcomes))
 """
 
 
-def test_a_tool_that_hangs_does_not_keep_the_interpreter_from_leaving():
+def test_hanging_tool_does_not_block_interpreter_exit():
     done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, ["timed_out", "raised"], "")
 
@@ -456,7 +456,7 @@ def test_a_message_without_calls_ends_the_episode():
     assert (result.done, result.messages, result.outcomes) == (True, (), ())
 
 
-def test_calls_come_back_as_tool_messages_that_name_their_call():
+def test_call_results_are_returned_as_tool_messages_naming_their_call():
     result = step(call("echo", text="a") + call("add", a=1, b=2), echo, add)
     assert not result.done
     assert result.messages == (
@@ -478,7 +478,7 @@ def test_calls_come_back_as_tool_messages_that_name_their_call():
         '<tool_call>{"name": "echo", "arguments": ' + "[" * 5000 + "</tool_call>",
     ],
 )
-def test_a_malformed_call_is_an_observation_and_no_answer(text):
+def test_malformed_call_returns_an_error_observation_without_ending_the_episode(text):
     result = step(text, echo)
     assert not result.done
     assert {o.status for o in result.outcomes} == {ToolStatus.MALFORMED}

@@ -55,7 +55,7 @@ def assert_sound(report):
             assert len(row.plays) == row.num_successes == len(report.tasks)
 
 
-def test_all_worlds_are_looked_at():
+def test_every_world_is_covered_by_a_check_case():
     assert {name for name, _, _ in (*QUICK.values(), *SLOW.values())} | ELSEWHERE.keys() == set(WORLDS)
 
 

@@ -60,11 +60,11 @@ def test_world_page_tables_match_the_difficulty_report(name):
 
 @pytest.mark.pages
 @pytest.mark.parametrize("name", REPORTS)
-def test_a_shipped_difficulty_report_is_that_of_the_tasks(name):
+def test_shipped_difficulty_report_matches_the_generated_report(name):
     assert (OUT / name / "data/difficulty_report.txt").read_text("utf-8") == report(name)
 
 
-def test_the_worlds_with_a_difficulty_report_are_in_the_list():
+def test_listed_worlds_are_those_with_a_difficulty_report():
     worlds = {name: load_config(None, ["--env.name", name]) for name in WORLDS}
     made = {name: build_world(one.env, one.rollout, one.sandbox) for name, one in worlds.items()}
     assert {name for name, world in made.items() if world.implements("difficulty_report")} == set(REPORTED)
@@ -82,7 +82,7 @@ def test_a_world_has_tasks_environments_tools_and_rewards(name):
     assert [part.name for part in environment.rewards] == [part.name for part in world.rewards]
 
 
-def test_the_transcript_of_search_is_a_real_one():
+def test_search_page_transcript_matches_the_expert_episode():
     config = load_config("search")
     world = build_world(config.env, config.rollout)
     (shown,) = transcripts(page("search"))
@@ -94,7 +94,7 @@ def test_the_transcript_of_search_is_a_real_one():
     assert said(shown) == turns
 
 
-def test_the_transcript_of_guess_is_a_real_one():
+def test_guess_page_transcript_replays_successfully():
     world = make_guess_world({}, ToolLimits())
     (shown,) = transcripts(page("guess"))
     opening, *turns = said(shown)

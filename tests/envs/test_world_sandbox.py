@@ -107,7 +107,7 @@ def test_sandbox_config_defaults_match_the_sandbox_settings():
         (["--sandbox.backend", "chroot"], "sandbox.backend"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(overrides, words):
+def test_invalid_sandbox_settings_raise_config_error(overrides, words):
     with pytest.raises(ConfigError, match=words):
         load_config(None, overrides)
 

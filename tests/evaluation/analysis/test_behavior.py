@@ -68,7 +68,7 @@ def test_the_same_call_with_another_result_is_not_repeated():
     assert measured(attempt(first, second, "2 passed, 1 failed before"))["repeated_calls"] == 0
 
 
-def test_a_result_in_the_last_turn_cannot_be_used():
+def test_result_in_the_last_turn_does_not_count_as_unused():
     assert measured(attempt(FOUND, solved=False))["unused_results"] == 0
 
 
@@ -89,7 +89,7 @@ def test_self_correction_needs_a_changed_call_that_succeeds():
     assert measured(attempt(wrong, "3"))["self_correction"] == 0
 
 
-def test_an_argument_from_a_result_composes_tools():
+def test_argument_copied_from_a_result_counts_as_tool_composition():
     page = call("fetch", "Prague is the capital", page="Czechia")
     again = call("search", "more", query="Czechia")
     fresh = call("search", "more", query="the country")
@@ -113,14 +113,14 @@ def test_diversity_counts_distinct_tool_sequences():
     assert measured(*attempts[:2])["diversity"] == 0
 
 
-def test_dialogues_of_examples_in_the_prompt_do_not_count():
+def test_example_dialogues_in_the_prompt_are_not_counted():
     examples = attempt(FOUND, FOUND, "Wait").trajectory.messages
     found = measured(attempt(FOUND, "Czechia", examples=examples))
     assert (found["calls"], found["response_words"], found["wasted_calls"]) == (1, 1, 0)
     assert "composed_calls" not in found
 
 
-def test_malformed_calls_keep_their_turn():
+def test_malformed_calls_count_at_their_turn_position():
     one = attempt(FOUND, "Czechia")
     error = Message(role="tool", content="not JSON", name="error", tool_call_id="bad")
     outcome = ToolOutcome("bad", "error", ToolStatus.MALFORMED, "not JSON")
@@ -132,7 +132,7 @@ def test_malformed_calls_keep_their_turn():
     assert (found["calls"], found["self_correction"], found["call_position"]) == (2, 1, 0.25)
 
 
-def test_intervals_and_differences_are_over_tasks():
+def test_intervals_and_paired_changes_are_computed_over_tasks():
     a = {"x": 0.0, "y": 1.0, "z": 0.0}
     interval = mean_interval("success", a)
     assert interval is not None

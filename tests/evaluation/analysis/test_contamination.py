@@ -72,17 +72,17 @@ def test_short_tasks_match_as_a_whole_and_template_tasks_are_unchecked():
     assert NgramIndex(["same words"] * 3, 8).sizes.tolist() == [0, 0, 0]
 
 
-def test_texts_counted_twice_do_not_raise_the_share():
+def test_duplicate_training_texts_do_not_increase_the_overlap_share():
     assert overlap(QUESTIONS, [QUESTIONS[0], QUESTIONS[0]]).shares()[0] == 1.0
 
 
-def test_the_nearest_training_task_is_that_with_the_most_common_ngrams():
+def test_nearest_training_task_shares_the_most_ngrams():
     index = NgramIndex(["a b c d e f", "u v w x"], 3)
     training = [NamedText("far", "a b c z z z z z"), NamedText("near", "a b c d e q"), NamedText("none", "x y")]
     assert nearest_tasks(index, training) == [(3 / 5, "near"), (0.0, "")]
 
 
-def test_texts_of_tasks_hold_the_answer_and_leave_out_system_messages():
+def test_task_texts_include_the_answer_and_omit_system_messages():
     prompt = (Message(role="system", content="Be brief."), Message(role="user", content="How many?"))
     assert task_text(Task("t", prompt, "seven")).split() == ["How", "many?", "seven"]
     assert dialogue_text(prompt).strip() == "How many?"

@@ -37,7 +37,7 @@ def maker(world):
     return make
 
 
-def test_the_turn_that_decides_gains_all():
+def test_deciding_turn_receives_the_whole_gain():
     report = asyncio.run(measure_counterfactuals(maker(RecordingWorld()), NARROW))
     rows = {(row["episode"], row["turn"]): row for row in report.rows}
     assert rows["mean of 3", 1]["value"].value == pytest.approx(0.5)
@@ -49,14 +49,14 @@ def test_the_turn_that_decides_gains_all():
         assert second["gain"].value == 0
 
 
-def test_a_single_turn():
+def test_measurement_can_be_limited_to_a_single_turn():
     report = asyncio.run(measure_counterfactuals(maker(RecordingWorld()), NARROW, turn=2))
     assert {row["turn"] for row in report.rows} == {2}
     with pytest.raises(UserError, match="No episode has a turn 9"):
         asyncio.run(measure_counterfactuals(maker(RecordingWorld()), NARROW, turn=9))
 
 
-def test_two_samples_at_least():
+def test_fewer_than_two_samples_raise_user_error():
     with pytest.raises(UserError, match="at least 2 samples, not 1"):
         asyncio.run(measure_counterfactuals(maker(RecordingWorld()), PLAN))
 
