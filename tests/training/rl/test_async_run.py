@@ -99,6 +99,15 @@ def test_no_episode_is_lost_or_trained_twice(streamed):
         assert all(count % 3 == 0 for count in groups.values())
 
 
+def test_sampling_speed_of_a_stream_is_over_the_whole_step(streamed):
+    sampled = Counter()
+    for step, record in records(streamed):
+        sampled[step] += record.trajectory.num_action_tokens
+    for row in read_metrics(streamed / "timings.jsonl"):
+        seconds = row.metrics["time/step_s"] - row.metrics.get("time/evaluate_s", 0.0)
+        assert row.metrics["speed/sampled_tokens_per_s"] * seconds == pytest.approx(sampled[row.step])
+
+
 def test_sampled_and_trained_metrics_match_the_rollouts(streamed):
     rows = [row.metrics for row in read_metrics(streamed / "metrics.jsonl")]
     assert sum(m["sampled/episodes"] for m in rows) == STEPS * 9
