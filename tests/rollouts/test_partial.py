@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from dataclasses import replace
@@ -15,12 +16,14 @@ from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.base import Request
 from ludus.engines.embedded.engine import LocalEngine
 from ludus.errors import ConfigError
+from ludus.rollouts.partial import PartialRollouts, StepBudget
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
+from ludus.rollouts.scheduler import SchedulerLimits, episode_name
 from ludus.training.rl.validate import check_partial, staleness_warnings, unused_settings
 from ludus.training.run.manifest import write_manifest
 from ludus.types import SamplingParams
 from small_runs import lasting_files
-from small_worlds import tokenizer
+from small_worlds import RecordingWorld, call, make_requests, make_scheduler, scripted, tokenizer
 from tests.engines.test_engine_features import build, with_engine
 from tiny_run import cold_start, ludus, make_recipe
 
@@ -59,6 +62,18 @@ def segments(run: Path) -> dict:
 
 def metrics(run: Path) -> list[dict[str, float]]:
     return [row.metrics for row in read_metrics(run / "metrics.jsonl")]
+
+
+def test_a_free_slot_starts_a_pending_episode_while_others_run():
+    requests, search = make_requests(4, step=1), call("echo", text="Paris")
+    texts = {episode_name(request.key): ["Paris"] for request in requests}
+    texts[episode_name(requests[0].key)] = [search] * 6 + ["Paris"]
+    scheduler = make_scheduler(scripted(texts), RecordingWorld(), SchedulerLimits(concurrency=2))
+    ended = []
+    rollouts = PartialRollouts(scheduler, StepBudget(), on_done=lambda episode: ended.append(episode.task.id))
+    rollouts.begin_step(1, last=False)
+    asyncio.run(rollouts.run([requests]))
+    assert ended == ["t001", "t002", "t003", "t000"]
 
 
 @pytest.fixture(scope="module")
