@@ -116,6 +116,7 @@ def test_one_file_has_at_most_330_lines():
     assert FILE.read_text("utf-8").count("\n") <= 330
 
 
+@pytest.mark.pages
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
 def test_questions_equal_those_of_the_search_world(split):
     pools = all_questions(load_facts(), split)
@@ -124,6 +125,7 @@ def test_questions_equal_those_of_the_search_world(split):
     assert own == real
 
 
+@pytest.mark.pages
 def test_passages_are_a_sufficient_subset_of_the_search_world():
     own = set(world()[1])
     assert own <= set(load_facts().passages)

@@ -238,6 +238,10 @@ def test_contradictions_are_refused(settings, named):
     assert error.hint
 
 
+def test_kl_in_the_loss_is_compatible_with_a_teacher():
+    assert resolve(AlgorithmConfig(preset="distill", kl_coef=0.1)).kl_coef == 0.1
+
+
 RAISED = ["--algorithm.kl_coef", "0", "--kl_control.kind", "linear", "--kl_control.end", "0.1"]
 """A KL term that is 0 in the first step and comes with the next ones."""
 

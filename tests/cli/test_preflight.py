@@ -146,6 +146,13 @@ def test_missing_extra_raises_error_with_its_install_command(words, extra, monke
     assert f"pip install 'ludus[{extra}]'" in refused("train", "search", *words)
 
 
+def test_extra_of_a_setting_that_is_not_used_is_not_needed(monkeypatch):
+    monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+    preflight.check_extras(load_config("search", []))
+    external = ["--rollout.guided_tools", "true", "--engine.url", "http://h"]
+    preflight.check_extras(load_config("search", external))
+
+
 def test_smollm2_with_missing_packages_raises_before_torch_is_loaded(tmp_path):
     words = ["train", "search", "--model.path", "smollm2", "--run.dir", str(tmp_path / "run")]
     environment = {**os.environ, "HOME": str(tmp_path)}

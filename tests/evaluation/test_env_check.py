@@ -486,7 +486,9 @@ def test_show_prints_splits_tools_rewards_and_a_solution():
     ):
         assert line in said.out
     assert "has no difficulty report" in said.out
-    assert ludus("env", "list").out.count("make_") == len(WORLDS)
+    listed = ludus("env", "list").out
+    assert [name for name in WORLDS if f"│ {name} " not in listed] == []
+    assert "programs from a specification" in listed
 
 
 def test_show_lists_demonstrations_as_cold_start_for_math():

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ludus.evaluation.evaluate import Evaluation, EvaluationPlan
 from ludus.evaluation.stats import (
     Interval,
     bootstrap_mean,
@@ -20,6 +21,7 @@ from ludus.evaluation.stats import (
     pass_at_k,
     pass_hat_k,
     seeds_difference,
+    smoothed,
     t_interval,
     tasks_needed,
     wilson,
@@ -250,6 +252,9 @@ def test_detectable_difference_matches_hand_computed_values():
     assert detectable_difference(2 * 0.25, 1) == 1
     found = paired_difference({str(i): float(i < 30) for i in range(96)}, {str(i): float(i < 20) for i in range(96)})
     assert found.detectable == pytest.approx(2.8015852 * (12 / 100 / 96) ** 0.5)
+    rate = smoothed(2.0, 4)  # 4 of 8 attempts; two tasks vary within their attempts
+    several = Evaluation(EvaluationPlan("test", 4, 2, 1.0, 0), tuple("abcd"), (2, 1, 0, 1), tuple("abcd"), {}, 0)
+    assert several.detectable == detectable_difference(2 * (rate * (1 - rate) - 2 / 16), 4)
     for variance, n in ((-0.1, 10), (0.1, 0)):
         with pytest.raises(ValueError, match="need n >= 1"):
             detectable_difference(variance, n)

@@ -137,6 +137,7 @@ def action_tokens(trajectory, step, bound) -> tuple[int, int]:
 APPLE = 'task.id.endswith(":apple")'
 
 
+@pytest.mark.fault
 def test_tokens_beyond_the_staleness_bound_are_masked_and_training_continues(tiny_run, tmp_path):
     steps, bound = STEPS, 1
     changes = {"staleness__on_stale": "mask", "staleness__max_staleness": bound, "training__steps": steps}

@@ -385,9 +385,10 @@ def test_flawless_expert_answers_nearly_all_questions(world, tasks, questions):
 
 @pytest.mark.parametrize("answer", ["", "I do not know.", "United States", "Euro", "0"])
 def test_constant_answer_has_nearly_no_reward(world, tasks, answer):
-    agents = [Player(messages=[Message(role="assistant", content=answer)]) for _ in tasks["test"]]
-    played = play_all(world, tasks["test"], agents)
-    assert rate(world, played) < 0.03
+    chosen = some(tasks["test"], 500)
+    agents = [Player(messages=[Message(role="assistant", content=answer)]) for _ in chosen]
+    played = play_all(world, chosen, agents)
+    assert rate(world, played) < 0.05
     empty = StopReason.ANSWERED if answer else StopReason.EMPTY_ANSWER
     assert {t.stop_reason for t in played} == {empty}
 

@@ -170,6 +170,7 @@ def test_starpo_s_run_trains_only_on_kept_groups(tmp_path):
         algorithm__top_variance_fraction="0.5",
         training__steps="1",
         rollout__temperature="2",
+        critic__warmup_steps="0",
     )
     metrics = reporter.steps[0][1]
     assert (metrics["ledger/trained"], metrics["ledger/dropped/variance_top"]) == (2, 2)

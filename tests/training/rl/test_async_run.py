@@ -235,7 +235,9 @@ def test_learner_continues_while_the_engine_verifies_its_weights(tiny_run, tmp_p
     assert sum("sync/probe_gap" in row.metrics for row in found) >= STEPS - 2
 
 
-@pytest.mark.parametrize(("interruptible", "rests"), [("true", True), ("false", False)])
+@pytest.mark.parametrize(
+    ("interruptible", "rests"), [("true", True), pytest.param("false", False, marks=pytest.mark.fault)]
+)
 def test_engine_is_throttled_by_waiting_batches_only_if_interruptible(
     interruptible, rests, tiny_run, tmp_path, monkeypatch
 ):
@@ -519,7 +521,7 @@ def test_ess_patience_counts_steps_across_resumes(tiny_run, tmp_path):
     assert "paused after step 3" in refused("train", "--resume", folder, "--training.steps", "4", code=5)
 
 
-@pytest.mark.parametrize("mode", ["sync", "one_step", "async"])
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_run_with_low_effective_sample_share_pauses_and_can_resume(mode, tiny_run, tmp_path):
     """Rounding alone keeps the share of a step below 1, also on policy."""
     bound = {"staleness.min_ess": 1, "staleness.ess_patience": 2, "training.checkpoint_every": 99, "training.steps": 4}

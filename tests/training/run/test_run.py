@@ -114,6 +114,7 @@ def logprob_gap(model, trajectory) -> float:
     )
 
 
+@pytest.mark.fault
 def test_the_same_seed_writes_the_same_bytes_if_the_cache_is_released(finished, tmp_path, monkeypatch):
     given_up: list[int] = []
     give_up = BatchScheduler.sleep

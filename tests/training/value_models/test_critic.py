@@ -283,7 +283,7 @@ def sampled(tiny_run, tmp_path_factory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("preset", ["ppo", "vapo"])
+@pytest.mark.parametrize("preset", ["ppo", pytest.param("vapo", marks=pytest.mark.learning)])
 def test_value_loss_falls_on_sampled_episodes(preset, sampled):
     session = open_session(load_config(sampled / "config.toml"))
     algorithm = PRESETS[preset]
