@@ -178,7 +178,7 @@ def test_prime_equals_the_loop(b, beta, gamma):
 
 @quick
 @given(b=oracle.turn_batches())
-def test_those_of_whole_trajectories_equal_the_loops(b):
+def test_trajectory_level_advantages_match_loop_reference(b):
     same(call("maxrl", b), oracle.maxrl(b))
     same(call("best_of_group", b), oracle.best_of_group(b))
     gain = (b.rewards - b.greedy).tolist()
@@ -211,7 +211,7 @@ def test_the_role_average_equals_the_loop(b):
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
 @settings(max_examples=4, deadline=None, derandomize=True)
 @given(b=oracle.turn_batches(), data=st.data())
-def test_nothing_off_the_mask_and_order_and_padding_do_not_matter(name, b, data):
+def test_advantages_are_zero_off_mask_and_invariant_to_order_and_padding(name, b, data):
     found = call(name, b)
     assert found.shape == b.mask.shape
     assert found.dtype == torch.float64
@@ -232,7 +232,7 @@ def test_nothing_off_the_mask_and_order_and_padding_do_not_matter(name, b, data)
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
 @pytest.mark.parametrize("bad", oracle.BAD)
-def test_a_reward_that_is_not_finite_is_named(name, bad):
+def test_non_finite_reward_raises_with_its_index(name, bad):
     b = ONE
     rewards = b.rewards.clone()
     rewards[2] = bad
@@ -242,7 +242,7 @@ def test_a_reward_that_is_not_finite_is_named(name, bad):
 
 @pytest.mark.parametrize("name", ["gae", "vapo", "step_gae", "turn_gae", "turn_grpo", "turn_return", "gigpo"])
 @pytest.mark.parametrize("bad", oracle.BAD)
-def test_a_turn_reward_that_is_not_finite_is_named(name, bad):
+def test_non_finite_turn_reward_raises_with_its_index(name, bad):
     rewards = ONE.turn_rewards.clone()
     rewards[1, 0] = bad
     with pytest.raises(ValueError, match=r"turn_rewards\[1, 0\] is (nan|inf|-inf)"):
@@ -251,7 +251,7 @@ def test_a_turn_reward_that_is_not_finite_is_named(name, bad):
 
 @pytest.mark.parametrize("name", ["gae", "vapo", "step_gae", "turn_gae", "vtrace", "retrace"])
 @pytest.mark.parametrize("bad", oracle.BAD)
-def test_a_value_that_is_not_finite_is_named(name, bad):
+def test_non_finite_value_raises_with_its_index(name, bad):
     values, bootstrap = ONE.values.clone(), ONE.bootstrap.clone()
     values[3, 1] = bootstrap[2] = bad
     with pytest.raises(ValueError, match=r"values\[3, 1\] is (nan|inf|-inf)"):
@@ -297,7 +297,7 @@ def test_another_tensor_of_the_wrong_shape_is_refused(tensor, name):
         *("turn_grpo", "turn_return", "turn_return_hybrid", "gigpo", "siblings"),
     ],
 )
-def test_a_row_alone_in_its_group_is_refused(name):
+def test_single_row_group_is_rejected(name):
     with pytest.raises(ValueError, match=r"row \d is alone in its group"):
         call(name, ONE, group=torch.tensor([4, 4, 4, 8]))
 
@@ -315,7 +315,7 @@ def test_turns_that_do_not_count_up_are_refused():
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
-def test_the_registry_hands_over_what_the_functions_take(name):
+def test_registry_passes_the_arguments_each_advantage_function_takes(name):
     b = ONE
     algorithm = replace(PRESETS["grpo"], std_ddof=0, options=PartOptions(advantage=OWN.get(name, {})))
     outcomes = Outcomes(
@@ -383,7 +383,7 @@ OWN = {
 }
 
 
-def test_every_option_is_tried():
+def test_every_advantage_option_is_covered_by_these_tests():
     assert {name: set(options) for name, options in OWN.items()} == {
         name: set(options) for name, options in ADVANTAGE_OPTIONS.items() if options
     }
@@ -398,14 +398,14 @@ def test_a_batch_without_action_tokens_or_rows_returns_zero(name):
         assert call(name, none).shape == (0, ONE.mask.shape[1])
 
 
-def test_float32_rewards_are_computed_in_float64_and_given_back():
+def test_float32_inputs_return_float32_advantages():
     b = replace(ONE, rewards=ONE.rewards.float(), turn_rewards=ONE.turn_rewards.float(), values=ONE.values.float())
     for name in ("gae", "turn_return", "maxrl", "turn_gae"):
         assert call(name, b).dtype == torch.float32
         torch.testing.assert_close(call(name, b).double(), call(name, ONE), rtol=1e-4, atol=1e-5)
 
 
-def test_no_gradient_comes_back_from_an_advantage():
+def test_advantages_do_not_require_grad():
     values = ONE.values.where(ONE.mask, 0.0).requires_grad_()
     for name in ("gae", "step_gae", "turn_gae", "vtrace", "retrace"):
         assert not call(name, ONE, values=values).requires_grad

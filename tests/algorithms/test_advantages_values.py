@@ -36,7 +36,7 @@ TURN = torch.tensor([[9, 0, 0, 9, 1], [9, 0, 9, 9, 9]])
 VALUES = float64([7, 1, 2, 7, 3], [7, 4, 7, 7, 7])
 
 
-def test_gae_by_hand():
+def test_gae_matches_hand_computed_values():
     found = adv.gae(
         rewards=float64(10, 20), values=VALUES, mask=MASK, bootstrap_values=float64(0, 8), gamma=0.5, lam=0.5
     )
@@ -48,7 +48,7 @@ def test_gae_by_hand():
     )
 
 
-def test_turn_rewards_and_kl_stand_where_they_belong():
+def test_token_rewards_places_rewards_at_turn_ends_and_kl_per_token():
     found = adv.token_rewards(
         rewards=float64(10, 20),
         turn_rewards=float64([1, 2], [3, torch.nan]),
@@ -60,7 +60,7 @@ def test_turn_rewards_and_kl_stand_where_they_belong():
     same(found, float64([0, -0.5, 0, 0, 10.5], [0, 21, 0, 0, 0]))
 
 
-def test_step_and_turn_gae_by_hand():
+def test_step_and_turn_gae_match_hand_computed_values():
     arguments = {
         "rewards": float64(10, 20),
         "turn_rewards": float64([1, 0], [0, 0]),
@@ -85,7 +85,7 @@ def test_vapo_clamps_short_rows_and_adapts_long_ones():
     same(found[1], 0.5 ** torch.arange(39, -1, -1).double())
 
 
-def test_turn_grpo_by_hand():
+def test_turn_grpo_matches_hand_computed_values():
     mask = torch.tensor([[1, 1, 0, 1], [1, 0, 1, 0], [1, 0, 0, 0]])
     turn = torch.tensor([[0, 0, 5, 1], [0, 5, 1, 5], [0, 5, 5, 5]])
     found = adv.turn_grpo(
@@ -101,7 +101,7 @@ def test_turn_grpo_by_hand():
     same(found, float64([2 + high, 2 + high, 0, high], [-2 + low, 0, low, 0], [low, 0, 0, 0]))
 
 
-def test_turn_return_and_hybrid_by_hand():
+def test_turn_return_and_hybrid_match_hand_computed_values():
     mask, turn = torch.ones(2, 2), torch.tensor([[0, 1], [0, 0]])
     arguments = {"turn_rewards": float64([1, 4], [1, 9]), "turn": turn, "group": GROUP[:2], "mask": mask}
     # Turn 0: 1 + 0.5 * 4 against 1. Turn 1 was reached by one alone.
@@ -112,7 +112,7 @@ def test_turn_return_and_hybrid_by_hand():
     same(found, 0.3 * half * float64([-1, -1], [1, 1]))
 
 
-def test_gigpo_by_hand():
+def test_gigpo_matches_hand_computed_values():
     mask = torch.ones(2, 2)
     arguments = {
         "rewards": float64(1, 0),
@@ -140,7 +140,7 @@ def test_equal_anchors_of_two_groups_are_not_compared():
     assert (found == 0).all()
 
 
-def test_those_of_whole_trajectories_by_hand():
+def test_trajectory_level_advantages_match_hand_computed_values():
     ones = {"rewards": float64(1, 0, 0, 0), "group": GROUP, "mask": EACH}
     same(adv.maxrl(**ones), float64([3], [-1], [-1], [-1]))
     same(adv.remax(**ones, greedy_rewards=float64(1, 0, 0.5, -1)), float64([0], [0], [-0.5], [1]))
@@ -158,7 +158,7 @@ def test_those_of_whole_trajectories_by_hand():
     same(weighted, float64([0.1, 0.5], [-0.4, 0]))
 
 
-def test_prime_by_hand():
+def test_prime_matches_hand_computed_values():
     found = adv.prime(
         rewards=float64(1, 0),
         group=GROUP[:2],
@@ -172,7 +172,7 @@ def test_prime_by_hand():
     same(found, float64([-1.5 + 0.5 * -1 + 1, -1 + 1, 0], [1.25 - 1, 0, 0]))
 
 
-def test_vtrace_and_retrace_by_hand():
+def test_vtrace_and_retrace_match_hand_computed_values():
     arguments = {
         "rewards": float64(1),
         "values": float64([0.5, 0.25]),
@@ -201,7 +201,7 @@ def test_hierarchical_compares_solvers_in_a_task_and_proposers_across():
         adv.hierarchical(rewards=rewards, group=group, proposer=proposer, mask=torch.ones(6, 1), proposer_group=apart)
 
 
-def test_pass_at_k_refuses_what_it_is_not_for():
+def test_pass_at_k_and_coderl_reject_out_of_range_inputs():
     with pytest.raises(ValueError, match=r"rewards\[1\] is 0.5; pass_at_k needs 0 or 1"):
         adv.pass_at_k(rewards=float64(1, 0.5, 0, 0), group=GROUP, mask=EACH, k=2)
     for k in (0, 5):
@@ -263,7 +263,7 @@ def test_a_mean_that_is_zero_but_for_rounding_is_not_divided_by():
     assert (adv.maxrl(rewards=rewards, group=GROUP, mask=EACH) == 0).all()
 
 
-def test_rounding_of_returns_is_not_taken_for_a_difference():
+def test_rounding_differences_in_returns_yield_zero_advantage():
     """The same rewards summed in another order differ by rounding; normalised, that would be about 1."""
     rewards = float64([0.1, 0.2, 0.3], [0.3, 0.2, 0.1])
     turn = torch.tensor([[0, 1, 2], [0, 1, 2]])
@@ -288,7 +288,7 @@ def test_credit_passes_over_observations(name):
 
 @quick
 @given(b=oracle.turn_batches(), gap=st.integers(1, 3))
-def test_longer_observations_change_nothing(b, gap):
+def test_longer_observations_do_not_change_advantages(b, gap):
     """Neither a discount nor a step: `gap` more columns before every token leave the numbers as they are."""
 
     def stretched(tensor, fill):
@@ -327,7 +327,7 @@ def test_the_floor_of_the_deviation_keeps_a_group_that_barely_differs_small():
     assert adv.grpo(**ones, std_floor=0.1)[3] == pytest.approx(0.075, abs=1e-5)
 
 
-def test_the_role_average_by_hand():
+def test_rae_matches_hand_computed_values():
     roles = [("go", "black"), ("go", "white"), ("go", "black")]
     start = adv.RoleBaselines(decay=0.5)
     found = adv.rae(rewards=float64(1, -1, 1), roles=roles, baselines=start, mask=torch.ones(3, 1))
@@ -350,7 +350,7 @@ def test_the_role_average_by_hand():
         max_size=4,
     )
 )
-def test_domain_moments_are_those_of_all_that_entered(steps):
+def test_domain_moments_match_mean_and_variance_of_all_values(steps):
     moments = adv.DomainMoments()
     for step in steps:
         moments = moments.updated([name for name, _ in step], float64(*(value for _, value in step)))
@@ -397,7 +397,7 @@ def test_domain_normalisation_is_lost_in_grpo_and_felt_by_rloo():
     assert float(sizes.max() - sizes.min()) < 1e-6
 
 
-def test_tiers_are_calibrated_by_how_well_they_tell_success():
+def test_calibrate_tiers_computes_reward_from_correlation_with_success():
     # Tier 0 in every success alone; 1 everywhere; 2 in every failure; 3 in one of each; 4 nowhere.
     tiers = torch.tensor([[0, 1, 1], [0, 1, 3], [2, 1, -1], [1, 2, 3]])
     found = adv.calibrate_tiers(tiers=tiers, success=torch.tensor([1, 1, 0, 0]), num_tiers=5, alpha=0.5)

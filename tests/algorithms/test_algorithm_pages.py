@@ -47,7 +47,7 @@ def test_an_option_is_checked():
 
 
 @pytest.mark.parametrize("part", ["advantage", "loss", "correction"])
-def test_defaults_are_those_of_the_functions(part):
+def test_option_defaults_match_function_signatures(part):
     functions = {"advantage": FUNCTIONS, "loss": vars(losses), "correction": vars(corrections)}[part]
     chosen = {"clip_cov": losses.choose_between, "kl_cov": losses.choose_highest}
     compared = 0
@@ -77,7 +77,7 @@ def test_the_command_prints_numbers():
     assert "algorithm.options.loss.entropy_bound = 0.693147" in lines["gtpo"]
 
 
-def test_the_tables_are_those_of_the_specs():
+def test_documentation_pages_match_generated_tables():
     pages = algorithm_tables.pages()
     stale = [file.name for file, text in pages.items() if file.read_text("utf-8") != text]
     assert stale == [], "run make docs"
@@ -93,7 +93,7 @@ def test_every_marked_table_is_made_and_every_part_is_in_one():
         assert f"| `{name}` |" in PAGE, name
 
 
-def test_the_table_says_where_rollouts_may_come_from_and_what_a_step_costs():
+def test_table_lists_rollout_policy_and_passes_per_step():
     found = {name: (algorithm_tables.policy(one), algorithm_tables.passes(one)) for name, one in PRESETS.items()}
     for name, (policy, _) in found.items():
         loss = PRESETS[name].loss
@@ -184,21 +184,21 @@ MORE = {
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSES if name != "distill_full"])
-def test_every_policy_loss_takes_the_same_call(name):
+def test_every_policy_loss_accepts_the_same_arguments(name):
     clip = {"eps_low": 0.2, "eps_high": 0.2} if name in CLIPPING_LOSSES else {}
     given = getattr(losses, name)(**BATCH, **clip, **MORE.get(name, {}))
     assert given.shape in ((N, L), (N,))
     assert torch.isfinite(given).all()
 
 
-def test_what_a_loss_does_not_read_does_not_change_it():
+def test_unread_optional_arguments_do_not_change_the_loss():
     for name, unread in (("reinforce", "old_logprobs"), ("dppo", "old_logprobs"), ("distill", "advantages")):
         function, more = getattr(losses, name), MORE.get(name, {})
         without = {key: value for key, value in BATCH.items() if key != unread}
         assert torch.equal(function(**without, **more), function(**BATCH, **more))
 
 
-def test_the_names_of_the_field_are_where_they_are_looked_for():
+def test_common_algorithm_names_are_available_in_their_modules():
     for name in ("sft", "dpo", "simpo", "ipo", "kto", "value_loss", "echo", "positive_nll"):
         assert callable(getattr(losses, name))
     for name in FUNCTIONS:

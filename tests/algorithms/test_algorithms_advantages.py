@@ -37,7 +37,7 @@ def test_equals_the_loop(name, batch, ddof):
     torch.testing.assert_close(compute(name, batch, std_ddof=ddof), expected, **oracle.TOLERANCE)
 
 
-def test_grpo_by_hand():
+def test_grpo_matches_hand_computed_values():
     mask = torch.tensor([[0, 1, 0, 1], [1, 0, 0, 0], [0, 0, 1, 1]])
     rewards, group = float64(1, 0, 0), torch.tensor([5, 5, 5])
     high, low = (2 / 3) / (3**-0.5 + 1e-6), (-1 / 3) / (3**-0.5 + 1e-6)
@@ -53,7 +53,7 @@ def test_grpo_with_the_other_deviation_and_a_floor():
     torch.testing.assert_close(floored, float64([0.25], [-0.25]), **oracle.TOLERANCE)
 
 
-def test_rloo_and_opo_by_hand():
+def test_rloo_and_opo_match_hand_computed_values():
     mask = torch.tensor([[1, 0, 0], [1, 1, 1], [0, 1, 0]])
     ones = {"rewards": float64(1, 0, 0), "group": torch.tensor([1, 1, 1]), "mask": mask}
     expected = float64([1, 0, 0], [-0.5, -0.5, -0.5], [0, -0.5, 0])
@@ -73,7 +73,7 @@ def test_equal_rewards_give_exactly_zero(name, dtype, equal):
 
 
 @pytest.mark.parametrize("name", COMPARING)
-def test_a_small_difference_is_not_taken_for_noise(name):
+def test_small_reward_difference_is_not_treated_as_rounding(name):
     rewards, mask = float64(1.0, 1.0 + 1e-9, 0.0, 0.0), torch.ones(4, 1)
     result = ADVANTAGES[name](Outcomes(rewards, torch.tensor([2, 2, 9, 9]), mask), GRPO)
     assert result[0] < 0 < result[1]
@@ -91,7 +91,7 @@ def test_rows_may_come_in_any_order(name, batch, data):
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_reward_that_is_not_finite_is_named(name, bad):
+def test_non_finite_reward_raises_with_its_index(name, bad):
     outcomes = Outcomes(float64(1, 0, bad, 0), torch.tensor([0, 0, 1, 1]), torch.ones(4, 2))
     with pytest.raises(ValueError, match=r"rewards\[2\] is (nan|inf|-inf)"):
         ADVANTAGES[name](outcomes, GRPO)
@@ -114,7 +114,7 @@ def test_unfit_shapes_and_ids_are_refused():
         grpo(rewards=rewards, group=group.double(), mask=mask)
 
 
-def test_a_row_without_action_tokens_still_counts_in_its_group():
+def test_row_without_action_tokens_counts_toward_group_baseline():
     mask = torch.tensor([[True, True], [False, False], [True, False]])
     result = advantages.dr_grpo(rewards=float64(0, 3, 0), group=torch.tensor([1, 1, 1]), mask=mask)
     torch.testing.assert_close(result, float64([-1, -1], [0, 0], [-1, 0]), **oracle.TOLERANCE)
@@ -144,13 +144,13 @@ def test_one_action_token_is_whitened_to_zero():
     assert whiten(values=values, mask=torch.tensor([[0, 1, 0]])).tolist() == [[0.0, 0.0, 0.0]]
 
 
-def test_integer_rewards_are_taken_as_floats():
+def test_integer_rewards_are_converted_to_float32():
     result = grpo(rewards=torch.tensor([1, 0]), group=torch.tensor([0, 0]), mask=torch.ones(2, 1))
     assert result.dtype == torch.float32
     torch.testing.assert_close(result, torch.tensor([[0.5], [-0.5]]) / (0.5**0.5 + 1e-6))
 
 
-def test_zero_variance_drops_whole_groups_and_forgives_rounding():
+def test_zero_variance_drops_whole_groups_and_ignores_rounding_differences():
     keep = filters.zero_variance(rewards=[0.1 + 0.2, 1, 0.3, 0, 5], group=[3, -1, 3, -1, 2])
     assert keep.tolist() == [False, True, False, True, False]
 

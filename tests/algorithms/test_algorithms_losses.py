@@ -69,7 +69,7 @@ def test_reinforce_and_sft_equal_the_loop(batch):
     )
 
 
-def test_ppo_clip_by_hand():
+def test_ppo_clip_matches_hand_computed_values():
     """Ratio 1.5 and 0.5 with either sign of the advantage, ratio 6 with a negative one, a masked token."""
     logprobs = rows([math.log(1.5), math.log(1.5), math.log(0.5), math.log(0.5), math.log(6), torch.nan])
     rest = {"advantages": rows([2, -2, 2, -2, -1, 9]), "mask": torch.tensor([[1, 1, 1, 1, 1, 0]])}
@@ -98,7 +98,7 @@ def test_a_ratio_is_clamped_in_log_space():
     torch.testing.assert_close(loss, rows([math.exp(20), -math.exp(-20)]), **oracle.TOLERANCE)
 
 
-def test_old_logprobs_and_advantages_are_constants():
+def test_ppo_clip_detaches_old_logprobs_and_advantages():
     """The same tensor as new and old: ratio 1, gradient -A."""
     logprobs = rows([-0.3, -2.0]).requires_grad_()
     advantages = rows([2.0, -1.0]).requires_grad_()
@@ -127,7 +127,7 @@ def test_clip_stats_count_the_tokens_without_gradient(batch, clip):
     assert stats.ratio_max == pytest.approx(max(ratios, default=0.0), abs=1e-10)
 
 
-def test_clip_stats_by_hand_over_the_mask_only():
+def test_clip_stats_over_masked_tokens_match_hand_computed_values():
     """Three of four action tokens are cut off; the padding would halve the share."""
     logprobs = rows([math.log(1.5), math.log(0.5), math.log(6), 0.0, 9.0, 9.0, 9.0, 9.0])
     mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 0]])
@@ -156,7 +156,7 @@ def test_aggregate_equals_the_loop(how, batch, constant):
         torch.testing.assert_close(gradient, expected_gradient, **oracle.TOLERANCE)
 
 
-def test_aggregate_by_hand():
+def test_aggregate_matches_hand_computed_values():
     loss = rows([1, 2, 3, 9], [5, 9, 9, 9], [9, 9, 9, 9])
     mask = torch.tensor([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
     values = [float(aggregate(loss=loss, mask=mask, how=how, constant=8)) for how in AGGREGATIONS]
@@ -165,7 +165,7 @@ def test_aggregate_by_hand():
     assert float(aggregate(loss=loss, mask=mask)) == pytest.approx(11 / 4)
 
 
-def test_a_loss_per_trajectory_is_averaged_over_those_that_train():
+def test_trajectory_loss_is_averaged_over_trajectories_with_action_tokens():
     mask = torch.tensor([[1, 1], [0, 0], [0, 1]])
     loss = torch.tensor([3.0, torch.nan, 6.0], dtype=torch.float64)
     assert float(aggregate(loss=loss, mask=mask)) == 4.5
@@ -173,7 +173,7 @@ def test_a_loss_per_trajectory_is_averaged_over_those_that_train():
     assert float(sum(parts)) == 4.5
 
 
-def test_aggregate_refuses_what_it_cannot_divide():
+def test_aggregate_rejects_unknown_mode_missing_constant_and_wrong_shape():
     loss, mask = torch.ones(2, 3), torch.ones(2, 3)
     with pytest.raises(ValueError, match=r"'mean' is none of token_mean"):
         aggregate(loss=loss, mask=mask, how="mean")
@@ -212,14 +212,14 @@ def test_k3_k2grad_has_the_value_of_one_and_the_gradient_of_the_other():
     torch.testing.assert_close(gradient, (logprobs - ref).detach(), **oracle.TOLERANCE)
 
 
-def test_kl_by_hand_and_far_away():
+def test_kl_estimators_match_hand_computed_values_including_large_gaps():
     pair = {"logprobs": rows([0.0, -100.0]), "ref_logprobs": rows([math.log(2.0), 0.0])}
     torch.testing.assert_close(k1(**pair), rows([-math.log(2), -100.0]), **oracle.TOLERANCE)
     torch.testing.assert_close(k2(**pair), rows([math.log(2) ** 2 / 2, 5000.0]), **oracle.TOLERANCE)
     torch.testing.assert_close(k3(**pair), rows([1 - math.log(2), math.exp(20) - 101]), **oracle.TOLERANCE)
 
 
-def test_the_gradients_of_the_estimators_are_what_the_page_says():
+def test_expected_gradients_of_kl_estimators_match_documentation():
     """Summed over a whole distribution: k1 in the loss has none, k2 the reverse KL's, k3 the forward KL's."""
     logits, ref = rows([0.3, -1.0, 0.8])[0], rows([0.0, 0.5, -0.4])[0].log_softmax(-1)
 
@@ -298,7 +298,7 @@ def test_weights_carry_no_gradient_and_agreement_is_weight_one():
     assert (stats.gap_max, stats.k3, stats.effective_share, stats.truncated) == (0.0, 0.0, 1.0, 0)
 
 
-def test_mismatch_of_nothing_is_finite():
+def test_mismatch_of_empty_batch_is_finite():
     empty = torch.zeros(2, 0)
     stats = corrections.mismatch(old_logprobs=empty, behavior_logprobs=empty, mask=empty)
     assert (stats.gap_mean, stats.k3, stats.effective_share, stats.truncated_share) == (0.0, 0.0, 1.0, 0.0)

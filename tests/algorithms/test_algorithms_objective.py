@@ -66,7 +66,7 @@ def part_of(batch, chosen):
         ("gae", {}, 0.0),
     ],
 )
-def test_what_vtrace_and_retrace_cut_is_reported(advantage, options, share):
+def test_truncated_share_is_reported_for_vtrace_and_retrace(advantage, options, share):
     """Ratios of 0.5, 1.2, 2 and 4, of which V-trace and Retrace cut those above 1 or their own bounds."""
     behavior = torch.tensor([[-3.0, -3.0, -3.0, -3.0, -9.0]], dtype=torch.float64)
     old = behavior + torch.tensor([[0.5, 1.2, 2.0, 4.0, 7.0]], dtype=torch.float64).log()
@@ -171,7 +171,7 @@ def test_a_mean_of_microbatch_means_would_be_another_number():
 
 @quick
 @given(batch=oracle.batches(), algorithm=algorithms)
-def test_what_stands_at_masked_positions_never_matters(batch, algorithm):
+def test_values_at_masked_positions_do_not_affect_objective(batch, algorithm):
     """The batches hold NaN and infinities there; zeros there give the same bits."""
     zeros = replace(
         batch,
@@ -219,7 +219,7 @@ def test_a_policy_that_differs_by_dropout_shows_in_the_statistics():
     assert stats.clip.ratio_max == pytest.approx(1.6487212707)
 
 
-def test_statistics_by_hand():
+def test_objective_statistics_match_hand_computed_values():
     zeros = torch.zeros(2, 2, dtype=torch.float64)
     batch = TokenBatch(
         logprobs=zeros,
@@ -248,7 +248,7 @@ def test_kl_outside_the_loss_is_reported_and_not_added():
     assert (stats.kl_mean, stats.entropy_mean) == (3.0, None)
 
 
-def test_what_the_algorithm_needs_must_be_there():
+def test_objective_raises_when_required_inputs_are_missing():
     ones = torch.ones(1, 2)
     batch, counts = TokenBatch(ones, ones, ones, ones, ones), Normalizer(2, 1)
     with pytest.raises(ValueError, match="no ref_logprobs"):

@@ -30,7 +30,7 @@ def refused(**settings):
     return caught.value
 
 
-def test_every_divergence_of_whole_distributions_has_a_name():
+def test_full_distribution_kl_names_match_implementations():
     assert set(FULL_KL_NAMES) == set(FULL_KLS)
     assert len(FULL_KL_NAMES) == len(FULL_KLS)
 
@@ -116,7 +116,7 @@ def test_numbers_of_a_part_reach_the_algorithm():
         ({"preset": "gspo", "dual_clip": 3.0}, "no second clip"),
     ],
 )
-def test_what_no_part_reads_is_refused(settings, words):
+def test_unknown_option_or_inapplicable_setting_is_rejected(settings, words):
     error = refused(**settings)
     assert words in f"{error} {error.hint}"
 
@@ -151,7 +151,7 @@ def options(part, **given):
         ({"correction": "decoupled"} | options("correction", cap=-2), "cap is -2, but must be above 0."),
     ],
 )
-def test_a_number_out_of_its_bounds_is_refused_with_the_bounds(settings, words):
+def test_out_of_bounds_option_is_rejected_with_its_bounds(settings, words):
     error = refused(**settings)
     assert error.message.startswith("algorithm.options.")
     assert words in error.message
@@ -166,11 +166,11 @@ def test_a_number_out_of_its_bounds_is_refused_with_the_bounds(settings, words):
         {"correction": "icepop"} | options("correction", low=0, high=0.5),
     ],
 )
-def test_a_number_at_its_bounds_is_taken(settings):
+def test_option_value_at_its_bound_is_accepted(settings):
     assert resolve(AlgorithmConfig(**settings)).options
 
 
-def test_a_loss_of_trajectories_takes_a_weight_of_trajectories():
+def test_gspo_accepts_a_trajectory_level_correction():
     options = {"correction": {"level": "geometric"}}
     assert resolve(AlgorithmConfig(preset="gspo", correction="tis", options=options)).correction == "tis"
 
@@ -272,14 +272,14 @@ def test_off_policy_a_loss_with_a_ratio_to_the_learner_is_corrected(words, corre
 
 
 @pytest.mark.parametrize("preset", ["ppo", "remax", "reinforce", "reinforce_pp", "rae", "coderl", "distill"])
-def test_a_group_of_one_is_taken_where_no_attempts_are_compared(preset):
+def test_group_size_one_is_accepted_without_group_relative_advantage(preset):
     assert resolve(AlgorithmConfig(preset=preset, group_size=1)).group_size == 1
     for filters in ({"filter_zero_variance": True}, {"top_variance_fraction": 0.5}, {"greso": True}):
         assert next(iter(filters)) in refused(preset=preset, group_size=1, **filters).message
 
 
 @pytest.mark.parametrize("preset", ["grpo", "rloo", "best_of_group", "gigpo", "prime", "mixed_policy", "opo"])
-def test_a_group_of_one_is_refused_where_attempts_are_compared(preset):
+def test_group_size_one_is_rejected_for_group_relative_advantage(preset):
     error = refused(preset=preset, group_size=1)
     assert error.message.startswith("algorithm.group_size is 1, but must be at least 2")
     assert f"the advantage {PRESETS[preset].advantage} compares" in error.message
@@ -301,7 +301,7 @@ FORM = Reward("form", lambda task, trajectory: 0.0, weight=0.1)
         ({"weights": {"form": 0.0}, "model": "some"}, "rewards.model = 'some'"),
     ],
 )
-def test_rewards_other_than_0_and_1_are_refused_where_the_advantage_takes_none(settings, words):
+def test_non_binary_rewards_are_rejected_for_pass_at_k(settings, words):
     one, rewards = resolve(AlgorithmConfig(preset="pass_at_k")), RewardsConfig(**settings)
     with pytest.raises(ConfigError) as caught:
         check_binary_rewards(one, rewards, (FOUND, FORM))
@@ -311,7 +311,7 @@ def test_rewards_other_than_0_and_1_are_refused_where_the_advantage_takes_none(s
     check_binary_rewards(one, RewardsConfig(weights={"form": 0.0}), (FOUND, FORM))
 
 
-def test_k1_in_the_loss_warns_and_elsewhere_does_not():
+def test_k1_kl_warns_only_when_placed_in_the_loss():
     with pytest.warns(UserWarning, match="regularises nothing"):
         resolve(AlgorithmConfig(kl="k1", kl_coef=0.1))
     with warnings.catch_warnings():
@@ -354,7 +354,7 @@ def test_a_file_in_the_folder_is_a_new_advantage(tmp_path, monkeypatch):
     assert new_parts.mine is found["mine"].function
 
 
-def test_a_plug_in_may_take_the_whole_batch_and_must_not_ask_for_what_is_unknown(tmp_path):
+def test_plugin_advantage_accepts_whole_batch_but_rejects_unknown_parameters(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "def whole(outcomes, algorithm):\n    return 0 * outcomes.mask\n\n\ndef odd(rewards, colour): ...\n"

@@ -27,12 +27,12 @@ def random(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64)
 
 
-def test_one_import_gives_all_names_and_torch_only_when_one_is_used():
+def test_package_import_exposes_submodules_and_defers_torch_import():
     done = subprocess.run([sys.executable, "-c", NAMES], capture_output=True, text=True)
     assert done.stdout == "grpo gspo k3 tis\n1.0\n", done.stderr
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error():
+def test_unknown_attribute_raises_attribute_error():
     with pytest.raises(AttributeError, match="'advantage'"):
         _ = ludus.algorithms.advantage
 
@@ -67,7 +67,7 @@ def takes(function):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("rewards", [[1, 0.75, 0.5, 0.75], [0.05, 0, 0.02, 0.03], [1e-6, 3e-6, 0, 2e-6]])
-def test_rewards_of_few_bits_are_compared_as_what_they_are(dtype, rewards):
+def test_low_precision_rewards_yield_same_advantages_as_float64(dtype, rewards):
     given, group = torch.tensor(rewards, dtype=dtype), torch.zeros(4, dtype=torch.long)
     exact = given.double()
     mask = torch.ones(4, 2)
@@ -88,7 +88,7 @@ def test_equal_sums_in_another_order_are_equal_rewards():
         assert not found.any()
 
 
-def test_gmpo_clips_a_token_by_the_sign_of_its_own_advantage():
+def test_gmpo_clips_each_token_by_its_own_advantage_sign():
     """By hand: one row of two tokens, gaps 0.9 and 0.9 with advantages 3 and -1, the mean of which is 1."""
     lp = torch.tensor([[0.9, 0.9]], dtype=torch.float64)
     found = losses.gmpo(

@@ -50,7 +50,7 @@ def fraction(batch, algorithm):
 
 
 @pytest.mark.parametrize(("loss", "fields", "options"), CASES)
-def test_it_is_the_share_of_tokens_without_a_gradient(loss, fields, options):
+def test_clip_fraction_equals_share_of_tokens_with_zero_gradient(loss, fields, options):
     algorithm = replace(PRESETS["grpo"], loss=loss, options=PartOptions(loss=options), **fields)
     leaf = given().logprobs.clone().requires_grad_()
     batch = given(leaf)
@@ -60,7 +60,7 @@ def test_it_is_the_share_of_tokens_without_a_gradient(loss, fields, options):
     assert (0 < found < 1) == (loss in CUTS)
 
 
-def test_the_fraction_of_cispo_is_that_of_the_weights_it_bounds():
+def test_cispo_clip_fraction_counts_ratios_outside_clip_range():
     batch = given()
     algorithm = replace(PRESETS["cispo"], clip_low=0.05, clip_high=0.08)
     ratios = (batch.logprobs - batch.old_logprobs)[batch.mask].exp().tolist()
@@ -69,7 +69,7 @@ def test_the_fraction_of_cispo_is_that_of_the_weights_it_bounds():
     assert fraction(batch, algorithm) == pytest.approx(expected, abs=1e-12)
 
 
-def test_a_trajectory_whose_ratio_is_one_is_not_clipped_whatever_its_tokens():
+def test_unit_sequence_ratio_is_not_clipped_despite_token_ratios():
     zeros = torch.zeros(1, 2, dtype=torch.float64)
     moved = torch.tensor([[0.3, -0.3]], dtype=torch.float64)
     batch = TokenBatch(moved, zeros, zeros, zeros + 1, torch.ones(1, 2, dtype=torch.bool))
@@ -87,5 +87,5 @@ def test_the_share_that_a_loss_chose_is_reported():
     assert (stats + stats).chosen_share == stats.chosen_share
 
 
-def test_every_loss_that_clips_says_what_it_cuts_off():
+def test_every_clipping_loss_has_a_clip_fraction_function():
     assert set(CLIPPING_LOSSES) <= set(CUTS) <= set(LOSSES)

@@ -58,7 +58,7 @@ def test_full_kl_gradients_pieces_and_forbidden_tokens():
         kl.full_reverse(logits=logits, ref_logits=ref[:, :3])
 
 
-def test_estimators_are_unbiased_where_they_say_so():
+def test_k1_and_k3_estimators_are_unbiased_for_reverse_kl():
     """The exact expectation under the policy: k1 and k3 are the reverse KL."""
     generator = torch.Generator().manual_seed(2)
     policy, ref = (torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(0) for _ in range(2))
@@ -101,7 +101,7 @@ def test_trajectory_kl_in_the_loss_is_the_sum_over_each_trajectory(batch):
     torch.testing.assert_close(gradient, batch.clean(batch.logprobs - batch.ref) / num, **oracle.TOLERANCE)
 
 
-def test_schedules():
+def test_schedules_match_expected_values_and_reject_bad_arguments():
     linear, cosine = (Schedule(kind, 0.4, 0.1, 10) for kind in ("linear", "cosine"))
     assert [linear.at(s) for s in (0, 5, 10, 99)] == pytest.approx([0.4, 0.25, 0.1, 0.1])
     assert [cosine.at(s) for s in (0, 5, 10, 99)] == pytest.approx([0.4, 0.25, 0.1, 0.1])
@@ -139,7 +139,7 @@ def test_pid_equals_the_loop_and_resumes(kls):
         assert state.at() == pytest.approx(expected, abs=1e-10)
 
 
-def test_pid_keeps_its_bounds_and_does_not_wind_up():
+def test_pid_controller_respects_bounds_without_integral_windup():
     state = PIDKL(target=0.1, base=0.0, kp=0.0, ki=1.0, max_coef=0.5)
     for _ in range(100):
         state = state.update(0.4)
@@ -152,7 +152,7 @@ def test_pid_keeps_its_bounds_and_does_not_wind_up():
     assert state.at() == 0.0
 
 
-def test_controllers_refuse_what_is_not_finite():
+def test_kl_controllers_reject_non_finite_kl_and_zero_target():
     for state in (AdaptiveKL(0.1, 1.0), PIDKL(1.0, 0.1, 0.1)):
         arguments = (1,) if isinstance(state, AdaptiveKL) else ()
         with pytest.raises(ValueError, match="finite"):

@@ -59,7 +59,7 @@ def test_covariances_and_choices_equal_the_loop(batch, share, seed):
     assert len(places) == min(count, len(band))
 
 
-def test_the_random_choice_follows_the_trajectory_not_its_place():
+def test_random_token_choice_depends_on_trajectory_id_not_row_order():
     batch = batch_of(40)
     covariance, names = covariance_of(batch), torch.arange(40) + 100
     given = {"share": 0.1, "low": -0.5, "high": 0.5}
@@ -207,7 +207,7 @@ def test_preferences_do_not_depend_on_the_split():
     torch.testing.assert_close(torch.cat(parts), whole, **oracle.TOLERANCE)
 
 
-def test_terms_with_a_normaliser_of_their_own_by_hand():
+def test_positive_nll_and_echo_match_hand_computed_values():
     logprobs = torch.tensor([[-1.0, -2.0, -4.0], [-8.0, torch.nan, -3.0]], dtype=torch.float64)
     mask = torch.tensor([[1, 0, 1], [1, 0, 0]])
     nll = losses.positive_nll(logprobs=logprobs, positive=torch.tensor([True, False]), mask=mask)
@@ -257,7 +257,7 @@ def test_corrections_equal_the_loop(batch, level, cap):
         torch.testing.assert_close(ours, loop(weight), **oracle.TOLERANCE)
 
 
-def test_levels_by_hand():
+def test_correction_levels_match_hand_computed_values():
     """Log-ratios 1 and -0.5 on the two action tokens; a masked token of infinity between."""
     given = {
         "old_logprobs": torch.tensor([[0.0, torch.inf, -1.0]], dtype=torch.float64),
@@ -344,7 +344,7 @@ CORRECTED += [
 
 
 @pytest.mark.parametrize(("name", "level", "options", "limit"), CORRECTED)
-def test_what_a_correction_cuts_and_drops_is_counted_from_its_own_weights(name, level, options, limit):
+def test_truncated_and_dropped_shares_are_computed_from_correction_weights(name, level, options, limit):
     batch = batch_of(12, seed=3)
     algorithm = replace(PRESETS["grpo"], correction=name, tis_cap=1.1, options=PartOptions(correction=options))
     given = TokenBatch(batch.old, batch.old, batch.behavior, batch.advantages, batch.mask)

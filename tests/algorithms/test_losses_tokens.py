@@ -130,7 +130,7 @@ def test_value_loss_equals_the_loop(batch, eps):
 
 @quick
 @given(batch=oracle.batches())
-def test_distill_costs_the_gap_and_has_its_gradient(batch):
+def test_distill_value_and_gradient_equal_the_teacher_logprob_gap(batch):
     plain = {"teacher_logprobs": batch.ref, "mask": batch.mask}
     value, gradient = value_and_gradient(lambda lp: losses.distill(logprobs=lp, **plain), batch.logprobs, batch.mask)
     gap = batch.clean(batch.logprobs - batch.ref)
@@ -146,7 +146,7 @@ def test_distill_costs_the_gap_and_has_its_gradient(batch):
     )
 
 
-def test_the_expected_gradient_of_distill_is_that_of_the_whole_distribution():
+def test_expected_distill_gradient_equals_full_distribution_gradient():
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(4, generator=generator, dtype=torch.float64).requires_grad_()
     teacher = torch.randn(1, 1, 4, generator=generator, dtype=torch.float64)
@@ -183,7 +183,7 @@ def test_conflict_weights_equal_the_loop(batch, contiguous, seed):
     )
 
 
-def test_conflict_weights_by_hand():
+def test_conflict_weights_match_hand_computed_values():
     """A shared beginning, a shared end at different lengths, an observation between, another group apart."""
     ids = torch.tensor([[5, 6, 9, 7, 8], [5, 9, 3, 8, 0], [5, 1, 1, 8, 8]])
     mask = torch.tensor([[1, 1, 0, 1, 1], [1, 0, 1, 1, 0], [1, 1, 0, 1, 1]])
@@ -231,7 +231,7 @@ def test_cispo_keeps_the_gradient_that_ppo_clip_cuts_off():
     assert kept.item() == pytest.approx(-1.28 * 2, abs=1e-12)
 
 
-def test_at_the_old_policy_the_ratio_losses_have_the_gradient_of_reinforce():
+def test_ratio_losses_have_reinforce_gradient_at_the_old_policy():
     logprobs = rows([-0.5, -2.0, -1.0])
     given = {"advantages": rows([1.5, -1.0, 0.3]), "mask": torch.tensor([[1, 1, 1]])}
     expected = -given["advantages"]
@@ -281,7 +281,7 @@ def test_a_ratio_is_clamped_in_log_space_and_shapes_are_checked(name):
         loss(logprobs=rows([0.0]), **far, **wrong)
 
 
-def test_gradcheck():
+def test_token_and_sequence_losses_pass_gradcheck():
     generator = torch.Generator().manual_seed(5)
     mask = torch.tensor([[0, 1, 1, 0, 1], [1, 0, 1, 1, 0]])
     lp, old, other, scores = (torch.randn(2, 5, generator=generator, dtype=torch.float64) for _ in range(4))

@@ -33,7 +33,7 @@ def hand():
     }
 
 
-def test_dpo_by_hand():
+def test_dpo_matches_hand_computed_values():
     """h = (-3 + 4) - (-2 + 1.5) = 1.5; beta h = 0.3."""
     assert preference.dpo(**hand(), beta=0.2).item() == pytest.approx(math.log(1 + math.exp(-0.3)), abs=1e-12)
     smooth = 0.9 * math.log(1 + math.exp(-0.3)) + 0.1 * math.log(1 + math.exp(0.3))
@@ -44,20 +44,20 @@ def test_dpo_by_hand():
     assert ours.item() == pytest.approx(robust, abs=1e-12)
 
 
-def test_simpo_by_hand():
+def test_simpo_matches_hand_computed_values():
     """Means -1.5 and -2: 2 * 0.5 - 0.3 = 0.7."""
     pair = {key: value for key, value in hand().items() if not key.startswith("ref")}
     ours = preference.simpo(**pair, beta=2.0, gamma=0.3)
     assert ours.item() == pytest.approx(math.log(1 + math.exp(-0.7)), abs=1e-12)
 
 
-def test_ipo_by_hand():
+def test_ipo_matches_hand_computed_values():
     """Per token 0.5 + 0.5 = 1 against 1 / (2 * 0.25) = 2; summed 1.5."""
     assert preference.ipo(**hand(), beta=0.25).item() == pytest.approx(1.0, abs=1e-12)
     assert preference.ipo(**hand(), beta=0.25, per_token=False).item() == pytest.approx(0.25, abs=1e-12)
 
 
-def test_kto_by_hand():
+def test_kto_matches_hand_computed_values():
     """h = 1 and -0.5, z = 0.2, beta 0.5."""
     given = {
         "logprobs": rows([-1.0, -2.0, 0.0], [-2.0, 0.0, torch.nan]),
@@ -169,7 +169,7 @@ def test_pairs_equal_the_loop_with_gradients(batch, seed, beta, smoothing):
         torch.testing.assert_close(results[0], results[1], **oracle.TOLERANCE)
 
 
-def test_bco_judges_trajectories_alone_and_a_pair_is_their_sum():
+def test_bco_pair_loss_is_sum_of_per_trajectory_losses():
     """Log-ratios 1 and -0.5, beta 0.5, delta 0.2."""
     pair = hand()
     wide = torch.tensor([[0.0, 0.0, 0.0]]).double()
@@ -217,7 +217,7 @@ def test_far_margins_stay_finite_and_shapes_are_checked():
         )
 
 
-def test_gradcheck():
+def test_dpo_and_kto_pass_gradcheck():
     mask = torch.tensor([[1, 0, 1]])
     leaf, ref = rows([-1.0, -0.5, -2.0]).requires_grad_(), rows([-0.7, -0.2, -1.7])
     rest = {k: v for k, v in hand().items() if k not in ("chosen_logprobs", "chosen_mask")}

@@ -699,7 +699,7 @@ def test_every_field_is_in_one_list():
     assert differ <= {*SAMPLING, *IN_GRADIENT}
 
 
-def test_what_acts_before_the_gradient_has_a_test_and_changes_no_bit_of_it():
+def test_sampling_fields_are_tested_elsewhere_and_leave_gradients_bit_identical():
     for file, test in SAMPLING.values():
         (path,) = Path(__file__).parents[1].rglob(file)
         text = path.read_text("utf-8")
@@ -752,7 +752,7 @@ def test_without_a_field_the_term_is_missed(name, key):
 
 
 @pytest.mark.parametrize(("key", "name"), [(key, name) for key in UNREAD for name in sorted(UNREAD[key])])
-def test_what_a_loss_does_not_read_changes_no_bit(name, key):
+def test_fields_unread_by_the_loss_leave_gradients_bit_identical(name, key):
     assert key in differing(name)
     case = case_of(name)
     assert torch.equal(real_gradient(case, PRESETS[name]), real_gradient(case, without(name, key)))
@@ -775,7 +775,7 @@ OTHER_VALUES = {
 
 @pytest.mark.filterwarnings("ignore:k1 in the loss")
 @pytest.mark.parametrize("name", [name for name in PRESETS if name != "pass_at_k"])
-def test_a_setting_that_is_taken_changes_the_gradient(name):
+def test_every_accepted_setting_changes_the_gradient(name):
     """What a preset does not read is refused, with values of which one at least is felt on the batch."""
     case, preset = case_of(name), PRESETS[name]
     plain = real_gradient(case, preset)

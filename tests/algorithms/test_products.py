@@ -29,7 +29,7 @@ def gradients(multiply, inputs):
 
 @pytest.mark.parametrize("shape", [(1,), (15,), (16,), (37,), (256,), (300,), (2, 3, 200), (0,)])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_products_and_gradients_are_those_of_torch(shape, with_bias):
+def test_linear_output_and_gradients_match_torch(shape, with_bias):
     torch.manual_seed(0)
     inputs = [torch.randn(*shape, 48), torch.randn(40, 48), *([torch.randn(40)] if with_bias else [])]
     exact = gradients(plain, [x.double() for x in inputs])
@@ -39,7 +39,7 @@ def test_products_and_gradients_are_those_of_torch(shape, with_bias):
         torch.testing.assert_close(own.double(), theirs, rtol=1e-5, atol=2e-4)
 
 
-def test_nothing_is_lost_where_only_some_need_a_gradient():
+def test_linear_gradients_are_correct_when_one_input_requires_grad():
     rows, weight = torch.randn(64, 8), torch.randn(5, 8, requires_grad=True)
     model_runner.linear(rows, weight).sum().backward()
     torch.testing.assert_close(weight.grad, rows.sum(0).expand(5, 8))
@@ -67,7 +67,7 @@ def test_a_row_has_the_same_bits_in_any_batch():
         assert torch.equal(part, whole[start : start + count])
 
 
-def test_other_formats_and_a_switched_off_onednn_are_torch_s_own():
+def test_linear_falls_back_to_torch_for_float64_or_disabled_onednn():
     rows, weight = torch.randn(64, 32), torch.randn(24, 32)
     assert not torch.equal(model_runner.linear(rows, weight), torch.zeros(64, 24))
     with torch.backends.mkldnn.flags(enabled=False):
@@ -78,7 +78,7 @@ def test_other_formats_and_a_switched_off_onednn_are_torch_s_own():
     assert not model_runner.uses_onednn(weight.bfloat16())
 
 
-def test_layers_of_a_model_multiply_by_it_and_stay_what_they_are():
+def test_use_onednn_replaces_linear_layers_and_restore_reverts_them():
     model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 8, bias=False))
     rows, names = torch.randn(40, 32), list(model.state_dict())
     before = model(rows)

@@ -96,7 +96,7 @@ def adapted_model(dtype=torch.float64):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_reference_of_adapters_is_the_base_to_the_bit_and_old_is_not(dtype):
+def test_adapter_reference_is_bit_identical_to_base_while_policy_differs(dtype):
     """Trap 8: the adapters are off in the reference alone, and on again after it."""
     base, adapted = adapted_model(dtype)
     rows = random_rows()
@@ -116,7 +116,7 @@ def test_the_reference_of_adapters_is_the_base_to_the_bit_and_old_is_not(dtype):
     assert statistics.kl_mean > 1e-4
 
 
-def test_the_reference_stays_the_base_while_the_adapters_learn():
+def test_reference_stays_equal_to_base_while_adapters_train():
     base, adapted = adapted_model()
     rows = random_rows()
     one = learner(adapted, PRESETS["grpo_paper"], scorers={"reference": AdapterOff(adapted, 1.0)})

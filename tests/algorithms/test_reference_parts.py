@@ -77,7 +77,7 @@ def test_rejection_by_the_estimators_of_the_divergence(batch, measure, by, high)
 
 @quick
 @given(batch=BATCHES, bound=st.sampled_from([1e-9, 0.01, 0.04, 0.3, 99.0]))
-def test_m2po_takes_the_fewest_tokens_from_the_top(batch, bound):
+def test_m2po_masks_the_fewest_tokens_with_largest_second_moments(batch, bound):
     found = corrections.m2po(**off_policy(batch), bound=bound)
     cells = [(i, t) for i, t in batch.mask.nonzero().tolist()]
     moments = {c: float(batch.old[c] - batch.behavior[c]) ** 2 for c in cells}
@@ -89,7 +89,7 @@ def test_m2po_takes_the_fewest_tokens_from_the_top(batch, bound):
     assert kept == pytest.approx(sorted(moments[c] for c in left), abs=1e-14)
 
 
-def test_m2po_by_hand():
+def test_m2po_matches_hand_computed_masks():
     """Squares 1, 0.04, 0.01 and 0: the mean of all is 0.2625, of the last three 0.0167."""
     old = torch.tensor([[1.0, torch.nan, 0.2], [-0.1, 0.0, 5.0]], dtype=torch.float64)
     mask = torch.tensor([[1, 0, 1], [1, 1, 0]])
@@ -125,7 +125,7 @@ def gradient_of(value, leaf):
 
 @quick
 @given(batch=BATCHES, loss=st.sampled_from(["ppo_clip", "gspo", "ppo_sequence"]))
-def test_the_objective_has_no_policy_loss_where_opsm_masks(batch, loss):
+def test_objective_drops_policy_loss_where_opsm_masks(batch, loss):
     algorithm = replace(PRESETS["grpo"], loss=loss, opsm_delta=0.05, kl_coef=0.0)
     counts = Normalizer.of(batch.mask)
     leaf = batch.logprobs.clone().requires_grad_()
@@ -147,7 +147,7 @@ def test_the_objective_has_no_policy_loss_where_opsm_masks(batch, loss):
 
 @quick
 @given(batch=BATCHES, estimator=st.sampled_from(["k1", "k2", "k3", "abs"]))
-def test_a_kl_times_the_ratio_equals_the_loop_with_its_gradient(batch, estimator):
+def test_importance_weighted_kl_and_gradient_match_loop_reference(batch, estimator):
     def weigh(lp, i, t):
         value = oracle.kl_token(estimator, lp[i, t], batch.ref[i, t])
         return torch.exp(lp[i, t] - batch.old[i, t]) * value
@@ -194,7 +194,7 @@ def test_importance_in_the_settings_reaches_the_loss():
 
 @quick
 @given(batch=BATCHES)
-def test_ppo_on_whole_sequences_equals_the_loop_with_its_gradient(batch):
+def test_ppo_sequence_loss_and_gradient_match_loop_reference(batch):
     results = []
     for ours in (True, False):
         leaf = batch.logprobs.clone().requires_grad_()
@@ -303,7 +303,7 @@ def test_the_optimal_token_baseline_equals_the_loop(batch, zero_tail, weighted):
     torch.testing.assert_close(found, expected, atol=1e-9, rtol=1e-9)
 
 
-def test_the_optimal_token_baseline_by_hand():
+def test_optimal_token_baseline_matches_hand_computed_values():
     """Rewards 1 and 0, equal weights; the second row is longer by a token, and has a turn reward."""
     given = {
         "rewards": torch.tensor([1.0, 0.0], dtype=torch.float64),
@@ -343,12 +343,12 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changes", "said"), REFUSED)
-def test_what_cannot_act_is_refused_with_a_sentence(changes, said):
+def test_incompatible_or_ineffective_settings_raise_config_error(changes, said):
     with pytest.raises(ConfigError, match=said):
         resolve(AlgorithmConfig(**changes))
 
 
-def test_what_goes_together_is_taken():
+def test_compatible_setting_combinations_are_accepted():
     for taken in (
         {"preset": "dppo", "correction": "m2po", "opsm_delta": 1e-4},
         {"preset": "gspo", "correction": "reject_sequence", "options": {"correction": {"by": "token"}}},
@@ -359,7 +359,7 @@ def test_what_goes_together_is_taken():
         resolve(AlgorithmConfig(**taken))
 
 
-def test_bypass_with_weights_is_cispo_on_the_engine_s_own_ratio():
+def test_cispo_on_behavior_logprobs_equals_verl_bypass_mode():
     """verl's bypass mode: `-min(exp(lp - beh), c) A lp`, the weight without gradient."""
     lp, beh = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     scores, mask = torch.tensor([[1.0], [-2.0]]).double().expand(2, 3), torch.ones(2, 3)

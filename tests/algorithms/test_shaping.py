@@ -62,7 +62,7 @@ def test_caps_and_the_check_that_shaping_cannot_outweigh_the_outcome():
         shaping.soft_overlong(lengths=torch.tensor([1]), max_length=10, cache=11)
 
 
-def test_sums_and_gates_by_hand():
+def test_weighted_sum_and_gated_match_hand_computed_values():
     parts = torch.tensor([[1.0, 2.0, math.nan], [0.0, -1.0, 5.0]], dtype=torch.float64)
     assert shaping.weighted_sum(parts=parts, weights=[1.0, 0.5, 0.0]).tolist() == [2.0, -0.5]
     fading = [Schedule("constant", 1.0), Schedule("linear", 1.0, 0.0, 4), Schedule("constant", 0.0)]
@@ -108,7 +108,7 @@ def test_pareto_ranks_equal_the_loop(rows, seed):
     assert upside_down == pairs
 
 
-def test_pareto_refuses_what_is_not_finite():
+def test_pareto_rejects_non_finite_rewards():
     with pytest.raises(ValueError, match=r"rewards\[1\] is nan"):
         shaping.pareto(parts=torch.tensor([[1.0], [math.nan]]), group=torch.tensor([0, 0]))
 

@@ -65,7 +65,7 @@ def successes(rows):
 
 
 @pytest.mark.parametrize(("name", "marks"), [("echo", echoed), ("positive_nll", successes)])
-def test_a_term_is_a_mean_over_its_own_tokens_of_the_whole_batch(name, marks):
+def test_loss_term_is_averaged_over_its_own_tokens_across_microbatches(name, marks):
     model, rows = tiny_model(), marked_rows()
     bare = PRESETS["grpo"]
     algorithm = replace(bare, options=PartOptions(terms={name: 0.3}))
@@ -174,13 +174,13 @@ def test_contradictions_are_refused_before_anything_is_loaded(settings, words):
         check(Config.model_validate(settings), None)
 
 
-def test_vapo_without_a_warm_up_of_its_critic_is_doubted():
+def test_vapo_without_critic_warmup_emits_config_warning():
     cold = {"algorithm": {"preset": "vapo"}, "critic": {"warmup_steps": 0}}
     assert any("critic.warmup_steps" in text for text in config_warnings(Config.model_validate(cold)))
     assert config_warnings(Config.model_validate({"algorithm": {"preset": "vapo"}})) == []
 
 
-def test_a_critic_that_learns_alone_in_all_steps_is_doubted():
+def test_critic_warmup_covering_all_steps_emits_config_warning():
     short = {"algorithm": {"preset": "ppo"}, "training": {"steps": 2}, "critic": {"warmup_steps": 2}}
     assert any("The policy is never trained" in text for text in config_warnings(Config.model_validate(short)))
     short["training"]["steps"] = 3
@@ -196,7 +196,7 @@ def run(folder, reporter=None, **changes):
 
 
 @pytest.mark.learning
-def test_a_run_learns_what_tools_answer(tmp_path):
+def test_echo_loss_on_tool_output_decreases_during_run(tmp_path):
     steps = run(
         tmp_path / "run",
         algorithm__preset="echo",
@@ -236,7 +236,7 @@ def played(model, seed, num=48, length=6):
     return [Row(tuple(row), action, (False,) * (length + 1), zeros, zeros) for row in tokens.tolist()]
 
 
-def test_a_student_comes_nearer_to_its_teacher():
+def test_distill_training_reduces_reverse_kl_to_teacher():
     student, teacher = tiny_model(torch.float32), tiny_model(torch.float32, seed=1)
     with torch.no_grad():
         teacher.get_input_embeddings().weight *= 20
@@ -248,7 +248,7 @@ def test_a_student_comes_nearer_to_its_teacher():
 
 
 @pytest.mark.scale
-def test_a_run_learns_from_a_teacher_alone(tmp_path):
+def test_distill_run_from_identical_teacher_starts_with_zero_kl(tmp_path):
     """The teacher is the student as it was: the cost begins at 0, and rewards move nothing."""
     steps = run(tmp_path / "run", algorithm__preset="distill", teacher__path=str(COLD_START), training__epochs="2")
     assert steps[0]["distill/reverse_kl"] == pytest.approx(0.0, abs=1e-6)

@@ -27,7 +27,7 @@ def turns(sample, reward, *lengths):
     return Trajectory("t", sample, tuple(segments), (), StopReason.ANSWERED, reward=reward, turn_rewards=(0.1, 0.3))
 
 
-def test_a_row_for_each_turn_has_its_context_and_trains_its_action_alone():
+def test_transition_row_keeps_context_and_trains_only_its_action():
     one = turns(0, 1.0, 2, 3)
     row = row_of_trajectory(one, (0.5, 0.5, 2.0, 2.0, 2.0))
     first, second = transitions_of(row, one)
@@ -103,7 +103,7 @@ def test_the_gradient_is_that_of_a_loop_over_turns(aggregation):
     assert (gap < 1e-9) == (aggregation == "token_mean")  # over tokens, how rows are cut does not count
 
 
-def test_the_gradient_of_a_tree_does_not_depend_on_the_cut_where_tokens_are_counted():
+def test_token_mean_gradient_of_tree_is_unchanged_by_splitting_into_transitions():
     model, algorithm = tiny_model(), replace(PRESETS["rloo"], aggregation="token_mean")
     credits = assign_credit([episodes(tree(), chain(1, 0.2))], algorithm)
     one, grads = learner(model, algorithm), []

@@ -110,7 +110,7 @@ def test_kimi_ids_have_the_name_of_the_tool():
         assert "## Return of functions.search:0\nr" in shown(renderer, renderer.observation([tool_says("r", call_id)]))
 
 
-def test_thinking_that_the_prompt_opens_and_nothing_closes_is_no_answer():
+def test_unclosed_thinking_opened_by_prompt_is_parsed_as_reasoning():
     template = QWEN3.replace(
         "'<|im_start|>assistant\\n' }}{%- endif %}\n", "'<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"
     )

@@ -129,7 +129,7 @@ HERMES_MALFORMED = [
 
 
 @pytest.mark.parametrize(("inner", "reason"), HERMES_MALFORMED)
-def test_hermes_says_what_is_wrong_in_a_block(inner, reason):
+def test_hermes_reports_error_for_malformed_block(inner, reason):
     text = block(inner)
     check("hermes", text, text, calls=[], errors=[(text, reason)])
 
@@ -164,7 +164,7 @@ HERMES_TAGS = [
 
 
 @pytest.mark.parametrize(("text", "content", "calls", "errors"), HERMES_TAGS)
-def test_hermes_says_what_is_wrong_with_the_tags(text, content, calls, errors):
+def test_hermes_reports_errors_for_malformed_tags(text, content, calls, errors):
     check("hermes", text, content, calls, errors)
 
 
@@ -211,7 +211,7 @@ THINKING = [
 
 
 @pytest.mark.parametrize(("parser", "text", "reasoning", "content", "calls"), THINKING)
-def test_thinking_is_kept_apart_and_calls_in_it_do_not_count(parser, text, reasoning, content, calls):
+def test_thinking_is_parsed_as_reasoning_and_its_calls_are_ignored(parser, text, reasoning, content, calls):
     check(parser, text, content, calls, errors=[], reasoning=reasoning)
 
 
@@ -242,7 +242,7 @@ LLAMA3 = [
 
 
 @pytest.mark.parametrize(("text", "content", "calls", "errors"), LLAMA3)
-def test_llama3(text, content, calls, errors):
+def test_llama3_parses_content_and_tool_calls(text, content, calls, errors):
     check("llama3", text, content, calls, errors)
 
 
@@ -257,7 +257,7 @@ LLAMA3_REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "reason"), LLAMA3_REFUSED)
-def test_llama3_refuses_the_whole_text(text, reason):
+def test_llama3_reports_malformed_text_as_one_error(text, reason):
     check("llama3", text, text, calls=[], errors=[(text, reason)])
 
 
@@ -301,7 +301,7 @@ PYTHONIC = [
 
 
 @pytest.mark.parametrize(("text", "content", "calls", "errors"), PYTHONIC)
-def test_pythonic(text, content, calls, errors):
+def test_pythonic_parses_content_and_tool_calls(text, content, calls, errors):
     check("pythonic", text, content, calls, errors)
 
 
@@ -315,7 +315,7 @@ PYTHONIC_REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "reason"), PYTHONIC_REFUSED)
-def test_pythonic_refuses_the_whole_text(text, reason):
+def test_pythonic_reports_malformed_text_as_one_error(text, reason):
     check("pythonic", text, text, calls=[], errors=[(text, reason)])
 
 
@@ -333,7 +333,7 @@ DEEP = [
 
 
 @pytest.mark.parametrize("value", DEEP, ids=range(len(DEEP)))
-def test_pythonic_survives_what_python_cannot_parse(value):
+def test_pythonic_reports_error_for_values_python_cannot_parse(value):
     action = PARSERS["pythonic"].parse(f"[f(a={value})]", turn=0)
     assert not action.calls
     assert len(action.errors) == 1
@@ -364,7 +364,7 @@ SEARCH_R1 = [
 
 
 @pytest.mark.parametrize(("text", "content", "reasoning", "calls", "errors"), SEARCH_R1)
-def test_search_r1(text, content, reasoning, calls, errors):
+def test_search_r1_parses_reasoning_searches_and_answers(text, content, reasoning, calls, errors):
     check("search_r1", text, content, calls, errors, reasoning)
 
 
@@ -379,7 +379,7 @@ SEARCH_R1_REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "reason"), SEARCH_R1_REFUSED)
-def test_search_r1_refuses_the_whole_text(text, reason):
+def test_search_r1_reports_malformed_text_as_one_error(text, reason):
     check("search_r1", text, text, calls=[], errors=[(text, reason)])
 
 
@@ -402,7 +402,7 @@ RETOOL = [
 
 
 @pytest.mark.parametrize(("text", "content", "reasoning", "calls", "errors"), RETOOL)
-def test_retool(text, content, reasoning, calls, errors):
+def test_retool_parses_reasoning_code_calls_and_answers(text, content, reasoning, calls, errors):
     check("retool", text, content, calls, errors, reasoning)
 
 
@@ -422,7 +422,7 @@ RETOOL_REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "reason"), RETOOL_REFUSED)
-def test_retool_refuses_the_whole_text(text, reason):
+def test_retool_reports_malformed_text_as_one_error(text, reason):
     check("retool", text, text, calls=[], errors=[(text, reason)])
 
 
@@ -450,7 +450,7 @@ def test_detect_reads_the_parser_off_the_template(template, name):
     assert detect(template) == name
 
 
-def test_parsers_are_registered_under_their_own_names():
+def test_parser_registry_keys_match_parser_names():
     assert {name: parser.name for name, parser in PARSERS.items()} == {
         name: name
         for name in (
@@ -484,7 +484,7 @@ def as_hermes(calls, ascii_only):
 
 @settings(STABLE, max_examples=200)
 @given(calls_made, st.booleans())
-def test_hermes_reads_back_what_was_rendered(calls, ascii_only):
+def test_hermes_parse_round_trips_rendered_calls(calls, ascii_only):
     action = PARSERS["hermes"].parse(as_hermes(calls, ascii_only), turn=0)
     assert [(c.name, c.arguments) for c in action.calls] == calls
     assert not action.errors
@@ -494,7 +494,7 @@ def test_hermes_reads_back_what_was_rendered(calls, ascii_only):
 
 @settings(STABLE, max_examples=100)
 @given(calls_made)
-def test_llama3_reads_back_what_was_rendered(calls):
+def test_llama3_parse_round_trips_rendered_calls(calls):
     text = "; ".join(json.dumps({"name": n, "parameters": a}) for n, a in calls)
     action = PARSERS["llama3"].parse(text, turn=0)
     assert [(c.name, c.arguments) for c in action.calls] == calls
@@ -503,7 +503,7 @@ def test_llama3_reads_back_what_was_rendered(calls):
 
 @settings(STABLE, max_examples=100)
 @given(st.dictionaries(st.from_regex(r"v_[a-z0-9]{1,5}", fullmatch=True), json_values, min_size=1, max_size=3))
-def test_pythonic_reads_back_what_was_rendered(arguments):
+def test_pythonic_parse_round_trips_rendered_arguments(arguments):
     text = f"[f({', '.join(f'{k}={v!r}' for k, v in arguments.items())}), g()]"
     action = PARSERS["pythonic"].parse(text, turn=0)
     assert [(c.name, c.arguments) for c in action.calls] == [("f", arguments), ("g", {})]

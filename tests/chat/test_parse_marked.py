@@ -93,13 +93,13 @@ def test_marked_formats_read_calls(parser, text, content, calls, reasoning):
     assert action.errors == ()
 
 
-def test_an_untyped_value_is_json_or_else_text():
+def test_untyped_parameter_is_parsed_as_json_or_kept_as_text():
     text = FUNCTION.format("<parameter=q>\n12\n</parameter>\n<parameter=k>\ntwelve\n</parameter>\n")
     (call,) = PARSERS["qwen3_coder"].parse(text, turn=0).calls
     assert call.arguments == {"q": 12, "k": "twelve"}
 
 
-def test_sampled_ids_are_kept_once():
+def test_duplicate_sampled_call_id_is_replaced_by_generated_id():
     text = KIMI_CALL.format("functions.f:3", "{}") * 2
     assert [call.id for call in PARSERS["kimi_k2"].parse(text, turn=5).calls] == ["functions.f:3", "call_5_1"]
 
@@ -121,7 +121,7 @@ MARKED_ERRORS = [
 
 
 @pytest.mark.parametrize(("parser", "text", "reason"), MARKED_ERRORS)
-def test_marked_formats_say_what_is_wrong(parser, text, reason):
+def test_marked_formats_report_reason_for_malformed_calls(parser, text, reason):
     action = PARSERS[parser].parse(text, turn=3)
     assert (action.message["content"], action.calls) == (text, ())
     (error,) = action.errors

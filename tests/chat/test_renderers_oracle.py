@@ -222,7 +222,7 @@ def test_prompts_are_the_same_tokens(name):
 
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.demonstrates])
-def test_demonstrated_turns_are_the_same_tokens_and_parse_alike(name):
+def test_demonstrated_turns_match_oracle_tokens_and_parse(name):
     ours, oracle = build(name)
     for probe in dialogues(name):
         for number, turn in enumerate(turns(probe)):
@@ -240,7 +240,7 @@ def test_demonstrated_turns_are_the_same_tokens_and_parse_alike(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_observations_continue_the_sampled_tokens_alike(name):
+def test_observation_tokens_after_sampled_turn_match_oracle(name):
     """The oracle is told to keep thinking: by default it renders the dialogue again where a user goes on."""
     ours, oracle = build(name, "all")
     answer = [*ours.tokenizer.encode("Hm.\n</think>\n\nHello!", add_special_tokens=False), ours.stop_token_ids[0]]
@@ -262,7 +262,7 @@ def test_observations_continue_the_sampled_tokens_alike(name):
     assert compared >= 2
 
 
-def test_a_turn_of_glm_that_ends_at_the_wrong_role_is_continued_alike():
+def test_glm_observation_after_mismatched_role_stop_token_matches_oracle():
     ours, oracle = build("glm-4.5", "all")
     prompt = list(ours.prompt([Message(role="user", content="q")], [look_up]))
     said = ours.tokenizer.encode("\n<think></think>\n<tool_call>look_up\n</tool_call>", add_special_tokens=False)
@@ -362,7 +362,7 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in OUTPUTS.items() for text in texts])
-def test_written_outputs_parse_alike(name, text):
+def test_parsed_output_text_matches_oracle(name, text):
     """Text of malformed calls stays in our content, so content is compared where no call is malformed."""
     ours, oracle = build(name)
     prompt = oracle.render_ids([Message(role="user", content="q")], tools=[look_up.schema], add_generation_prompt=True)
@@ -463,7 +463,7 @@ def test_gpt_oss_prompts(gpt_oss):
             assert as_harmony(text) + OPENED == tokenizer.decode(theirs), (probe.name, turn)
 
 
-def test_gpt_oss_turns_parse_and_continue_alike(gpt_oss):
+def test_gpt_oss_turns_and_observations_match_oracle(gpt_oss):
     ours, oracle, keeping, tokenizer = gpt_oss
     compared = 0
     for probe in gpt_oss_dialogues(ours):

@@ -26,7 +26,7 @@ def test_blanks_and_rare_characters_stay(text):
     assert TOKENIZER.decode(TOKENIZER.encode(text, add_special_tokens=False)) == text
 
 
-def test_encoding_adds_nothing():
+def test_encode_adds_no_special_tokens():
     assert TOKENIZER.encode("Paris") == TOKENIZER.encode("Paris", add_special_tokens=False)
 
 
@@ -45,7 +45,7 @@ def test_frequent_words_are_one_token():
     assert len(TOKENIZER.encode("Parzt")) > 1
 
 
-def test_a_name_is_the_same_tokens_wherever_it_stands():
+def test_name_tokens_are_independent_of_context():
     name = TOKENIZER.encode("Paris")
     for before, after in (("in ", "."), ('"query": "', '"}}'), ("", "<|im_end|>"), ("\n", "\n")):
         around = TOKENIZER.encode(before + "Paris" + after)

@@ -27,7 +27,7 @@ def refused(capsys, *arguments: str) -> str:
     return said[announced.end() :]
 
 
-def test_a_misspelt_setting_names_the_nearest(tmp_path, capsys):
+def test_misspelled_setting_suggests_the_closest_name(tmp_path, capsys):
     said = refused(capsys, "train", "search", *words(tmp_path / "r"), "--algorithm.group_sise", "16")
     assert "algorithm.group_size" in said
     assert not (tmp_path / "r").exists()
@@ -46,7 +46,7 @@ def test_a_missing_model_is_refused_before_anything_is_written(tmp_path, capsys,
     assert not (tmp_path / "r" / "metrics.jsonl").exists()
 
 
-def test_a_cache_that_cannot_be_given_up_is_refused(tmp_path, capsys):
+def test_engine_sleep_is_rejected_for_async_or_remote_engine(tmp_path, capsys):
     asked = words(tmp_path / "r", engine__sleep="true")
     assert "sync" in refused(capsys, "train", "search", *asked, "--training.mode", "async")
     assert "embedded" in refused(capsys, "train", "search", *asked, "--engine.url", "http://127.0.0.1:9")
@@ -99,7 +99,7 @@ def test_a_checkpoint_of_another_architecture_is_refused_on_resume(tmp_path, cap
     assert before == {p: p.read_bytes() for p in folder.rglob("*.safetensors")}
 
 
-def test_resuming_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
+def test_resume_rejects_folder_without_run_config(tmp_path, capsys):
     assert "config.toml" in refused(capsys, "train", "--resume", str(tmp_path))
 
 
@@ -128,7 +128,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_checkpoint_before_intact(tmp
     assert not list((folder / "checkpoints").glob(".step-*"))
 
 
-def test_a_start_that_a_server_refuses_names_its_command_and_leaves_no_folder(tmp_path, capsys):
+def test_unreachable_engine_server_shows_serve_command_and_removes_run_folder(tmp_path, capsys):
     folder, model = tmp_path / "run", model_path(config(tmp_path / "x"))
     assert main(["train", "search", *words(folder, engine__url="http://127.0.0.1:9")]) == 3
     first, last = capsys.readouterr().err.splitlines()[-2:]
@@ -137,7 +137,7 @@ def test_a_start_that_a_server_refuses_names_its_command_and_leaves_no_folder(tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_world_whose_infrastructure_fails_stops_with_its_own_words_and_its_own_code(tmp_path, capsys):
+def test_world_infrastructure_failure_exits_with_code_4_and_its_message(tmp_path, capsys):
     world = tmp_path / "broken.py"
     world.write_text(
         "from ludus.envs.tool_world import ToolWorld\n"
@@ -191,7 +191,7 @@ def test_a_world_file_with_a_mistake_is_one_sentence(tmp_path, capsys, old, new,
     assert not (tmp_path / "r").exists()
 
 
-def test_a_missing_model_is_reported_in_plain_words(capsys, monkeypatch):
+def test_missing_model_without_network_prints_one_line_error(capsys, monkeypatch):
     from huggingface_hub import HfApi
 
     def offline(*arguments, **options):
@@ -218,7 +218,7 @@ def test_a_plug_in_is_checked_by_config_as_by_train(tmp_path, capsys, setting, n
 
 
 @pytest.mark.parametrize("installed", [False, True])
-def test_an_error_of_an_engine_plug_in_names_its_file_and_line(tmp_path, capsys, monkeypatch, installed):
+def test_engine_plugin_error_reports_file_and_line(tmp_path, capsys, monkeypatch, installed):
     file = tmp_path / "ludus_test_engine.py"
     file.write_text(
         "from ludus.training.run.session import local_engine\n\n\n"
@@ -241,7 +241,7 @@ def test_an_error_of_an_engine_plug_in_names_its_file_and_line(tmp_path, capsys,
     assert "ludus train --resume" in shown
 
 
-def test_a_metric_named_like_another_stops_the_run_with_both_names(tmp_path, capsys):
+def test_metric_plugin_returning_existing_metric_name_is_rejected(tmp_path, capsys):
     (tmp_path / "mine.py").write_text("def mine(groups):\n    return {'reward/mean': 1.0}\n", encoding="utf-8")
     name = f"{tmp_path / 'mine.py'}:mine"
     shown = refused(capsys, "train", "search", *words(tmp_path / "r", **SMALLEST), "--run.metrics", f'["{name}"]')
@@ -252,6 +252,6 @@ def test_a_metric_named_like_another_stops_the_run_with_both_names(tmp_path, cap
     ("command", "setting", "value"),
     [("train", "splits", '["nowhere"]'), ("train", "split_during", "nowhere"), ("eval", "splits", '["nowhere"]')],
 )
-def test_a_split_that_the_world_lacks_names_the_setting(tmp_path, capsys, command, setting, value):
+def test_unknown_split_error_names_the_setting(tmp_path, capsys, command, setting, value):
     shown = refused(capsys, command, "search", *words(tmp_path / "r"), f"--evaluation.{setting}", value)
     assert f"evaluation.{setting}: The world 'search' has no split 'nowhere'" in shown

@@ -19,7 +19,7 @@ def test_the_parts_that_no_preset_has_are_listed():
     assert "k3_k2grad, full_reverse, full_forward" in said.out
 
 
-def test_one_of_them_is_shown_with_what_its_parts_take():
+def test_algorithms_command_shows_options_of_one_preset():
     said = ludus("algorithms", "dppo")
     assert said.code == 0
     assert "arXiv:2602.04879" in said.out
@@ -31,18 +31,18 @@ def test_one_of_them_is_shown_with_what_its_parts_take():
     assert "loss.share = 0.0002 (above 0 and at most 1)" in ludus("algorithms", "kl_cov").out
 
 
-def test_a_part_that_no_preset_has_says_which_setting_takes_it():
+def test_algorithms_command_shows_the_setting_for_a_part():
     said = ludus("algorithms", "tis").out
     assert "tis is a part of presets: --algorithm.correction tis" in said
     assert "algorithm.options.correction." in said
     assert "--algorithm.advantage vtrace" in ludus("algorithms", "vtrace").out
 
 
-def test_values_are_shown_as_the_command_line_takes_them():
+def test_algorithms_command_shows_values_in_command_line_syntax():
     said = ludus("algorithms", "ppo").out
     assert "= false" in said
     assert "False" not in said
 
 
-def test_an_unknown_one_names_the_nearest():
+def test_unknown_algorithm_suggests_the_closest_name():
     assert "'gspo'" in refused("algorithms", "gspoo")

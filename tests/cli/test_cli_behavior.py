@@ -25,7 +25,7 @@ def test_the_newest_evaluation_is_measured_and_written(tiny_run, tmp_path):
     assert f"{result.rate:.1%} [" in said.out
 
 
-def test_a_step_and_its_comparison_with_another_run(tiny_run, tmp_path):
+def test_behavior_reports_step_measures_and_differences_between_runs(tiny_run, tmp_path):
     run = copy_run(tiny_run, tmp_path)
     said = ludus("behavior", tiny_run, "--step", "1", "--json", tmp_path / "b.json")
     assert said.code == 0, said

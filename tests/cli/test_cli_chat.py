@@ -38,7 +38,7 @@ def ask(dialogue, *questions):
     return shown
 
 
-def test_what_happens_is_shown_in_its_order():
+def test_reply_parts_are_shown_in_order():
     script = [f"<think>Look.</think>\n{call('look', item='pear')}", PRICES["pear"]]
     talk, _ = dialogue(script)
     assert ask(talk, "What does pear cost?") == [
@@ -61,7 +61,7 @@ def test_failed_and_malformed_calls_are_marked():
     assert parts[4].text.startswith("no tool (malformed): Error: ")
 
 
-def test_a_follow_up_goes_on_with_the_same_tokens():
+def test_follow_up_question_extends_the_previous_token_sequence():
     talk, engine = dialogue(["3", "4"])
     ask(talk, "What does pear cost?", "And the plum?")
     first, second = engine.requests
@@ -71,7 +71,7 @@ def test_a_follow_up_goes_on_with_the_same_tokens():
     assert second.episode == first.episode
 
 
-def test_a_new_dialogue_drops_the_old_one():
+def test_restart_releases_the_previous_dialogue():
     talk, engine = dialogue(["3", "4"])
     ask(talk, "What does pear cost?")
     assert not talk.is_new
@@ -113,7 +113,7 @@ def test_a_retry_answers_the_last_question_again_after_the_same_dialogue():
     assert engine.requests[3].params.temperature == 0.0
 
 
-def test_a_retry_of_the_first_question_begins_a_dialogue():
+def test_retry_of_first_question_restarts_dialogue_with_new_seed():
     talk, engine = dialogue(["3", "4"])
     ask(talk, "What does pear cost?")
     asyncio.run(talk.retry([].append))
@@ -166,7 +166,7 @@ def test_a_turn_without_text_is_shown_as_empty():
     ]
 
 
-def test_a_world_that_breaks_is_an_error_in_its_own_words():
+def test_failing_world_raises_world_error_with_its_message():
     async def broken(_):
         raise OSError("the shop is shut")
 
@@ -176,7 +176,7 @@ def test_a_world_that_breaks_is_an_error_in_its_own_words():
     assert world.open == []
 
 
-def test_the_opening_is_that_of_the_worlds_own_tasks():
+def test_chat_opening_matches_prompts_of_world_tasks():
     tiny = build_world(load_config(None, ["--env.name", str(WORLD)]).env, load_config(None).rollout)
     task = tiny.tasks("test")[0]
     assert tuple(tiny.opening(task.prompt[-1]["content"])) == task.prompt
@@ -202,7 +202,7 @@ def test_a_run_answers_piped_questions_until_the_input_ends(tiny_run, monkeypatc
     assert said.out.count("[answer]") + said.out.count("[end]") == 2
 
 
-def test_greedy_answers_repeat_and_words_that_are_no_question_end_or_begin(tiny_run, monkeypatch):
+def test_greedy_answers_repeat_and_chat_commands_restart_or_exit(tiny_run, monkeypatch):
     question = "What does pear cost?"
     said = chat(monkeypatch, [question, "/new", question, "/exit", "never asked"], tiny_run)
     first, second = said.out.split("A new dialogue.\n")
@@ -232,7 +232,7 @@ def test_the_temperature_changes_the_answer(tiny_run, monkeypatch):
     assert len({part.split("[you]")[-1] for part in warm[:4]}) > 1
 
 
-def test_a_model_takes_the_world_that_is_named(tiny_run, monkeypatch):
+def test_chat_with_a_model_uses_the_world_option(tiny_run, monkeypatch):
     model = tiny_run / "checkpoints" / "step-000002"
     said = chat(monkeypatch, ["What does pear cost?"], model, "--world", WORLD, "--rollout.max_turns", "1")
     assert said.code == 0, said
@@ -259,7 +259,7 @@ def test_bad_input_is_one_sentence(words, expected, tiny_run, tmp_path, monkeypa
     assert expected in refused("chat", *(stand_for.get(word, word) for word in words))
 
 
-def test_a_run_without_a_checkpoint_says_so(tiny_run, tmp_path):
+def test_chat_rejects_a_run_without_checkpoint(tiny_run, tmp_path):
     run = copy_run(tiny_run, tmp_path)
     (run / "checkpoints").rename(run / "gone")
     assert "has no checkpoint yet" in refused("chat", run)

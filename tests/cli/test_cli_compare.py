@@ -56,7 +56,7 @@ def test_several_attempts_have_no_mcnemar(tmp_path):
     assert cells[6:] == ["", "", "", ""]
 
 
-def test_folders_are_paired_by_their_newest_own_evaluations(tmp_path):
+def test_compare_pairs_newest_matching_evaluations_of_two_folders(tmp_path):
     a, b = tmp_path / "a" / "evaluations", tmp_path / "b" / "evaluations"
     saved(a, [0, 0, 0, 1], step=0)
     saved(a, [0, 0, 1, 1], step=10)
@@ -73,7 +73,7 @@ def test_folders_are_paired_by_their_newest_own_evaluations(tmp_path):
     assert warm[1:5] == ["temperature 1", "4", "75.0%", "100.0%"]
 
 
-def test_what_else_differs_is_noted(tmp_path):
+def test_compare_notes_differing_evaluation_conditions(tmp_path):
     a = saved(tmp_path / "a", [0, 1])
     b = saved(tmp_path / "b", [1, 1], conditions=replace(CONDITIONS, max_turns=9), temperature=0.5, step=7)
     notes = [line for line in ludus("compare", a, b).out.splitlines() if line.startswith("note: ")]
@@ -110,7 +110,7 @@ def test_a_smaller_evaluation_is_compared_with_a_larger_one_over_the_tasks_of_bo
         ("runs", "others", "have no evaluation of the same split, sampling and number of tasks"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(tmp_path, a, b, expected):
+def test_compare_rejects_incompatible_or_missing_evaluations(tmp_path, a, b, expected):
     for name, tasks, successes in (
         ("a", "t", [0, 1]),
         ("other", "u", [0, 1]),
@@ -125,7 +125,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path, a, b, expected):
     assert expected in refused("compare", tmp_path / a, tmp_path / b)
 
 
-def test_evaluations_that_have_nothing_in_common_are_listed_with_the_command_that_makes_one(tmp_path):
+def test_compare_without_matching_evaluations_suggests_an_eval_command(tmp_path):
     a, b = tmp_path / "a", tmp_path / "b"
     saved(a / "evaluations", [0, 1])
     saved(b / "evaluations", [4, 1, 0], temperature=0.5, samples=4)
@@ -136,7 +136,7 @@ def test_evaluations_that_have_nothing_in_common_are_listed_with_the_command_tha
     assert said[4].startswith("Or name two .json files of the same split")
 
 
-def test_where_no_task_differs_the_interval_is_not_of_width_zero(tmp_path):
+def test_interval_of_identical_results_has_nonzero_width(tmp_path):
     a, b = saved(tmp_path / "a", [0] * 50), saved(tmp_path / "b", [0] * 50)
     high = wilson(0, 50).high
     assert row(ludus("compare", a, b))[0][5] == f"+0.0% [{-high:+.1%}, {high:+.1%}]"

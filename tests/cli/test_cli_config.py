@@ -22,14 +22,14 @@ def test_recipes_are_listed_with_their_titles():
         assert recipe.title.removeprefix(f"{recipe.name}: ").split()[0] in said.out
 
 
-def test_the_printed_configuration_is_the_one_that_would_run():
+def test_config_command_output_equals_the_loaded_configuration():
     said = ludus("config", "search", "--algorithm.preset", "dapo", "--training.learning_rate", "1e-5")
     wanted = load_config("search", ["--algorithm.preset", "dapo", "--training.learning_rate", "1e-5"])
     assert config_from_toml(said.out) == wanted
     assert wanted.training.learning_rate == 1e-5
 
 
-def test_a_given_model_is_not_made_from_scratch(tmp_path):
+def test_model_option_disables_from_scratch(tmp_path):
     file = tmp_path / "own.toml"
     file.write_text('[env]\nname = "guess"\n[model]\nfrom_scratch = true\n')
     model = config_from_toml(ludus("config", file, "--model", "some/model").out).model
@@ -46,7 +46,7 @@ def test_a_given_model_is_not_made_from_scratch(tmp_path):
     assert search.rollout.max_seq_len > load_config("search").rollout.max_seq_len
 
 
-def test_every_recipe_has_settings_for_a_pretrained_model_and_a_checkpoint_of_a_run_takes_none(tmp_path):
+def test_pretrained_model_settings_apply_to_recipes_but_not_scratch_checkpoints(tmp_path):
     for recipe in list_recipes():
         config = load_config(recipe.name, model_settings("some/model", recipe.name))
         assert config.sft.learning_rate == 1e-4
@@ -70,7 +70,7 @@ def test_every_recipe_has_settings_for_a_pretrained_model_and_a_checkpoint_of_a_
         assert "folder './nowhere' does not exist" in refused(command, "guess", "--model", "./nowhere")
 
 
-def test_what_uses_a_fine_tuned_model_keeps_the_limits_that_it_was_tuned_with(tmp_path):
+def test_train_command_after_sft_keeps_rollout_limits_and_env_settings(tmp_path):
     words = ["--rollout.max_seq_len", "700", "--env.settings.k", "3", "--sft.steps", "7"]
     config = load_config("search", words)
     folder = new_run(
@@ -81,7 +81,7 @@ def test_what_uses_a_fine_tuned_model_keeps_the_limits_that_it_was_tuned_with(tm
     assert load_config("search", command.split()[5:]).rollout == config.rollout
 
 
-def test_the_resolved_algorithm_stands_in_comments():
+def test_config_command_prints_resolved_algorithm_as_comments():
     words = ("--algorithm.preset", "dapo", "--algorithm.clip_high", "0.5")
     lines = ludus("config", "search", *words).out.splitlines()
     algorithm = resolve(load_config("search", words).algorithm)
@@ -96,7 +96,7 @@ def test_a_contradiction_in_the_algorithm_is_refused():
     assert "algorithm.clip_low" in said
 
 
-def test_keys_lists_every_setting_with_its_default_and_meaning():
+def test_config_keys_lists_every_setting_with_default_and_description():
     said = ludus("config", "--keys")
     lines = said.out.splitlines()
     assert [line.split(" = ")[0] for line in lines if not line.startswith(" ")] == [
@@ -115,7 +115,7 @@ def test_keys_of_one_section():
     assert "Unknown section 'modl'" in refused("config", "--keys", "modl")
 
 
-def test_keys_of_a_recipe_show_its_values_beside_the_defaults():
+def test_config_keys_of_a_recipe_show_values_and_defaults():
     lines = ludus("config", "search", "--keys", "--training.prompts_per_step", "5").out.splitlines()
     assert "training.prompts_per_step = 5   # a whole number, at least 1; the default is 12" in lines
     assert "evaluation.samples = 1   # a whole number, at least 1" in lines
@@ -123,14 +123,14 @@ def test_keys_of_a_recipe_show_its_values_beside_the_defaults():
     assert "model.lora.rank = 4   # a whole number, at least 1; the default is 16" in adapters
 
 
-def test_every_setting_is_explained_and_the_help_says_where():
+def test_every_setting_has_documentation_and_help_mentions_keys_option():
     assert [setting.key for setting in list_settings() if not setting.doc] == []
     assert "`ludus algorithms`" in describe("algorithm.preset").doc
     assert all(name in describe("run.trackers").doc for name in TRACKERS)
     assert "ludus config search --keys" in ludus("config", "--help").out
 
 
-def test_a_run_folder_returns_its_configuration(tiny_run):
+def test_config_command_prints_the_configuration_of_a_run_folder(tiny_run):
     said = ludus("config", tiny_run)
     written = tomllib.loads((tiny_run / "config.toml").read_text())
     assert tomllib.loads(said.out) == written

@@ -13,7 +13,7 @@ from tiny_world import PRICES
 PLANTED = "What does rake cost?"
 
 
-def test_a_planted_test_task_is_found(tiny_run, tmp_path):
+def test_contamination_detects_a_planted_test_task(tiny_run, tmp_path):
     run = copy_run(tiny_run, tmp_path)
     path = rollouts_path(run, 2)
     first, *others = read_rollouts(path)

@@ -29,7 +29,7 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_run_is_reproduced_bit_for_bit_and_nothing_is_written(tiny_run, tmp_path):
+def test_repeated_evaluation_is_bit_identical_and_writes_no_files(tiny_run, tmp_path):
     run = copy_run(tiny_run, tmp_path)
     before = contents(run / "evaluations")
     said = ludus("eval", "--run", run)
@@ -40,7 +40,7 @@ def test_a_run_is_reproduced_bit_for_bit_and_nothing_is_written(tiny_run, tmp_pa
 
 
 @pytest.mark.parametrize("what", ["success", "rollouts"])
-def test_a_run_that_is_not_reproduced_ends_with_1_and_both_are_kept(tiny_run, tmp_path, what):
+def test_non_reproduced_evaluation_exits_with_1_and_keeps_both_results(tiny_run, tmp_path, what):
     run = copy_run(tiny_run, tmp_path)
     name = "step-000002-test-greedy"
     path = run / "evaluations" / f"{name}.json"
@@ -74,7 +74,7 @@ def test_other_conditions_are_another_evaluation(tiny_run, tmp_path):
     assert "step-000002-test-t1-2: reproduces" in ludus("eval", "--run", run, *words).out
 
 
-def test_a_split_with_fewer_tasks_is_evaluated_as_a_whole(tiny_run, tmp_path):
+def test_split_smaller_than_requested_task_count_is_evaluated_entirely(tiny_run, tmp_path):
     run = copy_run(tiny_run, tmp_path)
     said = ludus("eval", "--run", run, "--evaluation.tasks", "9", "--evaluation.temperatures", "[0.0]")
     assert said.code == 0, said
@@ -112,7 +112,7 @@ def test_several_attempts_give_pass_at_k(tiny_run, tmp_path):
     assert set(data["by_tag"]["family"]) == {"fruit", "tool"}
 
 
-def test_a_model_is_evaluated_into_a_folder_of_its_own(tiny_run, tmp_path):
+def test_model_evaluation_writes_results_to_the_output_folder(tiny_run, tmp_path):
     model = tiny_run / "checkpoints" / "step-000002"
     words = ("eval", make_recipe(tmp_path), "--model", model, "--out", tmp_path / "out")
     said = ludus(*words)
@@ -219,7 +219,7 @@ def test_bad_input_is_one_sentence(words, expected, tiny_run, tmp_path, monkeypa
     assert contents(tiny_run / "evaluations") == before
 
 
-def test_a_run_without_a_checkpoint_says_so(tiny_run, tmp_path):
+def test_eval_rejects_a_run_without_checkpoint(tiny_run, tmp_path):
     (tmp_path / "config.toml").write_bytes((tiny_run / "config.toml").read_bytes())
     assert "has no checkpoint yet" in refused("eval", "--run", tmp_path)
 
@@ -239,7 +239,7 @@ def test_an_endpoint_that_fails_ends_with_the_code_of_engines(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_evaluation_that_fails_leaves_what_others_wrote(tiny_run, tmp_path):
+def test_failed_evaluation_keeps_existing_files_in_output_folder(tiny_run, tmp_path):
     run = copy_run(tiny_run, tmp_path)
     with serving(lambda body: Reply(error("out of order"), 400)) as server:
         words = ("--endpoint", server.url, "--model", "m", "--rollout.retries", "0")
@@ -260,7 +260,7 @@ def test_a_run_with_adapters_is_reproduced_from_base_and_adapters(tiny_run, tmp_
     assert "step-000001-test-t1: reproduces the existing evaluation, bit for bit." in said.out
 
 
-def test_who_evaluates_an_endpoint_needs_no_torch(tmp_path):
+def test_endpoint_evaluation_does_not_import_torch(tmp_path):
     program = (
         "import sys; from ludus.cli.main import main; code = main(sys.argv[1:]); print('torch' in sys.modules, code)"
     )
@@ -272,7 +272,7 @@ def test_who_evaluates_an_endpoint_needs_no_torch(tmp_path):
     assert done.stdout.splitlines()[-1] == "False 0", done
 
 
-def test_the_first_line_says_what_is_measured(tiny_run, tmp_path):
+def test_first_output_line_describes_the_evaluation(tiny_run, tmp_path):
     run = copy_run(tiny_run, tmp_path)
     words = ("--evaluation.tasks", "5", "--evaluation.splits", '["test"]')
     lines = ludus("eval", "--run", run, *words).out.splitlines()
@@ -294,7 +294,7 @@ def test_another_number_of_tasks_is_in_the_name(tiny_run, tmp_path):
     assert len(load_evaluation(run / "evaluations" / "step-000002-test-greedy-5-tasks.json").task_ids) == 5
 
 
-def test_several_attempts_at_one_task_say_nothing_about_others(tiny_run, tmp_path):
+def test_interval_of_one_task_with_several_attempts_is_0_to_100(tiny_run, tmp_path):
     words = ("--evaluation.tasks", "1", "--evaluation.samples", "2", "--evaluation.temperatures", "[0.0]")
     said = ludus("eval", "--run", copy_run(tiny_run, tmp_path), *words)
     assert said.code == 0, said

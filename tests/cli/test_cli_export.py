@@ -30,7 +30,7 @@ def opened(path):
         return {name: json.loads(log.read(name)) for name in log.namelist()}
 
 
-def test_an_inspect_log_holds_each_rollout_once_with_its_scores(tiny_run, tmp_path):
+def test_inspect_export_contains_each_rollout_once_with_scores(tiny_run, tmp_path):
     said = ludus("export", tiny_run, "--inspect", tmp_path / "logs")
     assert said.code == 0, said
     (path,) = (tmp_path / "logs").iterdir()
@@ -112,7 +112,7 @@ def test_sharegpt_dialogues_pass_the_check_of_data(tiny_run, tmp_path):
     assert json.loads(turn["value"]) == [{"name": "f", "arguments": {}}]
 
 
-def test_targets_are_replaced_only_if_asked(tiny_run, tmp_path):
+def test_export_replaces_existing_target_only_with_overwrite(tiny_run, tmp_path):
     target = tmp_path / "logs"
     assert ludus("export", tiny_run, "--inspect", target).code == 0
     assert "--overwrite" in refused("export", tiny_run, "--inspect", target)

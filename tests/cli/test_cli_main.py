@@ -36,7 +36,7 @@ def run_light(*lines):
     )
 
 
-def test_what_only_reads_does_not_import_torch(tiny_run):
+def test_read_only_commands_do_not_import_torch(tiny_run):
     evaluations = sorted((tiny_run / "evaluations").glob("*test-greedy.json"))
     done = run_light(
         "--help",
@@ -119,7 +119,7 @@ def test_settings_are_distinguished_from_arguments(line, words, settings):
     assert split_settings(line.split()) == (words.split(), settings.split())
 
 
-def test_a_run_goes_on_with_a_setting_after_its_folder(tiny_run, tmp_path):
+def test_resume_applies_settings_given_after_the_run_folder(tiny_run, tmp_path):
     run = copy_run(tiny_run, tmp_path)
     said = ludus("train", "--resume", run, "--training.steps", "3")
     assert said.code == 0, said
