@@ -160,7 +160,7 @@ def finished(tmp_path_factory) -> Path:
     settings = BUDGETS["train"] | {
         "run.dir": str(folder / "runs" / "search-1"),
         "training.steps": "3",
-        "training.prompts_per_step": "3",
+        "training.prompts_per_step": "6",
         "algorithm.filter_zero_variance": "false",
     }
     assert main(["train", "search", *words(settings)]) == 0

@@ -12,11 +12,11 @@ def test_the_last_chunk_is_shorter():
     assert chunks("abcde", 2) == ["ab", "cd", "e"]
 
 
-def test_chunks_of_an_empty_list_are_empty():
+def test_no_chunks_of_nothing():
     assert chunks([], 3) == []
 
 
-def test_chunk_size_zero_raises_value_error():
+def test_chunks_need_a_size():
     with pytest.raises(ValueError, match="size"):
         chunks([1], 0)
 
@@ -31,13 +31,13 @@ def test_clamp(value, held):
 
 
 class TestWindow(unittest.TestCase):
-    def test_window_of_two_yields_pairs(self):
+    def test_pairs(self):
         self.assertEqual(window([1, 2, 3], 2), [[1, 2], [2, 3]])
 
-    def test_window_as_long_as_the_list_is_the_list(self):
+    def test_all(self):
         self.assertEqual(window([1, 2], 2), [[1, 2]])
 
-    def test_window_longer_than_the_list_is_empty(self):
+    def test_too_long(self):
         self.assertEqual(window([1], 2), [])
 
 
@@ -45,5 +45,5 @@ def test_spread():
     assert spread([3, 1, 2]) == 2
 
 
-def test_spread_of_an_empty_list_is_zero():
+def test_spread_of_nothing():
     assert spread([]) == 0

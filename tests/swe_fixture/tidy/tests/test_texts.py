@@ -1,11 +1,11 @@
 from tidy import Slug, shorten, title
 
 
-def test_short_texts_are_unchanged():
+def test_short_texts_stay():
     assert shorten("abc") == "abc"
 
 
-def test_texts_of_the_maximum_length_are_unchanged():
+def test_texts_of_the_right_length_stay():
     assert shorten("abcdefghij") == "abcdefghij"
 
 
@@ -13,7 +13,7 @@ def test_long_texts_are_cut():
     assert shorten("abcdefghijk") == "abcdefg..."
 
 
-def test_shorten_uses_a_custom_mark():
+def test_another_mark():
     assert shorten("abcdef", most=4, mark="!") == "abc!"
 
 
