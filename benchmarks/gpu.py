@@ -64,6 +64,7 @@ class Load:
     new: int = 128
     rows: int = 16
     length: int = 1024
+    microbatches: tuple[int, ...] = (4096, 16384)
     repeats: int = 3
     kv_cache_tokens: int = 262_144
     copy_bytes: int = 2**30
@@ -77,6 +78,7 @@ TINY = Load(
     new=8,
     rows=4,
     length=32,
+    microbatches=(128,),
     repeats=1,
     kv_cache_tokens=4096,
     copy_bytes=2**24,
@@ -217,31 +219,35 @@ def learner(setup: Setup) -> list[Row]:
     from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
     from ludus.training.rl.memory_check import longest_rows
 
-    load, model = setup.load, setup.model()
-    optimizer = Optimizer(model, OptimizerSettings(learning_rate=1e-6, total_steps=load.repeats + 1))
-    settings = LearnerSettings(microbatch_tokens=4 * load.length)
-    trainer = Learner(LogprobScorer(model), optimizer, PRESETS["grpo"], settings)
+    load, model, found = setup.load, setup.model(), list[Row]()
     rows = longest_rows(load.rows, load.length, int(SHAPES[setup.size]["vocab_size"]))
-    seconds = []
-    for step in range(load.repeats + 1):
-        with Stopwatch(setup.device) as watch:
-            trainer.train(rows, seed=step)
-        seconds.append(watch.seconds)
-    typical, flops = median(seconds[1:]), model_flops(model, load.rows, load.length)
+    flops = model_flops(model, load.rows, load.length)
     peak, source = peak_flops(setup)
-    return [
-        {
-            "model": setup.size,
-            "rows": load.rows,
-            "tokens per row": load.length,
-            "step, s": typical,
-            "tokens/s": load.rows * load.length / typical,
-            "TFLOP/s": flops / typical / 1e12,
-            "MFU": flops / typical / peak,
-            "of": f"{peak / 1e12:,.3g} TFLOP/s, {source}",
-            "peak memory, MB": rollout_work.peak_mb(setup.device),
-        }
-    ]
+    for microbatch in load.microbatches:
+        optimizer = Optimizer(model, OptimizerSettings(learning_rate=1e-6, total_steps=load.repeats + 1))
+        settings = LearnerSettings(microbatch_tokens=microbatch)
+        trainer = Learner(LogprobScorer(model), optimizer, PRESETS["grpo"], settings)
+        seconds = []
+        for step in range(load.repeats + 1):
+            with Stopwatch(setup.device) as watch:
+                trainer.train(rows, seed=step)
+            seconds.append(watch.seconds)
+        typical = median(seconds[1:])
+        found.append(
+            {
+                "model": setup.size,
+                "rows": load.rows,
+                "tokens per row": load.length,
+                "tokens per pass": microbatch,
+                "step, s": typical,
+                "tokens/s": load.rows * load.length / typical,
+                "TFLOP/s": flops / typical / 1e12,
+                "MFU": flops / typical / peak,
+                "of": f"{peak / 1e12:,.3g} TFLOP/s, {source}",
+                "peak memory, MB": rollout_work.peak_mb(setup.device),
+            }
+        )
+    return found
 
 
 def model_flops(model: PreTrainedModel, rows: int, length: int) -> float:

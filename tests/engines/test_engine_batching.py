@@ -17,10 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from ludus.engines.base import Request
 from ludus.engines.embedded import attention
-from ludus.engines.embedded.attention import QuerySpan, RaggedPass, ScoreRule, TorchPass
+from ludus.engines.embedded.attention import KernelPass, QuerySpan, ScoreRule, TorchPass
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.engines.embedded.kv_cache import PAGE, LayerShape, PagePool, RadixCache
 from ludus.engines.embedded.model_runner import RaggedForward
+from ludus.engines.embedded.paged_pass import PagedPass
 from ludus.engines.embedded.scheduler import BatchScheduler, SequenceState
 from ludus.errors import EngineError
 from ludus.types import Completion, SamplingParams
@@ -563,7 +564,7 @@ def test_scores_are_bitwise_equal_to_sampling_logprobs():
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (20, 0.0), (20, 1.5)])
-def test_kernel_sparse_and_padded_attention_agree_with_a_loop(window, softcap, monkeypatch):
+def test_kernel_sparse_and_paged_attention_agree_with_a_loop(window, softcap, monkeypatch):
     """Ragged lengths, grouped heads, pages out of order, padding; one turn is without MKL."""
     source = np.random.default_rng(0)
     shape, num_pages, query_heads = LayerShape(2, 16, 16), 40, 6
@@ -604,21 +605,14 @@ def test_kernel_sparse_and_padded_attention_agree_with_a_loop(window, softcap, m
         new_pages, offsets = table[slots[:-2], places // PAGE].astype(np.int64), places % PAGE
         sparse = TorchPass(pools[0], spans, new_pages, offsets).attend(0, (query, *new), scores)
         assert torch.allclose(sparse, expected, atol=1e-5)
-        padded = PaddedPass(pools[1], spans, new_pages, offsets).attend(0, (query, *new), scores)
-        assert torch.allclose(padded, expected, atol=1e-5)
+        arrays = (torch.from_numpy(array) for array in (slots[:-2], positions[:-2], table))
+        paged = PagedPass(pools[1], *arrays).attend(0, tuple(x[:, :-2] for x in (query, *new)), scores)
+        assert torch.allclose(paged, expected[:-2], atol=1e-5)
         if compiled is not None:
-            ragged = RaggedPass(pool, slots, positions, table, compiled)
-            got = compiled.attend(ragged, 0, (query, *new), scores)
+            got = KernelPass(pool, slots, positions, table, compiled).attend(0, (query, *new), scores)
             assert torch.allclose(got, expected, atol=1e-5)
     if compiled is not None:
         compiled.close()
-
-
-class PaddedPass(TorchPass):
-    """A pass whose single tokens attend as on a GPU."""
-
-    def _attend_sparse(self, spans, query, memory, scores):
-        return self._attend_padded(spans, query, memory, scores)
 
 
 def test_engine_without_a_compiler_returns_the_same_tokens(monkeypatch):

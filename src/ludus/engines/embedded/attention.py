@@ -4,9 +4,9 @@ All new tokens of all sequences form one row `[1, T]`. Each layer writes the new
 each token then attends to its sequence's pages up to its position. This uses a compiled kernel on a CPU in
 float32 if a compiler is available (built once and cached per user), otherwise torch.
 
-In torch, decoding tokens, one per sequence, attend together. On a CPU this is a product with a sparse matrix whose
-rows list the tokens that each query attends to: nothing is gathered or padded, and shared pages are read in place.
-On a GPU the pages are gathered into one padded batch. Several tokens of one sequence use torch's dense attention.
+In torch, decoding tokens, one per sequence, attend together: a product with a sparse matrix whose rows list the tokens
+that each query attends to. Nothing is gathered or padded, and shared pages are read in place. Several tokens of one
+sequence use torch's dense attention. A GPU uses `paged_pass`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -44,15 +44,27 @@ NAME = "ludus_ragged"
 """Name of the attention implementation in transformers."""
 
 
+class RaggedPass(Protocol):
+    """Attention of one forward pass over several sequences, used by every layer."""
+
+    def attend(self, layer: int, new: tuple[Tensor, Tensor, Tensor], scores: ScoreRule) -> Tensor:
+        """Store new keys and values `[H, T, D]` and attend from queries `[Hq, T, D]`; `[T, Hq, D]`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class RaggedPass:
+class KernelPass:
     """Slots (-1: padding) and positions of the T new tokens of a pass, and pages of each slot `[S, M]`; int32."""
 
     pool: PagePool
     slots: NDArray[np.int32]
     positions: NDArray[np.int32]
     table: NDArray[np.int32]
-    how: Kernel | TorchPass
+    kernel: Kernel
+
+    def attend(self, layer: int, new: tuple[Tensor, Tensor, Tensor], scores: ScoreRule) -> Tensor:
+        """Attend with the compiled kernel."""
+        return self.kernel.attend(self, layer, new, scores)
 
 
 def ragged_attention(
@@ -77,9 +89,7 @@ def ragged_attention(
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     scores = ScoreRule(scale, options.get("sliding_window") or 0, options.get("softcap") or 0.0)
     new = (query[0], key[0], value[0])
-    if isinstance(ragged.how, TorchPass):
-        return ragged.how.attend(layer, new, scores)[None], None
-    return ragged.how.attend(ragged, layer, new, scores)[None], None
+    return ragged.attend(layer, new, scores)[None], None
 
 
 def register() -> None:
@@ -171,8 +181,6 @@ class TorchPass:
     _masks: dict[MaskShape, Tensor] = field(default_factory=dict)
     _write_rows: dict[int, Tensor] = field(default_factory=dict)
     _key_rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    _gathers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    _single_rows: list[Tensor] = field(default_factory=list)
 
     def attend(self, layer: int, new: tuple[Tensor, Tensor, Tensor], scores: ScoreRule) -> Tensor:
         """Store new keys and values `[H, T, D]` and attend from queries `[Hq, T, D]`; `[T, Hq, D]`."""
@@ -183,12 +191,9 @@ class TorchPass:
         out = query.new_zeros(query.shape[1], query.shape[0], values.shape[-1])
         singles = [span for span in self.spans if span.is_single]
         if singles:
-            if not self._single_rows:  # once per pass: each copy to a GPU waits for its queue
-                self._single_rows.append(torch.tensor([span.first for span in singles], device=query.device))
-            (index,) = self._single_rows
+            index = torch.tensor([span.first for span in singles])
             queries = query.index_select(1, index).transpose(0, 1)
-            attend = self._attend_sparse if query.device.type == "cpu" else self._attend_padded
-            out.index_copy_(0, index, attend(singles, queries, (keys, values), scores))
+            out.index_copy_(0, index, self._attend_sparse(singles, queries, (keys, values), scores))
         for span in self.spans:
             if not span.is_single:
                 out[span.first : span.last] = self._attend_dense(span, query, (keys, values), scores)
@@ -214,17 +219,6 @@ class TorchPass:
         out = self._patterns[shape].attend(query.reshape(-1, query.shape[-1]), keys, values, scores)
         return out.view(len(query), -1, out.shape[-1])
 
-    def _attend_padded(
-        self, spans: Sequence[QuerySpan], query: Tensor, memory: tuple[Tensor, Tensor], scores: ScoreRule
-    ) -> Tensor:
-        """Attend as `_attend_sparse` over gathered pages; the heads of a group are rows of queries."""
-        if scores.window not in self._gathers:
-            self._gathers[scores.window] = _gather(spans, scores.window, query.device)
-        pages, mask = self._gathers[scores.window]
-        key, value = (tensor[pages].transpose(1, 2).flatten(2, 3) for tensor in memory)
-        queries = query.reshape(len(spans), key.shape[1], -1, query.shape[-1])
-        return scores.attend(queries, key, value, mask[:, None, None]).flatten(1, 2)
-
     def _attend_dense(self, span: QuerySpan, query: Tensor, memory: tuple[Tensor, Tensor], scores: ScoreRule) -> Tensor:
         """Attend from several tokens of one sequence, with a group's heads stacked; `[n, Hq, D]`."""
         heads = memory[0].shape[1]
@@ -246,19 +240,6 @@ class TorchPass:
             rows = np.arange(heads)[:, None] * PAGE + span.rows(0, heads)
             self._key_rows[key] = torch.from_numpy(rows.ravel()).to(device)
         return self._key_rows[key]
-
-
-def _gather(spans: Sequence[QuerySpan], window: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the pages `[N, P]` of N tokens' sequences and the mask of attended positions."""
-    ends = np.array([span.end for span in spans])
-    num_pages = -(-int(ends.max()) // PAGE)
-    pages = torch.from_numpy(np.stack([span.pages[:num_pages] for span in spans])).to(device)
-    columns = torch.arange(num_pages * PAGE, device=device)[None]
-    limit = torch.from_numpy(ends).to(device)[:, None]
-    mask = columns < limit
-    if window:
-        mask &= columns >= limit - window
-    return pages, mask
 
 
 class MaskShape(NamedTuple):
@@ -330,7 +311,7 @@ class Kernel:
         self._scratch = torch.empty(threads, _HEADS * (max_tokens + 64))
         self._helpers = ThreadPoolExecutor(threads - 1, "ludus-attention") if threads > 1 else None
 
-    def attend(self, ragged: RaggedPass, layer: int, new: tuple[Tensor, Tensor, Tensor], scores: ScoreRule) -> Tensor:
+    def attend(self, ragged: KernelPass, layer: int, new: tuple[Tensor, Tensor, Tensor], scores: ScoreRule) -> Tensor:
         """Store new keys and values `[H, T, D]` and attend from queries `[Hq, T, D]`; `[T, Hq, D]`."""
         keys, values = ragged.pool.keys[layer], ragged.pool.values[layer]
         query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in new)

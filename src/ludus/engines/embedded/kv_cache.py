@@ -254,7 +254,10 @@ class LayerShape:
 
 
 class PagePool:
-    """Keys and values per layer, `[pages, heads, PAGE, width]`; `transposed`: keys `[pages, heads, width, PAGE]`."""
+    """Keys and values per layer, `[pages, heads, PAGE, width]`; `transposed`: keys `[pages, heads, width, PAGE]`.
+
+    `padding`: one more page, number `num_pages`.
+    """
 
     def __init__(
         self,
@@ -263,19 +266,25 @@ class PagePool:
         dtype: torch.dtype,
         device: torch.device,
         transposed: bool = False,
+        padding: bool = False,
     ) -> None:
+        self.num_pages = num_pages
+        pages = num_pages + padding
         self._shapes = [
             (
-                (num_pages, s.heads, *((s.key_width, PAGE) if transposed else (PAGE, s.key_width))),
-                (num_pages, s.heads, PAGE, s.value_width),
+                (pages, s.heads, *((s.key_width, PAGE) if transposed else (PAGE, s.key_width))),
+                (pages, s.heads, PAGE, s.value_width),
             )
             for s in layers
         ]
         self._dtype_and_device = dtype, device
+        self.generation = 0
+        """Number of allocations of the memory."""
         self.allocate()
 
     def allocate(self) -> None:
         """Allocate the memory, filled with zeros."""
+        self.generation += 1
         self.keys = [lazy_zeros(key, *self._dtype_and_device) for key, _ in self._shapes]
         self.values = [lazy_zeros(value, *self._dtype_and_device) for _, value in self._shapes]
 

@@ -28,9 +28,10 @@ from torch.autograd.function import Function, FunctionCtx, once_differentiable
 from transformers import Cache
 
 from ludus.engines.base import DEFAULT
-from ludus.engines.embedded import attention
-from ludus.engines.embedded.attention import QuerySpan, RaggedPass, TorchPass, make_kernel
+from ludus.engines.embedded import attention, paged_pass
+from ludus.engines.embedded.attention import KernelPass, QuerySpan, RaggedPass, TorchPass, make_kernel
 from ludus.engines.embedded.kv_cache import PAGE, LayerShape, PagePool
+from ludus.engines.embedded.paged_pass import PassRunner
 from ludus.engines.models.lora import AdapterBank, is_peft
 from ludus.errors import EngineError, UserError
 
@@ -80,6 +81,7 @@ class RaggedForward:
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self._selects_logits = "logits_to_keep" in inspect.signature(_base_model(model).forward).parameters
         self._kernel: attention.Kernel | None = None
+        self._paged: PassRunner | None = None
         _check_kind(model)
         check_positions(model, max_tokens)
         name = type(model).__name__
@@ -90,11 +92,14 @@ class RaggedForward:
                 self.adapters = AdapterBank(model)
                 undo.callback(self.adapters.close)
                 self._default = DEFAULT if DEFAULT in self.adapters.names else ""
-                if self.device.type == "cpu" and self.dtype == torch.float32:
+                if self.dtype == torch.float32 and not paged_pass.is_used(self.device):
                     self._kernel = make_kernel(layers, max_tokens, threads)
                 if self._kernel is not None:
                     undo.callback(self._kernel.close)
                 self.pool = self._make_pool(layers, num_pages)
+                if paged_pass.is_used(self.device):
+                    recorder = paged_pass.make_recorder(self.device)
+                    self._paged = PassRunner(self._forward, self.pool, self.device, recorder)
                 attention.register()
                 undo.callback(model.set_attn_implementation, model.config._attn_implementation)
                 model.set_attn_implementation(attention.NAME)
@@ -130,31 +135,42 @@ class RaggedForward:
             self.pool.allocate()
         counts = np.array([len(chunk.ids) for chunk in chunks])
         total = int(counts.sum())
-        padded = self._round_up(total, block)
-        ids = np.zeros((1, padded), dtype=np.int64)
-        ids[0, :total] = np.concatenate([np.asarray(chunk.ids) for chunk in chunks])
+        padded = total if self._paged else self._round_up(total, block)
+        ids = np.zeros(padded, dtype=np.int64)
+        ids[:total] = np.concatenate([np.asarray(chunk.ids) for chunk in chunks])
         slots = np.full(padded, -1, dtype=np.int32)
         slots[:total] = np.repeat(np.array([chunk.slot for chunk in chunks], dtype=np.int32), counts)
         ends = np.cumsum(counts)
         positions = np.zeros(padded, dtype=np.int32)
         starts = np.repeat(np.array([chunk.start for chunk in chunks]) - (ends - counts), counts)
         positions[:total] = np.arange(total) + starts
-        how = self._kernel or self._torch_pass(chunks, ends.tolist(), table, (slots[:total], positions[:total]))
-        ragged = RaggedPass(self.pool, slots, positions, table, how)
-        rows = np.zeros(self._round_up(len(keep), block), dtype=np.int64)
-        rows[: len(keep)] = keep
-        index = torch.from_numpy(rows).to(self.device)
         names = [chunk.adapter for chunk in chunks]
         self.adapters.select([*names, *names[-1:]], [*counts.tolist(), padded - total], padded, self.device)
+        if self._paged:
+            adapter = names[0] if len(set(names)) == 1 else None
+            memory = (self.pool.generation, self.adapters.generation)
+            return self._paged.logits((ids, slots, positions), table, keep, (adapter, memory))
+        ragged: RaggedPass
+        if self._kernel:
+            ragged = KernelPass(self.pool, slots, positions, table, self._kernel)
+        else:
+            ragged = self._torch_pass(chunks, ends.tolist(), table, (slots[:total], positions[:total]))
+        rows = np.zeros(self._round_up(len(keep), block), dtype=np.int64)
+        rows[: len(keep)] = keep
+        where = torch.from_numpy(positions.astype(np.int64))[None]
+        return self._forward(torch.from_numpy(ids)[None], where, ragged, torch.from_numpy(rows))[: len(keep)]
+
+    def _forward(self, ids: Tensor, positions: Tensor, ragged: RaggedPass, keep: Tensor) -> Tensor:
+        """Return logits `[K, V]` at the tokens `keep` `[K]` of `ids` and `positions` `[1, T]`."""
         output = self.model(
-            input_ids=torch.from_numpy(ids).to(self.device),
-            position_ids=torch.from_numpy(positions.astype(np.int64))[None].to(self.device),
+            input_ids=ids,
+            position_ids=positions,
             use_cache=False,
             ragged=ragged,
-            **({"logits_to_keep": index} if self._selects_logits else {}),
+            **({"logits_to_keep": keep} if self._selects_logits else {}),
         )
         logits: Tensor = output.logits[0]
-        return (logits if self._selects_logits else logits[index])[: len(keep)]
+        return logits if self._selects_logits else logits[keep]
 
     @torch.inference_mode()
     def block_for(self, pass_tokens: int) -> int:
@@ -180,7 +196,8 @@ class RaggedForward:
         """Create the page memory. On a CPU, sparse products need 16-bit types stored in 32 bits."""
         wide = self.device.type == "cpu" and self.dtype.itemsize < torch.float32.itemsize
         dtype = torch.float32 if wide else self.dtype
-        return PagePool(layers, num_pages, dtype, self.device, transposed=self._kernel is not None)
+        paged = paged_pass.is_used(self.device)
+        return PagePool(layers, num_pages, dtype, self.device, transposed=self._kernel is not None, padding=paged)
 
     def _torch_pass(
         self,

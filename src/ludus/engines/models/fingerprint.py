@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, MutableMapping
+import os
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _VOCABULARY = ("embed_tokens.weight", "lm_head.weight")
 _VOCABULARY_ROWS = 64
+_CHUNK_BYTES = 2**26
+_MAX_THREADS = 8
 _EMPTY = hashlib.sha256().hexdigest()
 
 
@@ -70,23 +74,53 @@ def _fingerprint_parts(tensors: Mapping[str, torch.Tensor], pairs: Mapping[str, 
 def fingerprint_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
     """Return the digest of each tensor's name, dtype, shape and content, in order of name. That of a tensor without
     gradient is cached until its version counter or memory address changes."""
+    ordered = sorted(tensors.items())
     digest = hashlib.blake2b(digest_size=16)
-    for name, tensor in sorted(tensors.items()):
+    for (name, tensor), content in zip(ordered, _content_digests([t for _, t in ordered]), strict=True):
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(_content_digest(tensor))
+        digest.update(content)
     return digest.hexdigest()
 
 
-def _content_digest(tensor: torch.Tensor) -> bytes:
-    """Return the digest of a tensor's raw bytes."""
-    if tensor.requires_grad or tensor.is_inference():
-        return hashlib.blake2b(_raw_bytes(tensor)).digest()
+def _content_digests(tensors: Sequence[torch.Tensor]) -> list[bytes]:
+    """Return the digest of each tensor's raw bytes; of more than `_CHUNK_BYTES`, the digest of its chunks' digests."""
     cache = _frozen_digests()
-    state = (tensor._version, tensor.data_ptr())
-    cached = cache.get(tensor)
-    if cached is None or cached[0] != state:
-        cached = cache[tensor] = state, hashlib.blake2b(_raw_bytes(tensor)).digest()
-    return cached[1]
+    found = [None if t.requires_grad or t.is_inference() else cache.get(t) for t in tensors]
+    digests = [entry[1] if entry and entry[0] == _state(t) else b"" for t, entry in zip(tensors, found, strict=True)]
+    missing = [i for i, digest in enumerate(digests) if not digest]
+    chunks = [_chunks(tensors[i]) for i in missing]
+    flat = [chunk for each in chunks for chunk in each]
+    hashed = iter(_hash_all(flat))
+    for i, each in zip(missing, chunks, strict=True):
+        parts = [next(hashed) for _ in each]
+        digests[i] = parts[0] if len(parts) == 1 else hashlib.blake2b(b"".join(parts)).digest()
+        if not (tensors[i].requires_grad or tensors[i].is_inference()):
+            cache[tensors[i]] = _state(tensors[i]), digests[i]
+    return digests
+
+
+def _hash_all(chunks: Sequence[torch.Tensor]) -> list[bytes]:
+    """Return the digest of each chunk, in several threads if there is much to hash."""
+    if sum(chunk.numel() * chunk.element_size() for chunk in chunks) < _CHUNK_BYTES:
+        return [_hash(chunk) for chunk in chunks]
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+        return list(pool.map(_hash, chunks))
+
+
+def _hash(chunk: torch.Tensor) -> bytes:
+    return hashlib.blake2b(_raw_bytes(chunk)).digest()
+
+
+def _chunks(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return a tensor in parts of at most `_CHUNK_BYTES`, flat if there are several."""
+    import torch
+
+    each = _CHUNK_BYTES // tensor.element_size()
+    return [tensor] if tensor.numel() <= each else torch.split(tensor.detach().reshape(-1), each)
+
+
+def _state(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor._version, tensor.data_ptr()
 
 
 @functools.cache

@@ -50,6 +50,8 @@ class AdapterBank:
         self._active: list[tuple[dict[str, LowRank], Tensor | None]] = []
         self._hooks: dict[str, RemovableHandle] = {}
         self._model = model
+        self.generation = 0
+        """Changes if the factors of an adapter move to other memory."""
         peft_pairs = dict(lora_layers(model))
         for name, module in model.named_modules():
             plain = name.removeprefix("base_model.model.").removesuffix(".base_layer")
@@ -65,7 +67,8 @@ class AdapterBank:
         return frozenset(self._pairs)
 
     def load(self, name: str, state: Mapping[str, Tensor], scaling: float) -> None:
-        """Load an adapter or its new version, named as in PEFT. Raises SyncError if it does not fit."""
+        """Load an adapter or its new version, named as in PEFT; into the same memory if its shapes are the same.
+        Raises SyncError if it does not fit."""
         factors: dict[str, dict[str, Tensor]] = {}
         for key, tensor in state.items():
             match = FACTOR.fullmatch(key)
@@ -75,7 +78,8 @@ class AdapterBank:
         pairs = {layer: _pair(name, layer, p, self._layers[layer], scaling) for layer, p in factors.items()}
         if not pairs:
             raise SyncError(f"The adapter {name} holds no tensors.")
-        self._register(name, pairs)
+        if not _copy_into(self._pairs.get(name, {}), pairs):
+            self._register(name, pairs)
 
     def pairs(self, name: str) -> Mapping[str, LowRank]:
         """Return the factors of an adapter by layer; {} for "". Raises KeyError for an unknown adapter."""
@@ -84,6 +88,7 @@ class AdapterBank:
     def unload(self, name: str) -> None:
         """Remove an adapter."""
         self._pairs.pop(name, None)
+        self.generation += 1
 
     def close(self) -> None:
         """Remove the hooks and re-enable a PEFT model's own adapter."""
@@ -112,6 +117,7 @@ class AdapterBank:
             if layer not in self._hooks:
                 self._hooks[layer] = self._layers[layer].register_forward_hook(partial(self._add, layer))
         self._pairs[name] = pairs
+        self.generation += 1
 
     def _add(self, layer: str, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
         """Return the layer's output with the adapters of this pass added (a forward hook)."""
@@ -136,6 +142,20 @@ def _pair(name: str, layer: str, parts: dict[str, Tensor], module: nn.Linear, sc
         )
     weight = module.weight
     return LowRank(down.detach().to(weight, copy=True), up.detach().to(weight, copy=True), scaling)
+
+
+def _copy_into(memory: Mapping[str, LowRank], pairs: Mapping[str, LowRank]) -> bool:
+    """Copy factors to those of the same layers; return False, without changes, if shapes or scaling differ."""
+    if memory.keys() != pairs.keys():
+        return False
+    both = [(memory[layer], new) for layer, new in pairs.items()]
+    if any(old.down.shape != new.down.shape or old.scaling != new.scaling for old, new in both):
+        return False
+    with torch.no_grad():
+        for old, new in both:
+            old.down.copy_(new.down)
+            old.up.copy_(new.up)
+    return True
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LowRank]]:
