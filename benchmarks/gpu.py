@@ -38,6 +38,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import rollout_work
+from ludus.engines.models.fused_norm import fuse_norms
 from ludus.engines.models.loading import hide_progress
 from pages import check_place, fill
 from rollout_models import SHAPES
@@ -109,7 +110,10 @@ class Setup:
         torch.manual_seed(0)
         with torch.device(self.device):
             model = Qwen3ForCausalLM(Qwen3Config(**SHAPES[self.size], attn_implementation="sdpa"))
-        return model.to(self.dtype).eval()
+        model = model.to(self.dtype).eval()
+        if self.device != "cpu":  # as `load_model` does
+            fuse_norms(model)
+        return model
 
     def prompts(self, count: int, length: int) -> list[tuple[int, ...]]:
         """Return random prompts without shared prefixes."""

@@ -16,6 +16,7 @@ from ludus.config.paths import check_model_folder
 from ludus.config.sections.model import ScratchConfig
 from ludus.engines.base import first_line
 from ludus.engines.models import smollm2
+from ludus.engines.models.fused_norm import fuse_norms
 from ludus.engines.models.lora import is_peft
 from ludus.errors import StorageError, UserError, did_you_mean
 
@@ -84,6 +85,8 @@ def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "au
     _check_weights(path, "has unexpected", info["unexpected_keys"])
     _check_weights(path, "has wrongly shaped", (mismatch[0] for mismatch in info["mismatched_keys"]))
     loaded: PreTrainedModel = model.to(target).eval()
+    if loaded.device.type == "cuda":
+        fuse_norms(loaded)
     return loaded
 
 
