@@ -164,8 +164,15 @@ def function_lines(module: Module) -> Iterator[Finding]:
         yield from over(name, num_lines(node), FUNCTION_LINES)
 
 
+def is_gpu_kernel(node: Function) -> bool:
+    """Whether a function is compiled by Triton, where arguments are addresses and sizes without Python types."""
+    return any(ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list)
+
+
 def parameters(module: Module) -> Iterator[Finding]:
     for name, node in functions(module):
+        if is_gpu_kernel(node):
+            continue
         spec = node.args
         named = [a.arg for a in [*spec.posonlyargs, *spec.args] if a.arg not in ("self", "cls")]
         named += [a.arg for a in (spec.vararg, spec.kwarg) if a]
@@ -200,7 +207,7 @@ def annotations(module: Module) -> Iterator[Finding]:
         spec = node.args
         named = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, *(a for a in (spec.vararg, spec.kwarg) if a)]
         bare = [a.arg for a in named if a.annotation is None and a.arg not in ("self", "cls")]
-        if bare or node.returns is None:
+        if (bare or node.returns is None) and not is_gpu_kernel(node):
             yield Finding(name, ", ".join(bare) or "the result")
 
 
@@ -527,6 +534,7 @@ BREAKS = {
 }
 MORE_BREAKS = [
     ("annotations", "def f(a: int): ..."),
+    ("annotations", "@jit\ndef f(a): ..."),
     ("imports", "from ludus import training"),
     ("imports", "import ludus.cli"),
     ("imports", "from . import schema"),

@@ -59,7 +59,10 @@ def _one_world(name: str, settings: Mapping[str, object], rollout: RolloutConfig
     with plugin_errors(str(file), file.resolve()) if file else nullcontext():
         world = factory(settings, limits)
     if not isinstance(world, World):
-        raise ConfigError(f"{name}: make_world returned {describe_value(world)}.", "Return a World from it.")
+        raise ConfigError(
+            f"{name}: make_world returned {describe_value(world)}.",
+            "Return an instance of a subclass of World (ludus.envs.base).",
+        )
     check_rewards(world.rewards)
     return world
 

@@ -435,7 +435,8 @@ def test_full_disk_stops_the_run_which_can_resume_later(tiny_run, tmp_path):
 HANGING = """
 import asyncio
 import tiny_world
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from ludus.envs.tool_world import ToolWorld
 
 @dataclass
 class HangingEngine:
@@ -445,17 +446,14 @@ class HangingEngine:
     async def step(self, action):
         await asyncio.sleep(1e6)
 
-@dataclass
-class World:
-    inner: object
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
+class Prices(ToolWorld):
     def environment(self, task):
-        found = self.inner.environment(task)
+        found = super().environment(task)
         return HangingEngine(found) if task.id.endswith(":apple") else found
 
 def make_world(settings, limits):
-    return World(tiny_world.make_world(settings, limits))
+    world = tiny_world.make_world(settings, limits)
+    return Prices(**{f.name: getattr(world, f.name) for f in fields(world) if f.init})
 """
 
 
@@ -680,7 +678,8 @@ SLOW_TO_CLOSE = """
 import asyncio
 import tiny_world
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
+from ludus.envs.tool_world import ToolWorld
 
 @dataclass(eq=False)
 class SlowEngine:
@@ -700,18 +699,16 @@ class SlowEngine:
         await asyncio.sleep(2 * self.hangs)
         await self.inner.close()
 
-@dataclass
-class World:
-    inner: object
-    acted: defaultdict = field(default_factory=lambda: defaultdict(list))
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
+ACTED = defaultdict(list)
+
+class Prices(ToolWorld):
     def environment(self, task):
-        found = self.inner.environment(task)
-        return SlowEngine(found, self.acted[task.id]) if task.id.startswith("train") else found
+        found = super().environment(task)
+        return SlowEngine(found, ACTED[task.id]) if task.id.startswith("train") else found
 
 def make_world(settings, limits):
-    return World(tiny_world.make_world(settings, limits))
+    world = tiny_world.make_world(settings, limits)
+    return Prices(**{f.name: getattr(world, f.name) for f in fields(world) if f.init})
 """
 
 

@@ -103,8 +103,7 @@ def attend(
     heads = head * GROUP + rows
     used = (rows < GROUP)[:, None] & (dims < WIDTH)[None, :]
     asked = tl.load(query + token * query_token + heads[:, None] * query_head + dims[None, :], mask=used, other=0.0)
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    highest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     summed = tl.zeros([ROWS, PADDED], tl.float32)
     for start in range(first, last, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -118,8 +117,7 @@ def attend(
             score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)  # tanh
         score = tl.where(valid[None, :], score, float("-inf"))
         higher = tl.maximum(highest, tl.max(score, 1))
-        weight = tl.exp(score - higher[:, None])
-        fade = tl.exp(highest - higher)
+        weight, fade = tl.exp(score - higher[:, None]), tl.exp(highest - higher)
         value = tl.load(values + row[:, None] + dims[None, :], mask=loaded, other=0.0)
         summed = summed * fade[:, None] + tl.dot(weight.to(value.dtype), value, input_precision="ieee")
         total = total * fade + tl.sum(weight, 1)

@@ -26,7 +26,7 @@ class FusedRMSNorm(nn.Module):
 def fuse_norms(model: nn.Module) -> int:
     """Switch the RMSNorm modules of transformers to `FusedRMSNorm`, if they agree on a random input, and return their
     number. The model's parameters are unchanged."""
-    norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm") and hasattr(m, "variance_epsilon")]
+    norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm") and "variance_epsilon" in vars(m)]
     agree = {kind: _agrees(next(m for m in norms if type(m) is kind)) for kind in {type(m) for m in norms}}
     fused = [m for m in norms if agree[type(m)]]
     for module in fused:
@@ -36,7 +36,7 @@ def fuse_norms(model: nn.Module) -> int:
 
 @torch.no_grad()
 def _agrees(module: nn.Module) -> bool:
-    weight, epsilon = module.weight, float(module.variance_epsilon)  # type: ignore[arg-type]
+    weight, epsilon = module.weight, float(vars(module)["variance_epsilon"])
     if not isinstance(weight, Tensor) or weight.dim() != 1 or isinstance(module, FusedRMSNorm):
         return False
     source = torch.Generator().manual_seed(0)
