@@ -73,7 +73,7 @@ def same(actual, expected):
     torch.testing.assert_close(actual, expected, **TOLERANCE)
 
 
-def test_every_function_is_called_here():
+def test_every_advantage_function_is_called_by_these_tests():
     assert set(CALLS) == set(FUNCTIONS)
 
 

@@ -213,7 +213,7 @@ def test_pass_at_k_and_coderl_reject_out_of_range_inputs():
 
 @quick
 @given(b=oracle.turn_batches(), how=st.sampled_from(["rewards", "turns", "both"]))
-def test_gae_of_one_and_one_is_the_return_minus_the_value(b, how):
+def test_gae_with_gamma_and_lambda_one_is_return_minus_value(b, how):
     rewards = adv.token_rewards(**oracle.given(b, how))
     ahead = rewards.flip(1).cumsum(1).flip(1) + b.bootstrap[:, None]
     expected = torch.where(b.mask, ahead - b.values, 0.0)
@@ -233,7 +233,7 @@ def test_on_policy_the_corrections_are_gae(b, gamma, lam):
 
 @quick
 @given(b=oracle.turn_batches())
-def test_turns_of_one_token_make_all_three_kinds_of_gae_one(b):
+def test_three_gae_variants_are_equal_for_turns_of_one_token(b):
     """Where each turn is a token, a turn is a step; in one turn the reward is the last token's."""
     each = torch.where(b.mask, b.mask.cumsum(1) - 1, -3)
     numbers = critic(b) | {"rewards": b.rewards}
@@ -257,7 +257,7 @@ def test_equal_rewards_give_exactly_zero(b):
     assert (adv.gigpo(**ids, turn=same_turns, anchors=torch.zeros_like(flat).long()) == 0).all()
 
 
-def test_a_mean_that_is_zero_but_for_rounding_is_not_divided_by():
+def test_mean_within_rounding_of_zero_is_not_a_divisor():
     rewards = float64(0.1, 0.2, -0.3, 0.0)
     assert 0 < float(rewards.sum()) < 1e-16
     assert (adv.maxrl(rewards=rewards, group=GROUP, mask=EACH) == 0).all()
@@ -274,7 +274,7 @@ def test_rounding_differences_in_returns_yield_zero_advantage():
 
 
 @pytest.mark.parametrize("name", ["reinforce_pp", "gae", "step_gae", "turn_gae", "vtrace", "retrace", "turn_return"])
-def test_credit_passes_over_observations(name):
+def test_advantages_skip_observation_tokens(name):
     """The reward of the end reaches the turns before the first observation whole, with `gamma` 1."""
     mask, turn = torch.tensor([[1, 0, 0, 1, 0, 1]] * 2), torch.tensor([[0, 0, 0, 1, 1, 2]] * 2)
     zero = torch.zeros(mask.shape, dtype=torch.float64)
@@ -314,14 +314,14 @@ def test_longer_observations_do_not_change_advantages(b, gap):
         same(found[1][:, gap :: gap + 1], found[0])
 
 
-def test_an_episode_that_ended_does_not_bootstrap():
+def test_finished_episode_does_not_bootstrap():
     zero, mask = torch.zeros(2, 3, dtype=torch.float64), torch.ones(2, 3)
     found = adv.gae(rewards=float64(1, 1), values=zero, mask=mask, bootstrap_values=float64(0, 4), gamma=0.5)
     same(found, float64([0.25, 0.5, 1], [0.75, 1.5, 3]))
     same(adv.gae(rewards=float64(1, 1), values=zero, mask=mask, gamma=0.5)[1], found[0])
 
 
-def test_the_floor_of_the_deviation_keeps_a_group_that_barely_differs_small():
+def test_standard_deviation_floor_bounds_advantages_of_near_equal_rewards():
     ones = {"rewards": float64(0, 0, 0, 0.01), "group": GROUP, "mask": EACH}
     assert adv.grpo(**ones)[3] > 1.4
     assert adv.grpo(**ones, std_floor=0.1)[3] == pytest.approx(0.075, abs=1e-5)
@@ -364,7 +364,7 @@ def test_domain_moments_match_mean_and_variance_of_all_values(steps):
     assert adv.DomainMoments.from_json(moments.to_json()) == moments
 
 
-def test_domains_come_on_one_scale():
+def test_domain_normalisation_yields_equal_scales():
     domains = ["math", "math", "code", "code", "one"]
     rewards = float64(0, 2, 100, 300, 7)
     moments = adv.DomainMoments().updated(domains, rewards)
@@ -387,7 +387,7 @@ def test_rewards_that_differ_by_rounding_are_equal_in_a_domain():
     assert not adv.domain_normalised(rewards=single, domains=["a"] * 4, moments=moments).any()
 
 
-def test_domain_normalisation_is_lost_in_grpo_and_felt_by_rloo():
+def test_domain_normalisation_leaves_grpo_unchanged_and_equalises_rloo():
     domains, rewards = ["math"] * 2 + ["code"] * 2, float64(0, 2, 100, 300)
     moments = adv.DomainMoments().updated(domains, rewards)
     scaled = adv.domain_normalised(rewards=rewards, domains=domains, moments=moments)
@@ -409,7 +409,7 @@ def test_calibrate_tiers_computes_reward_from_correlation_with_success():
 
 @quick
 @given(data=st.lists(st.tuples(st.sets(st.integers(0, 2), max_size=3), st.booleans()), min_size=2, max_size=9))
-def test_the_correlation_of_a_tier_is_the_point_biserial_one(data):
+def test_tier_correlation_is_the_point_biserial_coefficient(data):
     tiers = torch.tensor([[*sorted(own), *[-1] * (3 - len(own))] for own, _ in data])
     won = float64(*(float(w) for _, w in data))
     found = adv.calibrate_tiers(tiers=tiers, success=won, num_tiers=3, threshold=0.3)
@@ -426,7 +426,7 @@ def test_the_correlation_of_a_tier_is_the_point_biserial_one(data):
         assert float(found.reward[tier]) == pytest.approx(expected if abs(expected) > 0.3 else 0, abs=1e-10)
 
 
-def test_the_advantage_of_a_tier_shows_a_misalignment():
+def test_tier_advantage_reveals_a_misaligned_reward():
     """A read-only call with a small positive reward, in a trajectory that fails, is pushed down."""
     ids = {"turn": torch.tensor([[0, 0, 1], [0, 1, 1]]), "mask": torch.ones(2, 3)}
     tiers = torch.tensor([[0, 1], [0, -1]])

@@ -37,7 +37,7 @@ def test_every_default_is_allowed_and_every_option_has_help():
     assert all(spec.help for specs in SPECS.values() for spec in specs.values())
 
 
-def test_an_option_is_checked():
+def test_invalid_option_value_raises_config_error():
     with pytest.raises(ConfigError, match="from 0 to 1"):
         ADVANTAGE_SPECS["gae"].options["gamma"].check("algorithm.options.advantage.gamma", 1.5)
     with pytest.raises(ConfigError, match="There are: tv, kl"):
@@ -67,7 +67,7 @@ def test_option_defaults_match_function_signatures(part):
     assert compared > 1
 
 
-def test_the_command_prints_numbers():
+def test_algorithms_command_prints_numeric_option_values():
     lines = {name: ludus("algorithms", name).out for name in PRESETS}
     assert not [name for name, text in lines.items() if "default" in text]
     assert "algorithm.options.loss.bound = 0.2" in lines["dppo"]
@@ -84,7 +84,7 @@ def test_documentation_pages_match_generated_tables():
     assert len(pages) >= 9
 
 
-def test_every_marked_table_is_made_and_every_part_is_in_one():
+def test_every_marked_table_is_generated_and_covers_every_part():
     names = {name for page in PAGES for _, name, _ in algorithm_tables.MARKED.findall(page.read_text("utf-8"))}
     assert {name if name in algorithm_tables.TABLES else name.split()[0] for name in names} <= set(
         algorithm_tables.TABLES
@@ -112,7 +112,7 @@ def test_table_lists_rollout_policy_and_passes_per_step():
     assert {name: found[name][1] for name in costs} == costs
 
 
-def test_a_stale_table_is_made_from_the_specs():
+def test_stale_table_is_regenerated_from_the_specs():
     text = "a\n<!-- begin table: kl options -->\nold\n<!-- end table -->\nb\n"
     made = algorithm_tables.filled(text)
     assert "old" not in made

@@ -184,7 +184,7 @@ def test_aggregate_rejects_unknown_mode_missing_constant_and_wrong_shape():
     assert float(aggregate(loss=loss, mask=torch.zeros(2, 3))) == 0.0
 
 
-def test_normalisers_of_parts_add_up():
+def test_normalisers_of_microbatches_sum_to_that_of_the_batch():
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 0]])
     assert Normalizer.of(mask[:1], 9) + Normalizer.of(mask[1:], 9) == Normalizer.of(mask, 9) == Normalizer(3, 2, 9)
     with pytest.raises(ValueError, match="one constant"):

@@ -157,7 +157,7 @@ def numbers(stats):
     return [0.0 if number is None else number for number in flat(astuple(stats))]
 
 
-def test_a_mean_of_microbatch_means_would_be_another_number():
+def test_mean_of_microbatch_means_differs_from_the_batch_mean():
     """The batch on which trap 2 shows: 1 and 3 tokens with losses 4 and 0."""
     logprobs = torch.zeros(2, 3, dtype=torch.float64)
     mask = torch.tensor([[True, False, False], [True, True, True]])

@@ -175,7 +175,7 @@ def test_gspo_accepts_a_trajectory_level_correction():
     assert resolve(AlgorithmConfig(preset="gspo", correction="tis", options=options)).correction == "tis"
 
 
-def test_a_setting_that_is_off_or_zero_overrides_the_preset():
+def test_setting_of_false_or_zero_overrides_the_preset():
     resolved = resolve(AlgorithmConfig(preset="dapo", filter_zero_variance=False, max_resample_rounds=0, clip_low=0.0))
     assert (resolved.filter_zero_variance, resolved.max_resample_rounds, resolved.clip_low) == (False, 0, 0.0)
     assert resolve(AlgorithmConfig(preset="grpo_paper", kl="k2", kl_coef=0.0)).kl_coef == 0.0
@@ -199,7 +199,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(key, value, nearest):
     assert nearest in error.hint.split("?")[0]
 
 
-def test_a_name_like_no_other_gets_the_list_and_no_guess():
+def test_unknown_name_without_a_near_match_lists_all_names():
     for value in ("", "banana"):
         assert refused(loss=value).hint.startswith("There are: ppo_clip")
 
@@ -246,7 +246,7 @@ RAISED = ["--algorithm.kl_coef", "0", "--kl_control.kind", "linear", "--kl_contr
 """A KL term that is 0 in the first step and comes with the next ones."""
 
 
-def test_a_kl_that_a_schedule_raises_is_held_to_the_same_rules():
+def test_scheduled_kl_coefficient_obeys_the_same_rules():
     with pytest.warns(UserWarning, match="regularises nothing"):
         algorithm_of(load_config(None, [*RAISED, "--algorithm.kl", "k1"]))
     words = [*RAISED, "--algorithm.preset", "pass_at_k", "--algorithm.kl_placement", "reward"]
@@ -265,7 +265,7 @@ def test_a_kl_that_a_schedule_raises_is_held_to_the_same_rules():
         ("--algorithm.preset dppo", "none"),
     ],
 )
-def test_off_policy_a_loss_with_a_ratio_to_the_learner_is_corrected(words, correction):
+def test_async_mode_selects_a_correction_for_losses_with_learner_ratio(words, correction):
     """The ratio of distill is to the weights at the start of the step; distill_full has none."""
     config = load_config(None, [*words.split(), "--training.mode", "async"])
     assert algorithm_of(config).correction == correction

@@ -101,7 +101,7 @@ def test_gmpo_clips_each_token_by_its_own_advantage_sign():
 
 
 @pytest.mark.parametrize(("name", "choose"), [("clip_cov", "choose_between"), ("kl_cov", "choose_highest")])
-def test_without_a_choice_the_covariance_losses_choose_among_these_rows(name, choose):
+def test_covariance_losses_without_token_choice_select_within_the_rows(name, choose):
     shape = (40, 30)
     lp, old, scores = 3 * random(*shape), 3 * random(*shape).flip(0), random(*shape).flip(1)
     mask = torch.ones(shape)

@@ -78,7 +78,7 @@ def test_unit_sequence_ratio_is_not_clipped_despite_token_ratios():
     assert fraction(batch, PRESETS["grpo"]) == 0.5
 
 
-def test_the_share_that_a_loss_chose_is_reported():
+def test_share_of_tokens_selected_by_a_loss_is_reported():
     batch = given()
     chosen = torch.zeros_like(batch.mask)
     chosen[tuple(batch.mask.nonzero()[:3].T)] = True

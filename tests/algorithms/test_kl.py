@@ -177,7 +177,7 @@ GUARD = KLGuard(expected=None, decay=0.9)
 
 
 @pytest.mark.parametrize("name", SERIES)
-def test_a_guard_that_learns_pauses_no_recorded_run(name):
+def test_adaptive_kl_guard_pauses_no_recorded_run(name):
     assert pauses_in(SERIES[name], GUARD) == []
 
 
@@ -187,7 +187,7 @@ def test_a_guard_that_learns_pauses_no_recorded_run(name):
     [lambda n: 1 + 3 * min(1.0, n / 5), lambda n: 4.0, lambda n: 1.3**n, lambda n: 1.6**n],
     ids=["ramp to 4", "jump to 4", "times 1.3", "times 1.6"],
 )
-def test_a_guard_that_learns_pauses_a_run_that_jumps_or_runs_away_within_ten_steps(name, planted):
+def test_adaptive_kl_guard_pauses_a_jump_or_growth_within_ten_steps(name, planted):
     for begin in (25, 30):
         known = SERIES[name][:begin]
         level = math.fsum(known[-10:]) / 10
@@ -195,13 +195,13 @@ def test_a_guard_that_learns_pauses_a_run_that_jumps_or_runs_away_within_ten_ste
         assert begin < pauses_in(series, GUARD)[0] <= begin + 10
 
 
-def test_a_guard_that_learns_follows_a_steady_growth_and_a_new_level():
+def test_adaptive_kl_guard_follows_steady_growth_and_a_new_level():
     assert pauses_in([0.001 * step for step in range(80)], GUARD) == []
     level = [*HEALTHY, *[0.2] * 40]
     assert pauses_in(level, GUARD)[-1] < 40  # resumed after each pause, it learns the new level
 
 
-def test_the_guard_pauses_beyond_twice_the_expected_value():
+def test_kl_guard_pauses_above_twice_the_expected_value():
     fixed = KLGuard(expected=0.1)
     assert not fixed.should_pause(0.2)
     assert fixed.should_pause(0.2001)

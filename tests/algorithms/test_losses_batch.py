@@ -73,7 +73,7 @@ def test_random_token_choice_depends_on_trajectory_id_not_row_order():
     assert not torch.equal(other, chosen)
 
 
-def test_the_random_choice_is_even():
+def test_random_token_choice_is_uniform():
     """Of 400 equal tokens each seed takes a quarter; over 60 seeds every token is taken about 15 times."""
     mask = torch.ones(20, 20)
     given = {"covariance": torch.ones(20, 20), "mask": mask, "share": 0.25, "low": 0.0, "high": 2.0}

@@ -260,7 +260,7 @@ def test_unfit_choices_and_weights_are_refused():
         )
 
 
-def test_binary_kl_at_certainty():
+def test_binary_kl_matches_its_limits_at_probability_one():
     certain, likely = rows(0.0), rows(math.log(0.5))
     assert losses.binary_kl(certain, certain).item() == 0
     assert losses.binary_kl(certain, likely).item() == math.inf

@@ -742,12 +742,12 @@ def test_every_clip_gate_and_bound_is_active_on_some_tokens():
 
 
 @pytest.mark.parametrize("name", PAPERS)
-def test_the_gradient_is_grpos_and_the_term_of_the_paper(name):
+def test_gradient_is_that_of_grpo_plus_the_additional_term(name):
     assert miss(name, PRESETS[name]) < EXACT
 
 
 @pytest.mark.parametrize(("name", "key"), acting())
-def test_without_a_field_the_term_is_missed(name, key):
+def test_missing_preset_field_changes_the_gradient(name, key):
     assert miss(name, without(name, key)) > MISSED
 
 

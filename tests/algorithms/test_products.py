@@ -59,7 +59,7 @@ def test_products_without_gradient_take_transposed_matrices():
     torch.testing.assert_close(model_runner.outer_sum(left, other), left.t() @ other, rtol=1e-4, atol=1e-4)
 
 
-def test_a_row_has_the_same_bits_in_any_batch():
+def test_row_is_bitwise_equal_in_any_batch():
     rows, weight = torch.randn(600, 96), torch.randn(80, 96)
     whole = model_runner.linear(rows, weight)
     for start, count in ((0, 16), (7, 17), (100, 48), (3, 256), (250, 300), (599 - 33, 33)):

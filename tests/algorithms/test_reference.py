@@ -74,7 +74,7 @@ def test_autocast_around_one_pass_does_not_move_the_ratio_of_an_unchanged_policy
     assert largest_difference(expected, gradients(model)) == 0
 
 
-def test_a_critic_values_states_without_dropout():
+def test_critic_values_are_computed_without_dropout():
     rows = random_rows()
     one = Critic(dropping_model(), OptimizerSettings(learning_rate=1e-2, total_steps=10))
     with torch.no_grad():

@@ -43,7 +43,7 @@ def test_tis_is_bounded_from_below(batch, level):
 
 @quick
 @given(batch=BATCHES, by=st.sampled_from(["token", "sequence", "geometric"]), veto=st.sampled_from([0, 0.6]))
-def test_rejection_by_token_and_by_sequence_with_a_veto(batch, by, veto):
+def test_rejection_with_a_veto_matches_the_loop(batch, by, veto):
     def keep(i, t):
         row = [slow.ratio_of(batch, i, u, "token") for u in slow.actions(batch.mask, i)]
         return float(0.8 <= slow.ratio_of(batch, i, t, by) <= 1.3 and min(row) >= veto)
@@ -63,7 +63,7 @@ SUMMARIES = {"geometric": lambda row: sum(row) / len(row), "sequence": sum, "lar
     by=st.sampled_from(["token", *SUMMARIES]),
     high=st.sampled_from([0.001, 0.02, 0.3]),
 )
-def test_rejection_by_the_estimators_of_the_divergence(batch, measure, by, high):
+def test_rejection_by_divergence_estimators_matches_the_loop(batch, measure, by, high):
     def distance(i, t):
         return DISTANCES[measure](float(batch.old[i, t] - batch.behavior[i, t]))
 
@@ -102,7 +102,7 @@ def test_m2po_matches_hand_computed_masks():
 
 @quick
 @given(batch=BATCHES, delta=st.sampled_from([0.0, 0.1]))
-def test_opsm_masks_failures_that_have_become_unlikely(batch, delta):
+def test_opsm_masks_failed_trajectories_with_lower_probability(batch, delta):
     found = corrections.opsm(
         logprobs=batch.logprobs, old_logprobs=batch.behavior, advantages=batch.advantages, mask=batch.mask, delta=delta
     )
@@ -165,7 +165,7 @@ def test_importance_weighted_kl_and_gradient_match_loop_reference(batch, estimat
     same(*results)
 
 
-def test_the_ratio_on_k3_has_the_gradient_of_the_reverse_kl():
+def test_importance_weighted_k3_has_the_gradient_of_reverse_kl():
     """Exactly, over a vocabulary of three: the expectation of the gradient over tokens of the old policy."""
     logits = torch.tensor([0.3, -0.2, 0.9], dtype=torch.float64, requires_grad=True)
     old = torch.log_softmax(torch.tensor([0.1, 0.4, -0.3], dtype=torch.float64), 0)
@@ -232,7 +232,7 @@ def test_luspo_is_gspo_times_the_length(batch):
 
 @quick
 @given(batch=BATCHES, ddof=st.sampled_from([0, 1]))
-def test_a_deviation_over_the_batch(batch, ddof):
+def test_grpo_with_batch_standard_deviation_matches_the_loop(batch, ddof):
     rewards = batch.rewards.tolist()
     mean = sum(rewards) / len(rewards)
     std = math.sqrt(sum((r - mean) ** 2 for r in rewards) / max(len(rewards) - ddof, 1))
@@ -245,7 +245,7 @@ def test_a_deviation_over_the_batch(batch, ddof):
 
 @quick
 @given(batch=BATCHES, counted=st.sampled_from(["varying", "nonzero"]))
-def test_gpg_scales_by_the_rows_that_teach(batch, counted):
+def test_gpg_scales_by_the_rows_counted_as_informative(batch, counted):
     groups, rewards = oracle.groups(batch), batch.rewards.tolist()
     if counted == "nonzero":
         rows = sum(r != 0 for r in rewards)

@@ -87,7 +87,7 @@ def test_loss_term_is_averaged_over_its_own_tokens_across_microbatches(name, mar
     assert largest_difference(without, expected) > 1e-4
 
 
-def test_positive_is_an_outcome_above_zero():
+def test_positive_trajectories_have_an_outcome_above_zero():
     credits = assign_credit([real_group()[0]], PRESETS["vapo"])
     assert [row.positive for row in training_rows(credits, mask_observations=True)] == [True, False, True, False]
     parts = (Reward("solved", len, outcome=True), Reward("neat", len, weight=0.1))
@@ -155,7 +155,7 @@ def test_distillation_has_the_gradient_of_the_reverse_kl():
         ({"options": {"terms": {"echo": -0.1}}}, "echo is -0.1, but must be from 0 on"),
     ],
 )
-def test_terms_that_are_none_are_refused(settings, words):
+def test_invalid_loss_terms_are_rejected(settings, words):
     with pytest.raises(ConfigError) as caught:
         resolve(AlgorithmConfig(**settings))
     assert words in str(caught.value)

@@ -41,7 +41,7 @@ def test_transition_row_keeps_context_and_trains_only_its_action():
     assert second.name == row.name
 
 
-def test_observations_that_train_do_so_once():
+def test_trained_observations_occur_in_one_row_only():
     one = replace(turns(0, 1.0, 2, 3), segments=(*turns(0, 1.0, 2, 3).segments, Segment("observation", (9,), 1)))
     row = row_of_trajectory(one, 1.0, mask_observations=False)
     found = transitions_of(row, one)
@@ -50,7 +50,7 @@ def test_observations_that_train_do_so_once():
     assert found[-1].tokens == row.tokens
 
 
-def test_the_turns_of_a_tree_are_each_a_row_once():
+def test_each_turn_of_a_tree_is_one_row():
     row = row_of_trajectory(tree(), tuple(range(1, 11)))
     found = transitions_of(row, tree())
     trained = [[t for t, own in zip(part.tokens, part.trains, strict=True) if own] for part in found]

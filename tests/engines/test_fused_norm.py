@@ -33,7 +33,7 @@ def test_norms_that_round_to_float32_stay_in_a_float64_model():
     assert fuse_norms(build().double()) == 0
 
 
-def test_a_norm_with_another_formula_stays():
+def test_norm_with_another_formula_is_not_replaced():
     config = Gemma3TextConfig(
         vocab_size=50,
         hidden_size=32,

@@ -104,7 +104,7 @@ def test_commands_of_the_example_docstring_run(tmp_path, monkeypatch):
     assert (second / "checkpoints" / "step-000002" / "model.safetensors").is_file()
 
 
-def test_the_docstring_names_the_checkpoint_that_fine_tuning_writes():
+def test_docstring_names_the_checkpoint_written_by_fine_tuning():
     steps = load_config(ROOT / "examples" / "stock.toml").sft.steps
     assert f"checkpoints/step-{steps:06d}" in FILE.read_text("utf-8")
 
