@@ -570,6 +570,20 @@ def test_fingerprint_rereads_frozen_parameters_only_after_they_change(monkeypatc
     assert len(read) == 2 * num + 3
 
 
+def test_fingerprint_of_tensors_hashed_in_chunks_detects_a_change_in_each_chunk(monkeypatch):
+    model = build()
+    whole = fingerprint_module(model)
+    monkeypatch.setattr(fingerprint, "_CHUNK_BYTES", 1024)
+    digests = {fingerprint_module(model)}
+    weight = model.model.embed_tokens.weight.detach().view(-1)
+    for at in range(0, weight.numel(), 256):  # 1,024 bytes
+        weight[at] += 1.0
+        digests.add(fingerprint_module(model))
+    assert len(digests) == 1 + -(-weight.numel() // 256)
+    assert whole not in digests
+    assert fingerprint_module(copy.deepcopy(model)) == fingerprint_module(model)
+
+
 def test_nan_weights_raise_error_and_later_valid_weights_work():
     model = build()
     engine = LocalEngine(model)
