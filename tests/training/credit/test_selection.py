@@ -170,6 +170,7 @@ def test_starpo_s_run_trains_only_on_kept_groups(tmp_path):
         algorithm__top_variance_fraction="0.5",
         training__steps="1",
         rollout__temperature="2",
+        rollout__max_tokens_per_turn="24",
         critic__warmup_steps="0",
     )
     metrics = reporter.steps[0][1]
