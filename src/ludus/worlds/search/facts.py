@@ -72,6 +72,8 @@ class Facts:
 
 def plain(text: str) -> str:
     """Return a name without accents."""
+    if text.isascii():
+        return text
     decomposed = unicodedata.normalize("NFKD", text)
     return "".join(c for c in decomposed if not unicodedata.combining(c))
 

@@ -11,6 +11,7 @@ import hashlib
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from ludus.worlds.search.facts import Entity, Fact, Facts, Homonym
 
@@ -92,6 +93,7 @@ def _hash_fraction(text: str) -> float:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
 
 
+@cache
 def split_of(kind: str, head: str) -> str:
     """Return the split of a head entity: 74 % train, 6 % validation, 20 % test."""
     share = _hash_fraction(f"{kind}:{head}")
@@ -162,8 +164,8 @@ def _follow(facts: Facts, entity: Entity, relations: Sequence[str]) -> tuple[Hop
 
 
 def _too_common(hops: Sequence[Hop], key: str) -> bool:
-    countries = [hop.fact.value for hop in hops if hop.relation == "country"]
-    return any(_hash_fraction(f"kept:{key}") >= KEEP_FRACTIONS.get(country, 1.0) for country in countries)
+    countries = [hop.fact.value for hop in hops if hop.relation == "country" and hop.fact.value in KEEP_FRACTIONS]
+    return any(_hash_fraction(f"kept:{key}") >= KEEP_FRACTIONS[country] for country in countries)
 
 
 def _intersection(homonym: Homonym) -> SearchQuestion:
