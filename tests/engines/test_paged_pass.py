@@ -36,7 +36,7 @@ class Recordings:
 @pytest.fixture
 def recordings(monkeypatch):
     recorder = Recordings()
-    monkeypatch.setattr(paged_pass, "is_used", lambda device: True)
+    monkeypatch.setattr(paged_pass, "runs_on", lambda device: True)
     monkeypatch.setattr(paged_pass, "make_recorder", lambda device: recorder)
     return recorder
 

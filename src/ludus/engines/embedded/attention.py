@@ -181,6 +181,7 @@ class TorchPass:
     _masks: dict[MaskShape, Tensor] = field(default_factory=dict)
     _write_rows: dict[int, Tensor] = field(default_factory=dict)
     _key_rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _single_rows: list[Tensor] = field(default_factory=list)
 
     def attend(self, layer: int, new: tuple[Tensor, Tensor, Tensor], scores: ScoreRule) -> Tensor:
         """Store new keys and values `[H, T, D]` and attend from queries `[Hq, T, D]`; `[T, Hq, D]`."""
@@ -191,7 +192,9 @@ class TorchPass:
         out = query.new_zeros(query.shape[1], query.shape[0], values.shape[-1])
         singles = [span for span in self.spans if span.is_single]
         if singles:
-            index = torch.tensor([span.first for span in singles])
+            if not self._single_rows:  # once per pass
+                self._single_rows.append(torch.tensor([span.first for span in singles]))
+            (index,) = self._single_rows
             queries = query.index_select(1, index).transpose(0, 1)
             out.index_copy_(0, index, self._attend_sparse(singles, queries, (keys, values), scores))
         for span in self.spans:

@@ -92,12 +92,12 @@ class RaggedForward:
                 self.adapters = AdapterBank(model)
                 undo.callback(self.adapters.close)
                 self._default = DEFAULT if DEFAULT in self.adapters.names else ""
-                if self.dtype == torch.float32 and not paged_pass.is_used(self.device):
+                if self.dtype == torch.float32 and not paged_pass.runs_on(self.device):
                     self._kernel = make_kernel(layers, max_tokens, threads)
                 if self._kernel is not None:
                     undo.callback(self._kernel.close)
                 self.pool = self._make_pool(layers, num_pages)
-                if paged_pass.is_used(self.device):
+                if paged_pass.runs_on(self.device):
                     recorder = paged_pass.make_recorder(self.device)
                     self._paged = PassRunner(self._forward, self.pool, self.device, recorder)
                 attention.register()
@@ -196,7 +196,7 @@ class RaggedForward:
         """Create the page memory. On a CPU, sparse products need 16-bit types stored in 32 bits."""
         wide = self.device.type == "cpu" and self.dtype.itemsize < torch.float32.itemsize
         dtype = torch.float32 if wide else self.dtype
-        paged = paged_pass.is_used(self.device)
+        paged = paged_pass.runs_on(self.device)
         return PagePool(layers, num_pages, dtype, self.device, transposed=self._kernel is not None, padding=paged)
 
     def _torch_pass(

@@ -69,7 +69,7 @@ def has_kernel(device: torch.device, dtype: torch.dtype, memory: tuple[Tensor, T
     return device.type == "cuda" and dtype.itemsize <= 4 and keys.shape == values.shape and _has_triton()
 
 
-def is_used(device: torch.device) -> bool:
+def runs_on(device: torch.device) -> bool:
     """Return whether passes on this device are paged; on a CPU attention reads the pages in place."""
     return device.type != "cpu"
 
@@ -144,17 +144,16 @@ class PassRunner:
         self._send_table(table)
         count = len(tokens[0])
         size = next((size for size in GRAPH_TOKENS if size >= count), 0)
-        recorded = self._recorder is not None and size > 0 and adapter is not None
-        host = np.zeros((_ROWS, size if recorded else count), dtype=np.int32)
+        host = np.zeros((_ROWS, size or count), dtype=np.int32)
         host[1] = len(table)
         rows: tuple[NDArray[np.integer], ...] = (*tokens, keep)
         for row, values in enumerate(rows):
             host[row, : len(values)] = values
-        if not recorded or adapter is None:
-            return self._run(torch.from_numpy(host).to(self._device), len(keep))
-        recording = self._recordings.get((size, adapter)) or self._record(size, adapter, host)
+        recording = None
+        if size and self._recorder is not None and adapter is not None:
+            recording = self._recordings.get((size, adapter)) or self._record(size, adapter, host)
         if recording is None:
-            return self._run(torch.from_numpy(host).to(self._device), len(keep))
+            return self._run(torch.from_numpy(host[:, :count]).to(self._device), len(keep))
         recording.inputs.copy_(torch.from_numpy(host))
         recording.replay()
         return recording.logits[: len(keep)]

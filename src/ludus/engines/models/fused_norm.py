@@ -1,4 +1,4 @@
-"""RMSNorm in one GPU kernel. The modules of transformers take eight, more than half of those of a decode step."""
+"""RMSNorm in one GPU kernel. The modules of transformers start about eight."""
 
 from __future__ import annotations
 
