@@ -197,7 +197,7 @@ def test_one_step_mode_is_reproducible_and_respects_the_staleness_bound(tiny_run
 
 
 def test_time_budget_marks_the_step_as_clock_limited(tiny_run, tmp_path):
-    rows = metrics(run(tiny_run, tmp_path / "a", rollout__partial__tokens=0, rollout__partial__seconds=0.001))
+    rows = metrics(run(tiny_run, tmp_path / "a", rollout__partial__tokens=0, rollout__partial__seconds=1e-6))
     assert rows[0]["partial/waiting"] > 0  # on a machine that stalls some end before the clock is read
     assert rows[0]["ledger/clock_limited"] == 1
     assert rows[-1]["ledger/clock_limited"] == 0

@@ -144,7 +144,7 @@ class PartialRollouts:
         """Reset the budget for a step. If `last`, every episode runs to its end."""
         self._step, self._is_last_step, self._tokens_left = step, last, self.budget.tokens
         self.num_sampled, self.num_continued = 0, self.num_unfinished
-        seconds = self.budget.seconds
+        seconds = None if last else self.budget.seconds
         self._deadline = None if seconds is None else time.monotonic() + seconds
 
     async def run(self, groups: Sequence[Sequence[RolloutRequest]]) -> list[list[Episode]]:
