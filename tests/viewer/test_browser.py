@@ -177,6 +177,10 @@ def test_every_page_opens_by_its_url(page, address, name):
     assert page.locator(".error").count() == 0
     if name == "curves":
         page.wait_for_selector("canvas")
+    if name == "timeline/2":
+        seconds = page.locator(".timeline text").all_text_contents()
+        assert seconds[0] == "0 s"
+        assert 4 <= len(seconds) <= 10
 
 
 def test_hostile_text_is_displayed_and_never_executed(page, address):

@@ -338,6 +338,11 @@ function spansOf(line, start) {
   return { spans, end: at };
 }
 
+function ticks(end) {
+  const raw = (end || 1) / 8, power = 10 ** Math.floor(Math.log10(raw)), size = [1, 2, 5, 10].find((one) => one * power >= raw) * power;
+  return Array.from({ length: Math.floor(end / size) + 1 }, (_, i) => i * size);
+}
+
 function Timeline({ run, step }) {
   const { data, error } = useData(`/api/timeline/${step}`);
   const steps = run.steps, near = (by) => { const next = steps[steps.indexOf(Number(step)) + by]; if (next !== undefined) go(`/timeline/${next}`); };
@@ -347,11 +352,13 @@ function Timeline({ run, step }) {
   if (!data.length) return html`<p>${choose}</p><p>The times of this step's episodes are not stored.</p>`;
   const start = Math.min(...data.map((line) => line.begin)), lines = data.map((line) => ({ line, ...spansOf(line, start) }));
   const end = Math.max(...lines.map((one) => one.end)), seconds = lines.map((one) => one.line.total_s + one.line.scoring_s).sort((a, b) => a - b);
-  const middle = seconds[Math.floor(seconds.length / 2)], slow = 2 * middle, width = 900;
+  const middle = seconds[Math.floor(seconds.length / 2)], slow = 2 * middle, width = 900, height = 12 * lines.length + 4;
   const title = ({ line }) => `${line.task}, sample ${line.sample}: ${number(line.total_s)} s, model ${number(line.model_s)} s, tools ${number(line.tools_s)} s, rewards ${number(line.scoring_s)} s`;
   return html`<p>${choose} <span class="dim">${data.length} episodes in ${number(end)} s; median ${number(middle)} s, slowest ${number(seconds[seconds.length - 1])} s; red: more than twice the median</span></p>
     <p class="legend dim">${SPANS.map(([, text, color]) => html`<svg width="12" height="10"><rect width="10" height="10" fill="var(${color})" /></svg> ${text}${" "}`)}</p>
-    <div class="scroll"><svg class="timeline" viewBox="0 0 ${width + 10} ${12 * lines.length + 4}" width=${width + 10} height=${12 * lines.length + 4}>
+    <div class="scroll"><svg class="timeline" viewBox="0 0 ${width + 10} ${height + 18}" width=${width + 10} height=${height + 18}>
+      ${ticks(end).map((second) => html`<line x1=${(width * second) / end} x2=${(width * second) / end} y1="0" y2=${height} stroke="var(--line)" />
+        <text x=${(width * second) / end + 3} y=${height + 13}>${number(second)} s</text>`)}
       ${lines.map((one, i) => html`<g onClick=${() => go(`/rollout/${one.line.row.id}`)}><title>${title(one)}</title>
         <rect x="0" y=${12 * i} width=${width} height="12" fill="transparent" />
         ${one.line.total_s + one.line.scoring_s > slow ? html`<rect x=${(width * (one.line.begin - start)) / end - 3} y=${12 * i + 2} width="3" height="9" fill="var(--red)" />` : ""}
