@@ -320,6 +320,8 @@ def test_a_checkpoint_of_adapters_is_base_and_adapters(tiny_run, tmp_path):
     shelf = "evaluations/step-00000{}-test-greedy.json"
     before = load_evaluation(tmp_path / "again" / shelf.format(0))
     assert before.successes == load_evaluation(tmp_path / "run" / shelf.format(1)).successes
+    checked = ludus("doctor", recipe, "--model", tmp_path / "run", "--tasks", "2", "--attempts", "2", "--json")
+    assert f"--model {adapters}" in json.loads(checked.out)["command"]
     named = adapters / "adapter_config.json"
     named.write_text(named.read_text().replace(str(base), "/no/base"))
     said = refused("train", recipe, "--model", adapters, "--run.dir", tmp_path / "third")

@@ -147,8 +147,6 @@ def resolved_model(args: argparse.Namespace) -> argparse.Namespace:
         model = get_once(endpoint, "/models", _ServedModels).data[0].id
     elif (Path(model) / "config.toml").is_file() and (Path(model) / "run.json").is_file():
         model = str(latest_checkpoint(RunFolder(Path(model)))[1])
-    if endpoint is None and (Path(model) / "adapter_config.json").is_file():
-        raise UserError(f"{model} is a LoRA adapter, not a whole model.", "Use `ludus eval --run`, or merge it.")
     if endpoint is None:
         check_model_folder(model)
     return argparse.Namespace(**vars(args) | {"run": None, "model": model, "endpoint": endpoint, "api_key_file": None})
