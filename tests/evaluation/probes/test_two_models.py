@@ -40,6 +40,8 @@ def test_fork_counts_match_hand_computed_values():
     assert rows["difference, nats"] == pytest.approx(float(base.entropy[1] - base.entropy[0]))
     assert report.notes[0] == "2 of 8 sampled tokens are forks, in 2 of 2 episodes."
     assert "(2)" in report.notes[2]
+    one_forked = forks_report(["a", "b"], [(base, trained), (base, base)], renderer().tokenizer, 0)
+    assert [row["measure"] for row in one_forked.rows] == ["tokens that are forks"]  # no interval over one task
 
 
 def test_equal_models_have_no_forks():
