@@ -30,6 +30,7 @@ SHOWN = {
     "echo_trap": with_end(10, groups__reward_std=0.02),
     "echo_trap_early": with_end(5, groups__reward_std=0.1, policy__entropy=0.1),
     "held_out_zero": evaluated((0.3, 0.2), *[(0.3, 0.0)] * 5),
+    "held_out_drop": evaluated((0.3, 0.8), (0.3, 0.65), (0.3, 0.62)),
     "zero_reward": with_end(5, reward__mean=0.0, reward__std=0.0),
     "equal_rewards": with_end(1, groups__zero_variance=1.0),
     "few_differences": with_end(10, groups__zero_variance=0.85),
@@ -42,6 +43,7 @@ SHOWN = {
     "exploration_ended": with_end(5, groups__low_entropy=0.6),
     "entropy_explosion": with_end(3, policy__entropy=2.0),
     "kl_jump": with_end(2, policy__kl_reference=0.5),
+    "kl_rate": [{"policy/kl_reference": 0.05 * step} for step in range(4)],
     "gradient_spike": with_end(2, optim__grad_norm=9.0),
     "length_explosion": unsolved(with_end(5, response_length__mean=400.0), 0.3),
     "truncation": with_end(1, episode__stop__truncated=0.3, episode__stop__max_tokens=0.3),
@@ -76,6 +78,8 @@ TOGETHER = {
     "echo_trap": {"echo_trap_early", "few_differences"},
     "entropy_collapse": {"echo_trap_early"},
     "uniform_failure": {"success_drop"},
+    "held_out_zero": {"held_out_drop"},
+    "reward_hacking": {"held_out_drop"},
 }
 
 
@@ -127,15 +131,22 @@ def test_a_healthy_run_raises_no_alarm_at_any_step(seed):
         with_end(1, groups__zero_variance=1.0, experts__trained=1.0),
         with_end(1, collapse__retrieval_1=0.21, collapse__mutual_information=0.1),
         with_end(1, collapse__retrieval_1=0.0, collapse__chance=0.5),
-        evaluated((0.3, 0.2), *[(0.3, 0.0)] * 4),
+        evaluated((0.3, 0.2), *[(0.3, 0.0)] * 4, margin=0.15),
+        evaluated((0.3, 0.8), (0.3, 0.65), (0.3, 0.71)),
+        evaluated((0.3, 0.8), (0.3, 0.62), (0.3, 0.62), margin=0.13),
+        [{"policy/kl_reference": 0.019 * step} for step in range(4)],
+        [{"policy/kl_reference": 0.5} for _ in range(21)],
         evaluated((0.3, 0.3), (0.5, 0.5), (0.7, 0.41), (0.8, 0.41)),
-        evaluated((0.5, 0.5), (0.5, 0.3), (0.5, 0.3)),
-        evaluated((0.3, 0.3), (0.5, 0.5), (0.7, 0.35), (0.8, 0.3), margin=0.08),
         [row | {"groups/count": 1.0} for row in with_end(3, success__mean=0.2)],
     ],
 )
 def test_history_just_within_the_bounds_raises_no_alarm(history):
     assert names(history) == []
+
+
+def test_reward_hacking_needs_a_rise_of_the_reward_and_disjoint_intervals():
+    assert names(evaluated((0.5, 0.5), (0.5, 0.3), (0.5, 0.3))) == ["held_out_drop"]
+    assert names(evaluated((0.3, 0.3), (0.5, 0.5), (0.7, 0.35), (0.8, 0.3), margin=0.08)) == ["held_out_drop"]
 
 
 def text_of(name, history):

@@ -283,6 +283,24 @@ def held_out_zero(history: History, *, evaluations: int, limit: float) -> str:
 
 
 @alarm
+def held_out_drop(history: History, *, evaluations: int, drop: float) -> str:
+    """Held-out success is below its best evaluation in the last ones, by more than the error of both allows."""
+    name, found = _evaluations(history)
+    if len(found) <= evaluations:
+        return ""
+    best, solved = max(found[:-evaluations], key=lambda pair: pair[1])
+    widths = [math.hypot(*(_half_width(one, name) for one in (best, row))) for row, _ in found[-evaluations:]]
+    if any(solved - value < max(drop, w) for (_, value), w in zip(found[-evaluations:], widths, strict=True)):
+        return ""
+    return f"{name} fell from {solved:.2f} to {found[-1][1]:.2f}, below it in the last {evaluations} evaluations"
+
+
+def _half_width(row: Row, name: str) -> float:
+    bounds = name.removesuffix("/success")
+    return (row.get(f"{bounds}/high", 0.0) - row.get(f"{bounds}/low", 0.0)) / 2
+
+
+@alarm
 def zero_reward(history: History, *, steps: int) -> str:
     """All rewards are 0, of the run or of a world of a mixture."""
     names = [("reward/mean", "reward/std")]

@@ -80,6 +80,18 @@ def kl_jump(history: History, *, steps: int, window: int, factor: float, floor: 
 
 
 @alarm
+def kl_rate(history: History, *, steps: int, first: int, limit: float) -> str:
+    """In the first steps of a run, the KL is above `limit` times the number of updates before."""
+    values = [row[_KL] for row in history if _KL in row]
+    if len(values) != len(history) or not steps < len(values) <= first:
+        return ""
+    last = [(num, value) for num, value in enumerate(values)][-steps:]
+    if any(value <= limit * num for num, value in last):
+        return ""
+    return f"{_KL} is {values[-1]:.3g} nats per token after {len(values) - 1} steps, more than {limit:g} per step"
+
+
+@alarm
 def gradient_spike(history: History, *, steps: int, window: int, factor: float) -> str:
     """The gradient norm is a multiple of its median over the `window` steps before."""
     name = "optim/grad_norm"
