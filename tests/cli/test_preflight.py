@@ -108,6 +108,8 @@ def test_checkpoint_size_estimate_matches_a_real_checkpoint(tiny_run):
     num = sum(file.stat().st_size for file in last.glob("*.safetensors")) / 4
     real = sum(file.stat().st_size for file in last.rglob("*.safetensors"))
     assert num * preflight.bytes_per_parameter(load_config("search")) == pytest.approx(real, rel=0.1)
+    half = load_config("search", ["--model.dtype", "bfloat16"])
+    assert preflight.bytes_per_parameter(half) == 2 + 3 * 4  # weight, float32 copy, two moments in float32
 
 
 @pytest.mark.parametrize("targets", ["all-linear", '["q_proj", "down_proj"]'])
