@@ -4,7 +4,7 @@
 #   docker run --rm -it -v ludus-runs:/ludus/runs ludus ludus show runs/search-1    # any command
 # Environments that run programs of the policy need user namespaces and mounts inside the container:
 #   docker run --rm -it --security-opt seccomp=unconfined --security-opt apparmor=unconfined \
-#     --security-opt systempaths=unconfined ludus ludus sandbox check
+#     --security-opt systempaths=unconfined ludus ludus sandbox check               # Podman: --security-opt unmask=ALL
 FROM python:3.11-slim
 RUN apt-get update && apt-get install -y --no-install-recommends bubblewrap gcc libc6-dev git make \
     && rm -rf /var/lib/apt/lists/*

@@ -1,10 +1,14 @@
-"""Run the programs of `battery/` on the default backend and list the violations.
+"""Run the programs of `battery/` on a sandbox backend and list the violations.
 
-As a script, for any user, it prints each violation on a line, and `contained N` at the end.
+As a script, for any user, it prints each violation on a line, and `contained N` at the end:
+
+    python tests/battery_run.py                                                 # the default backend, all programs
+    python tests/battery_run.py --backend podman --image IMAGE fork_bomb daemon
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import hashlib
 import json
@@ -20,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ludus.errors import WorldError
-from ludus.sandbox import Limits, NamespacesSandbox, Outcome, SandboxSettings
+from ludus.sandbox import Limits, Outcome, SandboxSettings, open_sandbox
 
 HERE = Path(__file__).parent
 PROGRAMS = sorted((HERE / "battery").glob("*.py"))
@@ -166,17 +170,19 @@ def judge(expected: str, outcome: Outcome, token: str) -> list[str]:
     return found
 
 
-async def run_battery(programs: list[Path], host: Host) -> list[str]:
+async def run_battery(programs: list[Path], host: Host, backend: str = "namespaces", image: str = "") -> list[str]:
     """Run the programs concurrently; return all violations, each with the name of the program."""
     before, state = descendants(), host.state()
-    sandbox = NamespacesSandbox(SandboxSettings(concurrency=CONCURRENCY))
+    sandbox = open_sandbox(SandboxSettings(backend, concurrency=CONCURRENCY, image=image or SandboxSettings().image))
+    slots = asyncio.Semaphore(CONCURRENCY)  # container backends start every run at once
     shared = {"trying.py": (HERE / "battery_trying.py").read_bytes(), "target.json": host.target}
 
     async def one(program: Path) -> list[str]:
         expected = expectation(program)
         limits = ENDLESS if expected == "timed_out" else LIMITS
         try:
-            outcome = await sandbox.run(program.read_text(), files=shared, limits=limits)
+            async with slots:
+                outcome = await sandbox.run(program.read_text(), files=shared, limits=limits)
         except WorldError as error:
             return [f"{program.stem}: reported as a failure of the sandbox: {error.message}"]
         return [f"{program.stem}: {finding}" for finding in judge(expected, outcome, host.token)]
@@ -193,14 +199,19 @@ async def run_battery(programs: list[Path], host: Host) -> list[str]:
     return found + (["a signal reached the host"] if host.signals else [])
 
 
-def main(names: list[str]) -> int:
+def main() -> int:
     """Run the named programs, or all of them; return 1 if there is a violation."""
-    programs = [program for program in PROGRAMS if not names or program.stem in names]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--backend", default="namespaces", choices=("namespaces", "docker", "podman"))
+    parser.add_argument("--image", default="", help="docker and podman: the image")
+    args = parser.parse_args()
+    programs = [program for program in PROGRAMS if not args.names or program.stem in args.names]
     with a_host() as host:
-        found = asyncio.run(run_battery(programs, host))
+        found = asyncio.run(run_battery(programs, host, args.backend, args.image))
     print("\n".join([*found, f"contained {len(programs)}"]))
     return 1 if found else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

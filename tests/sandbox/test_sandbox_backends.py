@@ -119,10 +119,14 @@ def test_container_is_started_with_all_isolation_options(engine):
         ("--memory-swap", memory),
         ("--pull", "never"),
         ("--label", "ludus"),
+        ("--shm-size", "1048576"),
+        ("--env", "PYTHONDONTWRITEBYTECODE=1"),
     } <= pairs
     assert {"--rm", "--read-only", "--interactive"} <= set(words)
     assert any(word.startswith("/box:") and "size=1048576,nr_inodes=99" in word for word in words)
     assert not any(word in ("--privileged", "-v", "--volume", "--mount") for word in words)
+    podman = container.run_arguments(SandboxSettings("podman"), limits, "name")
+    assert not any("nr_inodes" in word for word in podman)  # Podman rejects it
 
 
 def test_the_supervisor_of_a_container_keeps_the_limits(engine):

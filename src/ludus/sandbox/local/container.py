@@ -29,7 +29,14 @@ from ludus.sandbox.local.supervisor_client import (
     SupervisorSocket,
     run_request,
 )
-from ludus.sandbox.local.zygote import bootstrap, guest_modules, open_errors, read_errors, wait_exit
+from ludus.sandbox.local.zygote import (
+    PROGRAM_ENVIRONMENT,
+    bootstrap,
+    guest_modules,
+    open_errors,
+    read_errors,
+    wait_exit,
+)
 
 _PACKAGES = {"docker": "docker.io", "podman": "podman"}
 _START_S = 60.0
@@ -166,13 +173,17 @@ def find_engine(settings: SandboxSettings) -> str:
 def run_arguments(settings: SandboxSettings, limits: Limits, name: str) -> list[str]:
     """Return the engine's arguments, ending with the image."""
     memory = str(limits.memory_bytes + limits.disk_bytes + _SUPERVISOR_BYTES)
-    tmpfs = f"rw,nosuid,nodev,exec,mode=1777,size={limits.disk_bytes},nr_inodes={limits.disk_files}"
+    tmpfs = f"rw,nosuid,nodev,exec,mode=1777,size={limits.disk_bytes}"
+    if settings.backend == "docker":  # Podman rejects the option
+        tmpfs += f",nr_inodes={limits.disk_files}"
     args = ["run", "--rm", "--interactive", "--name", name, "--label", _LABEL]
     args += ["--pull", "never", "--network", "none"]
     args += ["--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--user", "65534:65534"]
     args += ["--pids-limit", str(limits.processes + 2), "--memory", memory, "--memory-swap", memory]
     args += ["--tmpfs", f"/box:{tmpfs}", "--tmpfs", f"/tmp:{tmpfs}", "--workdir", "/box", "--hostname", "box"]
-    args += ["--ipc", "private", "--ulimit", "core=0", "--env", "HOME=/box", "--log-driver", "none"]
+    args += ["--ipc", "private", "--shm-size", str(limits.disk_bytes), "--ulimit", "core=0", "--log-driver", "none"]
+    for name, value in PROGRAM_ENVIRONMENT.items():
+        args += ["--env", f"{name}={value}"]
     if settings.runtime:
         args += ["--runtime", settings.runtime]
     return [*args, settings.image]

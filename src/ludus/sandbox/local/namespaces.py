@@ -21,7 +21,7 @@ from ludus.sandbox.base import Limits, Outcome, RunRequest, SandboxSettings
 from ludus.sandbox.local.pausable_timeout import paused_in_queue
 from ludus.sandbox.local.seccomp import seccomp_filter
 from ludus.sandbox.local.supervisor_client import SupervisorSandbox, run_request
-from ludus.sandbox.local.zygote import GUEST_ID, Zygote, ZygoteSpec, start_zygote
+from ludus.sandbox.local.zygote import GUEST_ID, PROGRAM_ENVIRONMENT, Zygote, ZygoteSpec, start_zygote
 
 _PRELOAD = """
 ast bisect collections contextlib copy dataclasses datetime decimal enum fractions functools heapq inspect io itertools
@@ -108,9 +108,8 @@ def make_zygote_spec(settings: SandboxSettings, python: str, preload: tuple[str,
     args += [f"--unshare-{kind}" for kind in ("user", "pid", "net", "ipc", "uts")]
     args += ["--unshare-cgroup-try", "--uid", str(GUEST_ID), "--gid", str(GUEST_ID), "--hostname", "box"]
     args += ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--clearenv"]
-    for name, value in (("PATH", "/usr/local/bin:/usr/bin:/bin"), ("HOME", "/box"), ("LANG", "C.UTF-8")):
+    for name, value in (("PATH", "/usr/local/bin:/usr/bin:/bin"), *PROGRAM_ENVIRONMENT.items()):
         args += ["--setenv", name, value]
-    args += ["--setenv", "PYTHONHASHSEED", "0", "--setenv", "PYTHONDONTWRITEBYTECODE", "1"]
     args += [arg for folder, target in binds for arg in ("--ro-bind", folder, target)]
     args += _system_mounts()
     args += ["--proc", "/proc", "--tmpfs", "/dev"]

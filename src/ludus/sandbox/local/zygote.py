@@ -25,7 +25,8 @@ _MODULES = ("wire", "syscalls", "procfs", "streams", "program", "files", "superv
 """Modules of the guest, in import order."""
 GUEST_ID = 1000
 """User and group id in the sandbox."""
-
+PROGRAM_ENVIRONMENT = {"HOME": "/box", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
+"""The environment of programs, beside PATH."""
 _CANNOT_START_HINT = (
     "The namespaces backend needs user namespaces: as root, `sysctl -w user.max_user_namespaces=15000`, "
     "on Ubuntu also `sysctl -w kernel.apparmor_restrict_unprivileged_userns=0`. "
