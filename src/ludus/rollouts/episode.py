@@ -25,7 +25,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from ludus.chat.render import Renderer
-from ludus.engines.base import ContinuesActions, Engine, Request, seed_for
+from ludus.engines.base import ContinuesActions, Request, seed_for
 from ludus.envs.base import Environment, World
 from ludus.envs.tool_env import describe_error
 from ludus.errors import EngineError, LudusError, WorldError
@@ -126,7 +126,7 @@ async def run_unscored(
             error.add_note(f"Closing also failed: {second}")
         raise
     await _close(environment, chat, limits)
-    segments = chat.segments
+    segments, given = chat.segments, record.turn_rewards
     return Trajectory(
         task_id=task.id,
         sample=sample,
@@ -134,7 +134,7 @@ async def run_unscored(
         messages=tuple(record.messages),
         stop_reason=stop,
         outcomes=tuple(record.outcomes),
-        turn_rewards=_turn_rewards(record.turn_rewards),
+        turn_rewards=tuple(r or 0.0 for r in given) if any(r is not None for r in given) else (),
         tags=dict(task.tags),
         anchors=tuple(record.anchors[: sum(s.kind == "action" for s in segments)]),
         timings=Timings(
@@ -175,7 +175,17 @@ async def _run_turns(
     turn = 0
     while stop is None:
         record.anchors.append(await _state_hash(environment, record, limits))
-        action = await _timed_act(chat, record)
+        begin = time.perf_counter()
+        try:
+            action = await chat.act()
+        except asyncio.CancelledError as error:
+            if is_being_cancelled():
+                raise
+            raise EngineError("The policy's turn was cancelled from inside the engine.") from error
+        finally:
+            seconds = time.perf_counter() - begin
+            record.model_s += seconds
+            record.turns.append((seconds, 0.0))
         if isinstance(action, StopReason):
             return action
         record.messages.append(action.message)
@@ -226,20 +236,6 @@ async def _state_hash(environment: Environment, record: _EpisodeRecord, limits: 
     return hashlib.blake2b(state.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-async def _timed_act(chat: ChatSession, record: _EpisodeRecord) -> Action | StopReason:
-    begin = time.perf_counter()
-    try:
-        return await chat.act()
-    except asyncio.CancelledError as error:
-        if is_being_cancelled():
-            raise
-        raise EngineError("The policy's turn was cancelled from inside the engine.") from error
-    finally:
-        seconds = time.perf_counter() - begin
-        record.model_s += seconds
-        record.turns.append((seconds, 0.0))
-
-
 async def _call_environment(what: str, call: Callable[[], Awaitable[T]], expected: type[T], limits: EpisodeLimits) -> T:
     """Call the environment; its errors become WorldError with the original message."""
     try:
@@ -270,11 +266,6 @@ async def _close(environment: Environment, chat: ChatSession, limits: EpisodeLim
         await _call_environment("close", environment.close, object, limits)
 
 
-def _turn_rewards(given: Sequence[float | None]) -> tuple[float, ...]:
-    """Return one reward per step, 0 if missing; empty if no step has a reward."""
-    return tuple(r or 0.0 for r in given) if any(r is not None for r in given) else ()
-
-
 def scored(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Trajectory:
     """Return the trajectory with its rewards. Raises WorldError if a reward raises; errors never count as 0."""
     with _world_errors(f"A reward of task {task.id} raised"):
@@ -302,23 +293,18 @@ class ChatSession(Protocol):
     @property
     def segments(self) -> tuple[Segment, ...]:
         """The token segments so far; empty if the policy exposes no tokens."""
-        ...
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
         """Set the prompt. Returns a stop reason if it does not fit."""
-        ...
 
     async def act(self) -> Action | StopReason:
         """Sample a turn. Returns a stop reason if the token budget is exhausted."""
-        ...
 
     def observe(self, messages: Sequence[Message]) -> StopReason | None:
         """Append the environment's messages. Returns a stop reason if they do not fit."""
-        ...
 
     def close(self) -> None:
         """Release the episode's resources."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,16 +325,25 @@ class Grant:
         return self.left_s == 0.0
 
 
+class ActionEngine(Protocol):
+    """The part of `Engine` that an episode uses."""
+
+    @property
+    def context_tokens(self) -> int: ...
+
+    async def generate(self, request: Request) -> Completion: ...
+
+    def release(self, episode: str) -> None: ...
+
+
 class Allowance(Protocol):
     """Share of a step's budget that an episode may use."""
 
     async def granted(self) -> Grant:
         """Wait until the grant is not empty and return it."""
-        ...
 
     def spend(self, tokens: int) -> None:
         """Record sampled tokens."""
-        ...
 
 
 class RestoreError(WorldError):
@@ -370,7 +365,7 @@ class EngineChatSession:
     log-probability and a version.
     """
 
-    engine: Engine
+    engine: ActionEngine
     renderer: Renderer
     params: SamplingParams
     max_tokens: int
@@ -475,7 +470,9 @@ class EngineChatSession:
                 self.allowance.spend(len(more.tokens))
             if more.finish_reason == "abort" and not (parts and grant.is_over):
                 _check_completion(more, self.episode)
-            self._partial = part = _join_parts(self._partial, more)
+            joined = (self._partial.tokens + more.tokens, self._partial.logprobs + more.logprobs)
+            part = Completion(*joined, self._partial.versions + more.versions, more.finish_reason)
+            self._partial = part
             ended = more.finish_reason == "length" and (num_tokens == left or len(more.tokens) < num_tokens)
             if more.finish_reason == "stop" or ended:
                 self._partial = NOTHING
@@ -509,12 +506,6 @@ class EngineChatSession:
     def _append(self, segment: Segment) -> None:
         self._segments.append(segment)
         self._tokens.extend(segment.tokens)
-
-
-def _join_parts(part: Completion, more: Completion) -> Completion:
-    return Completion(
-        part.tokens + more.tokens, part.logprobs + more.logprobs, part.versions + more.versions, more.finish_reason
-    )
 
 
 def _check_completion(completion: Completion, episode: str) -> None:

@@ -57,11 +57,9 @@ class GroupSource(Protocol):
 
     def requests(self, number: int) -> Sequence[RolloutRequest]:
         """Return the requests of a new group."""
-        ...
 
     def counts(self, group: Sequence[Episode]) -> bool:
         """Return whether a group counts towards a batch."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,9 +114,12 @@ class GroupQueue:
                 self._add_group(group)
             else:
                 self.late += [e for e in group.episodes if e.trajectory.failure is None]
-                self._restarts.append(_restart_group(group))
-        going = (*self._groups.values(), *self._others)
-        going_on = [episode for group in going for episode in group.episodes]
+                requests = list(group.requests)
+                for index, episode in group.done.items():
+                    key = replace(requests[index].key, attempt=episode.key.attempt + 1)
+                    requests[index] = replace(requests[index], key=key)
+                self._restarts.append(replace(group, requests=requests, done={}))
+        going_on = [e for group in (*self._groups.values(), *self._others) for e in group.episodes]
         for group in tuple(self._groups.values()):
             self._end_group(group)
         self._num_ready = 0  # restored groups do not count as throughput
@@ -132,8 +133,7 @@ class GroupQueue:
         while True:
             if self._failure is not None:
                 raise self._failure
-            numbers = self.admission.take()
-            if numbers is not None:
+            if (numbers := self.admission.take()) is not None:
                 break
             if not self._running and not self.admission.is_behind:
                 raise LudusError("Internal error: no episode is in flight and no batch is complete.")
@@ -208,8 +208,7 @@ class GroupQueue:
 
     def in_progress(self) -> list[StreamedGroup]:
         """Return copies of the unfinished and untaken groups, by number."""
-        every = (*self._groups.values(), *self._others)
-        going = [replace(group, done=dict(group.done)) for group in every]
+        going = [replace(group, done=dict(group.done)) for group in (*self._groups.values(), *self._others)]
         return sorted([*going, *self._restarts], key=lambda group: group.number)
 
     def pop_ended(self) -> list[Episode]:
@@ -241,7 +240,7 @@ class GroupQueue:
                 return
             group, index = self._pending.popleft()
             self._measure()
-            task = asyncio.get_running_loop().create_task(self._run(group, index))
+            task = asyncio.create_task(self._run(group, index))
             self._running[task] = (group, index)
             task.add_done_callback(self._on_episode_done)
 
@@ -271,7 +270,10 @@ class GroupQueue:
         if not (has_all or has_needed) or group.number not in self._groups:
             return
         if not has_all:
-            self._cancel_members(group)
+            self._pending = deque((g, index) for g, index in self._pending if g is not group)
+            for task, (of, index) in self._running.items():
+                if of is group and index not in group.done:
+                    task.cancel()
         if has_needed:  # failures were retried and are in the ledger
             group.done = {i: e for i, e in group.done.items() if e.trajectory.failure is None}
         if self.source.counts(group.episodes):
@@ -283,35 +285,20 @@ class GroupQueue:
             group.counts = False
             self._others.append(self._groups.pop(group.number))
 
-    def _cancel_members(self, group: StreamedGroup) -> None:
-        self._pending = deque((g, index) for g, index in self._pending if g is not group)
-        for task, (of, index) in self._running.items():
-            if of is group and index not in group.done:
-                task.cancel()
-
     def _has_needed(self, group: StreamedGroup) -> bool:
         """Return whether enough members, and the baseline, have ended successfully."""
         succeeded = [episode for episode in group.done.values() if episode.trajectory.failure is None]
         baselines = sum(request.greedy for request in group.requests)
-        if not self.needed or sum(episode.greedy for episode in succeeded) < baselines:
-            return False
-        return len(succeeded) - baselines >= self.needed
+        has_baselines = sum(episode.greedy for episode in succeeded) >= baselines
+        return self.needed > 0 and has_baselines and len(succeeded) - baselines >= self.needed
 
     def _on_episode_done(self, task: asyncio.Task[None]) -> None:
         """Handle the end of an episode: record its error and start others."""
         self._measure()
         self._running.pop(task, None)
-        error = None if task.cancelled() else task.exception()
-        self._failure = self._failure or error
+        self._failure = self._failure or (None if task.cancelled() else task.exception())
         try:
             self._start_pending()
         except Exception as fill_error:  # boundary: a callback of the loop; `take` raises it
             self._failure = fill_error
         self._changed.set()
-
-
-def _restart_group(group: StreamedGroup) -> StreamedGroup:
-    requests = list(group.requests)
-    for index, episode in group.done.items():
-        requests[index] = replace(requests[index], key=replace(requests[index].key, attempt=episode.key.attempt + 1))
-    return replace(group, requests=requests, done={})

@@ -68,7 +68,6 @@ class RewardExecutor(Protocol):
         Adds the duration to `timings.grading_s`. Raises WorldError if a reward raises, RewardTimeout if scoring times
         out.
         """
-        ...
 
 
 class RewardFault(WorldError):

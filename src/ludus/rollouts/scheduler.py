@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ludus.chat.render import Renderer
 from ludus.config.sections.rollout import BranchConfig, RolloutConfig
-from ludus.engines.base import ContinuesActions, Engine, EngineStats, RemoteStats, Request, seed_for
+from ludus.engines.base import ContinuesActions, Engine, Request, seed_for
 from ludus.envs.base import World
 from ludus.errors import EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
@@ -37,17 +36,13 @@ from ludus.rollouts.reward_executor import RewardExecutor, ThreadRewardExecutor,
 from ludus.rollouts.trees import run_tree
 from ludus.types import Completion, Failure, SamplingParams, Segment, StopReason, Task, ToolStatus, Trajectory
 
-if TYPE_CHECKING:
-    import torch
-
-
 _Entry = tuple[Request, "asyncio.Future[Completion]"]
 """Request of an episode and the future that it waits on."""
 
 
 @dataclass
 class LockstepEngine:
-    """Engine wrapper that batches the requests of all joined episodes, so that batches do not depend on timing.
+    """`ActionEngine` that batches the requests of all joined episodes, so that batches do not depend on timing.
 
     Collects requests until every joined episode is waiting or has left, then sends the round as one batch,
     ordered by episode; errors of the engine reach every episode of the round. A slow tool delays all episodes.
@@ -63,23 +58,8 @@ class LockstepEngine:
         return self.inner.context_tokens
 
     @property
-    def version(self) -> int:
-        return self.inner.version
-
-    @property
-    def batch_invariant(self) -> bool:
-        return self.inner.batch_invariant
-
-    @property
     def continues_actions(self) -> bool:
         return isinstance(self.inner, ContinuesActions) and self.inner.continues_actions
-
-    async def measure(self) -> None:
-        if isinstance(self.inner, RemoteStats):
-            await self.inner.measure()
-
-    def stats(self, *, reset: bool = False) -> EngineStats:
-        return self.inner.stats(reset=reset)
 
     def swap(self, leaving: str | None, joining: str | None) -> None:
         """Replace an episode by another atomically, so that no round starts in between."""
@@ -98,28 +78,8 @@ class LockstepEngine:
         self._start_round_if_complete()
         return await future
 
-    async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
-        return await self.inner.generate_batch(requests)
-
     def release(self, episode: str) -> None:
         self.inner.release(episode)
-
-    async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        await self.inner.load_weights(version, state)
-
-    async def fingerprint(self) -> str | None:
-        return await self.inner.fingerprint()
-
-    async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
-        return await self.inner.score(token_ids, adapter=adapter)
-
-    async def close(self) -> None:
-        """Cancel the running rounds and close the inner engine."""
-        rounds = tuple(self._rounds)
-        for task in rounds:
-            task.cancel()
-        await asyncio.gather(*rounds, return_exceptions=True)
-        await self.inner.close()
 
     def _start_round_if_complete(self) -> None:
         self._waiting = {e: w for e, w in self._waiting.items() if e in self._joined and not w[1].done()}
@@ -127,31 +87,25 @@ class LockstepEngine:
             return
         entries = [self._waiting[episode] for episode in sorted(self._waiting)]
         self._waiting = {}
-        task = asyncio.get_running_loop().create_task(self._round(entries))
+        task = asyncio.create_task(self._round(entries))
         self._rounds.add(task)
-        task.add_done_callback(lambda ended: self._on_round_done(ended, entries))
+        task.add_done_callback(self._rounds.discard)
 
     async def _round(self, entries: list[_Entry]) -> None:
+        results: Sequence[Completion | Exception]
         try:
-            completions = await self.inner.generate_batch([request for request, _ in entries])
-            if len(completions) != len(entries):
-                raise EngineError(f"The engine returned {len(completions)} completions for {len(entries)} requests.")
+            results = await self.inner.generate_batch([request for request, _ in entries])
+            if len(results) != len(entries):
+                raise EngineError(f"The engine returned {len(results)} completions for {len(entries)} requests.")
         except Exception as error:  # boundary: raised in every waiting episode
-            self._fail(entries, error)
-            return
-        for (_, future), completion in zip(entries, completions, strict=True):
-            if not future.done():
-                future.set_result(completion)
-
-    def _on_round_done(self, ended: asyncio.Task[None], entries: list[_Entry]) -> None:
-        self._rounds.discard(ended)
-        self._fail(entries, EngineError("The round was cancelled before the engine answered."))
-
-    @staticmethod
-    def _fail(entries: list[_Entry], error: Exception) -> None:
-        for _, future in entries:
-            if not future.done():
-                future.set_exception(error)
+            results = [error] * len(entries)
+        for (_, future), result in zip(entries, results, strict=True):
+            if future.done():
+                continue
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,16 +175,6 @@ class FailureBudget:
 
 
 @dataclass
-class _Run:
-    """State of one call of `run`. `joined` are the names of the episodes in the lockstep."""
-
-    pending: Iterator[tuple[int, RolloutRequest]]
-    budget: FailureBudget
-    done: dict[int, Episode] = field(default_factory=dict)
-    joined: set[str] = field(default_factory=set)
-
-
-@dataclass
 class Scheduler:
     """Run rollout requests. `lockstep`, if set, is the engine of the chat sessions.
 
@@ -256,28 +200,42 @@ class Scheduler:
         self, requests: Sequence[RolloutRequest], on_done: Callable[[Episode], None] | None = None
     ) -> list[Episode]:
         """Run all requests; `on_done` is called with each finished episode."""
-        run = _Run(iter(enumerate(requests)), FailureBudget(len(requests)))
-        first = [self._next_request(run, None) for _ in range(min(self.limits.concurrency, len(requests)))]
+        pending, budget = iter(enumerate(requests)), FailureBudget(len(requests))
+        done: dict[int, Episode] = {}
+        joined: set[str] = set()
+
+        def swap(leaving: str | None, joining: str | None) -> None:
+            joined.discard(leaving or "")
+            if joining is not None:
+                joined.add(joining)
+            if self.lockstep is not None:
+                self.lockstep.swap(leaving, joining)
+
+        def next_request(leaving: str | None) -> tuple[int, RolloutRequest] | None:
+            """Return the next request, replacing `leaving` by its episode in the lockstep."""
+            taken = next(pending, None)
+            swap(leaving, episode_name(taken[1].key) if taken else None)
+            return taken
+
+        async def run_slot(taken: tuple[int, RolloutRequest] | None) -> None:
+            while taken is not None:
+                position, request = taken
+                episode = done[position] = await self.run_one(request, budget, swap)
+                if on_done is not None:
+                    on_done(episode)
+                taken = next_request(episode_name(episode.key))
+
+        first = [next_request(None) for _ in range(min(self.limits.concurrency, len(requests)))]
         try:
             async with asyncio.TaskGroup() as group:
                 for taken in first:
-                    group.create_task(self._run_slot(run, taken, on_done))
+                    group.create_task(run_slot(taken))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors.exceptions[0].__cause__
         finally:
-            for name in tuple(run.joined):
-                self._swap(run, name, None)
-        return [run.done[i] for i in range(len(requests))]
-
-    async def _run_slot(
-        self, run: _Run, taken: tuple[int, RolloutRequest] | None, on_done: Callable[[Episode], None] | None
-    ) -> None:
-        while taken is not None:
-            position, request = taken
-            episode = run.done[position] = await self.run_one(request, run.budget, partial(self._swap, run))
-            if on_done is not None:
-                on_done(episode)
-            taken = self._next_request(run, episode_name(episode.key))
+            for name in tuple(joined):
+                swap(name, None)
+        return [done[i] for i in range(len(requests))]
 
     async def run_one(
         self, request: RolloutRequest, budget: FailureBudget, on_retry: Callable[[str, str], None] | None = None
@@ -291,7 +249,11 @@ class Scheduler:
         while True:
             self.ledger.start(request.key)
             try:
-                trajectory = await self._run_attempt(request)
+                trajectory = await (self.remote or self.attempt)(request)
+                paths = trajectory.attempts()
+                late = any(outcome.status is ToolStatus.TIMED_OUT for one in paths for outcome in one.outcomes)
+                if late or any(one.stop_reason is StopReason.TIMEOUT for one in paths):
+                    self.ledger.note_clock_limit(request.key.step)
                 if is_being_cancelled():  # and the world suppressed the exception
                     raise asyncio.CancelledError
                 return Episode(request.key, request.task, trajectory, request.greedy)
@@ -306,7 +268,11 @@ class Scheduler:
                 if is_being_cancelled():
                     raise asyncio.CancelledError from error
                 if request.key.attempt >= last:
-                    return self._failed_episode(budget, request, error)
+                    budget.add(error, self.limits.max_failure_rate)
+                    failure, tags = Failure(error.part, str(error), request.key.attempt + 1), dict(request.task.tags)
+                    identity = (request.task.id, request.key.sample)
+                    empty = Trajectory(*identity, (), (), StopReason.FAILED, failure=failure, tags=tags)
+                    return Episode(request.key, request.task, empty, request.greedy)
                 next_key = replace(request.key, attempt=request.key.attempt + 1)
                 if on_retry is not None:
                     on_retry(episode_name(request.key), episode_name(next_key))
@@ -314,28 +280,20 @@ class Scheduler:
 
     async def attempt(self, request: RolloutRequest) -> Trajectory:
         """Run one attempt in this process, in a fresh environment, without ledger."""
-        async with self._slot():
+        # `run` never exceeds the limit: in lockstep, an episode that waits for a slot would block the round
+        if self.world.episodes_at_once is not None and self._slots is None:
+            self._slots = asyncio.Semaphore(self.limits.concurrency)
+        async with self._slots or nullcontext():
             if self.branch is None or request.greedy:
                 return await self._run_path(request, (), 0)
             return await run_tree(self.branch, partial(self._run_path, request))
-
-    def _slot(self) -> AbstractAsyncContextManager[None]:
-        """Return a context manager that holds one of the slots for open episodes.
-
-        `run` never exceeds the limit: in lockstep, an episode that waits for a slot would block the round.
-        """
-        if self.world.episodes_at_once is None:
-            return nullcontext()
-        self._slots = self._slots or asyncio.Semaphore(self.limits.concurrency)
-        return self._slots
 
     async def _run_path(self, request: RolloutRequest, recorded: tuple[Segment, ...], number: int) -> Trajectory:
         """Run a path of the episode's tree; path 0 is the trunk, or the whole episode without branches."""
         session = self.make_chat(request)
         if number:
             assert isinstance(session, EngineChatSession)
-            seed = seed_for(session.seed, "branch", number)
-            session = replace(session, recorded=recorded, seed=seed)
+            session = replace(session, recorded=recorded, seed=seed_for(session.seed, "branch", number))
         environment = fresh_environment(self.world, request.task)
         limits = self.episode_limits if self.limits_of is None else self.limits_of(request.task)
         trajectory = await run_unscored(request.task, request.key.sample, environment, session, limits)
@@ -345,34 +303,6 @@ class Scheduler:
             return add_wait_time(found, time.perf_counter() - begin)
         check_scored_elsewhere(self.world.rewards, environment.rewards, environment)
         return trajectory
-
-    async def _run_attempt(self, request: RolloutRequest) -> Trajectory:
-        trajectory = await (self.remote or self.attempt)(request)
-        paths = trajectory.attempts()
-        late = any(outcome.status is ToolStatus.TIMED_OUT for one in paths for outcome in one.outcomes)
-        if late or any(one.stop_reason is StopReason.TIMEOUT for one in paths):
-            self.ledger.note_clock_limit(request.key.step)
-        return trajectory
-
-    def _failed_episode(self, budget: FailureBudget, request: RolloutRequest, error: InfrastructureError) -> Episode:
-        budget.add(error, self.limits.max_failure_rate)
-        failure = Failure(error.part, str(error), request.key.attempt + 1)
-        tags = dict(request.task.tags)
-        empty = Trajectory(request.task.id, request.key.sample, (), (), StopReason.FAILED, failure=failure, tags=tags)
-        return Episode(request.key, request.task, empty, request.greedy)
-
-    def _next_request(self, run: _Run, leaving: str | None) -> tuple[int, RolloutRequest] | None:
-        """Return the next request, replacing `leaving` by its episode in the lockstep."""
-        taken = next(run.pending, None)
-        self._swap(run, leaving, episode_name(taken[1].key) if taken else None)
-        return taken
-
-    def _swap(self, run: _Run, leaving: str | None, joining: str | None) -> None:
-        run.joined.discard(leaving or "")
-        if joining is not None:
-            run.joined.add(joining)
-        if self.lockstep is not None:
-            self.lockstep.swap(leaving, joining)
 
 
 @dataclass(frozen=True, slots=True)

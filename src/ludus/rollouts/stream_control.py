@@ -16,7 +16,6 @@ Neither depends on a clock, an engine or an event loop, so that simulations run 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -66,8 +65,8 @@ class StalenessController:
 
     @property
     def in_progress(self) -> tuple[GroupTicket, ...]:
-        """The admitted groups that are neither taken nor discarded, by number."""
-        return tuple(self._tickets[number] for number in sorted(self._tickets))
+        """The admitted groups that are neither taken nor discarded."""
+        return tuple(self._tickets.values())
 
     @property
     def num_ready(self) -> int:
@@ -113,11 +112,10 @@ class StalenessController:
         The learner trains on them until `on_publish`.
         """
         numbers = None if self.is_training else self._next_batch()
-        if numbers is None:
-            return None
-        for number in numbers:
-            del self._tickets[number]
-        self.is_training = True
+        if numbers is not None:
+            self.is_training = True
+            for number in numbers:
+                del self._tickets[number]
         return numbers
 
     @property
@@ -161,13 +159,9 @@ class StalenessController:
         return min(version + self.schedule.max_staleness + 1, self.schedule.last_step)
 
     def _feasible(self, tickets: Collection[GroupTicket], first: int) -> bool:
-        due = Counter(self._due(ticket.version) for ticket in tickets)
-        total = 0
-        for step in sorted(due):
-            total += due[step]
-            if total > self.schedule.groups_per_step * (step - first + 1):
-                return False
-        return True
+        due = sorted(self._due(ticket.version) for ticket in tickets)
+        size = self.schedule.groups_per_step
+        return all(number <= size * (step - first + 1) for number, step in enumerate(due, 1))
 
 
 MIN_IDLE = 0.05
@@ -282,35 +276,6 @@ class PassTimeModel:
 
 
 @dataclass
-class IdleTime:
-    """Idle fractions over recent steps, weighted by duration, with exponential decay.
-
-    A single step is too noisy, since groups complete in bursts.
-    """
-
-    _sums: tuple[float, ...] = (0.0,) * 3
-
-    def add(self, load: EngineLoad) -> EngineLoad:
-        """Add a step; return its load with averaged idle fractions."""
-        step = (load.seconds, load.seconds * load.learner_idle, load.seconds * load.engine_idle)
-        seconds, learner_s, engine_s = self._sums = _add_step(self._sums, step)
-        return replace(load, learner_idle=learner_s / (seconds or 1.0), engine_idle=engine_s / (seconds or 1.0))
-
-
-@dataclass
-class ThroughputAverage:
-    """Stream throughput over recent steps, with exponential decay."""
-
-    _sums: tuple[float, ...] = (0.0,) * 4
-
-    def add(self, flow: StreamThroughput, load: EngineLoad) -> float | None:
-        """Add a step; return the concurrency that matches the learner's pace, if known."""
-        step = (flow.in_flight_s, flow.batches, load.seconds * (1 - load.learner_idle), 1.0)
-        flown_s, batches, learner_s, steps = self._sums = _add_step(self._sums, step)
-        return flown_s / batches / (learner_s / steps) if batches and learner_s else None
-
-
-@dataclass
 class ConcurrencyController:
     """`limit` on episodes in flight, in [`min_limit`, `max_limit`].
 
@@ -321,8 +286,8 @@ class ConcurrencyController:
     min_limit: int
     max_limit: int
     pass_times: PassTimeModel = field(default_factory=PassTimeModel)
-    idle_time: IdleTime = field(default_factory=IdleTime)
-    throughput: ThroughputAverage = field(default_factory=ThroughputAverage)
+    _idle_sums: tuple[float, ...] = (0.0,) * 3
+    _flow_sums: tuple[float, ...] = (0.0,) * 4
     _growth: float = INITIAL_GROWTH
     _is_first_step: bool = True
     """Whether this is the first step, in which the learner waits for the stream to fill."""
@@ -356,8 +321,13 @@ class ConcurrencyController:
         size, so durations are scaled as if the learner took half of the engine's time.
         """
         if flow is not None:
-            load = replace(load, needed=self.throughput.add(flow, load))
-        load = load if self._is_first_step else self.idle_time.add(load)
+            step = (flow.in_flight_s, flow.batches, load.seconds * (1 - load.learner_idle), 1.0)
+            flown_s, batches, learner_s, steps = self._flow_sums = _add_step(self._flow_sums, step)
+            load = replace(load, needed=flown_s / batches / (learner_s / steps) if batches and learner_s else None)
+        if not self._is_first_step:  # a single step is too noisy, since groups complete in bursts
+            idle_s = (load.seconds, load.seconds * load.learner_idle, load.seconds * load.engine_idle)
+            seconds, learner_s, engine_s = self._idle_sums = _add_step(self._idle_sums, idle_s)
+            load = replace(load, learner_idle=learner_s / (seconds or 1.0), engine_idle=engine_s / (seconds or 1.0))
         self._is_first_step = False
         if passes is not None:
             self.pass_times.add(replace(passes, seconds=passes.seconds / (2 - load.learner_idle)))
