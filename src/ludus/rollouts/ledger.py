@@ -87,9 +87,8 @@ class LedgerCounts:
 
     def plus(self, other: LedgerCounts) -> LedgerCounts:
         """Return the sum of both, as counts of the whole run."""
-        reasons = Counter(self.by_reason)
+        reasons, counts, more = Counter(self.by_reason), asdict(self), asdict(other)
         reasons.update(other.by_reason)
-        counts, more = asdict(self), asdict(other)
         return LedgerCounts(
             step=None,
             **{name: counts[name] + more[name] for name in ("started", *RolloutOutcome)},
@@ -100,9 +99,8 @@ class LedgerCounts:
     def metrics(self) -> dict[str, float]:
         """Return the counts as `ledger/...` metrics, including every reason with a nonzero count."""
         counts = {name: value for name, value in asdict(self).items() if name not in ("step", "by_reason")}
-        return {
-            f"ledger/{name}": float(count) for name, count in (counts | dict(sorted(self.by_reason.items()))).items()
-        }
+        counts |= sorted(self.by_reason.items())
+        return {f"ledger/{name}": float(count) for name, count in counts.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,22 +221,14 @@ class Ledger:
             self._open_step(key.step).endings[key] = None
         return counts
 
-    @property
-    def num_running(self) -> int:
-        """The number of rollouts in progress."""
-        return sum(ending is None for page in self._open_steps.values() for ending in page.endings.values())
-
     def _carry_over(self, step: int) -> dict[RolloutKey, None]:
         """Merge the open steps into `step`; remove and return their running rollouts."""
         whole = _OpenStep(clock_limited=any(page.clock_limited for page in self._open_steps.values()))
         running: dict[RolloutKey, None] = {}
         for page in self._open_steps.values():
             whole.restored_drops.update(page.restored_drops)
-            for key, ending in page.endings.items():
-                if ending is None:
-                    running[key] = None
-                else:
-                    whole.endings[key] = ending
+            running |= {key: None for key, ending in page.endings.items() if ending is None}
+            whole.endings |= {key: ending for key, ending in page.endings.items() if ending is not None}
         self._open_steps = {step: whole}
         return running
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field, replace
 
 from ludus.rollouts.episode import EPISODE_TIMEOUT, ChatSession, EngineChatSession, Grant
 from ludus.rollouts.group_queue import StartedEpisode, StreamedGroup
-from ludus.rollouts.ledger import RolloutKey
 from ludus.rollouts.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler, episode_name
 
 NOTHING = Grant(0)
@@ -60,8 +59,7 @@ class _OpenEpisode:
             timeout = EPISODE_TIMEOUT.get()
             with nullcontext() if timeout is None else timeout.paused():
                 await self._granted.wait()
-        tokens = self.grant.tokens
-        return replace(self.grant, tokens=None if tokens is None else tokens - self.spent)
+        return self.grant if self.grant.tokens is None else replace(self.grant, tokens=self.grant.tokens - self.spent)
 
     def spend(self, tokens: int) -> None:
         self.spent += tokens
@@ -136,9 +134,8 @@ class PartialRollouts:
     @property
     def is_spent(self) -> bool:
         """Whether the step's budget is too small for another round."""
-        return self._is_past_deadline or (
-            self._tokens_left is not None and self._tokens_left < max(1, self.num_unfinished)
-        )
+        left = self._tokens_left
+        return self._is_past_deadline or (left is not None and left < max(1, self.num_unfinished))
 
     def begin_step(self, step: int, *, last: bool) -> None:
         """Reset the budget for a step. If `last`, every episode runs to its end."""
@@ -154,8 +151,17 @@ class PartialRollouts:
         self._failures = FailureBudget(self.num_unfinished)
         try:
             while self._can_continue():
-                self._grant_shares()
-                await self._wait_until_idle()
+                # an equal share of the budget for every unfinished episode, started in free slots if pending
+                tokens = None if self._tokens_left is None else max(0, self._tokens_left) // self.num_unfinished
+                self._equal_share = Grant(tokens, self._deadline)
+                for (number, _), one in sorted(self._open.items()):
+                    one.allow(self._grant_of(number))
+                self._start_pending()
+                while self._failure is None and any(not one.waits for one in self._open.values()):
+                    self._changed.clear()
+                    await self._changed.wait()
+                for one in self._open.values():
+                    self._charge(one.take_spent())
         except BaseException:
             await self.close()
             raise
@@ -164,21 +170,18 @@ class PartialRollouts:
 
     def waiting(self) -> tuple[StreamedGroup, ...]:
         """Return copies of the incomplete groups, with their finished and partial episodes."""
-        found = []
-        for number, group in sorted(self._groups.items()):
-            open_ = {index: one.state() for (n, index), one in self._open.items() if n == number}
-            begun = group.begun | {index: state for index, state in open_.items() if state is not None}
-            found.append(replace(group, done=dict(group.done), begun=begun))
-        return tuple(found)
+        groups = sorted(self._groups.items())
+        found = {number: replace(group, done=dict(group.done), begun=dict(group.begun)) for number, group in groups}
+        for (number, index), one in self._open.items():
+            if (state := one.state()) is not None:
+                found[number].begun[index] = state
+        return tuple(found.values())
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the step that was just sampled."""
-        return {
-            "partial/tokens": float(self.num_sampled),
-            "partial/continued": float(self.num_continued),
-            "partial/waiting": float(self.num_unfinished),
-            "partial/groups_waiting": float(len(self._groups)),
-        }
+        waiting = {"waiting": self.num_unfinished, "groups_waiting": len(self._groups)}
+        counts = {"tokens": self.num_sampled, "continued": self.num_continued, **waiting}
+        return {f"partial/{name}": float(count) for name, count in counts.items()}
 
     async def close(self) -> None:
         """Cancel all open episodes; the ledger records them as cancelled."""
@@ -204,24 +207,8 @@ class PartialRollouts:
             return True
         return self.num_unfinished > 0 and not self.is_spent
 
-    def _grant_shares(self) -> None:
-        """Grant every unfinished episode an equal share of the budget, and start pending ones in free slots."""
-        tokens = None if self._tokens_left is None else max(0, self._tokens_left) // self.num_unfinished
-        self._equal_share = Grant(tokens, self._deadline)
-        for (number, _), one in sorted(self._open.items()):
-            one.allow(self._grant_of(number))
-        self._start_pending()
-
     def _grant_of(self, number: int) -> Grant:
         return UNBOUNDED if self._is_due(number) else self._equal_share
-
-    async def _wait_until_idle(self) -> None:
-        """Wait until all open episodes are paused, and subtract their tokens from the budget."""
-        while self._failure is None and any(not one.waits for one in self._open.values()):
-            self._changed.clear()
-            await self._changed.wait()
-        for one in self._open.values():
-            self._charge(one.take_spent())
 
     def _charge(self, tokens: int) -> None:
         self.num_sampled += tokens
@@ -248,13 +235,12 @@ class PartialRollouts:
             request = group.requests[index] if begun is None else replace(group.requests[index], key=begun.key)
             one = self._open[number, index] = _OpenEpisode(request, begun, grant, self._update_lockstep)
             self._swap(None, episode_name(request.key))
-            one.task = asyncio.get_running_loop().create_task(self._run_episode(number, index, request))
+            one.task = asyncio.create_task(self._run_episode(one, number, index))
 
-    async def _run_episode(self, number: int, index: int, request: RolloutRequest) -> None:
+    async def _run_episode(self, one: _OpenEpisode, number: int, index: int) -> None:
         """Run an episode to its end, possibly over several steps, and start the next pending one."""
-        one = self._open[number, index]
         try:
-            episode = await self.scheduler.run_one(request, self._failures, self._swap)
+            episode = await self.scheduler.run_one(one.request, self._failures, self._swap)
             self._groups[number].done[index] = episode
             if self.on_done is not None:
                 self.on_done(episode)
@@ -270,7 +256,8 @@ class PartialRollouts:
 
     def _resume_session(self, request: RolloutRequest, session: ChatSession) -> ChatSession:
         assert isinstance(session, EngineChatSession)
-        one = next(o for o in self._open.values() if _same_episode(o.request.key, request.key))
+        keys = ((one, replace(one.request.key, attempt=request.key.attempt)) for one in self._open.values())
+        one = next(one for one, key in keys if key == request.key)
         recorded = one.begun.segments if one.begun is not None and one.begun.key == request.key else ()
         one.request, one.session = request, replace(session, allowance=one, recorded=recorded)
         return one.session
@@ -283,7 +270,3 @@ class PartialRollouts:
     def _swap(self, leaving: str | None, joining: str | None) -> None:
         if self.scheduler.lockstep is not None:
             self.scheduler.lockstep.swap(leaving, joining)
-
-
-def _same_episode(one: RolloutKey, other: RolloutKey) -> bool:
-    return (one.step, one.task_id, one.sample) == (other.step, other.task_id, other.sample)

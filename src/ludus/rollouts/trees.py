@@ -103,14 +103,8 @@ def _mean(values: Sequence[float]) -> float:
 
 def _sum_timings(timings: Iterable[Timings]) -> Timings:
     all_timings = list(timings)
-    return Timings(
-        total_s=sum(one.total_s for one in all_timings),
-        model_s=sum(one.model_s for one in all_timings),
-        tools_s=sum(one.tools_s for one in all_timings),
-        scoring_s=sum(one.scoring_s for one in all_timings),
-        grading_s=sum(one.grading_s for one in all_timings),
-        begin=min((one.begin for one in all_timings), default=0.0),
-    )
+    seconds = ((one.total_s, one.model_s, one.tools_s, one.scoring_s, one.grading_s) for one in all_timings)
+    return Timings(*map(sum, zip(*seconds, strict=True)), begin=min(one.begin for one in all_timings))
 
 
 RunPath = Callable[[tuple[Segment, ...], int], Awaitable[Trajectory]]
@@ -124,15 +118,12 @@ async def run_tree(settings: BranchConfig, run_path: RunPath) -> Trajectory:
     deterministic, and errors of the episode.
     """
     grafts = [TrajectoryBranch(await run_path((), 0))]
-    number = 0
-    while number < len(grafts):
-        one = grafts[number]
+    for number, one in enumerate(grafts):  # which grows
         for fork in _forks(settings, one):
             for _ in range(settings.branches):
                 if len(grafts) >= settings.max_leaves:
                     return graft_branches(grafts)
                 grafts.append(await _branch(run_path, one.chain, fork, number, len(grafts)))
-        number += 1
     return graft_branches(grafts)
 
 

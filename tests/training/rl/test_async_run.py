@@ -569,12 +569,12 @@ def test_spanning_ledger_counts_finished_and_carries_running_episodes():
     ledger.start(late)
     ledger.finish(early, RolloutOutcome.TRAINED, "trained")
     counts = ledger.close(1, trained=1)
-    assert (counts.started, counts.trained, ledger.num_running) == (1, 1, 1)
+    assert (counts.started, counts.trained, ledger.total().running) == (1, 1, 1)
     with pytest.raises(AccountingError, match="never started"):
         ledger.finish(early, RolloutOutcome.TRAINED, "trained")
     ledger.finish(late, RolloutOutcome.MASKED, "over_age")
     assert ledger.close(2, trained=0).by_reason == {"masked/over_age": 1}
-    assert (ledger.total().started, ledger.num_running) == (2, 0)
+    assert (ledger.total().started, ledger.total().running) == (2, 0)
 
 
 def test_spanning_ledger_state_includes_episodes_finished_since_last_step():
