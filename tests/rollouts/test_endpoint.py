@@ -288,7 +288,7 @@ def test_rejected_field_is_adapted_once_and_remembered(field):
     assert not any("reasoning" in message for message in last["messages"]) or field != "reasoning"
     assert last["top_p"] == 0.9
     assert len(server.requests) == 3  # two turns, and one refusal
-    assert [field in notice for notice in endpoint.notices] == [True]
+    assert [field in notice for notice in endpoint.accepted.notices()] == [True]
 
 
 def test_concurrent_requests_adapt_to_several_rejected_fields():
@@ -304,7 +304,7 @@ def test_concurrent_requests_adapt_to_several_rejected_fields():
             await asyncio.gather(*(endpoint.chat(task().prompt, (), params, 0) for _ in range(3)))
             before = len(server.requests)
             await endpoint.chat(task().prompt, (), params, 0)
-            return endpoint.notices, len(server.requests) - before
+            return tuple(endpoint.accepted.notices()), len(server.requests) - before
 
     with serving(picky(*fields)) as server:
         notices, requests = asyncio.run(run(server))

@@ -44,11 +44,16 @@ class AcceptedFields:
     def after_rejection(self, body: Mapping[str, object], response: bytes) -> AcceptedFields | None:
         """Return the next adaptation to try after a rejection, or None if it names no adaptable field."""
         sent = self.apply(body)
-        named = [name for name in _adaptable_fields(sent) if _mentions(response, name)]
+        named = [name for name in _adaptable_fields(sent) if re.search(rf"(?<!\w){name}(?!\w)".encode(), response)]
+        if not named:
+            return None
         param = _error_param(response)
-        if param in named:
-            named = [param]
-        return self._adapt(named[0], sent) if named else None
+        name = param if param in named else named[0]
+        if name == "max_tokens":
+            return replace(self, max_tokens_name=_RENAMED)
+        if name == "temperature" and sent[name] == 0:
+            return replace(self, zero_as=NEAR_ZERO)
+        return replace(self, dropped=self.dropped | {name})
 
     def union(self, other: AcceptedFields) -> AcceptedFields:
         """Return the union of both adaptations."""
@@ -63,15 +68,14 @@ class AcceptedFields:
             yield f"The server rejects max_tokens: {_RENAMED} is sent instead."
         if self.zero_as and "temperature" not in self.dropped:
             yield f"The server rejects a temperature of 0: {self.zero_as:g} is sent instead."
+        consequences = {
+            **dict.fromkeys(REASONING, "so the model does not see its earlier reasoning"),
+            **dict.fromkeys(_SENT_AS_MAX_TOKENS, "so turns are as long as the server allows"),
+            "seed": "so repeated evaluations may differ",
+        }
         for name in sorted(self.dropped):
-            yield f"The server rejects {name}: it is omitted, {_consequence(name)}."
-
-    def _adapt(self, name: str, sent: Mapping[str, object]) -> AcceptedFields:
-        if name == "max_tokens":
-            return replace(self, max_tokens_name=_RENAMED)
-        if name == "temperature" and sent[name] == 0:
-            return replace(self, zero_as=NEAR_ZERO)
-        return replace(self, dropped=self.dropped | {name})
+            consequence = consequences.get(name, "so the server's default applies")
+            yield f"The server rejects {name}: it is omitted, {consequence}."
 
     def _adapted_value(self, key: str, value: object) -> object:
         if key == "temperature" and value == 0:
@@ -91,24 +95,8 @@ def _adaptable_fields(sent: Mapping[str, object]) -> Iterator[str]:
             yield name
 
 
-def _mentions(response: bytes, field: str) -> bool:
-    return re.search(rf"(?<![\w]){field}(?![\w])".encode(), response) is not None
-
-
-def _error_param(response: bytes) -> str:
+def _error_param(response: bytes) -> object:
     try:
-        error = json.loads(response)["error"]
-        param = error["param"]
+        return json.loads(response)["error"]["param"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        return ""
-    return param if isinstance(param, str) else ""
-
-
-def _consequence(name: str) -> str:
-    if name in REASONING:
-        return "so the model does not see its earlier reasoning"
-    if name in _SENT_AS_MAX_TOKENS:
-        return "so turns are as long as the server allows"
-    if name == "seed":
-        return "so repeated evaluations may differ"
-    return "so the server's default applies"
+        return None

@@ -8,7 +8,7 @@ training. One request per dialogue is in flight, and at most `concurrency` in to
 - Remaining errors are an `EngineError` with the server's message, or a `UserError` for a wrong URL, model or
   key. A context that is too long is a stop reason of the episode.
 - If a request is rejected because of a field, it is adapted (`accepted_fields`); adaptations persist and are
-  reported in `OpenAIClient.notices`.
+  reported in `AcceptedFields.notices`.
 - The history contains the model's messages as received, including reasoning. Servers reject a history with tool
   calls that are not JSON, so a malformed call stays in the history as text, and its error is sent as a user
   message, as are results of calls that a `parser` extracted from the text.
@@ -212,23 +212,13 @@ class OpenAIClient:
         self.usage += answer.usage
         return answer
 
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """Messages about adapted requests."""
-        return tuple(self.accepted.notices())
-
     def _body(
         self, messages: Sequence[WireMessage], tools: Sequence[ToolSchema], params: SamplingParams
     ) -> dict[str, object]:
         """Return the request without `settings.extra`."""
-        body: dict[str, object] = {
-            "model": self.settings.model,
-            "messages": list(messages),
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "max_tokens": params.max_new_tokens,
-            "seed": params.seed,
-        }
+        body: dict[str, object] = {"model": self.settings.model, "messages": list(messages)}
+        body |= {"temperature": params.temperature, "top_p": params.top_p}
+        body |= {"max_tokens": params.max_new_tokens, "seed": params.seed}
         optional = {"tools": tools, "top_k": params.top_k, "min_p": params.min_p, "stop": params.stop}
         body |= {key: value for key, value in optional.items() if value}
         return {key: value for key, value in body.items() if key not in self.settings.extra}
@@ -250,7 +240,7 @@ class OpenAIClient:
     async def _send(self, body: bytes) -> httpx.Response:
         attempt = 0
         while True:
-            last = attempt >= self.settings.retries
+            last, retry_after = attempt >= self.settings.retries, ""
             try:
                 response = await self._post(body)
             except httpx.HTTPError as error:
@@ -261,13 +251,13 @@ class OpenAIClient:
                         f"{type(error).__name__}: {error}.",
                         "Check that the server is running and that the URL is correct.",
                     ) from error
-                wait_s = self.settings.wait_s(attempt)
             else:
-                if last or not _is_retryable(response):
+                is_limited = response.status_code == httpx.codes.TOO_MANY_REQUESTS
+                if last or not (is_limited or (response.is_server_error and not _TOO_LONG.search(response.text))):
                     return response
-                wait_s = self.settings.wait_s(attempt, response.headers.get("retry-after", ""))
+                retry_after = response.headers.get("retry-after", "")
+            await self.sleep(self.settings.wait_s(attempt, retry_after))
             attempt += 1
-            await self.sleep(wait_s)
 
     async def _post(self, body: bytes) -> httpx.Response:
         settings = self.settings
@@ -289,10 +279,8 @@ class OpenAIClient:
         if self.client is not None:
             return self.client
         if self._owned is None:
-            limits = httpx.Limits(max_connections=self.settings.concurrency)
-            self._owned = httpx.AsyncClient(
-                limits=limits, trust_env=False, headers=PLAIN, event_hooks=bounded_replies()
-            )
+            limits, hooks = httpx.Limits(max_connections=self.settings.concurrency), bounded_replies()
+            self._owned = httpx.AsyncClient(limits=limits, trust_env=False, headers=PLAIN, event_hooks=hooks)
         return self._owned
 
     def _response_error(self, response: httpx.Response) -> EngineError | UserError:
@@ -331,14 +319,12 @@ class OpenAIChatSession:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Always empty: an endpoint returns text, not tokens."""
-        return ()
+        return ()  # an endpoint returns text, not tokens
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
-        """Store the prompt. Returns None: the server checks its length at the first request."""
         self._messages = list(messages)
         self._tools = tuple(tool.schema for tool in tools)
-        return None
+        return None  # the server checks the length of the prompt at the first request
 
     async def act(self) -> Action | StopReason:
         """Request one action. Raises as `OpenAIClient.chat`."""
@@ -443,27 +429,23 @@ def read_answer(body: bytes, turn: int, parser: ToolCallParser | None = None) ->
     are numbered `call_{turn}_{index}`. The finish reason `length` is preserved; `abort` and `error` raise
     EngineError, and all others become `stop`.
     """
-    reply = _decode_reply(body)
+    try:
+        text = json.dumps(json.loads(body), ensure_ascii=False)
+        reply = _Reply.model_validate(json.loads(text.encode("utf-8", "replace")))
+    except (ValueError, RecursionError) as error:
+        raise EngineError(
+            f"returned an invalid chat completion: {_excerpt(body)}",
+            "Check that the URL belongs to an OpenAI-compatible server.",
+        ) from error
     choice = reply.choices[0]
     finish: FinishReason = "length" if choice.finish_reason == "length" else "stop"
     if choice.finish_reason in ("abort", "error"):
         raise EngineError(f"aborted its response (finish reason {choice.finish_reason!r}): {_excerpt(body)}")
     action, history = _read_message(choice.message, turn, parser)
     counted = reply.usage or _ReplyUsage()
-    is_complete = counted.prompt_tokens is not None and counted.completion_tokens is not None
-    usage = TokenUsage(counted.prompt_tokens or 0, counted.completion_tokens or 0, 1, int(is_complete))
+    tokens = (counted.prompt_tokens, counted.completion_tokens)
+    usage = TokenUsage(tokens[0] or 0, tokens[1] or 0, 1, int(None not in tokens))
     return ChatCompletion(replace(action, finish_reason=finish), history, usage)
-
-
-def _decode_reply(body: bytes) -> _Reply:
-    try:
-        text = json.dumps(json.loads(body), ensure_ascii=False)
-        return _Reply.model_validate(json.loads(text.encode("utf-8", "replace")))
-    except (ValueError, RecursionError) as error:
-        raise EngineError(
-            f"returned an invalid chat completion: {_excerpt(body)}",
-            "Check that the URL belongs to an OpenAI-compatible server.",
-        ) from error
 
 
 def _read_message(message: _ReplyMessage, turn: int, parser: ToolCallParser | None) -> tuple[Action, WireMessage]:
@@ -489,9 +471,7 @@ def _read_calls(content: str, raw: Sequence[_ReplyCall], turn: int) -> Action:
     ids = [call.id or "" for call in raw]
     if "" in ids or len(set(ids)) < len(ids):
         ids = [f"call_{turn}_{i}" for i in range(len(ids))]
-    calls: list[ToolCall] = []
-    errors: list[CallError] = []
-    structured: list[MessageToolCall] = []
+    calls, errors, structured = list[ToolCall](), list[CallError](), list[MessageToolCall]()
     for name, call in zip(ids, raw, strict=True):
         try:
             tool, arguments, text = _read_function(call.function)
@@ -517,12 +497,6 @@ def _read_function(function: Mapping[str, JsonValue]) -> tuple[str, dict[str, JS
     return tool, arguments, text if is_unmodified else json.dumps(arguments, ensure_ascii=False)
 
 
-def _is_retryable(response: httpx.Response) -> bool:
-    if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
-        return True
-    return response.is_server_error and not _TOO_LONG.search(response.text)
-
-
 def _error_message(response: httpx.Response) -> str:
     """Return the message of an error response, or the beginning of its body."""
     try:
@@ -535,7 +509,5 @@ def _error_message(response: httpx.Response) -> str:
 
 
 def _excerpt(body: bytes) -> str:
-    """Return the beginning of a body as one line."""
-    text = " ".join(body.decode("utf-8", "replace").split())
-    cut = text[:_EXCERPT_CHARS] + (" ..." if len(text) > _EXCERPT_CHARS else "")
-    return cut or "an empty body"
+    text = " ".join(body.decode("utf-8", "replace").split()) or "an empty body"
+    return text if len(text) <= _EXCERPT_CHARS else f"{text[:_EXCERPT_CHARS]} ..."

@@ -273,7 +273,7 @@ def endpoint_backend(config: Config, world: World, settings: OpenAIClientSetting
         chats = endpoint_chat_factory(client, config.rollout, play, "" if parser == "auto" else parser, world)
         return replace(scheduler(world, chats, config.rollout, Ledger()), scoring=scoring)
 
-    return EvalBackend(world, 0, make, client.close, lambda: client.notices, lambda: client.usage)
+    return EvalBackend(world, 0, make, client.close, lambda: tuple(client.accepted.notices()), lambda: client.usage)
 
 
 async def make_backend(args: argparse.Namespace, config: Config, world: World, step: int | None = None) -> EvalBackend:
