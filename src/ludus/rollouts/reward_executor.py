@@ -10,7 +10,6 @@ this process, with a warning.
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import os
 import pickle
@@ -34,6 +33,7 @@ from ludus.ipc import LENGTH, frame, python_command
 from ludus.rewards.base import Reward, check_scored_elsewhere
 from ludus.rollouts.reward_process import (
     TIMEOUT_PREFIX,
+    Reply,
     RewardFailed,
     RewardsReady,
     ScoredEpisode,
@@ -100,7 +100,17 @@ class ThreadRewardExecutor:
     async def run(self, verifiers: Verifiers, request: ScoreRequest) -> ScoredEpisode:
         """Return the result of the verifiers. Raises as `RewardExecutor.scored`."""
         async with self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
-            work = asyncio.wrap_future(_run_in_thread(verifiers, request))
+            future: Future[ScoredEpisode] = Future()
+            future.set_running_or_notify_cancel()
+
+            def score() -> None:
+                try:
+                    future.set_result(verifiers.run(request))
+                except BaseException as error:  # boundary: raised in the task that awaits the future
+                    future.set_exception(error)
+
+            Thread(target=score, name="rewards", daemon=True).start()
+            work = asyncio.wrap_future(future)
             await asyncio.wait({work}, timeout=self.timeout_s)
             if work.done():
                 return work.result()
@@ -136,20 +146,6 @@ def scoring_concurrency(config: Config) -> int:
     if cluster.reward_workers:
         return cluster.reward_workers * cluster.scorings_per_worker
     return cluster.workers * processes
-
-
-def _run_in_thread(verifiers: Verifiers, request: ScoreRequest) -> Future[ScoredEpisode]:
-    future: Future[ScoredEpisode] = Future()
-    future.set_running_or_notify_cancel()
-
-    def work() -> None:
-        try:
-            future.set_result(verifiers.run(request))
-        except BaseException as error:  # boundary: raised in the task that awaits the future
-            future.set_exception(error)
-
-    Thread(target=work, name="rewards", daemon=True).start()
-    return future
 
 
 def _timeout_error(task: Task, timeout_s: float, stack: str = "") -> RewardTimeout:
@@ -188,7 +184,7 @@ class _Connection:
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    async def request(self, body: bytes, timeout_s: float) -> object:
+    async def request(self, body: bytes, timeout_s: float) -> Reply:
         """Send a request and return the reply.
 
         Raises _ProcessExited if the process exits during this request or does not reply within `timeout_s`, and
@@ -196,14 +192,14 @@ class _Connection:
         """
         self.num_requests += 1
         try:
-            async with self._writing:
-                self._check()
-                async with asyncio.timeout(timeout_s * self.num_requests):  # earlier requests are scored first
-                    await self._send(frame(body))
-            async with self._reading:
-                self._check()
-                async with asyncio.timeout(timeout_s):
-                    return await self._receive()
+            async with self._writing, self._timeout(timeout_s * self.num_requests):  # earlier requests are scored first
+                await self._send(frame(body))
+            async with self._reading, self._timeout(timeout_s):
+                head = await self._read(LENGTH.size)
+                if TIMEOUT_PREFIX.startswith(head):
+                    raise _ProcessExited((head + await self._read(None)).decode("utf-8", "replace"))
+                reply: Reply = pickle.loads(await self._read(*LENGTH.unpack(head)))
+                return reply
         except _ConnectionClosed:
             raise
         except BaseException as error:
@@ -231,15 +227,10 @@ class _Connection:
             self.closed = True
             raise _ConnectionClosed from error
 
-    def _check(self) -> None:
+    def _timeout(self, timeout_s: float) -> asyncio.Timeout:
         if self.closed:
             raise _ConnectionClosed
-
-    async def _receive(self) -> object:
-        head = await self._read(LENGTH.size)
-        if TIMEOUT_PREFIX.startswith(head):
-            raise _ProcessExited((head + await self._read(None)).decode("utf-8", "replace"))
-        return pickle.loads(await self._read(*LENGTH.unpack(head)))
+        return asyncio.timeout(timeout_s)
 
     async def _read(self, count: int | None) -> bytes:
         """Return `count` bytes, or all bytes until EOF if None. Raises _ProcessExited on early EOF."""
@@ -252,9 +243,9 @@ class _Connection:
                 more = b""
             if not more and self._closed_here:
                 raise _ConnectionClosed
-            if not more and count is None:
-                break
             if not more:
+                if count is None:
+                    break
                 raise _ProcessExited("")
             found += more
         return bytes(found)
@@ -320,17 +311,18 @@ class ProcessRewardExecutor:
                 log.warning("Rewards are computed in this process and may block it: %s", reply.why)
         return await self._in_thread.run(verifiers, request)
 
-    async def _run_in_process(
-        self, world: World, request: ScoreRequest
-    ) -> ScoredEpisode | RewardFailed | UnreadableRequest:
+    async def _run_in_process(self, world: World, request: ScoreRequest) -> Reply:
         task = request.task
         try:
             body = pickle.dumps(request)
         except Exception as error:  # boundary: foreign types; scored in this process
-            return UnreadableRequest(
-                f"Task {task.id} cannot be sent to another process ({type(error).__name__}: {error})."
-            )
-        self._use_running_loop()
+            kind = type(error).__name__
+            return UnreadableRequest(f"Task {task.id} cannot be sent to another process ({kind}: {error}).")
+        loop = asyncio.get_running_loop()
+        if self._loop is not loop:  # locks and connections belong to a loop
+            _close(self._connections)
+            self._loop, self._starting = loop, asyncio.Lock()
+            self._slots = asyncio.Semaphore(max(1, self.processes) * _PIPELINE_DEPTH)
         async with self._slots:
             while True:
                 connection = await self._connection(world)
@@ -338,14 +330,6 @@ class ProcessRewardExecutor:
                     return connection
                 with suppress(_ConnectionClosed):
                     return await self._request(connection, task, body)
-
-    def _use_running_loop(self) -> None:
-        """Create the locks of the running event loop; close the connections of another one."""
-        loop = asyncio.get_running_loop()
-        if self._loop is not loop:
-            _close(self._connections)
-            self._loop, self._starting = loop, asyncio.Lock()
-            self._slots = asyncio.Semaphore(max(1, self.processes) * _PIPELINE_DEPTH)
 
     async def _connection(self, world: World) -> _Connection | UnreadableRequest:
         async with self._starting:
@@ -358,25 +342,21 @@ class ProcessRewardExecutor:
                 self._connections.append(started)
             return started
 
-    async def _request(
-        self, connection: _Connection, task: Task, body: bytes
-    ) -> ScoredEpisode | RewardFailed | UnreadableRequest:
+    async def _request(self, connection: _Connection, task: Task, body: bytes) -> Reply:
         timeout_s = self.location.rollout.reward_timeout_s
         try:
-            reply = await connection.request(body, timeout_s + _GRACE_S)
+            return await connection.request(body, timeout_s + _GRACE_S)
         except _ProcessExited as exited:
             if str(exited) or isinstance(exited.__cause__, TimeoutError):
                 raise _timeout_error(task, timeout_s, str(exited)) from TimeoutError()
             raise RewardFault(f"The reward process of task {task.id} has exited.", "Check free memory.") from exited
-        assert isinstance(reply, ScoredEpisode | RewardFailed | UnreadableRequest)
-        return reply
 
     async def _start_process(self, world: World) -> _Connection | UnreadableRequest:
         local_end, remote_end = socket.socketpair()
         local_end.setblocking(False)
         connection = _Connection(local_end)
         with remote_end:
-            _fork_server(os.getpid()).fork(self.location, remote_end.fileno())
+            _FORK_SERVERS.setdefault(os.getpid(), _ForkServer()).fork(self.location, remote_end.fileno())
         try:
             reply = await connection.request(pickle.dumps(self.location), START_S)
         except (_ProcessExited, _ConnectionClosed) as error:
@@ -392,13 +372,6 @@ class ProcessRewardExecutor:
 def _close(connections: list[_Connection]) -> None:
     for connection in connections:
         connection.close()
-
-
-@functools.cache
-def _fork_server(pid: int) -> _ForkServer:
-    """Return the fork server of process `pid`; a forked process starts another one."""
-    del pid
-    return _ForkServer()
 
 
 @dataclass
@@ -432,3 +405,7 @@ class _ForkServer:
             command = python_command("ludus.rollouts.reward_process:fork_on_demand", str(remote_end.fileno()))
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[remote_end.fileno()])
         return local_end
+
+
+_FORK_SERVERS: dict[int, _ForkServer] = {}
+"""Fork server by process; a forked process starts another one."""

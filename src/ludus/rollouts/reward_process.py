@@ -120,16 +120,12 @@ def fork_on_demand(control: str) -> None:
                     importlib.import_module(WORLDS[name].partition(":")[0])
             if os.fork() == 0:
                 requests.close()
-                _exit_with_parent()
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                with suppress(AttributeError, OSError):  # not on Linux: exits at its next reply
+                    ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
                 answer(str(descriptors[0]))
                 os._exit(0)
             os.close(descriptors[0])
-
-
-def _exit_with_parent() -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    with suppress(AttributeError, OSError):  # not on Linux: exits at its next reply
-        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
 
 
 def answer(descriptor: str) -> None:
@@ -161,8 +157,7 @@ class Verifiers:
 
 def added_verifiers(settings: RewardsConfig, world: World) -> Verifiers:
     """Return the verifiers added by the section `rewards`."""
-    turns = world.turn_verifier if settings.verifies_turns else None
-    return Verifiers(added_parts(settings), turns)
+    return Verifiers(added_parts(settings), world.turn_verifier if settings.verifies_turns else None)
 
 
 def _build_verifiers(conn: socket.socket, location: WorldLocation) -> tuple[Verifiers, Verifiers] | None:
