@@ -2,8 +2,8 @@
 
 Choice of interval: `wilson` for one 0/1 sample per task, `clustered_interval` over tasks with several samples each,
 `paired_difference` for two runs over the same tasks, `seeds_difference` for several runs of each, `t_interval` across
-training seeds. benchmarks/interval_coverage.py measures their coverage. `Estimate.over` names the units of an interval.
-The `seed` argument is the only source of randomness.
+training seeds. All have a confidence of 95 %; benchmarks/interval_coverage.py measures their coverage. Power is 80 %
+at a two-sided significance of 5 %. The `seed` argument is the only source of randomness.
 
 SciPy computes the bootstrap, the binomial test and Student's quantiles; it is imported on the first call, because its
 import takes half a second. `wilson` does not use SciPy, whose result differs in the last bit from stored bounds.
@@ -12,15 +12,18 @@ import takes half a second. `wilson` does not use SciPy, whose result differs in
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 _RESAMPLES = 2000
+_CONFIDENCE = 0.95
+_QUANTILE = 0.5 + _CONFIDENCE / 2
+_Z, _Z_POWER = NormalDist().inv_cdf(_QUANTILE), NormalDist().inv_cdf(0.8)
 _BATCH = 4_000_000
 """Number of indices that the bootstrap draws at a time; bounds its memory."""
 
@@ -38,13 +41,10 @@ class Interval:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean of `count` numbers with a confidence interval over tasks or over training seeds."""
+    """A mean with its interval over tasks or over training seeds."""
 
     mean: float
     interval: Interval
-    count: int
-    over: Literal["tasks", "seeds"]
-    confidence: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +61,10 @@ class PairedDifference:
     p_value: float | None
     only_a: int | None
     only_b: int | None
-    confidence: float
 
     @property
     def detectable(self) -> float | None:
-        """Minimum detectable difference at 80 % power and 5 % significance; None unless scores are 0/1."""
+        """Minimum detectable difference; None unless scores are 0/1."""
         if self.only_a is None or self.only_b is None:
             return None
         return detectable_difference(smoothed(self.only_a + self.only_b, self.num_tasks), self.num_tasks)
@@ -88,10 +87,7 @@ class SeedsDifference:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Cohen's kappa with a confidence interval.
-
-    `counts` holds the numbers of items that both accept, only the first, only the second, and neither.
-    """
+    """Cohen's kappa; `counts` of the items that both accept, only the first, only the second, and neither."""
 
     estimate: float
     low: float
@@ -119,39 +115,40 @@ def pass_hat_k(n: int, c: int, k: int) -> float:
     return math.comb(c, k) / math.comb(n, k)
 
 
-def wilson(successes: int, n: int, confidence: float = 0.95) -> Interval:
+def wilson(successes: int, n: int) -> Interval:
     """Return the Wilson score interval of a success rate (Wilson 1927), for independent 0/1 outcomes.
 
-    Raises ValueError for `n` below 1, impossible counts, or a confidence outside (0, 1).
+    Raises ValueError for `n` below 1 or impossible counts.
     """
-    _check_confidence(confidence)
     if n < 1 or not 0 <= successes <= n:
         raise ValueError(f"need 0 <= successes <= n and n >= 1, got successes={successes}, n={n}")
-    z = NormalDist().inv_cdf(0.5 + confidence / 2)
-    rate = successes / n
-    scale = 1 + z * z / n
-    centre = (rate + z * z / (2 * n)) / scale
-    half = z / scale * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
+    rate, scale = successes / n, 1 + _Z * _Z / n
+    centre = (rate + _Z * _Z / (2 * n)) / scale
+    half = _Z / scale * math.sqrt(rate * (1 - rate) / n + _Z * _Z / (4 * n * n))
     low = 0.0 if successes == 0 else max(0.0, centre - half)
-    high = 1.0 if successes == n else min(1.0, centre + half)
-    return Interval(low, high)
+    return Interval(low, 1.0 if successes == n else min(1.0, centre + half))
 
 
-def bootstrap_mean(
-    values_per_task: Sequence[float], *, seed: int, confidence: float = 0.95, resamples: int = _RESAMPLES
-) -> Estimate:
+def bootstrap_mean(values_per_task: Sequence[float], *, seed: int, resamples: int = _RESAMPLES) -> Estimate:
     """Return the mean over tasks with a percentile bootstrap interval that resamples whole tasks (Efron 1979).
 
     `values_per_task`: `[N]`, one number per task (its success rate, or its pass@k). Tasks are resampled and samples
     are not, because the samples of one task are not independent. If all values in [0, 1] are equal, the interval is
     `constant_interval`. Raises ValueError for fewer than 2 tasks or a value that is not finite.
     """
-    values = _checked(values_per_task, "bootstrap over tasks", confidence)
-    interval = _interval(values, Interval(0.0, 1.0), seed, confidence, resamples)
-    return Estimate(float(values.mean()), interval, len(values), "tasks", confidence)
+    from scipy.stats import bootstrap
+
+    values = _checked(values_per_task, "bootstrap over tasks")
+    interval = constant_interval(values, Interval(0.0, 1.0))
+    if interval is None:
+        size = max(1, _BATCH // len(values))
+        method = {"n_resamples": resamples, "batch": size, "method": "percentile", "rng": seed}
+        found = bootstrap((values,), np.mean, vectorized=True, confidence_level=_CONFIDENCE, **method)
+        interval = Interval(float(found.confidence_interval.low), float(found.confidence_interval.high))
+    return Estimate(float(values.mean()), interval)
 
 
-def clustered_interval(values: Sequence[float], confidence: float = 0.95) -> Interval:
+def clustered_interval(values: Sequence[float]) -> Interval:
     """Return an interval of the mean of values in [0, 1], one per task: its success rate, its pass@k or its pass^k.
 
     `values`: `[N]`. The Wilson interval with the effective sample size `N / d` and Student's quantile, as for surveys
@@ -163,25 +160,20 @@ def clustered_interval(values: Sequence[float], confidence: float = 0.95) -> Int
     """
     from scipy.special import stdtrit
 
-    numbers = _checked(values, "an interval over tasks", confidence)
-    if (constant := constant_interval(numbers, Interval(0.0, 1.0), confidence)) is not None:
+    numbers = _checked(values, "an interval over tasks")
+    if (constant := constant_interval(numbers, Interval(0.0, 1.0))) is not None:
         return constant
     num, rate = len(numbers), float(numbers.mean())
     binomial = rate * (1 - rate)
-    effective = min(_kish(numbers), _kish(1 - numbers))
+    effective = min(float(part.sum() ** 2 / (part**2).sum()) for part in (numbers, 1 - numbers))
     design = (effective * float(numbers.var(ddof=1)) / binomial + 1) / (effective + 1)
-    square = float(stdtrit(num - 1, 0.5 + confidence / 2)) ** 2 * design / num
+    square = float(stdtrit(num - 1, _QUANTILE)) ** 2 * design / num
     centre = (rate + square / 2) / (1 + square)
     half = math.sqrt(square * (binomial + square / 4)) / (1 + square)
     return Interval(max(0.0, centre - half), min(1.0, centre + half))
 
 
-def _kish(weights: NDArray[np.float64]) -> float:
-    """Return Kish's effective sample size of weights."""
-    return float(weights.sum() ** 2 / (weights**2).sum())
-
-
-def paired_difference(a: Mapping[str, float], b: Mapping[str, float], *, confidence: float = 0.95) -> PairedDifference:
+def paired_difference(a: Mapping[str, float], b: Mapping[str, float]) -> PairedDifference:
     """Return `mean(a - b)` over the same tasks, its interval, and McNemar's p-value.
 
     `a` and `b` map task ids to scores. The interval is `difference_interval`. Raises ValueError if the tasks differ or
@@ -191,30 +183,27 @@ def paired_difference(a: Mapping[str, float], b: Mapping[str, float], *, confide
         odd = sorted(a.keys() ^ b.keys())
         raise ValueError(f"the two runs differ in {len(odd)} tasks, for example {odd[0]!r}")
     tasks = sorted(a)
-    first = _checked([a[t] for t in tasks], "a paired comparison", confidence)
-    second = _checked([b[t] for t in tasks], "a paired comparison", confidence)
+    first, second = (_checked([scores[t] for t in tasks], "a paired comparison") for scores in (a, b))
     gaps = first - second
-    interval = difference_interval(gaps, confidence)
-    difference = PairedDifference(float(gaps.mean()), interval, len(tasks), None, None, None, confidence)
+    difference = PairedDifference(float(gaps.mean()), difference_interval(gaps), len(tasks), None, None, None)
     if not np.isin([first, second], (0.0, 1.0)).all():
         return difference
     only_a, only_b = int((gaps > 0).sum()), int((gaps < 0).sum())
     return replace(difference, p_value=mcnemar(only_a, only_b), only_a=only_a, only_b=only_b)
 
 
-def difference_interval(gaps: NDArray[np.float64], confidence: float = 0.95) -> Interval:
+def difference_interval(gaps: NDArray[np.float64]) -> Interval:
     """Return an interval of the mean of differences `gaps` [N] in [-1, 1], one per task.
 
     The normal interval after adding two tasks with the differences `g` and `-g`, where `g` is the root mean square of
     the nonzero differences; for 0/1 scores the adjusted Wald interval of Bonett and Price (2012, J. Educ. Behav. Stat.
     37, 479). If all are equal, the interval is `constant_interval`.
     """
-    if (constant := constant_interval(gaps, Interval(-1.0, 1.0), confidence)) is not None:
+    if (constant := constant_interval(gaps, Interval(-1.0, 1.0))) is not None:
         return constant
     typical = math.sqrt(float((gaps**2).sum()) / np.count_nonzero(gaps))
     numbers = np.append(gaps, (typical, -typical))
-    half = NormalDist().inv_cdf(0.5 + confidence / 2) * float(numbers.std()) / math.sqrt(len(numbers))
-    mean = float(numbers.mean())
+    mean, half = float(numbers.mean()), _Z * float(numbers.std()) / math.sqrt(len(numbers))
     return Interval(max(-1.0, mean - half), min(1.0, mean + half))
 
 
@@ -230,7 +219,7 @@ def rates_difference(a: tuple[float, Interval], b: tuple[float, Interval]) -> tu
     return difference, Interval(max(-1.0, difference - low), min(1.0, difference + high))
 
 
-def seeds_difference(a: NDArray[np.float64], b: NDArray[np.float64], confidence: float = 0.95) -> SeedsDifference:
+def seeds_difference(a: NDArray[np.float64], b: NDArray[np.float64]) -> SeedsDifference:
     """Return the difference of the mean scores `a` [S_a, N] and `b` [S_b, N] of runs (rows) over the same tasks.
 
     Runs are samples of training seeds and columns samples of tasks. The variance is the sum of the components of tasks
@@ -252,63 +241,56 @@ def seeds_difference(a: NDArray[np.float64], b: NDArray[np.float64], confidence:
     both = share * within / (free * (num - 1) * num)
     variance = max(tasks + seeds - both, tasks, seeds)
     if variance == 0:
-        interval = constant_interval(gaps, Interval(-1.0, 1.0), confidence) or Interval(difference, difference)
+        interval = constant_interval(gaps, Interval(-1.0, 1.0)) or Interval(difference, difference)
     else:
         freedom = variance**2 / (tasks**2 / (num - 1) + seeds**2 / free)
-        half = float(stdtrit(freedom, 0.5 + confidence / 2)) * math.sqrt(variance)
+        half = float(stdtrit(freedom, _QUANTILE)) * math.sqrt(variance)
         interval = Interval(difference - half, difference + half)
-    counts = (runs_a, runs_b)
-    return SeedsDifference(difference, interval, num, counts, math.sqrt(tasks), math.sqrt(max(0.0, seeds - both)))
+    errors = (math.sqrt(tasks), math.sqrt(max(0.0, seeds - both)))
+    return SeedsDifference(difference, interval, num, (runs_a, runs_b), *errors)
 
 
-def tasks_needed(difference: float, discordance: float, *, power: float = 0.8, significance: float = 0.05) -> int:
+def tasks_needed(difference: float, discordance: float) -> int:
     """Return the number of tasks with which a two-sided paired test detects a difference.
 
-    `(z[1 - significance / 2] sqrt(d) + z[power] sqrt(d - difference^2))^2 / difference^2`, rounded up, where `d` is
+    `(z[0.975] sqrt(d) + z[0.8] sqrt(d - difference^2))^2 / difference^2`, rounded up, where `d` is
     the mean square of the differences of one task: for 0/1 scores the share of discordant tasks (Connor 1987,
     Biometrics 43, 207). A `discordance` below `|difference|` is raised to it, for 0/1 scores the least possible.
     Raises ValueError for a difference of 0 or outside [-1, 1], or a negative discordance.
     """
     if not 0 < abs(difference) <= 1 or discordance < 0:
         raise ValueError(f"need a difference in [-1, 1] other than 0, got {difference}, {discordance}")
-    square, normal = difference**2, NormalDist()
-    discordance = max(discordance, abs(difference))
-    reach = normal.inv_cdf(1 - significance / 2) * math.sqrt(discordance)
-    return math.ceil((reach + normal.inv_cdf(power) * math.sqrt(discordance - square)) ** 2 / square)
+    square, discordance = difference**2, max(discordance, abs(difference))
+    reach = _Z * math.sqrt(discordance) + _Z_POWER * math.sqrt(discordance - square)
+    return math.ceil(reach**2 / square)
 
 
-def cohens_kappa(a: Sequence[bool], b: Sequence[bool], confidence: float = 0.95) -> Agreement:
+def cohens_kappa(a: Sequence[bool], b: Sequence[bool]) -> Agreement:
     """Return the agreement of two raters of the same items beyond chance (Cohen 1960).
 
     The interval uses the asymptotic variance of Fleiss, Cohen and Everitt (1969, Psychol. Bull. 72, 323). Kappa is
     undefined if both raters give all items the same one label: the estimate is then NaN with the interval [-1, 1].
     Raises ValueError for empty or unequal lists.
     """
-    _check_confidence(confidence)
     if len(a) != len(b) or not a:
         raise ValueError(f"need two lists of the same length above 0, got {len(a)} and {len(b)}")
-    pairs = [(x, y) for x in (True, False) for y in (True, False)]
-    observed = list(zip(map(bool, a), map(bool, b), strict=True))
-    counts = tuple(observed.count(pair) for pair in pairs)
+    observed = Counter(zip(map(bool, a), map(bool, b), strict=True))
+    counts = (observed[True, True], observed[True, False], observed[False, True], observed[False, False])
     table = np.reshape(counts, (2, 2)) / len(a)
     rows, columns, agree = table.sum(1), table.sum(0), float(np.trace(table))
     chance = float(rows @ columns)
     if chance == 1:
-        return Agreement(math.nan, -1.0, 1.0, (counts[0], counts[1], counts[2], counts[3]))
+        return Agreement(math.nan, -1.0, 1.0, counts)
     kappa = (agree - chance) / (1 - chance)
     diagonal = sum(table[i, i] * (1 - (rows[i] + columns[i]) * (1 - kappa)) ** 2 for i in (0, 1))
     others = (1 - kappa) ** 2 * sum(table[i, 1 - i] * (columns[i] + rows[1 - i]) ** 2 for i in (0, 1))
     variance = (diagonal + others - (kappa - chance * (1 - kappa)) ** 2) / (len(a) * (1 - chance) ** 2)
-    half = NormalDist().inv_cdf(0.5 + confidence / 2) * math.sqrt(max(0.0, float(variance)))
-    bounds = (max(-1.0, kappa - half), min(1.0, kappa + half))
-    return Agreement(kappa, *bounds, (counts[0], counts[1], counts[2], counts[3]))
+    half = _Z * math.sqrt(max(0.0, float(variance)))
+    return Agreement(kappa, max(-1.0, kappa - half), min(1.0, kappa + half), counts)
 
 
 def mcnemar(only_a: int, only_b: int) -> float:
-    """Return the exact two-sided p-value of McNemar's test (1947); 1 if no task is discordant.
-
-    Raises ValueError for negative counts.
-    """
+    """Return McNemar's exact two-sided p-value (1947); 1 without discordant tasks. ValueError for negative counts."""
     from scipy.stats import binomtest
 
     if only_a < 0 or only_b < 0:
@@ -316,19 +298,16 @@ def mcnemar(only_a: int, only_b: int) -> float:
     return float(binomtest(only_a, only_a + only_b).pvalue) if only_a + only_b else 1.0
 
 
-def detectable_difference(variance: float, n: int, *, power: float = 0.8, significance: float = 0.05) -> float:
+def detectable_difference(variance: float, n: int) -> float:
     """Return the minimum difference of two means that a two-sided test of `n` differences detects.
 
-    `(z[1 - significance / 2] + z[power]) sqrt(variance / n)`, at most 1. `variance` is that of the difference at one
-    task: `2 p (1 - p)` for two runs with success rate `p` over different tasks, and the share of discordant tasks for
-    two runs over the same tasks. Raises ValueError for `n` below 1, a negative variance, or a power or significance
-    outside (0, 1).
+    `(z[0.975] + z[0.8]) sqrt(variance / n)`, at most 1. `variance` is that of the difference at one task: `2 p (1 - p)`
+    for two runs with success rate `p` over different tasks, and the share of discordant tasks for two runs over the
+    same tasks. Raises ValueError for `n` below 1 or a negative variance.
     """
-    if n < 1 or variance < 0 or not (0 < power < 1 and 0 < significance < 1):
-        raise ValueError(f"need n >= 1, variance >= 0, power and significance in (0, 1), got {n}, {variance}")
-    normal = NormalDist()
-    reach = normal.inv_cdf(1 - significance / 2) + normal.inv_cdf(power)
-    return min(1.0, reach * math.sqrt(variance / n))
+    if n < 1 or variance < 0:
+        raise ValueError(f"need n >= 1 and variance >= 0, got {n}, {variance}")
+    return min(1.0, (_Z + _Z_POWER) * math.sqrt(variance / n))
 
 
 def smoothed(successes: float, n: int) -> float:
@@ -336,21 +315,21 @@ def smoothed(successes: float, n: int) -> float:
     return (successes + 2) / (n + 4)
 
 
-def t_interval(values: Sequence[float], confidence: float = 0.95) -> Estimate:
+def t_interval(values: Sequence[float]) -> Estimate:
     """Return the mean across training seeds with Student's interval `mean ± t[n-1] · s / sqrt(n)`.
 
     `values`: `[N]`, one number per seed. Raises ValueError for fewer than 2 values or one that is not finite.
     """
     from scipy.special import stdtrit
 
-    numbers = _checked(values, "an interval over seeds", confidence)
+    numbers = _checked(values, "an interval over seeds")
     mean = float(numbers.mean())
     error = float(numbers.std(ddof=1)) / math.sqrt(len(numbers))
-    half = float(stdtrit(len(numbers) - 1, 0.5 + confidence / 2)) * error
-    return Estimate(mean, Interval(mean - half, mean + half), len(numbers), "seeds", confidence)
+    half = float(stdtrit(len(numbers) - 1, _QUANTILE)) * error
+    return Estimate(mean, Interval(mean - half, mean + half))
 
 
-def constant_interval(values: NDArray[np.float64], bounds: Interval, confidence: float = 0.95) -> Interval | None:
+def constant_interval(values: NDArray[np.float64], bounds: Interval) -> Interval | None:
     """Return the interval of a mean of equal `values` [N] within `bounds`; None if the values differ.
 
     The bootstrap interval of equal values has width 0. Wilson's upper limit for 0 of N bounds the share of tasks with
@@ -360,18 +339,8 @@ def constant_interval(values: NDArray[np.float64], bounds: Interval, confidence:
     value = float(values[0])
     if not (values == value).all() or value not in bounds:
         return None
-    share = wilson(0, len(values), confidence).high
+    share = wilson(0, len(values)).high
     return Interval(value - share * (value - bounds.low), value + share * (bounds.high - value))
-
-
-def _interval(values: NDArray[np.float64], bounds: Interval, seed: int, confidence: float, resamples: int) -> Interval:
-    from scipy.stats import bootstrap
-
-    if (constant := constant_interval(values, bounds, confidence)) is not None:
-        return constant
-    method = {"n_resamples": resamples, "batch": max(1, _BATCH // len(values)), "method": "percentile", "rng": seed}
-    found = bootstrap((values,), np.mean, vectorized=True, confidence_level=confidence, **method).confidence_interval
-    return Interval(float(found.low), float(found.high))
 
 
 def _check_counts(n: int, c: int, k: int) -> None:
@@ -381,13 +350,7 @@ def _check_counts(n: int, c: int, k: int) -> None:
         raise ValueError(f"k must lie in 1..n: k={k} needs at least {k} samples per task, there are n={n}")
 
 
-def _check_confidence(confidence: float) -> None:
-    if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie between 0 and 1, got {confidence}")
-
-
-def _checked(values: Sequence[float], purpose: str, confidence: float) -> NDArray[np.float64]:
-    _check_confidence(confidence)
+def _checked(values: Sequence[float], purpose: str) -> NDArray[np.float64]:
     numbers = np.asarray(values, dtype=np.float64)
     if numbers.ndim != 1 or len(numbers) < 2:
         raise ValueError(f"{purpose} needs a flat list of at least 2 values, got shape {numbers.shape}")
