@@ -38,14 +38,13 @@ _PARTICLES = "de|da|di|do|du|del|della|la|le|el|al|of|the|and|van|von|y|e"
 
 @dataclass(frozen=True, slots=True)
 class VerdictShare:
-    """A count `part` out of `whole`."""
+    """A count `part` out of `whole`; its value is 0 if `whole` is 0."""
 
     part: int
     whole: int
 
     @property
     def value(self) -> float:
-        """The fraction; 0 if `whole` is 0."""
         return self.part / self.whole if self.whole else 0.0
 
     def __str__(self) -> str:
@@ -88,10 +87,7 @@ class Scorecard:
 
 
 def scorecard(report: CheckReport, plan: CheckPlan) -> Scorecard:
-    """Measure the verifier of a checked world. Cannot be called from a running event loop.
-
-    Raises WorldError if a reward fails that succeeded in the check.
-    """
+    """Measure the verifier of a checked world, outside an event loop. Raises WorldError if a reward fails now."""
     return asyncio.run(_scorecard(report, plan))
 
 
@@ -99,9 +95,9 @@ async def _scorecard(report: CheckReport, plan: CheckPlan) -> Scorecard:
     tasks = report.world.tasks(plan.split)
     plays = [play for row in report.rows for play in row.plays if play.trajectory is not None]
     grading_ms, unstable = await _gradings(report.world, plays, plan)
-    alone = await _speed(report, plan, 1)
-    together = await _speed(report, plan, plan.concurrency)
+    alone, together = await _speed(report, plan, 1), await _speed(report, plan, plan.concurrency)
     rewritten, spoilt = await perturbed(report, plan)
+    baselines = [play for row in report.rows if row.agent.name in BASELINES for play in row.plays]
     return Scorecard(
         truths=Counter(type(task.truth).__name__ for task in tasks),
         grading_ms=grading_ms,
@@ -115,7 +111,7 @@ async def _scorecard(report: CheckReport, plan: CheckPlan) -> Scorecard:
         corrupted=spoilt,
         values=tuple(sorted({round(play.share, 9) for play in plays})),
         distinct=VerdictShare(len({form_of(user_prompt(task)) for task in tasks}), len(tasks)),
-        saturated=_saturated(report),
+        saturated=VerdictShare(len({play.task.id for play in baselines if play.succeeded}), len(report.tasks)),
     )
 
 
@@ -138,7 +134,9 @@ async def _gradings(world: World, plays: Sequence[AuditEpisode], plan: CheckPlan
     """Return the milliseconds per grading, and the share of trajectories whose reward differs between gradings."""
     graded = [play for play in plays if play.environment is not None]
     if graded:
-        return await _graded_again(world, _spread(graded, EPISODES), plan)
+        step = max(1, len(graded) / EPISODES)
+        spread = [graded[int(i * step)] for i in range(min(EPISODES, len(graded)))]
+        return await _graded_again(world, spread, plan)
     unstable, seconds = 0, 0.0
     plan.watch.phase("graded again", len(plays))
     for play in plays:
@@ -174,23 +172,12 @@ async def _graded_again(world: World, plays: Sequence[AuditEpisode], plan: Check
     return 1000 * (time.perf_counter() - begin) / max(num, 1), VerdictShare(unstable, len(plays))
 
 
-def _spread(plays: Sequence[AuditEpisode], most: int) -> Sequence[AuditEpisode]:
-    """Return at most `most` of the episodes, evenly spaced."""
-    step = max(1, len(plays) / most)
-    return [plays[int(i * step)] for i in range(min(most, len(plays)))]
-
-
-def _best(report: CheckReport) -> Agent:
-    """Return an oracle if there is one, else the demonstration agent, the random-call agent, or the first agent."""
-    agents = [row.agent for row in report.rows if row.plays]
-    kinds = [AgentKind.ORACLE, AgentKind.SHOWN]
-    ranks = [kinds.index(one.kind) if one.kind in kinds else 2 + (one.name != "random calls") for one in agents]
-    return agents[ranks.index(min(ranks))]
-
-
 async def _speed(report: CheckReport, plan: CheckPlan, concurrency: int) -> float:
-    """Return the throughput in episodes per second at a given concurrency."""
-    agent, tasks = _best(report), report.tasks[:EPISODES]
+    """Return the episodes per second of the oracle, else the demonstrations, the random calls or the first agent."""
+    ranks = {AgentKind.ORACLE: 0, AgentKind.SHOWN: 1}
+    agents = [row.agent for row in report.rows if row.plays]
+    agent = min(agents, key=lambda one: ranks.get(one.kind, 2 + (one.name != "random calls")))
+    tasks = report.tasks[:EPISODES]
     plan.watch.phase(f"speed, {concurrency} at a time", len(tasks))
     begin = time.perf_counter()
     (row,) = await run_agents(report.world, tasks, [agent], replace(plan, concurrency=concurrency))
@@ -199,13 +186,11 @@ async def _speed(report: CheckReport, plan: CheckPlan, concurrency: int) -> floa
 
 async def _replayed(report: CheckReport, plan: CheckPlan) -> VerdictShare:
     """Count episodes whose reward changes when their actions are replayed."""
-    tasks = report.tasks[:EPISODES]
-    names = {task.id for task in tasks}
+    tasks, agents = report.tasks[:EPISODES], [row.agent for row in report.rows]
     changed = num = 0
-    agents = [row.agent for row in report.rows]
     plan.watch.phase("played again", len(agents) * len(tasks))
     for before, after in zip(report.rows, await run_agents(report.world, tasks, agents, plan), strict=True):
-        first = {play.task.id: play for play in before.plays if play.task.id in names}
+        first = {play.task.id: play for play in before.plays}
         for play in after.plays:
             one = first[play.task.id].trajectory
             if one is not None and play.trajectory is not None:
@@ -244,7 +229,9 @@ async def _num_accepted(report: CheckReport, texts: Sequence[tuple[Task, str]], 
     """Count the accepted answers; each replaces the last turn of the known solution."""
     accepted = 0
     for task, text in texts:
-        agent = _with_answer(report.shown.get(task.id, ()), text)
+        last = actions_of([Message(role="assistant", content=text)])
+        turns = {task.id: (*report.shown.get(task.id, ())[:-1], *last)}
+        agent = Agent("paraphrase", AgentKind.ORACLE, "paraphrases the answer", partial(_turns_of, turns))
         (row,) = await run_agents(report.world, [task], [agent], plan)
         accepted += row.num_successes
     return accepted
@@ -272,18 +259,6 @@ def _others(world: World, task: Task) -> list[str]:
     return [*others[:3], f" {task.truth.accepted[0].upper()}."]
 
 
-def _with_answer(turns: Sequence[Action], text: str) -> Agent:
-    """Return an agent that replays `turns` and replaces the last one by an answer."""
-    last = actions_of([Message(role="assistant", content=text)])
-    return Agent("paraphrase", AgentKind.ORACLE, "paraphrases the answer", lambda task, _: (*turns[:-1], *last))
-
-
-def _saturated(report: CheckReport) -> VerdictShare:
-    """Count the tasks that a baseline solves, including those on which doing nothing is correct."""
-    plays = [play for row in report.rows if row.agent.name in BASELINES for play in row.plays]
-    return VerdictShare(len({play.task.id for play in plays if play.succeeded}), len(report.tasks))
-
-
 @dataclass(frozen=True, slots=True)
 class ScorecardVerdict:
     """A row of the report: property, measurement, mark, and the reason unless the mark is `pass`."""
@@ -302,15 +277,22 @@ class ScorecardVerdict:
 
 def verdicts(card: Scorecard) -> list[ScorecardVerdict]:
     """Return all rows of a scorecard with their verdicts."""
-    truths = ", ".join(f"{name} ({count} tasks)" for name, count in card.truths.items())
+    names = ", ".join(f"{name} ({count} tasks)" for name, count in card.truths.items())
     graded = f"graded, {len(card.values)} values seen" if card.is_graded else "two values at most"
     slow = "A grading takes seconds and delays training."
     alone, together = f"{card.alone_per_s:,.0f}", f"{card.together_per_s:,.0f}"
     right = card.paraphrased.whole + card.rewritten.whole
     refused = VerdictShare(right - card.paraphrased.part - card.rewritten.part, right)
+    distinct, solved = card.distinct, card.saturated
+    forms = f"{distinct} without identifiers, names and numbers"
+    alike = f"The prompts of {distinct.whole:,} tasks differ only in names and numbers."
+    by_baseline = f"{solved} tasks solved by null, idle, echo or the majority answer"
+    easy = f"Agents without tools and skill solve {solved} tasks."
+    many = solved.value > 0.5 and solved.whole >= MIN_TRIALS
+    row = ScorecardVerdict.of
     return [
-        ScorecardVerdict("truth", truths),
-        ScorecardVerdict.of("speed", f"{card.grading_ms:.3f} ms per grading", slow, doubtful=card.grading_ms > SLOW_MS),
+        ScorecardVerdict("truth", names),
+        row("speed", f"{card.grading_ms:.3f} ms per grading", slow, doubtful=card.grading_ms > SLOW_MS),
         ScorecardVerdict("parallelism", f"{alone} episodes/s alone, {together} with {card.concurrency} at once"),
         _noise("stability, graded again", card.unstable, "trajectories"),
         _noise("stability, replayed", card.replayed, "episodes"),
@@ -319,17 +301,14 @@ def verdicts(card: Scorecard) -> list[ScorecardVerdict]:
         wrong_answers_row(card.corrupted),
         ScorecardVerdict("errors", f"false negatives {_rate(refused)}; false positives {_rate(card.corrupted)}"),
         ScorecardVerdict("outcome", graded),
-        _distinct(card.distinct),
-        _saturation(card.saturated),
+        row("distinct tasks", forms, alike, doubtful=distinct.whole >= 50 and distinct.part < 5),
+        row("saturation", by_baseline, easy, fails=many, doubtful=solved.value > 0.25),
     ]
 
 
 def _rate(share: VerdictShare) -> str:
-    """Format a share with its 95 % interval."""
-    if not share.whole:
-        return str(share)
-    interval = wilson(share.part, share.whole)
-    return f"{share} [{interval.low:.1%}, {interval.high:.1%}]"
+    interval = wilson(share.part, share.whole) if share.whole else None
+    return f"{share} [{interval.low:.1%}, {interval.high:.1%}]" if interval else str(share)
 
 
 def problems_in(rows: Sequence[ScorecardVerdict]) -> list[str]:
@@ -339,8 +318,8 @@ def problems_in(rows: Sequence[ScorecardVerdict]) -> list[str]:
 
 def _noise(what: str, changed: VerdictShare, which: str) -> ScorecardVerdict:
     why = f"The verifier is not stable: the reward of {changed} {which} changes."
-    found = f"{changed} {which} change"
-    return ScorecardVerdict.of(what, found, why, fails=changed.value > 0.05, doubtful=changed.part > 0)
+    fails, doubtful = changed.value > 0.05, changed.part > 0
+    return ScorecardVerdict.of(what, f"{changed} {which} change", why, fails=fails, doubtful=doubtful)
 
 
 def _accepts(what: str, accepted: VerdictShare, empty: str, which: str) -> ScorecardVerdict:
@@ -359,16 +338,3 @@ def wrong_answers_row(accepted: VerdictShare) -> ScorecardVerdict:
     why = f"The verifier accepts {accepted} wrong answers near the correct one (negated, cut, other numbers)."
     many = accepted.value > 0.1 and accepted.whole >= MIN_TRIALS
     return ScorecardVerdict.of(what, f"{accepted} accepted", why, fails=many, doubtful=accepted.part > 0)
-
-
-def _distinct(distinct: VerdictShare) -> ScorecardVerdict:
-    found = f"{distinct} without identifiers, names and numbers"
-    why = f"The prompts of {distinct.whole:,} tasks differ only in names and numbers."
-    return ScorecardVerdict.of("distinct tasks", found, why, doubtful=distinct.whole >= 50 and distinct.part < 5)
-
-
-def _saturation(solved: VerdictShare) -> ScorecardVerdict:
-    found = f"{solved} tasks solved by null, idle, echo or the majority answer"
-    why = f"Agents without tools and skill solve {solved} tasks."
-    many = solved.value > 0.5 and solved.whole >= MIN_TRIALS
-    return ScorecardVerdict.of("saturation", found, why, fails=many, doubtful=solved.value > 0.25)
