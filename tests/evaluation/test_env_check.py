@@ -16,9 +16,8 @@ from ludus.envs.registry import WORLDS, build_world
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, ToolWorld
 from ludus.errors import ConfigError, WorldError
-from ludus.evaluation.arguments import random_arguments
 from ludus.evaluation.env_audit import AuditEpisode, CheckPlan, check_world, reject_cheats, sample_tasks
-from ludus.evaluation.scripted_agents import PROGRAMS, AgentKind, edit_tests, run_program
+from ludus.evaluation.scripted_agents import PROGRAMS, AgentKind, edit_tests, random_arguments, run_program
 from ludus.evaluation.verifier_report import EPISODES, VerdictShare, form_of, scorecard
 from ludus.rewards.base import Reward
 from ludus.rewards.exact_match import ExpectedAnswers, exact_match, well_formed

@@ -54,10 +54,7 @@ def rewritten(answer: str) -> list[str]:
 
 
 def near_misses(task: Task, answer: str) -> list[str]:
-    """Return wrong answers near the correct one: negated, another number, another unit, misspelt, cut.
-
-    The truth of the task accepts none of them.
-    """
+    """Return wrong answers near the correct one, all not accepted: negated, other number or unit, misspelt, cut."""
     tried = [f"not {answer}", f"{answer} or something else entirely", f"I doubt that it is {answer}"]
     if found := _NUMBER.search(answer):
         number = str(int(found[0]) + 1)

@@ -26,7 +26,7 @@ from ludus.evaluation.scripted_agents import (
     informed_agents,
 )
 from ludus.evaluation.stats import wilson
-from ludus.rewards.base import Reward, success
+from ludus.rewards.base import success
 from ludus.rollouts.episode import EpisodeLimits, fresh_environment, run_unscored
 from ludus.rollouts.reward_executor import RewardExecutor, RewardTimeout, ThreadRewardExecutor
 from ludus.types import Action, StopReason, Task, Trajectory
@@ -63,8 +63,7 @@ class AuditProgress:
 
 @dataclass(frozen=True, slots=True)
 class CheckPlan:
-    """Settings of a check: `num_tasks` random tasks of a split, `concurrency` episodes at a time; `scoring` computes
-    rewards and `watch` receives progress."""
+    """Settings of a check: `num_tasks` random tasks of a split, `concurrency` episodes at a time."""
 
     split: str = "train"
     num_tasks: int = 50
@@ -94,7 +93,6 @@ class AuditEpisode:
 
     @property
     def excused(self) -> bool:
-        """Whether doing nothing is correct."""
         return self.task.tags.get(NULL_TAG) == "true"
 
 
@@ -113,13 +111,11 @@ class AuditRow:
 
     @property
     def excused(self) -> list[AuditEpisode]:
-        """The episodes that are counted separately."""
         counted = {play.task.id for play in self.counted}
         return [play for play in self.plays if not play.failure and play.task.id not in counted]
 
     @property
     def failures(self) -> list[AuditEpisode]:
-        """The episodes in which the environment failed."""
         return [play for play in self.plays if play.failure]
 
     @property
@@ -129,18 +125,15 @@ class AuditRow:
 
     @property
     def mean_reward(self) -> float:
-        """Mean total reward of the episodes that count; 0 if there are none."""
         rewards = [play.trajectory.reward for play in self.counted if play.trajectory is not None]
         return sum(rewards) / len(rewards) if rewards else 0.0
 
     @property
     def max_shaping(self) -> float:
-        """Largest shaping reward of the episodes that count; 0 if there are none."""
         return max((play.shaping for play in self.counted), default=0.0)
 
     @property
     def num_successes(self) -> int:
-        """Number of counted episodes that solved their tasks."""
         return sum(play.succeeded for play in self.counted)
 
     @property
@@ -184,14 +177,12 @@ class CheckReport:
 
     @property
     def problems(self) -> list[str]:
-        """One sentence per agent with wrong rewards, and one per error that failed all episodes of an agent or of
-        several agents."""
-        causes_seen = [row.broke for row in self.rows if row.broke]
+        """One sentence per agent with wrong rewards, and one per error that failed all episodes of agents."""
+        broken = [row for row in self.rows if row.broke]
         causes: dict[str, list[str]] = {}
-        for row in self.rows:
-            if row.broke:
-                cause = min((other for other in causes_seen if other in row.broke), key=len)
-                causes.setdefault(cause, []).append(row.agent.name)
+        for row in broken:
+            cause = min((other.broke for other in broken if other.broke in row.broke), key=len)
+            causes.setdefault(cause, []).append(row.agent.name)
         what = "The environment failed in every episode of the agent"
         found = [f"{what}{'s' * (len(names) > 1)} {', '.join(names)}: {cause}" for cause, names in causes.items()]
         return [*found, *(row.problem for row in self.rows if row.problem and not row.broke)]
@@ -199,19 +190,22 @@ class CheckReport:
     @property
     def shaped(self) -> Mapping[str, float]:
         """The largest shaping reward of each cheat, by name, if positive."""
-        cheats = [row for row in self.rows if row.agent.kind is AgentKind.CHEAT]
+        cheats = (row for row in self.rows if row.agent.kind is AgentKind.CHEAT)
         return {row.agent.name: row.max_shaping for row in cheats if row.max_shaping > 0}
 
 
 def check_world(world: World, plan: CheckPlan) -> CheckReport:
-    """Run all agents on sampled tasks. Cannot be called from a running event loop.
-
-    Raises WorldError after `MAX_LATE` reward timeouts.
-    """
+    """Run all agents on sampled tasks, outside an event loop. Raises WorldError after `MAX_LATE` reward timeouts."""
     tasks = sample_tasks(world, plan)
     shown, flawless = solutions(world, tasks)
-    agents = (*blind_agents(tasks, plan.seed), *_own_cheats(world, tasks))
-    agents = (*agents, *informed_agents(tasks, shown, flawless))
+    own = {task.id: world.cheats(task) for task in tasks}
+
+    def own_cheat(name: str) -> Agent:
+        plans = {id_: actions_of(cheats[name]) for id_, cheats in own.items() if name in cheats}
+        return Agent(name, AgentKind.CHEAT, "a cheat of this world", lambda task, _: plans.get(task.id))
+
+    own_cheats = map(own_cheat, dict.fromkeys(name for cheats in own.values() for name in cheats))
+    agents = (*blind_agents(tasks, plan.seed), *own_cheats, *informed_agents(tasks, shown, flawless))
     plan.watch.phase(f"{world.name}: run agents", len(agents) * len(tasks))
     return CheckReport(world, tasks, asyncio.run(run_agents(world, tasks, agents, plan)), shown)
 
@@ -246,26 +240,16 @@ def sample_tasks(world: World, plan: CheckPlan) -> list[Task]:
     return [tasks[i] for i in sorted(chosen)]
 
 
-def _own_cheats(world: World, tasks: Sequence[Task]) -> tuple[Agent, ...]:
-    own = {task.id: world.cheats(task) for task in tasks}
-
-    def agent(name: str) -> Agent:
-        plans = {id_: actions_of(cheats[name]) for id_, cheats in own.items() if name in cheats}
-        return Agent(name, AgentKind.CHEAT, "a cheat of this world", lambda task, _: plans.get(task.id))
-
-    return tuple(map(agent, dict.fromkeys(name for cheats in own.values() for name in cheats)))
-
-
 def solutions(world: World, tasks: Sequence[Task]) -> tuple[dict[str, Sequence[Action]], bool]:
     """Return solution turns by task id, and whether all of them are guaranteed correct.
 
     The source is the expert of the world, else its demonstrations; empty if the world has neither.
     """
     if world.implements("expert"):
-        shown = {task.id: world.expert(task) for task in tasks}
-        found = {name: actions_of(one.messages) for name, one in shown.items() if one is not None}
+        experts = ((task.id, world.expert(task)) for task in tasks)
+        found: dict[str, Sequence[Action]] = {id_: actions_of(one.messages) for id_, one in experts if one is not None}
         if found:
-            return dict(found), True
+            return found, True
     return (_demonstrated(world, tasks), False) if world.implements("demonstrations") else ({}, False)
 
 
@@ -287,10 +271,7 @@ def _demonstrated(world: World, tasks: Sequence[Task]) -> dict[str, Sequence[Act
 
 
 async def run_agents(world: World, tasks: Sequence[Task], agents: Sequence[Agent], plan: CheckPlan) -> list[AuditRow]:
-    """Run each agent on each task, in new environments.
-
-    Raises WorldError after `MAX_LATE` reward timeouts.
-    """
+    """Run each agent on each task, in new environments. Raises WorldError after `MAX_LATE` reward timeouts."""
     semaphore = asyncio.Semaphore(plan.concurrency)
     late: list[str] = []
 
@@ -325,14 +306,13 @@ async def run_agent(world: World, task: Task, agent: Agent, plan: CheckPlan) -> 
     except LudusError as error:
         return AuditEpisode(task, None, failure=str(error), late=isinstance(error, RewardTimeout))
     parts = environment.rewards
-    outcome, shaping = (_weighted(trajectory, [p for p in parts if p.outcome is kind]) for kind in (True, False))
+    outcome, shaping = (
+        sum(part.weight * trajectory.rewards.get(part.name, 0.0) for part in parts if part.outcome is kind)
+        for kind in (True, False)
+    )
     share = outcome / sum(part.weight for part in parts if part.outcome)
     again = environment if environment.implements("grade_again") else None
     return AuditEpisode(task, trajectory, success(parts, trajectory), share, shaping=shaping, environment=again)
-
-
-def _weighted(trajectory: Trajectory, parts: Sequence[Reward]) -> float:
-    return sum(part.weight * trajectory.rewards.get(part.name, 0.0) for part in parts)
 
 
 def _named(plays: Sequence[AuditEpisode]) -> str:
@@ -341,8 +321,5 @@ def _named(plays: Sequence[AuditEpisode]) -> str:
 
 
 def _stopped(plays: Sequence[AuditEpisode]) -> str:
-    """Return the stop reason of the first episode as text; empty if it stopped with an answer."""
-    trajectory = plays[0].trajectory
-    if trajectory is None or trajectory.stop_reason is StopReason.ANSWERED:
-        return ""
-    return f" (which ended with {trajectory.stop_reason})"
+    reason = StopReason.ANSWERED if plays[0].trajectory is None else plays[0].trajectory.stop_reason
+    return "" if reason is StopReason.ANSWERED else f" (which ended with {reason})"

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -49,10 +50,7 @@ def encodable(text: str) -> str:
 
 
 def write_inspect(folder: Path, records: Iterable[ScoredRecord], header: LogHeader) -> int:
-    """Write Inspect logs of at most `MAX_SAMPLES` rollouts to a folder; return the number of rollouts.
-
-    Raises StorageError if writing fails.
-    """
+    """Write Inspect logs of at most `MAX_SAMPLES` rollouts; return the number of rollouts. Raises StorageError."""
     stream, number, written = iter(records), 0, 0
     while part := next(stream, None):
         number += 1
@@ -66,7 +64,11 @@ def write_inspect(folder: Path, records: Iterable[ScoredRecord], header: LogHead
 
 def _write_log(raw: IO[bytes], records: Iterable[ScoredRecord], header: LogHeader, number: int) -> tuple[int, int, int]:
     """Write one log; return the number of samples, the first and the last step."""
-    spec, keys, summaries, steps = _spec(header, number), set[tuple[str, int]](), list[Fields](), list[int]()
+    name = hashlib.sha256(f"{header}/{number}".encode()).hexdigest()[:22]
+    spec: Fields = {"eval_id": name, "run_id": name, "task_id": name, "created": header.created}
+    spec |= {"task": header.task, "model": header.model, "dataset": {}, "config": {}}
+    keys, summaries, steps = set[tuple[str, int]](), list[Fields](), list[int]()
+    values: dict[str, dict[str, list[float]]] = {}
     start: Fields = {"version": 2, "eval": spec, "plan": {"name": "plan", "steps": []}}
     with zipfile.ZipFile(raw, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as log:
         log.writestr("_journal/start.json", json_text(start))
@@ -76,35 +78,44 @@ def _write_log(raw: IO[bytes], records: Iterable[ScoredRecord], header: LogHeade
                 epoch += 1
             keys.add((name, epoch))
             steps.append(scored.record.step)
-            sample = inspect_sample(scored, epoch)
+            sample, summary = inspect_sample(scored, epoch)
             log.writestr(f"samples/{name}_epoch_{epoch}.json", json_text(sample))
-            summaries.append(_summary(sample))
+            summaries.append(summary)
+            for score, value in _scores(scored).items():
+                values.setdefault(score, {}).setdefault(scored.record.group, []).append(value)
         ids = sorted({name for name, _ in keys})
         spec["dataset"] = {"name": header.task, "samples": len(ids), "sample_ids": ids}
         spec["config"] = {"epochs": max(epoch for _, epoch in keys)}
         log.writestr("summaries.json", json_text(summaries))
-        log.writestr("reductions.json", json_text(_reductions(summaries)))
-        log.writestr("header.json", json_text({**start, "status": "success", "results": _results(summaries)}))
+        log.writestr("reductions.json", json_text([_reduction(*item) for item in values.items()]))
+        num = len(summaries)
+        results = {
+            "total_samples": num,
+            "completed_samples": num,
+            "scores": [_result(*item) for item in values.items()],
+        }
+        log.writestr("header.json", json_text({**start, "status": "success", "results": results}))
     return len(summaries), min(steps), max(steps)
 
 
-def _spec(header: LogHeader, number: int) -> Fields:
-    name = hashlib.sha256(f"{header}/{number}".encode()).hexdigest()[:22]
-    ids = dict.fromkeys(("eval_id", "run_id", "task_id"), name)
-    spec = {"created": header.created, "task": header.task, "model": header.model, "dataset": {}, "config": {}}
-    return {**ids, **spec}
+def _scores(scored: ScoredRecord) -> dict[str, float]:
+    values = {"success": float(scored.solved), "reward": scored.record.trajectory.reward}
+    return values | {f"reward/{name}": value for name, value in scored.record.trajectory.rewards.items()}
 
 
-def inspect_sample(scored: ScoredRecord, epoch: int) -> Fields:
-    """Return a rollout as a sample of an Inspect log, with the score of each reward part as `reward/NAME`."""
-    record, trajectory = scored.record, scored.record.trajectory
+def inspect_sample(scored: ScoredRecord, epoch: int) -> tuple[Fields, Fields]:
+    """Return a rollout as a sample of an Inspect log, with a score per reward part, and its shortened summary."""
+    record, trajectory, values = scored.record, scored.record.trajectory, _scores(scored)
     messages = [inspect_message(message) for message in trajectory.messages]
     first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
-    values = {"success": float(scored.solved), "reward": trajectory.reward}
-    values |= {f"reward/{name}": value for name, value in trajectory.rewards.items()}
-    answer = trajectory.answer or None
     last = [{"message": m, "stop_reason": "stop"} for m in messages[first:] if m["role"] == "assistant"][-1:]
-    return {
+    metadata: Fields = {"step": record.step, "sample": trajectory.sample, "attempt": record.attempt}
+    metadata |= {"stop_reason": trajectory.stop_reason.value, "outcome": record.outcome.value}
+    metadata |= {"reason": record.reason, "advantage": record.advantage}
+    metadata |= {"failed_part": trajectory.failure.part} if trajectory.failure else {}
+    metadata["tags"] = dict(trajectory.tags)
+    answer = trajectory.answer or None
+    sample = {
         "id": record.group,
         "epoch": epoch,
         "input": messages[:first],
@@ -112,15 +123,18 @@ def inspect_sample(scored: ScoredRecord, epoch: int) -> Fields:
         "messages": messages,
         "output": {"model": "", "choices": last},
         "scores": {name: {"value": value, "answer": answer} for name, value in values.items()},
-        "metadata": {"step": record.step, "sample": trajectory.sample, "attempt": record.attempt, **_status(record)},
+        "metadata": metadata,
     }
-
-
-def _status(record: RolloutRecord) -> Fields:
-    trajectory = record.trajectory
-    names = {"outcome": record.outcome.value, "reason": record.reason, "advantage": record.advantage}
-    failed = {"failed_part": trajectory.failure.part} if trajectory.failure else {}
-    return {"stop_reason": trajectory.stop_reason.value, **names, **failed, "tags": dict(trajectory.tags)}
+    summary = {
+        "id": record.group,
+        "epoch": epoch,
+        "input": str(messages[first - 1]["content"])[:_SUMMARY_CHARACTERS] if first else "",
+        "target": "",
+        "metadata": {key: metadata[key] for key in ("step", "stop_reason", "outcome", "advantage")},
+        "scores": {name: {"value": value} for name, value in values.items()},
+        "completed": True,
+    }
+    return sample, summary
 
 
 def inspect_message(message: Message) -> Fields:
@@ -157,48 +171,15 @@ def call_arguments(call: MessageToolCall) -> Fields:
     return value
 
 
-def _summary(sample: Fields) -> Fields:
-    """Return the summary of a sample, with shortened text."""
-    metadata, scores, messages = sample["metadata"], sample["scores"], sample["input"]
-    assert isinstance(metadata, dict)
-    assert isinstance(scores, dict)
-    assert isinstance(messages, list)
-    asked = str(messages[-1]["content"])[:_SUMMARY_CHARACTERS] if messages else ""
-    short = {name: {"value": score["value"]} for name, score in scores.items()}
-    kept = {key: metadata[key] for key in ("step", "stop_reason", "outcome", "advantage")}
-    names = {"id": sample["id"], "epoch": sample["epoch"], "input": asked, "target": ""}
-    return {**names, "metadata": kept, "scores": short, "completed": True}
+def _reduction(score: str, by_task: Mapping[str, Sequence[float]]) -> Fields:
+    samples = [{"sample_id": task, "value": sum(v) / len(v)} for task, v in by_task.items()]
+    return {"scorer": score, "reducer": "mean", "samples": samples}
 
 
-def _values(summaries: Iterable[Fields]) -> dict[str, dict[str, list[float]]]:
-    """Return the values by score and task."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for summary in summaries:
-        scores = summary["scores"]
-        assert isinstance(scores, dict)
-        for name, score in scores.items():
-            found.setdefault(name, {}).setdefault(str(summary["id"]), []).append(score["value"])
-    return found
-
-
-def _reductions(summaries: list[Fields]) -> list[Fields]:
-    return [
-        {
-            "scorer": name,
-            "reducer": "mean",
-            "samples": [{"sample_id": task, "value": sum(v) / len(v)} for task, v in by_task.items()],
-        }
-        for name, by_task in _values(summaries).items()
-    ]
-
-
-def _results(summaries: list[Fields]) -> Fields:
-    scores = []
-    for name, by_task in _values(summaries).items():
-        values = list(chain.from_iterable(by_task.values()))
-        mean = {"name": "mean", "value": sum(values) / len(values)}
-        scores.append({"name": name, "scorer": name, "scored_samples": len(values), "metrics": {"mean": mean}})
-    return {"total_samples": len(summaries), "completed_samples": len(summaries), "scores": scores}
+def _result(score: str, by_task: Mapping[str, Sequence[float]]) -> Fields:
+    values = list(chain.from_iterable(by_task.values()))
+    mean = {"name": "mean", "value": sum(values) / len(values)}
+    return {"name": score, "scorer": score, "scored_samples": len(values), "metrics": {"mean": mean}}
 
 
 _CARD = """---
@@ -271,28 +252,23 @@ def dataset_row(scored: ScoredRecord) -> Fields:
 
 
 def write_sharegpt(path: Path, records: Iterable[ScoredRecord], accepts: Callable[[object], object]) -> int:
-    """Write ShareGPT JSON lines; return the number of rollouts written.
+    """Write ShareGPT JSON lines; return the number of rollouts written. Raises StorageError.
 
-    Leaves out rollouts for which the conversion or `accepts` raises ValueError. Raises StorageError.
+    Leaves out rollouts for which the conversion or `accepts` raises ValueError.
     """
-    return _write_lines(path, _sharegpt_rows(records, accepts))
 
+    def rows() -> Iterator[Fields]:
+        for scored in records:
+            with suppress(ValueError):
+                turns = [sharegpt_turn(message) for message in scored.record.trajectory.messages]
+                accepts(json.loads(json_text({"conversations": turns})))
+                yield {"conversations": turns}
 
-def _sharegpt_rows(records: Iterable[ScoredRecord], accepts: Callable[[object], object]) -> Iterator[Fields]:
-    for scored in records:
-        try:
-            row: Fields = {"conversations": [sharegpt_turn(message) for message in scored.record.trajectory.messages]}
-            accepts(json.loads(json_text(row)))
-        except ValueError:
-            continue
-        yield row
+    return _write_lines(path, rows())
 
 
 def sharegpt_turn(message: Message) -> Fields:
-    """Return a turn of ShareGPT. A turn with calls has no text; other reasoning is in think tags.
-
-    Raises ValueError for a call whose arguments are not a JSON object.
-    """
+    """Return a turn of ShareGPT: calls without text, or text. ValueError for arguments that are not a JSON object."""
     if calls := message.get("tool_calls"):
         found = [{"name": call["function"]["name"], "arguments": call_arguments(call)} for call in calls]
         return {"from": "function_call", "value": json_text(found)}

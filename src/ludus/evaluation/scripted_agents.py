@@ -14,9 +14,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypedDict, cast
 
 from ludus.evaluation.agent_texts import PROGRAMS, TESTS, TEXTS, plain_answer
-from ludus.evaluation.arguments import random_arguments
 from ludus.rewards.code.unit_tests import Suite
 from ludus.rewards.exact_match import ExpectedAnswers, normalise
 from ludus.tools.base import Tool
@@ -61,25 +61,19 @@ class Agent:
 
 @dataclass
 class ScriptedChatSession:
-    """Chat session of a scripted agent.
-
-    `segments` has one action per turn, with one placeholder token per word.
-    """
+    """Chat session of a scripted agent; `segments` has an action per turn, with a placeholder token per word."""
 
     actions: Sequence[Action]
     _segments: list[Segment] = field(default_factory=list, init=False)
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The turns so far."""
         return tuple(self._segments)
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
-        """Accept any prompt."""
         return None
 
     async def act(self) -> Action:
-        """Return the next turn, or the last one again."""
         turn = len(self._segments)
         action = self.actions[min(turn, len(self.actions) - 1)]
         num = max(len(action.message["content"].split()), 1)
@@ -88,7 +82,6 @@ class ScriptedChatSession:
         return action
 
     def observe(self, messages: Sequence[Message]) -> StopReason | None:
-        """Ignore the messages."""
         return None
 
     def close(self) -> None:
@@ -138,16 +131,31 @@ def blind_agents(tasks: Sequence[Task], seed: int) -> tuple[Agent, ...]:
     vocabulary = list(dict.fromkeys(re.findall(r"\w(?:[\w'.-]*\w)?", " ".join(map(user_prompt, tasks)))))
 
     def words(task: Task, tools: Sequence[Tool]) -> Sequence[Action] | None:
-        return random_words(_rng(seed, "words", task), vocabulary)
+        """Return turns of one to eight random words."""
+        rng, known = random.Random(f"{seed}/words/{task.id}"), vocabulary or ["word"]
+        return [text_action(" ".join(rng.choices(known, k=rng.choice((1, 1, 2, 4, 8))))) for _ in range(8)]
 
     def calls(task: Task, tools: Sequence[Tool]) -> Sequence[Action] | None:
-        return random_calls(_rng(seed, "calls", task), tools, vocabulary)
+        """Return a few random calls and a final word; None without tools."""
+        if not tools:
+            return None
+        rng, turns = random.Random(f"{seed}/calls/{task.id}"), []
+        for turn in range(rng.randint(1, NUM_RANDOM_CALLS)):
+            tool = rng.choice(tools)
+            turns.append(call_action(turn, (tool.name, random_arguments(tool, rng, vocabulary))))
+        return [*turns, text_action(rng.choice(vocabulary or ["word"]))]
+
+    def says(name: str, what: str, text_of: Callable[[Task], str]) -> Agent:
+        return Agent(name, AgentKind.CHEAT, what, lambda task, tools: (text_action(text_of(task)),))
+
+    def keywords(task: Task) -> str:
+        return " ".join(sorted(set(re.findall(r"\w+", user_prompt(task).casefold()))))
 
     return (
-        Agent("null", AgentKind.CHEAT, "gives an empty answer", lambda task, tools: (text_action(""),)),
-        Agent("idle", AgentKind.CHEAT, "answers Done and does nothing", lambda task, tools: (text_action("Done."),)),
-        Agent("echo", AgentKind.CHEAT, "repeats the prompt", lambda task, tools: (text_action(user_prompt(task)),)),
-        Agent("keywords", AgentKind.CHEAT, "answers the sorted words of the prompt", _keywords),
+        says("null", "gives an empty answer", lambda task: ""),
+        says("idle", "answers Done and does nothing", lambda task: "Done."),
+        says("echo", "repeats the prompt", user_prompt),
+        says("keywords", "answers the sorted words of the prompt", keywords),
         *(_cycling_cheat(name, what, texts, tasks) for name, (what, texts) in TEXTS.items()),
         Agent("exit-0", AgentKind.CHEAT, "os._exit(0)", lambda task, tools: run_program("exit-0", tools)),
         Agent("sys-exit-0", AgentKind.CHEAT, "sys.exit(0)", lambda task, tools: run_program("sys-exit-0", tools)),
@@ -156,10 +164,6 @@ def blind_agents(tasks: Sequence[Task], seed: int) -> tuple[Agent, ...]:
         Agent("random words", AgentKind.CHANCE, "answers random words of prompts", words),
         Agent("random calls", AgentKind.CHANCE, "calls tools with random valid arguments", calls),
     )
-
-
-def _keywords(task: Task, tools: Sequence[Tool]) -> tuple[Action, ...]:
-    return (text_action(" ".join(sorted(set(re.findall(r"\w+", user_prompt(task).casefold()))))),)
 
 
 def _cycling_cheat(name: str, what: str, texts: Sequence[str], tasks: Sequence[Task]) -> Agent:
@@ -185,7 +189,13 @@ def informed_agents(tasks: Sequence[Task], shown: Mapping[str, Sequence[Action]]
     majority = None if most is None else (text_action(most),)
 
     def another(task: Task, tools: Sequence[Tool]) -> Sequence[Action] | None:
-        return _of_another(task, tasks, answers, shown)
+        start = next((i for i, one in enumerate(tasks) if one.id == task.id), 0)
+        own = normalise(answers.get(task.id) or "")
+        for other in (*tasks[start + 1 :], *tasks[:start]):
+            answer = answers[other.id]
+            if answer is not None and normalise(answer) != own:
+                return shown.get(other.id, (text_action(answer),))
+        return None
 
     kind, name, what = AgentKind.SHOWN, "demonstrations", "replays demonstrations"
     if flawless:
@@ -199,16 +209,19 @@ def informed_agents(tasks: Sequence[Task], shown: Mapping[str, Sequence[Action]]
 
 def run_program(name: str, tools: Sequence[Tool]) -> tuple[Action, ...]:
     """Run one of `PROGRAMS` in every tool that runs programs, then submit it as the answer."""
-    program = PROGRAMS[name]
-    command = "echo PASS" if name == "prints-pass" else "exit 0"
-    runs = _calls_in_turn(tools, program, command)
-    return (*runs, text_action(f"```python\n{program}```"))
+    runs = _calls_in_turn(tools, PROGRAMS[name], "echo PASS" if name == "prints-pass" else "exit 0")
+    return (*runs, text_action(f"```python\n{PROGRAMS[name]}```"))
 
 
 def _calls_in_turn(tools: Sequence[Tool], program: str, command: str) -> list[Action]:
     """Return one turn for each tool that runs programs (with `program`) or commands (with `command`)."""
-    given = ((tool, {name: program if name in _CODE else command}) for tool, name in _runs(tools))
-    return [call_action(turn, (tool.name, _with_required(tool, values))) for turn, (tool, values) in enumerate(given)]
+    turns: list[Action] = []
+    for tool in tools:
+        texts = _texts(tool)
+        if name := next((name for name in (*_CODE, *_SHELL) if name in texts), ""):
+            given = _with_required(tool, {name: program if name in _CODE else command})
+            turns.append(call_action(len(turns), (tool.name, given)))
+    return turns
 
 
 def edit_tests(task: Task, tools: Sequence[Tool]) -> tuple[Action, ...] | None:
@@ -217,67 +230,21 @@ def edit_tests(task: Task, tools: Sequence[Tool]) -> tuple[Action, ...] | None:
     One file per turn with a tool that writes files, otherwise all files with each tool that runs programs or commands;
     None if there is neither.
     """
-    files = _passing_tests(task)
-    found = next(((tool, path, text) for tool in tools for path, text in _writes(tool)), None)
+    named = [test.partition("::")[0] for test in task.truth.tests("all")] if isinstance(task.truth, Suite) else []
+    tests = (*(name for name in named if name.endswith(".py")), *TEST_FILES)
+    files = {name: TESTS["conftest" if "conftest" in name else "test"] for name in tests}
+    files |= dict.fromkeys(START_FILES, PROGRAMS["exit-0"])
+    pairs = [(path, text) for path in _PATH for text in _CONTENT]
+    found = next(((tool, *pair) for tool in tools for pair in pairs if {*pair} <= {*_texts(tool)}), None)
     if found is not None:
         tool, path, text = found
         forged = ({path: file, text: content} for file, content in files.items())
         turns = [call_action(turn, (tool.name, _with_required(tool, given))) for turn, given in enumerate(forged)]
     else:
-        turns = _calls_in_turn(tools, _in_python(files), _in_shell(files))
+        quoted = [(shlex.quote(name), shlex.quote(text)) for name, text in files.items()]
+        shell = "\n".join(f'mkdir -p "$(dirname {path})"; printf %s {text} > {path}' for path, text in quoted)
+        turns = _calls_in_turn(tools, TESTS["writer"].replace("{files}", repr(files)), shell)
     return (*turns, text_action("Done.")) if turns else None
-
-
-def _passing_tests(task: Task) -> dict[str, str]:
-    """Return passing tests for the test files that a task may have, by path."""
-    truth = task.truth
-    named = [test.partition("::")[0] for test in truth.tests("all")] if isinstance(truth, Suite) else []
-    tests = dict.fromkeys((*(name for name in named if name.endswith(".py")), *TEST_FILES))
-    return {f: TESTS["conftest" if "conftest" in f else "test"] for f in tests} | dict.fromkeys(
-        START_FILES, PROGRAMS["exit-0"]
-    )
-
-
-def _in_python(files: Mapping[str, str]) -> str:
-    return TESTS["writer"].replace("{files}", repr(dict(files)))
-
-
-def _in_shell(files: Mapping[str, str]) -> str:
-    quoted = [(shlex.quote(name), shlex.quote(text)) for name, text in files.items()]
-    return "\n".join(f'mkdir -p "$(dirname {path})"; printf %s {text} > {path}' for path, text in quoted)
-
-
-def random_words(rng: random.Random, vocabulary: Sequence[str]) -> tuple[Action, ...]:
-    """Return turns of one to eight random words."""
-    words = vocabulary or ("word",)
-    return tuple(text_action(" ".join(rng.choices(words, k=rng.choice((1, 1, 2, 4, 8))))) for _ in range(8))
-
-
-def random_calls(rng: random.Random, tools: Sequence[Tool], vocabulary: Sequence[str]) -> tuple[Action, ...] | None:
-    """Return a few random calls and a final word; None without tools."""
-    if not tools:
-        return None
-    turns = []
-    for turn in range(rng.randint(1, NUM_RANDOM_CALLS)):
-        tool = rng.choice(tools)
-        turns.append(call_action(turn, (tool.name, random_arguments(tool, rng, vocabulary))))
-    return (*turns, text_action(rng.choice(vocabulary or ("word",))))
-
-
-def _of_another(
-    task: Task, tasks: Sequence[Task], answers: Mapping[str, str | None], shown: Mapping[str, Sequence[Action]]
-) -> Sequence[Action] | None:
-    start = next((i for i, one in enumerate(tasks) if one.id == task.id), 0)
-    own = normalise(answers.get(task.id) or "")
-    for other in (*tasks[start + 1 :], *tasks[:start]):
-        answer = answers[other.id]
-        if answer is not None and normalise(answer) != own:
-            return shown.get(other.id, (text_action(answer),))
-    return None
-
-
-def _rng(seed: int, purpose: str, task: Task) -> random.Random:
-    return random.Random(f"{seed}/{purpose}/{task.id}")
 
 
 def _texts(tool: Tool) -> list[str]:
@@ -285,20 +252,107 @@ def _texts(tool: Tool) -> list[str]:
     return [name for name, schema in properties.items() if schema.get("type", "string") == "string"]
 
 
-def _runs(tools: Sequence[Tool]) -> list[tuple[Tool, str]]:
-    """Return the tools that run programs or commands, each with the argument for them."""
-    named = ((tool, next((name for name in (*_CODE, *_SHELL) if name in _texts(tool)), "")) for tool in tools)
-    return [(tool, name) for tool, name in named if name]
-
-
-def _writes(tool: Tool) -> list[tuple[str, str]]:
-    """Return the path and content arguments of a tool that writes files."""
-    texts = _texts(tool)
-    return [(path, text) for path in _PATH for text in _CONTENT if path in texts and text in texts]
-
-
 def _with_required(tool: Tool, given: Mapping[str, JSON]) -> dict[str, JSON]:
     """Return the arguments with valid values for the other required ones."""
     required = tool.schema["function"]["parameters"].get("required", ())
     drawn = random_arguments(tool, random.Random(0), ())
     return {name: value for name, value in drawn.items() if name in required} | dict(given)
+
+
+_Schema = TypedDict(
+    "_Schema",
+    {
+        "$ref": str,
+        "$defs": dict[str, "_Schema"],
+        "const": JSON,
+        "enum": list[JSON],
+        "anyOf": list["_Schema"],
+        "oneOf": list["_Schema"],
+        "allOf": list["_Schema"],
+        "type": str | list[str],
+        "properties": dict[str, "_Schema"],
+        "required": list[str],
+        "items": "_Schema",
+        "minItems": int,
+        "maxItems": int,
+        "minLength": int,
+        "maxLength": int,
+        "minimum": float,
+        "maximum": float,
+        "exclusiveMinimum": float,
+        "exclusiveMaximum": float,
+    },
+    total=False,
+)
+"""The supported part of JSON schema."""
+
+MAX_DEPTH = 4
+"""Lists and objects nested deeper than this are empty."""
+
+
+def random_arguments(tool: Tool, rng: random.Random, words: Sequence[str]) -> dict[str, JSON]:
+    """Return arguments for a call: all required ones and about half of the others. Strings consist of `words`."""
+    parameters = cast(_Schema, tool.schema["function"]["parameters"])
+    return _object(parameters, _Draw(rng, words, parameters.get("$defs", {})), 0)
+
+
+@dataclass(frozen=True)
+class _Draw:
+    rng: random.Random
+    words: Sequence[str]
+    defs: Mapping[str, _Schema]
+
+
+def _object(schema: _Schema, draw: _Draw, depth: int) -> dict[str, JSON]:
+    required = set(schema.get("required", ()))
+    return {
+        name: _value(one, draw, depth + 1)
+        for name, one in schema.get("properties", {}).items()
+        if name in required or (depth < MAX_DEPTH and draw.rng.random() < 0.5)
+    }
+
+
+def _value(schema: _Schema, draw: _Draw, depth: int) -> JSON:
+    if "$ref" in schema:
+        return _value(draw.defs[schema["$ref"].rpartition("/")[2]], draw, depth)
+    if "const" in schema:
+        return schema["const"]
+    if schema.get("enum"):
+        return draw.rng.choice(schema["enum"])
+    if options := [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())]:
+        return _value(draw.rng.choice(options), draw, depth)
+    return _typed(schema, draw, depth)
+
+
+def _typed(schema: _Schema, draw: _Draw, depth: int) -> JSON:
+    kind = schema.get("type", "string")
+    if isinstance(kind, list):
+        kind = draw.rng.choice(kind)
+    if kind in ("integer", "number"):
+        return _number(schema, draw.rng, whole=kind == "integer")
+    if kind == "array":
+        most = 0 if depth >= MAX_DEPTH else schema.get("maxItems", 2)
+        least = schema.get("minItems", 0)
+        size = draw.rng.randint(least, max(least, min(most, least + 2)))
+        return [_value(schema.get("items", {}), draw, depth + 1) for _ in range(size)]
+    if kind == "object":
+        return _object(schema, draw, depth)
+    if kind == "boolean":
+        return draw.rng.random() < 0.5
+    if kind == "null":
+        return None
+    text = " ".join(draw.rng.choices(draw.words or ("word",), k=draw.rng.randint(1, 3)))
+    return text.ljust(schema.get("minLength", 0), "x")[: schema.get("maxLength")]
+
+
+def _number(schema: _Schema, rng: random.Random, *, whole: bool) -> int | float:
+    """Return a number within the bounds of the schema; without one, within 20 of the other bound or of 0."""
+    low = schema.get("minimum", schema.get("exclusiveMinimum"))
+    high = schema.get("maximum", schema.get("exclusiveMaximum"))
+    if low is None:
+        low = 0 if high is None else high - 20
+    if high is None:
+        high = low + 20
+    low += int(whole and "exclusiveMinimum" in schema)
+    high -= int(whole and "exclusiveMaximum" in schema)
+    return rng.randint(int(low), max(int(low), int(high))) if whole else rng.uniform(low, high)
