@@ -44,10 +44,7 @@ def newest_evaluations(folder: Path) -> dict[Key, StoredEvaluation]:
 
 
 def compare(a: Evaluation, b: Evaluation) -> PairedDifference:
-    """Return B minus A by task.
-
-    Raises UserError if there are fewer than two tasks, or if each has tasks that the other lacks.
-    """
+    """Return B minus A by task. Raises UserError for fewer than two tasks, or if each has tasks the other lacks."""
     check_worlds(a, b)
     in_a, in_b = common_scores(a, b)
     if len(in_a) < 2:

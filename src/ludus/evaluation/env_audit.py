@@ -241,10 +241,7 @@ def sample_tasks(world: World, plan: CheckPlan) -> list[Task]:
 
 
 def solutions(world: World, tasks: Sequence[Task]) -> tuple[dict[str, Sequence[Action]], bool]:
-    """Return solution turns by task id, and whether all of them are guaranteed correct.
-
-    The source is the expert of the world, else its demonstrations; empty if the world has neither.
-    """
+    """Return the turns of experts, else of demonstrations, by task id, and whether all are guaranteed correct."""
     if world.implements("expert"):
         experts = ((task.id, world.expert(task)) for task in tasks)
         found: dict[str, Sequence[Action]] = {id_: actions_of(one.messages) for id_, one in experts if one is not None}

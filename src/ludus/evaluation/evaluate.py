@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import count as numbers_from
+from itertools import starmap
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
 from ludus.config.schema import Config
-from ludus.config.sections.rollout import EnvConfig
 from ludus.envs.base import World, check_tasks
 from ludus.errors import UserError
 from ludus.evaluation import stats
@@ -32,10 +32,7 @@ log = logging.getLogger("ludus.evaluation")
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """The world and the settings of the section `rollout` of an evaluation.
-
-    `world_settings` is JSON text with sorted keys.
-    """
+    """The world, its settings as JSON text with sorted keys, and the settings of the section `rollout`."""
 
     world: str
     world_settings: str
@@ -53,18 +50,11 @@ class Conditions:
 
     @classmethod
     def of(cls, config: Config) -> Conditions:
-        """Return the conditions of a configuration."""
         env, names = config.env, {one.name for one in fields(cls)}
-        settings = json.dumps(_world_settings(env), sort_keys=True, default=str)
+        without = {"weight", "weight_end"}  # sampling weights of training
+        members = {name: one.model_dump(exclude=without, exclude_none=True) for name, one in env.mixture.items()}
+        settings = json.dumps(members or env.settings, sort_keys=True, default=str)
         return cls(env.name, settings, env.rendering, env.tool_parser, **config.rollout.model_dump(include=names))
-
-
-def _world_settings(env: EnvConfig) -> Mapping[str, object]:
-    """Return the settings of a world, or those of each world of a mixture without its sampling weights."""
-    if not env.mixture:
-        return env.settings
-    trained = {"weight", "weight_end"}
-    return {name: one.model_dump(exclude=trained, exclude_none=True) for name, one in env.mixture.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +84,6 @@ class EvaluationPlan:
     conditions: Conditions | None = None
 
     def episodes_of(self, tasks: Sequence[Task]) -> int:
-        """Return the number of episodes on these tasks of the split."""
         return min(self.num_tasks, len(tasks)) * self.samples
 
     @property
@@ -142,15 +131,11 @@ class Evaluation:
     @cached_property
     def scores(self) -> dict[str, float]:
         """Share of solved attempts by task."""
-        pairs = zip(self.task_ids, self.successes, strict=True)
-        return {task_id: count / self.plan.samples for task_id, count in pairs}
+        return {one: n / self.plan.samples for one, n in zip(self.task_ids, self.successes, strict=True)}
 
     @property
     def interval(self) -> Interval:
-        """95 % interval: `wilson` for one attempt per task, `clustered_interval` for several.
-
-        [0, 1] for several attempts at a single task.
-        """
+        """95 % interval: `wilson` for one attempt per task, else `clustered_interval` ([0, 1] for a single task)."""
         return self._interval(self.successes)
 
     def _interval(self, successes: Sequence[int]) -> Interval:
@@ -207,10 +192,8 @@ class Evaluation:
         """Return the 95 % intervals of pass@k and pass^k over tasks; [0, 1] for a single task."""
         if self.plan.samples == 1:
             return self.interval, self.interval
-        at, hat = (
-            _task_interval([measure(self.plan.samples, c, k) for c in self.successes])
-            for measure in (stats.pass_at_k, stats.pass_hat_k)
-        )
+        counts = [(self.plan.samples, c, k) for c in self.successes]
+        at, hat = (_task_interval([*starmap(one, counts)]) for one in (stats.pass_at_k, stats.pass_hat_k))
         return at, hat
 
     def by_family(self) -> dict[str, tuple[float, int]]:
@@ -218,7 +201,6 @@ class Evaluation:
         return {family: (self._rate(c), len(c)) for family, c in sorted(self._counts(self.families).items())}
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics for the row of a training step."""
         prefix = f"eval/{self.plan.split}/{'greedy' if self.plan.temperature == 0 else 'sampled'}"
         found = {"success": self.rate, "low": self.interval.low, "high": self.interval.high}
         found |= {f"part/{name}": value for name, value in self.parts.items()}
@@ -298,10 +280,7 @@ def short_split(world: World, split: str, num: int) -> str:
 async def evaluate(
     scheduler: Scheduler, tasks: Sequence[Task], plan: EvaluationPlan, on_done: Callable[[Episode], None] | None = None
 ) -> tuple[Evaluation, list[Episode]]:
-    """Run `plan.samples` episodes per task; return the result and the episodes.
-
-    An infrastructure failure counts as an unsuccessful episode and is included in `failed`.
-    """
+    """Run `plan.samples` episodes per task; infrastructure failures count as unsuccessful and are in `failed`."""
     check_split(scheduler.world, plan.split)
     chosen = tasks[: plan.num_tasks]
     keys = ((RolloutKey(plan.step, task.id, sample), task) for task in chosen for sample in range(plan.samples))
@@ -340,10 +319,7 @@ def summarise(
 
 
 def save_evaluation(folder: Path, result: Evaluation, episodes: Sequence[Episode], name: str | None = None) -> Path:
-    """Write `NAME.json` (the result) and `NAME.jsonl.gz` (the rollouts); return the path of the former.
-
-    The default name is that of the plan.
-    """
+    """Write `NAME.json` (result) and `NAME.jsonl.gz` (rollouts), named as the plan by default; return the JSON path."""
     path = folder / f"{name or result.plan.name}.json"
     write_rollouts(path.with_suffix(".jsonl.gz"), [_record(episode) for episode in episodes])
     with replaced_file(path) as file:
@@ -353,9 +329,8 @@ def save_evaluation(folder: Path, result: Evaluation, episodes: Sequence[Episode
 
 def evaluation_data(result: Evaluation) -> dict[str, object]:
     """Return an evaluation as JSON data, the content of its file."""
-    tags = result.tags or ({},) * len(result.task_ids)
+    tags = map(dict, result.tags or ({},) * len(result.task_ids))
     tasks = zip(result.task_ids, result.families, result.successes, tags, strict=True)
-    names = ("id", "family", "successes", "tags")
     data: dict[str, object] = {
         "plan": asdict(result.plan),
         "success": result.rate,
@@ -369,7 +344,7 @@ def evaluation_data(result: Evaluation) -> dict[str, object]:
         },
         "attempts": [_attempts_data(result, k) for k in powers_of_two(result.plan.samples)],
         "stop_reasons": dict(result.stop_reasons),
-        "tasks": [dict(zip(names, (*task[:3], dict(task[3])), strict=True)) for task in tasks],
+        "tasks": [dict(zip(("id", "family", "successes", "tags"), task, strict=True)) for task in tasks],
     }
     if result.worlds:
         by_world = {name: [one.rate, one.num_tasks] for name, one in result.by_world().items()}
@@ -377,8 +352,8 @@ def evaluation_data(result: Evaluation) -> dict[str, object]:
     if result.notices:
         data["notices"] = list(result.notices)
     if result.cost is not None:
-        rows = (result.cost.totals, result.cost.per_task(), result.cost.per_solved())
-        data["cost"] = dict(zip(("total", "per_task", "per_solved_task"), rows, strict=True))
+        cost = result.cost
+        data["cost"] = {"total": cost.totals, "per_task": cost.per_task(), "per_solved_task": cost.per_solved()}
     return data
 
 
@@ -404,22 +379,19 @@ def load_evaluation(path: Path) -> Evaluation:
         plan = data["plan"]
         conditions = plan.pop("conditions", None)
         plan = EvaluationPlan(**plan, conditions=Conditions(**conditions) if conditions else None)
-        names = ("id", "successes", "family")
-        ids, successes, families = (tuple(task[name] for task in data["tasks"]) for name in names)
+        tasks = (tuple(task[name] for task in data["tasks"]) for name in ("id", "successes", "family"))
         worlds, notices = (tuple(data.get(name, ())) for name in ("worlds", "notices"))
         tags = tuple(task.get("tags", {}) for task in data["tasks"])
         also = (worlds, notices, tags, data.get("stop_reasons", {}))
-        return Evaluation(plan, ids, successes, families, data["parts"], data["failed"], *also)
+        return Evaluation(plan, *tasks, data["parts"], data["failed"], *also)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not an evaluation: {error}.", "Name a file that `ludus eval` wrote.") from error
 
 
 def _record(episode: Episode) -> RolloutRecord:
-    key, task, trajectory = episode.key, episode.task, episode.trajectory
-    outcome, reason = RolloutOutcome.DROPPED, "evaluation"
-    if trajectory.failure is not None:
-        outcome, reason = RolloutOutcome.FAILED, trajectory.failure.part
-    return RolloutRecord(key.step, task.id, outcome, reason, trajectory, attempt=key.attempt)
+    key, failure = episode.key, episode.trajectory.failure
+    ending = (RolloutOutcome.DROPPED, "evaluation") if failure is None else (RolloutOutcome.FAILED, failure.part)
+    return RolloutRecord(key.step, episode.task.id, *ending, episode.trajectory, attempt=key.attempt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -462,7 +434,6 @@ def save_or_compare(folder: Path, result: Evaluation, episodes: Sequence[Episode
 
 
 def _difference(path: Path, stored: Evaluation, result: Evaluation, episodes: Sequence[Episode]) -> str:
-    """Return the difference from a stored evaluation of the same plan, as text; empty if there is none."""
     if replace(stored, plan=result.plan) != result:
         pairs = zip(stored.task_ids, stored.successes, result.successes, strict=True)
         changed = [task_id for task_id, before, now in pairs if before != now]

@@ -63,7 +63,6 @@ def write_inspect(folder: Path, records: Iterable[ScoredRecord], header: LogHead
 
 
 def _write_log(raw: IO[bytes], records: Iterable[ScoredRecord], header: LogHeader, number: int) -> tuple[int, int, int]:
-    """Write one log; return the number of samples, the first and the last step."""
     name = hashlib.sha256(f"{header}/{number}".encode()).hexdigest()[:22]
     spec: Fields = {"eval_id": name, "run_id": name, "task_id": name, "created": header.created}
     spec |= {"task": header.task, "model": header.model, "dataset": {}, "config": {}}

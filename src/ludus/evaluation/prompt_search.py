@@ -70,7 +70,6 @@ class PromptAdapter:
     def evaluate(
         self, batch: list[Task], candidate: Mapping[str, str], capture_traces: bool = False
     ) -> EvaluationBatch[Trajectory, str]:
-        """Run an episode of each task under the candidate."""
         from gepa import EvaluationBatch
 
         tried = list(self.sample([with_system_prompt(task, candidate[_COMPONENT]) for task in batch]))
@@ -85,7 +84,6 @@ class PromptAdapter:
         eval_batch: EvaluationBatch[Trajectory, str],
         components_to_update: list[str],
     ) -> dict[str, list[dict[str, str]]]:
-        """Return question, transcript and feedback of each episode."""
         del candidate, components_to_update
         rows = []
         for one in eval_batch.trajectories or ():

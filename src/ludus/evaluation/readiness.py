@@ -115,9 +115,9 @@ def _extrapolated(successes: Sequence[int], attempts: int, seed: int) -> list[Us
     found = []
     for values, size in zip(shares.T, sizes, strict=True):
         low, high = np.quantile(values[1:], (0.025, 0.975))
-        equal = constant_interval(np.full(len(successes), values[0]), Interval(0.0, 1.0))
-        one_value = np.count_nonzero(histogram) == 1 and equal is not None
-        interval = equal if one_value and equal is not None else Interval(float(low), float(high))
+        interval = Interval(float(low), float(high))
+        if np.count_nonzero(histogram) == 1:
+            interval = constant_interval(np.full(len(successes), values[0]), Interval(0.0, 1.0)) or interval
         found.append(UsableShare(size, float(values[0]), interval, "beta-binomial"))
     return found
 
@@ -145,7 +145,6 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[int]) -> Spread | None:
-        """Return the spread of values, None without any."""
         return cls(*(float(q) for q in np.quantile(values, (0.5, 0.95, 1.0)))) if values else None
 
 
@@ -182,8 +181,7 @@ def num_turns(trajectory: Trajectory) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Tool calls: their number per episode, and shares of all calls. `dead` lists tools whose every call failed by the
-    tool's own fault, with the number of calls."""
+    """Tool calls per episode, shares of all calls, and the calls of each tool that failed in all of them (`dead`)."""
 
     calls_per_episode: float
     errors: float
@@ -223,7 +221,6 @@ class Speed:
     tokens: float | None
 
     def hours(self, episodes: float) -> float:
-        """Return the hours to sample a number of episodes at the measured speed."""
         return episodes * self.seconds / self.episodes / 3600
 
 
@@ -248,14 +245,11 @@ class Readiness:
 
     @property
     def pass_rates(self) -> dict[str, int]:
-        """Number of tasks by pass rate."""
         names = ("0 %", "1 to 49 %", "50 to 99 %", "100 %")
-        count = Counter(_bin(c, self.evaluation.plan.samples) for c in self.evaluation.successes)
+        num = self.evaluation.plan.samples
+        bins = (0 if not c else 3 if c == num else 1 if 2 * c < num else 2 for c in self.evaluation.successes)
+        count = Counter(bins)
         return {name: count[i] for i, name in enumerate(names)}
-
-
-def _bin(successes: int, attempts: int) -> int:
-    return 0 if not successes else 3 if successes == attempts else 1 if 2 * successes < attempts else 2
 
 
 def readiness(evaluation: Evaluation, trajectories: Sequence[Trajectory], seconds: float) -> Readiness:
@@ -281,8 +275,7 @@ def judge(found: Readiness, trajectories: Sequence[Trajectory]) -> Verdict:
     if rate > 0.5:
         return Verdict("too easy", f"{rate:.0%} of the attempts succeed, and only {usable}.")
     answered = sum(t.stop_reason is StopReason.ANSWERED for t in trajectories) / len(trajectories)
-    if found.tools.unparsed + found.tools.unknown > 0.5:
-        share = found.tools.unparsed + found.tools.unknown
+    if (share := found.tools.unparsed + found.tools.unknown) > 0.5:
         return Verdict("SFT first", f"The model does not know the format: {share:.0%} of its calls are invalid.")
     if answered < 0.5:
         cut = "".join(f", {v:.0%} stop at {LIMITS[k]}" for k, v in found.lengths.stopped.items() if v > 0.5)

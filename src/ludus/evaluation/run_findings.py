@@ -10,6 +10,8 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from statistics import fmean
 from typing import Final, Literal
 
 from ludus.config.schema import Config
@@ -64,18 +66,13 @@ class Finding:
     remedy: str
 
 
-Check = Callable[[RunData], Iterator[Finding]]
-
-
 def examine_run(run: RunData) -> list[Finding]:
     """Return all findings, the most severe first, within a severity in the order of the topics."""
     if not run.rows:
         raise UserError("The run has no finished step.", "Wait for its first step, or read its log.txt.")
-    found = [finding for check in CHECKS for finding in check(run)]
+    checks = (check_reward, check_loss, check_sampling, check_groups, check_failures, check_held_out, check_alarms)
+    found = [finding for check in checks for finding in check(run)]
     return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
-
-
-# Rewards
 
 
 def check_reward(run: RunData) -> Iterator[Finding]:
@@ -87,9 +84,8 @@ def check_reward(run: RunData) -> Iterator[Finding]:
             yield Finding("reward", "note", f"The part {part} is {values.pop():g} in every rollout read", remedy)
     outcome, shaping = [], []
     for group in run.groups:
-        first = list(map(_first_part, group))
-        outcome.append(_std(first))
-        shaping.append(_std([r.trajectory.reward - f for r, f in zip(group, first, strict=True)]))
+        outcome.append(_std([*map(_first_part, group)]))
+        shaping.append(_std([r.trajectory.reward - _first_part(r) for r in group]))
     if shaping and _mean(shaping) > max(_mean(outcome), 1e-3):
         text = f"Shaping moves the reward by {_mean(shaping):.2g} in a group, the outcome by {_mean(outcome):.2g}"
         yield Finding("reward", "warn", text, "Lower the weights of the other parts (rewards.weights).")
@@ -100,13 +96,9 @@ def check_reward(run: RunData) -> Iterator[Finding]:
         yield Finding("reward", "fault", text, "Give 0 to episodes whose stop_reason is truncated or max_tokens.")
     pairs = [pair for group in run.groups for pair in _centred(group, _length, _reward)]
     solved = [pair for group in run.groups for pair in _centred(group, _length, _first_part)]
-    if (value := _correlation(pairs)) > _LARGE and value > _correlation(solved) + 0.3:
-        own = _correlation(solved)
+    if (value := _correlation(pairs)) > max(_LARGE, (own := _correlation(solved)) + 0.3):
         text = f"The reward prefers long answers: correlation {value:.2f} in groups, that of the outcome {own:.2f}"
         yield Finding("reward", "warn", text, "Check judges for a preference for length; set rewards.length.kind.")
-
-
-# What is trained
 
 
 def check_loss(run: RunData) -> Iterator[Finding]:
@@ -114,7 +106,7 @@ def check_loss(run: RunData) -> Iterator[Finding]:
     if not run.config.training.mask_observations:
         text = "Observations are in the loss (training.mask_observations = false)"
         yield Finding("loss mask", "fault", text, "Set training.mask_observations to true.")
-    pairs = [pair for group in run.groups for pair in _centred(group, _reward, _advantage)]
+    pairs = [pair for group in run.groups for pair in _centred(group, _reward, lambda record: record.advantage or 0.0)]
     if (value := _correlation(pairs)) < -0.1:
         text = f"Advantages have the opposite sign of the rewards (correlation {value:.2f} in groups)"
         yield Finding("advantages", "fault", text, "Check the sign of a custom advantage or reward.")
@@ -188,9 +180,6 @@ def check_failures(run: RunData) -> Iterator[Finding]:
         yield Finding("failures", "warn", text, "See the ledger for the reasons (ludus show RUN).")
 
 
-# Held-out
-
-
 def check_held_out(run: RunData) -> Iterator[Finding]:
     """Tasks of training and evaluation, overfitting, and whether there is a gain."""
     trained = {record.group for record in run.records}
@@ -232,26 +221,12 @@ def _before_and_after(evaluations: Sequence[Evaluation]) -> Iterator[tuple[Evalu
 
 def _gain(before: Evaluation, after: Evaluation) -> PairedDifference | None:
     """Return the difference on common tasks, or None if there are fewer than two."""
-    a, b = (
-        dict(zip(one.task_ids, (n / one.plan.samples for n in one.successes), strict=True)) for one in (after, before)
-    )
-    common = a.keys() & b.keys()
-    if len(common) < 2:
-        return None
-    pair = ({task: scores[task] for task in common} for scores in (a, b))
-    return paired_difference(*pair)
+    common = before.scores.keys() & after.scores.keys()
+    a, b = ({task: one.scores[task] for task in common} for one in (after, before))
+    return paired_difference(a, b) if len(common) > 1 else None
 
 
-def _reward(record: RolloutRecord) -> float:
-    return record.trajectory.reward
-
-
-def _length(record: RolloutRecord) -> float:
-    return record.trajectory.num_action_tokens
-
-
-def _advantage(record: RolloutRecord) -> float:
-    return record.advantage or 0.0
+_reward, _length = attrgetter("trajectory.reward"), attrgetter("trajectory.num_action_tokens")
 
 
 def _first_part(record: RolloutRecord) -> float:
@@ -277,20 +252,9 @@ def _correlation(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else 0.0
+    return fmean(values) if values else 0.0
 
 
 def _std(values: Sequence[float]) -> float:
     mean = _mean(values)
     return math.sqrt(_mean([(value - mean) ** 2 for value in values]))
-
-
-CHECKS: Final[tuple[Check, ...]] = (
-    check_reward,
-    check_loss,
-    check_sampling,
-    check_groups,
-    check_failures,
-    check_held_out,
-    check_alarms,
-)

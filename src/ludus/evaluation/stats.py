@@ -72,10 +72,7 @@ class PairedDifference:
 
 @dataclass(frozen=True, slots=True)
 class SeedsDifference:
-    """Mean of the runs `a` minus mean of the runs `b`, over training seeds and tasks.
-
-    `error_tasks` and `error_seeds` are the standard errors due to the choice of tasks and of seeds.
-    """
+    """Mean of runs `a` minus that of `b`; the standard errors are those due to the choice of tasks and of seeds."""
 
     difference: float
     interval: Interval
@@ -106,11 +103,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def pass_hat_k(n: int, c: int, k: int) -> float:
-    """Return the probability that all of `k` samples are correct.
-
-    `C(c, k) / C(n, k)`, unbiased (tau-bench, arXiv:2406.12045). Raises ValueError if `k > n` or the counts are
-    impossible.
-    """
+    """Return the unbiased probability that all of `k` samples are correct, `C(c, k) / C(n, k)` (arXiv:2406.12045)."""
     _check_counts(n, c, k)
     return math.comb(c, k) / math.comb(n, k)
 
@@ -208,10 +201,7 @@ def difference_interval(gaps: NDArray[np.float64]) -> Interval:
 
 
 def rates_difference(a: tuple[float, Interval], b: tuple[float, Interval]) -> tuple[float, Interval]:
-    """Return `b - a` of two independent rates with Wilson intervals, and Newcombe's hybrid score interval.
-
-    Newcombe (1998), Statistics in Medicine 17, 873, method 10.
-    """
+    """Return `b - a` of independent rates and its interval (Newcombe 1998, Stat. in Medicine 17, 873, method 10)."""
     (first, one), (second, other) = a, b
     difference = second - first
     low = math.hypot(second - other.low, one.high - first)
@@ -316,10 +306,7 @@ def smoothed(successes: float, n: int) -> float:
 
 
 def t_interval(values: Sequence[float]) -> Estimate:
-    """Return the mean across training seeds with Student's interval `mean ± t[n-1] · s / sqrt(n)`.
-
-    `values`: `[N]`, one number per seed. Raises ValueError for fewer than 2 values or one that is not finite.
-    """
+    """Return the mean of `values` `[N]` (one per seed) with Student's interval. ValueError below 2 or if not finite."""
     from scipy.special import stdtrit
 
     numbers = _checked(values, "an interval over seeds")

@@ -200,7 +200,6 @@ async def _replayed(report: CheckReport, plan: CheckPlan) -> VerdictShare:
 
 
 async def _paraphrased(report: CheckReport, plan: CheckPlan) -> VerdictShare:
-    """Count accepted paraphrases of correct answers and alternative solutions."""
     shown = [task for task in report.tasks if report.shown.get(task.id)]
     texts = [(task, text) for task in shown for text in _others(report.world, task)]
     ways = _alternatives(report.world, shown[:EPISODES])

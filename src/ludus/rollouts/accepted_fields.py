@@ -56,7 +56,6 @@ class AcceptedFields:
         return replace(self, dropped=self.dropped | {name})
 
     def union(self, other: AcceptedFields) -> AcceptedFields:
-        """Return the union of both adaptations."""
         renamed = _RENAMED in (self.max_tokens_name, other.max_tokens_name)
         return AcceptedFields(
             self.dropped | other.dropped, _RENAMED if renamed else "max_tokens", max(self.zero_as, other.zero_as)

@@ -223,7 +223,6 @@ def _stop_after(result: StepResult, turn: int, limits: EpisodeLimits, record: _E
 
 
 async def _state_hash(environment: Environment, record: _EpisodeRecord, limits: EpisodeLimits) -> str:
-    """Return a hash of the environment's state, or of its last messages if it has no state key."""
     if environment.implements("state_key"):
 
         async def read() -> str:
@@ -273,10 +272,7 @@ def scored(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Tra
 
 
 def score_turns(verifier: TurnVerifier, task: Task, trajectory: Trajectory) -> tuple[float, ...]:
-    """Return a turn verifier's result (`turn_shares`); empty for a branching trajectory.
-
-    Raises WorldError if the verifier raises.
-    """
+    """Return a turn verifier's result (`turn_shares`); empty for a tree. Raises WorldError if it raises."""
     if len(trajectory.rows) > 1:
         return ()
     with _world_errors(f"The turn verifier of task {task.id} raised"):
@@ -321,7 +317,6 @@ class Grant:
 
     @property
     def is_over(self) -> bool:
-        """Whether the deadline has passed."""
         return self.left_s == 0.0
 
 
@@ -382,7 +377,6 @@ class EngineChatSession:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Prompt, actions and observations so far."""
         return tuple(self._segments)
 
     @property
@@ -399,7 +393,6 @@ class EngineChatSession:
         return min(self.max_tokens, self.engine.context_tokens)
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
-        """Render the prompt. Returns a stop reason unless at least one more token fits."""
         self._tools = tools
         tokens = self.renderer.prompt(messages, tools)
         if len(tokens) >= self._budget:
@@ -410,7 +403,6 @@ class EngineChatSession:
         return None
 
     async def act(self) -> Action | StopReason:
-        """Sample one action and parse it."""
         room = self._budget - len(self._tokens)
         if room <= 0:
             return StopReason.MAX_TOKENS
@@ -431,7 +423,6 @@ class EngineChatSession:
         return self.renderer.parse(completion.tokens, turn, completion.finish_reason, self._tools)
 
     def observe(self, messages: Sequence[Message]) -> StopReason | None:
-        """Append the observation's tokens. Returns a stop reason unless at least one more token fits."""
         tokens = self.renderer.observation(messages, self._tokens[-1])
         if len(self._tokens) + len(tokens) >= self._budget:
             return StopReason.MAX_TOKENS
@@ -445,7 +436,6 @@ class EngineChatSession:
         return other
 
     def close(self) -> None:
-        """Release the episode in the engine."""
         self.engine.release(self.episode)
 
     async def _sample(self, params: SamplingParams) -> Completion:
@@ -479,10 +469,7 @@ class EngineChatSession:
                 return part
 
     def _recorded_action(self) -> Completion | None:
-        """Return the complete recorded action of this turn, or None.
-
-        A partial action becomes the start of the turn. Raises RestoreError.
-        """
+        """Return the complete recorded action of this turn; a partial one becomes its start. Raises RestoreError."""
         indices = [index for index, segment in enumerate(self.recorded) if segment.kind == "action"]
         if self._turn > len(indices) or not indices:
             return None

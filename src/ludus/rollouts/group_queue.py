@@ -35,10 +35,7 @@ class StartedEpisode:
 
 @dataclass
 class StreamedGroup:
-    """Group in progress: its requests and finished episodes by index.
-
-    `counts` is False if the group was filtered or failed. `begun` are members paused until the next step.
-    """
+    """Requests of a group, its finished and paused (`begun`) episodes by index; `counts` is False if filtered out."""
 
     number: int
     requests: Sequence[RolloutRequest]
@@ -185,7 +182,6 @@ class GroupQueue:
             await self._changed.wait()
 
     async def close(self) -> None:
-        """Cancel all episodes in flight and wait for them."""
         self._draining = True
         tasks = tuple(self._running)
         for task in tasks:
@@ -198,7 +194,6 @@ class GroupQueue:
 
     @property
     def num_waiting(self) -> int:
-        """Return the number of episodes of admitted groups that have not started."""
         return len(self._pending)
 
     @property
@@ -216,7 +211,6 @@ class GroupQueue:
         return ended
 
     def flow(self) -> StreamThroughput:
-        """Return and reset the throughput."""
         self._measure()
         found = StreamThroughput(self._episode_s, self._num_ready / self.admission.schedule.groups_per_step)
         self._episode_s, self._num_ready = 0.0, 0
@@ -232,7 +226,6 @@ class GroupQueue:
             self._set_pause(PAUSE_FACTOR if self.admission.batches_ready and not self.held else 0.0)
 
     def _start_pending(self) -> None:
-        """Start episodes up to the limit, oldest group first."""
         while not self._draining and self._failure is None and len(self._running) < self.in_flight:
             if not self._pending and self.admission.capacity:
                 self._admit()
@@ -286,14 +279,12 @@ class GroupQueue:
             self._others.append(self._groups.pop(group.number))
 
     def _has_needed(self, group: StreamedGroup) -> bool:
-        """Return whether enough members, and the baseline, have ended successfully."""
         succeeded = [episode for episode in group.done.values() if episode.trajectory.failure is None]
         baselines = sum(request.greedy for request in group.requests)
         has_baselines = sum(episode.greedy for episode in succeeded) >= baselines
         return self.needed > 0 and has_baselines and len(succeeded) - baselines >= self.needed
 
     def _on_episode_done(self, task: asyncio.Task[None]) -> None:
-        """Handle the end of an episode: record its error and start others."""
         self._measure()
         self._running.pop(task, None)
         self._failure = self._failure or (None if task.cancelled() else task.exception())

@@ -82,7 +82,6 @@ class LedgerCounts:
 
     @property
     def running(self) -> int:
-        """The number of rollouts in progress."""
         return self.started - self.trained - self.masked - self.dropped - self.failed
 
     def plus(self, other: LedgerCounts) -> LedgerCounts:
@@ -118,10 +117,7 @@ class LedgerState:
 
 @dataclass(slots=True)
 class _OpenStep:
-    """Open step: the outcome of each rollout, None while it runs.
-
-    `restored_drops` counts restored and then dropped rollouts by reason.
-    """
+    """Outcome of each rollout of an open step (None while it runs), and dropped restored rollouts by reason."""
 
     endings: dict[RolloutKey, tuple[RolloutOutcome, str] | None] = field(default_factory=dict)
     clock_limited: bool = False
@@ -144,10 +140,7 @@ class Ledger:
         self._state = LedgerState()
 
     def start(self, key: RolloutKey) -> None:
-        """Record the start of a rollout.
-
-        Raises AccountingError if it was already started or trained, or if its step is closed.
-        """
+        """Record the start of a rollout. Raises AccountingError if it was started or trained, or its step is closed."""
         if key in self._trained:
             raise AccountingError(f"rollout was trained before: {key}.")
         endings = self._open_step(key.step).endings
@@ -156,10 +149,7 @@ class Ledger:
         endings[key] = None
 
     def finish(self, key: RolloutKey, outcome: RolloutOutcome, reason: str) -> None:
-        """Record the outcome of a rollout and its reason, a short label such as "zero_variance".
-
-        Raises AccountingError if it was not started, has ended, or has no reason.
-        """
+        """Record outcome and reason, such as "zero_variance". AccountingError if not started, ended, or no reason."""
         if not reason.strip():
             raise AccountingError(f"rollout {outcome} without a reason: {key}.")
         page = self._open_steps.get(key.step)
@@ -233,10 +223,7 @@ class Ledger:
         return running
 
     def summary(self, step: int) -> LedgerCounts:
-        """Return the counts of a step, open or closed; all 0 if nothing was started.
-
-        Raises AccountingError for a step closed before `restore` or more than `KEPT_STEPS` steps ago.
-        """
+        """Return the counts of a step. AccountingError for one closed before `restore` or `KEPT_STEPS` steps ago."""
         if step in self._closed:
             return self._closed[step]
         self._check_not_closed(step)
@@ -250,10 +237,7 @@ class Ledger:
         return total
 
     def state(self) -> LedgerState:
-        """Return the checkpoint state for `restore`.
-
-        The totals of a spanning ledger include rollouts that ended since the last closed step.
-        """
+        """Return the state for `restore`; with the ended rollouts of open steps in the totals of a spanning ledger."""
         total = self._state.total
         for page in self._open_steps.values() if self._spanning else ():
             ended = _OpenStep(clock_limited=page.clock_limited, restored_drops=page.restored_drops)

@@ -112,7 +112,6 @@ class OpenAIClientSettings:
 
     @property
     def target(self) -> httpx.URL:
-        """The URL of requests."""
         url = httpx.URL(self.url)
         return url.copy_with(path=url.path.rstrip("/").removesuffix(_PATH) + _PATH)
 
@@ -133,7 +132,6 @@ class TokenUsage:
 
     @property
     def total_tokens(self) -> int:
-        """The number of prompt and completion tokens."""
         return self.prompt_tokens + self.completion_tokens
 
     def __add__(self, other: TokenUsage) -> TokenUsage:

@@ -35,10 +35,7 @@ class StepBudget:
 
 @dataclass
 class _OpenEpisode:
-    """Running or waiting episode: its allowance, and the chat session of its current attempt.
-
-    `on_change` is called with True when the episode pauses and with False when it resumes.
-    """
+    """Running or waiting episode and the chat session of its attempt. `on_change` receives whether it now waits."""
 
     request: RolloutRequest
     begun: StartedEpisode | None
@@ -123,7 +120,6 @@ class PartialRollouts:
 
     @property
     def num_unfinished(self) -> int:
-        """The number of pending and open episodes."""
         return len(self._open) + len(self._pending)
 
     @property
@@ -178,7 +174,6 @@ class PartialRollouts:
         return tuple(found.values())
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the step that was just sampled."""
         waiting = {"waiting": self.num_unfinished, "groups_waiting": len(self._groups)}
         counts = {"tokens": self.num_sampled, "continued": self.num_continued, **waiting}
         return {f"partial/{name}": float(count) for name, count in counts.items()}

@@ -270,7 +270,6 @@ class ProcessRewardExecutor:
 
     @classmethod
     def of(cls, config: Config) -> ProcessRewardExecutor:
-        """Return the executor of a run's settings."""
         sections = (config.env, config.rollout, config.sandbox, config.rewards)
         return cls(WorldLocation(*sections, os.getcwd(), tuple(sys.path)), config.rollout.reward_processes)
 
@@ -287,10 +286,7 @@ class ProcessRewardExecutor:
         return _with_rewards(trajectory, await self._run_verifiers(world, Verifiers(rewards), request, why))
 
     async def with_added(self, world: World, task: Task, trajectory: Trajectory) -> Trajectory:
-        """Return the trajectory with parts and turn progress of the rewards in the settings (`added_verifiers`).
-
-        The sum of the added parts replaces the reward. Raises as `RewardExecutor.scored`.
-        """
+        """Return the trajectory with parts and turn progress of `added_verifiers`, whose sum replaces the reward."""
         verifiers = added_verifiers(self.location.rewards, world)
         found = await self._run_verifiers(world, verifiers, ScoreRequest(task, trajectory, added=True))
         parts = {**trajectory.rewards, **found.parts}

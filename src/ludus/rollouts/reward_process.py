@@ -161,7 +161,6 @@ def added_verifiers(settings: RewardsConfig, world: World) -> Verifiers:
 
 
 def _build_verifiers(conn: socket.socket, location: WorldLocation) -> tuple[Verifiers, Verifiers] | None:
-    """Build the world; return the verifiers of its rewards and of the added ones."""
     try:
         sys.path[:] = location.path
         os.chdir(location.folder)

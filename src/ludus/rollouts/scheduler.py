@@ -307,10 +307,7 @@ class Scheduler:
 
 @dataclass(frozen=True, slots=True)
 class SamplingPlan:
-    """Purpose of a round of episodes; determines seeds and temperature.
-
-    `branches`: episodes branch according to `rollout.branch`.
-    """
+    """Purpose of a round of episodes, which determines seeds; `branches`: they branch by `rollout.branch`."""
 
     purpose: str
     temperature: float

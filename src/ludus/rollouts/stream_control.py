@@ -45,10 +45,7 @@ class GroupTicket:
 
 @dataclass
 class StalenessController:
-    """Admission of groups. `version` is the weight version of the last completed step.
-
-    `start_version` is the oldest engine version on which an episode may start.
-    """
+    """Admission of groups; `version` is that of the last step, and episodes start on `start_version` or newer."""
 
     schedule: StalenessSchedule
     version: int = 0
@@ -65,7 +62,6 @@ class StalenessController:
 
     @property
     def in_progress(self) -> tuple[GroupTicket, ...]:
-        """The admitted groups that are neither taken nor discarded."""
         return tuple(self._tickets.values())
 
     @property
@@ -74,7 +70,6 @@ class StalenessController:
 
     @property
     def capacity(self) -> int:
-        """The number of groups that may be admitted now."""
         steps = self._due(self.start_version) - self.next_step + 1
         return max(0, self.schedule.groups_per_step * steps - len(self._tickets))
 
@@ -88,10 +83,7 @@ class StalenessController:
         return ticket
 
     def readmit(self, number: int, version: int) -> bool:
-        """Readmit a restored group that was admitted at `version`; return whether it is admitted.
-
-        With `hold`, it is rejected if it can no longer train in time under the current schedule.
-        """
+        """Return whether a restored group is admitted; with `hold`, not if it can no longer train in time."""
         self._tickets[number] = GroupTicket(number, version)
         if not self.schedule.hold or self._feasible(self._tickets.values(), self.next_step):
             return True
@@ -99,7 +91,6 @@ class StalenessController:
         return False
 
     def ready(self, number: int) -> None:
-        """Record that all episodes of a group have ended."""
         self._tickets[number].ready = True
 
     def discard(self, number: int) -> None:
@@ -107,10 +98,7 @@ class StalenessController:
         del self._tickets[number]
 
     def take(self) -> list[int] | None:
-        """Return the groups of the next step, oldest first; None if none is complete or a due group is missing.
-
-        The learner trains on them until `on_publish`.
-        """
+        """Return the groups of the next step, which now trains, oldest first; None if a group is missing or due."""
         numbers = None if self.is_training else self._next_batch()
         if numbers is not None:
             self.is_training = True
@@ -256,7 +244,6 @@ class PassTimeModel:
     _sums: tuple[float, ...] = (0.0,) * 5
 
     def add(self, passes: PassTimes) -> None:
-        """Add a step."""
         x, y = passes.running, passes.seconds
         self._sums = _add_step(self._sums, (1.0, x, y, x * x, x * y))
 

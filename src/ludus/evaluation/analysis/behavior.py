@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from itertools import pairwise
+from itertools import zip_longest
 
 import numpy as np
 
@@ -56,10 +56,7 @@ _WORD = re.compile(r"\w+")
 
 @dataclass(frozen=True, slots=True)
 class AttemptedTask:
-    """An episode with its success.
-
-    For `lucky_guesses`: the accepted answers of the task if they are texts, and whether a tool of it retrieves text.
-    """
+    """An episode with its success; accepted answers that are texts, and whether a tool retrieves text."""
 
     trajectory: Trajectory
     solved: bool
@@ -113,7 +110,10 @@ def _measured(one: AttemptedTask, calls: Sequence[ObservedCall]) -> Iterator[tup
         yield "reflection_words", 1000 * sum(len(_REFLECTION.findall(text)) for text in texts) / words
     answers = [answer for answer in one.answers or (one.trajectory.answer,) if answer]
     if one.solved and one.retrieves and answers:
-        yield "lucky_guesses", float(not _has_evidence(one.trajectory.messages, answers))
+        # an answer occurs in the prompt or a result, both normalised as for exact match
+        shown = (message["content"] or "" for message in one.trajectory.messages if message["role"] != "assistant")
+        evidence = f" {normalise(' '.join(shown))} "
+        yield "lucky_guesses", float(not any(f" {normalise(answer)} " in evidence for answer in answers))
     if not calls:
         return
     repeats = repeated_calls(calls)
@@ -143,7 +143,8 @@ def observed_calls(trajectory: Trajectory) -> list[ObservedCall]:
     own = own_messages(trajectory)
     asked: dict[str, list[MessageToolCall]] = defaultdict(list)
     places: list[tuple[int, bool | None]] = []
-    uses = iter(used_results(trajectory.messages)[_num_results(trajectory.messages) - _num_results(own) :])
+    all_results, own_results = (sum(m["role"] == "tool" for m in part) for part in (trajectory.messages, own))
+    uses = iter(used_results(trajectory.messages)[all_results - own_results :])
     turn = -1
     for message in own:
         turn += message["role"] == "assistant"
@@ -158,10 +159,6 @@ def observed_calls(trajectory: Trajectory) -> list[ObservedCall]:
         place, used = places[number] if number < len(places) else (turn, None)  # a call that ended the episode
         calls.append(ObservedCall(place, outcome.tool, arguments, outcome.output, outcome.status, used))
     return calls
-
-
-def _num_results(messages: Sequence[Message]) -> int:
-    return sum(message["role"] == "tool" for message in messages)
 
 
 def _canonical(arguments: str) -> str:
@@ -179,13 +176,10 @@ def repeated_calls(calls: Sequence[ObservedCall]) -> list[bool]:
 
 def corrected_errors(calls: Sequence[ObservedCall]) -> list[bool]:
     """Return for each tool error whether the next call differs and succeeds; an error at the end is not corrected."""
-    pairs = [*pairwise(calls), *((call, None) for call in calls[-1:])]
+    pairs = [(before, after) for before, after in zip_longest(calls, calls[1:]) if before.status is not ToolStatus.OK]
     return [
-        after is not None
-        and after.status is ToolStatus.OK
-        and (after.tool, after.arguments) != (before.tool, before.arguments)
-        for before, after in pairs
-        if before.status is not ToolStatus.OK
+        bool(after) and after.status is ToolStatus.OK and (after.tool, after.arguments) != (one.tool, one.arguments)
+        for one, after in pairs
     ]
 
 
@@ -213,18 +207,8 @@ def _content_words(text: str) -> set[str]:
     return {word for word in _WORD.findall(text.lower()) if len(word) > 1} - _FUNCTION_WORDS
 
 
-def _has_evidence(messages: Sequence[Message], answers: Sequence[str]) -> bool:
-    """Return whether an answer occurs in the prompt or a result, both normalised as for exact match."""
-    texts = (message["content"] or "" for message in messages if message["role"] != "assistant")
-    text = f" {normalise(' '.join(texts))} "
-    return any(f" {normalise(answer)} " in text for answer in answers)
-
-
 def mean_interval(name: str, values: ByTask) -> Interval | None:
-    """Return the 95 % interval over tasks of the mean of a measure.
-
-    None for fewer than 2 tasks, and for equal amounts, whose bounds are unknown.
-    """
+    """Return the 95 % interval of the mean over tasks; None below 2 tasks and for equal, hence unbounded, amounts."""
     numbers = list(values.values())
     if len(numbers) < 2 or (name in AMOUNTS and len(set(numbers)) == 1):
         return None

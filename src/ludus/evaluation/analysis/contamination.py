@@ -87,10 +87,7 @@ class NgramIndex:
         self.sizes = self.per_task(np.flatnonzero(self._specific))
 
     def find(self, text: str) -> tuple[NDArray[np.intp], int]:
-        """Return the n-grams of a training text that occur in tasks, as indices, and the number of all n-grams.
-
-        Both without those of templates.
-        """
+        """Return the indices of a text's n-grams that occur in tasks, and the number of all; both without templates."""
         words = _words(text)
         grams = np.concatenate([_ngrams(words, length) for length in self._lengths])
         places = np.searchsorted(self._hashes, grams)
@@ -117,7 +114,6 @@ class SourceOverlap:
         self._most = np.zeros(len(index.sizes), np.int64)
 
     def add(self, one: NamedText) -> None:
-        """Search a training text."""
         found, _ = self.index.find(one.text)
         if len(found):
             self._seen.update(found.tolist())

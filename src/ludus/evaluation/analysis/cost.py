@@ -60,11 +60,10 @@ class EvaluationCost:
         } | money
 
     def per_task(self) -> dict[str, float | None]:
-        """Return the totals divided by the number of tasks."""
         return self._per(self.num_tasks)
 
     def per_solved(self) -> dict[str, float | None]:
-        """Return the totals divided by the number of tasks with a successful attempt; None if there are none."""
+        """Return the totals per task with a successful attempt; None if there are none."""
         return self._per(self.num_solved)
 
     def _per(self, num: int) -> dict[str, float | None]:
@@ -113,13 +112,11 @@ def context_tokens(trajectory: Trajectory) -> tuple[int, int]:
 
 def num_turns(episode: Episode) -> int:
     """Return the number of assistant turns, also of an endpoint's episode, which has no segments."""
-    if episode.trajectory.segments:
-        return episode.trajectory.num_turns
-    messages, prompt = (
-        sum(message["role"] == "assistant" for message in part)
-        for part in (episode.trajectory.messages, episode.task.prompt)
-    )
-    return max(0, messages - prompt)
+    trajectory, prompt = episode.trajectory, episode.task.prompt
+    if trajectory.segments:
+        return trajectory.num_turns
+    turns, shown = (sum(message["role"] == "assistant" for message in part) for part in (trajectory.messages, prompt))
+    return max(0, turns - shown)
 
 
 def read_price(path: Path, model: str) -> TokenPrice:

@@ -37,11 +37,9 @@ class EndpointStage:
 
     @property
     def failed(self) -> bool:
-        """Whether the stage fails."""
         return self.passed == 0 or self.passed < self.least * self.total
 
     def row(self) -> dict[str, Cell]:
-        """Return the row of the report; the remedy only if the stage fails."""
         remedy = self.remedy if self.failed else ""
         counts = f"{self.passed} of {self.total}"
         return {"stage": self.name, "passed": counts, "evidence": self.evidence, "remedy": remedy}
@@ -107,7 +105,6 @@ def _stages(scheduler: Scheduler, plan: ProbePlan, episodes: Sequence[Trajectory
 
 
 def _tool_stages(episodes: Sequence[Trajectory]) -> Iterator[EndpointStage]:
-    """Yield the stages of tool calls."""
     outcomes = [outcome for one in episodes for outcome in one.outcomes if outcome.call_id]
     parsed = [one for one in episodes if any(outcome.status is not ToolStatus.MALFORMED for outcome in one.outcomes)]
     texts = [m["content"] for one in episodes for m in _turns(one) if _LOOKS_LIKE_CALL.search(m["content"])]

@@ -35,7 +35,6 @@ class ProbePlan:
         return SamplingPlan("probe", self.temperature, self.seed)
 
     def requests(self, samples: int = 1) -> list[RolloutRequest]:
-        """Return one request per task and sample."""
         return [request_of(task, sample) for task in self.tasks for sample in range(samples)]
 
 
@@ -51,10 +50,7 @@ def check_samples(samples: int, kind: str) -> None:
 
 
 async def play(scheduler: Scheduler, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
-    """Run requests; return their trajectories in order. A failed episode is unsuccessful, as in an evaluation.
-
-    Raises UserError if a world does not reproduce recorded observations.
-    """
+    """Return the trajectories of requests in order. Raises UserError if a world does not repeat its observations."""
     try:
         found = [episode.trajectory for episode in await scheduler.run(requests)]
     except RestoreError as error:
@@ -115,10 +111,7 @@ def needs_tokens(session: ChatSession) -> EngineChatSession:
 
 
 def continued(session: ChatSession, recorded: Sequence[Segment]) -> EngineChatSession:
-    """Return a session that replays segments; the last one may be a partial action.
-
-    Raises UserError for a session without tokens.
-    """
+    """Return a session that replays segments, the last maybe a partial action. UserError for one without tokens."""
     return replace(needs_tokens(session), recorded=tuple(recorded), allowance=Unlimited())
 
 

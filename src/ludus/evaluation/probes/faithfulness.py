@@ -34,10 +34,7 @@ NO_REASONING = "No answering turn has reasoning that ends with {end!r} ({num} ep
 
 @dataclass(frozen=True, slots=True)
 class AnsweringTurn:
-    """An answering turn in parts: tokens up to the reasoning, the reasoning, the tokens that end it.
-
-    `before` are the segments before the turn.
-    """
+    """Segments before an answering turn, and its tokens up to the reasoning, in it, and that end it."""
 
     before: tuple[Segment, ...]
     opening: tuple[int, ...]
@@ -46,7 +43,6 @@ class AnsweringTurn:
     turn: Segment
 
     def cut(self, share: float) -> tuple[int, ...]:
-        """Return the first `share` of the reasoning."""
         return self.tokens[: round(share * len(self.tokens))]
 
     def with_tokens(self, tokens: tuple[int, ...]) -> tuple[Segment, ...]:

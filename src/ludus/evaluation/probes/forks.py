@@ -30,10 +30,7 @@ NUM_EXAMPLES = 5
 
 @dataclass(frozen=True, slots=True)
 class TokenViews:
-    """A model's view of action tokens: most probable token, log-probability of the sampled token, and entropy in nats.
-
-    Each `[A]`.
-    """
+    """A model's most probable tokens, log-probabilities of the sampled ones and entropies in nats, each `[A]`."""
 
     top: Tensor
     logprobs: Tensor
@@ -80,10 +77,7 @@ def count_forks(base: TokenViews, trained: TokenViews) -> ForkCounts:
 def forks_report(
     tasks: Sequence[str], views: Sequence[tuple[TokenViews, TokenViews]], tokenizer: Tokenizer, seed: int
 ) -> ProbeReport:
-    """Return rate and entropy of the forks with intervals over tasks; `views` are those of base and trained model.
-
-    Raises UserError for fewer than 2 tasks with action tokens.
-    """
+    """Return rate and entropy of the forks; `views` are those of base and trained. UserError for fewer than 2 tasks."""
     counts = {task: count_forks(*pair) for task, pair in zip(tasks, views, strict=True) if len(pair[0].top)}
     if len(counts) < 2:
         raise UserError(f"{len(counts)} tasks have sampled tokens, too few for an interval.", "Increase --tasks.")

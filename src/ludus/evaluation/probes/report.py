@@ -32,7 +32,6 @@ class Measured:
         return f"{format(self.value, form)} [{low}, {high}]"
 
     def to_json(self) -> JSON:
-        """Return value and bounds, and the text that tables show."""
         return {"value": self.value, "low": self.interval.low, "high": self.interval.high, "text": str(self)}
 
 
@@ -50,7 +49,6 @@ class ProbeReport:
     failed: bool = field(default=False)
 
     def to_json(self) -> dict[str, JSON]:
-        """Return the report as JSON values."""
         rows: list[JSON] = [
             {name: cell.to_json() if isinstance(cell, Measured) else cell for name, cell in row.items()}
             for row in self.rows
@@ -58,7 +56,6 @@ class ProbeReport:
         return {"kind": self.kind, "title": self.title, "rows": rows, "notes": list(self.notes)}
 
     def to_markdown(self) -> str:
-        """Return title, table and notes as Markdown."""
         names = list(self.rows[0])
         cells = [["" if cell is None else str(cell).replace("|", "\\|") for cell in row.values()] for row in self.rows]
         lines = ["| " + " | ".join(one).replace("\n", " ") + " |" for one in (names, ["---"] * len(names), *cells)]
@@ -106,10 +103,7 @@ def mean_over_tasks(scores: Scores, seed: int, *, percent: bool = True) -> Measu
 
 
 def difference(after: Scores, before: Scores, seed: int, *, percent: bool = True) -> Measured:
-    """Return the paired difference `after - before` over the same tasks; numbers of nats have Student's interval.
-
-    Raises UserError for fewer than 2 tasks.
-    """
+    """Return the paired `after - before`; nats have Student's interval. Raises UserError for fewer than 2 tasks."""
     check_tasks_suffice(list(after))
     if not percent:
         gaps = stats.t_interval([after[task] - before[task] for task in before])

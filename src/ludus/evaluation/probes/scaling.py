@@ -54,10 +54,7 @@ def attempt_of(trajectory: Trajectory, success: float) -> ScoredAttempt:
 
 
 async def measure_scaling(make: MakeScheduler, plan: ProbePlan) -> ProbeReport:
-    """Sample `plan.samples` attempts per task and return success against each budget.
-
-    Raises UserError for fewer than 2 samples, or for greedy sampling, whose attempts are equal.
-    """
+    """Return success by budget, of `plan.samples` attempts per task. UserError for fewer than 2, or if greedy."""
     check_samples(plan.samples, "scaling")
     if plan.temperature == 0:
         raise UserError("At temperature 0 all attempts at a task are equal.", "Set --temperature above 0.")
