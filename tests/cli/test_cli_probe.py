@@ -10,7 +10,7 @@ from rich.console import Console
 
 from chat_server import Reply, say, serving
 from ludus.cli.evaluate.probe import report_table
-from ludus.evaluation.probes.transfer import transfer_report
+from ludus.evaluation.probes.two_models import transfer_report
 from ludus.training.run.run_dir import RunFolder
 from ludus.viewer.pages import RunPages
 from tiny_run import copy_run, ludus, make_recipe, refused

@@ -379,11 +379,12 @@ def load_evaluation(path: Path) -> Evaluation:
         plan = data["plan"]
         conditions = plan.pop("conditions", None)
         plan = EvaluationPlan(**plan, conditions=Conditions(**conditions) if conditions else None)
-        tasks = (tuple(task[name] for task in data["tasks"]) for name in ("id", "successes", "family"))
+        names = ("id", "successes", "family")
+        ids, successes, families = (tuple(task[name] for task in data["tasks"]) for name in names)
         worlds, notices = (tuple(data.get(name, ())) for name in ("worlds", "notices"))
         tags = tuple(task.get("tags", {}) for task in data["tasks"])
         also = (worlds, notices, tags, data.get("stop_reasons", {}))
-        return Evaluation(plan, *tasks, data["parts"], data["failed"], *also)
+        return Evaluation(plan, ids, successes, families, data["parts"], data["failed"], *also)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not an evaluation: {error}.", "Name a file that `ludus eval` wrote.") from error
 

@@ -104,7 +104,8 @@ def _mean(values: Sequence[float]) -> float:
 def _sum_timings(timings: Iterable[Timings]) -> Timings:
     all_timings = list(timings)
     seconds = ((one.total_s, one.model_s, one.tools_s, one.scoring_s, one.grading_s) for one in all_timings)
-    return Timings(*map(sum, zip(*seconds, strict=True)), begin=min(one.begin for one in all_timings))
+    total_s, model_s, tools_s, scoring_s, grading_s = (sum(parts) for parts in zip(*seconds, strict=True))
+    return Timings(total_s, model_s, tools_s, scoring_s, grading_s, min(one.begin for one in all_timings))
 
 
 RunPath = Callable[[tuple[Segment, ...], int], Awaitable[Trajectory]]

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from ludus.errors import UserError
-from ludus.evaluation.probes.forks import count_forks, forks_report, token_views
-from ludus.evaluation.probes.swap import measure_swap
-from ludus.evaluation.probes.transfer import transfer_report
+from ludus.evaluation.probes.two_models import count_forks, forks_report, measure_swap, token_views, transfer_report
 from small_worlds import RecordingWorld, call, make_scheduler, renderer, scripted
 from tests.evaluation.probes.scripted_policies import PLAN, number_in, text_of
 

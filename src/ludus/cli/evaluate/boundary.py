@@ -12,8 +12,7 @@ from ludus.cli.ui.tables import format_sampling
 from ludus.cli.ui.terminal import make_console, print_line, print_text
 from ludus.diagnostics.trackers import MetricsRow, read_metrics
 from ludus.errors import UserError
-from ludus.evaluation.boundary import BoundaryPoint, boundary, curve_shape, time_to_target
-from ludus.evaluation.comparison import Pair
+from ludus.evaluation.comparison import BoundaryPoint, Pair, boundary, curve_shape, time_to_target
 from ludus.evaluation.stats import Interval
 from ludus.training.run.run_dir import RunFolder
 

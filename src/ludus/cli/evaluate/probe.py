@@ -97,7 +97,7 @@ async def _endpoint(call: ProbeCall) -> ProbeReport:
 
 async def _forks(call: ProbeCall) -> ProbeReport:
     from ludus.evaluation.probes.episodes import play
-    from ludus.evaluation.probes.forks import forks_report, teacher_forced, usable
+    from ludus.evaluation.probes.two_models import forks_report, teacher_forced, usable
 
     episodes = usable(await play(call.backend.scheduler(call.plan.sampling), call.plan.requests()))
     async with base_backend(call) as base:
@@ -109,7 +109,7 @@ async def _forks(call: ProbeCall) -> ProbeReport:
 
 
 async def _swap(call: ProbeCall) -> ProbeReport:
-    from ludus.evaluation.probes.swap import measure_swap
+    from ludus.evaluation.probes.two_models import measure_swap
 
     async with base_backend(call) as base:
         models = {"A": base, "B": call.backend}

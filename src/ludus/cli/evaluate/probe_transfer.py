@@ -17,9 +17,8 @@ from ludus.envs.registry import build_world, check_sandbox, closing
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import check_split
 from ludus.evaluation.probes.episodes import ProbePlan, play, success_rates
-from ludus.evaluation.probes.forks import teacher_forced
 from ludus.evaluation.probes.report import ProbeReport, Scores
-from ludus.evaluation.probes.transfer import BeforeAfter, transfer_report
+from ludus.evaluation.probes.two_models import BeforeAfter, teacher_forced, transfer_report
 from ludus.training.datasets.files import read_dialogues
 from ludus.training.datasets.sources import dialogue_segments
 from ludus.training.run.session import make_renderer

@@ -1,0 +1,230 @@
+"""Comparisons of two models.
+
+- Swap: one model writes the tool calls, the other the answer after reading their results. The caller plays an episode
+  until it answers; its answering turn is discarded, and the reader writes that turn instead. If the reader calls a
+  tool there, the episode ends without an answer. With equal models the episode is unchanged.
+- Transfer: success in several worlds and the loss on general dialogues, before and after training.
+- Forks: both models are teacher-forced over the same rollouts. A fork is an action token at which their most probable
+  tokens differ. Models before and after RL agree on most tokens, and disagree where the entropy is high (Wang et al.
+  2025, arXiv:2506.01939).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import torch
+
+from ludus.chat.render import Tokenizer, decode_exactly
+from ludus.engines.base import Engine
+from ludus.errors import UserError
+from ludus.evaluation.probes.episodes import MakeScheduler, ProbePlan, needs_tokens, play, success_rates, with_sessions
+from ludus.evaluation.probes.report import Cell, ProbeReport, Scores, difference, mean_over_tasks
+from ludus.rollouts.episode import ChatSession, EngineChatSession
+from ludus.rollouts.scheduler import RolloutRequest
+from ludus.types import Action, Segment, StopReason, Trajectory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+BeforeAfter = tuple[Scores, Scores]
+NUM_EXAMPLES = 5
+"""Number of the most frequent pairs of tokens in the notes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenViews:
+    """A model's most probable tokens, log-probabilities of the sampled ones and entropies in nats, each `[A]`."""
+
+    top: Tensor
+    logprobs: Tensor
+    entropy: Tensor
+
+
+def token_views(logits: Tensor, sampled: Tensor) -> TokenViews:
+    """Return the view with `logits` `[A, V]` of the tokens `sampled` `[A]`."""
+    table = torch.log_softmax(logits.float(), -1)
+    entropy = -(table.exp() * table.masked_fill(table == -torch.inf, 0.0)).sum(-1)
+    return TokenViews(table.argmax(-1), table.gather(1, sampled[:, None])[:, 0], entropy)
+
+
+@torch.no_grad()
+def teacher_forced(model: PreTrainedModel, segments: Sequence[Segment]) -> TokenViews:
+    """Return a model's view of the action tokens of a chain, at temperature 1, from one forward pass."""
+    acts = [segment.kind == "action" for segment in segments for _ in segment.tokens]
+    tokens = torch.tensor([[t for segment in segments for t in segment.tokens]], device=model.device)
+    at = torch.tensor([place for place, is_action in enumerate(acts) if is_action and place], device=model.device)
+    was_training = model.training
+    model.eval()
+    found = token_views(model(input_ids=tokens).logits[0, at - 1], tokens[0, at])
+    model.train(was_training)
+    return TokenViews(found.top.cpu(), found.logprobs.cpu(), found.entropy.cpu())
+
+
+@dataclass(frozen=True, slots=True)
+class ForkCounts:
+    """Numbers of action tokens and forks of an episode, and its sums of entropy at forks and elsewhere, in nats."""
+
+    tokens: int
+    forks: int
+    entropy_at_forks: float
+    entropy_elsewhere: float
+
+
+def count_forks(base: TokenViews, trained: TokenViews) -> ForkCounts:
+    """Return the forks of an episode; entropies are those of the base model."""
+    differs = base.top != trained.top
+    at, elsewhere = (float(base.entropy[mask].sum()) for mask in (differs, ~differs))
+    return ForkCounts(len(differs), int(differs.sum()), at, elsewhere)
+
+
+def forks_report(
+    tasks: Sequence[str], views: Sequence[tuple[TokenViews, TokenViews]], tokenizer: Tokenizer, seed: int
+) -> ProbeReport:
+    """Return rate and entropy of the forks; `views` are those of base and trained. UserError for fewer than 2 tasks."""
+    counts = {task: count_forks(*pair) for task, pair in zip(tasks, views, strict=True) if len(pair[0].top)}
+    if len(counts) < 2:
+        raise UserError(f"{len(counts)} tasks have sampled tokens, too few for an interval.", "Increase --tasks.")
+    rate = mean_over_tasks({task: one.forks / one.tokens for task, one in counts.items()}, seed)
+    forked = {task: one for task, one in counts.items() if 0 < one.forks < one.tokens}
+    at = {task: one.entropy_at_forks / one.forks for task, one in forked.items()}
+    elsewhere = {task: one.entropy_elsewhere / (one.tokens - one.forks) for task, one in forked.items()}
+    rows: list[dict[str, Cell]] = [{"measure": "tokens that are forks", "mean over tasks": rate}]
+    if len(forked) > 1:
+        rows += [
+            _entropy_row("entropy at forks, nats", at, seed),
+            _entropy_row("entropy elsewhere, nats", elsewhere, seed),
+            {"measure": "difference, nats", "mean over tasks": difference(at, elsewhere, seed, percent=False)},
+        ]
+    tokens, forks = sum(one.tokens for one in counts.values()), sum(one.forks for one in counts.values())
+    notes = [f"{forks:,} of {tokens:,} sampled tokens are forks, in {len(forked)} of {len(counts)} episodes."]
+    total = math.fsum(elsewhere.values())
+    if forked and total:
+        notes.append(f"The entropy of the base model at forks is {math.fsum(at.values()) / total:.1f} times higher.")
+    return ProbeReport("forks", "Tokens at which the two models differ", rows, (*notes, *_examples(views, tokenizer)))
+
+
+def _entropy_row(name: str, values: Scores, seed: int) -> dict[str, Cell]:
+    return {"measure": name, "mean over tasks": mean_over_tasks(values, seed, percent=False)}
+
+
+def _examples(views: Sequence[tuple[TokenViews, TokenViews]], tokenizer: Tokenizer) -> list[str]:
+    """Return a sentence with the most frequent pairs of differing tokens; empty without forks."""
+    pairs = Counter(
+        (first, second)
+        for base, trained in views
+        for first, second in zip(base.top.tolist(), trained.top.tolist(), strict=True)
+        if first != second
+    )
+    words = [
+        f"{decode_exactly(tokenizer, [a])!r} to {decode_exactly(tokenizer, [b])!r} ({num})"
+        for (a, b), num in pairs.most_common(NUM_EXAMPLES)
+    ]
+    return [f"Most frequent: {', '.join(words)}."] if words else []
+
+
+def usable(episodes: Sequence[Trajectory]) -> list[Trajectory]:
+    """Return the episodes with sampled tokens."""
+    return [one for one in episodes if one.failure is None and any(part.kind == "action" for part in one.segments)]
+
+
+@dataclass
+class ReaderSession(EngineChatSession):
+    """Session whose answering turn is written by `reader`, from the same history with the same seed."""
+
+    reader: Engine | None = None
+
+    async def act(self) -> Action | StopReason:
+        """Return the caller's action if it calls tools, else the reader's answer."""
+        caller, reader = self.engine, self.reader
+        action = await super().act()
+        if reader is None or isinstance(action, StopReason) or action.calls or action.errors:
+            return action
+        discarded = self._segments.pop()
+        del self._tokens[-len(discarded.tokens) :]
+        self._turn -= 1
+        self.engine = reader
+        try:
+            answer = await super().act()
+        finally:
+            reader.release(self.episode)
+            self.engine = caller
+        calls = not isinstance(answer, StopReason) and (answer.calls or answer.errors)
+        return StopReason.MAX_TURNS if calls else answer
+
+
+def read_by(session: ChatSession, reader: Engine) -> ReaderSession:
+    """Return the session with another reader. Raises UserError for a session without tokens."""
+    own = needs_tokens(session)
+    return ReaderSession(own.engine, own.renderer, own.params, own.max_tokens, own.episode, own.seed, reader=reader)
+
+
+async def measure_swap(
+    makers: Mapping[str, MakeScheduler], engines: Mapping[str, Engine], plan: ProbePlan
+) -> ProbeReport:
+    """Return success in the four cells of the models "A" and "B", and the effects of each role, paired by task.
+
+    The effect of a role is the mean over the other role's models. Raises UserError for fewer than 2 tasks.
+    """
+    rates: dict[str, Scores] = {}
+    without_calls = 0
+    for caller, reader in product("AB", "AB"):
+        scheduler = makers[caller](plan.sampling)
+
+        def swapped(_: RolloutRequest, session: ChatSession, reader: str = reader) -> ChatSession:
+            return read_by(session, engines[reader])
+
+        episodes = await play(with_sessions(scheduler, swapped), plan.requests(plan.samples))
+        rates[caller + reader] = success_rates(scheduler, episodes)
+        without_calls += sum(not one.outcomes for one in episodes)
+    rows: list[dict[str, Cell]] = []
+    for cell, found in rates.items():
+        gap = None if cell == "AA" else difference(found, rates["AA"], plan.seed)
+        rows.append({"calls, answer": ", ".join(cell), "success": mean_over_tasks(found, plan.seed), "to A, A": gap})
+    for name, after, before in (("calls by B", "BA BB", "AA AB"), ("answers by B", "AB BB", "AA BA")):
+        b, a = (_mean_of([rates[cell] for cell in cells.split()]) for cells in (after, before))
+        rows.append({"calls, answer": name, "success": None, "to A, A": difference(b, a, plan.seed)})
+    total = 4 * len(plan.tasks) * plan.samples
+    notes = ["The last two rows are the effect of a role, averaged over the models in the other one."]
+    if without_calls:
+        notes.append(f"{without_calls} of {total} episodes called no tool; there the reader writes the whole answer.")
+    return ProbeReport("swap", "Tool calls and answers by two models", rows, notes)
+
+
+def _mean_of(found: Sequence[Scores]) -> Scores:
+    return {task: fmean(one[task] for one in found) for task in found[0]}
+
+
+def transfer_report(worlds: Mapping[str, BeforeAfter], losses: BeforeAfter | None, seed: int) -> ProbeReport:
+    """Return a row for each world, with the difference paired by task, and one for the dialogues.
+
+    `losses` are nats per token by dialogue. Raises UserError for fewer than 2 tasks or dialogues.
+    """
+    rows = [_row(name, pair, seed, percent=True) for name, pair in worlds.items()]
+    if losses is not None:
+        rows.append(_row("dialogues, nats per token", losses, seed, percent=False))
+    lost = [name for name, pair in worlds.items() if difference(pair[1], pair[0], seed).interval.high < 0]
+    gained = [name for name, pair in worlds.items() if difference(pair[1], pair[0], seed).interval.low > 0]
+    notes = [f"Better after training: {', '.join(gained) or 'none'}; worse: {', '.join(lost) or 'none'}."]
+    if losses is not None:
+        notes.append(_loss_note(difference(losses[1], losses[0], seed, percent=False).interval.low))
+    return ProbeReport("transfer", "Before and after training", rows, notes)
+
+
+def _loss_note(low: float) -> str:
+    if low > 0:
+        return "The loss on the dialogues is higher after training, beyond the interval: forgetting."
+    return "The interval shows no higher loss on the dialogues after training."
+
+
+def _row(name: str, pair: BeforeAfter, seed: int, *, percent: bool) -> dict[str, Cell]:
+    before, after = (mean_over_tasks(scores, seed, percent=percent) for scores in pair)
+    gap = difference(pair[1], pair[0], seed, percent=percent)
+    return {"measured on": name, "before": before, "after": after, "difference": gap}
