@@ -7,8 +7,8 @@ after and before it; the value after the last turn is the episode's own outcome.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ludus.errors import UserError
 from ludus.evaluation.probes.episodes import (
@@ -20,14 +20,13 @@ from ludus.evaluation.probes.episodes import (
     nondeterminism_error,
     play,
     recording,
-    request_of,
     succeeded,
     with_sessions,
 )
 from ludus.evaluation.probes.report import Cell, Measured, ProbeReport, check_tasks_suffice, difference, mean_over_tasks
 from ludus.evaluation.stats import Interval, rates_difference, wilson
 from ludus.rollouts.episode import ChatSession
-from ludus.rollouts.scheduler import RolloutRequest, Scheduler
+from ludus.rollouts.scheduler import RolloutRequest
 from ludus.types import Trajectory
 
 
@@ -49,17 +48,14 @@ class CounterfactualEpisode:
 
     def gain(self, turn: int) -> Measured | None:
         """Return the gain of a turn; the outcome after the last one counts as known."""
-        before, after = (self.successes[turn], self.samples), self.value(turn + 1)
+        wins, after = self.successes[turn], self.value(turn + 1)
         if after is None:
             return None
-        interval = wilson(*before)
+        value, interval = wins / self.samples, wilson(wins, self.samples)
         if turn + 1 in self.successes:
-            won = self.successes[turn + 1]
-            found = rates_difference((before[0] / before[1], interval), (after, wilson(won, self.samples)))
-            return Measured(*found, signed=True)
-        return Measured(
-            after - before[0] / before[1], Interval(after - interval.high, after - interval.low), signed=True
-        )
+            later = wilson(self.successes[turn + 1], self.samples)
+            return Measured(*rates_difference((value, interval), (after, later)), signed=True)
+        return Measured(after - value, Interval(after - interval.high, after - interval.low), signed=True)
 
 
 async def measure_counterfactuals(make: MakeScheduler, plan: ProbePlan, turn: int | None = None) -> ProbeReport:
@@ -70,10 +66,18 @@ async def measure_counterfactuals(make: MakeScheduler, plan: ProbePlan, turn: in
     """
     check_samples(plan.samples, "counterfactuals")
     scheduler, sessions = make(plan.sampling), dict[str, ChatSession]()
-    episodes = await play(with_sessions(scheduler, _remembering(sessions)), plan.requests())
+
+    def keep(request: RolloutRequest, session: ChatSession) -> ChatSession:
+        sessions[request.task.id] = recording(session)
+        return sessions[request.task.id]
+
+    episodes = await play(with_sessions(scheduler, keep), plan.requests())
     chosen = [one for one in episodes if one.failure is None]
     check_tasks_suffice(chosen)
-    num_turns = {one.task_id: _num_turns(one, sessions[one.task_id]) for one in chosen}
+    num_turns = {}
+    for one in chosen:
+        session = sessions[one.task_id]
+        num_turns[one.task_id] = len(session.turns) if isinstance(session, RecordingSession) else one.num_turns
     indices = range(max(num_turns.values())) if turn is None else (turn - 1, turn)
     wins: dict[str, dict[int, int]] = {task: {} for task in num_turns}
     for index in indices:
@@ -82,21 +86,13 @@ async def measure_counterfactuals(make: MakeScheduler, plan: ProbePlan, turn: in
             wins[task][index] = count
     if not any(indices[0] in counts for counts in wins.values()):
         raise UserError(f"No episode has a turn {turn}.", "Choose an earlier --turn.")
-    found = [
-        CounterfactualEpisode(task, num_turns[task], succeeded(scheduler, one), plan.samples, wins[task])
-        for task, one in ((one.task_id, one) for one in chosen)
-    ]
+    found = []
+    for one in chosen:
+        outcome = (num_turns[one.task_id], succeeded(scheduler, one))
+        found.append(CounterfactualEpisode(one.task_id, *outcome, plan.samples, wins[one.task_id]))
     note = f"{plan.samples} attempts from each state. Mean rows cover the episodes that reached the turn."
     rows = [row for row in _rows(found, plan.seed) if turn in (None, row["turn"])]
     return ProbeReport("counterfactuals", "Value before each turn, and its gain", rows, (note,))
-
-
-def _remembering(sessions: dict[str, ChatSession]) -> Callable[[RolloutRequest, ChatSession], ChatSession]:
-    def keep(request: RolloutRequest, session: ChatSession) -> ChatSession:
-        sessions[request.task.id] = recording(session)
-        return sessions[request.task.id]
-
-    return keep
 
 
 async def _resample(
@@ -114,23 +110,15 @@ async def _resample(
 
     scheduler = with_sessions(make(plan.sampling), fork)
     tasks = [task for task in plan.tasks if task.id in at]
-    first = 1 + turn * plan.samples
-    requests = [request_of(task, first + sample) for task in tasks for sample in range(plan.samples)]
+    requests = replace(plan, tasks=tasks).requests(plan.samples, first=1 + turn * plan.samples)
     counts = dict.fromkeys(at, 0)
     for again in await play(scheduler, requests):
-        _check_states(scheduler, at[again.task_id], again, turn)
+        original = at[again.task_id]  # an endpoint's trajectory has no state hashes
+        if again.failure is None and original.anchors[: turn + 1] != again.anchors[: turn + 1]:
+            why = f"The state before turn {turn + 1} of {original.name} differs on replay."
+            raise nondeterminism_error(scheduler, why)
         counts[again.task_id] += int(succeeded(scheduler, again))
     return counts
-
-
-def _check_states(scheduler: Scheduler, original: Trajectory, again: Trajectory, turn: int) -> None:
-    """Raise UserError unless the state hashes before the turn are equal; an endpoint's trajectory has none."""
-    if again.failure is None and original.anchors[: turn + 1] != again.anchors[: turn + 1]:
-        raise nondeterminism_error(scheduler, f"The state before turn {turn + 1} of {original.name} differs on replay.")
-
-
-def _num_turns(trajectory: Trajectory, session: ChatSession) -> int:
-    return len(session.turns) if isinstance(session, RecordingSession) else trajectory.num_turns
 
 
 def _rows(episodes: Sequence[CounterfactualEpisode], seed: int) -> list[dict[str, Cell]]:

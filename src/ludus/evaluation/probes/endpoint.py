@@ -39,10 +39,8 @@ class EndpointStage:
     def failed(self) -> bool:
         return self.passed == 0 or self.passed < self.least * self.total
 
-    def row(self) -> dict[str, Cell]:
-        remedy = self.remedy if self.failed else ""
-        counts = f"{self.passed} of {self.total}"
-        return {"stage": self.name, "passed": counts, "evidence": self.evidence, "remedy": remedy}
+
+_REACHED = EndpointStage("reachable", 1, 1, "The server responds.", "")
 
 
 async def diagnose_endpoint(make: MakeScheduler, plan: ProbePlan) -> ProbeReport:
@@ -53,54 +51,45 @@ async def diagnose_endpoint(make: MakeScheduler, plan: ProbePlan) -> ProbeReport
         await play(make(plan.sampling), plan.requests()[:1])
         episodes = await play(scheduler, plan.requests())
     except LudusError as error:
-        return _report(_connection(error))
-    return _report([*_connection(None), *_stages(scheduler, plan, [one for one in episodes if one.failure is None])])
+        remedy = error.hint or "See the server's log."
+        if isinstance(error, EngineError) and "did not respond" in error.message:
+            return _report([EndpointStage("reachable", 0, 1, error.message, remedy)])
+        if not isinstance(error, EngineError | UserError):
+            raise
+        return _report([_REACHED, EndpointStage("answers", 0, 1, error.message, remedy)])
+    answers = EndpointStage("answers", 1, 1, "A completion was received.", "")
+    return _report([_REACHED, answers, *_stages(scheduler, plan, [one for one in episodes if one.failure is None])])
 
 
 def _report(stages: Sequence[EndpointStage]) -> ProbeReport:
-    rows = []
+    rows: list[dict[str, Cell]] = []
+    title = "Stages of an endpoint's agent"
     for stage in stages:
-        rows.append(stage.row())
+        counts, remedy = f"{stage.passed} of {stage.total}", stage.remedy if stage.failed else ""
+        rows.append({"stage": stage.name, "passed": counts, "evidence": stage.evidence, "remedy": remedy})
         if stage.failed:
             note = f"The first stage that fails: {stage.name}. {stage.remedy}"
-            return ProbeReport("endpoint", "Stages of an endpoint's agent", rows, (note,), failed=True)
-    return ProbeReport("endpoint", "Stages of an endpoint's agent", rows, ("No stage fails.",))
-
-
-def _connection(error: LudusError | None) -> list[EndpointStage]:
-    """Return the stages of the first request, with the error that it ended with, if any."""
-    if error is None:
-        answers = EndpointStage("answers", 1, 1, "A completion was received.", "")
-        return [EndpointStage("reachable", 1, 1, "The server responds.", ""), answers]
-    remedy = error.hint or "See the server's log."
-    if isinstance(error, EngineError) and "did not respond" in error.message:
-        return [EndpointStage("reachable", 0, 1, error.message, remedy)]
-    if not isinstance(error, EngineError | UserError):
-        raise error
-    return [
-        EndpointStage("reachable", 1, 1, "The server responds.", ""),
-        EndpointStage("answers", 0, 1, error.message, remedy),
-    ]
+            return ProbeReport("endpoint", title, rows, (note,), failed=True)
+    return ProbeReport("endpoint", title, rows, ("No stage fails.",))
 
 
 def _stages(scheduler: Scheduler, plan: ProbePlan, episodes: Sequence[Trajectory]) -> Iterator[EndpointStage]:
     num = len(episodes)
     marked = [text for one in episodes if (text := _control_text(one))]
     ended = [one for one in episodes if one.stop_reason not in (StopReason.TRUNCATED, StopReason.EMPTY_ANSWER)]
-    clean = [one for one in ended if not _control_text(one)]
-    format_fault = (
+    clean = sum(not _control_text(one) for one in ended)
+    found = (
         f"Control tokens in the text: {_excerpt(marked[0])}" if marked else f"{num - len(ended)} turns cut or empty."
     )
+    found = found if clean < num else "Turns are complete text."
     remedy = "Correct the server's chat template, or increase rollout.max_tokens_per_turn if turns are cut."
-    yield EndpointStage(
-        "chat format", len(clean), num, format_fault if len(clean) < num else "Turns are complete text.", remedy
-    )
+    yield EndpointStage("chat format", clean, num, found, remedy)
     if any(scheduler.world.environment(task).tools for task in plan.tasks[:1]):
         yield from _tool_stages(episodes)
-    answered = [one for one in episodes if one.stop_reason is StopReason.ANSWERED]
+    answered = sum(one.stop_reason is StopReason.ANSWERED for one in episodes)
     reasons = ", ".join(sorted({str(one.stop_reason) for one in episodes}))
     limits = "Increase the limit that ends the episodes: rollout.max_turns, max_seq_len or max_tokens_per_turn."
-    yield EndpointStage("answer found", len(answered), num, f"Episodes end with: {reasons}.", limits)
+    yield EndpointStage("answer found", answered, num, f"Episodes end with: {reasons}.", limits)
     yield _success_stage(scheduler, plan, episodes)
 
 
@@ -114,26 +103,20 @@ def _tool_stages(episodes: Sequence[Trajectory]) -> Iterator[EndpointStage]:
     valid = [outcome for outcome in outcomes if outcome.status is ToolStatus.OK]
     wrong = next((one for one in outcomes if one.status is not ToolStatus.OK), None)
     fault = f"{wrong.tool or 'call'}: {_excerpt(wrong.output)}" if wrong else "All calls ran."
-    yield EndpointStage(
-        "tool call valid", len(valid), len(outcomes), fault, "Describe tools and arguments in the prompt."
-    )
+    describe = "Describe tools and arguments in the prompt."
+    yield EndpointStage("tool call valid", len(valid), len(outcomes), fault, describe)
     with_result = [one for one in episodes if any(outcome.status is ToolStatus.OK for outcome in one.outcomes)]
-    used = [one for one in with_result if _uses_result(one)]
+    used, words = sum(map(_uses_result, with_result)), "Later turns that repeat words of a result."
     remedy = "Check that the server's chat template shows tool messages to the model."
-    yield EndpointStage(
-        "tool result used", len(used), len(with_result), "Later turns that repeat words of a result.", remedy, 0.0
-    )
+    yield EndpointStage("tool result used", used, len(with_result), words, remedy, 0.0)
 
 
 def _success_stage(scheduler: Scheduler, plan: ProbePlan, episodes: Sequence[Trajectory]) -> EndpointStage:
     """Return the last stage; the chance is the success of each episode at the next task."""
     tasks = {task.id: task for task in plan.tasks}
     wins = sum(succeeded(scheduler, one) for one in episodes)
-    others = [tasks[one.task_id] for one in [*episodes[1:], episodes[0]]]
-    lucky = [
-        succeeded(scheduler, scored(scheduler.world.rewards, task, one))
-        for task, one in zip(others, episodes, strict=True)
-    ]
+    others, rewards = [tasks[one.task_id] for one in [*episodes[1:], episodes[0]]], scheduler.world.rewards
+    lucky = [succeeded(scheduler, scored(rewards, task, one)) for task, one in zip(others, episodes, strict=True)]
     rate, chance = Measured(wins / len(episodes), wilson(round(wins), len(episodes))), sum(lucky) / len(lucky)
     evidence = f"Success {rate}; with another task's answer {chance:.1%}."
     above = len(episodes) if rate.interval.low > chance else 0

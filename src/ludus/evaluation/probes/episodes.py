@@ -34,13 +34,9 @@ class ProbePlan:
         """The sampling of a round; equal rounds have equal random numbers."""
         return SamplingPlan("probe", self.temperature, self.seed)
 
-    def requests(self, samples: int = 1) -> list[RolloutRequest]:
-        return [request_of(task, sample) for task in self.tasks for sample in range(samples)]
-
-
-def request_of(task: Task, sample: int = 0) -> RolloutRequest:
-    """Return the request of one attempt."""
-    return RolloutRequest(RolloutKey(0, task.id, sample), task)
+    def requests(self, samples: int = 1, first: int = 0) -> list[RolloutRequest]:
+        numbers = range(first, first + samples)
+        return [RolloutRequest(RolloutKey(0, task.id, number), task) for task in self.tasks for number in numbers]
 
 
 def check_samples(samples: int, kind: str) -> None:
@@ -55,9 +51,9 @@ async def play(scheduler: Scheduler, requests: Sequence[RolloutRequest]) -> list
         found = [episode.trajectory for episode in await scheduler.run(requests)]
     except RestoreError as error:
         raise nondeterminism_error(scheduler, error.message) from error
-    for failure in (one.failure for one in found if one.failure is not None):
-        if failure.part == RestoreError.part:
-            raise nondeterminism_error(scheduler, failure.error)
+    for one in found:
+        if one.failure is not None and one.failure.part == RestoreError.part:
+            raise nondeterminism_error(scheduler, one.failure.error)
     return found
 
 
@@ -82,8 +78,7 @@ def success_rates(scheduler: Scheduler, episodes: Sequence[Trajectory]) -> dict[
 
 def answer_key(trajectory: Trajectory) -> str:
     """Return the final answer for comparisons: extracted if it is introduced, normalised; empty without an answer."""
-    found = short_answers(trajectory.answer)
-    return normalise(found[-1] if found else trajectory.answer)
+    return normalise([trajectory.answer, *short_answers(trajectory.answer)][-1])
 
 
 def with_sessions(scheduler: Scheduler, change: Callable[[RolloutRequest, ChatSession], ChatSession]) -> Scheduler:
@@ -96,11 +91,9 @@ class Unlimited:
     """An allowance without bounds, with which a session continues a partial action."""
 
     async def granted(self) -> Grant:
-        """Return an unbounded grant."""
         return Grant()
 
-    def spend(self, tokens: int) -> None:
-        """Do nothing."""
+    def spend(self, tokens: int) -> None: ...
 
 
 def needs_tokens(session: ChatSession) -> EngineChatSession:

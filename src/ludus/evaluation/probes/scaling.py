@@ -13,8 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from statistics import fmean
 
 from ludus.errors import UserError
+from ludus.evaluation.evaluate import powers_of_two
 from ludus.evaluation.probes.episodes import MakeScheduler, ProbePlan, answer_key, check_samples, play, succeeded
 from ludus.evaluation.probes.report import Cell, ProbeReport, difference, mean_over_tasks
 from ludus.evaluation.stats import pass_at_k
@@ -71,11 +73,14 @@ async def measure_scaling(make: MakeScheduler, plan: ProbePlan) -> ProbeReport:
 def scaling_rows(attempts: Attempts, seed: int) -> list[dict[str, Cell]]:
     """Return a row for each method and budget, with the paired difference to one attempt."""
     every = [one for found in attempts.values() for one in found]
-    sizes = sizes_up_to(min(len(found) for found in attempts.values()))
+    sizes = [size for size in powers_of_two(min(map(len, attempts.values()))) if size > 1]
     tokens = [one.tokens for one in every if one.tokens is not None]
+    # the powers of 2 from that above the least to that not below the most
+    powers = range(min(tokens).bit_length(), (max(tokens) - 1).bit_length() + 1) if tokens else ()
+    limits = [2**power for power in powers]
     budgets: dict[str, tuple[Method, Sequence[int]]] = {
         "turns at most": (within_turns, range(1, max(one.turns for one in every) + 1)),
-        "tokens at most": (within_tokens, powers_up_to(max(tokens), min(tokens)) if tokens else ()),
+        "tokens at most": (within_tokens, limits),
         "majority of": (majority, sizes if any(one.answer for one in every) else ()),
         "best of": (best_of, sizes if tokens else ()),
         "any of (pass@k)": (any_of, sizes),
@@ -138,15 +143,5 @@ def vote(attempts: Sequence[ScoredAttempt]) -> float:
     return _mean([_mean([one.success for one in attempts if one.answer == answer]) for answer in winners])
 
 
-def sizes_up_to(last: int) -> list[int]:
-    """Return 2, 4, 8, ... below `last`, and `last`."""
-    return [*(2**i for i in range(1, (last - 1).bit_length())), last]
-
-
-def powers_up_to(most: int, least: int) -> list[int]:
-    """Return the powers of 2 from that above `least` to that not below `most`."""
-    return [2**i for i in range(least.bit_length(), (most - 1).bit_length() + 1)]
-
-
 def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else 0.0
+    return fmean(values) if values else 0.0
