@@ -74,9 +74,8 @@ class PromptAdapter:
 
         tried = list(self.sample([with_system_prompt(task, candidate[_COMPONENT]) for task in batch]))
         scores = [float(bool(success(self.rewards, one))) for one in tried]
-        return EvaluationBatch(
-            [one.messages[-1]["content"] for one in tried], scores, tried if capture_traces else None
-        )
+        texts = [one.messages[-1]["content"] for one in tried]
+        return EvaluationBatch(texts, scores, tried if capture_traces else None)
 
     def make_reflective_dataset(
         self,
@@ -111,9 +110,8 @@ async def search_prompt(
     try:
         from gepa import optimize
     except ImportError as error:
-        raise UserError(
-            "The search of a prompt needs the package gepa.", "Install it: pip install 'ludus[gepa]'."
-        ) from error
+        hint = "Install it: pip install 'ludus[gepa]'."
+        raise UserError("The search of a prompt needs the package gepa.", hint) from error
     if len({system_prompt(task) for task in tasks}) > 1:
         raise UserError("The tasks have different system prompts, so there is no single one to optimise.")
     loop, stopped = asyncio.get_running_loop(), Event()

@@ -29,7 +29,6 @@ from ludus.types import Segment, StopReason, Trajectory
 
 SHARES = (0.0, 0.5, 1.0)
 OTHER = "another task's"
-NO_REASONING = "No answering turn has reasoning that ends with {end!r} ({num} episodes answered)."
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +96,12 @@ async def measure_faithfulness(
     if len(found) < 2:
         answered = sum(one.stop_reason is StopReason.ANSWERED for one in episodes)
         hint = "Name the text that begins the answer with --answer-marker, or use a model that reasons."
-        raise UserError(NO_REASONING.format(end=end, num=answered), hint)
+        raise UserError(f"No answering turn has reasoning that ends with {end!r} ({answered} episodes answered).", hint)
     original = {one.task_id: one for one in episodes if one.task_id in found}
     used = replace(plan, tasks=[task for task in plan.tasks if task.id in found])
-    donors = dict(zip(found, [*list(found)[1:], next(iter(found))], strict=True))
+    others = [*list(found.values())[1:], next(iter(found.values()))]
     variants = {f"{share:.0%}": {task: one.cut(share) for task, one in found.items()} for share in SHARES}
-    variants[OTHER] = {task: found[donors[task]].tokens for task in found}
+    variants[OTHER] = {task: other.tokens for task, other in zip(found, others, strict=True)}
     before = {task: succeeded(scheduler, one) for task, one in original.items()}
     base = mean_over_tasks(before, plan.seed)
     rows: list[dict[str, Cell]] = [{"reasoning": "unmodified", "success": base, "difference": None, "agreement": None}]

@@ -10,6 +10,7 @@ from pathlib import Path
 from ludus.errors import UserError
 from ludus.evaluation.probes.episodes import MakeScheduler, ProbePlan, play, success_rates
 from ludus.evaluation.probes.report import Cell, ProbeReport, difference, mean_over_tasks
+from ludus.evaluation.scripted_agents import user_prompt
 from ludus.types import Message, Task
 
 WORDINGS: Mapping[str, str] = {
@@ -27,12 +28,6 @@ def with_prompt(task: Task, text: str) -> Task:
         raise UserError(f"The prompt of task {task.id} has no user message.", "This world cannot be paraphrased.")
     changed = Message(role="user", content=text)
     return replace(task, prompt=(*task.prompt[:at], changed, *task.prompt[at + 1 :]))
-
-
-def reworded(task: Task, template: str) -> Task:
-    """Return the task with its last user message in a template with the field `{prompt}`."""
-    texts = [message["content"] for message in task.prompt if message["role"] == "user"]
-    return with_prompt(task, template.replace("{prompt}", texts[-1] if texts else ""))
 
 
 def read_paraphrases(path: Path) -> dict[str, str]:
@@ -62,15 +57,19 @@ async def measure_paraphrase(make: MakeScheduler, plan: ProbePlan, prompts: Mapp
     tasks = [task for task in plan.tasks if prompts is None or task.id in prompts]
     if len(tasks) < 2:
         raise UserError(f"{len(tasks)} of the tasks have a paraphrase.", "Check the task ids, --split and --tasks.")
+    texts: Mapping[str, Mapping[str, str]]
     if prompts is None:
-        variants = {name: [reworded(task, text) for task in tasks] for name, text in WORDINGS.items()}
+        shown = {task.id: user_prompt(task) for task in tasks}
+        texts = {
+            name: {id_: text.replace("{prompt}", one) for id_, one in shown.items()} for name, text in WORDINGS.items()
+        }
     else:
-        variants = {"paraphrase": [with_prompt(task, prompts[task.id]) for task in tasks]}
+        texts = {"paraphrase": prompts}
     before = await _success(make, replace(plan, tasks=tasks))
     base = mean_over_tasks(before, plan.seed)
     rows: list[dict[str, Cell]] = [{"prompt": "original", "success": base, "difference": None}]
-    for name, changed in variants.items():
-        after = await _success(make, replace(plan, tasks=changed))
+    for name, of_task in texts.items():
+        after = await _success(make, replace(plan, tasks=[with_prompt(task, of_task[task.id]) for task in tasks]))
         gap = difference(after, before, plan.seed)
         rows.append({"prompt": name, "success": mean_over_tasks(after, plan.seed), "difference": gap})
     note = f"{len(tasks)} tasks, {plan.samples} attempts each; differences are paired by task."

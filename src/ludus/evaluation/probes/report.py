@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ludus.errors import UserError
@@ -46,7 +46,7 @@ class ProbeReport:
     title: str
     rows: Sequence[Mapping[str, Cell]]
     notes: Sequence[str] = ()
-    failed: bool = field(default=False)
+    failed: bool = False
 
     def to_json(self) -> dict[str, JSON]:
         rows: list[JSON] = [
@@ -86,11 +86,9 @@ def _text(cell: JSON) -> str:
 
 
 def mean_over_tasks(scores: Scores, seed: int, *, percent: bool = True) -> Measured:
-    """Return the mean over tasks: Wilson's interval for 0/1 scores, `stats.clustered_interval` for other shares.
+    """Return the mean over tasks. Raises UserError for fewer than 2.
 
-    A number of nats or tokens has a bootstrap interval over tasks.
-
-    Raises UserError for fewer than 2 tasks.
+    0/1 scores have Wilson's interval, other shares `stats.clustered_interval`, nats and tokens a bootstrap interval.
     """
     values = list(scores.values())
     check_tasks_suffice(values)

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 BeforeAfter = tuple[Scores, Scores]
+DIALOGUES = "dialogues, nats per token"
 NUM_EXAMPLES = 5
 """Number of the most frequent pairs of tokens in the notes."""
 
@@ -98,21 +99,17 @@ def forks_report(
     elsewhere = {task: one.entropy_elsewhere / (one.tokens - one.forks) for task, one in forked.items()}
     rows: list[dict[str, Cell]] = [{"measure": "tokens that are forks", "mean over tasks": rate}]
     if len(forked) > 1:
-        rows += [
-            _entropy_row("entropy at forks, nats", at, seed),
-            _entropy_row("entropy elsewhere, nats", elsewhere, seed),
-            {"measure": "difference, nats", "mean over tasks": difference(at, elsewhere, seed, percent=False)},
-        ]
+        for place, values in (("at forks", at), ("elsewhere", elsewhere)):
+            mean = mean_over_tasks(values, seed, percent=False)
+            rows.append({"measure": f"entropy {place}, nats", "mean over tasks": mean})
+        gap = difference(at, elsewhere, seed, percent=False)
+        rows.append({"measure": "difference, nats", "mean over tasks": gap})
     tokens, forks = sum(one.tokens for one in counts.values()), sum(one.forks for one in counts.values())
     notes = [f"{forks:,} of {tokens:,} sampled tokens are forks, in {len(forked)} of {len(counts)} episodes."]
     total = math.fsum(elsewhere.values())
     if forked and total:
         notes.append(f"The entropy of the base model at forks is {math.fsum(at.values()) / total:.1f} times higher.")
     return ProbeReport("forks", "Tokens at which the two models differ", rows, (*notes, *_examples(views, tokenizer)))
-
-
-def _entropy_row(name: str, values: Scores, seed: int) -> dict[str, Cell]:
-    return {"measure": name, "mean over tasks": mean_over_tasks(values, seed, percent=False)}
 
 
 def _examples(views: Sequence[tuple[TokenViews, TokenViews]], tokenizer: Tokenizer) -> list[str]:
@@ -160,12 +157,6 @@ class ReaderSession(EngineChatSession):
         return StopReason.MAX_TURNS if calls else answer
 
 
-def read_by(session: ChatSession, reader: Engine) -> ReaderSession:
-    """Return the session with another reader. Raises UserError for a session without tokens."""
-    own = needs_tokens(session)
-    return ReaderSession(own.engine, own.renderer, own.params, own.max_tokens, own.episode, own.seed, reader=reader)
-
-
 async def measure_swap(
     makers: Mapping[str, MakeScheduler], engines: Mapping[str, Engine], plan: ProbePlan
 ) -> ProbeReport:
@@ -179,7 +170,9 @@ async def measure_swap(
         scheduler = makers[caller](plan.sampling)
 
         def swapped(_: RolloutRequest, session: ChatSession, reader: str = reader) -> ChatSession:
-            return read_by(session, engines[reader])
+            one = needs_tokens(session)
+            settings = (one.engine, one.renderer, one.params, one.max_tokens, one.episode, one.seed)
+            return ReaderSession(*settings, reader=engines[reader])
 
         episodes = await play(with_sessions(scheduler, swapped), plan.requests(plan.samples))
         rates[caller + reader] = success_rates(scheduler, episodes)
@@ -189,7 +182,10 @@ async def measure_swap(
         gap = None if cell == "AA" else difference(found, rates["AA"], plan.seed)
         rows.append({"calls, answer": ", ".join(cell), "success": mean_over_tasks(found, plan.seed), "to A, A": gap})
     for name, after, before in (("calls by B", "BA BB", "AA AB"), ("answers by B", "AB BB", "AA BA")):
-        b, a = (_mean_of([rates[cell] for cell in cells.split()]) for cells in (after, before))
+        b, a = (
+            {task: fmean(rates[cell][task] for cell in cells.split()) for task in rates["AA"]}
+            for cells in (after, before)
+        )
         rows.append({"calls, answer": name, "success": None, "to A, A": difference(b, a, plan.seed)})
     total = 4 * len(plan.tasks) * plan.samples
     notes = ["The last two rows are the effect of a role, averaged over the models in the other one."]
@@ -198,33 +194,24 @@ async def measure_swap(
     return ProbeReport("swap", "Tool calls and answers by two models", rows, notes)
 
 
-def _mean_of(found: Sequence[Scores]) -> Scores:
-    return {task: fmean(one[task] for one in found) for task in found[0]}
-
-
 def transfer_report(worlds: Mapping[str, BeforeAfter], losses: BeforeAfter | None, seed: int) -> ProbeReport:
     """Return a row for each world, with the difference paired by task, and one for the dialogues.
 
     `losses` are nats per token by dialogue. Raises UserError for fewer than 2 tasks or dialogues.
     """
-    rows = [_row(name, pair, seed, percent=True) for name, pair in worlds.items()]
+    measured = {name: (pair, True) for name, pair in worlds.items()}
     if losses is not None:
-        rows.append(_row("dialogues, nats per token", losses, seed, percent=False))
-    lost = [name for name, pair in worlds.items() if difference(pair[1], pair[0], seed).interval.high < 0]
-    gained = [name for name, pair in worlds.items() if difference(pair[1], pair[0], seed).interval.low > 0]
+        measured[DIALOGUES] = (losses, False)
+    gaps = {name: difference(pair[1], pair[0], seed, percent=share) for name, (pair, share) in measured.items()}
+    rows: list[dict[str, Cell]] = []
+    for name, (pair, share) in measured.items():
+        before, after = (mean_over_tasks(scores, seed, percent=share) for scores in pair)
+        rows.append({"measured on": name, "before": before, "after": after, "difference": gaps[name]})
+    lost = [name for name in worlds if gaps[name].interval.high < 0]
+    gained = [name for name in worlds if gaps[name].interval.low > 0]
     notes = [f"Better after training: {', '.join(gained) or 'none'}; worse: {', '.join(lost) or 'none'}."]
-    if losses is not None:
-        notes.append(_loss_note(difference(losses[1], losses[0], seed, percent=False).interval.low))
+    if losses is not None and gaps[DIALOGUES].interval.low > 0:
+        notes.append("The loss on the dialogues is higher after training, beyond the interval: forgetting.")
+    elif losses is not None:
+        notes.append("The interval shows no higher loss on the dialogues after training.")
     return ProbeReport("transfer", "Before and after training", rows, notes)
-
-
-def _loss_note(low: float) -> str:
-    if low > 0:
-        return "The loss on the dialogues is higher after training, beyond the interval: forgetting."
-    return "The interval shows no higher loss on the dialogues after training."
-
-
-def _row(name: str, pair: BeforeAfter, seed: int, *, percent: bool) -> dict[str, Cell]:
-    before, after = (mean_over_tasks(scores, seed, percent=percent) for scores in pair)
-    gap = difference(pair[1], pair[0], seed, percent=percent)
-    return {"measured on": name, "before": before, "after": after, "difference": gap}
