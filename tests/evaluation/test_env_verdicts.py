@@ -6,14 +6,15 @@ import re
 import pytest
 
 from ludus.envs.tool_world import Dialogue, ToolWorld
-from ludus.evaluation.agent_texts import TEXTS, near_misses, rewritten
 from ludus.evaluation.env_audit import CheckPlan, CheckReport, check_world, run_agents, sample_tasks
-from ludus.evaluation.scripted_agents import blind_agents
+from ludus.evaluation.scripted_agents import TEXTS, blind_agents
 from ludus.evaluation.verifier_report import (
     Scorecard,
     VerdictShare,
+    near_misses,
     perturbed,
     problems_in,
+    rewritten,
     scorecard,
     verdicts,
     wrong_answers_row,

@@ -12,15 +12,9 @@ import numpy as np
 
 from ludus.diagnostics.trackers import MetricsRow
 from ludus.errors import UserError
+from ludus.evaluation import stats
 from ludus.evaluation.evaluate import Evaluation, load_evaluation
-from ludus.evaluation.stats import (
-    Interval,
-    PairedDifference,
-    clustered_interval,
-    difference_interval,
-    paired_difference,
-    pass_at_k,
-)
+from ludus.evaluation.stats import Interval, PairedDifference
 
 
 class StoredEvaluation(NamedTuple):
@@ -62,7 +56,7 @@ def compare(a: Evaluation, b: Evaluation) -> PairedDifference:
     if len(in_a) < 2:
         raise UserError("A single task cannot be compared.", "Use evaluations of 2 tasks or more.")
     try:
-        return paired_difference(in_b, in_a)
+        return stats.paired_difference(in_b, in_a)
     except ValueError as error:
         text = f"{a.plan.name} and {b.plan.name} cannot be compared: {error}."
         raise UserError(text, "Compare evaluations of the same split, tasks and world settings.") from error
@@ -96,11 +90,8 @@ def differing_conditions(a: Evaluation, b: Evaluation) -> list[str]:
     plan_a |= plan_a.pop("conditions") or {}
     plan_b |= plan_b.pop("conditions") or {}
     expected = {"step", "policy", "num_tasks"}
-    return [
-        f"{name} is {plan_a[name]} in A and {plan_b[name]} in B"
-        for name in plan_a
-        if name in plan_b and name not in expected and plan_a[name] != plan_b[name]
-    ]
+    names = [name for name in plan_a if name in plan_b and name not in expected and plan_a[name] != plan_b[name]]
+    return [f"{name} is {plan_a[name]} in A and {plan_b[name]} in B" for name in names]
 
 
 MAX_K = 256
@@ -131,11 +122,11 @@ def boundary(base: Evaluation, trained: Evaluation) -> list[BoundaryPoint]:
     points = []
     for k in (2**i for i in range(most.bit_length())):
         first, second = (
-            np.array([pass_at_k(one.plan.samples, counts[task], k) for task in tasks])
+            np.array([stats.pass_at_k(one.plan.samples, counts[task], k) for task in tasks])
             for one, counts in zip((base, trained), solved, strict=True)
         )
-        intervals = (clustered_interval(first.tolist()), clustered_interval(second.tolist()))
-        gaps = difference_interval(second - first)
+        intervals = (stats.clustered_interval(first.tolist()), stats.clustered_interval(second.tolist()))
+        gaps = stats.difference_interval(second - first)
         points.append(BoundaryPoint(k, float(first.mean()), float(second.mean()), *intervals, gaps))
     return points
 

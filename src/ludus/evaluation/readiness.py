@@ -309,13 +309,11 @@ def suggested_settings(found: Readiness, config: Config) -> dict[str, int]:
     size = suggested_group_size(found.shares).group_size
     episodes = config.algorithm.group_size * config.training.prompts_per_step
     settings = {"algorithm.group_size": size, "training.prompts_per_step": max(1, round(episodes / size))}
-    limits = {
-        "rollout.max_tokens_per_turn": config.rollout.max_tokens_per_turn,
-        "rollout.max_seq_len": config.rollout.max_seq_len,
-    }
-    for reason, share in found.lengths.stopped.items():
-        if share > 0.05 and LIMITS[reason] in limits:
-            settings[LIMITS[reason]] = 2 * limits[LIMITS[reason]]
+    rollout = config.rollout
+    limits = {"max_tokens_per_turn": rollout.max_tokens_per_turn, "max_seq_len": rollout.max_seq_len}
+    for name in (LIMITS[reason] for reason, share in found.lengths.stopped.items() if share > 0.05):
+        if limit := limits.get(name.removeprefix("rollout.")):
+            settings[name] = 2 * limit
     return settings
 
 

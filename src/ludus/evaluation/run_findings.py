@@ -132,10 +132,8 @@ def check_sampling(run: RunData) -> Iterator[Finding]:
     entropy, sampled = run.recent("policy/entropy"), run.recent("policy/sampled_entropy")
     on_policy = not any(run.recent("staleness/mean"))
     if entropy and sampled and on_policy and abs(_mean(sampled) - _mean(entropy)) > max(0.1, _LARGE * _mean(entropy)):
-        text = (
-            f"Sampled tokens have {_mean(sampled):.2f} nats, the policy's distribution {_mean(entropy):.2f}: they were "
-            "not sampled from it"
-        )
+        nats = f"Sampled tokens have {_mean(sampled):.2f} nats, the policy's distribution {_mean(entropy):.2f}"
+        text = f"{nats}: they were not sampled from it"
         remedy = "Check rollout.temperature, rollout.top_p and rollout.top_k against those of the engine."
         yield Finding("sampling", "fault", text, remedy)
     same = [len(set(map(_tokens, group))) == 1 for group in run.groups if len(group) > 1]

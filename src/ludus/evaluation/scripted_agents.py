@@ -10,13 +10,15 @@ import json
 import random
 import re
 import shlex
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from fractions import Fraction
+from importlib import resources
 from typing import TypedDict, cast
 
-from ludus.evaluation.agent_texts import PROGRAMS, TESTS, TEXTS, plain_answer
 from ludus.rewards.code.unit_tests import Suite
 from ludus.rewards.exact_match import ExpectedAnswers, normalise
 from ludus.tools.base import Tool
@@ -30,6 +32,27 @@ _SHELL = ("command", "cmd", "shell", "bash")
 _PATH = ("path", "file", "filename", "file_path", "filepath", "file_name")
 _CONTENT = ("content", "contents", "text", "data", "body", "file_text", "new_content")
 NUM_RANDOM_CALLS = 3
+
+
+_NUMBERS = " ".join(map(str, range(-100, 1001)))
+_Texts = tuple[str, tuple[str, ...]]
+
+
+def _read() -> tuple[dict[str, _Texts], dict[str, str], dict[str, str], list[tuple[str, str]]]:
+    """Return the cheats, programs, test files and units of the data file."""
+    data = tomllib.loads(resources.files(__package__).joinpath("agent_texts.toml").read_text("utf-8"))
+    cheats = {name: _cheat(**record) for name, record in data["cheats"].items()}
+    return cheats, data["programs"], data["tests"], data["units"]["replaced"]
+
+
+def _cheat(what: str, texts: Sequence[str], join: str = "", times: Sequence[int] = ()) -> _Texts:
+    first = [join.join(texts)] if join else []
+    filled = (text.replace("{numbers}", _NUMBERS) for text in texts)
+    return what, (*first, *(text * num for text, num in zip(filled, times or [1] * len(texts), strict=True)))
+
+
+TEXTS, PROGRAMS, TESTS, UNITS = _read()
+"""Cheats (description and texts), no-op programs that report success, test files that always pass, and units."""
 
 
 class AgentKind(StrEnum):
@@ -356,3 +379,13 @@ def _number(schema: _Schema, rng: random.Random, *, whole: bool) -> int | float:
     low += int(whole and "exclusiveMinimum" in schema)
     high -= int(whole and "exclusiveMaximum" in schema)
     return rng.randint(int(low), max(int(low), int(high))) if whole else rng.uniform(low, high)
+
+
+def plain_answer(task: Task) -> str | None:
+    """Return the correct answer if the truth of a task is one: a text, a number, or the first accepted answer."""
+    truth = task.truth
+    if isinstance(truth, ExpectedAnswers):
+        return truth.accepted[0] if truth.accepted else None
+    if isinstance(truth, str | int | float | Fraction) and not isinstance(truth, bool):
+        return str(truth)
+    return None

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ludus.envs.base import World
-from ludus.evaluation.agent_texts import near_misses, plain_answer, rewritten
 from ludus.evaluation.env_audit import AuditEpisode, CheckPlan, CheckReport, Mark, run_agents
-from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of, user_prompt
+from ludus.evaluation.scripted_agents import UNITS, Agent, AgentKind, actions_of, plain_answer, user_prompt
 from ludus.evaluation.stats import wilson
 from ludus.rewards.exact_match import ExpectedAnswers, normalise
 from ludus.tools.base import Tool
@@ -222,6 +221,29 @@ async def perturbed(report: CheckReport, plan: CheckPlan) -> tuple[VerdictShare,
     plan.watch.phase("perturbed", len(right) + len(wrong))
     num_right, num_wrong = await _num_accepted(report, right, plan), await _num_accepted(report, wrong, plan)
     return VerdictShare(num_right, len(right)), VerdictShare(num_wrong, len(wrong))
+
+
+def rewritten(answer: str) -> list[str]:
+    """Return the answer with other case, spacing, a full stop, and other characters."""
+    wide = answer.replace(" ", "\u00a0")
+    tried = [f"  {answer} ", f"{answer}\n", f"{answer}.", answer.upper(), answer.lower(), wide]
+    return list(dict.fromkeys(text for text in tried if text != answer))
+
+
+def near_misses(task: Task, answer: str) -> list[str]:
+    """Return wrong answers near the correct one, all not accepted: negated, other number or unit, misspelt, cut."""
+    tried = [f"not {answer}", f"{answer} or something else entirely", f"I doubt that it is {answer}"]
+    if found := re.search(r"\d+", answer):
+        number = str(int(found[0]) + 1)
+        tried += [answer[: found.start()] + number + answer[found.end() :], f"{answer}0"]
+    for unit, wrong in UNITS:
+        if re.search(rf"(?<=\d)\s*{re.escape(unit)}(?!\w)", answer):
+            tried.append(re.sub(rf"{re.escape(unit)}(?!\w)", wrong, answer))
+    if len(answer) > 4 and not answer[0].isdigit():
+        middle = len(answer) // 2
+        tried += [answer[:middle].strip(), answer[:middle] + "qx" + answer[middle:]]
+    right = [answer, *(task.truth.accepted if isinstance(task.truth, ExpectedAnswers) else ())]
+    return [text for text in tried if normalise(text) not in map(normalise, right)]
 
 
 async def _num_accepted(report: CheckReport, texts: Sequence[tuple[Task, str]], plan: CheckPlan) -> int:

@@ -56,10 +56,9 @@ class AcceptedFields:
         return replace(self, dropped=self.dropped | {name})
 
     def union(self, other: AcceptedFields) -> AcceptedFields:
-        renamed = _RENAMED in (self.max_tokens_name, other.max_tokens_name)
-        return AcceptedFields(
-            self.dropped | other.dropped, _RENAMED if renamed else "max_tokens", max(self.zero_as, other.zero_as)
-        )
+        names = {self.max_tokens_name, other.max_tokens_name}
+        name = _RENAMED if _RENAMED in names else "max_tokens"
+        return AcceptedFields(self.dropped | other.dropped, name, max(self.zero_as, other.zero_as))
 
     def notices(self) -> Iterator[str]:
         """Yield one message per adaptation."""

@@ -248,10 +248,8 @@ async def _call_environment(what: str, call: Callable[[], Awaitable[T]], expecte
         if isinstance(error, asyncio.CancelledError) and is_being_cancelled():
             raise
         if isinstance(error, TimeoutError) and deadline.expired():
-            raise WorldError(
-                f"The environment's {what} took longer than {limits.environment_timeout_s:g} s.",
-                "See rollout.environment_timeout_s.",
-            ) from error
+            text = f"The environment's {what} took longer than {limits.environment_timeout_s:g} s."
+            raise WorldError(text, "See rollout.environment_timeout_s.") from error
         raise WorldError(f"The environment's {what} raised {describe_error(error)}") from error
     if not isinstance(result, expected):
         raise WorldError(f"The environment's {what} returned {type(result).__name__}, not {expected.__name__}.")

@@ -155,11 +155,9 @@ class Ledger:
         page = self._open_steps.get(key.step)
         if page is None or key not in page.endings:
             raise AccountingError(f"rollout finished as {outcome} ({reason}) but it never started: {key}.")
-        before = page.endings[key]
-        if before is not None:
-            raise AccountingError(
-                f"rollout finished twice, as {before[0]} ({before[1]}) and as {outcome} ({reason}): {key}."
-            )
+        if (before := page.endings[key]) is not None:
+            first = f"{before[0]} ({before[1]})"
+            raise AccountingError(f"rollout finished twice, as {first} and as {outcome} ({reason}): {key}.")
         page.endings[key] = (RolloutOutcome(outcome), reason)
 
     def drop_restored(self, step: int, count: int, reason: str) -> None:
@@ -179,10 +177,8 @@ class Ledger:
         for number, page in sorted(pages.items()):
             running = sorted(key for key, ending in page.endings.items() if ending is None)
             if running:
-                raise AccountingError(
-                    f"{len(running)} of {len(page.endings)} rollouts of step {number} have no outcome, "
-                    f"the first is {running[0]}."
-                )
+                what = f"{len(running)} of {len(page.endings)} rollouts of step {number} have no outcome"
+                raise AccountingError(f"{what}, the first is {running[0]}.")
         if trained is not None and step is not None and (known := self.summary(step).trained) != trained:
             raise AccountingError(f"step {step}: the learner trained {trained} rollouts, the ledger has {known}.")
 

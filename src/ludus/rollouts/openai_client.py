@@ -22,6 +22,7 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -38,18 +39,7 @@ from ludus.rollouts.accepted_fields import REASONING, REJECTED_STATUS, AcceptedF
 from ludus.rollouts.episode import ChatSession
 from ludus.rollouts.scheduler import ChatSessionFactory, RolloutRequest, SamplingPlan, rollout_for, sampling_params
 from ludus.tools.base import Tool, ToolSchema
-from ludus.types import (
-    JSON,
-    Action,
-    CallError,
-    FinishReason,
-    Message,
-    MessageToolCall,
-    SamplingParams,
-    Segment,
-    StopReason,
-    ToolCall,
-)
+from ludus.types import JSON, Action, CallError, Message, MessageToolCall, SamplingParams, Segment, StopReason, ToolCall
 from ludus.untrusted.replies import PLAIN, bounded_replies
 
 WireMessage = Mapping[str, object]
@@ -105,10 +95,8 @@ class OpenAIClientSettings:
         if not re.fullmatch(r"[!-~]*", self.api_key):
             raise UserError("The API key contains whitespace or non-ASCII characters.", "Set the key alone.")
         if self.concurrency < 1 or self.retries < 0 or self.timeout_s <= 0:
-            raise ConfigError(
-                "An endpoint needs a concurrency of 1 or more, a timeout above 0 and no negative retries.",
-                "See EndpointSettings.",
-            )
+            text = "An endpoint needs a concurrency of 1 or more, a timeout above 0 and no negative retries."
+            raise ConfigError(text, "See EndpointSettings.")
 
     @property
     def target(self) -> httpx.URL:
@@ -129,10 +117,6 @@ class TokenUsage:
     completion_tokens: int = 0
     num_answers: int = 0
     num_counted: int = 0
-
-    @property
-    def total_tokens(self) -> int:
-        return self.prompt_tokens + self.completion_tokens
 
     def __add__(self, other: TokenUsage) -> TokenUsage:
         return TokenUsage(*map(sum, zip(astuple(self), astuple(other), strict=True)))
@@ -243,12 +227,10 @@ class OpenAIClient:
                 response = await self._post(body)
             except httpx.HTTPError as error:
                 if last or not isinstance(error, _RETRYABLE):
-                    times = "attempts" if attempt else "attempt"
-                    raise EngineError(
-                        f"{self.settings.target} did not respond ({attempt + 1} {times}): "
-                        f"{type(error).__name__}: {error}.",
-                        "Check that the server is running and that the URL is correct.",
-                    ) from error
+                    tried = f"{attempt + 1} attempt{'s' * (attempt > 0)}"
+                    text = f"{self.settings.target} did not respond ({tried}): {type(error).__name__}: {error}."
+                    hint = "Check that the server is running and that the URL is correct."
+                    raise EngineError(text, hint) from error
             else:
                 is_limited = response.status_code == httpx.codes.TOO_MANY_REQUESTS
                 if last or not (is_limited or (response.is_server_error and not _TOO_LONG.search(response.text))):
@@ -264,14 +246,11 @@ class OpenAIClient:
             headers["Authorization"] = f"Bearer {settings.api_key}"
         try:
             async with asyncio.timeout(settings.timeout_s):
-                return await self._client().post(
-                    settings.target, content=body, headers=headers, timeout=None, follow_redirects=False
-                )
+                post = partial(self._client().post, settings.target, content=body, headers=headers)
+                return await post(timeout=None, follow_redirects=False)
         except TimeoutError as error:
-            raise EngineError(
-                f"{settings.target} did not respond within {settings.timeout_s:g} s.",
-                "Raise the timeout or lower the concurrency.",
-            ) from error
+            text = f"{settings.target} did not respond within {settings.timeout_s:g} s."
+            raise EngineError(text, "Raise the timeout or lower the concurrency.") from error
 
     def _client(self) -> httpx.AsyncClient:
         if self.client is not None:
@@ -288,10 +267,8 @@ class OpenAIClient:
             key = "the API key" if self.settings.api_key else "requests without an API key"
             return UserError(f"{target} rejects {key} for the model {model!r} ({detail}).", "Set a valid key.")
         if status == httpx.codes.NOT_FOUND:
-            return UserError(
-                f"{target} does not serve the model {model!r} ({detail}).",
-                "Check the model's name and the URL, which usually ends in /v1.",
-            )
+            hint = "Check the model's name and the URL, which usually ends in /v1."
+            return UserError(f"{target} does not serve the model {model!r} ({detail}).", hint)
         return EngineError(f"{target} failed for the model {model!r} ({detail}).")
 
 
@@ -362,7 +339,7 @@ class OpenAIChatSession:
 
     def _append_answer(self, answer: ChatCompletion) -> None:
         self._turn += 1
-        self._num_tokens = answer.usage.total_tokens
+        self._num_tokens = answer.usage.prompt_tokens + answer.usage.completion_tokens
         self._messages.append(answer.history)
         structured = "tool_calls" in answer.history
         self._structured_call_ids = frozenset(call.id for call in answer.action.calls if structured)
@@ -431,19 +408,17 @@ def read_answer(body: bytes, turn: int, parser: ToolCallParser | None = None) ->
         text = json.dumps(json.loads(body), ensure_ascii=False)
         reply = _Reply.model_validate(json.loads(text.encode("utf-8", "replace")))
     except (ValueError, RecursionError) as error:
-        raise EngineError(
-            f"returned an invalid chat completion: {_excerpt(body)}",
-            "Check that the URL belongs to an OpenAI-compatible server.",
-        ) from error
+        hint = "Check that the URL belongs to an OpenAI-compatible server."
+        raise EngineError(f"returned an invalid chat completion: {_excerpt(body)}", hint) from error
     choice = reply.choices[0]
-    finish: FinishReason = "length" if choice.finish_reason == "length" else "stop"
     if choice.finish_reason in ("abort", "error"):
         raise EngineError(f"aborted its response (finish reason {choice.finish_reason!r}): {_excerpt(body)}")
     action, history = _read_message(choice.message, turn, parser)
     counted = reply.usage or _ReplyUsage()
     tokens = (counted.prompt_tokens, counted.completion_tokens)
     usage = TokenUsage(tokens[0] or 0, tokens[1] or 0, 1, int(None not in tokens))
-    return ChatCompletion(replace(action, finish_reason=finish), history, usage)
+    cut = choice.finish_reason == "length"
+    return ChatCompletion(replace(action, finish_reason="length" if cut else "stop"), history, usage)
 
 
 def _read_message(message: _ReplyMessage, turn: int, parser: ToolCallParser | None) -> tuple[Action, WireMessage]:

@@ -154,10 +154,8 @@ def _timeout_error(task: Task, timeout_s: float, stack: str = "") -> RewardTimeo
     score = next((i for i, (_, _, name) in enumerate(frames) if name == "score"), 0)
     inner = frames[:score]
     where = f": {inner[-1][2]}, at {inner[0][0]}, line {inner[0][1]}" if inner else ""
-    return RewardTimeout(
-        f"The rewards of task {task.id} took longer than {timeout_s:g} s{where}.",
-        "Bound their work, or raise rollout.reward_timeout_s.",
-    )
+    text = f"The rewards of task {task.id} took longer than {timeout_s:g} s{where}."
+    return RewardTimeout(text, "Bound their work, or raise rollout.reward_timeout_s.")
 
 
 class _ProcessExited(Exception):

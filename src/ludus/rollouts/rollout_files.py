@@ -46,14 +46,8 @@ _ROUNDING = 0.01
 """Largest log-probability accepted as rounding (nats)."""
 _TIME_FIELDS = {"seconds", "timings"}
 """Fields with wall-clock times, which are not stored."""
-_DEFAULTS_OF_OLD_FILES: Mapping[str, object] = {
-    "anchors": [],
-    "leaf_rewards": [],
-    "leaves": [],
-    "turn_progress": [],
-    "cost": 0.0,
-    "retried": False,
-}
+_LATER_LISTS = ("anchors", "leaf_rewards", "leaves", "turn_progress")
+_DEFAULTS_OF_OLD_FILES: Mapping[str, object] = {**{name: [] for name in _LATER_LISTS}, "cost": 0.0, "retried": False}
 """Fields missing in older files, with their defaults."""
 
 
@@ -127,15 +121,13 @@ def read_rollouts(path: Path, lines: Container[int] | None = None) -> Iterator[R
     except FileNotFoundError:
         raise UserError(f"{path} does not exist.", "Check the path and the step.") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(
-            f"{path} is damaged after line {number}: {error}.", "The lines before it can be read."
-        ) from error
+        text = f"{path} is damaged after line {number}: {error}."
+        raise UserError(text, "The lines before it can be read.") from error
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror or error}.") from error
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise UserError(
-            f"{path}, line {number}, is not a rollout: {error}.", "Was it written by this version of Ludus?"
-        ) from error
+        text = f"{path}, line {number}, is not a rollout: {error}."
+        raise UserError(text, "Was it written by this version of Ludus?") from error
 
 
 @contextmanager
@@ -181,14 +173,13 @@ def rollout_line(record: RolloutRecord) -> str:
 
 def _first_non_finite(data: object, where: str = "") -> str:
     """Return the path of the first non-finite float, or ""."""
-    if isinstance(data, float):
-        return "" if math.isfinite(data) else f"{where.lstrip('.')}={data}"
+    if isinstance(data, float) and not math.isfinite(data):
+        return f"{where.lstrip('.')}={data}"
+    parts: Iterable[tuple[str, object]] = ()
     if isinstance(data, dict):
         parts = ((f"{where}.{name}", value) for name, value in data.items())
     elif isinstance(data, list):
         parts = ((f"{where}[{i}]", value) for i, value in enumerate(data))
-    else:
-        return ""
     return next((found for name, value in parts if (found := _first_non_finite(value, name))), "")
 
 

@@ -143,9 +143,8 @@ async def _branch(run_path: RunPath, chain: Trajectory, fork: int, of: int, numb
 
 
 def _nondeterminism_error(chain: Trajectory, why: str) -> WorldError:
-    return WorldError(
-        f"An episode of task {chain.task_id} cannot branch: {why}", "rollout.branch requires a deterministic world."
-    )
+    text = f"An episode of task {chain.task_id} cannot branch: {why}"
+    return WorldError(text, "rollout.branch requires a deterministic world.")
 
 
 def _forks(settings: BranchConfig, graft: TrajectoryBranch) -> list[int]:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludus.diagnostics.behavior_metrics import message_text
-from ludus.evaluation.agent_texts import plain_answer
+from ludus.evaluation.scripted_agents import plain_answer
 from ludus.types import Message, Task
 
 SIMILARITY_NGRAM = 3

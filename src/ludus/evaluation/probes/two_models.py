@@ -114,16 +114,14 @@ def forks_report(
 
 def _examples(views: Sequence[tuple[TokenViews, TokenViews]], tokenizer: Tokenizer) -> list[str]:
     """Return a sentence with the most frequent pairs of differing tokens; empty without forks."""
-    pairs = Counter(
-        (first, second)
-        for base, trained in views
-        for first, second in zip(base.top.tolist(), trained.top.tolist(), strict=True)
-        if first != second
-    )
-    words = [
-        f"{decode_exactly(tokenizer, [a])!r} to {decode_exactly(tokenizer, [b])!r} ({num})"
-        for (a, b), num in pairs.most_common(NUM_EXAMPLES)
-    ]
+    pairs: Counter[tuple[int, int]] = Counter()
+    for base, trained in views:
+        tops = zip(base.top.tolist(), trained.top.tolist(), strict=True)
+        pairs.update(pair for pair in tops if pair[0] != pair[1])
+    words = []
+    for pair, num in pairs.most_common(NUM_EXAMPLES):
+        a, b = (decode_exactly(tokenizer, [token]) for token in pair)
+        words.append(f"{a!r} to {b!r} ({num})")
     return [f"Most frequent: {', '.join(words)}."] if words else []
 
 
@@ -182,10 +180,8 @@ async def measure_swap(
         gap = None if cell == "AA" else difference(found, rates["AA"], plan.seed)
         rows.append({"calls, answer": ", ".join(cell), "success": mean_over_tasks(found, plan.seed), "to A, A": gap})
     for name, after, before in (("calls by B", "BA BB", "AA AB"), ("answers by B", "AB BB", "AA BA")):
-        b, a = (
-            {task: fmean(rates[cell][task] for cell in cells.split()) for task in rates["AA"]}
-            for cells in (after, before)
-        )
+        pairs = [[rates[cell] for cell in cells.split()] for cells in (after, before)]
+        b, a = ({task: fmean(one[task] for one in pair) for task in pair[0]} for pair in pairs)
         rows.append({"calls, answer": name, "success": None, "to A, A": difference(b, a, plan.seed)})
     total = 4 * len(plan.tasks) * plan.samples
     notes = ["The last two rows are the effect of a role, averaged over the models in the other one."]
