@@ -65,20 +65,6 @@ class EpisodeLimits:
     environment_timeout_s: float = 120.0
 
 
-@dataclass
-class _EpisodeRecord:
-    messages: list[Message] = field(default_factory=list)
-    outcomes: list[ToolOutcome] = field(default_factory=list)
-    turn_rewards: list[float | None] = field(default_factory=list)
-    anchors: list[str] = field(default_factory=list)
-    shown: Sequence[Message] = ()
-    error_streak: int = 0
-    model_s: float = 0.0
-    tools_s: float = 0.0
-    waited_s: float = 0.0
-    turns: list[tuple[float, float]] = field(default_factory=list)
-
-
 def is_being_cancelled() -> bool:
     """Return whether the running task was cancelled from outside."""
     task = asyncio.current_task()
@@ -115,152 +101,151 @@ async def run_unscored(
     task: Task, sample: int, environment: Environment, chat: ChatSession, limits: EpisodeLimits
 ) -> Trajectory:
     """Run one episode to its end without scoring, except for turn rewards."""
-    record = _EpisodeRecord()
+    run = _EpisodeRun(task, environment, chat, limits)
     started, begin = time.time(), time.perf_counter()
     try:
-        stop = await _run_within_timeout(task, environment, chat, limits, record)
+        stop = await run.within_timeout()
     except BaseException as error:
         try:
-            await _close(environment, chat, limits)
+            await run.close()
         except LudusError as second:
             error.add_note(f"Closing also failed: {second}")
         raise
-    await _close(environment, chat, limits)
-    segments, given = chat.segments, record.turn_rewards
+    await run.close()
+    segments, given = chat.segments, run.turn_rewards
+    model_s, tools_s = (sum(seconds) for seconds in zip(*run.turns, strict=True)) if run.turns else (0.0, 0.0)
+    total_s = time.perf_counter() - begin - run.waited_s
     return Trajectory(
         task_id=task.id,
         sample=sample,
         segments=segments,
-        messages=tuple(record.messages),
+        messages=tuple(run.messages),
         stop_reason=stop,
-        outcomes=tuple(record.outcomes),
+        outcomes=tuple(run.outcomes),
         turn_rewards=tuple(r or 0.0 for r in given) if any(r is not None for r in given) else (),
         tags=dict(task.tags),
-        anchors=tuple(record.anchors[: sum(s.kind == "action" for s in segments)]),
-        timings=Timings(
-            time.perf_counter() - begin - record.waited_s,
-            record.model_s - record.waited_s,
-            record.tools_s,
-            begin=started,
-            turns=tuple(record.turns),
-        ),
+        anchors=tuple(run.anchors[: sum(s.kind == "action" for s in segments)]),
+        timings=Timings(total_s, model_s - run.waited_s, tools_s, begin=started, turns=tuple(run.turns)),
     )
 
 
-async def _run_within_timeout(
-    task: Task, environment: Environment, chat: ChatSession, limits: EpisodeLimits, record: _EpisodeRecord
-) -> StopReason:
-    try:
-        async with asyncio.timeout(limits.timeout_s) as deadline:
-            timeout = PausableTimeout(deadline)
-            token = EPISODE_TIMEOUT.set(timeout)
-            try:
-                return await _run_turns(task, environment, chat, limits, record)
-            finally:
-                EPISODE_TIMEOUT.reset(token)
-                record.waited_s = timeout.paused_s
-    except TimeoutError:
-        if not deadline.expired():
-            raise
-        return StopReason.TIMEOUT
+@dataclass
+class _EpisodeRun:
+    """An episode so far. `turns` are the seconds of the model and of the environment."""
 
+    task: Task
+    environment: Environment
+    chat: ChatSession
+    limits: EpisodeLimits
+    messages: list[Message] = field(default_factory=list)
+    outcomes: list[ToolOutcome] = field(default_factory=list)
+    turn_rewards: list[float | None] = field(default_factory=list)
+    anchors: list[str] = field(default_factory=list)
+    turns: list[tuple[float, float]] = field(default_factory=list)
+    shown: Sequence[Message] = ()
+    error_streak: int = 0
+    waited_s: float = 0.0
 
-async def _run_turns(
-    task: Task, environment: Environment, chat: ChatSession, limits: EpisodeLimits, record: _EpisodeRecord
-) -> StopReason:
-    record.messages += await _call_environment("start", lambda: environment.start(task), list, limits)
-    record.shown = tuple(record.messages)
-    with _world_errors(_NOT_RENDERED):
-        stop = chat.open(record.messages, environment.tools)
-    turn = 0
-    while stop is None:
-        record.anchors.append(await _state_hash(environment, record, limits))
-        begin = time.perf_counter()
+    async def within_timeout(self) -> StopReason:
         try:
-            action = await chat.act()
-        except asyncio.CancelledError as error:
-            if is_being_cancelled():
+            async with asyncio.timeout(self.limits.timeout_s) as deadline:
+                timeout = PausableTimeout(deadline)
+                token = EPISODE_TIMEOUT.set(timeout)
+                try:
+                    return await self._play()
+                finally:
+                    EPISODE_TIMEOUT.reset(token)
+                    self.waited_s = timeout.paused_s
+        except TimeoutError:
+            if not deadline.expired():
                 raise
-            raise EngineError("The policy's turn was cancelled from inside the engine.") from error
+            return StopReason.TIMEOUT
+
+    async def close(self) -> None:
+        try:
+            self.chat.close()
         finally:
-            seconds = time.perf_counter() - begin
-            record.model_s += seconds
-            record.turns.append((seconds, 0.0))
-        if isinstance(action, StopReason):
-            return action
-        record.messages.append(action.message)
-        if action.finish_reason == "length":
-            return StopReason.TRUNCATED
-        if not (action.calls or action.errors or action.message["content"].strip()):
-            return StopReason.EMPTY_ANSWER
-        begin = time.perf_counter()
-        result = await _call_environment("step", partial(environment.step, action), StepResult, limits)
-        seconds = time.perf_counter() - begin
-        record.tools_s += seconds
-        record.turns[-1] = (record.turns[-1][0], seconds)
-        turn += 1
-        stop = _stop_after(result, turn, limits, record)
-        if stop is None:
-            with _world_errors(_NOT_RENDERED):
-                stop = chat.observe(result.messages)
-    return stop
+            await self._call("close", self.environment.close, object)
 
+    async def _play(self) -> StopReason:
+        self.messages += await self._call("start", partial(self.environment.start, self.task), list)
+        self.shown = tuple(self.messages)
+        with _world_errors(_NOT_RENDERED):
+            stop = self.chat.open(self.messages, self.environment.tools)
+        while stop is None:
+            self.anchors.append(await self._state_hash())
+            begin = time.perf_counter()
+            try:
+                action = await self.chat.act()
+            except asyncio.CancelledError as error:
+                if is_being_cancelled():
+                    raise
+                raise EngineError("The policy's turn was cancelled from inside the engine.") from error
+            finally:
+                model_s = time.perf_counter() - begin
+                self.turns.append((model_s, 0.0))
+            if isinstance(action, StopReason):
+                return action
+            self.messages.append(action.message)
+            if action.finish_reason == "length":
+                return StopReason.TRUNCATED
+            if not (action.calls or action.errors or action.message["content"].strip()):
+                return StopReason.EMPTY_ANSWER
+            begin = time.perf_counter()
+            result = await self._call("step", partial(self.environment.step, action), StepResult)
+            self.turns[-1] = (model_s, time.perf_counter() - begin)
+            stop = self._stop_after(result)
+            if stop is None:
+                with _world_errors(_NOT_RENDERED):
+                    stop = self.chat.observe(result.messages)
+        return stop
 
-def _stop_after(result: StepResult, turn: int, limits: EpisodeLimits, record: _EpisodeRecord) -> StopReason | None:
-    if result.reward is not None and not math.isfinite(result.reward):
-        raise WorldError(f"The environment's step returned the reward {result.reward}.")
-    record.messages += result.messages
-    record.shown = result.messages or record.shown
-    record.outcomes += result.outcomes
-    record.turn_rewards.append(result.reward)
-    for outcome in (one for one in result.outcomes if one.call_id):
-        record.error_streak = 0 if outcome.status is ToolStatus.OK else record.error_streak + 1
-    if result.done:
-        return StopReason.ANSWERED
-    if record.error_streak >= limits.max_tool_errors:
-        return StopReason.TOOL_ERRORS
-    return StopReason.MAX_TURNS if turn >= limits.max_turns else None
+    def _stop_after(self, result: StepResult) -> StopReason | None:
+        if result.reward is not None and not math.isfinite(result.reward):
+            raise WorldError(f"The environment's step returned the reward {result.reward}.")
+        self.messages += result.messages
+        self.shown = result.messages or self.shown
+        self.outcomes += result.outcomes
+        self.turn_rewards.append(result.reward)
+        for outcome in (one for one in result.outcomes if one.call_id):
+            self.error_streak = 0 if outcome.status is ToolStatus.OK else self.error_streak + 1
+        if result.done:
+            return StopReason.ANSWERED
+        if self.error_streak >= self.limits.max_tool_errors:
+            return StopReason.TOOL_ERRORS
+        return StopReason.MAX_TURNS if len(self.turns) >= self.limits.max_turns else None
 
+    async def _state_hash(self) -> str:
+        if self.environment.implements("state_key"):
 
-async def _state_hash(environment: Environment, record: _EpisodeRecord, limits: EpisodeLimits) -> str:
-    if environment.implements("state_key"):
+            async def read() -> str:
+                return self.environment.state_key()
 
-        async def read() -> str:
-            return environment.state_key()
+            state = await self._call("state_key", read, str)
+        else:
+            shown = [[m["role"], m.get("name", ""), m.get("content", "")] for m in self.shown]
+            state = json.dumps(shown, default=str)
+        return hashlib.blake2b(state.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
-        state = await _call_environment("state_key", read, str, limits)
-    else:
-        shown = [[m["role"], m.get("name", ""), m.get("content", "")] for m in record.shown]
-        state = json.dumps(shown, default=str)
-    return hashlib.blake2b(state.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-
-
-async def _call_environment(what: str, call: Callable[[], Awaitable[T]], expected: type[T], limits: EpisodeLimits) -> T:
-    """Call the environment; its errors become WorldError with the original message."""
-    try:
-        async with call_timeout(limits.environment_timeout_s) as deadline:
-            result = await call()
-    except LudusError:
-        raise
-    except BaseException as error:  # boundary: user code; the cause is chained
-        if isinstance(error, KeyboardInterrupt | GeneratorExit):
+    async def _call(self, what: str, call: Callable[[], Awaitable[T]], expected: type[T]) -> T:
+        """Call the environment; its errors become WorldError with the original message."""
+        timeout_s = self.limits.environment_timeout_s
+        try:
+            async with call_timeout(timeout_s) as deadline:
+                result = await call()
+        except LudusError:
             raise
-        if isinstance(error, asyncio.CancelledError) and is_being_cancelled():
-            raise
-        if isinstance(error, TimeoutError) and deadline.expired():
-            text = f"The environment's {what} took longer than {limits.environment_timeout_s:g} s."
-            raise WorldError(text, "See rollout.environment_timeout_s.") from error
-        raise WorldError(f"The environment's {what} raised {describe_error(error)}") from error
-    if not isinstance(result, expected):
-        raise WorldError(f"The environment's {what} returned {type(result).__name__}, not {expected.__name__}.")
-    return result
-
-
-async def _close(environment: Environment, chat: ChatSession, limits: EpisodeLimits) -> None:
-    try:
-        chat.close()
-    finally:
-        await _call_environment("close", environment.close, object, limits)
+        except BaseException as error:  # boundary: user code; the cause is chained
+            is_stopped = isinstance(error, asyncio.CancelledError) and is_being_cancelled()
+            if is_stopped or isinstance(error, KeyboardInterrupt | GeneratorExit):
+                raise
+            if isinstance(error, TimeoutError) and deadline.expired():
+                text = f"The environment's {what} took longer than {timeout_s:g} s."
+                raise WorldError(text, "See rollout.environment_timeout_s.") from error
+            raise WorldError(f"The environment's {what} raised {describe_error(error)}") from error
+        if not isinstance(result, expected):
+            raise WorldError(f"The environment's {what} returned {type(result).__name__}, not {expected.__name__}.")
+        return result
 
 
 def scored(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Trajectory:
