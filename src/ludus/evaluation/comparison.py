@@ -146,10 +146,7 @@ def curve_shape(points: Sequence[BoundaryPoint]) -> Shape:
 
 @dataclass(frozen=True)
 class TargetReached:
-    """Training step, episodes and sampled tokens at which success first reached a target; None if never.
-
-    Between the evaluation before and the first at the target, they are interpolated linearly.
-    """
+    """Step, episodes and sampled tokens, interpolated, at which success first reached a target; None if never."""
 
     step: float | None
     episodes: float | None
@@ -158,10 +155,7 @@ class TargetReached:
 
 
 def time_to_target(rows: Sequence[MetricsRow], metric: str, target: float) -> TargetReached:
-    """Return when `metric` first reaches `target`. Raises ValueError if no row has the metric.
-
-    Episodes and tokens are those of all steps up to the row, from `episodes/count` and `response_length/mean`.
-    """
+    """Return when `metric` first reaches `target`, with all episodes and tokens so far. ValueError without it."""
     points: list[tuple[float, float, float, float]] = []
     episodes = tokens = 0.0
     for row in rows:

@@ -251,10 +251,7 @@ def dataset_row(scored: ScoredRecord) -> Fields:
 
 
 def write_sharegpt(path: Path, records: Iterable[ScoredRecord], accepts: Callable[[object], object]) -> int:
-    """Write ShareGPT JSON lines; return the number of rollouts written. Raises StorageError.
-
-    Leaves out rollouts for which the conversion or `accepts` raises ValueError.
-    """
+    """Write ShareGPT JSON lines, without rollouts that `accepts` or conversion rejects; return their number."""
 
     def rows() -> Iterator[Fields]:
         for scored in records:

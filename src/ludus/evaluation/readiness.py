@@ -76,10 +76,7 @@ def beta_share(mean: float, correlation: float, k: int) -> float:
 
 
 def fit_correlation(histogram: NDArray[np.int64], mean: float) -> float:
-    """Return the correlation of a beta-binomial distribution with a given mean, by maximum likelihood on a grid.
-
-    `histogram`: `[K+1]`, the number of tasks with 0 to K successes.
-    """
+    """Return the most likely beta-binomial correlation for `histogram` `[K+1]`, tasks with 0 to K successes."""
     from scipy.special import betaln
 
     num = len(histogram) - 1

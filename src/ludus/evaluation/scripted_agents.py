@@ -248,11 +248,7 @@ def _calls_in_turn(tools: Sequence[Tool], program: str, command: str) -> list[Ac
 
 
 def edit_tests(task: Task, tools: Sequence[Tool]) -> tuple[Action, ...] | None:
-    """Overwrite the tests with passing tests, and the modules that Python imports before them.
-
-    One file per turn with a tool that writes files, otherwise all files with each tool that runs programs or commands;
-    None if there is neither.
-    """
+    """Overwrite tests and start files by file writers, else by all tools that run code; None if there are neither."""
     named = [test.partition("::")[0] for test in task.truth.tests("all")] if isinstance(task.truth, Suite) else []
     tests = (*(name for name in named if name.endswith(".py")), *TEST_FILES)
     files = {name: TESTS["conftest" if "conftest" in name else "test"] for name in tests}

@@ -109,10 +109,7 @@ def pass_hat_k(n: int, c: int, k: int) -> float:
 
 
 def wilson(successes: int, n: int) -> Interval:
-    """Return the Wilson score interval of a success rate (Wilson 1927), for independent 0/1 outcomes.
-
-    Raises ValueError for `n` below 1 or impossible counts.
-    """
+    """Return the Wilson score interval (1927) of independent 0/1 outcomes. Raises ValueError for impossible counts."""
     if n < 1 or not 0 <= successes <= n:
         raise ValueError(f"need 0 <= successes <= n and n >= 1, got successes={successes}, n={n}")
     rate, scale = successes / n, 1 + _Z * _Z / n

@@ -25,11 +25,7 @@ _SENT_AS_MAX_TOKENS = ("max_tokens", _RENAMED)
 
 @dataclass(frozen=True, slots=True)
 class AcceptedFields:
-    """Adaptations of request bodies for a server.
-
-    `dropped` are omitted fields; `max_tokens_name` is the name of the length limit; `zero_as` replaces a
-    temperature of 0.
-    """
+    """Adaptations of requests: omitted fields, the name of the length limit, the substitute of a temperature of 0."""
 
     dropped: frozenset[str] = frozenset()
     max_tokens_name: str = "max_tokens"

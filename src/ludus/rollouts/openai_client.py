@@ -175,11 +175,7 @@ class OpenAIClient:
         turn: int,
         parser: ToolCallParser | None = None,
     ) -> ChatCompletion | None:
-        """Request turn `turn`, counted from 0. Returns None if the context is too long.
-
-        Raises EngineError if the server fails or its response is invalid, UserError if it rejects the model
-        or the key.
-        """
+        """Request turn `turn` (from 0). None: the context is too long. Raises EngineError; UserError: model or key."""
         body = self._body(messages, tools, params)
         async with self._slots:
             response = await self._send_accepted(body)

@@ -82,11 +82,7 @@ class RewardTimeout(RewardFault):
 
 @dataclass
 class ThreadRewardExecutor:
-    """Compute rewards on threads of this process, one at a time.
-
-    The event loop is not blocked unless a reward holds the interpreter lock. After a timeout the reward continues to
-    run, and its result is ignored.
-    """
+    """Compute rewards on a thread, one at a time. After a timeout the reward continues, and its result is ignored."""
 
     timeout_s: float = 120.0
     _locks: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = field(default_factory=WeakKeyDictionary)
@@ -183,11 +179,7 @@ class _Connection:
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def request(self, body: bytes, timeout_s: float) -> Reply:
-        """Send a request and return the reply.
-
-        Raises _ProcessExited if the process exits during this request or does not reply within `timeout_s`, and
-        _ConnectionClosed. After both, and after cancellation, the connection is closed.
-        """
+        """Return the reply. Closes the connection on _ProcessExited (also after `timeout_s`) and cancellation."""
         self.num_requests += 1
         try:
             async with self._writing, self._timeout(timeout_s * self.num_requests):  # earlier requests are scored first

@@ -104,10 +104,7 @@ def parts_of(world: World) -> tuple[Part, ...]:
 
 
 def fork_on_demand(control: str) -> None:
-    """Fork a process for each socket received on `control`, until it is closed.
-
-    Each message contains a socket and the comma-separated names of its worlds, which are imported first.
-    """
+    """Fork a process per socket received on `control`, with the names of worlds to import, until it is closed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=int(control)) as requests:

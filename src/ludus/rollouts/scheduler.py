@@ -355,10 +355,7 @@ def episodes_at_once(world: World, concurrency: int) -> int:
 def engine_scheduler(
     world: World, engine: Engine, renderer: Renderer, rollout: RolloutConfig, plan: SamplingPlan, ledger: Ledger
 ) -> Scheduler:
-    """Return a scheduler of episodes that sample from `engine`.
-
-    If runs are reproducible and the engine is not batch-invariant, episodes advance turn by turn in lockstep.
-    """
+    """Return a scheduler on `engine`; in lockstep if runs are reproducible and it is not batch-invariant."""
     lockstep = LockstepEngine(engine) if rollout.reproducible and not engine.batch_invariant else None
     if rollout.guided_tools:
         renderer.guide(())

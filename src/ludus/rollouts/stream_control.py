@@ -248,10 +248,7 @@ class PassTimeModel:
         self._sums = _add_step(self._sums, (1.0, x, y, x * x, x * y))
 
     def gain(self, running: float) -> float:
-        """Return the engine's speedup with `GROWTH` times as many sequences as `running`.
-
-        If all steps had the same batch size, a pass is assumed to take the same time for any batch size.
-        """
+        """Return the engine's speedup with `GROWTH` times `running` sequences; `GROWTH - 1` if sizes do not differ."""
         count, x, y, xx, xy = self._sums
         spread = xx * count - x * x
         if count == 0 or spread <= 1e-3 * x * x:
@@ -264,10 +261,7 @@ class PassTimeModel:
 
 @dataclass
 class ConcurrencyController:
-    """`limit` on episodes in flight, in [`min_limit`, `max_limit`].
-
-    Grows by the factor `INITIAL_GROWTH` per step until it suffices for the first time, then by `GROWTH`.
-    """
+    """`limit` on episodes in flight; grows by `INITIAL_GROWTH` per step until it first suffices, then by `GROWTH`."""
 
     limit: int
     min_limit: int
@@ -283,10 +277,7 @@ class ConcurrencyController:
         self.limit = max(self.min_limit, min(self.max_limit, self.limit))
 
     def after_step(self, timings: Mapping[str, float], ready: float, flow: StreamThroughput, limited: bool) -> int:
-        """Return the limit after a step with these timings; unchanged without engine metrics.
-
-        An unknown idle fraction of the engine counts as 0; if the learner is idle, `gain` then decides.
-        """
+        """Return the limit after a step; unchanged without engine metrics. An unknown engine idle time counts as 0."""
         if "engine/requests_running" not in timings:
             return self.limit
         running, speed = timings["engine/requests_running"], timings["engine/decode_tokens_per_s"]

@@ -148,11 +148,7 @@ def _nondeterminism_error(chain: Trajectory, why: str) -> WorldError:
 
 
 def _forks(settings: BranchConfig, graft: TrajectoryBranch) -> list[int]:
-    """Return the action segments before which a path is forked.
-
-    Candidates are all actions of a trunk, or those after the first action of a branch; ranking by entropy is in
-    descending order.
-    """
+    """Return the forking segments: actions (of a branch after its first), selected or by descending entropy."""
     segments = graft.chain.segments
     actions = [i for i, segment in enumerate(segments) if segment.kind == "action"]
     own = [(turn, i) for turn, i in enumerate(actions) if i > graft.shared or graft.shared == 0]

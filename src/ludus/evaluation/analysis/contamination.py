@@ -128,10 +128,7 @@ class SourceOverlap:
 
 
 def nearest_tasks(index: NgramIndex, training: Iterable[NamedText]) -> list[tuple[float, str]]:
-    """Return for each task the highest Jaccard similarity with a training task, and the name of that task.
-
-    The similarity is the number of common distinct n-grams divided by that of the union.
-    """
+    """Return for each task the highest Jaccard similarity of distinct n-grams with a training task, and its name."""
     best, names = np.zeros(len(index.sizes)), [""] * len(index.sizes)
     for one in training:
         found, size = index.find(one.text)

@@ -120,10 +120,7 @@ def num_turns(episode: Episode) -> int:
 
 
 def read_price(path: Path, model: str) -> TokenPrice:
-    """Return the price of a model from a TOML file of tables `["MODEL"]` with the numbers `input` and `output`.
-
-    Raises UserError for an invalid file, and for a model that is not in it.
-    """
+    """Return the price of a model from a TOML file of tables `["MODEL"]` with `input` and `output`, or UserError."""
     try:
         table = tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:

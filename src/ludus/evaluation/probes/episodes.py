@@ -118,10 +118,7 @@ class EndpointTurn:
 
 @dataclass
 class RecordingSession(OpenAIChatSession):
-    """Session of an endpoint that stores its turns, and replays the first `num_replayed` of `recorded`.
-
-    Raises RestoreError if the messages before a recorded turn differ.
-    """
+    """Endpoint session that stores its turns and replays `num_replayed` of `recorded`; RestoreError if they differ."""
 
     recorded: tuple[EndpointTurn, ...] = ()
     num_replayed: int = 0

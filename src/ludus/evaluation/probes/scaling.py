@@ -29,10 +29,7 @@ MAX_SUBSETS = 1000
 
 @dataclass(frozen=True, slots=True)
 class ScoredAttempt:
-    """One attempt: success (0 or 1), final answer, turns, sampled tokens, and a score without verifier.
-
-    Tokens and score are None for an endpoint, which returns no tokens.
-    """
+    """Success (0 or 1), answer, turns, sampled tokens, and a score; the last two are None for endpoints."""
 
     success: float
     answer: str
@@ -125,10 +122,7 @@ def best_of(attempts: Sequence[ScoredAttempt], num: int) -> float:
 
 
 def majority(attempts: Sequence[ScoredAttempt], num: int) -> float:
-    """Return the expected success of the most frequent answer among `num` of the attempts.
-
-    Attempts without an answer do not vote; equally frequent answers are chosen with equal probability.
-    """
+    """Return the expected success of the most frequent answer among `num` attempts; ties have equal probability."""
     if math.comb(len(attempts), num) <= MAX_SUBSETS:
         return _mean([vote(subset) for subset in combinations(attempts, num)])
     rng = random.Random(f"majority:{num}")

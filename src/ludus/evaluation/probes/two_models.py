@@ -158,10 +158,7 @@ class ReaderSession(EngineChatSession):
 async def measure_swap(
     makers: Mapping[str, MakeScheduler], engines: Mapping[str, Engine], plan: ProbePlan
 ) -> ProbeReport:
-    """Return success in the four cells of the models "A" and "B", and the effects of each role, paired by task.
-
-    The effect of a role is the mean over the other role's models. Raises UserError for fewer than 2 tasks.
-    """
+    """Return success in the four cells of "A" and "B", and the paired effect of each role. UserError below 2 tasks."""
     rates: dict[str, Scores] = {}
     without_calls = 0
     for caller, reader in product("AB", "AB"):
@@ -191,10 +188,7 @@ async def measure_swap(
 
 
 def transfer_report(worlds: Mapping[str, BeforeAfter], losses: BeforeAfter | None, seed: int) -> ProbeReport:
-    """Return a row for each world, with the difference paired by task, and one for the dialogues.
-
-    `losses` are nats per token by dialogue. Raises UserError for fewer than 2 tasks or dialogues.
-    """
+    """Return a row per world, and of `losses` in nats per token by dialogue. UserError for fewer than 2 of either."""
     measured = {name: (pair, True) for name, pair in worlds.items()}
     if losses is not None:
         measured[DIALOGUES] = (losses, False)
