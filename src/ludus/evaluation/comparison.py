@@ -51,7 +51,10 @@ def newest_evaluations(folder: Path) -> dict[Key, StoredEvaluation]:
 
 def compare(a: Evaluation, b: Evaluation) -> PairedDifference:
     """Return B minus A by task. Raises UserError for fewer than two tasks, or if each has tasks the other lacks."""
-    check_worlds(a, b)
+    first, second = a.plan.conditions, b.plan.conditions
+    if first and second and first.world != second.world and a.scores.keys().isdisjoint(b.scores):
+        text = f"A is an evaluation in {first.world} and B in {second.world}: different worlds have no common task."
+        raise UserError(text, "Compare evaluations in the same world.")
     in_a, in_b = common_scores(a, b)
     if len(in_a) < 2:
         raise UserError("A single task cannot be compared.", "Use evaluations of 2 tasks or more.")
@@ -60,14 +63,6 @@ def compare(a: Evaluation, b: Evaluation) -> PairedDifference:
     except ValueError as error:
         text = f"{a.plan.name} and {b.plan.name} cannot be compared: {error}."
         raise UserError(text, "Compare evaluations of the same split, tasks and world settings.") from error
-
-
-def check_worlds(a: Evaluation, b: Evaluation) -> None:
-    """Raise UserError if evaluations of different worlds have no task in common."""
-    in_a, in_b = a.plan.conditions, b.plan.conditions
-    if in_a and in_b and in_a.world != in_b.world and a.scores.keys().isdisjoint(b.scores):
-        text = f"A is an evaluation in {in_a.world} and B in {in_b.world}: different worlds have no common task."
-        raise UserError(text, "Compare evaluations in the same world.")
 
 
 def common_scores(a: Evaluation, b: Evaluation) -> tuple[dict[str, float], dict[str, float]]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import count as numbers_from
-from itertools import starmap
+from itertools import product, starmap
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -217,11 +217,9 @@ def _task_interval(values: Sequence[float]) -> Interval:
 def plans(config: Config, step: int, policy: str = "") -> list[EvaluationPlan]:
     """Return the plans of full evaluations and of `ludus eval`: each split at each temperature."""
     settings, conditions = config.evaluation, Conditions.of(config)
-    return [
-        EvaluationPlan(split, settings.tasks, settings.samples, temperature, config.run.seed, step, policy, conditions)
-        for split in settings.splits
-        for temperature in settings.temperatures
-    ]
+    rest = (config.run.seed, step, policy, conditions)
+    pairs = product(settings.splits, settings.temperatures)
+    return [EvaluationPlan(split, settings.tasks, settings.samples, heat, *rest) for split, heat in pairs]
 
 
 def plans_before(config: Config) -> list[EvaluationPlan]:
@@ -331,6 +329,10 @@ def evaluation_data(result: Evaluation) -> dict[str, object]:
     """Return an evaluation as JSON data, the content of its file."""
     tags = map(dict, result.tags or ({},) * len(result.task_ids))
     tasks = zip(result.task_ids, result.families, result.successes, tags, strict=True)
+    attempts = []
+    for k in powers_of_two(result.plan.samples):
+        at, hat = map(_bounds, result.attempt_intervals(k))
+        attempts.append({"k": k, "pass_at": [result.pass_at(k), *at], "pass_hat": [result.pass_hat(k), *hat]})
     data: dict[str, object] = {
         "plan": asdict(result.plan),
         "success": result.rate,
@@ -342,7 +344,7 @@ def evaluation_data(result: Evaluation) -> dict[str, object]:
             tag: {value: [one.rate, one.num_tasks, *_bounds(one.interval)] for value, one in found.items()}
             for tag, found in result.by_tag().items()
         },
-        "attempts": [_attempts_data(result, k) for k in powers_of_two(result.plan.samples)],
+        "attempts": attempts,
         "stop_reasons": dict(result.stop_reasons),
         "tasks": [dict(zip(("id", "family", "successes", "tags"), task, strict=True)) for task in tasks],
     }
@@ -355,12 +357,6 @@ def evaluation_data(result: Evaluation) -> dict[str, object]:
         cost = result.cost
         data["cost"] = {"total": cost.totals, "per_task": cost.per_task(), "per_solved_task": cost.per_solved()}
     return data
-
-
-def _attempts_data(result: Evaluation, k: int) -> dict[str, object]:
-    at, hat = result.attempt_intervals(k)
-    rows = {"pass_at": [result.pass_at(k), *_bounds(at)], "pass_hat": [result.pass_hat(k), *_bounds(hat)]}
-    return {"k": k, **rows}
 
 
 def _bounds(interval: Interval) -> list[float]:

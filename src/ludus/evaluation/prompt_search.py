@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from threading import Event
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ludus.errors import UserError
@@ -37,13 +38,6 @@ def with_system_prompt(task: Task, text: str) -> Task:
     first = next((i for i, message in enumerate(task.prompt) if message["role"] == "system"), None)
     others = task.prompt if first is None else (*task.prompt[:first], *task.prompt[first + 1 :])
     return replace(task, prompt=(Message(role="system", content=text), *others))
-
-
-def feedback(rewards: Sequence[Reward], trajectory: Trajectory) -> str:
-    """Return what the reflection reads about an episode: its result, reward parts, and why it ended."""
-    parts = ", ".join(f"{name} = {value:g}" for name, value in trajectory.rewards.items())
-    result = "The task was solved." if success(rewards, trajectory) else "The task was not solved."
-    return f"{result} Rewards: {parts}. The episode ended by {trajectory.stop_reason}."
 
 
 def transcript(messages: Sequence[Message]) -> str:
@@ -89,13 +83,10 @@ class PromptAdapter:
             shown = [message for message in one.messages if message["role"] != "system"]
             asked = next((i for i, message in enumerate(shown) if message["role"] == "assistant"), len(shown))
             texts = {"Inputs": transcript(shown[:asked]), "Generated Outputs": transcript(shown[asked:])}
-            rows.append(texts | {"Feedback": feedback(self.rewards, one)})
+            result = "The task was solved." if success(self.rewards, one) else "The task was not solved."
+            parts = ", ".join(f"{name} = {value:g}" for name, value in one.rewards.items())
+            rows.append(texts | {"Feedback": f"{result} Rewards: {parts}. The episode ended by {one.stop_reason}."})
         return {_COMPONENT: rows}
-
-
-class _Quiet:
-    def log(self, message: str) -> None:
-        """Drop a message of GEPA."""
 
 
 async def search_prompt(
@@ -141,7 +132,7 @@ async def search_prompt(
             reflection_lm=lambda prompt: wait(reflect(str(prompt))),
             max_metric_calls=episodes,
             stop_callbacks=lambda _: bool(errors),
-            logger=_Quiet(),
+            logger=SimpleNamespace(log=lambda message: None),
             seed=seed,
         )
         if errors:

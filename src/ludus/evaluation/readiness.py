@@ -108,7 +108,12 @@ def _extrapolated(successes: Sequence[int], attempts: int, seed: int) -> list[Us
     histogram = np.bincount(successes, minlength=attempts + 1)
     drawn = np.random.default_rng(seed).multinomial(len(successes), histogram / len(successes), _RESAMPLES)
     rows, counts = np.unique(np.vstack([histogram, drawn]), axis=0, return_inverse=True)
-    shares = np.array([_fitted_shares(row, sizes) for row in rows])[counts]
+    fitted = []
+    for row in rows:
+        mean = float(row @ np.arange(attempts + 1)) / (attempts * int(row.sum()))
+        correlation = fit_correlation(row, mean) if 0 < mean < 1 else 0.5
+        fitted.append([beta_share(mean, correlation, size) for size in sizes])
+    shares = np.array(fitted)[counts]
     found = []
     for values, size in zip(shares.T, sizes, strict=True):
         low, high = np.quantile(values[1:], (0.025, 0.975))
@@ -117,13 +122,6 @@ def _extrapolated(successes: Sequence[int], attempts: int, seed: int) -> list[Us
             interval = constant_interval(np.full(len(successes), values[0]), Interval(0.0, 1.0)) or interval
         found.append(UsableShare(size, float(values[0]), interval, "beta-binomial"))
     return found
-
-
-def _fitted_shares(histogram: NDArray[np.int64], sizes: Sequence[int]) -> list[float]:
-    num = len(histogram) - 1
-    mean = float(histogram @ np.arange(num + 1)) / (num * int(histogram.sum()))
-    correlation = fit_correlation(histogram, mean) if 0 < mean < 1 else 0.5
-    return [beta_share(mean, correlation, size) for size in sizes]
 
 
 def suggested_group_size(shares: Sequence[UsableShare]) -> UsableShare:

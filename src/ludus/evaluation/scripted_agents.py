@@ -41,14 +41,13 @@ _Texts = tuple[str, tuple[str, ...]]
 def _read() -> tuple[dict[str, _Texts], dict[str, str], dict[str, str], list[tuple[str, str]]]:
     """Return the cheats, programs, test files and units of the data file."""
     data = tomllib.loads(resources.files(__package__).joinpath("agent_texts.toml").read_text("utf-8"))
-    cheats = {name: _cheat(**record) for name, record in data["cheats"].items()}
+    cheats = {}
+    for name, record in data["cheats"].items():
+        texts, times = record["texts"], record.get("times") or [1] * len(record["texts"])
+        first = [record["join"].join(texts)] if "join" in record else []
+        filled = (text.replace("{numbers}", _NUMBERS) * num for text, num in zip(texts, times, strict=True))
+        cheats[name] = (record["what"], (*first, *filled))
     return cheats, data["programs"], data["tests"], data["units"]["replaced"]
-
-
-def _cheat(what: str, texts: Sequence[str], join: str = "", times: Sequence[int] = ()) -> _Texts:
-    first = [join.join(texts)] if join else []
-    filled = (text.replace("{numbers}", _NUMBERS) for text in texts)
-    return what, (*first, *(text * num for text, num in zip(filled, times or [1] * len(texts), strict=True)))
 
 
 TEXTS, PROGRAMS, TESTS, UNITS = _read()

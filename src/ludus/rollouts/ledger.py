@@ -169,7 +169,7 @@ class Ledger:
         self._open_step(step).clock_limited = True
 
     def check(self, step: int | None = None, trained: int | None = None) -> None:
-        """Raise AccountingError unless all rollouts of `step` (None: of open steps) ended, and `trained` were trained."""
+        """Raise AccountingError unless all rollouts of `step` (None: of open steps) ended, `trained` as trained."""
         pages = self._open_steps if step is None else {step: self._open_steps.get(step, _OpenStep())}
         for number, page in sorted(pages.items()):
             running = sorted(key for key, ending in page.endings.items() if ending is None)
