@@ -76,11 +76,8 @@ def test_lost_rollout_is_reported_with_its_key():
         ledger.start(key(step=4, task="capital-of-peru", sample=sample))
     ledger.finish(key(step=4, task="capital-of-peru"), RolloutOutcome.TRAINED, "kept")
     with pytest.raises(AccountingError, match=r"2 of 3 rollouts of step 4 .* task capital-of-peru, sample 1"):
-        ledger.check()
-    with pytest.raises(AccountingError, match="no outcome"):
         ledger.close(4)
     assert ledger.summary(4).running == 2
-    ledger.check(3)
 
 
 def test_impossible_transitions_raise_accounting_error():

@@ -168,51 +168,48 @@ class Ledger:
         """Record that a wall-clock limit fired in this step: the run is flagged as non-reproducible."""
         self._open_step(step).clock_limited = True
 
-    def check(self, step: int | None = None, trained: int | None = None) -> None:
-        """Raise AccountingError unless all rollouts of `step` (None: of open steps) ended, `trained` as trained."""
-        pages = self._open_steps if step is None else {step: self._open_steps.get(step, _OpenStep())}
-        for number, page in sorted(pages.items()):
-            running = sorted(key for key, ending in page.endings.items() if ending is None)
-            if running:
-                what = f"{len(running)} of {len(page.endings)} rollouts of step {number} have no outcome"
-                raise AccountingError(f"{what}, the first is {running[0]}.")
-        if trained is not None and step is not None and (known := self.summary(step).trained) != trained:
-            raise AccountingError(f"step {step}: the learner trained {trained} rollouts, the ledger has {known}.")
-
     def close(self, step: int, trained: int | None = None) -> LedgerCounts:
-        """Check a step, add it to the totals and drop its keys.
+        """Add a step to the totals and drop its keys; a spanning ledger moves running rollouts to the next step.
 
-        Raises AccountingError as `check`, and if an earlier step is open or this one is closed. A spanning
-        ledger moves running rollouts to the next step.
+        Raises AccountingError if the step is closed, an earlier one is open, a rollout has not ended, or the learner
+        `trained` another number of trajectories.
         """
         self._check_not_closed(step)
-        running = self._carry_over(step) if self._spanning else {}
-        self.check(step, trained)
-        earliest = min(self._open_steps, default=step)
-        if earliest < step:
+        carried = self._carry_over(step) if self._spanning else []
+        page = self._open_steps.get(step, _OpenStep())
+        if running := sorted(key for key, ending in page.endings.items() if ending is None):
+            what = f"{len(running)} of {len(page.endings)} rollouts of step {step} have no outcome"
+            raise AccountingError(f"{what}, the first is {running[0]}.")
+        counts = _counts(step, page)
+        if trained is not None and counts.trained != trained:
+            raise AccountingError(
+                f"step {step}: the learner trained {trained} rollouts, the ledger has {counts.trained}."
+            )
+        if (earliest := min(self._open_steps, default=step)) < step:
             raise AccountingError(f"step {step} cannot be closed: step {earliest} is still open.")
-        counts = self.summary(step)
-        closed = self._open_steps.pop(step, _OpenStep()).endings
-        self._trained.update(key for key, ending in closed.items() if ending and ending[0] in _TRAINS)
+        self._open_steps.pop(step, None)
+        self._trained.update(key for key, ending in page.endings.items() if ending and ending[0] in _TRAINS)
         self._trained = {key for key in self._trained if key.step > step - KEPT_STEPS}
         self._closed[step] = counts
         if len(self._closed) > KEPT_STEPS:
             del self._closed[min(self._closed)]
         ahead = tuple(sorted(key for key in self._trained if key.step > step))
         self._state = LedgerState(self._state.total.plus(counts), step, ahead)
-        for key in running:
+        for key in carried:
             self._open_step(key.step).endings[key] = None
         return counts
 
-    def _carry_over(self, step: int) -> dict[RolloutKey, None]:
+    def _carry_over(self, step: int) -> list[RolloutKey]:
         """Merge the open steps into `step`; remove and return their running rollouts."""
-        whole = _OpenStep(clock_limited=any(page.clock_limited for page in self._open_steps.values()))
-        running: dict[RolloutKey, None] = {}
+        whole = _OpenStep()
         for page in self._open_steps.values():
             whole.restored_drops.update(page.restored_drops)
-            running |= {key: None for key, ending in page.endings.items() if ending is None}
-            whole.endings |= {key: ending for key, ending in page.endings.items() if ending is not None}
+            whole.endings |= page.endings
+            whole.clock_limited |= page.clock_limited
         self._open_steps = {step: whole}
+        running = [key for key, ending in whole.endings.items() if ending is None]
+        for key in running:
+            del whole.endings[key]
         return running
 
     def summary(self, step: int) -> LedgerCounts:
@@ -233,9 +230,8 @@ class Ledger:
         """Return the state for `restore`; with the ended rollouts of open steps in the totals of a spanning ledger."""
         total = self._state.total
         for page in self._open_steps.values() if self._spanning else ():
-            ended = _OpenStep(clock_limited=page.clock_limited, restored_drops=page.restored_drops)
-            ended.endings.update((key, ending) for key, ending in page.endings.items() if ending is not None)
-            total = total.plus(_counts(None, ended))
+            ended = {key: ending for key, ending in page.endings.items() if ending is not None}
+            total = total.plus(_counts(None, replace(page, endings=ended)))
         return replace(self._state, total=total)
 
     def trained_ahead(self, step: int) -> set[str]:
