@@ -161,15 +161,11 @@ class Evaluation:
         return {name: dict(sorted(self._subsets([t.get(name) for t in self.tags]).items())) for name in names}
 
     def _subsets(self, keys: Sequence[str | None]) -> dict[str, SubsetResult]:
-        counts = self._counts(keys)
-        return {key: SubsetResult(self._rate(c), len(c), self._interval(c)) for key, c in counts.items()}
-
-    def _counts(self, keys: Sequence[str | None]) -> dict[str, list[int]]:
         counts: dict[str, list[int]] = {}
         for key, count in zip(keys, self.successes, strict=True):
             if key is not None:
                 counts.setdefault(key, []).append(count)
-        return counts
+        return {key: SubsetResult(self._rate(c), len(c), self._interval(c)) for key, c in counts.items()}
 
     def _rate(self, successes: Sequence[int]) -> float:
         return sum(successes) / (len(successes) * self.plan.samples)
@@ -198,7 +194,8 @@ class Evaluation:
 
     def by_family(self) -> dict[str, tuple[float, int]]:
         """Return success rate and number of tasks of each family, in alphabetical order."""
-        return {family: (self._rate(c), len(c)) for family, c in sorted(self._counts(self.families).items())}
+        found = sorted(self._subsets(self.families).items())
+        return {family: (one.rate, one.num_tasks) for family, one in found}
 
     def metrics(self) -> dict[str, float]:
         prefix = f"eval/{self.plan.split}/{'greedy' if self.plan.temperature == 0 else 'sampled'}"

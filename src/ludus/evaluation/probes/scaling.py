@@ -74,13 +74,13 @@ def scaling_rows(attempts: Attempts, seed: int) -> list[dict[str, Cell]]:
     tokens = [one.tokens for one in every if one.tokens is not None]
     # the powers of 2 from that above the least to that not below the most
     powers = range(min(tokens).bit_length(), (max(tokens) - 1).bit_length() + 1) if tokens else ()
-    limits = [2**power for power in powers]
+    limits, turns = [2**power for power in powers], range(1, max(one.turns for one in every) + 1)
     budgets: dict[str, tuple[Method, Sequence[int]]] = {
-        "turns at most": (within_turns, range(1, max(one.turns for one in every) + 1)),
-        "tokens at most": (within_tokens, limits),
+        "turns at most": (lambda own, most: _mean([one.success * (one.turns <= most) for one in own]), turns),
+        "tokens at most": (lambda own, most: _mean([one.success * ((one.tokens or 0) <= most) for one in own]), limits),
         "majority of": (majority, sizes if any(one.answer for one in every) else ()),
         "best of": (best_of, sizes if tokens else ()),
-        "any of (pass@k)": (any_of, sizes),
+        "any of (pass@k)": (lambda own, num: pass_at_k(len(own), round(sum(one.success for one in own)), num), sizes),
     }
     alone = {task: _mean([one.success for one in found]) for task, found in attempts.items()}
     rows: list[dict[str, Cell]] = []
@@ -90,21 +90,6 @@ def scaling_rows(attempts: Attempts, seed: int) -> list[dict[str, Cell]]:
             cells = {"success": mean_over_tasks(scores, seed), "difference": difference(scores, alone, seed)}
             rows.append({"method": name, "budget": budget, **cells})
     return rows
-
-
-def within_turns(attempts: Sequence[ScoredAttempt], most: int) -> float:
-    """Return the share of attempts that succeeded in at most this many turns."""
-    return _mean([one.success * (one.turns <= most) for one in attempts])
-
-
-def within_tokens(attempts: Sequence[ScoredAttempt], most: int) -> float:
-    """Return the share of attempts that succeeded with at most this many sampled tokens."""
-    return _mean([one.success * ((one.tokens or 0) <= most) for one in attempts])
-
-
-def any_of(attempts: Sequence[ScoredAttempt], num: int) -> float:
-    """Return pass@k, the limit of any choice among `num` attempts."""
-    return pass_at_k(len(attempts), round(sum(one.success for one in attempts)), num)
 
 
 def best_of(attempts: Sequence[ScoredAttempt], num: int) -> float:
