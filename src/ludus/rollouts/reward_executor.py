@@ -35,7 +35,6 @@ from ludus.rollouts.reward_process import (
     TIMEOUT_PREFIX,
     Reply,
     RewardFailed,
-    RewardsReady,
     ScoredEpisode,
     ScoreRequest,
     UnreadableRequest,
@@ -347,7 +346,7 @@ class ProcessRewardExecutor:
             reply = await connection.request(pickle.dumps(self.location), START_S)
         except (_ProcessExited, _ConnectionClosed) as error:
             raise RewardFault("The reward process did not start.", "Check free memory.") from error
-        if isinstance(reply, RewardsReady) and reply.parts == parts_of(world):
+        if reply == parts_of(world):
             return connection
         connection.close()
         if isinstance(reply, RewardFailed):

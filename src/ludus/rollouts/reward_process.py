@@ -1,7 +1,7 @@
 """Processes that compute rewards: a fork server, and the processes that it forks.
 
 The fork server imports the common modules of worlds in advance, so that a fork starts without delay. Each fork
-reads a `WorldLocation` from its socket, builds the world, sends `RewardsReady` and then replies to `ScoreRequest`s
+reads a `WorldLocation` from its socket, builds the world, sends its rewards and then replies to `ScoreRequest`s
 in order. If scoring times out, a thread of `faulthandler` writes the current stack to the socket and exits the
 process, even if the reward holds the interpreter lock. All processes exit with the parent of the server.
 """
@@ -64,13 +64,6 @@ class ScoreRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class RewardsReady:
-    """Reply of a process that has built its world; `parts` are the rewards."""
-
-    parts: tuple[Part, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class ScoredEpisode:
     """Rewards of a trajectory: parts, weighted sum, duration, and the turn verifier's results if it is enabled."""
 
@@ -95,7 +88,8 @@ class UnreadableRequest:
     why: str
 
 
-Reply = RewardsReady | ScoredEpisode | RewardFailed | UnreadableRequest
+Reply = tuple[Part, ...] | ScoredEpisode | RewardFailed | UnreadableRequest
+"""A process that has built its world sends the descriptions of its rewards; then it replies to requests."""
 
 
 def parts_of(world: World) -> tuple[Part, ...]:
@@ -163,7 +157,7 @@ def _build_verifiers(conn: socket.socket, location: WorldLocation) -> tuple[Veri
         os.chdir(location.folder)
         world = build_world(location.env, location.rollout, location.sandbox)
         found = Verifiers(world.rewards), added_verifiers(location.rewards, world)
-        _send(conn, RewardsReady(parts_of(world)))
+        _send(conn, parts_of(world))
     except Exception as error:  # boundary: errors of worlds are raised in the caller
         _send(conn, _failure_of(error))
         return None
