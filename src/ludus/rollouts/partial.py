@@ -114,7 +114,7 @@ class PartialRollouts:
         make_chat = self.scheduler.make_chat
         self.scheduler.make_chat = lambda request: self._resume_session(request, make_chat(request))
         for group in self.kept:
-            self._add_group(group.requests, dict(group.done), dict(group.begun))
+            self._add_group(replace(group, done=dict(group.done), begun=dict(group.begun)))
             for episode in group.episodes:
                 self.scheduler.ledger.start(episode.key)
 
@@ -143,7 +143,7 @@ class PartialRollouts:
     async def run(self, groups: Sequence[Sequence[RolloutRequest]]) -> list[list[Episode]]:
         """Start `groups`, resume the unfinished episodes and return all complete groups."""
         for requests in groups:
-            self._add_group(requests, {}, {})
+            self._add_group(StreamedGroup(0, requests, requests[0].key.step - 1))
         self._failures = FailureBudget(self.num_unfinished)
         try:
             while self._can_continue():
@@ -210,12 +210,10 @@ class PartialRollouts:
         if self._tokens_left is not None:
             self._tokens_left -= tokens
 
-    def _add_group(
-        self, requests: Sequence[RolloutRequest], done: dict[int, Episode], begun: dict[int, StartedEpisode]
-    ) -> None:
-        number, self._next_number = self._next_number, self._next_number + 1
-        self._groups[number] = StreamedGroup(number, requests, requests[0].key.step - 1, done, begun=begun)
-        self._pending.extend((number, index) for index in range(len(requests)) if index not in done)
+    def _add_group(self, group: StreamedGroup) -> None:
+        group.number, self._next_number = self._next_number, self._next_number + 1
+        self._groups[group.number] = group
+        self._pending.extend((group.number, index) for index in range(len(group.requests)) if index not in group.done)
 
     def _start_pending(self) -> None:
         """Start pending episodes, oldest first, while slots are free and the grant is not empty."""

@@ -333,12 +333,8 @@ def sampling_params(rollout: RolloutConfig, temperature: float) -> SamplingParam
 
 def episode_limits(rollout: RolloutConfig) -> EpisodeLimits:
     """Return the limits of an episode."""
-    return EpisodeLimits(
-        max_turns=rollout.max_turns,
-        max_tool_errors=rollout.max_tool_errors,
-        timeout_s=rollout.episode_timeout_s,
-        environment_timeout_s=rollout.environment_timeout_s,
-    )
+    timeouts = (rollout.episode_timeout_s, rollout.environment_timeout_s)
+    return EpisodeLimits(rollout.max_turns, rollout.max_tool_errors, *timeouts)
 
 
 def rollout_for(world: World, rollout: RolloutConfig, task: Task) -> RolloutConfig:
@@ -372,19 +368,14 @@ def engine_scheduler(
             guided=rollout.guided_tools,
         )
 
-    result = scheduler(world, make_chat, rollout, ledger, lockstep)
+    result = scheduler(world, make_chat, rollout, ledger)
+    result.lockstep = lockstep
     if plan.branches and rollout.branch.branches:
         result.branch = rollout.branch
     return result
 
 
-def scheduler(
-    world: World,
-    make_chat: ChatSessionFactory,
-    rollout: RolloutConfig,
-    ledger: Ledger,
-    lockstep: LockstepEngine | None = None,
-) -> Scheduler:
+def scheduler(world: World, make_chat: ChatSessionFactory, rollout: RolloutConfig, ledger: Ledger) -> Scheduler:
     """Return a scheduler with the configured limits, for any kind of chat session."""
     return Scheduler(
         world=world,
@@ -392,6 +383,5 @@ def scheduler(
         episode_limits=episode_limits(rollout),
         limits=SchedulerLimits(episodes_at_once(world, rollout.concurrency), rollout.retries, rollout.max_failure_rate),
         ledger=ledger,
-        lockstep=lockstep,
         limits_of=lambda task: episode_limits(rollout_for(world, rollout, task)),
     )
