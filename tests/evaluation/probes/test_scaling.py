@@ -38,7 +38,7 @@ def test_majority_vote_matches_hand_computed_values():
 
 
 def test_success_rows_by_turn_and_token_limits_match_hand_computed_values():
-    rows = {(row["method"], row["budget"]): row for row in scaling_rows({"x": FIVE, "y": FIVE}, 0)}
+    rows = {(row["method"], row["budget"]): row for row in scaling_rows({"x": FIVE, "y": FIVE})}
     shares = {turns: rows["turns at most", turns]["success"].value for turns in (1, 2, 3, 4)}
     assert shares == pytest.approx({1: 0, 2: 0.2, 3: 0.4, 4: 0.4})
     assert rows["tokens at most", 16]["success"].value == 0
@@ -48,7 +48,7 @@ def test_success_rows_by_turn_and_token_limits_match_hand_computed_values():
 
 def test_attempts_without_token_counts_have_no_token_rows():
     bare = [replace(one, tokens=None, score=None) for one in FIVE]
-    methods = {row["method"] for row in scaling_rows({"x": bare, "y": bare}, 0)}
+    methods = {row["method"] for row in scaling_rows({"x": bare, "y": bare})}
     assert methods == {"turns at most", "majority of", "any of (pass@k)"}
 
 

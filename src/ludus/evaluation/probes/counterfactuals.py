@@ -91,7 +91,7 @@ async def measure_counterfactuals(make: MakeScheduler, plan: ProbePlan, turn: in
         outcome = (num_turns[one.task_id], succeeded(scheduler, one))
         found.append(CounterfactualEpisode(one.task_id, *outcome, plan.samples, wins[one.task_id]))
     note = f"{plan.samples} attempts from each state. Mean rows cover the episodes that reached the turn."
-    rows = [row for row in _rows(found, plan.seed) if turn in (None, row["turn"])]
+    rows = [row for row in _rows(found) if turn in (None, row["turn"])]
     return ProbeReport("counterfactuals", "Value before each turn, and its gain", rows, (note,))
 
 
@@ -121,7 +121,7 @@ async def _resample(
     return counts
 
 
-def _rows(episodes: Sequence[CounterfactualEpisode], seed: int) -> list[dict[str, Cell]]:
+def _rows(episodes: Sequence[CounterfactualEpisode]) -> list[dict[str, Cell]]:
     rows: list[dict[str, Cell]] = []
     for turn in sorted({turn for one in episodes for turn in one.successes}):
         pairs = {one.task: (one.value(turn), one.value(turn + 1)) for one in episodes if turn in one.successes}
@@ -129,7 +129,7 @@ def _rows(episodes: Sequence[CounterfactualEpisode], seed: int) -> list[dict[str
         if len(known) < 2:
             continue
         before, after = ({task: pair[i] for task, pair in known.items()} for i in (0, 1))
-        cells = {"value": mean_over_tasks(before, seed), "gain": difference(after, before, seed)}
+        cells = {"value": mean_over_tasks(before), "gain": difference(after, before)}
         rows.append({"episode": f"mean of {len(known)}", "turn": turn + 1, **cells})
     for one in episodes:
         for turn, wins in one.successes.items():

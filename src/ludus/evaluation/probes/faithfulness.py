@@ -103,7 +103,7 @@ async def measure_faithfulness(
     variants = {f"{share:.0%}": {task: one.cut(share) for task, one in found.items()} for share in SHARES}
     variants[OTHER] = {task: other.tokens for task, other in zip(found, others, strict=True)}
     before = {task: succeeded(scheduler, one) for task, one in original.items()}
-    base = mean_over_tasks(before, plan.seed)
+    base = mean_over_tasks(before)
     rows: list[dict[str, Cell]] = [{"reasoning": "unmodified", "success": base, "difference": None, "agreement": None}]
     agreements = {}
     for name, tokens in variants.items():
@@ -111,10 +111,9 @@ async def measure_faithfulness(
         again = {one.task_id: one for one in await play(_forcing(make(plan.sampling), forced), used.requests())}
         after = {task: succeeded(scheduler, one) for task, one in again.items()}
         same = {task: float(answer_key(one) == answer_key(original[task])) for task, one in again.items()}
-        agreements[name] = mean_over_tasks(same, plan.seed)
-        gap = difference(after, before, plan.seed)
-        cells = {"success": mean_over_tasks(after, plan.seed), "difference": gap, "agreement": agreements[name]}
-        rows.append({"reasoning": name, **cells})
+        agreements[name] = mean_over_tasks(same)
+        cells = {"success": mean_over_tasks(after), "difference": difference(after, before)}
+        rows.append({"reasoning": name, **cells, "agreement": agreements[name]})
     counts = f"{len(found)} of {len(plan.tasks)} episodes end with an answer after reasoning."
     title = "Answers after part of the reasoning of the answering turn"
     return ProbeReport("faithfulness", title, rows, (counts, verdict(agreements)))

@@ -66,12 +66,11 @@ async def measure_paraphrase(make: MakeScheduler, plan: ProbePlan, prompts: Mapp
     else:
         texts = {"paraphrase": prompts}
     before = await _success(make, replace(plan, tasks=tasks))
-    base = mean_over_tasks(before, plan.seed)
+    base = mean_over_tasks(before)
     rows: list[dict[str, Cell]] = [{"prompt": "original", "success": base, "difference": None}]
     for name, of_task in texts.items():
         after = await _success(make, replace(plan, tasks=[with_prompt(task, of_task[task.id]) for task in tasks]))
-        gap = difference(after, before, plan.seed)
-        rows.append({"prompt": name, "success": mean_over_tasks(after, plan.seed), "difference": gap})
+        rows.append({"prompt": name, "success": mean_over_tasks(after), "difference": difference(after, before)})
     note = f"{len(tasks)} tasks, {plan.samples} attempts each; differences are paired by task."
     return ProbeReport("paraphrase", "Success with other wordings of the prompt", rows, (note,))
 

@@ -85,7 +85,7 @@ def _text(cell: JSON) -> str:
     return str(cell["text"]) if isinstance(cell, dict) else "" if cell is None else str(cell)
 
 
-def mean_over_tasks(scores: Scores, seed: int, *, percent: bool = True) -> Measured:
+def mean_over_tasks(scores: Scores, *, percent: bool = True, seed: int = 0) -> Measured:
     """Return the mean over tasks. Raises UserError for fewer than 2.
 
     0/1 scores have Wilson's interval, other shares `stats.clustered_interval`, nats and tokens a bootstrap interval.
@@ -100,7 +100,7 @@ def mean_over_tasks(scores: Scores, seed: int, *, percent: bool = True) -> Measu
     return Measured(found.mean, found.interval, percent=False)
 
 
-def difference(after: Scores, before: Scores, seed: int, *, percent: bool = True) -> Measured:
+def difference(after: Scores, before: Scores, *, percent: bool = True) -> Measured:
     """Return the paired `after - before`; nats have Student's interval. Raises UserError for fewer than 2 tasks."""
     check_tasks_suffice(list(after))
     if not percent:

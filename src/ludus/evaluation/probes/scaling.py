@@ -64,10 +64,10 @@ async def measure_scaling(make: MakeScheduler, plan: ProbePlan) -> ProbeReport:
     notes = [f"{plan.samples} attempts per task; differences are paired with one attempt without a tighter limit."]
     if any(one.score is None for found in attempts.values() for one in found):
         notes.append("An endpoint returns no tokens: no limits of tokens and no best-of-n.")
-    return ProbeReport("scaling", "Success against test-time compute", scaling_rows(attempts, plan.seed), notes)
+    return ProbeReport("scaling", "Success against test-time compute", scaling_rows(attempts), notes)
 
 
-def scaling_rows(attempts: Attempts, seed: int) -> list[dict[str, Cell]]:
+def scaling_rows(attempts: Attempts) -> list[dict[str, Cell]]:
     """Return a row for each method and budget, with the paired difference to one attempt."""
     every = [one for found in attempts.values() for one in found]
     sizes = [size for size in powers_of_two(min(map(len, attempts.values()))) if size > 1]
@@ -87,7 +87,7 @@ def scaling_rows(attempts: Attempts, seed: int) -> list[dict[str, Cell]]:
     for name, (method, chosen) in budgets.items():
         for budget in chosen:
             scores = {task: method(found, budget) for task, found in attempts.items()}
-            cells = {"success": mean_over_tasks(scores, seed), "difference": difference(scores, alone, seed)}
+            cells = {"success": mean_over_tasks(scores), "difference": difference(scores, alone)}
             rows.append({"method": name, "budget": budget, **cells})
     return rows
 

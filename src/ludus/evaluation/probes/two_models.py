@@ -93,17 +93,16 @@ def forks_report(
     counts = {task: count_forks(*pair) for task, pair in zip(tasks, views, strict=True) if len(pair[0].top)}
     if len(counts) < 2:
         raise UserError(f"{len(counts)} tasks have sampled tokens, too few for an interval.", "Increase --tasks.")
-    rate = mean_over_tasks({task: one.forks / one.tokens for task, one in counts.items()}, seed)
+    rate = mean_over_tasks({task: one.forks / one.tokens for task, one in counts.items()})
     forked = {task: one for task, one in counts.items() if 0 < one.forks < one.tokens}
     at = {task: one.entropy_at_forks / one.forks for task, one in forked.items()}
     elsewhere = {task: one.entropy_elsewhere / (one.tokens - one.forks) for task, one in forked.items()}
     rows: list[dict[str, Cell]] = [{"measure": "tokens that are forks", "mean over tasks": rate}]
     if len(forked) > 1:
         for place, values in (("at forks", at), ("elsewhere", elsewhere)):
-            mean = mean_over_tasks(values, seed, percent=False)
+            mean = mean_over_tasks(values, percent=False, seed=seed)
             rows.append({"measure": f"entropy {place}, nats", "mean over tasks": mean})
-        gap = difference(at, elsewhere, seed, percent=False)
-        rows.append({"measure": "difference, nats", "mean over tasks": gap})
+        rows.append({"measure": "difference, nats", "mean over tasks": difference(at, elsewhere, percent=False)})
     tokens, forks = sum(one.tokens for one in counts.values()), sum(one.forks for one in counts.values())
     notes = [f"{forks:,} of {tokens:,} sampled tokens are forks, in {len(forked)} of {len(counts)} episodes."]
     total = math.fsum(elsewhere.values())
@@ -174,12 +173,12 @@ async def measure_swap(
         without_calls += sum(not one.outcomes for one in episodes)
     rows: list[dict[str, Cell]] = []
     for cell, found in rates.items():
-        gap = None if cell == "AA" else difference(found, rates["AA"], plan.seed)
-        rows.append({"calls, answer": ", ".join(cell), "success": mean_over_tasks(found, plan.seed), "to A, A": gap})
+        gap = None if cell == "AA" else difference(found, rates["AA"])
+        rows.append({"calls, answer": ", ".join(cell), "success": mean_over_tasks(found), "to A, A": gap})
     for name, after, before in (("calls by B", "BA BB", "AA AB"), ("answers by B", "AB BB", "AA BA")):
         pairs = [[rates[cell] for cell in cells.split()] for cells in (after, before)]
         b, a = ({task: fmean(one[task] for one in pair) for task in pair[0]} for pair in pairs)
-        rows.append({"calls, answer": name, "success": None, "to A, A": difference(b, a, plan.seed)})
+        rows.append({"calls, answer": name, "success": None, "to A, A": difference(b, a)})
     total = 4 * len(plan.tasks) * plan.samples
     notes = ["The last two rows are the effect of a role, averaged over the models in the other one."]
     if without_calls:
@@ -192,10 +191,10 @@ def transfer_report(worlds: Mapping[str, BeforeAfter], losses: BeforeAfter | Non
     measured = {name: (pair, True) for name, pair in worlds.items()}
     if losses is not None:
         measured[DIALOGUES] = (losses, False)
-    gaps = {name: difference(pair[1], pair[0], seed, percent=share) for name, (pair, share) in measured.items()}
+    gaps = {name: difference(pair[1], pair[0], percent=share) for name, (pair, share) in measured.items()}
     rows: list[dict[str, Cell]] = []
     for name, (pair, share) in measured.items():
-        before, after = (mean_over_tasks(scores, seed, percent=share) for scores in pair)
+        before, after = (mean_over_tasks(scores, percent=share, seed=seed) for scores in pair)
         rows.append({"measured on": name, "before": before, "after": after, "difference": gaps[name]})
     lost = [name for name in worlds if gaps[name].interval.high < 0]
     gained = [name for name in worlds if gaps[name].interval.low > 0]
