@@ -55,14 +55,13 @@ class Scorecard:
     """Measurements of a verifier.
 
     `truths` counts the tasks by the type of their truth. `grading_ms` is the mean time of a grading (of a test run, for
-    an environment that runs tests at the end). `alone_per_s` and `together_per_s` are episodes per second of a
-    scripted agent, one at a time and `concurrency` at a time. `unstable` counts trajectories whose reward differs
-    between gradings, `replayed` episodes whose reward differs when the same actions are replayed, `paraphrased`
-    accepted paraphrases and alternative solutions. `rewritten` counts accepted correct answers with other case or
-    spacing (unless the world has paraphrases), and `corrupted` accepted wrong answers near the correct one, for tasks
-    whose truth is an answer. `values` are the observed outcomes. `distinct` counts the tasks of the split that differ
-    in more than identifiers, names and numbers. `saturated` counts the tasks that one of the `BASELINES`
-    solves.
+    an environment that runs tests at the end). `alone_per_s` and `together_per_s` are episodes per second of a scripted
+    agent, one at a time and `concurrency` at a time. `unstable` counts trajectories whose reward differs between
+    gradings, `replayed` episodes whose reward differs when the same actions are replayed, `paraphrased` accepted
+    paraphrases and alternative solutions. `rewritten` counts accepted correct answers with other case or spacing
+    (unless the world has paraphrases), and `corrupted` accepted wrong answers near the correct one, for tasks whose
+    truth is an answer. `values` are the observed outcomes. `distinct` counts the tasks of the split that differ in more
+    than identifiers, names and numbers. `saturated` counts the tasks that one of the `BASELINES` solves.
     """
 
     truths: Mapping[str, int]

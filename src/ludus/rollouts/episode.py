@@ -334,13 +334,12 @@ class RestoreError(WorldError):
 class EngineChatSession:
     """Token-level dialogue with an engine.
 
-    `max_tokens` and the engine's context bound the whole trajectory. `seed` and the turn determine the
-    randomness of an action. The actions in `recorded` are replayed as the first turns; an action without a
-    `finish_reason` is a partial turn. Raises RestoreError if the world's responses differ. With an
-    `allowance` an action may be sampled in several parts, each under the current weights; if the engine
-    cannot continue a partial action with stop strings or a guide, the episode pauses only between actions.
-    `act` raises `EngineError` if the engine fails, aborts an action, or returns tokens without a finite
-    log-probability and a version.
+    `max_tokens` and the engine's context bound the whole trajectory. `seed` and the turn determine the randomness of an
+    action. The actions in `recorded` are replayed as the first turns; an action without a `finish_reason` is a partial
+    turn. Raises RestoreError if the world's responses differ. With an `allowance` an action may be sampled in several
+    parts, each under the current weights; if the engine cannot continue a partial action with stop strings or a guide,
+    the episode pauses only between actions. `act` raises `EngineError` if the engine fails, aborts an action, or
+    returns tokens without a finite log-probability and a version.
     """
 
     engine: ActionEngine

@@ -1,10 +1,9 @@
 """Ledger of rollouts: each one ends exactly once as trained, masked, dropped or failed.
 
-Call `start` when an episode begins and `finish` with its outcome; the ledger counts outcomes and reasons per
-step and over the run. It rejects an end without a start, a second end, closing a step with running rollouts,
-and training a rollout twice, also across a resume. It is not thread-safe: use it from
-one event loop. In a `spanning` ledger rollouts may outlive their step: the counts of a step then cover the
-rollouts that ended since the previous step closed.
+Call `start` when an episode begins and `finish` with its outcome; the ledger counts outcomes and reasons per step and
+over the run. It rejects an end without a start, a second end, closing a step with running rollouts, and training a
+rollout twice, also across a resume. It is not thread-safe: use it from one event loop. In a `spanning` ledger rollouts
+may outlive their step: the counts of a step then cover the rollouts that ended since the previous step closed.
 
     started --finish--> trained | masked | dropped | failed        (per rollout, once)
     start/finish ... -> close(step) -> LedgerCounts                (per step, in order)

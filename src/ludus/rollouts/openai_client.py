@@ -76,10 +76,9 @@ _SENT_AS_MAX_TOKENS = ("max_tokens", _RENAMED)
 class OpenAIClientSettings:
     """Endpoint, timeouts and retries.
 
-    `url` is the base URL, usually ending in `/v1`. `timeout_s` bounds one request as a whole. Attempt `n` is
-    retried up to `retries` times, after `backoff_s * 2**n` seconds or the server's Retry-After, at most
-    `max_wait_s`. `extra` is merged into each request body last; null removes a field. Raises UserError for an
-    invalid URL or key.
+    `url` is the base URL, usually ending in `/v1`. `timeout_s` bounds one request as a whole. Attempt `n` is retried up
+    to `retries` times, after `backoff_s * 2**n` seconds or the server's Retry-After, at most `max_wait_s`. `extra` is
+    merged into each request body last; null removes a field. Raises UserError for an invalid URL or key.
     """
 
     url: str
@@ -338,9 +337,8 @@ class OpenAIClient:
 class OpenAIChatSession:
     """Dialogue of an episode with an endpoint, without token segments.
 
-    `seed` and the turn determine the seed of each request. `max_tokens`, if set, bounds the whole trajectory
-    by the server's token counts, if it reports them. `parser` extracts calls from text responses without
-    structured ones.
+    `seed` and the turn determine the seed of each request. `max_tokens`, if set, bounds the whole trajectory by the
+    server's token counts, if it reports them. `parser` extracts calls from text responses without structured ones.
     """
 
     endpoint: OpenAIClient

@@ -1,10 +1,9 @@
 """Partial rollouts: episodes that exceed a step's budget pause and continue in the next step.
 
-Each step adds groups of requests and returns complete groups, oldest first. A token budget is split equally
-among the unfinished episodes; the unused rest is split again until it is too small, so that results depend on
-token counts alone and not on the clock. A group is due once the staleness bound admits no further wait: its
-episodes then run to their end regardless of the budget. A waiting episode holds its environment, its asyncio
-task, its tokens and a concurrency slot.
+Each step adds groups of requests and returns complete groups, oldest first. A token budget is split equally among the
+unfinished episodes; the unused rest is split again until it is too small, so that results depend on token counts alone
+and not on the clock. A group is due once the staleness bound admits no further wait: its episodes then run to their end
+regardless of the budget. A waiting episode holds its environment, its asyncio task, its tokens and a concurrency slot.
 """
 
 from __future__ import annotations

@@ -14,9 +14,8 @@ A line is one object (`zcat step-000012.jsonl.gz | head -1 | jq .`), keys sorted
                 outcomes   tool calls: call_id, tool, status, output, truncated, cost, retried
                 segments   kind, tokens, turn, parent, agent, logprobs, versions, finish_reason
 
-The task's truth and wall-clock times are not stored: `ToolOutcome.seconds` reads back as 0 and
-`Trajectory.timings` as empty. Equal rollouts produce identical files. Numbers round-trip exactly;
-NaN and infinities are rejected.
+The task's truth and wall-clock times are not stored: `ToolOutcome.seconds` reads back as 0 and `Trajectory.timings` as
+empty. Equal rollouts produce identical files. Numbers round-trip exactly; NaN and infinities are rejected.
 """
 
 from __future__ import annotations
