@@ -127,10 +127,9 @@ def boundary(base: Evaluation, trained: Evaluation) -> list[BoundaryPoint]:
 
 
 def curve_shape(points: Sequence[BoundaryPoint]) -> Shape:
-    """Return the relation of the curves.
+    """Return the relation of the curves, by whether the trained model is better where they first differ.
 
-    `cross`: the trained model is better at the smallest k with a difference, and worse at the largest. `apart`: it is
-    better at the largest k. `together`: it is better at a smaller k, and the interval at the largest contains 0.
+    Then it is worse (`cross`) or better (`apart`) at the largest k, or the interval there contains 0 (`together`).
     """
     signs = [(one.difference.low > 0) - (one.difference.high < 0) for one in points]
     first = next((sign for sign in signs if sign), 0)

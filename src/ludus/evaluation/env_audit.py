@@ -76,10 +76,9 @@ class CheckPlan:
 
 @dataclass(frozen=True, slots=True)
 class AuditEpisode:
-    """An episode of an agent. `share` is the fraction of the full outcome; `failure` is empty unless it failed.
+    """An episode of an agent. `share` is the fraction of the full outcome, `shaping` the sum of the other parts.
 
-    `shaping` is the weighted sum of the other parts. `excused`: doing nothing is correct on this task. `environment` is
-    set if it supports regrading. `late`: the failure is a reward timeout.
+    `failure` is empty unless it failed, `late` by a reward timeout. `environment` is set if it supports regrading.
     """
 
     task: Task
@@ -211,10 +210,9 @@ def check_world(world: World, plan: CheckPlan) -> CheckReport:
 
 
 def reject_cheats(world: World, plan: CheckPlan) -> None:
-    """Run the agents that must not be rewarded on a few tasks. Cannot be called from a running event loop.
+    """Run the agents that must not be rewarded on a few tasks; outside an event loop. Ignores failures.
 
-    Raises ConfigError with agent and task if one is rewarded, and WorldError after `MAX_LATE` reward timeouts. Other
-    failures of the environment are ignored here.
+    Raises ConfigError with agent and task if one is rewarded, and WorldError after `MAX_LATE` reward timeouts.
     """
     plan = replace(plan, num_tasks=START_TASKS)
     tasks = sample_tasks(world, plan)

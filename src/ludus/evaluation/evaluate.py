@@ -70,8 +70,7 @@ class SubsetResult:
 class EvaluationPlan:
     """The tasks of an evaluation, at most `num_tasks`, and their sampling; saved with the result.
 
-    `step` is the training step of the weights; `policy` names the model (empty: the run's own weights). `conditions`
-    is None if unknown.
+    `step` is that of the weights; `policy` names the model (empty: the run's). `conditions`: None if unknown.
     """
 
     split: str

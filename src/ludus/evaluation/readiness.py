@@ -55,8 +55,7 @@ class UsableShare:
 def usable_share(n: int, c: int, k: int) -> float:
     """Return the probability that `k` of `n` attempts, `c` of them successful, include a success and a failure.
 
-    `1 - (C(c, k) + C(n-c, k)) / C(n, k)`, hypergeometric; an unbiased estimate of `1 - p^k - (1-p)^k`. Raises
-    ValueError if `k > n` or the counts are impossible.
+    `1 - (C(c, k) + C(n-c, k)) / C(n, k)`, unbiased for `1 - p^k - (1-p)^k`. ValueError for impossible counts.
     """
     same = pass_hat_k(n, c, k) + pass_hat_k(n, n - c, k)
     return 1 - same if k > 1 else 0.0
@@ -206,8 +205,7 @@ def tool_use(trajectories: Sequence[Trajectory]) -> ToolUse:
 class Speed:
     """Measured sampling: episodes, seconds, and sampled and total tokens per episode (None if unknown).
 
-    Estimates for other numbers of episodes are proportional, which overestimates the time if these were too few for
-    rollout.concurrency.
+    Estimates are proportional, which overestimates the time if the episodes were too few for rollout.concurrency.
     """
 
     episodes: int
@@ -298,8 +296,7 @@ def _environment_fault(found: Readiness, trajectories: Sequence[Trajectory]) -> 
 def suggested_settings(found: Readiness, config: Config) -> dict[str, int]:
     """Return settings for RL: group size, prompts per step for the recipe's number of episodes, and limits.
 
-    A limit of tokens that cuts more than 5 % of the episodes is doubled; the memory for it is not checked. Limits of
-    turns are not changed, since they may be part of the task.
+    Token limits that cut more than 5 % of the episodes are doubled; limits of turns may be part of the task.
     """
     size = suggested_group_size(found.shares).group_size
     episodes = config.algorithm.group_size * config.training.prompts_per_step

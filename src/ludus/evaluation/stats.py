@@ -95,8 +95,7 @@ class Agreement:
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Return the probability that at least one of `k` samples is correct, given `c` correct among `n` samples.
 
-    `1 - C(n-c, k) / C(n, k)`, unbiased (Chen et al., arXiv:2107.03374, eq. 1). Raises ValueError if `k > n` or the
-    counts are impossible.
+    `1 - C(n-c, k) / C(n, k)`, unbiased (Chen et al., arXiv:2107.03374, eq. 1). ValueError for impossible counts.
     """
     _check_counts(n, c, k)
     return (math.comb(n, k) - math.comb(n - c, k)) / math.comb(n, k)
@@ -164,10 +163,9 @@ def clustered_interval(values: Sequence[float]) -> Interval:
 
 
 def paired_difference(a: Mapping[str, float], b: Mapping[str, float]) -> PairedDifference:
-    """Return `mean(a - b)` over the same tasks, its interval, and McNemar's p-value.
+    """Return `mean(a - b)` of the scores `a` and `b` by task, its `difference_interval`, and McNemar's p-value.
 
-    `a` and `b` map task ids to scores. The interval is `difference_interval`. Raises ValueError if the tasks differ or
-    there are fewer than 2.
+    Raises ValueError if the tasks differ or there are fewer than 2.
     """
     if a.keys() != b.keys():
         odd = sorted(a.keys() ^ b.keys())

@@ -116,8 +116,7 @@ async def _scorecard(report: CheckReport, plan: CheckPlan) -> Scorecard:
 def form_of(text: str) -> str:
     """Return a text without identifiers, names and numbers, which characterises the kind of task.
 
-    Quoted words, addresses, file names, words with digits or underscores and capitalised words inside a sentence count
-    as names; so does a sequence of them, also with particles such as `of` in between.
+    Names are quoted, capitalised or mixed words, addresses and files, and sequences of them, with particles.
     """
     plain = re.sub(r"\"[^\"]*\"|'[^'\s][^']*'(?!\w)", "N", text)
     plain = re.sub(r"\S+@\S+\w|\b[\w-]+(?:\.[a-z]\w{1,4})+\b", "N", plain)

@@ -71,8 +71,7 @@ class GroupBatch:
 class GroupQueue:
     """Run groups of requests. `needed` members of a group suffice (0: all); the others are then cancelled.
 
-    `next_number` is the number of the next group; `restored` are groups from a checkpoint. If a restored group is
-    too stale, it is sampled again as soon as the staleness bound admits it.
+    `restored` groups of a checkpoint are sampled again if too stale. `next_number` is that of the next group.
     """
 
     admission: StalenessController
@@ -144,10 +143,9 @@ class GroupQueue:
 
     @contextmanager
     def throttled(self, rest: Callable[[float], None]) -> Iterator[None]:
-        """Throttle the engine inside the block (the training step) while the next batch is ready.
+        """Throttle the engine inside the block (the training step) while the next batch is ready and was not due.
 
-        Not throttled if the last batch waited for a group that was due. `rest` receives the pause after a pass as a
-        multiple of its duration; 0 at the end.
+        `rest` receives the pause after a pass as a multiple of its duration, and 0 at the end.
         """
         self._set_pause = rest
         self._update_pause()

@@ -53,10 +53,9 @@ class RolloutKey:
 
 @dataclass(frozen=True, slots=True)
 class LedgerCounts:
-    """Rollout counts of one step, or of the whole run if `step` is None.
+    """Rollout counts of one step, or of the whole run if `step` is None, also `by_reason` ("dropped/zero_variance").
 
-    `by_reason` is keyed `outcome/reason` ("dropped/zero_variance"). `clock_limited`: a wall-clock limit
-    fired, so the run is flagged as non-reproducible. Raises AccountingError if the counts are inconsistent.
+    `clock_limited`: a wall-clock limit fired, so the run is not reproducible. AccountingError if inconsistent.
     """
 
     step: int | None

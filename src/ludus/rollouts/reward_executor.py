@@ -64,8 +64,7 @@ class RewardExecutor(Protocol):
     ) -> Trajectory:
         """Return the trajectory with the rewards of its environment, or of the world if it is None.
 
-        Adds the duration to `timings.grading_s`. Raises WorldError if a reward raises, RewardTimeout if scoring times
-        out.
+        Adds to `timings.grading_s`. WorldError: a reward raises; RewardTimeout: scoring times out.
         """
 
 
@@ -163,10 +162,9 @@ class _ConnectionClosed(Exception):
 
 @dataclass(eq=False)
 class _Connection:
-    """Connection to a reward process over a non-blocking socket.
+    """Connection to a reward process over a non-blocking socket, with pipelined requests and ordered replies.
 
-    Requests are pipelined and replies arrive in order, so that the process is never idle between requests. The socket
-    is closed once no task uses it, since tasks that wait on a reused file descriptor would hang.
+    It is closed once no task uses it, since tasks that wait on a reused file descriptor would hang.
     """
 
     socket: socket.socket

@@ -242,8 +242,7 @@ class Scheduler:
     ) -> Episode:
         """Run a request until an attempt succeeds; if retries are exhausted, add a failure to `budget`.
 
-        `on_retry` receives the names of the failed attempt and of the next one. A cancelled attempt is recorded in
-        the ledger as dropped.
+        `on_retry` receives the names of the failed and the next attempt. A cancelled attempt is dropped in the ledger.
         """
         last = planned = request.key.attempt + self.limits.retries
         while True:

@@ -24,8 +24,7 @@ from dataclasses import dataclass, field, replace
 class StalenessSchedule:
     """`groups_per_step` groups train in each step, up to `last_step`.
 
-    With `hold`, the learner waits for groups that are due, so that no token is older than `max_staleness`
-    versions; otherwise tokens may be older and must be masked.
+    With `hold`, the learner waits for due groups, so that tokens have `max_staleness`; else older ones must be masked.
     """
 
     groups_per_step: int

@@ -113,10 +113,9 @@ RunPath = Callable[[tuple[Segment, ...], int], Awaitable[Trajectory]]
 
 
 async def run_tree(settings: BranchConfig, run_path: RunPath) -> Trajectory:
-    """Run a trunk, then branches at its selected turns, then branches of branches.
+    """Run a trunk, then branches at its selected turns, then branches of branches, to `settings.max_leaves` leaves.
 
-    Stops at `settings.max_leaves` leaves or when all selected turns are branched. Raises WorldError if the world is not
-    deterministic, and errors of the episode.
+    Raises WorldError if the world is not deterministic, and errors of the episode.
     """
     grafts = [TrajectoryBranch(await run_path((), 0))]
     for number, one in enumerate(grafts):  # which grows

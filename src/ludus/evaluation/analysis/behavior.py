@@ -186,8 +186,7 @@ def corrected_errors(calls: Sequence[ObservedCall]) -> list[bool]:
 def composed_calls(messages: Sequence[Message], num_calls: int) -> list[tuple[set[str], str]]:
     """Return for each of the last `num_calls` calls but the first the tools whose results introduced its words.
 
-    The second item is the tool of the call. A word is introduced by a result if it did not occur before in the
-    dialogue; function words and single characters do not count.
+    The second item is the tool of the call. Introduced words are new in the dialogue and in no list of function words.
     """
     known: set[str] = set()
     sources: dict[str, str] = {}

@@ -75,8 +75,7 @@ def measure_cost(
 ) -> EvaluationCost:
     """Return the cost of the episodes of an evaluation, of which `num_solved` tasks were solved.
 
-    `usage` holds the counts of an endpoint, whose trajectories contain no tokens; they are unknown if the endpoint
-    left out those of any response.
+    `usage` has the counts of an endpoint, without tokens in trajectories; unknown if it left out any of them.
     """
     trajectories = [episode.trajectory for episode in episodes]
     if usage is None:

@@ -86,8 +86,7 @@ async def measure_faithfulness(
 ) -> ProbeReport:
     """Return success and agreement with the unmodified answer for each share of the reasoning and for another task's.
 
-    Only tasks count whose unmodified episode ends with an answer after reasoning. Raises UserError if these are fewer
-    than 2.
+    Only tasks whose unmodified episode ends with an answer after reasoning count; UserError for fewer than 2.
     """
     scheduler = make(plan.sampling)
     episodes = await play(scheduler, plan.requests())

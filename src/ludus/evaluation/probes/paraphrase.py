@@ -49,10 +49,9 @@ def read_paraphrases(path: Path) -> dict[str, str]:
 
 
 async def measure_paraphrase(make: MakeScheduler, plan: ProbePlan, prompts: Mapping[str, str] | None) -> ProbeReport:
-    """Return success with the original prompts and with others, paired by task.
+    """Return success with the original prompts and with others by task id (None: `WORDINGS`), paired by task.
 
-    `prompts` are the other prompts by task id, of which tasks without one are left out; None uses `WORDINGS`. Raises
-    UserError if fewer than 2 tasks have one, or if the world does not show the prompts of its tasks.
+    Raises UserError if fewer than 2 tasks have another prompt, or the world does not show the prompts of its tasks.
     """
     tasks = [task for task in plan.tasks if prompts is None or task.id in prompts]
     if len(tasks) < 2:
