@@ -228,7 +228,7 @@ class Ledger:
         """Return the state for `restore`; with the ended rollouts of open steps in the totals of a spanning ledger."""
         total = self._state.total
         for page in self._open_steps.values() if self._spanning else ():
-            ended = {key: ending for key, ending in page.endings.items() if ending is not None}
+            ended = dict(item for item in page.endings.items() if item[1] is not None)
             total = total.plus(_counts(None, replace(page, endings=ended)))
         return replace(self._state, total=total)
 
