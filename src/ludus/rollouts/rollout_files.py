@@ -64,6 +64,7 @@ class RolloutRecord:
 
     @property
     def key(self) -> RolloutKey:
+        """The rollout's key in the ledger."""
         return RolloutKey(self.step, self.group, self.trajectory.sample, self.attempt)
 
 
