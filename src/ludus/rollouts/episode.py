@@ -32,7 +32,7 @@ from ludus.errors import EngineError, LudusError, WorldError
 from ludus.plugins import plugin_line
 from ludus.rewards.base import Reward, score
 from ludus.rewards.code.turns import TurnVerifier, turn_shares
-from ludus.sandbox.local.pausable_timeout import PausableTimeout
+from ludus.sandbox.local.namespaces import PausableTimeout
 from ludus.tools.base import Tool, call_timeout
 from ludus.types import (
     Action,

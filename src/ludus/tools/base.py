@@ -30,7 +30,7 @@ from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from ludus.sandbox.local.pausable_timeout import CALL_TIMEOUTS, PausableTimeout
+from ludus.sandbox.local.namespaces import CALL_TIMEOUTS, PausableTimeout
 from ludus.types import JSON
 
 

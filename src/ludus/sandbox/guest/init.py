@@ -1,8 +1,4 @@
-"""Process 1 of a sandbox: the zygote of the namespaces backend, or the supervisor of a container.
-
-The zygote forks a supervisor on each request of the host. A container has one supervisor, which reads its request from
-stdin and writes the response to stdout.
-"""
+"""Process 1 of a sandbox: the zygote of the namespaces backend, or the supervisor of a container."""
 
 from __future__ import annotations
 
@@ -14,16 +10,16 @@ import select
 import struct
 import sys
 
-from ludus.sandbox.guest.commands import serve_request
+from ludus.sandbox.guest.supervisor import serve_request
 from ludus.sandbox.guest.syscalls import (
     BIND,
+    LIBC,
     NODEV,
     NOEXEC,
     NOSUID,
     Suppress,
     check_result,
     ignore_sigint,
-    libc,
     mount,
     set_dumpable,
     signal,
@@ -46,32 +42,26 @@ def run_zygote(fd: int) -> None:
     header, (seccomp,) = Connection(fd, fd).receive()
     uid, gid = int(str(header["uid"])), int(str(header["gid"]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    libc()
     sys.path.extend(string_list(header["paths"]))
     for step in ("setquit", "setcopyright", "sethelper"):
         __import__("site").__dict__[step]()
     _fork_supervisor(control, seccomp, uid, gid)
     select.select([control], [], [], _PRELOAD_DELAY_S)
-    _preload(string_list(header["preload"]))
-    while control.recv(1):
-        _fork_supervisor(control, seccomp, uid, gid)
-
-
-def _preload(names: list[str]) -> None:
-    """Import modules in advance, so that forked programs share them."""
-    for name in names:
+    for name in string_list(header["preload"]):  # imported in advance, so that forked programs share them
         with Suppress(ImportError):
             __import__(name)
     gc.collect()
     gc.disable()
     gc.freeze()
+    while control.recv(1):
+        _fork_supervisor(control, seccomp, uid, gid)
 
 
 def _fork_supervisor(control: _socket.socket, seccomp: bytes, uid: int, gid: int) -> None:
     """Fork a supervisor into new namespaces and send its socket to the host."""
     ours, theirs = _socket.socketpair()
     connection = Connection(ours.fileno(), ours.fileno())
-    pid = libc().syscall(_CLONE[os.uname().machine], ctypes.c_ulong(_NAMESPACES | signal.SIGCHLD), 0, 0, 0, 0)
+    pid = LIBC.syscall(_CLONE[os.uname().machine], ctypes.c_ulong(_NAMESPACES | signal.SIGCHLD), 0, 0, 0, 0)
     if pid == 0:
         control.close()
         theirs.close()
@@ -106,11 +96,11 @@ def _set_up_namespaces(uid: int, gid: int) -> None:
     for name, target in (("box", "/box"), ("tmp", "/tmp"), ("shm", "/dev/shm")):
         os.mkdir(f"/store/{name}", 0o700)
         mount(f"/store/{name}", target, None, BIND)
-    check_result(libc().umount2(b"/store", _MNT_DETACH), "umount /store")
+    check_result(LIBC.umount2(b"/store", _MNT_DETACH), "umount /store")
     set_dumpable(0)
-    check_result(libc().prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
+    check_result(LIBC.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "prctl")
     for capability in range(64):
-        if libc().prctl(_DROP_BOUNDING, capability, 0, 0, 0) == -1:
+        if LIBC.prctl(_DROP_BOUNDING, capability, 0, 0, 0) == -1:
             break
 
 

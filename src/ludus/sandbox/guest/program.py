@@ -9,9 +9,10 @@ import struct
 import sys
 
 from ludus.sandbox.guest.syscalls import (
+    LIBC,
     ResourceLimits,
     Suppress,
-    drop_capabilities,
+    check_result,
     install_seccomp,
     set_dumpable,
     set_rlimits,
@@ -20,7 +21,6 @@ from ludus.sandbox.guest.syscalls import (
 )
 
 BOX = "/box"
-_COMMAND_NOT_FOUND = 127
 
 
 def become_program(limits: ResourceLimits, seccomp: bytes, fds: list[int]) -> None:
@@ -35,15 +35,14 @@ def become_program(limits: ResourceLimits, seccomp: bytes, fds: list[int]) -> No
     set_dumpable(1)
     write_text("/proc/self/oom_score_adj", "1000")
     set_rlimits(limits, in_session=len(fds) > 3)
-    drop_capabilities()
+    check_result(LIBC.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)), "capset")  # no capabilities
     install_seccomp(seccomp)
 
 
 def _reset_main() -> dict[str, object]:
     """Replace the zygote's `__main__` with a new module and return its namespace."""
     main = type(sys)("__main__")
-    main.__dict__["__builtins__"] = sys.modules["builtins"]
-    main.__dict__["__file__"] = "main.py"
+    main.__dict__.update(__builtins__=sys.modules["builtins"], __file__="main.py")
     for name in [name for name in sys.modules if name.partition(".")[0] == "ludus"]:
         del sys.modules[name]
     sys.modules["__main__"], sys.argv = main, ["main.py"]
@@ -121,22 +120,20 @@ def run_command(argv: list[str]) -> int:
         os.execvp(argv[0], argv)
     except (OSError, ValueError) as error:
         os.write(2, f"{argv[0]}: {error}\n".encode(errors="replace"))
-    return _COMMAND_NOT_FOUND
+    return 127
 
 
 def serve_python() -> int:
-    """Run a session's interpreter: receive code on descriptor 3, write a status byte to 4 after each call."""
+    """Run a session's interpreter: receive code (4-byte length first) on descriptor 3, then write a status to 4."""
     names, count = _reset_main(), 0
-    while True:
-        source = _receive_call(3)
-        if source is None:
-            return 0
+    while (head := _read_exactly(3, 4)) and (source := _read_exactly(3, struct.unpack(">I", head)[0])) is not None:
         count += 1
         status = _run_call(source.decode("utf-8", "surrogatepass"), f"<call {count}>", names)
         with Suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
             sys.stderr.flush()
         os.write(4, bytes([status]))
+    return 0
 
 
 def _run_call(source: str, name: str, names: dict[str, object]) -> int:
@@ -160,12 +157,6 @@ def _run_call(source: str, name: str, names: dict[str, object]) -> int:
         _print_exception(error)
         return 1
     return 0
-
-
-def _receive_call(fd: int) -> bytes | None:
-    """Read a 4-byte length and that number of bytes; return None at the end."""
-    prefix = _read_exactly(fd, 4)
-    return None if prefix is None else _read_exactly(fd, struct.unpack(">I", prefix)[0])
 
 
 def _read_exactly(fd: int, count: int) -> bytes | None:

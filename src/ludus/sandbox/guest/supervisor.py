@@ -1,21 +1,26 @@
-"""The supervisor: process 1 of a run's namespaces. It starts, monitors and kills the programs."""
+"""The supervisor: it serves one run, or a session of several calls, and starts, monitors and kills the programs."""
 
 from __future__ import annotations
 
 import os
 import select
+import struct
 import time
 
-from ludus.sandbox.guest.procfs import ResourceUsage, reaped_cpu_s
-from ludus.sandbox.guest.program import become_program, shut_down
+from ludus.sandbox.guest.files import CollectedFiles, clear_box, remove_files, resize_box, set_executable, write_files
+from ludus.sandbox.guest.procfs import ResourceUsage, list_processes, reaped_cpu_s
+from ludus.sandbox.guest.program import SHELL_LOOP, become_program, run_command, run_python, serve_python, shut_down
 from ludus.sandbox.guest.streams import ProcessStreams
 from ludus.sandbox.guest.syscalls import ResourceLimits, Suppress, signal
-from ludus.sandbox.guest.wire import Connection, Disconnected
+from ludus.sandbox.guest.wire import Connection, Disconnected, string_list
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `collections.abc` is slow to import
     from collections.abc import Callable
 
+    Response = tuple[dict[str, object], list[bytes]]
+
+_IDLE_S = 0.1
 _SAMPLE_S = 0.01
 _START_FAILED = 70
 
@@ -73,16 +78,12 @@ class Supervisor:
         self.streams.transfer(ready)
         if self.pidfd in ready:
             return "ended"
-        return "done" if self.done_fd in ready and self._is_done() else ""
-
-    def _is_done(self) -> bool:
-        """Return whether the interpreter reported the end of a call; if it closed the pipe, wait for its exit."""
-        statuses = os.read(self.done_fd, 65536)
-        if not statuses:
-            self.streams.poll.unregister(self.done_fd)
-            return False
-        self.call_status = statuses[-1]
-        return True
+        if self.done_fd in ready:
+            if statuses := os.read(self.done_fd, 65536):
+                self.call_status = statuses[-1]
+                return "done"
+            self.streams.poll.unregister(self.done_fd)  # the interpreter closed the pipe and will exit
+        return ""
 
     def exceeded(self, cpu_before_s: float) -> str:
         """Reap orphans and return the exceeded limit ('time' or 'memory') or "". See `watch`."""
@@ -118,3 +119,182 @@ class Supervisor:
             if fd >= 0:
                 os.close(fd)
         self.pidfd = self.done_fd = -1
+
+
+def serve_request(connection: Connection, seccomp: bytes, in_container: bool = False) -> None:
+    """Serve one run or session; failures of the supervisor itself are reported to the host.
+
+    In a container, the engine sets the size of the box and the process limit: the kernel would count the user's
+    processes of all containers.
+    """
+    try:
+        header, blobs = connection.receive()
+        limits = ResourceLimits(header["limits"])
+        if in_container:
+            limits.processes = 0
+        else:
+            resize_box(limits)
+        supervisor = Supervisor(connection, seccomp, limits)
+        names = string_list(header["names"])
+        if header["op"] == "run":
+            stdin, source, *contents = blobs
+            files = dict(zip(names, contents, strict=True))
+            connection.send(*_run(supervisor, string_list(header["argv"]), stdin, source, files))
+        else:
+            write_files(dict(zip(names, blobs, strict=True)), set())
+            connection.send({}, [])
+            _Session(supervisor, header["kind"]).serve()
+    except Disconnected:
+        return
+    except Exception as error:  # boundary: report the error to the host
+        connection.send({"error": f"{type(error).__name__}: {error}"}, [])
+
+
+def _run(supervisor: Supervisor, argv: list[str], stdin: bytes, source: bytes, files: dict[str, bytes]) -> Response:
+    """Run a program; the response carries stdout, stderr and files. Raises Disconnected."""
+    begin = time.monotonic()
+    write_files(files, set())
+    text = source.decode("utf-8", "surrogatepass")
+    supervisor.start(lambda: run_command(argv) if argv else run_python(text), stdin)
+    return _blame_program(lambda: _finish_run(supervisor, begin, files, is_python=not argv))
+
+
+def _finish_run(supervisor: Supervisor, begin: float, files: dict[str, bytes], is_python: bool) -> Response:
+    """Wait for the end of the program, kill all processes and collect the files that differ from `files`."""
+    try:
+        event = supervisor.watch(0.0)
+    finally:
+        supervisor.kill_all()
+    stdout, stderr = supervisor.streams.drain()
+    header = _outcome(supervisor, event, begin, reaped_cpu_s())
+    if is_python and header["exit"] == 1 and b"MemoryError" in stderr[-200:]:
+        header["memory_exceeded"] = True
+    changed = CollectedFiles(supervisor.limits, files)
+    header["truncated"] = supervisor.streams.omitted_bytes > 0 or changed.cut or changed.skipped > 0
+    return {**header, "names": list(changed.files)}, [stdout, stderr, *changed.files.values()]
+
+
+def _blame_program(respond: Callable[[], Response]) -> Response:
+    """Call `respond` and convert errors, which the running program causes, to a response. Raises Disconnected."""
+    try:
+        return respond()
+    except Disconnected:
+        raise
+    except Exception as error:  # boundary: a program can break its supervisor in any way
+        return {"broken": f"{type(error).__name__}: {error}"}, []
+
+
+def _outcome(supervisor: Supervisor, event: str, begin: float, cpu_s: float) -> dict[str, object]:
+    """Build the header of the response to a run or call."""
+    status, omitted = supervisor.wait_status, supervisor.streams.omitted_bytes
+    ended_by = os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else None
+    return {
+        "exit": os.WEXITSTATUS(status) if status is not None and ended_by is None else None,
+        "signal": ended_by,
+        "timed_out": event == "time" or ended_by == signal.SIGXCPU,
+        "memory_exceeded": event == "memory",
+        "truncated": omitted > 0,
+        "omitted_bytes": omitted,
+        "cpu_s": round(max(0.0, cpu_s), 6),
+        "wall_s": round(time.monotonic() - begin, 6),
+        "peak_memory_bytes": supervisor.usage.peak,
+    }
+
+
+class _Session:
+    """Session with an interpreter, which is restarted if a call ended it."""
+
+    def __init__(self, supervisor: Supervisor, kind: object) -> None:
+        self.supervisor, self.kind = supervisor, kind
+        self.calls_fd = -1
+        self.cpu_before_s = 0.0
+        self.exceeded = ""
+
+    def serve(self) -> None:
+        """Serve the host until it disconnects. Raises Disconnected."""
+        connection = self.supervisor.connection
+        poll = select.poll()
+        poll.register(connection.source, select.POLLIN)
+        self._start()
+        while True:
+            if not poll.poll(_IDLE_S * 1000):
+                self._check_limits()
+                continue
+            header, blobs = connection.receive()
+            try:
+                response = self._respond(header, blobs)
+            except OSError as error:
+                response = {"error": str(error)}, []
+            connection.send(*response)
+
+    def _respond(self, header: dict[str, object], blobs: list[bytes]) -> Response:
+        """Return the response to a request. Raises OSError."""
+        limits = self.supervisor.limits
+        names = string_list(header.get("names", []))
+        if header["op"] == "call":
+            return _blame_program(lambda: self._call(blobs[0]))
+        if header["op"] == "snapshot":
+            found = CollectedFiles(limits, {})
+            header = {"names": list(found.files), "executable": sorted(found.executable)}
+            return {**header, "cut": found.cut, "skipped": found.skipped}, [*found.files.values()]
+        if header["op"] == "processes":
+            processes, cut = list_processes()
+            return {"processes": processes, "cut": cut}, []
+        if header["op"] == "restore":
+            clear_box(4 * limits.disk_files)
+            write_files(dict(zip(names, blobs, strict=True)), set(string_list(header["executable"])))
+        elif header["op"] == "change":
+            flags = header["executable"]
+            write_files(dict(zip(names, blobs, strict=True)), set())
+            set_executable(flags if isinstance(flags, dict) else {})
+            remove_files(string_list(header["remove"]))
+        else:
+            raise OSError(f"unknown operation {header['op']!r}")
+        return {}, []
+
+    def _start(self) -> None:
+        (calls_fd, self.calls_fd), (done_fd, child_done_fd) = os.pipe(), os.pipe()
+        shell = ["bash", "--norc", "--noprofile", "-c", SHELL_LOOP]
+        body = serve_python if self.kind == "python" else lambda: run_command(shell)
+        self.supervisor.start(body, b"", (calls_fd, child_done_fd))
+        os.set_blocking(done_fd, False)
+        self.supervisor.done_fd = done_fd
+        self.supervisor.streams.poll.register(done_fd, select.POLLIN)
+
+    def _kill(self) -> None:
+        self.supervisor.kill_all()
+        os.close(self.calls_fd)
+        self.calls_fd = -1
+
+    def _check_limits(self) -> None:
+        """Check the limits of background processes between calls."""
+        if self.calls_fd >= 0:
+            exceeded = self.supervisor.exceeded(self.cpu_before_s)
+            if exceeded or self.supervisor.wait_status is not None:
+                self.exceeded = exceeded
+                self._kill()
+                self.supervisor.close()
+
+    def _call(self, source: bytes) -> Response:
+        begin, supervisor = time.monotonic(), self.supervisor
+        if self.calls_fd < 0:
+            self._start()
+        supervisor.usage.peak = 0
+        with Suppress(BlockingIOError):  # drop what the interpreter reported between calls
+            while os.read(supervisor.done_fd, 4096):
+                pass
+        text = struct.pack(">I", len(source)) + source if self.kind == "python" else source + b"\0"
+        event, self.exceeded = self.exceeded, ""
+        if not event:
+            supervisor.streams.feed(self.calls_fd, text, keep_open=True)
+            event = supervisor.watch(self.cpu_before_s)
+        if event != "done":
+            self._kill()
+        stdout, stderr = supervisor.streams.drain()
+        cpu_before_s, self.cpu_before_s = self.cpu_before_s, supervisor.usage.sample(1 << 62)[1] + reaped_cpu_s()
+        header = _outcome(supervisor, event, begin, self.cpu_before_s - cpu_before_s)
+        if event == "done":
+            header["exit"] = supervisor.call_status
+        else:
+            supervisor.close()
+        return {**header, "names": []}, [stdout, stderr]

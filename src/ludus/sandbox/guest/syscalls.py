@@ -29,8 +29,7 @@ class Suppress:
     def __init__(self, *kinds: type[BaseException]) -> None:
         self._kinds = kinds
 
-    def __enter__(self) -> None:
-        """Do nothing."""
+    def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> bool:
         return kind is not None and issubclass(kind, self._kinds)
@@ -50,14 +49,7 @@ class ResourceLimits:
         self.files_out, self.files_out_bytes = int(values["files_out"]), int(values["files_out_bytes"])
 
 
-_loaded: list[ctypes.CDLL] = []
-
-
-def libc() -> ctypes.CDLL:
-    """Return the C library."""
-    if not _loaded:
-        _loaded.append(ctypes.CDLL(None, use_errno=True))
-    return _loaded[0]
+LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def check_result(result: int, call: str) -> None:
@@ -70,7 +62,7 @@ def check_result(result: int, call: str) -> None:
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     """Call mount(2). Raises OSError."""
     args = [None if arg is None else arg.encode() for arg in (source, target, kind, options)]
-    check_result(libc().mount(args[0], args[1], args[2], ctypes.c_ulong(flags), args[3]), f"mount {target}")
+    check_result(LIBC.mount(args[0], args[1], args[2], ctypes.c_ulong(flags), args[3]), f"mount {target}")
 
 
 def write_text(path: str, text: str) -> None:
@@ -81,20 +73,14 @@ def write_text(path: str, text: str) -> None:
 
 def set_dumpable(value: int) -> None:
     """Set whether processes of the same user may trace this one and read its memory. Raises OSError."""
-    check_result(libc().prctl(_SET_DUMPABLE, value, 0, 0, 0), "prctl")
-
-
-def drop_capabilities() -> None:
-    """Drop all capabilities. Raises OSError."""
-    header, empty = struct.pack("=Ii", 0x20080522, 0), bytes(24)
-    check_result(libc().capset(header, empty), "capset")
+    check_result(LIBC.prctl(_SET_DUMPABLE, value, 0, 0, 0), "prctl")
 
 
 def install_seccomp(bpf: bytes) -> None:
     """Install a seccomp filter for this process and its children. Raises OSError."""
     array = ctypes.create_string_buffer(bpf, len(bpf))
     program = struct.pack("@HP", len(bpf) // 8, ctypes.addressof(array))
-    check_result(libc().prctl(_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0), "seccomp")
+    check_result(LIBC.prctl(_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0), "seccomp")
 
 
 def ignore_sigint() -> None:
@@ -110,7 +96,6 @@ def set_rlimits(limits: ResourceLimits, in_session: bool) -> None:
 
     Processes are not limited if `limits.processes` is 0.
     """
-    cpu = int(limits.cpu_s) + 1
     pairs = [
         (resource.RLIMIT_AS, limits.memory_bytes),
         (resource.RLIMIT_NOFILE, limits.open_files),
@@ -126,4 +111,4 @@ def set_rlimits(limits: ResourceLimits, in_session: bool) -> None:
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(kind, (value, value))
     if not in_session:
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
+        resource.setrlimit(resource.RLIMIT_CPU, (int(limits.cpu_s) + 1, int(limits.cpu_s) + 2))

@@ -43,8 +43,7 @@ def _frame(header: bytes, blobs: list[bytes]) -> bytes:
 
 def frame_sizes(prefix: bytes) -> tuple[int, int]:
     """Return the lengths of header and blobs from a frame's first 8 bytes."""
-    header, body = struct.unpack(">II", prefix)
-    return header, body
+    return struct.unpack(">II", prefix)
 
 
 def unpack_frame(header: object, body: bytes) -> tuple[dict[str, object], list[bytes]]:

@@ -21,6 +21,14 @@ from typing import IO
 from ludus.errors import UserError, WorldError
 from ludus.sandbox.base import Limits, Outcome, RunRequest, SandboxSettings
 from ludus.sandbox.guest.wire import pack_request
+from ludus.sandbox.local.namespaces import (
+    PROGRAM_ENVIRONMENT,
+    bootstrap,
+    guest_modules,
+    open_errors,
+    read_errors,
+    wait_exit,
+)
 from ludus.sandbox.local.seccomp import seccomp_filter
 from ludus.sandbox.local.supervisor_client import (
     GRACE_S,
@@ -28,14 +36,6 @@ from ludus.sandbox.local.supervisor_client import (
     SupervisorSandbox,
     SupervisorSocket,
     run_request,
-)
-from ludus.sandbox.local.zygote import (
-    PROGRAM_ENVIRONMENT,
-    bootstrap,
-    guest_modules,
-    open_errors,
-    read_errors,
-    wait_exit,
 )
 
 _PACKAGES = {"docker": "docker.io", "podman": "podman"}
@@ -61,7 +61,6 @@ class Container(SupervisorHost):
     _sock: SupervisorSocket | None = field(default=None, init=False)
 
     async def start_supervisor(self) -> SupervisorSocket:
-        """Start a new container. Raises WorldError with the engine's message."""
         await self.kill()
         client, errors, self._sock = self._spawn()
         try:
@@ -93,7 +92,7 @@ class Container(SupervisorHost):
             return
         self._sock.close()
         if await wait_exit(client, GRACE_S) is None:
-            await asyncio.to_thread(self._remove)
+            await asyncio.to_thread(self._remove)  # killing only the client would leave the container running
             client.kill()
             client.wait()
         errors.close()
@@ -126,9 +125,8 @@ class Container(SupervisorHost):
         return client, errors, SupervisorSocket(ours)
 
     def _remove(self) -> None:
-        """Remove the container: killing only the engine's client would leave it running."""
-        command = [self.engine, "rm", "--force", self._name]
         with contextlib.suppress(subprocess.TimeoutExpired):
+            command = [self.engine, "rm", "--force", self._name]
             subprocess.run(command, capture_output=True, timeout=GRACE_S, check=False)
 
 
