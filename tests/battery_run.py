@@ -24,7 +24,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ludus.errors import WorldError
-from ludus.sandbox import Limits, Outcome, SandboxSettings, open_sandbox
+from ludus.sandbox import Limits, SandboxSettings, open_sandbox
+from ludus.sandbox.base import Outcome
 
 HERE = Path(__file__).parent
 PROGRAMS = sorted((HERE / "battery").glob("*.py"))

@@ -17,7 +17,8 @@ from battery_run import descendants
 from container_engine import put_engine
 from ludus.cli.main import main
 from ludus.errors import UserError, WorldError
-from ludus.sandbox import FileChange, Limits, SandboxSettings, Snapshot, open_sandbox
+from ludus.sandbox import Limits, SandboxSettings, open_sandbox
+from ludus.sandbox.base import FileChange, Snapshot
 from ludus.sandbox.local import container
 from ludus.tools.files import files_tools
 from ludus.tools.python import python_session_tool

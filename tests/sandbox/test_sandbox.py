@@ -19,7 +19,8 @@ import pytest
 
 from battery_run import a_folder, descendants
 from ludus.errors import UserError, WorldError
-from ludus.sandbox import FileChange, Limits, NamespacesSandbox, SandboxSettings, Snapshot
+from ludus.sandbox import Limits, NamespacesSandbox, SandboxSettings
+from ludus.sandbox.base import FileChange, Snapshot
 from ludus.sandbox.guest.streams import BoundedOutput
 from ludus.sandbox.guest.wire import as_json, frame_sizes, pack_request, pack_response, unpack_frame
 from ludus.sandbox.local import namespaces, supervisor_client

@@ -19,7 +19,8 @@ from battery_run import descendants
 from container_engine import put_engine
 from ludus.errors import UserError, WorldError
 from ludus.gateway.limits import HttpLimits, http_server
-from ludus.sandbox import BACKENDS, Limits, NamespacesSandbox, SandboxSettings, Snapshot, open_sandbox
+from ludus.sandbox import BACKENDS, Limits, NamespacesSandbox, SandboxSettings, open_sandbox
+from ludus.sandbox.base import Snapshot
 from ludus.sandbox.local import container
 from ludus.sandbox.local.container import ContainerSandbox
 from ludus.sandbox.local.unsafe_process import ProcessSandbox

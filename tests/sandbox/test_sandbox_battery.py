@@ -15,7 +15,8 @@ import pytest
 import battery_run
 import ludus
 from battery_run import PROGRAMS, a_folder, a_host, judge, run_battery
-from ludus.sandbox import NamespacesSandbox, Outcome, SandboxSettings
+from ludus.sandbox import NamespacesSandbox, SandboxSettings
+from ludus.sandbox.base import Outcome
 from ludus.sandbox.local.namespaces import find_python
 from ludus.worlds.code.grader import CodeGrader, CodeTruth, TestCase
 

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from ludus.sandbox import Limits, Snapshot
+from ludus.sandbox.base import Limits, Snapshot
 from ludus.tools.base import ToolError
 from ludus.tools.files import files_tools, lines_of, path_of, replaced
 from ludus.tools.patch import apply_patch_tool, patched_files, read_patch

@@ -4,36 +4,12 @@ See docs/use/sandbox.md.
 """
 
 from ludus.errors import UserError
-from ludus.sandbox.base import (
-    FileChange,
-    Limits,
-    Outcome,
-    Process,
-    Sandbox,
-    SandboxSession,
-    SandboxSettings,
-    SessionKind,
-    Snapshot,
-)
+from ludus.sandbox.base import Limits, Sandbox, SandboxSettings
 from ludus.sandbox.local.container import ContainerSandbox
 from ludus.sandbox.local.namespaces import NamespacesSandbox
 from ludus.sandbox.local.unsafe_process import ProcessSandbox
 
-__all__ = [
-    "BACKENDS",
-    "SERVICES",
-    "FileChange",
-    "Limits",
-    "NamespacesSandbox",
-    "Outcome",
-    "Process",
-    "Sandbox",
-    "SandboxSession",
-    "SandboxSettings",
-    "SessionKind",
-    "Snapshot",
-    "open_sandbox",
-]
+__all__ = ["BACKENDS", "SERVICES", "Limits", "NamespacesSandbox", "Sandbox", "SandboxSettings", "open_sandbox"]
 
 SERVICES = ("sandbox_fusion", "piston")
 BACKENDS = ("namespaces", "docker", "podman", "remote", *SERVICES, "process")

@@ -259,8 +259,7 @@ class Sandbox(ABC):
         """End all processes and free all resources of the backend."""
 
     @abstractmethod
-    async def _run(self, request: RunRequest) -> Outcome:
-        """Run once."""
+    async def _run(self, request: RunRequest) -> Outcome: ...
 
     async def _open_session(self, kind: SessionKind, files: Mapping[str, bytes], limits: Limits) -> SandboxSession:
         raise UserError("This sandbox backend does not support sessions.", "Use namespaces, docker, podman or remote.")

@@ -19,7 +19,6 @@ _LATE_S = 10.0
 """If a program exceeds its 1 s limit by this many seconds, the limit did not stop it."""
 _ALLOCATED_MIB, _LIMIT_MIB = 512, 256
 
-_VERSION = "import platform; print(platform.python_version())"
 _NETWORK = """
 try:
     lines = open('/proc/net/dev').read().splitlines()[2:]
@@ -27,7 +26,6 @@ try:
 except OSError:
     print('?')
 """
-_LEAVE_FILES = "for folder in ('/tmp', '.'): open(f'{folder}/NAME', 'w').write('left')"
 _FIND_FILES = """
 import os
 for folder in ('/tmp', '.'):
@@ -48,7 +46,7 @@ class SelfTestResult:
 
 async def python_version(sandbox: Sandbox) -> str:
     """Return the sandbox's Python version. Raises UserError if the program fails, WorldError if the backend does."""
-    outcome = await sandbox.run(_VERSION)
+    outcome = await sandbox.run("import platform; print(platform.python_version())")
     if not outcome.ok:
         raise UserError(f"The {sandbox.name} backend ran a test program, which failed: {outcome.error_text[-300:]}")
     return outcome.text.strip()
@@ -56,24 +54,12 @@ async def python_version(sandbox: Sandbox) -> str:
 
 async def run_self_test(sandbox: Sandbox) -> list[SelfTestResult]:
     """Run all tests and return their results."""
-    tests: dict[str, Callable[[Sandbox], Awaitable[tuple[str, bool]]]] = {
-        "files and standard input": _input,
-        "commands": _command,
-        "exit codes": _exit,
-        "wall clock limit": _clock,
-        "memory limit": _memory,
-        "returned files": _files,
-        "sessions": _sessions,
-        "network": _network,
-        "separation of runs": _separation,
-    }
     results = []
-    for name, test in tests.items():
+    for name, test in _TESTS.items():
         try:
-            result, failed = await test(sandbox)
+            results.append(SelfTestResult(name, *await test(sandbox)))
         except LudusError as error:
-            result, failed = str(error), True
-        results.append(SelfTestResult(name, result, failed))
+            results.append(SelfTestResult(name, str(error), failed=True))
     return results
 
 
@@ -91,15 +77,15 @@ def untested_properties(backend: str) -> str:
 
 async def _input(sandbox: Sandbox) -> tuple[str, bool]:
     program = "import sys; print(open('given.txt').read() + sys.stdin.read(), end='')"
-    outcome = await sandbox.run(program, files={"given.txt": b"one "}, stdin=b"two")
-    passed = outcome.text == "one two"
-    return "reach the program" if passed else f"do not reach the program, which read {outcome.text!r}", not passed
+    text = (await sandbox.run(program, files={"given.txt": b"one "}, stdin=b"two")).text
+    return (
+        ("reach the program", False) if text == "one two" else (f"do not reach the program, which read {text!r}", True)
+    )
 
 
 async def _command(sandbox: Sandbox) -> tuple[str, bool]:
-    outcome = await sandbox.run(["echo", "a  b", "$HOME"])
-    passed = outcome.text == "a  b $HOME\n"
-    return "run with exact arguments" if passed else f"fail: echo printed {outcome.text!r}", not passed
+    text = (await sandbox.run(["echo", "a  b", "$HOME"])).text
+    return ("run with exact arguments", False) if text == "a  b $HOME\n" else (f"fail: echo printed {text!r}", True)
 
 
 async def _exit(sandbox: Sandbox) -> tuple[str, bool]:
@@ -148,18 +134,29 @@ async def _sessions(sandbox: Sandbox) -> tuple[str, bool]:
 
 async def _network(sandbox: Sandbox) -> tuple[str, bool]:
     interfaces = (await sandbox.run(_NETWORK)).text.split()
-    others = [name for name in interfaces if name != "lo"]
     if interfaces == ["?"]:
         return "cannot be detected from inside", False
-    if not others:
-        return "programs see only a loopback interface", False
-    return f"programs see {', '.join(others)}; connections are not tested", False
+    others = ", ".join(name for name in interfaces if name != "lo")
+    return f"programs see {f'{others}; connections are not tested' if others else 'only a loopback interface'}", False
 
 
 async def _separation(sandbox: Sandbox) -> tuple[str, bool]:
     name = f"ludus-{secrets.token_hex(8)}"
-    await sandbox.run(_LEAVE_FILES.replace("NAME", name))
+    await sandbox.run(f"for folder in ('/tmp', '.'): open(folder + '/{name}', 'w').write('left')")
     folders = (await sandbox.run(_FIND_FILES.replace("NAME", name))).text.split()
     if not folders:
         return "files in /tmp and the folder are not visible to the next run", False
     return f"the next run sees files left in {' and '.join(folders)}", False
+
+
+_TESTS: dict[str, Callable[[Sandbox], Awaitable[tuple[str, bool]]]] = {
+    "files and standard input": _input,
+    "commands": _command,
+    "exit codes": _exit,
+    "wall clock limit": _clock,
+    "memory limit": _memory,
+    "returned files": _files,
+    "sessions": _sessions,
+    "network": _network,
+    "separation of runs": _separation,
+}

@@ -37,7 +37,7 @@ from ludus.sandbox.guest.wire import frame_sizes, pack_request, string_list, unp
 GRACE_S = 8.0
 CHUNK = 1 << 16
 _HEADER_BYTES = 1 << 20
-"""Maximum size of a response's header without names of files."""
+"""Maximum size of a response's header without names; it lists each file and each executable file."""
 _ESCAPED_BYTES = 12
 """Maximum length of a JSON-escaped character."""
 
@@ -145,7 +145,6 @@ class _ProgramFaultError(WorldError):
     """The program prevented a response: the supervisor timed out, or was lost although its host survives."""
 
     def outcome(self, wall_s: float) -> Outcome:
-        """Return the outcome of the program."""
         if isinstance(self.__cause__, TimeoutError):
             return Outcome(timed_out=True, wall_s=wall_s)
         return _broken_outcome(self.message)
@@ -158,7 +157,8 @@ async def _exchange(
     try:
         async with asyncio.timeout(deadline_s):
             await sock.send(header, blobs)
-            return await sock.receive(_max_body(limits), _max_header(limits))
+            max_header = _HEADER_BYTES + 2 * _ESCAPED_BYTES * MAX_PATH_CHARS * limits.files_out
+            return await sock.receive(2 * limits.output_bytes + limits.files_out_bytes, max_header)
     except TimeoutError as error:
         raise _ProgramFaultError("The supervisor of a session did not respond; the session was closed.") from error
     except SupervisorLostError as error:
@@ -179,11 +179,9 @@ class SupervisorSandbox(Sandbox, Generic[Host]):
 
     @property
     def max_sessions(self) -> int:
-        """Maximum number of open sessions."""
         return self.settings.sessions or sessions_in_memory()
 
     async def close(self) -> None:
-        """Kill all hosts, including those of sessions."""
         await asyncio.gather(*map(self._kill, list(self._open)))
 
     @abstractmethod
@@ -288,17 +286,12 @@ class SupervisedSession(SandboxSession, Generic[Host]):
     ) -> tuple[Header, list[bytes]]:
         """Send a request and return the response. Raises WorldError; without a response the session is closed."""
         self._check_open()
-        answered = False
         try:
-            response = await _exchange(self.host, self.sock, self.limits, header, blobs, deadline_s)
-            answered = True
-        except WorldError as error:
-            answered = error.message.startswith("The sandbox failed")
-            raise
-        finally:
-            if not answered:
+            return await _exchange(self.host, self.sock, self.limits, header, blobs, deadline_s)
+        except BaseException as error:
+            if not (isinstance(error, WorldError) and error.message.startswith("The sandbox failed")):
                 await asyncio.shield(self.close())
-        return response
+            raise
 
     def _check_open(self) -> None:
         if self._closed:
@@ -306,22 +299,11 @@ class SupervisedSession(SandboxSession, Generic[Host]):
 
 
 def _start_header(limits: Limits, files: Mapping[str, bytes]) -> Header:
-    """Return the part of a header common to runs and sessions."""
     return {"limits": asdict(limits), "names": list(files)}
 
 
-def _max_body(limits: Limits) -> int:
-    """Return the maximum size of a response's blobs."""
-    return 2 * limits.output_bytes + limits.files_out_bytes
-
-
-def _max_header(limits: Limits) -> int:
-    """Return the maximum size of a response's header, which lists each file and each executable file."""
-    return _HEADER_BYTES + 2 * _ESCAPED_BYTES * MAX_PATH_CHARS * limits.files_out
-
-
 def _broken_outcome(reason: str) -> Outcome:
-    """Return the outcome of a program that broke its supervisor: failed, with unknown output."""
+    """Return the outcome of a program that broke its supervisor, with unknown output."""
     return Outcome(stderr=f"[{reason}]".encode(errors="replace"), signal=signal.SIGKILL, truncated=True)
 
 

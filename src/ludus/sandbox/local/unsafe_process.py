@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ludus.errors import UserError, WorldError
-from ludus.sandbox.base import Limits, Outcome, RunRequest, Sandbox
+from ludus.sandbox.base import Outcome, RunRequest, Sandbox
 from ludus.sandbox.guest.files import CollectedFiles, write_files
 from ludus.sandbox.guest.procfs import peak_memory
 from ludus.sandbox.guest.streams import ProcessStreams
@@ -83,9 +83,17 @@ def _run_in_folder(request: RunRequest, stop: threading.Event) -> Outcome:
             main = Path(name, "main.py")
             main.write_bytes(request.source_bytes)
             argv = (sys.executable, "-s", str(main))
-        launch = [sys.executable, "-I", "-S", "-c", _LAUNCH, json.dumps(_rlimits(request.limits)), *argv]
+        limits = request.limits  # processes are not limited, since the kernel counts all of a user's
+        rlimits = {
+            resource.RLIMIT_AS: limits.memory_bytes,
+            resource.RLIMIT_CPU: int(limits.cpu_s) + 1,
+            resource.RLIMIT_NOFILE: limits.open_files,
+            resource.RLIMIT_FSIZE: limits.file_bytes,
+            resource.RLIMIT_CORE: 0,
+        }
+        launch = [sys.executable, "-I", "-S", "-c", _LAUNCH, json.dumps([*rlimits.items()]), *argv]
         outcome = _run_child(launch, box, request, stop)
-        changed = CollectedFiles(ResourceLimits(asdict(request.limits)), files, str(box))
+        changed = CollectedFiles(ResourceLimits(asdict(limits)), files, str(box))
     return replace(outcome, files=changed.files, truncated=outcome.truncated or changed.cut or changed.skipped > 0)
 
 
@@ -93,15 +101,11 @@ def _run_child(argv: Sequence[str], box: Path, request: RunRequest, stop: thread
     """Run a child in its own process group until it ends, exceeds its time or `stop` is set. Raises WorldError."""
     streams = ProcessStreams(request.limits.output_bytes)
     begin, timed_out, own_peak, peak = time.monotonic(), False, peak_memory("self"), 0
+    stdin, stdout, stderr = streams.child_fds
+    env = {"PATH": os.defpath, "HOME": str(box), "LANG": "C.UTF-8", "PYTHONPATH": str(box)}
     try:
         child = subprocess.Popen(
-            argv,
-            stdin=streams.child_fds[0],
-            stdout=streams.child_fds[1],
-            stderr=streams.child_fds[2],
-            cwd=box,
-            env={"PATH": os.defpath, "HOME": str(box), "LANG": "C.UTF-8", "PYTHONPATH": str(box)},
-            start_new_session=True,
+            argv, stdin=stdin, stdout=stdout, stderr=stderr, cwd=box, env=env, start_new_session=True
         )
     except OSError as error:
         streams.close()
@@ -123,17 +127,17 @@ def _run_child(argv: Sequence[str], box: Path, request: RunRequest, stop: thread
         _, status, used = os.wait4(child.pid, 0)
         child.returncode = status
         os.close(pidfd)
-        stdout, stderr = streams.drain()
+        output, errors = streams.drain()
         streams.close()
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
     code = os.WEXITSTATUS(status) if ended_by is None else None
     return Outcome(
-        stdout=stdout,
-        stderr=stderr,
+        stdout=output,
+        stderr=errors,
         exit=code,
         signal=ended_by,
         timed_out=timed_out or ended_by == signal.SIGXCPU,
-        memory_exceeded=request.source is not None and code == 1 and b"MemoryError" in stderr[-200:],
+        memory_exceeded=request.source is not None and code == 1 and b"MemoryError" in errors[-200:],
         truncated=streams.omitted_bytes > 0,
         omitted_bytes=streams.omitted_bytes,
         cpu_s=used.ru_utime + used.ru_stime,
@@ -141,14 +145,3 @@ def _run_child(argv: Sequence[str], box: Path, request: RunRequest, stop: thread
         # A ru_maxrss up to this process's own peak may be inherited from before exec.
         peak_memory_bytes=used.ru_maxrss * 1024 if used.ru_maxrss * 1024 > own_peak else peak,
     )
-
-
-def _rlimits(limits: Limits) -> list[tuple[int, int]]:
-    """Return the limits per process. Their number is not limited, since the kernel counts all of a user's."""
-    return [
-        (resource.RLIMIT_AS, limits.memory_bytes),
-        (resource.RLIMIT_CPU, int(limits.cpu_s) + 1),
-        (resource.RLIMIT_NOFILE, limits.open_files),
-        (resource.RLIMIT_FSIZE, limits.file_bytes),
-        (resource.RLIMIT_CORE, 0),
-    ]

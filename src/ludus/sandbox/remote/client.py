@@ -101,7 +101,6 @@ class HttpClient:
             raise WorldError(message, self.hint) from error
 
     async def close(self) -> None:
-        """Close the connections; must run on the same event loop."""
         client, self._client = self._client, None
         if client is not None and self._loop is asyncio.get_running_loop():
             await client.aclose()
@@ -130,7 +129,6 @@ class HttpSandbox(Sandbox):
     http: HttpClient = field(init=False)
 
     async def close(self) -> None:
-        """Close the connections."""
         await self.http.close()
 
 

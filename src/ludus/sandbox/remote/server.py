@@ -92,7 +92,6 @@ class _Service:
                 entry.used = time.monotonic()
 
     async def close_idle(self) -> None:
-        """Close sessions idle for too long."""
         now = time.monotonic()
         for name, entry in list(self.sessions.items()):
             if now - entry.used > self.settings.idle_s and not entry.lock.locked():
@@ -100,15 +99,9 @@ class _Service:
                 await entry.session.close()
 
     async def close_idle_forever(self) -> None:
-        """Close idle sessions periodically."""
         while True:
             await asyncio.sleep(max(1.0, self.settings.idle_s / 10))
             await self.close_idle()
-
-    async def close(self) -> None:
-        """End all sessions and the backend."""
-        self.sessions.clear()
-        await self.sandbox.close()
 
     def _check_limits(self, limits: Limits) -> None:
         ceiling = asdict(self.settings.ceiling)
@@ -156,7 +149,8 @@ def make_app(sandbox: Sandbox, settings: SandboxServerSettings) -> Starlette:
             yield
         finally:
             task.cancel()
-            await service.close()
+            service.sessions.clear()
+            await sandbox.close()
 
     routes = [
         route("/v1/runs", service.run),
@@ -168,14 +162,12 @@ def make_app(sandbox: Sandbox, settings: SandboxServerSettings) -> Starlette:
 
 
 async def _respond(request: Request, token: str, handler: Handler) -> Response:
-    """Check the token, call the handler, and convert errors to responses."""
     authorization = request.headers.get("authorization", "")
     if not secrets.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
         return _response(_UNAUTHORIZED, ErrorMessage(kind="token", message="Invalid sandbox server token."))
     body = await request.body()
     try:
-        message = await handler(request, body)
-        return await asyncio.to_thread(_response, 200, message)
+        return await asyncio.to_thread(_response, 200, await handler(request, body))
     except LudusError as error:
         status, kind = (_BAD_REQUEST, "input") if isinstance(error, UserError) else (_BAD_GATEWAY, "environment")
         return _response(status, ErrorMessage(kind=kind, message=error.message, hint=error.hint))

@@ -79,7 +79,10 @@ class _Service(HttpSandbox):
     async def _post(self, path: str, request: RunRequest, message: Mapping[str, object], kind: type[Reply]) -> Reply:
         """POST a run and parse the response."""
         language = "bash" if request.source is None else "python"
-        content = json.dumps({"language": language, "stdin": _decode_stdin(request.stdin), **message})
+        try:
+            content = json.dumps({"language": language, "stdin": request.stdin.decode(), **message})
+        except UnicodeDecodeError as error:
+            raise UserError("Execution services require stdin to be valid UTF-8.") from error
         response = await self.http.post(path, content, request.limits.wall_s + self.margin_s)
         if response.is_client_error:
             raise UserError(f"{self.name} refused the run: {response.text[:500]}", _SETUP_HINT)
@@ -107,8 +110,8 @@ class FusionSandbox(_Service):
         result = response.run_result
         if response.status == "SandboxError" or result is None or result.status == "Error":
             raise WorldError(f"{self.name} failed: {response.message[:500] or 'no reason given'}")
-        code, timed_out = result.return_code, result.status == "TimeLimitExceeded"
-        return _outcome(request, result.stdout, result.stderr, code, timed_out, wall_s=result.execution_time or 0.0)
+        timed_out = result.status == "TimeLimitExceeded"
+        return _outcome(request, result, result.return_code, timed_out, result.execution_time or 0.0)
 
 
 class PistonSandbox(_Service):
@@ -135,18 +138,16 @@ class PistonSandbox(_Service):
         code, timed_out = result.code, result.status == "TO" or (result.status is None and result.signal == "SIGKILL")
         if result.signal is not None:  # unknown names count as SIGKILL
             code = -int(signal.Signals.__members__.get(result.signal, signal.SIGKILL))
-        outcome = _outcome(
-            request, result.stdout, result.stderr, code, timed_out, wall_s=(result.wall_time or 0.0) / 1000
-        )
+        outcome = _outcome(request, result, code, timed_out, (result.wall_time or 0.0) / 1000)
         return replace(outcome, cpu_s=(result.cpu_time or 0.0) / 1000, peak_memory_bytes=result.memory or 0)
 
 
 def _outcome(
-    request: RunRequest, stdout: str, stderr: str, code: int | None, timed_out: bool, *, wall_s: float
+    request: RunRequest, result: FusionResult | PistonResult, code: int | None, timed_out: bool, wall_s: float
 ) -> Outcome:
     """Build an outcome and truncate its streams; a negative code is a signal."""
     outputs = [BoundedOutput(request.limits.output_bytes) for _ in range(2)]
-    for output, text in zip(outputs, (stdout, stderr), strict=True):
+    for output, text in zip(outputs, (result.stdout, result.stderr), strict=True):
         output.add(text.encode("utf-8", "surrogatepass"))
     omitted = sum(output.omitted_bytes for output in outputs)
     out, err = [output.take() for output in outputs]
@@ -169,10 +170,3 @@ def _code(request: RunRequest) -> str:
     if request.source is None:
         return shlex.join(request.argv)
     return request.source.encode("utf-8", "replace").decode()
-
-
-def _decode_stdin(data: bytes) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise UserError("Execution services require stdin to be valid UTF-8.") from error
