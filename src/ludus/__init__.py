@@ -45,5 +45,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Return the public names of the package."""
     return [*__all__, "__version__"]

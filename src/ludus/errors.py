@@ -11,8 +11,7 @@ from collections.abc import Iterable
 
 _LONGEST_NAME = 200
 """Maximum number of characters of a name to compare: the time grows with the product of both lengths."""
-_TIES = 3
-"""Maximum number of equally similar names listed in a message."""
+_TIES = 3  # maximum number of equally similar names listed in a message
 
 
 class LudusError(Exception):

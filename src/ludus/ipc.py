@@ -13,7 +13,6 @@ from typing import IO
 
 LENGTH = struct.Struct("!Q")
 """Prefix of a frame: the number of bytes that follow."""
-_NUMBER = struct.Struct("!Q")
 
 
 def python_command(function: str, *arguments: str) -> list[str]:
@@ -43,9 +42,9 @@ def read_frame(stream: IO[bytes]) -> bytes | None:
 
 def with_number(number: int, body: bytes = b"") -> bytes:
     """Return a message that starts with the number of its request."""
-    return _NUMBER.pack(number) + body
+    return LENGTH.pack(number) + body
 
 
 def split_number(body: bytes) -> tuple[int, bytes]:
     """Return the number and the content of a message of `with_number`."""
-    return _NUMBER.unpack_from(body)[0], body[_NUMBER.size :]
+    return LENGTH.unpack_from(body)[0], body[LENGTH.size :]

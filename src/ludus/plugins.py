@@ -53,7 +53,14 @@ def find_plugin(kind: str, name: str, setting: str, built_in: Iterable[str]) -> 
 
 def _object_in_file(name: str, setting: str) -> object:
     file, _, attribute = name.partition(":")
-    defined = vars(_module(Path(file), setting))
+    path = Path(file)
+    if not path.is_file():
+        raise UserError(
+            f"{path} does not exist.",
+            f"{setting} takes the path of a Python file, in a .toml file relative to its folder, on the command line "
+            "to the working directory.",
+        )
+    defined = vars(_import_file(path.resolve(), path))
     if not attribute:
         raise ConfigError(f"{setting}: {name} does not name an object.", f"Write {file}:name.")
     if attribute not in defined:
@@ -131,17 +138,6 @@ def describe_value(value: object) -> str:
     """Return a plain value shortened, or the type of another object, for messages."""
     plain = value is None or isinstance(value, str | bytes | int | float | list | tuple | dict | set)
     return reprlib.repr(value) if plain else f"a value of type {type(value).__name__}"
-
-
-def _module(path: Path, setting: str) -> ModuleType:
-    """Import a Python file once. Raises UserError if it is missing, ConfigError if it raises."""
-    if not path.is_file():
-        raise UserError(
-            f"{path} does not exist.",
-            f"{setting} takes the path of a Python file, in a .toml file relative to its folder, on the command line "
-            "to the working directory.",
-        )
-    return _import_file(path.resolve(), path)
 
 
 @cache

@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Final, Literal, NamedTuple, Required, TypedDict, TypeVar
@@ -219,14 +219,7 @@ class SamplingParams:
     @property
     def numbers(self) -> dict[str, float]:
         """Values of the parameters in `PARAM_BOUNDS`, by name."""
-        return {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "max_new_tokens": self.max_new_tokens,
-            "top_logprobs": self.top_logprobs,
-        }
+        return {name: value for name, value in asdict(self).items() if name in PARAM_BOUNDS}
 
     @property
     def cuts(self) -> bool:
@@ -387,9 +380,13 @@ class Trajectory:
     def rows(self) -> tuple[tuple[int, ...], ...]:
         """Paths from the root to each leaf, as segment indices; a chain has one row."""
         parents = [s.parent if s.parent is not None else i - 1 for i, s in enumerate(self.segments)]
-        inner = set(parents)
-        leaves = [i for i in range(len(self.segments)) if i not in inner]
-        return tuple(_path_to(leaf, parents) for leaf in leaves)
+        rows = []
+        for leaf in sorted({*range(len(parents))} - {*parents}):
+            path = [leaf]
+            while parents[path[-1]] >= 0:
+                path.append(parents[path[-1]])
+            rows.append(tuple(reversed(path)))
+        return tuple(rows)
 
     @property
     def row_actions(self) -> list[list[int]]:
@@ -499,14 +496,21 @@ class Trajectory:
     def answer(self) -> str:
         """Text of the last message if it is an assistant message without a tool call.
 
-        If a call ended the episode (`ludus.tools.base`), its `answer` argument; otherwise empty.
+        If a call ended the episode (`ludus.tools.base`), the last `answer` argument that is text; otherwise empty.
         """
         if not self.messages or self.stop_reason is not StopReason.ANSWERED:
             return ""
         last = self.messages[-1]
-        if last["role"] != "assistant":
-            return ""
-        return _answer_argument(last.get("tool_calls") or []) if last.get("tool_calls") else last["content"]
+        if last["role"] != "assistant" or not (calls := last.get("tool_calls")):
+            return last["content"] if last["role"] == "assistant" else ""
+        for call in reversed(calls):
+            try:
+                arguments = json.loads(call["function"]["arguments"])
+            except (ValueError, RecursionError):
+                continue
+            if isinstance(arguments, dict) and isinstance(arguments.get("answer"), str):
+                return str(arguments["answer"])
+        return ""
 
 
 class Path(NamedTuple):
@@ -521,25 +525,6 @@ class Path(NamedTuple):
 
 def _select(values: tuple[_T, ...], indices: Sequence[int]) -> tuple[_T, ...]:
     return tuple(values[i] for i in indices if i < len(values))
-
-
-def _answer_argument(calls: Sequence[MessageToolCall]) -> str:
-    """Return the string argument `answer` of the last call with such an argument, or ""."""
-    for call in reversed(calls):
-        try:
-            arguments = json.loads(call["function"]["arguments"])
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(arguments, dict) and isinstance(arguments.get("answer"), str):
-            return str(arguments["answer"])
-    return ""
-
-
-def _path_to(leaf: int, parents: Sequence[int]) -> tuple[int, ...]:
-    path = [leaf]
-    while parents[path[-1]] >= 0:
-        path.append(parents[path[-1]])
-    return tuple(reversed(path))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ludus.envs.tool_env import ToolEnv, ToolExecutor, ToolLimits
 from ludus.envs.tool_world import ToolWorld
 from ludus.errors import ConfigError, ToolFault, UserError, WorldError
 from ludus.tools.mcp.client import McpServer, McpSettings, mcp_server
-from ludus.tools.mcp.messages import MessageFilter
+from ludus.tools.mcp.transport import MessageFilter
 from ludus.types import Action, Message, ToolCall, ToolStatus
 from waiting import free_port, until
 
@@ -264,7 +264,7 @@ def test_dead_server_is_restarted_by_the_next_call():
     parent, child = processes(made)
     parent.kill()
     parent.wait(10)
-    life = made._connection
+    (life,) = made._connections
     deadline = time.monotonic() + 60
     while not life.ended.is_set() and time.monotonic() < deadline:
         time.sleep(0.01)

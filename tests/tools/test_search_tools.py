@@ -12,9 +12,17 @@ from transformers import BertConfig, BertModel
 
 from ludus.envs.tool_env import ToolExecutor, ToolLimits
 from ludus.errors import ConfigError, UserError
-from ludus.tools.dense import RRF_K, DenseIndex, FolderEncoder, HybridIndex, fuse
 from ludus.tools.fetch import fetch_tool, load_corpus, split_pages, text_of_html
-from ludus.tools.search import MAX_PASSAGES, PassageIndex, search_tool
+from ludus.tools.search import (
+    MAX_PASSAGES,
+    RRF_K,
+    DenseIndex,
+    FolderEncoder,
+    HybridIndex,
+    PassageIndex,
+    fuse,
+    search_tool,
+)
 from ludus.types import Action, Message, ToolCall, ToolStatus
 from ludus.worlds.search.world import SearchWorld, make_search_world
 from small_worlds import tokenizer

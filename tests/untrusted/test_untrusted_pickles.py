@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ludus.engines.models.loading import load_model, load_tokenizer, save_model
 from ludus.errors import LudusError, StorageError, UserError
-from ludus.tools.dense import FolderEncoder
+from ludus.tools.search import FolderEncoder
 from ludus.training.run.checkpoint import load_shards, save_shards
 from ludus.untrusted.pickles import load_pickle
 from served import COLD_START

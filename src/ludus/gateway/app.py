@@ -52,7 +52,6 @@ class PublicEndpoints:
     service: CompletionService
 
     def add_to(self, router: HttpRouter) -> None:
-        """Add the endpoints to a router."""
         router.add("/v1/models", NoBody, self.models, method="GET")
         router.add("/v1/completions", CompletionRequest, self.completions)
         router.add("/v1/chat/completions", ChatRequest, self.chat)
@@ -63,11 +62,8 @@ class PublicEndpoints:
 
     async def models(self, _: Request, __: NoBody) -> Response:
         model, engine = self.service.model, self.service.engine
-        adapters = self.service.adapters.by_name.values()
-        named = [
-            (model.name, model.root, None, engine.version),
-            *((a.name, a.root, model.name, a.version) for a in adapters),
-        ]
+        named: list[tuple[str, str, str | None, int]] = [(model.name, model.root, None, engine.version)]
+        named += [(a.name, a.root, model.name, a.version) for a in self.service.adapters.by_name.values()]
         cards = [
             {
                 "id": name,
@@ -169,14 +165,12 @@ async def _error(_: Request, error: Exception) -> Response:
             response = error_response(error.status_code, f"{error.detail}.")
             response.headers.update(error.headers or {})
             return response
-        case RequestRejected():
-            return error_response(_REFUSED, str(error))
         case EngineBusy():
             response = error_response(_BUSY, str(error))
             response.headers["Retry-After"] = "1"
             return response
         case EngineError():
-            return error_response(_FAILED, str(error))
+            return error_response(_REFUSED if isinstance(error, RequestRejected) else _FAILED, str(error))
     return error_response(_FAILED, f"{type(error).__name__}: {error}")
 
 
@@ -203,8 +197,8 @@ def prometheus_text(service: CompletionService) -> str:
         "paused": ("1 while paused.", int(service.is_paused)),
         "weight_version": ("Version of the current weights.", service.engine.version),
     }
-    lines: list[str] = []
-    for kind, family in (("counter", counters), ("gauge", gauges)):
-        for name, (description, value) in family.items():
-            lines += [f"# HELP ludus_{name} {description}", f"# TYPE ludus_{name} {kind}", f"ludus_{name} {value}"]
-    return "\n".join(lines) + "\n"
+    return "".join(
+        f"# HELP ludus_{name} {description}\n# TYPE ludus_{name} {kind}\nludus_{name} {value}\n"
+        for kind, family in (("counter", counters), ("gauge", gauges))
+        for name, (description, value) in family.items()
+    )

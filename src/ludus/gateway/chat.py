@@ -38,11 +38,7 @@ async def complete(service: CompletionService, name: str, request: ChatRequest) 
     parts = [(prompt.ids, params) for params in choices(prompt.params, request.n)]
     with service.use_adapter(request.model) as adapter:
         done = await service.sample(name, parts, adapter)
-
-    def build_choices() -> list[JsonBody]:
-        return [_choice(service, request, i, prompt, completion) for i, completion in enumerate(done)]
-
-    built = await service.threads.do(build_choices)
+    built = await service.threads.do(lambda: [_choice(service, request, i, prompt, c) for i, c in enumerate(done)])
     usage = len(prompt.ids), sum(len(completion.tokens) for completion in done)
     body = response_body("chat.completion", name, request.model or service.model.name, built, usage)
     return body | {"prompt_token_ids": list(prompt.ids) if request.return_token_ids else None}
@@ -119,14 +115,10 @@ def _choice(
     action = prompt.renderer.parse(done.tokens, prompt.turn, done.finish_reason, _tools(request))
     message, with_ids = action.message, request.return_token_ids
     calls = message.get("tool_calls") or None
+    said = {"role": "assistant", "content": message["content"] or (None if calls else "")}
     return {
         "index": index,
-        "message": {
-            "role": "assistant",
-            "content": message["content"] or (None if calls else ""),
-            "reasoning_content": message.get("reasoning_content"),
-            "tool_calls": calls,
-        },
+        "message": said | {"reasoning_content": message.get("reasoning_content"), "tool_calls": calls},
         "logprobs": chat_logprobs(service.token_names(request), Scored.of(done)) if request.logprobs else None,
         "finish_reason": _reason(action, done.finish_reason),
         "stop_reason": rules.stop_reason(done, prompt.params, prompt.ends),

@@ -13,8 +13,7 @@ from ludus.gateway.protocol.responses import JsonBody, response_body, version_sp
 from ludus.gateway.service import CompletionService, choices
 from ludus.types import Completion, SamplingParams
 
-_MAX_CHOICES = 4096
-"""Maximum number of choices of one request over all its prompts."""
+_MAX_CHOICES = 4096  # maximum number of choices of one request over all its prompts
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,8 @@ async def complete(service: CompletionService, name: str, request: CompletionReq
             done = [Completion((), (), (), "length") for _ in samples]
         else:
             done = await service.sample(name, [(choice.prompt, choice.params) for choice in samples], adapter)
-
-    def build_choices() -> list[JsonBody]:
-        return [_choice(service, request, i, *pair) for i, pair in enumerate(zip(samples, done, strict=True))]
-
-    built = await service.threads.do(build_choices)
+    pairs = [*zip(samples, done, strict=True)]
+    built = await service.threads.do(lambda: [_choice(service, request, i, *pair) for i, pair in enumerate(pairs)])
     usage = sum(map(len, prompts)), sum(len(completion.tokens) for completion in done)
     return response_body("text_completion", name, request.model or service.model.name, built, usage)
 
@@ -77,12 +73,8 @@ def _bare_choice(index: int, text: str, finish: str | None) -> JsonBody:
 
 
 def _text_rules(service: CompletionService, request: CompletionRequest) -> TextRules:
-    return TextRules(
-        service.model.tokenizer,
-        request.stops,
-        keep_stop=request.include_stop_str_in_output,
-        skip_special=request.skip_special_tokens,
-    )
+    keep_stop, skip_special = request.include_stop_str_in_output, request.skip_special_tokens
+    return TextRules(service.model.tokenizer, request.stops, keep_stop=keep_stop, skip_special=skip_special)
 
 
 async def _prompts(service: CompletionService, request: CompletionRequest) -> list[tuple[int, ...]]:

@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 _CONFLICT = 409
 _SPARE = 2**20
 _VERSION_DIGITS = 18
-_WORKER = "dp0:pp0:pcp0:tp0:"
-"""Prefix of tensor names in vLLM with a single worker."""
+_WORKER = "dp0:pp0:pcp0:tp0:"  # prefix of tensor names in vLLM with a single worker
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
@@ -137,7 +136,6 @@ class ControlEndpoints:
     _expected: WeightManifest | None = field(init=False, default=None)
 
     def add_to(self, router: HttpRouter) -> None:
-        """Add the endpoints to a router."""
         add = partial(router.add, control=True)
         add("/pause", NoBody, self.pause)
         add("/resume", NoBody, self.resume)
@@ -181,9 +179,7 @@ class ControlEndpoints:
 
     async def update(self, _: Request, body: _Update) -> Response:
         """Add the tensors of a folder or file to the open update. Raises BadRequest if none is open."""
-        parts = self._parts
-        if parts is None:
-            raise BadRequest("No weight update is open; start one first.", _CONFLICT)
+        parts = self._open_parts()
         found = await asyncio.to_thread(read_weights, body.update_info.weights_path)
         if self._parts is not parts:
             raise BadRequest("The weight update was finished while the file was read.", _CONFLICT)
@@ -192,11 +188,14 @@ class ControlEndpoints:
 
     async def finish(self, _: Request, body: _Finish) -> Response:
         """Load the open update into the engine. On an error, the engine's weights do not change."""
-        if self._parts is None:
-            raise BadRequest("No weight update is open; start one first.", _CONFLICT)
-        parts, self._parts = self._parts, None
+        parts, self._parts = self._open_parts(), None
         await self._load(parts, body.weight_version)
         return JSONResponse({"message": "Weight update finished"})
+
+    def _open_parts(self) -> dict[str, torch.Tensor]:
+        if self._parts is None:
+            raise BadRequest("No weight update is open; start one first.", _CONFLICT)
+        return self._parts
 
     async def rpc(self, _: Request, body: _Rpc) -> Response:
         """Load the tensors of a folder or file without a new version."""
@@ -271,17 +270,14 @@ class ControlEndpoints:
         """Return or compare the SHA-256 of each parameter by name, with vLLM's worker prefix."""
         if body.action not in ("checksum", "compare"):
             raise BadRequest(f"action is {body.action!r}, but must be checksum or compare.")
-        own = await asyncio.to_thread(self._digests)
+        named = dict(self.model.named_parameters())
+        own = await asyncio.to_thread(lambda: {f"{_WORKER}{name}": tensor_digest(p) for name, p in named.items()})
         if body.action == "checksum":
             return JSONResponse({"checksums": own})
         if body.baseline is None:
             raise BadRequest("action = compare needs a baseline.")
-        other = body.baseline
-        wrong = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
+        wrong = sorted({name for name, _ in own.items() ^ body.baseline.items()})
         return JSONResponse({"match": not wrong, "mismatches": wrong})
-
-    def _digests(self) -> dict[str, str]:
-        return {f"{_WORKER}{name}": tensor_digest(parameter) for name, parameter in self.model.named_parameters()}
 
     async def fingerprint(self, request: Request, _: NoBody) -> Response:
         with self.service.use_adapter(request.query_params.get("model")) as adapter:

@@ -77,8 +77,7 @@ def _hostname(host: str) -> str:
 
 def _is_address(host: str) -> bool:
     with suppress(ValueError):
-        ipaddress.ip_address(host)
-        return True
+        return bool(ipaddress.ip_address(host))
     return False
 
 
@@ -87,8 +86,7 @@ def check_shape(body: bytes, context_tokens: int) -> None:
 
     Punctuation inside strings counts too; a text within the context length stays below the limits.
     """
-    num_containers = body.count(b"[") + body.count(b"{") + body.count(b":")
-    num_commas = body.count(b",")
+    num_containers, num_commas = sum(map(body.count, (b"[", b"{", b":"))), body.count(b",")
     if num_containers > _CONTAINERS + context_tokens or num_commas > _COMMAS + 8 * context_tokens:
         raise BadRequest(
             f"The body has {num_commas} commas and {num_containers} colons and opening brackets, more than a request "

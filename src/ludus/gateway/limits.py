@@ -27,8 +27,7 @@ from ludus.errors import UserError
 MIB = 2**20
 _TIMEOUT, _TOO_LARGE, _BUSY = 408, 413, 503
 _DRAIN_S = 5.0
-_SPARE_FILES = 256
-"""File descriptors reserved for purposes other than connections."""
+_SPARE_FILES = 256  # file descriptors reserved for purposes other than connections
 
 ErrorResponder = Callable[[int, str], Response]
 """Create an error response from a status and a message."""
@@ -102,7 +101,6 @@ class LimitsMiddleware:
     _num_bytes: int = field(default=0, init=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward a request or refuse it."""
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
             await self.app(scope, receive, self._timed(send))
             return

@@ -31,10 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-_LONG = 64 * 2**10
-"""Minimum length of a long text, in characters."""
-_MAX_LONG = 32
-"""Maximum number of long texts running or queued."""
+_LONG = 64 * 2**10  # minimum length of a long text, in characters
+_MAX_LONG = 32  # maximum number of long texts running or queued
 
 Result = TypeVar("Result")
 
@@ -48,8 +46,7 @@ class RequestThreads:
     _num_long: int = 0
 
     async def do(self, work: Callable[[], Result], size: int = 0) -> Result:
-        """Run `work` on a thread; `size` is its text's length. Raises EngineBusy if the queue of long texts
-        is full."""
+        """Run `work` on a thread; `size` is its text's length. Raises EngineBusy above `_MAX_LONG` long texts."""
         loop = asyncio.get_running_loop()
         if size < _LONG:
             return await loop.run_in_executor(self._short, work)
@@ -186,20 +183,13 @@ class ResponseCache:
             return await asyncio.shield(response.task)
         finally:
             response.waiting -= 1
-            self._cancel_or_drop(name, response)
+            if is_abandoned := response.num_bytes is None and not response.waiting:
+                response.task.cancel()
+            if (is_abandoned or response.num_bytes == 0) and self._by_name.get(name) is response:
+                del self._by_name[name]
 
     def discard(self, name: str) -> None:
-        """Remove a response, so that a retry recomputes it."""
         self._by_name.pop(name, None)
-
-    def _cancel_or_drop(self, name: str, response: _CachedResponse) -> None:
-        """Cancel and remove a running request without waiting clients; remove a failed response."""
-        if response.num_bytes is None and not response.waiting:
-            response.task.cancel()
-        elif response.num_bytes != 0:
-            return
-        if self._by_name.get(name) is response:
-            del self._by_name[name]
 
     def _evict(self) -> None:
         sizes = {name: num for name, response in self._by_name.items() if (num := response.num_bytes) is not None}
@@ -241,7 +231,6 @@ class CompletionService:
 
     @property
     def num_under_way(self) -> int:
-        """Number of waiting and running choices."""
         return len(self._running)
 
     async def prompt_ids(self, prompt: str | TokenIds, *, add_special: bool) -> tuple[int, ...]:
@@ -364,7 +353,6 @@ class CompletionService:
         self.is_paused = True
 
     async def resume(self) -> None:
-        """Resume the engine."""
         await self.engine.resume()
         self.is_paused = False
 
@@ -394,19 +382,9 @@ def served_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, root: str, renderer: TemplateRenderer | None
 ) -> ServedModel:
     """Create the description of a model; `root` is its folder or name."""
-    return ServedModel(
-        name=name,
-        root=root,
-        created=int(time.time()),
-        tokenizer=tokenizer,
-        end_ids=_end_ids(model, tokenizer),
-        vocab_size=model.get_input_embeddings().num_embeddings,
-        longest_token=max(map(len, tokenizer.get_vocab()), default=1),
-        renderer=renderer,
-    )
-
-
-def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     given = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = [*([given] if isinstance(given, int) else given or ()), tokenizer.eos_token_id]
-    return tuple(dict.fromkeys(token for token in ids if isinstance(token, int)))
+    end_ids = tuple(dict.fromkeys(token for token in ids if isinstance(token, int)))
+    vocab_size = model.get_input_embeddings().num_embeddings
+    longest = max(map(len, tokenizer.get_vocab()), default=1)
+    return ServedModel(name, root, int(time.time()), tokenizer, end_ids, vocab_size, longest, renderer)

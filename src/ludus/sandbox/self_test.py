@@ -15,8 +15,7 @@ from ludus.errors import LudusError, UserError
 from ludus.sandbox import SERVICES
 from ludus.sandbox.base import MIB, Limits, Sandbox
 
-_LATE_S = 10.0
-"""If a program exceeds its 1 s limit by this many seconds, the limit did not stop it."""
+_LATE_S = 10.0  # if a program exceeds its 1 s limit by this many seconds, the limit did not stop it
 _ALLOCATED_MIB, _LIMIT_MIB = 512, 256
 
 _NETWORK = """

@@ -231,16 +231,10 @@ def tool(
     """
 
     def make(fn: ToolFunction) -> Tool:
-        summary, described = _parse_docstring(inspect.getdoc(fn) or "")
-        return Tool(
-            name=name or fn.__name__,
-            description=summary,
-            function=fn,
-            arguments=_arguments_model(fn, described),
-            timeout_s=timeout_s,
-            concurrency=concurrency,
-            traits=traits,
-        )
+        summary, _, args = (inspect.getdoc(fn) or "").partition("\nArgs:")
+        found = re.finditer(r"^\s+(\w+):\s*(.+?)(?=^\s+\w+:|^\s*$|\Z)", args, re.M | re.S)
+        model = _arguments_model(fn, {match[1]: " ".join(match[2].split()) for match in found})
+        return Tool(name or fn.__name__, " ".join(summary.split()), fn, model, timeout_s, concurrency, traits)
 
     return make if function is None else make(function)
 
@@ -253,22 +247,11 @@ def _arguments_model(fn: ToolFunction, described: Mapping[str, str]) -> type[Bas
             raise TypeError(f"tool {fn.__name__}: parameter {parameter.name!r} cannot be passed by name")
         if parameter.name not in hints:
             raise TypeError(f"tool {fn.__name__}: parameter {parameter.name!r} needs a type annotation")
-        default = ... if parameter.default is parameter.empty else parameter.default
-        text = described.get(parameter.name)
-        info = Field(default=default) if text is None else Field(default=default, description=text)
-        fields[parameter.name] = (hints[parameter.name], info)
+        given: dict[str, Any] = {} if parameter.default is parameter.empty else {"default": parameter.default}
+        given |= {"description": described[parameter.name]} if parameter.name in described else {}
+        fields[parameter.name] = (hints[parameter.name], Field(**given))
     config = ConfigDict(extra="forbid", strict=True)
     return create_model(f"{fn.__name__}_arguments", __config__=config, **fields)
-
-
-def _parse_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """Split a docstring into its summary and the descriptions in its `Args:` block."""
-    head, _, args = text.partition("\nArgs:")
-    described = {
-        match.group(1): " ".join(match.group(2).split())
-        for match in re.finditer(r"^\s+(\w+):\s*(.+?)(?=^\s+\w+:|^\s*$|\Z)", args, re.M | re.S)
-    }
-    return " ".join(head.split()), described
 
 
 def submit_tool() -> Tool:

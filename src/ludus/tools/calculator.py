@@ -20,10 +20,8 @@ MAX_CHARACTERS: Final = 500
 """Maximum number of characters of an expression."""
 MAX_BITS: Final = 4096
 """Maximum number of bits of a numerator or denominator, including intermediate results."""
-_MAX_COMBINATORIC: Final = 400
-"""Largest argument of `factorial`, `comb` and `perm`."""
-_MAX_PRIME: Final = 10_000
-"""Largest argument of `isprime` and `primes`."""
+_MAX_COMBINATORIC: Final = 400  # largest argument of `factorial`, `comb` and `perm`
+_MAX_PRIME: Final = 10_000  # largest argument of `isprime` and `primes`
 _MAX_ARGUMENTS: Final = 500
 _TOO_MANY_BITS = f"a number has more than {MAX_BITS} bits"
 
@@ -73,13 +71,6 @@ def show(value: Fraction | int) -> str:
     return str(Fraction(value))
 
 
-def show_decimal(value: Number) -> str:
-    """Return an integer, or a decimal of 15 digits, as text. Raises OverflowError beyond the range of floats."""
-    if isinstance(value, Fraction) and value.denominator == 1:
-        return str(value)
-    return format(float(value), ".15g")
-
-
 def _value(node: ast.expr) -> Number:
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
@@ -106,22 +97,18 @@ def _value(node: ast.expr) -> Number:
 def _power(base: Number, exponent: Number) -> Number:
     if isinstance(base, Fraction) and isinstance(exponent, Fraction):
         if exponent.denominator == 1:
-            return _integer_power(base, int(exponent))
+            bits = max(abs(base.numerator), base.denominator).bit_length()
+            if bits <= 1 and base:
+                return base ** (int(exponent) % 2)
+            if abs(exponent) * bits > MAX_BITS and base:
+                raise ToolError(_TOO_MANY_BITS)
+            return Fraction(base ** int(exponent))
         if exponent == Fraction(1, 2):
             return _root(base)
     result: object = float(base) ** float(exponent)
     if not isinstance(result, float):
         raise ToolError("a root of a negative number")
     return result
-
-
-def _integer_power(base: Fraction, exponent: int) -> Fraction:
-    bits = max(abs(base.numerator), base.denominator).bit_length()
-    if bits <= 1 and base:
-        return base ** (exponent % 2)
-    if abs(exponent) * bits > MAX_BITS and base:
-        raise ToolError(_TOO_MANY_BITS)
-    return Fraction(base**exponent)
 
 
 def _check_bounds(value: Number | int) -> Number:
@@ -159,12 +146,7 @@ def _root(value: Number) -> Number:
 def _round(value: Number, digits: Number = Fraction(0)) -> Number:
     if digits != int(digits) or not -MAX_CHARACTERS <= digits <= MAX_CHARACTERS:
         raise ToolError("round takes a small whole number of digits")
-    places = int(digits)
-    if not places:
-        return Fraction(round(value))
-    if isinstance(value, float):
-        return round(value, places)
-    return round(value, places)
+    return round(value, int(digits)) if digits else Fraction(round(value))
 
 
 def _wrap_float(function: Callable[..., float]) -> Callable[..., Number]:
@@ -179,8 +161,7 @@ def _wrap_integer(name: str, function: Callable[..., int], most: int | None = No
         for value in given:
             is_whole = isinstance(value, Fraction) and value.denominator == 1
             if not is_whole or (most is not None and not 0 <= value <= most):
-                between = "whole numbers" if most is None else f"whole numbers from 0 to {most}"
-                raise ToolError(f"{name} takes {between}")
+                raise ToolError(f"{name} takes whole numbers{'' if most is None else f' from 0 to {most}'}")
         return Fraction(function(*map(int, given)))
 
     return wrapped
@@ -224,8 +205,10 @@ def calculator_tool() -> Tool:
         Args:
             expression: numbers, + - * / // % **, brackets, pi, e and functions such as sqrt, log and round.
         """
+        value = evaluate(expression)
         try:
-            return show_decimal(evaluate(expression))
+            is_whole = isinstance(value, Fraction) and value.denominator == 1
+            return str(value) if is_whole else format(float(value), ".15g")  # 15 digits
         except OverflowError:
             raise ToolError("a number is too large") from None
 

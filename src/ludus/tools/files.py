@@ -20,8 +20,7 @@ from ludus.tools.workspace import WAIT_S, Workspace
 
 HOME: Final = "/box"
 """Path of a session's folder inside the sandbox."""
-_MAX_SHOWN: Final = 100
-"""Maximum number of lines in the output of a search, and of files in that of a list."""
+_MAX_SHOWN: Final = 100  # maximum number of lines in the output of a search, and of files in that of a list
 _SEARCH_PROGRAM: Final = """
 import json, re, sys
 order = json.loads(sys.stdin.read())
@@ -63,11 +62,6 @@ def text_of(files: Mapping[str, bytes], path: str) -> str:
         raise ToolError(f"{path} is no UTF-8 text ({len(files[path])} bytes)") from None
 
 
-def with_file(snapshot: Snapshot, path: str, text: str) -> Snapshot:
-    """Return the snapshot with a file added or replaced."""
-    return replace(snapshot, files={**snapshot.files, path: text.encode("utf-8", "replace")})
-
-
 def lines_of(text: str, first: int, last: int | None) -> str:
     """Return lines `first` to `last` (from 1) with a heading unless they are all lines. Raises ToolError."""
     lines = text.split("\n")
@@ -97,8 +91,7 @@ def replaced(text: str, old: str, new: str) -> str:
 
 def files_tools(workspace: Workspace) -> tuple[Tool, ...]:
     """Create `list_files`, `read_file`, `write_file`, `edit_file` and `search_files` for a workspace."""
-    reads, writes = _reading(workspace), _writing(workspace)
-    return (*reads, *writes, _searching(workspace))
+    return (*_reading(workspace), *_writing(workspace), _searching(workspace))
 
 
 def _reading(workspace: Workspace) -> tuple[Tool, Tool]:
@@ -109,9 +102,8 @@ def _reading(workspace: Workspace) -> tuple[Tool, Tool]:
             pattern: which, such as `*.py` or `src/*`; * stands for any text.
         """
         held = await workspace.snapshot()
-        files = held.files
-        names = [name for name in sorted(files) if _matches(name, pattern)]
-        shown = [f"{name} ({len(files[name])})" for name in names[:_MAX_SHOWN]]
+        names = [name for name in sorted(held.files) if _matches(name, pattern)]
+        shown = [f"{name} ({len(held.files[name])})" for name in names[:_MAX_SHOWN]]
         more = [f"[{len(names) - _MAX_SHOWN} more files]"] if len(names) > _MAX_SHOWN else []
         odd = [f"[{held.skipped} files or folders of odd names, links or depth]"] if held.skipped else []
         return "\n".join(shown + more + odd) or "[no files]"
@@ -154,13 +146,14 @@ def _writing(workspace: Workspace) -> tuple[Tool, Tool]:
         place = path_of(path)
 
         def edit(snapshot: Snapshot) -> Snapshot:
-            return with_file(snapshot, place, replaced(text_of(snapshot.files, place), old, new))
+            text = replaced(text_of(snapshot.files, place), old, new)
+            return replace(snapshot, files={**snapshot.files, place: text.encode("utf-8", "replace")})
 
         await workspace.change(edit)
         return f"edited {place}"
 
-    make = tool(timeout_s=workspace.timeout_s)
-    return tool(timeout_s=workspace.timeout_s, traits=Traits(idempotent=True))(write_file), make(edit_file)
+    write = tool(timeout_s=workspace.timeout_s, traits=Traits(idempotent=True))(write_file)
+    return write, tool(timeout_s=workspace.timeout_s)(edit_file)
 
 
 def _searching(workspace: Workspace) -> Tool:

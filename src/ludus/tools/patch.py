@@ -15,6 +15,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 from ludus.sandbox.base import Snapshot
@@ -43,6 +44,11 @@ class FilePatch:
     source: str | None
     target: str | None
     hunks: tuple[Hunk, ...]
+
+    def __str__(self) -> str:
+        if self.source is None or self.target is None:
+            return f"made {self.target}" if self.source is None else f"removed {self.source}"
+        return f"changed {self.target}" if self.source == self.target else f"moved {self.source} to {self.target}"
 
 
 def read_patch(patch: str) -> tuple[FilePatch, ...]:
@@ -110,7 +116,9 @@ def read_hunk(lines: Sequence[str], at: int) -> tuple[Hunk, int]:
 def patched(text: str, hunks: Sequence[Hunk], path: str) -> str:
     """Return the text after all hunks. Raises ToolError for a hunk that does not match."""
     parts: list[str] = []
-    starts = _line_starts(text)
+    starts = [0, *accumulate(len(line) + 1 for line in text.split("\n")[:-1])]
+    if starts[-1] < len(text):
+        starts.append(len(text))
     offset, shift = 0, 0  # characters processed, and line shift of the last hunk
     for number, hunk in enumerate(hunks, 1):
         old = "".join(hunk.old)
@@ -122,13 +130,6 @@ def patched(text: str, hunks: Sequence[Hunk], path: str) -> str:
         parts += [text[offset:place], "".join(hunk.new)]
         offset = place + len(old)
     return "".join([*parts, text[offset:]])
-
-
-def _line_starts(text: str) -> list[int]:
-    starts = [0]
-    for line in text.split("\n")[:-1]:
-        starts.append(starts[-1] + len(line) + 1)
-    return starts if starts[-1] == len(text) else [*starts, len(text)]
 
 
 def _matches_lines(text: str, old: str, place: int) -> bool:
@@ -191,14 +192,6 @@ def apply_patch_tool(workspace: Workspace) -> Tool:
         """
         patches = read_patch(patch)
         await workspace.change(lambda snapshot: patched_files(snapshot, patches))
-        return "\n".join(map(_describe, patches))
+        return "\n".join(map(str, patches))
 
     return tool(timeout_s=workspace.timeout_s)(apply_patch)
-
-
-def _describe(patch: FilePatch) -> str:
-    if patch.source is None:
-        return f"made {patch.target}"
-    if patch.target is None:
-        return f"removed {patch.source}"
-    return f"changed {patch.target}" if patch.source == patch.target else f"moved {patch.source} to {patch.target}"

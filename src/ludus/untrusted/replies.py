@@ -10,8 +10,7 @@ import httpx
 MAX_BYTES = 64 * 2**20
 PLAIN = {"Accept-Encoding": "identity"}
 """Headers of a request whose response must be uncompressed."""
-_COMPRESSION_FACTOR = 100
-"""Divisor of the size limit for a compressed response."""
+_COMPRESSION_FACTOR = 100  # divisor of the size limit for a compressed response
 
 
 @dataclass

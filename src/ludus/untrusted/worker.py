@@ -32,8 +32,7 @@ CPU_S = 5.0
 MEMORY_BYTES = 2 << 30
 """Limit of the address space of a process."""
 _PROCESSES = 2
-_WALL_TIMEOUT_S = 300.0
-"""Wall-clock timeout of a call that uses no CPU time."""
+_WALL_TIMEOUT_S = 300.0  # wall-clock timeout of a call that uses no CPU time
 
 P = ParamSpec("P")
 T = TypeVar("T")

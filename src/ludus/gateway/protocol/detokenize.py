@@ -12,10 +12,8 @@ from ludus.engines.embedded.engine import Piece
 from ludus.gateway.protocol.responses import EncodedJson, JsonBody
 from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 
-_REPLACEMENT = "\ufffd"
-"""Character that an incomplete multi-byte character decodes to."""
-_CALL_STARTS = "<[{`"
-"""First characters of tool calls and thinking in all formats."""
+_REPLACEMENT = "\ufffd"  # character that an incomplete multi-byte character decodes to
+_CALL_STARTS = "<[{`"  # first characters of tool calls and thinking in all formats
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,9 @@ class TextRules:
         """Cut a text at its stop string or, if `finish` is None, at the possible beginning of a stop string."""
         if finish is None:
             text = text.rstrip(_REPLACEMENT)
-            return text[: len(text) - self._partial_stop_length(text)]
+            longest = min(max(map(len, self.stops), default=0), len(text))
+            begun = (n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in self.stops))
+            return text[: len(text) - next(begun, 0)]
         found = self.stop_in(text) if finish == "stop" else None
         return text if found is None or self.keep_stop else text[: text.find(found)]
 
@@ -56,12 +56,6 @@ class TextRules:
         if last in params.stop_token_ids:
             return None if last in ends else last
         return self.stop_in(decode_exactly(self.tokenizer, completion.tokens))
-
-    def _partial_stop_length(self, text: str) -> int:
-        """Return the length of the longest end of the text that is the beginning of a stop string."""
-        longest = max((len(stop) for stop in self.stops), default=0)
-        ends = (n for n in range(min(longest, len(text)), 0, -1))
-        return next((n for n in ends if any(stop.startswith(text[-n:]) for stop in self.stops)), 0)
 
 
 @dataclass
@@ -94,7 +88,6 @@ class StreamedText:
         return new
 
     def _decode_incrementally(self) -> str:
-        """Return the text of all tokens so far."""
         before = self.rules.decoded(self.tokens[self.start : self.read])
         text = self.settled + self.rules.decoded(self.tokens[self.start :])[len(before) :]
         if not text.endswith(_REPLACEMENT):
@@ -112,23 +105,20 @@ class TokenNames:
     _json: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def text(self, token: int) -> str:
-        """Return the token's text."""
-        cached = self._texts.get(token)
-        if cached is None:
-            cached = self._texts[token] = decode_exactly(self.tokenizer, [token])
-        return cached
+        if token not in self._texts:
+            self._texts[token] = decode_exactly(self.tokenizer, [token])
+        return self._texts[token]
 
     def name(self, token: int) -> str:
         return f"token_id:{token}" if self.as_ids else self.text(token)
 
     def entry(self, token: int, logprob: float) -> str:
         """Return JSON with the token's name, log-probability and bytes, without the closing brace."""
-        cached = self._json.get(token)
-        if cached is None:
+        if token not in self._json:
             values = ",".join(map(str, self.text(token).encode()))
-            cached = f'{{"token":{json.dumps(self.name(token))},"logprob":', f',"bytes":[{values}]'
-            self._json[token] = cached
-        return f"{cached[0]}{logprob!r}{cached[1]}"
+            self._json[token] = f'{{"token":{json.dumps(self.name(token))},"logprob":', f',"bytes":[{values}]'
+        before, after = self._json[token]
+        return f"{before}{logprob!r}{after}"
 
 
 @dataclass(frozen=True)
@@ -144,12 +134,10 @@ class Scored:
 
     @classmethod
     def of(cls, sampled: Completion | Piece) -> Scored:
-        """Return the log-probabilities of sampled tokens."""
         return cls(sampled.tokens, sampled.logprobs, sampled.top_logprobs)
 
     @property
     def rows(self) -> list[tuple[int, float | None, TopLogprobs]]:
-        """Token, log-probability and top tokens per position."""
         return list(zip(self.tokens, self.logprobs, self._tops, strict=True))
 
     def cut(self, num_top: int) -> Scored:
@@ -202,11 +190,10 @@ def prompt_logprobs(names: TokenNames, scored: Scored) -> list[dict[int, JsonBod
     """Return vLLM's prompt format: each token, then its top tokens by `rank`. The first entry is None."""
     found: list[dict[int, JsonBody] | None] = []
     for token, logprob, likeliest in scored.rows:
-        if logprob is None:
-            found.append(None)
-            continue
-        row: dict[int, JsonBody] = {}
-        for rank, (other, value) in enumerate([(token, logprob), *likeliest]):
-            row[other] = {"logprob": value, "rank": rank or None, "decoded_token": names.text(other)}
-        found.append(row)
+        ranked = [] if logprob is None else enumerate([(token, logprob), *likeliest])
+        row: dict[int, JsonBody] = {
+            other: {"logprob": value, "rank": rank or None, "decoded_token": names.text(other)}
+            for rank, (other, value) in ranked
+        }
+        found.append(row or None)
     return found

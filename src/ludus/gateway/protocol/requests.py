@@ -71,7 +71,6 @@ class StructuredOutputs(BaseModel):
     grammar: str | None = None
 
     def guides(self) -> list[Guide]:
-        """All guides that are set."""
         schema = self.json_ if self.json_ is None or isinstance(self.json_, str) else json.dumps(self.json_)
         guides: list[tuple[Literal["json_schema", "regex", "lark"], str | None]]
         guides = [("json_schema", schema), ("regex", self.regex), ("lark", self.grammar)]
@@ -161,7 +160,6 @@ class Sampling(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def params(self, max_new_tokens: int, end_ids: tuple[int, ...], num_top: int) -> SamplingParams:
@@ -210,7 +208,6 @@ class CompletionRequest(Sampling):
 
     @property
     def prompts(self) -> list[str | TokenIds]:
-        """The prompts as a list."""
         prompt = self.prompt
         if isinstance(prompt, str):
             return [prompt]
@@ -248,7 +245,6 @@ class ChatMessage(BaseModel):
 
     @property
     def message(self) -> Message:
-        """The message as a `Message`."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         message = Message(role="system" if self.role == "developer" else self.role, content=text)
@@ -277,7 +273,6 @@ class ChatTool(BaseModel):
 
     @property
     def schema_(self) -> ToolSchema:
-        """The tool in the format of chat templates."""
         tool = self.function
         function = FunctionSchema(name=tool.name, description=tool.description, parameters=dict(tool.parameters))
         return ToolSchema(type="function", function=function)

@@ -32,8 +32,7 @@ _NAMESPACES = 0x10000000 | 0x20000000 | 0x20000 | 0x08000000
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _DROP_BOUNDING, _NO_NEW_PRIVILEGES = 24, 38
 _MNT_DETACH = 2
-_PRELOAD_DELAY_S = 0.05
-"""Delay of the preloading, so that it does not delay a first run that is already requested."""
+_PRELOAD_DELAY_S = 0.05  # delay of the preloading, so that it does not delay a first run that is already requested
 
 
 def run_zygote(fd: int) -> None:

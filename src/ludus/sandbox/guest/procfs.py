@@ -9,8 +9,7 @@ import resource
 from ludus.sandbox.guest.syscalls import Suppress
 
 _SLOW_SAMPLE_EVERY = 5
-_UNCOUNTED_SOCKETS = 64
-"""More sockets than ordinary programs open; up to this number their buffers are not counted."""
+_UNCOUNTED_SOCKETS = 64  # more sockets than ordinary programs open; up to this number their buffers are not counted
 _FIELD_BYTES, _LIST_BYTES = 4096, 128 * 1024
 """Maximum bytes of one text of a listed process, and of all texts together."""
 
@@ -50,7 +49,6 @@ class ResourceUsage:
 
 
 def _pids() -> list[str]:
-    """Return the ids of all processes except process 1."""
     return [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
 
 

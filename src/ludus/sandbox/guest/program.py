@@ -40,7 +40,6 @@ def become_program(limits: ResourceLimits, seccomp: bytes, fds: list[int]) -> No
 
 
 def _reset_main() -> dict[str, object]:
-    """Replace the zygote's `__main__` with a new module and return its namespace."""
     main = type(sys)("__main__")
     main.__dict__.update(__builtins__=sys.modules["builtins"], __file__="main.py")
     for name in [name for name in sys.modules if name.partition(".")[0] == "ludus"]:
@@ -67,14 +66,12 @@ def run_python(source: str) -> int:
 
 
 def _register_source(source: str, name: str) -> None:
-    """Register source code that is in no file, for tracebacks."""
     import linecache
 
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
 
 
 def _exit_code(stop: SystemExit) -> int:
-    """Return the exit code of `sys.exit(...)`."""
     if stop.code is None:
         return 0
     if isinstance(stop.code, int):

@@ -10,8 +10,7 @@ if TYPE_CHECKING:  # `collections.abc` is slow to import
     from collections.abc import Container
 
 _CHUNK = 65536
-_DRAIN_READS = 64
-"""Reads of a pipe after a call's end; more than its capacity."""
+_DRAIN_READS = 64  # reads of a pipe after a call's end; more than its capacity
 _NOTE_BYTES = 64
 
 
@@ -28,7 +27,6 @@ class BoundedOutput:
         self._max_bytes, self._excess = max_bytes, 0
 
     def add(self, data: bytes) -> None:
-        """Append bytes of the stream."""
         remaining = self._max_bytes - len(self._head)
         self._head += data[:remaining]
         rest = data[remaining:]
@@ -39,13 +37,11 @@ class BoundedOutput:
 
     @property
     def omitted_bytes(self) -> int:
-        """Number of dropped bytes."""
         if not self._excess or not self._tail_bytes:
             return self._excess
         return self._max_bytes + self._excess - self._head_bytes - self._tail_bytes
 
     def take(self) -> bytes:
-        """Return the buffered bytes and reset."""
         kept = bytes(self._head)
         if self._excess and self._tail_bytes:
             note = f"\n[{self.omitted_bytes} bytes left out]\n".encode()
@@ -87,7 +83,6 @@ class ProcessStreams:
             self.poll.register(fd, select.POLLOUT)
 
     def transfer(self, ready: Container[int]) -> None:
-        """Read and write the descriptors that are ready."""
         for fd in [fd for fd in self.outputs if fd in ready]:
             if self._read(fd) == 0:
                 self.poll.unregister(fd)
@@ -107,7 +102,6 @@ class ProcessStreams:
         return [output.take() for output in self.outputs.values()]
 
     def close(self) -> None:
-        """Close all pipes."""
         self._close_child_fds()
         for fd in self.outputs:
             os.close(fd)

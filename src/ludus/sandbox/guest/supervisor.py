@@ -151,7 +151,6 @@ def serve_request(connection: Connection, seccomp: bytes, in_container: bool = F
 
 
 def _run(supervisor: Supervisor, argv: list[str], stdin: bytes, source: bytes, files: dict[str, bytes]) -> Response:
-    """Run a program; the response carries stdout, stderr and files. Raises Disconnected."""
     begin = time.monotonic()
     write_files(files, set())
     text = source.decode("utf-8", "surrogatepass")
@@ -185,7 +184,6 @@ def _blame_program(respond: Callable[[], Response]) -> Response:
 
 
 def _outcome(supervisor: Supervisor, event: str, begin: float, cpu_s: float) -> dict[str, object]:
-    """Build the header of the response to a run or call."""
     status, omitted = supervisor.wait_status, supervisor.streams.omitted_bytes
     ended_by = os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else None
     return {
@@ -211,7 +209,6 @@ class _Session:
         self.exceeded = ""
 
     def serve(self) -> None:
-        """Serve the host until it disconnects. Raises Disconnected."""
         connection = self.supervisor.connection
         poll = select.poll()
         poll.register(connection.source, select.POLLIN)
@@ -228,7 +225,6 @@ class _Session:
             connection.send(*response)
 
     def _respond(self, header: dict[str, object], blobs: list[bytes]) -> Response:
-        """Return the response to a request. Raises OSError."""
         limits = self.supervisor.limits
         names = string_list(header.get("names", []))
         if header["op"] == "call":
@@ -267,7 +263,6 @@ class _Session:
         self.calls_fd = -1
 
     def _check_limits(self) -> None:
-        """Check the limits of background processes between calls."""
         if self.calls_fd >= 0:
             exceeded = self.supervisor.exceeded(self.cpu_before_s)
             if exceeded or self.supervisor.wait_status is not None:

@@ -77,12 +77,10 @@ class Connection:
         self.source, self._sink = source, sink
 
     def receive(self) -> tuple[dict[str, object], list[bytes]]:
-        """Receive the next frame. Raises Disconnected."""
         header, body = frame_sizes(self._receive_exactly(8))
         return unpack_frame(marshal.loads(self._receive_exactly(header)), self._receive_exactly(body))
 
     def send(self, header: dict[str, object], blobs: list[bytes]) -> None:
-        """Send a frame. Raises Disconnected."""
         data = memoryview(pack_response(header, blobs))
         try:
             while data:

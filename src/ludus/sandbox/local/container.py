@@ -40,12 +40,9 @@ from ludus.sandbox.local.supervisor_client import (
 
 _PACKAGES = {"docker": "docker.io", "podman": "podman"}
 _START_S = 60.0
-_LABEL = "ludus"
-"""Label of all containers: `docker ps --filter label=ludus`."""
-_ENGINE_FAILED = 125
-"""Exit code of the engine's client if the engine, not the container, failed."""
-_SUPERVISOR_BYTES = 64 * 2**20
-"""Memory of the supervisor itself."""
+_LABEL = "ludus"  # label of all containers: `docker ps --filter label=ludus`
+_ENGINE_FAILED = 125  # exit code of the engine's client if the engine, not the container, failed
+_SUPERVISOR_BYTES = 64 * 2**20  # memory of the supervisor itself
 
 
 @dataclass(eq=False)
@@ -99,7 +96,6 @@ class Container(SupervisorHost):
         self._client = self._errors = None
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], IO[bytes], SupervisorSocket]:
-        """Start the engine's client with a socket as its stdin and stdout. Raises WorldError."""
         self._name = f"ludus-{secrets.token_hex(8)}"
         command = [self.engine, *run_arguments(self.settings, self.limits, self._name)]
         ours, theirs = socket.socketpair()

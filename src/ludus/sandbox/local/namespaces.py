@@ -93,7 +93,6 @@ class PausableTimeout:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Pause within the block."""
         time = asyncio.get_running_loop().time
         if not self._num_pauses:
             self._paused_at, self._deadline = time(), self.timeout.when()
@@ -171,7 +170,6 @@ class Zygote(SupervisorHost):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the zygote's process is still running."""
         return self.process.poll() is None
 
     async def start_supervisor(self) -> SupervisorSocket:
@@ -315,7 +313,6 @@ async def _readable(fd: int) -> None:
 
 
 async def _read_pipe(fd: int) -> bytes:
-    """Read a pipe until it is closed, and close it. Raises TimeoutError."""
     parts: list[bytes] = []
     try:
         async with asyncio.timeout(_START_S):
@@ -342,7 +339,6 @@ class NamespacesSandbox(SupervisorSandbox[Zygote]):
 
     @property
     def concurrency(self) -> int:
-        """Maximum number of concurrent runs."""
         return self.settings.concurrency or max(2, os.cpu_count() or 2)
 
     async def _run(self, request: RunRequest) -> Outcome:
@@ -365,7 +361,6 @@ class NamespacesSandbox(SupervisorSandbox[Zygote]):
             slots.release()
 
     async def warm(self, count: int = 0) -> None:
-        """Start zygotes in advance (0: as many as `concurrency`). Raises UserError."""
         self._idle += [await self._start_zygote() for _ in range((count or self.concurrency) - len(self._idle))]
 
     async def close(self) -> None:
@@ -416,7 +411,6 @@ def make_zygote_spec(settings: SandboxSettings, python: str, preload: tuple[str,
 
 
 def _drop_root() -> list[str]:
-    """Return the command prefix that drops root privileges before bubblewrap starts."""
     if os.geteuid() != 0:
         return []
     setpriv = shutil.which("setpriv")
@@ -447,7 +441,6 @@ def _bind_mounts(settings: SandboxSettings, python: str) -> list[tuple[str, str]
 
 
 def _system_mounts() -> list[str]:
-    """Return mounts of the host's /bin, /lib and similar, and of the files of /etc that commands need."""
     args: list[str] = []
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):
         target = Path("/", name)

@@ -17,14 +17,12 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _NR, _ARCH, _ARGS = 0, 4, 16
 _X32 = 0x40000000
-_NEW_NAMESPACES = 0x7E020080
-"""CLONE_NEWUSER, NEWPID, NEWNET, NEWNS, NEWIPC, NEWUTS, NEWCGROUP, NEWTIME."""
+_NEW_NAMESPACES = 0x7E020080  # CLONE_NEWUSER, NEWPID, NEWNET, NEWNS, NEWIPC, NEWUTS, NEWCGROUP, NEWTIME
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _AF_UNIX = 1
 _BUFFER_OPTIONS = (7, 8, 32, 33)
 """SO_SNDBUF, SO_RCVBUF and the variants that exceed the system's limit; local sockets have only this level."""
-_SELF = 0
-"""The caller itself: a process may not change limits of others, such as the supervisor."""
+_SELF = 0  # the caller itself: a process may not change limits of others, such as the supervisor
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,7 @@ GRACE_S = 8.0
 CHUNK = 1 << 16
 _HEADER_BYTES = 1 << 20
 """Maximum size of a response's header without names; it lists each file and each executable file."""
-_ESCAPED_BYTES = 12
-"""Maximum length of a JSON-escaped character."""
+_ESCAPED_BYTES = 12  # maximum length of a JSON-escaped character
 
 Header = dict[str, Any]
 """Header of a response, decoded from JSON and not validated."""
@@ -153,7 +152,6 @@ class _ProgramFaultError(WorldError):
 async def _exchange(
     host: SupervisorHost, sock: SupervisorSocket, limits: Limits, header: Header, blobs: list[bytes], deadline_s: float
 ) -> tuple[Header, list[bytes]]:
-    """Send a request and return the response. Raises WorldError."""
     try:
         async with asyncio.timeout(deadline_s):
             await sock.send(header, blobs)
@@ -216,7 +214,6 @@ class SupervisedSession(SandboxSession, Generic[Host]):
     _closed: bool = False
 
     async def start(self, files: Mapping[str, bytes]) -> None:
-        """Start the interpreter with these files. Raises WorldError."""
         header = {"op": "session", "kind": self.kind, **_start_header(self.limits, files)}
         await self._request(header, [*files.values()])
 
@@ -308,7 +305,6 @@ def _broken_outcome(reason: str) -> Outcome:
 
 
 def _parse_outcome(header: Header, blobs: list[bytes]) -> Outcome:
-    """Convert a response to an outcome. Raises WorldError if malformed."""
     if "broken" in header:
         return _broken_outcome(f"The supervisor failed: {header['broken']}.")
     try:
@@ -332,7 +328,6 @@ def _parse_outcome(header: Header, blobs: list[bytes]) -> Outcome:
 
 
 def _parse_process(fields: Header) -> Process:
-    """Convert an entry of a process list. Raises KeyError, TypeError, ValueError and AttributeError if malformed."""
     return Process(
         pid=int(str(fields["pid"])),
         parent=int(str(fields["parent"])),

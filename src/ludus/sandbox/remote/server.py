@@ -199,7 +199,6 @@ def _decode(name: str, source: bytes) -> str:
 
 
 async def _parse(kind: type[Message], body: bytes) -> Message:
-    """Parse a message. Raises UserError."""
     try:
         return await asyncio.to_thread(kind.model_validate_json, body)
     except ValidationError as error:

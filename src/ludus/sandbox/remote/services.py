@@ -77,7 +77,6 @@ class _Service(HttpSandbox):
         self.http = HttpClient(self.settings.url, self.settings.token, _SETUP_HINT)
 
     async def _post(self, path: str, request: RunRequest, message: Mapping[str, object], kind: type[Reply]) -> Reply:
-        """POST a run and parse the response."""
         language = "bash" if request.source is None else "python"
         try:
             content = json.dumps({"language": language, "stdin": request.stdin.decode(), **message})
@@ -166,7 +165,6 @@ def _outcome(
 
 
 def _code(request: RunRequest) -> str:
-    """Return the source code; a command becomes a bash line."""
     if request.source is None:
         return shlex.join(request.argv)
     return request.source.encode("utf-8", "replace").decode()

@@ -31,8 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ludus.errors import ConfigError, LudusError, UserError, WorldError
 from ludus.tools.base import ArgumentError, DescribedTool, FunctionSchema, Latency, Tool, ToolError, ToolSchema, Traits
-from ludus.tools.mcp.messages import MAX_BYTES, MessageFilter
-from ludus.tools.mcp.transport import ServerProgram, filtered_client, program_transport
+from ludus.tools.mcp.transport import MAX_BYTES, MessageFilter, ServerProgram, filtered_client, program_transport
 from ludus.types import JSON
 from ludus.untrusted.worker import LimitExceeded, call_bounded
 
@@ -156,7 +155,6 @@ class McpServer:
         self.starts = 0
         self._listed = listed
         self._loop = asyncio.new_event_loop()
-        self._connection: _Connection | None = None
         self._thread = Thread(target=self._loop.run_forever, name=f"mcp-{settings.name}", daemon=True)
         self._connections: list[_Connection] = []
         self._stop = weakref.finalize(self, _stop, self._loop, self._thread, self._connections)
@@ -166,9 +164,13 @@ class McpServer:
         """The tools in the server's order. Connects if they are unknown; raises as `connect`."""
         if self._listed is None:
             self.connect()
-        assert self._listed is not None
-        selected = _select_tools(self._listed, self.settings)
-        made = tuple(self._tool(listed) for listed in selected)
+        by_name = {tool.name: tool for tool in self._listed or ()}
+        for name in self.settings.only:
+            if name not in by_name:
+                known = f"Its tools: {', '.join(by_name)}."
+                raise UserError(f"The MCP server {self.settings.name} has no tool {name!r}.", known)
+        selected = [by_name[name] for name in self.settings.only] or self._listed or ()
+        made = tuple(map(self._tool, selected))
         if len({tool.name for tool in made}) < len(made):
             names = ", ".join(tool.name for tool in made)
             raise UserError(f"Two tools of the MCP server {self.settings.name} share a name: {names}.")
@@ -215,15 +217,21 @@ class McpServer:
         async def call(**arguments: JSON) -> str:
             return await asyncio.wrap_future(self._submit(self._call(listed.name, arguments)))
 
-        schema = _schema(self.settings.prefix, listed)
+        name = re.sub(r"[^a-zA-Z0-9_-]", "_", self.settings.prefix + listed.name)[:MAX_NAME]
+        parameters = {key: value for key, value in listed.input_schema.items() if key != "$schema"}
+        parameters = {"type": "object", "properties": {}} | parameters
+        about = listed.description or listed.title or ""
+        hints = listed.annotations  # the server's declarations are trusted
+        idempotent = hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
+        function = FunctionSchema(name=name, description=about, parameters=parameters)
         return ServedTool(
-            name=schema["function"]["name"],
-            description=schema["function"]["description"],
-            function=call,
+            name,
+            about,
+            call,
             timeout_s=self.settings.timeout_s,
             concurrency=self.settings.concurrency,
-            traits=Traits(self.settings.latency, self.settings.cost, _is_idempotent(listed)),
-            given=schema,
+            traits=Traits(self.settings.latency, self.settings.cost, idempotent),
+            given=ToolSchema(type="function", function=function),
         )
 
     async def _call(self, name: str, arguments: dict[str, JSON]) -> str:
@@ -234,7 +242,7 @@ class McpServer:
         assert connection.client is not None
         try:
             limit_s = self.settings.timeout_s + 1
-            return _result_text(await connection.client.call_tool(name, arguments, read_timeout_seconds=limit_s))
+            result = await connection.client.call_tool(name, arguments, read_timeout_seconds=limit_s)
         except MCPError as error:
             closed = error.code == CONNECTION_CLOSED and (connection.ended.is_set() or error.message == _CLOSED)
             if closed or (self.settings.url and error.message.startswith(_LOST_SESSION)):
@@ -243,21 +251,20 @@ class McpServer:
             if error.code == REQUEST_TIMEOUT:
                 raise ToolError(f"{name} took longer than {limit_s:g} s") from error
             raise ToolError(error.message) from error
+        text = "\n".join(filter(None, map(_content_text, result.content))) or "[no output]"
+        if result.is_error:
+            raise ToolError(text)
+        return text
 
     async def _ensure_connected(self) -> _Connection:
-        """Return the connection, starting a new one if necessary."""
-        connection = self._connection
+        connection = last = self._connections[-1] if self._connections else None
         if connection is None or connection.ended.is_set():
-            connection = self._start_connection(connection)
+            connection = _Connection(self._loop.create_future())
+            connection.up.add_done_callback(lambda up: up.cancelled() or up.exception())  # retrieves the exception
+            connection.task = self._loop.create_task(self._run_connection(connection, last))
+            self._connections[:] = [connection]
+            self.starts += 1
         self._listed = await asyncio.shield(connection.up)
-        return connection
-
-    def _start_connection(self, last: _Connection | None) -> _Connection:
-        connection = self._connection = _Connection(self._loop.create_future())
-        connection.up.add_done_callback(lambda up: up.cancelled() or up.exception())  # retrieves the exception
-        connection.task = self._loop.create_task(self._run_connection(connection, last))
-        self._connections[:] = [connection]
-        self.starts += 1
         return connection
 
     async def _run_connection(self, connection: _Connection, last: _Connection | None) -> None:
@@ -379,14 +386,12 @@ async def _watch(transport: Transport, ended: asyncio.Event) -> AsyncIterator[Tr
 
 
 async def _all_tools(client: mcp.Client) -> tuple[types.Tool, ...]:
-    found: list[types.Tool] = []
-    cursor: str | None = None
-    while True:
-        page = await client.list_tools(cursor=cursor)
+    page = await client.list_tools(cursor=None)
+    found = [*page.tools]
+    while page.next_cursor:
+        page = await client.list_tools(cursor=page.next_cursor)
         found += page.tools
-        cursor = page.next_cursor
-        if not cursor:
-            return tuple(found)
+    return tuple(found)
 
 
 def _start_error(settings: McpSettings, error: BaseException, errors: IO[str]) -> LudusError:
@@ -396,36 +401,10 @@ def _start_error(settings: McpSettings, error: BaseException, errors: IO[str]) -
         return error
     errors.seek(0)
     printed = errors.read().strip()[-500:]
-    if isinstance(error, TimeoutError):
-        reason = f"no response within {settings.start_timeout_s:g} s"
-    else:
-        reason = f"{type(error).__name__}: {error}"
+    late = f"no response within {settings.start_timeout_s:g} s"
+    reason = late if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
     output = f" Its output: {printed}" if printed else ""
     return WorldError(f"The MCP server {settings.name} failed to start: {reason}.{output}", "Run it manually.")
-
-
-def _select_tools(listed: Sequence[types.Tool], settings: McpSettings) -> list[types.Tool]:
-    by_name = {tool.name: tool for tool in listed}
-    for name in settings.only:
-        if name not in by_name:
-            raise UserError(
-                f"The MCP server {settings.name} has no tool {name!r}.", f"Its tools: {', '.join(by_name)}."
-            )
-    return [by_name[name] for name in settings.only] if settings.only else list(listed)
-
-
-def _is_idempotent(listed: types.Tool) -> bool:
-    """Return whether the server declares the tool read-only or idempotent; the declaration is trusted."""
-    hints = listed.annotations
-    return hints is not None and bool(hints.read_only_hint or hints.idempotent_hint)
-
-
-def _schema(prefix: str, listed: types.Tool) -> ToolSchema:
-    name = re.sub(r"[^a-zA-Z0-9_-]", "_", prefix + listed.name)[:MAX_NAME]
-    parameters = {key: value for key, value in listed.input_schema.items() if key != "$schema"}
-    parameters = {"type": "object", "properties": {}} | parameters
-    function = FunctionSchema(name=name, description=listed.description or listed.title or "", parameters=parameters)
-    return ToolSchema(type="function", function=function)
 
 
 def _describe(error: ValidationError) -> str:
@@ -438,16 +417,7 @@ def _describe(error: ValidationError) -> str:
     return f"the argument {where!r} is wrong: {error.message[:300]}"
 
 
-def _result_text(result: types.CallToolResult) -> str:
-    parts = [_content_text(block) for block in result.content]
-    text = "\n".join(part for part in parts if part) or "[no output]"
-    if result.is_error:
-        raise ToolError(text)
-    return text
-
-
 def _content_text(block: types.ContentBlock) -> str:
-    """Return a content item as text; other items are described by type and size."""
     from mcp import types
 
     if isinstance(block, types.TextContent):

@@ -22,8 +22,7 @@ from ludus.rewards.code.turns import Progress, TurnVerifier, turn_of_call
 from ludus.rewards.exact_match import ExpectedAnswers, exact_match, strict_match, token_f1, well_formed
 from ludus.rewards.shaping import citation_support, either, only_if
 from ludus.tools.base import Tool
-from ludus.tools.dense import DenseIndex, FolderEncoder, HybridIndex
-from ludus.tools.search import PassageIndex, RankedIndex, search_tool
+from ludus.tools.search import DenseIndex, FolderEncoder, HybridIndex, PassageIndex, RankedIndex, search_tool
 from ludus.types import Message, Task, ToolStatus, Trajectory
 from ludus.worlds.search.facts import Facts, load_facts
 from ludus.worlds.search.questions import SPLITS, WEIGHTS, SearchQuestion, all_questions, sample_questions
