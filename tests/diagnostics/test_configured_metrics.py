@@ -6,7 +6,7 @@ import pytest
 
 from ludus.config.load import load_config
 from ludus.config.schema import DiagnosticsConfig
-from ludus.diagnostics.configured_metrics import configured_metrics
+from ludus.diagnostics.metrics import configured_metrics
 from ludus.errors import ConfigError
 from ludus.types import StopReason, Trajectory
 from tests.diagnostics.test_behavior_metrics import call, episode, says

@@ -13,7 +13,7 @@ import logging
 import math
 import tomllib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import import_module, resources
@@ -25,7 +25,6 @@ from typing import Final
 from urllib.request import Request, urlopen
 
 from ludus.config.schema import AlarmAction
-from ludus.diagnostics.timings import append_json
 from ludus.rollouts.rollout_files import replaced_file
 from ludus.types import StopReason, ToolStatus
 
@@ -82,6 +81,11 @@ class Alarm:
         """Cause, evidence and remedy as a paragraph."""
         return f"{self.rule.cause}: {self.evidence}. {self.rule.remedy}"
 
+    def record(self, step: int) -> dict[str, str | int]:
+        """Return the alarm as JSON values."""
+        texts = {"action": self.rule.action, "cause": self.rule.cause, "evidence": self.evidence}
+        return {"step": step, "alarm": self.name, **texts, "remedy": self.rule.remedy}
+
 
 _FIRST, _LAST = 40, 60
 """Rows at the begin and at the end of a run that `MetricsHistory` keeps: more than any alarm compares."""
@@ -105,9 +109,9 @@ class MetricsHistory:
     def append(self, row: Row) -> None:
         """Add the metrics of a step."""
         success = row.get(SUCCESS, 0.0)
-        is_early = self._num < _FIRST or (success > 0 and self._successes < _FIRST)
         is_measured = any(name.startswith(COLLAPSE) for name in row)
-        is_early |= is_measured and self._measured < _FIRST
+        counts = [self._num] + [self._successes] * (success > 0) + [self._measured] * is_measured
+        is_early = min(counts) < _FIRST
         stays = is_early or success > self._record or any(name.startswith("eval/") for name in row)
         self._num, self._successes = self._num + 1, self._successes + (success > 0)
         self._measured += is_measured
@@ -145,10 +149,10 @@ def rules() -> Mapping[str, Rule]:
 def find_alarms(history: History, actions: Mapping[str, AlarmAction] = {}) -> list[Alarm]:
     """Return the alarms that the newest step raises; `actions` replaces the actions of `alarms.toml` by name."""
     found = []
-    for name, rule in rules().items():
+    for name, rule in rules().items() if history else ():
         action = actions.get(name, rule.action)
         check = partial(_above, name=rule.metric) if rule.metric else _CHECKS[name]
-        if action != "off" and history and (evidence := check(history, **rule.limits)):
+        if action != "off" and (evidence := check(history, **rule.limits)):
             found.append(Alarm(name, evidence, replace(rule, action=action)))
     return found
 
@@ -168,11 +172,6 @@ def alarms_by_step(
     return [(raised, steps[name]) for name, raised in newest.items()]
 
 
-def write_alarm(file: Path, step: int, raised: Alarm) -> None:
-    """Append an alarm to a file of JSON lines. Raises StorageError if that fails."""
-    append_json(file, _record(step, raised))
-
-
 def truncate_alarms(file: Path, step: int) -> None:
     """Remove an incomplete last line and the alarms after `step`, which a resumed run raises again."""
     if not file.is_file():
@@ -186,7 +185,7 @@ def truncate_alarms(file: Path, step: int) -> None:
 
 def send_alarm(url: str, run: str, step: int, raised: Alarm) -> Thread:
     """POST an alarm as JSON in the returned thread, which ends with the process. A failure is only logged."""
-    body = json.dumps({"run": run} | _record(step, raised)).encode()
+    body = json.dumps({"run": run} | raised.record(step)).encode()
     request = Request(url, body, {"Content-Type": "application/json"}, method="POST")
 
     def send() -> None:
@@ -198,12 +197,6 @@ def send_alarm(url: str, run: str, step: int, raised: Alarm) -> Thread:
     thread = Thread(target=send, name="ludus-webhook", daemon=True)
     thread.start()
     return thread
-
-
-def _record(step: int, raised: Alarm) -> dict[str, str | int]:
-    rule = raised.rule
-    texts = {"action": rule.action, "cause": rule.cause, "evidence": raised.evidence, "remedy": rule.remedy}
-    return {"step": step, "alarm": raised.name, **texts}
 
 
 # Values of a metric
@@ -303,26 +296,18 @@ def _half_width(row: Row, name: str) -> float:
 @alarm
 def zero_reward(history: History, *, steps: int) -> str:
     """All rewards are 0, of the run or of a world of a mixture."""
-    names = [("reward/mean", "reward/std")]
-    names += [
-        (name.removesuffix("_std"), name)
-        for name in history[-1]
-        if name.startswith("env/") and name.endswith("/reward_std")
-    ]
-    for mean, std in names:
+    of_worlds = [name for name in history[-1] if name.startswith("env/") and name.endswith("/reward_std")]
+    for mean, std in [("reward/mean", "reward/std"), *((name.removesuffix("_std"), name) for name in of_worlds)]:
         values = last_values(history, mean, steps) + last_values(history, std, steps)
         if values and not any(values):
             place = "" if mean == "reward/mean" else f" in the world {mean.split('/')[1]}"
-            return f"every reward{place} in the last {steps} steps; {_zero_reward_evidence(history[-steps:])}"
+            why = "the model solves no task, or the reward function is wrong"
+            if all(row.get(_CALLS) == 0 for row in history[-steps:]):
+                why = "the model calls no tool"
+            elif all(_cut_share(row) > 0.5 for row in history[-steps:]):
+                why = "most episodes are cut off by a token limit before they answer"
+            return f"every reward{place} in the last {steps} steps; {why}"
     return ""
-
-
-def _zero_reward_evidence(last: History) -> str:
-    if all(row.get(_CALLS) == 0 for row in last):
-        return "the model calls no tool"
-    if all(_cut_share(row) > 0.5 for row in last):
-        return "most episodes are cut off by a token limit before they answer"
-    return "the model solves no task, or the reward function is wrong"
 
 
 @alarm
@@ -426,18 +411,12 @@ def tool_errors(history: History, *, steps: int, limit: float) -> str:
 @alarm
 def dead_tool(history: History, *, steps: int, calls: int) -> str:
     """A tool whose calls all fail."""
-    for tool in _tools(history[-1]):
-        errors, counts = (
-            last_values(history, f"tools/{tool}/error_rate", steps),
-            last_values(history, f"tools/{tool}/calls", steps),
-        )
+    tools = (name.split("/")[1] for name in history[-1] if name.startswith("tools/") and name.endswith("/calls"))
+    for tool in tools:
+        errors, counts = (last_values(history, f"tools/{tool}/{name}", steps) for name in ("error_rate", "calls"))
         if errors and min(errors) >= 1 and counts and sum(counts) >= calls:
             return f"all {sum(counts):.0f} calls of {tool} in the last {steps} steps failed"
     return ""
-
-
-def _tools(row: Row) -> Iterator[str]:
-    return (name.split("/")[1] for name in row if name.startswith("tools/") and name.endswith("/calls"))
 
 
 @alarm
@@ -510,16 +489,9 @@ def reward_hacking(history: History, *, evaluations: int, rise: float, drop: flo
         return ""
     best, solved = max(found[:-evaluations], key=lambda pair: pair[1])
     bounds = name.removesuffix("/success")
-    worse = [
-        row
-        for row, value in found[-evaluations:]
-        if value <= solved - drop
-        and row.get(f"{bounds}/high", value) < best.get(f"{bounds}/low", solved)
-        and row["reward/mean"] >= best["reward/mean"] + rise
-    ]
-    if len(worse) < evaluations:
-        return ""
-    return (
-        f"{name} fell from {solved:.2f} to {found[-1][1]:.2f}; reward/mean rose from {best['reward/mean']:.2f} "
-        f"to {history[-1]['reward/mean']:.2f}"
-    )
+    for row, value in found[-evaluations:]:
+        is_worse = value <= solved - drop and row.get(f"{bounds}/high", value) < best.get(f"{bounds}/low", solved)
+        if not is_worse or row["reward/mean"] < best["reward/mean"] + rise:
+            return ""
+    rose = f"reward/mean rose from {best['reward/mean']:.2f} to {history[-1]['reward/mean']:.2f}"
+    return f"{name} fell from {solved:.2f} to {found[-1][1]:.2f}; {rose}"

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 
 import numpy as np
 
-from ludus.types import Message, MessageToolCall, Trajectory
+from ludus.types import FunctionCall, Message, Trajectory
 
 _NGRAM = 8
 """Tokens of a passage that counts as repeated or copied."""
@@ -27,14 +27,14 @@ def behavior_metrics(episodes: Sequence[Trajectory]) -> dict[str, float]:
     """Return the metrics of finished episodes; a tree counts as one episode per path."""
     paths = [path for episode in episodes for path in episode.attempts()]
     calls = [[call for message in path.messages for call in _calls(message)] for path in paths]
-    repeats = [_key(now) == _key(before) for own in calls for before, now in pairwise(own)]
+    repeats = [now == before for own in calls for before, now in pairwise(own)]
     unused = [not used for path in paths for used in used_results(path.messages) if used is not None]
     return {
         **_passage_metrics(paths),
         "text/foreign_script": _share([foreign for path in paths for foreign in _foreign_letters(path.messages)]),
         "tools/repeated": sum(repeats) / max(1, sum(map(len, calls))),
         "tools/unused_results": _share(unused),
-        "tools/sequences": float(len({tuple(call["function"]["name"] for call in own) for own in calls})),
+        "tools/sequences": float(len({tuple(call["name"] for call in own) for own in calls})),
     }
 
 
@@ -71,17 +71,13 @@ def _covered(found: Sequence[bool]) -> int:
     return int(np.count_nonzero(np.convolve(found, np.ones(_NGRAM))))
 
 
-def _calls(message: Message) -> Sequence[MessageToolCall]:
-    return message.get("tool_calls") or []
-
-
-def _key(call: MessageToolCall) -> tuple[str, str]:
-    return call["function"]["name"], call["function"]["arguments"]
+def _calls(message: Message) -> list[FunctionCall]:
+    return [call["function"] for call in message.get("tool_calls") or []]
 
 
 def message_text(message: Message) -> str:
     """Return reasoning, content and arguments of calls."""
-    arguments = (call["function"]["arguments"] for call in _calls(message))
+    arguments = (call["arguments"] for call in _calls(message))
     return " ".join((message.get("reasoning_content", ""), message.get("content") or "", *arguments))
 
 
@@ -112,11 +108,7 @@ def _foreign_letters(messages: Sequence[Message]) -> list[bool]:
     others = "".join(message_text(message) for message in messages if message["role"] != "assistant")
     scripts = {_script(letter) for letter in set(others) if letter.isalpha()} | {_script("a")}
     own = "".join(message_text(message) for message in messages if message["role"] == "assistant")
-    return _outside(own, scripts)
-
-
-def _outside(text: str, scripts: Container[str]) -> list[bool]:
-    return [not letter.isascii() and _script(letter) not in scripts for letter in text if letter.isalpha()]
+    return [not letter.isascii() and _script(letter) not in scripts for letter in own if letter.isalpha()]
 
 
 @lru_cache(maxsize=4096)

@@ -21,9 +21,6 @@ from ludus.diagnostics.alarms import (
 _KL = "policy/kl_reference"
 
 
-# Entropy, KL, gradient
-
-
 @alarm
 def entropy_collapse(history: History, *, steps: int, limit: float) -> str:
     """Entropy stays near 0. Steps without training have no entropy and raise no alarm."""
@@ -104,10 +101,7 @@ def gradient_spike(history: History, *, steps: int, window: int, factor: float) 
 @alarm
 def inert_clip(history: History, *, steps: int) -> str:
     """No token is clipped although the ratios differ from 1."""
-    clipped, ratios = (
-        last_values(history, "policy/clip_fraction", steps),
-        last_values(history, "policy/ratio_max", steps),
-    )
+    clipped, ratios = (last_values(history, f"policy/{name}", steps) for name in ("clip_fraction", "ratio_max"))
     if not clipped or any(clipped) or not ratios or min(ratios) <= 1 + 1e-6:
         return ""
     return f"policy/clip_fraction is 0{in_each_of(steps)}; ratios reach {max(ratios):.3f}"
@@ -126,10 +120,9 @@ def zero_gradient(history: History, *, steps: int) -> str:
 @alarm
 def critic(history: History, *, steps: int, limit: float) -> str:
     """The explained variance of the critic stays at or below the limit."""
-    values = last_values(history, "critic/explained_variance", steps)
-    return (
-        f"critic/explained_variance is {values[-1]:.3g}{in_each_of(steps)}" if values and max(values) <= limit else ""
-    )
+    name = "critic/explained_variance"
+    values = last_values(history, name, steps)
+    return f"{name} is {values[-1]:.3g}{in_each_of(steps)}" if values and max(values) <= limit else ""
 
 
 # Learner and engine

@@ -8,11 +8,13 @@ share whose denominator is 0 is 0. An episode with an infrastructure failure cou
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, cast
 
-from ludus.diagnostics.alarms import GROUP_STD, SUCCESS
+from ludus.config.schema import DiagnosticsConfig
+from ludus.diagnostics.alarms import GROUP_STD, JUDGE, SUCCESS, UNTESTED
 from ludus.diagnostics.behavior_metrics import behavior_metrics
 from ludus.plugins import check_numbers, find_plugin, result_error
 from ludus.types import WORLD_TAG, Group, StopReason, ToolStatus, Trajectory
@@ -41,7 +43,7 @@ def rollout_metrics(
     """
     equal = equal or [None] * len(groups)
     trajectories = [t for group in groups for t in group.trajectories]
-    finished = [t for t in trajectories if _finished(t)]
+    finished = [t for group in groups for t in _finished(group)]
     metrics = {
         "episodes/count": float(len(trajectories)),
         "episodes/finished": float(len(finished)),
@@ -51,11 +53,16 @@ def rollout_metrics(
     if success is not None:
         metrics[SUCCESS] = _mean([t.rewards.get(success, 0.0) for t in finished])
     metrics |= _length_metrics(finished)
-    metrics |= _entropy_metrics(groups)
+    surprisals = [[-value for t in _finished(g) for s in t.segments for value in s.logprobs] for g in groups]
+    sampled = [own for own in surprisals if own]
+    metrics[SAMPLED_ENTROPY] = _mean([value for own in sampled for value in own])
+    metrics[LOW_ENTROPY_GROUPS] = _share(sum(_mean(own) < MIN_ENTROPY for own in sampled), len(sampled))
     metrics |= _tool_metrics(finished) | behavior_metrics(finished)
     stops = Counter(path.stop_reason for t in trajectories for path in t.attempts())
     metrics |= {f"episode/stop/{reason}": _share(stops[reason], stops.total()) for reason in StopReason}
-    metrics |= _tree_metrics(finished)
+    if trees := [t for t in finished if t.leaves]:
+        metrics["tree/leaves"] = _mean([len(t.leaves) for t in trees])
+        metrics["tree/reward_std"] = _mean([_std(t.leaf_rewards) for t in trees])
     return metrics | _group_metrics(groups, success, equal) | _world_metrics(groups, success, equal)
 
 
@@ -84,22 +91,22 @@ def plugin_metrics(names: Sequence[str], groups: Sequence[Group], others: Iterab
     return metrics
 
 
-def _finished(trajectory: Trajectory) -> bool:
+def _is_finished(trajectory: Trajectory) -> bool:
     return trajectory.failure is None and trajectory.stop_reason is not StopReason.FAILED
+
+
+def _finished(group: Group) -> list[Trajectory]:
+    return [t for t in group.trajectories if _is_finished(t)]
 
 
 def _reward_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
     rewards = [t.reward for t in finished]
     metrics = {"reward/mean": _mean(rewards), "reward/std": _std(rewards)}
-    parts = sorted({name for t in finished for name in t.rewards})
-    return metrics | {
-        f"reward/{name}": _mean([t.rewards.get(name, 0.0) for t in finished if _applies_to(t, name)]) for name in parts
-    }
-
-
-def _applies_to(trajectory: Trajectory, part: str) -> bool:
-    """Return whether a reward part applies to a trajectory; in a mixture, worlds may have their own parts."""
-    return "/" not in part or part in trajectory.rewards
+    for name in sorted({name for t in finished for name in t.rewards}):
+        # in a mixture, worlds may have their own parts
+        values = [t.rewards.get(name, 0.0) for t in finished if "/" not in name or name in t.rewards]
+        metrics[f"reward/{name}"] = _mean(values)
+    return metrics
 
 
 def _length_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
@@ -109,28 +116,6 @@ def _length_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
         "response_length/max": float(max(actions, default=0)),
         "length/total_tokens/mean": _mean([sum(len(s.tokens) for s in t.segments) for t in finished]),
         "turns/mean": _mean([t.num_turns for t in finished]),
-    }
-
-
-def _entropy_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the sampled entropy and the share of groups with low entropy; 0 without recorded log-probabilities."""
-    surprisals = [
-        [-value for t in group.trajectories if _finished(t) for s in t.segments for value in s.logprobs]
-        for group in groups
-    ]
-    sampled = [own for own in surprisals if own]
-    low = sum(_mean(own) < MIN_ENTROPY for own in sampled)
-    everything = [value for own in sampled for value in own]
-    return {SAMPLED_ENTROPY: _mean(everything), LOW_ENTROPY_GROUPS: _share(low, len(sampled))}
-
-
-def _tree_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
-    trees = [t for t in finished if t.leaves]
-    if not trees:
-        return {}
-    return {
-        "tree/leaves": _mean([len(t.leaves) for t in trees]),
-        "tree/reward_std": _mean([_std(t.leaf_rewards) for t in trees]),
     }
 
 
@@ -160,13 +145,12 @@ def _tool_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
 
 def _group_metrics(groups: Sequence[Group], success: str | None, equal: Sequence[bool | None]) -> dict[str, float]:
     """Return shares of the groups with a finished episode; `zero_variance` counts only groups of several episodes."""
-    members = [[t for t in group.trajectories if _finished(t)] for group in groups]
-    members = [group for group in members if group]
-    several = [
-        _is_equal(group) if known is None else known
-        for group, known in zip(groups, equal, strict=True)
-        if len(group.trajectories) > 1 and any(map(_finished, group.trajectories))
-    ]
+    several = []
+    for group, known in zip(groups, equal, strict=True):
+        if len(group.trajectories) > 1 and (finished := _finished(group)):
+            rewards = {r for t in finished for r in t.leaf_rewards or (t.reward,)}
+            several.append(len(rewards) == 1 if known is None else known)
+    members = [finished for group in groups if (finished := _finished(group))]
     metrics = {
         "groups/zero_variance": _share(sum(several), len(several)),
         GROUP_STD: _mean([_std([r for t in group for r in t.row_rewards]) for group in members]),
@@ -178,11 +162,6 @@ def _group_metrics(groups: Sequence[Group], success: str | None, equal: Sequence
     return metrics
 
 
-def _is_equal(group: Group) -> bool:
-    finished = [t for t in group.trajectories if _finished(t)]
-    return len({r for t in finished for r in t.leaf_rewards or (t.reward,)}) == 1
-
-
 def _world_metrics(groups: Sequence[Group], success: str | None, equal: Sequence[bool | None]) -> dict[str, float]:
     by_world: dict[str, list[tuple[Group, bool | None]]] = {}
     for group, known in zip(groups, equal, strict=True):
@@ -191,13 +170,13 @@ def _world_metrics(groups: Sequence[Group], success: str | None, equal: Sequence
     found: dict[str, float] = {}
     for world, members in sorted(by_world.items()):
         numbers = _metrics_of([group for group, _ in members], success, [known for _, known in members])
-        numbers["share"] = _share(len(members), len(groups))
         found |= {f"env/{world}/{name}": value for name, value in numbers.items()}
+        found[f"env/{world}/share"] = _share(len(members), len(groups))
     return found
 
 
 def _metrics_of(groups: Sequence[Group], success: str | None, equal: Sequence[bool | None]) -> dict[str, float]:
-    finished = [t for group in groups for t in group.trajectories if _finished(t)]
+    finished = [t for group in groups for t in _finished(group)]
     numbers = _reward_metrics(finished) | _length_metrics(finished) | _tool_metrics(finished)
     found = {
         "reward": numbers["reward/mean"],
@@ -212,6 +191,38 @@ def _metrics_of(groups: Sequence[Group], success: str | None, equal: Sequence[bo
         found["success"] = _mean([t.rewards.get(success, 0.0) for t in finished])
     shared = {name for t in finished for name in t.rewards if "/" not in name and name != success}
     return found | {f"part/{name}": numbers[f"reward/{name}"] for name in sorted(shared)}
+
+
+def configured_metrics(
+    trajectories: Sequence[Trajectory], settings: DiagnosticsConfig, success: str
+) -> dict[str, float]:
+    """Return the metrics of the finished episodes; `success` names the verifier's reward part.
+
+    `judge/NAME/agreement` is the mean of `1 - |judge - success|`, both limited to [0, 1], for each judge that scored an
+    episode. `tools/untested` is the share of answered episodes without a call that ran tests, present if
+    `test_calls` is set; 0 without answered episodes.
+    """
+    finished = [t for t in trajectories if _is_finished(t)]
+    metrics = {}
+    for name in settings.judges:
+        gaps = [abs(_unit(t.rewards[name]) - _unit(t.rewards.get(success, 0.0))) for t in finished if name in t.rewards]
+        if gaps:
+            metrics[f"{JUDGE}{name}/agreement"] = 1 - sum(gaps) / len(gaps)
+    if settings.test_calls:
+        paths = [path for t in finished for path in t.attempts() if path.stop_reason is StopReason.ANSWERED]
+        untested = sum(not _runs_tests(path, settings.test_calls) for path in paths)
+        metrics[UNTESTED] = _share(untested, len(paths))
+    return metrics
+
+
+def _unit(value: float) -> float:
+    return min(1.0, max(0.0, value))
+
+
+def _runs_tests(path: Trajectory, calls: Mapping[str, str]) -> bool:
+    """Return whether the model called a tool of `calls` with arguments in which its pattern is found."""
+    made = [call["function"] for message in path.messages for call in message.get("tool_calls") or []]
+    return any(re.search(calls[one["name"]], one["arguments"]) for one in made if one["name"] in calls)
 
 
 def _mean(values: Sequence[float]) -> float:

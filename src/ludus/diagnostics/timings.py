@@ -72,8 +72,8 @@ class StepTimings:
             for outcome in (outcome for path in trajectory.attempts() for outcome in path.outcomes):
                 if outcome.tool and outcome.seconds:
                     calls[outcome.tool].append(outcome.seconds)
-        for tool, seconds_list in sorted(calls.items()):
-            metrics |= {f"tools/{tool}/{name}": value for name, value in _latencies(seconds_list).items()}
+        for tool, own in sorted(calls.items()):
+            metrics |= {f"tools/{tool}/{name}": value for name, value in _latencies(own).items()}
         return metrics
 
 
@@ -150,11 +150,6 @@ def straggler_hint(timings: Mapping[str, float], config: Config) -> str:
 
 HINTS = (scoring_hint, straggler_hint)
 """Functions of timings and configuration that return a hint or "". A run shows each hint once."""
-
-
-def write_timings(path: Path, step: int, metrics: Mapping[str, float]) -> None:
-    """Append the timings of a step. Raises StorageError if that fails."""
-    append_json(path, {"step": step, **metrics})
 
 
 def write_episode_times(path: Path, records: Iterable[RolloutRecord]) -> None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from ludus.diagnostics.service_trackers import ServiceTracker, import_extra
-from ludus.errors import StorageError, UserError
+from ludus.errors import LudusError, StorageError, UserError
 from ludus.plugins import check_result, find_plugin
 from ludus.rollouts.rollout_files import replaced_file
 
@@ -61,8 +61,12 @@ class JsonLinesTracker:
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
         self.path = path
-        if path.exists():
-            _truncate_after(path, resume_step)
+        if path.exists():  # remove an incomplete last line, and the lines that the resumed run writes again
+            content = _content(path, StorageError)
+            kept = (line for row, line in _rows(content, path) if resume_step is None or row.step <= resume_step)
+            if (remaining := b"".join(kept)) != content:
+                with replaced_file(path) as file:
+                    file.write(remaining)
         self._file = _open_to_append(path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -88,7 +92,8 @@ class TensorBoardTracker:
         self._events = import_extra("tensorboard.compat.proto.event_pb2", "tensorboard")
         self._summaries = import_extra("tensorboard.compat.proto.summary_pb2", "tensorboard")
         self._records = import_extra("tensorboard.summary.writer.record_writer", "tensorboard")
-        self.path = _next_event_file(folder)
+        number = len(list(folder.glob("events.out.tfevents.*")))  # TensorBoard reads the files in the order of names
+        self.path = folder / f"events.out.tfevents.{number:010d}.ludus"
         self._file = _open_to_append(self.path)
         self._write(file_version="brain.Event:2")
         if resume_step is not None:
@@ -111,19 +116,11 @@ class TensorBoardTracker:
         _append(self._file, self.path, buffer.getvalue())
 
 
-def _jsonl(folder: Path, resume_step: int | None) -> Tracker:
-    return JsonLinesTracker(folder / METRICS_FILE, resume_step)
-
-
-def _tensorboard(folder: Path, resume_step: int | None) -> Tracker:
-    return TensorBoardTracker(folder / "tensorboard", resume_step)
-
-
 TrackerFactory = Callable[[Path, int | None], Tracker]
 
 TRACKERS: dict[str, TrackerFactory] = {
-    "jsonl": _jsonl,
-    "tensorboard": _tensorboard,
+    "jsonl": lambda folder, step: JsonLinesTracker(folder / METRICS_FILE, step),
+    "tensorboard": lambda folder, step: TensorBoardTracker(folder / "tensorboard", step),
     **{name: partial(ServiceTracker, name) for name in ("wandb", "mlflow", "trackio")},
 }
 """Tracker factories by name: functions of the run folder and the step to resume from (None for a new run)."""
@@ -149,11 +146,14 @@ def read_metrics(path: Path) -> list[MetricsRow]:
 
     An incomplete last line is ignored. Any other line that does not parse raises UserError, with file and line.
     """
+    return [row for row, _ in _rows(_content(path, UserError, "Check the path."), path)]
+
+
+def _content(path: Path, failure: type[LudusError], hint: str = "") -> bytes:
     try:
-        content = path.read_bytes()
+        return path.read_bytes()
     except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror or error}.", "Check the path.") from error
-    return [row for row, _ in _rows(content, path)]
+        raise failure(f"{path} cannot be read: {error.strerror or error}.", hint) from error
 
 
 def _rows(content: bytes, path: Path) -> list[tuple[MetricsRow, bytes]]:
@@ -180,19 +180,6 @@ def _row(line: bytes) -> MetricsRow:
     return MetricsRow(data.pop("step"), {name: _from_json(value) for name, value in data.items()})
 
 
-def _truncate_after(path: Path, resume_step: int | None) -> None:
-    """Remove an incomplete last line and the lines after `resume_step`, which the resumed run writes again."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror or error}.") from error
-    rows = _rows(content, path)
-    remaining = b"".join(line for row, line in rows if resume_step is None or row.step <= resume_step)
-    if remaining != content:
-        with replaced_file(path) as file:
-            file.write(remaining)
-
-
 def _open_to_append(path: Path) -> FileIO:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -214,12 +201,6 @@ def _append(file: FileIO, path: Path, data: bytes) -> None:
         raise StorageError(
             f"{path} could not be written: {error.strerror or error}.", "Free some space; earlier lines are unchanged."
         ) from error
-
-
-def _next_event_file(folder: Path) -> Path:
-    """Return a name that sorts after those in the folder, since TensorBoard reads files in that order."""
-    number = len(list(folder.glob("events.out.tfevents.*")))
-    return folder / f"events.out.tfevents.{number:010d}.ludus"
 
 
 def _to_json(value: float) -> float | str:

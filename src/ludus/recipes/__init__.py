@@ -45,7 +45,14 @@ def list_recipes() -> list[Recipe]:
     """All recipes that ship with the package, by name."""
     shelf = Path(str(resources.files("ludus.recipes")))
     folders = sorted(file.parent for file in shelf.glob("*/config.toml"))
-    return [_recipe(folder) for folder in folders]
+    found = []
+    for folder in folders:
+        file, readme = folder / "recipe.toml", folder / "README.md"
+        measured = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        lines = readme.read_text(encoding="utf-8").splitlines() if readme.is_file() else []
+        titles = filter(None, (line.strip("# ").strip() for line in lines))
+        found.append(Recipe(folder.name, next(titles, folder.name), folder, **measured))
+    return found
 
 
 def recipe_folder(name: str) -> Path:
@@ -58,17 +65,3 @@ def recipe_folder(name: str) -> Path:
         f'Unknown recipe "{name}".',
         f"{guess}Known: {', '.join(recipes)}. A file of your own is given by its path, ending in .toml.",
     )
-
-
-def _recipe(folder: Path) -> Recipe:
-    file = folder / "recipe.toml"
-    measured = tomllib.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    return Recipe(folder.name, _title(folder), folder, **measured)
-
-
-def _title(folder: Path) -> str:
-    readme = folder / "README.md"
-    if not readme.is_file():
-        return folder.name
-    lines = (line.strip("# ").strip() for line in readme.read_text(encoding="utf-8").splitlines())
-    return next((line for line in lines if line), folder.name)

@@ -16,10 +16,9 @@ from typing import Protocol
 
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
-from ludus.diagnostics.alarms import Alarm, MetricsHistory, find_alarms, send_alarm, write_alarm
-from ludus.diagnostics.configured_metrics import configured_metrics
-from ludus.diagnostics.metrics import plugin_metrics, rollout_metrics
-from ludus.diagnostics.timings import HINTS, StepTimings, write_episode_times, write_timings
+from ludus.diagnostics.alarms import Alarm, MetricsHistory, find_alarms, send_alarm
+from ludus.diagnostics.metrics import configured_metrics, plugin_metrics, rollout_metrics
+from ludus.diagnostics.timings import HINTS, StepTimings, append_json, write_episode_times
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine, Sleepable, drain_stats
 from ludus.envs.base import TaskSequence, World
@@ -144,7 +143,7 @@ class EvaluatedTrainer(ABC):
             write_episode_times(times_path(self.folder.path, step), records)
         for tracker in self.trackers:
             tracker.log(step, metrics)
-        write_timings(self.folder.timings, step, timings)
+        append_json(self.folder.timings, {"step": step, **timings})
 
 
 @dataclass
@@ -324,7 +323,7 @@ class SyncTrainer(EvaluatedTrainer):
         for one in self.raised:
             if one.name not in before:
                 self.alarm(step, one.text)
-                write_alarm(self.folder.alarms, step, one)
+                append_json(self.folder.alarms, one.record(step))
                 if settings.webhook:
                     send_alarm(settings.webhook, self.folder.path.name, step, one)
             self.adjust(step, one)
