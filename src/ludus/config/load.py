@@ -12,21 +12,13 @@ from pydantic_core import ErrorDetails
 from ludus.config.overrides import apply_overrides, unknown_key
 from ludus.config.paths import resolve_paths
 from ludus.config.schema import Config
-from ludus.config.settings import find, first_under
+from ludus.config.settings import BOUNDS, find, first_under
 from ludus.config.toml import toml_value
 from ludus.errors import ConfigError
 from ludus.recipes import list_recipes, recipe_folder
 
 _MAX_VALUE_CHARS = 60
 """Maximum characters of a value in an error message."""
-
-_BOUNDS = {
-    "greater_than_equal": "at least {ge}",
-    "greater_than": "above {gt}",
-    "less_than_equal": "at most {le}",
-    "less_than": "below {lt}",
-    "finite_number": "a finite number",
-}
 
 
 def load_config(
@@ -41,14 +33,16 @@ def load_config(
 
     Raises ConfigError with one sentence per mistake.
     """
-    path = None if source is None else _locate(source)
-    origin = str(path) if path is None or path == Path(str(source)) else f"the recipe {source}"
-    data = {} if path is None else _parse(_read(path), origin)
-    if path is not None:
+    data: dict[str, object] = {}
+    places = [overrides_origin] if overrides else []
+    if source is not None:
+        is_file = isinstance(source, Path) or source.endswith(".toml") or "/" in source
+        path = Path(source) if is_file else recipe_folder(str(source)) / "config.toml"
+        places.insert(0, str(path) if is_file else f"the recipe {source}")
+        data = _parse(_read(path), places[0])
         resolve_paths(data, path.parent)
     problems = apply_overrides(data, overrides)
     resolve_paths(data, Path.cwd())
-    places = ([origin] if path is not None else []) + ([overrides_origin] if overrides else [])
     return _validate(data, problems, " and ".join(places))
 
 
@@ -60,29 +54,20 @@ def config_from_toml(text: str, origin: str = "the text", overrides: Sequence[st
     return _validate(data, problems, origin)
 
 
-def _locate(source: str | Path) -> Path:
-    if isinstance(source, Path) or source.endswith(".toml") or "/" in source:
-        return Path(source)
-    return recipe_folder(source) / "config.toml"
-
-
 def _read(path: Path) -> str:
     if path.is_dir():
         raise ConfigError(f"{path} is a folder, not a configuration file.", "Name the .toml file in it.")
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"The file {path} does not exist.", _recipe_hint(path.stem)) from None
+        is_recipe = any(recipe.name == path.stem for recipe in list_recipes())
+        of_recipe = f'To use the recipe of that name, write "{path.stem}".'
+        hint = of_recipe if is_recipe else "Check the path; `ludus recipes` lists the recipes."
+        raise ConfigError(f"The file {path} does not exist.", hint) from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text, as TOML requires.") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
-
-
-def _recipe_hint(name: str) -> str:
-    if any(recipe.name == name for recipe in list_recipes()):
-        return f'To use the recipe of that name, write "{name}".'
-    return "Check the path; `ludus recipes` lists the recipes."
 
 
 def _parse(text: str, origin: str) -> dict[str, object]:
@@ -117,19 +102,22 @@ def _sentences(data: dict[str, object], details: ErrorDetails) -> Iterator[str]:
     key = next((key for n in range(len(path), 0, -1) if find(key := ".".join(path[:n]))), "")
     setting = find(key)
     if setting is None:
-        key = ".".join(path)
+        key, shown = ".".join(path), _show(details["input"])
         under = first_under(key)
-        shown = _show(details["input"])
         is_choice = isinstance(details["input"], str) and under is not None and str in under.accepts
         example = f" such as {under.key}{f' = {shown}' if is_choice else ''}" if under else ""
         yield f"{key} is {shown}, but must be a section of settings{example}."
         return
-    bound = _BOUNDS.get(details["type"])
-    expected = bound.format(**details.get("ctx", {})) if bound else setting.type_text
+    bound = "a finite number" if details["type"] == "finite_number" else ""
+    bound += "".join(f"{BOUNDS[name]} {value}" for name, value in details.get("ctx", {}).items() if name in BOUNDS)
+    expected = bound or setting.type_text
     if details["type"] == "literal_error" and setting.is_open:
         expected = f"one of {details['ctx']['expected']}"
     reason = f": {setting.why}" if bound and setting.why else ""
-    yield f"{key} is {_show(_lookup(data, key))}, but must be {expected}{reason}."
+    value: object = data
+    for name in key.split("."):
+        value = value[name] if isinstance(value, dict) else value
+    yield f"{key} is {_show(value)}, but must be {expected}{reason}."
 
 
 def _unknown(key: str, value: object) -> Iterator[str]:
@@ -139,13 +127,6 @@ def _unknown(key: str, value: object) -> Iterator[str]:
             yield from _unknown(f"{key}.{name}", inner)
     else:
         yield unknown_key(key, _show(value))
-
-
-def _lookup(data: dict[str, object], key: str) -> object:
-    value: object = data
-    for name in key.split("."):
-        value = value[name] if isinstance(value, dict) else value
-    return value
 
 
 def _show(value: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from ludus.config.settings import Setting, find, is_inside, is_section, suggestion
 
@@ -15,8 +16,7 @@ def apply_overrides(data: dict[str, object], words: Sequence[str]) -> list[str]:
     settings, where it may be a choice (`ludus.envs.settings` reads it). Return one sentence for each word that is not a
     setting; values are validated later.
     """
-    problems = [item if isinstance(item, str) else _apply(data, *item) for item in _pairs(words)]
-    return [problem for problem in problems if problem]
+    return list(filter(None, (item if isinstance(item, str) else _apply(data, *item) for item in _pairs(words))))
 
 
 def unknown_key(key: str, shown: str) -> str:
@@ -57,7 +57,10 @@ def _apply(data: dict[str, object], key: str, text: str | None) -> str:
 
 def _value(text: str, setting: Setting | None, free: bool) -> object:
     """Return the value of a word for a setting; text that does not parse stays text, which validation rejects."""
-    parsed = _parse(text)
+    parsed: object = None
+    with suppress(tomllib.TOMLDecodeError):
+        table = tomllib.loads(f"value = {text}")
+        parsed = table["value"] if len(table) == 1 else None
     if free or setting is None:
         of_world = setting is not None and setting.key.endswith("settings")
         return None if text == "none" and not of_world else parsed if parsed is not None else text
@@ -66,25 +69,9 @@ def _value(text: str, setting: Setting | None, free: bool) -> object:
     if str in setting.accepts and not isinstance(parsed, str) and type(parsed) not in setting.accepts:
         return text
     if parsed is None and float in setting.accepts:
-        return _number(text)
+        with suppress(ValueError):
+            return float(text)  # informal notation: `.5`, `1.`
     return parsed if parsed is not None else text
-
-
-def _parse(text: str) -> object:
-    """Return `text` as a TOML value; None if it is not one."""
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return None
-    return parsed["value"] if len(parsed) == 1 else None
-
-
-def _number(text: str) -> float | str:
-    """Return a number in informal notation (`.5`, `1.`), otherwise the text."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _write(table: dict[str, object], path: Sequence[str], value: object) -> None:

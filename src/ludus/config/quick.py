@@ -32,7 +32,6 @@ class QuickCut:
 
     @property
     def words(self) -> tuple[str, str]:
-        """The setting on a command line."""
         return f"--{self.key}", str(self.new)
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from functools import cache
 from importlib import resources
+from itertools import chain
 from types import NoneType, UnionType
 from typing import Literal, Union, get_args, get_origin
 
-import annotated_types
 from pydantic.fields import FieldInfo
 
 from ludus.config.schema import Config
@@ -27,6 +27,8 @@ _SEVERAL = 4
 NAME = "NAME"
 """Placeholder in the key of a setting for a user-defined name: `env.mixture.NAME.weight`."""
 
+BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+"""The words of a bound by its name in pydantic."""
 _WORDS: dict[object, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -119,12 +121,11 @@ def nearest(key: str) -> list[str]:
         for table in filter(None, map(find, nearest(parent))):
             if table.is_open:
                 return [f"{table.key}.{leaf}"]
-    depth = key.count(".")
-    names = [s.key for s in list_settings() if NAME not in s.key.split(".") or s.key.count(".") == depth]
-    scores = {name: _similarity(key, name) for name in names}
-    best = max(scores.values())
-    near = [_with_names(name, key) for name, score in scores.items() if score == best >= _NEAR]
-    return near[:_SEVERAL]
+    parts, names = key.split("."), [s.key.split(".") for s in list_settings()]
+    scores = [(_similarity(key, ".".join(name)), name) for name in names if NAME not in name or len(name) == len(parts)]
+    best = max(score for score, _ in scores)
+    near = [name for score, name in scores if score == best >= _NEAR][:_SEVERAL]
+    return [".".join(parts[i] if part == NAME else part for i, part in enumerate(name)) for name in near]
 
 
 def present_name(key: str) -> str | None:
@@ -166,14 +167,6 @@ def _pattern(key: str) -> str:
     return ".".join(parts)
 
 
-def _with_names(pattern: str, key: str) -> str:
-    """Return the pattern with `NAME` replaced by the parts of `key`, if both have the same length."""
-    parts, wanted = key.split("."), pattern.split(".")
-    if len(parts) != len(wanted):
-        return pattern
-    return ".".join(part if other == NAME else other for part, other in zip(parts, wanted, strict=True))
-
-
 def _similarity(wrong: str, name: str) -> float:
     wrong_section, _, wrong_leaf = wrong.rpartition(".")
     section, _, leaf = name.rpartition(".")
@@ -205,12 +198,13 @@ def _setting(key: str, info: FieldInfo) -> Setting:
     kinds = _alternatives(info.annotation)
     literals = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
     plain = [get_origin(kind) or kind for kind in kinds if get_origin(kind) is not Literal]
+    bounds = chain.from_iterable(asdict(item).items() for item in info.metadata if is_dataclass(item))
     return Setting(
         key=key,
         default=info.get_default(call_default_factory=True),
         doc=info.description or "",
         type_text=" or ".join(_words(kind) for kind in kinds),
-        bounds=" and ".join(words for item in info.metadata if (words := _bound(item))),
+        bounds=" and ".join(f"{BOUNDS[name]} {value}" for name, value in bounds if name in BOUNDS),
         why=next((item.reason for item in info.metadata if isinstance(item, Why)), ""),
         choices=tuple(str(value) for value in [*literals, *(info.examples or [])]),
         accepts=frozenset([*plain, *(type(value) for value in literals)]),
@@ -231,16 +225,3 @@ def _words(kind: object) -> str:
     if origin is not list:
         return "a table"
     return 'a list of text such as ["a", "b"]' if arguments == (str,) else "a list of numbers such as [0.0, 1.0]"
-
-
-def _bound(item: object) -> str:
-    match item:
-        case annotated_types.Ge():
-            return f"at least {item.ge}"
-        case annotated_types.Gt():
-            return f"above {item.gt}"
-        case annotated_types.Le():
-            return f"at most {item.le}"
-        case annotated_types.Lt():
-            return f"below {item.lt}"
-    return ""

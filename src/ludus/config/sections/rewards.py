@@ -62,7 +62,6 @@ class PartConfig(Section):
 
     @property
     def given(self) -> dict[str, bool | int | float | str]:
-        """All options that are set."""
         return self.model_dump(exclude={"weight", "source", "options"}, exclude_none=True) | self.options
 
 
@@ -138,12 +137,10 @@ class RewardsConfig(Section):
 
     @property
     def rewards_turns(self) -> bool:
-        """Whether these settings add turn rewards."""
         return bool(self.turns) or self.turn_verifier_weight > 0
 
     @property
     def is_default(self) -> bool:
-        """Whether rewards remain those of the world."""
         return self == RewardsConfig()
 
 

@@ -54,7 +54,6 @@ class PartialConfig(Section):
 
     @property
     def is_set(self) -> bool:
-        """Whether there is a budget."""
         return self.tokens > 0 or self.seconds > 0
 
 
@@ -181,7 +180,6 @@ class EngineConfig(Section):
 
     @property
     def urls(self) -> list[str]:
-        """The addresses of the external servers."""
         return (self.url or "").split(",")
 
     @model_validator(mode="after")
