@@ -104,7 +104,7 @@ def test_copied_weights_are_unaffected_by_later_parameter_updates(model):
             for parameter in model.parameters():
                 parameter.add_(0.01)
         try:
-            return await sync.send_copy(kept)
+            return await sync.send_copy(*kept)
         finally:
             await engine.close()
 

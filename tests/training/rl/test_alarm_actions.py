@@ -10,10 +10,9 @@ from ludus.config.schema import AlarmsConfig
 from ludus.diagnostics.trackers import read_metrics
 from ludus.training.distributed.collectives import ONE_PROCESS
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.rl.alarm_actions import MAX_KL, MIN_LEARNING_RATE, adjusted
 from ludus.training.rl.build import make_parts, train
 from ludus.training.rl.rank_worker import rank_methods
-from ludus.training.run.checkpoint import Adjustments, read_state
+from ludus.training.run.checkpoint import MAX_KL, MIN_LEARNING_RATE, Adjustments, read_state
 from ludus.training.run.run_dir import lock_run, new_run
 from ludus.training.run.session import open_session
 from small_runs import SMALLEST, RecordingReporter, config
@@ -42,20 +41,20 @@ def metric(folder, name):
 
 def test_alarm_adjustments_have_a_cooldown_and_bounds():
     settings = AlarmsConfig(learning_rate_factor=0.1, kl_factor=20, cooldown_steps=3)
-    first = adjusted(Adjustments(), "lower_learning_rate", 5, settings)
+    first = Adjustments().after("lower_learning_rate", 5, settings)
     assert first == Adjustments(0.1, 1.0, 5, None)
-    assert adjusted(first, "lower_learning_rate", 7, settings) == first
-    second = adjusted(first, "lower_learning_rate", 8, settings)
+    assert first.after("lower_learning_rate", 7, settings) == first
+    second = first.after("lower_learning_rate", 8, settings)
     assert second.learning_rate == pytest.approx(0.01)
-    third = adjusted(second, "lower_learning_rate", 11, settings)
+    third = second.after("lower_learning_rate", 11, settings)
     assert third.learning_rate == MIN_LEARNING_RATE
-    assert adjusted(third, "lower_learning_rate", 14, settings) == third
-    raised = adjusted(first, "raise_kl", 6, settings)
+    assert third.after("lower_learning_rate", 14, settings) == third
+    raised = first.after("raise_kl", 6, settings)
     assert raised == Adjustments(0.1, 20, 5, 6)
-    highest = adjusted(raised, "raise_kl", 9, settings)
+    highest = raised.after("raise_kl", 9, settings)
     assert highest.kl == MAX_KL
-    assert adjusted(highest, "raise_kl", 12, settings) == highest
-    assert adjusted(raised, "warn", 99, settings) == raised
+    assert highest.after("raise_kl", 12, settings) == highest
+    assert raised.after("warn", 99, settings) == raised
 
 
 def test_optimizer_scales_the_scheduled_learning_rate():

@@ -42,12 +42,10 @@ class Collectives:
 
     @property
     def world_size(self) -> int:
-        """The world size."""
         return 1
 
     @property
     def rank(self) -> int:
-        """The rank of this process."""
         return 0
 
     def sum(self, tensor: Tensor) -> None:
@@ -75,20 +73,16 @@ class ProcessGroup(Collectives):
 
     @property
     def world_size(self) -> int:
-        """The world size."""
         return distributed.get_world_size()
 
     @property
     def rank(self) -> int:
-        """The rank of this process."""
         return distributed.get_rank()
 
     def sum(self, tensor: Tensor) -> None:
-        """All-reduce `tensor` in place (sum)."""
         distributed.all_reduce(tensor)
 
     def gather(self, value: T) -> list[T]:
-        """Return the pickled values of all ranks."""
         found: list[T] = [value] * self.world_size
         distributed.all_gather_object(found, value)
         return found
@@ -107,9 +101,10 @@ class SharedBatch(ProcessGroup):
         self._mesh: DeviceMesh | None = None
 
     def shard_model(self, model: torch.nn.Module) -> None:
-        """Shard the weights if a device is set."""
         if self.shard_device is not None:
-            self._mesh = self._mesh or make_mesh(self.shard_device, self.world_size)
+            from torch.distributed.device_mesh import init_device_mesh
+
+            self._mesh = self._mesh or init_device_mesh(self.shard_device.type, (self.world_size,))
             shard(model, self._mesh)
 
 
@@ -168,13 +163,6 @@ class _ShardedModel(Protocol):
     def ludus_forward(self, work: Callable[[], T]) -> T: ...
 
 
-def make_mesh(device: torch.device, world_size: int) -> DeviceMesh:
-    """Return a 1-D device mesh of all ranks. Collective."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh(device.type, (world_size,))
-
-
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard the weights of `model` in place; all ranks must hold the same weights.
 
@@ -185,14 +173,13 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     policy = MixedPrecisionPolicy()
     if any(p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-    for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-    fully_shard(model, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    for part in (*decoder_layers(model), model):
+        fully_shard(part, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    setattr(model, _FORWARD_METHOD, _run_work)
+    setattr(model, _FORWARD_METHOD, lambda work: work())
     register_fsdp_forward_method(model, _FORWARD_METHOD)
 
 
@@ -211,13 +198,7 @@ def run_as_forward(model: nn.Module, work: Callable[[], T]) -> T:
 
     The tensors of its result support `backward`.
     """
-    if not is_sharded(model):
-        return work()
-    return cast(_ShardedModel, model).ludus_forward(work)
-
-
-def _run_work(work: Callable[[], T]) -> T:
-    return work()
+    return cast(_ShardedModel, model).ludus_forward(work) if is_sharded(model) else work()
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -227,8 +208,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
         raise UserError(
             f"{type(model).__name__} has no list of layers to shard.", "Set training.learner.shard = false."
         )
-    sizes = [sum(p.numel() for p in found.parameters()) for found in lists]
-    return list(lists[sizes.index(max(sizes))])
+    largest = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
+    return list(largest)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -250,14 +231,9 @@ def local_shard(tensor: Tensor) -> Tensor:
 def copy_into(target: Tensor, value: Tensor) -> None:
     """Copy `value`, unsharded or sharded as `target`, into `target`, without communication."""
     with torch.no_grad():
-        if is_dtensor(target) and not is_dtensor(value):
-            local_shard(target).copy_(_cut(value, cast("DTensor", target)))
-        else:
+        if not is_dtensor(target) or is_dtensor(value):
             target.copy_(value)
-
-
-def _cut(value: Tensor, like: DTensor) -> Tensor:
-    """Return this rank's shard of an unsharded tensor, along its first axis."""
-    chunks = torch.chunk(value, like.device_mesh.size())
-    rank = like.device_mesh.get_local_rank()
-    return chunks[rank] if rank < len(chunks) else value[:0]
+            return
+        mesh = cast("DTensor", target).device_mesh
+        chunks, rank = torch.chunk(value, mesh.size()), mesh.get_local_rank()
+        local_shard(target).copy_(chunks[rank] if rank < len(chunks) else value[:0])

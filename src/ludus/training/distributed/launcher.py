@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import distributed
@@ -28,9 +28,6 @@ from ludus.ipc import python_command
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, RankMethod, SharedBatch
 from ludus.training.distributed.rendezvous import HEARTBEAT_TIMEOUT_S, Rendezvous, destroy_group, rendezvous_error
 
-if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import ProcessGroup
-
 _COMMAND_TIMEOUT = timedelta(days=30)
 """Timeout for the next command; rollouts can take long."""
 _MAX_OUTPUT_CHARS = 2000
@@ -42,24 +39,34 @@ RankCommand = tuple[RankMethod, tuple[Any, ...]]
 """Method with its arguments."""
 
 
-class WorkerRank(SharedBatch):
+class _CommandedRank(SharedBatch):
+    """Rank in a group of CPU tensors for commands, whose collectives time out after `timeout`."""
+
+    def __init__(self, timeout: timedelta, shard_device: torch.device | None = None) -> None:
+        super().__init__(shard_device)
+        self._control = distributed.new_group(backend="gloo", timeout=timeout)
+
+    def _broadcast(self, command: RankCommand | None) -> RankCommand:
+        holder = [command]
+        distributed.broadcast_object_list(holder, src=0, group=self._control, device=torch.device("cpu"))
+        return cast(RankCommand, holder[0])
+
+
+class WorkerRank(_CommandedRank):
     """Rank other than 0, which executes commands."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._control = _control_group(_COMMAND_TIMEOUT)
+        super().__init__(_COMMAND_TIMEOUT)
 
     def receive(self) -> RankCommand:
-        """Wait for the next command."""
-        return _broadcast(None, self._control)
+        return self._broadcast(None)
 
 
-class LeaderRank(SharedBatch):
+class LeaderRank(_CommandedRank):
     """Rank 0, which broadcasts commands; `others` are the other ranks if this process started them."""
 
     def __init__(self, rendezvous: Rendezvous, others: RankGroup, shard_device: torch.device | None) -> None:
-        super().__init__(shard_device)
-        self._control = _control_group(timedelta(seconds=rendezvous.limit_s))
+        super().__init__(timedelta(seconds=rendezvous.limit_s), shard_device)
         self._rendezvous = rendezvous
         self._others = others
         self._lock = threading.RLock()
@@ -72,11 +79,12 @@ class LeaderRank(SharedBatch):
         """
         try:
             with self._lock:
-                _broadcast((method, arguments), self._control)
+                self._broadcast((method, arguments))
                 yield
         except RuntimeError as error:
             ended = self._others.exit_message()
-            if not ended and not _broken(error):
+            lost = ("gloo", "NCCL", "Connection", "ncclRemoteError", "timeout")
+            if not ended and not any(word in str(error) for word in lost):
                 raise
             failure = self._failure(ended, error)
             self._others.kill()
@@ -125,17 +133,16 @@ class RankGroup:
         """
         deadline = time.monotonic() + rendezvous.limit_s
         while late := rendezvous.not_started():
+            text, hint = f"Learner rank {late[0]} did not start within {rendezvous.limit_s:g} s.", "Try again."
             if any(process.poll() is not None for process in self.processes):
-                ended = self.exit_message()
-                self.kill()
-                raise LearnerError(f"A learner rank has exited: {ended}", "Try again.")
-            if time.monotonic() > deadline:
-                self.kill()
-                raise LearnerError(
-                    f"Learner rank {late[0]} did not start within {rendezvous.limit_s:g} s.",
-                    "Try again, or raise training.learner.rank_timeout_s.",
-                )
-            time.sleep(_POLL_S)
+                text = f"A learner rank has exited: {self.exit_message()}"
+            elif time.monotonic() > deadline:
+                hint = "Try again, or raise training.learner.rank_timeout_s."
+            else:
+                time.sleep(_POLL_S)
+                continue
+            self.kill()
+            raise LearnerError(text, hint)
 
     def exit_message(self) -> str:
         """Return the end of the output of exited ranks; empty if all are running."""
@@ -189,7 +196,11 @@ def launch_ranks(config: Config, device: torch.device) -> Iterator[Collectives]:
         if launched:
             rendezvous = Rendezvous.join(learner.rank_timeout_s)
         else:
-            check_devices(device, learner.ranks)
+            if device.type == "cuda" and (found := torch.cuda.device_count()) < learner.ranks:
+                raise UserError(
+                    f"training.learner.ranks is {learner.ranks}, but there are {found} GPUs.",
+                    "Set it to their number, or model.device to cpu.",
+                )
             rendezvous = Rendezvous.create(learner.ranks, learner.rank_timeout_s)
             others.start(rendezvous, device)
             others.gather(rendezvous)
@@ -215,27 +226,3 @@ def connect(rendezvous: Rendezvous, others: RankGroup, device: torch.device, sha
         if ended:
             raise LearnerError(f"A learner rank has exited: {ended}", "Try again.") from error
         raise error if isinstance(error, LearnerError) else rendezvous_error(str(error)) from error
-
-
-def check_devices(device: torch.device, num_ranks: int) -> None:
-    """Raise UserError if there are fewer GPUs than ranks."""
-    if device.type == "cuda" and torch.cuda.device_count() < num_ranks:
-        raise UserError(
-            f"training.learner.ranks is {num_ranks}, but there are {torch.cuda.device_count()} GPUs.",
-            "Set it to their number, or model.device to cpu.",
-        )
-
-
-def _control_group(timeout: timedelta) -> ProcessGroup:
-    return cast("ProcessGroup", distributed.new_group(backend="gloo", timeout=timeout))
-
-
-def _broadcast(command: RankCommand | None, group: ProcessGroup) -> RankCommand:
-    holder = [command]
-    distributed.broadcast_object_list(holder, src=0, group=group, device=torch.device("cpu"))
-    return cast(RankCommand, holder[0])
-
-
-def _broken(error: RuntimeError) -> bool:
-    text = str(error)
-    return any(word in text for word in ("gloo", "NCCL", "Connection", "ncclRemoteError", "timeout"))

@@ -7,6 +7,7 @@ stores its error message.
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import sys
@@ -88,7 +89,7 @@ class Rendezvous:
 
     def not_started(self) -> list[int]:
         """Return the other ranks that have not sent a heartbeat yet."""
-        return [rank for rank in range(self.world_size) if rank != self.rank and not self._text(f"heartbeat/{rank}")]
+        return [rank for rank, text in self._texts("heartbeat").items() if not text]
 
     def store_error(self, text: str) -> None:
         """Store an error message of this rank, replacing the previous one."""
@@ -102,23 +103,18 @@ class Rendezvous:
         """
         before = self._heartbeats()
         time.sleep(HEARTBEAT_TIMEOUT_S)
-        after = self._heartbeats()
+        after, errors = self._heartbeats(), self._texts("error")
         return {
-            rank: process
-            for rank, (beat, process) in before.items()
-            if after.get(rank, (beat, process))[0] == beat and not self._text(f"error/{rank}")
+            rank: process for rank, (beat, process) in before.items() if after[rank][0] == beat and not errors[rank]
         }
 
     def errors(self) -> str:
         """Return the stored error messages with their ranks; empty if there are none."""
-        texts = {rank: self._text(f"error/{rank}") for rank in range(self.world_size) if rank != self.rank}
-        return "; ".join(f"rank {rank}: {text}" for rank, text in texts.items() if text)
+        return "; ".join(f"rank {rank}: {text}" for rank, text in self._texts("error").items() if text)
 
     def _send_heartbeats(self) -> None:
-        beat = 0
         with suppress(RuntimeError):  # the store's host is gone
-            while True:
-                beat += 1
+            for beat in itertools.count(1):
                 time.sleep(_HEARTBEAT_S)
                 self._send_heartbeat(beat)
 
@@ -127,15 +123,17 @@ class Rendezvous:
 
     def _heartbeats(self) -> dict[int, tuple[str, str]]:
         """Return the last heartbeat number of each other rank, with its process and machine."""
-        texts = {rank: self._text(f"heartbeat/{rank}") for rank in range(self.world_size) if rank != self.rank}
-        parts = {rank: text.partition(" ") for rank, text in texts.items()}
+        parts = {rank: text.partition(" ") for rank, text in self._texts("heartbeat").items()}
         return {rank: (beat, process) for rank, (beat, _, process) in parts.items()}
 
-    def _text(self, key: str) -> str:
-        try:
-            return self.store.get(key).decode() if self.store.check([key]) else ""
-        except RuntimeError:  # the store's host is gone
-            return ""
+    def _texts(self, kind: str) -> dict[int, str]:
+        """Return what each other rank stored; empty text if it stored nothing or the store's host is gone."""
+        texts = {rank: "" for rank in range(self.world_size) if rank != self.rank}
+        for rank in texts:
+            with suppress(RuntimeError):
+                if self.store.check([f"{kind}/{rank}"]):
+                    texts[rank] = self.store.get(f"{kind}/{rank}").decode()
+        return texts
 
 
 def destroy_group() -> None:

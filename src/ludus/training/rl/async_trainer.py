@@ -19,7 +19,7 @@ from functools import partial
 import torch
 
 from ludus.diagnostics.timings import StepTimings
-from ludus.engines.base import Engine, RemoteStats, RollingUpdate, SupportsRollingUpdate, Throttleable, drain_stats
+from ludus.engines.base import RemoteStats, RollingUpdate, SupportsRollingUpdate, Throttleable, drain_stats
 from ludus.rollouts.group_queue import GroupBatch, GroupQueue
 from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler
@@ -29,7 +29,7 @@ from ludus.training.collection.prompt_stream import STREAM_FILE, PromptStream, S
 from ludus.training.collection.replay_buffer import REPLAY_FILE, ReplayBuffer
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import TrainingSample
-from ludus.training.rl.sync_trainer import CheckpointFiles, SyncTrainer, task_order
+from ludus.training.rl.sync_trainer import SyncTrainer, task_order
 from ludus.training.rl.train_step import LearnerThread, cancel_and_wait, effective_share
 from ludus.training.rl.weight_sync import SyncProof
 from ludus.training.run.checkpoint import checkpoint_path, load_text
@@ -55,7 +55,6 @@ class StreamRunner:
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Reset the failure budget."""
         self.budget = FailureBudget(self.num_requests)
 
     async def run_one(self, request: RolloutRequest) -> Episode:
@@ -77,7 +76,7 @@ class AsyncTrainer:
     limit: ConcurrencyController
     replay: ReplayBuffer
     engines: SupportsRollingUpdate | None = None
-    """The engines if they are updated one by one (episodes finish on their first version)."""
+    """The engines if they are several and updated one by one (episodes finish on their first version)."""
     rolling: RollingUpdate | None = field(default=None, init=False)
     proofs: list[SyncProof] = field(default_factory=list)
     """Checks of the engines updated since the last step."""
@@ -113,7 +112,8 @@ class AsyncTrainer:
             restored=before.groups,
             on_done=trainer.reporter.episode,
         )
-        engines = None if staleness.in_flight_weight_updates else rolling_update_engines(trainer.engine)
+        engine, rolls = trainer.engine, not staleness.in_flight_weight_updates
+        engines = engine if rolls and isinstance(engine, SupportsRollingUpdate) and engine.can_roll else None
         thread = LearnerThread(torch.get_num_threads())
         replay = ReplayBuffer(staleness.replay, training.prompts_per_step)
         async_trainer = cls(trainer, stream, source, runner, thread, limit, replay, engines)
@@ -150,7 +150,6 @@ class AsyncTrainer:
             self.thread.close()
 
     async def step(self, step: int) -> None:
-        """Wait for a batch, train on it and send the weights."""
         trainer, clock = self.trainer, StepTimings(concurrent=True)
         await drain_stats(trainer.engine)
         trainer.reporter.phase(f"step {step}: waiting for episodes", None, trainer.engine)
@@ -166,45 +165,42 @@ class AsyncTrainer:
                 await (self._wait_for_transfer() if self.rolling is None else self.rolling.wait_until_current())
         learned |= self._proof_metrics(now)
         self.replay.add(samples)
-        success = trainer.session.world.rewards[0].name
-        staleness = trainer.session.config.staleness
+        success, staleness = trainer.session.world.rewards[0].name, trainer.session.config.staleness
         learned |= staleness_metrics(samples, step, staleness, self.stream.pop_ended(), success)
         learned |= self.replay.metrics(samples)
         clock.engine = await self._stream_metrics()
-        self._adjust_concurrency(clock, ready)
+        if not staleness.max_concurrent_rollouts:  # adapted to learner and engine
+            limited = self.stream.is_limited and not self.stream.held
+            self.stream.in_flight = self.limit.after_step(clock.metrics([]), ready, self.stream.flow(), limited)
         metrics = await trainer.report(step, samples, learned, clock, self.thread)
         trainer.collector_state = trainer.collector.state
-        await trainer.end_step(step, metrics, self.thread, self.checkpoint_files())
+        stream = StreamState(self.stream.next_number, tuple(self.stream.in_progress()))
+        await trainer.end_step(
+            step, metrics, self.thread, lambda: {STREAM_FILE: stream.to_text(), REPLAY_FILE: self.replay.to_text()}
+        )
 
     def _throttled(self) -> AbstractContextManager[None]:
         """Throttle an engine in this process while the learner trains and batches are waiting.
 
         Not used if episodes must finish before the engine takes new weights.
         """
-        engine, interruptible = self.trainer.engine, self.trainer.session.config.staleness.in_flight_weight_updates
-        return (
-            self.stream.throttled(engine.throttle)
-            if isinstance(engine, Throttleable) and interruptible
-            else nullcontext()
-        )
-
-    def checkpoint_files(self) -> CheckpointFiles:
-        """Return the serializers of the stream and the replay buffer in their present state."""
-        stream = StreamState(self.stream.next_number, tuple(self.stream.in_progress()))
-        return lambda: {STREAM_FILE: stream.to_text(), REPLAY_FILE: self.replay.to_text()}
+        engine = self.trainer.engine
+        if self.trainer.session.config.staleness.in_flight_weight_updates and isinstance(engine, Throttleable):
+            return self.stream.throttled(engine.throttle)
+        return nullcontext()
 
     async def _make_samples(self, step: int, batch: GroupBatch) -> list[TrainingSample]:
         groups = [group.episodes for group in (*batch.groups, *batch.others)]
-        collector = self.trainer.collector
+        collector, staleness = self.trainer.collector, self.trainer.session.config.staleness
         samples = collector.normalize_batch(await collector.make_samples(step, groups))
-        if (staleness := self.trainer.session.config.staleness).on_stale == "replay":
+        if staleness.on_stale == "replay":
             samples = self.replay.take_stale(samples, step, staleness.max_staleness)
         samples = collector.apply_batch_filters(samples)
         self.trainer.collector_state = collector.state
         self.source.begin_step()
         self.runner.begin_step()
         if self.replay.config.sources:
-            share, least = self._effective_share, self.trainer.session.config.staleness.min_ess
+            share, least = self._effective_share, staleness.min_ess
             await self.thread(partial(self.replay.evict_low_ess, step, collector.algorithm, share, least))
         drawn = self.replay.draw(step, collector.algorithm, collector.overlong_limit, len(groups))
         return samples + collector.replay_samples(drawn)
@@ -212,49 +208,43 @@ class AsyncTrainer:
     async def _publish(self, step: int) -> tuple[SyncProof, ...]:
         """Send the weights, if configured in the background; return the completed checks."""
         sync, config = self.trainer.weight_sync, self.trainer.session.config
-        if self.rolling is not None and step < config.training.steps:
+        is_last = step == config.training.steps
+        if self.rolling is not None and not is_last:
             await sync.push_weights(step, self.rolling, self.thread, self.proofs.append)
             self.stream.on_publish(step, everywhere=False)
             return ()
-        if step == config.training.steps or not (
-            config.staleness.in_flight_weight_updates or keeps_adapter_versions(config)
-        ):
-            await self.stream.drain()  # at the end, so that cancelled group members are counted
-        else:
-            await (
-                self._send_in_background if isinstance(self.trainer.engine, RemoteStats) else self._check_in_background
-            )(step)
+        if not is_last and (config.staleness.in_flight_weight_updates or keeps_adapter_versions(config)):
+            await self._publish_in_background(step)
             return ()
+        await self.stream.drain()  # at the end, so that cancelled group members are counted
         await self._wait_for_transfer()
         proof = await sync.check(await sync.send_in_flight(step, self.thread))
         self.stream.on_publish(step)
         return (proof,)
 
-    async def _send_in_background(self, step: int) -> None:
-        """Send a copy of the weights to a remote engine in the background.
+    async def _publish_in_background(self, step: int) -> None:
+        """Send a copy of the weights to a remote engine, or check those of an engine here, in the background.
 
-        Episodes start on the previous version until it arrives. The next transfer waits for this one.
+        Episodes start on the previous version until a copy arrives. The next transfer waits for this one.
         """
+        sync = self.trainer.weight_sync
         await self._wait_for_transfer()
-        copied = await self.trainer.weight_sync.copy_weights(step, self.thread)
+        if not isinstance(self.trainer.engine, RemoteStats):
+            expected = await sync.send_in_flight(step, self.thread)
+            self.stream.on_publish(step)
+            self.sending = asyncio.create_task(self._run_in_background(partial(sync.check, expected)))
+            return
+        copied = await sync.copy_weights(step, self.thread)
         self.stream.on_publish(step, everywhere=False)
 
         async def send() -> SyncProof:
             begin = time.perf_counter()
-            proof = await self.trainer.weight_sync.send_copy(copied)
+            proof = await sync.send_copy(*copied)
             self.transfers_s.append(time.perf_counter() - begin)
             self.stream.on_serve(step)
             return proof
 
         self.sending = asyncio.create_task(self._run_in_background(send))
-
-    async def _check_in_background(self, step: int) -> None:
-        """Load the weights into the engine of this process and check them in the background."""
-        await self._wait_for_transfer()
-        expected = await self.trainer.weight_sync.send_in_flight(step, self.thread)
-        self.stream.on_publish(step)
-
-        self.sending = asyncio.create_task(self._run_in_background(partial(self.trainer.weight_sync.check, expected)))
 
     async def _run_in_background(self, proving: Callable[[], Awaitable[SyncProof]]) -> None:
         """Run a check during the next step; its error is raised when the batch is taken."""
@@ -299,13 +289,6 @@ class AsyncTrainer:
         transfers_s, self.transfers_s = self.transfers_s, []
         return metrics | ({"sync/transfer_s": statistics.fmean(transfers_s)} if transfers_s else {})
 
-    def _adjust_concurrency(self, clock: StepTimings, ready: float) -> None:
-        """Adjust the number of concurrent episodes if it is set automatically."""
-        if self.trainer.session.config.staleness.max_concurrent_rollouts:
-            return
-        limited = self.stream.is_limited and not self.stream.held
-        self.stream.in_flight = self.limit.after_step(clock.metrics([]), ready, self.stream.flow(), limited)
-
 
 async def run_async(trainer: SyncTrainer, before: StreamState, done: int) -> None:
     """Train on streamed episodes from step `done` to the last; `before` is the restored stream."""
@@ -320,8 +303,3 @@ async def track_version(stream: GroupQueue, engines: RollingUpdate, version: int
             stream.on_serve(version)
     except Exception as error:  # boundary: raised by the learner when it waits for weights
         stream.fail(error)
-
-
-def rolling_update_engines(engine: Engine) -> SupportsRollingUpdate | None:
-    """Return the engines if there are several and each supports rolling updates."""
-    return engine if isinstance(engine, SupportsRollingUpdate) and engine.can_roll else None

@@ -41,7 +41,6 @@ from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.learner.token_values import TokenValues
 from ludus.training.rl.async_trainer import TOO_LATE, run_async
 from ludus.training.rl.memory_check import check_memory
-from ludus.training.rl.one_step_trainer import run_one_step
 from ludus.training.rl.sync_trainer import Comparison, EvaluatedTrainer, Reporter, SyncTrainer, task_order
 from ludus.training.rl.train_step import TrainStep
 from ludus.training.rl.validate import config_warnings, inactive_parts, updates_of
@@ -78,12 +77,10 @@ class AdapterOff:
     temperature: float
 
     def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens:
-        """Return `LogprobScorer.score` under the base weights."""
         with self.model.disable_adapter():
             return self._scorer.score(tokens, scored, entropy)
 
     def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates:
-        """Return `LogprobScorer.distributions` under the base weights."""
         with self.model.disable_adapter():
             return self._scorer.distributions(tokens, scored)
 
@@ -128,7 +125,7 @@ def training_loop(trainer: SyncTrainer, done: int) -> Callable[[int], Awaitable[
     late = [group.requests[0] for group in stream.groups if group.requests[0].key.step <= done]
     collector.add_untrained_tasks(request.task.id for request in late)
     collector.start(waiting.groups)
-    return partial(run_one_step, trainer) if training.one_step_behind else trainer.train
+    return trainer.train_one_step_behind if training.one_step_behind else trainer.train
 
 
 def restore_groups(folder: RunFolder, source: PromptStream, done: int, file: str = WAITING_FILE) -> StreamState:
@@ -142,14 +139,12 @@ def restore_groups(folder: RunFolder, source: PromptStream, done: int, file: str
 def restore_stream(folder: RunFolder, source: PromptStream, done: int) -> StreamState:
     """Return the stream of step `done`'s checkpoint, or a new one that skips the tasks of earlier steps."""
     path = checkpoint_path(folder.checkpoints, done)
-    if done == 0:
-        return StreamState()
-    if load_text(path, STREAM_FILE) is None:
-        if read_state(path).mode == "async":
-            raise damaged(path, f"trainer/{STREAM_FILE} is missing")
-        return StreamState(max([done, *source.collector.ledger.steps_ahead]) * source.order.chunk)
-    state = restore_groups(folder, source, done, STREAM_FILE)
-    return replace(state, next_number=source.free(state.next_number, state.groups))
+    if done == 0 or load_text(path, STREAM_FILE) is not None:
+        state = restore_groups(folder, source, done, STREAM_FILE)
+        return replace(state, next_number=source.free(state.next_number, state.groups)) if done else state
+    if read_state(path).mode == "async":
+        raise damaged(path, f"trainer/{STREAM_FILE} is missing")
+    return StreamState(max([done, *source.collector.ledger.steps_ahead]) * source.order.chunk)
 
 
 def build_trainer(
@@ -166,8 +161,7 @@ def build_trainer(
     config, model, algorithm = session.config, session.model, algorithm_of(session.config)
     control = control_of(config, algorithm.kl_coef)
     demonstrations, reward_mixer = make_demonstrations(session, algorithm), make_reward_mixer(session, algorithm)
-    checkpoints = list_checkpoints(folder.checkpoints)
-    done, path = checkpoints[-1] if checkpoints else (0, None)
+    done, path = next(reversed(list_checkpoints(folder.checkpoints)), (0, None))
     has_waiting = path is not None and (path / "trainer" / WAITING_FILE).is_file()
     spanning = config.training.streams or config.rollout.partial.is_set or has_waiting
     ledger = Ledger(spanning=spanning)
@@ -196,8 +190,18 @@ def build_trainer(
     if warmup > done:
         log.info("only the critic is trained until step %d (critic.warmup_steps)", warmup)
     parts.learner.token_values = TokenValues(folder.path) if config.run.token_values else None
-    max_age, entropy, changed = max_token_age(config), state.initial_entropy, parts.adjustments
-    step = TrainStep(session, parts.learner, control, ledger, parts.value_model, max_age, warmup, entropy, changed)
+    masks = config.training.streams and config.staleness.on_stale == "mask"
+    step = TrainStep(
+        session=session,
+        learner=parts.learner,
+        kl_control=control,
+        ledger=ledger,
+        value_model=parts.value_model,
+        max_token_age=config.staleness.max_staleness if masks else None,
+        warmup_steps=warmup,
+        initial_entropy=state.initial_entropy,
+        adjustments=Adjustments() if stored is None else stored.adjustments,
+    )
     trainer = SyncTrainer(
         session=session,
         folder=folder,
@@ -214,12 +218,6 @@ def build_trainer(
     return trainer, done
 
 
-def max_token_age(config: Config) -> int | None:
-    """Return the age of the oldest tokens that are not masked, in weight versions; None without masking by age."""
-    masks = config.training.streams and config.staleness.on_stale == "mask"
-    return config.staleness.max_staleness if masks else None
-
-
 @dataclass(frozen=True)
 class LearnerParts:
     """The trained parts of a run and the restored trainer state (None without a checkpoint)."""
@@ -229,11 +227,6 @@ class LearnerParts:
     stored: TrainerState | None
     reference_digests: Mapping[str, str] = field(default_factory=dict)
     """On rank 0: digests of models and data outside the checkpoint."""
-
-    @property
-    def adjustments(self) -> Adjustments:
-        """The factors of alarms in the checkpoint."""
-        return Adjustments() if self.stored is None else self.stored.adjustments
 
 
 def make_parts(
@@ -254,8 +247,7 @@ def make_parts(
     for scorer in scorers.values():
         if isinstance(scorer, LogprobScorer):
             ranks.shard_model(scorer.model)
-    updates = config.training.steps * updates_of(config)
-    settings = OptimizerSettings.from_config(config.training, updates)
+    settings = OptimizerSettings.from_config(config.training, config.training.steps * updates_of(config))
     optimizer = Optimizer(model, settings, master_weights=config.model.master_weights, ranks=ranks)
     stored = None
     if resumed is not None:
@@ -298,14 +290,15 @@ def _scorers(session: TrainingSession, algorithm: Algorithm, control: KlControl)
     scorers: dict[str, TokenScorer] = {}
     if algorithm.loss_spec.has(Need.TEACHER):
         scorers["teacher"] = load_teacher(session)
-    training, temperature = session.config.training, session.config.rollout.temperature or 1.0
+    temperature = session.config.rollout.temperature or 1.0
     needed = control.needs_reference or algorithm.advantage_spec.has(Need.PROCESS_REWARD_MODEL)
-    if not needed and not training.report_kl:
-        return scorers
-    if session.config.model.lora is not None:
-        return scorers | {"reference": AdapterOff(session.model, temperature)}
-    reference = copy.deepcopy(session.model).requires_grad_(False).eval()
-    return scorers | {"reference": LogprobScorer(reference, temperature)}
+    if needed or session.config.training.report_kl:
+        if session.config.model.lora is not None:
+            scorers["reference"] = AdapterOff(session.model, temperature)
+        else:
+            reference = copy.deepcopy(session.model).requires_grad_(False).eval()
+            scorers["reference"] = LogprobScorer(reference, temperature)
+    return scorers
 
 
 def probe_tokens(session: TrainingSession) -> tuple[int, ...]:
@@ -353,9 +346,6 @@ def load_teacher(session: TrainingSession) -> LogprobScorer:
     return LogprobScorer(model, config.rollout.temperature or 1.0)
 
 
-START, TEACHER = "start", "teacher"
-
-
 def reference_digests(session: TrainingSession, scorers: Mapping[str, TokenScorer]) -> dict[str, str]:
     """Return the digests of the fixed models by name, before a checkpoint is loaded.
 
@@ -363,10 +353,9 @@ def reference_digests(session: TrainingSession, scorers: Mapping[str, TokenScore
     """
     digests = {}
     if "reference" in scorers or session.config.model.lora is not None:
-        digests[START] = fingerprint_adapted(session.model, {})
-    teacher = scorers.get(TEACHER)
-    if isinstance(teacher, LogprobScorer):
-        digests[TEACHER] = fingerprint_adapted(teacher.model, {})
+        digests["start"] = fingerprint_adapted(session.model, {})
+    if isinstance(teacher := scorers.get("teacher"), LogprobScorer):
+        digests["teacher"] = fingerprint_adapted(teacher.model, {})
     return digests
 
 
@@ -375,13 +364,12 @@ def check_reference_digests(stored: Mapping[str, str], now: Mapping[str, str], s
 
     Models without a stored digest are not compared.
     """
-    paths = {START: f"model that the run started with ({session.source})"}
-    paths[TEACHER] = f"teacher ({session.config.teacher.path})"
+    start, teacher = f"model that the run started with ({session.source})", f"teacher ({session.config.teacher.path})"
     for name, digest in now.items():
         before = stored.get(name, digest)
         if before != digest:
             raise UserError(
-                f"The {paths[name]} has changed: the digest of its weights is {digest[:12]}, and was"
-                f" {before[:12]} when the checkpoint was written.",
+                f"The {start if name == 'start' else teacher} has changed: the digest of its weights is {digest[:12]}, "
+                f"and was {before[:12]} when the checkpoint was written.",
                 "Restore them, or start a new run.",
             )

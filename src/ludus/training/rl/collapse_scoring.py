@@ -14,7 +14,7 @@ import numpy as np
 from ludus.chat.parse_json import THINK_CLOSE, THINK_OPEN
 from ludus.diagnostics.alarms import COLLAPSE
 from ludus.diagnostics.collapse import collapse_metrics
-from ludus.training.batches.rows import Row, row_of_segments
+from ludus.training.batches.rows import row_of_segments
 from ludus.training.credit.advantages import TrainingSample
 from ludus.training.learner.learner import Learner
 from ludus.training.run.session import TrainingSession
@@ -70,7 +70,9 @@ class CollapseScoring:
             return {}
         room = self.max_tokens - max(map(len, prompts)) - 1
         cut = [one._replace(tokens=one.tokens[: max(1, room)]) for one in chosen]
-        scored = learner.score([_row(prompt, one) for one in cut for prompt in prompts])
+        pairs = ((prompt + one.opening, one.tokens) for one in cut for prompt in prompts)
+        rows = [row_of_segments([Segment("prompt", before), Segment("action", tokens)]) for before, tokens in pairs]
+        scored = learner.score(rows)
         sums = np.array([float(values.double().sum()) for values in scored]).reshape(len(cut), len(prompts))
         numbers = {prompt: number for number, prompt in enumerate(prompts)}
         metrics = collapse_metrics(sums, [numbers[o.prompt] for o in cut], [len(o.tokens) for o in cut], self.last)
@@ -98,7 +100,3 @@ class CollapseScoring:
                 return Reasoning(prompt, opening, tokens[:end]) if end else None
             prompt += segment.tokens
         return None
-
-
-def _row(prompt: tuple[int, ...], one: Reasoning) -> Row:
-    return row_of_segments([Segment("prompt", prompt + one.opening), Segment("action", one.tokens)])

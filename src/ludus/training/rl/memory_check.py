@@ -11,6 +11,7 @@ import os
 import resource
 import socket
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,15 +49,13 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """The estimated peak."""
         return self.weights + self.others + self.gradients + self.activations + self.moments
 
     def __str__(self) -> str:
         return (
             f"the longest microbatch ({self.tokens} tokens) peaks at about {_gib(self.total)} GiB of "
             f"{_gib(self.available)} GiB: weights {_gib(self.weights)}, gradients {_gib(self.gradients)}, "
-            f"moments {_gib(self.moments)}, activations {_gib(self.activations)}, "
-            f"other {_gib(self.others)}"
+            f"moments {_gib(self.moments)}, activations {_gib(self.activations)}, other {_gib(self.others)}"
         )
 
 
@@ -83,13 +82,12 @@ def dry_run(learner: Learner, longest: int) -> MemoryEstimate:
     vocabulary = model.get_input_embeddings().weight.shape[0]
     num = max(1, learner.budget.tokens // longest)
     rows = longest_rows(num * (ranks.world_size if ranks.receives_all_rows else 1), longest, vocabulary)
-    weights = sum(_size(p) for p in model.parameters())
+    weights = _size(model.parameters())
     before = _in_use(device)
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         try:
             learner.gradient(rows, CachedLogprobs(chosen=[torch.zeros(longest, dtype=torch.bool)] * len(rows)))
-            gradients = sum(_size(p.grad) for p in parameters if p.grad is not None)
+            gradients = _size(p.grad for p in parameters if p.grad is not None)
             peak = _peak(device)
         finally:
             learner.optimizer.zero_grad()
@@ -107,20 +105,19 @@ def dry_run(learner: Learner, longest: int) -> MemoryEstimate:
     return estimate
 
 
+def _size(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(local_shard(tensor).nbytes for tensor in tensors)
+
+
 def _check_fits(estimate: MemoryEstimate, ranks: Collectives, device: torch.device) -> None:
     """Raise LearnerError if the estimate exceeds memory. CPU memory is shared by a machine's ranks."""
     own_host = socket.gethostname() if device.type == "cpu" else str(ranks.rank)
-    totals = ranks.gather((own_host, estimate.total))
-    here = [total for host, total in totals if host == own_host]
+    here = [total for host, total in ranks.gather((own_host, estimate.total)) if host == own_host]
     fault = ""
     if sum(here) > estimate.available:
         detail = f"; all {len(here)} ranks here need {_gib(sum(here))} GiB" if len(here) > 1 else ""
         fault = f"Not enough memory: {estimate}{detail}."
     raise_on_all_ranks(fault, f"Lower training.microbatch_tokens. {REMEDY}", ranks)
-
-
-def _size(tensor: torch.Tensor) -> int:
-    return local_shard(tensor).numel() * tensor.element_size()
 
 
 def longest_rows(num: int, length: int, vocabulary: int) -> list[Row]:

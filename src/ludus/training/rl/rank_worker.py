@@ -64,7 +64,8 @@ def _execute_commands(rendezvous: Rendezvous, device: torch.device) -> None:
     log.info("ready (process %d)", os.getpid())
     if config.training.learner.shard:
         follower.shard_device = device
-    session = open_session(config, cold_start(config, folder))
+    cold_start = RunFolder(folder / "cold_start").checkpoints
+    session = open_session(config, list_checkpoints(cold_start)[-1][1] if config.model.from_scratch else None)
     methods = rank_methods(session, make_parts(session, resolve(config.algorithm), follower, resumed))
     while (command := follower.receive())[0] != "stop":
         method, arguments = command
@@ -94,13 +95,6 @@ def rank_methods(session: TrainingSession, parts: LearnerParts) -> dict[RankMeth
     if value_model is not None:
         methods |= {"score_values": value_model.score, "train_values": value_model.train}
     return methods
-
-
-def cold_start(config: Config, folder: Path) -> Path | None:
-    """Return the checkpoint that a run from scratch starts with, or None."""
-    if not config.model.from_scratch:
-        return None
-    return list_checkpoints(RunFolder(folder / "cold_start").checkpoints)[-1][1]
 
 
 def _exit_with_parent(leader: int) -> None:

@@ -1,18 +1,20 @@
-"""Synchronous RL loop and the parts that all trainers share.
+"""Synchronous and one-step-off-policy RL loops, and the parts that all trainers share.
 
 Each step samples all of its episodes, trains on them, and sends the weights; sampling resumes only after the
-engine's weights are checked. Writes metrics, one line per step, and checkpoints. The other modes are in
-`one_step_trainer` and `async_trainer`. In reproducible mode all output except timings is bit-identical for
-the same seed, also across a kill and resume.
+engine's weights are checked. Writes metrics, one line per step, and checkpoints. `async_trainer` has the other mode.
+In reproducible mode all output except timings is bit-identical for the same seed, also across a kill and resume.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
+
+import torch
 
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
@@ -42,9 +44,8 @@ from ludus.training.collection.filters import StreakGuard, empty_batch_guard, es
 from ludus.training.collection.prompt_stream import waiting_texts
 from ludus.training.collection.rollout_collector import CollectorState, EpisodeReporter, RolloutCollector
 from ludus.training.credit.advantages import TrainingSample, equal_groups
-from ludus.training.rl.alarm_actions import adjusted
 from ludus.training.rl.sample_metrics import conflict_share, count_untrained, starved_metrics
-from ludus.training.rl.train_step import ComputeDispatch, TrainStep, run_inline
+from ludus.training.rl.train_step import ComputeDispatch, LearnerThread, TrainStep, cancel_and_wait, run_inline
 from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.checkpoint import Extra, TrainerState, prune, save_checkpoint
 from ludus.training.run.run_dir import RunFolder, resume_command
@@ -96,7 +97,6 @@ class EvaluatedTrainer(ABC):
 
     @property
     def engine(self) -> Engine:
-        """The sampling engine."""
         return self.weight_sync.engine
 
     @property
@@ -117,15 +117,19 @@ class EvaluatedTrainer(ABC):
                 await self._evaluate_once(plan)
             await train(done)
             after = [await self._evaluate_once(plan) for plan in plans(config, self.num_steps)]
-        before = [stored_evaluation(self.folder, plan) for plan in plans(config, 0)]
+        before = [self._stored_evaluation(plan) for plan in plans(config, 0)]
         return [Comparison(b, a) for b, a in zip(before, after, strict=True)]
 
     async def _evaluate_once(self, plan: EvaluationPlan) -> Evaluation:
-        stored = stored_evaluation(self.folder, plan)
+        stored = self._stored_evaluation(plan)
         if stored is None:
             return await self.evaluate(plan)
         log.info("evaluation %s already exists, skipping it", plan.name)
         return stored
+
+    def _stored_evaluation(self, plan: EvaluationPlan) -> Evaluation | None:
+        path = self.folder.evaluations / f"{plan.name}.json"
+        return load_evaluation(path) if path.is_file() else None
 
     async def evaluate(self, plan: EvaluationPlan) -> Evaluation:
         """Evaluate the engine's current weights; store result and rollouts."""
@@ -177,11 +181,9 @@ class SyncTrainer(EvaluatedTrainer):
 
     @property
     def num_steps(self) -> int:
-        """The number of the last step."""
         return self.session.config.training.steps
 
     async def sample_evaluation(self, plan: EvaluationPlan) -> tuple[Evaluation, list[Episode]]:
-        """Evaluate the engine's current weights."""
         return await self.collector.evaluate(plan)
 
     async def run(self, done: int, train: Callable[[int], Awaitable[None]]) -> list[Comparison]:
@@ -202,8 +204,41 @@ class SyncTrainer(EvaluatedTrainer):
         """
         await self.weight_sync.publish(done)
         order = task_order(self.session.config, self.session.world)
-        for step in range(done + 1, self.session.config.training.steps + 1):
+        for step in range(done + 1, self.num_steps + 1):
             await self.end_step(step, await self.step(step, order))
+
+    async def train_one_step_behind(self, done: int) -> None:
+        """Train on each batch while the next one is sampled; sync weights after both.
+
+        Each batch is sampled by one version, one step old, so runs are as reproducible as synchronous ones. The
+        learner runs in a separate thread; event loop, ledger and episodes stay in the caller's.
+        """
+        order = task_order(self.session.config, self.session.world)
+        await self.weight_sync.publish(done)
+        if done >= self.num_steps:
+            return
+        thread = LearnerThread(torch.get_num_threads())
+        sampling: asyncio.Task[list[TrainingSample]] | None = None
+        try:
+            samples = await self.collector.sample(done + 1, order)
+            for step in range(done + 1, self.num_steps + 1):
+                clock = StepTimings(concurrent=True)
+                self.collector_state = self.collector.state
+                await drain_stats(self.engine)
+                if step < self.num_steps:
+                    sampling = asyncio.create_task(self.collector.sample(step + 1, order))
+                with clock.phase("train"):
+                    samples, learned = await self.train_step.run(step, samples, thread)
+                with clock.phase("rollout"):
+                    following = await sampling if sampling is not None else []
+                clock.engine = (await drain_stats(self.engine)).metrics()
+                with clock.phase("sync"):
+                    learned["sync/probe_gap"] = (await self.weight_sync.publish(step)).probe_gap
+                await self.end_step(step, await self.report(step, samples, learned, clock))
+                samples, sampling = following, None
+        finally:
+            await cancel_and_wait(sampling)
+            thread.close()
 
     async def step(self, step: int, order: TaskSequence) -> dict[str, float]:
         """Run one step: sample, train, sync weights, report."""
@@ -219,8 +254,8 @@ class SyncTrainer(EvaluatedTrainer):
         with clock.phase("train"):
             samples, learned = await self.train_step.run(step, samples)
         with clock.phase("sync"):
-            proof = await self.weight_sync.publish(step)
-        return await self.report(step, samples, learned | proof.metrics, clock)
+            learned["sync/probe_gap"] = (await self.weight_sync.publish(step)).probe_gap
+        return await self.report(step, samples, learned, clock)
 
     async def report(
         self,
@@ -233,7 +268,8 @@ class SyncTrainer(EvaluatedTrainer):
         """Close the step's ledger, evaluate every `evaluation.every` steps, and write the results."""
         metrics = self.account(step, samples, learned)
         with clock.phase("evaluate"):
-            metrics |= await self.evaluate_during(step)
+            if step % self.session.config.evaluation.every == 0:
+                metrics |= (await self.evaluate(plan_during(self.session.config, step))).metrics()
         metrics |= plugin_metrics(self.session.config.run.metrics, [*_metric_groups(samples).values()], metrics)
         trajectories = [sample.episode.trajectory for sample in samples]
         timings = clock.metrics(trajectories, scoring_concurrency(self.session.config))
@@ -249,7 +285,7 @@ class SyncTrainer(EvaluatedTrainer):
 
     def account(self, step: int, samples: list[TrainingSample], learned: Mapping[str, float]) -> dict[str, float]:
         """Close the ledger of a step and return its metrics. Remove replayed and expert samples from `samples`."""
-        collector, extra = self.collector, dict(learned)
+        collector, extra, success = self.collector, dict(learned), self.session.world.rewards[0].name
         samples[:] = [sample for sample in samples if not sample.replayed]
         zero_variance = equal_groups(samples, collector.algorithm)
         if collector.demonstrations is not None:
@@ -265,11 +301,9 @@ class SyncTrainer(EvaluatedTrainer):
         counts = collector.ledger.close(step, trained=trained)
         by_number = _metric_groups(samples)
         groups, flags = list(by_number.values()), [zero_variance.get(number) for number in by_number]
-        metrics = rollout_metrics(groups, self.session.world.rewards[0].name, flags)
+        metrics = rollout_metrics(groups, success, flags)
         trajectories = [t for group in groups for t in group.trajectories]
-        metrics |= configured_metrics(
-            trajectories, self.session.config.run.diagnostics, self.session.world.rewards[0].name
-        )
+        metrics |= configured_metrics(trajectories, self.session.config.run.diagnostics, success)
         if collector.reward_mixer is not None:
             metrics |= collector.reward_mixer.metrics(step, groups)
         probe = extra.pop("sync/probe_gap", None)
@@ -308,11 +342,11 @@ class SyncTrainer(EvaluatedTrainer):
             self.alarm(step, warning)
         reasons = [(self.train_step.control_kl(metrics), KL_REMEDY)]
         reasons += [(guard.update(metrics), guard.remedy) for guard in self.guards]
-        ending = [one for one in self.raised if one.rule.action in ("pause", "stop")]
         doctor = f"ludus doctor {self.folder.path} looks for causes."
         reasons += [
             (f"Alarm {one.name}: {one.text} {doctor}", f"this change, or with --run.alarms.actions.{one.name} warn")
-            for one in ending
+            for one in self.raised
+            if one.rule.action in ("pause", "stop")
         ]
         return next((pair for pair in reasons if pair[0]), None)
 
@@ -326,26 +360,13 @@ class SyncTrainer(EvaluatedTrainer):
                 append_json(self.folder.alarms, one.record(step))
                 if settings.webhook:
                     send_alarm(settings.webhook, self.folder.path.name, step, one)
-            self.adjust(step, one)
-
-    def adjust(self, step: int, raised: Alarm) -> None:
-        """Change the coefficient that the action of an alarm names, unless it was changed recently."""
-        before, action = self.train_step.adjustments, raised.rule.action
-        after = adjusted(before, action, step, self.session.config.run.alarms)
-        if after != before:
-            self.train_step.adjustments = after
-            rate, kl = after.learning_rate, after.kl
-            self.alarm(step, f"{raised.name}: learning rate x {rate:g}, KL coefficient x {kl:g} from the next step on.")
-
-    async def evaluate_during(self, step: int) -> dict[str, float]:
-        """Return the evaluation metrics if an evaluation is due at this step."""
-        config = self.session.config
-        if step % config.evaluation.every:
-            return {}
-        return (await self.evaluate(plan_during(config, step))).metrics()
+            after = self.train_step.adjustments.after(one.rule.action, step, settings)
+            if after != self.train_step.adjustments:
+                self.train_step.adjustments = after
+                factors = f"learning rate x {after.learning_rate:g}, KL coefficient x {after.kl:g}"
+                self.alarm(step, f"{one.name}: {factors} from the next step on.")
 
     def alarm(self, step: int, text: str) -> None:
-        """Log and report a warning."""
         log.warning("step %d: %s", step, text)
         self.reporter.alarm(text)
 
@@ -371,19 +392,11 @@ class SyncTrainer(EvaluatedTrainer):
         )
 
     def save(self, state: TrainerState, files: Mapping[str, str]) -> None:
-        """Write a checkpoint and remove the oldest ones."""
-        session, value_model, optimizer = self.session, self.train_step.value_model, self.train_step.learner.optimizer
-        checkpoints = self.folder.checkpoints
-        extra = Extra(checkpoint_parts(value_model), files)
+        session, checkpoints, optimizer = self.session, self.folder.checkpoints, self.train_step.learner.optimizer
+        extra = Extra(checkpoint_parts(self.train_step.value_model), files)
         save_checkpoint(checkpoints, session.model, session.tokenizer, optimizer, state, extra)
         prune(checkpoints, session.config.training.keep_checkpoints)
         log.info("saved checkpoint of step %d", state.step)
-
-
-def stored_evaluation(folder: RunFolder, plan: EvaluationPlan) -> Evaluation | None:
-    """Return the stored evaluation of a plan, or None."""
-    path = folder.evaluations / f"{plan.name}.json"
-    return load_evaluation(path) if path.is_file() else None
 
 
 def task_order(config: Config, world: World) -> TaskSequence:

@@ -318,21 +318,15 @@ def _reject_samples(samples: list[TrainingSample], learner: Learner) -> list[Tra
         return samples
     rows = [_sample_row(sample) for sample in trained]
     old, behavior, mask = _pad_scores(rows, learner.score(rows, keep=True))
-    keep = _accepted_tokens(old, behavior, mask, learner.algorithm)
+    inputs, algorithm = {"old_logprobs": old, "behavior_logprobs": behavior, "mask": mask}, learner.algorithm
+    keep = algorithm.call(algorithm.correction_spec.function, "correction", inputs).bool()  # [N, L] action tokens
     masked = {
         id(sample): sample.masked(row[inside].tolist())
         for sample, row, inside in zip(trained, keep, mask, strict=True)
         if row.any() and not row[inside].all()
     }
-    all_samples = [masked.get(id(sample), sample) for sample in samples]
-    remaining = [masked.get(id(sample), sample) for sample in trained]
-    return _mask_samples(all_samples, remaining, keep.any(1), REJECTED)
-
-
-def _accepted_tokens(old: Tensor, behavior: Tensor, mask: Tensor, algorithm: Algorithm) -> Tensor:
-    """Return the mask of action tokens that pass the correction's filter, [N, L] bool."""
-    inputs = {"old_logprobs": old, "behavior_logprobs": behavior, "mask": mask}
-    return algorithm.call(algorithm.correction_spec.function, "correction", inputs).bool()
+    dropped = {id(sample) for sample, row in zip(trained, keep, strict=True) if not row.any()}
+    return [masked.get(id(sample), sample) for sample in _mask_samples(samples, dropped, REJECTED)]
 
 
 def rejected_share(samples: Sequence[TrainingSample]) -> float:
@@ -369,20 +363,19 @@ def _filter_uncertain(
 ) -> list[TrainingSample]:
     bound = algorithm.number("loss", "entropy_bound")
     compared = [sample for sample in samples if sample.advantages is not None]
-    pairs = [
-        (sample, bool(entropy_bound(entropy=row[None], mask=torch.ones_like(row[None]), bound=bound)))
+    dropped = {
+        id(sample)
         for sample, row in zip(compared, entropies, strict=True)
         if sample.outcome is RolloutOutcome.TRAINED
-    ]
-    return _mask_samples(samples, [c for c, _ in pairs], torch.tensor([kept for _, kept in pairs]), "entropy")
+        and not entropy_bound(entropy=row[None], mask=torch.ones_like(row[None]), bound=bound)
+    }
+    return _mask_samples(samples, dropped, "entropy")
 
 
-def _mask_samples(
-    samples: list[TrainingSample], judged: list[TrainingSample], keep: Tensor, reason: str
-) -> list[TrainingSample]:
-    kept = dict(zip(map(id, judged), keep.tolist(), strict=True))
+def _mask_samples(samples: list[TrainingSample], dropped: set[int], reason: str) -> list[TrainingSample]:
+    """Mask the samples whose `id` is in `dropped`."""
     return [
-        sample if kept.get(id(sample), True) else replace(sample, outcome=RolloutOutcome.MASKED, reason=reason)
+        replace(sample, outcome=RolloutOutcome.MASKED, reason=reason) if id(sample) in dropped else sample
         for sample in samples
     ]
 

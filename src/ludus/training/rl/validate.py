@@ -6,16 +6,15 @@ rewards, recurring states), so that no part is checked by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.kl import control_of
 from ludus.algorithms.spec.resolve import algorithm_of, check_observations, minibatches_of, resolve
 from ludus.config.schema import Config
-from ludus.config.sections.algorithm import AlgorithmConfig, CriticConfig, PrimeConfig
-from ludus.config.sections.cluster import ClusterConfig
-from ludus.config.sections.section import changed
+from ludus.config.sections.algorithm import AlgorithmConfig, CriticConfig
+from ludus.config.sections.section import Section, changed
 from ludus.diagnostics.alarms import rules
 from ludus.diagnostics.metrics import step_metrics
 from ludus.diagnostics.trackers import find_tracker
@@ -38,15 +37,12 @@ from ludus.training.run.session import TrainingSession, open_session
 from ludus.training.value_models.factory import planned_warmup
 
 NO_PROGRESS = AuditProgress()
-COMMON_SETTINGS = ("min_ess", "ess_patience")
-"""Settings of `staleness` that apply in every training mode."""
+
 _ENGINE_WORKERS: Final = ("engines", "engine_cpus", "engine_gpus", "engine_resources")
 _REWARD_RESOURCES: Final = ("reward_cpus", "reward_gpus", "reward_resources")
 _REWARD_WORKERS: Final = ("scorings_per_worker", "scoring_timeout_s", *_REWARD_RESOURCES)
 _RAY: Final = ("address", *_ENGINE_WORKERS[1:], "worker_cpus", "worker_resources", *_REWARD_RESOURCES)
 _SERVERS: Final = ("api", "timeout_s", "connect_timeout_s", "weights_folder", "broadcast_host", "weight_delta")
-_SCORING: Final = ("reward_timeout_s", "reward_processes")
-_MORE_UPDATES = "Set training.minibatches = 4, or training.epochs = 2"
 
 
 def open_validated_session(
@@ -60,20 +56,15 @@ def open_validated_session(
     algorithm_of(config)
     world = world or build_world(config.env, config.rollout, config.sandbox)
     check_reward_settings(config, world)
-    if config.model.from_scratch:
-        check(config, world, watch)
-        return None
-    session = open_session(config, world=world)
+    session = None if config.model.from_scratch else open_session(config, world=world)
     check(config, world, watch)
-    check_prompts(session)
+    if session is not None:
+        check_prompts(session)
     return session
 
 
 def check(config: Config, world: World, watch: AuditProgress = NO_PROGRESS) -> None:
-    """Validate a configuration before anything is written.
-
-    Raises UserError as `check_settings`, and WorldError if the sandbox does not respond.
-    """
+    """Raise UserError as `check_settings`, and WorldError if the sandbox does not respond."""
     check_settings(config, world)
     check_rollouts(config, world, watch)
 
@@ -95,8 +86,7 @@ def check_settings(config: Config, world: World) -> None:
     check_observations(algorithm, config.training.mask_observations)
     check_trackers(config)
     check_alarms(config)
-    check_cache(config)
-    check_max_requests(config)
+    check_engine(config)
     check_evaluation(config, world)
     task_order(config, world)
     check_reward_settings(config, world)
@@ -142,33 +132,22 @@ def check_alarms(config: Config) -> None:
         raise ConfigError(text, "Set algorithm.kl_coef above 0, or use lower_learning_rate.")
 
 
-def check_cache(config: Config) -> None:
-    """Raise ConfigError if engine.sleep is set and not supported."""
-    if not config.engine.sleep:
-        return
-    if config.engine.is_external:
+def check_engine(config: Config) -> None:
+    """Raise ConfigError if engine.sleep is not supported, or engine.max_requests has no effect or is too low."""
+    engine, limit = config.engine, config.engine.max_requests
+    # In async mode, evaluations and weight checks run concurrently with streamed episodes.
+    needed = config.rollout.concurrency * (2 if config.training.streams else 1)
+    if engine.sleep and engine.is_external:
         raise ConfigError("engine.sleep needs the embedded engine.", "Unset it or engine.url.")
-    if config.training.off_policy:
+    if engine.sleep and config.training.off_policy:
         raise ConfigError(
             f"With training.mode = {config.training.mode!r} the engine samples while the learner trains.",
             "Set engine.sleep = false, or training.mode = 'sync'.",
         )
-
-
-def check_max_requests(config: Config) -> None:
-    """Raise ConfigError if engine.max_requests has no effect or is below the run's own concurrency.
-
-    In async mode, evaluations and weight checks run concurrently with streamed episodes.
-    """
-    limit = config.engine.max_requests
-    needed = config.rollout.concurrency * (2 if config.training.streams else 1)
-    if not limit:
-        return
-    if config.engine.is_external:
-        raise ConfigError(
-            "engine.max_requests needs the embedded engine.", "Set it on the server: ludus serve --max-requests."
-        )
-    if not config.cluster.enabled and limit < needed:
+    if limit and engine.is_external:
+        hint = "Set it on the server: ludus serve --max-requests."
+        raise ConfigError("engine.max_requests needs the embedded engine.", hint)
+    if limit and not config.cluster.enabled and limit < needed:
         raise ConfigError(
             f"engine.max_requests ({limit}) is below the {needed} concurrent requests of this run.",
             "Unset it (an engine in this process has no other clients) or lower rollout.concurrency.",
@@ -208,14 +187,12 @@ def check_critic(config: Config, algorithm: Algorithm) -> None:
 
 def _critic_settings(algorithm: Algorithm) -> tuple[set[str], str]:
     """Return the `critic` settings that an algorithm uses, and why it ignores the others."""
-    of_critics = {key for key, f in CriticConfig.model_fields.items() if f.annotation is not PrimeConfig}
+    of_critics = CriticConfig.model_fields.keys() - {"prime"}
     name, spec = algorithm.advantage, algorithm.advantage_spec
     if spec.has(Need.PROCESS_REWARD_MODEL):
-        reason = f"the advantage {name} has a process reward model (critic.prime) and no critic"
-        return set(CriticConfig.model_fields) - of_critics, reason
+        return {"prime"}, f"the advantage {name} has a process reward model (critic.prime) and no critic"
     if spec.has(Need.OUTCOME_CRITIC):
-        reason = f"the critic of {name} predicts outcomes and has no values"
-        return of_critics - {"clip"}, reason
+        return of_critics - {"clip"}, f"the critic of {name} predicts outcomes and has no values"
     if spec.has(Need.CRITIC):
         return of_critics, f"the advantage {name} has no process reward model"
     return set(), f"the advantage {name} has no critic"
@@ -238,9 +215,8 @@ def check_experts(config: Config, algorithm: Algorithm, world: World) -> None:
 
 def check_roles(algorithm: Algorithm, world: World) -> None:
     """Raise ConfigError if the algorithm needs proposers and solvers and no task has roles."""
-    if not algorithm.advantage_spec.has(Need.PROPOSALS):
-        return
-    if not any(ROLE in task.tags for task in world.tasks("train")):
+    needs_roles = algorithm.advantage_spec.has(Need.PROPOSALS)
+    if needs_roles and not any(ROLE in task.tags for task in world.tasks("train")):
         raise ConfigError(
             f"The advantage {algorithm.advantage} compares proposers and solvers, but no task of the world "
             f"{world.name!r} has the tag {ROLE!r}.",
@@ -252,22 +228,26 @@ def check_old_logprobs(config: Config, algorithm: Algorithm) -> None:
     """Raise ConfigError if the engine's log-probabilities cannot replace the learner's."""
     if config.training.learner.old_logprobs != "engine":
         return
-    reason = ""
     if algorithm.correction != "none":
         reason = f"algorithm.correction = {algorithm.correction!r} compares the two"
     elif algorithm.advantage_spec.has(Need.BEHAVIOR_RATIO):
         reason = f"algorithm.advantage = {algorithm.advantage!r} compares the two"
-    elif sampling_params(config.rollout, config.rollout.temperature).cuts or config.rollout.guided_tools:
+    elif _truncates_sampling(config):
         reason = "sampling is truncated (rollout.top_p, top_k, min_p, guided_tools)"
     elif not config.training.mask_observations:
         reason = "observations train (training.mask_observations is off) and have no log-probabilities"
     elif config.training.learner.replay_routing:
         reason = "training.learner.replay_routing records experts in the pass that this skips"
-    if reason:
-        raise ConfigError(
-            f"training.learner.old_logprobs = 'engine' is not possible: {reason}.",
-            "Set training.learner.old_logprobs = 'recomputed'.",
-        )
+    else:
+        return
+    raise ConfigError(
+        f"training.learner.old_logprobs = 'engine' is not possible: {reason}.",
+        "Set training.learner.old_logprobs = 'recomputed'.",
+    )
+
+
+def _truncates_sampling(config: Config) -> bool:
+    return sampling_params(config.rollout, config.rollout.temperature).cuts or config.rollout.guided_tools
 
 
 def check_token_values(config: Config) -> None:
@@ -281,10 +261,9 @@ def check_token_values(config: Config) -> None:
 
 def check_replay(config: Config, algorithm: Algorithm) -> None:
     """Raise ConfigError if tokens beyond the staleness bound would train without a correction."""
-    bound, replays = config.staleness.max_staleness, config.staleness.replay
+    bound, replays, mode = config.staleness.max_staleness, config.staleness.replay, config.training.mode
     if not replays.share or algorithm.correction != "none" or algorithm.loss_spec.off_policy:
         return
-    mode = config.training.mode
     note = f" (with training.mode = {mode!r}, none is the default)" if not config.training.off_policy else ""
     if replays.sources:
         raise ConfigError(
@@ -370,8 +349,7 @@ def config_warnings(config: Config) -> list[str]:
             "Servers manage their own KV cache on weight updates: "
             "staleness.kv_cache_on_update has no effect with engine.url."
         )
-    params = sampling_params(config.rollout, config.rollout.temperature)
-    if params.cuts or config.rollout.guided_tools:
+    if _truncates_sampling(config):
         found.append(
             "Actions are sampled from a truncated distribution (rollout.top_p, top_k, min_p, guided_tools), "
             "but ratios use the full one: sampling probabilities are underestimated, and no "
@@ -384,7 +362,7 @@ def staleness_warnings(config: Config) -> list[str]:
     """Return a warning for each `staleness` setting that the training mode does not use."""
     if config.training.streams:
         return []
-    used = COMMON_SETTINGS + (("max_staleness",) if config.rollout.partial.is_set else ())
+    used = ["min_ess", "ess_patience"] + ["max_staleness"] * config.rollout.partial.is_set
     return [
         f"staleness.{key} = {value} has no effect: training.mode is {config.training.mode}, and it needs async."
         for key, value in changed(config.staleness).items()
@@ -394,17 +372,25 @@ def staleness_warnings(config: Config) -> list[str]:
 
 def unused_settings(config: Config) -> list[str]:
     """Return a warning for each cluster, engine, rollout or staleness setting that has no effect."""
-    sections = {"cluster": config.cluster, "engine": config.engine, "rollout": config.rollout}
-    sections |= {"rollout.partial": config.rollout.partial}
-    sections |= {"staleness.replay": config.staleness.replay, "staleness": config.staleness}
-    reasons: dict[str, str] = {}
-    for applies, names, reason in _unused(config):
-        reasons |= dict.fromkeys(names, reason) if applies else {}
+    sections: dict[str, Section] = {
+        "cluster": config.cluster,
+        "engine": config.engine,
+        "rollout": config.rollout,
+        "rollout.partial": config.rollout.partial,
+        "staleness.replay": config.staleness.replay,
+        "staleness": config.staleness,
+    }
+    reasons = {
+        (section, name): reason
+        for applies, section, names, reason in _unused(config)
+        if applies
+        for name in names or type(sections[section]).model_fields
+    }
     warnings = [
-        f"{section}.{name} = {value} has no effect: {reasons[f'{section}.{name}']}."
+        f"{section}.{name} = {value} has no effect: {reasons[section, name]}."
         for section, own in sections.items()
         for name, value in changed(own).items()
-        if f"{section}.{name}" in reasons
+        if (section, name) in reasons
     ]
     oversample, most = config.staleness.oversample, config.rollout.concurrency
     if config.training.streams and oversample >= most:
@@ -415,36 +401,30 @@ def unused_settings(config: Config) -> list[str]:
     return warnings
 
 
-def _unused(config: Config) -> Iterator[tuple[bool, Iterable[str], str]]:
-    """Yield rules: whether it applies, the settings without effect, and the reason; later rules take precedence.
+def _unused(config: Config) -> Iterator[tuple[bool, str, Sequence[str], str]]:
+    """Yield rules: whether it applies, a section, its settings without effect (empty: all), and the reason.
 
-    Demonstrations and the extra reward parts are scored in processes even if there are reward workers.
+    Later rules take precedence. Demonstrations and the extra reward parts are scored in processes even if there are
+    reward workers.
     """
     cluster, external, streams = config.cluster, config.engine.is_external, config.training.streams
-    staleness = config.staleness
-    yield cluster.kind == "local", _names("cluster", _RAY), "cluster.kind is local, and it needs ray"
-    yield not cluster.reward_workers, _names("cluster", _REWARD_WORKERS), "cluster.reward_workers is 0"
-    yield external, _names("cluster", _ENGINE_WORKERS), "the engines are those at engine.url"
-    yield cluster.kind == "none", _names("cluster", ClusterConfig.model_fields), "cluster.kind is none"
-    yield external, ("engine.kv_cache_tokens",), "it needs embedded engines, and engine.url is set"
-    samples_here = not external and not cluster.enabled
-    yield samples_here, _names("engine", _SERVERS), "this process samples, without engine.url and cluster"
     in_processes = resolve(config.algorithm).loss_spec.has(Need.DEMONSTRATIONS) or has_extra_rewards(config.rewards)
-    by_workers = cluster.kind != "none" and cluster.reward_workers > 0 and not in_processes
+    by_workers = cluster.enabled and cluster.reward_workers > 0 and not in_processes
+    moves, mid_episode = ["moves"], streams and config.staleness.in_flight_weight_updates
+    yield cluster.kind == "local", "cluster", _RAY, "cluster.kind is local, and it needs ray"
+    yield not cluster.reward_workers, "cluster", _REWARD_WORKERS, "cluster.reward_workers is 0"
+    yield external, "cluster", _ENGINE_WORKERS, "the engines are those at engine.url"
+    yield not cluster.enabled, "cluster", (), "cluster.kind is none"
+    yield external, "engine", ["kv_cache_tokens"], "it needs embedded engines, and engine.url is set"
+    samples_here = not external and not cluster.enabled
+    yield samples_here, "engine", _SERVERS, "this process samples, without engine.url and cluster"
     why = "cluster.reward_workers score the training episodes, with cluster.scoring_timeout_s"
-    yield by_workers, _names("rollout", _SCORING), why
-    why = "training.mode is async, which streams episodes"
-    yield streams, _names("rollout.partial", type(config.rollout.partial).model_fields), why
-    replay = _names("staleness.replay", type(staleness.replay).model_fields)
-    yield streams and not staleness.replay.share, replay, "staleness.replay.share is 0"
-    moves = ("staleness.moves",)
+    yield by_workers, "rollout", ("reward_timeout_s", "reward_processes"), why
+    yield streams, "rollout.partial", (), "training.mode is async, which streams episodes"
+    yield streams and not config.staleness.replay.share, "staleness.replay", (), "staleness.replay.share is 0"
     why = "no servers at engine.url sample for this process"
-    yield streams and (not external or cluster.enabled), moves, why
-    yield streams and staleness.in_flight_weight_updates, moves, "new weights take effect in the middle of episodes"
-
-
-def _names(section: str, names: Iterable[str]) -> list[str]:
-    return [f"{section}.{name}" for name in names]
+    yield streams and (not external or cluster.enabled), "staleness", moves, why
+    yield mid_episode, "staleness", moves, "new weights take effect in the middle of episodes"
 
 
 def inactive_parts(config: Config, world: World) -> list[str]:
@@ -453,8 +433,7 @@ def inactive_parts(config: Config, world: World) -> list[str]:
     return [
         *_warn_ratios(config, algorithm),
         *_warn_corrections(config, algorithm),
-        *_warn_turn_rewards(config, algorithm, world),
-        *_warn_branches(config, algorithm),
+        *_warn_credit(config, algorithm, world),
         *_warn_overlong(config, algorithm),
     ]
 
@@ -465,23 +444,15 @@ def updates_of(config: Config) -> int:
 
 
 def _warn_ratios(config: Config, algorithm: Algorithm) -> Iterator[str]:
-    part = algorithm.loss_spec.ratio_part
-    if not part or updates_of(config) > 1 or _is_plain_default(config):
-        return
-    to_engine = algorithm.loss_spec.has(Need.BEHAVIOR_RATIO) or config.training.learner.old_logprobs == "engine"
-    if to_engine and config.training.off_policy:
-        return
-    yield (
-        f"{part} of the loss {algorithm.loss} has no effect: with one update per batch all ratios are 1. "
-        f"{_MORE_UPDATES}."
-    )
-
-
-def _is_plain_default(config: Config) -> bool:
-    """Return whether neither an algorithm with a clip nor the number of updates was chosen."""
-    chosen = config.algorithm
+    part, chosen = algorithm.loss_spec.ratio_part, config.algorithm
     clips = (chosen.loss, chosen.clip_low, chosen.clip_high, chosen.dual_clip, config.training.minibatches)
-    return chosen.preset == AlgorithmConfig().preset and not chosen.options.loss and all(v is None for v in clips)
+    chose_clip = chosen.preset != AlgorithmConfig().preset or chosen.options.loss or any(v is not None for v in clips)
+    to_engine = algorithm.loss_spec.has(Need.BEHAVIOR_RATIO) or config.training.learner.old_logprobs == "engine"
+    if part and updates_of(config) == 1 and chose_clip and not (to_engine and config.training.off_policy):
+        yield (
+            f"{part} of the loss {algorithm.loss} has no effect: with one update per batch all ratios are 1. "
+            "Set training.minibatches = 4, or training.epochs = 2."
+        )
 
 
 def _warn_corrections(config: Config, algorithm: Algorithm) -> Iterator[str]:
@@ -498,25 +469,20 @@ def _warn_corrections(config: Config, algorithm: Algorithm) -> Iterator[str]:
         yield f"The weights of the advantage {algorithm.advantage} are 1: {why}. {remedy}"
 
 
-def _warn_turn_rewards(config: Config, algorithm: Algorithm, world: World) -> Iterator[str]:
-    emits = world.emits_turn_rewards
-    given = config.rewards.rewards_turns or config.rewards.model is not None
-    if algorithm.advantage_spec.has(Need.TURN_REWARDS) and not emits and not given:
+def _warn_credit(config: Config, algorithm: Algorithm, world: World) -> Iterator[str]:
+    has_turn_rewards = world.emits_turn_rewards or config.rewards.rewards_turns or config.rewards.model is not None
+    if algorithm.advantage_spec.has(Need.TURN_REWARDS) and not has_turn_rewards:
         verifier = "rewards.turn_verifier_weight, " if world.turn_verifier is not None else ""
         yield (
             f"The turn term of the advantage {algorithm.advantage} has no effect: the world {world.name} "
             f"declares no rewards of turns. Set {verifier}rewards.turns, or algorithm.preset = 'grpo'."
         )
-    if algorithm.advantage_spec.has(Need.STATE_KEYS):
-        environment = world.environment(world.tasks("train")[0])
-        if not environment.implements("state_key"):
-            yield (
-                f"The comparison of equal states of the advantage {algorithm.advantage} has no effect: the "
-                f"world {world.name} has no state keys (`Environment.state_key`). Set algorithm.preset = 'grpo'."
-            )
-
-
-def _warn_branches(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    compares_states = algorithm.advantage_spec.has(Need.STATE_KEYS)
+    if compares_states and not world.environment(world.tasks("train")[0]).implements("state_key"):
+        yield (
+            f"The comparison of equal states of the advantage {algorithm.advantage} has no effect: the "
+            f"world {world.name} has no state keys (`Environment.state_key`). Set algorithm.preset = 'grpo'."
+        )
     if algorithm.advantage_spec.has(Need.BRANCHES) and not config.rollout.branch.branches:
         yield (
             f"The comparison of branches of the advantage {algorithm.advantage} has no effect: no episode "

@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 
     from ludus.training.rl.train_step import ComputeDispatch
 
-_TOLERANCE = 1e-3
-_TOLERANCES: Mapping[str, float] = {"bfloat16": 0.5}
-"""Tolerances of the probe in nats, by the dtype of the weights; others have `_TOLERANCE`. See
-docs/understand/engine.md for the differences as measured."""
+_TOLERANCE, _TOLERANCE_BFLOAT16 = 1e-3, 0.5
+"""Tolerances of the probe in nats. See docs/understand/engine.md for the differences as measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +43,6 @@ class SyncProof:
     version: int
     fingerprint: str | None
     probe_gap: float
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The metrics of the check."""
-        return {"sync/probe_gap": self.probe_gap}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,27 +66,14 @@ class Expected:
                 "No checkpoint was trained on rollouts of these weights. "
                 "If another run has trained this server, restart it.",
             )
-        logprobs = self.logprobs
-        scored = torch.tensor(scores, dtype=logprobs.dtype)
-        diff = float((logprobs[1:] - scored[1:]).abs().max())
+        scored = torch.tensor(scores, dtype=self.logprobs.dtype)
+        diff = float((self.logprobs[1:] - scored[1:]).abs().max())
         if not diff <= self.tolerance:
             raise SyncError(
                 f"Engine and learner disagree on the probe by {diff:.3g} nats (tolerance {self.tolerance:g}).",
                 "See training.sync_tolerance.",
             )
         return SyncProof(self.version, theirs, diff)
-
-
-@dataclass(frozen=True, slots=True)
-class PendingWeights:
-    """Copy of the trainable weights to send, and the expected check.
-
-    Tensors are in CPU memory: the learner's device has no free memory during the next step, and reads from it
-    would wait for its queue.
-    """
-
-    expected: Expected
-    state: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -116,10 +96,9 @@ class WeightSync:
         probe: tuple[int, ...],
         ranks: Collectives = ONE_PROCESS,
     ) -> WeightSync:
-        """Build with the configured tolerance and timeout."""
         training = config.training
-        tolerance = training.sync_tolerance or _TOLERANCES.get(config.model.dtype, _TOLERANCE)
-        return cls(model, engine, probe, tolerance, training.sync_timeout_s, ranks)
+        default = _TOLERANCE_BFLOAT16 if config.model.dtype == "bfloat16" else _TOLERANCE
+        return cls(model, engine, probe, training.sync_tolerance or default, training.sync_timeout_s, ranks)
 
     async def publish(self, version: int) -> SyncProof:
         """Send the weights as `version` and check them; they must not change meanwhile."""
@@ -127,23 +106,24 @@ class WeightSync:
         result = await self._transfer(version, self._trainable(weights))
         return self._expected(version, weights).compare(*result)
 
-    async def copy_weights(self, version: int, dispatch: ComputeDispatch) -> PendingWeights:
-        """Copy the weights as `version` for `send_copy`. They may change once this returns.
+    async def copy_weights(self, version: int, dispatch: ComputeDispatch) -> tuple[Expected, Mapping[str, Tensor]]:
+        """Return the expected check and a copy of the weights as `version`, for `send_copy`; computed with `dispatch`.
 
-        Copying and the computation of the expected check run with `dispatch`.
+        The weights may change once this returns. The copy is in CPU memory: the learner's device has no free memory
+        during the next step, and reads from it would wait for its queue.
         """
         weights = self._gathered()
 
-        def copy() -> PendingWeights:
+        def copy() -> tuple[Expected, Mapping[str, Tensor]]:
             trainable = self._trainable(weights)
             state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in trainable.items()}
-            return PendingWeights(self._expected(version, weights), state)
+            return self._expected(version, weights), state
 
         return await dispatch(copy)
 
-    async def send_copy(self, kept: PendingWeights) -> SyncProof:
+    async def send_copy(self, expected: Expected, state: Mapping[str, Tensor]) -> SyncProof:
         """Send a copy and check it. Raises SyncError."""
-        return kept.expected.compare(*await self._transfer(kept.expected.version, kept.state))
+        return expected.compare(*await self._transfer(expected.version, state))
 
     async def send_in_flight(self, version: int, dispatch: ComputeDispatch) -> Expected:
         """Send the weights as `version`; they may change once this returns.

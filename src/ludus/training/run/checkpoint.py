@@ -15,7 +15,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from pickle import UnpicklingError
@@ -27,6 +27,7 @@ from pydantic import ConfigDict, TypeAdapter
 from safetensors import SafetensorError
 
 from ludus.algorithms.kl import KlState
+from ludus.config.schema import AlarmAction, AlarmsConfig
 from ludus.engines.models.loading import save_model
 from ludus.errors import StorageError, UserError
 from ludus.rollouts.ledger import AccountingError, LedgerState
@@ -157,6 +158,12 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+MIN_LEARNING_RATE = 0.01
+"""Smallest factor of the learning rate."""
+MAX_KL = 100.0
+"""Largest factor of the KL coefficient."""
+
+
 @dataclass(frozen=True, slots=True)
 class Adjustments:
     """Factors by which alarms have changed the learning rate and the KL coefficient, and the steps of the changes."""
@@ -165,6 +172,22 @@ class Adjustments:
     kl: float = 1.0
     learning_rate_step: int | None = None
     kl_step: int | None = None
+
+    def after(self, action: AlarmAction, step: int, settings: AlarmsConfig) -> Adjustments:
+        """Return the factors after an action at a step; unchanged within `cooldown_steps` of the last change."""
+        if action == "lower_learning_rate" and self._may_change(self.learning_rate_step, step, settings):
+            factor = max(MIN_LEARNING_RATE, self.learning_rate * settings.learning_rate_factor)
+            return (
+                self if factor == self.learning_rate else replace(self, learning_rate=factor, learning_rate_step=step)
+            )
+        if action == "raise_kl" and self._may_change(self.kl_step, step, settings):
+            factor = min(MAX_KL, self.kl * settings.kl_factor)
+            return self if factor == self.kl else replace(self, kl=factor, kl_step=step)
+        return self
+
+    @staticmethod
+    def _may_change(last: int | None, step: int, settings: AlarmsConfig) -> bool:
+        return last is None or step - last >= settings.cooldown_steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,10 +311,10 @@ def load_part(
 
 def _read_part(folder: Path, name: str, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Load the tensors of a part; if they were saved sharded, they are resharded as `like`."""
-    shards, path = folder / "trainer" / SHARDS, folder / "trainer" / f"{name}.safetensors"
-    if shards.is_dir():
-        return load_shards(shards, name, like)
-    return _read_tensors(path)
+    shards = folder / "trainer" / SHARDS
+    return (
+        load_shards(shards, name, like) if shards.is_dir() else _read_tensors(shards.with_name(f"{name}.safetensors"))
+    )
 
 
 def load_text(folder: Path, name: str) -> str | None:
@@ -308,26 +331,20 @@ def load_weights(folder: Path, model: PreTrainedModel) -> None:
 
     Raises UserError if the architecture or adapters differ, StorageError if the file is damaged.
     """
-    adapter = folder / "adapter_model.safetensors"
-    if adapter.is_file():
-        _load_adapters(folder, model, _read_tensors(adapter))
-        return
     stored: dict[str, torch.Tensor] = {}
-    for part in sorted(folder.glob("model*.safetensors")):
-        stored |= _read_tensors(part)
-    _check_fits(folder, dict(model.named_parameters()), stored)
-    model.load_state_dict(stored, strict=False)
-    model.tie_weights()
-
-
-def _load_adapters(folder: Path, model: PreTrainedModel, stored: dict[str, torch.Tensor]) -> None:
+    if not (adapter := folder / "adapter_model.safetensors").is_file():
+        for part in sorted(folder.glob("model*.safetensors")):
+            stored |= _read_tensors(part)
+        _check_fits(folder, dict(model.named_parameters()), stored)
+        model.load_state_dict(stored, strict=False)
+        model.tie_weights()
+        return
     from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 
+    stored = _read_tensors(adapter)
     if not isinstance(model, PeftModel):
-        raise UserError(
-            f"The checkpoint {folder} has adapters, but the model has none.",
-            "Resume with the run's original model.lora.",
-        )
+        hint = "Resume with the run's original model.lora."
+        raise UserError(f"The checkpoint {folder} has adapters, but the model has none.", hint)
     _check_fits(folder, get_peft_model_state_dict(model), stored)
     set_peft_model_state_dict(model, stored)
 
@@ -342,24 +359,21 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _check_fits(folder: Path, model: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor]) -> None:
-    sizes = {name: p.shape for name, p in model.items()}
-    stored_sizes = {name: tensor.shape for name, tensor in stored.items()}
-    differing = sorted(name for name in sizes.keys() | stored_sizes.keys() if sizes.get(name) != stored_sizes.get(name))
-    if differing:
-        raise UserError(
-            f"The checkpoint {folder} has a different architecture: {differing[0]} is "
-            f"{tuple(stored_sizes[differing[0]]) if differing[0] in stored_sizes else 'missing'} there and "
-            f"{tuple(sizes[differing[0]]) if differing[0] in sizes else 'not'} in the model.",
-            "Resume with the model the run was started with.",
-        )
+    sizes = {name: tuple(p.shape) for name, p in model.items()}
+    stored_sizes = {name: tuple(tensor.shape) for name, tensor in stored.items()}
+    for name in sorted(sizes.keys() | stored_sizes.keys()):
+        if sizes.get(name) != stored_sizes.get(name):
+            raise UserError(
+                f"The checkpoint {folder} has a different architecture: {name} is {stored_sizes.get(name, 'missing')} "
+                f"there and {sizes.get(name, 'not')} in the model.",
+                "Resume with the model the run was started with.",
+            )
 
 
 def prune(checkpoints: Path, keep: int) -> None:
     """Remove all but the newest `keep` checkpoints, and remains of interrupted saves."""
     for _, path in list_checkpoints(checkpoints)[:-keep]:
-        stale = path.with_name(f".{path.name}.old")
-        path.rename(stale)
-        shutil.rmtree(stale, ignore_errors=True)
+        path.rename(path.with_name(f".{path.name}.old"))
     for leftover in [*checkpoints.glob(".step-*.tmp"), *checkpoints.glob(".step-*.old")]:
         shutil.rmtree(leftover, ignore_errors=True)
 

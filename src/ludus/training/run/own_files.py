@@ -6,6 +6,7 @@ Modules that such a file imports are not copied.
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
@@ -41,10 +42,10 @@ def copy_files(config: Config, folder: Path) -> dict[str, OwnFile]:
     manifest: dict[str, OwnFile] = {}
     existing = [(path, setting) for path, setting in own_files(config).items() if Path(path).is_file()]
     for number, (path, setting) in enumerate(existing, start=1):
-        content, copy = Path(path).read_bytes(), f"{FOLDER}/{number}-{Path(path).name}"
+        copy = f"{FOLDER}/{number}-{Path(path).name}"
         (folder / FOLDER).mkdir(exist_ok=True)
-        (folder / copy).write_bytes(content)
-        manifest[path] = OwnFile(setting=setting, sha256=hashlib.sha256(content).hexdigest(), copy=copy)
+        shutil.copyfile(path, folder / copy)
+        manifest[path] = OwnFile(setting=setting, sha256=_digest(folder / copy), copy=copy)
     return manifest
 
 
@@ -56,7 +57,7 @@ def changed_files(folder: Path, manifest: Mapping[str, OwnFile], config: Config)
     warnings, named = [], own_files(config)
     for path, file in manifest.items():
         is_missing = not Path(path).is_file()
-        if path not in named or (not is_missing and _digest(Path(path)) == file["sha256"]):
+        if path not in named or (not is_missing and _digest(path) == file["sha256"]):
             continue
         where, change = f"{path} ({file['setting']})", "does not exist any more"
         if not is_missing:
@@ -81,8 +82,8 @@ def _first_change(folder: Path, path: str, file: OwnFile) -> str:
     return "only line ends differ"
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _digest(path: str | Path) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
 
 
 def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:

@@ -23,8 +23,8 @@ from ludus.training.run.run_dir import check_new
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 """Ends of the names of the input embedding in the architectures of transformers."""
-_EMBEDDING_LAYERS = tuple(name.removesuffix(".weight") for name in _EMBEDDINGS)
-_WEIGHT_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float64": 8}
+
+
 _MAX_HEADER_BYTES = 100_000_000
 _TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 """Trackers whose package and extra have their name."""
@@ -47,7 +47,9 @@ def check_new_run(config: Config, kind: StageKind) -> None:
     if folder is None:
         return
     tensors = dict(tensor_shapes(folder))
-    check_tokenizer_size(folder, tensors)
+    rows = next((shape[0] for name, shape in tensors.items() if name.endswith(_EMBEDDINGS)), None)
+    if rows is not None:
+        check_rows(str(folder), _num_tokens(folder / "tokenizer.json"), rows)
     check_disk(config, kind, num_saved(config, tensors))
 
 
@@ -58,7 +60,8 @@ def num_saved(config: Config, tensors: Mapping[str, Sequence[int]]) -> int:
         return sum(map(prod, tensors.values()))
     layers = {name.removesuffix(".weight"): shape for name, shape in tensors.items() if len(shape) == 2}
     if lora.target_modules == "all-linear":
-        names = [name for name in layers if not name.endswith(("lm_head", *_EMBEDDING_LAYERS))]
+        others = ("lm_head", *(name.removesuffix(".weight") for name in _EMBEDDINGS))
+        names = [name for name in layers if not name.endswith(others)]
     else:
         names = [name for name in layers if name.rpartition(".")[2] in lora.target_modules]
     return lora.rank * sum(sum(layers[name]) for name in names)
@@ -157,13 +160,6 @@ def tensor_shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
             continue
 
 
-def check_tokenizer_size(folder: Path, tensors: Mapping[str, list[int]]) -> None:
-    """Raise UserError if the tokenizer in a model folder has tokens without a row in the model's embedding."""
-    rows = next((shape[0] for name, shape in tensors.items() if name.endswith(_EMBEDDINGS)), None)
-    if rows is not None:
-        check_rows(str(folder), _num_tokens(folder / "tokenizer.json"), rows)
-
-
 def check_rows(path: str, num_tokens: int, num_rows: int) -> None:
     """Raise UserError if the tokenizer of the model `path` has more tokens than the model's embedding has rows."""
     if num_tokens > num_rows:
@@ -186,32 +182,20 @@ def _num_tokens(file: Path) -> int:
 
 def check_disk(config: Config, kind: StageKind, num_parameters: int) -> None:
     """Raise StorageError if the disk has no room for the checkpoints of a run, estimated from the model's size."""
-    kept = {
-        "sft": config.sft.keep_checkpoints,
-        "preference": config.preference.keep_checkpoints,
-        "reward-model": config.reward_model.keep_checkpoints,
-        "rft": config.rft.keep_checkpoints,
-        "rl": config.training.keep_checkpoints,
-    }[kind]
+    section = "training" if kind == "rl" else kind.replace("-", "_")
+    kept: int = dict(config)[section].keep_checkpoints
     need = (kept + 1) * num_parameters * bytes_per_parameter(config)  # a new one before pruning
     folder = Path(config.run.dir or "runs").absolute()
     existing = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
     free = shutil.disk_usage(existing).free
     if need > free:
-        setting = f"{kind.replace('-', '_') if kind != 'rl' else 'training'}.keep_checkpoints"
         raise StorageError(
-            f"The checkpoints of this run need about {_gigabytes(need)}, but {existing} has {_gigabytes(free)} free.",
-            f"Free some space, set --run.dir to another disk, or lower {setting} ({kept}).",
+            f"The checkpoints of this run need about {need / 1e9:.3g} GB, but {existing} has {free / 1e9:.3g} GB free.",
+            f"Free some space, set --run.dir to another disk, or lower {section}.keep_checkpoints ({kept}).",
         )
 
 
 def bytes_per_parameter(config: Config) -> int:
     """Return the bytes of a parameter in a checkpoint: weight, AdamW's two moments, a float32 copy if there is one."""
-    weight = _WEIGHT_BYTES[config.model.dtype]
-    if config.model.dtype == "bfloat16" and config.model.master_weights:
-        return weight + 3 * 4
-    return 3 * weight
-
-
-def _gigabytes(size: int) -> str:
-    return f"{size / 1e9:.3g} GB"
+    weight = {"float32": 4, "bfloat16": 2, "float64": 8}[config.model.dtype]
+    return weight + 3 * 4 if config.model.dtype == "bfloat16" and config.model.master_weights else 3 * weight

@@ -9,6 +9,7 @@ timings.jsonl          seconds and rates; they differ between runs
 alarms.jsonl           one line per alarm when it begins: step, name, action, cause, evidence, remedy
 rollouts/              step-000001.jsonl.gz, one trajectory per line
 evaluations/           step-000010-test-greedy.json and its rollouts
+probes/                reports of `ludus probe --run`
 pairs.jsonl.gz         preference training: pairs with reference log-probabilities
 examples.jsonl.gz      reward models: training and held-out examples
 checkpoints/           step-000010/, in Hugging Face layout, with trainer state
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.metadata
+import itertools
 import json
 import logging
 import platform
@@ -29,7 +31,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -43,59 +44,26 @@ from ludus.training.run.own_files import FOLDER, changed_files, copy_files
 PACKAGES = ("ludus", "torch", "transformers", "tokenizers", "safetensors", "numpy", "bm25s", "peft")
 
 Kind = Literal["rl", "sft", "preference", "reward-model", "rft", "eval"]
-"""Command that created the run folder: `ludus train`, `sft`, `preference`, `reward-model`, `rft` or `eval`.
-"""
+"""Command that created the run folder; "rl" is `ludus train`."""
 
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 
 log = logging.getLogger("ludus")
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Run folder with the paths of its files."""
+    """Run folder with the paths of its files, which are listed above."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration."""
-        return self.path / "config.toml"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON line per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def timings(self) -> Path:
-        """Durations and throughput, stored separately from the metrics."""
-        return self.path / "timings.jsonl"
-
-    @property
-    def alarms(self) -> Path:
-        """One JSON line per alarm."""
-        return self.path / "alarms.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One folder per checkpoint."""
-        return self.path / "checkpoints"
-
-    @property
-    def probes(self) -> Path:
-        """Reports of `ludus probe --run`."""
-        return self.path / "probes"
-
-    @property
-    def evaluations(self) -> Path:
-        """Results and rollouts of evaluations."""
-        return self.path / "evaluations"
-
-    @property
-    def rollouts(self) -> Path:
-        """One file per training step."""
-        return self.path / "rollouts"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.toml"
+        self.metrics = path / "metrics.jsonl"
+        self.timings = path / "timings.jsonl"
+        self.alarms = path / "alarms.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.probes = path / "probes"
+        self.evaluations = path / "evaluations"
+        self.rollouts = path / "rollouts"
 
     def load_config(self) -> Config:
         """Return the run's configuration. Raises UserError if this is not a run folder."""
@@ -123,15 +91,26 @@ def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None) ->
     the folder exists and is not empty.
     """
     check_new(config)
-    path = Path(config.run.dir) if config.run.dir else _next_free(Path("runs"), name)
+    free = (path for n in itertools.count(1) if not (path := Path("runs") / f"{name}-{n}").exists())
+    path = Path(config.run.dir) if config.run.dir else next(free)
     text = to_toml(config)
-    manifest = {"kind": kind, "recipe": recipe, "settings": num_settings(text)} | _manifest(config)
+    manifest = {
+        "kind": kind,
+        "recipe": recipe,
+        "settings": num_settings(text),
+        "command": sys.argv,
+        "seed": config.run.seed,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "git": _git_state(),
+    }
     temporary = path.with_name(f".{path.name}.new")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         _write(temporary / "config.toml", text)
-        _write(temporary / "run.json", _json_text(manifest | {"files": copy_files(config, temporary)}))
+        _write_json(temporary / "run.json", manifest | {"files": copy_files(config, temporary)})
         temporary.rename(path)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -171,9 +150,9 @@ def save_config(folder: RunFolder, config: Config) -> None:
         text, manifest = to_toml(config), folder.path / "run.json"
         settings = min(num_settings(text), num_settings(folder.config.read_text("utf-8")))
         data = _read_json(manifest) | {"settings": settings}
-        _write(manifest, _json_text(data))  # the smaller number first, so that check_config passes if killed in between
+        _write_json(manifest, data)  # the smaller number first, so that check_config passes if killed in between
         _write(folder.config, text)
-        _write(manifest, _json_text(data | {"settings": num_settings(text)}))
+        _write_json(manifest, data | {"settings": num_settings(text)})
 
 
 def _write(path: Path, text: str) -> None:
@@ -181,8 +160,8 @@ def _write(path: Path, text: str) -> None:
         file.write(text.encode())
 
 
-def _json_text(data: Mapping[str, object]) -> str:
-    return json.dumps(data, indent=1) + "\n"
+def _write_json(path: Path, data: Mapping[str, object]) -> None:
+    _write(path, json.dumps(data, indent=1) + "\n")
 
 
 def kind_of(folder: RunFolder) -> Kind:
@@ -209,11 +188,9 @@ def resume_command(folder: RunFolder) -> str:
 class _RunLog(logging.FileHandler):
     """Log file handler that ignores its own errors, such as a full disk."""
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Drop the record."""
+    def handleError(self, record: logging.LogRecord) -> None: ...
 
     def close(self) -> None:
-        """Close the file, dropping unwritten data on errors."""
         with suppress(OSError):
             super().close()
 
@@ -242,10 +219,8 @@ def is_running(folder: RunFolder) -> bool:
     try:
         with (folder.path / "lock").open("r") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 
@@ -291,11 +266,6 @@ def attach_run_log(folder: RunFolder, source: str = "") -> logging.Handler:
     return handler
 
 
-def _next_free(runs: Path, name: str) -> Path:
-    taken = {path.name for path in runs.glob(f"{name}-*")} if runs.is_dir() else set()
-    return next(runs / f"{name}-{n}" for n in range(1, len(taken) + 2) if f"{name}-{n}" not in taken)
-
-
 def _read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file; empty if the file is missing. Raises StorageError if it is invalid."""
     try:
@@ -307,17 +277,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _manifest(config: Config) -> dict[str, object]:
-    return {
-        "command": sys.argv,
-        "seed": config.run.seed,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "git": _git_state(),
-    }
-
-
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
@@ -327,14 +286,12 @@ def _version(package: str) -> str | None:
 
 def _git_state() -> dict[str, object] | None:
     """Return the commit of the source tree and whether it has changes; None outside a repository."""
+
+    def git(*arguments: str) -> str:
+        here = Path(__file__).parent
+        return subprocess.check_output(["git", *arguments], cwd=here, stderr=subprocess.PIPE, text=True, timeout=10)
+
     try:
-        return {"commit": _git("rev-parse", "HEAD"), "changed": bool(_git("status", "--porcelain"))}
+        return {"commit": git("rev-parse", "HEAD").strip(), "changed": bool(git("status", "--porcelain").strip())}
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(*arguments: str) -> str:
-    here = Path(__file__).parent
-    return subprocess.run(
-        ["git", *arguments], cwd=here, capture_output=True, text=True, check=True, timeout=10
-    ).stdout.strip()

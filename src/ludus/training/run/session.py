@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 SMALL_MODEL = 20_000_000
 """Parameter count below which decoding is too fast to profit from a second compute thread."""
+MAX_LOAD = 0.75
+"""Load per core above which compute threads compete with other processes."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,7 @@ class TrainingSession:
 
     @functools.cached_property
     def scoring(self) -> ProcessRewardExecutor:
-        """The executor of rewards in this process."""
         return ProcessRewardExecutor.of(self.config)
-
-
-MAX_LOAD = 0.75
-"""Load per core above which compute threads compete with other processes."""
 
 
 def set_up_compute(config: Config) -> None:
@@ -89,9 +86,7 @@ def busy_warning(config: Config) -> str:
 
 def usable_cores() -> int:
     """Return the number of cores that this process may use."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 @functools.cache
@@ -139,8 +134,7 @@ def make_engine(session: TrainingSession) -> Engine:
     Raises EngineError if a server does not respond, ConfigError if the plug-in is unknown or its result lacks a
     member of `Engine`.
     """
-    if session.config.engine.plugin:
-        name = session.config.engine.plugin
+    if name := session.config.engine.plugin:
         plugin = cast(Callable[[TrainingSession], Engine], find_plugin("engines", name, "engine.plugin", ()))
         engine = plugin(session)
         check_result(f"engine.plugin = {name}", engine, Engine)
@@ -185,11 +179,9 @@ def local_engine(session: TrainingSession) -> LocalEngine:
 
 def engine_settings(config: Config, model: PreTrainedModel) -> EngineSettings:
     """Return the settings of an embedded engine."""
-    rollout = config.rollout
-    streams = config.training.streams
-    limit = num_positions(model) or rollout.max_seq_len
+    rollout, streams = config.rollout, config.training.streams
     return EngineSettings(
-        context_tokens=min(limit, rollout.max_seq_len),
+        context_tokens=min(num_positions(model) or rollout.max_seq_len, rollout.max_seq_len),
         max_batch=rollout.concurrency + streams,  # one extra for the weight check
         kv_cache_tokens=config.engine.kv_cache_tokens or rollout.concurrency * (rollout.max_seq_len + PAGE),
         max_requests=config.engine.max_requests,
@@ -217,8 +209,7 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
     except ImportError as error:
         raise UserError("LoRA needs the package peft.", "Install it: pip install 'ludus[lora]'.") from error
     config = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
-    adapted: PreTrainedModel = get_peft_model(model, config)
-    return adapted
+    return cast("PreTrainedModel", get_peft_model(model, config))
 
 
 def check_tokenizer(run: RunFolder, session: TrainingSession) -> None:
