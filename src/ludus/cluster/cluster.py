@@ -19,7 +19,6 @@ from ludus.cluster.protocol import Launcher, RolloutJob, WorkerSpec
 from ludus.cluster.supervisor import ClusterPlan, WorkerGroup
 from ludus.cluster.worker_pool import PoolMember
 from ludus.config.schema import Config
-from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import EngineStats, Request, RollingUpdate, WeightCheck, combined
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.rolling_update import RollingUpdates
@@ -40,7 +39,8 @@ class EventLoopThread:
     """Background event loop, used from other threads."""
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self._loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -58,24 +58,16 @@ class EventLoopThread:
             raise
 
     async def do(self, work: Coroutine[object, object, T]) -> T:
-        """Run a coroutine and await it from another event loop."""
         return await asyncio.wrap_future(self.start(work))
 
     def close(self) -> None:
-        """Stop the loop and the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        self._loop.close()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
-        remaining = asyncio.all_tasks(self._loop)
-        for task in remaining:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*remaining, return_exceptions=True))
-        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._runner.close()  # cancels the remaining tasks
 
 
 @dataclass
@@ -89,25 +81,20 @@ class ClusterEngine:
 
     @property
     def context_tokens(self) -> int:
-        """Context length of each engine, in tokens."""
         return self.server.context_tokens
 
     @property
     def version(self) -> int:
-        """Version of the last weights sent."""
         return self.server.version
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether all engines are batch-invariant."""
         return self.server.batch_invariant
 
     async def generate(self, request: Request) -> Completion:
-        """Sample one action; workers call the engines directly."""
         return await self.background.do(self.group.query(lambda server: server.generate(request)))
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
-        """Sample one action for each request."""
         return await self.background.do(self.group.query(lambda server: server.generate_batch(requests)))
 
     def release(self, episode: str) -> None:
@@ -124,19 +111,15 @@ class ClusterEngine:
         return self.server.can_roll if plan.urls else plan.config.engines > 1
 
     async def roll(self, max_lag: int) -> RollingUpdate:
-        """Start rolling updates; see `ServerEngine.roll`."""
         return _ThreadsafeRollingUpdate(self.group, await self.background.do(self.group.roll(max_lag)), self.background)
 
     async def fingerprint(self) -> str | None:
-        """Return the digest of the current weights, equal on all engines."""
         return await self.background.do(self.group.query(lambda server: server.fingerprint()))
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
-        """Return the log-probability of each token; all engines must agree."""
         return await self.background.do(self.group.query(lambda server: server.score(token_ids, adapter=adapter)))
 
     async def measure(self) -> None:
-        """Query the statistics of the engines."""
         await self.background.do(self.group.measure())
 
     def stats(self, *, reset: bool = False) -> EngineStats:
@@ -211,18 +194,13 @@ class Cluster:
             self._check_starts_engines()
         self.background.wait(self.group.scale(engines, workers, reward_workers))
 
-    def add_engine(self) -> None:
-        """Start one more engine and wait until it is ready. Raises UserError if the run starts no engines."""
-        self._check_starts_engines()
-        self.background.wait(self.group.change_engines(1))
+    def change_engines(self, by: int, number: int | None = None) -> None:
+        """Start (`by` is 1) or drain and stop (-1) an engine, and wait for it; see `WorkerGroup.change_engines`.
 
-    def remove_engine(self, number: int | None = None) -> None:
-        """Drain and stop an engine by number, or the least busy one.
-
-        Raises UserError for an unknown number and for the last engine.
+        Raises UserError if the run starts no engines.
         """
         self._check_starts_engines()
-        self.background.wait(self.group.change_engines(-1, number))
+        self.background.wait(self.group.change_engines(by, number))
 
     def engines(self) -> list[PoolMember]:
         """The ready engines, by number."""
@@ -234,33 +212,29 @@ class Cluster:
 
     def deadline_s(self, task: Task) -> float:
         """Return the maximum duration of an attempt from its timeouts, with a margin, in seconds."""
-        rollout, engine = rollout_for(self.world, self.config.rollout, task), self.config.engine
-        spare_s = self.config.cluster.heartbeat_timeout_s + 2 * rollout.environment_timeout_s + self._scoring_s(rollout)
+        rollout, cluster = rollout_for(self.world, self.config.rollout, task), self.config.cluster
+        spare_s = cluster.heartbeat_timeout_s + 2 * rollout.environment_timeout_s
+        if not cluster.reward_workers:  # all episodes of a worker may end at the same time
+            rounds = math.ceil(cluster.episodes_per_worker / max(1, rollout.reward_processes))
+            spare_s += START_S + rounds * rollout.reward_timeout_s
         if rollout.episode_timeout_s is not None:
             return rollout.episode_timeout_s + spare_s
-        return rollout.max_turns * (engine.timeout_s + rollout.environment_timeout_s) + spare_s
-
-    def _scoring_s(self, rollout: RolloutConfig) -> float:
-        """Return the maximum scoring time in seconds, if all episodes of a worker end at the same time."""
-        cluster = self.config.cluster
-        if cluster.reward_workers:
-            return 0.0
-        rounds = math.ceil(cluster.episodes_per_worker / max(1, rollout.reward_processes))
-        return START_S + rounds * rollout.reward_timeout_s
+        return rollout.max_turns * (self.config.engine.timeout_s + rollout.environment_timeout_s) + spare_s
 
 
 @contextmanager
 def open_cluster(session: TrainingSession) -> Iterator[Cluster]:
-    """Start the configured cluster and stop it at the end of the block.
-
-    Raises UserError if it cannot be started.
-    """
+    """Start the configured cluster and stop it at the end of the block. Raises UserError if it cannot be started."""
     config = session.config
     check_cluster(config)
     background = EventLoopThread("ludus-cluster")
     try:
         plan = plan_of(session)
-        launcher = _launcher(plan)
+        launcher: Launcher = LocalLauncher()
+        if config.cluster.on_ray:
+            from ludus.cluster.ray_launcher import RayLauncher
+
+            launcher = RayLauncher(plan.config, plan.needs)
         if launcher.host and not (config.engine.broadcast_host or config.engine.weights_folder):
             plan = plan_of(session, launcher.host)
         group = WorkerGroup(plan, launcher)
@@ -274,8 +248,7 @@ def open_cluster(session: TrainingSession) -> Iterator[Cluster]:
 
 def check_cluster(config: Config) -> None:
     """Raise ConfigError for settings that a cluster does not support."""
-    streams = config.training.streams
-    if config.engine.is_external and config.model.lora is not None and streams:
+    if config.engine.is_external and config.model.lora is not None and config.training.streams:
         raise ConfigError(
             "LoRA adapters on external servers (engine.url) get a new name for each version, which "
             "streamed episodes on a cluster do not support.",
@@ -288,20 +261,10 @@ def plan_of(session: TrainingSession, broadcast_host: str = "") -> ClusterPlan:
     config, engine, source = session.config, session.config.engine, session.source
     if Path(source).is_dir():
         source = str(Path(source).resolve())
-    if broadcast_host:
-        engine = engine.model_copy(update={"broadcast_host": broadcast_host})
-    settings = server_settings(engine)
+    settings = server_settings(engine.model_copy(update={"broadcast_host": broadcast_host or engine.broadcast_host}))
     token = settings.token if engine.is_external else secrets.token_urlsafe(24)
     spec = WorkerSpec("worker", config, source, os.getcwd(), token)
     if engine.is_external:
         return ClusterPlan(spec, lambda _: server_engine(config), tuple(engine.urls), config.model.lora is not None)
     settings = replace(settings, keeps_weights=True, token=token)
     return ClusterPlan(spec, lambda urls: ServerEngine(urls, "vllm", settings))
-
-
-def _launcher(plan: ClusterPlan) -> Launcher:
-    if not plan.config.on_ray:
-        return LocalLauncher()
-    from ludus.cluster.ray_launcher import RayLauncher
-
-    return RayLauncher(plan.config, plan.needs)

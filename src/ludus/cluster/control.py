@@ -122,9 +122,9 @@ def _execute(cluster: Cluster, request: object) -> ControlReply:
         case {"act": "list"}:
             pass
         case {"act": "add-engine"}:
-            cluster.add_engine()
+            cluster.change_engines(1)
         case {"act": "remove-engine", "number": int() | None as number}:
-            cluster.remove_engine(number)
+            cluster.change_engines(-1, number)
         case _:
             return ControlReply(error="This version of Ludus does not support the request.")
     rows = [

@@ -39,7 +39,6 @@ from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import UserError
 from ludus.ipc import LENGTH, frame, python_command, read_frame, split_number, with_number
 
-_LOCALHOST = "127.0.0.1"
 _TAIL_CHARS = 2000
 _KILL_TIMEOUT_S = 10.0
 
@@ -56,18 +55,13 @@ class LocalWorkerHandle:
     _number: int = 0
     _waiting: dict[int, asyncio.Future[WorkerResponse]] = field(default_factory=dict)
     _reading: asyncio.Task[None] = field(init=False)
-    _tail: str | None = None
+    tail: str | None = None
+    """The end of the output, once the child was killed and its output deleted."""
 
     def __post_init__(self) -> None:
         self._reading = asyncio.create_task(self._read())
 
-    @property
-    def is_ended(self) -> bool:
-        """Whether the child was killed and its output deleted."""
-        return self._tail is not None
-
     async def call(self, message: Message, deadline_s: float) -> object:
-        """Send a message and return the response; see `WorkerHandle`."""
         if self._reading.done():
             raise self._died_error()
         self._number += 1
@@ -77,18 +71,16 @@ class LocalWorkerHandle:
             self.writer.write(frame(with_number(number, encode_request(message))))
             async with asyncio.timeout(deadline_s):
                 response: WorkerResponse = await future
-        except TimeoutError as error:
+        except (TimeoutError, asyncio.CancelledError) as error:
             self.writer.write(frame(with_number(number)))
-            raise WorkerDied(f"{self.name} did not respond within {deadline_s:g} s.") from error
-        except asyncio.CancelledError:
-            self.writer.write(frame(with_number(number)))
+            if isinstance(error, TimeoutError):
+                raise WorkerDied(f"{self.name} did not respond within {deadline_s:g} s.") from error
             raise
         finally:
             self._waiting.pop(number, None)
         return response.take()
 
     async def kill(self) -> None:
-        """Kill the child and its process group."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
@@ -96,7 +88,7 @@ class LocalWorkerHandle:
         self.writer.close()
         self._reading.cancel()
         await asyncio.wait({self._reading})
-        self._tail = self._output_tail()
+        self.tail = self._output_tail()
         self.output.unlink(missing_ok=True)
 
     async def _read(self) -> None:
@@ -123,10 +115,10 @@ class LocalWorkerHandle:
         return WorkerDied(f"{self.name} {how}{': ' + text if text else '.'}")
 
     def _output_tail(self) -> str:
-        if self._tail is None:
+        if self.tail is None:
             with suppress(OSError):
                 return self.output.read_text("utf-8", "replace").strip()[-_TAIL_CHARS:]
-        return self._tail or ""
+        return self.tail or ""
 
 
 @dataclass
@@ -144,23 +136,18 @@ class LocalLauncher:
         path = self._folder.path / name.replace(" ", "-")
         ours, theirs = socket.socketpair()
         command = python_command("ludus.cluster.local_launcher:run_worker", str(theirs.fileno()))
+        null, descriptors = subprocess.DEVNULL, (theirs.fileno(),)
         with theirs, path.open("wb") as output:
             process = subprocess.Popen(
-                command,
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
+                command, stdin=null, stdout=output, stderr=output, pass_fds=descriptors, start_new_session=True
             )
         reader, writer = await asyncio.open_connection(sock=ours)
         remote = LocalWorkerHandle(name, process, path, reader, writer)
-        self._started = [*(other for other in self._started if not other.is_ended), remote]
+        self._started = [*(other for other in self._started if other.tail is None), remote]
         writer.write(frame(pickle.dumps(spec)))
         return remote
 
     async def close(self) -> None:
-        """Kill all children."""
         for remote in self._started:
             await remote.kill()
         if self._folder is not None:
@@ -174,7 +161,7 @@ def run_worker(descriptor: str) -> None:
     stream = sock.makefile("rb")
     if (spec := read_frame(stream)) is not None:
         hide_progress()
-        asyncio.run(_serve(sock, stream, WorkerServer(pickle.loads(spec), _LOCALHOST, start_forwarding())))
+        asyncio.run(_serve(sock, stream, WorkerServer(pickle.loads(spec), "127.0.0.1", start_forwarding())))
 
 
 async def _serve(sock: socket.socket, stream: BinaryIO, host: WorkerServer) -> None:

@@ -39,7 +39,6 @@ class LogForwarder(logging.Handler):
         self.setFormatter(logging.Formatter("%(message)s"))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Buffer a record."""
         forwarded = ForwardedRecords(record.created, record.levelno, record.name, self.format(record))
         with self._guard:
             if len(self._records) < MAX_RECORDS:
@@ -48,14 +47,12 @@ class LogForwarder(logging.Handler):
                 self._dropped += 1
 
     def take(self) -> tuple[ForwardedRecords, ...]:
-        """Return and clear the buffered records."""
         with self._guard:
             records, dropped = self._records, self._dropped
             self._records, self._dropped = [], 0
         if dropped:
-            records.append(
-                ForwardedRecords(records[-1].created, logging.WARNING, log.name, f"{dropped} more were dropped")
-            )
+            text = f"{dropped} more were dropped"
+            records.append(ForwardedRecords(records[-1].created, logging.WARNING, log.name, text))
         return tuple(records)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pickle
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 from ludus.cluster.log_forwarding import ForwardedRecords
 from ludus.config.schema import Config
@@ -19,7 +20,6 @@ from ludus.types import Task, Trajectory
 
 _RESPONSE_HINT = "All data of episodes and rewards must survive pickling and unpickling."
 _REQUEST_HINT = "Tasks and their truth must survive pickling and unpickling."
-
 
 Role = Literal["engine", "worker", "reward worker"]
 
@@ -48,7 +48,6 @@ class WorkerSpec:
 
     @property
     def needs(self) -> ResourceRequest:
-        """Required resources."""
         own = self.config.cluster
         match self.role:
             case "engine":
@@ -148,16 +147,14 @@ class WorkerResponse:
 def failure_response(error: Exception) -> WorkerResponse:
     """Return the response for an error, readable in any process."""
     if not isinstance(error, LudusError):
-        trace = "".join(traceback.format_exception(error)).strip()
-        return WorkerResponse(
-            error=LudusError(f"Internal error in another process: {type(error).__name__}: {error}", trace)
-        )
+        text = f"Internal error in another process: {type(error).__name__}: {error}"
+        return WorkerResponse(error=LudusError(text, "".join(traceback.format_exception(error)).strip()))
     late = isinstance(error.__cause__, TimeoutError)
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:  # boundary: an unpicklable error is replaced by its nearest base class in Ludus
-        ludus_bases = (kind for kind in type(error).__mro__ if kind.__module__ == LudusError.__module__)
-        nearest: type[LudusError] = next(ludus_bases)
+        bases: Iterable[type[LudusError]] = type(error).__mro__
+        nearest = next(kind for kind in bases if kind.__module__ == LudusError.__module__)
         error = nearest(error.message, error.hint)
     return WorkerResponse(error=error, late=late)
 
@@ -173,10 +170,9 @@ def encode_request(message: Message) -> bytes:
 def decode_request(body: bytes) -> Message:
     """Return the message. Raises UserError if it cannot be unpickled here."""
     try:
-        message: Message = pickle.loads(body)
+        return cast(Message, pickle.loads(body))
     except Exception as error:  # boundary: user types may raise anything
         raise unreadable_request(f"{type(error).__name__}: {error}") from error
-    return message
 
 
 def unreadable_request(why: str) -> UserError:
@@ -196,11 +192,10 @@ def encode_response(response: WorkerResponse) -> bytes:
 def decode_response(body: bytes) -> WorkerResponse:
     """Return the response. If it cannot be unpickled here, return an error response."""
     try:
-        response: WorkerResponse = pickle.loads(body)
+        return cast(WorkerResponse, pickle.loads(body))
     except Exception as error:  # boundary: user types may raise anything
         text = f"A response of another process cannot be unpickled: {type(error).__name__}: {error}."
         return failure_response(UserError(text, _RESPONSE_HINT))
-    return response
 
 
 class WorkerDied(LudusError):

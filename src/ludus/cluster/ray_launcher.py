@@ -10,6 +10,7 @@ import asyncio
 import math
 import os
 import signal
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,8 +60,7 @@ class RayWorkerHandle:
     _location: Started | None = None
 
     async def call(self, message: Message, deadline_s: float) -> object:
-        """Send a message and return the response; see `WorkerHandle`."""
-        from ray.exceptions import RayError
+        from ray.exceptions import RayError, RaySystemError, RayTaskError
 
         self._number += 1
         number = self._number
@@ -74,7 +74,11 @@ class RayWorkerHandle:
             self.actor.cancel.remote(number)
             raise
         except RayError as error:
-            raise _convert_error(self.name, error) from error
+            # The worker's own errors arrive as responses, so a task error here is a decoding error.
+            if isinstance(error, RayTaskError) and isinstance(error.cause, RaySystemError):
+                why = str(error.cause).splitlines()[0].removeprefix("System error: ")
+                raise unreadable_request(why) from error
+            raise WorkerDied(f"{self.name} died: {_one_line(error)}") from error
         log_records(self.name, response.records)
         value = response.take()
         if isinstance(value, Started):
@@ -95,22 +99,12 @@ class RayWorkerHandle:
         import ray
 
         ray.kill(self.actor)
-        location = self._location
-        if location is None:
+        if (location := self._location) is None:
             return
         if location.host == ray.util.get_node_ip_address():
             _kill_process(location.pid)
         else:
             await _kill_on_node(location)
-
-
-def _convert_error(name: str, error: BaseException) -> LudusError:
-    """Convert a Ray error. The worker's own errors arrive as responses, so a task error here is a decoding error."""
-    from ray.exceptions import RaySystemError, RayTaskError
-
-    if isinstance(error, RayTaskError) and isinstance(error.cause, RaySystemError):
-        return unreadable_request(str(error.cause).splitlines()[0].removeprefix("System error: "))
-    return WorkerDied(f"{name} died: {_one_line(error)}")
 
 
 def _kill_process(pid: int) -> None:
@@ -197,19 +191,13 @@ def _start_local_cluster(needs: list[ResourceRequest]) -> None:
     """Start a private cluster on this machine with resources for all workers."""
     import ray
 
-    resources: dict[str, float] = {}
+    resources: Counter[str] = Counter()
     for need in needs:
-        for name, count in need.resources.items():
-            resources[name] = resources.get(name, 0.0) + count
+        resources.update(need.resources)
     cpus = max(os.cpu_count() or 1, math.ceil(sum(need.cpus for need in needs)))
+    own = {"resources": dict(resources) or None, "include_dashboard": False}
     try:
-        ray.init(
-            num_cpus=cpus,
-            resources=resources or None,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="warning",
-        )
+        ray.init(num_cpus=cpus, log_to_driver=False, logging_level="warning", **own)
     except Exception as error:
         if type(error) is not Exception:
             raise

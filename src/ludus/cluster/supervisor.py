@@ -66,12 +66,10 @@ class ClusterPlan:
 
     @property
     def config(self) -> ClusterConfig:
-        """Settings of the cluster."""
         return self.spec.config.cluster
 
     @property
     def sizes(self) -> dict[Role, int]:
-        """Number of workers by role."""
         engines = 0 if self.urls else self.config.engines
         return {"engine": engines, "worker": self.config.workers, "reward worker": self.config.reward_workers}
 
@@ -81,7 +79,6 @@ class ClusterPlan:
 
     @property
     def needs(self) -> list[ResourceRequest]:
-        """Resource requests, one per worker."""
         return [self.spec_of(role).needs for role, count in self.sizes.items() for _ in range(count)]
 
 
@@ -99,23 +96,23 @@ class WorkerGroup:
     _serial: int = 0
     _version: int | None = None
     _num_left: int = 0
+    """Number of engines removed from the pool and from the client."""
     _closing: bool = False
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     def __post_init__(self) -> None:
         config = self.plan.config
         limits = PoolLimits(config.startup_timeout_s, config.heartbeat_timeout_s, config.restarts)
-        sizes, start = self.plan.sizes, self._start
+        count, start = self.plan.sizes["engine"], self._start
         self.engines = WorkerPool(
-            "engine", sizes["engine"], partial(start, "engine"), limits, self._engine_joined, self._engine_left
+            "engine", count, partial(start, "engine"), limits, self._engine_joined, self._engine_left
         )
-        self.workers = WorkerPool("worker", sizes["worker"], partial(start, "worker"), limits, self._worker_joined)
+        self.workers = WorkerPool("worker", config.workers, partial(start, "worker"), limits, self._worker_joined)
         if config.reward_workers:
             self.rewards = RewardWorkers(config, partial(start, "reward worker"), limits)
 
     @property
     def pools(self) -> list[WorkerPool]:
-        """The worker pools."""
         return [self.engines, self.workers] + ([] if self.rewards is None else [self.rewards.pool])
 
     async def open(self) -> None:
@@ -138,7 +135,7 @@ class WorkerGroup:
             await pool.wait_until_full()
 
     async def change_engines(self, by: int, number: int | None = None) -> None:
-        """Change the number of engines by `by`; if it is -1, `number` selects the engine to remove.
+        """Change the number of engines by `by`; if it is -1, `number` selects the one to remove (None: the least busy).
 
         Raises UserError for an unknown number and for the last engine.
         """
@@ -191,7 +188,6 @@ class WorkerGroup:
         await self.query(send)
 
     async def roll(self, max_lag: int) -> RollingUpdates:
-        """Start rolling updates."""
         assert self.server is not None
         self.rolling = await self.server.roll(max_lag, self._is_alive)
         return self.rolling
@@ -218,20 +214,15 @@ class WorkerGroup:
             if not self.plan.urls:
                 await self.engines.wait_for_any()
             assert self.server is not None
-            departures = self._departures
+            departures = self.engines.num_gone, self._num_left
             try:
                 return await what(self.server)
             except EngineError:
                 await self.engines.check()
                 await asyncio.sleep(0)
-                if self._departures == departures or attempt == _TRIES - 1:
+                if (self.engines.num_gone, self._num_left) == departures or attempt == _TRIES - 1:
                     raise
         raise AssertionError("unreachable")
-
-    @property
-    def _departures(self) -> tuple[int, int]:
-        """Return the number of engines removed from the pool, and of those also removed from the client."""
-        return self.engines.num_gone, self._num_left
 
     async def measure(self) -> None:
         """Refresh the engines' statistics; skip engines that do not respond within 2 s."""
@@ -243,7 +234,6 @@ class WorkerGroup:
                 await self.engines.check()
 
     def stats(self) -> dict[int, EngineStats]:
-        """Return each engine's statistics since its start, as of the last heartbeat."""
         members = tuple(self.engines.members.items())  # may be called from another thread
         return {number: member.heartbeat.stats for number, member in members}
 
@@ -280,7 +270,6 @@ class WorkerGroup:
 
     async def _worker_joined(self, member: PoolMember) -> None:
         """Admit a worker once it has the current set of engines."""
-        await self._send(member)
         while member.serial != self._serial:
             await self._send(member)
 
@@ -299,11 +288,9 @@ class WorkerGroup:
     async def _send(self, member: PoolMember) -> None:
         """Send the set of engines to a worker, rotated by its number for load balancing."""
         serial = self._serial
-        if self.server is None:
-            member.serial = serial
-            return
-        urls = tuple(self.server.urls)
-        first = member.number % max(1, len(urls))
-        engines = EngineSet(serial, urls[first:] + urls[:first], self._version, self.server.adapter)
-        await member.remote.call(engines, self.plan.config.heartbeat_timeout_s)
+        if self.server is not None:
+            urls = tuple(self.server.urls)
+            first = member.number % max(1, len(urls))
+            engines = EngineSet(serial, urls[first:] + urls[:first], self._version, self.server.adapter)
+            await member.remote.call(engines, self.plan.config.heartbeat_timeout_s)
         member.serial = serial

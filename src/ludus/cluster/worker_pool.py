@@ -119,12 +119,10 @@ class WorkerPool:
         return member
 
     async def release(self, member: PoolMember) -> None:
-        """Release a reservation."""
         member.busy -= 1
         await self._notify()
 
     async def check(self) -> None:
-        """Ping all members now."""
         await asyncio.gather(*(self._ping(member) for member in tuple(self.members.values())))
 
     async def replace_dead(self, member: PoolMember, error: LudusError) -> None:
@@ -181,7 +179,6 @@ class WorkerPool:
         await self._notify()
 
     async def _start(self) -> bool:
-        """Start a member; return whether it succeeded."""
         remote: WorkerHandle | None = None
         number = self._number
         self._number += 1

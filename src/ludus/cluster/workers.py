@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -36,7 +35,6 @@ from ludus.engines.remote.engine import ServerEngine
 from ludus.envs.base import World
 from ludus.envs.registry import build_world, sandbox_settings
 from ludus.errors import LudusError, WorldError
-from ludus.rewards.base import Reward
 from ludus.rollouts.episode import scored
 from ludus.rollouts.ledger import Ledger
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
@@ -64,24 +62,20 @@ class WorkerServer:
     _tasks: dict[int, asyncio.Task[object]] = field(default_factory=dict, init=False)
 
     async def call(self, number: int, message: Message) -> WorkerResponse:
-        """Handle a message and return the response."""
-        response = await self._respond(number, message)
-        if self.log_forwarder is None or not isinstance(message, WorkerCommand):
-            return response
-        return replace(response, records=self.log_forwarder.take())
-
-    async def _respond(self, number: int, message: Message) -> WorkerResponse:
         task = self._tasks[number] = asyncio.ensure_future(self._handle(message))
         try:
             await asyncio.wait({task})
-            return WorkerResponse(task.result())
+            response = WorkerResponse(task.result())
         except asyncio.CancelledError:
             task.cancel()
-            return WorkerResponse(error=LudusError("The request was cancelled."))
+            response = WorkerResponse(error=LudusError("The request was cancelled."))
         except Exception as error:  # boundary: the error is returned to the sender
-            return failure_response(error)
+            response = failure_response(error)
         finally:
             self._tasks.pop(number, None)
+        if self.log_forwarder is None or not isinstance(message, WorkerCommand):
+            return response
+        return replace(response, records=self.log_forwarder.take())
 
     async def _handle(self, message: Message) -> object:
         if message is WorkerCommand.START:
@@ -139,7 +133,6 @@ class EngineWorker:
         self.url = f"http://{host}:{listener.getsockname()[1]}"
 
     async def do(self, message: Message) -> object:
-        """Handle ping and shutdown."""
         match message:
             case WorkerCommand.PING:
                 return Heartbeat(self._service.engine.stats(), self._service.num_under_way)
@@ -165,10 +158,7 @@ def sandbox_of(config: Config) -> SandboxConfig:
 
 @dataclass
 class RolloutWorker:
-    """Run episodes on a set of engines.
-
-    Also compute rewards, if the run has no reward workers.
-    """
+    """Run episodes on a set of engines. Also compute rewards, if the run has no reward workers."""
 
     spec: WorkerSpec
     world: World
@@ -182,14 +172,12 @@ class RolloutWorker:
 
     @classmethod
     def of(cls, spec: WorkerSpec) -> RolloutWorker:
-        """Create the worker with its world and tokenizer."""
         config = spec.config
         world = build_world(config.env, config.rollout, sandbox_of(config))
         tokenizer = load_tokenizer(spec.source, needs_template=config.env.rendering == "chat")
         return cls(spec, world, make_renderer(config.env, tokenizer), ProcessRewardExecutor.of(config))
 
     async def do(self, message: Message) -> object:
-        """Handle engine updates, rollouts, ping and shutdown."""
         match message:
             case EngineSet():
                 await self._update_engines(message)
@@ -209,12 +197,9 @@ class RolloutWorker:
                 return
             if self._engine is None:
                 config = self.spec.config.engine
-                self._engine = await asyncio.to_thread(
-                    ServerEngine,
-                    engines.urls[:1],
-                    config.api,
-                    replace(server_settings(config.model_copy(update={"token_file": None})), token=self.spec.token),
-                )
+                settings = server_settings(config.model_copy(update={"token_file": None}))
+                settings = replace(settings, token=self.spec.token)
+                self._engine = await asyncio.to_thread(ServerEngine, engines.urls[:1], config.api, settings)
             self._engine.follow(engines.urls, engines.version, engines.adapter)
             self._serial = engines.serial
 
@@ -250,7 +235,6 @@ class RewardWorker:
         self._scoring = 0
 
     async def do(self, message: Message) -> object:
-        """Handle scoring, ping and shutdown."""
         match message:
             case ScoreJob():
                 return await self._score(message)
@@ -263,15 +247,13 @@ class RewardWorker:
         raise LudusError(f"A reward worker does not support {type(message).__name__}.")
 
     async def _score(self, message: ScoreJob) -> RewardScores:
+        def score() -> RewardScores:
+            begin = time.perf_counter()
+            trajectory = scored(self._world.rewards, message.task, message.trajectory)
+            return RewardScores(dict(trajectory.rewards), trajectory.reward, time.perf_counter() - begin)
+
         self._scoring += 1
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, _scores, self._world.rewards, message)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, score)
         finally:
             self._scoring -= 1
-
-
-def _scores(rewards: Sequence[Reward], message: ScoreJob) -> RewardScores:
-    begin = time.perf_counter()
-    trajectory = scored(rewards, message.task, message.trajectory)
-    return RewardScores(dict(trajectory.rewards), trajectory.reward, time.perf_counter() - begin)
