@@ -26,7 +26,7 @@ from ludus.algorithms import objective
 from ludus.config.load import load_config
 from ludus.training.rl import sync_trainer
 from ludus.training.rl.build import train
-from ludus.training.rl.collapse_scoring import CollapseScoring
+from ludus.training.rl.sample_metrics import CollapseScoring
 from ludus.training.run.run_dir import lock_run, new_run
 from ludus.training.run.session import open_session
 from watching import Watch

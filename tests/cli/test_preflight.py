@@ -16,7 +16,7 @@ from ludus.config.sections.model import ScratchConfig
 from ludus.engines.models.loading import build_tiny, load_tokenizer
 from ludus.errors import StorageError, UserError
 from ludus.training.run import preflight
-from ludus.training.run.own_files import changed_files, copy_files
+from ludus.training.run.run_dir import changed_files, copy_files
 from ludus.training.run.session import open_session
 from tiny_run import RECIPE, WORLD, cold_start, ludus, refused
 

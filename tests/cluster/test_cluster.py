@@ -21,10 +21,12 @@ import torch
 from cluster_runs import all_gone
 from ludus.cluster.cluster import check_cluster
 from ludus.cluster.local_launcher import LocalLauncher, LocalWorkerHandle
-from ludus.cluster.log_forwarding import MAX_RECORDS, ForwardedRecords, LogForwarder, log_records
 from ludus.cluster.protocol import (
+    MAX_RECORDS,
     EngineSet,
+    ForwardedRecords,
     Heartbeat,
+    LogForwarder,
     RolloutJob,
     Started,
     WorkerCommand,
@@ -36,6 +38,7 @@ from ludus.cluster.protocol import (
     encode_request,
     encode_response,
     failure_response,
+    log_records,
 )
 from ludus.cluster.supervisor import ClusterPlan, WorkerGroup, WorkerLost
 from ludus.cluster.worker_pool import PoolLimits, WorkerPool

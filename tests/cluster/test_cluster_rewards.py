@@ -17,9 +17,8 @@ from ludus.cluster.protocol import (
     WorkerDied,
     WorkerSpec,
 )
-from ludus.cluster.reward_pool import MAX_ATTEMPTS, RewardWorkers, ScoringLost
 from ludus.cluster.supervisor import WorkerGroup
-from ludus.cluster.worker_pool import PoolLimits
+from ludus.cluster.worker_pool import MAX_ATTEMPTS, PoolLimits, RewardWorkers, ScoringLost
 from ludus.cluster.workers import WorkerServer
 from ludus.config import load_config
 from ludus.config.sections.cluster import ClusterConfig

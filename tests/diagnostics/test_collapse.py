@@ -13,7 +13,7 @@ from ludus.diagnostics.collapse import collapse_metrics
 from ludus.rollouts.ledger import RolloutKey
 from ludus.rollouts.scheduler import Episode
 from ludus.training.credit.advantages import assign_credit, training_rows
-from ludus.training.rl.collapse_scoring import CollapseScoring
+from ludus.training.rl.sample_metrics import CollapseScoring
 from ludus.types import Segment, StopReason, Task, Trajectory
 from tests.training.learner.test_learner import learner, tiny_model
 

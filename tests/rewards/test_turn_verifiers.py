@@ -9,9 +9,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from ludus.config.load import load_config
-from ludus.config.sections.mixture import MemberConfig
 from ludus.config.sections.rewards import RewardsConfig
-from ludus.config.sections.rollout import EnvConfig, RolloutConfig
+from ludus.config.sections.rollout import EnvConfig, MemberConfig, RolloutConfig
 from ludus.envs.base import Environment
 from ludus.envs.registry import build_world
 from ludus.envs.tool_env import ToolLimits

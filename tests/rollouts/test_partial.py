@@ -20,7 +20,7 @@ from ludus.rollouts.partial import PartialRollouts, StepBudget
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.rollouts.scheduler import SchedulerLimits, episode_name
 from ludus.training.rl.validate import check_partial, staleness_warnings, unused_settings
-from ludus.training.run.manifest import write_manifest
+from ludus.training.run.run_dir import write_manifest
 from ludus.types import SamplingParams
 from small_runs import lasting_files
 from small_worlds import RecordingWorld, call, make_requests, make_scheduler, scripted, tokenizer

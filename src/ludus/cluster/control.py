@@ -78,9 +78,8 @@ def send_request(run: Path, act: Act, number: int | None = None, *, timeout_s: f
             _check_running(run)
             if time.monotonic() - begin > timeout_s:
                 request_path.unlink(missing_ok=True)
-                raise UserError(
-                    f"The run in {run} did not respond within {timeout_s:g} s.", f"See its log: {run / 'log.txt'}"
-                )
+                hint = f"See its log: {run / 'log.txt'}"
+                raise UserError(f"The run in {run} did not respond within {timeout_s:g} s.", hint)
             time.sleep(_POLL_S / 3)
         reply = cast(ControlReply, json.loads(response_path.read_text("utf-8")))
         response_path.unlink(missing_ok=True)

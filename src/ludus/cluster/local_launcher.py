@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-from ludus.cluster.log_forwarding import log_records, start_forwarding
 from ludus.cluster.protocol import (
     Message,
     WorkerDied,
@@ -32,6 +31,8 @@ from ludus.cluster.protocol import (
     encode_request,
     encode_response,
     failure_response,
+    log_records,
+    start_forwarding,
 )
 from ludus.cluster.workers import WorkerServer
 from ludus.engines.models.loading import hide_progress

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
+import threading
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal, Protocol, cast
 
-from ludus.cluster.log_forwarding import ForwardedRecords
 from ludus.config.schema import Config
 from ludus.engines.base import EngineStats
 from ludus.engines.remote.api_adapters import RemoteAdapter
@@ -20,8 +21,74 @@ from ludus.types import Task, Trajectory
 
 _RESPONSE_HINT = "All data of episodes and rewards must survive pickling and unpickling."
 _REQUEST_HINT = "Tasks and their truth must survive pickling and unpickling."
+MAX_RECORDS = 1000
+"""Maximum number of buffered log records."""
+
+log = logging.getLogger("ludus")
 
 Role = Literal["engine", "worker", "reward worker"]
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardedRecords:
+    """Picklable log record; `created` in seconds since the epoch, `text` with its traceback."""
+
+    created: float
+    level: int
+    name: str
+    text: str
+
+
+class LogForwarder(logging.Handler):
+    """Buffer the records of a logger and its children until the next heartbeat, which takes them to the run log.
+
+    At most `MAX_RECORDS` records are buffered; further ones are only counted. The last records of a dying process
+    reach only its standard error.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._records: list[ForwardedRecords] = []
+        self._dropped = 0
+        self._guard = threading.Lock()
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        forwarded = ForwardedRecords(record.created, record.levelno, record.name, self.format(record))
+        with self._guard:
+            if len(self._records) < MAX_RECORDS:
+                self._records.append(forwarded)
+            else:
+                self._dropped += 1
+
+    def take(self) -> tuple[ForwardedRecords, ...]:
+        with self._guard:
+            records, dropped = self._records, self._dropped
+            self._records, self._dropped = [], 0
+        if dropped:
+            text = f"{dropped} more were dropped"
+            records.append(ForwardedRecords(records[-1].created, logging.WARNING, log.name, text))
+        return tuple(records)
+
+
+def start_forwarding() -> LogForwarder:
+    """Start buffering this process's log records; they also go to its standard error."""
+    forwarder, shown = LogForwarder(), logging.StreamHandler()
+    shown.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    log.setLevel(logging.INFO)
+    log.addHandler(forwarder)
+    log.addHandler(shown)
+    return forwarder
+
+
+def log_records(who: str, records: Iterable[ForwardedRecords]) -> None:
+    """Log another process's records here, with their original time and the name `who`."""
+    for record in records:
+        logger = logging.getLogger(record.name)
+        if logger.isEnabledFor(record.level):
+            fields = {"name": record.name, "levelno": record.level, "levelname": logging.getLevelName(record.level)}
+            fields |= {"msg": f"{who}: {record.text}", "created": record.created, "msecs": record.created % 1 * 1000}
+            logger.handle(logging.makeLogRecord(fields))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludus.cluster.log_forwarding import log_records, start_forwarding
 from ludus.cluster.protocol import (
     Message,
     ResourceRequest,
@@ -25,6 +24,8 @@ from ludus.cluster.protocol import (
     WorkerHandle,
     WorkerResponse,
     WorkerSpec,
+    log_records,
+    start_forwarding,
     unreadable_request,
 )
 from ludus.cluster.workers import WorkerServer
@@ -137,9 +138,8 @@ class RayLauncher:
         try:
             import ray
         except ImportError as error:
-            raise UserError(
-                "A Ray cluster needs the package ray.", "Install it: pip install 'ludus[cluster]'."
-            ) from error
+            hint = "Install it: pip install 'ludus[cluster]'."
+            raise UserError("A Ray cluster needs the package ray.", hint) from error
         self._joined = ray.is_initialized()
         if self._joined:
             return
@@ -149,10 +149,8 @@ class RayLauncher:
             else:
                 _start_local_cluster(needs)
         except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-            raise UserError(
-                f"Cannot connect to the Ray cluster {config.address or 'of this machine'}: {_one_line(error)}",
-                "Start it with `ray start --head`, and check cluster.address.",
-            ) from error
+            text = f"Cannot connect to the Ray cluster {config.address or 'of this machine'}: {_one_line(error)}"
+            raise UserError(text, "Start it with `ray start --head`, and check cluster.address.") from error
 
     @property
     def host(self) -> str:

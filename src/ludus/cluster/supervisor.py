@@ -25,8 +25,7 @@ from ludus.cluster.protocol import (
     WorkerHandle,
     WorkerSpec,
 )
-from ludus.cluster.reward_pool import RewardWorkers
-from ludus.cluster.worker_pool import PoolLimits, PoolMember, WorkerPool
+from ludus.cluster.worker_pool import PoolLimits, PoolMember, RewardWorkers, WorkerPool
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.engines.base import EngineStats, WeightCheck
 from ludus.engines.remote.engine import ServerEngine
@@ -103,10 +102,8 @@ class WorkerGroup:
     def __post_init__(self) -> None:
         config = self.plan.config
         limits = PoolLimits(config.startup_timeout_s, config.heartbeat_timeout_s, config.restarts)
-        count, start = self.plan.sizes["engine"], self._start
-        self.engines = WorkerPool(
-            "engine", count, partial(start, "engine"), limits, self._engine_joined, self._engine_left
-        )
+        count, start, on_change = self.plan.sizes["engine"], self._start, (self._engine_joined, self._engine_left)
+        self.engines = WorkerPool("engine", count, partial(start, "engine"), limits, *on_change)
         self.workers = WorkerPool("worker", config.workers, partial(start, "worker"), limits, self._worker_joined)
         if config.reward_workers:
             self.rewards = RewardWorkers(config, partial(start, "reward worker"), limits)

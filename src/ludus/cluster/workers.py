@@ -13,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from ludus.chat.render import Renderer, TemplateRenderer
-from ludus.cluster.log_forwarding import LogForwarder
 from ludus.cluster.protocol import (
     EngineSet,
     Heartbeat,
+    LogForwarder,
     Message,
     RewardScores,
     RolloutJob,

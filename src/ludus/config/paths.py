@@ -37,10 +37,8 @@ def check_model_folder(path: str) -> None:
         raise UserError(f"The model folder {path!r} does not exist.", "Check the model path.")
     if (Path(path) / "config.toml").is_file():
         found = sorted(Path(path).glob("checkpoints/step-*"))
-        raise UserError(
-            f"{path} is a run folder, not a model.",
-            f"Use its newest checkpoint: {found[-1]}" if found else "It has no checkpoint yet.",
-        )
+        hint = f"Use its newest checkpoint: {found[-1]}" if found else "It has no checkpoint yet."
+        raise UserError(f"{path} is a run folder, not a model.", hint)
 
 
 def _resolved_in(value: object, key: str, folder: Path) -> object:

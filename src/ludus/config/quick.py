@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Literal
 
-from ludus.config.overrides import apply_overrides
+from ludus.config.load import apply_overrides
 from ludus.config.schema import Config
 from ludus.config.toml import value_text
 

@@ -20,10 +20,9 @@ from ludus.config.sections.algorithm import (
     TeacherConfig,
 )
 from ludus.config.sections.cluster import ClusterConfig
-from ludus.config.sections.mixture import budget_fault
 from ludus.config.sections.model import ModelConfig
 from ludus.config.sections.rewards import RewardModelConfig, RewardsConfig
-from ludus.config.sections.rollout import EngineConfig, EnvConfig, RolloutConfig, SandboxConfig
+from ludus.config.sections.rollout import EngineConfig, EnvConfig, RolloutConfig, SandboxConfig, check_budgets
 from ludus.config.sections.section import Section
 from ludus.config.sections.stages import PreferenceConfig, RftConfig, SftConfig
 from ludus.config.sections.training import StalenessConfig, TrainingConfig
@@ -145,16 +144,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _budgets_fit(self) -> Self:
-        if self.rollout.max_tokens_per_turn >= self.rollout.max_seq_len:
-            raise ValueError(
-                f"rollout.max_tokens_per_turn ({self.rollout.max_tokens_per_turn}) must be below "
-                f"rollout.max_seq_len ({self.rollout.max_seq_len})"
-            )
-        if fault := budget_fault(self.rollout, self.env.mixture):
-            raise ValueError(fault)
-        if self.training.streams and self.staleness.max_concurrent_rollouts > self.rollout.concurrency:
-            raise ValueError(
-                f"staleness.max_concurrent_rollouts ({self.staleness.max_concurrent_rollouts}) must not be "
-                f"above rollout.concurrency ({self.rollout.concurrency})"
-            )
+        tokens, total = self.rollout.max_tokens_per_turn, self.rollout.max_seq_len
+        if tokens >= total:
+            raise ValueError(f"rollout.max_tokens_per_turn ({tokens}) must be below rollout.max_seq_len ({total})")
+        check_budgets(self.rollout, self.env.mixture)
+        streams, most = self.staleness.max_concurrent_rollouts, self.rollout.concurrency
+        if self.training.streams and streams > most:
+            above = f"must not be above rollout.concurrency ({most})"
+            raise ValueError(f"staleness.max_concurrent_rollouts ({streams}) {above}")
         return self

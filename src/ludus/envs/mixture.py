@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 from ludus.config.schema import Config
-from ludus.config.sections.mixture import BUDGETS, MIXTURE, MemberConfig
-from ludus.config.sections.rollout import RolloutConfig
+from ludus.config.sections.rollout import BUDGETS, MIXTURE, MemberConfig, RolloutConfig
 from ludus.envs.base import Demonstration, Environment, World
 from ludus.envs.task_mixture import MixtureOrder, Shares, TaskPool
 from ludus.envs.tool_world import check_split

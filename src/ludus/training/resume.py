@@ -13,8 +13,7 @@ from ludus.config.toml import value_text
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import StorageError, UserError
 from ludus.evaluation.evaluate import plans
-from ludus.training.run.manifest import check_manifest
-from ludus.training.run.run_dir import Kind, RunFolder, kind_of, list_checkpoints, resume_command
+from ludus.training.run.run_dir import Kind, RunFolder, check_manifest, kind_of, list_checkpoints, resume_command
 
 _FIXED: tuple[str, ...] = ("model.", "env.", "run.seed", "run.dir")
 _FIXED_BY_KIND: Mapping[Kind, str] = {

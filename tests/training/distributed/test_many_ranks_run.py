@@ -16,7 +16,7 @@ from torch.distributed import TCPStore
 import small_runs
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import LearnerError
-from ludus.training.distributed.rendezvous import HEARTBEAT_TIMEOUT_S
+from ludus.training.distributed.launcher import HEARTBEAT_TIMEOUT_S
 from ludus.training.run.run_dir import RunFolder
 
 pytestmark = pytest.mark.fault

@@ -12,15 +12,14 @@ import torch
 
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError
-from ludus.training.distributed import rendezvous
-from ludus.training.distributed.launcher import RankGroup
-from ludus.training.distributed.rendezvous import Rendezvous, destroy_group
+from ludus.training.distributed import launcher
+from ludus.training.distributed.launcher import RankGroup, Rendezvous, destroy_group
 
 CPU = torch.device("cpu")
 
 
 def test_ranks_without_heartbeat_or_error_are_reported_as_lost(monkeypatch):
-    monkeypatch.setattr(rendezvous, "HEARTBEAT_TIMEOUT_S", 1.5)
+    monkeypatch.setattr(launcher, "HEARTBEAT_TIMEOUT_S", 1.5)
     leader = Rendezvous.create(1, 5.0)
     leader.form_group(CPU)
     destroy_group()
@@ -70,8 +69,7 @@ _MEETS = """
 import os, subprocess, sys, torch
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError
-from ludus.training.distributed.launcher import RankGroup, connect
-from ludus.training.distributed.rendezvous import Rendezvous
+from ludus.training.distributed.launcher import RankGroup, Rendezvous, connect
 rendezvous, others = Rendezvous.create(2, 120.0), RankGroup(TemporaryFolder("ludus-ranks-"))
 with (others.folder.path / "output-1").open("wb") as said:
     command, environment = [sys.executable, "-c", sys.argv[1]], os.environ | rendezvous.variables(1)
@@ -85,7 +83,7 @@ others.close()
 """
 _FOLLOWER = """
 import os, torch
-from ludus.training.distributed.rendezvous import Rendezvous
+from ludus.training.distributed.launcher import Rendezvous
 rendezvous = Rendezvous.join(60.0)
 rendezvous.form_group(torch.device("cpu"))
 print("the GPU has fallen off the bus", flush=True)
@@ -104,7 +102,7 @@ def test_rank_exiting_after_rendezvous_is_named_with_its_output():
 _LEADER = """
 import time, torch
 from ludus.training.distributed.launcher import RankGroup
-from ludus.training.distributed.rendezvous import Rendezvous
+from ludus.training.distributed.launcher import Rendezvous
 rendezvous, others = Rendezvous.create(3, 600.0), RankGroup()
 others.start(rendezvous, torch.device("cpu"))
 others.gather(rendezvous)

@@ -20,8 +20,7 @@ from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError, StorageError, UserError
 from ludus.training.batches.rows import balance_rows, row_of_segments
 from ludus.training.distributed.collectives import decoder_layers, is_sharded
-from ludus.training.distributed.launcher import LeaderRank, RankGroup
-from ludus.training.distributed.rendezvous import Rendezvous, destroy_group
+from ludus.training.distributed.launcher import LeaderRank, RankGroup, Rendezvous, destroy_group
 from ludus.types import Segment
 from rank_processes import in_processes
 from tests.training.learner.test_learner import learner, random_rows, tiny_model

@@ -12,8 +12,7 @@ from ludus.rollouts.ledger import AccountingError, Ledger, RolloutKey, RolloutOu
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.training.rl.build import task_order
 from ludus.training.run.checkpoint import checkpoint_path, read_state
-from ludus.training.run.manifest import MANIFEST, check_manifest, write_manifest
-from ludus.training.run.run_dir import RunFolder
+from ludus.training.run.run_dir import MANIFEST, RunFolder, check_manifest, write_manifest
 from tiny_run import copy_run, ludus, refused
 
 DAMAGES = {

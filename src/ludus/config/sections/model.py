@@ -40,16 +40,12 @@ class ScratchConfig(Section):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"model.init.hidden_size ({self.hidden_size}) must be a multiple of "
-                f"model.init.num_heads ({self.num_heads})"
-            )
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"model.init.num_heads ({self.num_heads}) must be a multiple of "
-                f"model.init.num_kv_heads ({self.num_kv_heads})"
-            )
+        size, heads, kv_heads = self.hidden_size, self.num_heads, self.num_kv_heads
+        if size % heads:
+            raise ValueError(f"model.init.hidden_size ({size}) must be a multiple of model.init.num_heads ({heads})")
+        if heads % kv_heads:
+            part = f"model.init.num_kv_heads ({kv_heads})"
+            raise ValueError(f"model.init.num_heads ({heads}) must be a multiple of {part}")
         return self
 
 

@@ -2,12 +2,62 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ludus.config.sections.mixture import MemberConfig, mixture_fault
 from ludus.config.sections.section import Section
+
+MIXTURE = "mixture"
+"""Value of `env.name` for a mixture."""
+CEILINGS = ("max_turns", "max_tokens_per_turn", "max_seq_len")
+"""Limits of a world that must not exceed those of `rollout`, which determine memory use."""
+BUDGETS = (*CEILINGS, "max_tool_errors", "max_tool_output", "tool_timeout_s")
+"""Limits that a world may override; the defaults are the fields of `rollout` with the same names."""
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+class MemberConfig(Section):
+    """Settings of one world of a mixture; a limit of None is that of `rollout`."""
+
+    world: str | None = None
+    """A registered world or the path of a .py file; none uses the name of the table."""
+    weight: float = Field(1.0, gt=0)
+    """Sampling weight: the fraction of the tasks of each step is this weight divided by the sum of all weights."""
+    weight_end: float | None = Field(None, ge=0)
+    """The weight after the last step, approached linearly; none keeps `weight`."""
+    settings: dict[str, object] = Field({})
+    """The world's own settings, validated by the world."""
+    max_turns: int | None = Field(None, ge=1)
+    """Assistant turns per episode; none uses rollout.max_turns."""
+    max_tokens_per_turn: int | None = Field(None, ge=1)
+    """Tokens per action; none uses rollout.max_tokens_per_turn."""
+    max_seq_len: int | None = Field(None, ge=16)
+    """Tokens of a trajectory, prompt and observations included; none uses rollout.max_seq_len."""
+    max_tool_errors: int | None = Field(None, ge=1)
+    """Consecutive tool errors or malformed calls that end an episode; none uses rollout.max_tool_errors."""
+    max_tool_output: int | None = Field(None, ge=16)
+    """Characters of a tool output that the model sees; none uses rollout.max_tool_output."""
+    tool_timeout_s: float | None = Field(None, gt=0)
+    """Timeout of a tool call, seconds; none uses rollout.tool_timeout_s."""
+
+
+def check_budgets(rollout: Section, mixture: Mapping[str, MemberConfig]) -> None:
+    """Raise ValueError for the first limit of a world that exceeds the run's."""
+    limits = rollout.model_dump()
+    for name, member in mixture.items():
+        own = {key: value for key, value in member.model_dump().items() if value is not None}
+        for key in CEILINGS:
+            if own.get(key, 0) > limits[key]:
+                above = f"is above rollout.{key} ({limits[key]}), the limit of the run"
+                raise ValueError(f"env.mixture.{name}.{key} ({own[key]}) {above}")
+        tokens, total = ((limits | own)[key] for key in ("max_tokens_per_turn", "max_seq_len"))
+        if tokens >= total:
+            below = f"must be below max_seq_len ({total})"
+            raise ValueError(f"env.mixture.{name}: max_tokens_per_turn ({tokens}) {below}")
 
 
 class EnvConfig(Section):
@@ -34,8 +84,19 @@ class EnvConfig(Section):
 
     @model_validator(mode="after")
     def _one_world_or_several(self) -> Self:
-        if fault := mixture_fault(self.name, self.settings, self.mixture):
-            raise ValueError(fault)
+        name, mixture = self.name, self.mixture
+        if name == MIXTURE and not mixture:
+            example = "add a table for each, such as env.mixture.math.weight = 1"
+            raise ValueError(f"env.name is mixture, but env.mixture has no worlds: {example}")
+        if mixture and name != MIXTURE:
+            worlds = ", ".join(mixture)
+            raise ValueError(f'env.mixture has worlds ({worlds}), but env.name is "{name}": set it to "mixture"')
+        if mixture and self.settings:
+            raise ValueError("env.settings applies to a single world: in a mixture use env.mixture.NAME.settings")
+        if odd := [one for one in mixture if not _NAME.fullmatch(one)]:
+            raise ValueError(f'env.mixture has a world "{odd[0]}": names may contain only letters, digits, - and _')
+        if mixture and not any(one.weight if one.weight_end is None else one.weight_end for one in mixture.values()):
+            raise ValueError("every weight_end in env.mixture is 0: no worlds remain at the end")
         return self
 
 

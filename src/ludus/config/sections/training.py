@@ -33,9 +33,8 @@ class LearnerConfig(Section):
     @model_validator(mode="after")
     def _for_one_process(self) -> Self:
         if self.ranks > 1 and self.replay_routing:
-            raise ValueError(
-                f"training.learner.replay_routing needs one process, and training.learner.ranks is {self.ranks}"
-            )
+            ranks = f"training.learner.ranks is {self.ranks}"
+            raise ValueError(f"training.learner.replay_routing needs one process, and {ranks}")
         return self
 
 

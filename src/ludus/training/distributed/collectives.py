@@ -205,9 +205,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the decoder's layers: the module list with the most weights. Raises UserError without one."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
     if not lists:
-        raise UserError(
-            f"{type(model).__name__} has no list of layers to shard.", "Set training.learner.shard = false."
-        )
+        hint = "Set training.learner.shard = false."
+        raise UserError(f"{type(model).__name__} has no list of layers to shard.", hint)
     largest = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
     return list(largest)
 

@@ -3,12 +3,19 @@
 Rank 0 runs the loop: sampling, credit, checkpoints. Operations on the trained model are collective: rank 0
 broadcasts a command (`call_on_ranks`) and runs it as well. Ranks other than 0 execute commands broadcast by rank 0
 and exit with it.
+
+The ranks connect to a torch store, run by rank 0 on this machine or by torchrun. Each rank sends a heartbeat
+every second from a separate thread, so waiting ranks count as alive and stopped ones do not. A rank that fails
+stores its error message.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +26,8 @@ from typing import Any, cast
 
 import torch
 from torch import distributed
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
 
 from ludus.config.environment import child_environment, launched_rank
 from ludus.config.schema import Config
@@ -26,17 +35,139 @@ from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError, UserError
 from ludus.ipc import python_command
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, RankMethod, SharedBatch
-from ludus.training.distributed.rendezvous import HEARTBEAT_TIMEOUT_S, Rendezvous, destroy_group, rendezvous_error
 
 _COMMAND_TIMEOUT = timedelta(days=30)
 """Timeout for the next command; rollouts can take long."""
 _MAX_OUTPUT_CHARS = 2000
 _EXIT_TIMEOUT_S = 20.0
 _POLL_S = 0.05
-
+_HERE = "127.0.0.1"
+_HEARTBEAT_S = 1.0
+HEARTBEAT_TIMEOUT_S = 5.0
+"""Seconds without a heartbeat after which a rank is considered lost."""
 
 RankCommand = tuple[RankMethod, tuple[Any, ...]]
 """Method with its arguments."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Rank `rank` of `count` and their shared store. Waits time out after `limit_s`."""
+
+    store: Store
+    rank: int
+    world_size: int
+    limit_s: float
+
+    @classmethod
+    def create(cls, count: int, limit_s: float) -> Rendezvous:
+        """Create a rendezvous as rank 0; its store only accepts local connections."""
+        listener = socket.create_server((_HERE, 0))
+        port, limit = listener.getsockname()[1], timedelta(seconds=limit_s)
+        store = TCPStore(_HERE, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
+        return cls(store, 0, count, limit_s)
+
+    @classmethod
+    def join(cls, limit_s: float) -> Rendezvous:
+        """Join the rendezvous that torchrun, or rank 0 with `variables`, passed in environment variables."""
+        try:
+            joined = next(iter(rendezvous("env://", timeout=timedelta(seconds=limit_s))))
+            store, rank, count = cast("tuple[Store, int, int]", joined)
+        except RuntimeError as error:
+            raise rendezvous_error(str(error)) from error
+        return cls(store, rank, count, limit_s)
+
+    def variables(self, rank: int) -> dict[str, str]:
+        """Return the environment variables with which `rank` joins this rendezvous."""
+        assert isinstance(self.store, TCPStore)
+        place = {"MASTER_ADDR": _HERE, "MASTER_PORT": str(self.store.port)}
+        return place | {"RANK": str(rank), "WORLD_SIZE": str(self.world_size)}
+
+    def form_group(self, device: torch.device) -> None:
+        """Create torch's default group; on GPUs this rank uses the device of its local rank.
+
+        Raises LearnerError if a rank is missing after the timeout.
+        """
+        self._send_heartbeat(0)
+        threading.Thread(target=self._send_heartbeats, name="ludus-heartbeat", daemon=True).start()
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        try:
+            store, limit = PrefixStore("group", self.store), timedelta(seconds=self.limit_s)
+            distributed.init_process_group(
+                backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit
+            )
+        except RuntimeError as error:
+            absent = ", ".join(str(rank) for rank, (_, process) in self._heartbeats().items() if not process)
+            reason = f"rank {absent} did not join within {self.limit_s:g} s." if absent else str(error)
+            raise rendezvous_error(reason) from error
+        if device.type == "cuda":
+            torch.cuda.set_device(self.rank % torch.cuda.device_count())
+
+    def not_started(self) -> list[int]:
+        """Return the other ranks that have not sent a heartbeat yet."""
+        return [rank for rank, text in self._texts("heartbeat").items() if not text]
+
+    def store_error(self, text: str) -> None:
+        """Store an error message of this rank, replacing the previous one."""
+        with suppress(RuntimeError):
+            self.store.set(f"error/{self.rank}", text)
+
+    def lost_ranks(self) -> dict[int, str]:
+        """Return the lost ranks that left no error message, with their processes and machines.
+
+        Takes `HEARTBEAT_TIMEOUT_S` seconds.
+        """
+        before = self._heartbeats()
+        time.sleep(HEARTBEAT_TIMEOUT_S)
+        after, errors = self._heartbeats(), self._texts("error")
+        lost = (rank for rank, (beat, _) in before.items() if after[rank][0] == beat and not errors[rank])
+        return {rank: before[rank][1] for rank in lost}
+
+    def errors(self) -> str:
+        """Return the stored error messages with their ranks; empty if there are none."""
+        return "; ".join(f"rank {rank}: {text}" for rank, text in self._texts("error").items() if text)
+
+    def _send_heartbeats(self) -> None:
+        with suppress(RuntimeError):  # the store's host is gone
+            for beat in itertools.count(1):
+                time.sleep(_HEARTBEAT_S)
+                self._send_heartbeat(beat)
+
+    def _send_heartbeat(self, beat: int) -> None:
+        self.store.set(f"heartbeat/{self.rank}", f"{beat} {os.getpid()} on {socket.gethostname()}")
+
+    def _heartbeats(self) -> dict[int, tuple[str, str]]:
+        """Return the last heartbeat number of each other rank, with its process and machine."""
+        parts = {rank: text.partition(" ") for rank, text in self._texts("heartbeat").items()}
+        return {rank: (beat, process) for rank, (beat, _, process) in parts.items()}
+
+    def _texts(self, kind: str) -> dict[int, str]:
+        """Return what each other rank stored; empty text if it stored nothing or the store's host is gone."""
+        texts = {rank: "" for rank in range(self.world_size) if rank != self.rank}
+        for rank in texts:
+            with suppress(RuntimeError):
+                if self.store.check([f"{kind}/{rank}"]):
+                    texts[rank] = self.store.get(f"{kind}/{rank}").decode()
+        return texts
+
+
+def destroy_group() -> None:
+    """Destroy torch's default group, if there is one.
+
+    Also clears the sharding cache of DTensor: it contains device meshes, which look up their groups by name.
+    """
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        vars(debug)["_clear_sharding_prop_cache"]()
+
+
+def rendezvous_error(reason: str) -> LearnerError:
+    """Return the error for a failed rendezvous."""
+    hint = "If ranks need longer, raise training.learner.rank_timeout_s."
+    return LearnerError(f"The learner's rendezvous failed: {reason}", hint)
 
 
 class _CommandedRank(SharedBatch):
@@ -96,16 +227,12 @@ class LeaderRank(_CommandedRank):
         silent_ranks = self._rendezvous.lost_ranks().items()
         if lost := {rank: process for rank, process in silent_ranks if running is None or rank in running}:
             names = ", ".join(f"rank {rank} ({process})" for rank, process in lost.items())
-            return LearnerError(
-                f"A learner rank is stopped or gone: {names} has sent no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s.",
-                "Resume the run.",
-            )
+            text = f"A learner rank is stopped or gone: {names} has sent no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s."
+            return LearnerError(text, "Resume the run.")
         if ended:
             return LearnerError(f"A learner rank has exited: {ended}", "Resume the run.")
-        return LearnerError(
-            f"The learner ranks lost their connection: {self._rendezvous.errors() or error}",
-            "Resume the run. If a rank needs longer, raise training.learner.rank_timeout_s.",
-        )
+        hint = "Resume the run. If a rank needs longer, raise training.learner.rank_timeout_s."
+        return LearnerError(f"The learner ranks lost their connection: {self._rendezvous.errors() or error}", hint)
 
 
 @dataclass
@@ -118,9 +245,8 @@ class RankGroup:
     def start(self, rendezvous: Rendezvous, device: torch.device) -> None:
         """Start the other ranks on devices of this type; they join `rendezvous`."""
         self.folder = TemporaryFolder("ludus-ranks-")
-        command = python_command(
-            "ludus.training.rl.rank_worker:main", str(rendezvous.limit_s), device.type, str(os.getpid())
-        )
+        arguments = (str(rendezvous.limit_s), device.type, str(os.getpid()))
+        command = python_command("ludus.training.rl.rank_worker:main", *arguments)
         for rank in range(1, rendezvous.world_size):
             environment = child_environment(rendezvous.variables(rank))
             with (self.folder.path / f"output-{rank}").open("wb") as output:
@@ -197,10 +323,8 @@ def launch_ranks(config: Config, device: torch.device) -> Iterator[Collectives]:
             rendezvous = Rendezvous.join(learner.rank_timeout_s)
         else:
             if device.type == "cuda" and (found := torch.cuda.device_count()) < learner.ranks:
-                raise UserError(
-                    f"training.learner.ranks is {learner.ranks}, but there are {found} GPUs.",
-                    "Set it to their number, or model.device to cpu.",
-                )
+                hint = "Set it to their number, or model.device to cpu."
+                raise UserError(f"training.learner.ranks is {learner.ranks}, but there are {found} GPUs.", hint)
             rendezvous = Rendezvous.create(learner.ranks, learner.rank_timeout_s)
             others.start(rendezvous, device)
             others.gather(rendezvous)

@@ -90,18 +90,14 @@ class AsyncTrainer:
         """Build the trainer from step `done` and the restored stream `before`."""
         config, collector = trainer.session.config, trainer.collector
         training, staleness = config.training, config.staleness
-        pace = StalenessSchedule(
-            training.prompts_per_step, staleness.max_staleness, training.steps, staleness.on_stale == "wait"
-        )
+        waits, prompts = staleness.on_stale == "wait", training.prompts_per_step
+        pace = StalenessSchedule(prompts, staleness.max_staleness, training.steps, waits)
         order = task_order(config, trainer.session.world)
         tasks = [group.requests[0].task.id for group in before.groups]
         source = PromptStream(collector, order, pace.groups_per_step, staleness.oversample, tasks)
         runner = StreamRunner(collector, collector.scheduler, pace.groups_per_step * collector.group_size)
-        limit = ConcurrencyController(
-            first_in_flight(runner.num_requests),
-            min(collector.group_size, config.rollout.concurrency),
-            config.rollout.concurrency,
-        )
+        start, most = first_in_flight(runner.num_requests), config.rollout.concurrency
+        limit = ConcurrencyController(start, min(collector.group_size, most), most)
         stream = GroupQueue(
             admission=StalenessController(pace, done),
             source=source,
@@ -115,7 +111,7 @@ class AsyncTrainer:
         engine, rolls = trainer.engine, not staleness.in_flight_weight_updates
         engines = engine if rolls and isinstance(engine, SupportsRollingUpdate) and engine.can_roll else None
         thread = LearnerThread(torch.get_num_threads())
-        replay = ReplayBuffer(staleness.replay, training.prompts_per_step)
+        replay = ReplayBuffer(staleness.replay, prompts)
         async_trainer = cls(trainer, stream, source, runner, thread, limit, replay, engines)
         text = load_text(checkpoint_path(trainer.folder.checkpoints, done), REPLAY_FILE) if done else None
         tasks_by_id = {task.id: task for task in order.tasks}

@@ -55,8 +55,7 @@ from ludus.training.run.checkpoint import (
     load_weights,
     read_state,
 )
-from ludus.training.run.manifest import damaged
-from ludus.training.run.run_dir import RunFolder, list_checkpoints, save_config
+from ludus.training.run.run_dir import RunFolder, damaged, list_checkpoints, save_config
 from ludus.training.run.session import TrainingSession, busy_warning, make_engine
 from ludus.training.value_models.factory import ValueModel, make_value_model, warmup_steps
 

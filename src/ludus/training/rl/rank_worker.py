@@ -23,8 +23,7 @@ from ludus.engines.models.loading import hide_progress
 from ludus.errors import LearnerError
 from ludus.training.batches.rows import Row
 from ludus.training.distributed.collectives import RankMethod, full_state_dict
-from ludus.training.distributed.launcher import WorkerRank
-from ludus.training.distributed.rendezvous import Rendezvous, destroy_group
+from ludus.training.distributed.launcher import Rendezvous, WorkerRank, destroy_group
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.rl.build import LearnerParts, make_parts
 from ludus.training.rl.memory_check import dry_run

@@ -1,13 +1,23 @@
-"""Metrics of a step that need the training samples: tasks that are sampled and never trained, and conflict tokens."""
+"""Metrics of a step that need the training samples: untrained tasks, conflict tokens and template collapse."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
+import numpy as np
+
+from ludus.chat.parse_json import THINK_CLOSE, THINK_OPEN
+from ludus.diagnostics.alarms import COLLAPSE
+from ludus.diagnostics.collapse import collapse_metrics
 from ludus.rollouts.ledger import RolloutOutcome
-from ludus.training.batches.rows import new_actions
+from ludus.training.batches.rows import new_actions, row_of_segments
 from ludus.training.credit.advantages import TrainingSample
+from ludus.training.learner.learner import Learner
+from ludus.training.run.session import TrainingSession
+from ludus.types import Segment, Trajectory
 
 STARVED = 3
 """Consecutive groups of a task without a trained token after which it is starved."""
@@ -76,3 +86,85 @@ def _prefixes(group: Sequence[tuple[list[int], bool]]) -> list[int]:
         for i in unbroken:
             lengths[i] = index
     return lengths
+
+
+class Reasoning(NamedTuple):
+    """The tokens of a first turn: its prompt, the opening tag if the model wrote it, and the reasoning."""
+
+    prompt: tuple[int, ...]
+    opening: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+@dataclass
+class CollapseScoring:
+    """Measure template collapse every `every` steps (0: never) on up to `num_samples` reasonings.
+
+    Rows are cut to `max_tokens`. `open_tag` and `close_tag` are the tokens around the reasoning; a first turn without
+    them counts as a whole. `last` are the metrics of the previous measurement, which `restore` reads from a history.
+    Measurements use no random numbers and change no weights, so that training is the same with and without them.
+    """
+
+    every: int = 0
+    num_samples: int = 64
+    max_tokens: int = 0
+    open_tag: int = -1
+    close_tag: int = -1
+    last: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, session: TrainingSession) -> CollapseScoring:
+        """Build from the configuration; a tag that is not a single token is not recognised."""
+        config, settings = session.config, session.config.run.diagnostics
+        if not settings.collapse_every:
+            return cls()
+        vocabulary = session.tokenizer.get_vocab()
+        tags = (vocabulary.get(THINK_OPEN, -1), vocabulary.get(THINK_CLOSE, -1))
+        return cls(settings.collapse_every, settings.collapse_samples, config.rollout.max_seq_len, *tags)
+
+    def restore(self, rows: Iterable[Mapping[str, float]]) -> None:
+        """Continue the moving average of a resumed run from the metrics of its steps."""
+        for row in rows:
+            if any(name.startswith(COLLAPSE) for name in row):
+                self.last = row
+
+    def measure(self, step: int, samples: Sequence[TrainingSample], learner: Learner) -> dict[str, float]:
+        """Return the metrics of a step; empty if it is not due, or has fewer than two distinct prompts."""
+        if not self.every or step % self.every:
+            return {}
+        chosen = self._choose(samples)
+        prompts = list(dict.fromkeys(one.prompt for one in chosen))
+        if len(prompts) < 2:
+            return {}
+        room = self.max_tokens - max(map(len, prompts)) - 1
+        cut = [one._replace(tokens=one.tokens[: max(1, room)]) for one in chosen]
+        pairs = ((prompt + one.opening, one.tokens) for one in cut for prompt in prompts)
+        rows = [row_of_segments([Segment("prompt", before), Segment("action", tokens)]) for before, tokens in pairs]
+        scored = learner.score(rows)
+        sums = np.array([float(values.double().sum()) for values in scored]).reshape(len(cut), len(prompts))
+        numbers = {prompt: number for number, prompt in enumerate(prompts)}
+        metrics = collapse_metrics(sums, [numbers[o.prompt] for o in cut], [len(o.tokens) for o in cut], self.last)
+        self.last = metrics
+        return metrics
+
+    def _choose(self, samples: Sequence[TrainingSample]) -> list[Reasoning]:
+        """Return the reasonings of the policy's samples, taking one of each prompt in turn."""
+        by_prompt: dict[tuple[int, ...], list[Reasoning]] = {}
+        for sample in samples:
+            own = not (sample.expert or sample.replayed or sample.episode.greedy or sample.episode.trajectory.failure)
+            if own and (found := self._first_turn(sample.episode.trajectory)):
+                by_prompt.setdefault(found.prompt, []).append(found)
+        rounds = max(map(len, by_prompt.values()), default=0)
+        turns = [one[i] for i in range(rounds) for one in by_prompt.values() if i < len(one)]
+        return turns[: self.num_samples]
+
+    def _first_turn(self, trajectory: Trajectory) -> Reasoning | None:
+        prompt: tuple[int, ...] = ()
+        for segment in (trajectory.segments[i] for i in trajectory.rows[0]):
+            if segment.kind == "action":
+                opens = segment.tokens[:1] == (self.open_tag,)
+                opening, tokens = segment.tokens[:opens], segment.tokens[opens:]
+                end = tokens.index(self.close_tag) if self.close_tag in tokens else len(tokens)
+                return Reasoning(prompt, opening, tokens[:end]) if end else None
+            prompt += segment.tokens
+        return None

@@ -332,9 +332,8 @@ class SyncTrainer(EvaluatedTrainer):
         if pause is not None:
             if any(one.rule.action == "stop" for one in self.raised):
                 raise LearnerError(f"{pause[0]} Run stopped after step {step}.")
-            raise LearnerError(
-                f"{pause[0]} Run paused after step {step}.", f"Resume with {pause[1]}: {resume_command(self.folder)}"
-            )
+            hint = f"Resume with {pause[1]}: {resume_command(self.folder)}"
+            raise LearnerError(f"{pause[0]} Run paused after step {step}.", hint)
 
     def _pause_reason(self, step: int, metrics: Mapping[str, float]) -> tuple[str, str] | None:
         """Return the first reason of the guards to pause, with its remedy. Every guard receives the metrics."""
@@ -404,10 +403,8 @@ def task_order(config: Config, world: World) -> TaskSequence:
     tasks = world.tasks("train")
     chunk = config.training.prompts_per_step * (resolve(config.algorithm).max_resample_rounds + 1)
     if len(tasks) < chunk:
-        raise ConfigError(
-            f"One step may need {chunk} tasks, but the train split has {len(tasks)}.",
-            "Lower training.prompts_per_step or algorithm.max_resample_rounds.",
-        )
+        hint = "Lower training.prompts_per_step or algorithm.max_resample_rounds."
+        raise ConfigError(f"One step may need {chunk} tasks, but the train split has {len(tasks)}.", hint)
     return world.order(config.run.seed, chunk, config.training.steps)
 
 

@@ -30,7 +30,7 @@ from ludus.training.collection.filters import age_metrics, mask_over_age
 from ludus.training.collection.rollout_collector import overlong_limit
 from ludus.training.credit.advantages import Estimates, TrainingSample, record_outcomes, training_rows, with_estimates
 from ludus.training.learner.learner import SUM_PI_SQUARED, Learner
-from ludus.training.rl.collapse_scoring import CollapseScoring
+from ludus.training.rl.sample_metrics import CollapseScoring
 from ludus.training.run.checkpoint import Adjustments
 from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.factory import ValueModel, at_actions, estimate_values, train_value_model
@@ -147,12 +147,9 @@ class TrainStep:
         """Record outcomes and train; return the final samples and the metrics."""
         prepared = await dispatch(lambda: self._prepare(step, samples))
         record_outcomes(self.ledger, prepared)
-        rows = training_rows(
-            prepared,
-            mask_observations=self.session.config.training.mask_observations,
-            rewards=self.session.world.rewards,
-            transitions=self.session.config.training.transitions,
-        )
+        training, rewards = self.session.config.training, self.session.world.rewards
+        masks, transitions = training.mask_observations, training.transitions
+        rows = training_rows(prepared, mask_observations=masks, rewards=rewards, transitions=transitions)
         return prepared, await dispatch(lambda: self._train(step, prepared, rows))
 
     def kl_coef(self, step: int) -> float:

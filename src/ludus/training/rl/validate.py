@@ -140,33 +140,25 @@ def check_engine(config: Config) -> None:
     if engine.sleep and engine.is_external:
         raise ConfigError("engine.sleep needs the embedded engine.", "Unset it or engine.url.")
     if engine.sleep and config.training.off_policy:
-        raise ConfigError(
-            f"With training.mode = {config.training.mode!r} the engine samples while the learner trains.",
-            "Set engine.sleep = false, or training.mode = 'sync'.",
-        )
+        text = f"With training.mode = {config.training.mode!r} the engine samples while the learner trains."
+        raise ConfigError(text, "Set engine.sleep = false, or training.mode = 'sync'.")
     if limit and engine.is_external:
         hint = "Set it on the server: ludus serve --max-requests."
         raise ConfigError("engine.max_requests needs the embedded engine.", hint)
     if limit and not config.cluster.enabled and limit < needed:
-        raise ConfigError(
-            f"engine.max_requests ({limit}) is below the {needed} concurrent requests of this run.",
-            "Unset it (an engine in this process has no other clients) or lower rollout.concurrency.",
-        )
+        hint = "Unset it (an engine in this process has no other clients) or lower rollout.concurrency."
+        raise ConfigError(f"engine.max_requests ({limit}) is below the {needed} concurrent requests of this run.", hint)
 
 
 def check_teacher(config: Config, algorithm: Algorithm) -> None:
     """Raise ConfigError if the loss lacks its teacher, or a configured teacher is unused."""
     path, needed = config.teacher.path, algorithm.loss_spec.has(Need.TEACHER)
     if needed and path is None:
-        raise ConfigError(
-            f"The loss {algorithm.loss} needs a teacher, but teacher.path is not set.",
-            "Set teacher.path to a model folder with the policy's tokenizer.",
-        )
+        hint = "Set teacher.path to a model folder with the policy's tokenizer."
+        raise ConfigError(f"The loss {algorithm.loss} needs a teacher, but teacher.path is not set.", hint)
     if path is not None and not needed:
-        raise ConfigError(
-            f"teacher.path = {path} would have no effect: the loss {algorithm.loss} uses no teacher.",
-            "Unset it, or set algorithm.preset = 'distill'.",
-        )
+        text = f"teacher.path = {path} would have no effect: the loss {algorithm.loss} uses no teacher."
+        raise ConfigError(text, "Unset it, or set algorithm.preset = 'distill'.")
 
 
 def check_critic(config: Config, algorithm: Algorithm) -> None:
@@ -174,15 +166,11 @@ def check_critic(config: Config, algorithm: Algorithm) -> None:
     used, reason = _critic_settings(algorithm)
     for key, value in changed(config.critic).items():
         if key not in used:
-            raise ConfigError(
-                f"critic.{key} = {value} would have no effect: {reason}.",
-                "Unset it, or use an algorithm that reads it (ludus algorithms).",
-            )
+            hint = "Unset it, or use an algorithm that reads it (ludus algorithms)."
+            raise ConfigError(f"critic.{key} = {value} would have no effect: {reason}.", hint)
     if config.critic.model == "head" and config.training.learner.shard:
-        raise ConfigError(
-            "critic.model = head reads the policy's states, and training.learner.shard shards its weights.",
-            "Unset one of them.",
-        )
+        text = "critic.model = head reads the policy's states, and training.learner.shard shards its weights."
+        raise ConfigError(text, "Unset one of them.")
 
 
 def _critic_settings(algorithm: Algorithm) -> tuple[set[str], str]:
@@ -202,15 +190,11 @@ def check_experts(config: Config, algorithm: Algorithm, world: World) -> None:
     """Raise ConfigError if the loss needs experts and has none, or configured experts are unused."""
     path, uses = config.experts.path, algorithm.loss_spec.has(Need.DEMONSTRATIONS)
     for key, value in () if uses else changed(config.experts).items():
-        raise ConfigError(
-            f"experts.{key} = {value} would have no effect: the loss {algorithm.loss} uses no experts.",
-            "Unset it, or set algorithm.preset = 'mixed_policy'.",
-        )
+        text = f"experts.{key} = {value} would have no effect: the loss {algorithm.loss} uses no experts."
+        raise ConfigError(text, "Unset it, or set algorithm.preset = 'mixed_policy'.")
     if uses and path is None and not world.implements("expert"):
-        raise ConfigError(
-            f"The loss {algorithm.loss} needs experts, but the world {world.name!r} has none.",
-            "Set experts.path to a file of dialogues with task ids (docs/use/data.md).",
-        )
+        hint = "Set experts.path to a file of dialogues with task ids (docs/use/data.md)."
+        raise ConfigError(f"The loss {algorithm.loss} needs experts, but the world {world.name!r} has none.", hint)
 
 
 def check_roles(algorithm: Algorithm, world: World) -> None:
@@ -240,10 +224,8 @@ def check_old_logprobs(config: Config, algorithm: Algorithm) -> None:
         reason = "training.learner.replay_routing records experts in the pass that this skips"
     else:
         return
-    raise ConfigError(
-        f"training.learner.old_logprobs = 'engine' is not possible: {reason}.",
-        "Set training.learner.old_logprobs = 'recomputed'.",
-    )
+    hint = "Set training.learner.old_logprobs = 'recomputed'."
+    raise ConfigError(f"training.learner.old_logprobs = 'engine' is not possible: {reason}.", hint)
 
 
 def _truncates_sampling(config: Config) -> bool:
@@ -253,10 +235,8 @@ def _truncates_sampling(config: Config) -> bool:
 def check_token_values(config: Config) -> None:
     """Raise ConfigError if the rows of the learner are not rollouts, whose tokens `run.token_values` stores."""
     if config.run.token_values and config.training.transitions:
-        raise ConfigError(
-            "run.token_values stores the tokens of whole rollouts, but training.transitions trains each turn apart.",
-            "Unset run.token_values or training.transitions.",
-        )
+        text = "run.token_values stores the tokens of whole rollouts, but training.transitions trains each turn apart."
+        raise ConfigError(text, "Unset run.token_values or training.transitions.")
 
 
 def check_replay(config: Config, algorithm: Algorithm) -> None:
@@ -266,10 +246,8 @@ def check_replay(config: Config, algorithm: Algorithm) -> None:
         return
     note = f" (with training.mode = {mode!r}, none is the default)" if not config.training.off_policy else ""
     if replays.sources:
-        raise ConfigError(
-            f"staleness.replay.sources are off-policy rollouts, and algorithm.correction is 'none'{note}.",
-            "Set algorithm.correction (tis).",
-        )
+        text = f"staleness.replay.sources are off-policy rollouts, and algorithm.correction is 'none'{note}."
+        raise ConfigError(text, "Set algorithm.correction (tis).")
     if replays.max_age > bound:
         raise ConfigError(
             f"staleness.replay.max_age ({replays.max_age}) replays tokens beyond staleness.max_staleness "
@@ -289,15 +267,11 @@ def check_partial(config: Config, world: World) -> None:
             f"Set staleness.max_staleness to {2 if config.training.one_step_behind else 1} or more.",
         )
     if config.cluster.enabled:
-        raise ConfigError(
-            "rollout.partial needs episodes that run in the learner's process.",
-            "With --cluster set training.mode = 'async', which streams episodes.",
-        )
+        hint = "With --cluster set training.mode = 'async', which streams episodes."
+        raise ConfigError("rollout.partial needs episodes that run in the learner's process.", hint)
     if (room := max_sessions(world)) is not None and room < 2:
-        raise ConfigError(
-            "rollout.partial needs at least two sandbox sessions: one may belong to an episode that waits.",
-            "Raise sandbox.sessions or unset rollout.partial.",
-        )
+        text = "rollout.partial needs at least two sandbox sessions: one may belong to an episode that waits."
+        raise ConfigError(text, "Raise sandbox.sessions or unset rollout.partial.")
 
 
 def check_branch(config: Config) -> None:
@@ -306,15 +280,11 @@ def check_branch(config: Config) -> None:
     if not rollout.branch.branches:
         return
     if rollout.partial.is_set:
-        raise ConfigError(
-            "rollout.branch cannot be combined with rollout.partial: waiting episodes do not support forks.",
-            "Unset one of them.",
-        )
+        text = "rollout.branch cannot be combined with rollout.partial: waiting episodes do not support forks."
+        raise ConfigError(text, "Unset one of them.")
     if rollout.temperature == 0:
-        raise ConfigError(
-            "rollout.branch needs sampling: at rollout.temperature = 0 all branches are identical.",
-            "Set rollout.temperature above 0 or unset rollout.branch.",
-        )
+        hint = "Set rollout.temperature above 0 or unset rollout.branch."
+        raise ConfigError("rollout.branch needs sampling: at rollout.temperature = 0 all branches are identical.", hint)
     if too_late := [turn for turn in rollout.branch.turns if turn >= rollout.max_turns]:
         raise ConfigError(
             f"rollout.branch.turns has turn {too_late[0]}, but episodes have turns 0 to "

@@ -69,10 +69,8 @@ class Expected:
         scored = torch.tensor(scores, dtype=self.logprobs.dtype)
         diff = float((self.logprobs[1:] - scored[1:]).abs().max())
         if not diff <= self.tolerance:
-            raise SyncError(
-                f"Engine and learner disagree on the probe by {diff:.3g} nats (tolerance {self.tolerance:g}).",
-                "See training.sync_tolerance.",
-            )
+            text = f"Engine and learner disagree on the probe by {diff:.3g} nats (tolerance {self.tolerance:g})."
+            raise SyncError(text, "See training.sync_tolerance.")
         return SyncProof(self.version, theirs, diff)
 
 
@@ -156,10 +154,8 @@ class WeightSync:
             async with asyncio.timeout(self.deadline_s):
                 yield
         except TimeoutError as error:
-            raise SyncError(
-                f"Sending weights {version} took longer than {self.deadline_s:g} s.",
-                "Check the engine and the network, or raise training.sync_timeout_s.",
-            ) from error
+            hint = "Check the engine and the network, or raise training.sync_timeout_s."
+            raise SyncError(f"Sending weights {version} took longer than {self.deadline_s:g} s.", hint) from error
         except EngineError as error:
             raise SyncError(f"The engine rejected weights {version}: {error}") from error
 
@@ -178,9 +174,8 @@ class WeightSync:
 
         try:
             async with asyncio.timeout(self.deadline_s):
-                await engines.push_weights(
-                    WeightCheck(version, self.probe, check, self.deadline_s), self._trainable(weights)
-                )
+                weight_check = WeightCheck(version, self.probe, check, self.deadline_s)
+                await engines.push_weights(weight_check, self._trainable(weights))
         except TimeoutError as error:
             raise SyncError(f"Storing weights {version} took longer than {self.deadline_s:g} s.") from error
 

@@ -33,8 +33,7 @@ from ludus.errors import StorageError, UserError
 from ludus.rollouts.ledger import AccountingError, LedgerState
 from ludus.training.distributed.collectives import full_state_dict, is_sharded
 from ludus.training.learner.optimizer import Optimizer
-from ludus.training.run.manifest import damaged, write_manifest
-from ludus.training.run.run_dir import list_checkpoints
+from ludus.training.run.run_dir import damaged, list_checkpoints, write_manifest
 from ludus.untrusted.pickles import load_pickle
 
 if TYPE_CHECKING:
@@ -74,10 +73,8 @@ def save_shards(
     except CheckpointException as error:
         rank = min(error.failures)
         cause, _ = error.failures[rank]
-        raise StorageError(
-            f"Rank {rank} could not write its shards of the checkpoint to {folder}: {cause}.",
-            "Free some space and resume; earlier checkpoints are unchanged.",
-        ) from error
+        text = f"Rank {rank} could not write its shards of the checkpoint to {folder}: {cause}."
+        raise StorageError(text, "Free some space and resume; earlier checkpoints are unchanged.") from error
     unsharded = full_state_dict(model)
     return {name: unsharded[name] for name in weights}
 
@@ -262,10 +259,8 @@ def save_checkpoint(
         temporary.rename(final)
         _fsync(checkpoints)
     except (OSError, SafetensorError) as error:
-        raise StorageError(
-            f"Cannot write the checkpoint {final}: {error}.",
-            "Free some space and resume; earlier checkpoints are unchanged.",
-        ) from error
+        hint = "Free some space and resume; earlier checkpoints are unchanged."
+        raise StorageError(f"Cannot write the checkpoint {final}: {error}.", hint) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return final
@@ -311,10 +306,10 @@ def load_part(
 
 def _read_part(folder: Path, name: str, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Load the tensors of a part; if they were saved sharded, they are resharded as `like`."""
-    shards = folder / "trainer" / SHARDS
-    return (
-        load_shards(shards, name, like) if shards.is_dir() else _read_tensors(shards.with_name(f"{name}.safetensors"))
-    )
+    trainer = folder / "trainer"
+    if (trainer / SHARDS).is_dir():
+        return load_shards(trainer / SHARDS, name, like)
+    return _read_tensors(trainer / f"{name}.safetensors")
 
 
 def load_text(folder: Path, name: str) -> str | None:

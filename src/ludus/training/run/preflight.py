@@ -91,10 +91,8 @@ def model_path(config: Config) -> str:
             "or train one with `ludus sft`.",
         )
     if config.env.rendering != "chat":
-        raise UserError(
-            "The packaged cold start uses its chat template, not tags.",
-            f"Train one with tags: `ludus sft {config.env.name} --env.rendering {config.env.rendering}`.",
-        )
+        hint = f"Train one with tags: `ludus sft {config.env.name} --env.rendering {config.env.rendering}`."
+        raise UserError("The packaged cold start uses its chat template, not tags.", hint)
     return str(folder)
 
 
@@ -126,10 +124,8 @@ def check_extras(config: Config) -> None:
     )
     for applies, what, package, extra in needed:
         if applies and find_spec(package) is None:
-            raise UserError(
-                f"{what} needs the package {package}, which is not installed.",
-                f"Install it: pip install 'ludus[{extra}]'.",
-            )
+            hint = f"Install it: pip install 'ludus[{extra}]'."
+            raise UserError(f"{what} needs the package {package}, which is not installed.", hint)
 
 
 def check_sources(config: Config, kind: StageKind) -> None:
@@ -163,10 +159,8 @@ def tensor_shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
 def check_rows(path: str, num_tokens: int, num_rows: int) -> None:
     """Raise UserError if the tokenizer of the model `path` has more tokens than the model's embedding has rows."""
     if num_tokens > num_rows:
-        raise UserError(
-            f"The tokenizer of {path} has {num_tokens} tokens, but the embedding of the model has {num_rows} rows.",
-            "Use the tokenizer that the model was trained with, or resize its embedding.",
-        )
+        text = f"The tokenizer of {path} has {num_tokens} tokens, but the embedding of the model has {num_rows} rows."
+        raise UserError(text, "Use the tokenizer that the model was trained with, or resize its embedding.")
 
 
 def _num_tokens(file: Path) -> int:

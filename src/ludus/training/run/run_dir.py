@@ -1,8 +1,8 @@
-"""The run folder: all files of a run.
+"""The run folder: all files of a run. Read without torch.
 
 config.toml            the resolved configuration
 run.json               kind (as in `Kind`), recipe, versions, git state, seed, command, digests of own files
-files/                 copies of the user's own Python files that the settings name
+files/                 copies of the user's own Python files that the settings name, without what they import
 log.txt                one merged log of all processes
 metrics.jsonl          one line per step; identical in a repeated run
 timings.jsonl          seconds and rates; they differ between runs
@@ -19,6 +19,7 @@ lock                   locked while a process writes here
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import importlib.metadata
 import itertools
 import json
@@ -31,21 +32,26 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypedDict, cast, get_args
 
 from ludus.config.load import config_from_toml
 from ludus.config.schema import Config
 from ludus.config.toml import num_settings, to_toml
 from ludus.errors import LudusError, StorageError, UserError
+from ludus.plugins import is_file_reference
 from ludus.rollouts.rollout_files import replaced_file
-from ludus.training.run.own_files import FOLDER, changed_files, copy_files
 
 PACKAGES = ("ludus", "torch", "transformers", "tokenizers", "safetensors", "numpy", "bm25s", "peft")
 
 Kind = Literal["rl", "sft", "preference", "reward-model", "rft", "eval"]
 """Command that created the run folder; "rl" is `ludus train`."""
 
+MANIFEST = "manifest.json"
+"""File in a checkpoint's trainer folder with size and SHA-256 of each file of the checkpoint."""
+FOLDER = "files"
+"""Folder of the copies of the user's own files."""
 _CHECKPOINT = re.compile(r"step-(\d{6,})")
 
 log = logging.getLogger("ludus")
@@ -114,9 +120,8 @@ def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None) ->
         temporary.rename(path)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise StorageError(
-            f"Cannot create the run folder {path}: {error.strerror}.", "Choose another with --run.dir."
-        ) from error
+        text = f"Cannot create the run folder {path}: {error.strerror}."
+        raise StorageError(text, "Choose another with --run.dir.") from error
     return RunFolder(path)
 
 
@@ -207,10 +212,8 @@ def latest_checkpoint(folder: RunFolder) -> tuple[int, Path]:
     """Return the step and the folder of the newest checkpoint. Raises UserError if there is none."""
     found = list_checkpoints(folder.checkpoints)
     if not found:
-        raise UserError(
-            f"The run {folder.path} has no checkpoint yet.",
-            "Wait for the first one (training.checkpoint_every), or name a model.",
-        )
+        hint = "Wait for the first one (training.checkpoint_every), or name a model."
+        raise UserError(f"The run {folder.path} has no checkpoint yet.", hint)
     return found[-1]
 
 
@@ -235,10 +238,8 @@ def lock_run(folder: RunFolder) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(
-                f"The run folder {folder.path} is in use by another process.",
-                "Wait for it to end, or use another folder.",
-            ) from None
+            hint = "Wait for it to end, or use another folder."
+            raise UserError(f"The run folder {folder.path} is in use by another process.", hint) from None
         handler = attach_run_log(folder)
         try:
             yield
@@ -295,3 +296,117 @@ def _git_state() -> dict[str, object] | None:
         return {"commit": git("rev-parse", "HEAD").strip(), "changed": bool(git("status", "--porcelain").strip())}
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the manifest of all files in a checkpoint."""
+    entries = {
+        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _digest(path)}
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+    (folder / "trainer" / MANIFEST).write_text(json.dumps({"files": entries}, indent=1) + "\n", "utf-8")
+
+
+def check_manifest(folder: Path) -> None:
+    """Raise StorageError, with file and hint, if a checkpoint differs from its manifest."""
+    path = folder / "trainer" / MANIFEST
+    try:
+        files = json.loads(path.read_text("utf-8"))["files"]
+        expected = {str(name): (int(file["bytes"]), str(file["sha256"])) for name, file in files.items()}
+    except FileNotFoundError:
+        raise damaged(folder, f"trainer/{MANIFEST} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged(folder, f"trainer/{MANIFEST} cannot be read ({type(error).__name__})") from error
+    for name, (size, digest) in expected.items():
+        file = folder / name
+        if not file.is_file():
+            raise damaged(folder, f"{name} is missing")
+        if file.stat().st_size != size:
+            raise damaged(folder, f"{name} has {file.stat().st_size} bytes instead of {size}")
+        if _digest(file) != digest:
+            raise damaged(folder, f"{name} has changed since it was written")
+
+
+def damaged(folder: Path, what: str) -> StorageError:
+    """Return the error for a damaged checkpoint."""
+    previous = sorted(path.name for path in folder.parent.glob("step-*") if path.name < folder.name)
+    remedy = f"resume from {previous[-1]}" if previous else "restart the run from its first step"
+    hint = f"Remove that folder, and --resume will {remedy}."
+    return StorageError(f"The checkpoint {folder} is damaged: {what}.", hint)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class OwnFile(TypedDict):
+    """A file in the manifest of a run: the setting that names it, the digest of its content, and its copy's path."""
+
+    setting: str
+    sha256: str
+    copy: str
+
+
+def own_files(config: Config) -> dict[str, str]:
+    """Return the Python files that a configuration names, each with the first setting that names it."""
+    found: dict[str, str] = {}
+    for key, text in _texts(config.model_dump(), ""):
+        if is_file_reference(text):
+            found.setdefault(text.partition(":")[0], key)
+    return found
+
+
+def copy_files(config: Config, folder: Path) -> dict[str, OwnFile]:
+    """Copy the files of a configuration into `folder` and return their manifest by path."""
+    manifest: dict[str, OwnFile] = {}
+    existing = [(path, setting) for path, setting in own_files(config).items() if Path(path).is_file()]
+    for number, (path, setting) in enumerate(existing, start=1):
+        copy = f"{FOLDER}/{number}-{Path(path).name}"
+        (folder / FOLDER).mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / copy)
+        manifest[path] = OwnFile(setting=setting, sha256=_digest(folder / copy), copy=copy)
+    return manifest
+
+
+def changed_files(folder: Path, manifest: Mapping[str, OwnFile], config: Config) -> list[str]:
+    """Return a warning for each file that has changed since the run began, among those that `config` still names.
+
+    Raises UserError if the file belongs to the world (`env`), which a resumed run must keep.
+    """
+    warnings, named = [], own_files(config)
+    for path, file in manifest.items():
+        is_missing = not Path(path).is_file()
+        if path not in named or (not is_missing and _digest(Path(path)) == file["sha256"]):
+            continue
+        where, change = f"{path} ({file['setting']})", "does not exist any more"
+        if not is_missing:
+            change = f"has changed since the run began: {_first_change(folder, path, file)}"
+        if is_missing or file["setting"].startswith("env."):
+            hint = f"Restore it from {folder / file['copy']}, or start a new run from a checkpoint with --model."
+            raise UserError(f"{where} {change}.", hint)
+        warnings.append(f"{where} {change}. The run continues with the new file.")
+    return warnings
+
+
+def _first_change(folder: Path, path: str, file: OwnFile) -> str:
+    """Describe the first changed line, and the number of changed lines."""
+    copy = folder / file["copy"]
+    old = copy.read_text("utf-8", "replace").splitlines() if copy.is_file() else []
+    new = Path(path).read_text("utf-8", "replace").splitlines()
+    for number, (before, after) in enumerate(zip_longest(old, new, fillvalue=""), start=1):
+        if before != after:
+            return f"line {number} is {after.strip()!r}, and was {before.strip()!r}"
+    return "only line ends differ"
+
+
+def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _texts(inner, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner, key)
+    elif isinstance(value, str):
+        yield key, value

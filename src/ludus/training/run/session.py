@@ -154,9 +154,8 @@ def server_engine(config: Config) -> ServerEngine:
     """
     engine, lora = config.engine, config.model.lora
     scaling = None if lora is None else lora.alpha / lora.rank
-    settings = replace(
-        server_settings(engine), keeps_adapters=keeps_adapter_versions(config), moves_episodes=config.staleness.moves
-    )
+    keeps, moves = keeps_adapter_versions(config), config.staleness.moves
+    settings = replace(server_settings(engine), keeps_adapters=keeps, moves_episodes=moves)
     return ServerEngine(engine.urls, engine.api, settings, lora_scaling=scaling)
 
 
@@ -219,17 +218,13 @@ def check_tokenizer(run: RunFolder, session: TrainingSession) -> None:
         return
     vocabulary = load_tokenizer(str(checkpoints[-1][1]), needs_template=False).get_vocab()
     if vocabulary != session.tokenizer.get_vocab():
-        raise UserError(
-            f"The run {run.path} sampled with a different vocabulary from this model's.",
-            f"Train the model that sampled it, for example --model {checkpoints[-1][1]}.",
-        )
+        hint = f"Train the model that sampled it, for example --model {checkpoints[-1][1]}."
+        raise UserError(f"The run {run.path} sampled with a different vocabulary from this model's.", hint)
 
 
 def check_vocabulary(largest: int, session: TrainingSession) -> None:
     """Raise UserError if the token `largest` is outside the model's vocabulary."""
     size = session.model.get_input_embeddings().weight.shape[0]
     if largest >= size:
-        raise UserError(
-            f"The data contain the token {largest}, but the model has {size} tokens.",
-            "Train the model that sampled them.",
-        )
+        hint = "Train the model that sampled them."
+        raise UserError(f"The data contain the token {largest}, but the model has {size} tokens.", hint)
