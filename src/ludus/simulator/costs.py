@@ -42,10 +42,6 @@ class EngineCost:
         """Return the seconds of one pass with `running` sequences."""
         return self.pass_s + self.sequence_s * running
 
-    def speed(self, running: float) -> float:
-        """Return the tokens sampled per second with `running` sequences, without prefill."""
-        return running / self.seconds(running)
-
 
 @dataclass(frozen=True, slots=True)
 class LearnerCost:
@@ -126,10 +122,8 @@ class EpisodeShape:
 
     def draw_action(self, source: random.Random) -> int:
         """Draw the number of tokens of one action."""
-        if not self.most:
+        if not self.most or self.action == 1:
             return max(1, round(self.action))
-        if self.action == 1:
-            return 1
         drawn = 1 + math.floor(math.log(1 - source.random()) / math.log(1 - 1 / self.action))
         return min(self.most, drawn)
 
@@ -184,9 +178,8 @@ class RunLayout:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise UserError(f"Unknown mode {self.mode!r}.", f"Modes: {', '.join(MODES)}.")
-        counts = {name: value for name, value in asdict(self).items() if name not in ("mode", "seed")}
-        for name, value in counts.items():
-            minimum = 0 if name in ("max_staleness", "in_flight", "concurrency") else 1
+        for name in ("engines", "learners", "groups", "members", "steps", "max_staleness", "in_flight", "concurrency"):
+            value, minimum = asdict(self)[name], 0 if name in ("max_staleness", "in_flight", "concurrency") else 1
             if value < minimum:
                 raise UserError(f"{name} is {value}.", f"It must be at least {minimum}.")
 
@@ -198,6 +191,4 @@ class RunLayout:
     @property
     def max_in_flight(self) -> int:
         """Maximum number of concurrent episodes."""
-        if self.mode != "async":
-            return self.concurrency or self.episodes
-        return self.concurrency or self.episodes * (self.max_staleness + 1)
+        return self.concurrency or self.episodes * (self.max_staleness + 1 if self.mode == "async" else 1)

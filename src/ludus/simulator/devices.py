@@ -45,8 +45,8 @@ class _VirtualClock(selectors.SelectSelector):
 
 class _VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
-        self._clock = _VirtualClock()
-        super().__init__(self._clock)
+        super().__init__(clock := _VirtualClock())
+        self._clock = clock
 
     def time(self) -> float:
         return self._clock.now
@@ -194,12 +194,11 @@ class SimEngine:
         """Set the timer to the next completion."""
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
         if self._running and not self._paused:
             passes = max(0.0, self._running[0][0] - self._passes)
             seconds = self._prefill_s + passes * self.cost.seconds(len(self._running))
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(seconds / self.overlap.engine_speed, self._complete)
+            delay_s = seconds / self.overlap.engine_speed
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._complete)
 
     def _admit(self) -> None:
         while self._waiting and len(self._running) < self.cost.slots:
@@ -223,8 +222,7 @@ class SimEngine:
 
     def _spans(self, request: _Request) -> list[Span]:
         """Return the versions of a request's tokens, one token per pass."""
-        spans: list[Span] = []
-        left = request.tokens
+        spans, left = list[Span](), request.tokens
         for since, version in reversed(self._updates):
             is_oldest = since <= request.started_pass
             tokens = left if is_oldest else min(left, round(request.started_pass + request.tokens - since))
@@ -268,16 +266,15 @@ class SimLearner:
         """Set the timer to the end of the work."""
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
         if self._done is not None:
             seconds = max(0.0, self._left_s) / self.overlap.learner_speed
             self._timer = asyncio.get_running_loop().call_later(seconds, self._complete)
 
     def _complete(self) -> None:
         self.advance()
-        if self._done is not None:
-            self._done.set_result(None)
-            self._done = None
+        assert self._done is not None
+        self._done.set_result(None)
+        self._done = None
 
 
 @dataclass
@@ -288,20 +285,16 @@ class DevicePool:
 
     def __post_init__(self) -> None:
         self._loads = [0] * len(self.engines)
-        self._order = [(0, number) for number in range(len(self.engines))]
 
     def join(self) -> int:
         """Assign an episode to the least loaded engine; return the engine's number."""
-        while True:
-            load, number = heapq.heappop(self._order)
-            if load == self._loads[number]:
-                break
-        self._change(number, 1)
+        number = self._loads.index(min(self._loads))
+        self._loads[number] += 1
         return number
 
     def leave(self, number: int) -> None:
         """Remove an episode from its engine."""
-        self._change(number, -1)
+        self._loads[number] -= 1
 
     async def load_weights(self, version: int, seconds: float) -> None:
         """Update all engines concurrently."""
@@ -315,7 +308,3 @@ class DevicePool:
             total = [a + b for a, b in zip(total, astuple(engine.counts), strict=True)]
             engine.counts = EngineCounts()
         return EngineCounts(*total)
-
-    def _change(self, number: int, by: int) -> None:
-        self._loads[number] += by
-        heapq.heappush(self._order, (self._loads[number], number))

@@ -21,7 +21,7 @@ from ludus.config.schema import Config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import UserError
 from ludus.simulator.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
-from ludus.simulator.episodes import EpisodeSampler
+from ludus.simulator.simulate import EpisodeSampler
 from ludus.training.run.run_dir import RunFolder
 
 
@@ -121,23 +121,18 @@ def _measured(row: Mapping[str, float]) -> MeasuredStep:
         turns=episodes * row["turns/mean"],
         action_tokens=episodes * row["response_length/mean"],
         tokens=episodes * row["length/total_tokens/mean"],
-        calls=tuple(_calls(row)),
+        calls=tuple(
+            ToolCalls(
+                count=round(row[f"{name}/total_s"] / row[f"{name}/mean_s"]),
+                median_s=row[f"{name}/median_s"],
+                spread=row[f"{name}/spread"],
+                slow=row[f"{name}/stragglers"],
+                slow_s=row[f"{name}/stragglers_s"],
+            )
+            for name in (key.removesuffix("/median_s") for key in row if key.startswith("tools/"))
+            if f"{name}/median_s" in row
+        ),
     )
-
-
-def _calls(row: Mapping[str, float]) -> list[ToolCalls]:
-    names = [name.removesuffix("/median_s") for name in row if name.startswith("tools/")]
-    return [
-        ToolCalls(
-            count=round(row[f"{name}/total_s"] / row[f"{name}/mean_s"]),
-            median_s=row[f"{name}/median_s"],
-            spread=row[f"{name}/spread"],
-            slow=row[f"{name}/stragglers"],
-            slow_s=row[f"{name}/stragglers_s"],
-        )
-        for name in names
-        if f"{name}/median_s" in row
-    ]
 
 
 def fit(folders: Sequence[RunFolder]) -> FittedCosts:
@@ -152,11 +147,20 @@ def fit(folders: Sequence[RunFolder]) -> FittedCosts:
         )
     learner, learner_error = _least_squares([(1.0, s.tokens) for s in steps], [s.learn_s for s in steps])
     transfers = [step.transfer_s for step in steps if step.transfer_s is not None]
+    episodes, turns = sum(s.episodes for s in steps), sum(s.turns for s in steps)
+    actions, tokens = sum(s.action_tokens for s in steps), sum(s.tokens for s in steps)
+    shape = EpisodeShape(
+        turns=turns / episodes,
+        action=actions / turns,
+        read=sum(s.read for s in steps) / (sum(s.decoded for s in steps) / (actions / turns)),
+        context=(tokens - actions) / episodes,
+        most=config.rollout.max_tokens_per_turn,
+    )
     costs = Costs(
         engine=EngineCost(engine[0], engine[1], engine[2], config.rollout.concurrency),
         learner=LearnerCost(learner[0], learner[1]),
         tool=tool_cost([calls for step in steps for calls in step.calls]),
-        episode=_shape(steps, config),
+        episode=shape,
         sync_s=float(np.median([step.sync_s for step in steps])),
         transfer_s=float(np.median(transfers)) if transfers else 0.0,
     )
@@ -196,20 +200,6 @@ def tool_cost(calls: Sequence[ToolCalls]) -> ToolCost:
     slow, slow_s = sum(call.slow for call in calls), sum(call.slow_s for call in calls)
     median_s = math.exp(mean_log)
     return ToolCost(median_s, math.sqrt(within + between), slow / total, slow_s / slow / median_s if slow else 1.0)
-
-
-def _shape(steps: Sequence[MeasuredStep], config: Config) -> EpisodeShape:
-    episodes, turns = sum(s.episodes for s in steps), sum(s.turns for s in steps)
-    actions, tokens = sum(s.action_tokens for s in steps), sum(s.tokens for s in steps)
-    action = actions / turns
-    sampled_turns = sum(s.decoded for s in steps) / action
-    return EpisodeShape(
-        turns=turns / episodes,
-        action=action,
-        read=sum(s.read for s in steps) / sampled_turns,
-        context=(tokens - actions) / episodes,
-        most=config.rollout.max_tokens_per_turn,
-    )
 
 
 def _least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], float]:
@@ -299,9 +289,8 @@ def estimate(costs: Costs, layout: RunLayout) -> StepEstimate:
     its training, in steps.
     """
     episodes, shape = layout.episodes, costs.episode
-    in_flight = min(layout.in_flight or layout.max_in_flight, layout.max_in_flight) / layout.engines
-    if layout.mode != "async":
-        in_flight = min(in_flight, episodes / layout.engines)
+    most = layout.max_in_flight if layout.mode == "async" else min(layout.max_in_flight, episodes)
+    in_flight = min(layout.in_flight or most, most) / layout.engines
     running = running_sequences(costs, in_flight)
     alone_s = model_seconds(costs, running) + (shape.turns - 1) * costs.tool.mean_s
     engine_s = episodes * model_seconds(costs, running) / running / layout.engines
@@ -311,8 +300,7 @@ def estimate(costs: Costs, layout: RunLayout) -> StepEstimate:
     overlapped_s = costs.transfer_s if layout.mode == "async" else 0.0
     sync_s = costs.sync_s + costs.transfer_s - overlapped_s
     if layout.mode == "sync":
-        rollout_s = max(engine_s, all_s)
-        step_s = rollout_s + learn_s + sync_s
+        step_s = max(engine_s, all_s) + learn_s + sync_s
         bounds = (engine_s, learn_s + sync_s, all_s)
         return StepEstimate(step_s, *bounds, 1 - learn_s / step_s, 1 - engine_s / step_s, 0.0)
     straggler_s = all_s if layout.mode == "one_step" else group_s / (layout.max_staleness + 1)

@@ -3,17 +3,25 @@
 `simulate` follows the training modes of `ludus.training.rl.async_trainer`. `GroupQueue`, `StalenessController`,
 `Scheduler`, `Ledger` and `ConcurrencyController` are those of training; only devices, tools and the clock are
 simulated. Failures, evaluations, checkpoints and the overhead of the event loop are not simulated.
+
+Tool latencies and action lengths are seeded by the indices of an episode (group, member), so that all training modes
+run the same episodes. In trajectories, one token represents consecutive tokens of one weight version; its id is the
+number of these tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
+from ludus.envs.base import Environment, World
+from ludus.rewards.base import Reward
 from ludus.rollouts.episode import EpisodeLimits
 from ludus.rollouts.group_queue import GroupQueue
 from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
@@ -26,12 +34,129 @@ from ludus.rollouts.stream_control import (
     StalenessSchedule,
     first_in_flight,
 )
-from ludus.simulator.costs import Costs, RunLayout
+from ludus.simulator.costs import Costs, EpisodeShape, RunLayout, ToolCost
 from ludus.simulator.devices import DevicePool, Overlap, SimEngine, SimLearner, now, run_virtual
-from ludus.simulator.episodes import EpisodeSampler, NoRewards, SimWorld, num_sampled, token_ages
-from ludus.types import Task
+from ludus.tools.base import Tool
+from ludus.types import Action, Message, Segment, StepResult, StopReason, Task, Trajectory
 
 _NO_LIMIT_S = 1e9
+_ACTION = Action(Message(role="assistant", content="."))
+_OBSERVATION = StepResult((Message(role="tool", content="."),))
+_DONE = StepResult(done=True)
+
+
+@dataclass
+class EpisodeSampler:
+    """Sampler of action lengths and tool latencies, seeded by the group and member of an episode."""
+
+    shape: EpisodeShape
+    tool: ToolCost
+    seed: int = 0
+    _source: random.Random = field(default_factory=random.Random)
+
+    def actions(self, group: int, member: int) -> list[int]:
+        """Return the number of tokens of each turn."""
+        source = self._seeded(group, member)
+        return [self.shape.draw_action(source) for _ in range(self.shape.draw_turns(source))]
+
+    def calls(self, group: int, member: int) -> list[float]:
+        """Return the seconds of the tool calls, one after each turn except the last."""
+        turns = len(self.actions(group, member))
+        source = self._seeded(group, member, 1)
+        return [self.tool.draw(source) for _ in range(turns - 1)]
+
+    def _seeded(self, group: int, member: int, stream: int = 0) -> random.Random:
+        self._source.seed(2 * ((self.seed * 1_000_003 + group) * 65_537 + member) + stream)
+        return self._source
+
+
+@dataclass
+class SimChatSession:
+    """Chat session of an episode; each turn occupies an engine."""
+
+    pool: DevicePool
+    actions: Sequence[int]
+    prefill: float
+    engine: int = -1
+    _segments: list[Segment] = field(default_factory=list)
+    _turn: int = 0
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """One action per turn, with one token per weight version."""
+        return tuple(self._segments)
+
+    def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
+        self.engine = self.pool.join()
+        return None
+
+    async def act(self) -> Action | StopReason:
+        spans = await self.pool.engines[self.engine].generate(self.actions[self._turn], self.prefill)
+        versions, tokens = zip(*spans, strict=True)
+        self._segments.append(Segment("action", tokens, self._turn, logprobs=(0.0,) * len(spans), versions=versions))
+        self._turn += 1
+        return _ACTION
+
+    def observe(self, messages: Sequence[Message]) -> StopReason | None:
+        return None
+
+    def close(self) -> None:
+        if self.engine >= 0:
+            self.pool.leave(self.engine)
+
+
+class NoRewards:
+    """Reward executor without rewards; code in virtual time cannot wait for threads."""
+
+    async def scored(
+        self, world: World, environment: Environment | None, task: Task, trajectory: Trajectory
+    ) -> Trajectory:
+        return trajectory
+
+
+@dataclass
+class SimEnvironment(Environment):
+    """Environment of one episode: every action except the last is a tool call."""
+
+    calls: Iterator[float]
+
+    async def start(self, task: Task) -> list[Message]:
+        return list(task.prompt)
+
+    async def step(self, action: Action) -> StepResult:
+        seconds = next(self.calls, None)
+        if seconds is None:
+            return _DONE
+        await asyncio.sleep(seconds)
+        return _OBSERVATION
+
+
+@dataclass
+class SimWorld(World):
+    """World of simulated environments; the task of group `n` has the id `n`."""
+
+    sampler: EpisodeSampler
+    members: int
+    name: str = "simulated"
+    splits: Sequence[str] = ("train",)
+    rewards: Sequence[Reward] = ()
+    _started: Counter[str] = field(default_factory=Counter)
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """Return no tasks; the simulation creates them itself."""
+        return ()
+
+    def environment(self, task: Task) -> SimEnvironment:
+        """Return the environment of the group's next member; the scheduler starts them in order."""
+        group, member = int(task.id), self._started[task.id]
+        self._started[task.id] += 1
+        if self._started[task.id] == self.members:
+            del self._started[task.id]
+        return SimEnvironment(iter(self.sampler.calls(group, member)))
+
+    def make_chat(self, pool: DevicePool, request: RolloutRequest) -> SimChatSession:
+        actions = self.sampler.actions(int(request.task.id), request.key.sample)
+        return SimChatSession(pool, actions, self.sampler.shape.read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +250,10 @@ class _GroupSource:
     layout: RunLayout
 
     def requests(self, number: int) -> list[RolloutRequest]:
-        """Return the requests of a group."""
         task, step = Task(str(number), (), None), number // self.layout.groups + 1
         return [RolloutRequest(RolloutKey(step, task.id, member), task) for member in range(self.layout.members)]
 
     def counts(self, group: Sequence[Episode]) -> bool:
-        """Return True, since every group is trained."""
         return True
 
 
@@ -157,7 +280,6 @@ class _Simulation:
         )
 
     async def sync(self) -> list[SimStep]:
-        """Sample, train and send the weights, one after another."""
         for step in range(1, self.layout.steps + 1):
             marks = [now()]
             episodes = await self._sample(step)
@@ -170,7 +292,6 @@ class _Simulation:
         return self.steps
 
     async def one_step(self) -> list[SimStep]:
-        """Sample the next batch while training on this one."""
         last = self.layout.steps
         episodes = await self._sample(1)
         for step in range(1, last + 1):
@@ -186,7 +307,6 @@ class _Simulation:
         return self.steps
 
     async def asynchronous(self) -> list[SimStep]:
-        """Train on batches from the group queue."""
         layout, budget = self.layout, FailureBudget(self.layout.episodes)
         limit = ConcurrencyController(first_in_flight(layout.episodes), layout.members, layout.max_in_flight)
         queue = GroupQueue(
@@ -248,8 +368,8 @@ class _Simulation:
         return await self.scheduler.run([request for number in numbers for request in self.source.requests(number)])
 
     async def _train(self, episodes: Sequence[Episode]) -> None:
-        tokens = sum(num_sampled(episode.trajectory) for episode in episodes)
-        total = tokens + self.costs.episode.context * len(episodes)
+        segments = (segment for episode in episodes for segment in episode.trajectory.segments)
+        total = sum(sum(segment.tokens) for segment in segments) + self.costs.episode.context * len(episodes)
         await self.learner.work(self.costs.learner.seconds(total, self.layout.learners))
 
     def _record_step(
@@ -261,7 +381,10 @@ class _Simulation:
         self.ledger.close(step, trained=len(episodes))
         rollout_s, learn_s, sync_s = (b - a for a, b in pairwise(marks))
         total_s = rollout_s + learn_s + sync_s
-        counts, ages = self.pool.drain_counts(), token_ages(episodes, step)
+        counts, ages = self.pool.drain_counts(), Counter[int]()
+        for segment in (segment for episode in episodes for segment in episode.trajectory.segments):
+            for number, version in zip(segment.tokens, segment.versions, strict=True):
+                ages[step - 1 - version] += number
         tokens = ages.total()
         passes = counts.passes or 1.0
         done = SimStep(

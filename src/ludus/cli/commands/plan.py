@@ -129,7 +129,7 @@ def cost_lines(costs: Costs) -> list[str]:
     """Return lines that describe the cost model."""
     engine, learner, tool, shape = costs.engine, costs.learner, costs.tool, costs.episode
     a_pass = f"a pass {1e3 * engine.pass_s:.3g} ms and {1e3 * engine.sequence_s:.3g} ms per sequence"
-    speeds = ", ".join(f"{n}: {engine.speed(n):,.0f}" for n in (1, 8, 64) if n <= engine.slots)
+    speeds = ", ".join(f"{n}: {n / engine.seconds(n):,.0f}" for n in (1, 8, 64) if n <= engine.slots)
     slow = f"{tool.stragglers:.1%} take {tool.slow:.0f} medians"
     a_step = f"a step {learner.step_s:.3g} s and {1e3 * learner.token_s:.3g} ms per token"
     overlapped = f", and {costs.transfer_s:.3g} s during the next step" if costs.transfer_s else ""
