@@ -19,7 +19,7 @@ from ludus.envs.tool_world import split_of
 from ludus.errors import UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
-from ludus.types import Action, Message, StepResult, Task, Trajectory
+from ludus.types import Action, Message, StepResult, Task
 
 AgentFunction = Callable[..., object]
 """`agent(task, policy)`, plain or `async`; returns the answer."""
@@ -77,7 +77,7 @@ class AgentEnvironment(Environment):
         self._pending: PolicyCall | None = None
         self._history: list[Message] = []
         self._value = 0.0
-        self.rewards = (Reward("reward", self._stored_reward, outcome=True),)
+        self.rewards = (Reward("reward", lambda task, trajectory: self._value, outcome=True),)
 
     async def start(self, task: Task) -> list[Message]:
         """Run the function to its first call. Raises WorldError if it makes none."""
@@ -140,10 +140,6 @@ class AgentEnvironment(Environment):
         self._history += added
         return added
 
-    def _stored_reward(self, task: Task, trajectory: Trajectory) -> float:
-        del task, trajectory
-        return self._value
-
 
 @dataclass(frozen=True)
 class AgentWorld(World):
@@ -169,28 +165,18 @@ class AgentWorld(World):
         splits = {"validation": tasks.get("test", ()), **tasks}
         if empty := [name for name in ("train", "validation") if not splits.get(name)]:
             raise UserError(f"The agent has no tasks of the split {empty[0]!r}.", "Pass at least five tasks.")
-        return cls(
-            agent,
-            reward,
-            {
-                split: [
-                    Task(f"{split}:{i}", (Message(role="user", content=str(one)),), truth=one)
-                    for i, one in enumerate(found)
-                ]
-                for split, found in splits.items()
-            },
-        )
+        lists: dict[str, list[Task]] = {split: [] for split in splits}
+        for split, found in splits.items():
+            for i, one in enumerate(found):
+                lists[split].append(Task(f"{split}:{i}", (Message(role="user", content=str(one)),), truth=one))
+        return cls(agent, reward, lists)
 
     @property
     def splits(self) -> Sequence[str]:
-        """The names of the splits."""
         return tuple(self.task_lists)
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Return the tasks of a split."""
         return split_of(self.task_lists, split, self.name)
 
     def environment(self, task: Task) -> AgentEnvironment:
-        """Return the environment of one run of the function."""
-        del task
         return AgentEnvironment(self.agent, self.reward)

@@ -106,7 +106,6 @@ class World(ABC):
 
     def demonstrations(self, seed: int) -> Iterator[Demonstration]:
         """Yield dialogues on training tasks without end, for the cold start; none by default."""
-        del seed
         return iter(())
 
     def texts(self) -> Iterator[str]:
@@ -118,22 +117,18 @@ class World(ABC):
 
     def expert(self, task: Task) -> Demonstration | None:
         """Return a dialogue that solves the task, always the same, or None."""
-        del task
         return None
 
     def paraphrases(self, task: Task) -> Sequence[str]:
         """Return texts that are as correct as the expert's answer, to audit the verifier."""
-        del task
         return ()
 
     def alternative_solutions(self, task: Task) -> Sequence[Sequence[Message]]:
         """Return other correct episodes than the expert's, without the prompt, to audit the verifier."""
-        del task
         return ()
 
     def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
         """Return scripted episodes that must not be rewarded, without the prompt, by name of the cheat."""
-        del task
         return {}
 
     def difficulty_report(self) -> str:
@@ -152,7 +147,6 @@ class World(ABC):
 
     def rollout_of(self, task: Task) -> RolloutConfig | None:
         """Return the episode settings for this task; None means those of the run."""
-        del task
         return None
 
     def order(self, seed: int, chunk: int, num_chunks: int) -> TaskSequence:
@@ -160,7 +154,6 @@ class World(ABC):
 
         Raises ConfigError if there are too few tasks.
         """
-        del num_chunks
         return TaskOrder(self.tasks("train"), seed, chunk)
 
     def opening(self, question: str) -> Sequence[Message]:
@@ -174,7 +167,6 @@ class World(ABC):
 
     def with_sandbox(self, sandbox: Sandbox) -> World:
         """Return this world with an unused sandbox, which the world closes."""
-        del sandbox
         return self
 
     @property
@@ -195,7 +187,7 @@ class World(ABC):
 
         Raises UserError if they are unavailable.
         """
-        del tell
+        return
 
     async def close(self) -> None:
         """Release the resources shared by all episodes, on the event loop that used them."""
@@ -237,16 +229,13 @@ class TaskSequence(Protocol):
     @property
     def tasks(self) -> Sequence[Task]:
         """All tasks in the order."""
-        ...
 
     @property
     def chunk(self) -> int:
         """Number of tasks per step, in which no task repeats."""
-        ...
 
     def take(self, start: int, num: int) -> list[Task]:
         """Return the tasks at positions `start` to `start + num`."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -288,12 +277,10 @@ def check_tasks(split: str, tasks: Sequence[Task]) -> None:
                 f"The prompt of the task {task.id!r} of the split {split!r} is not a tuple of messages.",
                 "Write prompt=(Message(role='user', content=...),).",
             )
-        wrong = {name: tag for name, tag in task.tags.items() if not isinstance(tag, str)}
-        for name, tag in wrong.items():
-            raise UserError(
-                f"The tag {name!r} of the task {task.id!r} of the split {split!r} is {tag!r}, not text.",
-                f"Write {str(tag)!r}.",
-            )
+        for name, tag in task.tags.items():
+            if not isinstance(tag, str):
+                where = f"of the task {task.id!r} of the split {split!r}"
+                raise UserError(f"The tag {name!r} {where} is {tag!r}, not text.", f"Write {str(tag)!r}.")
         if task.id in seen:
             raise UserError(
                 f"Two tasks of the split {split!r} share the id {task.id!r}.", "Give each task a unique id."
@@ -313,12 +300,10 @@ class Demonstration(Protocol):
     @property
     def trains(self) -> Sequence[bool]:
         """Whether each message is part of the loss."""
-        ...
 
     @property
     def data_class(self) -> DataClass | None:
         """The skill that it teaches; None if `class_of` infers it from the messages."""
-        ...
 
 
 def class_of(shown: Demonstration) -> DataClass:

@@ -89,19 +89,14 @@ def _boxed(row: Record) -> JSON:
     raise RecordError('"solution" has no \\boxed{}')
 
 
-def _field(*names: str) -> Callable[[Record], JSON]:
-    """Return the reader of the first of these fields that a row has, a text or a number."""
-
-    def read(row: Record) -> JSON:
-        value = next((row[name] for name in names if row.get(name) is not None), None)
-        if not isinstance(value, str | int | float):
-            raise RecordError(f"{' or '.join(names)} is not a text or a number")
-        return str(value)
-
-    return read
+def _plain_answer(row: Record) -> JSON:
+    value = next((row[name] for name in ("answer", "Answer") if row.get(name) is not None), None)
+    if not isinstance(value, str | int | float):
+        raise RecordError("answer or Answer is not a text or a number")
+    return str(value)
 
 
-def _literal(row: Record) -> JSON:
+def _one_text(row: Record) -> JSON:
     return [text_field(row, "answer")]
 
 
@@ -143,7 +138,7 @@ BENCHMARKS: Final[Mapping[BenchmarkName, Benchmark]] = {
     "aime": Benchmark(
         "problem (or question) and answer",
         ("problem", "Problem", "question", "Question"),
-        _field("answer", "Answer"),
+        _plain_answer,
         "number",
         "test",
     ),
@@ -158,7 +153,7 @@ BENCHMARKS: Final[Mapping[BenchmarkName, Benchmark]] = {
     ),
     "gaia": Benchmark("Question and Final answer", ("Question",), _gaia, "number", "test", ("Level",)),
     "gsm8k": Benchmark("question and answer (#### 42)", ("question",), _number_after_hashes, "number"),
-    "hotpotqa": Benchmark("question and answer", ("question",), _literal, "text", family=("type",)),
+    "hotpotqa": Benchmark("question and answer", ("question",), _one_text, "text", family=("type",)),
     "math": Benchmark(
         r"problem and solution (with \boxed{}) or answer",
         ("problem",),
@@ -196,10 +191,9 @@ def load_tau_bench(path: Path) -> dict[str, tuple[Task, ...]]:
 
 
 def _tau_task(row: Record, line: int) -> Task:
-    actions, outputs = row.get("actions"), row.get("outputs")
+    actions, outputs, calls = row.get("actions"), row.get("outputs"), []
     if not isinstance(actions, list) or not isinstance(outputs, list):
         raise RecordError('"actions" or "outputs" is not a list')
-    calls = []
     for one in actions:
         arguments = one.get("kwargs") if isinstance(one, dict) else None
         if not isinstance(one, dict) or not isinstance(arguments, dict):

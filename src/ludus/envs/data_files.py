@@ -45,15 +45,16 @@ def read_table(path: Path, split: str = "") -> Iterator[tuple[int, dict[str, obj
     Rows of a named split get it as `split` unless they have one. `split` selects one if the source has several. Raises
     UserError if the source cannot be read or has splits without the selected one.
     """
-    parts = _folder_parts(path) if path.is_dir() else _hub_parts(path) if _hub_name(path) else {"": [_file_rows(path)]}
-    named = {name: split_of(name) for name in parts}
+    named = _hub_name(path)
+    parts = _folder_parts(path) if path.is_dir() else _hub_parts(path, named) if named else {"": [_file_rows(path)]}
+    splits = {name: split_of(name) for name in parts}
     if split and len(parts) > 1:
-        parts = {name: rows for name, rows in parts.items() if named[name] == split}
+        parts = {name: rows for name, rows in parts.items() if splits[name] == split}
         if not parts:
-            raise UserError(f"{path} has no split {split}, but {', '.join(named)}.", "Give the file of one split.")
+            raise UserError(f"{path} has no split {split}, but {', '.join(splits)}.", "Give the file of one split.")
     number, several = 0, sum(map(len, parts.values())) > 1
     for name, sources in parts.items():
-        added = {"split": named[name]} if named[name] else {}
+        added = {"split": splits[name]} if splits[name] else {}
         for rows in sources:
             for line, row in rows:
                 number += 1
@@ -104,9 +105,7 @@ def _folder_parts(path: Path) -> dict[str, list[Rows]]:
     return parts
 
 
-def _hub_parts(path: Path) -> dict[str, list[Rows]]:
-    named = _HUB_NAME.fullmatch(str(path))
-    assert named is not None
+def _hub_parts(path: Path, named: re.Match[str]) -> dict[str, list[Rows]]:
     package = _package("datasets", f"{path} is not a file; reading the Hugging Face dataset of that name")
     try:
         return _dataset_parts(package.load_dataset(named["name"], named["config"]))
@@ -123,13 +122,18 @@ def _dataset_parts(dataset: Iterable[object]) -> dict[str, list[Rows]]:
     return {name: [enumerate(rows, start=1)] for name, rows in splits.items()}
 
 
-def _text(path: Path) -> str:
-    """Return the text of a file, without a byte order mark. Raises UserError."""
+def read_text(path: Path, hint: str, encoding: str = "utf-8") -> str:
+    """Return the text of a file, decompressed if its name ends in `.gz`. Raises UserError."""
     try:
         data = path.read_bytes()
-        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8-sig").lstrip(" \r\n\t")
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode(encoding)
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}.", "Check the path.") from error
+        raise UserError(f"{path} cannot be read: {error}.", hint) from error
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file, without a byte order mark and leading blanks. Raises UserError."""
+    return read_text(path, "Check the path.", "utf-8-sig").lstrip(" \r\n\t")
 
 
 def _file_rows(path: Path) -> Rows:

@@ -77,28 +77,21 @@ class MemberEnvironment(Environment):
         self._task = task
 
     async def start(self, task: Task) -> list[Message]:
-        """Return the initial messages of the episode."""
-        del task
         return await self._environment.start(self._task)
 
     async def step(self, action: Action) -> StepResult:
-        """Return the world's response."""
         return await self._environment.step(action)
 
     async def close(self) -> None:
-        """Release the world's resources."""
         await self._environment.close()
 
     def implements(self, method: str) -> bool:
-        """Return whether the world's environment defines an optional method."""
         return self._environment.implements(method)
 
     def state_key(self) -> str:
-        """Return the world's state key."""
         return self._environment.state_key()
 
     async def grade_again(self) -> ToolOutcome | None:
-        """Return the outcome of grading once more."""
         return await self._environment.grade_again()
 
 
@@ -123,7 +116,6 @@ class MixedWorld(World):
 
     @property
     def emits_turn_rewards(self) -> bool:
-        """Whether some world emits turn rewards."""
         return any(member.world.emits_turn_rewards for member in self.members)
 
     @property
@@ -140,7 +132,6 @@ class MixedWorld(World):
         return verifier(member.own(task), _own_view(member, task, trajectory))
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Return the tasks of all worlds that have the split, interleaved."""
         check_split(split, self.splits, self.name)
         if split not in self._tasks:
             lists = [
@@ -153,7 +144,6 @@ class MixedWorld(World):
         return self._tasks[split]
 
     def environment(self, task: Task) -> MemberEnvironment:
-        """Return a new episode in the task's world."""
         member = self.member_of(task)
         own = member.own(task)
         return MemberEnvironment(member.world.environment(own), own, self.rewards)
@@ -164,7 +154,6 @@ class MixedWorld(World):
         return next((member for member in self.members if member.name == name), self.members[0])
 
     def rollout_of(self, task: Task) -> RolloutConfig:
-        """Return the episode settings of the task's world."""
         return self.member_of(task).rollout
 
     def order(self, seed: int, chunk: int, num_chunks: int) -> MixtureOrder:
@@ -193,33 +182,27 @@ class MixedWorld(World):
             yield shown
 
     def texts(self) -> Iterator[str]:
-        """Yield the texts of all worlds."""
         for member in self.members:
             yield from member.world.texts()
 
     def expert(self, task: Task) -> Demonstration | None:
-        """Return the solution by the task's world."""
         member = self.member_of(task)
         return member.world.expert(member.own(task))
 
     def paraphrases(self, task: Task) -> Sequence[str]:
-        """Return the paraphrases by the task's world."""
         member = self.member_of(task)
         return member.world.paraphrases(member.own(task))
 
     def alternative_solutions(self, task: Task) -> Sequence[Sequence[Message]]:
-        """Return the alternative solutions by the task's world."""
         member = self.member_of(task)
         return member.world.alternative_solutions(member.own(task))
 
     def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
-        """Return the cheats by the task's world."""
         member = self.member_of(task)
         return member.world.cheats(member.own(task))
 
     @property
     def runs_programs(self) -> bool:
-        """Whether some world needs a sandbox."""
         return any(member.world.runs_programs for member in self.members)
 
     def with_sandbox(self, sandbox: Sandbox) -> MixedWorld:
@@ -229,12 +212,10 @@ class MixedWorld(World):
 
     @property
     def episodes_at_once(self) -> int | None:
-        """The minimum over all worlds."""
         limits = [member.world.episodes_at_once for member in self.members]
         return min((limit for limit in limits if limit is not None), default=None)
 
     async def close(self) -> None:
-        """Close all worlds."""
         for member in self.members:
             await member.world.close()
 
@@ -252,13 +233,13 @@ def worlds_in(world: World, config: Config) -> list[tuple[World, Config]]:
     """Return the worlds of a mixture, each with the settings of a run on it alone; any other world unchanged."""
     if not isinstance(world, MixedWorld):
         return [(world, config)]
-    return [(member.world, _single_world_config(config, member)) for member in world.members]
-
-
-def _single_world_config(config: Config, member: MixtureMember) -> Config:
-    own = config.env.mixture[member.name]
-    env = {"name": own.world or member.name, "settings": own.settings, "mixture": {}}
-    return config.model_copy(update={"env": config.env.model_copy(update=env), "rollout": member.rollout})
+    found = []
+    for member in world.members:
+        own = config.env.mixture[member.name]
+        env = {"name": own.world or member.name, "settings": own.settings, "mixture": {}}
+        update = {"env": config.env.model_copy(update=env), "rollout": member.rollout}
+        found.append((member.world, config.model_copy(update=update)))
+    return found
 
 
 def check_tools(world: MixedWorld, rendering: str) -> None:

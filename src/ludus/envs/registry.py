@@ -33,8 +33,6 @@ WORLDS: Mapping[str, str] = {
 }
 """Name -> `module:function`. The function takes the world's settings and its tool limits."""
 
-Factory = Callable[[Mapping[str, object], ToolLimits], World]
-
 
 def build_world(env: EnvConfig, rollout: RolloutConfig, sandbox: SandboxConfig | None = None) -> World:
     """Return the world of a configuration: `env.mixture` if it names worlds, else `env.name`.
@@ -48,14 +46,20 @@ def build_world(env: EnvConfig, rollout: RolloutConfig, sandbox: SandboxConfig |
         mixture = _mixture(env, rollout)
         check_tools(mixture, env.rendering)
         return mixture.with_sandbox(_sandbox(sandbox)) if mixture.runs_programs else mixture
-    world = _with_tools(_one_world(env.name, env.settings, rollout), plugin_tools(env.tools))
+    world, tools = _one_world(env.name, env.settings, rollout), plugin_tools(env.tools)
+    if tools:
+        if not isinstance(world, ToolWorld):
+            raise ConfigError(f"env.tools: the world {world.name!r} does not accept more tools.", "Write a ToolWorld.")
+        world = replace(world, tools=(*world.tools, *tools))
     return world.with_sandbox(_sandbox(sandbox)) if world.implements("with_sandbox") else world
 
 
 def _one_world(name: str, settings: Mapping[str, object], rollout: RolloutConfig) -> World:
     limits = ToolLimits(timeout_s=rollout.tool_timeout_s, max_output=rollout.max_tool_output)
     file = Path(name.partition(":")[0]) if is_file_reference(name) else None
-    factory = _factory(name)
+    path = f"{name}:make_world" if name.endswith(".py") else name
+    found = import_object(WORLDS[name]) if name in WORLDS else find_plugin("worlds", path, "env.name", WORLDS)
+    factory = cast(Callable[[Mapping[str, object], ToolLimits], World], found)
     with plugin_errors(str(file), file.resolve()) if file else nullcontext():
         world = factory(settings, limits)
     if not isinstance(world, World):
@@ -139,13 +143,6 @@ async def closing(world: World) -> AsyncIterator[None]:
         await world.close()
 
 
-def _factory(name: str) -> Factory:
-    if name in WORLDS:
-        return cast(Factory, import_object(WORLDS[name]))
-    path = f"{name}:make_world" if name.endswith(".py") else name
-    return cast(Factory, find_plugin("worlds", path, "env.name", WORLDS))
-
-
 def plugin_tools(names: Sequence[str]) -> tuple[Tool, ...]:
     """Return the tools of `env.tools`. Raises ConfigError for an object that is not a tool."""
     found = [find_plugin("tools", name, "env.tools", ()) for name in names]
@@ -153,12 +150,3 @@ def plugin_tools(names: Sequence[str]) -> tuple[Tool, ...]:
         if not isinstance(one, Tool):
             raise ConfigError(f"env.tools: {name} is not a Tool.", "Make one with `ludus.tools.base.tool`.")
     return tuple(one for one in found if isinstance(one, Tool))
-
-
-def _with_tools(world: World, tools: Sequence[Tool]) -> World:
-    """Add tools to a `ToolWorld`. Raises ConfigError for any other world."""
-    if not tools:
-        return world
-    if not isinstance(world, ToolWorld):
-        raise ConfigError(f"env.tools: the world {world.name!r} does not accept more tools.", "Write a ToolWorld.")
-    return replace(world, tools=(*world.tools, *tools))

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
 import logging
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from ludus.envs.data_files import is_table, read_table
+from ludus.envs.data_files import is_table, read_table, read_text
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.extract import NotJson, read_json
 from ludus.tools.fetch import json_lines
@@ -40,12 +38,8 @@ def read_lines(path: Path, hint: str = "Check env.settings.data.") -> Iterator[t
         for number, row in read_table(path):
             yield number, json.dumps({key: value for key, value in row.items() if value is not None}, default=str)
         return
-    try:
-        data = path.read_bytes()
-        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}.", hint) from error
-    yield from ((number, line) for number, line in enumerate(json_lines(text), 1) if line.strip())
+    lines = json_lines(read_text(path, hint))
+    yield from ((number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
 def parse_record(text: str, parse: Callable[[str], JSON] = read_json) -> dict[str, JSON]:

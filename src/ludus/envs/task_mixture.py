@@ -37,11 +37,6 @@ class TaskPool:
         """Whether the weight changes."""
         return self.weight_end is not None and self.weight_end != self.weight
 
-    def weight_at(self, progress: float) -> float:
-        """Return the weight at this fraction of the steps, 0 to 1."""
-        end = self.weight if self.weight_end is None else self.weight_end
-        return self.weight + (end - self.weight) * progress
-
 
 @dataclass
 class Shares:
@@ -74,15 +69,15 @@ class Shares:
         """Return the share of every pool in a chunk."""
         chunk = min(chunk, self._last)
         if chunk not in self._shares:
-            steps = max(self.num_chunks - 1, 1)
-            weights = [pool.weight_at(min(chunk / steps, 1.0)) for pool in self.pools]
+            progress = min(chunk / max(self.num_chunks - 1, 1), 1.0)
+            ends = [pool.weight if pool.weight_end is None else pool.weight_end for pool in self.pools]
+            weights = [p.weight + (end - p.weight) * progress for p, end in zip(self.pools, ends, strict=True)]
             self._shares[chunk] = [weight / sum(weights) for weight in weights]
         return self._shares[chunk]
 
     def sums(self, chunk: int) -> Sequence[float]:
         """Return `S` of every pool before a chunk, at most the one after which weights are constant."""
-        if not self._starts:
-            self._starts.append([0.0] * len(self.pools))
+        self._starts = self._starts or [[0.0] * len(self.pools)]
         while len(self._starts) <= chunk:
             before, shares = self._starts[-1], self.at(len(self._starts) - 1)
             self._starts.append([s + share * self.chunk for s, share in zip(before, shares, strict=True)])

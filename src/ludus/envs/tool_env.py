@@ -38,11 +38,9 @@ class Resource(Protocol):
 
     async def open(self) -> None:
         """Acquire the resource. An exception is an infrastructure failure."""
-        ...
 
     async def close(self) -> None:
         """Release the resource; also called if it was never opened."""
-        ...
 
 
 class ToolEnv(Environment):
@@ -79,16 +77,16 @@ class ToolEnv(Environment):
         outcomes = await self._executor.run(action)
         if any(o.tool in self._ending and o.status is ToolStatus.OK for o in outcomes):
             return StepResult(done=True, outcomes=outcomes)
-        return StepResult(messages=tuple(map(_as_message, outcomes)), outcomes=outcomes)
+        messages = (
+            Message(role="tool", content=one.output, tool_call_id=one.call_id, name=one.tool or "error")
+            for one in outcomes
+        )
+        return StepResult(messages=tuple(messages), outcomes=outcomes)
 
     async def close(self) -> None:
         """Close the resources."""
         for resource in self._resources:
             await resource.close()
-
-
-def _as_message(outcome: ToolOutcome) -> Message:
-    return Message(role="tool", content=outcome.output, tool_call_id=outcome.call_id, name=outcome.tool or "error")
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,7 +60,6 @@ class ToolWorld(World):
 
     def environment(self, task: Task) -> ToolEnv:
         """Return a new episode."""
-        del task
         return ToolEnv(self.tools, self.rewards, self.limits)
 
     async def close(self) -> None:
