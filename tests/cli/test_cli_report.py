@@ -140,7 +140,7 @@ def test_a_report_of_metrics_only(tiny_run, tmp_path):
 
 
 def test_the_verdict_follows_the_interval():
-    found = PairedDifference(0.042, Interval(0.01, 0.074), 400, 0.01, 30, 13, 0.95)
+    found = PairedDifference(0.042, Interval(0.01, 0.074), 400, 0.01, 30, 13)
     assert verdict(found) == "B is better by 4.2 [1.0, 7.4] points"
     worse = replace(found, difference=-0.042, interval=Interval(-0.074, -0.01))
     assert verdict(worse) == "B is worse by 4.2 [1.0, 7.4] points"
