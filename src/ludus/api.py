@@ -180,10 +180,7 @@ def _is_in_loop() -> bool:
 
 
 def outside_loop(function: Callable[P, T]) -> Callable[P, T]:
-    """Run a function that starts an event loop in a thread if a loop is running already; an interrupt ends it.
-
-    Hints of errors are those of `keyword_hints`.
-    """
+    """Run a function with an event loop, in a thread if one runs already, under `keyword_hints`; interrupts end it."""
 
     @wraps(function)
     @keyword_hints()
@@ -195,9 +192,8 @@ def outside_loop(function: Callable[P, T]) -> Callable[P, T]:
             try:
                 return pool.submit(function, *args, **kwargs).result()
             except KeyboardInterrupt:
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(
-                    ctypes.c_ulong(thread[0]), ctypes.py_object(KeyboardInterrupt)
-                )
+                interrupt = ctypes.py_object(KeyboardInterrupt)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread[0]), interrupt)
                 raise
 
     return run
@@ -306,7 +302,6 @@ rollout_async = asynchronous(rollout)
 
 
 def _words(prefix: str, table: Mapping[str, object]) -> list[str]:
-    """Return a table of settings as words of a command line."""
     words: list[str] = []
     for key, value in table.items():
         name = f"{prefix}{key}"
@@ -412,7 +407,6 @@ async def _rollout(opened: LoadedRun, num_tasks: int, samples: int, split: str) 
 
 
 def _figure() -> tuple[Figure, Axes]:
-    """Return a new figure. Raises UserError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -96,10 +96,7 @@ class StorageError(LudusError):
 
 
 def nearest_names(wrong: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
-    """Return the `known` names most similar to a wrong one: all that tie for the best score, or none.
-
-    `cutoff` is the minimum similarity, from 0 (any name) to 1 (identical).
-    """
+    """Return the `known` names most similar to a wrong one, and ties; `cutoff` is the least similarity, 0 to 1."""
     matcher = difflib.SequenceMatcher(None, b=wrong[:_LONGEST_NAME].lower())
     scores = {}
     for name in known:

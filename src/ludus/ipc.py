@@ -11,8 +11,7 @@ import struct
 import sys
 from typing import IO
 
-LENGTH = struct.Struct("!Q")
-"""Prefix of a frame: the number of bytes that follow."""
+LENGTH = struct.Struct("!Q")  # prefix of a frame: the number of bytes that follow
 
 
 def python_command(function: str, *arguments: str) -> list[str]:

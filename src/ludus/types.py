@@ -283,10 +283,9 @@ SegmentKind = Literal["prompt", "action", "observation"]
 class Segment:
     """Consecutive tokens of one origin.
 
-    `action` tokens were sampled by the policy and are trained on; `prompt` and `observation` tokens (tool
-    output and chat template) are not. `parent` is the index of the preceding segment; None means the previous
-    one in the list, or the root for the first. `logprobs` and `versions` have one entry per action token and
-    are empty for other kinds.
+    `action` tokens were sampled by the policy and are trained on; `prompt` and `observation` tokens (tool output and
+    chat template) are not. `parent` is the index of the preceding segment; None means the previous one in the list, or
+    the root for the first. `logprobs` and `versions` have one entry per action token and are empty for other kinds.
     """
 
     kind: SegmentKind

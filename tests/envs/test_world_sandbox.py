@@ -17,7 +17,7 @@ from ludus.envs.base import World
 from ludus.envs.tool_env import ToolEnv
 from ludus.rewards.base import Reward
 from ludus.sandbox.base import Sandbox
-from ludus.tools.python import python_tool
+from ludus.tools.workspace import python_tool
 from ludus.types import Message, Task
 
 @dataclass(frozen=True)

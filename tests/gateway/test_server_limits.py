@@ -25,9 +25,8 @@ from ludus.gateway.app import PublicEndpoints, make_app
 from ludus.gateway.control import ControlEndpoints
 from ludus.gateway.endpoints import check_shape, error_response
 from ludus.gateway.limits import HttpLimits, http_server, open_socket
+from ludus.gateway.protocol.bodies import BadRequest, error_body, json_bytes, response_body
 from ludus.gateway.protocol.detokenize import Scored, TokenNames, chat_logprobs
-from ludus.gateway.protocol.requests import BadRequest
-from ludus.gateway.protocol.responses import error_body, json_bytes, response_body
 from ludus.gateway.service import CompletionService, ServedModel
 from ludus.sandbox.base import FileChange, Limits, Outcome, Snapshot, make_request, validate_files
 from ludus.sandbox.local.unsafe_process import ProcessSandbox

@@ -21,8 +21,7 @@ from ludus.sandbox import Limits, SandboxSettings, open_sandbox
 from ludus.sandbox.base import FileChange, Snapshot
 from ludus.sandbox.local import container
 from ludus.tools.files import files_tools
-from ludus.tools.python import python_session_tool
-from ludus.tools.workspace import Workspace
+from ludus.tools.workspace import Workspace, python_session_tool
 
 pytestmark = pytest.mark.security
 SETTINGS = SandboxSettings(backend="docker", image="image", sessions=3)

@@ -22,7 +22,7 @@ from ludus.config.sections.rollout import SandboxConfig
 from ludus.envs.registry import sandbox_settings
 from ludus.errors import UserError, WorldError
 from ludus.sandbox import Limits, SandboxSettings, open_sandbox
-from ludus.sandbox.remote.services import FusionSandbox, PistonSandbox
+from ludus.sandbox.remote.client import FusionSandbox, PistonSandbox
 from ludus.worlds.code.grader import CodeGrader, CodeTruth, TestCase
 from tiny_run import ludus, refused
 

@@ -9,8 +9,7 @@ import pytest
 
 from ludus.sandbox.base import Limits, Snapshot
 from ludus.tools.base import ToolError
-from ludus.tools.files import files_tools, lines_of, path_of, replaced
-from ludus.tools.patch import apply_patch_tool, patched_files, read_patch
+from ludus.tools.files import apply_patch_tool, files_tools, lines_of, patched_files, path_of, read_patch, replaced
 from ludus.types import ToolStatus
 from tests.tools.test_tools_sandbox import ask, inside
 

@@ -12,8 +12,7 @@ from ludus.rollouts.episode import EpisodeLimits, run_episode
 from ludus.sandbox import Limits, NamespacesSandbox, SandboxSettings
 from ludus.tools.base import Traits, submit_tool, tool
 from ludus.tools.calculator import calculator_tool
-from ludus.tools.python import python_session_tool, python_tool, shell_tool
-from ludus.tools.workspace import Workspace
+from ludus.tools.workspace import Workspace, python_session_tool, python_tool, shell_tool
 from ludus.types import Action, Message, StopReason, ToolCall, ToolStatus
 from small_worlds import call, is_right, make_chat, make_task, play, scripted
 

@@ -22,8 +22,7 @@ from ludus.rollouts.openai_client import OpenAIClient, OpenAIClientSettings
 from ludus.sandbox.base import Outcome, SandboxSettings
 from ludus.sandbox.guest.wire import unpack_frame
 from ludus.sandbox.remote import client as sandbox_client
-from ludus.sandbox.remote.client import RemoteSandbox
-from ludus.sandbox.remote.services import FusionSandbox, PistonSandbox
+from ludus.sandbox.remote.client import FusionSandbox, PistonSandbox, RemoteSandbox
 from ludus.tools.mcp.client import ServedTool
 from ludus.types import Action, ToolCall, ToolStatus
 from ludus.untrusted import replies, worker

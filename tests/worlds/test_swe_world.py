@@ -33,7 +33,7 @@ from ludus.evaluation.scripted_agents import ScriptedChatSession, actions_of, ca
 from ludus.recipes import recipe_folder
 from ludus.rollouts.episode import EpisodeLimits, run_episode
 from ludus.sandbox.base import Snapshot
-from ludus.tools.patch import patched_files, read_patch, unified_diff
+from ludus.tools.files import patched_files, read_patch, unified_diff
 from ludus.worlds.swe.grader import CONTROL, grade, leak_tests
 from ludus.worlds.swe.guest_runner import digest_of
 from ludus.worlds.swe.masking import masked, without_tests

@@ -19,11 +19,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from ludus.errors import EngineBusy, EngineError, RequestRejected
-from ludus.gateway import chat, completions
 from ludus.gateway.control import ControlEndpoints
 from ludus.gateway.endpoints import ControlAccess, HttpRouter, NoBody, error_response, json_response
-from ludus.gateway.protocol.requests import BadRequest, ChatRequest, CompletionRequest, Sampling
-from ludus.gateway.protocol.responses import JsonBody, error_body, json_bytes
+from ludus.gateway.generation import complete, complete_chat, stream, stream_chat
+from ludus.gateway.protocol.bodies import (
+    BadRequest,
+    ChatRequest,
+    CompletionRequest,
+    JsonBody,
+    Sampling,
+    error_body,
+    json_bytes,
+)
 from ludus.gateway.service import CompletionService
 
 if TYPE_CHECKING:
@@ -64,18 +71,10 @@ class PublicEndpoints:
         model, engine = self.service.model, self.service.engine
         named: list[tuple[str, str, str | None, int]] = [(model.name, model.root, None, engine.version)]
         named += [(a.name, a.root, model.name, a.version) for a in self.service.adapters.by_name.values()]
+        common = {"object": "model", "created": model.created, "owned_by": "ludus"}
+        traits = {"max_model_len": engine.context_tokens, "batch_invariant": engine.batch_invariant}
         cards = [
-            {
-                "id": name,
-                "object": "model",
-                "created": model.created,
-                "owned_by": "ludus",
-                "root": root,
-                "parent": parent,
-                "weight_version": str(version),
-                "max_model_len": engine.context_tokens,
-                "batch_invariant": engine.batch_invariant,
-            }
+            {"id": name, **common, "root": root, "parent": parent, "weight_version": str(version), **traits}
             for name, root, parent, version in named
         ]
         return json_response({"object": "list", "data": cards})
@@ -83,18 +82,17 @@ class PublicEndpoints:
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
         name = self._name("cmpl", body)
         if body.stream:
-            return await _event_stream(completions.stream(self.service, name, body))
-        return await self._respond(request, body, partial(completions.complete, self.service, name, body))
+            return await _event_stream(stream(self.service, name, body))
+        return await self._respond(request, body, partial(complete, self.service, name, body))
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         name = self._name("chatcmpl", body)
         if body.stream:
-            return await _event_stream(chat.stream(self.service, name, body))
-        return await self._respond(request, body, partial(chat.complete, self.service, name, body))
+            return await _event_stream(stream_chat(self.service, name, body))
+        return await self._respond(request, body, partial(complete_chat, self.service, name, body))
 
     def _name(self, kind: str, body: Sampling) -> str:
-        """Return a request's id. Raises BadRequest if its model is not served."""
-        self.service.adapter(body.model)
+        self.service.adapter(body.model)  # raises BadRequest if it is not served
         return f"{kind}-{body.request_id or secrets.token_hex(12)}"
 
     async def health(self, _: Request, __: NoBody) -> Response:
@@ -127,18 +125,18 @@ class PublicEndpoints:
 
 async def _until_disconnect(request: Request, work: Awaitable[Result]) -> Result | None:
     """Return the result of `work`. If the client disconnects first, cancel it and return None."""
-    task, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(_wait_for_disconnect(request))
+
+    async def wait() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(wait())
     try:
         await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
     finally:
         disconnected.cancel()
         task.cancel()
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _event_stream(pieces: AsyncIterator[JsonBody]) -> Response:

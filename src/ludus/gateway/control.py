@@ -29,7 +29,7 @@ from ludus.engines.remote.gloo_broadcast import (
 )
 from ludus.errors import EngineError, SyncError
 from ludus.gateway.endpoints import HttpRouter, NoBody
-from ludus.gateway.protocol.requests import BadRequest
+from ludus.gateway.protocol.bodies import BadRequest
 from ludus.gateway.service import CompletionService, PauseMode
 
 if TYPE_CHECKING:
@@ -228,10 +228,7 @@ class ControlEndpoints:
         return JSONResponse({"message": "Ready to receive weights"})
 
     async def receive(self, _: Request | None, __: NoBody) -> Response:
-        """Receive the trainer's weights.
-
-        Raises EngineError if the connection is lost, BadRequest if the weights do not match the model.
-        """
+        """Receive the trainer's weights. Raises EngineError if it is lost, BadRequest if they do not fit the model."""
         group, manifest = self._group, self._expected
         if group is None or manifest is None:
             raise BadRequest("No weights are expected.", _CONFLICT)

@@ -20,8 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ludus.gateway.protocol.requests import BadRequest, RequestBody, read_body
-from ludus.gateway.protocol.responses import JsonBody, error_body, json_bytes
+from ludus.gateway.protocol.bodies import BadRequest, JsonBody, RequestBody, error_body, json_bytes, read_body
 from ludus.gateway.service import RequestThreads
 
 _CONTAINERS, _COMMAS = 2**13, 2**17

@@ -29,8 +29,7 @@ _TIMEOUT, _TOO_LARGE, _BUSY = 408, 413, 503
 _DRAIN_S = 5.0
 _SPARE_FILES = 256  # file descriptors reserved for purposes other than connections
 
-ErrorResponder = Callable[[int, str], Response]
-"""Create an error response from a status and a message."""
+ErrorResponder = Callable[[int, str], Response]  # create an error response from a status and a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +208,8 @@ class _Protocol(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > self.limits.connections:
             self._close(_BUSY)
-            return
-        self._expect_head()
+        else:
+            self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -258,7 +257,6 @@ def open_socket(host: str, port: int) -> socket.socket:
         listener.listen(2048)
     except (OSError, OverflowError) as error:
         listener.close()
-        raise UserError(
-            f"{host}:{port} cannot be bound: {str(error).rstrip('.')}.", "Set another --port, or 0 for a free one."
-        ) from error
+        hint = "Set another --port, or 0 for a free one."
+        raise UserError(f"{host}:{port} cannot be bound: {str(error).rstrip('.')}.", hint) from error
     return listener

@@ -23,8 +23,8 @@ from ludus.engines.base import Request
 from ludus.engines.embedded.engine import LocalEngine, Piece
 from ludus.engines.models.lora import read_adapter
 from ludus.errors import EngineBusy, SyncError, UserError
+from ludus.gateway.protocol.bodies import BadRequest, Sampling, TokenIds
 from ludus.gateway.protocol.detokenize import TokenNames
-from ludus.gateway.protocol.requests import BadRequest, Sampling, TokenIds
 from ludus.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ class AdapterTable:
 
 
 PauseMode = Literal["abort", "wait", "keep"]
+Batch = Sequence[tuple[tuple[int, ...], SamplingParams]]
 
 _MAX_CACHED_RESPONSES, _MAX_CACHED_BYTES = 1024, 64 * 2**20
 _NOT_FOUND, _CONFLICT = 404, 409
@@ -133,10 +134,7 @@ _NOT_FOUND, _CONFLICT = 404, 409
 
 @dataclass(frozen=True)
 class ServedModel:
-    """Description of the served model.
-
-    `end_ids` are its end-of-text tokens; `longest_token` is in characters; `renderer` is None without a chat template.
-    """
+    """The served model. `longest_token` is in characters, `end_ids` end a text, `renderer` needs a chat template."""
 
     name: str
     root: str
@@ -205,8 +203,7 @@ class ResponseCache:
 class CompletionService:
     """Serve requests with an engine and its model.
 
-    Clients that send `control_token` may pause it and change its weights, under its IP addresses and the
-    names in `control_hosts`. An empty token disables control.
+    Clients with `control_token` (empty: none) may control it, under its IP addresses and names in `control_hosts`.
     """
 
     engine: LocalEngine
@@ -247,10 +244,7 @@ class CompletionService:
         return ids
 
     async def encoded(self, text: str, *, add_special: bool) -> tuple[int, ...]:
-        """Tokenize a text. Raises BadRequest if it cannot fit or cannot be encoded.
-
-        A text with more characters than the context times the longest token is rejected before tokenization.
-        """
+        """Tokenize a text. Raises BadRequest if it is not valid or, judged by its characters first, cannot fit."""
         limit = self.engine.context_tokens
         min_tokens = -(-len(text) // self.model.longest_token)
         if min_tokens > limit:
@@ -298,17 +292,13 @@ class CompletionService:
         finally:
             self.adapters.release(adapter)
 
-    async def sample(
-        self, name: str, batch: Sequence[tuple[tuple[int, ...], SamplingParams]], adapter: str | None
-    ) -> list[Completion]:
+    async def sample(self, name: str, batch: Batch, adapter: str | None) -> list[Completion]:
         """Sample a completion per prompt concurrently; choice `i` has the id `NAME-i`."""
         requests = _requests(name, batch, adapter)
         with self._registered(requests):
             return await self.engine.generate_batch(requests)
 
-    async def stream(
-        self, name: str, batch: Sequence[tuple[tuple[int, ...], SamplingParams]], adapter: str | None
-    ) -> AsyncIterator[tuple[int, Piece]]:
+    async def stream(self, name: str, batch: Batch, adapter: str | None) -> AsyncIterator[tuple[int, Piece]]:
         """Yield pieces of several completions as they are sampled, with the index of the completion."""
         requests = _requests(name, batch, adapter)
         queue: asyncio.Queue[tuple[int, Piece | BaseException]] = asyncio.Queue()
@@ -369,7 +359,7 @@ class CompletionService:
                 self.engine.end_episode(name)
 
 
-def _requests(name: str, batch: Sequence[tuple[tuple[int, ...], SamplingParams]], adapter: str | None) -> list[Request]:
+def _requests(name: str, batch: Batch, adapter: str | None) -> list[Request]:
     return [Request(f"{name}-{i}", ids, params, adapter=adapter) for i, (ids, params) in enumerate(batch)]
 
 

@@ -28,7 +28,7 @@ def open_sandbox(settings: SandboxSettings | None = None) -> Sandbox:
 
             return RemoteSandbox(chosen)
         case "sandbox_fusion" | "piston":
-            from ludus.sandbox.remote.services import FusionSandbox, PistonSandbox
+            from ludus.sandbox.remote.client import FusionSandbox, PistonSandbox
 
             return (FusionSandbox if chosen.backend == "sandbox_fusion" else PistonSandbox)(chosen)
         case "process":

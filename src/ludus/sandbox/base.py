@@ -246,10 +246,7 @@ class Sandbox(ABC):
     async def session(
         self, kind: SessionKind = "python", *, files: Mapping[str, bytes] | None = None, limits: Limits | None = None
     ) -> SandboxSession:
-        """Open a session; `limits` apply per call, those of disk and processes to the whole session.
-
-        Raises UserError and WorldError as `run` does.
-        """
+        """Open a session; `limits` apply per call, those of disk and processes in all. Raises as `run` does."""
         if kind not in ("python", "shell"):
             raise UserError(f"Unknown session kind {kind!r}.", "Kinds: python, shell.")
         return await self._open_session(kind, validate_files(files or {}), limits or Limits())
@@ -288,8 +285,6 @@ def validate_files(files: Mapping[str, bytes]) -> Mapping[str, bytes]:
         invalid = not parts or path.startswith("/") or ".." in parts or "\0" in path or len(path) > MAX_PATH_CHARS
         invalid = invalid or len(parts) > MAX_DEPTH + 1 or path.endswith("/") or not path.isprintable()
         if invalid:
-            raise UserError(
-                f"{path!r} is not a valid sandbox file path.",
-                f"Use a relative path without '..', at most {MAX_DEPTH} folders deep.",
-            )
+            hint = f"Use a relative path without '..', at most {MAX_DEPTH} folders deep."
+            raise UserError(f"{path!r} is not a valid sandbox file path.", hint)
     return files

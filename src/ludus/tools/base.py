@@ -30,7 +30,7 @@ from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from ludus.sandbox.local.namespaces import CALL_TIMEOUTS, PausableTimeout
+from ludus.sandbox.local.namespaces import CALL_TIMEOUTS, LoopSlots, PausableTimeout
 from ludus.types import JSON
 
 
@@ -80,10 +80,7 @@ _num_sharing_processes: ContextVar[int] = ContextVar("ludus-tool-sharers", defau
 
 @contextmanager
 def shared_by(num_processes: int) -> Iterator[None]:
-    """Divide the `concurrency` of tools among `num_processes` processes within the block.
-
-    Each process uses an equal share, rounded down, but at least 1.
-    """
+    """Divide the `concurrency` of tools equally among processes within the block, rounded down, but at least 1."""
     token = _num_sharing_processes.set(num_processes)
     try:
         yield
@@ -93,10 +90,7 @@ def shared_by(num_processes: int) -> Iterator[None]:
 
 @asynccontextmanager
 async def call_timeout(limit_s: float) -> AsyncIterator[asyncio.Timeout]:
-    """Raise TimeoutError if the block, a call of a tool or environment, takes longer than `limit_s` seconds.
-
-    Excludes the wait for a sandbox slot, also in tasks created within the block.
-    """
+    """Raise TimeoutError if a call takes longer than `limit_s`, without waits for sandbox slots, also of its tasks."""
     async with asyncio.timeout(limit_s) as timeout:
         token = CALL_TIMEOUTS.set((*CALL_TIMEOUTS.get(), PausableTimeout(timeout)))
         try:
@@ -129,9 +123,7 @@ class Tool:
     timeout_s: float | None = None
     concurrency: int = 0
     traits: Traits = Traits()
-    _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(
-        init=False, repr=False, compare=False, default_factory=WeakKeyDictionary
-    )
+    _slots: LoopSlots = field(init=False, repr=False, compare=False, default_factory=WeakKeyDictionary)
 
     @property
     def is_async(self) -> bool:
@@ -149,10 +141,9 @@ class Tool:
     def schema(self) -> ToolSchema:
         """The tool description in OpenAI's format."""
         schema = self.arguments.model_json_schema()
-        properties = {
-            name: {key: value for key, value in prop.items() if key != "title"}
-            for name, prop in schema.get("properties", {}).items()
-        }
+        properties = schema.get("properties", {})
+        for described in properties.values():
+            described.pop("title", None)
         parameters = {"type": "object", "properties": properties, "required": schema.get("required", [])}
         if "$defs" in schema:
             parameters["$defs"] = schema["$defs"]
@@ -225,10 +216,7 @@ def tool(
     concurrency: int = 0,
     traits: Traits = Traits(),
 ) -> Tool | Callable[[ToolFunction], Tool]:
-    """Create a `Tool` from a typed function.
-
-    Raises TypeError for a parameter without annotation or that cannot be passed by name.
-    """
+    """Create a `Tool` from a function. Raises TypeError for a parameter without annotation or only by position."""
 
     def make(fn: ToolFunction) -> Tool:
         summary, _, args = (inspect.getdoc(fn) or "").partition("\nArgs:")
@@ -247,9 +235,10 @@ def _arguments_model(fn: ToolFunction, described: Mapping[str, str]) -> type[Bas
             raise TypeError(f"tool {fn.__name__}: parameter {parameter.name!r} cannot be passed by name")
         if parameter.name not in hints:
             raise TypeError(f"tool {fn.__name__}: parameter {parameter.name!r} needs a type annotation")
-        given: dict[str, Any] = {} if parameter.default is parameter.empty else {"default": parameter.default}
-        given |= {"description": described[parameter.name]} if parameter.name in described else {}
-        fields[parameter.name] = (hints[parameter.name], Field(**given))
+        default = ... if parameter.default is parameter.empty else parameter.default
+        text = described.get(parameter.name)
+        info = Field(default=default) if text is None else Field(default=default, description=text)
+        fields[parameter.name] = (hints[parameter.name], info)
     config = ConfigDict(extra="forbid", strict=True)
     return create_model(f"{fn.__name__}_arguments", __config__=config, **fields)
 

@@ -16,10 +16,8 @@ from typing import Final
 
 from ludus.tools.base import Tool, ToolError, Traits, tool
 
-MAX_CHARACTERS: Final = 500
-"""Maximum number of characters of an expression."""
-MAX_BITS: Final = 4096
-"""Maximum number of bits of a numerator or denominator, including intermediate results."""
+MAX_CHARACTERS: Final = 500  # maximum number of characters of an expression
+MAX_BITS: Final = 4096  # maximum number of bits of a numerator or denominator, including intermediate results
 _MAX_COMBINATORIC: Final = 400  # largest argument of `factorial`, `comb` and `perm`
 _MAX_PRIME: Final = 10_000  # largest argument of `isprime` and `primes`
 _MAX_ARGUMENTS: Final = 500
@@ -146,7 +144,7 @@ def _root(value: Number) -> Number:
 def _round(value: Number, digits: Number = Fraction(0)) -> Number:
     if digits != int(digits) or not -MAX_CHARACTERS <= digits <= MAX_CHARACTERS:
         raise ToolError("round takes a small whole number of digits")
-    return round(value, int(digits)) if digits else Fraction(round(value))
+    return value.__round__(int(digits)) if digits else Fraction(round(value))
 
 
 def _wrap_float(function: Callable[..., float]) -> Callable[..., Number]:

@@ -14,8 +14,7 @@ from urllib.parse import unquote, urldefrag
 from ludus.errors import UserError
 from ludus.tools.base import Tool, ToolError, Traits, tool
 
-PAGE: Final = 1500
-"""Characters per page; a page and its header fit into `rollout.max_tool_output`."""
+PAGE: Final = 1500  # characters per page; a page and its header fit into `rollout.max_tool_output`
 NEAR: Final = 3
 _TEXTS: Final = (".html", ".htm", ".md", ".txt")
 
@@ -47,10 +46,7 @@ def fetch_tool(corpus: Mapping[str, str], page_size: int = PAGE) -> Tool:
 
 
 def split_pages(text: str, size: int) -> list[str]:
-    """Split a text into pages of at most `size` characters, if possible after a line or word in the last third.
-
-    The concatenated pages equal the text. An empty text is one empty page.
-    """
+    """Split a text, without loss, into pages of at most `size` characters, at a line or word in the last third."""
     pages: list[str] = []
     while len(text) > size:
         floor = size * 2 // 3
@@ -77,9 +73,8 @@ def load_corpus(path: Path) -> dict[str, str]:
             entry = json.loads(line)
             url, text = entry["url"], entry["text"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise UserError(
-                f"{path}, line {number} is not a corpus page.", 'Each line is {"url": ..., "text": ...}.'
-            ) from error
+            hint = 'Each line is {"url": ..., "text": ...}.'
+            raise UserError(f"{path}, line {number} is not a corpus page.", hint) from error
         if not isinstance(url, str) or not isinstance(text, str) or url in corpus:
             raise UserError(f"{path}, line {number}: url and text must be strings, and each url unique.")
         corpus[url] = text
@@ -87,10 +82,9 @@ def load_corpus(path: Path) -> dict[str, str]:
 
 
 def json_lines(text: str) -> list[str]:
-    """Split a JSON-lines file, including blank lines, so that line numbers match the file.
+    """Split a JSON-lines file at line feeds, keeping blank lines, without a leading byte order mark.
 
-    Only a line feed ends a line: JSON text may contain U+2028, U+2029 and U+0085, at which `str.splitlines`
-    would split. A leading byte order mark is removed.
+    JSON text may contain U+2028, U+2029 and U+0085, at which `str.splitlines` would split.
     """
     return text.removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}").split("\n")
 

@@ -24,12 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 MAX_PASSAGES = 10
-DECIMALS: Final = 5
-"""Decimals of rounded cosines; smaller differences are rounding errors and count as ties."""
-RRF_K: Final = 60
-"""Constant of reciprocal rank fusion (Cormack, Clarke and Büttcher, SIGIR 2009)."""
-DEPTH: Final = 100
-"""Number of passages per ranking in the fusion."""
+DECIMALS: Final = 5  # decimals of rounded cosines; smaller differences are rounding errors and count as ties
+RRF_K: Final = 60  # constant of reciprocal rank fusion (Cormack, Clarke and Büttcher, SIGIR 2009)
+DEPTH: Final = 100  # number of passages per ranking in the fusion
 
 
 def words(text: str) -> list[str]:
@@ -140,8 +137,7 @@ class DenseIndex(RankedIndex):
 class HybridIndex(RankedIndex):
     """Reciprocal rank fusion of several rankings of the same passages: the sum of `1 / (60 + rank)`.
 
-    Ranks count from 1; each ranking contributes its first 100 passages. Raises ValueError for indices over
-    different passages.
+    Ranks count from 1, up to 100 per ranking. Raises ValueError for indices over different passages.
     """
 
     def __init__(self, *indices: RankedIndex) -> None:
@@ -151,7 +147,6 @@ class HybridIndex(RankedIndex):
         self._indices = indices
 
     def ranking(self, query: str, depth: int) -> list[int]:
-        """Return the indices of at most `depth` best passages, best first."""
         return fuse([index.ranking(query, DEPTH) for index in self._indices])[:depth]
 
 
@@ -166,20 +161,16 @@ def fuse(rankings: Sequence[Sequence[int]]) -> list[int]:
 
 def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if not (folder / "config.json").is_file():
-        raise UserError(
-            f"{folder} does not contain a model.",
-            "The encoder must be a local folder with config.json, weights and tokenizer.",
-        )
+        hint = "The encoder must be a local folder with config.json, weights and tokenizer."
+        raise UserError(f"{folder} does not contain a model.", hint)
     from transformers import AutoModel, AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         model = AutoModel.from_pretrained(folder, local_files_only=True, trust_remote_code=False, weights_only=True)
     except UnpicklingError as error:
-        raise UserError(
-            f"The pickled weights in {folder} contain objects other than tensors.",
-            "Unpickling them could execute code. Save them as safetensors.",
-        ) from error
+        hint = "Unpickling them could execute code. Save them as safetensors."
+        raise UserError(f"The pickled weights in {folder} contain objects other than tensors.", hint) from error
     except (OSError, EOFError, ValueError, RuntimeError) as error:
         raise UserError(f"The encoder in {folder} cannot be read: {error}", "Check the folder.") from error
     return model.eval(), tokenizer

@@ -1,16 +1,15 @@
 """Queries on an SQLite database with limits on work, time, memory and output, and without disk access.
 
-A `Database` contains the bytes of a database file. Every query runs on a separate connection to a copy in
-memory, so calls may run in parallel and cannot affect each other or a file. In a writable database the changes
-of successful queries persist.
+A `Database` contains the bytes of a database file. Every query runs on a separate connection to a copy in memory, so
+calls may run in parallel and cannot affect each other or a file. In a writable database the changes of successful
+queries persist.
 
-An authorizer permits reads and computation (in a writable database also changes of tables) and rejects all
-other actions: ATTACH, pragmas with side effects, extensions, transactions, `random`. A progress handler stops a query
-after `SqlLimits.steps` VM instructions, which is deterministic, or `SqlLimits.seconds`. A single instruction
-or an expression without a jump cannot be interrupted; the limits on value length, function calls and `printf`
-widths keep them short (at most 15 ms on a slow core, for `trim`). The memory limit is SQLite's own and counts
-all of its connections in the process; the lowest limit ever set applies. Not covered: `date('now')` returns
-the current time.
+An authorizer permits reads and computation (in a writable database also changes of tables) and rejects all other
+actions: ATTACH, pragmas with side effects, extensions, transactions, `random`. A progress handler stops a query after
+`SqlLimits.steps` VM instructions, which is deterministic, or `SqlLimits.seconds`. A single instruction or an expression
+without a jump cannot be interrupted; the limits on value length, function calls and `printf` widths keep them short (at
+most 15 ms on a slow core, for `trim`). The memory limit is SQLite's own and counts all of its connections in the
+process; the lowest limit ever set applies. Not covered: `date('now')` returns the current time.
 """
 
 from __future__ import annotations
@@ -49,22 +48,18 @@ ACTIONS = {
     sqlite3.SQLITE_ALTER_TABLE: "ALTER TABLE is",
     sqlite3.SQLITE_CREATE_TABLE: "CREATE TABLE is",
 }
-PRAGMAS = frozenset({"table_info", "table_xinfo", "foreign_key_list", "index_list", "index_info"})
-"""Read-only pragmas."""
+PRAGMAS = frozenset({"table_info", "table_xinfo", "foreign_key_list", "index_list", "index_info"})  # read-only pragmas
 FUNCTIONS = frozenset({"load_extension", "random", "randomblob", "fts3_tokenizer", "readfile", "writefile"})
 """Rejected functions: they load code, are nondeterministic, or access files."""
 NO_SUCH = re.compile(r"no such (table|column): ((?:\w+\.)?(\w+))")
 LIKE_CHARACTERS = 100
 COLUMNS = 100
 PAGES_GROWTH = 2_000
-SQL_BYTES = 4
-"""Maximum bytes per character of a query."""
+SQL_BYTES = 4  # maximum bytes per character of a query
 WIDE = re.compile(r"%[-+ #!,.\dl]*(?:\*|\d{4})")
 """Pattern of a format width or precision that is an argument or has more than three digits."""
-CALLS = 50
-"""Maximum number of function calls in a query."""
-CHECK_EVERY = 200
-"""Instructions between two checks of the limits."""
+CALLS = 50  # maximum number of function calls in a query
+CHECK_EVERY = 200  # instructions between two checks of the limits
 
 
 class SqlError(ValueError):
@@ -108,11 +103,7 @@ class Database:
     _lock: Lock = field(init=False, repr=False, default_factory=Lock)
 
     def query(self, text: str, keep: int | None = None) -> Result:
-        """Run one statement and return its first `keep` rows (None: `limits.rows`).
-
-        Raises SqlError with a message for the model, which suggests similar names for unknown ones. A failed
-        statement changes nothing.
-        """
+        """Return the first `keep` rows of a statement (None: `limits.rows`). After an SqlError nothing has changed."""
         if len(text) > self.limits.text:
             raise SqlError(f"the query has {len(text)} characters; {self.limits.text} are allowed")
         if not self.writable:
@@ -127,23 +118,18 @@ class Database:
             return _tables(connection)
 
     def describe(self, table: str = "", samples: int = 3) -> str:
-        """Describe tables with columns, types and foreign keys, one line each; for one table also sample rows.
-
-        Raises SqlError for an unknown table, with the most similar name.
-        """
+        """Describe tables, one line each, or one with sample rows. SqlError names one similar to an unknown one."""
         with closing(self._open()) as connection:
             known = _tables(connection)
-            if not table:
-                with _Guard(False, self.limits).over(connection):
-                    return "\n".join(_outline(connection, name) for name in known)
             names = {name.casefold(): name for name in known}
-            if table.casefold() not in names:
+            if table and table.casefold() not in names:
                 raise SqlError(f"no such table: {table}.{_suggestion(table, known)} Tables: {', '.join(known)}")
-            name = names[table.casefold()]
             with _Guard(False, self.limits).over(connection):
+                if not table:
+                    return "\n".join(_outline(connection, name) for name in known)
+                name = names[table.casefold()]
                 first = _fetch(connection, f"SELECT * FROM {_quote(name)}", self.limits, samples)
-                outline = _outline(connection, name)
-            return f"{outline}\n{as_table(first, self.limits)}"
+                return f"{_outline(connection, name)}\n{as_table(first, self.limits)}"
 
     def _run(self, text: str, keep: int | None) -> tuple[Result, bytes]:
         with closing(self._open()) as connection:
@@ -162,7 +148,8 @@ class Database:
             known = _tables(connection)
             if found[1] == "table":
                 return f".{_suggestion(found[2], known)} Tables: {', '.join(known)}"
-            places = [(column, table) for table in known for column in _columns(connection, table)]
+            infos = [(table, connection.execute(f"PRAGMA table_info({_quote(table)})")) for table in known]
+            places = [(str(row[1]), table) for table, info in infos for row in info]
         near = difflib.get_close_matches(found[3].casefold(), {c.casefold() for c, _ in places}, n=3)
         suggestions = [f"{table}.{column}" for name in near for column, table in places if column.casefold() == name]
         return f". Nearest: {', '.join(suggestions[:4])}" if suggestions else ""
@@ -171,9 +158,8 @@ class Database:
         """Open a limited connection to a copy of the image, without a guard."""
         connection = sqlite3.connect(":memory:", isolation_level=None, cached_statements=0)
         connection.deserialize(self.image)
-        pages = len(self.image) // 4096 + PAGES_GROWTH
         connection.execute("PRAGMA temp_store = MEMORY")
-        connection.execute(f"PRAGMA max_page_count = {pages}")
+        connection.execute(f"PRAGMA max_page_count = {len(self.image) // 4096 + PAGES_GROWTH}")
         connection.execute(f"PRAGMA hard_heap_limit = {self.limits.memory}")
         connection.execute(f"PRAGMA query_only = {'OFF' if self.writable else 'ON'}")
         bounds = {
@@ -293,15 +279,9 @@ def _suggestion(name: str, known: Sequence[str]) -> str:
 
 
 def _tables(connection: sqlite3.Connection) -> list[str]:
-    found = connection.execute(
-        "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite~_%' "
-        "ESCAPE '~' ORDER BY rowid"
-    )
+    where = "type IN ('table', 'view') AND name NOT LIKE 'sqlite~_%' ESCAPE '~'"
+    found = connection.execute(f"SELECT name FROM sqlite_master WHERE {where} ORDER BY rowid")
     return [str(name) for (name,) in found]
-
-
-def _columns(connection: sqlite3.Connection, table: str) -> list[str]:
-    return [str(row[1]) for row in connection.execute(f"PRAGMA table_info({_quote(table)})")]
 
 
 def _outline(connection: sqlite3.Connection, table: str) -> str:

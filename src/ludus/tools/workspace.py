@@ -1,8 +1,8 @@
-"""`Workspace`: the sandbox session of one episode, shared by several tools.
+"""`Workspace`: the sandbox session of one episode, shared by several tools, and the tools `python` and `shell`.
 
-An environment creates one per episode, opens it in `start` and closes it in `close`
-(`ludus.envs.tool_env.ToolEnv` does both). Calls run one at a time. A call that times out continues to
-run until it reaches the sandbox's limits; the next call waits for it.
+An environment creates one per episode, opens it in `start` and closes it in `close` (`ludus.envs.tool_env.ToolEnv` does
+both). Calls run one at a time. A call that times out continues to run until it reaches the sandbox's limits; the next
+call waits for it. If a program fails, the call still succeeds: traceback and exit code are the output.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import Final, TypeVar
 
 from ludus.errors import LudusError, UserError, WorldError
 from ludus.sandbox.base import MIB, FileChange, Limits, Outcome, Process, Sandbox, SandboxSession, SessionKind, Snapshot
-from ludus.tools.base import ToolError
+from ludus.tools.base import Tool, ToolError, ToolFunction, Traits, tool
 
-WAIT_S: Final = 50.0
-"""Margin of a tool's timeout over the sandbox's time limit (s), since calls of an episode queue."""
+WAIT_S: Final = 50.0  # margin of a tool's timeout over the sandbox's time limit (s), since calls of an episode queue
 LIMITS: Final = Limits(files_out=2000, files_out_bytes=16 * MIB)
 """Limits of a workspace; file tools transfer all files at once."""
 
@@ -46,10 +45,7 @@ class Workspace:
         return self.limits.wall_s + WAIT_S
 
     async def open(self) -> None:
-        """Open the session early, to detect an unavailable sandbox before the episode starts.
-
-        Raises UserError and WorldError.
-        """
+        """Open the session early, to detect an unavailable sandbox. Raises UserError and WorldError."""
         await self._get_session()
 
     async def run(self, code: str) -> Outcome:
@@ -124,12 +120,10 @@ class Workspace:
         if session is not None:
             try:
                 await session.write({})
+                self._session = session
+                return error.message
             except LudusError:
                 await session.close()
-            else:
-                self._session = session
-        if self._session is not None:
-            return error.message
         return f"{error.message} The session is lost; the next call finds a new one with the first files."
 
 
@@ -158,3 +152,60 @@ def report(outcome: Outcome, limits: Limits, in_session: bool) -> str:
     if outcome.omitted_bytes:
         parts.append(f"[{outcome.omitted_bytes} bytes in the middle of the output are not kept]")
     return "\n".join(part for part in parts if part) or "[no output]"
+
+
+_STATELESS_LIMITS: Final = Limits(files_out=0)
+
+
+def python_tool(sandbox: Sandbox, limits: Limits = _STATELESS_LIMITS) -> Tool:
+    """Create the stateless tool `python(code)`: each call runs in an empty folder."""
+
+    async def python(code: str) -> str:
+        """Run a Python program and see what it prints. Nothing is kept from one call to the next.
+
+        Args:
+            code: the program; print what you want to see.
+        """
+        try:
+            outcome = await sandbox.run(code, limits=limits)
+        except UserError as error:
+            raise ToolError(error.message) from error
+        text = report(outcome, limits, in_session=False)
+        return text if text != "[no output]" else "[no output: print what you want to see]"
+
+    return tool(timeout_s=limits.wall_s + WAIT_S, traits=Traits(idempotent=True))(python)
+
+
+def python_session_tool(workspace: Workspace) -> Tool:
+    """Create `python(code)`, which keeps variables and files. Raises UserError for a workspace that is not Python."""
+
+    async def python(code: str) -> str:
+        """Run Python code; see what it prints and the value of its last line. Variables and files are kept.
+
+        Args:
+            code: the code to run.
+        """
+        return report(await workspace.run(code), workspace.limits, in_session=True)
+
+    return _session_tool(workspace, "python", python)
+
+
+def shell_tool(workspace: Workspace) -> Tool:
+    """Create `shell(command)`, which keeps folder, variables and files. Raises UserError for another workspace."""
+
+    async def shell(command: str) -> str:
+        """Run commands in a shell and see what they print. The working folder and files are kept.
+
+        Args:
+            command: one or more lines for the shell.
+        """
+        return report(await workspace.run(command), workspace.limits, in_session=True)
+
+    return _session_tool(workspace, "shell", shell)
+
+
+def _session_tool(workspace: Workspace, kind: SessionKind, run: ToolFunction) -> Tool:
+    if workspace.kind != kind:
+        hint = f'Create it with Workspace(sandbox, kind="{kind}").'
+        raise UserError(f"This tool needs a workspace of kind {kind!r}, but got {workspace.kind!r}.", hint)
+    return tool(timeout_s=workspace.timeout_s)(run)

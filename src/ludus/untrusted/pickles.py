@@ -47,10 +47,7 @@ class _Restricted(pickle._Unpickler):
 
 
 def load_pickle(data: bytes, known: Mapping[str, object] = MappingProxyType({})) -> object:
-    """Return the object in a pickle that references no globals but `known` (dotted name: object).
-
-    Raises UnpicklingError otherwise, including for corrupt data.
-    """
+    """Return the object of a pickle whose globals are all `known` by dotted name. Raises UnpicklingError otherwise."""
     try:
         return _Restricted(data, known).load()
     except _ERRORS as error:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import httpx
 
 MAX_BYTES = 64 * 2**20
-PLAIN = {"Accept-Encoding": "identity"}
-"""Headers of a request whose response must be uncompressed."""
+PLAIN = {"Accept-Encoding": "identity"}  # headers of a request whose response must be uncompressed
 _COMPRESSION_FACTOR = 100  # divisor of the size limit for a compressed response
 
 

@@ -27,10 +27,8 @@ from typing import BinaryIO, ParamSpec, TypeVar, cast
 
 from ludus.ipc import frame, python_command, read_frame
 
-CPU_S = 5.0
-"""CPU seconds of one call of `call_bounded`."""
-MEMORY_BYTES = 2 << 30
-"""Limit of the address space of a process."""
+CPU_S = 5.0  # CPU seconds of one call of `call_bounded`
+MEMORY_BYTES = 2 << 30  # limit of the address space of a process
 _PROCESSES = 2
 _WALL_TIMEOUT_S = 300.0  # wall-clock timeout of a call that uses no CPU time
 
@@ -58,22 +56,16 @@ class LimitedProcess:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def call(self, function: Callable[[], T], cpu_s: float) -> T:
-        """Return the function's result or raise its exception.
-
-        Raises LimitExceeded at `cpu_s` seconds of CPU time or if memory is short, ProcessKilled if the process
-        exits for another reason.
-        """
+        """Return the result, or raise the exception, LimitExceeded (CPU seconds or memory) or ProcessKilled."""
         request = pickle.dumps((function, cpu_s))
         with self._lock:
-            response = self._send(self._running or self._start(), request)
+            if self._running is None:
+                command, pipe = python_command("ludus.untrusted.worker:serve", self.preload), subprocess.PIPE
+                self._running = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
+            response = self._send(self._running, request)
         if isinstance(response, Exception):
             raise response
         return cast(T, response)
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        command, pipe = python_command("ludus.untrusted.worker:serve", self.preload), subprocess.PIPE
-        self._running = subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True)
-        return self._running
 
     def _send(self, running: subprocess.Popen[bytes], request: bytes) -> object:
         stdin, stdout = running.stdin, running.stdout
@@ -92,10 +84,7 @@ class LimitedProcess:
 
 
 async def call_bounded(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call the function in one of two processes, without blocking the event loop.
-
-    Raises its exception, and LimitExceeded after `CPU_S` seconds of CPU time or if memory is short.
-    """
+    """Call in one of two processes. Raises its exception, or LimitExceeded above `CPU_S` CPU seconds or memory."""
     pool, call = _pool(os.getpid()), partial(function, *args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(pool.threads, pool.call, call, CPU_S)
 

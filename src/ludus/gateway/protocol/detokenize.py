@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from ludus.chat.render import Tokenizer, decode_exactly
 from ludus.engines.embedded.engine import Piece
-from ludus.gateway.protocol.responses import EncodedJson, JsonBody
+from ludus.gateway.protocol.bodies import EncodedJson, JsonBody
 from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 
 _REPLACEMENT = "\ufffd"  # character that an incomplete multi-byte character decodes to
@@ -75,7 +75,6 @@ class StreamedText:
     read: int = 0
 
     def add(self, tokens: Sequence[int], finish: FinishReason | None) -> str:
-        """Add tokens and return the new text."""
         self.tokens += tokens
         text = self.rules.text(self.tokens, finish) if finish else self.rules.cut(self._decode_incrementally(), None)
         if self.plain_only:
@@ -123,10 +122,7 @@ class TokenNames:
 
 @dataclass(frozen=True)
 class Scored:
-    """Tokens with log-probabilities, None for the first token of a prompt.
-
-    `top` contains the top tokens per position; it is empty if they are not requested.
-    """
+    """Tokens with log-probabilities (None: first token of a prompt), and the top tokens per position if requested."""
 
     tokens: Sequence[int] = ()
     logprobs: Sequence[float | None] = ()
@@ -154,10 +150,7 @@ class Scored:
 
 
 def text_logprobs(names: TokenNames, scored: Scored, offset: int) -> JsonBody:
-    """Return log-probabilities in the completions format. The top tokens always include the token itself.
-
-    If two tokens have the same text, only the more likely one is included.
-    """
+    """Return the completions format: the top tokens include the token itself; of equal texts only the likeliest."""
     lengths = [len(names.text(token)) for token in scored.tokens]
     top: list[dict[str, float] | None] = []
     for token, logprob, likeliest in scored.rows:

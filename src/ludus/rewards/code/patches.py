@@ -15,7 +15,7 @@ from itertools import accumulate
 from ludus.rewards.base import RewardFunction, truth_of
 from ludus.rewards.extract import Evidence, fenced_block, final_answer
 from ludus.tools.base import ToolError
-from ludus.tools.patch import file_name, read_hunk
+from ludus.tools.files import file_name, read_hunk
 from ludus.types import Task, Trajectory
 
 MAX_CHARACTERS = 400_000

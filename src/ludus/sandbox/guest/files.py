@@ -7,7 +7,7 @@ import os
 import stat
 
 from ludus.sandbox.guest.program import BOX
-from ludus.sandbox.guest.syscalls import NODEV, NOSUID, REMOUNT, ResourceLimits, Suppress, mount
+from ludus.sandbox.guest.syscalls import ResourceLimits, Suppress
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `collections.abc` is slow to import
@@ -76,11 +76,6 @@ def _read(folder: int, name: str) -> bytes:
     fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     with open(fd, "rb") as file:
         return file.read() if stat.S_ISREG(os.fstat(fd).st_mode) else b""
-
-
-def resize_box(limits: ResourceLimits) -> None:
-    """Set the size of the file system with the run's folders. Raises OSError."""
-    mount(None, BOX, None, REMOUNT | NOSUID | NODEV, f"size={limits.disk_bytes},nr_inodes={limits.disk_files}")
 
 
 def write_files(files: dict[str, bytes], executable: set[str], box: str = BOX) -> None:

@@ -53,11 +53,8 @@ def _pids() -> list[str]:
 
 
 def _bytes(path: str) -> bytes:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        return os.read(fd, _FIELD_BYTES)
-    finally:
-        os.close(fd)
+    with open(path, "rb", buffering=0) as file:
+        return file.read(_FIELD_BYTES)
 
 
 def _text(path: str) -> str:
@@ -65,10 +62,7 @@ def _text(path: str) -> str:
 
 
 def _memory_status(path: str) -> tuple[str, str]:
-    """Return the /proc path that reports a process's memory, and its status there.
-
-    A thread's path is used if the main thread has ended, which then reports nothing.
-    """
+    """Return the /proc path that reports a process's memory (a thread's if the main one ended), and its status."""
     status = _text(f"{path}/status")
     if "\nVmRSS:" not in status:
         for thread in os.listdir(f"{path}/task"):
@@ -86,10 +80,7 @@ def _status_bytes(status: str, name: str) -> int:
 
 
 def _socket_memory() -> int:
-    """Return the maximum memory of sockets, including unreferenced ones: the kernel reports no byte counts.
-
-    A socket accepts messages until its buffer is full; the last may be as large as the buffer.
-    """
+    """Return the most memory of sockets, which the kernel does not count: a last message may double a full buffer."""
     with Suppress(OSError, ValueError, IndexError):
         count = int(_text("/proc/net/sockstat").split(None, 3)[2]) - _UNCOUNTED_SOCKETS
         if count > 0:
@@ -115,13 +106,10 @@ def _shared_memory(paths: list[str]) -> int:
 
 def _proportional_memory(path: str) -> int:
     """Return a process's memory with shared pages divided, excluding anonymous shared memory."""
-    values = {"Pss:": 0, "Pss_Shmem:": 0}
     with Suppress(OSError, ValueError):
-        for line in _text(f"{path}/smaps_rollup").splitlines():
-            name, _, rest = line.partition(" ")
-            if name in values:
-                values[name] = int(rest.split()[0]) * 1024
-    return values["Pss:"] - values["Pss_Shmem:"]
+        rollup = _text(f"{path}/smaps_rollup")
+        return _status_bytes(rollup, "Pss") - _status_bytes(rollup, "Pss_Shmem")
+    return 0
 
 
 def reaped_cpu_s() -> float:
@@ -150,19 +138,10 @@ def list_processes() -> tuple[list[dict[str, object]], bool]:
                 return found, True
             begin, _, rest = _bytes(f"/proc/{pid}/stat").decode("utf-8", "replace").rpartition(")")
             fields = rest.split()
-            found.append(
-                {
-                    "pid": pid,
-                    "parent": int(fields[1]),
-                    "started": int(fields[19]),
-                    "state": fields[0],
-                    "title": begin.partition("(")[2],
-                    "program": exe,
-                    "folder": cwd,
-                    "argv": _strings(argv),
-                    "environment": dict(word.partition("=")[::2] for word in _strings(environ)),
-                }
-            )
+            numbers = {"pid": pid, "parent": int(fields[1]), "started": int(fields[19]), "state": fields[0]}
+            texts = {"title": begin.partition("(")[2], "program": exe, "folder": cwd, "argv": _strings(argv)}
+            environment = dict(word.partition("=")[::2] for word in _strings(environ))
+            found.append({**numbers, **texts, "environment": environment})
     return found, False
 
 

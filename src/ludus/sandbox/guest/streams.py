@@ -15,10 +15,7 @@ _NOTE_BYTES = 64
 
 
 class BoundedOutput:
-    """Buffer of at most `max_bytes` of a stream, including a note on the omitted bytes; two thirds from its head.
-
-    If `max_bytes` is too small for a note, the tail is dropped entirely.
-    """
+    """At most `max_bytes` of a stream: two thirds from its head, a note, and its tail; or its head if that is more."""
 
     def __init__(self, max_bytes: int) -> None:
         self._head, self._tail = bytearray(), bytearray()
@@ -54,10 +51,7 @@ class BoundedOutput:
 
 
 class ProcessStreams:
-    """Pipes to the three standard streams of a child. `child_fds` are the child's ends.
-
-    `poll` watches the parent's ends; the caller may register further descriptors.
-    """
+    """Pipes to a child's streams; `child_fds` are its ends. `poll` watches ours, and others that are registered."""
 
     def __init__(self, max_bytes: int) -> None:
         (child_in, self._input), (stdout, child_out), (stderr, child_err) = os.pipe(), os.pipe(), os.pipe()

@@ -83,19 +83,8 @@ def install_seccomp(bpf: bytes) -> None:
     check_result(LIBC.prctl(_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0), "seccomp")
 
 
-def ignore_sigint() -> None:
-    """Ignore SIGINT in process 1.
-
-    The kernel drops signals that process 1 has no handler for, and Python installs one only for SIGINT.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 def set_rlimits(limits: ResourceLimits, in_session: bool) -> None:
-    """Set the kernel's limits per process. A session's CPU time is checked per call instead.
-
-    Processes are not limited if `limits.processes` is 0.
-    """
+    """Set limits per process: of CPU time only outside of sessions, which check it per call; of processes unless 0."""
     pairs = [
         (resource.RLIMIT_AS, limits.memory_bytes),
         (resource.RLIMIT_NOFILE, limits.open_files),

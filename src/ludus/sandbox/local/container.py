@@ -53,62 +53,58 @@ class Container(SupervisorHost):
     settings: SandboxSettings
     limits: Limits
     _name: str = field(default="", init=False)
-    _client: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    _errors: IO[bytes] | None = field(default=None, init=False)
-    _sock: SupervisorSocket | None = field(default=None, init=False)
+    _running: tuple[subprocess.Popen[bytes], IO[bytes], SupervisorSocket] | None = field(default=None, init=False)
 
     async def start_supervisor(self) -> SupervisorSocket:
         await self.kill()
-        client, errors, self._sock = self._spawn()
+        client, errors, sock = self._running = self._spawn()
         try:
             async with asyncio.timeout(_START_S):
                 data = guest_modules(as_bytecode=False) + pack_request({}, [seccomp_filter()])
-                await asyncio.get_running_loop().sock_sendall(self._sock.sock, data)
-                await self._sock.receive(max_body=0)
+                await asyncio.get_running_loop().sock_sendall(sock.sock, data)
+                await sock.receive(max_body=0)
         except (OSError, WorldError, TimeoutError) as error:
-            self._sock.close()
+            sock.close()
             await wait_exit(client, GRACE_S)
             reason = read_errors(errors)[:500] or type(error).__name__
             await self.kill()
             raise WorldError(f"The container did not start its supervisor: {reason}.") from error
-        return self._sock
+        return sock
 
     def prefork(self) -> None:
         """Do nothing: containers are started on demand."""
 
     async def survives(self) -> bool:
         """Return whether process 1 exited, as opposed to a failure of the engine."""
-        assert self._client is not None
-        code = await wait_exit(self._client, GRACE_S)
+        assert self._running is not None
+        code = await wait_exit(self._running[0], GRACE_S)
         return code is None or (code >= 0 and code != _ENGINE_FAILED)
 
     async def kill(self) -> None:
         """Close the connection, so that supervisor and container exit; remove the container if it does not."""
-        client, errors = self._client, self._errors
-        if client is None or errors is None or self._sock is None:
+        if self._running is None:
             return
-        self._sock.close()
+        client, errors, sock = self._running
+        sock.close()
         if await wait_exit(client, GRACE_S) is None:
-            await asyncio.to_thread(self._remove)  # killing only the client would leave the container running
+            command = [self.engine, "rm", "--force", self._name]  # else the container would outlive its client
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(subprocess.run, command, capture_output=True, timeout=GRACE_S, check=False)
             client.kill()
             client.wait()
         errors.close()
-        self._client = self._errors = None
+        self._running = None
 
     def _spawn(self) -> tuple[subprocess.Popen[bytes], IO[bytes], SupervisorSocket]:
         self._name = f"ludus-{secrets.token_hex(8)}"
         command = [self.engine, *run_arguments(self.settings, self.limits, self._name)]
+        command += ["python3", "-s", "-c", bootstrap("run_container", 0)]
         ours, theirs = socket.socketpair()
         errors = open_errors()
         try:
+            fd, env = theirs.fileno(), {"PATH": os.defpath, "HOME": "/"}
             client = subprocess.Popen(
-                [*command, "python3", "-s", "-c", bootstrap("run_container", 0)],
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                stderr=errors,
-                env={"PATH": os.defpath, "HOME": "/"},
-                cwd="/",
-                start_new_session=True,
+                command, stdin=fd, stdout=fd, stderr=errors, env=env, cwd="/", start_new_session=True
             )
         except OSError as error:
             ours.close()
@@ -117,13 +113,7 @@ class Container(SupervisorHost):
         finally:
             theirs.close()
         ours.setblocking(False)
-        self._client, self._errors = client, errors
         return client, errors, SupervisorSocket(ours)
-
-    def _remove(self) -> None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            command = [self.engine, "rm", "--force", self._name]
-            subprocess.run(command, capture_output=True, timeout=GRACE_S, check=False)
 
 
 @dataclass(eq=False)
@@ -148,19 +138,13 @@ class ContainerSandbox(SupervisorSandbox[Container]):
 
 def find_engine(settings: SandboxSettings) -> str:
     """Return the path of the engine. Raises UserError if it is not installed."""
-    if settings.backend not in _PACKAGES:
-        raise UserError(f"Unknown container engine {settings.backend!r}.", "Engines: docker, podman.")
     engine = shutil.which(settings.backend)
     if engine is None:
-        raise UserError(
-            f"The {settings.backend} backend needs {settings.backend}, which is not installed.",
-            f"Install it: on Debian `apt-get install {_PACKAGES[settings.backend]}`.",
-        )
+        hint = f"Install it: on Debian `apt-get install {_PACKAGES[settings.backend]}`."
+        raise UserError(f"The {settings.backend} backend needs {settings.backend}, which is not installed.", hint)
     if settings.runtime and shutil.which(settings.runtime) is None:
-        raise UserError(
-            f"The container runtime {settings.runtime} is not installed.",
-            "For gVisor, install runsc (see gvisor.dev) and register it with the engine.",
-        )
+        hint = "For gVisor, install runsc (see gvisor.dev) and register it with the engine."
+        raise UserError(f"The container runtime {settings.runtime} is not installed.", hint)
     return engine
 
 

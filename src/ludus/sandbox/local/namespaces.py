@@ -53,12 +53,15 @@ _FIRST_UID, _NUM_UIDS = 1_900_000_000, 100_000_000
 _RUNS_PER_ZYGOTE = 2000
 _START_S = 20.0
 _SURVIVAL_S = 0.5
-_MODULES = ("wire", "syscalls", "procfs", "streams", "program", "files", "supervisor", "init")
+_MODULES = ("wire", "syscalls", "procfs", "streams", "program", "files", "init")
 """Modules of the guest, in import order."""
-GUEST_ID = 1000
-"""User and group id in the sandbox."""
-PROGRAM_ENVIRONMENT = {"HOME": "/box", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
-"""The environment of programs, beside PATH."""
+GUEST_ID = 1000  # user and group id in the sandbox
+PROGRAM_ENVIRONMENT = {
+    "HOME": "/box",
+    "LANG": "C.UTF-8",
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}  # beside PATH
 
 _CANNOT_START_HINT = (
     "The namespaces backend needs user namespaces: as root, `sysctl -w user.max_user_namespaces=15000`, "
@@ -78,6 +81,9 @@ for name, code in marshal.loads(receive(int(receive(8)))):
     exec(code if not isinstance(code, bytes) else compile(code, name, "exec"), module.__dict__)
 sys.modules["ludus.sandbox.guest.init"].ENTRY(FD)
 """
+
+
+LoopSlots = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore]
 
 
 @dataclass(eq=False)
@@ -144,10 +150,7 @@ def guest_modules(as_bytecode: bool) -> bytes:
 
 @dataclass(frozen=True)
 class ZygoteSpec:
-    """Command of a zygote, module path and preloaded modules, seccomp filter.
-
-    `same_python`: the inner interpreter can load the host's bytecode.
-    """
+    """Command of a zygote, and what it receives; `same_python`: the inner interpreter can load the host's bytecode."""
 
     command: tuple[str, ...]
     python: str
@@ -263,11 +266,9 @@ async def start_zygote(spec: ZygoteSpec) -> Zygote:
         ours.close()
         errors.close()
         raise UserError(f"The sandbox cannot be started: {reason}.", _CANNOT_START_HINT) from None
-    header: dict[str, object] = {"uid": GUEST_ID, "gid": GUEST_ID}
-    header |= {"paths": list(spec.paths), "preload": list(spec.preload)}
     with suppress(OSError):  # if it has exited, the first `start_supervisor` reports why
-        data = guest_modules(spec.same_python) + pack_request(header, [spec.seccomp])
-        await asyncio.get_running_loop().sock_sendall(ours, data)
+        request = pack_request({"paths": list(spec.paths), "preload": list(spec.preload)}, [spec.seccomp])
+        await asyncio.get_running_loop().sock_sendall(ours, guest_modules(spec.same_python) + request)
     return zygote
 
 
@@ -280,15 +281,10 @@ def _spawn(spec: ZygoteSpec, theirs: socket.socket, info: int, errors: IO[bytes]
     data = [arg for path, fd in etc.items() for arg in ("--ro-bind-data", str(fd), path)]
     inner = [spec.python, "-S", "-s", "-c", bootstrap("run_zygote", theirs.fileno())]
     try:
+        command = [*spec.command, *data, "--remount-ro", "/", "--info-fd", str(info), "--", *inner]
+        fds, null = (theirs.fileno(), info, *etc.values()), subprocess.DEVNULL
         return subprocess.Popen(
-            [*spec.command, *data, "--remount-ro", "/", "--info-fd", str(info), "--", *inner],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            env={},
-            cwd="/",
-            pass_fds=(theirs.fileno(), info, *etc.values()),
-            start_new_session=True,
+            command, stdin=null, stdout=null, stderr=errors, env={}, cwd="/", pass_fds=fds, start_new_session=True
         )
     finally:
         for fd in etc.values():
@@ -333,9 +329,7 @@ class NamespacesSandbox(SupervisorSandbox[Zygote]):
     name = "namespaces"
     preload: tuple[str, ...] = tuple(_PRELOAD.split())
     _idle: list[Zygote] = field(default_factory=list, init=False)
-    _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(
-        default_factory=WeakKeyDictionary, init=False
-    )
+    _slots: LoopSlots = field(default_factory=WeakKeyDictionary, init=False)
 
     @property
     def concurrency(self) -> int:
@@ -415,9 +409,8 @@ def _drop_root() -> list[str]:
         return []
     setpriv = shutil.which("setpriv")
     if setpriv is None:
-        raise UserError(
-            "The namespaces backend needs setpriv if run as root.", "Install util-linux, or run as another user."
-        )
+        hint = "Install util-linux, or run as another user."
+        raise UserError("The namespaces backend needs setpriv if run as root.", hint)
     uid = str(_FIRST_UID + random.SystemRandom().randrange(_NUM_UIDS))
     return [setpriv, "--reuid", uid, "--regid", uid, "--clear-groups", "--"]
 
@@ -433,9 +426,8 @@ def _bind_mounts(settings: SandboxSettings, python: str) -> list[tuple[str, str]
         if not Path(folder).is_absolute() or not Path(folder).is_dir() or not Path(target).is_absolute():
             raise UserError(f"{bind!r} is not a folder that a sandbox can mount.", "Use absolute paths of folders.")
         if any(Path(target).is_relative_to(private) for private in ("/box", "/tmp", "/dev", "/proc", "/store")):
-            raise UserError(
-                f"{bind!r} would be hidden by a folder private to each run.", f"Mount it elsewhere: {folder}:/shown"
-            )
+            hint = f"Mount it elsewhere: {folder}:/shown"
+            raise UserError(f"{bind!r} would be hidden by a folder private to each run.", hint)
         folders.append((folder, target))
     return folders
 
@@ -460,10 +452,8 @@ def find_python(path: str) -> str:
         real = Path(candidate).resolve()
         if real.is_file() and _is_accessible(real):
             return str(real)
-    raise UserError(
-        f"No Python interpreter is readable in a sandbox (tried {', '.join(candidates)}).",
-        "Install the system's python3, or set one that every user can read.",
-    )
+    hint = "Install the system's python3, or set one that every user can read."
+    raise UserError(f"No Python interpreter is readable in a sandbox (tried {', '.join(candidates)}).", hint)
 
 
 def _is_accessible(path: Path) -> bool:

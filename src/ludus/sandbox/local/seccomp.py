@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import platform
 import struct
-from dataclasses import dataclass
 
 from ludus.errors import UserError
 
@@ -25,29 +24,12 @@ _BUFFER_OPTIONS = (7, 8, 32, 33)
 _SELF = 0  # the caller itself: a process may not change limits of others, such as the supervisor
 
 
-@dataclass(frozen=True)
-class _Architecture:
-    """A CPU architecture: its audit number, and numbers of system calls whose arguments are checked."""
-
-    audit: int
-    clone: int
-    socket: int
-    socketpair: int
-    setsockopt: int
-    ioctl: int
-    prlimit64: int
-
-
 # From 424 on numbers are equal on all architectures: io_uring, mount API, pidfd_getfd, memfd_secret.
 _COMMON = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 440, 442, 443, 447)
 _CLONE3 = 435
 
-_ARCHITECTURES = {
-    "x86_64": _Architecture(0xC000003E, clone=56, socket=41, socketpair=53, setsockopt=54, ioctl=16, prlimit64=302),
-    "aarch64": _Architecture(
-        0xC00000B7, clone=220, socket=198, socketpair=199, setsockopt=208, ioctl=29, prlimit64=261
-    ),
-}
+# Audit number; then the calls with checked arguments: clone, socket, socketpair, setsockopt, ioctl, prlimit64.
+_ARCHITECTURES = {"x86_64": (0xC000003E, 56, 41, 53, 54, 16, 302), "aarch64": (0xC00000B7, 220, 198, 199, 208, 29, 261)}
 _DENIED = {
     "x86_64": (
         *(101, 310, 311, 312, 298),  # ptrace, process_vm_*, kcmp, perf_event_open
@@ -78,14 +60,12 @@ def seccomp_filter(architecture: str | None = None) -> bytes:
     """Return the filter as an array of `struct sock_filter`. Raises UserError for an unknown architecture."""
     name = architecture or platform.machine()
     if name not in _ARCHITECTURES:
-        raise UserError(
-            f"No seccomp filter is available for {name}.",
-            f"The namespaces backend supports {' and '.join(_ARCHITECTURES)}; use the remote backend.",
-        )
-    calls = _ARCHITECTURES[name]
+        hint = f"The namespaces backend supports {' and '.join(_ARCHITECTURES)}; use the remote backend."
+        raise UserError(f"No seccomp filter is available for {name}.", hint)
+    audit, clone, socket, socketpair, setsockopt, ioctl, prlimit64 = _ARCHITECTURES[name]
     code = [
         _instruction(_LOAD, _ARCH),
-        _instruction(_EQUAL, calls.audit, 1, 0),
+        _instruction(_EQUAL, audit, 1, 0),
         _instruction(_RETURN, _KILL),
         _instruction(_LOAD, _NR),
     ]
@@ -94,14 +74,14 @@ def seccomp_filter(architecture: str | None = None) -> bytes:
     for number in (*_DENIED[name], *_COMMON):
         code += [_instruction(_EQUAL, number, 0, 1), _deny(errno.EPERM)]
     code += [_instruction(_EQUAL, _CLONE3, 0, 1), _deny(errno.ENOSYS)]
-    code += _check_argument(calls.clone, 0, [_instruction(_ANY_BIT, _NEW_NAMESPACES, 0, 1), _deny(errno.EPERM)])
-    for number in (calls.socket, calls.socketpair):
+    code += _check_argument(clone, 0, [_instruction(_ANY_BIT, _NEW_NAMESPACES, 0, 1), _deny(errno.EPERM)])
+    for number in (socket, socketpair):
         code += _check_argument(number, 0, [_instruction(_EQUAL, _AF_UNIX, 1, 0), _deny(errno.EACCES)])
     for option in _BUFFER_OPTIONS:
-        code += _check_argument(calls.setsockopt, 2, [_instruction(_EQUAL, option, 0, 1), _deny(errno.EPERM)])
-    code += _check_argument(calls.prlimit64, 0, [_instruction(_EQUAL, _SELF, 1, 0), _deny(errno.EPERM)])
+        code += _check_argument(setsockopt, 2, [_instruction(_EQUAL, option, 0, 1), _deny(errno.EPERM)])
+    code += _check_argument(prlimit64, 0, [_instruction(_EQUAL, _SELF, 1, 0), _deny(errno.EPERM)])
     for request in (_TIOCSTI, _TIOCLINUX):
-        code += _check_argument(calls.ioctl, 1, [_instruction(_EQUAL, request, 0, 1), _deny(errno.EPERM)])
+        code += _check_argument(ioctl, 1, [_instruction(_EQUAL, request, 0, 1), _deny(errno.EPERM)])
     return b"".join([*code, _instruction(_RETURN, _ALLOW)])
 
 

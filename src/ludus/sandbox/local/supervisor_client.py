@@ -40,8 +40,8 @@ _HEADER_BYTES = 1 << 20
 """Maximum size of a response's header without names; it lists each file and each executable file."""
 _ESCAPED_BYTES = 12  # maximum length of a JSON-escaped character
 
-Header = dict[str, Any]
-"""Header of a response, decoded from JSON and not validated."""
+Header = dict[str, Any]  # header of a response, decoded from JSON and not validated
+Frame = tuple[Header, list[bytes]]
 
 
 class SupervisorLostError(WorldError):
@@ -62,13 +62,12 @@ class SupervisorSocket:
         except OSError as error:
             raise SupervisorLostError(f"The sandbox connection was lost: {error}.") from error
 
-    async def receive(self, max_body: int, max_header: int = _HEADER_BYTES) -> tuple[Header, list[bytes]]:
+    async def receive(self, max_body: int, max_header: int = _HEADER_BYTES) -> Frame:
         """Receive a frame with at most `max_body` bytes of blobs and `max_header` of header. Raises WorldError."""
         header_size, body_size = frame_sizes(await self._receive_exactly(8))
         if header_size > max_header or body_size > max_body:
-            raise WorldError(
-                f"The sandbox sent a frame of {header_size} + {body_size} bytes, more than its limits allow."
-            )
+            message = f"The sandbox sent a frame of {header_size} + {body_size} bytes, more than its limits allow."
+            raise WorldError(message)
         try:
             text, body = await self._receive_exactly(header_size), await self._receive_exactly(body_size)
             header, blobs = unpack_frame(json.loads(text), body)
@@ -86,13 +85,10 @@ class SupervisorSocket:
         loop = asyncio.get_running_loop()
         while len(self._received) < count:
             try:
-                part = await loop.sock_recv(self.sock, CHUNK)
+                if not (part := await loop.sock_recv(self.sock, CHUNK)):
+                    raise OSError("it was killed, or the machine is out of memory")
             except OSError as error:
                 raise SupervisorLostError(f"The sandbox connection was lost: {error}.") from error
-            if not part:
-                raise SupervisorLostError(
-                    "The sandbox connection was lost: it was killed, or the machine is out of memory."
-                )
             self._received += part
         data = bytes(self._received[:count])
         del self._received[:count]
@@ -127,7 +123,7 @@ async def run_request(host: SupervisorHost, request: RunRequest) -> Outcome:
     """
     sock = await host.start_supervisor()
     limits, begin = request.limits, time.monotonic()
-    header = {"op": "run", "argv": list(request.argv), **_start_header(limits, request.files)}
+    header = {"op": "run", "argv": list(request.argv), "limits": asdict(limits), "names": list(request.files)}
     blobs = [request.stdin, request.source_bytes, *request.files.values()]
     try:
         response = await _exchange(host, sock, limits, header, blobs, limits.wall_s + GRACE_S)
@@ -151,7 +147,7 @@ class _ProgramFaultError(WorldError):
 
 async def _exchange(
     host: SupervisorHost, sock: SupervisorSocket, limits: Limits, header: Header, blobs: list[bytes], deadline_s: float
-) -> tuple[Header, list[bytes]]:
+) -> Frame:
     try:
         async with asyncio.timeout(deadline_s):
             await sock.send(header, blobs)
@@ -214,15 +210,11 @@ class SupervisedSession(SandboxSession, Generic[Host]):
     _closed: bool = False
 
     async def start(self, files: Mapping[str, bytes]) -> None:
-        header = {"op": "session", "kind": self.kind, **_start_header(self.limits, files)}
+        header = {"op": "session", "kind": self.kind, "limits": asdict(self.limits), "names": list(files)}
         await self._request(header, [*files.values()])
 
     async def run(self, code: str) -> Outcome:
-        """Run a call; see `SandboxSession`.
-
-        If the supervisor does not respond in time, the outcome is a timeout and the session is closed; if it is lost
-        but its host survives, the program is at fault and the session is closed as well.
-        """
+        """Run a call. A supervisor without response, or that its program has ended, closes the session."""
         if self.kind == "shell" and "\0" in code:
             raise UserError("A shell command cannot contain NUL characters.")
         deadline_s = self.limits.wall_s + GRACE_S
@@ -242,10 +234,8 @@ class SupervisedSession(SandboxSession, Generic[Host]):
     async def snapshot(self) -> Snapshot:
         header, blobs = await self._request({"op": "snapshot"}, [])
         if header.get("cut"):
-            raise WorldError(
-                "The session's files exceed its limits, or changed during the snapshot.",
-                "Increase the limits files_out and files_out_bytes.",
-            )
+            hint = "Increase the limits files_out and files_out_bytes."
+            raise WorldError("The session's files exceed its limits, or changed during the snapshot.", hint)
         try:
             files = dict(zip(string_list(header["names"]), blobs, strict=True))
             return Snapshot(files, frozenset(string_list(header["executable"])), int(str(header["skipped"])))
@@ -278,10 +268,7 @@ class SupervisedSession(SandboxSession, Generic[Host]):
             self.sock.close()
             await self.sandbox._kill(self.host)
 
-    async def _request(
-        self, header: Header, blobs: list[bytes], deadline_s: float = 4 * GRACE_S
-    ) -> tuple[Header, list[bytes]]:
-        """Send a request and return the response. Raises WorldError; without a response the session is closed."""
+    async def _request(self, header: Header, blobs: list[bytes], deadline_s: float = 4 * GRACE_S) -> Frame:
         self._check_open()
         try:
             return await _exchange(self.host, self.sock, self.limits, header, blobs, deadline_s)
@@ -295,12 +282,7 @@ class SupervisedSession(SandboxSession, Generic[Host]):
             raise WorldError("The session is closed.", "Open a new one.")
 
 
-def _start_header(limits: Limits, files: Mapping[str, bytes]) -> Header:
-    return {"limits": asdict(limits), "names": list(files)}
-
-
 def _broken_outcome(reason: str) -> Outcome:
-    """Return the outcome of a program that broke its supervisor, with unknown output."""
     return Outcome(stderr=f"[{reason}]".encode(errors="replace"), signal=signal.SIGKILL, truncated=True)
 
 

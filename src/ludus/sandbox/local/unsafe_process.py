@@ -54,10 +54,8 @@ class ProcessSandbox(Sandbox):
 
     def __post_init__(self) -> None:
         if not self.unsafe:
-            raise UserError(
-                "The process backend has no isolation: programs have all of your access rights.",
-                "Use the namespaces backend, or set sandbox.unsafe = true if every program is trusted.",
-            )
+            hint = "Use the namespaces backend, or set sandbox.unsafe = true if every program is trusted."
+            raise UserError("The process backend has no isolation: programs have all of your access rights.", hint)
 
     async def _run(self, request: RunRequest) -> Outcome:
         stop = threading.Event()

@@ -31,7 +31,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ludus.errors import ConfigError, LudusError, UserError, WorldError
 from ludus.tools.base import ArgumentError, DescribedTool, FunctionSchema, Latency, Tool, ToolError, ToolSchema, Traits
-from ludus.tools.mcp.transport import MAX_BYTES, MessageFilter, ServerProgram, filtered_client, program_transport
+from ludus.tools.mcp.transport import MAX_BYTES, MessageFilter, filtered_client, program_transport
 from ludus.types import JSON
 from ludus.untrusted.worker import LimitExceeded, call_bounded
 
@@ -44,10 +44,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MAX_NAME: Final = 64
-"""Maximum length of a tool's name in OpenAI-compatible servers."""
-STOP_S: Final = 10.0
-"""Timeout for a server to stop (s); its processes are killed earlier."""
+MAX_NAME: Final = 64  # maximum length of a tool's name in OpenAI-compatible servers
+STOP_S: Final = 10.0  # timeout for a server to stop (s); its processes are killed earlier
 _CLOSED: Final = "Connection closed"
 """The package's message for a lost connection; servers use its error code for other errors too."""
 _LOST_SESSION: Final = ("Session terminated", "Server returned an error response", "SSE stream ")
@@ -55,10 +53,7 @@ _LOST_SESSION: Final = ("Session terminated", "Server returned an error response
 
 
 class McpSettings(BaseModel):
-    """Settings of a server and its tools. Set either `command` or `url`.
-
-    A relative path in `command` or `args` is relative to `cwd`.
-    """
+    """Settings of a server (`command` or `url`) and its tools. Paths in `command` and `args` are relative to `cwd`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -177,18 +172,11 @@ class McpServer:
         return made
 
     def fresh(self) -> McpServer:
-        """Return an unstarted copy of the server for one episode, for servers with state.
-
-        The list of tools is copied; pass the server to `ToolEnv` as a resource.
-        """
+        """Return an unstarted copy with the same tools: a resource of one episode's `ToolEnv`, for stateful servers."""
         return McpServer(self.settings, tuple(self._listed or ()) or None)
 
     def connect(self) -> None:
-        """Start the server and list its tools.
-
-        Raises UserError if the extra is not installed or the program cannot be started, WorldError if the
-        server does not respond.
-        """
+        """Start the server and list its tools. Raises UserError if that cannot be, WorldError without a response."""
         if importlib.util.find_spec("mcp") is None:
             raise UserError("Tools of an MCP server need the package mcp.", "Install it: pip install 'ludus[mcp]'.")
         self._submit(self._ensure_connected()).result()
@@ -291,10 +279,7 @@ class McpServer:
 
 
 def mcp_server(settings: McpSettings | None = None, **given: object) -> McpServer:
-    """Create a connected server from settings or an `McpSettings`.
-
-    Raises ConfigError for invalid settings, and as `McpServer.connect`.
-    """
+    """Create a connected server. Raises ConfigError for invalid settings, and as `McpServer.connect`."""
     try:
         server = McpServer(settings or McpSettings.model_validate(given))
     except ValueError as error:
@@ -336,9 +321,9 @@ async def _transport(settings: McpSettings, errors: IO[str], stack: AsyncExitSta
     if settings.command:
         from mcp.client.stdio import get_default_environment
 
-        path = (get_default_environment() | dict(settings.env)).get("PATH")
-        command = [_find_program(settings, path), *settings.args]
-        return program_transport(ServerProgram(command, settings.env, settings.cwd, errors), filters)
+        env = get_default_environment() | dict(settings.env)
+        command = [_find_program(settings, env.get("PATH")), *settings.args]
+        return program_transport(command, env, settings.cwd, errors, filters)
     from mcp.client.streamable_http import streamable_http_client
 
     headers = dict(settings.headers)
@@ -354,10 +339,8 @@ def _find_program(settings: McpSettings, path: str | None) -> str:
     interpreter_dir = str(Path(sys.executable).parent)
     found = shutil.which(settings.command, path=path) or shutil.which(settings.command, path=interpreter_dir)
     if found is None:
-        raise UserError(
-            f"The MCP server {settings.name} cannot be started: program {settings.command} not found.",
-            "Check that it is installed and on the PATH.",
-        )
+        message = f"The MCP server {settings.name} cannot be started: program {settings.command} not found."
+        raise UserError(message, "Check that it is installed and on the PATH.")
     return found
 
 

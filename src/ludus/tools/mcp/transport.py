@@ -31,12 +31,10 @@ if TYPE_CHECKING:
     from mcp.client._transport import TransportStreams
     from mcp.shared.message import SessionMessage
 
-MAX_BYTES: Final = 8 * 2**20
-"""Default maximum number of bytes of one message."""
+MAX_BYTES: Final = 8 * 2**20  # default maximum number of bytes of one message
 MAX_VALUES: Final = 65_536
 """Maximum number of values of a reduced message; the package validates each on its event loop."""
-MAX_ITEMS: Final = 1_024
-"""Maximum number of content items of a result, and of tools per page."""
+MAX_ITEMS: Final = 1_024  # maximum number of content items of a result, and of tools per page
 _SHORT: Final = 2**16  # maximum number of bytes of a message that is parsed in this process
 _ENDS: Final = 512  # bytes at either end of a message searched for its id if it is not parsed
 _INTERNAL_ERROR: Final = -32603
@@ -64,10 +62,7 @@ class MessageFilter:
     max_bytes: int = MAX_BYTES
 
     async def message(self, raw: bytes, call: bytes | None = None) -> bytes | None:
-        """Return the reduced message; None if it is unacceptable and not a response to a call.
-
-        `call` is the JSON id of its call, if known.
-        """
+        """Return the reduced message, or None if refused and not a response to a call; `call` is its JSON id."""
         if len(raw) > self.max_bytes:
             return self.oversized_error(raw, raw, call)
         try:
@@ -206,30 +201,16 @@ def _num_values(value: JSON) -> int:
     return num
 
 
-@dataclass(frozen=True, slots=True)
-class ServerProgram:
-    """Server program on standard streams. `errors` is the file for its stderr."""
-
-    command: Sequence[str]
-    env: Mapping[str, str]
-    cwd: str | None
-    errors: IO[str]
-
-
 @asynccontextmanager
-async def program_transport(program: ServerProgram, filters: MessageFilter) -> AsyncIterator[TransportStreams]:
-    """Start the program; on exit, close its input and stop it with its descendants."""
-    from mcp.client.stdio import get_default_environment
+async def program_transport(
+    command: Sequence[str], env: Mapping[str, str], cwd: str | None, errors: IO[str], filters: MessageFilter
+) -> AsyncIterator[TransportStreams]:
+    """Start a program with a file for its stderr; on exit, close its input and stop it with its descendants."""
     from mcp.shared.message import SessionMessage
 
+    launch, pipe = ("/bin/sh", "-c", _LAUNCH_SCRIPT, "sh", *command), asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(
-        *("/bin/sh", "-c", _LAUNCH_SCRIPT, "sh", *program.command),
-        env=get_default_environment() | dict(program.env),
-        cwd=program.cwd,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=program.errors,
-        start_new_session=True,
+        *launch, env=env, cwd=cwd, stdin=pipe, stdout=pipe, stderr=errors, start_new_session=True
     )
     answers, reader = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     writer, requests = anyio.create_memory_object_stream[SessionMessage](0)

@@ -21,7 +21,7 @@ from ludus.rewards.base import Reward
 from ludus.sandbox import Limits, Sandbox, open_sandbox
 from ludus.tools.base import Tool
 from ludus.tools.calculator import exact_calculator_tool
-from ludus.tools.python import python_tool
+from ludus.tools.workspace import python_tool
 from ludus.types import Message, Task
 from ludus.worlds.math import sources
 from ludus.worlds.math.generate import DEFAULT_TOPICS, LEVELS, SPLITS, TOPICS, draw_forever, make_problems

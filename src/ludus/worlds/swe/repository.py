@@ -14,10 +14,8 @@ from ludus.envs.git_objects import git_folder
 from ludus.rewards.code.pytest_archive import pytest_archive
 from ludus.sandbox.base import MIB, Limits, Outcome, Sandbox, Snapshot
 from ludus.tools.base import Tool, submit_tool
-from ludus.tools.files import HOME, files_tools
-from ludus.tools.patch import apply_patch_tool
-from ludus.tools.python import shell_tool
-from ludus.tools.workspace import Workspace
+from ludus.tools.files import HOME, apply_patch_tool, files_tools
+from ludus.tools.workspace import Workspace, shell_tool
 from ludus.worlds.swe.guest_runner import ARCHIVE
 
 DATA: Final = Path(str(files("ludus.worlds.swe") / "data"))

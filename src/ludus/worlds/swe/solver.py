@@ -9,8 +9,7 @@ from functools import cache
 from typing import Final
 
 from ludus.envs.messages import calling_message, tool_turn
-from ludus.tools.files import lines_of
-from ludus.tools.patch import unified_diff
+from ludus.tools.files import lines_of, unified_diff
 from ludus.types import JSON, Message
 from ludus.worlds.swe.grader import SweProblem
 from ludus.worlds.swe.repository import package_text

@@ -28,7 +28,7 @@ from ludus.errors import UserError
 from ludus.rewards.code.unit_tests import Suite
 from ludus.sandbox.base import Snapshot
 from ludus.tools.base import ToolError
-from ludus.tools.patch import patched_files, read_patch
+from ludus.tools.files import patched_files, read_patch
 from ludus.types import Message, Task
 from ludus.worlds.swe.grader import SweProblem
 from ludus.worlds.swe.masking import without_tests

@@ -24,8 +24,7 @@ from ludus.rewards.extract import last_output
 from ludus.rewards.shaping import only_if
 from ludus.tools.base import Tool, ToolError, submit_tool
 from ludus.tools.files import files_tools
-from ludus.tools.python import shell_tool
-from ludus.tools.workspace import LIMITS, Workspace
+from ludus.tools.workspace import LIMITS, Workspace, shell_tool
 from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
 from ludus.worlds.terminal.bench.load import load_bench
 from ludus.worlds.terminal.bench.task import BenchTask

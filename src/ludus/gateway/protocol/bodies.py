@@ -1,14 +1,21 @@
-"""Validated request bodies of completions and chat completions.
+"""Bodies of completions and chat completions: validated requests, and responses in the formats of OpenAI and vLLM.
 
-Unknown fields are rejected, and so are unsupported fields that change the result, unless they have their
+Unknown fields of a request are rejected, and so are unsupported fields that change the result, unless they have their
 neutral value. Fields that only label a request are ignored.
+
+The types of the package `openai` are not used: they lack vLLM's fields (`token_ids`, `prompt_logprobs`,
+`weight_versions`, ...), do not support log-probabilities that are already encoded, and would be a new dependency
+(30 MB, 0.3 s to import).
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
@@ -102,8 +109,7 @@ def _within(name: str, *, also: int | None = None) -> AfterValidator:
     return AfterValidator(check)
 
 
-NumTop = Annotated[int, Field(ge=0), AfterValidator(_check_num_top)]
-"""Number of top log-probabilities per position."""
+NumTop = Annotated[int, Field(ge=0), AfterValidator(_check_num_top)]  # number of top log-probabilities per position
 
 
 class Sampling(BaseModel):
@@ -315,8 +321,58 @@ def _message_call(call: _Call) -> MessageToolCall:
         is_object = False
     if not is_object:
         raise BadRequest(f"The arguments of tool call {call.id[:80]!r} cannot be parsed as a JSON object.")
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.function.name, "arguments": call.function.arguments},
-    }
+    name, arguments = call.function.name, call.function.arguments
+    return {"id": call.id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+JsonBody = dict[str, object]
+
+
+@dataclass(frozen=True)
+class EncodedJson:
+    """Value that is already encoded as JSON, to avoid creating an object for each part."""
+
+    text: bytes
+
+
+def response_body(
+    kind: str, name: str, model: str, choices: list[JsonBody], usage: tuple[int, int] | None = None
+) -> JsonBody:
+    """Return a response or chunk; `usage` is the number of prompt tokens and of tokens of all choices."""
+    tokens: JsonBody | None = None
+    if usage is not None:
+        tokens = {"prompt_tokens": usage[0], "completion_tokens": usage[1], "total_tokens": sum(usage)}
+    created = int(time.time())
+    return {"id": name, "object": kind, "created": created, "model": model, "choices": choices, "usage": tokens}
+
+
+def version_spans(versions: Sequence[int]) -> list[JsonBody]:
+    """Group consecutive tokens by weight version: tokens [`start`, `end`) were sampled by `version`."""
+    lengths = [(str(version), len(list(run))) for version, run in groupby(versions)]
+    ends = accumulate(num for _, num in lengths)
+    return [
+        {"version": version, "start": end - num, "end": end} for (version, num), end in zip(lengths, ends, strict=True)
+    ]
+
+
+def error_body(message: str, status: int, code: str | None = None) -> JsonBody:
+    """Return the body of an error response; `code` is a machine-readable reason, by default the status."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code or status}}
+
+
+def json_bytes(body: JsonBody) -> bytes:
+    """Serialize a body to JSON; `EncodedJson` values are copied. Unpaired surrogates are escaped, not rejected."""
+    return b"{" + b",".join(_json(name) + b":" + _value(value) for name, value in body.items()) + b"}"
+
+
+def _value(value: object) -> bytes:
+    if isinstance(value, EncodedJson):
+        return value.text
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return b"[" + b",".join(map(json_bytes, value)) + b"]"
+    return _json(value)
+
+
+def _json(value: object) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()

@@ -1,0 +1,255 @@
+"""Handle `/v1/completions` (text or token ids as prompts) and `/v1/chat/completions`.
+
+Rendering and parsing of chats use the model's chat template and tool-call parser, as training does. Plain text is
+streamed as it is sampled. From the first character that may begin a tool call or thinking, the rest is sent as one
+chunk at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from functools import partial
+
+from ludus.chat.render import TemplateRenderer, decode_exactly
+from ludus.errors import UserError
+from ludus.gateway.protocol.bodies import (
+    BadRequest,
+    ChatRequest,
+    CompletionRequest,
+    JsonBody,
+    response_body,
+    version_spans,
+)
+from ludus.gateway.protocol.detokenize import (
+    Scored,
+    StreamedText,
+    TextRules,
+    chat_logprobs,
+    prompt_logprobs,
+    text_logprobs,
+)
+from ludus.gateway.service import Batch, CompletionService, choices
+from ludus.tools.base import DescribedTool, described_tool
+from ludus.types import Action, Completion, FinishReason, SamplingParams
+
+_MAX_CHOICES = 4096  # maximum number of choices of one request over all its prompts
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """One choice to sample: prompt, parameters, and the prompt's log-probabilities if requested."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    scores: Scored | None = None
+
+
+async def complete(service: CompletionService, name: str, request: CompletionRequest) -> JsonBody:
+    """Return the complete response. Raises BadRequest, EngineError."""
+    prompts = await _prompts(service, request)
+    with service.use_adapter(request.model) as adapter:
+        samples: list[_Sample] = []
+        for ids, params in prompts:
+            scores = None
+            if (num := request.num_prompt_top) is not None:
+                values, top = await service.engine.score_top(ids, num, adapter=adapter)
+                scores = Scored(ids, [None, *values[1:]], top)
+            samples += [_Sample(ids, one, scores) for one in choices(params, request.n)]
+        if request.max_tokens == 0:
+            done = [Completion((), (), (), "length") for _ in samples]
+        else:
+            done = await service.sample(name, [(choice.prompt, choice.params) for choice in samples], adapter)
+    pairs = [*zip(samples, done, strict=True)]
+    built = await service.threads.do(lambda: [_choice(service, request, i, *pair) for i, pair in enumerate(pairs)])
+    usage = sum(len(ids) for ids, _ in prompts), sum(len(completion.tokens) for completion in done)
+    return response_body("text_completion", name, request.model or service.model.name, built, usage)
+
+
+async def stream(service: CompletionService, name: str, request: CompletionRequest) -> AsyncIterator[JsonBody]:
+    """Stream the response. Raises BadRequest before the first chunk, EngineError."""
+    prompts = await _prompts(service, request)
+    samples = [(ids, one) for ids, params in prompts for one in choices(params, request.n)]
+    texts = [StreamedText(_text_rules(service, request)) for _ in samples]
+    names = service.token_names(request)
+    chunk = partial(response_body, "text_completion", name, request.model or service.model.name)
+    with service.use_adapter(request.model) as adapter:
+        async for i, piece in service.stream(name, samples, adapter):
+            offset, first = len(texts[i].shown), not texts[i].tokens
+            choice = _bare_choice(i, texts[i].add(piece.tokens, piece.finish_reason), piece.finish_reason)
+            if request.logprobs is not None:
+                choice["logprobs"] = text_logprobs(names, Scored.of(piece), offset)
+            if request.return_token_ids:
+                choice["token_ids"] = list(piece.tokens)
+                choice["prompt_token_ids"] = list(samples[i][0]) if first else None
+            yield chunk([choice])
+    if request.stream_options is not None and request.stream_options.include_usage:
+        yield chunk([], (sum(len(ids) for ids, _ in prompts), sum(len(text.tokens) for text in texts)))
+
+
+def _bare_choice(index: int, text: str, finish: str | None) -> JsonBody:
+    head = {"index": index, "text": text, "logprobs": None, "finish_reason": finish, "stop_reason": None}
+    return head | dict.fromkeys(("token_ids", "prompt_logprobs", "prompt_token_ids", "weight_versions"))
+
+
+def _text_rules(service: CompletionService, request: CompletionRequest) -> TextRules:
+    keep_stop, skip_special = request.include_stop_str_in_output, request.skip_special_tokens
+    return TextRules(service.model.tokenizer, request.stops, keep_stop=keep_stop, skip_special=skip_special)
+
+
+async def _prompts(service: CompletionService, request: CompletionRequest) -> Batch:
+    """Return each prompt with the parameters of its first choice."""
+    if (num := len(request.prompts) * request.n) > _MAX_CHOICES:
+        raise BadRequest(f"The request has {num} choices; the maximum is {_MAX_CHOICES}.")
+    prompts = [await service.prompt_ids(p, add_special=request.add_special_tokens) for p in request.prompts]
+    for ids in prompts:
+        service.check_room(ids, sample=request.max_tokens != 0)
+    rooms = [service.engine.context_tokens - len(ids) for ids in prompts]
+    wanted = rooms if request.max_tokens is None else [min(request.max_tokens, room) for room in rooms]
+    params = [request.params(num, service.model.end_ids, request.logprobs or 0) for num in wanted]
+    return list(zip(prompts, params, strict=True))
+
+
+def _choice(
+    service: CompletionService, request: CompletionRequest, index: int, sample: _Sample, done: Completion
+) -> JsonBody:
+    rules, tokenizer = _text_rules(service, request), service.model.tokenizer
+    echoed = sample.prompt if request.echo else ()
+    if done.tokens:
+        text = TextRules(tokenizer, skip_special=request.skip_special_tokens).text(echoed, "length")
+        text += rules.text(done.tokens, done.finish_reason)
+    else:
+        text = "".join(decode_exactly(tokenizer, [token]) for token in echoed)
+    choice = _bare_choice(index, text, done.finish_reason)
+    choice["stop_reason"] = rules.stop_reason(done, sample.params, service.model.end_ids)
+    names = service.token_names(request)
+    if request.logprobs is not None:
+        echo = sample.scores.cut(request.logprobs) if echoed and sample.scores is not None else Scored()
+        choice["logprobs"] = text_logprobs(names, echo.then(Scored.of(done)), 0)
+    if request.return_token_ids:
+        choice |= {"token_ids": list(done.tokens), "prompt_token_ids": list(sample.prompt)}
+        choice["weight_versions"] = version_spans(done.versions)
+    if request.prompt_logprobs is not None and sample.scores is not None:
+        choice["prompt_logprobs"] = prompt_logprobs(names, sample.scores.cut(request.prompt_logprobs))
+    return choice
+
+
+@dataclass(frozen=True)
+class _ChatPrompt:
+    """Rendered messages and sampling parameters. `turn` is the number of previous assistant messages."""
+
+    renderer: TemplateRenderer
+    ids: tuple[int, ...]
+    params: SamplingParams
+    ends: tuple[int, ...]
+    turn: int
+
+
+async def complete_chat(service: CompletionService, name: str, request: ChatRequest) -> JsonBody:
+    """Return the complete response. Raises BadRequest, EngineError."""
+    prompt = await _chat_prompt(service, request)
+    parts = [(prompt.ids, params) for params in choices(prompt.params, request.n)]
+    with service.use_adapter(request.model) as adapter:
+        done = await service.sample(name, parts, adapter)
+    built = await service.threads.do(lambda: [_chat_choice(service, request, i, prompt, c) for i, c in enumerate(done)])
+    usage = len(prompt.ids), sum(len(completion.tokens) for completion in done)
+    body = response_body("chat.completion", name, request.model or service.model.name, built, usage)
+    return body | {"prompt_token_ids": list(prompt.ids) if request.return_token_ids else None}
+
+
+async def stream_chat(service: CompletionService, name: str, request: ChatRequest) -> AsyncIterator[JsonBody]:
+    """Stream the response. Raises BadRequest before the first chunk, EngineError."""
+    prompt = await _chat_prompt(service, request)
+    rules = TextRules(service.model.tokenizer, request.stops, keep_stop=True)
+    texts = [StreamedText(rules, plain_only=True) for _ in range(request.n)]
+    names = service.token_names(request)
+    chunk = partial(response_body, "chat.completion.chunk", name, request.model or service.model.name)
+    with service.use_adapter(request.model) as adapter:
+        opening = [_delta_choice(i, {"role": "assistant", "content": ""}) for i in range(request.n)]
+        yield chunk(opening) | {"prompt_token_ids": list(prompt.ids) if request.return_token_ids else None}
+        parts = [(prompt.ids, params) for params in choices(prompt.params, request.n)]
+        async for i, piece in service.stream(name, parts, adapter):
+            new, finish = texts[i].add(piece.tokens, piece.finish_reason), piece.finish_reason
+            choice = _delta_choice(i, {"content": new})
+            if finish is not None:
+                parse = partial(prompt.renderer.parse, texts[i].tokens, prompt.turn, finish)
+                action = await service.threads.do(parse)
+                choice |= {"delta": _last_delta(action, texts[i].shown, new), "finish_reason": _reason(action, finish)}
+            if request.logprobs:
+                choice["logprobs"] = chat_logprobs(names, Scored.of(piece))
+            if request.return_token_ids:
+                choice["token_ids"] = list(piece.tokens)
+            if new or finish is not None or request.logprobs or request.return_token_ids:
+                yield chunk([choice]) | {"prompt_token_ids": None}
+    if request.stream_options is not None and request.stream_options.include_usage:
+        usage = len(prompt.ids), sum(len(text.tokens) for text in texts)
+        yield chunk([], usage) | {"prompt_token_ids": None}
+
+
+def _delta_choice(index: int, delta: JsonBody) -> JsonBody:
+    rest = dict.fromkeys(("logprobs", "finish_reason", "stop_reason", "token_ids"))
+    return {"index": index, "delta": delta, **rest}
+
+
+async def _chat_prompt(service: CompletionService, request: ChatRequest) -> _ChatPrompt:
+    renderer = service.model.renderer
+    if renderer is None:
+        raise BadRequest("This model has no chat template; use /v1/completions.")
+    ids = await service.encoded(await service.threads.do(partial(_text, renderer, request)), add_special=False)
+    service.check_room(ids, sample=True)
+    room = service.engine.context_tokens - len(ids)
+    wanted = request.max_completion_tokens or request.max_tokens or room
+    ends = tuple(dict.fromkeys([*renderer.stop_token_ids, *service.model.end_ids]))
+    turn = sum(message.role == "assistant" for message in request.messages)
+    params = request.params(min(wanted, room), ends, request.top_logprobs or 0)
+    return _ChatPrompt(renderer, ids, params, ends, turn)
+
+
+def _text(renderer: TemplateRenderer, request: ChatRequest) -> str:
+    """Render the messages and tools with the model's chat template. Raises BadRequest if rendering fails."""
+    messages = [message.message for message in request.messages]
+    try:
+        return renderer.text(messages, _tools(request), generate=True)
+    except UserError as error:
+        raise BadRequest(str(error)) from error
+    except (ValueError, TypeError, LookupError, RecursionError) as error:  # templates can raise anything
+        raise BadRequest(f"The messages cannot be rendered: {type(error).__name__}.") from error
+
+
+def _tools(request: ChatRequest) -> list[DescribedTool]:
+    tools = request.tools or [] if request.tool_choice != "none" else []
+    return [described_tool(tool.schema_) for tool in tools]
+
+
+def _chat_choice(
+    service: CompletionService, request: ChatRequest, index: int, prompt: _ChatPrompt, done: Completion
+) -> JsonBody:
+    rules = TextRules(service.model.tokenizer, request.stops)
+    action = prompt.renderer.parse(done.tokens, prompt.turn, done.finish_reason, _tools(request))
+    message, with_ids = action.message, request.return_token_ids
+    calls = message.get("tool_calls") or None
+    said = {"role": "assistant", "content": message["content"] or (None if calls else "")}
+    return {
+        "index": index,
+        "message": said | {"reasoning_content": message.get("reasoning_content"), "tool_calls": calls},
+        "logprobs": chat_logprobs(service.token_names(request), Scored.of(done)) if request.logprobs else None,
+        "finish_reason": _reason(action, done.finish_reason),
+        "stop_reason": rules.stop_reason(done, prompt.params, prompt.ends),
+        "token_ids": list(done.tokens) if with_ids else None,
+        "weight_versions": version_spans(done.versions) if with_ids else None,
+    }
+
+
+def _last_delta(action: Action, shown: str, new: str) -> JsonBody:
+    """Return the delta of the last chunk: unsent content, thinking and tool calls."""
+    message = action.message
+    delta = {
+        "content": message["content"].removeprefix(shown.removesuffix(new)) or None,
+        "reasoning_content": message.get("reasoning_content"),
+        "tool_calls": [{**call, "index": i} for i, call in enumerate(message.get("tool_calls", []))] or None,
+    }
+    return {name: value for name, value in delta.items() if value is not None}
+
+
+def _reason(action: Action, finish: FinishReason) -> str:
+    return "tool_calls" if action.calls and finish == "stop" else finish
