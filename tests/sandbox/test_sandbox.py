@@ -24,7 +24,7 @@ from ludus.sandbox.base import FileChange, Snapshot
 from ludus.sandbox.guest.streams import BoundedOutput
 from ludus.sandbox.guest.wire import as_json, frame_sizes, pack_request, pack_response, unpack_frame
 from ludus.sandbox.local import namespaces, supervisor_client
-from ludus.sandbox.local.namespaces import find_python, make_zygote_spec
+from ludus.sandbox.local.namespaces import find_python, zygote_command
 from ludus.sandbox.local.seccomp import seccomp_filter
 from ludus.sandbox.local.supervisor_client import SupervisorSocket
 from waiting import until
@@ -559,9 +559,9 @@ def test_missing_interpreter_is_named():
     with pytest.raises(UserError, match="no-python"):
         find_python("/no-python")
     with pytest.raises(UserError, match="absolute"):
-        make_zygote_spec(SandboxSettings(binds=("relative",)), find_python(""))
+        zygote_command(SandboxSettings(binds=("relative",)), find_python(""))
     with pytest.raises(UserError, match="/tmp:/shown"):
-        make_zygote_spec(SandboxSettings(binds=("/tmp",)), find_python(""))
+        zygote_command(SandboxSettings(binds=("/tmp",)), find_python(""))
 
 
 def test_bound_folders_can_be_read_and_not_written():

@@ -174,12 +174,11 @@ class DescribedTool(Tool):
     """Tool with an external schema, from a client, a file or a server."""
 
     arguments: type[BaseModel] = _NoArguments
-    given: ToolSchema | None = field(default=None, kw_only=True)
+    given: ToolSchema = field(kw_only=True)
 
     @cached_property
     def schema(self) -> ToolSchema:
         """The schema `given`."""
-        assert self.given is not None
         return self.given
 
 

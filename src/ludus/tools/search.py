@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -77,14 +77,6 @@ class PassageIndex(RankedIndex):
         return order
 
 
-class Encoder(Protocol):
-    """Interface of text encoders."""
-
-    def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Return unit vectors, `[len(texts), D]` float32; each depends on its text only."""
-        ...
-
-
 class FolderEncoder:
     """Encoder from a model folder: mean of the last hidden states over a text's tokens, normalized.
 
@@ -118,7 +110,9 @@ class FolderEncoder:
 class DenseIndex(RankedIndex):
     """Index that ranks passages by cosine similarity. `query_encoder` encodes queries (None: `encoder`)."""
 
-    def __init__(self, passages: Sequence[str], encoder: Encoder, query_encoder: Encoder | None = None) -> None:
+    def __init__(
+        self, passages: Sequence[str], encoder: FolderEncoder, query_encoder: FolderEncoder | None = None
+    ) -> None:
         self.passages = tuple(passages)
         self._vectors = encoder.encode(self.passages)  # [P, D]
         self._query_encoder = query_encoder or encoder

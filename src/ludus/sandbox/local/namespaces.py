@@ -148,18 +148,6 @@ def guest_modules(as_bytecode: bool) -> bytes:
     return b"%08d" % len(data) + data
 
 
-@dataclass(frozen=True)
-class ZygoteSpec:
-    """Command of a zygote, and what it receives; `same_python`: the inner interpreter can load the host's bytecode."""
-
-    command: tuple[str, ...]
-    python: str
-    same_python: bool
-    paths: tuple[str, ...]
-    preload: tuple[str, ...]
-    seccomp: bytes
-
-
 @dataclass(eq=False)
 class Zygote(SupervisorHost):
     """A running zygote. `runs` counts the supervisors it started."""
@@ -241,13 +229,15 @@ def read_errors(errors: IO[bytes]) -> str:
     return " ".join(errors.read(2000).decode("utf-8", "replace").split())
 
 
-async def start_zygote(spec: ZygoteSpec) -> Zygote:
+async def start_zygote(settings: SandboxSettings, preload: tuple[str, ...]) -> Zygote:
     """Start a zygote. Raises UserError if this machine does not support it."""
+    python = find_python(settings.python)
+    command, seccomp = zygote_command(settings, python), seccomp_filter()
     ours, theirs = socket.socketpair()
     info_r, info_w = os.pipe()
     errors = open_errors()
     try:
-        process = _spawn(spec, theirs, info_w, errors)
+        process = _spawn(command, python, theirs, info_w, errors)
     except OSError as error:
         ours.close()
         os.close(info_r)
@@ -267,21 +257,24 @@ async def start_zygote(spec: ZygoteSpec) -> Zygote:
         errors.close()
         raise UserError(f"The sandbox cannot be started: {reason}.", _CANNOT_START_HINT) from None
     with suppress(OSError):  # if it has exited, the first `start_supervisor` reports why
-        request = pack_request({"paths": list(spec.paths), "preload": list(spec.preload)}, [spec.seccomp])
-        await asyncio.get_running_loop().sock_sendall(ours, guest_modules(spec.same_python) + request)
+        same_python = Path(python).name == f"python{sys.version_info.major}.{sys.version_info.minor}"
+        request = pack_request({"paths": list(settings.paths), "preload": list(preload)}, [seccomp])
+        await asyncio.get_running_loop().sock_sendall(ours, guest_modules(as_bytecode=same_python) + request)
     return zygote
 
 
-def _spawn(spec: ZygoteSpec, theirs: socket.socket, info: int, errors: IO[bytes]) -> subprocess.Popen[bytes]:
+def _spawn(
+    command: list[str], python: str, theirs: socket.socket, info: int, errors: IO[bytes]
+) -> subprocess.Popen[bytes]:
     """Start bubblewrap; the zygote is killed when this thread exits. Raises OSError."""
     etc = {
         "/etc/passwd": _memory_file(f"box:x:{GUEST_ID}:{GUEST_ID}::/box:/bin/sh\n"),
         "/etc/group": _memory_file(f"box:x:{GUEST_ID}:\n"),
     }
     data = [arg for path, fd in etc.items() for arg in ("--ro-bind-data", str(fd), path)]
-    inner = [spec.python, "-S", "-s", "-c", bootstrap("run_zygote", theirs.fileno())]
+    inner = [python, "-S", "-s", "-c", bootstrap("run_zygote", theirs.fileno())]
     try:
-        command = [*spec.command, *data, "--remount-ro", "/", "--info-fd", str(info), "--", *inner]
+        command = [*command, *data, "--remount-ro", "/", "--info-fd", str(info), "--", *inner]
         fds, null = (theirs.fileno(), info, *etc.values()), subprocess.DEVNULL
         return subprocess.Popen(
             command, stdin=null, stdout=null, stderr=errors, env={}, cwd="/", pass_fds=fds, start_new_session=True
@@ -370,19 +363,18 @@ class NamespacesSandbox(SupervisorSandbox[Zygote]):
         return await self._start_zygote()
 
     async def _start_zygote(self) -> Zygote:
-        zygote = await start_zygote(make_zygote_spec(self.settings, find_python(self.settings.python), self.preload))
+        zygote = await start_zygote(self.settings, self.preload)
         self._open.add(zygote)
         return zygote
 
 
-def make_zygote_spec(settings: SandboxSettings, python: str, preload: tuple[str, ...] = ()) -> ZygoteSpec:
-    """Build the command of a zygote. Raises UserError if a requirement is missing."""
+def zygote_command(settings: SandboxSettings, python: str) -> list[str]:
+    """Return the bubblewrap command of a zygote without the program. Raises UserError if a requirement is missing."""
     if sys.platform != "linux":
         raise UserError(f"The namespaces backend needs Linux; this is {sys.platform}.", "Use docker or remote.")
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise UserError("The namespaces backend needs bubblewrap, but bwrap is not installed.", _INSTALL_HINT)
-    seccomp = seccomp_filter()
     binds = _bind_mounts(settings, python)
     args = [*_drop_root(), bwrap]
     args += [f"--unshare-{kind}" for kind in ("user", "pid", "net", "ipc", "uts")]
@@ -399,9 +391,7 @@ def make_zygote_spec(settings: SandboxSettings, python: str, preload: tuple[str,
         args += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
     args += ["--symlink", "/proc/self/fd", "/dev/fd"]
     args += [arg for folder in ("/dev/shm", "/box", "/tmp", "/store") for arg in ("--dir", folder)]
-    args += ["--remount-ro", "/dev", "--chdir", "/"]
-    same = Path(python).name == f"python{sys.version_info.major}.{sys.version_info.minor}"
-    return ZygoteSpec(tuple(args), python, same, settings.paths, preload, seccomp)
+    return [*args, "--remount-ro", "/dev", "--chdir", "/"]
 
 
 def _drop_root() -> list[str]:
