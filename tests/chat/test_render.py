@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -24,7 +23,7 @@ from chat_families import (
 )
 from ludus.chat.conformance import ProbeDialogue, check_conformance, probe_dialogues
 from ludus.chat.parse_tags import RETOOL
-from ludus.chat.render import _MARKER, TemplateRenderer, control_ids, make_guard, render_dialogue
+from ludus.chat.render import _MARKER, ControlGuard, TemplateRenderer, control_ids, render_dialogue
 from ludus.chat.tags import TagsRenderer
 from ludus.chat.tokenizer import chat_template, train_tokenizer
 from ludus.config.sections.rollout import EnvConfig
@@ -270,7 +269,7 @@ def test_unguarded_hostile_text_encodes_to_control_tokens():
 def test_conformance_reports_tool_output_that_becomes_special_tokens():
     """A renderer whose guard knows no special token."""
     renderer = TemplateRenderer(byte_level())
-    object.__setattr__(renderer, "guard", replace(renderer.guard, _all=re.compile("(?!)")))
+    renderer.guard._all = re.compile("(?!)")
     failures = check_conformance(renderer).failures
     (found,) = [f for f in failures if f.what == "text of a user or tool message is encoded as special tokens"]
     assert (found.dialogue, found.turn) == ("hostile output", 0)
@@ -313,7 +312,7 @@ def test_guarded_tool_text_never_encodes_to_control_tokens(pieces):
 
 def test_breaking_one_token_uncovers_no_other():
     tokenizer = byte_level(special=("[ab]", "b]c"))
-    guard = make_guard(tokenizer)
+    guard = ControlGuard(tokenizer)
     ids = tokenizer.encode(guard.text("[ab]c [[ab]ab]c", from_tool=False), add_special_tokens=False)
     assert control_ids(tokenizer).isdisjoint(ids)
 
@@ -321,7 +320,7 @@ def test_breaking_one_token_uncovers_no_other():
 @settings(max_examples=100, deadline=None)
 @given(st.text())
 def test_ordinary_text_passes_unchanged(text):
-    assume(not any(string in text for string in (*RENDERER.guard.special, *RENDERER.guard.marks)))
+    assume(not any(string in text for string in RENDERER.guard.strings))
     assert RENDERER.guard.text(text, from_tool=True) == text
 
 

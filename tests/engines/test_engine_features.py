@@ -14,8 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from ludus.chat.parse_json import hermes_guide
 from ludus.engines.base import BASE, Request, copies
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
-from ludus.engines.embedded.guided_decoding import GuideCompiler
-from ludus.engines.embedded.sampler import SamplingRules, sample
+from ludus.engines.embedded.sampler import GuideCompiler, SamplingRules, sample
 from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.errors import EngineBusy, EngineError, RequestRejected, SyncError
 from ludus.training.run.preflight import model_path
@@ -209,7 +208,7 @@ def test_tool_call_guide_accepts_only_declared_tools_and_valid_arguments(speaker
     tokenizer = speaker[1]
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     function = {"name": "lookup", "description": "d", "parameters": parameters}
-    guide = hermes_guide([{"type": "function", "function": function}], tokenizer)
+    guide = hermes_guide([{"type": "function", "function": function}], tokenizer.get_added_vocab())
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
 
     def taken(text):

@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from itertools import accumulate
 
 from ludus.chat.render import TemplateRenderer, control_ids, decode_exactly, render_dialogue
 from ludus.errors import UserError
@@ -54,7 +55,6 @@ class ConformanceReport:
 
     @property
     def ok(self) -> bool:
-        """Whether there are no failures."""
         return not self.failures
 
 
@@ -101,16 +101,17 @@ def _first_rejected_turn(renderer: TemplateRenderer, probe: ProbeDialogue) -> in
 def _difference(
     renderer: TemplateRenderer, probe: ProbeDialogue, segments: Sequence[Segment], whole: str
 ) -> ConformanceFailure | None:
-    """Return the first difference between the segments and the whole text's tokens, with its reason."""
     expected = renderer.tokenizer.encode(whole, add_special_tokens=False)
     got = [token for segment in segments for token in segment.tokens]
-    prefix = _common_prefix_length(expected, got)
+    pairs = zip(expected, got, strict=False)
+    prefix = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(got)))
     ends_at_role = len(got) - prefix == 1 and prefix == len(expected) and got[-1] in renderer.stop_token_ids
     if prefix == len(got) or ends_at_role:
         return None
-    segment = _segment_at(segments, prefix)
+    ends = accumulate(len(segment.tokens) for segment in segments)
+    segment = next((one for one, end in zip(segments, ends, strict=True) if prefix < end), segments[-1])
     decode = renderer.tokenizer.decode
-    if _is_same_text(renderer, whole, got):
+    if decode(expected).startswith(decode(got)):
         what = "tokenizing the whole text differs from tokenizing its pieces"
     else:
         what = _reason(renderer, probe, segment, whole)
@@ -121,11 +122,6 @@ def _difference(
         decode(expected[prefix : prefix + _EXCERPT])[:_EXCERPT],
         decode(got[prefix : prefix + _EXCERPT])[:_EXCERPT],
     )
-
-
-def _is_same_text(renderer: TemplateRenderer, whole: str, got: Sequence[int]) -> bool:
-    decode, encode = renderer.tokenizer.decode, renderer.tokenizer.encode
-    return decode(encode(whole, add_special_tokens=False)).startswith(decode(got))
 
 
 def _reason(renderer: TemplateRenderer, probe: ProbeDialogue, segment: Segment, whole: str) -> str:
@@ -157,15 +153,14 @@ def _check_actions(
     messages = [message for message in probe.messages if message["role"] == "assistant"]
     actions = [segment for segment in segments if segment.kind == "action"]
     for message, segment in zip(messages, actions, strict=True):
+        where = probe.name, segment.turn
         num_ends = sum(segment.tokens.count(end) for end in renderer.stop_token_ids)
         if not num_ends or segment.tokens[-1] not in renderer.stop_token_ids:
-            what = "the turn does not end with the end-of-turn token"
-            yield ConformanceFailure(probe.name, segment.turn, what)
+            yield ConformanceFailure(*where, "the turn does not end with the end-of-turn token")
         elif num_ends > 1:
-            what = "the end-of-turn token occurs inside the turn"
-            yield ConformanceFailure(probe.name, segment.turn, what)
+            yield ConformanceFailure(*where, "the end-of-turn token occurs inside the turn")
         if unread := _find_unparsed(renderer, probe, message, segment):
-            yield ConformanceFailure(probe.name, segment.turn, *unread)
+            yield ConformanceFailure(*where, *unread)
 
 
 def _find_unparsed(
@@ -205,7 +200,10 @@ def _check_control(
 ) -> Iterator[ConformanceFailure]:
     """Check that special tokens equal those of the dialogue with neutral user and tool messages."""
     control = control_ids(renderer.tokenizer)
-    neutral = tuple(_neutral(message) for message in probe.messages)
+    neutral = [message.copy() for message in probe.messages]
+    for message in neutral:
+        if message["role"] in ("user", "tool"):
+            message["content"] = "x"
     for segment, plain in zip(segments, render_dialogue(renderer, neutral, probe.tools), strict=True):
         expected = [token for token in plain.tokens if token in control]
         got = [token for token in segment.tokens if token in control]
@@ -219,28 +217,8 @@ def _check_control(
             )
 
 
-def _neutral(message: Message) -> Message:
-    plain = message.copy()
-    if message["role"] in ("user", "tool"):
-        plain["content"] = "x"
-    return plain
-
-
 def _assistant_indices(messages: Sequence[Message]) -> list[int]:
     return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-
-
-def _segment_at(segments: Sequence[Segment], position: int) -> Segment:
-    for segment in segments:
-        if position < len(segment.tokens):
-            return segment
-        position -= len(segment.tokens)
-    return segments[-1]
-
-
-def _common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
-    pairs = zip(left, right, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
 def probe_dialogues() -> tuple[ProbeDialogue, ...]:

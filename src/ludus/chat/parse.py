@@ -18,17 +18,127 @@ To add a format, add a parser and a line in `PARSERS`.
 
 from __future__ import annotations
 
+import ast
 import re
+import warnings
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Protocol
 
-from ludus.chat.parse_json import HermesParser, Llama3Parser
+from ludus.chat.parse_json import (
+    MAX_DEPTH,
+    HermesParser,
+    MalformedCall,
+    ParsedDraft,
+    WholeTextParser,
+    check_plain,
+    read_llama3,
+    strip_fence,
+)
 from ludus.chat.parse_marked import MARKED
-from ludus.chat.parse_pythonic import PythonicParser
 from ludus.chat.parse_tags import RETOOL, SEARCH_R1, TagsParser
 from ludus.tools.base import ToolSchema
-from ludus.types import Action
+from ludus.types import JSON, Action
+
+_PYTHON_MARKS = re.compile(r"^\s*<\|(?:python_tag|python_start)\|>|<\|python_end\|>\s*$")
+_LIST_START = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
+_BARE_CALL = re.compile(r"[A-Za-z_][\w.]*\(\s*\w+\s*=.*\)", re.DOTALL)
+_EXAMPLE = 'Write [name(argument="value")] and nothing else.'
+_JSON_WORDS = {"true": "True", "false": "False", "null": "None"}
+
+
+def read_pythonic(draft: ParsedDraft, text: str) -> None:
+    """Read a list of calls with literal keyword arguments, `[f(a=1, b="x"), g()]` (Llama 3.2, Llama 4 and others), with
+    `ast`, without evaluating it; tuples become lists.
+
+    Accepts a leading `<|python_tag|>` or `<|python_start|>`, a trailing `<|python_end|>`, and a Markdown
+    fence around the whole text. A list that does not start with a call is content.
+
+    Errors: a list that does not parse (one error for the whole list), positional, repeated or starred arguments,
+    values that are not literals, items that are not calls, and a call outside a list.
+    """
+    inner, num_marks = _PYTHON_MARKS.subn("", text)
+    body = strip_fence(inner)
+    if not num_marks and not _LIST_START.match(body):
+        if _BARE_CALL.fullmatch(body):
+            draft.add_error(body, f"The call stands outside a list. {_EXAMPLE}")
+        else:
+            draft.add_text(text)
+        return
+    try:
+        items = _items(body)
+    except MalformedCall as error:
+        draft.add_error(body or text.strip(), error.reason)
+        return
+    for item in items:
+        try:
+            draft.add_call(*_call_of(item))
+        except MalformedCall as error:
+            draft.add_error(ast.get_source_segment(body, item) or body, error.reason)
+
+
+def _items(body: str) -> list[ast.expr]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the model may write invalid escapes such as "\d"
+            tree = ast.parse(body, mode="eval").body
+    except SyntaxError as error:
+        raise MalformedCall(f"This is not a Python list of calls ({error.msg}). {_EXAMPLE}") from None
+    except (ValueError, RecursionError, MemoryError):
+        raise MalformedCall(f"This is not a Python list of calls, or nests too deeply. {_EXAMPLE}") from None
+    if not isinstance(tree, ast.List) or not tree.elts:
+        raise MalformedCall(f"This is not a list of calls. {_EXAMPLE}")
+    return tree.elts
+
+
+def _call_of(item: ast.expr) -> tuple[str, dict[str, JSON]]:
+    if not isinstance(item, ast.Call):
+        raise MalformedCall(f"An item of the list is not a call. {_EXAMPLE}")
+    if item.args:
+        raise MalformedCall("An argument has no name. Write every argument as name=value.")
+    arguments: dict[str, JSON] = {}
+    for keyword in item.keywords:
+        if keyword.arg is None:
+            raise MalformedCall("** is not allowed. Write every argument as name=value.")
+        if keyword.arg in arguments:
+            raise MalformedCall(f"The argument {keyword.arg} is given twice. Give it once.")
+        arguments[keyword.arg] = _literal(keyword.value, MAX_DEPTH)
+    return _dotted_name(item.func), check_plain(arguments)
+
+
+def _dotted_name(func: ast.expr) -> str:
+    parts: list[str] = []
+    while isinstance(func, ast.Attribute):
+        parts.append(func.attr)
+        func = func.value
+    if not isinstance(func, ast.Name):
+        raise MalformedCall(f"The name of a tool is missing before the parenthesis. {_EXAMPLE}")
+    return ".".join([func.id, *reversed(parts)])
+
+
+def _literal(node: ast.expr, levels: int) -> JSON:
+    """Return the JSON value of a literal. Raises MalformedCall for anything else."""
+    if levels < 0:
+        raise MalformedCall(f"The arguments nest deeper than {MAX_DEPTH} levels. Make them flatter.")
+    match node:
+        case ast.Constant(value=None | bool() | int() | float() | str() as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)) if not isinstance(
+            value, bool
+        ):
+            return -value
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(item, levels - 1) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            found: dict[str, JSON] = {}
+            for key, value in zip(keys, values, strict=True):
+                if not (isinstance(key, ast.Constant) and isinstance(key.value, str)):
+                    raise MalformedCall("The keys of a dict in the arguments are strings in quotes.")
+                found[key.value] = _literal(value, levels - 1)
+            return found
+        case ast.Name(id=word) if word in _JSON_WORDS:
+            raise MalformedCall(f"{word} is not Python. Write {_JSON_WORDS[word]}.")
+    raise MalformedCall("A value is not a literal. Use strings in quotes, numbers, True, False, None, lists and dicts.")
+
 
 _PYTHONIC_EXAMPLE = re.compile(r"\[\w+\(\w+\s*=|\bname \+ ['\"]\(['\"]")
 _MARKS: Mapping[str, tuple[str, ...]] = {
@@ -53,18 +163,11 @@ class ToolCallParser(Protocol):
 
         Formats without types take the types of the arguments from the tools' `schemas`.
         """
-        ...
 
 
-PARSERS: Mapping[str, ToolCallParser] = MappingProxyType(
-    {
-        parser.name: parser
-        for parser in (
-            *(HermesParser(), Llama3Parser(), PythonicParser(), TagsParser(SEARCH_R1), TagsParser(RETOOL)),
-            *MARKED,
-        )
-    }
-)
+_WHOLE = (WholeTextParser("llama3", read_llama3), WholeTextParser("pythonic", read_pythonic))
+_ALL: tuple[ToolCallParser, ...] = (HermesParser(), *_WHOLE, TagsParser(SEARCH_R1), TagsParser(RETOOL), *MARKED)
+PARSERS: Mapping[str, ToolCallParser] = {parser.name: parser for parser in _ALL}
 """The parsers by name."""
 
 

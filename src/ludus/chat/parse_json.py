@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import NoReturn, Protocol, cast
+from typing import NoReturn, cast
 
 from ludus.tools.base import ToolSchema
 from ludus.types import JSON, Action, CallError, Guide, Message, MessageToolCall, ToolCall
@@ -50,7 +50,6 @@ class ParsedDraft:
     prose: list[str] = field(default_factory=list)
 
     def add_text(self, text: str) -> None:
-        """Add ordinary text to the content."""
         if text.strip():
             self.prose.append(text.strip())
 
@@ -65,7 +64,6 @@ class ParsedDraft:
         self.add_text(text if content is None else content)
 
     def action(self, reasoning: str | None = None) -> Action:
-        """Return the finished action."""
         message: Message = {"role": "assistant", "content": "\n".join(self.prose)}
         if reasoning is not None:
             message["reasoning_content"] = reasoning
@@ -85,7 +83,7 @@ def tool_call(call_id: str, name: str, arguments: str) -> MessageToolCall:
 
 
 def split_thinking(
-    text: str, inside_call: Callable[[int], bool], marks: tuple[str, str] = (THINK_OPEN, THINK_CLOSE)
+    text: str, inside_call: Callable[[int], bool] = lambda _: False, marks: tuple[str, str] = (THINK_OPEN, THINK_CLOSE)
 ) -> tuple[str | None, str]:
     """Return the thinking between `marks` (None if there is none) and the text after it.
 
@@ -95,9 +93,7 @@ def split_thinking(
     call). A `<think>` after other text is ordinary text.
     """
     opening, closing = marks
-    thoughts: list[str] = []
-    rest = text
-    close = text.find(closing)
+    thoughts, rest, close = list[str](), text, text.find(closing)
     if close >= 0 and opening not in text[:close] and not inside_call(close):
         thoughts.append(text[:close].strip())
         rest = text[close + len(closing) :]
@@ -107,28 +103,31 @@ def split_thinking(
     return ("\n".join(filter(None, thoughts)) if thoughts else None), rest
 
 
-def parse_whole(text: str, turn: int, fill: Callable[[ParsedDraft, str], None]) -> Action:
-    """Parse a format in which calls make up the whole text after the thinking.
+@dataclass(frozen=True, slots=True)
+class WholeTextParser:
+    """Parser of a format in which calls make up the whole text after the thinking; `fill` reads them.
 
     If the whole text parses as calls, it has no thinking, so arguments may contain `</think>`.
     """
-    whole = ParsedDraft(turn)
-    fill(whole, text)
-    if whole.calls and not whole.errors and not whole.prose:
-        return whole.action()
-    reasoning, rest = split_thinking(text, inside_call=lambda _: False)
-    if reasoning is None:
-        return whole.action()
-    draft = ParsedDraft(turn)
-    fill(draft, rest)
-    return draft.action(reasoning)
+
+    name: str
+    fill: Callable[[ParsedDraft, str], None]
+
+    def parse(self, text: str, *, turn: int, schemas: Sequence[ToolSchema] = ()) -> Action:
+        draft = ParsedDraft(turn)
+        self.fill(draft, text)
+        reasoning, rest = split_thinking(text)
+        if reasoning is None or (draft.calls and not draft.errors and not draft.prose):
+            return draft.action()
+        draft = ParsedDraft(turn)
+        self.fill(draft, rest)
+        return draft.action(reasoning)
 
 
 def strip_fence(text: str) -> str:
     """Return the content of a Markdown fence around the whole text, or the stripped text."""
-    stripped = text.strip()
-    fenced = _FENCE.fullmatch(stripped)
-    return fenced[1].strip() if fenced else stripped
+    fenced = _FENCE.fullmatch(text.strip())
+    return (fenced[1] if fenced else text).strip()
 
 
 def exceeds_depth(value: object, limit: int) -> bool:
@@ -281,19 +280,24 @@ class HermesParser:
     name: str = "hermes"
 
     def parse(self, text: str, *, turn: int, schemas: Sequence[ToolSchema] = ()) -> Action:
-        """Return the message, the calls and the errors of turn `turn`. Never raises."""
-        reasoning, rest = split_thinking(text, lambda at: _inside_call(text, at))
-        draft = ParsedDraft(turn)
+        def inside_call(at: int) -> bool:
+            start = text.rfind(CALL_OPEN, 0, at)
+            return start >= 0 and _json_end(text, start + len(CALL_OPEN)) > at
+
+        reasoning, rest = split_thinking(text, inside_call)
+        draft, position = ParsedDraft(turn), 0
         if _is_untagged_call(rest):
             draft.add_error(rest.strip(), _UNTAGGED)
-        else:
-            _parse_hermes(draft, rest)
+            return draft.action(reasoning)
+        while tag := _TAG.search(rest, position):
+            if tag.group() == CALL_CLOSE:
+                draft.add_error(rest[position : tag.end()].strip(), _STRAY)
+                position = tag.end()
+            else:
+                draft.add_text(rest[position : tag.start()])
+                position = _read_block(draft, rest, tag.start())
+        draft.add_text(rest[position:])
         return draft.action(reasoning)
-
-
-def _inside_call(text: str, at: int) -> bool:
-    start = text.rfind(CALL_OPEN, 0, at)
-    return start >= 0 and _json_end(text, start + len(CALL_OPEN)) > at
 
 
 def _json_end(text: str, start: int) -> int:
@@ -313,18 +317,6 @@ def _is_untagged_call(text: str) -> bool:
     return isinstance(value, dict) and "name" in value and ("arguments" in value or "parameters" in value)
 
 
-def _parse_hermes(draft: ParsedDraft, text: str) -> None:
-    position = 0
-    while tag := _TAG.search(text, position):
-        if tag.group() == CALL_CLOSE:
-            draft.add_error(text[position : tag.end()].strip(), _STRAY)
-            position = tag.end()
-        else:
-            draft.add_text(text[position : tag.start()])
-            position = _read_block(draft, text, tag.start())
-    draft.add_text(text[position:])
-
-
 def _read_block(draft: ParsedDraft, text: str, start: int) -> int:
     """Read the block whose opening tag is at `start`; return the offset after it."""
     begin = start + len(CALL_OPEN)
@@ -335,7 +327,12 @@ def _read_block(draft: ParsedDraft, text: str, start: int) -> int:
     else:
         tag = _TAG.search(text, begin)
         if tag and tag.group() == CALL_OPEN:
-            block_end = _end_of_nested(text, begin)
+            depth, block_end = 1, len(text)
+            for tag in _TAG.finditer(text, begin):
+                depth += 1 if tag.group() == CALL_OPEN else -1
+                if depth == 0:
+                    block_end = tag.end()
+                    break
             draft.add_error(text[start:block_end].strip(), _NESTED)
             return block_end
         body = text[begin : tag.start() if tag else len(text)]
@@ -349,36 +346,19 @@ def _read_block(draft: ParsedDraft, text: str, start: int) -> int:
     return block_end
 
 
-def _end_of_nested(text: str, begin: int) -> int:
-    """Return the offset after the tag that closes the block whose content starts at `begin`, or the end."""
-    depth = 1
-    for tag in _TAG.finditer(text, begin):
-        depth += 1 if tag.group() == CALL_OPEN else -1
-        if depth == 0:
-            return tag.end()
-    return len(text)
-
-
 _TEXT = r"TEXT: /(.|\n)+/ & ~/(.|\n)*(<tool_call>|<\/tool_call>)(.|\n)*/"
 
 
-class AddedVocabulary(Protocol):
-    """Tokenizer method that returns the added tokens."""
-
-    def get_added_vocab(self) -> dict[str, int]: ...
-
-
-def hermes_guide(tools: Sequence[ToolSchema], tokenizer: AddedVocabulary) -> Guide:
-    """Return a grammar of free text with any number of Hermes calls of the given tools.
+def hermes_guide(tools: Sequence[ToolSchema], added: Mapping[str, int]) -> Guide:
+    """Return a grammar of free text with any number of Hermes calls of the given tools; `added` are the tokenizer's
+    added tokens.
 
     Arguments must match the tool's schema. For guided sampling only: do not use it in training, since it
     changes the sampled distribution.
     """
-    opening, closing = (_terminal(tag, tokenizer) for tag in (CALL_OPEN, CALL_CLOSE))
+    opening, closing = (f"<[{added[tag]}]>" if tag in added else json.dumps(tag) for tag in (CALL_OPEN, CALL_CLOSE))
     calls = " | ".join(f"call_{i}" for i in range(len(tools)))
-    thinking = "".join(
-        f" | {_terminal(tag, tokenizer)}" for tag in (THINK_OPEN, THINK_CLOSE) if tag in tokenizer.get_added_vocab()
-    )
+    thinking = "".join(f" | <[{added[tag]}]>" for tag in (THINK_OPEN, THINK_CLOSE) if tag in added)
     rules = [
         f"start: (text {opening} ({calls}) {closing})* text" if tools else "start: text",
         f"text: (TEXT{thinking})*",
@@ -392,12 +372,6 @@ def hermes_guide(tools: Sequence[ToolSchema], tokenizer: AddedVocabulary) -> Gui
     return Guide("lark", "\n".join(rules) + "\n")
 
 
-def _terminal(tag: str, tokenizer: AddedVocabulary) -> str:
-    """Return a tag in a grammar: its id if it is an added token, otherwise text."""
-    number = tokenizer.get_added_vocab().get(tag)
-    return json.dumps(tag) if number is None else f"<[{number}]>"
-
-
 _CALL_START = re.compile(r"\[?\s*\{\s*[\"']?(name|type|function|parameters|arguments)[\"']?\s*:")
 _CALL_INSIDE = re.compile(r"\{\s*\"name\"\s*:\s*\"[^\"]*\"\s*,\s*\"parameters\"\s*:")
 _NOT_ALONE = "The call stands inside other text. Write the JSON object alone."
@@ -405,9 +379,8 @@ _AFTER = "Other text follows a call. Separate calls with ; and write nothing els
 _NOTHING = f"Nothing follows {PYTHON_TAG}. Write a JSON object with name and parameters."
 
 
-@dataclass(frozen=True, slots=True)
-class Llama3Parser:
-    """Parser of `{"name": ..., "parameters": {...}}` as the whole text, or several separated by `;`.
+def read_llama3(draft: ParsedDraft, text: str) -> None:
+    """Read `{"name": ..., "parameters": {...}}` as the whole text, or several separated by `;`.
 
     `<|python_tag|>` may precede the calls, also after other text. Also accepts `arguments` for
     `parameters`, a `type` key, no parameters, and a Markdown fence around the whole.
@@ -415,15 +388,6 @@ class Llama3Parser:
     Without the tag, JSON without parameters or arguments is content, unless it has only a name and possibly a
     type. Text after a call without `;` is one error up to the end; so is a call after other text.
     """
-
-    name: str = "llama3"
-
-    def parse(self, text: str, *, turn: int, schemas: Sequence[ToolSchema] = ()) -> Action:
-        """Return the message, the calls and the errors of turn `turn`. Never raises."""
-        return parse_whole(text, turn, _parse_llama3)
-
-
-def _parse_llama3(draft: ParsedDraft, text: str) -> None:
     body = strip_fence(text)
     if _CALL_START.match(body):
         _read_calls(draft, body, tagged=False)
@@ -462,12 +426,9 @@ def _read_calls(draft: ParsedDraft, body: str, *, tagged: bool) -> None:
 
 
 def _is_call(value: object) -> bool:
+    arguments = {"parameters", "arguments"}
     if isinstance(value, list):
-        return any(isinstance(item, dict) and "name" in item and _has_arguments(item) for item in value)
+        return any(isinstance(item, dict) and "name" in item and arguments & item.keys() for item in value)
     if not isinstance(value, dict):
         return False
-    return _has_arguments(value) or ("name" in value and value.keys() <= {"name", "type"})
-
-
-def _has_arguments(value: dict[object, object]) -> bool:
-    return "parameters" in value or "arguments" in value
+    return bool(arguments & value.keys()) or ("name" in value and value.keys() <= {"name", "type"})

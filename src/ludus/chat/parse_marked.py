@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import cast
 
@@ -67,7 +68,6 @@ class MarkedParser:
     thinking: tuple[str, str] = (THINK_OPEN, THINK_CLOSE)
 
     def parse(self, text: str, *, turn: int, schemas: Sequence[ToolSchema] = ()) -> Action:
-        """Return the message, the calls and the errors of turn `turn`. Never raises."""
         reasoning, rest = split_thinking(text, lambda at: self._is_inside_call(text, at), self.thinking)
         draft = ParsedDraft(turn)
         before, *blocks = rest.split(self.opening)
@@ -112,8 +112,6 @@ class HarmonyParser:
     name: str = "harmony"
 
     def parse(self, text: str, *, turn: int, schemas: Sequence[ToolSchema] = ()) -> Action:
-        """Return the message, the calls and the errors of turn `turn`. Never raises."""
-        del schemas
         draft, thoughts = ParsedDraft(turn), list[str]()
         for block in text.split("<|start|>"):
             header, mark, rest = block.partition("<|message|>")
@@ -122,21 +120,18 @@ class HarmonyParser:
             if not mark:
                 draft.add_text(block)
             elif recipient:
-                _read_harmony(draft, block, recipient[1], body)
+                call = {"name": recipient[1].removeprefix("functions.")}
+                try:
+                    arguments = decode(body) if body.strip() else {}
+                    draft.add_call(*call_of(call | {"arguments": arguments}, "arguments"))
+                except MalformedCall as error:
+                    draft.add_error(block.strip(), error.reason)
             elif channel and channel[1] == "analysis":
                 thoughts.append(body.strip())
             else:
                 draft.add_text(body)
             draft.add_text("".join(after))
         return draft.action("\n".join(filter(None, thoughts)) if thoughts else None)
-
-
-def _read_harmony(draft: ParsedDraft, text: str, recipient: str, body: str) -> None:
-    try:
-        name = recipient.removeprefix("functions.")
-        draft.add_call(*call_of({"name": name, "arguments": decode(body) if body.strip() else {}}, "arguments"))
-    except MalformedCall as error:
-        draft.add_error(text.strip(), error.reason)
 
 
 def _read_qwen3_coder(body: str, schemas: Sequence[ToolSchema]) -> ReadCall:
@@ -170,20 +165,14 @@ def _typed(name: str, pairs: Sequence[tuple[str, str]], schemas: Sequence[ToolSc
     """Return the arguments: text where the tool declares a string, otherwise JSON, or text if it is not JSON."""
     functions = [schema["function"] for schema in schemas if schema["function"]["name"] == name]
     declared = functions[0]["parameters"].get("properties", {}) if functions else {}
-    return {key: _value(text, declared.get(key, {})) for key, text in pairs}
+    arguments: dict[str, JSON] = dict(pairs)
+    for key, text in pairs:
+        with suppress(MalformedCall):
+            arguments[key] = text if declared.get(key, {}).get("type") == "string" else cast("JSON", decode(text))
+    return arguments
 
 
-def _value(text: str, declared: Mapping[str, object]) -> JSON:
-    if declared.get("type") == "string":
-        return text
-    try:
-        return cast("JSON", decode(text))
-    except MalformedCall:
-        return text
-
-
-def _read_kimi(body: str, schemas: Sequence[ToolSchema]) -> ReadCall:
-    del schemas
+def _read_kimi(body: str, _: Sequence[ToolSchema]) -> ReadCall:
     call_id, mark, arguments = body.partition("<|tool_call_argument_begin|>")
     named = _KIMI_ID.fullmatch(call_id.strip())
     if not (mark and named):
@@ -191,20 +180,18 @@ def _read_kimi(body: str, schemas: Sequence[ToolSchema]) -> ReadCall:
     return ReadCall(*call_of({"name": named[1], "arguments": decode(arguments)}, "arguments"), call_id.strip())
 
 
-def _read_deepseek(body: str, schemas: Sequence[ToolSchema]) -> ReadCall:
+def _read_deepseek(body: str, _: Sequence[ToolSchema]) -> ReadCall:
     """Read `function<sep>NAME` and fenced JSON (V3, R1), or `NAME<sep>` and JSON (V3.1)."""
-    del schemas
     head, mark, rest = body.partition("<｜tool▁sep｜>")
     if not mark:
         raise MalformedCall("Write NAME<｜tool▁sep｜> and a JSON object.")
     name, arguments = head.strip(), rest
     if name == "function":
-        name, _, arguments = rest.partition("\n")
+        name, arguments = rest.split("\n", 1) if "\n" in rest else (rest, "")
     return ReadCall(*call_of({"name": name.strip(), "arguments": decode(strip_fence(arguments))}, "arguments"))
 
 
-def _read_gemma(body: str, schemas: Sequence[ToolSchema]) -> ReadCall:
-    del schemas
+def _read_gemma(body: str, _: Sequence[ToolSchema]) -> ReadCall:
     call = _GEMMA_CALL.fullmatch(body)
     if not call:
         raise MalformedCall("Write call:NAME{argument:value}.")

@@ -71,15 +71,13 @@ class TagsParser:
 
     @property
     def name(self) -> str:
-        """Name of the protocol."""
         return self.protocol.name
 
     def parse(self, text: str, *, turn: int, schemas: Sequence[ToolSchema] = ()) -> Action:
-        """Return the message, the calls and the errors of turn `turn`. Never raises."""
-        reasoning, rest = split_thinking(text, inside_call=lambda _: False)
+        reasoning, rest = split_thinking(text)
         draft = ParsedDraft(turn)
-        if text.strip():
-            _fill(draft, rest, text.strip(), self.protocol)
+        if whole := text.strip():
+            _fill(draft, rest, whole, self.protocol)
         return draft.action(reasoning)
 
 

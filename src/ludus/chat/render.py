@@ -1,9 +1,7 @@
 """Render messages to tokens: the renderer protocol, and the renderer of chat templates.
 
-Only the prompt, the environment's messages and (for supervised training) demonstrations are tokenized.
 Sampled tokens are never rendered again; observations are appended as *deltas*, the exact tokens that the
-template inserts between the end of one assistant turn and the beginning of the next. Control strings in user
-and tool messages are broken (`ControlGuard`).
+template inserts between the end of one assistant turn and the beginning of the next.
 """
 
 from __future__ import annotations
@@ -11,34 +9,29 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import lru_cache
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
-from ludus.chat.parse import PARSERS, ToolCallParser, detect
+from ludus.chat.parse import PARSERS, detect
 from ludus.chat.parse_json import CALL_OPEN, GUIDES_EXIST, THINK_CLOSE, THINK_OPEN, hermes_guide, tool_call
 from ludus.errors import UserError
 from ludus.tools.base import Tool, ToolSchema
-from ludus.types import Action, FinishReason, Guide, Message, MessageToolCall, Segment
+from ludus.types import Action, FinishReason, Guide, Message, Segment
 
+_FIX_TEMPLATE = "Set env.rendering to 'tags', or fix the template."
 _MARKER = "zqxMARKxqz"
 _USER: list[dict[str, object]] = [{"role": "user", "content": "q"}]
 _ASSISTANT: dict[str, object] = {"role": "assistant", "content": "s"}
 _CALL: dict[str, object] = {"id": "c", "type": "function", "function": {"name": "t", "arguments": {"a": _MARKER}}}
 _PLAIN_CALL: dict[str, object] = {**_CALL, "function": {"name": "t", "arguments": {"a": "s"}}}
 _RESULT: dict[str, object] = {"role": "tool", "content": _MARKER, "tool_call_id": "c", "name": "t"}
-_ENDS_IN_HISTORY: Mapping[str, str] = MappingProxyType({"harmony": "<|end|>"})
+_ENDS_IN_HISTORY: Mapping[str, str] = {"harmony": "<|end|>"}
 """End of a turn without calls that is followed by other messages, by format, if it is not the sampled one."""
+_NO_PARAMETERS = {"type": "object", "properties": {}, "required": []}
 _TOOL_PROBE: ToolSchema = {
     "type": "function",
-    "function": {
-        "name": _MARKER,
-        "description": "d",
-        "parameters": {"type": "object", "properties": {}, "required": []},
-    },
+    "function": {"name": _MARKER, "description": "d", "parameters": _NO_PARAMETERS},
 }
 
 
@@ -82,38 +75,30 @@ class Renderer(Protocol):
     @property
     def stop(self) -> tuple[str, ...]:
         """Strings that end an action."""
-        ...
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Tokens that end an action and belong to it."""
-        ...
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
         """Return the tokens of the prompt, including the generation prompt."""
-        ...
 
     def parse(
         self, tokens: Sequence[int], turn: int, finish_reason: FinishReason, tools: Sequence[Tool] = ()
     ) -> Action:
         """Parse an action. Formats without types take those of the tools' arguments. Never raises."""
-        ...
 
     def observation(self, messages: Sequence[Message], last: int | None = None) -> tuple[int, ...]:
         """Return the tokens between a sampled action, whose last token is `last`, and the next one."""
-        ...
 
     def action(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> tuple[int, ...]:
         """Return the tokens that represent `message` as a sampled action (demonstrations only)."""
-        ...
 
     def document(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a plain text with an end-of-text token (continued pretraining only)."""
-        ...
 
     def guide(self, tools: Sequence[Tool]) -> Guide:
         """Return a guide that permits only valid calls. Raises UserError if unsupported."""
-        ...
 
 
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
@@ -151,7 +136,6 @@ def render_dialogue(renderer: Renderer, messages: Sequence[Message], tools: Sequ
     return tuple(segments)
 
 
-@dataclass(frozen=True)
 class TemplateRenderer:
     """Renders with the model's chat template.
 
@@ -162,49 +146,29 @@ class TemplateRenderer:
     Raises `UserError` without a template, if it rejects a dialogue, or if turns have no end token.
     """
 
-    tokenizer: Tokenizer
-    parser: str = "auto"
-    native_tools: bool = field(init=False)
-    native_thinking: bool = field(init=False)
-    native_system: bool = field(init=False)
-    guard: ControlGuard = field(init=False, repr=False)
-    _parse: ToolCallParser = field(init=False, repr=False)
-    _end: tuple[str, int] = field(init=False, repr=False)
-    _call_end: tuple[str, int] = field(init=False, repr=False)
-    _ends_at_role: bool = field(init=False, repr=False)
-    _results_need_calls: bool = field(init=False, repr=False)
-    _thinking_key: str = field(init=False, repr=False)
-    _starts_thinking: bool = field(init=False, repr=False)
-    _needs_context: bool = field(init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        template = self.tokenizer.chat_template
+    def __init__(self, tokenizer: Tokenizer, parser: str = "auto") -> None:
+        self.tokenizer, template = tokenizer, tokenizer.chat_template
         if not template:
             raise UserError(
                 "The model's tokenizer has no chat template.",
                 "Use a chat model, or set env.rendering to 'tags' for a base model.",
             )
-        name = detect(str(template)) if self.parser == "auto" else self.parser
-        object.__setattr__(self, "native_tools", self._renders(_USER, tools=[_TOOL_PROBE]))
+        name = detect(str(template)) if parser == "auto" else parser
+        self.native_tools = self._renders(_USER, tools=[_TOOL_PROBE])
         keys = ("reasoning_content", "thinking")
         read = [key for key in keys if self._renders([*_USER, {**_ASSISTANT, key: _MARKER}])]
-        object.__setattr__(self, "native_thinking", bool(read))
-        object.__setattr__(self, "_thinking_key", read[0] if read else keys[0])
-        object.__setattr__(self, "native_system", self._renders([{"role": "system", "content": _MARKER}, *_USER]))
-        object.__setattr__(self, "guard", make_guard(self.tokenizer, str(template)))
-        object.__setattr__(self, "_parse", PARSERS[name if self.native_tools else "hermes"])
-        starts_thinking = self._apply(_USER, generate=True).rstrip().endswith(THINK_OPEN)
-        object.__setattr__(self, "_starts_thinking", starts_thinking)
-        end, ends_at_role = self._find_end()
-        object.__setattr__(self, "_end", end)
-        object.__setattr__(self, "_ends_at_role", ends_at_role)
-        object.__setattr__(self, "_call_end", self._find_call_end() if self.native_tools else end)
+        self.native_thinking, self._thinking_key = bool(read), next(iter(read), keys[0])
+        self.native_system = self._renders([{"role": "system", "content": _MARKER}, *_USER])
+        self.guard = ControlGuard(tokenizer, str(template))
+        self._parse = PARSERS[name if self.native_tools else "hermes"]
+        self._starts_thinking = self._apply(_USER, generate=True).rstrip().endswith(THINK_OPEN)
+        self._end, self._ends_at_role = self._find_end()
+        self._call_end = self._find_call_end() if self.native_tools else self._end
         with_calls = [*_USER, {**_ASSISTANT, "content": "", "tool_calls": [_PLAIN_CALL]}, _RESULT]
         needs_calls = self._renders(with_calls) and not self._renders([*_USER, _ASSISTANT, _RESULT])
-        object.__setattr__(self, "_results_need_calls", self.native_tools and needs_calls)
+        self._results_need_calls = self.native_tools and needs_calls
         bare = self._encode("q")
-        in_context = any(self._encode_after(before, "q") != bare for before in (self._end[0], "q\n"))
-        object.__setattr__(self, "_needs_context", in_context)
+        self._needs_context = any(self._encode_after(before, "q") != bare for before in (self._end[0], "q\n"))
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -217,23 +181,19 @@ class TemplateRenderer:
         return tuple(dict.fromkeys((self._end[1], self._call_end[1])))
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
-        """Render with the template, including the generation prompt."""
         return self._encode(self.text(messages, tools, generate=True))
 
     def document(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a plain text with an end-of-text token."""
         return document_tokens(self.tokenizer, text)
 
     def guide(self, tools: Sequence[Tool]) -> Guide:
-        """Return `hermes_guide`. Raises UserError for other call formats."""
         if self._parse.name != "hermes":
             raise UserError(f"The format {self._parse.name} does not support guided tool calls.", GUIDES_EXIST)
-        return hermes_guide([tool.schema for tool in tools], self.tokenizer)
+        return hermes_guide([tool.schema for tool in tools], self.tokenizer.get_added_vocab())
 
     def parse(
         self, tokens: Sequence[int], turn: int, finish_reason: FinishReason, tools: Sequence[Tool] = ()
     ) -> Action:
-        """Parse text, thinking and calls of an action."""
         ids = list(tokens)
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
@@ -249,15 +209,22 @@ class TemplateRenderer:
         The end-of-turn token that these messages follow precedes them if `last`, the last token of the turn, is
         another one: the turn was cut off, or the format has several.
         """
-        opening: list[Message] = [Message(role="user", content="q")]
         marked = Message(role="assistant", content=_MARKER)
         results = [message for message in messages if message["role"] == "tool"] if self.native_tools else []
         if results and self._results_need_calls:
-            calls = [_call(one.get("name", ""), one.get("tool_call_id", "")) for one in results]
+            arguments = json.dumps({"a": _MARKER})
+            calls = [tool_call(one.get("tool_call_id", ""), one.get("name", ""), arguments) for one in results]
             marked = Message(role="assistant", content="", tool_calls=calls)
         text, number = self._call_end if results else self._end
         in_history = text if results else _ENDS_IN_HISTORY.get(self._parse.name, text)
-        delta = _cut_after_turn(self.text([*opening, marked, *messages], (), generate=True), in_history)
+        history = self.text([Message(role="user", content="q"), marked, *messages], (), generate=True)
+        _, found, delta = _cut_after_mark(history).partition(in_history)
+        if not found:
+            raise UserError(
+                f"The chat template does not write {in_history!r} after an assistant turn that is followed by other "
+                "messages.",
+                _FIX_TEMPLATE,
+            )
         tokens = self._encode_after(text, delta) if self._needs_context else self._encode(delta)
         return tokens if last in (None, number) else (number, *tokens)
 
@@ -273,41 +240,44 @@ class TemplateRenderer:
                 "Choose another template, or train without demonstrations.",
             )
         added = whole[len(before) :]
-        self._check_no_end_token(message)
-        end = self._call_end[0] if message.get("tool_calls") else self._end[0]
+        calls = message.get("tool_calls", [])
+        parts = (message["content"], message.get("reasoning_content", ""), json.dumps(calls, ensure_ascii=False))
+        for end in dict.fromkeys((self._end[0], self._call_end[0])):
+            if end.strip() and any(end in part for part in parts):
+                raise UserError(
+                    f"A demonstration's assistant message contains {end!r}, the end-of-turn token.",
+                    "Remove it from the text.",
+                )
+        end = self._call_end[0] if calls else self._end[0]
         at = added.find(end)
         added = added[: at + len(end)] if at >= 0 else added + end * self._ends_at_role
         return self._encode_after(before, added) if self._needs_context else self._encode(added)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, generate: bool) -> str:
         """Return the template's text of a whole dialogue."""
-        prepared = [self.guard.message(message) for message in messages]
+        prepared = list(map(self.guard.message, messages))
         if not self.native_tools:
             prepared = _write_tools(prepared, tools)
         elif not self.native_thinking:
             prepared = [_write_thinking(message) for message in prepared]
-        if not self.native_system:
-            prepared = _merge_system_message(prepared)
+        if not self.native_system and prepared and prepared[0]["role"] == "system":
+            system, *prepared = prepared
+            content = system["content"]
+            if prepared and prepared[0]["role"] == "user":
+                content += f"\n\n{prepared.pop(0)['content']}"
+            prepared.insert(0, Message(role="user", content=content))
         shown = [tool.schema for tool in tools] if self.native_tools else []
         if self._parse.name == "kimi_k2":
             prepared = [_number_calls(message) for message in prepared]
         return self._apply([self._to_template(message) for message in prepared], shown, generate=generate)
 
     def _to_template(self, message: Message) -> dict[str, Any]:
-        """Return the message for chat templates, with tool-call arguments as objects."""
         prepared: dict[str, Any] = dict(message)
         if "reasoning_content" in prepared:
             prepared[self._thinking_key] = prepared.pop("reasoning_content")
         if message.get("tool_calls"):
             prepared["tool_calls"] = [
-                {
-                    "id": call["id"],
-                    "type": "function",
-                    "function": {
-                        "name": call["function"]["name"],
-                        "arguments": json.loads(call["function"]["arguments"]),
-                    },
-                }
+                tool_call(call["id"], call["function"]["name"], json.loads(call["function"]["arguments"]))
                 for call in message["tool_calls"]
             ]
         return prepared
@@ -316,11 +286,10 @@ class TemplateRenderer:
         self, conversation: Sequence[Mapping[str, object]], tools: Sequence[ToolSchema] = (), *, generate: bool
     ) -> str:
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    conversation, tools=list(tools) or None, add_generation_prompt=generate, tokenize=False
-                )
+            text: str = self.tokenizer.apply_chat_template(
+                conversation, tools=list(tools) or None, add_generation_prompt=generate, tokenize=False
             )
+            return text
         except (TemplateError, TypeError) as error:
             raise UserError(
                 f"The chat template rejects the dialogue: {error}",
@@ -342,16 +311,13 @@ class TemplateRenderer:
         special = control_ids(self.tokenizer)
         turn = [*_USER, {**_ASSISTANT, "content": _MARKER}]
         ids = self._encode(_cut_after_mark(self._apply(turn, generate=False)))
-        if ids:
-            end = next((i for i in ids if i in special), ids[0])
-            return (decode_exactly(self.tokenizer, [end]), end), False
-        following = self._encode(_cut_after_mark(self._apply([*turn, *_USER], generate=False)))
-        if not following or following[0] not in special:
+        following = ids or self._encode(_cut_after_mark(self._apply([*turn, *_USER], generate=False)))
+        end = next((i for i in ids if i in special), following[0] if following else -1)
+        if not ids and end not in special:
             raise UserError(
-                "The chat template appends nothing to an assistant message, so turns have no end token.",
-                "Set env.rendering to 'tags', or fix the template.",
+                "The chat template appends nothing to an assistant message, so turns have no end token.", _FIX_TEMPLATE
             )
-        return (decode_exactly(self.tokenizer, following[:1]), following[0]), True
+        return (decode_exactly(self.tokenizer, [end]), end), not ids
 
     def _find_call_end(self) -> tuple[str, int]:
         """Return text and id of the token that ends a turn with calls, usually the end-of-turn token.
@@ -371,48 +337,19 @@ class TemplateRenderer:
             ends = []
         return (decode_exactly(self.tokenizer, ends[-1:]), ends[-1]) if ends else self._end
 
-    def _check_no_end_token(self, message: Message) -> None:
-        calls = json.dumps(message.get("tool_calls", []), ensure_ascii=False)
-        parts = (message["content"], message.get("reasoning_content", ""), calls)
-        for end in dict.fromkeys((self._end[0], self._call_end[0])):
-            if end.strip() and any(end in part for part in parts):
-                raise UserError(
-                    f"A demonstration's assistant message contains {end!r}, the end-of-turn token.",
-                    "Remove it from the text.",
-                )
-
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _encode_after(self, context: str, text: str) -> tuple[int, ...]:
-        """Tokenize `text` in the context of a preceding text, for tokenizers that mark the start of a text."""
         head, both = self._encode(context), self._encode(context + text)
         return both[len(head) :] if both[: len(head)] == head else self._encode(text)
-
-
-def _cut_after_turn(text: str, end: str) -> str:
-    _, found, after = _cut_after_mark(text).partition(end)
-    if not found:
-        raise UserError(
-            f"The chat template does not write {end!r} after an assistant turn that is followed by other messages.",
-            "Set env.rendering to 'tags', or fix the template.",
-        )
-    return after
 
 
 def _cut_after_mark(text: str) -> str:
     _, mark, after = text.partition(_MARKER)
     if not mark:
-        raise UserError(
-            "The chat template omits the text of an assistant message.",
-            "Set env.rendering to 'tags', or fix the template.",
-        )
+        raise UserError("The chat template omits the text of an assistant message.", _FIX_TEMPLATE)
     return after
-
-
-def _call(name: str, call_id: str = "") -> MessageToolCall:
-    """Return a call that contains the marker."""
-    return tool_call(call_id, name, json.dumps({"a": _MARKER}))
 
 
 def _number_calls(message: Message) -> Message:
@@ -441,7 +378,12 @@ def _write_tools(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Mes
             prepared.append(_write_calls(message))
     if not tools:
         return prepared
-    instructions = _instructions(tuple(json.dumps(tool.schema["function"]) for tool in tools))
+    schemas = "\n".join(json.dumps(tool.schema["function"]) for tool in tools)
+    instructions = (
+        f"You can call these tools:\n{schemas}\n\n"
+        'To call one, write\n<tool_call>\n{"name": "TOOL", "arguments": {"ARGUMENT": "VALUE"}}\n'
+        "</tool_call>\nand wait for its result. When you know the answer, write the answer alone."
+    )
     if prepared and prepared[0]["role"] == "system":
         first = Message(role="system", content=f"{prepared[0]['content']}\n\n{instructions}")
         return [first, *prepared[1:]]
@@ -469,32 +411,14 @@ def _write_thinking(message: Message) -> Message:
     return merged
 
 
-def _merge_system_message(messages: Sequence[Message]) -> list[Message]:
-    if not messages or messages[0]["role"] != "system":
-        return list(messages)
-    system, rest = messages[0]["content"], messages[1:]
-    if rest and rest[0]["role"] == "user":
-        return [Message(role="user", content=f"{system}\n\n{rest[0]['content']}"), *rest[1:]]
-    return [Message(role="user", content=system), *rest]
-
-
-@lru_cache(maxsize=64)
-def _instructions(schemas: tuple[str, ...]) -> str:
-    return (
-        "You can call these tools:\n"
-        + "\n".join(schemas)
-        + '\n\nTo call one, write\n<tool_call>\n{"name": "TOOL", "arguments": {"ARGUMENT": "VALUE"}}\n'
-        "</tool_call>\nand wait for its result. When you know the answer, write the answer alone."
-    )
-
-
 WRAPPERS = ("<tool_response>", "</tool_response>")
 _BREAKS = ("\u200b", "\u2060", " ", "\ufffd")
 
 
-@dataclass(frozen=True)
 class ControlGuard:
     """Breaks strings in user and tool messages that the tokenizer would encode as control tokens.
+
+    `template` is the Jinja chat template, `wrappers` the tags around tool output.
 
     A tokenizer encodes the string `<|im_end|>` as the end-of-turn token anywhere, also in tool output, so a
     fetched page could end the tool's turn and inject a user message. A zero-width character inside such strings
@@ -505,18 +429,29 @@ class ControlGuard:
     - In `tool` messages also protocol marks are broken: non-special tokens that occur in the template
       (`<tool_call>`, `<think>`), and the tags around tool output. Users may write these, for example in instructions.
     - `system` and `assistant` messages are unchanged: the former are trusted, and the latter are sampled tokens.
+
+    Raises `UserError` if no break prevents the tokenizer from encoding text as special tokens.
     """
 
-    special: tuple[str, ...]
-    """The special tokens."""
-    marks: tuple[str, ...]
-    """Strings also broken in tool output."""
-    _breaker: str
-    _special: re.Pattern[str]
-    _all: re.Pattern[str]
+    def __init__(self, tokenizer: Tokenizer, template: str = "", wrappers: Sequence[str] = WRAPPERS) -> None:
+        added = list(tokenizer.added_tokens_decoder.values())
+        special = [str(token) for token in added if token.special]
+        in_template = (str(token) for token in added if not token.special and str(token) in template)
+        self.strings = every = [*special, *wrappers, *(mark for mark in in_template if mark.strip())]
+        """The strings broken in tool output."""
+        self._special, self._all = _compile_pattern(special), _compile_pattern(every)
+        control = control_ids(tokenizer)
+        for self._breaker in _BREAKS:
+            text = "\n".join(map(self._break, every))
+            contained = any(self._breaker in string for string in every)
+            if not contained and control.isdisjoint(tokenizer.encode(text, add_special_tokens=False)):
+                return
+        raise UserError(
+            "The tokenizer encodes ordinary text as special tokens, so tool output could end a turn.",
+            "Check the special tokens in its tokenizer_config.json.",
+        )
 
     def message(self, message: Message) -> Message:
-        """Return the message with broken control strings."""
         if message["role"] not in ("user", "tool"):
             return message
         safe = message.copy()
@@ -527,46 +462,15 @@ class ControlGuard:
         """Return the text with broken control strings. Repeated, since a break may form another one."""
         pattern = self._all if from_tool else self._special
         while pattern.search(text):
-            text = pattern.sub(lambda match: _break(match.group(), self._breaker), text)
+            text = pattern.sub(lambda match: self._break(match.group()), text)
         return text
+
+    def _break(self, token: str) -> str:
+        return token[0] + self._breaker + token[1:] if len(token) > 1 else self._breaker
 
 
 def control_ids(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids of the special tokens."""
     return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
-
-
-def make_guard(tokenizer: Tokenizer, template: str = "", wrappers: Sequence[str] = WRAPPERS) -> ControlGuard:
-    """Create the guard for a tokenizer, its Jinja chat template and the tags around tool output.
-
-    Raises `UserError` if no break prevents the tokenizer from encoding text as special tokens.
-    """
-    added = list(tokenizer.added_tokens_decoder.values())
-    special = tuple(str(token) for token in added if token.special)
-    in_template = (str(token) for token in added if not token.special and str(token) in template)
-    marks = tuple(dict.fromkeys([*wrappers, *(mark for mark in in_template if mark.strip())]))
-    every = special + marks
-    return ControlGuard(
-        special, marks, _choose_breaker(tokenizer, every), _compile_pattern(special), _compile_pattern(every)
-    )
-
-
-def _choose_breaker(tokenizer: Tokenizer, strings: Sequence[str]) -> str:
-    """Return the first break that prevents control tokens for all strings."""
-    control = control_ids(tokenizer)
-    for breaker in _BREAKS:
-        text = "\n".join(_break(string, breaker) for string in strings)
-        contained = any(breaker in string for string in strings)
-        if not contained and control.isdisjoint(tokenizer.encode(text, add_special_tokens=False)):
-            return breaker
-    raise UserError(
-        "The tokenizer encodes ordinary text as special tokens, so tool output could end a turn.",
-        "Check the special tokens in its tokenizer_config.json.",
-    )
-
-
-def _break(token: str, breaker: str) -> str:
-    return token[0] + breaker + token[1:] if len(token) > 1 else breaker
 
 
 def _compile_pattern(strings: Iterable[str]) -> re.Pattern[str]:
