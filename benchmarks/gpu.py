@@ -38,8 +38,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 import rollout_work
-from ludus.engines.models.fused_norm import fuse_norms
-from ludus.engines.models.loading import hide_progress
+from ludus.engines.models.loading import fuse_norms, hide_progress
 from pages import check_place, fill
 from rollout_models import SHAPES
 from rollout_ours import bytes_per_second, products_per_second, token_bytes, wait, weight_bytes

@@ -26,7 +26,7 @@ from ludus.algorithms.spec.resolve import PRESETS
 from ludus.config.sections.model import LoraConfig
 from ludus.engines.base import Request, copies
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
-from ludus.engines.embedded.generic_runner import GenericForward
+from ludus.engines.embedded.generic_scheduler import GenericForward
 from ludus.errors import LudusError, UserError
 from ludus.training.batches.rows import Row
 from ludus.training.learner.learner import Learner, LearnerSettings
@@ -213,7 +213,7 @@ def examine(family: str) -> Report:
         report.missing.append(f"engine: {describe(error)}")
         return report
     forward = engine._forward
-    report.engine = WAYS[forward.description] if isinstance(forward, GenericForward) else "paged"
+    report.engine = WAYS[forward.mode.description] if isinstance(forward, GenericForward) else "paged"
     report.learner = "packed" if LogprobScorer(model).shares_prefixes else "padded"
     report.attempt("exact", lambda: check_sampling(engine, model))
     report.attempt("SFT", lambda: check_sft(copy.deepcopy(model)))

@@ -10,8 +10,7 @@ from generators.model_families import FAMILIES, build
 
 from ludus.engines.base import Request, copies
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
-from ludus.engines.embedded.generic_runner import fork, merge, select
-from ludus.engines.embedded.generic_scheduler import GenericScheduler
+from ludus.engines.embedded.generic_scheduler import GenericScheduler, fork, merge, select
 from ludus.types import SamplingParams
 
 SETTINGS = EngineSettings(context_tokens=200, max_batch=4, kv_cache_tokens=800, pass_tokens=16, threads=1)

@@ -6,7 +6,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from engines.test_engine_batching import build
 from ludus.engines.models.fingerprint import fingerprint_module
-from ludus.engines.models.fused_norm import FusedRMSNorm, fuse_norms
+from ludus.engines.models.loading import FusedRMSNorm, fuse_norms
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.2)])

@@ -23,8 +23,7 @@ from ludus.engines.models.lora import read_adapter, write_adapter
 from ludus.engines.remote.api_adapters import SampledTokens, VersionRange, VllmApi
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.http_client import RemoteEngineSettings
-from ludus.engines.remote.weight_folder import WeightFolder, read_weights
-from ludus.engines.remote.weight_publisher import KNOWN_LABELS, WeightPublisher
+from ludus.engines.remote.weight_publisher import KNOWN_LABELS, WeightFolder, WeightPublisher, read_weights
 from ludus.errors import EngineError, StorageError
 from ludus.types import SamplingParams
 from served import COLD_START, counted, serving_model, start_server, until_counts
@@ -276,7 +275,7 @@ def test_missing_or_invalid_weights_are_reported(tmp_path):
 def test_shared_memory_folder_of_a_killed_process_is_removed(tmp_path):
     code = (
         "import os, sys; from pathlib import Path\n"
-        "from ludus.engines.remote.weight_folder import WeightFolder\n"
+        "from ludus.engines.remote.weight_publisher import WeightFolder\n"
         "shelf = WeightFolder(shared_memory=Path(sys.argv[1]))\nshelf.folder('x', 1)\n"
         "os.kill(os.getpid(), 9)"
     )

@@ -48,7 +48,7 @@ class ConformanceFailure:
 
 @dataclass(frozen=True, slots=True)
 class ConformanceReport:
-    """Result of `check_conformance`."""
+    """Result of `check_conformance`; `ok` if there are no failures."""
 
     num_dialogues: int
     failures: tuple[ConformanceFailure, ...]
@@ -115,13 +115,8 @@ def _difference(
         what = "tokenizing the whole text differs from tokenizing its pieces"
     else:
         what = _reason(renderer, probe, segment, whole)
-    return ConformanceFailure(
-        probe.name,
-        segment.turn,
-        what,
-        decode(expected[prefix : prefix + _EXCERPT])[:_EXCERPT],
-        decode(got[prefix : prefix + _EXCERPT])[:_EXCERPT],
-    )
+    shown = (decode(tokens[prefix : prefix + _EXCERPT])[:_EXCERPT] for tokens in (expected, got))
+    return ConformanceFailure(probe.name, segment.turn, what, *shown)
 
 
 def _reason(renderer: TemplateRenderer, probe: ProbeDialogue, segment: Segment, whole: str) -> str:
@@ -184,9 +179,7 @@ def _find_unparsed(
 
 
 def _parse_failure(part: str, *, omitted: bool) -> str:
-    if omitted:
-        return f"the template omits the {part} of this turn"
-    return f"the parser does not recover the {part} of this turn"
+    return f"the {'template omits' if omitted else 'parser does not recover'} the {part} of this turn"
 
 
 def _normalise_calls(message: Message) -> list[tuple[str, str]]:
@@ -208,13 +201,9 @@ def _check_control(
         expected = [token for token in plain.tokens if token in control]
         got = [token for token in segment.tokens if token in control]
         if segment.kind != "action" and expected != got:
-            yield ConformanceFailure(
-                probe.name,
-                segment.turn,
-                "text of a user or tool message is encoded as special tokens",
-                renderer.tokenizer.decode(expected)[:_EXCERPT],
-                renderer.tokenizer.decode(got)[:_EXCERPT],
-            )
+            shown = (renderer.tokenizer.decode(tokens)[:_EXCERPT] for tokens in (expected, got))
+            what = "text of a user or tool message is encoded as special tokens"
+            yield ConformanceFailure(probe.name, segment.turn, what, *shown)
 
 
 def _assistant_indices(messages: Sequence[Message]) -> list[int]:

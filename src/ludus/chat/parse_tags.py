@@ -1,8 +1,5 @@
-"""Tag protocols for base models: Search-R1's and ReTool's.
-
-Search-R1 (Jin et al. 2025, arXiv:2503.09516) uses `<think>`, `<search>` and `<answer>`; ReTool (Feng et al.
-2025, arXiv:2504.11536) uses `<code>` and `<answer>`.
-"""
+"""Tag protocols for base models: Search-R1's (Jin et al. 2025, arXiv:2503.09516) and ReTool's (Feng et al. 2025,
+arXiv:2504.11536)."""
 
 from __future__ import annotations
 

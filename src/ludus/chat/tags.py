@@ -1,4 +1,5 @@
-"""Tag protocols for base models, without a chat template.
+"""Tag protocols for base models, without a chat template. Special tokens in user and tool messages, and result tags in
+tool output, are broken (`ludus.chat.render`).
 
 Search-R1 and ReSearch (`env.rendering` is `tags`), for a world with a tool `search` whose only required
 argument is a string `query`:
@@ -12,8 +13,6 @@ ReTool and ToRL (`code`), for a world with a tool `python` whose only required a
     ... <code> program </code>                      the model
     <interpreter> output </interpreter>             the environment
     ... <answer> ... </answer>                      the model, at the end
-
-Special tokens in user and tool messages, and result tags in tool output, are broken (`ludus.chat.render`).
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from ludus.errors import RequestRejected
@@ -43,11 +44,9 @@ class Request:
 
 def copies(request: Request, n: int) -> list[Request]:
     """Return `n` copies of a request: the first unchanged, the others with distinct seeds and episodes."""
-    requests = [request]
-    for i in range(1, n):
-        params = replace(request.params, seed=seed_for(request.params.seed, i))
-        requests.append(replace(request, episode=f"{request.episode}/{i}", params=params))
-    return requests
+    seeds = [replace(request.params, seed=seed_for(request.params.seed, i)) for i in range(1, n)]
+    others = [replace(request, episode=f"{request.episode}/{i}", params=params) for i, params in enumerate(seeds, 1)]
+    return [request, *others]
 
 
 def check_params(params: SamplingParams) -> None:
@@ -116,13 +115,11 @@ class EngineStats:
 
     def __sub__(self, earlier: EngineStats) -> EngineStats:
         """Return the difference since `earlier`."""
-        before = asdict(earlier)
-        return EngineStats(**{name: value - before[name] for name, value in asdict(self).items()})
+        return EngineStats(*map(operator.sub, astuple(self), astuple(earlier)))
 
     def __add__(self, other: EngineStats) -> EngineStats:
         """Return the sum of two engines' counters."""
-        more = asdict(other)
-        return EngineStats(**{name: value + more[name] for name, value in asdict(self).items()})
+        return EngineStats(*map(operator.add, astuple(self), astuple(other)))
 
     def metrics(self) -> dict[str, float]:
         """Return rates per second of engine time (of wall-clock time for a server, which omits time metrics), means
@@ -159,16 +156,9 @@ class EngineStats:
 
 def combined(now: Mapping[Key, EngineStats], before: Mapping[Key, EngineStats]) -> EngineStats:
     """Return the engines' counters since `before`: tokens and steps summed, seconds averaged."""
-    deltas = [stats - before.get(number, EngineStats()) for number, stats in now.items()]
-    total = sum(deltas, EngineStats())
-    count = max(1, len(deltas))
-    return replace(
-        total,
-        model_s=total.model_s / count,
-        sample_s=total.sample_s / count,
-        schedule_s=total.schedule_s / count,
-        wall_s=total.wall_s / count,
-    )
+    total = sum((stats - before.get(number, EngineStats()) for number, stats in now.items()), EngineStats())
+    times = {name: value / max(1, len(now)) for name, value in asdict(total).items() if name.endswith("_s")}
+    return replace(total, **times)
 
 
 @runtime_checkable

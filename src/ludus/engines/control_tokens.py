@@ -1,8 +1,5 @@
-"""Control tokens of servers, and their discovery by a trainer.
-
-`ludus serve --control` writes its token to a file named after its port and readable only by its user. A trainer
-of the same user on the same machine reads this file; any other requires `engine.token_file`.
-"""
+"""Control tokens of servers. `ludus serve --control` writes its token to a file named after its port and readable only
+by its user. A trainer of the same user on the same machine reads it; any other requires `engine.token_file`."""
 
 from __future__ import annotations
 

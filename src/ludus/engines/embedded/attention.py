@@ -1,12 +1,10 @@
 """Ragged-batch attention over paged keys and values, as a transformers attention implementation.
 
 All new tokens of all sequences form one row `[1, T]`. Each layer writes the new keys and values to the pages;
-each token then attends to its sequence's pages up to its position. This uses a compiled kernel on a CPU in
-float32 if a compiler is available (built once and cached per user), otherwise torch.
-
-In torch, decoding tokens, one per sequence, attend together: a product with a sparse matrix whose rows list the tokens
-that each query attends to. Nothing is gathered or padded, and shared pages are read in place. Several tokens of one
-sequence use torch's dense attention. A GPU uses `paged_pass`.
+each token then attends to its sequence's pages up to its position: by a compiled kernel on a CPU in float32 if a
+compiler is available (built once and cached per user), by `paged_pass` on a GPU, otherwise by torch. There, decoding
+tokens attend together, in a product with a sparse matrix whose rows list the tokens that each query attends to, so
+that shared pages are read in place; several tokens of one sequence use dense attention.
 """
 
 from __future__ import annotations
@@ -63,8 +61,20 @@ class KernelPass:
     kernel: Kernel
 
     def attend(self, layer: int, new: tuple[Tensor, Tensor, Tensor], scores: ScoreRule) -> Tensor:
-        """Attend with the compiled kernel."""
-        return self.kernel.attend(self, layer, new, scores)
+        keys, values = self.pool.keys[layer], self.pool.values[layer]
+        query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in new)
+        num_heads, tokens, width = query.shape
+        out = torch.empty(tokens, num_heads, width)
+        arguments = _Pass(
+            *(array.ctypes.data for array in (self.slots, self.positions, self.table)),
+            *(x.data_ptr() for x in (query, key, value, keys, values, out)),
+            *(self.table.shape[1], num_heads, keys.shape[1], width, scores.window),
+            *(stride for x in (query, key, value) for stride in x.stride()[:2]),
+            scores.scale,
+            scores.softcap,
+        )
+        self.kernel.run(arguments, tokens, num_heads * int(self.positions.sum()))
+        return out
 
 
 def ragged_attention(
@@ -108,7 +118,6 @@ class QuerySpan(NamedTuple):
 
     @property
     def is_single(self) -> bool:
-        """Whether the span is one token."""
         return self.last - self.first == 1
 
     def rows(self, begin: int, heads: int) -> NDArray[np.int64]:
@@ -184,7 +193,6 @@ class TorchPass:
     _single_rows: list[Tensor] = field(default_factory=list)
 
     def attend(self, layer: int, new: tuple[Tensor, Tensor, Tensor], scores: ScoreRule) -> Tensor:
-        """Store new keys and values `[H, T, D]` and attend from queries `[Hq, T, D]`; `[T, Hq, D]`."""
         keys, values = self.pool.keys[layer], self.pool.values[layer]
         query, key, value = (tensor.to(keys.dtype) for tensor in new)
         self._write(keys, key)
@@ -196,14 +204,19 @@ class TorchPass:
                 self._single_rows.append(torch.tensor([span.first for span in singles]))
             (index,) = self._single_rows
             queries = query.index_select(1, index).transpose(0, 1)
-            out.index_copy_(0, index, self._attend_sparse(singles, queries, (keys, values), scores))
+            key_rows, value_rows = (tensor.view(-1, tensor.shape[-1]) for tensor in (keys, values))
+            shape = HeadShape(keys.shape[1], len(query), scores.window)
+            if shape not in self._patterns:
+                self._patterns[shape] = Pattern.of(singles, shape, len(key_rows), keys.dtype)
+            rows = queries.reshape(-1, query.shape[-1])
+            attended = self._patterns[shape].attend(rows, key_rows, value_rows, scores)
+            out.index_copy_(0, index, attended.view(len(queries), -1, attended.shape[-1]))
         for span in self.spans:
             if not span.is_single:
                 out[span.first : span.last] = self._attend_dense(span, query, (keys, values), scores)
         return out.to(new[0].dtype)
 
     def _write(self, memory: Tensor, new: Tensor) -> None:
-        """Write the real tokens of `[H, T, D]` to their pages."""
         heads, width = new.shape[0], new.shape[2]
         if heads not in self._write_rows:
             rows = (self.pages[:, None] * heads + np.arange(heads)) * PAGE + self.offsets[:, None]
@@ -211,38 +224,21 @@ class TorchPass:
         real = new[:, : len(self.pages)].transpose(0, 1).reshape(-1, width)
         memory.view(-1, width).index_copy_(0, self._write_rows[heads], real)
 
-    def _attend_sparse(
-        self, spans: Sequence[QuerySpan], query: Tensor, memory: tuple[Tensor, Tensor], scores: ScoreRule
-    ) -> Tensor:
-        """Attend from one token `[N, Hq, D]` of each of N sequences; `[N, Hq, D]`."""
-        keys, values = (tensor.view(-1, tensor.shape[-1]) for tensor in memory)
-        shape = HeadShape(memory[0].shape[1], query.shape[1], scores.window)
-        if shape not in self._patterns:
-            self._patterns[shape] = Pattern.of(spans, shape, len(keys), keys.dtype)
-        out = self._patterns[shape].attend(query.reshape(-1, query.shape[-1]), keys, values, scores)
-        return out.view(len(query), -1, out.shape[-1])
-
     def _attend_dense(self, span: QuerySpan, query: Tensor, memory: tuple[Tensor, Tensor], scores: ScoreRule) -> Tensor:
         """Attend from several tokens of one sequence, with a group's heads stacked; `[n, Hq, D]`."""
         heads = memory[0].shape[1]
-        rows = self._rows(span, heads, query.device)
-        key, value = (
-            tensor.view(-1, tensor.shape[-1]).index_select(0, rows).view(1, heads, span.end, -1) for tensor in memory
-        )
+        place = (span.first, heads)
+        if place not in self._key_rows:  # of all heads of a sequence, head by head
+            rows = np.arange(heads)[:, None] * PAGE + span.rows(0, heads)
+            self._key_rows[place] = torch.from_numpy(rows.ravel()).to(query.device)
+        picked = (x.view(-1, x.shape[-1]).index_select(0, self._key_rows[place]) for x in memory)
+        key, value = (x.view(1, heads, span.end, -1) for x in picked)
         queries = query[:, span.first : span.last].reshape(1, heads, -1, query.shape[-1])
         mask = MaskShape(span.last - span.first, span.end, scores.window, len(query) // heads)
         if mask not in self._masks:
             self._masks[mask] = added_mask(mask, query)
         out = scores.attend(queries, key, value, self._masks[mask])
         return out.view(len(query), -1, out.shape[-1]).transpose(0, 1)
-
-    def _rows(self, span: QuerySpan, heads: int, device: torch.device) -> Tensor:
-        """Return the rows of all heads of a sequence, head by head."""
-        key = (span.first, heads)
-        if key not in self._key_rows:
-            rows = np.arange(heads)[:, None] * PAGE + span.rows(0, heads)
-            self._key_rows[key] = torch.from_numpy(rows.ravel()).to(device)
-        return self._key_rows[key]
 
 
 class MaskShape(NamedTuple):
@@ -314,25 +310,9 @@ class Kernel:
         self._scratch = torch.empty(threads, _HEADS * (max_tokens + 64))
         self._helpers = ThreadPoolExecutor(threads - 1, "ludus-attention") if threads > 1 else None
 
-    def attend(self, ragged: KernelPass, layer: int, new: tuple[Tensor, Tensor, Tensor], scores: ScoreRule) -> Tensor:
-        """Store new keys and values `[H, T, D]` and attend from queries `[Hq, T, D]`; `[T, Hq, D]`."""
-        keys, values = ragged.pool.keys[layer], ragged.pool.values[layer]
-        query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in new)
-        num_heads, tokens, width = query.shape
-        out = torch.empty(tokens, num_heads, width)
-        arguments = _Pass(
-            *(array.ctypes.data for array in (ragged.slots, ragged.positions, ragged.table)),
-            *(x.data_ptr() for x in (query, key, value, keys, values, out)),
-            *(ragged.table.shape[1], num_heads, keys.shape[1], width, scores.window),
-            *(stride for x in (query, key, value) for stride in x.stride()[:2]),
-            scores.scale,
-            scores.softcap,
-        )
+    def run(self, arguments: _Pass, tokens: int, work: int) -> None:
+        """Write the new keys and values of `tokens`, then attend; `work` is the number of attention scores."""
         self._library.ludus_write(ctypes.byref(arguments), 0, tokens)
-        self._run_parallel(arguments, tokens, num_heads * int(ragged.positions.sum()))
-        return out
-
-    def _run_parallel(self, arguments: _Pass, tokens: int, work: int) -> None:
         parts = self._threads if work >= _MIN_WORK * self._threads else 1
         bounds = [tokens * i // parts for i in range(parts + 1)]
 
@@ -347,7 +327,6 @@ class Kernel:
             future.result()
 
     def close(self) -> None:
-        """Stop the threads."""
         if self._helpers is not None:
             self._helpers.shutdown()
 
@@ -358,11 +337,6 @@ def make_kernel(layers: list[LayerShape], max_tokens: int, threads: int) -> Kern
     fits = width % 8 == 0 and all(s.key_width == s.value_width == width for s in layers)
     library = _library() if fits else None
     return None if library is None else Kernel(library, max_tokens, threads)
-
-
-def available() -> bool:
-    """Return whether the kernel is available; compiles it on the first call."""
-    return _library() is not None
 
 
 @functools.cache

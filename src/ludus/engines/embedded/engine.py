@@ -12,9 +12,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -22,11 +21,10 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from ludus.engines.base import BASE, DEFAULT, AdapterVersions, EngineStats, Request, check_fits, check_params
-from ludus.engines.embedded.generic_runner import GenericForward
-from ludus.engines.embedded.generic_scheduler import GenericScheduler
-from ludus.engines.embedded.guided_decoding import GuideCompiler, GuideState
+from ludus.engines.embedded.generic_scheduler import GenericForward, GenericScheduler, StateStore
 from ludus.engines.embedded.kv_cache import PAGE, RadixCache, root_name
 from ludus.engines.embedded.model_runner import RaggedForward
+from ludus.engines.embedded.sampler import GuideCompiler, GuideState
 from ludus.engines.embedded.scheduler import BatchScheduler, SequenceScheduler, SequenceState
 from ludus.engines.models.fingerprint import fingerprint_adapted
 from ludus.engines.models.lora import is_peft
@@ -41,6 +39,8 @@ log = logging.getLogger("ludus.engine")
 _Pending = tuple[SequenceState, Future[Completion]]
 
 _STREAM_INTERVAL_S = 0.02
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +106,12 @@ class LocalEngine:
         self._drained = EngineStats()
         self._unfinished: set[Future[Completion]] = set()
         self._settings = settings
-        with compute_threads(settings.threads):
+        before = torch.get_num_threads()
+        _set_num_threads(settings.threads)
+        try:
             self._core, self._invariant = _make_scheduler(self._model, tokenizer, settings)
+        finally:
+            _set_num_threads(before)
         self._forward = self._core.runner
         self._core.version = version
         self._sessions = SessionCache(self._core, keep_on_update=not settings.recompute_on_update)
@@ -123,16 +127,13 @@ class LocalEngine:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a request's results are bit-identical in any batch."""
         return self._invariant
 
     @property
     def continues_actions(self) -> bool:
-        """True: an action may be sampled by several requests (`Request.begun`)."""
         return True
 
     async def generate(self, request: Request) -> Completion:
-        """Sample one action, batched with all concurrent requests."""
         (completion,) = await self.generate_batch([request])
         return completion
 
@@ -168,18 +169,16 @@ class LocalEngine:
 
     def abort(self, episode: str) -> None:
         """End the episode's requests with the tokens so far and `finish_reason` "abort"."""
-        self._worker.submit(partial(self._abort, episode))
+        self._worker.submit(partial(self._core.abort_where, lambda sequence: sequence.request.episode == episode))
 
     async def pause(self) -> None:
         """Pause computation until `resume`; requests stay queued. Returns between two passes."""
         await self._worker.call(partial(self._worker.set_paused, True))
 
     async def resume(self) -> None:
-        """Resume computation."""
         await self._worker.call(partial(self._worker.set_paused, False))
 
     def throttle(self, factor: float) -> None:
-        """Sleep after each pass for `factor` times its duration; 0 disables this."""
         self._worker.throttle(factor)
 
     async def sleep(self) -> None:
@@ -188,7 +187,7 @@ class LocalEngine:
 
     async def relabel(self, version: int) -> None:
         """Assign a version to the current weights; all later tokens carry it."""
-        await self._worker.call(partial(self._set_version, version))
+        await self._worker.call(partial(setattr, self._core, "version", version))
 
     def end_episode(self, episode: str) -> None:
         """End the episode but keep its cache entries for others until evicted."""
@@ -217,7 +216,6 @@ class LocalEngine:
             await self.unload_adapter(unused)
 
     async def fingerprint(self, *, adapter: str | None = None) -> str:
-        """Return `fingerprint_module` of the current weights, with an adapter in PEFT's layout."""
         self._check_adapter(adapter)
         name = self._versions.current if adapter is None else adapter
         return await self._worker.call(lambda: fingerprint_adapted(self._model, self._forward.adapters.pairs(name)))
@@ -227,7 +225,6 @@ class LocalEngine:
         await self._worker.call(partial(self._load_adapter, name, version, state, scaling))
 
     async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter. Its running requests fail."""
         await self._worker.call(partial(self._unload_adapter, name))
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
@@ -261,20 +258,10 @@ class LocalEngine:
         self._forward.close()
 
     def stats(self, *, reset: bool = False) -> EngineStats:
-        """Return the counters since the start or the last reset."""
         now, before = self._core.stats, self._drained
         if reset:
             self._drained = now
         return now - before
-
-    def _check(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            _check_fits(request, self.context_tokens, self._forward.vocab_size)
-            if (request.params.stop or request.params.guide) and self._tokenizer is None:
-                raise RequestRejected(
-                    "Stop strings and guides need a tokenizer.", "Pass a tokenizer or use stop_token_ids."
-                )
-            self._check_adapter(request.adapter)
 
     def _check_adapter(self, adapter: str | None) -> None:
         if adapter and adapter not in self._forward.adapters.names:
@@ -283,7 +270,19 @@ class LocalEngine:
 
     async def _sequences(self, requests: Sequence[Request]) -> list[_Pending]:
         """Create sequences for valid requests; guides are compiled on another thread."""
-        self._check(requests)
+        for request in requests:
+            check_fits(request, self.context_tokens)
+            if not 0 <= min(request.token_ids) <= max(request.token_ids) < self._forward.vocab_size:
+                raise RequestRejected(
+                    f"Episode {request.episode} has token ids outside the model's vocabulary of "
+                    f"{self._forward.vocab_size}.",
+                    "Use the model's own tokenizer.",
+                )
+            if (request.params.stop or request.params.guide) and self._tokenizer is None:
+                raise RequestRejected(
+                    "Stop strings and guides need a tokenizer.", "Pass a tokenizer or use stop_token_ids."
+                )
+            self._check_adapter(request.adapter)
         _check_capacity(len(self._unfinished), len(requests), self._settings.max_requests)
         guides: list[GuideState | None] = [None] * len(requests)
         if any(request.params.guide is not None for request in requests):
@@ -298,28 +297,17 @@ class LocalEngine:
         future: Future[Completion] = Future()
         limit = min(request.params.max_new_tokens, self.context_tokens - len(request.token_ids))
         adapter = self._versions.of(request.episode) if request.adapter is None else request.adapter
-        ended = partial(self._ended, future)
-        sequence = SequenceState(request, limit, ended, adapter, guide=guide)
         self._unfinished.add(future)
-        return sequence, future
+        return SequenceState(request, limit, partial(self._ended, future), adapter, guide=guide), future
 
     def _ended(self, future: Future[Completion], sequence: SequenceState) -> None:
         self._unfinished.discard(future)
         self._sessions.ended(sequence)
-        if not future.set_running_or_notify_cancel():
-            return
-        if sequence.error is not None:
-            future.set_exception(sequence.error)
-        else:
-            future.set_result(sequence.completion)
-
-    def _set_version(self, version: int) -> None:
-        self._core.version = version
-
-    def _abort(self, episode: str) -> None:
-        for sequence in [*self._core.running, *self._core.waiting]:
-            if sequence.request.episode == episode:
-                self._core.abort(sequence)
+        if future.set_running_or_notify_cancel():
+            if sequence.error is not None:
+                future.set_exception(sequence.error)
+            else:
+                future.set_result(sequence.completion)
 
     @torch.no_grad()
     def _load(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
@@ -338,16 +326,12 @@ class LocalEngine:
             parameters[name].copy_(tensor)
         self._core.new_weights(version, recompute=self._settings.recompute_on_update)
 
-    @torch.no_grad()
     def _load_adapter(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
         self._forward.adapters.load(name, state, scaling)
         self._core.new_weights(version, recompute=self._settings.recompute_on_update, adapter=name)
 
     def _unload_adapter(self, name: str) -> None:
-        for sequence in [*self._core.running, *self._core.waiting]:
-            if sequence.adapter == name:
-                sequence.error = EngineError(f"The adapter {name!r} was unloaded.")
-                self._core.abort(sequence)
+        self._core.abort_where(lambda one: one.adapter == name, EngineError(f"The adapter {name!r} was unloaded."))
         self._forward.adapters.unload(name)
         self._core.drop_adapter(name)
 
@@ -362,9 +346,11 @@ def _make_scheduler(
         forward = RaggedForward(model, num_pages, settings.context_tokens, settings.threads or torch.get_num_threads())
     except UserError as error:
         generic = GenericForward(model, settings.context_tokens)
-        log.warning("%s Using the generic engine instead, which is slower: %s.", error.message, generic.description)
-        slots = (settings.max_batch, settings.kv_cache_tokens)
-        return GenericScheduler(generic, tokenizer, slots, pass_tokens), False
+        log.warning(
+            "%s Using the generic engine instead, which is slower: %s.", error.message, generic.mode.description
+        )
+        store = StateStore(settings.kv_cache_tokens, 2 * settings.max_batch)
+        return GenericScheduler(generic, tokenizer, store, settings.max_batch, pass_tokens), False
     slots = (settings.max_batch, settings.context_tokens)
     core = BatchScheduler(forward, tokenizer, RadixCache(num_pages), slots, pass_tokens)
     invariant = settings.batch_invariant and forward.compiled
@@ -385,16 +371,6 @@ def _check_capacity(num_unfinished: int, num: int, limit: int) -> None:
         raise EngineBusy(
             f"The engine has {num_unfinished} requests and accepts {limit} at most (max_requests).",
             "Retry when some have finished.",
-        )
-
-
-def _check_fits(request: Request, limit: int, vocab_size: int) -> None:
-    """Raise RequestRejected for a request beyond the engine's context or vocabulary."""
-    check_fits(request, limit)
-    if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
-        raise RequestRejected(
-            f"Episode {request.episode} has token ids outside the model's vocabulary of {vocab_size}.",
-            "Use the model's own tokenizer.",
         )
 
 
@@ -440,26 +416,20 @@ class SessionCache:
             self._histories[sequence.request.episode] = (sequence.cache_root, tuple(sequence.tokens[:-1]))
 
     def end(self, episode: str) -> tuple[str, tuple[int, ...]] | None:
-        """End the episode; return its cache branch and tokens."""
         self._cache_roots.pop(episode, None)
         return self._histories.pop(episode, None)
 
     def release(self, episode: str) -> None:
         """End the episode and free the cache entries that it shares with no other."""
-        history = self.end(episode)
-        if history is not None:
+        if (history := self.end(episode)) is not None:
             self.core.release_episode(episode, *history)
-
-
-Result = TypeVar("Result")
 
 
 class ComputeThread:
     """Thread that runs a scheduler; `submit` and `call` run functions on it between two passes."""
 
     def __init__(self, core: SequenceScheduler, threads: int) -> None:
-        self._core = core
-        self._threads = threads
+        self._core, self._threads = core, threads
         self._commands: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self.closed = self._paused = False
@@ -495,7 +465,6 @@ class ComputeThread:
         self._paused = paused
 
     def throttle(self, factor: float) -> None:
-        """Sleep after each pass for `factor` times its duration; 0 disables this."""
         with self._wake:
             self._throttle = factor
             self._wake.notify()
@@ -508,7 +477,6 @@ class ComputeThread:
         await asyncio.to_thread(self._thread.join)
 
     def _work(self) -> None:
-        """Run commands, then a pass, until closed."""
         _set_num_threads(self._threads)
         while True:
             commands, closed = self._next()
@@ -556,17 +524,6 @@ class ComputeThread:
             self._core.fail_all(EngineError(f"Inference failed on a batch of {count}: {error}"))
         self._pass_ended = time.monotonic()
         self._pass_s = self._pass_ended - begin
-
-
-@contextmanager
-def compute_threads(threads: int) -> Iterator[None]:
-    """Set the number of compute threads inside the block (0: torch's default)."""
-    before = torch.get_num_threads()
-    _set_num_threads(threads)
-    try:
-        yield
-    finally:
-        _set_num_threads(before)
 
 
 def _set_num_threads(threads: int) -> None:

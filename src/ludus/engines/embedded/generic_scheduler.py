@@ -1,4 +1,4 @@
-"""Scheduling over the cache class of a model: slower than paged passes, for any causal model.
+"""Passes over the cache class of a model: slower than paged passes, for any causal model.
 
 Sequences of equal length form a `Batch` with one cache; each step computes one pass per batch. The state of an episode
 is kept between its turns and extended by the new tokens. The state of each new prompt, without its last token, is also
@@ -7,21 +7,207 @@ kept, and copied for the other members of a group. States are not cut: only a wh
 
 from __future__ import annotations
 
+import copy
+import inspect
 import time
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
-from ludus.engines.embedded.generic_runner import GenericForward, State, fork, merge, select
+from ludus.engines.base import DEFAULT
 from ludus.engines.embedded.kv_cache import adapter_of
-from ludus.engines.embedded.model_runner import Chunk
+from ludus.engines.embedded.model_runner import Chunk, agreement, check_positions, restore_linear, use_onednn
 from ludus.engines.embedded.scheduler import SCORE_CHUNK, Pass, SequenceScheduler, SequenceState
+from ludus.engines.models.lora import AdapterBank, is_peft
+from ludus.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+State = Any
+"""A cache as returned by a model: an object of transformers, or tensors in lists; None before the first token."""
+
+_CACHE_NAMES = ("past_key_values", "cache_params", "state")
+_NODES = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)
+_TRIAL_TOKENS, _TRIAL_PROMPT = 40, 17
+_STRICT = 0.2
+"""Fraction of the usual tolerance: some models compute single tokens differently, for which only no cache is exact."""
+_HINT = "Serve it with an inference server."
+
+
+@dataclass(frozen=True, slots=True)
+class CacheMode:
+    """How a model's cache is used; `description` is part of a warning."""
+
+    has_cache: bool
+    extends: bool
+    """Whether several tokens at once extend a cache."""
+    merges: bool
+    """Whether caches of equal length are merged into one batch."""
+    description: str
+
+
+_MODES = (
+    CacheMode(True, True, True, "one cache per episode, batches of equal length"),
+    CacheMode(True, False, True, "one cache per episode, extended token by token, batches of equal length"),
+    CacheMode(True, True, False, "one cache per episode, one sequence per pass"),
+    CacheMode(True, False, False, "one cache per episode, extended token by token, one sequence per pass"),
+    CacheMode(False, True, True, "no cache, the whole history is computed for each token"),
+)
+
+
+class GenericForward:
+    """Forward passes of a causal language model over its own cache.
+
+    For models that `RaggedForward` rejects: linear attention, state spaces, convolutions, sinks, latent attention. A
+    cache (`State`) covers sequences of equal length, one in each batch row. A trial at start compares several ways to
+    use it with a plain pass, and the first that agrees is used: some models cannot extend a cache by several tokens at
+    once, some caches cannot be split and merged by rows, and some models have none. Raises UserError if no way agrees,
+    and restores the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_tokens: int) -> None:
+        self.model = model
+        first = next(model.parameters())
+        self.device: torch.device = first.device
+        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        inner = model.get_base_model() if is_peft(model) else model
+        parameters = inspect.signature(inner.forward).parameters
+        self._selects_logits = "logits_to_keep" in parameters
+        self._takes_positions = "position_ids" in parameters
+        self._cache_name = next((name for name in _CACHE_NAMES if name in parameters), "")
+        check_positions(model, max_tokens)
+        with ExitStack() as undo:
+            undo.callback(restore_linear, use_onednn(model))
+            rows = torch.arange(_TRIAL_TOKENS, device=self.device) * 7 % self.vocab_size
+            ids = torch.stack([rows, rows.flip(0)])
+            try:
+                with torch.inference_mode():
+                    expected = model(input_ids=ids, use_cache=False).logits.double().log_softmax(-1)
+                self.adapters = AdapterBank(model)
+            except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+                raise UserError(f"The local engine cannot run {type(model).__name__}: {error}.", _HINT) from error
+            undo.callback(self.adapters.close)
+            self.mode = self._choose_mode(ids, expected, first.dtype)
+            self._undo = undo.pop_all()
+
+    def logits(
+        self, ids: Tensor, start: int, state: State, adapter: str, *, all_rows: bool = False
+    ) -> tuple[Tensor, State]:
+        """Extend `state` in place by the tokens `ids` `[B, T]`, the first at position `start`. Return logits
+        `[B, 1, V]`, or `[B, T, V]` for `all_rows`, and the new state."""
+        self.adapters.select([adapter], [1], 1, self.device)
+        arguments: dict[str, object] = {"use_cache": self.mode.has_cache}
+        if self._selects_logits and not all_rows:
+            arguments["logits_to_keep"] = 1
+        if self._takes_positions:  # not every model derives them from its cache
+            arguments["position_ids"] = torch.arange(start, start + ids.shape[1], device=self.device).expand(ids.shape)
+        if self.mode.has_cache and state is not None:
+            arguments[self._cache_name] = state
+        output = self.model(input_ids=ids, **arguments)
+        logits: Tensor = output.logits
+        return (logits if all_rows else logits[:, -1:]), output.get(self._cache_name) if self.mode.has_cache else None
+
+    def close(self) -> None:
+        self._undo.close()
+
+    def _choose_mode(self, ids: Tensor, expected: Tensor, dtype: torch.dtype) -> CacheMode:
+        """Return the first way of caching whose log-probabilities are those of a plain pass."""
+        reason = ""
+        for mode in _MODES:
+            self.mode = mode
+            try:
+                difference = float((self._run_trial(ids) - expected).abs().max())
+            except Exception as error:  # boundary: a model's code may raise anything
+                reason = f": {error}"
+                continue
+            if difference < _STRICT * agreement(expected, dtype):
+                return mode
+            reason = f": cached and plain passes differ by {difference:.2g} in log-probability"
+        raise UserError(f"The local engine cannot run {type(self.model).__name__}{reason}.", _HINT)
+
+    @torch.inference_mode()
+    def _run_trial(self, ids: Tensor) -> Tensor:
+        """Return log-probabilities `[2, T, V]`: two prompts apart, some tokens in one batch if merged, then apart again
+        with copies of their states."""
+        adapter = DEFAULT if DEFAULT in self.adapters.names else ""
+        if not self.mode.has_cache:
+            return self.logits(ids, 0, None, adapter, all_rows=True)[0].double().log_softmax(-1)
+        states: list[State] = [None, None]
+
+        def extend(row: int, begin: int, end: int) -> list[Tensor]:
+            step, found = (end - begin if self.mode.extends or not begin else 1), []
+            for at in range(begin, end, step):
+                part = ids[row : row + 1, at : at + step]
+                logits, states[row] = self.logits(part, at, states[row], adapter, all_rows=True)
+                found.append(logits)
+            return found
+
+        parts = [extend(row, 0, _TRIAL_PROMPT) for row in range(2)]
+        begin = _TRIAL_PROMPT + 2
+        merged = merge(states) if self.mode.merges else None
+        for at in range(_TRIAL_PROMPT, begin):
+            if self.mode.merges:
+                logits, merged = self.logits(ids[:, at : at + 1], at, merged, adapter)
+            for row in range(2):
+                parts[row] += [logits[row : row + 1]] if self.mode.merges else extend(row, at, at + 1)
+        if self.mode.merges:
+            states = [select(merged, [row], 2) for row in range(2)]
+        copies = [fork(state) for state in states]
+        for row in range(2):  # the copies must not change with the originals
+            extend(row, begin, _TRIAL_TOKENS)
+        states = copies
+        for row in range(2):
+            parts[row] += extend(row, begin, _TRIAL_TOKENS)
+        return torch.cat([torch.cat(row, dim=1) for row in parts]).double().log_softmax(-1)
+
+
+def merge(states: Sequence[State]) -> State:
+    """Return one state with the rows of all."""
+
+    def cat(*tensors: Tensor) -> Tensor:
+        return torch.cat(tensors) if tensors[0].dim() else tensors[0].clone()
+
+    return _map(cat, *states)
+
+
+def select(state: State, rows: Sequence[int], num_rows: int) -> State:
+    """Return a copy of some rows of a state."""
+
+    def take(tensor: Tensor) -> Tensor:
+        if tensor.dim() and tensor.shape[0] == num_rows:
+            return tensor[list(rows)]
+        return tensor.clone()
+
+    return fork(state) if list(rows) == list(range(num_rows)) else _map(take, state)
+
+
+def fork(state: State) -> State:
+    """Return an independent copy of a state."""
+    return _map(torch.clone, state)
+
+
+def _map(function: Callable[..., Tensor], *states: State) -> State:
+    """Return a copy of the first state with each tensor replaced by the function of that tensor of all states."""
+    first = states[0]
+    if isinstance(first, Tensor):
+        return function(*states)
+    if isinstance(first, Mapping):
+        return {name: _map(function, *(state[name] for state in states)) for name in first}
+    if isinstance(first, list | tuple):
+        return type(first)(_map(function, *parts) for parts in zip(*states, strict=True))
+    if not isinstance(first, _NODES):
+        return first
+    made = copy.copy(first)
+    vars(made).update({name: _map(function, *(vars(state)[name] for state in states)) for name in vars(first)})
+    return made
+
 
 _Key = tuple[str, int, int, bool]
 
@@ -38,11 +224,9 @@ class Batch:
         return select(self.state, [self.sequences.index(sequence)], len(self.sequences))
 
     def rows(self) -> list[Batch]:
-        """Return one batch per sequence."""
         return [Batch(self.row(sequence), [sequence]) for sequence in self.sequences]
 
     def remove(self, sequence: SequenceState) -> None:
-        """Remove a sequence and its row."""
         rest = [i for i, other in enumerate(self.sequences) if other is not sequence]
         self.state = select(self.state, rest, len(self.sequences)) if rest else None
         self.sequences = [self.sequences[i] for i in rest]
@@ -70,7 +254,10 @@ class StateStore:
 
     def take(self, sequence: SequenceState) -> tuple[State, int]:
         """Return the state of the longest stored prefix, a copy unless it is this episode's only, and its length."""
-        found = self._find(sequence)
+        history = tuple(sequence.tokens)
+        prefixes = (s for s in self._states if s.cache_root == sequence.cache_root and len(s.tokens) < len(history))
+        matching = (s for s in prefixes if history[: len(s.tokens)] == s.tokens)
+        found = max(matching, key=lambda stored: len(stored.tokens), default=None)
         if found is None:
             return None, 0
         self._states.remove(found)
@@ -89,14 +276,12 @@ class StateStore:
         self._states.append(StoredState(state, tokens, sequence.cache_root, shared, {episode}))
 
     def evict(self, reserved: int) -> None:
-        """Evict states until the rest fits beside `reserved` tokens."""
         total = sum(len(stored.tokens) for stored in self._states)
         while self._states and (total + reserved > self.max_tokens or len(self._states) > self.max_states):
             total -= len(self._states.pop(0).tokens)
             self.num_evicted += 1
 
     def release(self, episode: str) -> None:
-        """Drop the states that only this episode used."""
         for stored in self._states:
             stored.episodes.discard(episode)
         self._states = [stored for stored in self._states if stored.episodes]
@@ -105,75 +290,39 @@ class StateStore:
         """Drop the states (of one adapter and its versions)."""
         self._states = [s for s in self._states if adapter not in (None, s.cache_root, adapter_of(s.cache_root))]
 
-    def _find(self, sequence: SequenceState) -> StoredState | None:
-        history, best = tuple(sequence.tokens), None
-        for stored in self._states:
-            length = len(stored.tokens)
-            longer = best is None or length > len(best.tokens)
-            if longer and length < len(history) and stored.cache_root == sequence.cache_root:
-                best = stored if history[:length] == stored.tokens else best
-        return best
+    drop_adapter = clear
 
 
 class GenericScheduler(SequenceScheduler):
-    """Scheduler over a `GenericForward`. `slots` is (maximum number of running sequences, cache capacity in tokens)."""
+    """Scheduler over a `GenericForward`."""
 
     def __init__(
         self,
         forward: GenericForward,
         tokenizer: PreTrainedTokenizerBase | None,
-        slots: tuple[int, int],
+        store: StateStore,
+        num_slots: int,
         pass_tokens: int,
     ) -> None:
-        super().__init__(forward, tokenizer, slots[0], pass_tokens)
-        self._forward = forward
+        super().__init__(forward, tokenizer, store, num_slots, pass_tokens)
+        self._forward, self._store = forward, store
         self._batches: list[Batch] = []
-        self._store = StateStore(slots[1], 2 * slots[0])
-
-    @property
-    def num_evicted(self) -> int:
-        return self._store.num_evicted
-
-    def clear_cache(self, adapter: str | None = None) -> None:
-        """Drop the stored states (of one adapter); running sequences keep theirs."""
-        self._store.clear(adapter)
 
     def release_episode(self, episode: str, cache_root: str, tokens: tuple[int, ...]) -> None:
-        """Drop the states that only this episode used."""
-        del cache_root, tokens
         self._store.release(episode)
 
-    def drop_adapter(self, adapter: str) -> None:
-        """Drop all states of an unloaded adapter without running sequences."""
-        super().drop_adapter(adapter)
-        self._store.clear(adapter)
-
-    def _admit(self) -> None:
-        """Start sequences, oldest first; skip those whose prefix another one is computing."""
-        skipped: deque[SequenceState] = deque()
-        while self.waiting and self._free_slots:
-            sequence = self.waiting.popleft()
-            longest = sequence.num_prompt + sequence.limit
-            if any(_computes_prefix_of(sequence, other) for other in self.running):
-                skipped.append(sequence)
-            elif self.running and self._reserved + longest > self._store.max_tokens:
-                skipped.append(sequence)
-                break
-            else:
-                self._start(sequence, longest)
-        skipped.extend(self.waiting)
-        self.waiting = skipped
-
-    def _start(self, sequence: SequenceState, longest: int) -> None:
-        sequence.slot = self._free_slots.popleft()
+    def _try_start(self, sequence: SequenceState) -> tuple[bool, bool]:
+        longest = sequence.num_prompt + sequence.limit
+        if any(_computes_prefix_of(sequence, other) for other in self.running):
+            return False, True
+        if self.running and self._reserved + longest > self._store.max_tokens:
+            return False, False
         state, length = (None, 0) if sequence.scores is not None else self._store.take(sequence)
-        sequence.num_computed = sequence.num_committed = length
         sequence.reserved = longest
-        self._reserved += longest
+        self._begin(sequence, length)
         self._store.evict(self._reserved)
-        self.running.append(sequence)
         self._batches.append(Batch(state, [sequence]))
-        self.stats = replace(self.stats, cached_tokens=self.stats.cached_tokens + length)
+        return True, True
 
     def _plan(self) -> list[tuple[SequenceState, Chunk]]:
         """Merge batches of equal length and plan the next tokens of each."""
@@ -262,23 +411,17 @@ class GenericScheduler(SequenceScheduler):
             if sequence.error is not None or scored or sequence.finish is not None:
                 self._finish(sequence)
             elif sequence.num_committed == 0 and sequence.num_computed == sequence.num_prompt - 1:
-                self._share(sequence)
-
-    def _share(self, sequence: SequenceState) -> None:
-        """Store the state of a new prompt for the other members of its group."""
-        sequence.num_committed = sequence.num_computed
-        if sequence.scores is None and self._forward.mode.has_cache:
-            self._store.put(sequence, self._batch_of(sequence).row(sequence), shared=True)
-            self._store.evict(self._reserved)
+                sequence.num_committed = sequence.num_computed
+                if sequence.scores is None and self._forward.mode.has_cache:  # for the rest of its group
+                    self._store.put(sequence, self._batch_of(sequence).row(sequence), shared=True)
+                    self._store.evict(self._reserved)
 
     def _batch_of(self, sequence: SequenceState) -> Batch:
         return next(batch for batch in self._batches if any(other is sequence for other in batch.sequences))
 
     def _release_slot(self, sequence: SequenceState) -> None:
         """Remove a running sequence and keep the state of its episode."""
-        self.running.remove(sequence)
-        self._free_slots.append(sequence.slot)
-        self._reserved -= sequence.reserved
+        super()._release_slot(sequence)
         batch = self._batch_of(sequence)
         kept = sequence.error is None and sequence.scores is None and sequence.request.episode
         if kept and sequence.num_computed and batch.state is not None:
@@ -287,7 +430,6 @@ class GenericScheduler(SequenceScheduler):
         batch.remove(sequence)
         if not batch.sequences:
             self._batches.remove(batch)
-        sequence.slot, sequence.reserved = -1, 0
 
 
 def _is_new_prompt(sequence: SequenceState) -> bool:

@@ -60,7 +60,6 @@ class CacheMatch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of cached tokens."""
         return PAGE * len(self.nodes) + self.num_copied
 
 
@@ -206,7 +205,6 @@ class RadixCache:
             del self._roots[name]
 
     def drop_empty_roots(self) -> None:
-        """Drop roots without entries."""
         self._roots = {name: root for name, root in self._roots.items() if root.children}
 
     def _root_names(self, adapter: str | None) -> list[str]:
@@ -294,13 +292,7 @@ class PagePool:
         if self._dtype_and_device[1].type == "cuda":
             torch.cuda.empty_cache()
 
-    @property
-    def is_allocated(self) -> bool:
-        """Whether the memory is allocated."""
-        return bool(self.keys)
-
     def copy(self, source: int, target: int) -> None:
-        """Copy one page in every layer."""
         for memory in (*self.keys, *self.values):
             memory[target] = memory[source]
 

@@ -4,10 +4,9 @@ Supports models with standard attention (full or sliding-window) that use transf
 `RaggedForward` compares a paged pass with a plain pass on a few tokens at start, and rejects the model if
 they disagree.
 
-Linear layers use oneDNN if it is faster. In float32 torch uses Intel MKL, which does not use 512-bit
-registers on other vendors' processors. oneDNN, included in torch and called by inductor, does. It
-compiles and caches a kernel, with its memory, for each number of rows, so rows are processed in blocks of few
-sizes. From `MIN_ROWS` rows on, the result of a row does not depend on the other rows.
+Linear layers use oneDNN if it is faster: in float32 torch uses Intel MKL, which uses no 512-bit registers on other
+vendors' processors. oneDNN caches a kernel for each number of rows, so rows are processed in blocks of few sizes.
+From `MIN_ROWS` rows on, the result of a row does not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -79,16 +78,27 @@ class RaggedForward:
         self.device: torch.device = first.device
         self.dtype: torch.dtype = first.dtype
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
-        self._selects_logits = "logits_to_keep" in inspect.signature(_base_model(model).forward).parameters
+        inner = model.get_base_model() if is_peft(model) else model
+        self._selects_logits = "logits_to_keep" in inspect.signature(inner.forward).parameters
         self._kernel: attention.Kernel | None = None
         self._paged: PassRunner | None = None
-        _check_kind(model)
-        check_positions(model, max_tokens)
         name = type(model).__name__
+        kinds = set(model.config.get_text_config().to_dict().get("layer_types") or ["full_attention"])
+        if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):
+            raise UserError(
+                f"The local engine cannot run {name}: it has {', '.join(unknown)} layers.",
+                "It runs models of full or sliding-window attention; serve others with an inference server.",
+            )
+        check_positions(model, max_tokens)
         with ExitStack() as undo:
             undo.callback(restore_linear, use_onednn(model))
             try:
-                expected, layers = self._run_plain_trial()
+                recorder, ids = _ShapeRecorder(), torch.tensor([self._trial_ids()], device=self.device)
+                with torch.inference_mode():
+                    logits = model(input_ids=ids, past_key_values=recorder, use_cache=True).logits[0]
+                    expected = logits.double().log_softmax(-1)
+                if not (layers := recorder.layers_seen):
+                    raise ValueError("it ignores the key-value cache passed to it")
                 self.adapters = AdapterBank(model)
                 undo.callback(self.adapters.close)
                 self._default = DEFAULT if DEFAULT in self.adapters.names else ""
@@ -96,10 +106,14 @@ class RaggedForward:
                     self._kernel = make_kernel(layers, max_tokens, threads)
                 if self._kernel is not None:
                     undo.callback(self._kernel.close)
-                self.pool = self._make_pool(layers, num_pages)
-                if paged_pass.runs_on(self.device):
-                    recorder = paged_pass.make_recorder(self.device)
-                    self._paged = PassRunner(self._forward, self.pool, self.device, recorder)
+                # On a CPU, sparse products need 16-bit types stored in 32 bits.
+                wide = self.device.type == "cpu" and self.dtype.itemsize < torch.float32.itemsize
+                dtype, transposed = torch.float32 if wide else self.dtype, self._kernel is not None
+                paged = paged_pass.runs_on(self.device)
+                self.pool = PagePool(layers, num_pages, dtype, self.device, transposed, padding=paged)
+                if paged:
+                    graphs = paged_pass.make_recorder(self.device)
+                    self._paged = PassRunner(self._forward, self.pool, self.device, graphs)
                 attention.register()
                 undo.callback(model.set_attn_implementation, model.config._attn_implementation)
                 model.set_attn_implementation(attention.NAME)
@@ -120,7 +134,6 @@ class RaggedForward:
 
     @property
     def compiled(self) -> bool:
-        """Whether the compiled attention kernel is used."""
         return self._kernel is not None
 
     def logits(
@@ -131,7 +144,7 @@ class RaggedForward:
         `table` `[slots, M]` holds the pages of each slot, which receive the chunks' keys and values. Tokens
         and logits are padded to multiples of `block`.
         """
-        if not self.pool.is_allocated:
+        if not self.pool.keys:
             self.pool.allocate()
         counts = np.array([len(chunk.ids) for chunk in chunks])
         total = int(counts.sum())
@@ -154,7 +167,12 @@ class RaggedForward:
         if self._kernel:
             ragged = KernelPass(self.pool, slots, positions, table, self._kernel)
         else:
-            ragged = self._torch_pass(chunks, ends.tolist(), table, (slots[:total], positions[:total]))
+            spans = tuple(
+                QuerySpan(end - len(chunk.ids), end, chunk.start + len(chunk.ids), table[chunk.slot])
+                for chunk, end in zip(chunks, ends.tolist(), strict=True)
+            )
+            pages = table[slots[:total], positions[:total] // PAGE].astype(np.int64)
+            ragged = TorchPass(self.pool, spans, pages, positions[:total].astype(np.int64) % PAGE)
         rows = np.zeros(self._round_up(len(keep), block), dtype=np.int64)
         rows[: len(keep)] = keep
         where = torch.from_numpy(positions.astype(np.int64))[None]
@@ -189,41 +207,7 @@ class RaggedForward:
         return -(-rows // block) * block
 
     def close(self) -> None:
-        """Stop the kernel's threads and restore the model."""
         self._undo.close()
-
-    def _make_pool(self, layers: list[LayerShape], num_pages: int) -> PagePool:
-        """Create the page memory. On a CPU, sparse products need 16-bit types stored in 32 bits."""
-        wide = self.device.type == "cpu" and self.dtype.itemsize < torch.float32.itemsize
-        dtype = torch.float32 if wide else self.dtype
-        paged = paged_pass.runs_on(self.device)
-        return PagePool(layers, num_pages, dtype, self.device, transposed=self._kernel is not None, padding=paged)
-
-    def _torch_pass(
-        self,
-        chunks: list[Chunk],
-        ends: list[int],
-        table: NDArray[np.int32],
-        tokens: tuple[NDArray[np.int32], NDArray[np.int32]],
-    ) -> TorchPass:
-        """Create the pass for torch attention: `ends` of the chunks, slots and positions of the `tokens`."""
-        spans = tuple(
-            QuerySpan(end - len(chunk.ids), end, chunk.start + len(chunk.ids), table[chunk.slot])
-            for chunk, end in zip(chunks, ends, strict=True)
-        )
-        slots, positions = tokens
-        pages = table[slots, positions // PAGE].astype(np.int64)
-        return TorchPass(self.pool, spans, pages, positions.astype(np.int64) % PAGE)
-
-    @torch.inference_mode()
-    def _run_plain_trial(self) -> tuple[Tensor, list[LayerShape]]:
-        """Return log-probabilities of a few tokens by the model's own attention, and its layers' shapes."""
-        recorder = _ShapeRecorder()
-        ids = torch.tensor([self._trial_ids()], device=self.device)
-        logits = self.model(input_ids=ids, past_key_values=recorder, use_cache=True).logits[0]
-        if not recorder.layers_seen:
-            raise ValueError("it ignores the key-value cache passed to it")
-        return logits.double().log_softmax(-1), recorder.layers_seen
 
     def _trial_ids(self) -> tuple[int, ...]:
         return tuple(i * 7 % self.vocab_size for i in range(_TRIAL_TOKENS))
@@ -237,11 +221,9 @@ class RaggedForward:
         adapter = self._default
         first = [Chunk(other[:5], 0, 1), Chunk(ids[:cut], 0, 0, adapter)]
         second = [Chunk(ids[cut:], cut, 0, adapter), Chunk(other[5:9], 5, 1)]
-        parts = [
-            self.logits(first, table, np.arange(5, 5 + cut)),
-            self.logits(second, table, np.arange(_TRIAL_TOKENS - cut)),
-        ]
-        return torch.cat(parts).double().log_softmax(-1)
+        begin = self.logits(first, table, np.arange(5, 5 + cut))
+        end = self.logits(second, table, np.arange(_TRIAL_TOKENS - cut))
+        return torch.cat([begin, end]).double().log_softmax(-1)
 
     @torch.inference_mode()
     def _is_batch_invariant(self) -> bool:
@@ -285,26 +267,9 @@ class _ShapeRecorder(Cache):  # type: ignore[misc]
         return query_length, 0
 
 
-def _base_model(model: PreTrainedModel) -> Any:  # noqa: ANN401 (a model, or a PEFT model's inner one)
-    """Return the model below the adapters."""
-    return model.get_base_model() if is_peft(model) else model
-
-
 def agreement(expected: Tensor, dtype: torch.dtype) -> float:
     """Return how much two passes may differ in log-probability; less if all log-probabilities `expected` are close."""
     return _AGREEMENT.get(dtype, _COARSE_AGREEMENT) * min(1.0, float(expected.std()))
-
-
-def _check_kind(model: PreTrainedModel) -> None:
-    """Raise UserError for unsupported layer kinds."""
-    config = model.config.get_text_config().to_dict()
-    kinds = set(config.get("layer_types") or ["full_attention"])
-    unknown = sorted(kinds - {"full_attention", "sliding_attention"})
-    if unknown:
-        raise UserError(
-            f"The local engine cannot run {type(model).__name__}: it has {', '.join(unknown)} layers.",
-            "It runs models of full or sliding-window attention; serve others with an inference server.",
-        )
 
 
 def check_positions(model: PreTrainedModel, max_tokens: int) -> None:
@@ -378,7 +343,6 @@ class OneDnnLinear(nn.Linear):
     """A linear layer computed by `linear`."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map `[..., in]` to `[..., out]`."""
         return linear(input, self.weight, self.bias)
 
 

@@ -40,14 +40,14 @@ class PagedPass:
     _write_rows: dict[int, Tensor] = field(default_factory=dict)
 
     def attend(self, layer: int, new: tuple[Tensor, Tensor, Tensor], scores: ScoreRule) -> Tensor:
-        """Store new keys and values `[H, T, D]` and attend from queries `[Hq, T, D]`; `[T, Hq, D]`."""
         query, key, value = new
         memory = self.pool.keys[layer], self.pool.values[layer]
         for pages, tensor in zip(memory, (key, value), strict=True):
             rows = self._rows(pages.shape[1])
             pages.view(-1, pages.shape[-1]).index_copy_(0, rows, tensor.transpose(0, 1).reshape(len(rows), -1))
         where = self.slots, self.positions, self.table
-        if has_kernel(query.device, query.dtype, memory):
+        supported = query.is_cuda and query.dtype.itemsize <= 4 and memory[0].shape == memory[1].shape
+        if supported and _has_triton():
             from ludus.engines.embedded.paged_kernels import attention
 
             return attention(query, memory, where, (scores.scale, scores.window, scores.softcap))
@@ -61,12 +61,6 @@ class PagedPass:
             each = pages[:, None] * heads + torch.arange(heads, device=pages.device)
             self._write_rows[heads] = (each * PAGE + positions[:, None] % PAGE).flatten()
         return self._write_rows[heads]
-
-
-def has_kernel(device: torch.device, dtype: torch.dtype, memory: tuple[Tensor, Tensor]) -> bool:
-    """Return whether the Triton kernel supports these tensors."""
-    keys, values = memory
-    return device.type == "cuda" and dtype.itemsize <= 4 and keys.shape == values.shape and _has_triton()
 
 
 def runs_on(device: torch.device) -> bool:
@@ -98,13 +92,8 @@ Forward = Callable[[Tensor, Tensor, RaggedPass, Tensor], Tensor]
 """Map ids and positions `[1, T]`, the pass, and the tokens `[K]` whose logits are needed, to logits `[K, V]`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Recording:
-    """A recorded pass: its inputs `[4, T]`, what replays it, and the logits that it writes `[T, V]`."""
-
-    inputs: Tensor
-    replay: Callable[[], None]
-    logits: Tensor
+Recording = tuple[Tensor, Callable[[], None], Tensor]
+"""A recorded pass: its inputs `[4, T]`, what replays it, and the logits that it writes `[T, V]`."""
 
 
 Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
@@ -154,12 +143,12 @@ class PassRunner:
             recording = self._recordings.get((size, adapter)) or self._record(size, adapter, host)
         if recording is None:
             return self._run(torch.from_numpy(host[:, :count]).to(self._device), len(keep))
-        recording.inputs.copy_(torch.from_numpy(host))
-        recording.replay()
-        return recording.logits[: len(keep)]
+        inputs, replay, logits = recording
+        inputs.copy_(torch.from_numpy(host))
+        replay()
+        return logits[: len(keep)]
 
     def _run(self, inputs: Tensor, num_kept: int) -> Tensor:
-        """Run a pass; `inputs` `[4, T]` as in `Recording`."""
         ids, slots, positions, keep = inputs
         paged = PagedPass(self._pool, slots, positions, self._table)
         return self._forward(ids.long()[None], positions.long()[None], paged, keep[:num_kept].long())
@@ -174,8 +163,8 @@ class PassRunner:
             log.warning("CUDA graphs are disabled, so decoding is slower: %s", str(error).splitlines()[0])
             self._recorder = None
             return None
-        self._recordings[size, adapter] = Recording(inputs, replay, logits)
-        return self._recordings[size, adapter]
+        self._recordings[size, adapter] = recording = inputs, replay, logits
+        return recording
 
     def _send_table(self, table: NDArray[np.int32]) -> None:
         """Copy the table to the device, if it has changed, with the extra slot for padding."""

@@ -1,10 +1,9 @@
 """Continuous batching: sequences join and leave between any two forward passes.
 
 Each `step` is one pass: one token for every decoding sequence, then chunks of prompts and observations in order
-of arrival, up to the token limit. It uses no event loop and is not thread-safe.
-
-A sequence is admitted first come, first served, once a slot is free and the remaining pages fit its maximum
-length. Only a sequence waiting for a shared prefix, in computation by another one, can be overtaken.
+of arrival, up to the token limit. It uses no event loop and is not thread-safe. A sequence is admitted first come,
+first served, once a slot is free and the remaining pages fit its maximum length. Only a sequence waiting for a shared
+prefix, in computation by another one, can be overtaken.
 """
 
 from __future__ import annotations
@@ -16,17 +15,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ludus.engines.base import EngineStats, Request
-from ludus.engines.embedded.guided_decoding import GuideState
 from ludus.engines.embedded.kv_cache import PAGE, CacheMatch, RadixCache, RadixNode
 from ludus.engines.embedded.model_runner import ROW_BLOCK, Chunk, ModelRunner, RaggedForward
-from ludus.engines.embedded.sampler import SamplingRules, StopStrings, TokenDraw, sample, top_tokens
+from ludus.engines.embedded.sampler import GuideState, SamplingRules, StopStrings, TokenDraw, sample, top_tokens
 from ludus.errors import EngineError
 from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 
@@ -97,16 +95,17 @@ class SequenceState:
         )
 
     def add(self, token: int, logprob: float, cut_logprob: float, version: int) -> None:
-        """Append a sampled token and check whether the action ends."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.cut_logprobs.append(cut_logprob)
         self.versions.append(version)
         begin = self.num_prompt - self.request.begun
         tail = self.tokens[max(begin, len(self.tokens) - _STOP_TAIL_TOKENS) :] if self.stops else []
+        if self.guide is not None:
+            self.guide.advance(token)
         if (
             token in self.request.params.stop_token_ids
-            or self._advance_guide(token)
+            or (self.guide is not None and self.guide.ended)
             or (self.stops is not None and self.stops.completed(tail))
         ):
             self.finish = "stop"
@@ -117,12 +116,6 @@ class SequenceState:
         """End with an error at the end of the pass; an earlier error takes precedence."""
         self.error = self.error or EngineError(message, hint)
         self.finish = "abort"
-
-    def _advance_guide(self, token: int) -> bool:
-        if self.guide is None:
-            return False
-        self.guide.advance(token)
-        return self.guide.ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +130,30 @@ class Pass:
     sample_s: float
 
 
+class PrefixCache(Protocol):
+    """Keys and values of prefixes, kept after their sequences have ended."""
+
+    num_evicted: int
+
+    def clear(self, adapter: str | None) -> None:
+        """Drop the prefixes (of one adapter and its versions); running sequences keep theirs."""
+
+    def drop_adapter(self, adapter: str) -> None:
+        """Drop everything of an unloaded adapter."""
+
+
 class SequenceScheduler(ABC):
-    """Request queue and running sequences; subclasses plan and compute the passes and hold the cache."""
+    """Request queue and running sequences; subclasses plan and compute the passes."""
 
     def __init__(
-        self, forward: ModelRunner, tokenizer: PreTrainedTokenizerBase | None, num_slots: int, pass_tokens: int
+        self,
+        forward: ModelRunner,
+        tokenizer: PreTrainedTokenizerBase | None,
+        cache: PrefixCache,
+        num_slots: int,
+        pass_tokens: int,
     ) -> None:
-        self.runner = forward
+        self.runner, self._cache = forward, cache
         self._stop_strings = None if tokenizer is None else lru_cache(_STOP_CACHE_SIZE)(partial(StopStrings, tokenizer))
         self._pass_tokens = pass_tokens
         self._free_slots = deque(range(num_slots))
@@ -156,12 +166,10 @@ class SequenceScheduler(ABC):
         self.stats = EngineStats()
 
     def version_of(self, adapter: str) -> int:
-        """Return the version of tokens sampled with this adapter."""
         return self.adapter_versions.get(adapter, self.version)
 
     @property
     def busy(self) -> bool:
-        """Whether there are waiting or running sequences."""
         return bool(self.waiting or self.running)
 
     @property
@@ -198,7 +206,7 @@ class SequenceScheduler(ABC):
             prefill_tokens=stats.prefill_tokens + prefill,
             decode_tokens=stats.decode_tokens + sum(len(executed.rows) for executed in passes),
             batch_tokens=stats.batch_tokens + sum(len(chunk.ids) for _, chunk in plan),
-            evicted_pages=self.num_evicted,
+            evicted_pages=self._cache.num_evicted,
             queue_steps=stats.queue_steps + len(self.waiting),
             running_steps=stats.running_steps + len(self.running),
             model_s=stats.model_s + model_s,
@@ -209,7 +217,6 @@ class SequenceScheduler(ABC):
         self.stats = replace(self.stats, schedule_s=self.stats.schedule_s + rest_s)
 
     def abort(self, sequence: SequenceState) -> None:
-        """End a sequence with the tokens so far."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         elif sequence in self.running:
@@ -220,12 +227,11 @@ class SequenceScheduler(ABC):
         sequence.done(sequence)
 
     def fail_all(self, error: EngineError) -> None:
-        """End all sequences with an error and clear the cache, whose contents may be corrupt."""
         sequences = [*self.running, *self.waiting]
         for sequence in self.running[:]:
             self._release_slot(sequence)
         self.waiting.clear()
-        self.clear_cache()
+        self._cache.clear(None)
         for sequence in sequences:
             sequence.error = error
             sequence.done(sequence)
@@ -238,32 +244,57 @@ class SequenceScheduler(ABC):
             self.adapter_versions[adapter] = version
         if not recompute:
             return
-        self.clear_cache(adapter)
+        self._cache.clear(adapter)
         stale = [s for s in self.running if adapter is None or s.adapter == adapter]
         num_recomputed = sum(sequence.num_computed for sequence in stale)
         for sequence in stale:
             sequence.num_computed = sequence.num_committed = 0
         self.stats = replace(self.stats, recomputed_tokens=self.stats.recomputed_tokens + num_recomputed)
 
-    def expire(self) -> None:
-        """End sequences past their deadline with the tokens so far."""
-        now = time.monotonic()
-        for sequence in [s for s in (*self.running, *self.waiting) if s.deadline <= now]:
+    def abort_where(self, matches: Callable[[SequenceState], bool], error: EngineError | None = None) -> None:
+        """End the sequences that match, with the tokens so far or an error."""
+        for sequence in [s for s in (*self.running, *self.waiting) if matches(s)]:
+            sequence.error = error or sequence.error
             self.abort(sequence)
 
+    def expire(self) -> None:
+        now = time.monotonic()
+        self.abort_where(lambda sequence: sequence.deadline <= now)
+
     def _draw(self, rows: list[SequenceState], logits: Tensor) -> TokenDraw | None:
-        """Sample a token for each of `rows` from the first logits."""
         if not rows:
             return None
-        steps = np.array([sequence.num_drawn for sequence in rows], dtype=np.uint64)
-        return sample(logits[: len(rows)], self._sampling_rules(rows), steps, _guide_mask(rows, self.runner))
-
-    def _sampling_rules(self, rows: list[SequenceState]) -> SamplingRules:
-        """Return the rules of these rows; cached while the same requests sample."""
         params = [sequence.request.params for sequence in rows]
-        if self._rules is None or self._rules[0] != params:
+        if self._rules is None or self._rules[0] != params:  # cached while the same requests sample
             self._rules = params, SamplingRules.of(params, self.runner.vocab_size, self.runner.device)
-        return self._rules[1]
+        steps = np.array([sequence.num_drawn for sequence in rows], dtype=np.uint64)
+        return sample(logits[: len(rows)], self._rules[1], steps, _guide_mask(rows, self.runner))
+
+    def _admit(self) -> None:
+        """Start waiting sequences, oldest first; skip those that wait for a prefix, stop if one does not fit."""
+        skipped: deque[SequenceState] = deque()
+        fits = True
+        while fits and self.waiting and self._free_slots:
+            sequence = self.waiting.popleft()
+            started, fits = self._try_start(sequence)
+            if not started:
+                skipped.append(sequence)
+        self.waiting.extendleft(reversed(skipped))
+
+    def _begin(self, sequence: SequenceState, num_cached: int) -> None:
+        """Assign a slot to a sequence that starts with a cached prefix."""
+        sequence.slot = self._free_slots.popleft()
+        sequence.num_computed = sequence.num_committed = num_cached
+        self._reserved += sequence.reserved
+        self.running.append(sequence)
+        self.stats = replace(self.stats, cached_tokens=self.stats.cached_tokens + num_cached)
+
+    def _release_slot(self, sequence: SequenceState) -> None:
+        """Remove a running sequence."""
+        self.running.remove(sequence)
+        self._free_slots.append(sequence.slot)
+        self._reserved -= sequence.reserved
+        sequence.slot, sequence.reserved = -1, 0
 
     def _finish(self, sequence: SequenceState) -> None:
         self._release_slot(sequence)
@@ -272,29 +303,21 @@ class SequenceScheduler(ABC):
     def drop_adapter(self, adapter: str) -> None:
         """Drop all cache entries of an unloaded adapter without running sequences."""
         self.adapter_versions.pop(adapter, None)
+        self._cache.drop_adapter(adapter)
 
     def sleep(self) -> None:
         """Clear the KV cache and free its memory until the next pass. Raises EngineError if there are requests."""
         if self.busy:
             raise EngineError("The engine cannot sleep: it has requests.")
-        self.clear_cache()
-
-    @property
-    @abstractmethod
-    def num_evicted(self) -> int:
-        """Number of cache entries evicted so far."""
-
-    @abstractmethod
-    def clear_cache(self, adapter: str | None = None) -> None:
-        """Drop the cached prefixes (of one adapter)."""
+        self._cache.clear(None)
 
     @abstractmethod
     def release_episode(self, episode: str, cache_root: str, tokens: tuple[int, ...]) -> None:
         """Free the cache entries of an ended episode with this history that it shares with no other."""
 
     @abstractmethod
-    def _admit(self) -> None:
-        """Move sequences from the queue to free slots."""
+    def _try_start(self, sequence: SequenceState) -> tuple[bool, bool]:
+        """Start a sequence on a free slot; return whether it has started, and whether later ones may start."""
 
     @abstractmethod
     def _plan(self) -> list[tuple[SequenceState, Chunk]]:
@@ -307,10 +330,6 @@ class SequenceScheduler(ABC):
     @abstractmethod
     def _finish_ended(self, plan: list[tuple[SequenceState, Chunk]]) -> None:
         """Update the cache after a step and finish the sequences that have ended."""
-
-    @abstractmethod
-    def _release_slot(self, sequence: SequenceState) -> None:
-        """Remove a running sequence."""
 
 
 class BatchScheduler(SequenceScheduler):
@@ -325,85 +344,45 @@ class BatchScheduler(SequenceScheduler):
         pass_tokens: int,
     ) -> None:
         """`slots` is (maximum number of running sequences, maximum length in tokens)."""
-        super().__init__(forward, tokenizer, slots[0], pass_tokens)
+        super().__init__(forward, tokenizer, tree, slots[0], pass_tokens)
         self._forward = forward
         self.tree = tree
         self._table = np.zeros((slots[0], -(-slots[1] // PAGE)), dtype=np.int32)
         self.block = ROW_BLOCK
 
-    @property
-    def num_evicted(self) -> int:
-        return self.tree.num_evicted
-
-    def clear_cache(self, adapter: str | None = None) -> None:
-        """Drop the cached prefixes (of one adapter); running sequences keep their pages."""
-        self.tree.clear(adapter)
-
     def release_episode(self, episode: str, cache_root: str, tokens: tuple[int, ...]) -> None:
-        """Free the pages of a history that no other shares."""
         self.tree.free_suffix(tokens, cache_root)
 
     def new_weights(self, version: int, *, recompute: bool, adapter: str | None = None) -> None:
-        """Set the version of further tokens (of one adapter); `recompute` discards older keys and values."""
         super().new_weights(version, recompute=recompute, adapter=adapter)
         if not recompute:
             self.tree.drop_empty_roots()
 
-    def drop_adapter(self, adapter: str) -> None:
-        """Drop all cache entries of an unloaded adapter without running sequences."""
-        super().drop_adapter(adapter)
-        self.tree.drop_adapter(adapter)
-
     def sleep(self) -> None:
-        """Clear the KV cache and free its memory until the next pass. Raises EngineError if there are requests."""
         super().sleep()
         self._forward.pool.free()
 
-    def _admit(self) -> None:
-        """Move sequences from the queue to free slots, oldest first; skip those that wait for a prefix."""
-        skipped: deque[SequenceState] = deque()
-        while self.waiting and self._free_slots:
-            sequence = self.waiting.popleft()
-            match = self._match(sequence)
-            if match.wait:
-                skipped.append(sequence)
-                continue
-            path = self.tree.acquire(match)
-            if not self._reserve(sequence, sequence.num_pages - len(path)):
-                self.tree.release(path)
-                skipped.append(sequence)
-                break
-            self._start(sequence, path, match)
-        skipped.extend(self.waiting)
-        self.waiting = skipped
-
-    def _match(self, sequence: SequenceState) -> CacheMatch:
-        """Look up the cached prefix; scoring matches nothing, since it needs every row of logits."""
-        if sequence.scores is not None:
-            return CacheMatch([])
-        return self.tree.match(tuple(sequence.tokens), sequence.cache_root)
-
-    def _reserve(self, sequence: SequenceState, pages: int) -> bool:
-        if self.tree.num_available - self._reserved < pages:
-            return False
-        sequence.reserved = pages
-        self._reserved += pages
-        return True
-
-    def _start(self, sequence: SequenceState, path: list[RadixNode], match: CacheMatch) -> None:
-        """Assign a slot and pages for its history to a sequence."""
-        sequence.slot = self._free_slots.popleft()
+    def _try_start(self, sequence: SequenceState) -> tuple[bool, bool]:
+        match = CacheMatch([])
+        if sequence.scores is None:  # scoring needs every row of logits
+            match = self.tree.match(tuple(sequence.tokens), sequence.cache_root)
+        if match.wait:
+            return False, True
+        path = self.tree.acquire(match)
+        num_pages = sequence.num_pages - len(path)
+        if self.tree.num_available - self._reserved < num_pages:
+            self.tree.release(path)
+            return False, False
+        sequence.path, sequence.reserved = path, num_pages
+        self._begin(sequence, match.num_tokens)
         self._table[sequence.slot, : len(path)] = [node.page for node in path]
-        sequence.path = path
-        sequence.num_computed = sequence.num_committed = match.num_tokens
         if match.source is not None and not match.owned:
             source = match.source.page
             self._take_page(sequence, listed=True)
             self._forward.pool.copy(source, path[-1].page)
         while len(path) * PAGE < len(sequence.tokens):
             self._take_page(sequence, listed=sequence.scores is None)
-        self.running.append(sequence)
-        self.stats = replace(self.stats, cached_tokens=self.stats.cached_tokens + match.num_tokens)
+        return True, True
 
     def _take_page(self, sequence: SequenceState, *, listed: bool) -> None:
         """Take one of the sequence's reserved pages; prompt pages are `listed` for others to share."""
@@ -415,18 +394,9 @@ class BatchScheduler(SequenceScheduler):
         self._table[sequence.slot, at] = node.page
 
     def _plan(self) -> list[tuple[SequenceState, Chunk]]:
-        """Choose the tokens of the next pass: every decoding sequence, then prompts by age."""
         plan: list[tuple[SequenceState, Chunk]] = []
         budget = self._pass_tokens
-        prefills: list[SequenceState] = []
-        for sequence in self.running:
-            if len(sequence.tokens) - sequence.num_computed > 1:
-                prefills.append(sequence)
-                continue
-            at = sequence.num_computed
-            plan.append((sequence, Chunk((sequence.tokens[at],), at, sequence.slot, sequence.adapter)))
-            budget -= 1
-        for sequence in prefills:
+        for sequence in sorted(self.running, key=lambda s: len(s.tokens) - s.num_computed > 1):  # decoding first
             at = sequence.num_computed
             limit = budget if sequence.scores is None else min(budget, SCORE_CHUNK)
             ids = tuple(sequence.tokens[at : at + max(0, limit)])
@@ -437,22 +407,18 @@ class BatchScheduler(SequenceScheduler):
 
     def _compute(self, plan: list[tuple[SequenceState, Chunk]]) -> list[Pass]:
         """Compute the plan in one pass; if that raises, in one per sequence, so that only the faulty one fails."""
+        begin = time.perf_counter()
         try:
-            return [self._pass(plan)]
+            keep, rows = _select_rows(plan)
+            logits = self._forward.logits([chunk for _, chunk in plan], self._table, keep, self.block)
+            computed = time.perf_counter()
+            draw = self._draw(rows, logits)
+            return [Pass(plan, rows, logits, draw, computed - begin, time.perf_counter() - computed)]
         except Exception as error:  # boundary: torch errors (memory, device, index)
             if len(plan) == 1:
                 plan[0][0].fail(f"Inference failed: {error}")
                 return []
         return [done for item in plan for done in self._compute([item])]
-
-    def _pass(self, plan: list[tuple[SequenceState, Chunk]]) -> Pass:
-        """Compute logits and sample a token for each sampling sequence; safe to repeat."""
-        begin = time.perf_counter()
-        keep, rows = _select_rows(plan)
-        logits = self._forward.logits([chunk for _, chunk in plan], self._table, keep, self.block)
-        computed = time.perf_counter()
-        draw = self._draw(rows, logits)
-        return Pass(plan, rows, logits, draw, computed - begin, time.perf_counter() - computed)
 
     def _finish_ended(self, plan: list[tuple[SequenceState, Chunk]]) -> None:
         for sequence, _ in plan:
@@ -487,11 +453,9 @@ class BatchScheduler(SequenceScheduler):
             sequence.num_committed = until
 
     def _release_slot(self, sequence: SequenceState) -> None:
-        self.running.remove(sequence)
-        self._free_slots.append(sequence.slot)
+        super()._release_slot(sequence)
         self.tree.release(sequence.path)
-        self._reserved -= sequence.reserved
-        sequence.path, sequence.slot, sequence.reserved = [], -1, 0
+        sequence.path = []
 
 
 def _select_rows(plan: list[tuple[SequenceState, Chunk]]) -> tuple[np.ndarray, list[SequenceState]]:
@@ -511,7 +475,6 @@ def _select_rows(plan: list[tuple[SequenceState, Chunk]]) -> tuple[np.ndarray, l
 
 
 def _append_results(done: Pass, version_of: Callable[[str], int]) -> None:
-    """Append the tokens or scores of a pass to its sequences."""
     for sequence, chunk in done.plan:
         sequence.num_computed += len(chunk.ids)
     if done.draw is not None:

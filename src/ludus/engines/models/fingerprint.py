@@ -58,7 +58,8 @@ def fingerprint_gathered(module: nn.Module, tensors: Mapping[str, torch.Tensor])
 def _fingerprint_parts(tensors: Mapping[str, torch.Tensor], pairs: Mapping[str, LowRank]) -> str:
     import torch
 
-    base = {_base_name(name): p for name, p in tensors.items() if ".lora_" not in name}
+    plain = ((name.removeprefix("base_model.model."), p) for name, p in tensors.items() if ".lora_" not in name)
+    base = {name.replace(".base_layer.", "."): p for name, p in plain}
     digest = fingerprint_tensors(base)
     if not pairs:
         return digest
@@ -90,21 +91,17 @@ def _content_digests(tensors: Sequence[torch.Tensor]) -> list[bytes]:
     missing = [i for i, digest in enumerate(digests) if not digest]
     chunks = [_chunks(tensors[i]) for i in missing]
     flat = [chunk for each in chunks for chunk in each]
-    hashed = iter(_hash_all(flat))
+    if sum(chunk.nbytes for chunk in flat) < _CHUNK_BYTES:
+        hashed: Iterator[bytes] = map(_hash, flat)
+    else:
+        with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+            hashed = pool.map(_hash, flat)
     for i, each in zip(missing, chunks, strict=True):
         parts = [next(hashed) for _ in each]
         digests[i] = parts[0] if len(parts) == 1 else hashlib.blake2b(b"".join(parts)).digest()
         if not (tensors[i].requires_grad or tensors[i].is_inference()):
             cache[tensors[i]] = _state(tensors[i]), digests[i]
     return digests
-
-
-def _hash_all(chunks: Sequence[torch.Tensor]) -> list[bytes]:
-    """Return the digest of each chunk, in several threads if there is much to hash."""
-    if sum(chunk.numel() * chunk.element_size() for chunk in chunks) < _CHUNK_BYTES:
-        return [_hash(chunk) for chunk in chunks]
-    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-        return list(pool.map(_hash, chunks))
 
 
 def _hash(chunk: torch.Tensor) -> bytes:
@@ -129,10 +126,6 @@ def _frozen_digests() -> MutableMapping[torch.Tensor, tuple[tuple[int, int], byt
     from torch.utils.weak import WeakIdKeyDictionary
 
     return WeakIdKeyDictionary()
-
-
-def _base_name(name: str) -> str:
-    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def _raw_bytes(tensor: torch.Tensor) -> memoryview:
@@ -168,7 +161,7 @@ def compare_digests(theirs: Mapping[str, str], sent: Mapping[str, torch.Tensor])
         expected = _expected_tensor(name, sent)
         if expected is None or digest == _EMPTY:
             silent += 1
-        elif any(tensor_digest(candidate) == digest for candidate in _candidates(name, expected)):
+        elif digest in map(tensor_digest, _candidates(name, expected)):
             proved += 1
         else:
             wrong.append(name)

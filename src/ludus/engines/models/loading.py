@@ -11,12 +11,13 @@ from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
 
 from ludus.config.paths import check_model_folder
 from ludus.config.sections.model import ScratchConfig
 from ludus.engines.base import first_line
 from ludus.engines.models import smollm2
-from ludus.engines.models.fused_norm import fuse_norms
 from ludus.engines.models.lora import is_peft
 from ludus.errors import StorageError, UserError, did_you_mean
 
@@ -24,12 +25,52 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+_AGREEMENT = {torch.float64: 1e-10, torch.float32: 1e-5}
+_COARSE_AGREEMENT = 2e-2
+"""Maximum relative difference; 16-bit types round twice in transformers and once here."""
+_TRIAL_ROWS = 8
+
+
+class FusedRMSNorm(nn.Module):
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension (Zhang and Sennrich, arXiv:1910.07467), in one GPU
+    kernel. The modules of transformers start about eight."""
+
+    weight: Tensor
+    variance_epsilon: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+
+
+def fuse_norms(model: nn.Module) -> int:
+    """Switch the RMSNorm modules of transformers to `FusedRMSNorm`, if they agree on a random input, and return their
+    number. The model's parameters are unchanged."""
+    norms = [m for m in model.modules() if type(m).__name__.endswith("RMSNorm") and "variance_epsilon" in vars(m)]
+    agree = {kind: _agrees(next(m for m in norms if type(m) is kind)) for kind in {type(m) for m in norms}}
+    fused = [m for m in norms if agree[type(m)]]
+    for module in fused:
+        module.__class__ = FusedRMSNorm
+    return len(fused)
+
+
+@torch.no_grad()
+def _agrees(module: nn.Module) -> bool:
+    weight, epsilon = module.weight, float(vars(module)["variance_epsilon"])
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or isinstance(module, FusedRMSNorm):
+        return False
+    source = torch.Generator().manual_seed(0)
+    rows = torch.randn(_TRIAL_ROWS, len(weight), generator=source).to(weight)
+    expected, found = module(rows), rms_norm(rows, weight.shape, weight, epsilon)
+    limit = _AGREEMENT.get(weight.dtype, _COARSE_AGREEMENT)
+    return bool(((expected - found).abs() <= limit * expected.abs().max()).all())
+
+
 DTypeName = Literal["float32", "bfloat16", "float64"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 
 _DTYPES: dict[DTypeName, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _HUB_TIMEOUT_S = 10.0
-_ATTENTION = "sdpa"
+
 _MAX_MERGE_LOSS = 0.1
 _TRIAL_TOKENS = 24
 _PICKLE_HINT = "Unpickling them could execute code. Save them as safetensors."
@@ -167,20 +208,15 @@ def save_model(
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _order_adapters(model)
+        for config in model.peft_config.values() if is_peft(model) else ():
+            if isinstance(config.target_modules, set):  # PEFT would write it in a different order per process
+                config.target_modules = sorted(config.target_modules)
         model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
         tokenizer.save_pretrained(folder)
     except (OSError, SafetensorError) as error:
         raise StorageError(
             f"The model cannot be written to {folder}: {error}", "Free some space or choose another folder."
         ) from error
-
-
-def _order_adapters(model: PreTrainedModel) -> None:
-    """Sort the target modules of adapters: PEFT's set would be written in a different order per process."""
-    for config in model.peft_config.values() if is_peft(model) else ():
-        if isinstance(config.target_modules, set):
-            config.target_modules = sorted(config.target_modules)
 
 
 def build_tiny(scratch: ScratchConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
@@ -202,7 +238,7 @@ def build_tiny(scratch: ScratchConfig, tokenizer: PreTrainedTokenizerBase, seed:
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        attn_implementation=_ATTENTION,
+        attn_implementation="sdpa",
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -259,30 +295,24 @@ def _load_config(path: str) -> PreTrainedConfig:
 
 
 def _check_exists(path: str) -> None:
-    """Check that a path is a folder, or that a name (`owner/name`) is cached or on the hub."""
     check_model_folder(path)
-    if not _is_folder(path):
-        _check_on_hub(path)
-
-
-def _check_on_hub(name: str) -> None:
-    """Query the hub once, to fail fast on a misspelled name or a missing network."""
+    if _is_folder(path):
+        return
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
-    try:
-        if isinstance(try_to_load_from_cache(name, "config.json"), str):
-            return
-        HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)
+    try:  # to fail fast on a misspelled name or a missing network
+        if not isinstance(try_to_load_from_cache(path, "config.json"), str):
+            HfApi().model_info(path, timeout=_HUB_TIMEOUT_S)
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UserError(
-            f"The folder {name!r} does not exist, and the model hub has no model of that name.",
-            f"{did_you_mean(name, [smollm2.NAME])}Check the spelling; a private model needs a login.",
+            f"The folder {path!r} does not exist, and the model hub has no model of that name.",
+            f"{did_you_mean(path, [smollm2.NAME])}Check the spelling; a private model needs a login.",
         ) from error
     except Exception as error:  # boundary: the hub client's network errors differ by version
         raise UserError(
-            f"The folder {name!r} does not exist, and the model hub cannot be reached: {first_line(error)}.",
-            f"{did_you_mean(name, [smollm2.NAME])}Check the path or the network.",
+            f"The folder {path!r} does not exist, and the model hub cannot be reached: {first_line(error)}.",
+            f"{did_you_mean(path, [smollm2.NAME])}Check the path or the network.",
         ) from error
 
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
 """Name of a factor in PEFT: its layer, and A (down) or B (up)."""
-_HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,6 @@ class AdapterBank:
     """The adapters of one model, by name; a PEFT model's own is `DEFAULT`. Raises UserError if it is not LoRA."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._layers: dict[str, nn.Linear] = {}
         self._pairs: dict[str, dict[str, LowRank]] = {}
         self._active: list[tuple[dict[str, LowRank], Tensor | None]] = []
         self._hooks: dict[str, RemovableHandle] = {}
@@ -53,17 +51,15 @@ class AdapterBank:
         self.generation = 0
         """Changes if the factors of an adapter move to other memory."""
         peft_pairs = dict(lora_layers(model))
-        for name, module in model.named_modules():
-            plain = name.removeprefix("base_model.model.").removesuffix(".base_layer")
-            if isinstance(module, nn.Linear) and ".lora_" not in name and plain != _HEAD:
-                self._layers[plain] = module
+        linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".lora_" not in n]
+        plain = {n.removeprefix("base_model.model.").removesuffix(".base_layer"): m for n, m in linears}
+        self._layers: dict[str, nn.Linear] = {name: module for name, module in plain.items() if name != "lm_head"}
         if peft_pairs:
             self._register(DEFAULT, peft_pairs)
             model.disable_adapter_layers()
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the loaded adapters."""
         return frozenset(self._pairs)
 
     def load(self, name: str, state: Mapping[str, Tensor], scaling: float) -> None:
@@ -86,7 +82,6 @@ class AdapterBank:
         return self._pairs[name] if name else {}
 
     def unload(self, name: str) -> None:
-        """Remove an adapter."""
         self._pairs.pop(name, None)
         self.generation += 1
 
@@ -99,17 +94,15 @@ class AdapterBank:
 
     def select(self, names: Sequence[str], counts: Sequence[int], total: int, device: torch.device) -> None:
         """Set the adapter ("": none) of each span of `counts` tokens for the next pass."""
-        self._active = []
         used = dict.fromkeys(name for name in names if name)
-        if len(used) == 1 and len(set(names)) == 1:
+        if len(used) == len(set(names)) == 1:
             self._active = [(self._pairs[names[0]], None)]
             return
+        self._active = []
         for name in used:
             mask = torch.zeros(total, 1, dtype=torch.bool)
-            at = 0
-            for other, count in zip(names, counts, strict=True):
-                mask[at : at + count] = other == name
-                at += count
+            spans = [other == name for other, count in zip(names, counts, strict=True) for _ in range(count)]
+            mask[: len(spans), 0] = torch.tensor(spans)
             self._active.append((self._pairs[name], mask.to(device)))
 
     def _register(self, name: str, pairs: dict[str, LowRank]) -> None:
@@ -217,16 +210,7 @@ class _Config(BaseModel):
 
     @property
     def scaling(self) -> float:
-        """Factor applied to the product of the two matrices."""
         return self.lora_alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the adapter is plain LoRA with a single rank and scaling."""
-        unsupported = (self.use_dora, self.lora_bias, self.fan_in_fan_out, self.bias != "none")
-        return self.peft_type == "LORA" and not any(
-            (*unsupported, self.modules_to_save, self.rank_pattern, self.alpha_pattern)
-        )
 
 
 def write_adapter(folder: Path, state: Mapping[str, torch.Tensor], scaling: float) -> int:
@@ -281,7 +265,8 @@ def read_adapter(folder: Path) -> AdapterFiles:
         raise UserError(
             f"{folder / _CONFIG} is not a valid adapter configuration (at {field_path or 'the top level'})."
         ) from error
-    if not config.is_plain:
+    variants = (config.use_dora, config.lora_bias, config.fan_in_fan_out, config.bias != "none", config.modules_to_save)
+    if config.peft_type != "LORA" or any((*variants, config.rank_pattern, config.alpha_pattern)):
         raise UserError(
             f"The adapter at {folder} is not plain LoRA of a single rank.",
             "DoRA, biases, saved modules, and rank or alpha patterns are not supported.",

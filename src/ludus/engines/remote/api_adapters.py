@@ -1,8 +1,4 @@
-"""Adapters to the HTTP APIs of inference servers.
-
-`VllmApi` covers vLLM in development mode and `ludus serve`; `SglangApi` follows SGLang's documentation and is
-untested against a real server.
-"""
+"""Adapters to the HTTP APIs of inference servers."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from pydantic import BaseModel, Field
 from ludus.engines.base import Request
 from ludus.engines.remote.http_client import HttpStatusError, Replica, Reply, get_once
 from ludus.errors import EngineError
-from ludus.types import FinishReason, Guide, SamplingParams, TopLogprobs
+from ludus.types import FinishReason, SamplingParams, TopLogprobs
 
 LogprobMode = Literal["exact", "raw", "processed"]
 """Distribution of a server's log-probabilities: `exact` is always tempered and before top-k, top-p, min-p and
@@ -165,7 +161,6 @@ class ApiAdapter(ABC):
         """Load an adapter from its folder in addition to others."""
 
     async def unload_adapter(self, replica: Replica, name: str) -> None:
-        """Unload an adapter."""
         await replica.send(self.UNLOAD_ADAPTER, {"lora_name": name})
 
     async def adapters(self, replica: Replica) -> frozenset[str]:
@@ -181,7 +176,6 @@ class ApiAdapter(ABC):
         await replica.send(*self.PAUSE)
 
     async def resume(self, replica: Replica) -> None:
-        """Resume computation."""
         await replica.send(self.RESUME, {})
 
 
@@ -197,7 +191,10 @@ class VllmApi(ApiAdapter):
     ) -> SampledTokens:
         """Request one completion from token ids. Penalties and end-of-text handling are disabled."""
         params, room = request.params, facts.context_tokens - len(request.token_ids)
-        body = _sampling(params) | _PENALTIES_OFF | _vllm_guide(params.guide)
+        body = _sampling(params) | _PENALTIES_OFF
+        if params.guide is not None:  # in the format of vLLM 0.12 and later
+            kind = {"json_schema": "json", "regex": "regex", "lark": "grammar"}[params.guide.kind]
+            body["structured_outputs"] = {kind: params.guide.text}
         body |= {
             "top_k": params.top_k,
             "seed": params.seed & _SEED,
@@ -219,8 +216,11 @@ class VllmApi(ApiAdapter):
             )
         if choice.prompt_token_ids != list(request.token_ids):
             raise EngineError(f"{replica.url} sampled from a different prompt than the one sent.")
+        rows = [row or {} for row in choice.logprobs.top_logprobs or ()] if params.top_logprobs else []
+        if not all(name.startswith(_TOKEN_ID) for row in rows for name in row):
+            raise EngineError(f"{replica.url} returned top tokens as text, not as {_TOKEN_ID}N.")
+        top = [[(int(name.removeprefix(_TOKEN_ID)), lp) for name, lp in row.items()] for row in rows]
         spans = choice.weight_versions
-        top = _parse_top_ids(choice.logprobs, replica.url) if params.top_logprobs else []
         return SampledTokens(
             tuple(choice.token_ids),
             tuple(_finite(choice.logprobs.token_logprobs, len(choice.token_ids), replica.url)),
@@ -230,7 +230,6 @@ class VllmApi(ApiAdapter):
         )
 
     async def score(self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str) -> list[float]:
-        """Request a completion that echoes its prompt with log-probabilities and samples nothing."""
         body = {"model": adapter or facts.model, "prompt": list(token_ids), "prompt_logprobs": 0}
         body |= {"max_tokens": 0, "echo": True, "temperature": 0.0, "return_token_ids": True}
         choice = (await replica.post("/v1/completions", body, _Completion)).choices[0]
@@ -239,7 +238,6 @@ class VllmApi(ApiAdapter):
         return [0.0, *_finite([r.logprob if r else None for r in rows[1:]], len(token_ids) - 1, replica.url)]
 
     async def version(self, replica: Replica) -> str:
-        """Read `/weight_info`."""
         return (await replica.get("/weight_info", _WeightInfo)).weight_version
 
     async def update(self, replica: Replica, folder: str, version: int) -> None:
@@ -258,12 +256,10 @@ class VllmApi(ApiAdapter):
             await self.resume(replica)
 
     async def digests(self, replica: Replica) -> Mapping[str, str] | None:
-        """Query `/weight_checker`."""
         found = await _if_supported(replica.post("/weight_checker", {"action": "checksum"}, _Checksums))
         return None if found is None else found.checksums
 
     async def fingerprint(self, replica: Replica, adapter: str) -> str | None:
-        """Query `/fingerprint`, an endpoint of `ludus serve` only."""
         path = f"/fingerprint?model={quote(adapter)}" if adapter else "/fingerprint"
         found = await _if_supported(replica.get(path, _Fingerprint))
         return None if found is None else found.fingerprint
@@ -283,11 +279,9 @@ class VllmApi(ApiAdapter):
             raise
 
     async def abort(self, replica: Replica, name: str) -> None:
-        """Call `/abort_requests` with the server's id of the request."""
         await replica.send("/abort_requests", {"request_ids": [f"cmpl-{name}-0"]})
 
     async def pause(self, replica: Replica) -> None:
-        """Pause computation; requests stay queued."""
         try:
             await super().pause(replica)
         except HttpStatusError as error:
@@ -325,7 +319,7 @@ class _SglangResult(BaseModel):
 
 
 class SglangApi(ApiAdapter):
-    """SGLang's native HTTP server. Untested against a real one."""
+    """SGLang's native HTTP server, by its documentation. Untested against a real one."""
 
     PAUSE = "/pause_generation", {"mode": "in_place"}
     RESUME = "/continue_generation"
@@ -334,7 +328,6 @@ class SglangApi(ApiAdapter):
     async def generate(
         self, replica: Replica, facts: ServerFacts, name: str, request: Request, adapter: str
     ) -> SampledTokens:
-        """Call `/generate` with token ids."""
         params, room = request.params, facts.context_tokens - len(request.token_ids)
         sampling = _sampling(params) | {
             "top_k": params.top_k or -1,
@@ -342,23 +335,24 @@ class SglangApi(ApiAdapter):
             "no_stop_trim": True,
             "sampling_seed": params.seed & _SEED,
         }
-        body: dict[str, object] = {"rid": name, "input_ids": list(request.token_ids)}
-        body["sampling_params"] = sampling | _sglang_guide(params.guide)
+        if params.guide is not None:
+            if params.guide.kind == "lark":
+                raise EngineError("SGLang does not support Lark grammars.", "Use a JSON schema.")
+            sampling[params.guide.kind] = params.guide.text
+        body: dict[str, object] = {"rid": name, "input_ids": list(request.token_ids), "sampling_params": sampling}
         body |= {"return_logprob": True, "top_logprobs_num": params.top_logprobs} | _lora_path(adapter)
         response = await replica.post("/generate", body, _SglangResponse, samples=True)
-        rows = [[(t, lp) for lp, t, _ in row or ()] for row in response.meta_info.output_top_logprobs or ()]
-        top = _top(rows, params, len(response.meta_info.output_token_logprobs), replica.url)
         entries = response.meta_info.output_token_logprobs
+        rows = [[(t, lp) for lp, t, _ in row or ()] for row in response.meta_info.output_top_logprobs or ()]
+        top = _top(rows, params, len(entries), replica.url)
         tokens = tuple(token for _, token, _ in entries)
         if response.output_ids and tokens != tuple(response.output_ids):
             raise EngineError(f"{replica.url} returned log-probabilities of other tokens than its token ids.")
-        finish = response.meta_info.finish_reason
         logprobs = _finite([logprob for logprob, _, _ in entries], len(tokens), replica.url)
-        reason = _finish(finish.type if finish else None, replica.url)
-        return SampledTokens(tokens, tuple(logprobs), reason, None, top)
+        finish = response.meta_info.finish_reason
+        return SampledTokens(tokens, tuple(logprobs), _finish(finish and finish.type, replica.url), None, top)
 
     async def score(self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str) -> list[float]:
-        """Call `/generate` for no tokens, with log-probabilities from the first token on."""
         body: dict[str, object] = {"input_ids": list(token_ids), "return_logprob": True}
         body |= {"logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}}
         response = await replica.post("/generate", body | _lora_path(adapter), _SglangResponse)
@@ -366,11 +360,9 @@ class SglangApi(ApiAdapter):
         return [0.0, *_finite(entries[1:], len(token_ids) - 1, replica.url)]
 
     async def version(self, replica: Replica) -> str:
-        """Read `/get_model_info`."""
         return (await replica.get("/get_model_info", _SglangInfo)).weight_version
 
     async def update(self, replica: Replica, folder: str, version: int) -> None:
-        """Call `/update_weights_from_disk`, which flushes the cache."""
         body = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
         await self.pause(replica)
         try:
@@ -381,7 +373,6 @@ class SglangApi(ApiAdapter):
             raise EngineError(f"{replica.url} did not load the weights: {done.message}")
 
     async def load_adapter(self, replica: Replica, adapter: RemoteAdapter) -> None:
-        """Call `/load_lora_adapter`."""
         body = {"lora_name": adapter.name, "lora_path": adapter.folder}
         try:
             done = await replica.post("/load_lora_adapter", body, _SglangResult)
@@ -392,7 +383,6 @@ class SglangApi(ApiAdapter):
             raise EngineError(f"{replica.url} did not load the adapter: {done.error_message}")
 
     async def abort(self, replica: Replica, name: str) -> None:
-        """Call `/abort_request`."""
         await replica.send("/abort_request", {"rid": name})
 
 
@@ -422,26 +412,9 @@ def _lora_path(adapter: str) -> dict[str, object]:
     return {"lora_path": adapter} if adapter else {}
 
 
-def _sglang_guide(guide: Guide | None) -> dict[str, object]:
-    if guide is None:
-        return {}
-    if guide.kind == "lark":
-        raise EngineError("SGLang does not support Lark grammars.", "Use a JSON schema.")
-    return {guide.kind: guide.text}
-
-
-def _vllm_guide(guide: Guide | None) -> dict[str, object]:
-    """Return the guide in the format of vLLM 0.12 and later."""
-    if guide is None:
-        return {}
-    field = {"json_schema": "json", "regex": "regex", "lark": "grammar"}[guide.kind]
-    return {"structured_outputs": {field: guide.text}}
-
-
 def _finish(reason: str | None, url: str) -> FinishReason:
-    match reason:
-        case "stop" | "length" | "abort":
-            return reason
+    if reason in ("stop", "length", "abort"):
+        return reason
     raise EngineError(f"{url} aborted its response (finish reason {reason!r}).")
 
 
@@ -450,14 +423,6 @@ def _finite(logprobs: Sequence[float | None], num: int, url: str) -> list[float]
     if len(found) != num or len(logprobs) != num:
         raise EngineError(f"{url} returned {len(found)} log-probabilities for {num} tokens.")
     return found
-
-
-def _parse_top_ids(logprobs: _Logprobs, url: str) -> list[list[tuple[int, float]]]:
-    """Parse top log-probabilities in vLLM's `return_tokens_as_token_ids` format."""
-    rows = [row or {} for row in logprobs.top_logprobs or ()]
-    if not all(name.startswith(_TOKEN_ID) for row in rows for name in row):
-        raise EngineError(f"{url} returned top tokens as text, not as {_TOKEN_ID}N.")
-    return [[(int(name.removeprefix(_TOKEN_ID)), lp) for name, lp in row.items()] for row in rows]
 
 
 def _top(

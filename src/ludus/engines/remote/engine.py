@@ -12,24 +12,18 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, WeightCheck, check_fits
-from ludus.engines.remote.api_adapters import (
-    ApiAdapter,
-    LogprobMode,
-    RemoteAdapter,
-    SampledTokens,
-    ServerFacts,
-    SglangApi,
-    VllmApi,
-)
+from ludus.engines.remote import api_adapters
+from ludus.engines.remote.api_adapters import ApiAdapter, LogprobMode, RemoteAdapter, SampledTokens, ServerFacts
 from ludus.engines.remote.http_client import HttpStatusError, RemoteEngineSettings, Replica
 from ludus.engines.remote.metrics import ServerStats
 from ludus.engines.remote.rolling_update import EpisodePin, Placement, RollingUpdates
-from ludus.engines.remote.router import InflightRequest, InflightRequests, Router
 from ludus.engines.remote.weight_publisher import WeightPublisher
 from ludus.errors import EngineError, SyncError, UserError
 from ludus.types import Completion, SamplingParams
@@ -37,7 +31,139 @@ from ludus.types import Completion, SamplingParams
 if TYPE_CHECKING:
     import torch
 
-APIS: Mapping[str, ApiAdapter] = {"vllm": VllmApi(), "sglang": SglangApi()}
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
+
+
+@dataclass
+class Router:
+    """The replicas of one client (modified in place), removed ones, and the replica of each episode."""
+
+    replicas: list[Replica]
+    removed: list[Replica] = field(default_factory=list)
+    _by_episode: dict[str, Replica] = field(default_factory=dict)
+    pins: dict[str, EpisodePin] = field(default_factory=dict)
+
+    def pin(self, episode: str, pin: EpisodePin) -> None:
+        """Pin an episode to a replica and version until released or pinned again."""
+        self.pins[episode] = pin
+        self._by_episode.pop(episode, None)
+
+    def of(self, episode: str) -> Replica:
+        """Return the episode's replica: its previous or the least loaded one. Raises EngineError if there is none."""
+        pin = self.pins.get(episode)
+        if pin is not None:
+            pinned = next((one for one in self.replicas if one.url == pin.url), None)
+            if pinned is None:
+                raise EngineError(f"{pin.url} was removed; its episodes are pinned to version {pin.version}.")
+            return pinned
+        previous = self._by_episode.get(episode)
+        if previous is not None and not previous.is_down:
+            return previous
+        if not self.replicas:
+            raise EngineError("No inference server is left: all were removed.")
+        return min(self.replicas, key=lambda replica: (replica.is_down, replica.load))
+
+    def is_new(self, episode: str) -> bool:
+        return episode not in self._by_episode
+
+    def assign(self, episode: str, replica: Replica) -> None:
+        """Route the episode's next request to the same replica, unless it was removed."""
+        if not replica.removed:
+            self._by_episode[episode] = replica
+
+    def release(self, episode: str) -> None:
+        """Remove an episode's routing and pin."""
+        self._by_episode.pop(episode, None)
+        self.pins.pop(episode, None)
+
+    def remove(self, url: str) -> None:
+        """Remove a replica: requests waiting to reconnect fail, and episodes move to others."""
+        for replica in [one for one in self.replicas if one.url == url]:
+            replica.remove()
+            self.replicas.remove(replica)
+            self.removed.append(replica)
+            self._by_episode = {e: r for e, r in self._by_episode.items() if r is not replica}
+
+
+@dataclass(eq=False)
+class InflightRequest:
+    """A running request. `name` is its id at the server, "" before sending."""
+
+    replica: Replica
+    name: str = ""
+    aborted: bool = False
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class InflightRequests:
+    """Running requests by episode. Their names begin with `prefix`.
+
+    A server ignores an abort for a request that it has not received yet, so the abort is retried until the request
+    ends.
+    """
+
+    def __init__(self, api: ApiAdapter, prefix: str) -> None:
+        self._api, self._prefix, self._num_names = api, prefix, 0
+        self._by_episode: dict[str, set[InflightRequest]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def new_name(self) -> str:
+        self._num_names += 1
+        return f"{self._prefix}-{self._num_names}"
+
+    @contextmanager
+    def track(self, replica: Replica, request: Request) -> Iterator[InflightRequest]:
+        """Register a request during the block; abort it after its `timeout_s`."""
+        call = InflightRequest(replica)
+        calls = self._by_episode.setdefault(request.episode, set())
+        calls.add(call)
+        timer: asyncio.TimerHandle | None = None
+        if request.timeout_s is not None:
+            timer = asyncio.get_running_loop().call_later(request.timeout_s, self._abort, call)
+        try:
+            yield call
+        finally:
+            call.done.set()
+            if timer is not None:
+                timer.cancel()
+            calls.discard(call)
+            if not calls:
+                self._by_episode.pop(request.episode, None)
+
+    def abort(self, episode: str) -> None:
+        """Abort the episode's requests; they return the tokens so far."""
+        for call in self._by_episode.get(episode, ()):
+            self._abort(call)
+
+    def close(self) -> None:
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    def _abort(self, call: InflightRequest) -> None:
+        if call.aborted:
+            return
+        call.aborted = True
+        task = asyncio.get_running_loop().create_task(self._end(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _end(self, call: InflightRequest) -> None:
+        """Retry the abort with growing delays until the request ends."""
+        wait_s = _FIRST_WAIT_S
+        while not call.done.is_set():
+            if call.name:
+                try:
+                    await self._api.abort(call.replica, call.name)
+                except EngineError as error:
+                    log.warning("failed to abort a request: %s", error.message)
+                    return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await call.done.wait()
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+
+APIS: Mapping[str, ApiAdapter] = {"vllm": api_adapters.VllmApi(), "sglang": api_adapters.SglangApi()}
 
 _MODE_PROBE = SamplingParams(temperature=2.0, max_new_tokens=16, seed=1)
 _SAME_NATS = 1e-3
@@ -65,9 +191,7 @@ class ServerEngine:
     ) -> None:
         settings = settings or RemoteEngineSettings()
         self._api, self._settings = APIS[api], settings
-        self._replicas = [
-            Replica(url.strip().rstrip("/"), settings, restore=self._restore) for url in urls if url.strip()
-        ]
+        self._replicas = [self._replica(url.strip().rstrip("/")) for url in urls if url.strip()]
         self._facts = _check_same_model([self._api.describe(replica.url) for replica in self._replicas])
         self._lora_scaling = lora_scaling
         self._router = Router(self._replicas)
@@ -82,12 +206,10 @@ class ServerEngine:
 
     @property
     def context_tokens(self) -> int:
-        """Context length of the server."""
         return self._facts.context_tokens
 
     @property
     def version(self) -> int:
-        """Version of the last weights sent, initially 0."""
         return self._weights.version
 
     @property
@@ -96,10 +218,13 @@ class ServerEngine:
         return self._facts.batch_invariant
 
     async def generate(self, request: Request) -> Completion:
-        """Sample one action on the episode's replica."""
         check_fits(request, self.context_tokens)
-        if self._rolling is not None:
-            await _place(self._rolling, self._router, request.episode, moves=self._settings.moves_episodes)
+        if self._rolling is not None:  # pin a new episode, or move it to another replica between two turns
+            episode = request.episode
+            if self._router.pins.get(episode) is None:
+                self._router.pin(episode, await self._rolling.place(episode))
+            elif self._settings.moves_episodes and (pin := self._rolling.move(episode)) is not None:
+                self._router.pin(episode, pin)
         replica = self._router.of(request.episode)
         with self._inflight.track(replica, request) as call:
             await self._check_logprobs(replica, request.params)
@@ -107,7 +232,6 @@ class ServerEngine:
                 return await self._generate(call, request, adapter)
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
-        """Sample one action per request concurrently."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self.generate(request)) for request in requests]
@@ -116,7 +240,6 @@ class ServerEngine:
         return [task.result() for task in tasks]
 
     def abort(self, episode: str) -> None:
-        """End the episode's requests with the tokens so far and `finish_reason` "abort"."""
         self._inflight.abort(episode)
 
     async def pause(self) -> None:
@@ -124,7 +247,6 @@ class ServerEngine:
         await asyncio.gather(*(self._api.pause(replica) for replica in self._replicas))
 
     async def resume(self) -> None:
-        """Resume computation."""
         await asyncio.gather(*(self._api.resume(replica) for replica in self._replicas))
 
     def release(self, episode: str) -> None:
@@ -148,19 +270,24 @@ class ServerEngine:
 
     @property
     def can_roll(self) -> bool:
-        """Whether there are several replicas that receive full weights."""
         return len(self._replicas) > 1 and self._lora_scaling is None
 
     async def roll(self, max_lag: int, is_alive: Callable[[str], Awaitable[bool]] | None = None) -> RollingUpdates:
         """Start rolling updates: pin each episode to a replica and a version; see `Placement` for `max_lag`."""
+
+        async def push(replica: Replica, check: WeightCheck) -> None:
+            await self._weights.push_staged(replica)
+            theirs = await self._api.fingerprint(replica, BASE)
+            check.check(theirs, await self._score(replica, check.probe, BASE))
+
         placement = Placement(self._replicas, self.version, max_lag)
-        self._rolling = RollingUpdates(placement, self._weights.stage, self._push, is_alive)
+        self._rolling = RollingUpdates(placement, self._weights.stage, push, is_alive)
         return self._rolling
 
     def pin(self, episode: str, pin: EpisodePin) -> None:
         """Pin an episode to the replica chosen by the client that sends the weights."""
         if pin.url not in self.urls:  # a replica that has just joined
-            self._replicas.append(Replica(pin.url, self._settings, restore=self._restore))
+            self._replicas.append(self._replica(pin.url))
         self._weights.add_version(pin.version)
         self._router.pin(episode, pin)
 
@@ -174,18 +301,20 @@ class ServerEngine:
 
     async def join(self, url: str) -> None:
         """Add a replica, after sending and verifying the last weights. Raises EngineError, SyncError or UserError."""
-        replica = Replica(url, self._settings, restore=self._restore)
+        replica = self._replica(url)
         _check_same_model([self._facts, await asyncio.to_thread(self._api.describe, url)])
         await self._weights.sync_replica(replica)
         self._replicas.append(replica)
-        if self._rolling is not None:
-            self._rolling.start_due_updates()
+        self._start_due_updates()
 
     def leave(self, url: str) -> None:
         """Remove a replica; its episodes move to others."""
         self._router.remove(url)
         if self._weights.broadcaster is not None:
             self._weights.broadcaster.regroup()
+        self._start_due_updates()
+
+    def _start_due_updates(self) -> None:
         if self._rolling is not None:
             self._rolling.start_due_updates()
 
@@ -193,13 +322,11 @@ class ServerEngine:
         """Sample from these replicas under weights sent by another client, last `version`; reject all others."""
         for url in set(self.urls) - set(urls):
             self._router.remove(url)
-        for url in (url for url in urls if url not in self.urls):
-            self._replicas.append(Replica(url, self._settings, restore=self._restore))
+        self._replicas += [self._replica(url) for url in urls if url not in self.urls]
         self._weights.follow(version, adapter)
 
     @property
     def urls(self) -> Sequence[str]:
-        """The addresses of the replicas."""
         return [replica.url for replica in self._replicas]
 
     @property
@@ -236,7 +363,6 @@ class ServerEngine:
         return expected
 
     async def measure(self) -> None:
-        """Read the servers' counters."""
         await self._stats.measure()
 
     def stats(self, *, reset: bool = False) -> EngineStats:
@@ -257,6 +383,11 @@ class ServerEngine:
         """Sample from the weights that were sent; retry once if the server had others."""
         replica, pin = call.replica, self._router.pins.get(request.episode)
         pinned = None if pin is None else pin.version
+
+        async def sample(name: str) -> SampledTokens:
+            call.name = self._inflight.new_name()
+            return await self._api.generate(replica, self._facts, call.name, request, name)
+
         for _ in range(2):
             first = self._router.is_new(request.episode)
             await self._weights.ensure_weights(replica, first_turn=first, pinned=pinned)
@@ -264,26 +395,16 @@ class ServerEngine:
                 return Completion((), (), (), "abort")
             self._router.assign(request.episode, replica)
             before = self._weights.starting_version(adapter, pinned)
-            sampled = await self._with_adapter(replica, adapter, partial(self._sample, call, request))
+            sampled = await self._with_adapter(replica, adapter, sample)
             if self._weights.accepts(sampled, adapter, pinned):
                 return _completion(sampled, before)
             replica.weight_version = None
             log.warning("%s sampled from unknown weights", replica.url)
-        labels = ", ".join(span.version for span in sampled.spans or ())
+        labels = ", ".join(span.version for span in sampled.spans or ())  # of the second attempt
         raise EngineError(
             f"{replica.url} samples from weights {labels}, but was sent {before}.",
             "Check whether it was restarted or another client updates it.",
         )
-
-    async def _push(self, replica: Replica, check: WeightCheck) -> None:
-        """Send the staged weights to one replica and verify them."""
-        await self._weights.push_staged(replica)
-        theirs = await self._api.fingerprint(replica, BASE)
-        check.check(theirs, await self._score(replica, check.probe, BASE))
-
-    async def _sample(self, call: InflightRequest, request: Request, adapter: str) -> SampledTokens:
-        call.name = self._inflight.new_name()
-        return await self._api.generate(call.replica, self._facts, call.name, request, adapter)
 
     async def _score(self, replica: Replica, token_ids: Sequence[int], adapter: str) -> list[float]:
         return await self._api.score(replica, self._facts, token_ids, adapter)
@@ -303,8 +424,8 @@ class ServerEngine:
         await self._weights.ensure_weights(replica, first_turn=False)
         return await call(adapter.name)
 
-    async def _restore(self, replica: Replica) -> None:
-        await self._weights.ensure_weights(replica, first_turn=False)
+    def _replica(self, url: str) -> Replica:
+        return Replica(url, self._settings, lambda replica: self._weights.ensure_weights(replica, first_turn=False))
 
     async def _check_logprobs(self, replica: Replica, params: SamplingParams) -> None:
         """Reject parameters under which the server would report log-probabilities of another distribution."""
@@ -318,9 +439,12 @@ class ServerEngine:
             )
         if params.temperature == 0:
             return
-        if self._mode is None:
-            name = self._inflight.new_name()
-            self._mode = await _find_mode(self._api, replica, self._facts, name)
+        if self._mode is None:  # at a high temperature, only raw log-probabilities match scoring
+            probe = Request("", (0,), _MODE_PROBE)
+            sampled = await self._api.generate(replica, self._facts, self._inflight.new_name(), probe, BASE)
+            scores = await self._score(replica, probe.token_ids + sampled.tokens, BASE)
+            gaps = [abs(a - b) for a, b in zip(scores[1:], sampled.logprobs, strict=True)]
+            self._mode = "raw" if max(gaps, default=math.inf) < _SAME_NATS else "processed"
         _check_mode(replica.url, self._mode, params)
 
 
@@ -339,15 +463,6 @@ async def _call_all(replicas: Sequence[Replica], call: Callable[[Replica], Await
     return remaining
 
 
-async def _find_mode(api: ApiAdapter, replica: Replica, facts: ServerFacts, name: str) -> LogprobMode:
-    """Detect the mode by sampling at a high temperature: only raw log-probabilities then match scoring."""
-    request = Request("", (0,), _MODE_PROBE)
-    sampled = await api.generate(replica, facts, name, request, BASE)
-    scores = await api.score(replica, facts, request.token_ids + sampled.tokens, BASE)
-    gaps = [abs(a - b) for a, b in zip(scores[1:], sampled.logprobs, strict=True)]
-    return "raw" if max(gaps, default=math.inf) < _SAME_NATS else "processed"
-
-
 def _check_mode(url: str, mode: LogprobMode, params: SamplingParams) -> None:
     cut, tempered = params.cuts, params.temperature != 1
     if not ((tempered and mode == "raw") or (cut and mode == "processed")):
@@ -362,14 +477,6 @@ def _check_mode(url: str, mode: LogprobMode, params: SamplingParams) -> None:
         "tempered distribution.",
         hint,
     )
-
-
-async def _place(rolling: RollingUpdates, routes: Router, episode: str, *, moves: bool) -> None:
-    """Pin a new episode, or move it to another replica between two turns."""
-    if routes.pins.get(episode) is None:
-        routes.pin(episode, await rolling.place(episode))
-    elif moves and (pin := rolling.move(episode)) is not None:
-        routes.pin(episode, pin)
 
 
 def _check_same_model(facts: Sequence[ServerFacts]) -> ServerFacts:

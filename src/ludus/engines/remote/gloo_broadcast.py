@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, TypeVar, cast
@@ -107,16 +108,6 @@ def connect_store(place: TransferAddress) -> TCPStore:
         ) from error
 
 
-def local_address(place: TransferAddress) -> str:
-    """Return this machine's address on the route to the trainer, without sending anything."""
-    with socket.socket(socket.AF_INET6 if ":" in place.host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((place.host, place.port))
-        except OSError:
-            return place.host
-        return str(probe.getsockname()[0])
-
-
 def join_group(store: TCPStore, rank: int, count: int, timeout_s: float, address: str) -> WeightTransferGroup:
     """Form the group; the others reach this member at `address`. Raises EngineError if a member does not join."""
     from torch.distributed import ProcessGroupGloo
@@ -136,8 +127,12 @@ def join_group(store: TCPStore, rank: int, count: int, timeout_s: float, address
 
 def join_as_server(place: TransferAddress) -> WeightTransferGroup:
     """Join the trainer's group as a server. Raises EngineError if the group cannot be formed."""
-    store = connect_store(place)
-    return join_group(store, place.rank, place.count, place.timeout_s, local_address(place))
+    store, address = connect_store(place), place.host
+    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):  # sends nothing
+        probe.connect((place.host, place.port))
+        address = str(probe.getsockname()[0])  # this machine's on the route to the trainer
+    return join_group(store, place.rank, place.count, place.timeout_s, address)
 
 
 async def run_in_thread(work: Callable[[], Result]) -> Result:
@@ -165,8 +160,8 @@ def receive_tensors(line: WeightTransferGroup, manifest: WeightManifest) -> dict
 
 def with_lm_head(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Add the output head if it is tied to the embeddings; servers that tie them too ignore it."""
-    tied = state.get(_EMBEDDINGS)
-    return dict(state) if tied is None or _HEAD in state else {**state, _HEAD: tied}
+    tied = _EMBEDDINGS in state and _HEAD not in state
+    return {**state, _HEAD: state[_EMBEDDINGS]} if tied else dict(state)
 
 
 def weight_delta(state: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

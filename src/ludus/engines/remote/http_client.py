@@ -12,7 +12,7 @@ import shlex
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import httpx
 from pydantic import BaseModel, ValidationError
@@ -74,8 +74,7 @@ class ServerUnreachable(EngineError):
         self.url = url
 
 
-@dataclass
-class _Connection:
+class _Connection(NamedTuple):
     """Connection state of one event loop: HTTP client and weight lock."""
 
     loop: asyncio.AbstractEventLoop
@@ -94,23 +93,20 @@ class Replica:
 
     url: str
     settings: RemoteEngineSettings
+    restore: Callable[[Replica], Awaitable[None]] | None = None
     load: int = 0
     weight_version: int | None = None
     stale_version: int | None = None
     removed: bool = False
-    restore: Callable[[Replica], Awaitable[None]] | None = None
-    _down_since: float | None = field(init=False, default=None)
-    _connection: _Connection | None = field(init=False, default=None)
-    _closing: asyncio.Task[None] | None = field(init=False, default=None)
-    _token: str = field(init=False, default="", repr=False)
-    _last_response_s: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         self._token = self.settings.token or find_token(self.url)
+        self._down_since: float | None = None
+        self._connection: _Connection | None = None
+        self._last_response_s = 0.0
 
     @property
     def is_down(self) -> bool:
-        """Whether the last attempt failed to connect."""
         return self._down_since is not None
 
     @property
@@ -190,7 +186,11 @@ class Replica:
         begin, attempt = time.monotonic(), 0
         while True:
             try:
-                response = await self._send(method, path, body)
+                headers = {"Content-Type": "application/json"} if body is not None else {}
+                if self._token:
+                    headers["Authorization"] = f"Bearer {self._token}"
+                client = self._loop_connection().client
+                response = await client.request(method, f"{self.url}{path}", content=body, headers=headers)
             except _CONNECTION_ERRORS as error:
                 self.weight_version = None
                 self._down_since = begin if self._down_since is None else self._down_since
@@ -202,8 +202,10 @@ class Replica:
                 self._down_since = None
                 if not path.startswith(_ABORT):  # the abort endpoint responds even if the engine hangs
                     self._last_response_s = time.time()
-                if response.status_code == _UNAUTHORIZED and self._has_new_token():
-                    continue
+                if response.status_code == _UNAUTHORIZED:  # a restarted local server stores a new token
+                    token, self._token = self._token, self.settings.token or find_token(self.url)
+                    if self._token not in ("", token):
+                        continue
                 busy = response.status_code in _BUSY
                 if not busy or time.monotonic() - begin >= self.settings.connect_timeout_s:
                     return _raise_for_status(response)
@@ -211,19 +213,6 @@ class Replica:
             attempt += 1
             if samples and self.weight_version is None and self.restore is not None:
                 await self.restore(self)
-
-    async def _send(self, method: str, path: str, body: bytes | None) -> httpx.Response:
-        headers = {"Content-Type": "application/json"} if body is not None else {}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
-        client = self._loop_connection().client
-        return await client.request(method, f"{self.url}{path}", content=body, headers=headers)
-
-    def _has_new_token(self) -> bool:
-        """Return whether a restarted local server has stored a new token."""
-        token = self.settings.token or find_token(self.url)
-        changed, self._token = token not in ("", self._token), token
-        return changed
 
     def _loop_connection(self) -> _Connection:
         loop = asyncio.get_running_loop()

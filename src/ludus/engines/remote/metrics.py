@@ -56,10 +56,8 @@ def reading_of(text: str) -> MetricsReading | None:
             return None
     if _LUDUS_METRICS["steps"] in found:
         counts = EngineStats(**{name: int(found.get(key, 0.0)) for name, key in _LUDUS_METRICS.items()})
-        model_s, sample_s, schedule_s = (
-            found.get(f"ludus_{part}_seconds_total", 0.0) for part in ("model", "sample", "schedule")
-        )
-        return MetricsReading(replace(counts, model_s=model_s, sample_s=sample_s, schedule_s=schedule_s))
+        seconds = {f"{p}_s": found.get(f"ludus_{p}_seconds_total", 0.0) for p in ("model", "sample", "schedule")}
+        return MetricsReading(replace(counts, **seconds))
     for prefix, names in _SERVER_METRICS.items():
         cached, running, waiting = (found.get(f"{prefix}:{name}") for name in names)
         sampled = found.get(f"{prefix}:generation_tokens_total")
@@ -107,10 +105,16 @@ class ServerStats:
 
     async def measure(self) -> None:
         """Read all servers now, and every second from now on."""
+
+        async def poll() -> None:
+            while True:
+                await asyncio.sleep(_POLL_INTERVAL_S)
+                await self._read()
+
         await self._read()
         loop = asyncio.get_running_loop()
         if self._poll_task is None or self._poll_task.done() or self._poll_task.get_loop() is not loop:
-            self._poll_task = loop.create_task(self._poll())
+            self._poll_task = loop.create_task(poll())
 
     def stats(self, *, reset: bool) -> EngineStats:
         """Return the servers' total since the last reset, as of the last reading."""
@@ -121,16 +125,10 @@ class ServerStats:
         return found
 
     async def close(self) -> None:
-        """Stop polling."""
         poll_task, self._poll_task = self._poll_task, None
         if poll_task is not None and poll_task.get_loop() is asyncio.get_running_loop():
             poll_task.cancel()
             await asyncio.wait({poll_task})
-
-    async def _poll(self) -> None:
-        while True:
-            await asyncio.sleep(_POLL_INTERVAL_S)
-            await self._read()
 
     async def _read(self) -> None:
         """Read the servers, one reading at a time: a late older reading would look like a restart."""

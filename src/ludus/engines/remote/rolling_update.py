@@ -77,7 +77,6 @@ class Placement:
         return [replica for replica in self.replicas if not replica.removed and replica.url not in self.removing]
 
     def is_empty(self, url: str) -> bool:
-        """Return whether an address has no episode."""
         return all(pin.url != url for pin in self._pins.values())
 
     def begin(self, episode: str) -> EpisodePin | None:
@@ -101,7 +100,6 @@ class Placement:
         return self._pins[episode]
 
     def end(self, episode: str) -> None:
-        """End an episode."""
         self._pins.pop(episode, None)
 
     def due_updates(self) -> list[Replica]:
@@ -147,26 +145,21 @@ class RollingUpdates:
 
     async def place(self, episode: str) -> EpisodePin:
         """Pin an episode as soon as an engine is open. Raises a transfer's error."""
-        while True:
-            pin = self.placement.begin(episode)
-            if pin is not None:
-                return pin
+        while (pin := self.placement.begin(episode)) is None:
             await self._wait_for_change()
+        return pin
 
     def move(self, episode: str) -> EpisodePin | None:
         """Move an episode between two turns, if its engine drains; that engine may then update."""
-        pin = self.placement.move(episode)
-        if pin is not None:
+        if (pin := self.placement.move(episode)) is not None:
             self.start_due_updates()
         return pin
 
     def release(self, episode: str) -> None:
-        """End an episode."""
         self.placement.end(episode)
         self.start_due_updates()
 
     async def wait_for_version(self, beyond: int) -> int:
-        """Return the minimum version on which episodes may start, once above `beyond`. Raises a transfer's error."""
         while self.placement.min_version <= beyond:
             await self._wait_for_change()
         return self.placement.min_version
@@ -179,7 +172,6 @@ class RollingUpdates:
             await self._wait_for_change()
 
     async def push_weights(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
-        """Store weights for each replica to load and verify once its episodes have ended."""
         async with self.pause_transfers():
             await self.stage(check.version, state)
             self._check = check
@@ -207,7 +199,6 @@ class RollingUpdates:
             self.placement.removing.discard(url)
 
     def close(self) -> None:
-        """Cancel running transfers."""
         self._paused = True
         for task in self._transfers.values():
             task.cancel()
@@ -220,7 +211,7 @@ class RollingUpdates:
             task = asyncio.get_running_loop().create_task(self._push(replica, self._check))
             self._transfers[replica] = task
             task.add_done_callback(partial(self._finish_transfer, replica))
-        self._changed.set()
+        self._changed.set()  # wakes all waiters
 
     async def _push(self, replica: Replica, check: WeightCheck) -> None:
         try:
@@ -235,7 +226,9 @@ class RollingUpdates:
                 replica.removed = True
                 return
             raise SyncError(f"{replica.url} failed to load weights {check.version}: {error}") from error
-        log.info("%s loaded weights %d; %s", replica.url, check.version, self._versions())
+        counts = Counter(map(self.placement.version_of, self.placement.replicas))
+        versions = ", ".join(f"{counts[version]} at version {version}" for version in sorted(counts))
+        log.info("%s loaded weights %d; %s", replica.url, check.version, versions)
 
     def _finish_transfer(self, replica: Replica, task: asyncio.Task[None]) -> None:
         """Finish a transfer. A replica that failed verification accepts no episodes."""
@@ -245,10 +238,6 @@ class RollingUpdates:
             self.placement.receiving.discard(replica)
         self._failure = self._failure or error
         self.start_due_updates()
-
-    def _versions(self) -> str:
-        counts = Counter(map(self.placement.version_of, self.placement.replicas))
-        return ", ".join(f"{counts[version]} at version {version}" for version in sorted(counts))
 
     async def _wait_for_change(self) -> None:
         """Wait for a change. Raises a transfer's error."""

@@ -78,7 +78,15 @@ class Broadcaster:
         """Send the weights to every server; even after a failure, `sync_replica` sends these. Raises EngineError."""
         self._has_left = False
         payload = await asyncio.to_thread(self._make_payload, version, state)
-        group = self._group if await self._announce(payload.manifest) else None
+        group = self._group
+        if group is not None:
+            try:
+                await self._prepare(payload.manifest)
+            except HttpStatusError as error:
+                if error.status != _NO_GROUP:
+                    raise
+                log.info("re-forming the weight transfer group: %s", error)
+                group = None
         if group is None:
             if payload.manifest.base is not None:
                 payload = await asyncio.to_thread(_full_payload, version, payload.plain)
@@ -90,7 +98,15 @@ class Broadcaster:
         if self._has_left:
             raise EngineError("A server left the weight transfer group.")
         self._group = None
-        await self._send(group, payload.tensors, version)
+
+        async def receive(replica: Replica) -> None:
+            path = "/receive_weights"
+            if replica.url in self._via_worker_rpc:  # pause vLLM meanwhile and set its version label
+                await self.api.exchange(replica, version, partial(call_workers, replica, path, {}))
+            else:
+                await replica.send(path, {})
+
+        await asyncio.gather(*map(receive, self.replicas), run_in_thread(partial(group.broadcast, payload.tensors)))
         self.sent_bytes = sum(t.nbytes for t in payload.tensors.values())
         self._group = None if self._has_left else group
 
@@ -110,7 +126,6 @@ class Broadcaster:
         self._group, self._has_left = None, True
 
     def close(self) -> None:
-        """Leave the group and free the stored weights."""
         self._group, self._last = None, {}
 
     def _make_payload(self, version: int, state: Mapping[str, torch.Tensor]) -> _Payload:
@@ -121,18 +136,6 @@ class Broadcaster:
             return _full_payload(version, plain)
         changed = weight_delta(plain, self._last)
         return _Payload(plain, changed, make_manifest(version, self._version, changed))
-
-    async def _announce(self, manifest: WeightManifest) -> bool:
-        if self._group is None:
-            return False
-        try:
-            await self._prepare(manifest)
-        except HttpStatusError as error:
-            if error.status != _NO_GROUP:
-                raise
-            log.info("re-forming the weight transfer group: %s", error)
-            return False
-        return True
 
     async def _prepare(self, manifest: WeightManifest) -> None:
         body = manifest.model_dump()
@@ -154,13 +157,10 @@ class Broadcaster:
         self._group = None
         store = open_store(self.host, self.timeout_s)
         count = len(self.replicas) + 1
-        addresses = [
-            TransferAddress(host=self.host, port=store.port, rank=i, count=count, timeout_s=self.timeout_s)
-            for i in range(1, count)
-        ]
+        place = partial(TransferAddress, host=self.host, port=store.port, count=count, timeout_s=self.timeout_s)
         calls = [
-            self._command(replica, "/join_weight_group", address.model_dump())
-            for replica, address in zip(self.replicas, addresses, strict=True)
+            self._command(replica, "/join_weight_group", place(rank=rank).model_dump())
+            for rank, replica in enumerate(self.replicas, 1)
         ]
         joined = run_in_thread(partial(join_group, store, TRAINER, count, self.timeout_s, self.host))
         try:
@@ -172,18 +172,6 @@ class Broadcaster:
                 "Check the servers' logs, or increase engine.timeout_s.",
             ) from error
         return group
-
-    async def _send(self, group: WeightTransferGroup, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        calls = (self._receive(replica, version) for replica in self.replicas)
-        await asyncio.gather(*calls, run_in_thread(partial(group.broadcast, tensors)))
-
-    async def _receive(self, replica: Replica, version: int) -> None:
-        """Make a server receive the weights; for vLLM, pause it meanwhile and set its version label."""
-        path = "/receive_weights"
-        if replica.url in self._via_worker_rpc:
-            await self.api.exchange(replica, version, partial(call_workers, replica, path, {}))
-        else:
-            await replica.send(path, {})
 
 
 def _full_payload(version: int, plain: dict[str, torch.Tensor]) -> _Payload:

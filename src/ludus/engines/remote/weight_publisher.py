@@ -7,27 +7,254 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
-from collections.abc import Mapping
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludus.engines.base import DEFAULT
+from ludus.engines.base import BASE, DEFAULT
 from ludus.engines.models.fingerprint import compare_digests
+from ludus.engines.models.lora import write_adapter
 from ludus.engines.remote.api_adapters import ApiAdapter, RemoteAdapter, SampledTokens
 from ludus.engines.remote.gloo_broadcast import with_lm_head
 from ludus.engines.remote.http_client import RemoteEngineSettings, Replica
-from ludus.engines.remote.lora_publisher import LoraPublisher
 from ludus.engines.remote.weight_broadcaster import make_broadcaster
-from ludus.engines.remote.weight_folder import WeightFolder, read_weights, save_weights
-from ludus.errors import EngineError, SyncError
+from ludus.engines.temporary import TemporaryFolder, remove_abandoned
+from ludus.errors import EngineError, RequestRejected, StorageError, SyncError
 
 if TYPE_CHECKING:
     import torch
 
+SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "ludus-weights-"
+_COPIES = 2  # the weights in use and the next
+
+
+@dataclass
+class WeightFolder:
+    """Folders for weights under `root`, or under a temporary folder, in shared memory if there is room, which `close`
+    removes."""
+
+    root: str = ""
+    shared_memory: Path = SHARED_MEMORY
+    _own: TemporaryFolder | None = field(init=False, default=None)
+
+    def folder(self, name: str, num_bytes: int) -> Path:
+        """Return the path `name`, not yet created, for `num_bytes` of weights. Raises StorageError."""
+        if self.root:
+            return (Path(self.root) / name).absolute()
+        if self._own is None:
+            parent = self.shared_memory
+            try:
+                remove_abandoned(_PREFIX, parent)
+                shared = os.access(parent, os.W_OK | os.X_OK)
+                shared = shared and shutil.disk_usage(parent).free >= _COPIES * num_bytes
+                self._own = TemporaryFolder(_PREFIX, parent if shared else None)
+            except OSError as error:
+                raise write_error(Path(tempfile.gettempdir()), error) from error
+        return self._own.path / name
+
+    def close(self) -> None:
+        """Remove the temporary folder. A later `folder` recreates it."""
+        if self._own is not None:
+            self._own.close()
+        self._own = None
+
+
+def save_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors to `model.safetensors`. Raises StorageError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
+        save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        raise write_error(folder, error) from error
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Read the tensors of `save_weights`. Raises StorageError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(folder / "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise StorageError(
+            f"The weights for the server cannot be read from {folder}: {error}.",
+            "They were removed or changed: check engine.weights_folder.",
+        ) from error
+
+
+def write_error(folder: Path, error: Exception) -> StorageError:
+    """Return the error for weights that cannot be written."""
+    return StorageError(
+        f"The weights for the server cannot be written to {folder}: {error}.",
+        "Set engine.weights_folder to a folder with free space that the server can also access.",
+    )
+
+
+_UNLOAD_TIMEOUT_S = 5.0
+
 log = logging.getLogger("ludus.server")
+
+
+@dataclass(eq=False)
+class _LoadedAdapter:
+    """A version loaded at the servers. `users` counts its running requests or episodes."""
+
+    remote: RemoteAdapter
+    users: int = 0
+    is_retired: bool = False
+
+
+@dataclass
+class LoraPublisher:
+    """The adapters of one engine, current and still in use; their names begin with the unique `prefix`.
+
+    A request (or, with `keeps`, an episode) finishes on the version that it started with. A new version, with its own
+    folder and name, is loaded in addition to the old one, which is unloaded when unused. All versions in use are
+    reloaded on a restarted server.
+    """
+
+    api: ApiAdapter
+    replicas: Sequence[Replica]
+    weight_folder: WeightFolder
+    prefix: str
+    keeps: bool = False
+    """Whether an episode keeps the version that it started with."""
+    _episodes: dict[str, _LoadedAdapter] = field(default_factory=dict)
+    _current: dict[str, _LoadedAdapter] = field(default_factory=dict)
+    _loaded: list[_LoadedAdapter] = field(default_factory=list)
+    _num_sent: int = 0
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self._loaded)
+
+    async def send(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
+        """Load an adapter at every replica and retire the old version, which stays current on an error."""
+        remote = await asyncio.to_thread(self._write, name, version, state, scaling)
+
+        async def load(replica: Replica) -> None:
+            async with replica.lock:
+                await self._load(replica, remote)
+
+        try:
+            await asyncio.gather(*map(load, self.replicas))
+        except BaseException:
+            self._retire(_LoadedAdapter(remote))
+            raise
+        self.unload(name)
+        self._current[name] = _LoadedAdapter(remote)
+        self._loaded.append(self._current[name])
+
+    def follow(self, remote: RemoteAdapter | None) -> None:
+        """Use as default an adapter that another client sent and manages."""
+        if remote is not None:
+            self._current[DEFAULT] = _LoadedAdapter(remote)
+
+    @property
+    def default(self) -> RemoteAdapter | None:
+        return self._current[DEFAULT].remote if DEFAULT in self._current else None
+
+    def unload(self, name: str) -> None:
+        """Retire an adapter; its running requests finish first. Does nothing if it is unknown."""
+        if (loaded := self._current.pop(name, None)) is not None:
+            self._retire(loaded)
+
+    @contextmanager
+    def using(self, adapter: str | None, episode: str = "") -> Iterator[RemoteAdapter | None]:
+        """Keep an episode's adapter (None: the base model) loaded. Raises RequestRejected for an unknown one."""
+        loaded = self._episodes.get(episode) or self._current.get(DEFAULT if adapter is None else adapter)
+        if loaded is None:
+            if adapter not in (None, BASE):
+                known = ", ".join(sorted(self._current)) or "none"
+                raise RequestRejected(f"Adapter {adapter!r} is not loaded; loaded: {known}.")
+            yield None
+            return
+        if self.keeps and episode and adapter is None and episode not in self._episodes:
+            self._episodes[episode] = loaded
+            loaded.users += 1
+        loaded.users += 1
+        try:
+            yield loaded.remote
+        finally:
+            self._release_user(loaded)
+
+    def release(self, episode: str) -> None:
+        if (loaded := self._episodes.pop(episode, None)) is not None:
+            self._release_user(loaded)
+
+    def _release_user(self, loaded: _LoadedAdapter) -> None:
+        loaded.users -= 1
+        if loaded.is_retired:
+            self._retire(loaded)
+
+    async def restore(self, replica: Replica) -> None:
+        """Reload adapters that a replica lost; the caller holds its lock."""
+        if not self._loaded:
+            return
+        listed = await self.api.adapters(replica)
+        for loaded in tuple(self._loaded):
+            if loaded.remote.name not in listed:
+                log.warning("%s lost adapter %s; reloading it", replica.url, loaded.remote.name)
+                await self._load(replica, loaded.remote)
+
+    async def close(self) -> None:
+        """Unload all adapters from the reachable servers."""
+        adapters_loaded = [loaded.remote for loaded in self._loaded]
+        self._loaded, self._current = [], {}
+        reachable = [replica for replica in self.replicas if not replica.is_down]
+        try:
+            async with asyncio.timeout(_UNLOAD_TIMEOUT_S):
+                await asyncio.gather(*self._tasks)
+                await asyncio.gather(*(self._unload(r, remote) for remote in adapters_loaded for r in reachable))
+        except TimeoutError:
+            log.warning("timed out while unloading the adapters from the servers")
+
+    def _write(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> RemoteAdapter:
+        self._num_sent += 1
+        remote = f"ludus-{self.prefix}-{self._num_sent}-{name}-{version}"
+        folder = self.weight_folder.folder(remote.replace("/", "_"), sum(t.nbytes for t in state.values()))
+        try:
+            rank = write_adapter(folder, state, scaling)
+        except OSError as error:
+            raise write_error(folder, error) from error
+        return RemoteAdapter(remote, str(folder), version, rank)
+
+    async def _load(self, replica: Replica, remote: RemoteAdapter) -> None:
+        await self.api.load_adapter(replica, remote)
+        if remote.name not in await self.api.adapters(replica):
+            raise SyncError(f"{replica.url} accepted the adapter {remote.name} but does not list it.")
+
+    def _retire(self, loaded: _LoadedAdapter) -> None:
+        """Unload an adapter from all servers, in the background, once it has no users."""
+        loaded.is_retired = True
+        if loaded.users:
+            return
+        if loaded in self._loaded:
+            self._loaded.remove(loaded)
+
+        async def drop(remote: RemoteAdapter) -> None:
+            await asyncio.gather(*(self._unload(r, remote) for r in self.replicas if not r.is_down))
+            await asyncio.to_thread(shutil.rmtree, remote.folder, ignore_errors=True)
+
+        task = asyncio.get_running_loop().create_task(drop(loaded.remote))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _unload(self, replica: Replica, remote: RemoteAdapter) -> None:
+        try:
+            await self.api.unload_adapter(replica, remote.name)
+        except EngineError as error:
+            log.info("%s failed to unload adapter %s: %s", replica.url, remote.name, error)
 
 
 KNOWN_LABELS = 1000
@@ -43,7 +270,6 @@ class _Sent:
     labels: tuple[str, ...] = ()
 
     def labels_with(self, version: int) -> tuple[str, ...]:
-        """Return the labels after sending `version`."""
         earlier = (label for label in self.labels if label != str(version))
         return (*earlier, str(version))[-KNOWN_LABELS:]
 
@@ -62,9 +288,7 @@ class WeightPublisher:
         reports_versions: bool,
     ) -> None:
         self.version = 0
-        self._api = api
-        self._replicas = replicas
-        self._name = name
+        self._api, self._replicas, self._name = api, replicas, name
         self._reports_versions = reports_versions
         self._follows = False
         self._unverified: set[str] = set()
@@ -76,8 +300,13 @@ class WeightPublisher:
 
     async def send(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Send full weights to every replica. Raises as `ServerEngine.load_weights`."""
-        if self.broadcaster is not None:
-            await self._broadcast(version, state)
+        if self.broadcaster is not None:  # no file is kept to resend the weights
+            self.add_version(version)  # the first replica may sample before the last has them
+            await self.broadcaster.send(version, state)
+            self._announce(version, None)
+            for replica in tuple(self._replicas):
+                await self._verify_digests(replica, state)
+                replica.weight_version, replica.stale_version = version, None
             return
         state, replicas = with_lm_head(state), tuple(self._replicas)
         folder = await self._save(version, state)
@@ -120,7 +349,6 @@ class WeightPublisher:
         return folder
 
     def _announce(self, version: int, folder: Path | None) -> None:
-        """Record the weights that replicas should hold."""
         outdated = {*self._outdated_folders, self._sent.folder} - {folder, None}
         self._outdated_folders = [one for one in outdated if one is not None]
         self._sent = _Sent(version, folder, self._sent.labels_with(version))
@@ -133,16 +361,6 @@ class WeightPublisher:
                 async with replica.lock:
                     pass
             await asyncio.to_thread(shutil.rmtree, self._outdated_folders.pop(), ignore_errors=True)
-
-    async def _broadcast(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Broadcast the weights; no file is kept to resend them."""
-        assert self.broadcaster is not None
-        self.add_version(version)  # the first replica may sample before the last has them
-        await self.broadcaster.send(version, state)
-        self._announce(version, None)
-        for replica in tuple(self._replicas):
-            await self._verify_digests(replica, state)
-            replica.weight_version, replica.stale_version = version, None
 
     async def send_adapter(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
         """Send an adapter to every replica. Raises as `ServerEngine.load_adapter`."""
@@ -168,7 +386,6 @@ class WeightPublisher:
         self._sent = replace(self._sent, labels=self._sent.labels_with(version))
 
     async def sync_replica(self, replica: Replica) -> None:
-        """Send the last weights to a new replica and verify them."""
         if self.broadcaster is not None:
             last = await self.broadcaster.sync_replica(replica)
             if last:
@@ -181,7 +398,10 @@ class WeightPublisher:
         when in doubt, others once per episode. Raises EngineError if it does not hold the version `pinned`."""
         if self._follows:
             if replica.weight_version != self.version or (first_turn and not self._reports_versions):
-                await self._check_label(replica, pinned)
+                labels = self._sent.labels if pinned is None else (str(pinned),)
+                if labels and (label := await self._api.version(replica)) not in labels:
+                    raise EngineError(f"{replica.url} holds unknown weights {label}.")
+                replica.weight_version = self.version
             return
         if self._sent.folder is None and not self.adapters:
             await self._check_broadcast(replica)
@@ -191,7 +411,6 @@ class WeightPublisher:
             raise EngineError(f"{replica.url} lost weights {pinned}, to which an episode is pinned.")
 
     async def _ensure_latest(self, replica: Replica, first_turn: bool) -> None:
-        """Resend the last weights if the replica lost them."""
         in_doubt = replica.weight_version != self._expected_version(replica)
         reports = self._reports_versions or self._sent.folder is None
         if not in_doubt and (reports or not first_turn):
@@ -200,7 +419,7 @@ class WeightPublisher:
             if replica.weight_version == self._expected_version(replica) and in_doubt:
                 return
             folder, version = self._sent.folder, self._sent.version
-            expected = str(version if replica.stale_version is None else replica.stale_version)
+            expected = str(version if replica.stale_version is None else replica.stale_version)  # not an adapter's
             if folder is not None and (label := await self._api.version(replica)) != expected:
                 log.warning("%s holds weights %s; sending version %d", replica.url, label, version)
                 await self._update(replica, await asyncio.to_thread(read_weights, folder))
@@ -231,15 +450,6 @@ class WeightPublisher:
         self._weight_folder.close()
         if self.broadcaster is not None:
             self.broadcaster.close()
-
-    async def _check_label(self, replica: Replica, pinned: int | None) -> None:
-        """Raise EngineError if a replica holds weights that no client sent."""
-        labels = self._sent.labels if pinned is None else {str(pinned)}
-        if labels:
-            label = await self._api.version(replica)
-            if label not in labels:
-                raise EngineError(f"{replica.url} holds unknown weights {label}.")
-        replica.weight_version = self.version
 
     async def _check_broadcast(self, replica: Replica) -> None:
         """Raise EngineError if a replica that was unreachable lacks the last broadcast."""
