@@ -470,6 +470,7 @@ class ControlGuard:
 
 
 def control_ids(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids of the special tokens."""
     return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 

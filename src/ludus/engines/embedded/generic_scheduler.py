@@ -170,22 +170,14 @@ class GenericForward:
 
 def merge(states: Sequence[State]) -> State:
     """Return one state with the rows of all."""
-
-    def cat(*tensors: Tensor) -> Tensor:
-        return torch.cat(tensors) if tensors[0].dim() else tensors[0].clone()
-
-    return _map(cat, *states)
+    return _map(lambda *tensors: torch.cat(tensors) if tensors[0].dim() else tensors[0].clone(), *states)
 
 
 def select(state: State, rows: Sequence[int], num_rows: int) -> State:
     """Return a copy of some rows of a state."""
-
-    def take(tensor: Tensor) -> Tensor:
-        if tensor.dim() and tensor.shape[0] == num_rows:
-            return tensor[list(rows)]
-        return tensor.clone()
-
-    return fork(state) if list(rows) == list(range(num_rows)) else _map(take, state)
+    if list(rows) == list(range(num_rows)):
+        return fork(state)
+    return _map(lambda x: x[list(rows)] if x.dim() and x.shape[0] == num_rows else x.clone(), state)
 
 
 def fork(state: State) -> State:

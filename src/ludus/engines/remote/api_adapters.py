@@ -350,7 +350,7 @@ class SglangApi(ApiAdapter):
             raise EngineError(f"{replica.url} returned log-probabilities of other tokens than its token ids.")
         logprobs = _finite([logprob for logprob, _, _ in entries], len(tokens), replica.url)
         finish = response.meta_info.finish_reason
-        return SampledTokens(tokens, tuple(logprobs), _finish(finish and finish.type, replica.url), None, top)
+        return SampledTokens(tokens, tuple(logprobs), _finish(finish.type if finish else None, replica.url), None, top)
 
     async def score(self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str) -> list[float]:
         body: dict[str, object] = {"input_ids": list(token_ids), "return_logprob": True}
@@ -413,8 +413,9 @@ def _lora_path(adapter: str) -> dict[str, object]:
 
 
 def _finish(reason: str | None, url: str) -> FinishReason:
-    if reason in ("stop", "length", "abort"):
-        return reason
+    match reason:
+        case "stop" | "length" | "abort":
+            return reason
     raise EngineError(f"{url} aborted its response (finish reason {reason!r}).")
 
 

@@ -465,7 +465,7 @@ async def _call_all(replicas: Sequence[Replica], call: Callable[[Replica], Await
 
 def _check_mode(url: str, mode: LogprobMode, params: SamplingParams) -> None:
     cut, tempered = params.cuts, params.temperature != 1
-    if not ((tempered and mode == "raw") or (cut and mode == "processed")):
+    if not (tempered if mode == "raw" else cut):
         return
     hint = "Sample at temperature 1, or without top_k, top_p and min_p."
     if cut != tempered:

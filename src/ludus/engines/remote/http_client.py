@@ -186,11 +186,7 @@ class Replica:
         begin, attempt = time.monotonic(), 0
         while True:
             try:
-                headers = {"Content-Type": "application/json"} if body is not None else {}
-                if self._token:
-                    headers["Authorization"] = f"Bearer {self._token}"
-                client = self._loop_connection().client
-                response = await client.request(method, f"{self.url}{path}", content=body, headers=headers)
+                response = await self._send(method, path, body)
             except _CONNECTION_ERRORS as error:
                 self.weight_version = None
                 self._down_since = begin if self._down_since is None else self._down_since
@@ -213,6 +209,13 @@ class Replica:
             attempt += 1
             if samples and self.weight_version is None and self.restore is not None:
                 await self.restore(self)
+
+    async def _send(self, method: str, path: str, body: bytes | None) -> httpx.Response:
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        client = self._loop_connection().client
+        return await client.request(method, f"{self.url}{path}", content=body, headers=headers)
 
     def _loop_connection(self) -> _Connection:
         loop = asyncio.get_running_loop()

@@ -56,8 +56,10 @@ def reading_of(text: str) -> MetricsReading | None:
             return None
     if _LUDUS_METRICS["steps"] in found:
         counts = EngineStats(**{name: int(found.get(key, 0.0)) for name, key in _LUDUS_METRICS.items()})
-        seconds = {f"{p}_s": found.get(f"ludus_{p}_seconds_total", 0.0) for p in ("model", "sample", "schedule")}
-        return MetricsReading(replace(counts, **seconds))
+        model_s, sample_s, schedule_s = (
+            found.get(f"ludus_{part}_seconds_total", 0.0) for part in ("model", "sample", "schedule")
+        )
+        return MetricsReading(replace(counts, model_s=model_s, sample_s=sample_s, schedule_s=schedule_s))
     for prefix, names in _SERVER_METRICS.items():
         cached, running, waiting = (found.get(f"{prefix}:{name}") for name in names)
         sampled = found.get(f"{prefix}:generation_tokens_total")

@@ -189,13 +189,13 @@ class LoraPublisher:
             self._release_user(loaded)
 
     def release(self, episode: str) -> None:
-        if (loaded := self._episodes.pop(episode, None)) is not None:
-            self._release_user(loaded)
+        self._release_user(self._episodes.pop(episode, None))
 
-    def _release_user(self, loaded: _LoadedAdapter) -> None:
-        loaded.users -= 1
-        if loaded.is_retired:
-            self._retire(loaded)
+    def _release_user(self, loaded: _LoadedAdapter | None) -> None:
+        if loaded is not None:
+            loaded.users -= 1
+            if loaded.is_retired:
+                self._retire(loaded)
 
     async def restore(self, replica: Replica) -> None:
         """Reload adapters that a replica lost; the caller holds its lock."""
