@@ -339,6 +339,11 @@ def make_kernel(layers: list[LayerShape], max_tokens: int, threads: int) -> Kern
     return None if library is None else Kernel(library, max_tokens, threads)
 
 
+def available() -> bool:
+    """Return whether the kernel is available; compiles it on the first call."""
+    return _library() is not None
+
+
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """Load the library from the cache, compiling if needed; the file name hashes source, flags and CPU."""
