@@ -130,10 +130,10 @@ def _literal(node: ast.expr, levels: int) -> JSON:
             return [_literal(item, levels - 1) for item in items]
         case ast.Dict(keys=keys, values=values):
             found: dict[str, JSON] = {}
-            for key, value in zip(keys, values, strict=True):
+            for key, item in zip(keys, values, strict=True):
                 if not (isinstance(key, ast.Constant) and isinstance(key.value, str)):
                     raise MalformedCall("The keys of a dict in the arguments are strings in quotes.")
-                found[key.value] = _literal(value, levels - 1)
+                found[key.value] = _literal(item, levels - 1)
             return found
         case ast.Name(id=word) if word in _JSON_WORDS:
             raise MalformedCall(f"{word} is not Python. Write {_JSON_WORDS[word]}.")
