@@ -19,7 +19,7 @@ from ludus.errors import ConfigError
 from ludus.rollouts.partial import PartialRollouts, StepBudget
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.rollouts.scheduler import SchedulerLimits, episode_name
-from ludus.training.rl.validate import check_partial, staleness_warnings, unused_settings
+from ludus.training.rl.validate import check_partial, unused_settings
 from ludus.training.run.run_dir import write_manifest
 from ludus.types import SamplingParams
 from small_runs import lasting_files
@@ -245,7 +245,7 @@ def test_mixed_versions_are_corrected_and_unused_settings_are_reported():
     given = ["--rollout.partial.tokens", "100", "--staleness.max_staleness", "3"]
     assert algorithm_of(load_config("search", given)).correction == "tis"
     assert algorithm_of(load_config("search", given[2:])).correction == "none"
-    assert staleness_warnings(load_config("search", given)) == []
-    assert "max_staleness" in staleness_warnings(load_config("search", given[2:]))[0]
+    assert unused_settings(load_config("search", given)) == []
+    assert "max_staleness" in unused_settings(load_config("search", given[2:]))[0]
     streams = unused_settings(load_config("search", ["--training.mode", "async", *given]))
     assert any("rollout.partial.tokens = 100 has no effect" in text for text in streams)

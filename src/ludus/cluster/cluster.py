@@ -107,8 +107,7 @@ class ClusterEngine:
     @property
     def can_roll(self) -> bool:
         """Whether rolling updates are supported and several engines are configured, of which one may be down."""
-        plan = self.group.plan
-        return self.server.can_roll if plan.urls else plan.config.engines > 1
+        return self.server.can_roll if self.group.plan.urls else self.group.plan.config.engines > 1
 
     async def roll(self, max_lag: int) -> RollingUpdate:
         return _ThreadsafeRollingUpdate(self.group, await self.background.do(self.group.roll(max_lag)), self.background)
@@ -126,11 +125,9 @@ class ClusterEngine:
         """Return the engines' total statistics as of the last `measure` or heartbeat (at most 1 s old)."""
         if self.group.plan.urls:
             return self.server.stats(reset=reset)
-        now = self.group.stats()
-        found = combined(now, self._before)
-        if reset:
-            self._before = now
-        return found
+        before, now = self._before, self.group.stats()
+        self._before = now if reset else before
+        return combined(now, before)
 
     async def close(self) -> None:
         """Do nothing: `open_cluster` stops the engines it started."""

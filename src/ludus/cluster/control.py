@@ -64,8 +64,7 @@ def controlled(run: Path, cluster: Cluster) -> Iterator[None]:
 def send_request(run: Path, act: Act, number: int | None = None, *, timeout_s: float = 600.0) -> ControlReply:
     """Send a request to a running run and wait for the response.
 
-    Raises UserError if the run is not running or rejects the request, StorageError if the folder cannot be
-    written.
+    Raises UserError if the run is not running or rejects the request, StorageError if the folder cannot be written.
     """
     _check_running(run)
     name, begin = secrets.token_hex(6), time.monotonic()

@@ -102,10 +102,7 @@ class ResourceRequest:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """Settings of a worker. `source` is the model's folder or name; all paths are relative to `folder`.
-
-    `token` authorizes control of the engines.
-    """
+    """Settings of a worker; `source` is the model, paths are relative to `folder`, `token` controls the engines."""
 
     role: Role
     config: Config
@@ -116,13 +113,12 @@ class WorkerSpec:
     @property
     def needs(self) -> ResourceRequest:
         own = self.config.cluster
-        match self.role:
-            case "engine":
-                return ResourceRequest(own.engine_cpus, own.engine_gpus, dict(own.engine_resources))
-            case "worker":
-                return ResourceRequest(own.worker_cpus, 0.0, dict(own.worker_resources))
-            case "reward worker":
-                return ResourceRequest(own.reward_cpus, own.reward_gpus, dict(own.reward_resources))
+        needs = {
+            "engine": ResourceRequest(own.engine_cpus, own.engine_gpus, dict(own.engine_resources)),
+            "worker": ResourceRequest(own.worker_cpus, 0.0, dict(own.worker_resources)),
+            "reward worker": ResourceRequest(own.reward_cpus, own.reward_gpus, dict(own.reward_resources)),
+        }
+        return needs[self.role]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +140,7 @@ class WorkerCommand(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EngineSet:
-    """Engines to sample from; replaces any set with a lower `serial`.
-
-    `version` is their weight version, None before the first weights are sent.
-    """
+    """Engines to sample from; replaces any set with a lower `serial`. `version` is None before the first weights."""
 
     serial: int
     urls: tuple[str, ...]
@@ -194,10 +187,7 @@ Message = WorkerCommand | EngineSet | RolloutJob | ScoreJob
 
 @dataclass(frozen=True, slots=True)
 class WorkerResponse:
-    """Response of a worker: a value or an error; `late` if the error was a timeout.
-
-    `records` holds recent log records of the process.
-    """
+    """Value or error of a worker (`late` if it was a timeout), and the recent log records of its process."""
 
     value: object = None
     error: LudusError | None = None

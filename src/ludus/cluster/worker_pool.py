@@ -42,10 +42,7 @@ log = logging.getLogger("ludus.cluster")
 
 @dataclass(eq=False)
 class PoolMember:
-    """Ready worker. `busy` counts its requests in flight.
-
-    A removed member finishes its requests if `is_draining` is set; otherwise it is dead.
-    """
+    """Ready worker with `busy` requests in flight. A removed one finishes them if `is_draining`; else it is dead."""
 
     number: int
     remote: WorkerHandle
@@ -111,10 +108,7 @@ class WorkerPool:
             self.drain(member)
 
     async def wait_until_full(self) -> None:
-        """Wait until all members are ready, or at least one if all others are being retried.
-
-        Raises the cause if the pool has failed.
-        """
+        """Wait until all members are ready, or one is and the others are being retried. Raises the pool's failure."""
 
         def holds() -> bool:
             tried = len(self.members) + len(self._failing)

@@ -50,10 +50,7 @@ _NAME = "policy"
 
 @dataclass
 class WorkerServer:
-    """Server side of a worker process, reachable at `address`.
-
-    The log records of `log_forwarder`, if given, are sent with responses to commands.
-    """
+    """Server side of a worker process, reachable at `address`; sends log records with responses to commands."""
 
     spec: WorkerSpec
     address: str

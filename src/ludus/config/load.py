@@ -159,10 +159,8 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str | None] | str]:
             yield f'"{word}" does not name a setting; write --section.key value.'
         elif equals:
             yield key, text
-        elif rest and not rest[0].startswith("--"):
-            yield key, rest.pop(0)
         else:
-            yield key, None
+            yield key, rest.pop(0) if rest and not rest[0].startswith("--") else None
 
 
 def _apply(data: dict[str, object], key: str, text: str | None) -> str:

@@ -46,15 +46,13 @@ def _resolved_in(value: object, key: str, folder: Path) -> object:
         return {name: _resolved_in(inner, f"{key}.{name}", folder) for name, inner in value.items()}
     if isinstance(value, list):
         return [_resolved_in(inner, key, folder) for inner in value]
-    return _resolved(key, value, folder) if isinstance(value, str) else value
-
-
-def _resolved(key: str, text: str, folder: Path) -> str:
+    if not isinstance(value, str):
+        return value
     of_world = _WORLD.match(key)
-    if is_file_reference(text) and not of_world:
-        path, colon, name = text.partition(":")
+    if is_file_reference(value) and not of_world:
+        path, colon, name = value.partition(":")
         return os.path.abspath(folder / path) + colon + name
-    is_path = ("/" in text or Path(text).suffix) if of_world else _FILES.fullmatch(key)
-    if is_path and text and len(text) < _LONGEST and (folder / text).exists():
-        return os.path.abspath(folder / text)
-    return text
+    is_path = ("/" in value or Path(value).suffix) if of_world else _FILES.fullmatch(key)
+    if is_path and value and len(value) < _LONGEST and (folder / value).exists():
+        return os.path.abspath(folder / value)
+    return value

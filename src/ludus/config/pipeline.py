@@ -54,17 +54,15 @@ def load_pipeline(path: Path) -> tuple[Stage, ...]:
     tables = data.get("stage", [])
     if not isinstance(tables, list) or not tables:
         raise ConfigError("\n".join([*unknown, f"{path} has no stages."]), "Add a [[stage]] table for each, in order.")
-    problems, stages = list(unknown), []
-    for number, table in enumerate(tables, start=1):
-        errors = list(_find_errors(table, number))
-        problems += errors
-        if not errors:
-            resolve_paths(table.setdefault("settings", {}), path.parent)
-            words, recipe = tuple(_words(table["settings"], "")), table["recipe"]
-            recipe = str(path.parent / recipe) if recipe.endswith(".toml") else recipe
-            stages.append(Stage(number, KINDS[table["kind"]], recipe, words))
+    problems = unknown + [error for i, table in enumerate(tables, start=1) for error in _find_errors(table, i)]
     if problems:
         raise ConfigError("\n".join(problems), f"The stages come from {path}.")
+    stages = []
+    for number, table in enumerate(tables, start=1):
+        resolve_paths(table.setdefault("settings", {}), path.parent)
+        words, recipe = tuple(_words(table["settings"], "")), table["recipe"]
+        recipe = str(path.parent / recipe) if recipe.endswith(".toml") else recipe
+        stages.append(Stage(number, KINDS[table["kind"]], recipe, words))
     return tuple(stages)
 
 
@@ -95,5 +93,4 @@ def _words(table: Mapping[str, object], prefix: str) -> Iterator[str]:
         if isinstance(value, dict) and find(name) is None:
             yield from _words(value, f"{name}.")
         else:
-            yield f"--{name}"
-            yield "none" if value == "none" else toml_value(value)
+            yield from (f"--{name}", "none" if value == "none" else toml_value(value))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import tomllib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
 from itertools import chain
 from types import NoneType, UnionType
 from typing import Literal, Union, get_args, get_origin
 
+from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from ludus.config.schema import Config
@@ -102,15 +103,13 @@ def suggestion(key: str) -> str:
     """Return what to write instead of an unknown key, as the second half of a sentence."""
     if present := present_name(key):
         return f"it is now {present}"
-    near = nearest(key)
-    if near:
+    if near := nearest(key):
         return f"the nearest {'is' if len(near) == 1 else 'are'} {' and '.join(near)}"
     section = key.split(".")[0]
-    if "." in key and section not in Config.model_fields:
-        for other in nearest_names(section, Config.model_fields):
-            return f"the nearest section is {other}, and {_contents(other)}"
     if section in Config.model_fields:
         return _contents(section)
+    for other in nearest_names(section, Config.model_fields) if "." in key else ():
+        return f"the nearest section is {other}, and {_contents(other)}"
     return f"the sections are {', '.join(Config.model_fields)}"
 
 
@@ -118,9 +117,8 @@ def nearest(key: str) -> list[str]:
     """Return the settings whose names are most similar to `key`, in any section; several if equally similar."""
     parent, _, leaf = key.rpartition(".")
     if "." in parent and not is_section(parent):
-        for table in filter(None, map(find, nearest(parent))):
-            if table.is_open:
-                return [f"{table.key}.{leaf}"]
+        for table in (table for table in map(find, nearest(parent)) if table and table.is_open):
+            return [f"{table.key}.{leaf}"]
     parts, names = key.split("."), [s.key.split(".") for s in list_settings()]
     scores = [(_similarity(key, ".".join(name)), name) for name in names if NAME not in name or len(name) == len(parts)]
     best = max(score for score, _ in scores)
@@ -132,13 +130,9 @@ def present_name(key: str) -> str | None:
     """Return the present name of a former key, or of a key inside a former table; None for other keys."""
     section, _, rest = key.partition(".")
     former, dot, inside = rest.partition(".")
-    present = _renamed().get(section, {}).get(former)
+    renamed = tomllib.loads((resources.files(__package__) / "renamed_settings.toml").read_text("utf-8"))
+    present: str | None = renamed.get(section, {}).get(former)
     return present and present + dot + inside
-
-
-@cache
-def _renamed() -> dict[str, dict[str, str]]:
-    return tomllib.loads((resources.files(__package__) / "renamed_settings.toml").read_text("utf-8"))
 
 
 def _contents(section: str) -> str:
@@ -198,13 +192,13 @@ def _setting(key: str, info: FieldInfo) -> Setting:
     kinds = _alternatives(info.annotation)
     literals = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
     plain = [get_origin(kind) or kind for kind in kinds if get_origin(kind) is not Literal]
-    bounds = chain.from_iterable(asdict(item).items() for item in info.metadata if is_dataclass(item))
+    bounds = chain.from_iterable(asdict(item).items() for item in info.metadata if isinstance(item, Ge | Gt | Le | Lt))
     return Setting(
         key=key,
         default=info.get_default(call_default_factory=True),
         doc=info.description or "",
         type_text=" or ".join(_words(kind) for kind in kinds),
-        bounds=" and ".join(f"{BOUNDS[name]} {value}" for name, value in bounds if name in BOUNDS),
+        bounds=" and ".join(f"{BOUNDS[name]} {value}" for name, value in bounds),
         why=next((item.reason for item in info.metadata if isinstance(item, Why)), ""),
         choices=tuple(str(value) for value in [*literals, *(info.examples or [])]),
         accepts=frozenset([*plain, *(type(value) for value in literals)]),

@@ -42,8 +42,7 @@ class AlgorithmParts(Section):
     clip_high: float | None = Field(None, ge=0)
     """The importance ratio is clipped above 1 + clip_high; none keeps the preset's."""
     dual_clip: float | None = Field(None, gt=1)
-    """Upper bound on the loss of a token with a negative advantage, in multiples of the advantage; none keeps the
-    preset's."""
+    """Upper bound on the loss of a token with negative advantage, in multiples of it; none keeps the preset's."""
     opsm_delta: float | None = Field(None, ge=0)
     """Off-policy sequence masking: a trajectory with a negative advantage has no policy loss if the mean of log(engine
     / policy) over its tokens exceeds this (1e-4 in slime). None keeps the preset's, no mask."""
@@ -115,8 +114,7 @@ class KlControlConfig(Section):
     max_coef: float | None = Field(None, gt=0)
     """pid: the largest coefficient; none is 1."""
     guard_factor: float = Field(0.0, ge=0)
-    """Pause the run after a step whose KL exceeds the expected KL by this factor (2 is typical); 0 disables the guard.
-    """
+    """Pause the run after a step whose KL exceeds the expected KL by this factor (typically 2); 0 disables it."""
     guard_expected: float | None = Field(None, gt=0)
     """Expected KL of the guard, nats per token; none tracks the run."""
     guard_decay: float | None = Field(None, ge=0, lt=1)

@@ -13,11 +13,9 @@ class ClusterConfig(Section):
     """Engines and rollout workers in separate processes, on this machine or on a Ray cluster."""
 
     kind: Literal["none", "local", "ray"] = "none"
-    """`none`: sample in this process. `local`: in processes of this machine. `ray`: in Ray actors (needs the `cluster`
-    extra)."""
+    """`none`: sample in this process. `local`: in processes here. `ray`: in Ray actors (needs the `cluster` extra)."""
     address: str | None = None
-    """Address of the Ray cluster: host:port, or `auto` for this machine's cluster. None starts one on this machine for
-    the duration of the run."""
+    """Address of the Ray cluster: host:port, or `auto` for this machine's. None starts one here for the run."""
     engines: int = Field(1, ge=1)
     """Embedded engines, each behind an HTTP server on its machine. None are started with engine.url."""
     workers: int = Field(1, ge=1)
@@ -27,8 +25,7 @@ class ClusterConfig(Section):
     reward_workers: int = Field(0, ge=0)
     """Processes that only score episodes with verifiers and judges; 0: rollout workers score their own episodes."""
     scorings_per_worker: int = Field(1, ge=1)
-    """Episodes that a reward worker scores concurrently, each in a thread: above 1 if rewards wait for a judge's server
-    and are thread-safe."""
+    """Concurrent scorings per reward worker, in threads: above 1 if thread-safe rewards wait for a judge's server."""
     scoring_timeout_s: float = Field(300.0, gt=0)
     """Timeout for scoring an episode in a reward worker, in place of rollout.reward_timeout_s. The attempt fails, and
     the worker is replaced once its other scorings have ended."""

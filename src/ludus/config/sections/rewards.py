@@ -46,8 +46,7 @@ class PartConfig(Section):
     weight: float = 0.05
     """Weight in the sum; penalties are negative themselves and need a positive weight."""
     free: int | None = None
-    """extra_calls, extra_turns and long_answer, required: calls, turns or words without a penalty; none is for other
-    parts."""
+    """extra_calls, extra_turns, long_answer, required: calls, turns or words without a penalty; none is for others."""
     limit: int | None = None
     """The same parts, required: number from which the penalty is 1; none is for other parts."""
     cap: int | None = None
@@ -69,8 +68,7 @@ class RewardsConfig(Section):
     """Aggregation of reward parts into one training reward. Evaluations ignore this section."""
 
     preset: Literal["toolrl", "search_r1", "retool", "r1", "composite"] | None = None
-    """Parts and weights of a published system instead of the world's (`r1` and `composite` keep its outcome); none
-    keeps the world's."""
+    """Parts and weights of a published system (`r1`, `composite`: the world's outcome); none keeps the world's."""
     extra: dict[str, PartConfig] = Field({})
     """Additional shaping rewards by name: a built-in one (docs/use/rewards.md), or any name with a `source`."""
     aggregation: Literal["weighted_sum", "gated", "pareto"] = "weighted_sum"
@@ -155,13 +153,11 @@ class RewardModelConfig(EpochsSection):
     data: str | None = None
     """A data file (docs/use/data.md): pairs for `pairwise`, otherwise rollouts; none uses `run`."""
     min_reward_gap: float = Field(0.0, ge=0)
-    """pairwise: smallest difference between the best and worst reward of a group that makes a pair; equal rewards never
-    do."""
+    """pairwise: smallest reward difference of a group's best and worst that makes a pair; equal rewards never do."""
     discount: float = Field(1.0, gt=0, le=1)
     """process: discount of the outcome per turn."""
     rollouts: int = Field(0, ge=0)
-    """process: Monte Carlo rollouts from each turn but the last, to estimate its value; 0 uses only the given rollouts.
-    """
+    """process: Monte Carlo rollouts from each turn but the last, to estimate its value; 0 uses the given ones."""
     held_out: float = Field(0.1, ge=0, lt=1)
     """Fraction of tasks held out for evaluation; 0 disables it."""
     evaluate_every: int = Field(10, ge=1)

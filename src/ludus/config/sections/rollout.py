@@ -64,8 +64,7 @@ class EnvConfig(Section):
     """The environment."""
 
     name: str = "search"
-    """A registered world, `path/to/file.py` that defines `make_world`, `path/to/file.py:name`, or `mixture` for the
-    worlds of `env.mixture`."""
+    """A registered world, `path/to/file.py` (defines `make_world`) or `path/to/file.py:name`, or `mixture`."""
     rendering: Literal["chat", "tags", "code"] = "chat"
     """`chat`: the model's chat template with tool calls. Without a template: `tags`, the text protocol of Search-R1,
     for worlds with the tool `search`, or `code`, that of ReTool, for worlds with the tool `python`."""
@@ -108,8 +107,7 @@ class PartialConfig(Section):
     """
 
     tokens: int = Field(0, ge=0)
-    """Tokens sampled per step; 0 is unlimited. Divided repeatedly among the unfinished episodes, so that runs stay
-    reproducible bit for bit."""
+    """Tokens sampled per step, divided among the unfinished episodes bit-reproducibly; 0 is unlimited."""
     seconds: float = Field(0.0, ge=0)
     """Seconds of sampling per step; 0 is unlimited. If it fires, the run is flagged as not reproducible."""
 
@@ -205,8 +203,7 @@ class EngineConfig(Section):
     """The engine that samples: in this process, or a server over HTTP."""
 
     plugin: str | None = None
-    """A custom engine, `path/to/file.py:name` (docs/extend/plugins.md). None is the embedded engine, or the server at
-    `url`."""
+    """A custom engine, `path/to/file.py:name` (docs/extend/plugins.md). None is the embedded one or that at `url`."""
     url: str | None = None
     """Address of an inference server; several replicas are separated by commas. None samples in this process."""
     api: Literal["vllm", "sglang"] = "vllm"
@@ -219,8 +216,7 @@ class EngineConfig(Section):
     connect_timeout_s: float = Field(60.0, ge=0)
     """How long to retry an unreachable server."""
     weights_folder: str | None = None
-    """Folder for new weights, which the server must see under the same path. None is a temporary folder, in shared
-    memory if there is room."""
+    """Folder for new weights, at the same path on the server. None is a temporary one, in shared memory if it fits."""
     broadcast_host: str | None = None
     """An address of this machine that the servers can reach: weights are sent over a gloo process group instead of
     files, to `ludus serve` and to vLLM with the worker extension (docs/use/server.md). None writes files."""

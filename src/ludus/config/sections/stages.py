@@ -16,8 +16,7 @@ class SftSource(Section):
     data: str | None = None
     """A file, folder or Hugging Face dataset of dialogues or texts; none uses a world."""
     world: str | None = None
-    """A registered world or the path of a .py file, whose demonstrations are used; none is the run's own, unless `data`
-    is set."""
+    """A registered world or .py file, whose demonstrations are used; none is the run's own, unless `data` is set."""
     settings: dict[str, object] = Field({})
     """The settings of `world`, validated by the world."""
     weight: float = Field(1.0, gt=0)
@@ -58,8 +57,7 @@ class SftConfig(SupervisedSection):
     sources: dict[str, SftSource] = Field({})
     """Several files and worlds that each step draws from, by a name of your choice."""
     classes: dict[DataClass, Annotated[float, Field(ge=0)]] = Field({})
-    """Sampling weights of dialogue classes, relative to their frequency: 1 for a class that is not listed; 0 excludes a
-    class."""
+    """Sampling weights of dialogue classes, relative to their frequency: 1 for a class not listed; 0 excludes it."""
 
     @model_validator(mode="after")
     def _has_dialogues(self) -> Self:
@@ -98,13 +96,11 @@ class PreferenceConfig(EpochsSection):
     loss: PreferenceLoss = "dpo"
     """Loss of a pair; `simpo` needs no reference model."""
     beta: float | None = Field(None, gt=0)
-    """Strength of the regularisation towards the reference; for simpo the scale of the margin. None is 0.1, for simpo
-    2."""
+    """Strength of regularisation to the reference, for simpo scale of the margin. None is 0.1, for simpo 2."""
     gamma: float | None = Field(None, ge=0)
     """simpo: the target margin; none is 1."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """dpo, robust, simpo, exo: assumed fraction of mislabelled pairs. robust needs a value above 0; for exo 0 means
-    0.001."""
+    """dpo, robust (above 0), simpo, exo (0 means 0.001): assumed fraction of mislabelled pairs."""
     tau: float | None = Field(None, gt=0)
     """discopop: the margin at which its two terms are blended; none is 0.05."""
     undesirable_weight: float = Field(1.0, gt=0)

@@ -16,8 +16,7 @@ class LearnerConfig(Section):
     """Log-probabilities in the denominator of ratios: recomputed by the learner, or those of the engine if both agree
     to 1e-3 nats, which saves a forward pass in steps with several updates."""
     replay_routing: bool = False
-    """Mixtures of experts: record the routing of each token at the start of a step with several updates, and use it in
-    all of its passes."""
+    """Mixtures of experts: use the routing of a step's first pass in all passes of its several updates."""
     dry_run: Literal["auto", "always", "never"] = "auto"
     """Run the longest microbatch before step 1 and report its memory; `auto` does so on a GPU."""
     halve_on_oom: bool = True
@@ -129,11 +128,9 @@ class StalenessConfig(Section):
     oversample: int = Field(0, ge=0)
     """Episodes per group in addition to algorithm.group_size; the first to end train, the others are cancelled."""
     max_concurrent_rollouts: int = Field(0, ge=0)
-    """Concurrent episodes, at most rollout.concurrency; 0 adapts them to the fewest that keep learner and engine busy.
-    """
+    """Concurrent episodes, at most rollout.concurrency; 0 adapts to the fewest that keep learner and engine busy."""
     min_ess: float = Field(0.3, ge=0, le=1)
-    """Effective sample size of a step (fraction) below which a warning is printed, in every training.mode; 0 disables
-    it."""
+    """Effective sample size of a step (fraction) below which every training.mode warns; 0 disables it."""
     ess_patience: int = Field(5, ge=0)
     """Consecutive steps below min_ess that stop the run; 0 never stops it."""
     replay: ReplayConfig = ReplayConfig()

@@ -89,10 +89,7 @@ class ProcessGroup(Collectives):
 
 
 class SharedBatch(ProcessGroup):
-    """Process group in which every rank receives all rows and selects its part.
-
-    Weights are sharded if `shard_device` is set (`shard`), otherwise replicated.
-    """
+    """Process group whose ranks select their part of all rows; weights are sharded if `shard_device` is set."""
 
     receives_all_rows = True
 
@@ -114,10 +111,7 @@ def current_ranks() -> Collectives:
 
 
 def sum_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Collectives) -> None:
-    """All-reduce the gradients. A gradient missing on all ranks stays None, and AdamW skips it.
-
-    Gradients of sharded weights are already reduced.
-    """
+    """All-reduce the gradients of replicated weights. One that is missing on all ranks stays None for AdamW to skip."""
     if ranks.world_size == 1:
         return
     replicated = [p for p in parameters if not is_dtensor(p)]
@@ -194,10 +188,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def run_as_forward(model: nn.Module, work: Callable[[], T]) -> T:
-    """Run `work` as the forward pass of `model`, with unsharded weights, also in the backward pass.
-
-    The tensors of its result support `backward`.
-    """
+    """Run `work` as the forward pass of `model`, with unsharded weights, also in the backward pass of its result."""
     return cast(_ShardedModel, model).ludus_forward(work) if is_sharded(model) else work()
 
 

@@ -1,12 +1,11 @@
 """Ranks of one learner, on one or several machines.
 
-Rank 0 runs the loop: sampling, credit, checkpoints. Operations on the trained model are collective: rank 0
-broadcasts a command (`call_on_ranks`) and runs it as well. Ranks other than 0 execute commands broadcast by rank 0
-and exit with it.
+Rank 0 runs the loop: sampling, credit, checkpoints. Operations on the trained model are collective: rank 0 broadcasts a
+command (`call_on_ranks`) and runs it as well. Ranks other than 0 execute commands broadcast by rank 0 and exit with it.
 
-The ranks connect to a torch store, run by rank 0 on this machine or by torchrun. Each rank sends a heartbeat
-every second from a separate thread, so waiting ranks count as alive and stopped ones do not. A rank that fails
-stores its error message.
+The ranks connect to a torch store, run by rank 0 on this machine or by torchrun. Each rank sends a heartbeat every
+second from a separate thread, so waiting ranks count as alive and stopped ones do not. A rank that fails stores its
+error message.
 """
 
 from __future__ import annotations
@@ -84,10 +83,7 @@ class Rendezvous:
         return place | {"RANK": str(rank), "WORLD_SIZE": str(self.world_size)}
 
     def form_group(self, device: torch.device) -> None:
-        """Create torch's default group; on GPUs this rank uses the device of its local rank.
-
-        Raises LearnerError if a rank is missing after the timeout.
-        """
+        """Create torch's default group and set this rank's GPU. Raises LearnerError if a rank is missing in time."""
         self._send_heartbeat(0)
         threading.Thread(target=self._send_heartbeats, name="ludus-heartbeat", daemon=True).start()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -113,10 +109,7 @@ class Rendezvous:
             self.store.set(f"error/{self.rank}", text)
 
     def lost_ranks(self) -> dict[int, str]:
-        """Return the lost ranks that left no error message, with their processes and machines.
-
-        Takes `HEARTBEAT_TIMEOUT_S` seconds.
-        """
+        """Wait a heartbeat timeout; return the lost ranks without error messages, with process and machine."""
         before = self._heartbeats()
         time.sleep(HEARTBEAT_TIMEOUT_S)
         after, errors = self._heartbeats(), self._texts("error")
@@ -152,10 +145,7 @@ class Rendezvous:
 
 
 def destroy_group() -> None:
-    """Destroy torch's default group, if there is one.
-
-    Also clears the sharding cache of DTensor: it contains device meshes, which look up their groups by name.
-    """
+    """Destroy torch's default group, if any, and DTensor's cache of sharding, whose meshes name their groups."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
     if "torch.distributed.tensor" in sys.modules:
@@ -204,10 +194,7 @@ class LeaderRank(_CommandedRank):
 
     @contextmanager
     def call_on_ranks(self, method: RankMethod, *arguments: object) -> Iterator[None]:
-        """Call a method on the other ranks during the block.
-
-        Raises LearnerError if a rank has exited, or the timeout expires.
-        """
+        """Call a method on the other ranks during the block. Raises LearnerError on a timeout or a rank's exit."""
         try:
             with self._lock:
                 self._broadcast((method, arguments))
@@ -253,10 +240,7 @@ class RankGroup:
                 self.processes.append(subprocess.Popen(command, stderr=output, stdout=output, env=environment))
 
     def gather(self, rendezvous: Rendezvous) -> None:
-        """Wait until all ranks have connected to the store.
-
-        Raises LearnerError if one has exited, or has not started within the limit of the rendezvous.
-        """
+        """Wait until all ranks have connected. Raises LearnerError if one has exited or is later than the limit."""
         deadline = time.monotonic() + rendezvous.limit_s
         while late := rendezvous.not_started():
             text, hint = f"Learner rank {late[0]} did not start within {rendezvous.limit_s:g} s.", "Try again."

@@ -1,9 +1,8 @@
 """Asynchronous training on streamed episodes, optionally with replay of earlier groups.
 
-The learner takes a batch when the staleness controller admits it. New weights are loaded between two forward
-passes; if episodes must finish on the version they started with, each of several engines is updated once it
-has drained. The learner runs in a separate thread; event loop, ledger and episodes stay in the
-caller's.
+The learner takes a batch when the staleness controller admits it. New weights are loaded between two forward passes; if
+episodes must finish on the version they started with, each of several engines is updated once it has drained. The
+learner runs in a separate thread; event loop, ledger and episodes stay in the caller's.
 """
 
 from __future__ import annotations
@@ -159,7 +158,11 @@ class AsyncTrainer:
             now = await self._publish(step)
             if step % trainer.session.config.evaluation.every == 0:
                 await (self._wait_for_transfer() if self.rolling is None else self.rolling.wait_until_current())
-        learned |= self._proof_metrics(now)
+        proofs, self.proofs[:] = (*self.proofs, *now), ()
+        if self.rolling is not None:
+            learned["sync/engines"] = float(len(proofs) - len(now))
+        if proofs:
+            learned["sync/probe_gap"] = max(proof.probe_gap for proof in proofs)
         self.replay.add(samples)
         success, staleness = trainer.session.world.rewards[0].name, trainer.session.config.staleness
         learned |= staleness_metrics(samples, step, staleness, self.stream.pop_ended(), success)
@@ -176,10 +179,7 @@ class AsyncTrainer:
         )
 
     def _throttled(self) -> AbstractContextManager[None]:
-        """Throttle an engine in this process while the learner trains and batches are waiting.
-
-        Not used if episodes must finish before the engine takes new weights.
-        """
+        """Throttle an interruptible engine in this process while the learner trains and batches are waiting."""
         engine = self.trainer.engine
         if self.trainer.session.config.staleness.in_flight_weight_updates and isinstance(engine, Throttleable):
             return self.stream.throttled(engine.throttle)
@@ -255,22 +255,11 @@ class AsyncTrainer:
         if self.sending is not None:
             await self.sending
 
-    def _proof_metrics(self, now: tuple[SyncProof, ...]) -> dict[str, float]:
-        """Return the largest probe difference since the last step and the number of engines updated one by one."""
-        before, self.proofs[:] = tuple(self.proofs), ()
-        metrics = {} if self.rolling is None else {"sync/engines": float(len(before))}
-        if before or now:
-            metrics["sync/probe_gap"] = max(proof.probe_gap for proof in (*before, *now))
-        return metrics
-
     def _effective_share(self, episodes: Sequence[Episode]) -> float:
         return effective_share([episode.trajectory for episode in episodes], self.trainer.train_step.learner)
 
     async def _stream_metrics(self) -> dict[str, float]:
-        """Return metrics of the engine, the queue and the background transfers since the last step.
-
-        An engine in this process is idle if it ran no forward pass.
-        """
+        """Return metrics of engine, queue and transfers since the last step; an engine here is idle without passes."""
         stats, stream = await drain_stats(self.trainer.engine), self.stream
         has_stats = stats.steps or isinstance(self.trainer.engine, RemoteStats)
         metrics = stats.metrics() if has_stats else {"engine/busy_s": 0.0}

@@ -32,7 +32,7 @@ from ludus.training.collection.prompt_stream import STREAM_FILE, WAITING_FILE, P
 from ludus.training.collection.reward_mixing import make_reward_mixer
 from ludus.training.collection.rollout_collector import RemoteSampler, RolloutCollector
 from ludus.training.datasets.token_limits import rollout_warnings
-from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, broadcast_weights
+from ludus.training.distributed.collectives import Collectives, broadcast_weights
 from ludus.training.distributed.launcher import launch_ranks
 from ludus.training.learner.learner import Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens, TokenScorer
@@ -91,10 +91,7 @@ class AdapterOff:
 def train(
     session: TrainingSession, folder: RunFolder, reporter: Reporter, remote: RemoteSampler | None = None
 ) -> list[Comparison]:
-    """Run or resume the training in `folder` and return the evaluations before and after.
-
-    Episodes run in this process unless `remote` is set.
-    """
+    """Run or resume the training in `folder`, with episodes here or `remote`; return its first and last evaluations."""
     config = session.config
     warnings = (*config_warnings(config), *inactive_parts(config, session.world), *rollout_warnings(session))
     for text in filter(None, [*warnings, busy_warning(config)]):
@@ -108,10 +105,7 @@ def train(
 
 
 def training_loop(trainer: SyncTrainer, done: int) -> Callable[[int], Awaitable[None]]:
-    """Return the loop of the configured `training.mode`; it trains from the given step to the last.
-
-    Restored episodes are dropped if the mode does not use them.
-    """
+    """Return the loop of `training.mode` from the step `done`; restored episodes that it does not use are dropped."""
     training, collector = trainer.session.config.training, trainer.collector
     order = task_order(trainer.session.config, trainer.session.world)
     source = PromptStream(collector, order, training.prompts_per_step, trainer.session.config.staleness.oversample)
@@ -147,17 +141,10 @@ def restore_stream(folder: RunFolder, source: PromptStream, done: int) -> Stream
 
 
 def build_trainer(
-    session: TrainingSession,
-    folder: RunFolder,
-    reporter: Reporter,
-    ranks: Collectives = ONE_PROCESS,
-    remote: RemoteSampler | None = None,
+    session: TrainingSession, folder: RunFolder, reporter: Reporter, ranks: Collectives, remote: RemoteSampler | None
 ) -> tuple[SyncTrainer, int]:
-    """Build the trainer from the newest checkpoint; return the trainer and its step.
-
-    The run folder is not changed until all parts are built.
-    """
-    config, model, algorithm = session.config, session.model, algorithm_of(session.config)
+    """Build the trainer from the newest checkpoint, then change the run folder; return the trainer and its step."""
+    config, algorithm = session.config, algorithm_of(session.config)
     control = control_of(config, algorithm.kl_coef)
     demonstrations, reward_mixer = make_demonstrations(session, algorithm), make_reward_mixer(session, algorithm)
     done, path = next(reversed(list_checkpoints(folder.checkpoints)), (0, None))
@@ -165,11 +152,9 @@ def build_trainer(
     spanning = config.training.streams or config.rollout.partial.is_set or has_waiting
     ledger = Ledger(spanning=spanning)
     state = AlgorithmState.start(algorithm)
-    engine = None
-    if remote is not None:
-        engine = remote.engine()
-    elif ranks.world_size > 1:  # before the weights are sharded
-        engine = make_engine(session)
+    engine = None if remote is None else remote.engine()
+    if ranks.world_size > 1:  # before the weights are sharded
+        engine = engine or make_engine(session)
     with ranks.call_on_ranks("start", config, folder.path, path):
         parts = make_parts(session, algorithm, ranks, path)
     stored = parts.stored
@@ -190,26 +175,18 @@ def build_trainer(
         log.info("only the critic is trained until step %d (critic.warmup_steps)", warmup)
     parts.learner.token_values = TokenValues(folder.path) if config.run.token_values else None
     masks = config.training.streams and config.staleness.on_stale == "mask"
-    step = TrainStep(
-        session=session,
-        learner=parts.learner,
-        kl_control=control,
-        ledger=ledger,
-        value_model=parts.value_model,
-        max_token_age=config.staleness.max_staleness if masks else None,
-        warmup_steps=warmup,
-        initial_entropy=state.initial_entropy,
-        adjustments=Adjustments() if stored is None else stored.adjustments,
-    )
+    max_age, entropy = config.staleness.max_staleness if masks else None, state.initial_entropy
+    changed = Adjustments() if stored is None else stored.adjustments
+    step = TrainStep(session, parts.learner, control, ledger, parts.value_model, max_age, warmup, entropy, changed)
+    extra = reward_mixer, demonstrations, remote
+    collector = RolloutCollector(session, engine, algorithm, reporter, ledger, state, *extra)
     trainer = SyncTrainer(
         session=session,
         folder=folder,
-        collector=RolloutCollector(
-            session, engine, algorithm, reporter, ledger, state, reward_mixer, demonstrations, remote
-        ),
+        collector=collector,
         train_step=step,
         reference_digests=parts.reference_digests,
-        weight_sync=WeightSync.of(config, model, engine, probe, ranks),
+        weight_sync=WeightSync.of(config, session.model, engine, probe, ranks),
         trackers=make_trackers(config, folder, done),
         reporter=reporter,
         history=MetricsHistory(row.metrics for row in read_metrics(folder.metrics)) if done else MetricsHistory(),
@@ -231,11 +208,8 @@ class LearnerParts:
 def make_parts(
     session: TrainingSession, algorithm: Algorithm, ranks: Collectives, resumed: Path | None
 ) -> LearnerParts:
-    """Build policy, optimizer, scorers and judge, and restore a checkpoint; runs on every rank.
-
-    Copies of the model are made before the weights are sharded.
-    """
-    config, model = session.config, session.model
+    """Build policy, optimizer, scorers and judge on every rank, restored from a checkpoint; copies precede sharding."""
+    config, model, training = session.config, session.model, session.config.training
     broadcast_weights(model, ranks)
     scorers = _scorers(session, algorithm, control_of(config, algorithm.kl_coef))
     digests = reference_digests(session, scorers) if ranks.rank == 0 else {}
@@ -246,22 +220,14 @@ def make_parts(
     for scorer in scorers.values():
         if isinstance(scorer, LogprobScorer):
             ranks.shard_model(scorer.model)
-    settings = OptimizerSettings.from_config(config.training, config.training.steps * updates_of(config))
-    optimizer = Optimizer(model, settings, master_weights=config.model.master_weights, ranks=ranks)
+    schedule = OptimizerSettings.from_config(training, training.steps * updates_of(config))
+    optimizer = Optimizer(model, schedule, master_weights=config.model.master_weights, ranks=ranks)
     stored = None
     if resumed is not None:
         stored = load_trainer(resumed, optimizer)
         if value_model is not None:
             part = load_part(resumed, value_model.part, value_model.blank_state())
             value_model.load_state(part, stored.value_model_steps)
-    return LearnerParts(make_learner(session, algorithm, optimizer, scorers), value_model, stored, digests)
-
-
-def make_learner(
-    session: TrainingSession, algorithm: Algorithm, optimizer: Optimizer, scorers: Mapping[str, TokenScorer]
-) -> Learner:
-    """Build the learner of the session's model from the configuration."""
-    config, training = session.config, session.config.training
     settings = LearnerSettings(
         microbatch_tokens=training.microbatch_tokens,
         epochs=training.epochs,
@@ -270,13 +236,10 @@ def make_learner(
         old_logprobs=training.learner.old_logprobs,
         halve_on_oom=training.learner.halve_on_oom,
     )
-    scorer = LogprobScorer(
-        session.model,
-        config.rollout.temperature or 1.0,
-        config.model.activation_checkpointing,
-        RoutingReplay.of(session.model) if training.learner.replay_routing else None,
-    )
-    return Learner(scorer, optimizer, algorithm, settings, scorers, optimizer.ranks)
+    temperature, replay = config.rollout.temperature or 1.0, training.learner.replay_routing
+    routing = RoutingReplay.of(model) if replay else None
+    scorer = LogprobScorer(model, temperature, config.model.activation_checkpointing, routing)
+    return LearnerParts(Learner(scorer, optimizer, algorithm, settings, scorers, ranks), value_model, stored, digests)
 
 
 def make_trackers(config: Config, folder: RunFolder, done: int) -> list[Tracker]:
@@ -327,10 +290,7 @@ def closing_parts(trainer: EvaluatedTrainer) -> Iterator[None]:
 
 
 def load_teacher(session: TrainingSession) -> LogprobScorer:
-    """Load the configured teacher, frozen, at the rollout temperature.
-
-    Raises ConfigError if its vocabulary differs from the policy's.
-    """
+    """Load the teacher, frozen, at the rollout temperature. Raises ConfigError for another vocabulary."""
     config = session.config
     path = config.teacher.path or ""
     teacher_tokens, tokens = load_tokenizer(path, needs_template=False).get_vocab(), session.tokenizer.get_vocab()
@@ -346,10 +306,7 @@ def load_teacher(session: TrainingSession) -> LogprobScorer:
 
 
 def reference_digests(session: TrainingSession, scorers: Mapping[str, TokenScorer]) -> dict[str, str]:
-    """Return the digests of the fixed models by name, before a checkpoint is loaded.
-
-    `start` is the initial model, if it is the reference or the base of adapters.
-    """
+    """Return the digests of the fixed models by name, before a checkpoint is loaded; `start` is the initial model."""
     digests = {}
     if "reference" in scorers or session.config.model.lora is not None:
         digests["start"] = fingerprint_adapted(session.model, {})
@@ -359,10 +316,7 @@ def reference_digests(session: TrainingSession, scorers: Mapping[str, TokenScore
 
 
 def check_reference_digests(stored: Mapping[str, str], now: Mapping[str, str], session: TrainingSession) -> None:
-    """Raise UserError if a model differs from the checkpoint's digest.
-
-    Models without a stored digest are not compared.
-    """
+    """Raise UserError if a model differs from the checkpoint's digest, as far as it has one."""
     start, teacher = f"model that the run started with ({session.source})", f"teacher ({session.config.teacher.path})"
     for name, digest in now.items():
         before = stored.get(name, digest)

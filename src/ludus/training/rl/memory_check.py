@@ -136,11 +136,9 @@ def _in_use(device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", "ascii")
-    try:
-        pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
-    except OSError:
-        return _peak(device)
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError):
+        return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return _peak(device)
 
 
 def _peak(device: torch.device) -> int:
@@ -156,11 +154,9 @@ def _available(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        limit = _CGROUP.read_text("ascii").strip()
-    except OSError:
-        return installed
-    return min(installed, int(limit)) if limit.isdigit() else installed
+    with suppress(OSError, ValueError):  # no file, or "max"
+        return min(installed, int(_CGROUP.read_text("ascii")))
+    return installed
 
 
 def _gib(size: int) -> str:

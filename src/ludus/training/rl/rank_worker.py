@@ -33,8 +33,6 @@ from ludus.training.run.run_dir import RunFolder, attach_run_log, list_checkpoin
 from ludus.training.run.session import TrainingSession, open_session
 from ludus.training.value_models.factory import checkpoint_parts
 
-_LOOK_S = 1.0
-
 log = logging.getLogger("ludus.follow")
 
 
@@ -99,7 +97,7 @@ def rank_methods(session: TrainingSession, parts: LearnerParts) -> dict[RankMeth
 def _exit_with_parent(leader: int) -> None:
     """Exit when rank 0 exits, even before the rendezvous."""
     while os.getppid() == leader:
-        time.sleep(_LOOK_S)
+        time.sleep(1.0)
     os._exit(1)
 
 

@@ -198,10 +198,7 @@ class SyncTrainer(EvaluatedTrainer):
         return await super().run(done, train_and_close)
 
     async def train(self, done: int) -> None:
-        """Train from step `done` to the last, sampling and training in turn.
-
-        Raises LearnerError after writing a checkpoint if a guard pauses the run.
-        """
+        """Train from step `done` to the last, sampling and training in turn; raises as `end_step`."""
         await self.weight_sync.publish(done)
         order = task_order(self.session.config, self.session.world)
         for step in range(done + 1, self.num_steps + 1):
@@ -319,10 +316,7 @@ class SyncTrainer(EvaluatedTrainer):
         dispatch: ComputeDispatch = run_inline,
         files: CheckpointFiles = dict,
     ) -> None:
-        """Write a checkpoint if due, with the trainer's own `files`.
-
-        Raises LearnerError if a guard on the KL or the effective sample share pauses the run.
-        """
+        """Write a checkpoint with `files` if due. Raises LearnerError if a guard or an alarm pauses the run."""
         training = self.session.config.training
         pause = self._pause_reason(step, metrics)
         if pause is not None or step % training.checkpoint_every == 0 or step == training.steps:

@@ -69,8 +69,7 @@ async def run_inline(work: Callable[[], T]) -> T:
 class LearnerThread:
     """Single worker thread with `threads` compute threads, on which the learner runs work serially.
 
-    Work must not touch the event loop's state: the ledger and the episodes in flight. `busy_s` is the total busy
-    time.
+    Work must not touch the event loop's state: the ledger and the episodes in flight. `busy_s` is the total busy time.
     """
 
     def __init__(self, threads: int) -> None:
@@ -100,10 +99,7 @@ class LearnerThread:
 
 
 def _init_thread(threads: int, device: int | None) -> None:
-    """Set this thread's number of compute threads and its GPU.
-
-    OpenMP's setting is per thread, and torch overrides it on first use.
-    """
+    """Set this thread's compute threads, a setting that torch overrides on first use, and its GPU."""
     torch.zeros(1).sum()
     torch.set_num_threads(threads)
     if device is not None:
@@ -249,7 +245,7 @@ def check_parity(rows: Sequence[Row], learner: Learner) -> MismatchByLength | No
     if not rows:
         return None
     ranked = sorted(rows, key=lambda row: len(row.tokens))
-    indices = {round(i * (len(ranked) - 1) / max(1, PARITY_ROWS - 1)) for i in range(PARITY_ROWS)}
+    indices = {round(i * (len(ranked) - 1) / (PARITY_ROWS - 1)) for i in range(PARITY_ROWS)}
     chosen = [ranked[index] for index in sorted(indices)]
     old, behavior, mask = _pad_scores(chosen, learner.score(chosen))
     from_engine = learner.settings.old_logprobs == "engine"
@@ -262,13 +258,10 @@ def check_parity(rows: Sequence[Row], learner: Learner) -> MismatchByLength | No
     ]
     if mismatches:
         hint = "Check that both use the same weights, temperature and precision. Nothing was trained."
-        raise SyncError(
-            f"Engine and learner differ in the log-probabilities of sampled tokens by {', '.join(mismatches)} "
-            f"nats on average (at most {bound:g}).",
-            "Set training.learner.old_logprobs = 'recomputed': the engine's are not precise enough."
-            if from_engine
-            else hint,
-        )
+        if from_engine:
+            hint = "Set training.learner.old_logprobs = 'recomputed': the engine's are not precise enough."
+        difference = f"by {', '.join(mismatches)} nats on average (at most {bound:g})"
+        raise SyncError(f"Engine and learner differ in the log-probabilities of sampled tokens {difference}.", hint)
     return measured
 
 
@@ -327,10 +320,7 @@ def _reject_samples(samples: list[TrainingSample], learner: Learner) -> list[Tra
 
 
 def rejected_share(samples: Sequence[TrainingSample]) -> float:
-    """Return the fraction of trainable action tokens that were rejected; 0 if there are none.
-
-    Tokens masked by another filter (`mask_over_age`) count as rejected.
-    """
+    """Return the fraction of trainable action tokens that a filter rejected (also `mask_over_age`); 0 without any."""
     trained = _trained_samples(samples)
     rejected = [c for c in samples if c.reason == REJECTED]
     total = sum(c.episode.trajectory.num_action_tokens for c in (*trained, *rejected))

@@ -93,20 +93,14 @@ def check_settings(config: Config, world: World) -> None:
 
 
 def check_rollouts(config: Config, world: World, watch: AuditProgress = NO_PROGRESS) -> None:
-    """Raise WorldError if the world's sandbox does not respond; raise as `check_cheats`.
-
-    On a Ray cluster the workers check the sandbox, which may be unreachable from this machine.
-    """
+    """Raise WorldError if the sandbox does not respond (on Ray the workers check it); raise as `check_cheats`."""
     if not config.cluster.on_ray:
         check_sandbox(config.sandbox, world)
     check_cheats(config, world, watch)
 
 
 def check_cheats(config: Config, world: World, watch: AuditProgress = NO_PROGRESS) -> None:
-    """Raise ConfigError if the world rewards cheating, WorldError if its rewards time out repeatedly.
-
-    Skipped if `env.check` is off.
-    """
+    """Unless `env.check` is off, raise ConfigError if cheats earn reward, WorldError if rewards time out repeatedly."""
     if config.env.check:
         for env, env_config in worlds_in(world, config):
             limits, scoring = episode_limits(env_config.rollout), ProcessRewardExecutor.of(env_config)
@@ -325,19 +319,7 @@ def config_warnings(config: Config) -> list[str]:
             "but ratios use the full one: sampling probabilities are underestimated, and no "
             "correction accounts for it."
         )
-    return found + staleness_warnings(config) + reward_warnings(config) + unused_settings(config)
-
-
-def staleness_warnings(config: Config) -> list[str]:
-    """Return a warning for each `staleness` setting that the training mode does not use."""
-    if config.training.streams:
-        return []
-    used = ["min_ess", "ess_patience"] + ["max_staleness"] * config.rollout.partial.is_set
-    return [
-        f"staleness.{key} = {value} has no effect: training.mode is {config.training.mode}, and it needs async."
-        for key, value in changed(config.staleness).items()
-        if key not in used
-    ]
+    return found + reward_warnings(config) + unused_settings(config)
 
 
 def unused_settings(config: Config) -> list[str]:
@@ -380,6 +362,8 @@ def _unused(config: Config) -> Iterator[tuple[bool, str, Sequence[str], str]]:
     cluster, external, streams = config.cluster, config.engine.is_external, config.training.streams
     in_processes = resolve(config.algorithm).loss_spec.has(Need.DEMONSTRATIONS) or has_extra_rewards(config.rewards)
     by_workers = cluster.enabled and cluster.reward_workers > 0 and not in_processes
+    always = ("min_ess", "ess_patience", *(["max_staleness"] if config.rollout.partial.is_set else []))
+    of_async = [name for name in type(config.staleness).model_fields if name not in always]
     moves, mid_episode = ["moves"], streams and config.staleness.in_flight_weight_updates
     yield cluster.kind == "local", "cluster", _RAY, "cluster.kind is local, and it needs ray"
     yield not cluster.reward_workers, "cluster", _REWARD_WORKERS, "cluster.reward_workers is 0"
@@ -395,6 +379,7 @@ def _unused(config: Config) -> Iterator[tuple[bool, str, Sequence[str], str]]:
     why = "no servers at engine.url sample for this process"
     yield streams and (not external or cluster.enabled), "staleness", moves, why
     yield mid_episode, "staleness", moves, "new weights take effect in the middle of episodes"
+    yield not streams, "staleness", of_async, f"training.mode is {config.training.mode}, and it needs async"
 
 
 def inactive_parts(config: Config, world: World) -> list[str]:

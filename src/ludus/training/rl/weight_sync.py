@@ -35,10 +35,7 @@ _TOLERANCE, _TOLERANCE_BFLOAT16 = 1e-3, 0.5
 
 @dataclass(frozen=True, slots=True)
 class SyncProof:
-    """Result of a weight check: digest and largest log-probability difference on the probe (nats).
-
-    `fingerprint` is None if the engine reports none.
-    """
+    """Result of a weight check: digest, if the engine has one, and largest difference on the probe (nats)."""
 
     version: int
     fingerprint: str | None
@@ -47,10 +44,7 @@ class SyncProof:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Expected digest and probe scores of an engine with a given version of the weights.
-
-    `logprobs` `[T]`, on the CPU; `tolerance` in nats.
-    """
+    """Expected digest and probe `logprobs` `[T]` (CPU) of an engine with a version; `tolerance` in nats."""
 
     version: int
     fingerprint: str

@@ -172,19 +172,16 @@ class Adjustments:
 
     def after(self, action: AlarmAction, step: int, settings: AlarmsConfig) -> Adjustments:
         """Return the factors after an action at a step; unchanged within `cooldown_steps` of the last change."""
-        if action == "lower_learning_rate" and self._may_change(self.learning_rate_step, step, settings):
+        lowers, after = action == "lower_learning_rate", self
+        last = self.learning_rate_step if lowers else self.kl_step
+        if last is not None and step - last < settings.cooldown_steps:
+            return self
+        if lowers:
             factor = max(MIN_LEARNING_RATE, self.learning_rate * settings.learning_rate_factor)
-            return (
-                self if factor == self.learning_rate else replace(self, learning_rate=factor, learning_rate_step=step)
-            )
-        if action == "raise_kl" and self._may_change(self.kl_step, step, settings):
-            factor = min(MAX_KL, self.kl * settings.kl_factor)
-            return self if factor == self.kl else replace(self, kl=factor, kl_step=step)
-        return self
-
-    @staticmethod
-    def _may_change(last: int | None, step: int, settings: AlarmsConfig) -> bool:
-        return last is None or step - last >= settings.cooldown_steps
+            after = replace(self, learning_rate=factor, learning_rate_step=step)
+        elif action == "raise_kl":
+            after = replace(self, kl=min(MAX_KL, self.kl * settings.kl_factor), kl_step=step)
+        return self if (after.learning_rate, after.kl) == (self.learning_rate, self.kl) else after
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,10 +264,7 @@ def save_checkpoint(
 
 
 def load_trainer(folder: Path, optimizer: Optimizer) -> TrainerState:
-    """Restore the moments into `optimizer`; return the trainer state.
-
-    Raises UserError if they do not match, StorageError if the checkpoint is damaged.
-    """
+    """Restore the moments and return the state. Raises UserError if they do not fit, StorageError if damaged."""
     state = read_state(folder)
     try:
         moments = _read_part(folder, "optimizer", optimizer.zero_state_dict())
@@ -322,10 +316,7 @@ def load_text(folder: Path, name: str) -> str | None:
 
 
 def load_weights(folder: Path, model: PreTrainedModel) -> None:
-    """Copy a checkpoint's weights into `model`.
-
-    Raises UserError if the architecture or adapters differ, StorageError if the file is damaged.
-    """
+    """Copy the weights into `model`. Raises UserError if it does not fit, StorageError if a file is damaged."""
     stored: dict[str, torch.Tensor] = {}
     if not (adapter := folder / "adapter_model.safetensors").is_file():
         for part in sorted(folder.glob("model*.safetensors")):

@@ -43,8 +43,7 @@ def check_new_run(config: Config, kind: StageKind) -> None:
         check_disk(config, kind, num_saved(config, init_shapes(config.model.init)))
         return
     check_model_folder(model_path(config))
-    folder = local_folder(model_path(config))
-    if folder is None:
+    if (folder := local_folder(model_path(config))) is None:
         return
     tensors = dict(tensor_shapes(folder))
     rows = next((shape[0] for name, shape in tensors.items() if name.endswith(_EMBEDDINGS)), None)
@@ -142,10 +141,7 @@ def check_sources(config: Config, kind: StageKind) -> None:
 
 
 def tensor_shapes(folder: Path) -> Iterator[tuple[str, list[int]]]:
-    """Yield the names and shapes of the tensors in a folder's safetensors files, from their headers.
-
-    Damaged files are skipped: loading the model reports them.
-    """
+    """Yield names and shapes from the headers of safetensors files; loading the model reports damaged ones."""
     for file in sorted(folder.glob("*.safetensors")):
         try:
             with file.open("rb") as data:

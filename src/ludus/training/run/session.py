@@ -70,10 +70,7 @@ def set_up_compute(config: Config) -> None:
 
 
 def busy_warning(config: Config) -> str:
-    """Return a warning if other processes use the cores of the learner's threads; otherwise "".
-
-    OpenMP threads synchronize in every operation, so contention is expensive.
-    """
+    """Return a warning if others use the cores of the learner's threads, which makes OpenMP slow; otherwise ""."""
     threads = config.run.threads or default_threads()
     cores, load = usable_cores(), os.getloadavg()[0]
     if threads == 1 or load <= MAX_LOAD * cores:
@@ -96,11 +93,7 @@ def default_threads() -> int:
 
 
 def open_session(config: Config, weights: Path | None = None, world: World | None = None) -> TrainingSession:
-    """Build world, model and renderer.
-
-    `weights`, if given, is a checkpoint that replaces the model; `world` avoids building it again. Raises
-    UserError for all errors that a user can fix.
-    """
+    """Build world (unless given), model (or the checkpoint `weights`) and renderer. Raises UserError."""
     set_up_compute(config)
     world = world or build_world(config.env, config.rollout, config.sandbox)
     path = str(weights) if weights is not None else model_path(config)
@@ -148,10 +141,7 @@ def make_engine(session: TrainingSession) -> Engine:
 
 
 def server_engine(config: Config) -> ServerEngine:
-    """Return the engine of the configured servers, which use their own weights until the first update.
-
-    With `model.lora` they receive adapters only.
-    """
+    """Return the engine of the configured servers; with `model.lora` they receive adapters only."""
     engine, lora = config.engine, config.model.lora
     scaling = None if lora is None else lora.alpha / lora.rank
     keeps, moves = keeps_adapter_versions(config), config.staleness.moves
@@ -192,10 +182,7 @@ def engine_settings(config: Config, model: PreTrainedModel) -> EngineSettings:
 
 
 def keeps_adapter_versions(config: Config) -> bool:
-    """Return whether several adapter versions coexist, so that pinned episodes do not block updates.
-
-    Engines of a cluster are updated one by one instead.
-    """
+    """Return whether adapter versions coexist, so that pinned episodes do not block updates (not on a cluster)."""
     stays = config.training.streams and not config.staleness.in_flight_weight_updates
     return stays and config.model.lora is not None and not config.cluster.enabled
 

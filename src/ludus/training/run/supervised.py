@@ -105,10 +105,9 @@ def split_by_tokens(examples: Sequence[T], max_tokens: int) -> list[list[T]]:
     parts: list[list[T]] = []
     size = 0
     for example in examples:
-        if parts and size + example.num_tokens <= max_tokens:
-            parts[-1].append(example)
-        else:
-            parts.append([example])
+        if not parts or size + example.num_tokens > max_tokens:
+            parts.append([])
             size = 0
+        parts[-1].append(example)
         size += example.num_tokens
     return parts
