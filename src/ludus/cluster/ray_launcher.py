@@ -77,8 +77,7 @@ class RayWorkerHandle:
         except RayError as error:
             # The worker's own errors arrive as responses, so a task error here is a decoding error.
             if isinstance(error, RayTaskError) and isinstance(error.cause, RaySystemError):
-                why = str(error.cause).splitlines()[0].removeprefix("System error: ")
-                raise unreadable_request(why) from error
+                raise unreadable_request(str(error.cause).splitlines()[0].removeprefix("System error: ")) from error
             raise WorkerDied(f"{self.name} died: {_one_line(error)}") from error
         log_records(self.name, response.records)
         value = response.take()

@@ -45,7 +45,6 @@ from ludus.training.run.session import add_lora, engine_settings, make_renderer,
 
 NO_VERSION = -1
 """Weight version of an engine before its first update; never sent by a trainer."""
-_NAME = "policy"
 
 
 @dataclass
@@ -117,10 +116,9 @@ class EngineWorker:
         model = load_model(source, config.model.dtype, config.model.device)
         if config.model.lora is not None:
             model = add_lora(model, config.model.lora)
-        settings = engine_settings(config, model)
-        engine = LocalEngine(model, tokenizer, settings, version=NO_VERSION, copy=False)
+        engine = LocalEngine(model, tokenizer, engine_settings(config, model), version=NO_VERSION, copy=False)
         renderer = TemplateRenderer(tokenizer, config.env.tool_parser) if tokenizer.chat_template else None
-        served = served_model(model, tokenizer, _NAME, source, renderer)
+        served = served_model(model, tokenizer, "policy", source, renderer)
         self._service = CompletionService(engine, served, spec.token)
         listener = open_socket(address, 0)
         app = make_app(self._service, model)

@@ -25,8 +25,7 @@ def to_toml(config: Config) -> str:
     Settings that are None are listed in comments. Loading the text returns an equal configuration. Raises ConfigError
     if an open table contains a value that TOML cannot represent (None, an object).
     """
-    blocks = ("\n".join(_section(name, part)) for name, part in config if isinstance(part, Section))
-    return "\n".join(blocks)
+    return "\n".join("\n".join(_section(name, part)) for name, part in config if isinstance(part, Section))
 
 
 def num_settings(text: str) -> int:

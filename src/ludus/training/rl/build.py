@@ -265,8 +265,7 @@ def _scorers(session: TrainingSession, algorithm: Algorithm, control: KlControl)
 
 def probe_tokens(session: TrainingSession) -> tuple[int, ...]:
     """Return the tokens of a fixed prompt for comparing engine and learner."""
-    task = session.world.tasks("train")[0]
-    return session.renderer.prompt(task.prompt, ())[:PROBE_TOKENS]
+    return session.renderer.prompt(session.world.tasks("train")[0].prompt, ())[:PROBE_TOKENS]
 
 
 def remove_later_steps(folder: RunFolder, done: int) -> None:

@@ -65,8 +65,8 @@ def check_memory(config: Config, learner: Learner) -> MemoryEstimate | None:
     device = next(learner.scorer.model.parameters()).device
     if wanted == "never" or (wanted == "auto" and device.type != "cuda"):
         return None
-    context = num_positions(learner.scorer.model) or config.rollout.max_seq_len
-    longest = min(config.rollout.max_seq_len, context)
+    most = config.rollout.max_seq_len
+    longest = min(most, num_positions(learner.scorer.model) or most)
     with learner.ranks.call_on_ranks("dry_run", longest):
         return dry_run(learner, longest)
 

@@ -155,8 +155,7 @@ class CollapseScoring:
             if own and (found := self._first_turn(sample.episode.trajectory)):
                 by_prompt.setdefault(found.prompt, []).append(found)
         rounds = max(map(len, by_prompt.values()), default=0)
-        turns = [one[i] for i in range(rounds) for one in by_prompt.values() if i < len(one)]
-        return turns[: self.num_samples]
+        return [one[i] for i in range(rounds) for one in by_prompt.values() if i < len(one)][: self.num_samples]
 
     def _first_turn(self, trajectory: Trajectory) -> Reasoning | None:
         prompt: tuple[int, ...] = ()

@@ -298,8 +298,7 @@ def config_warnings(config: Config) -> list[str]:
     found = []
     if not config.training.mask_observations:
         found.append("training.mask_observations is off: observations are in the loss. Use this for comparison only.")
-    pretrains = resolve(config.algorithm).advantage_spec.has(Need.PRETRAINED_CRITIC)
-    if pretrains and config.critic.warmup_steps == 0:
+    if resolve(config.algorithm).advantage_spec.has(Need.PRETRAINED_CRITIC) and config.critic.warmup_steps == 0:
         found.append("VAPO pre-trains its critic on a fixed policy, but critic.warmup_steps is 0.")
     if (warmup := planned_warmup(config)) >= config.training.steps:
         found.append(f"The policy is never trained: critic.warmup_steps trains only the critic for {warmup} steps.")

@@ -60,8 +60,7 @@ class Expected:
                 "No checkpoint was trained on rollouts of these weights. "
                 "If another run has trained this server, restart it.",
             )
-        scored = torch.tensor(scores, dtype=self.logprobs.dtype)
-        diff = float((self.logprobs[1:] - scored[1:]).abs().max())
+        diff = float((self.logprobs - torch.tensor(scores, dtype=self.logprobs.dtype))[1:].abs().max())
         if not diff <= self.tolerance:
             text = f"Engine and learner disagree on the probe by {diff:.3g} nats (tolerance {self.tolerance:g})."
             raise SyncError(text, "See training.sync_tolerance.")

@@ -63,8 +63,7 @@ class TrainingSession:
 
 def set_up_compute(config: Config) -> None:
     """Set thread counts and seeds, and enable deterministic kernels in torch."""
-    threads = config.run.threads or default_threads()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(config.run.threads or default_threads())
     torch.manual_seed(config.run.seed)
     torch.use_deterministic_algorithms(config.rollout.reproducible, warn_only=True)
 
