@@ -17,9 +17,8 @@ from generators.terminal.freeze import WORDS
 from ludus.sandbox import Sandbox, open_sandbox
 from ludus.tools.workspace import LIMITS
 from ludus.worlds.terminal.checks import SessionState
-from ludus.worlds.terminal.services import start_services
 from ludus.worlds.terminal.splits import LEVELS, TOPICS
-from ludus.worlds.terminal.task import TerminalTask
+from ludus.worlds.terminal.task import TerminalTask, start_services
 from ludus.worlds.terminal.world import SETTLE_S
 
 Splits = Mapping[str, Sequence[TerminalTask]]

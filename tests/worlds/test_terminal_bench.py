@@ -9,8 +9,7 @@ import pytest
 from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError
 from ludus.sandbox import open_sandbox
-from ludus.worlds.terminal.bench.load import load_bench
-from ludus.worlds.terminal.bench.task import is_full, named_tests
+from ludus.worlds.terminal.bench import is_full, load_bench, named_tests
 from ludus.worlds.terminal.checks import SessionState
 from ludus.worlds.terminal.world import make_terminal_world
 

@@ -37,11 +37,9 @@ from ludus.worlds.terminal.checks import (
     only_files,
 )
 from ludus.worlds.terminal.git import GitRepository
-from ludus.worlds.terminal.services import start_services
-from ludus.worlds.terminal.solver import solve
 from ludus.worlds.terminal.splits import LEVELS, TOPICS, TerminalSettings, make_task, read_tasks, splits_of, task_file
-from ludus.worlds.terminal.task import pair
-from ludus.worlds.terminal.world import TerminalWorld, make_terminal_world
+from ludus.worlds.terminal.task import pair, start_services
+from ludus.worlds.terminal.world import TerminalWorld, episode, make_terminal_world
 
 KINDS = {kind.name: kind for kind in task_file().kinds}
 
@@ -639,4 +637,4 @@ def test_the_nearest_training_task_is_of_the_same_topic(splits):
     same = [one for one in splits["train"] if one.topic == job.topic]
     found = nearest(job, [*splits["train"][:50], *same[:50]])
     assert found.topic == job.topic
-    assert solve(found)[-1]["content"].startswith("Done")
+    assert episode(found, found.steps)[-1]["content"].startswith("Done")

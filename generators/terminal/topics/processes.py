@@ -12,8 +12,7 @@ from generators.terminal.draw import SERVICES, TOWNS, text_of, words
 from generators.terminal.makers import TaskMaker
 
 from ludus.worlds.terminal.checks import Check, has_text, only_files, processes_run, service_ended, service_lives
-from ludus.worlds.terminal.services import TerminalService
-from ludus.worlds.terminal.task import TerminalTask
+from ludus.worlds.terminal.task import TerminalService, TerminalTask
 
 _BEGIN: Final = """import os, signal, sys, time
 

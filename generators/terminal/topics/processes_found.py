@@ -28,8 +28,7 @@ from generators.terminal.topics.processes import (
 )
 
 from ludus.worlds.terminal.checks import Check, processes_run, service_ended, service_lives
-from ludus.worlds.terminal.services import TerminalService
-from ludus.worlds.terminal.task import CommandCheck, TerminalTask
+from ludus.worlds.terminal.task import CommandCheck, TerminalService, TerminalTask
 
 _KILL: Final = f"kill $p; {gone('$p')}"
 _ON: Final = """print("up", flush=True)

@@ -53,7 +53,6 @@ class SessionState:
 
     @property
     def running(self) -> Iterator[Process]:
-        """The running processes."""
         return (process for process in self.processes if process.state not in ("Z", "X"))
 
     def process(self, service: str) -> Process | None:
@@ -71,12 +70,10 @@ class Check:
 
     @property
     def name(self) -> str:
-        """The name in reports."""
         texts = {key: " ".join(one) if isinstance(one, tuple) else one for key, one in self.arguments.items()}
         return CHECKS[self.kind][0].format(**texts)
 
     def holds(self, state: SessionState) -> bool:
-        """Return whether the condition holds."""
         try:
             return CHECKS[self.kind][1](state, **self.arguments)
         except UNREADABLE:
@@ -220,9 +217,7 @@ def gzip_has_text(state: SessionState, path: str, due: str) -> bool:
 def service_lives(state: SessionState, service: str, title: str = "", suspended: bool = False) -> bool:
     """Return whether the initial process of a service is running, with this title if one is set."""
     process = state.process(service)
-    if process is None or (title and process.title != title):
-        return False
-    return (process.state in ("T", "t")) == suspended
+    return process is not None and title in ("", process.title) and (process.state in ("T", "t")) == suspended
 
 
 @check("{service} has ended")
@@ -248,9 +243,8 @@ def processes_run(
 def _script_of(process: Process) -> tuple[str, ...] | None:
     """Return the script, relative to /box, and the arguments of a Python process."""
     program, words = PurePosixPath(process.program), process.argv[1:]
-    if not program.is_relative_to("/usr") or not program.name.startswith("python3"):
-        return None
-    if process.folder != BOX or not words or words[0].startswith("-"):
+    is_python = program.is_relative_to("/usr") and program.name.startswith("python3") and process.folder == BOX
+    if not is_python or not words or words[0].startswith("-"):
         return None
     return (words[0].removeprefix(f"{BOX}/").removeprefix("./"), *words[1:])
 
@@ -282,8 +276,7 @@ def git_files(state: SessionState, root: str, ref: str, files: Mapping[str, str]
 @check("history of {ref} in {root}")
 def git_subjects(state: SessionState, root: str, ref: str, subjects: tuple[str, ...]) -> bool:
     """Return whether the commits along first parents have these subjects, newest first; an empty text matches all."""
-    history = GitRepository(state.files, root).history(ref, first_parents=True)
-    found = [commit.subject for _, commit in history]
+    found = [commit.subject for _, commit in GitRepository(state.files, root).history(ref, first_parents=True)]
     return len(found) == len(subjects) and all(due in ("", got) for due, got in zip(subjects, found, strict=True))
 
 

@@ -72,7 +72,6 @@ class GitRepository:
         return sha
 
     def commit(self, sha: str) -> Commit:
-        """Return a commit by its hash."""
         head, _, message = self._content(sha, "commit").decode("utf-8", "replace").partition("\n\n")
         fields = [line.partition(" ") for line in head.split("\n")]
         parents = tuple(value for key, _, value in fields if key == "parent")
@@ -202,7 +201,6 @@ def _base_offset(data: bytes, place: int) -> tuple[int, int]:
 
 
 def _apply_delta(base: bytes, delta: bytes) -> bytes:
-    """Return the result of a delta."""
     place, made = _skip_varint(delta, _skip_varint(delta, 0)), b""
     while place < len(delta):
         code = delta[place]

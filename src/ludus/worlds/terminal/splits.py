@@ -23,8 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.errors import ConfigError
 from ludus.worlds.terminal.checks import CHECKS, make_check
-from ludus.worlds.terminal.services import TerminalService
-from ludus.worlds.terminal.task import CommandCheck, TerminalTask, pair
+from ludus.worlds.terminal.task import CommandCheck, TerminalService, TerminalTask, pair
 
 SPLITS: Final = ("train", "validation", "test", "composition")
 LEVELS: Final = (1, 2, 3, 4)
@@ -96,7 +95,6 @@ class TaskKind:
 
     @property
     def shown(self) -> range:
-        """The numbers of the demonstrations."""
         return range(FIRST_DEMONSTRATION, FIRST_DEMONSTRATION + self.demonstrations)
 
 
@@ -108,7 +106,6 @@ class TaskFile:
     lines: Mapping[tuple[str, int], str] = field(repr=False)
 
     def task(self, name: str, number: int) -> TerminalTask:
-        """Return a task by kind and number."""
         found = loads(self.lines[name, number], object_hook=decode)
         assert isinstance(found, TerminalTask)
         return found
@@ -156,11 +153,10 @@ def make_task(kind: TaskKind, number: int, seed: int) -> TerminalTask:
 
     Numbers beyond the last task wrap around.
     """
-    place = number
-    if seed or number not in kind.numbers:
+    place = number if number in kind.numbers else number % kind.num
+    if seed:
         order = list(range(kind.num))
-        if seed:
-            random.Random(f"{seed}/{kind.name}").shuffle(order)
+        random.Random(f"{seed}/{kind.name}").shuffle(order)
         place = order[number % kind.num]
     found = task_file().task(kind.name, place)
     return replace(found, parts=(kind.name,), topic=kind.topic, level=kind.level, number=number)
@@ -196,7 +192,11 @@ def splits_of(settings: TerminalSettings) -> dict[str, tuple[TerminalTask, ...]]
                 f"Set it to {most} at most, or lower per_shape, or choose other topics and levels.",
             )
     found["composition"] += islice(_pairs(settings), num * NUM_PAIRS)
-    return {split: tuple(sorted(tasks, key=lambda task: _digest(task.id))) for split, tasks in found.items()}
+
+    def digest(task: TerminalTask) -> str:
+        return hashlib.sha256(task.id.encode()).hexdigest()
+
+    return {split: tuple(sorted(tasks, key=digest)) for split, tasks in found.items()}
 
 
 def kinds_of(topics: Sequence[str]) -> list[TaskKind]:
@@ -240,7 +240,3 @@ def pairs_of_kinds(
         level = min(LEVELS[-1], max(one.level, two.level) + 1)
         if one.topic != two.topic and level in levels:
             yield number, one, two
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from ludus.envs.base import SessionWorld, shipped_report
+from ludus.envs.messages import assistant, tool_turn
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, split_of
@@ -26,17 +28,13 @@ from ludus.tools.base import Tool, ToolError, submit_tool
 from ludus.tools.files import files_tools
 from ludus.tools.workspace import LIMITS, Workspace, shell_tool
 from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
-from ludus.worlds.terminal.bench.load import load_bench
-from ludus.worlds.terminal.bench.task import BenchTask
-from ludus.worlds.terminal.checks import ProcessId, SessionState
-from ludus.worlds.terminal.services import start_services
-from ludus.worlds.terminal.solver import alternative_steps, episode, solve, solve_partly
+from ludus.worlds.terminal.bench import BenchTask, load_bench
+from ludus.worlds.terminal.checks import Check, ProcessId, SessionState, matches
 from ludus.worlds.terminal.splits import SPLITS, TOPICS, TerminalSettings, kinds_of, make_task, splits_of
-from ludus.worlds.terminal.task import TerminalTask
+from ludus.worlds.terminal.task import TerminalTask, start_services
 
 SYSTEM = (
-    "You work in a shell, in the folder /box. Do what is "
-    "asked, then say that you are done. Files that you are "
+    "You work in a shell, in the folder /box. Do what is asked, then say that you are done. Files that you are "
     "not asked to change stay as they are. What counts is the files at the end."
 )
 BENCH_SPLIT = "bench"
@@ -56,7 +54,7 @@ class TerminalEnv(ToolEnv):
     At the end the files are copied out of the session, which is closed. They are graded on the host
     (`ludus.worlds.terminal.checks`), or by programs run in a fresh sandbox over some of them; no part of the grader
     is ever in the session. If the task has services, the sandbox reports the running processes before the session
-    closes (`ludus.worlds.terminal.services`). The report is an outcome that the model does not see; with `check_turns`
+    closes (`ludus.worlds.terminal.task`). The report is an outcome that the model does not see; with `check_turns`
     there is also one after each turn with calls. Without tools no session is opened.
     """
 
@@ -103,7 +101,6 @@ class TerminalEnv(ToolEnv):
         return replace(result, outcomes=(*result.outcomes, *outcomes))
 
     async def grade_again(self) -> ToolOutcome | None:
-        """Grade the final files again and return the verdict."""
         return None if self._final is None else _verdict(await self._grade(self._final))
 
     async def _state(self, settle: bool) -> SessionState:
@@ -153,7 +150,6 @@ class TerminalWorld(SessionWorld):
         return suite_progress(VERDICT) if self.settings.check_turns and self.settings.tools != "none" else None
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Return the tasks of a split, levels and topics mixed."""
         return split_of(self._task_lists, split, self.name)
 
     def shell_task(self, task: Task) -> ShellTask:
@@ -161,16 +157,13 @@ class TerminalWorld(SessionWorld):
         return self._by_id[task.id]
 
     def environment(self, task: Task) -> TerminalEnv:
-        """Return a new episode with its own session."""
         return TerminalEnv(self, self._by_id[task.id])
 
     def tools(self, workspace: Workspace) -> tuple[Tool, ...]:
-        """Return the tools of an episode."""
         shell = shell_tool(workspace)
         return (shell,) if self.settings.tools == "shell" else (shell, *files_tools(workspace), submit_tool())
 
     def opening(self, question: str) -> tuple[Message, ...]:
-        """Return the system message and the instruction."""
         return Message(role="system", content=SYSTEM), Message(role="user", content=question)
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
@@ -189,14 +182,17 @@ class TerminalWorld(SessionWorld):
             kind = rng.choice(kinds)
             left[kind.name] = left[kind.name] or rng.sample(kind.shown, len(kind.shown))
             task = make_task(kind, left[kind.name].pop(), 0)
-            yield self._dialogue(task, solve_partly(task, rng) if rng.random() < settings.flaw_rate else solve(task))
+            steps = task.steps
+            if rng.random() < settings.flaw_rate:  # omit the last command, or only read the files
+                steps = steps[:-1] if rng.random() < 0.5 else ()
+            yield self._dialogue(task, episode(task, steps))
 
     def expert(self, task: Task) -> Dialogue | None:
         """Return the solution; None without tools, and for a Terminal-Bench task without a solution."""
         found = self._by_id.get(task.id)
         if found is None or self.settings.tools == "none":
             return None
-        messages = solve(found) if isinstance(found, TerminalTask) else found.solve()
+        messages = episode(found, found.steps) if isinstance(found, TerminalTask) else found.solve()
         return self._dialogue(found, messages) if messages else None
 
     def difficulty_report(self) -> str:
@@ -224,8 +220,7 @@ class TerminalWorld(SessionWorld):
         return Task(task.id, self.opening(task.text), task.suite, tags)
 
     def _dialogue(self, task: ShellTask, messages: list[Message]) -> Dialogue:
-        tools = self.tools(Workspace(self.sandbox, "shell"))
-        return Dialogue((*self.opening(task.text), *messages), tools)
+        return Dialogue((*self.opening(task.text), *messages), self.tools(Workspace(self.sandbox, "shell")))
 
 
 def made_progress(task: Task, trajectory: Trajectory) -> float:
@@ -236,7 +231,6 @@ def made_progress(task: Task, trajectory: Trajectory) -> float:
 
 @cache
 def _tasks_of(settings: TerminalSettings) -> Mapping[str, Sequence[ShellTask]]:
-    """Return the tasks of each split, cached per process."""
     if settings.bench is None:
         return splits_of(settings)
     bench = load_bench(Path(settings.bench), settings.bench_workdir, settings.bench_dockerfile, settings.bench_scripts)
@@ -251,3 +245,49 @@ def make_terminal_world(settings: Mapping[str, object], limits: ToolLimits) -> T
     if chosen.bench is not None or chosen.per_shape > 1 or chosen.num_held_out:
         _tasks_of(chosen)
     return TerminalWorld(chosen, limits)
+
+
+# Scripted solutions; the output of commands is computed without running them (a test compares it with the shell)
+
+NO_OUTPUT = "[no output]"
+HEAD_LINES = 4
+_SCRIPT = "/tmp/way.sh"
+
+
+def episode(task: TerminalTask, steps: Sequence[str]) -> list[Message]:
+    """Return the messages of an episode that reads the files, runs these commands and ends."""
+    files, messages = task.start.files, list[Message]()
+    listed = "\n".join(sorted(f"./{path}" for path in files if "/.git" not in f"/{path}"))
+    calls = [("find . -type f -not -path '*/.git*' | sort", listed or NO_OUTPUT)]
+    for path in task.preview:
+        head = "\n".join(files[path].decode().split("\n")[:HEAD_LINES]).rstrip("\n")
+        calls.append((f"head -n {HEAD_LINES} {path}", head or NO_OUTPUT))
+    for number, (command, output) in enumerate([*calls, *((step, NO_OUTPUT) for step in steps)]):
+        messages += tool_turn(number, "shell", {"command": command}, output)
+    tops = sorted({path.partition("/")[0] for path in files} - {".gitconfig"})
+    return [*messages, assistant(f"Done with {', '.join(tops[:3]) or 'the script'}.")]
+
+
+def alternative_steps(task: TerminalTask) -> Iterator[tuple[str, ...]]:
+    """Yield other commands that solve the task: all steps as one script; the steps, then texts written differently."""
+    steps = "\n".join(task.steps)
+    yield (f"cat > {_SCRIPT} <<'END_OF_WAY'\n{steps}\nEND_OF_WAY", f"bash {_SCRIPT} && rm {_SCRIPT}")
+    taken = tuple(pattern for one in task.command_checks for pattern in one.takes)
+    checked = [check for check in task.file_checks if check.kind == "has_text"]
+    texts = {str(check.arguments["path"]): equivalent_text(check) for check in checked}
+    changed = {path: text for path, text in texts.items() if text and not matches(path, taken)}
+    if changed:
+        yield *task.steps, *(f"printf %s {shlex.quote(text)} > {shlex.quote(p)}" for p, text in changed.items())
+
+
+def equivalent_text(check: Check) -> str:
+    """Return a text other than the expected one that the check `has_text` accepts; empty if there is none."""
+    due = str(check.arguments["due"])
+    lines, how, other = due.rstrip("\n").split("\n"), check.arguments["how"], ""
+    if how == "json":
+        other = json.dumps(json.loads(due), indent=3, sort_keys=True)
+    elif how == "unordered":
+        other = "\n".join(reversed(lines))
+    elif how == "lines" and lines[0]:
+        other = "\n".join([f"{lines[0]} ", *lines[1:]])
+    return other if other != due else ""

@@ -1,1 +1,0 @@
-"""Tasks in the layout of Terminal-Bench, from a folder."""
