@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from generators.code.generate import by_split
 from generators.code.problems import NUM_SHOWN, Chain, CodeExample, CodeProblem, TooLarge
 from ludus.worlds.code import guest_runner
-from ludus.worlds.code.results import read_value, same_value
+from ludus.worlds.code.grader import read_value, same_value
 
 Guess = Callable[[CodeProblem, CodeExample], object]
 """A baseline: returns its result for the arguments of an example."""

@@ -14,7 +14,7 @@ from ludus.rewards.paper_rewards import ExpectedCall
 from ludus.types import StopReason, Task, Trajectory
 from ludus.worlds.functions.generate import request_of, request_specs
 from ludus.worlds.functions.grader import Truth, solved
-from ludus.worlds.functions.solver import DONE, NO_TOOL, Attempt
+from ludus.worlds.functions.world import DONE, NO_TOOL, Attempt
 
 
 def task_shapes(tasks: Sequence[Task]) -> list[TaskShape]:

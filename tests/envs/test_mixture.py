@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from ludus.config import config_from_toml, load_config, to_toml
 from ludus.diagnostics.alarms import find_alarms
 from ludus.diagnostics.metrics import rollout_metrics
-from ludus.envs.mixture import MixedWorld, MixtureMember
+from ludus.envs.mixture import MixedWorld, MixtureMember, MixtureOrder, Shares, TaskPool
 from ludus.envs.registry import build_world
-from ludus.envs.task_mixture import MixtureOrder, Shares, TaskPool
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import ToolWorld
 from ludus.errors import ConfigError, UserError

@@ -29,9 +29,8 @@ from ludus.untrusted import replies, worker
 from ludus.untrusted.replies import bounded_replies
 from ludus.untrusted.worker import LimitExceeded, call_bounded
 from ludus.worlds.code import guest_runner
-from ludus.worlds.code.environment import program_of
-from ludus.worlds.code.grader import CodeGrader, CodeTruth, TestCase
-from ludus.worlds.code.results import read_value, same_value, show_value
+from ludus.worlds.code.grader import CodeGrader, CodeTruth, TestCase, read_value, same_value, show_value
+from ludus.worlds.code.world import program_of
 from ludus.worlds.terminal.checks import SessionState, git_files, gzip_has_text
 from ludus.worlds.terminal.git import MAX_OBJECT_BYTES
 from ludus.worlds.terminal.task import check_bounded

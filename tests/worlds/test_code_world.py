@@ -40,12 +40,9 @@ from ludus.rewards.base import check_rewards, score, success
 from ludus.sandbox import open_sandbox
 from ludus.types import StopReason, Trajectory
 from ludus.worlds.code import guest_runner
-from ludus.worlds.code.environment import program_of, run_tests_tool
-from ludus.worlds.code.grader import LIMITS, CodeGrader, CodeTruth, TestCase, same_output
-from ludus.worlds.code.problems import _rows
+from ludus.worlds.code.grader import LIMITS, CodeGrader, CodeTruth, TestCase, read_value, same_output, same_value
 from ludus.worlds.code.records import load_code_tasks
-from ludus.worlds.code.results import read_value, same_value
-from ludus.worlds.code.world import CodeSettings, CodeWorld, make_code_world
+from ludus.worlds.code.world import CodeSettings, CodeWorld, _rows, make_code_world, program_of, run_tests_tool
 from tables.check_tasks import CHEATS, TASKS
 
 NUM = 320

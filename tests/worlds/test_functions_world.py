@@ -26,12 +26,18 @@ from ludus.rewards.registry import PUBLISHED
 from ludus.rollouts.episode import EpisodeLimits, run_episode
 from ludus.tools.base import ArgumentError
 from ludus.types import Action, Message, StopReason, ToolCall
-from ludus.worlds.functions.catalogue import Scene, catalogue, change_signature
+from ludus.worlds.functions.catalogue import DomainState, Scene, catalogue, change_signature, vocabulary
 from ludus.worlds.functions.generate import SPLITS, looks_like, request_of, request_specs
 from ludus.worlds.functions.grader import GoldCall, calls_agree, equal, solved
-from ludus.worlds.functions.solver import DONE, Attempt, CallFlaws, play
-from ludus.worlds.functions.state import DomainState, vocabulary
-from ludus.worlds.functions.world import FunctionsSettings, FunctionsWorld, make_functions_world
+from ludus.worlds.functions.world import (
+    DONE,
+    Attempt,
+    CallFlaws,
+    FunctionsSettings,
+    FunctionsWorld,
+    make_functions_world,
+    play,
+)
 
 NO_FLAWS = CallFlaws()
 

@@ -195,8 +195,8 @@ class World(ABC):
 
 
 @dataclass(frozen=True)
-class SessionWorld(World):
-    """A world whose episodes have sessions of one sandbox."""
+class SandboxWorld(World):
+    """A world that runs programs in one sandbox."""
 
     sandbox: Sandbox = field(default_factory=open_sandbox, kw_only=True)
 
@@ -204,14 +204,18 @@ class SessionWorld(World):
         """Return this world with another sandbox."""
         return replace(self, sandbox=sandbox)
 
+    async def close(self) -> None:
+        """Close the sandbox."""
+        await self.sandbox.close()
+
+
+class SessionWorld(SandboxWorld):
+    """A world whose episodes have sessions of one sandbox."""
+
     @property
     def episodes_at_once(self) -> int | None:
         """The sandbox's maximum number of sessions."""
         return self.sandbox.max_sessions
-
-    async def close(self) -> None:
-        """Close the sandbox."""
-        await self.sandbox.close()
 
 
 def shipped_report(world: World, is_default: bool) -> str:

@@ -1,17 +1,28 @@
-"""Read tasks from JSON lines and from tables (`data_files`); errors name the file and the line."""
+"""Read tasks from JSON lines and from tables; errors name the file and the line.
+
+Tables and lists are CSV, TSV, Parquet, lists in JSON, folders, which may contain JSON lines, and names of Hugging Face
+datasets. `.gz` files of text are decompressed. Parquet needs pyarrow; names and folders written by
+`Dataset.save_to_disk` need datasets (extra `datasets`).
+"""
 
 from __future__ import annotations
 
+import csv
+import gzip
 import hashlib
+import importlib
+import io
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Final, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from ludus.envs.data_files import is_table, read_table, read_text
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.extract import NotJson, read_json
 from ludus.tools.fetch import json_lines
@@ -22,6 +33,158 @@ SPLITS: Final = ("train", "validation", "test")
 Record = Mapping[str, JSON]
 """One line of a file."""
 Row = TypeVar("Row")
+_SUFFIXES: Final = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".ndjson")
+_HUB_NAME: Final = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(?::(?P<config>[\w.-]+))?")
+_SPLIT: Final = re.compile(
+    r"(?<![a-z])(?:(?P<train>train)|(?P<validation>valid(?:ation)?|val|dev)|(?P<test>test))(?![a-z])"
+)
+_MAX_CELL: Final = 2**31 - 1
+
+Rows = Iterator[tuple[int, object]]
+"""Rows with their numbers from 1: the line of a text file."""
+
+
+def is_table(path: Path) -> bool:
+    """Return whether `read_table` reads the path; otherwise it is a file of JSON lines, or missing."""
+    name = path.name.removesuffix(".gz")
+    if path.is_dir() or _hub_name(path) or name.endswith((".csv", ".tsv", ".parquet")):
+        return True
+    return name.endswith(".json") and path.is_file() and _text(path).startswith("[")
+
+
+def read_table(path: Path, split: str = "") -> Iterator[tuple[int, dict[str, object]]]:
+    """Yield the rows with their lines; rows of several files or splits are numbered through.
+
+    Rows of a named split get it as `split` unless they have one. `split` selects one if the source has several. Raises
+    UserError if the source cannot be read or has splits without the selected one.
+    """
+    named = _hub_name(path)
+    parts = _folder_parts(path) if path.is_dir() else _hub_parts(path, named) if named else {"": [_file_rows(path)]}
+    splits = {name: split_of(name) for name in parts}
+    if split and len(parts) > 1:
+        parts = {name: rows for name, rows in parts.items() if splits[name] == split}
+        if not parts:
+            raise UserError(f"{path} has no split {split}, but {', '.join(splits)}.", "Give the file of one split.")
+    number, several = 0, sum(map(len, parts.values())) > 1
+    for name, sources in parts.items():
+        added = {"split": splits[name]} if splits[name] else {}
+        for rows in sources:
+            for line, row in rows:
+                number += 1
+                if not isinstance(row, Mapping):
+                    raise UserError(
+                        f"{path}, line {line}, is not an object.", "Each row is an object with named fields."
+                    )
+                yield number if several else line, {**added, **row}
+
+
+def split_of(name: str) -> str:
+    """Return the split that a file or split name refers to: train, validation, test, or empty."""
+    found = _SPLIT.search(name.lower())
+    return found.lastgroup or "" if found else ""
+
+
+def _hub_name(path: Path) -> re.Match[str] | None:
+    found = _HUB_NAME.fullmatch(str(path))
+    return None if path.exists() or path.name.removesuffix(".gz").endswith(_SUFFIXES) else found
+
+
+def _package(name: str, what: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        hint = "Install it: pip install 'ludus[datasets]', or use a file of JSON lines."
+        raise UserError(f"{what} needs the package {name}.", hint) from error
+
+
+def _folder_parts(path: Path) -> dict[str, list[Rows]]:
+    """Return the rows of a folder by split: a saved dataset, or data files in it or in its folder `data`."""
+    if {one.name for one in path.iterdir()} & {"state.json", "dataset_dict.json"}:
+        package = _package("datasets", f"{path} is a saved dataset, and reading it")
+        try:
+            found = package.load_from_disk(str(path))
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read: {str(error).splitlines()[0]}.", "Save it again.") from error
+        return _dataset_parts(found)
+    parts: dict[str, list[Rows]] = {}
+    for file in sorted([*path.glob("*"), *path.glob("data/*")]):
+        if file.name.removesuffix(".gz").endswith(_SUFFIXES) and not file.name.startswith((".", "dataset_info")):
+            parts.setdefault(split_of(file.name), []).append(_file_rows(file))
+    if not parts:
+        raise UserError(
+            f"{path} is not a dataset: it has neither data files ({', '.join(_SUFFIXES)}) nor a saved dataset.",
+            "Pass a file, or a folder written by Dataset.save_to_disk.",
+        )
+    return parts
+
+
+def _hub_parts(path: Path, named: re.Match[str]) -> dict[str, list[Rows]]:
+    package = _package("datasets", f"{path} is not a file; reading the Hugging Face dataset of that name")
+    try:
+        return _dataset_parts(package.load_dataset(named["name"], named["config"]))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path} is not a file, and the Hugging Face dataset of that name cannot be loaded: "
+            f"{(str(error).splitlines() or ['no reason given'])[0]}.",
+            "Check the name; NAME:CONFIG selects a configuration.",
+        ) from error
+
+
+def _dataset_parts(dataset: Iterable[object]) -> dict[str, list[Rows]]:
+    splits: Mapping[str, Iterable[object]] = dataset if isinstance(dataset, dict) else {"": dataset}
+    return {name: [enumerate(rows, start=1)] for name, rows in splits.items()}
+
+
+def read_text(path: Path, hint: str, encoding: str = "utf-8") -> str:
+    """Return the text of a file, decompressed if its name ends in `.gz`. Raises UserError."""
+    try:
+        data = path.read_bytes()
+        return (gzip.decompress(data) if path.suffix == ".gz" else data).decode(encoding)
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}.", hint) from error
+
+
+def _text(path: Path) -> str:
+    """Return the text of a file, without a byte order mark and leading blanks. Raises UserError."""
+    return read_text(path, "Check the path.", "utf-8-sig").lstrip(" \r\n\t")
+
+
+def _file_rows(path: Path) -> Rows:
+    name = path.name.removesuffix(".gz")
+    if name.endswith(".parquet"):
+        parquet = _package("pyarrow.parquet", f"{path} is a Parquet file, and reading it")
+        try:
+            batches = parquet.ParquetFile(path).iter_batches()
+            yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read: {str(error).splitlines()[0]}.", "Check the file.") from error
+    elif name.endswith((".csv", ".tsv")):
+        yield from _csv_rows(path, "\t" if name.endswith(".tsv") else ",")
+    else:
+        text, line = _text(path), 0
+        try:
+            if name.endswith(".json") and text.startswith("["):
+                yield from enumerate(json.loads(text), start=1)
+                return
+            for line, data in enumerate(text.split("\n"), start=1):
+                if data.strip():
+                    yield line, json.loads(data)
+        except (ValueError, RecursionError) as error:
+            where = f"{path}, line {line}," if line else str(path)
+            raise UserError(f"{where} is not valid JSON: {error}.", "Correct the file.") from error
+
+
+def _csv_rows(path: Path, delimiter: str) -> Rows:
+    csv.field_size_limit(_MAX_CELL)
+    reader = csv.DictReader(io.StringIO(_text(path), newline=""), delimiter=delimiter, strict=True)
+    try:
+        for row in reader:
+            if None in row:
+                hint = "Quote cells that contain the delimiter; the first row has the names of the columns."
+                raise UserError(f"{path}, line {reader.line_num}, has more cells than the first row.", hint)
+            yield reader.line_num, row
+    except csv.Error as error:
+        raise UserError(f"{path}, line {reader.line_num}, is not valid CSV: {error}.", "Correct the file.") from error
 
 
 class RecordError(Exception):

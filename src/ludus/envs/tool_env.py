@@ -28,7 +28,7 @@ from ludus.envs.base import Environment
 from ludus.errors import EngineError, ToolFault, UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.tools.base import TIMEOUT_FACTORS, ArgumentError, Tool, ToolError, call_timeout
-from ludus.types import Action, CallError, Message, StepResult, Task, ToolCall, ToolOutcome, ToolStatus
+from ludus.types import Action, Message, StepResult, Task, ToolCall, ToolOutcome, ToolStatus
 
 T = TypeVar("T")
 
@@ -144,7 +144,10 @@ class ToolExecutor:
             if isinstance(outcome, ToolFault):
                 raise outcome
         outcomes = [outcome for outcome in results if isinstance(outcome, ToolOutcome)]
-        return (*outcomes, *map(self._malformed, action.errors))
+        for error in action.errors:
+            text, truncated = self._truncated(as_text(f"Error: {error.reason}"))
+            outcomes.append(ToolOutcome(error.id, "", ToolStatus.MALFORMED, text, truncated))
+        return tuple(outcomes)
 
     async def _call(self, call: ToolCall) -> ToolOutcome | ToolFault:
         start_s, attempts = time.perf_counter(), _Attempts()
@@ -157,10 +160,6 @@ class ToolExecutor:
         outcome = ToolOutcome(call.id, call.name, reply.status, text, truncated, time.perf_counter() - start_s)
         cost = self._by_name[call.name].traits.cost * attempts.count if attempts.count else 0.0
         return replace(outcome, cost=cost, retried=attempts.count > 1)
-
-    def _malformed(self, error: CallError) -> ToolOutcome:
-        text, truncated = self._truncated(as_text(f"Error: {error.reason}"))
-        return ToolOutcome(error.id, "", ToolStatus.MALFORMED, text, truncated)
 
     async def _execute(self, call: ToolCall, attempts: _Attempts) -> _Reply:
         tool = self._by_name.get(call.name)

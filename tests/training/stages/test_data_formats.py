@@ -14,7 +14,7 @@ from ludus.chat.tags import TagsRenderer
 from ludus.config import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.models.loading import load_tokenizer
-from ludus.envs.data_files import is_table, read_table, split_of
+from ludus.envs.task_files import is_table, read_table, split_of
 from ludus.errors import UserError
 from ludus.training.datasets.files import FileText, check_file, parse_record, read_dialogues, read_sft_data, row_of
 from ludus.training.run.session import model_path, open_session

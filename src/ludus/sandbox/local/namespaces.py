@@ -56,12 +56,8 @@ _SURVIVAL_S = 0.5
 _MODULES = ("wire", "syscalls", "procfs", "streams", "program", "files", "init")
 """Modules of the guest, in import order."""
 GUEST_ID = 1000  # user and group id in the sandbox
-PROGRAM_ENVIRONMENT = {
-    "HOME": "/box",
-    "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",
-    "PYTHONDONTWRITEBYTECODE": "1",
-}  # beside PATH
+# Environment of programs, beside PATH
+PROGRAM_ENVIRONMENT = {"HOME": "/box", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1"}
 
 _CANNOT_START_HINT = (
     "The namespaces backend needs user namespaces: as root, `sysctl -w user.max_user_namespaces=15000`, "

@@ -1,6 +1,6 @@
 """Read and check files of dialogues (labelled or not), texts, preference pairs and rollouts.
 
-JSON lines (`.gz` if compressed), or a table (`ludus.envs.data_files`); see docs/use/data.md. A file has records of one
+JSON lines (`.gz` if compressed), or a table (`ludus.envs.task_files`); see docs/use/data.md. A file has records of one
 kind, in one of the formats of `formats`. Also the artifacts of a run folder: gzip-compressed JSON lines, one record per
 line.
 """
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from pydantic import TypeAdapter
 
-from ludus.envs.data_files import is_table, read_table
+from ludus.envs.task_files import is_table, read_table
 from ludus.errors import StorageError, UserError
 from ludus.rollouts.rollout_files import RolloutRecord, parse_rollout, rollout_line, write_lines
 from ludus.tools.base import Tool

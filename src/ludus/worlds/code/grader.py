@@ -4,6 +4,10 @@ The sandbox receives a program and the arguments of a test and returns results a
 value, so a program that exits early, patches builtins, overloads `==`, prints the protocol or searches for the
 tests gains nothing: it has to return the correct values. Tests that are code (asserts) run in a separate sandbox,
 which has the program's results as data but not the program.
+
+Results are read from the JSON of `guest_runner.encode`. No set or dictionary of their elements is built, because a
+program can choose integers that collide in Python's hash and take quadratic time. Elements of sets and keys of
+dictionaries are compared as sorted texts, which are equal if the values are equal in Python (1, 1.0 and True).
 """
 
 from __future__ import annotations
@@ -14,17 +18,17 @@ import inspect
 import json
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Final, Literal
 
+from ludus.rewards.code.sql_rows import number_key, tuple_key
 from ludus.rewards.code.unit_tests import Suite
 from ludus.sandbox.base import MIB, Limits, Outcome, Sandbox
 from ludus.tools.fetch import stripped_lines
 from ludus.worlds.code import guest_runner
-from ludus.worlds.code.results import read_value, same_value, show_value
 
 Record = dict[str, object]
 LIMITS: Final = Limits(wall_s=6.0, cpu_s=5.0, output_bytes=MIB, files_out=0)
@@ -135,7 +139,7 @@ class CodeGrader:
             nonce = secrets.token_hex(16)
             lines = [nonce, entry, *(json.dumps(call) for call in calls[len(results) :])]
             outcome = await self.sandbox.run(
-                f"{_guest_code()}\nrun_calls()\n",
+                f"{inspect.getsource(guest_runner)}\nrun_calls()\n",
                 files={"solution.py": program.encode("utf-8", "surrogatepass")},
                 stdin="\n".join(lines).encode(),
                 limits=self.limits,
@@ -178,7 +182,12 @@ class CodeGrader:
         known: dict[str, list[Record]] = {name: [] for name in tests}
         found: dict[str, Record] = {}
         for _ in range(_MAX_PASSES):
-            records = await self._run_asserts(tests, known, truth)
+            nonce = secrets.token_hex(16)
+            given = {"nonce": nonce, "setup": truth.setup, "entry": truth.entry, "tests": tests}
+            given["known"] = {name: known[name] for name in tests}
+            asserts = f"{inspect.getsource(guest_runner)}\nrun_checks()\n"
+            outcome = await self.sandbox.run(asserts, stdin=json.dumps(given).encode(), limits=self.limits)
+            records = await asyncio.to_thread(_records, outcome, nonce)
             found |= {str(one["test"]): one for one in records if "verdict" in one}
             requested = [(str(one["test"]), one["call"]) for one in records if "call" in one]
             calls = [(name, call) for name, call in requested if name in tests and isinstance(call, list)]
@@ -188,18 +197,11 @@ class CodeGrader:
             for (name, _), result in zip(calls, results, strict=True):
                 known[name].append(result)
             tests = {name: code for name, code in tests.items() if name in dict(calls)}
-        grading.verdicts = [_assert_verdict(case, found.get(case.name, {})) for case in cases]
-
-    async def _run_asserts(
-        self, tests: Mapping[str, str], known: Mapping[str, list[Record]], truth: CodeTruth
-    ) -> list[Record]:
-        nonce = secrets.token_hex(16)
-        given = {"nonce": nonce, "setup": truth.setup, "entry": truth.entry, "tests": tests}
-        given["known"] = {name: known[name] for name in tests}
-        outcome = await self.sandbox.run(
-            f"{_guest_code()}\nrun_checks()\n", stdin=json.dumps(given).encode(), limits=self.limits
-        )
-        return await asyncio.to_thread(_records, outcome, nonce)
+        for case in cases:
+            record = found.get(case.name, {})
+            passed = record.get("verdict") is True and record.get("open") is False
+            failure = "" if passed else str(record.get("error") or "it could not be decided")
+            grading.verdicts.append(CodeVerdict(case, passed, failure))
 
 
 def _verdict(case: TestCase, record: Record, loose: bool) -> CodeVerdict:
@@ -212,11 +214,6 @@ def _verdict(case: TestCase, record: Record, loose: bool) -> CodeVerdict:
     if same_value(value, case.due, loose):
         return CodeVerdict(case, True)
     return CodeVerdict(case, False, f"it gave {show_value(value, _MAX_SHOWN)}")
-
-
-def _assert_verdict(case: TestCase, record: Record) -> CodeVerdict:
-    passed = record.get("verdict") is True and record.get("open") is False
-    return CodeVerdict(case, passed, "" if passed else str(record.get("error") or "it could not be decided"))
 
 
 def _exit_reason(outcome: Outcome, limits: Limits) -> str:
@@ -251,11 +248,6 @@ def _records(outcome: Outcome, nonce: str) -> list[Record]:
 
 
 @cache
-def _guest_code() -> str:
-    return inspect.getsource(guest_runner)
-
-
-@cache
 def _with_open_asserts(code: str) -> str:
     """Rewrite the code of tests so that asserts do not fail while a result is missing."""
     return ast.unparse(ast.fix_missing_locations(_OpenAsserts().visit(ast.parse(code))))
@@ -282,9 +274,136 @@ def same_output(printed: str, due: str, loose: bool = False) -> bool:
 
 
 def _same_word(word: str, due: str) -> bool:
-    if word == due:
-        return True
+    with suppress(ValueError):
+        return word == due or ("." in due and math.isclose(float(word), float(due), rel_tol=1e-6, abs_tol=1e-6))
+    return False
+
+
+# Comparison of results with expected values, in linear time except for sorting
+
+_TOLERANCE = 1e-9
+_LONG_BITS = 1000
+"""Longer integers are shown in hexadecimal, because decimal conversion takes quadratic time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unordered:
+    """A set, frozenset or dict, sorted by the texts of its elements or keys, which are distinct.
+
+    `shown` are the elements or keys, `values` the values of a dict (the last one of a repeated key).
+    """
+
+    kind: str
+    keys: tuple[str, ...]
+    shown: tuple[object, ...]
+    values: tuple[object, ...]
+
+
+def read_value(encoded: object) -> object:
+    """Return a value encoded by `guest_runner.encode`. Raises ValueError for anything else."""
+    return guest_runner.decode(encoded, _MAKERS)
+
+
+def same_value(value: object, due: object, loose: bool = False) -> bool:
+    """Return whether a result equals the expected plain value.
+
+    Tuples equal lists, and floats may differ by 1e-9 relatively.
+    `loose` also accepts a value if a list of it is expected, as APPS does.
+    """
     try:
-        return "." in due and math.isclose(float(word), float(due), rel_tol=1e-6, abs_tol=1e-6)
-    except ValueError:
+        wanted = read_value(guest_runner.encode(due))
+    except ValueError:  # such a value equals no result
         return False
+    if _equal(value, wanted):
+        return True
+    return loose and isinstance(wanted, list) and len(wanted) == 1 and _equal(value, wanted[0])
+
+
+def show_value(value: object, longest: int) -> str:
+    """Return the value as Python source, truncated."""
+    found, length = [], 0
+    for part in _source_parts(value):
+        found.append(part)
+        length += len(part)
+        if length > longest:
+            return f"{''.join(found)[:longest]}..."
+    return "".join(found)
+
+
+def _unordered(kind: str, items: list[object]) -> Unordered:
+    by_key: dict[str, list[object]] = {}
+    for pair in items if kind == "dict" else [[item, None] for item in items]:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError("a dictionary is made of pairs")
+        by_key[_key(pair[0])] = pair
+    keys = tuple(sorted(by_key))
+    return Unordered(kind, keys, tuple(by_key[key][0] for key in keys), tuple(by_key[key][1] for key in keys))
+
+
+_MAKERS = guest_runner.MAKERS | {kind: partial(_unordered, kind) for kind in ("set", "frozenset", "dict")}
+
+
+def _key(value: object) -> str:
+    """Return a text that equal elements share. Raises ValueError for unhashable values."""
+    match value:
+        case None:
+            return "none"
+        case str():
+            return f"str {value}"
+        case bytes():
+            return f"bytes {value.hex()}"
+        case complex() if value.imag:
+            return f"complex {value.real.hex()} {value.imag.hex()}"
+        case int() | float() | complex():
+            return f"number {number_key(value.real)}"
+        case tuple():
+            return f"tuple {tuple_key([_key(one) for one in value])}"
+        case Unordered(kind="frozenset"):
+            return f"frozenset {tuple_key([*value.keys])}"
+    raise ValueError("an element of a set or a key that cannot be hashed")
+
+
+def _equal(value: object, due: object) -> bool:
+    if isinstance(value, list | tuple) and isinstance(due, list | tuple):
+        return len(value) == len(due) and all(map(_equal, value, due))
+    if isinstance(value, Unordered) and isinstance(due, Unordered):
+        same_keys = value.kind == due.kind and value.keys == due.keys
+        return same_keys and all(map(_equal, value.values, due.values))
+    if isinstance(value, int | float) and isinstance(due, int | float):
+        if value == due or (isinstance(value, int) and isinstance(due, int)):
+            return value == due
+        with suppress(OverflowError):
+            return math.isclose(value, due, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
+        return False
+    return type(value) is type(due) and value == due
+
+
+def _source_parts(value: object) -> Iterator[str]:
+    match value:
+        case Unordered(kind="dict"):
+            yield from _listed(zip(value.shown, value.values, strict=True), "{", "}")
+        case Unordered(shown=()):
+            yield f"{value.kind}()"
+        case Unordered(kind="set"):
+            yield from _listed(zip(value.shown), "{", "}")
+        case Unordered():
+            yield from _listed(zip(value.shown), "frozenset({", "})")
+        case list():
+            yield from _listed(zip(value), "[", "]")
+        case tuple():
+            yield from _listed(zip(value), "(", ",)" if len(value) == 1 else ")")
+        case int() if value.bit_length() > _LONG_BITS:
+            yield hex(value)
+        case _:
+            yield repr(value)
+
+
+def _listed(items: Iterable[Sequence[object]], begin: str, end: str) -> Iterator[str]:
+    """Yield items of one value, or of key and value."""
+    yield begin
+    for place, item in enumerate(items):
+        yield ", " if place else ""
+        for part, one in enumerate(item):
+            yield ": " if part else ""
+            yield from _source_parts(one)
+    yield end

@@ -2,7 +2,7 @@
 
 The sandbox runs the source of this module in the process of the solution. It has arguments but no expected
 values, so a solution that tampers with it can change results but not make them correct. The host treats the
-records as untrusted data (`ludus.worlds.code.results`); `decode` is for the sandbox only.
+records as untrusted data (`ludus.worlds.code.grader`); `decode` is for the sandbox only.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 from ludus.envs.task_files import Record, RecordError, load_tasks, split_by_hash, text_field
 from ludus.types import JSON, Message, Task
@@ -64,8 +64,8 @@ def _own(record: Record, line: int) -> _TaskFields:
     given = [_object(test) for test in tests]
     pairs = [_call(one) if entry else (text_field(one, "stdin"), text_field(one, "stdout")) for one in given]
     weights = [_weight(one) for one in given]
-    truth = replace(_pair_truth(pairs, num_shown, entry, _optional(record, "solution")), loose=False)
-    truth = replace(truth, weights=dict(zip(truth.fail_to_pass, weights, strict=True)))
+    truth = _pair_truth(pairs, num_shown, entry, _optional(record, "solution"))
+    truth = replace(truth, loose=False, weights=dict(zip(truth.fail_to_pass, weights, strict=True)))
     name, family = str(record.get("id", f"line-{line}")), str(record.get("family", "file"))
     return name, prompt, truth, split_by_hash(prompt), family
 
@@ -133,17 +133,21 @@ def _livecodebench(record: Record, line: int) -> _TaskFields:
 def _kodcode(record: Record, line: int) -> _TaskFields:
     solution = _python(text_field(record, "solution"), "solution")
     module = ast.parse(_python(text_field(record, "test"), "test"))
-    tests = [node for node in module.body if isinstance(node, ast.FunctionDef) and _is_plain_test(node)]
+    named = [
+        n for n in module.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name.lower().startswith("test")
+    ]
+    every = [node for node in named if isinstance(node, ast.FunctionDef) and node.name.startswith("test")]
+    tests = [test for test in every if _is_plain(test)]
     imports = [node for node in module.body if isinstance(node, ast.ImportFrom) and node.module == "solution"]
     names = _imported_names(imports, module, solution)
     if not tests:
         raise RecordError('"test" has no test function without fixtures, parameters or pytest')
-    setup = [node for node in module.body if node not in imports and not (_is_named_test(node) or _uses_pytest(node))]
+    setup = [node for node in module.body if node not in [*imports, *named] and not _uses_pytest(node)]
     cases = [TestCase(test.name, f"{ast.unparse(test)}\n\n{test.name}()") for test in tests]
     truth = replace(_truth("checks", names[0], cases, 1, solution), setup="\n".join(map(ast.unparse, setup)))
     prompt = f"{text_field(record, 'question')}\n\n{_declarations(record, names)}"
     name, family = record.get("question_id", f"line-{line}"), str(record.get("subset", "kodcode"))
-    if skipped := sum(_is_test(node) for node in module.body) - len(tests):
+    if skipped := len(every) - len(tests):
         _LOG.warning("KodCode/%s: skipped %d tests that use fixtures, parameters or pytest.", name, skipped)
     return f"KodCode/{name}", _with_test(prompt, ast.unparse(tests[0])), truth, split_by_hash(prompt), family
 
@@ -184,18 +188,10 @@ def _declarations(record: Record, names: Sequence[str]) -> str:
     return "Define " + ", ".join(f"`{declared.get(name) or name}`" for name in names) + "."
 
 
-def _is_plain_test(node: ast.FunctionDef) -> bool:
+def _is_plain(test: ast.FunctionDef) -> bool:
     """Return whether a test has no fixtures and does not use pytest."""
-    parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    return _is_test(node) and not parameters and not node.decorator_list and not _uses_pytest(node)
-
-
-def _is_test(node: ast.stmt) -> bool:
-    return isinstance(node, ast.FunctionDef) and node.name.startswith("test")
-
-
-def _is_named_test(node: ast.stmt) -> bool:
-    return isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.lower().startswith("test")
+    parameters = [*test.args.posonlyargs, *test.args.args, *test.args.kwonlyargs]
+    return not parameters and not test.decorator_list and not _uses_pytest(test)
 
 
 def _uses_pytest(node: ast.AST) -> bool:
@@ -282,16 +278,15 @@ def _decode_field(record: Record, key: str) -> JSON:
 
 def _json(text: str) -> JSON:
     try:
-        value: JSON = json.loads(text)
+        return cast(JSON, json.loads(text))
     except (ValueError, RecursionError):
         raise RecordError(f"{text[:40]!r} is not JSON") from None
-    return value
 
 
 def _object(value: JSON) -> Record:
-    if not isinstance(value, dict):
-        raise RecordError(f"{str(value)[:40]!r} is not a JSON object")
-    return value
+    if isinstance(value, dict):
+        return value
+    raise RecordError(f"{str(value)[:40]!r} is not a JSON object")
 
 
 def _call(test: Record) -> _Pair:

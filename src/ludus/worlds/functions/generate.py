@@ -13,9 +13,21 @@ from typing import Final, NamedTuple
 from ludus.errors import ConfigError
 from ludus.rewards.exact_match import ExpectedAnswers
 from ludus.types import JSON, Message, Task
-from ludus.worlds.functions.catalogue import Function, Links, Param, Plan, PlanStep, Scene, catalogue, change_signature
+from ludus.worlds.functions.catalogue import (
+    DomainState,
+    Function,
+    Links,
+    Param,
+    Plan,
+    PlanStep,
+    Row,
+    Scene,
+    catalogue,
+    change_signature,
+    read_data,
+    vocabulary,
+)
 from ludus.worlds.functions.grader import Ask, GoldCall, Right, Truth
-from ludus.worlds.functions.state import DomainState, Row, read_data, vocabulary
 
 SYSTEM: Final = "Do what is asked with the tools. Ask back where something is missing; call nothing where no tool fits."
 SPLITS: Final = ("train", "validation", "test", "composition")
@@ -96,73 +108,6 @@ def looks_like(function: Function) -> frozenset[str]:
     return frozenset({function.name}).union(*(own for own in request_specs().lookalikes if function.name in own))
 
 
-@dataclass(frozen=True, slots=True)
-class PlanSampler:
-    """Draws the plans of a split."""
-
-    rng: random.Random
-    split: str
-
-    def plan(self, family: str, num: int) -> Plan:
-        """Return a plan of a family; `num` counts the calls of `several`, `parallel` and `chain`."""
-        rng, split = self.rng, self.split
-        match family:
-            case "several":
-                return tuple(self._step(function) for function in rng.sample(targets_for(split), num))
-            case "parallel":
-                return self._parallel(num)
-            case "chain":
-                return self._chain(num)
-            case "fan":
-                first, second, last = rng.choice(fans_for(split))
-                return self._step(first), self._step(second), self._step(last, _fan_links(first, second, last))
-            case "mixed":  # a chain of two, and an unrelated call of another domain
-                linked = self._chain(2)
-                domains = {step.function.domain for step in linked}
-                others = [function for function in functions_for(split) if function.domain not in domains]
-                return (*linked, self._step(rng.choice(others)))
-        return (self._step(rng.choice(targets_for(split))),)
-
-    def _parallel(self, num: int) -> Plan:
-        """Return calls of one function with different values."""
-        function, steps = self.rng.choice(targets_for(self.split)), list[PlanStep]()
-        for _ in range(20 * num):
-            step = self._step(function)
-            if len(steps) < num and all(step.values != other.values for other in steps):
-                steps.append(step)
-        return tuple(steps)
-
-    def _chain(self, num: int) -> Plan:
-        """Return calls that each take results of the one before. `composition` has a held-out link."""
-        rng, pairs, usual = self.rng, pairs_for(self.split), pairs_for("train")
-        functions = list(rng.choice(pairs))
-        while len(functions) < num:
-            after = [b for a, b in usual if a == functions[-1] and b not in functions]
-            before = [a for a, b in usual if b == functions[0] and a not in functions]
-            if after and (not before or rng.random() < 0.7):
-                functions.append(rng.choice(after))
-            elif before:
-                functions.insert(0, rng.choice(before))
-            else:
-                functions = list(rng.choice(pairs))
-        links = [_links(first, second, place) for place, (first, second) in enumerate(pairwise(functions))]
-        return self._step(functions[0]), *map(self._step, functions[1:], links)
-
-    def _step(self, function: Function, links: Links | None = None) -> PlanStep:
-        """Return the function with values of the split, all different, none the default of its parameter.
-
-        A parameter with a default has a value with probability 0.4.
-        """
-        values: dict[str, JSON] = {}
-        for param in function.params:
-            if param.name not in (links or {}) and (param.default is None or self.rng.random() < 0.4):
-                value = param.of.draw(self.rng, self.split)
-                while value in values.values() or value == param.default:
-                    value = param.of.draw(self.rng, self.split)
-                values[param.name] = value
-        return PlanStep(function, values, links or {})
-
-
 def _links(first: Function, second: Function, place: int) -> Links:
     """Return links for the required parameters of `second` from the result of `first`, which has index `place`."""
     found: dict[str, tuple[int, str]] = {}
@@ -197,9 +142,11 @@ class _Draft(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class TaskSampler(PlanSampler):
-    """Draws the tasks of a split at one level; signatures are changed only with `changes`."""
+class TaskSampler:
+    """Draws the plans and tasks of a split at one level; signatures are changed only with `changes`."""
 
+    rng: random.Random
+    split: str
     level: int
     changes: bool = True
 
@@ -299,6 +246,64 @@ class TaskSampler(PlanSampler):
             else function
             for function in chosen
         )
+
+    def plan(self, family: str, num: int) -> Plan:
+        """Return a plan of a family; `num` counts the calls of `several`, `parallel` and `chain`."""
+        rng, split = self.rng, self.split
+        match family:
+            case "several":
+                return tuple(self._step(function) for function in rng.sample(targets_for(split), num))
+            case "parallel":
+                return self._parallel(num)
+            case "chain":
+                return self._chain(num)
+            case "fan":
+                first, second, last = rng.choice(fans_for(split))
+                return self._step(first), self._step(second), self._step(last, _fan_links(first, second, last))
+            case "mixed":  # a chain of two, and an unrelated call of another domain
+                linked = self._chain(2)
+                domains = {step.function.domain for step in linked}
+                others = [function for function in functions_for(split) if function.domain not in domains]
+                return (*linked, self._step(rng.choice(others)))
+        return (self._step(rng.choice(targets_for(split))),)
+
+    def _parallel(self, num: int) -> Plan:
+        function, steps = self.rng.choice(targets_for(self.split)), list[PlanStep]()
+        for _ in range(20 * num):
+            step = self._step(function)
+            if len(steps) < num and all(step.values != other.values for other in steps):
+                steps.append(step)
+        return tuple(steps)
+
+    def _chain(self, num: int) -> Plan:
+        """Return calls that each take results of the one before. `composition` has a held-out link."""
+        rng, pairs, usual = self.rng, pairs_for(self.split), pairs_for("train")
+        functions = list(rng.choice(pairs))
+        while len(functions) < num:
+            after = [b for a, b in usual if a == functions[-1] and b not in functions]
+            before = [a for a, b in usual if b == functions[0] and a not in functions]
+            if after and (not before or rng.random() < 0.7):
+                functions.append(rng.choice(after))
+            elif before:
+                functions.insert(0, rng.choice(before))
+            else:
+                functions = list(rng.choice(pairs))
+        links = [_links(first, second, place) for place, (first, second) in enumerate(pairwise(functions))]
+        return self._step(functions[0]), *map(self._step, functions[1:], links)
+
+    def _step(self, function: Function, links: Links | None = None) -> PlanStep:
+        """Return the function with values of the split, all different, none the default of its parameter.
+
+        A parameter with a default has a value with probability 0.4.
+        """
+        values: dict[str, JSON] = {}
+        for param in function.params:
+            if param.name not in (links or {}) and (param.default is None or self.rng.random() < 0.4):
+                value = param.of.draw(self.rng, self.split)
+                while value in values.values() or value == param.default:
+                    value = param.of.draw(self.rng, self.split)
+                values[param.name] = value
+        return PlanStep(function, values, links or {})
 
 
 def _gold_calls(plan: Plan, scene: Scene) -> tuple[GoldCall, ...]:

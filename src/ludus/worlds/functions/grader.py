@@ -22,8 +22,7 @@ from ludus.rewards.exact_match import ExpectedAnswers, matches, normalise
 from ludus.rewards.extract import last_output
 from ludus.rewards.paper_rewards import ExpectedCall, ExpectedCalls
 from ludus.types import JSON, StopReason, Task, ToolStatus, Trajectory
-from ludus.worlds.functions.catalogue import Param, Plan, Scene, catalogue
-from ludus.worlds.functions.state import read_data, vocabulary
+from ludus.worlds.functions.catalogue import Param, Plan, Scene, catalogue, read_data, vocabulary
 
 VERDICT: Final = "verdict"
 """The tool name of the outcome that lists which turns of a task of several turns agree with the gold calls."""

@@ -51,7 +51,6 @@ class Objects:
             return str(value), False
 
     def state(self) -> dict[tuple[str, str], object]:
-        """Return the public attributes of all objects."""
         return {
             (name, key): value
             for name, one in self.made.items()
