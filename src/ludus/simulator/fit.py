@@ -36,27 +36,6 @@ class ToolCalls:
     slow_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
-    """Measurements of a step: busy seconds, passes and tokens of the engine, seconds of the learner, and episodes.
-
-    `transfer_s` is the duration of a weight transfer that overlapped with the step, or None.
-    """
-
-    busy_s: float
-    passes: float
-    decoded: float
-    read: float
-    learn_s: float
-    sync_s: float
-    transfer_s: float | None
-    episodes: float
-    turns: float
-    action_tokens: float
-    tokens: float
-    calls: tuple[ToolCalls, ...]
-
-
 MIN_STEPS = 5
 MAX_ERROR = 0.3
 """Thresholds of warnings: minimum number of steps and maximum relative error."""
@@ -85,15 +64,16 @@ class FittedCosts:
         return found
 
 
-def measured_steps(folder: RunFolder) -> list[MeasuredStep]:
-    """Return the steps of a run with complete measurements. The first is a warm-up and omitted if there are others.
+def measured_steps(folder: RunFolder) -> Sequence[Mapping[str, float]]:
+    """Return the metrics of the steps of a run with complete measurements. The first is a warm-up and omitted if there
+    are others.
 
     Raises UserError if there are none.
     """
     metrics = {row.step: row.metrics for row in read_metrics(folder.metrics)}
     timings = {row.step: row.metrics for row in read_metrics(folder.timings)}
     found = [
-        _measured({**metrics[step], **timings[step]})
+        {**metrics[step], **timings[step]}
         for step in sorted(metrics.keys() & timings.keys())
         if timings[step].get("engine/busy_s") and metrics[step].get("episodes/finished")
     ]
@@ -105,63 +85,58 @@ def measured_steps(folder: RunFolder) -> list[MeasuredStep]:
     return found[1:] or found
 
 
-def _measured(row: Mapping[str, float]) -> MeasuredStep:
-    busy_s = row["engine/busy_s"]
-    decoded = row["engine/decode_tokens_per_s"] * busy_s
-    episodes = row["episodes/finished"]
-    return MeasuredStep(
-        busy_s=busy_s,
-        passes=decoded / max(row["engine/requests_running"], 1.0),
-        decoded=decoded,
-        read=row["engine/prefill_tokens_per_s"] * busy_s,
-        learn_s=row["time/train_s"],
-        sync_s=row["time/sync_s"],
-        transfer_s=row.get("sync/transfer_s"),
-        episodes=episodes,
-        turns=episodes * row["turns/mean"],
-        action_tokens=episodes * row["response_length/mean"],
-        tokens=episodes * row["length/total_tokens/mean"],
-        calls=tuple(
-            ToolCalls(
-                count=round(row[f"{name}/total_s"] / row[f"{name}/mean_s"]),
-                median_s=row[f"{name}/median_s"],
-                spread=row[f"{name}/spread"],
-                slow=row[f"{name}/stragglers"],
-                slow_s=row[f"{name}/stragglers_s"],
-            )
-            for name in (key.removesuffix("/median_s") for key in row if key.startswith("tools/"))
-            if f"{name}/median_s" in row
-        ),
-    )
+def _tool_calls(row: Mapping[str, float]) -> list[ToolCalls]:
+    names = [name.removesuffix("/median_s") for name in row if name.startswith("tools/")]
+    return [
+        ToolCalls(
+            count=round(row[f"{name}/total_s"] / row[f"{name}/mean_s"]),
+            median_s=row[f"{name}/median_s"],
+            spread=row[f"{name}/spread"],
+            slow=row[f"{name}/stragglers"],
+            slow_s=row[f"{name}/stragglers_s"],
+        )
+        for name in names
+        if f"{name}/median_s" in row
+    ]
 
 
 def fit(folders: Sequence[RunFolder]) -> FittedCosts:
     """Fit the costs of runs of the same model and world. Raises UserError if their steps do not determine them."""
     steps = [step for folder in folders for step in measured_steps(folder)]
     config = run_config(folders[-1])
-    engine, engine_error = _least_squares([(s.passes, s.decoded, s.read) for s in steps], [s.busy_s for s in steps])
+
+    def sums(rate: str, times: str) -> list[float]:
+        """Return a rate of each step times its number or duration."""
+        return [step[times] * step[rate] for step in steps]
+
+    busy_s, learn_s = [step["engine/busy_s"] for step in steps], [step["time/train_s"] for step in steps]
+    decoded = sums("engine/decode_tokens_per_s", "engine/busy_s")
+    read = sums("engine/prefill_tokens_per_s", "engine/busy_s")
+    passes = [one / max(step["engine/requests_running"], 1.0) for one, step in zip(decoded, steps, strict=True)]
+    tokens = sums("length/total_tokens/mean", "episodes/finished")
+    engine, engine_error = _least_squares(list(zip(passes, decoded, read, strict=True)), busy_s)
     if not engine[0] + engine[1]:
         raise UserError(
             f"The {len(steps)} steps of these runs do not determine the seconds of a forward pass.",
             "Use a synchronous run of ten steps or more, or two runs with different numbers of episodes per step.",
         )
-    learner, learner_error = _least_squares([(1.0, s.tokens) for s in steps], [s.learn_s for s in steps])
-    transfers = [step.transfer_s for step in steps if step.transfer_s is not None]
-    episodes, turns = sum(s.episodes for s in steps), sum(s.turns for s in steps)
-    actions, tokens = sum(s.action_tokens for s in steps), sum(s.tokens for s in steps)
+    learner, learner_error = _least_squares([(1.0, num) for num in tokens], learn_s)
+    transfers = [step["sync/transfer_s"] for step in steps if "sync/transfer_s" in step]
+    episodes, turns = sum(step["episodes/finished"] for step in steps), sum(sums("turns/mean", "episodes/finished"))
+    actions = sum(sums("response_length/mean", "episodes/finished"))
     shape = EpisodeShape(
         turns=turns / episodes,
         action=actions / turns,
-        read=sum(s.read for s in steps) / (sum(s.decoded for s in steps) / (actions / turns)),
-        context=(tokens - actions) / episodes,
+        read=sum(read) / (sum(decoded) / (actions / turns)),
+        context=(sum(tokens) - actions) / episodes,
         most=config.rollout.max_tokens_per_turn,
     )
     costs = Costs(
         engine=EngineCost(engine[0], engine[1], engine[2], config.rollout.concurrency),
         learner=LearnerCost(learner[0], learner[1]),
-        tool=tool_cost([calls for step in steps for calls in step.calls]),
+        tool=tool_cost([calls for step in steps for calls in _tool_calls(step)]),
         episode=shape,
-        sync_s=float(np.median([step.sync_s for step in steps])),
+        sync_s=float(np.median([step["time/sync_s"] for step in steps])),
         transfer_s=float(np.median(transfers)) if transfers else 0.0,
     )
     return FittedCosts(costs, engine_error, learner_error, len(steps))

@@ -182,55 +182,23 @@ class SimStep:
 
 @dataclass(frozen=True, slots=True)
 class SimRun:
-    """Simulated run. Means exclude the steps at its start and end, in which the group queue fills or drains."""
+    """Simulated run. Means are over `middle`: the steps, without those at start and end, in which the group queue fills
+    or drains.
+
+    `step_s` are seconds per step, `episodes_per_s` the trained episodes per second. Idle fractions are of time, for
+    engines averaged over them. `age` is the mean age of trained tokens and `oldest` the largest of the whole run, in
+    versions.
+    """
 
     layout: RunLayout
     steps: tuple[SimStep, ...]
-
-    @property
-    def middle(self) -> Sequence[SimStep]:
-        """Steps without those at start and end, at least one."""
-        num = len(self.steps)
-        edge = min(self.layout.max_staleness + 1, (num - 1) // 3) if self.layout.mode == "async" else 0
-        return self.steps[edge : num - edge]
-
-    @property
-    def step_s(self) -> float:
-        """Mean seconds per step."""
-        middle = self.middle
-        first = self.steps.index(middle[0])
-        begin = self.steps[first - 1].end_s if first else 0.0
-        return (middle[-1].end_s - begin) / len(middle)
-
-    @property
-    def episodes_per_s(self) -> float:
-        """Episodes trained per second."""
-        return self.layout.episodes / self.step_s
-
-    @property
-    def learner_idle(self) -> float:
-        """Fraction of time in which the learner is idle."""
-        return self._weighted([step.learner_idle for step in self.middle])
-
-    @property
-    def engine_idle(self) -> float:
-        """Fraction of time in which engines are idle, averaged over engines."""
-        return self._weighted([step.engine_idle for step in self.middle])
-
-    @property
-    def age(self) -> float:
-        """Mean age of trained tokens, in versions."""
-        tokens = sum(step.tokens for step in self.middle)
-        return sum(step.age * step.tokens for step in self.middle) / tokens
-
-    @property
-    def oldest(self) -> int:
-        """Largest token age of the whole run, in versions."""
-        return max(step.oldest for step in self.steps)
-
-    def _weighted(self, values: Sequence[float]) -> float:
-        weights = [step.rollout_s + step.learn_s + step.sync_s for step in self.middle]
-        return sum(v * w for v, w in zip(values, weights, strict=True)) / (sum(weights) or 1.0)
+    middle: tuple[SimStep, ...]
+    step_s: float
+    episodes_per_s: float
+    learner_idle: float
+    engine_idle: float
+    age: float
+    oldest: int
 
 
 def simulate(costs: Costs, layout: RunLayout) -> SimRun:
@@ -242,7 +210,23 @@ def simulate(costs: Costs, layout: RunLayout) -> SimRun:
         return await modes[layout.mode]()
 
     steps, _ = run_virtual(run_steps())
-    return SimRun(layout, tuple(steps))
+    num = len(steps)
+    edge = min(layout.max_staleness + 1, (num - 1) // 3) if layout.mode == "async" else 0
+    middle = steps[edge : num - edge]
+    step_s = (middle[-1].end_s - (steps[edge - 1].end_s if edge else 0.0)) / len(middle)
+    weights = [step.rollout_s + step.learn_s + step.sync_s for step in middle]
+    total_s = sum(weights) or 1.0
+    return SimRun(
+        layout=layout,
+        steps=tuple(steps),
+        middle=tuple(middle),
+        step_s=step_s,
+        episodes_per_s=layout.episodes / step_s,
+        learner_idle=sum(step.learner_idle * weight for step, weight in zip(middle, weights, strict=True)) / total_s,
+        engine_idle=sum(step.engine_idle * weight for step, weight in zip(middle, weights, strict=True)) / total_s,
+        age=sum(step.age * step.tokens for step in middle) / sum(step.tokens for step in middle),
+        oldest=max(step.oldest for step in steps),
+    )
 
 
 @dataclass
@@ -254,7 +238,7 @@ class _GroupSource:
         return [RolloutRequest(RolloutKey(step, task.id, member), task) for member in range(self.layout.members)]
 
     def counts(self, group: Sequence[Episode]) -> bool:
-        return True
+        return True  # every group is trained
 
 
 @dataclass
@@ -281,14 +265,12 @@ class _Simulation:
 
     async def sync(self) -> list[SimStep]:
         for step in range(1, self.layout.steps + 1):
-            marks = [now()]
-            episodes = await self._sample(step)
-            marks.append(now())
+            begin, episodes = now(), await self._sample(step)
+            sampled = now()
             await self._train(episodes)
-            marks.append(now())
+            trained = now()
             await self._send_weights(step)
-            marks.append(now())
-            self._record_step(step, episodes, marks, self.layout.episodes)
+            self._record_step(step, episodes, [begin, sampled, trained, now()], self.layout.episodes)
         return self.steps
 
     async def one_step(self) -> list[SimStep]:
