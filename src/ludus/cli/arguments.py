@@ -33,15 +33,12 @@ def split_settings(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             words.append(word)
             continue
         settings.append(word)
-        if not equals and rest and not rest[0].startswith("--") and _takes(name[2:], rest[0]):
+        setting = find(name[2:])
+        is_switch = setting is not None and setting.accepts == frozenset({bool})
+        takes_next = not equals and rest and not rest[0].startswith("--")
+        if takes_next and (not is_switch or rest[0].lower() in ("true", "false")):
             settings.append(rest.pop(0))
     return words, settings
-
-
-def _takes(key: str, word: str) -> bool:
-    setting = find(key)
-    is_switch = setting is not None and setting.accepts == frozenset({bool})
-    return not is_switch or word.lower() in ("true", "false")
 
 
 def no_settings(overrides: Sequence[str], command: str) -> None:
@@ -52,12 +49,11 @@ def no_settings(overrides: Sequence[str], command: str) -> None:
 
 def check_run(folder: RunFolder) -> None:
     """Raise UserError unless the folder is a run folder."""
-    if folder.config.is_file():
-        folder.check_config()
-        return
     if not folder.path.exists():
         raise UserError(f"{folder.path} does not exist.", "Check the path; runs are under runs/.")
-    raise UserError(f"{folder.path} is not a run folder: it has no config.toml.", "Name the folder of a run.")
+    if not folder.config.is_file():
+        raise UserError(f"{folder.path} is not a run folder: it has no config.toml.", "Name the folder of a run.")
+    folder.check_config()
 
 
 def run_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
@@ -82,10 +78,14 @@ def model_settings(model: str | None, recipe: str | None = None) -> list[str]:
     if not model:
         return []
     words = ["--model.path", model, "--model.from_scratch", "false"]
-    return words + ([] if is_own_checkpoint(Path(model)) else pretrained_settings(recipe))
+    if _is_own_checkpoint(Path(model)):
+        return words
+    folders = [one.folder for one in list_recipes() if one.name == recipe]
+    files = [file for folder in folders for file in (folder.parent / PRETRAINED, folder / PRETRAINED)]
+    return words + [word for file in files if file.is_file() for word in flat_settings(file.read_text("utf-8"))]
 
 
-def is_own_checkpoint(model: Path) -> bool:
+def _is_own_checkpoint(model: Path) -> bool:
     """Return whether a model was trained from scratch: a cold start of the package, or a checkpoint of a run that
     started from one or from scratch."""
     seen: set[Path] = set()
@@ -102,13 +102,6 @@ def is_own_checkpoint(model: Path) -> bool:
     return True
 
 
-def pretrained_settings(recipe: str | None) -> list[str]:
-    """Return the settings of a recipe of the package for a pretrained model; empty for a custom file."""
-    folders = [one.folder for one in list_recipes() if one.name == recipe]
-    files = [file for folder in folders for file in (folder.parent / PRETRAINED, folder / PRETRAINED)]
-    return [word for file in files if file.is_file() for word in flat_settings(file.read_text("utf-8"))]
-
-
 def recipe_config(recipe: str | None, shortcuts: Sequence[str], overrides: Sequence[str]) -> Config:
     """Return the configuration of a recipe; `overrides` take precedence over `shortcuts`."""
     if not recipe:
@@ -116,6 +109,6 @@ def recipe_config(recipe: str | None, shortcuts: Sequence[str], overrides: Seque
     return load_config(recipe, [*shortcuts, *overrides])
 
 
-def recipe_stem(recipe: str) -> str:
-    """Return the name of a recipe, which may be a path."""
-    return Path(recipe).stem
+def is_recipe(name: str) -> bool:
+    """Return whether the name is that of a recipe or of a recipe file."""
+    return name.endswith(".toml") or name in {one.name for one in list_recipes()}

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ludus import __version__
-from ludus.cli.arguments import split_settings
+from ludus.cli.arguments import no_settings, split_settings
 from ludus.cli.signals import INTERRUPTED, exit_on_interrupt
 from ludus.cli.ui.help_text import HelpFormatter, wrapped
 from ludus.config.settings import is_section, list_settings, nearest, suggestion
@@ -48,6 +48,10 @@ class Command:
         return f"ludus {self.name} {self.example_arguments}".rstrip()
 
 
+WITHOUT_SETTINGS = (
+    *("algorithms", "behavior", "cluster", "compare", "contamination", "data", "export", "plan", "recipes", "report"),
+    *("sandbox", "show", "view"),
+)
 COMMANDS = (
     Command("train", "training", "train an agent by reinforcement learning", "search"),
     Command("sft", "training", "fine-tune on demonstrations", "search --from-scratch"),
@@ -132,7 +136,12 @@ def _dispatch(argv: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"ludus {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     words, settings = split_settings(argv)
-    chosen = _command_name(words)
+    names = [command.name for command in COMMANDS]
+    chosen = next((word for word in words if not word.startswith("-")), "")
+    if chosen and chosen not in names:
+        near = nearest_names(chosen, names, cutoff=0.5)
+        guess = f"Did you mean {' or '.join(f'`ludus {name}`' for name in near)}? " if near else ""
+        raise UserError(f"Unknown command {chosen!r}.", f"{guess}Commands: {', '.join(names)}.")
     options: list[str] = []
     for command in COMMANDS:
         if command.name == chosen:
@@ -145,19 +154,10 @@ def _dispatch(argv: list[str]) -> int:
     args, unknown = parser.parse_known_args(words)
     _check_options(unknown, options, chosen)
     module = next(command.module for command in COMMANDS if command.name == args.command)
+    if args.command in WITHOUT_SETTINGS:
+        no_settings([*settings, *unknown], args.command)
     code: int = importlib.import_module(module).run(args, [*settings, *unknown])
     return code
-
-
-def _command_name(words: Sequence[str]) -> str:
-    """Return the first argument that is not an option, or "". Raises UserError for an unknown command."""
-    names = [command.name for command in COMMANDS]
-    chosen = next((word for word in words if not word.startswith("-")), "")
-    if chosen and chosen not in names:
-        near = nearest_names(chosen, names, cutoff=0.5)
-        guess = f"Did you mean {' or '.join(f'`ludus {name}`' for name in near)}? " if near else ""
-        raise UserError(f"Unknown command {chosen!r}.", f"{guess}Commands: {', '.join(names)}.")
-    return chosen
 
 
 def _check_options(unknown: Sequence[str], options: Sequence[str], command: str) -> None:

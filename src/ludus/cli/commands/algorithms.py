@@ -16,7 +16,6 @@ from ludus.algorithms.kl import KL_NAMES
 from ludus.algorithms.losses import LOSSES
 from ludus.algorithms.objective import AGGREGATIONS
 from ludus.algorithms.spec.resolve import PRESETS, resolve
-from ludus.cli.arguments import no_settings
 from ludus.cli.ui.fitted_table import TableColumn, make_table
 from ludus.cli.ui.terminal import make_console, print_text
 from ludus.config.sections.algorithm import AlgorithmConfig
@@ -32,11 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the table, or one algorithm."""
-    no_settings(overrides, "algorithms")
     console = make_console()
     if args.name is not None:
-        parts = [] if args.name in PRESETS else list(describe_part(args.name))
-        for line in parts or describe(resolve(AlgorithmConfig(preset=args.name))):
+        parts = [] if args.name in PRESETS else list(_describe_part(args.name))
+        for line in parts or _describe(resolve(AlgorithmConfig(preset=args.name))):
             print_text(console, line)
         return 0
     details = (TableColumn("advantage", 1), TableColumn("loss", 3), TableColumn("mean over", 4))
@@ -44,15 +42,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     presets = PRESETS.values()
     rows = ((one.name, one.summary, one.advantage, one.loss, one.aggregation, one.source) for one in presets)
     console.print(make_table(columns, rows))
-    for part, names in without_preset():
-        print_text(console, f"Without a preset, for --algorithm.{part}: {', '.join(names)}")
-    print_text(console, "Show one: ludus algorithms NAME     Train with it: --algorithm.preset NAME")
-    return 0
-
-
-def without_preset() -> Iterator[tuple[str, list[str]]]:
-    """Yield the parts that no preset uses, by setting."""
-    presets = PRESETS.values()
     parts = (
         ("advantage", ADVANTAGES, {one.advantage for one in presets}),
         ("loss", LOSSES, {one.loss for one in presets}),
@@ -61,12 +50,13 @@ def without_preset() -> Iterator[tuple[str, list[str]]]:
         ("correction", CORRECTIONS, {one.correction for one in presets}),
     )
     for part, known, used in parts:
-        if left := [name for name in known if name not in used]:
-            yield part, left
+        if unused := [name for name in known if name not in used]:
+            print_text(console, f"Without a preset, for --algorithm.{part}: {', '.join(unused)}")
+    print_text(console, "Show one: ludus algorithms NAME     Train with it: --algorithm.preset NAME")
+    return 0
 
 
-def describe(algorithm: Algorithm) -> Iterator[str]:
-    """Yield the settings of an algorithm, one per line, and its further options."""
+def _describe(algorithm: Algorithm) -> Iterator[str]:
     yield f"{algorithm.name}: {algorithm.summary} ({algorithm.source})"
     for name, value in asdict(algorithm).items():
         if name not in ("name", "summary", "source", "options"):
@@ -76,8 +66,7 @@ def describe(algorithm: Algorithm) -> Iterator[str]:
         yield from _options(part, known, values)
 
 
-def describe_part(name: str) -> Iterator[str]:
-    """Yield the settings that accept a part, and its options."""
+def _describe_part(name: str) -> Iterator[str]:
     tables: dict[Part, Mapping[str, PartSpec]] = {"advantage": ADVANTAGES, "loss": LOSSES, "correction": CORRECTIONS}
     for part, specs in tables.items():
         if name in specs:

@@ -23,7 +23,7 @@ from ludus.cli.arguments import model_settings
 from ludus.cli.ui.terminal import make_console, print_text
 from ludus.config.load import load_config
 from ludus.config.schema import Config
-from ludus.config.settings import Setting, is_section, list_settings, suggestion
+from ludus.config.settings import is_section, list_settings, suggestion
 from ludus.config.toml import to_toml, value_text
 from ludus.diagnostics.metrics import step_metrics
 from ludus.diagnostics.trackers import find_tracker
@@ -44,15 +44,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print configuration or settings. Raises ConfigError for an invalid algorithm, plug-in or reward."""
-    config = load_config(config_source(args.recipe), [*model_settings(args.model, args.recipe), *overrides])
+    in_folder = Path(args.recipe or "") / "config.toml"
+    source = in_folder if args.recipe and in_folder.is_file() else args.recipe
+    config = load_config(source, [*model_settings(args.model, args.recipe), *overrides])
     if args.keys is not None:
-        print_text(make_console(), "\n".join(key_lines(args.keys, config)))
+        print_text(make_console(), "\n".join(_key_lines(args.keys, config)))
         return 0
     algorithm = algorithm_of(config)
     check_plugins(config)
-    unchecked = check_rewards(config, algorithm)
+    unchecked = _check_rewards(config, algorithm)
     print(to_toml(config))
-    print("\n".join(algorithm_lines(algorithm, config)))
+    print("\n".join(_algorithm_lines(algorithm, config)))
     if unchecked:
         print(f"# the world cannot be built here, so the rewards are not checked: {unchecked}")
     return 0
@@ -67,7 +69,7 @@ def check_plugins(config: Config) -> None:
     step_metrics(config.run.metrics)
 
 
-def check_rewards(config: Config, algorithm: Algorithm) -> str:
+def _check_rewards(config: Config, algorithm: Algorithm) -> str:
     """Raise ConfigError for unknown worlds (also in a mixture), invalid world settings, unknown reward parts, and
     rewards that the advantage does not accept.
 
@@ -93,13 +95,7 @@ def check_reward_parts(config: Config, algorithm: Algorithm, world: World) -> No
     check_binary_rewards(algorithm, config.rewards, parts)
 
 
-def config_source(recipe: str | None) -> str | Path | None:
-    """Return the configuration to load: of a run folder, its config.toml."""
-    inside = Path(recipe or "") / "config.toml"
-    return inside if recipe and inside.is_file() else recipe
-
-
-def algorithm_lines(algorithm: Algorithm, config: Config) -> Iterator[str]:
+def _algorithm_lines(algorithm: Algorithm, config: Config) -> Iterator[str]:
     """Yield the parts of the algorithm as comments, with their origin."""
     yield f"# algorithm as resolved: {algorithm.name} ({algorithm.source})"
     chosen = config.algorithm.model_dump(exclude_none=True)
@@ -111,30 +107,19 @@ def algorithm_lines(algorithm: Algorithm, config: Config) -> Iterator[str]:
             yield f"#   {prefix}{name} = {value_text(value)}   ({'setting' if name in explicit else 'from the preset'})"
 
 
-def key_lines(section: str, config: Config) -> Iterator[str]:
+def _key_lines(section: str, config: Config) -> Iterator[str]:
     """Yield every setting of a section (empty: of all), with value, type, default and meaning."""
     if section and not is_section(section):
         raise ConfigError(f"Unknown section {section!r}.", f"{suggestion(section)}.".capitalize())
     for setting in list_settings():
-        if not section or setting.key.startswith(f"{section}."):
-            yield from setting_lines(setting, value_of(setting, config))
-
-
-def value_of(setting: Setting, config: Config) -> object:
-    """Return the value of a setting, or its default if the section is None."""
-    value: object = config.model_dump()
-    for name in setting.key.split("."):
-        if not isinstance(value, dict) or name not in value:
-            return setting.default
-        value = value[name]
-    return value
-
-
-def setting_lines(setting: Setting, value: object) -> Iterator[str]:
-    """Yield key, value, type, bounds and a differing default on a line, and the meaning below."""
-    limits = f", {setting.bounds}" if setting.bounds else ""
-    why = f" ({setting.why})" if setting.why else ""
-    shown, default = value_text(value), value_text(setting.default)
-    other = f"; the default is {default}" if shown != default else ""
-    yield f"{setting.key} = {shown}   # {setting.type_text}{limits}{why}{other}"
-    yield from (f"    {line}" for line in setting.doc.splitlines())
+        if section and not setting.key.startswith(f"{section}."):
+            continue
+        value: object = config.model_dump()
+        for name in setting.key.split("."):
+            value = value.get(name, setting.default) if isinstance(value, dict) else setting.default
+        limits = f", {setting.bounds}" if setting.bounds else ""
+        why = f" ({setting.why})" if setting.why else ""
+        shown, default = value_text(value), value_text(setting.default)
+        other = f"; the default is {default}" if shown != default else ""
+        yield f"{setting.key} = {shown}   # {setting.type_text}{limits}{why}{other}"
+        yield from (f"    {line}" for line in setting.doc.splitlines())

@@ -12,7 +12,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ludus.cli.arguments import no_settings
 from ludus.cli.ui.terminal import make_console, print_line, print_text
 from ludus.errors import UserError
 from ludus.training.datasets.files import FileReport, check_file, read_records, row_of, write_rows
@@ -29,29 +28,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Check or convert. Raises UserError if a file has problems."""
-    no_settings(overrides, "data")
-    return convert(args.files) if args.action == "convert" else check(args.files)
-
-
-def convert(paths: Sequence[Path]) -> int:
-    """Write the records of the first path as a dataset at the second."""
-    if len(paths) != 2:
-        raise UserError("`ludus data convert` needs a file and a new folder.", "Name both.")
-    file, folder = paths
-    records = read_records(file)
-    write_rows(folder, [row_of(record) for record in records])
-    print_line(make_console(), f"{folder}: {counted(len(records), 'record')} of {file}")
-    return 0
-
-
-def check(paths: Sequence[Path]) -> int:
-    """Print a report of each file."""
-    console = make_console()
-    wrong = []
-    for path in paths:
+    console, wrong = make_console(), []
+    if args.action == "convert":
+        if len(args.files) != 2:
+            raise UserError("`ludus data convert` needs a file and a new folder.", "Name both.")
+        file, folder = args.files
+        records = read_records(file)
+        write_rows(folder, [row_of(record) for record in records])
+        print_line(console, f"{folder}: {_counted(len(records), 'record')} of {file}")
+        return 0
+    for path in args.files:
         try:
             report = check_file(path)
-            lines, unusable = report_lines(report), bool(report.problems)
+            lines, unusable = _report_lines(report), bool(report.problems)
         except UserError as error:
             lines, unusable = [str(error)], True
         print_text(console, "\n".join(lines))
@@ -63,16 +52,14 @@ def check(paths: Sequence[Path]) -> int:
     return 0
 
 
-def report_lines(report: FileReport) -> list[str]:
-    """Return lines that describe a file and its problems."""
-    records, faults = counted(report.num_records, report.kind or "record"), len(report.problems)
-    lines = [f"{report.path}: {records}, {counted(faults, 'problem')}"]
+def _report_lines(report: FileReport) -> list[str]:
+    records, faults = _counted(report.num_records, report.kind or "record"), len(report.problems)
+    lines = [f"{report.path}: {records}, {_counted(faults, 'problem')}"]
     lines += [f"  line {problem.line}: {problem.text}." for problem in report.problems[:MAX_SHOWN]]
     if len(report.problems) > MAX_SHOWN:
         lines.append(f"  ... and {len(report.problems) - MAX_SHOWN:,} more.")
     return lines
 
 
-def counted(num: int, noun: str) -> str:
-    """Return a number with a noun in singular or plural."""
+def _counted(num: int, noun: str) -> str:
     return f"{num:,} {noun}{'' if num == 1 else 's'}"

@@ -18,18 +18,18 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-from ludus.cli.arguments import no_settings
+from ludus.cli.arguments import is_recipe, no_settings
 from ludus.cli.commands.engine_check import DoctorFinding, check_server, check_ulimits, measure_embedded
 from ludus.cli.ui.terminal import load_libraries, make_console, print_text
 from ludus.errors import LudusError, UserError
-from ludus.recipes import list_recipes, recipe_folder
+from ludus.recipes import recipe_folder
 
 _REQUIRED_GB = 2.0
 """Memory and disk in GB that the search recipe needs, with a margin."""
@@ -61,14 +61,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print each finding; return 1 if there are faults."""
+    is_environment = args.target is not None and _is_environment(args.target)
+    is_run = args.target is not None and (Path(args.target) / "config.toml").is_file()
     if args.model is not None:
-        check_target(args.target)
+        if args.target is None:
+            raise UserError("--model needs an environment.", "Write `ludus doctor ENV --model M`.")
+        if is_run and not is_environment:
+            text = f"{args.target} is a run folder, whose check takes no --model."
+            raise UserError(text, "Remove --model, or name an ENV.")
         from ludus.cli.evaluate.readiness import check_readiness  # needs libraries that the machine may miss
 
         return check_readiness(args, overrides)
     no_settings(overrides, "doctor")
+    if is_environment and is_run:
+        text = f"{args.target!r} is an environment and a run folder."
+        raise UserError(text, f"Write ./{args.target}, or add --model.")
+    if is_environment:
+        text = f"No model for the environment {args.target!r}."
+        raise UserError(text, "Add --model: a checkpoint, model, run or URL.")
     if args.target is not None:
-        check_run_target(args.target)
         from ludus.cli.ui.findings import print_findings  # needs libraries that the check of the machine may miss
 
         return print_findings(Path(args.target), args.steps, as_json=args.json)
@@ -85,26 +96,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 1 if faults else 0
 
 
-def check_target(target: str | None) -> None:
-    """Raise UserError unless the target of --model can be an environment."""
-    if target is None:
-        raise UserError("--model needs an environment.", "Write `ludus doctor ENV --model M`.")
-    if (Path(target) / "config.toml").is_file() and not _is_environment(target):
-        raise UserError(f"{target} is a run folder, whose check takes no --model.", "Remove --model, or name an ENV.")
-
-
-def check_run_target(target: str) -> None:
-    """Raise UserError if the target without --model is or may be an environment."""
-    if not _is_environment(target):
-        return
-    if (Path(target) / "config.toml").is_file():
-        raise UserError(f"{target!r} is an environment and a run folder.", f"Write ./{target}, or add --model.")
-    raise UserError(f"No model for the environment {target!r}.", "Add --model: a checkpoint, model, run or URL.")
-
-
 def _is_environment(target: str) -> bool:
-    names = {recipe.name for recipe in list_recipes()}
-    return target in names or target.partition(":")[0].endswith((".toml", ".py"))
+    return is_recipe(target) or target.partition(":")[0].endswith((".toml", ".py"))
 
 
 def examine(
@@ -123,9 +116,12 @@ def examine(
     yield _hardware()
     yield _threads()
     yield _kernel()
-    yield _checked("the shipped model", lambda: asyncio.run(_sample_and_score()))
-    if speed:
-        yield _checked("embedded engine", lambda: asyncio.run(measure_embedded()))
+    checks = {"the shipped model": _sample_and_score} | ({"embedded engine": measure_embedded} if speed else {})
+    for what, check in checks.items():
+        try:
+            yield asyncio.run(check())
+        except LudusError as error:
+            yield DoctorFinding(what, "fault", str(error))
     for url in engines:
         yield from check_server(url, api)
 
@@ -189,11 +185,11 @@ def _extras(requirements: Sequence[str]) -> Iterator[DoctorFinding]:
     for requirement in requirements:
         if found := re.search(r"extra == ['\"](\w+)['\"]", requirement):
             wanted.setdefault(found[1], []).append(_parse_requirement(requirement)[0])
+    wanted.pop("dev", None)
     for extra, names in wanted.items():
         missing = [name for name in names if name != "ludus" and _installed(name) is None]
-        if extra != "dev":
-            text = f"pip install 'ludus[{extra}]' (lacks {', '.join(missing)})" if missing else "installed"
-            yield DoctorFinding(f"extra {extra}", "note" if missing else "fine", text)
+        text = f"pip install 'ludus[{extra}]' (lacks {', '.join(missing)})" if missing else "installed"
+        yield DoctorFinding(f"extra {extra}", "note" if missing else "fine", text)
 
 
 def _disk(folder: Path) -> DoctorFinding:
@@ -211,9 +207,8 @@ def _memory() -> DoctorFinding:
     if found is None:
         return DoctorFinding("memory", "note", "the free memory is unknown on this system")
     free = int(found[1]) / 1e6
-    if free < _REQUIRED_GB:
-        return DoctorFinding("memory", "note", f"{free:.1f} GB free; the search recipe needs up to {_REQUIRED_GB:g}")
-    return DoctorFinding("memory", "fine", f"{free:.1f} GB free")
+    needs = f"; the search recipe needs up to {_REQUIRED_GB:g}" if free < _REQUIRED_GB else ""
+    return DoctorFinding("memory", "note" if needs else "fine", f"{free:.1f} GB free{needs}")
 
 
 def _hardware() -> DoctorFinding:
@@ -231,8 +226,7 @@ def _hardware() -> DoctorFinding:
 def _threads() -> DoctorFinding:
     from ludus.training.run.session import MAX_LOAD, usable_cores
 
-    cores = usable_cores()
-    busy = os.getloadavg()[0]
+    cores, busy = usable_cores(), os.getloadavg()[0]
     text = f"{cores} for this process; the machine's load is {busy:.1f}"
     if busy > MAX_LOAD * cores:
         return DoctorFinding("cores", "note", f"{text}: competing threads are slow; use --run.threads 1")
@@ -246,13 +240,6 @@ def _kernel() -> DoctorFinding:
         return DoctorFinding("attention kernel", "fine", "compiled")
     text = "no working C compiler: rollouts take 1.2 to 1.6 times as long; apt-get install gcc"
     return DoctorFinding("attention kernel", "note", text)
-
-
-def _checked(what: str, check: Callable[[], DoctorFinding]) -> DoctorFinding:
-    try:
-        return check()
-    except LudusError as error:
-        return DoctorFinding(what, "fault", str(error))
 
 
 async def _sample_and_score() -> DoctorFinding:

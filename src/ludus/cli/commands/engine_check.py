@@ -6,6 +6,7 @@ import asyncio
 import resource
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,25 +74,22 @@ def check_server(url: str, api: str) -> Iterator[DoctorFinding]:
     except LudusError as error:
         yield DoctorFinding(what, "fault", str(error))
         return
+    version = "unknown"
+    with suppress(LudusError):
+        version = get_once(base, "/version", _Version).version
     names = ", ".join(one.id for one in models)
     context = f"context {models[0].max_model_len} tokens" if models[0].max_model_len else "context length unknown"
-    yield DoctorFinding(what, "fine", f"serves {names}; {context}; version {_version(base)}")
+    yield DoctorFinding(what, "fine", f"serves {names}; {context}; version {version}")
     try:
         yield DoctorFinding(what, "fine", asyncio.run(_token_speed(base, api)))
         yield DoctorFinding(what, "fine", "returns token ids and log-probabilities, as RL needs")
     except LudusError as error:
         reason = f"no token ids with log-probabilities: it can be evaluated, but RL needs them. {error.message}"
         yield DoctorFinding(what, "note", reason)
-        yield _chat_finding(what, base, models[0].id)
-
-
-def _version(base: str) -> str:
-    from ludus.engines.remote.http_client import get_once
-
-    try:
-        return get_once(base, "/version", _Version).version
-    except LudusError:
-        return "unknown"
+        try:
+            yield DoctorFinding(what, "fine", asyncio.run(_chat_speed(base, models[0].id)))
+        except LudusError as error:
+            yield DoctorFinding(what, "fault", str(error))
 
 
 async def _token_speed(base: str, api: str) -> str:
@@ -117,13 +115,6 @@ async def _token_speed(base: str, api: str) -> str:
     finally:
         await replica.close()
     return speed_text(latency_s, seconds, num)
-
-
-def _chat_finding(what: str, base: str, model: str) -> DoctorFinding:
-    try:
-        return DoctorFinding(what, "fine", asyncio.run(_chat_speed(base, model)))
-    except LudusError as error:
-        return DoctorFinding(what, "fault", str(error))
 
 
 async def _chat_speed(base: str, model: str) -> str:

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from ludus.cli.arguments import no_settings
+from ludus.cli.arguments import is_recipe, no_settings
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import PhaseBar, announce, bars, make_console, print_text
 from ludus.cli.ui.transcripts import describe_tool, message_text, print_transcript
@@ -32,12 +32,11 @@ from ludus.evaluation.env_audit import AuditProgress, AuditRow, CheckPlan, Check
 from ludus.evaluation.evaluate import check_evaluation
 from ludus.evaluation.scripted_agents import AgentKind
 from ludus.evaluation.stats import wilson
-from ludus.evaluation.verifier_report import ScorecardVerdict, problems_in, scorecard, verdicts
+from ludus.evaluation.verifier_report import problems_in, scorecard, verdicts
 from ludus.recipes import list_recipes
 from ludus.rewards.registry import added_parts, check_task_fits, has_extra_rewards
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.scheduler import episode_limits
-from ludus.types import Task, Trajectory
 
 
 class AuditBar(PhaseBar, AuditProgress):
@@ -58,35 +57,45 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     console = make_console()
     if args.act == "list":
         no_settings(overrides, "env list")
-        console.print(worlds_table())
+        console.print(_worlds_table())
         return 0
     if not args.name:
         raise UserError("Name an environment.", "`ludus env list` lists them.")
     if args.tasks < 1:
         raise UserError(f"--tasks is {args.tasks}.", "Give 1 or more.")
-    config = config_of(args.name, overrides)
+    source = (args.name, overrides) if is_recipe(args.name) else (None, ["--env.name", args.name, *overrides])
+    config = load_config(*source)
     announce(f"Building the world {config.env.name} and its tasks ...")
     world = build_world(config.env, config.rollout, config.sandbox)
     if args.act != "prepare":
         check_sandbox(config.sandbox, world)
-        print_settings(console, args.name, config)
+        _print_settings(console, args.name, config)
     failed = []
     for one, own in worlds_in(world, config):
         try:
-            process_world(args, console, one, own)
+            _process_world(args, console, one, own)
         except UserError as error:
             if world is one:
                 raise
             failed.append(str(error))
     if args.act == "check":
-        print_evaluation_error(console, config, world)
+        try:
+            check_evaluation(config, world)
+        except LudusError as error:
+            print_text(console, f"! A training run would be refused: {error}", "yellow")
     if failed:
         raise UserError(" ".join(failed), "Remove a world with --env.mixture.NAME none.")
     return 0
 
 
-def process_world(args: argparse.Namespace, console: Console, world: World, config: Config) -> None:
-    """Show, check or prepare one world with its own settings. Raises UserError if its check fails."""
+def _print_settings(console: Console, name: str, config: Config) -> None:
+    if config.env.settings:
+        origin = f" of {name} and the command line" if is_recipe(name) else ""
+        text = ", ".join(f"{key} = {value!r}" for key, value in config.env.settings.items())
+        print_text(console, f"Settings{origin}: {text}")
+
+
+def _process_world(args: argparse.Namespace, console: Console, world: World, config: Config) -> None:
     if args.act == "prepare":
         world.prepare(lambda text: print_text(console, text))
         print_text(console, f"The world {world.name!r} is ready.")
@@ -101,9 +110,11 @@ def process_world(args: argparse.Namespace, console: Console, world: World, conf
     with bars(console, transient=True) as progress:
         plan = replace(plan, watch=AuditBar(progress))
         report = check_world(world, plan)
-        console.print(agents_table(report))
+        console.print(_agents_table(report))
         rows = verdicts(scorecard(report, plan))
-    console.print(scorecard_table(rows))
+    cells = ((row.name, row.found, f"{row.mark}: {row.why}" if row.why else row.mark) for row in rows)
+    found, verdict = (TableColumn(name, wrap=True) for name in ("found", "verdict"))
+    console.print(make_table(("property", found, verdict), cells, "Verifier"))
     print_difficulty(console, world)
     if report.shaped:
         most = ", ".join(f"{name} {value:g}" for name, value in report.shaped.items())
@@ -114,44 +125,14 @@ def process_world(args: argparse.Namespace, console: Console, world: World, conf
     print_text(console, f"The world {world.name!r} rewards no agent that does not solve its tasks.")
 
 
-def print_evaluation_error(console: Console, config: Config, world: World) -> None:
-    """Print a warning if a training run would be refused because of the splits that it evaluates."""
-    try:
-        check_evaluation(config, world)
-    except LudusError as error:
-        print_text(console, f"! A training run would be refused: {error}", "yellow")
-
-
-def config_of(name: str, overrides: Sequence[str]) -> Config:
-    """Return the configuration of an environment. Raises ConfigError for an unknown name."""
-    if is_recipe(name):
-        return load_config(name, overrides)
-    return load_config(None, ["--env.name", name, *overrides])
-
-
-def print_settings(console: Console, name: str, config: Config) -> None:
-    """Print the settings of the world, which a recipe may restrict."""
-    if config.env.settings:
-        origin = f" of {name} and the command line" if is_recipe(name) else ""
-        text = ", ".join(f"{key} = {value!r}" for key, value in config.env.settings.items())
-        print_text(console, f"Settings{origin}: {text}")
-
-
-def is_recipe(name: str) -> bool:
-    """Return whether `name` is a recipe or a .toml file."""
-    return name.endswith(".toml") or any(name == recipe.name for recipe in list_recipes())
-
-
-def worlds_table() -> FittedTable:
-    """Return a table of the registered worlds and their recipes."""
+def _worlds_table() -> FittedTable:
     recipes = {load_config(recipe.config).env.name: recipe for recipe in list_recipes()}
     found = ((name, recipes.get(name)) for name in sorted(WORLDS))
     rows = ((name, one and one.name, one and one.title.removeprefix(f"{one.name}: ")) for name, one in found)
     return make_table(("world", "recipe", TableColumn("description", wrap=True)), rows)
 
 
-def agents_table(report: CheckReport) -> FittedTable:
-    """Return a table of the rewards of each agent."""
+def _agents_table(report: CheckReport) -> FittedTable:
     numbers = (TableColumn("mean reward", 2), TableColumn("max shaping", 3), "success", TableColumn("tasks", 1))
     columns = ("agent", *numbers, TableColumn("no-op tasks", 4), TableColumn("verdict", wrap=True))
     title = f"{report.world.name}: rewards of scripted agents, with 95 % intervals"
@@ -173,12 +154,6 @@ def _cells(row: AuditRow) -> tuple[str, ...]:
         verdict += f", {len(row.failures)} broke"
     rewards = (f"{row.mean_reward:.3f}", f"{row.max_shaping:.3f}")
     return row.agent.name, *rewards, success, str(len(row.counted)), excused, verdict
-
-
-def scorecard_table(rows: Sequence[ScorecardVerdict]) -> FittedTable:
-    """Return a table of the verifier report, with a verdict per row."""
-    cells = ((row.name, row.found, f"{row.mark}: {row.why}" if row.why else row.mark) for row in rows)
-    return make_table(("property", *(TableColumn(name, wrap=True) for name in ("found", "verdict"))), cells, "Verifier")
 
 
 def show(console: Console, report: CheckReport, config: Config, scoring: ProcessRewardExecutor) -> None:
@@ -207,18 +182,18 @@ def show(console: Console, report: CheckReport, config: Config, scoring: Process
         print_text(console, "The world provides no solution of this task.")
         return
     print_text(console, f"An episode of the agent {solver.agent.name}:\n")
-    print_transcript(console, as_trained(world, task, solver.plays[0].trajectory, config, scoring))
+    trajectory = solver.plays[0].trajectory
+    if has_extra_rewards(config.rewards):  # the reward used in training
+        found = asyncio.run(scoring.with_added(world, task, trajectory))
+        trajectory = replace(found, reward=(0.0 if config.rewards.preset else trajectory.reward) + found.reward)
+    print_transcript(console, trajectory)
 
 
-def as_trained(
-    world: World, task: Task, trajectory: Trajectory, config: Config, scoring: ProcessRewardExecutor
-) -> Trajectory:
-    """Return the trajectory with the added parts and the reward used in training. Raises WorldError."""
-    if not has_extra_rewards(config.rewards):
-        return trajectory
-    found = asyncio.run(scoring.with_added(world, task, trajectory))
-    own = 0.0 if config.rewards.preset else trajectory.reward
-    return replace(found, reward=own + found.reward)
+def _cold_start(world: World) -> str:
+    if not world.implements("demonstrations"):
+        return "none"
+    random = "random demonstrations, right or wrong (the world has no expert)"
+    return "demonstrations" if world.implements("expert") else random
 
 
 def print_difficulty(console: Console, world: World) -> None:
@@ -229,10 +204,3 @@ def print_difficulty(console: Console, world: World) -> None:
         return
     print_text(console, "\nDistinct tasks (solutions without names and numbers) and baselines:")
     print_text(console, found)
-
-
-def _cold_start(world: World) -> str:
-    if not world.implements("demonstrations"):
-        return "none"
-    random = "random demonstrations, right or wrong (the world has no expert)"
-    return "demonstrations" if world.implements("expert") else random

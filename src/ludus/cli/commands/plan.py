@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from ludus.cli.arguments import check_run, no_settings
+from ludus.cli.arguments import check_run
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import make_console, print_line, print_text
 from ludus.errors import UserError
@@ -71,7 +71,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the costs and the table."""
-    no_settings(overrides, "plan")
     costs, layout, source, warnings = read_costs(args)
     console = make_console()
     print_line(console, f"Costs {source}:")

@@ -9,10 +9,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from ludus.cli.arguments import no_settings
 from ludus.cli.ui.fitted_table import TableColumn, make_table
 from ludus.cli.ui.terminal import make_console, print_text
-from ludus.recipes import Recipe, list_recipes
+from ludus.recipes import list_recipes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,28 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the table."""
-    no_settings(overrides, "recipes")
     console = make_console()
     columns = ("recipe", TableColumn("description", wrap=True), "starts in", "memory", TableColumn("learns", wrap=True))
-    rows = [
-        (one.name, one.title.removeprefix(f"{one.name}: "), starts_in(one), memory(one), one.learns)
-        for one in list_recipes()
-    ]
+    rows = []
+    for one in list_recipes():
+        starts_in = f"{one.starts_s} s" if one.starts_s is not None else one.needs or "not measured"
+        memory = "" if one.memory_mb is None else f"{one.memory_mb / 1000:.1f} GB"
+        rows.append((one.name, one.title.removeprefix(f"{one.name}: "), starts_in, memory, one.learns))
     console.print(make_table(columns, rows))
-    print_text(
-        console,
-        "Train one: ludus train NAME     In minutes: ludus train NAME --quick     Its settings: ludus config NAME",
-    )
+    others = "In minutes: ludus train NAME --quick     Its settings: ludus config NAME"
+    print_text(console, f"Train one: ludus train NAME     {others}")
     return 0
-
-
-def starts_in(recipe: Recipe) -> str:
-    """Return the time until the first RL step of a recipe, or what it needs."""
-    if recipe.starts_s is None:
-        return recipe.needs or "not measured"
-    return f"{recipe.starts_s} s"
-
-
-def memory(recipe: Recipe) -> str:
-    """Return the peak memory of a recipe."""
-    return "" if recipe.memory_mb is None else f"{recipe.memory_mb / 1000:.1f} GB"

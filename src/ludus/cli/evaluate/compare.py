@@ -17,7 +17,6 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ludus.cli.arguments import no_settings
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.tables import DETECTED, format_sampling
 from ludus.cli.ui.terminal import make_console, print_line, print_text
@@ -47,7 +46,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the comparison."""
-    no_settings(overrides, "compare")
     all_a, all_b = check_arguments(args)
     if len(all_a) + len(all_b) > 2:
         from ludus.cli.evaluate.compare_seeds import print_seeds

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ludus.cli.arguments import recipe_config, recipe_stem
+from ludus.cli.arguments import recipe_config
 from ludus.cli.evaluate.eval import engine_backend
 from ludus.cli.ui.load_run import LoadedRun
 from ludus.cli.ui.terminal import make_console, print_text
@@ -30,7 +30,7 @@ Pair = tuple[LoadedRun, LoadedRun]
 async def measure_transfer(pair: Pair, plan: ProbePlan, args: argparse.Namespace) -> ProbeReport:
     """Return the report of the run's own world, --worlds and --dialogues."""
     own = pair[1].session
-    configs = {recipe_stem(recipe): recipe_config(recipe, (), ()) for recipe in args.worlds or ()}
+    configs = {Path(recipe).stem: recipe_config(recipe, (), ()) for recipe in args.worlds or ()}
     losses = _losses(pair, args.dialogues) if args.dialogues else None
     worlds = {own.world.name: await _before_and_after(pair, own.config, own.world, plan)}
     for name, config in configs.items():

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import BaseModel, Field
 from rich.console import Console
 
-from ludus.cli.arguments import check_run, model_settings, recipe_config
+from ludus.cli.arguments import check_run, is_recipe, model_settings, recipe_config
 from ludus.cli.evaluate.eval import EvalBackend, make_backend
 from ludus.cli.evaluate.prompt_gain import changed_tasks, optimised_prompt
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
@@ -163,11 +163,6 @@ def environment_config(args: argparse.Namespace, overrides: Sequence[str]) -> Co
         hint = f"{did_you_mean(args.target, names)}Known: {', '.join(names)}; files end in .toml or .py."
         raise UserError(f"Unknown environment {args.target!r}.", hint)
     return load_config(None, ["--env.name", args.target, *sampling, *shortcuts, *overrides])
-
-
-def is_recipe(target: str) -> bool:
-    """Return whether the name is that of a recipe or of a recipe file."""
-    return target.endswith(".toml") or target in {one.name for one in list_recipes()}
 
 
 def checked_world(config: Config) -> World:

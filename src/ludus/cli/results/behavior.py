@@ -16,7 +16,7 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ludus.cli.arguments import no_settings, run_config
+from ludus.cli.arguments import run_config
 from ludus.cli.results.rewards import find_tasks
 from ludus.cli.results.show import find_rollouts
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
@@ -58,7 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the measures, or the comparison."""
-    no_settings(overrides, "behavior")
     second = args.against.parent.parent if args.against and args.against.suffix == ".json" else args.against
     folders = [RunFolder(path) for path in (args.run, second) if path is not None]
     configs = [run_config(folder, ()) for folder in folders]

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from ludus.cli.arguments import no_settings, run_config
+from ludus.cli.arguments import run_config
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.result_files import add_result_files, write_result_files
 from ludus.cli.ui.tables import format_rate, format_success
@@ -66,7 +66,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the tables; return 0 also if tasks are contaminated."""
-    no_settings(overrides, "contamination")
     if min(args.ngrams) < 1 or args.dialogues < 0:
         raise UserError("--ngrams must be 1 or more and --dialogues 0 or more.", "Correct the number.")
     folder = RunFolder(args.run)

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 
-from ludus.cli.arguments import no_settings, run_config
+from ludus.cli.arguments import run_config
 from ludus.cli.results.show import add_record_filters, find_rollouts, record_filter
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.envs.registry import build_world
@@ -43,7 +43,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Write the rollouts to the targets."""
-    no_settings(overrides, "export")
     folder = RunFolder(args.run)
     config = run_config(folder, ())
     targets = [path for path in (args.inspect, args.hf_dataset, args.sharegpt) if path is not None]

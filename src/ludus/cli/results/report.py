@@ -14,7 +14,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ludus.cli.arguments import no_settings
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.errors import UserError
 
@@ -30,7 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Write the report."""
-    no_settings(overrides, "report")
     from ludus.report.data import read_runs, to_json, to_markdown
     from ludus.report.page import render
 

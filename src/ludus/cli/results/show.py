@@ -19,7 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ludus.chat.render import Tokenizer
-from ludus.cli.arguments import no_settings, run_config
+from ludus.cli.arguments import run_config
 from ludus.cli.ui import run_summary as summary
 from ludus.cli.ui.fitted_table import TableColumn, make_table
 from ludus.cli.ui.run_summary import curve_table, find_curves, mean_timings, sparkline
@@ -60,7 +60,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise UserError("--step and --evaluation are mutually exclusive.", "Remove one of them.")
     if args.episodes < 0:
         raise UserError(f"--episodes is {args.episodes}.", "Give 0 or more.")
-    no_settings(overrides, "show")
     folder = RunFolder(args.run)
     config = run_config(folder, ())
     console = make_console()

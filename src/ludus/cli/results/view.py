@@ -14,7 +14,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ludus.cli.arguments import no_settings, run_config
+from ludus.cli.arguments import run_config
 from ludus.cli.serving.serve import needs_serve_extra, url_of
 from ludus.cli.ui.terminal import bars, make_console, print_line, print_text
 from ludus.config.schema import Config
@@ -34,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Serve until interrupted."""
-    no_settings(overrides, "view")
     with needs_serve_extra():
         import uvicorn
 

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ludus.cli.arguments import check_run, no_settings
+from ludus.cli.arguments import check_run
 from ludus.cli.ui.fitted_table import make_table
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.errors import UserError
@@ -31,7 +31,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Send the request to the run and print its engines afterwards."""
     from ludus.cluster.control import send_request
 
-    no_settings(overrides, "cluster")
     folder = RunFolder(args.folder)
     check_run(folder)
     if args.number is not None and args.act != "remove-engine":

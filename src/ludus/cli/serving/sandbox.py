@@ -16,7 +16,6 @@ from pathlib import Path
 
 from rich.table import Table
 
-from ludus.cli.arguments import no_settings
 from ludus.cli.serving.serve import needs_serve_extra, url_of
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.engines.control_tokens import token_of
@@ -45,7 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Check, or serve until interrupted. Raises UserError if the backend is unavailable on this machine."""
-    no_settings(overrides, "sandbox")
     if args.url and args.backend not in _REMOTE_BACKENDS:
         text = f"--url is the address of a service, and --backend is {args.backend}."
         raise UserError(text, f"Name one of {', '.join(_REMOTE_BACKENDS)}.")

@@ -18,7 +18,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ludus.cli.arguments import recipe_stem
 from ludus.cli.training import preference, reward_model, rft, sft, train
 from ludus.cli.training.training_command import QUICK_HELP, TrainingStage, resume_hint
 from ludus.cli.ui.terminal import load_libraries, make_console, print_line, print_text
@@ -195,7 +194,7 @@ def run_stage(stage: Stage, stages: Sequence[Stage], folder: Path, overrides: Se
     if own.config.is_file():
         STAGES[stage.kind].resume(own, ())
     else:
-        STAGES[stage.kind].start(config, recipe_stem(stage.recipe), stage.recipe)
+        STAGES[stage.kind].start(config, Path(stage.recipe).stem, stage.recipe)
 
 
 def stage_config(stage: Stage, stages: Sequence[Stage], folder: Path, overrides: Sequence[str]) -> Config:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ludus.algorithms.spec.resolve import algorithm_of
-from ludus.cli.arguments import check_run, model_settings, recipe_config, recipe_stem, run_config
+from ludus.cli.arguments import check_run, model_settings, recipe_config, run_config
 from ludus.cli.commands.config import check_plugins, check_reward_parts
 from ludus.cli.signals import handle_interrupts
 from ludus.cli.ui.terminal import announce, load_libraries, make_console, print_line, print_text
@@ -81,7 +81,7 @@ class TrainingStage:
             print_text(make_console(), describe_cuts(cuts))
             words = [word for cut in cuts for word in cut.words]
             config = recipe_config(args.recipe, [*self.shortcuts(args), *words], overrides)
-        stem = recipe_stem(args.recipe)
+        stem = Path(args.recipe).stem
         self.start(config, stem if self.kind == "rl" else f"{stem}-{self.kind}", args.recipe)
         return 0
 
