@@ -63,8 +63,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise UserError("Name an environment.", "`ludus env list` lists them.")
     if args.tasks < 1:
         raise UserError(f"--tasks is {args.tasks}.", "Give 1 or more.")
-    source = (args.name, overrides) if is_recipe(args.name) else (None, ["--env.name", args.name, *overrides])
-    config = load_config(*source)
+    config = _config_of(args.name, overrides)
     announce(f"Building the world {config.env.name} and its tasks ...")
     world = build_world(config.env, config.rollout, config.sandbox)
     if args.act != "prepare":
@@ -86,6 +85,10 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if failed:
         raise UserError(" ".join(failed), "Remove a world with --env.mixture.NAME none.")
     return 0
+
+
+def _config_of(name: str, overrides: Sequence[str]) -> Config:
+    return load_config(name, overrides) if is_recipe(name) else load_config(None, ["--env.name", name, *overrides])
 
 
 def _print_settings(console: Console, name: str, config: Config) -> None:

@@ -34,7 +34,7 @@ from ludus.rewards.registry import added_parts
 from ludus.rollouts.rollout_files import replaced_file
 from ludus.training.datasets.files import read_dialogues, read_pairs, read_rollout_file
 from ludus.training.run.preflight import check_extras, check_new_run
-from ludus.training.run.run_dir import RunFolder
+from ludus.training.run.run_dir import RunFolder, list_checkpoints
 
 STAGES: Mapping[StageKind, TrainingStage] = {
     stage.kind: stage for stage in (sft.STAGE, rft.STAGE, preference.STAGE, reward_model.STAGE, train.STAGE)
@@ -58,26 +58,33 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run the incomplete stages."""
     stages, console = load_pipeline(args.file), make_console()
     if args.quick:
-        stages = tuple(quick_stage(stage, overrides, console) for stage in stages)
+        stages = tuple(_quick_stage(stage, overrides, console) for stage in stages)
     folder = args.folder or Path("runs") / args.file.stem
-    check_stages(stages, overrides, args.file)
-    check_pending(stages, folder, overrides)
-    open_folder(folder, stages, args.file)
+    _check_stages(stages, overrides, args.file)
+    for stage in stages:
+        if not (folder / stage.name).exists():
+            _check_pending(stage, stages, overrides)
+    _open_folder(folder, stages, args.file)
     for stage in stages:
         own = RunFolder(folder / stage.name)
         if own.config.is_file():
-            check_same(stage, own, stage_config(stage, stages, folder, overrides))
+            _check_same(stage, own, stage_config(stage, stages, folder, overrides))
     words = ["ludus", "pipeline", str(args.file), *(["--folder", str(folder)] if args.folder else [])]
     words += ["--quick"] if args.quick else []
     with resume_hint(shlex.join([*words, *overrides])):
         for stage in stages:
             print_line(console, f"Stage {stage.number} of {len(stages)}: {stage.kind} {stage.recipe}")
-            run_stage(stage, stages, folder, overrides)
+            own = RunFolder(folder / stage.name)
+            config = stage_config(stage, stages, folder, overrides)
+            if own.config.is_file():  # a complete stage is left unchanged
+                STAGES[stage.kind].resume(own, ())
+            else:
+                STAGES[stage.kind].start(config, Path(stage.recipe).stem, stage.recipe)
     print_line(console, f"The pipeline is complete: {checkpoint_of(stages[-1], folder)}")
     return 0
 
 
-def quick_stage(stage: Stage, overrides: Sequence[str], console: Console) -> Stage:
+def _quick_stage(stage: Stage, overrides: Sequence[str], console: Console) -> Stage:
     """Return a stage with the settings of --quick, and print them."""
     with prefix_errors(stage):
         cuts = quick_cuts(stage.kind, load_config(stage.recipe, [*stage.settings, *overrides]), overrides)
@@ -85,7 +92,7 @@ def quick_stage(stage: Stage, overrides: Sequence[str], console: Console) -> Sta
     return replace(stage, settings=(*stage.settings, *(word for cut in cuts for word in cut.words)))
 
 
-def check_stages(stages: Sequence[Stage], overrides: Sequence[str], file: Path) -> None:
+def _check_stages(stages: Sequence[Stage], overrides: Sequence[str], file: Path) -> None:
     """Raise ConfigError for contradictory settings of any stage."""
     origin = " and ".join([str(file), *(["the command line"] if overrides else [])])
     for stage in stages:
@@ -97,19 +104,16 @@ def check_stages(stages: Sequence[Stage], overrides: Sequence[str], file: Path) 
             raise ConfigError(f"Stage {stage.number} ({stage.kind}) has no training data.", hint)
 
 
-def check_pending(stages: Sequence[Stage], folder: Path, overrides: Sequence[str]) -> None:
-    """Check the stages that have not started, except the rewards of a reward model that an earlier stage trains."""
-    for stage in stages:
-        if (folder / stage.name).exists():
-            continue
-        config = load_config(stage.recipe, [*stage.settings, *overrides])
-        if stage.kind == "rl" and config.rewards.model is None and reward_models_before(stage, stages):
-            config = config.model_copy(update={"rewards": RewardsConfig()})
-        with prefix_errors(stage):
-            check_stage(stage, config, has_training_data(stage, stages, config))
+def _check_pending(stage: Stage, stages: Sequence[Stage], overrides: Sequence[str]) -> None:
+    """Check a stage that has not started, except the rewards of a reward model that an earlier stage trains."""
+    config = load_config(stage.recipe, [*stage.settings, *overrides])
+    if stage.kind == "rl" and config.rewards.model is None and reward_models_before(stage, stages):
+        config = config.model_copy(update={"rewards": RewardsConfig()})
+    with prefix_errors(stage):
+        _check_stage(stage, config, has_training_data(stage, stages, config))
 
 
-def check_stage(stage: Stage, config: Config, fed: bool) -> None:
+def _check_stage(stage: Stage, config: Config, fed: bool) -> None:
     """Raise an error for unusable settings, files or sandbox; `fed`: the stage has training data."""
     check_extras(config)
     if stage.number == 1:
@@ -130,22 +134,17 @@ def check_stage(stage: Stage, config: Config, fed: bool) -> None:
             if config.experts.path is not None:
                 read_dialogues(Path(config.experts.path))
         case _:
-            check_source(stage, config)
+            from ludus.training.preference.pairs import rollout_files
+
+            source = source_of(stage, config)
+            if source.data is not None:
+                takes_pairs = stage.kind == "preference" or config.reward_model.kind == "pairwise"
+                (read_pairs if takes_pairs else read_rollout_file)(Path(source.data))
+            elif source.run is not None:
+                rollout_files(Path(source.run))
     samples_rollouts = {"preference": not fed, "reward-model": config.reward_model.rollouts > 0}
     if samples_rollouts.get(stage.kind, stage.kind in SAMPLES) and not config.cluster.on_ray:
         check_sandbox(config.sandbox, world)
-
-
-def check_source(stage: Stage, config: Config) -> None:
-    """Raise UserError if the file or run of a stage cannot be used as training data."""
-    from ludus.training.preference.pairs import rollout_files
-
-    settings = source_of(stage, config)
-    if settings.data is not None:
-        takes_pairs = stage.kind == "preference" or config.reward_model.kind == "pairwise"
-        (read_pairs if takes_pairs else read_rollout_file)(Path(settings.data))
-    elif settings.run is not None:
-        rollout_files(Path(settings.run))
 
 
 @contextmanager
@@ -174,7 +173,7 @@ def reward_models_before(stage: Stage, stages: Sequence[Stage]) -> list[Stage]:
     return [before for before in stages[: stage.number - 1] if before.kind == "reward-model"]
 
 
-def open_folder(folder: Path, stages: Sequence[Stage], file: Path) -> None:
+def _open_folder(folder: Path, stages: Sequence[Stage], file: Path) -> None:
     """Create the pipeline's folder, or check that the existing one belongs to these stages."""
     existing = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
     if folder.exists() and existing and _COPY not in existing:
@@ -185,16 +184,6 @@ def open_folder(folder: Path, stages: Sequence[Stage], file: Path) -> None:
             raise UserError(f"{folder} holds {name}, which is not a stage of {file}.", "Choose another --folder.")
     with replaced_file(folder / _COPY) as copy:
         copy.write(file.read_bytes())
-
-
-def run_stage(stage: Stage, stages: Sequence[Stage], folder: Path, overrides: Sequence[str]) -> None:
-    """Start or resume a stage; a complete one is left unchanged."""
-    config = stage_config(stage, stages, folder, overrides)
-    own = RunFolder(folder / stage.name)
-    if own.config.is_file():
-        STAGES[stage.kind].resume(own, ())
-    else:
-        STAGES[stage.kind].start(config, Path(stage.recipe).stem, stage.recipe)
 
 
 def stage_config(stage: Stage, stages: Sequence[Stage], folder: Path, overrides: Sequence[str]) -> Config:
@@ -213,7 +202,7 @@ def stage_config(stage: Stage, stages: Sequence[Stage], folder: Path, overrides:
     return load_config(stage.recipe, words)
 
 
-def check_same(stage: Stage, own: RunFolder, config: Config) -> None:
+def _check_same(stage: Stage, own: RunFolder, config: Config) -> None:
     """Raise UserError if a stage was started with other settings, because later stages depend on it."""
     from ludus.training.resume import changes
 
@@ -226,6 +215,4 @@ def check_same(stage: Stage, own: RunFolder, config: Config) -> None:
 
 def checkpoint_of(stage: Stage, folder: Path) -> Path:
     """Return the newest checkpoint of a completed stage."""
-    from ludus.training.run.run_dir import list_checkpoints
-
     return list_checkpoints(folder / stage.name / "checkpoints")[-1][1]

@@ -28,12 +28,12 @@ def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
     from ludus.training.rl.validate import check_trackers
     from ludus.training.run.session import open_session
 
-    if not new:
-        session = open_session(config)
-        return lambda folder: train(PreferenceTraining(session, folder))
-    reject_from_scratch(config, "Preference training needs a model that can already act")
-    check_trackers(config)
+    if new:
+        reject_from_scratch(config, "Preference training needs a model that can already act")
+        check_trackers(config)
     session = open_session(config)
+    if not new:
+        return lambda folder: train(PreferenceTraining(session, folder))
     with bars(make_console()) as progress:
         gathered = gather_pairs(session, EpisodeBar(progress))
     return lambda folder: train(PreferenceTraining(session, folder, gathered))

@@ -29,12 +29,12 @@ def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
     from ludus.training.run.session import open_session
     from ludus.training.value_models.reward_model import make_reward_model
 
-    if not new:
-        session = open_session(config)
-        return lambda folder: train(RewardTraining(session, folder))
-    reject_from_scratch(config, "A reward model starts from a trained model")
-    check_trackers(config)
+    if new:
+        reject_from_scratch(config, "A reward model starts from a trained model")
+        check_trackers(config)
     session = open_session(config)
+    if not new:
+        return lambda folder: train(RewardTraining(session, folder))
     examples = gather_examples(session)
     make_reward_model(session)
     return lambda folder: train(RewardTraining(session, folder, examples))

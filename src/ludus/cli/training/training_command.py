@@ -95,7 +95,7 @@ class TrainingStage:
     def start(self, config: Config, name: str, recipe: str | None) -> None:
         """Prepare the training and run it in a new folder."""
         check_new_run(config, self.kind)
-        check_world(config, self.kind)
+        _check_world(config, self.kind)
         load_libraries()
         from ludus.training.learner.learner import explain_out_of_memory
 
@@ -114,7 +114,7 @@ class TrainingStage:
             config = run_config(folder, overrides)
             check_extras(config)
             check_resume(folder, config, self.kind)
-            check_world(config, self.kind)
+            _check_world(config, self.kind)
             load_libraries()
             from ludus.training.learner.learner import explain_out_of_memory
 
@@ -133,7 +133,7 @@ class TrainingStage:
         return 0
 
 
-def check_world(config: Config, kind: StageKind) -> None:
+def _check_world(config: Config, kind: StageKind) -> None:
     """Raise UserError for plug-ins, an algorithm, a world, its rewards or its splits that cannot be used."""
     check_plugins(config)
     added_parts(config.rewards)
