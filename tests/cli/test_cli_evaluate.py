@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from chat_server import Reply, error, say, serving
-from ludus.cli.evaluate import follow
+from ludus.cli.evaluate import eval as eval_command
 from ludus.config import load_config
 from ludus.engines.models.loading import load_model
 from ludus.evaluation.evaluate import load_evaluation
@@ -330,7 +330,7 @@ def test_a_checkpoint_of_adapters_is_base_and_adapters(tiny_run, tmp_path):
 
 
 def test_each_new_checkpoint_is_evaluated_until_the_run_ends(tiny_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(follow, "POLL_S", 0.05)
+    monkeypatch.setattr(eval_command, "POLL_S", 0.05)
     run = copy_run(tiny_run, tmp_path)
     shutil.rmtree(run / "evaluations")
     later = (run / "checkpoints" / "step-000002").rename(tmp_path / "later")

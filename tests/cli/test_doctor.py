@@ -14,8 +14,7 @@ import pytest
 
 from chat_server import Reply, say, serving
 from ludus.cli.arguments import split_settings
-from ludus.cli.commands.doctor import check_libraries, locked_versions
-from ludus.cli.commands.engine_check import check_server, check_ulimits, measure_embedded
+from ludus.cli.commands.doctor import check_libraries, check_server, check_ulimits, locked_versions, measure_embedded
 from ludus.cli.evaluate.readiness import checked_world, learner_cost, with_examples
 from ludus.config.load import load_config
 from ludus.errors import WorldError

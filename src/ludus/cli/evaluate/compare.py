@@ -14,25 +14,44 @@ both are compared.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from rich.console import Console
 
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.tables import DETECTED, format_sampling
 from ludus.cli.ui.terminal import make_console, print_line, print_text
+from ludus.diagnostics.trackers import MetricsRow, read_metrics
 from ludus.errors import UserError
 from ludus.evaluation.comparison import (
+    BoundaryPoint,
     Key,
     Pair,
     StoredEvaluation,
+    boundary,
     common_scores,
     compare,
+    curve_shape,
     differing_conditions,
     load_stored,
     mean_square,
     newest_evaluations,
+    time_to_target,
 )
-from ludus.evaluation.stats import Interval, PairedDifference, detectable_difference, tasks_needed
+from ludus.evaluation.evaluate import Evaluation, EvaluationPlan
+from ludus.evaluation.stats import (
+    Interval,
+    PairedDifference,
+    SeedsDifference,
+    detectable_difference,
+    seeds_difference,
+    tasks_needed,
+)
+from ludus.training.run.run_dir import RunFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,12 +67,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the comparison."""
     all_a, all_b = check_arguments(args)
     if len(all_a) + len(all_b) > 2:
-        from ludus.cli.evaluate.compare_seeds import print_seeds
-
         print_seeds(all_a, all_b, args.power)
     elif args.target is not None:
-        from ludus.cli.evaluate.boundary import print_target
-
         print_target(all_a[0], all_b[0], args.target)
     else:
         print_comparison(find_pairs(all_a[0], all_b[0]), args)
@@ -88,8 +103,6 @@ def print_comparison(pairs: Sequence[Pair], args: argparse.Namespace) -> None:
     for a, b in pairs:
         print_text(console, f"paired: {a.name} of A with {b.name} of B")
     if args.boundary:
-        from ludus.cli.evaluate.boundary import print_boundary
-
         print_boundary(console, pairs)
     else:
         table = comparison_table(pairs, differences)
@@ -179,3 +192,157 @@ def comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDifferen
         p_value = None if found.p_value is None else f"{found.p_value:.3g}"
         rows.append((*row, difference, detectable, found.only_b, found.only_a, p_value))
     return make_table(columns, rows, "Success by task, paired, with a 95 % interval of the difference")
+
+
+_REACH = 2.8
+"""Sum of the normal quantiles 0.975 and 0.8: a detectable difference in standard errors."""
+
+
+class SeedsRow(NamedTuple):
+    """Comparison of one split and sampling: B minus A, both rates, and the mean square difference per task."""
+
+    plan: EvaluationPlan
+    found: SeedsDifference
+    rates: tuple[float, float]
+    square: float
+
+
+def print_seeds(all_a: Sequence[Path], all_b: Sequence[Path], power: float | None) -> None:
+    """Print a table with a row for each kind of evaluation that all runs have, and the verdicts."""
+    rows = [compare_seeds(a, b) for a, b in matching(all_a, all_b)]
+    console = make_console()
+    print_line(console, f"A: {', '.join(map(str, all_a))}\nB: {', '.join(map(str, all_b))}")
+    console.print(seeds_table(rows))
+    print_text(console, "The interval covers seeds and tasks: the sum of their variances less their interaction.")
+    for plan, found, _, square in rows:
+        least = min(1.0, _REACH * math.hypot(found.error_tasks, found.error_seeds))
+        text = verdict(found.difference, found.interval, found.num_tasks, least)
+        print_text(console, f"{plan.split}, {format_sampling(plan)}: {text}")
+        if power is not None:
+            print_text(console, f"{power_text(power, square)} More tasks do not reduce the error of the seeds.")
+
+
+def matching(
+    all_a: Sequence[Path], all_b: Sequence[Path]
+) -> list[tuple[list[StoredEvaluation], list[StoredEvaluation]]]:
+    """Return the comparable evaluations of all runs. Raises UserError if there are none or a path is named twice."""
+    paths = [*all_a, *all_b]
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise UserError("A run or file is named twice.", "Name each once: a repeated run is not another seed.")
+    pairs = {path: find_pairs(paths[0], path) for path in paths[1:]}  # checks that all exist and match the first
+    if not paths[0].is_dir():
+        first = pairs[paths[1]][0][0]
+        found = [[first, *(pairs[path][0][1] for path in paths[1:])]]
+    else:
+        stored = [newest_evaluations(path) for path in paths]
+        found = [[one[key] for one in stored] for key in stored[0] if all(key in one for one in stored)]
+    if not found:
+        raise UserError("No evaluation exists in all runs.", "Evaluate all with the same splits, sampling and tasks.")
+    return [(row[: len(all_a)], row[len(all_a) :]) for row in found]
+
+
+def compare_seeds(a: Sequence[StoredEvaluation], b: Sequence[StoredEvaluation]) -> SeedsRow:
+    """Return B minus A over seeds and the tasks of the first run. Raises UserError if the tasks differ."""
+    first = a[0].result
+    scores_a, scores_b = (np.array([_scores(first, one) for one in side]) for side in (a, b))
+    if scores_a.shape[1] < 2:
+        raise UserError("A single task cannot be compared.", "Use evaluations of 2 tasks or more.")
+    found = seeds_difference(scores_b, scores_a)
+    square = float(((scores_b[:, None] - scores_a[None]) ** 2).mean())
+    return SeedsRow(first.plan, found, (float(scores_a.mean()), float(scores_b.mean())), square)
+
+
+def _scores(first: Evaluation, other: StoredEvaluation) -> list[float]:
+    ours, theirs = common_scores(first, other.result)
+    if ours.keys() != theirs.keys() or len(ours) != len(first.task_ids):
+        text = f"{other.name} does not have the {len(first.task_ids)} tasks of the first run."
+        raise UserError(text, "Compare evaluations of the same split, tasks and world settings.")
+    return [theirs[task] for task in first.scores]
+
+
+def seeds_table(rows: Sequence[SeedsRow]) -> FittedTable:
+    """Return a table with one row per kind of evaluation."""
+    errors = (TableColumn("error of tasks", 1), TableColumn("error of seeds", 1))
+    columns = ("split", "sampling", TableColumn("tasks", 2), TableColumn("runs", 2), "A", "B", "B - A", *errors)
+    cells = []
+    for plan, found, rates, _ in rows:
+        runs = f"{found.num_seeds[1]} / {found.num_seeds[0]}"
+        difference = f"{found.difference:+.1%} [{found.interval.low:+.1%}, {found.interval.high:+.1%}]"
+        numbers = (*(f"{rate:.1%}" for rate in rates), difference)
+        components = (f"{found.error_tasks:.1%}", f"{found.error_seeds:.1%}")
+        cells.append((plan.split, format_sampling(plan), found.num_tasks, runs, *numbers, *components))
+    return make_table(columns, cells, "Success over seeds and tasks, with a 95 % interval of the difference")
+
+
+VERDICTS = {
+    "cross": "the curves cross: B is better with few attempts and A with many, so training sharpened the policy.",
+    "apart": "the curves stay apart up to this k: B also solves tasks that A does not solve with many attempts.",
+    "together": "the curves meet: at the largest k no difference is seen, so training only sharpened the policy.",
+    "unclear": "B is not better at the smallest k with a difference; the boundary cannot be judged.",
+}
+
+
+def print_boundary(console: Console, pairs: Sequence[Pair]) -> None:
+    """Print curves and verdict of each pair with several attempts. Raises UserError if there is none."""
+    several = [(a, b) for a, b in pairs if min(a.result.plan.samples, b.result.plan.samples) > 1]
+    if not several:
+        text = "--boundary needs evaluations with several attempts per task."
+        raise UserError(text, "Evaluate both with --evaluation.samples 64 and a temperature above 0.")
+    for a, b in several:
+        points = boundary(a.result, b.result)
+        console.print(boundary_table(points, f"{a.result.plan.split}, {format_sampling(a.result.plan)}: pass@k"))
+        print_text(console, f"{a.name}: {VERDICTS[curve_shape(points)]}")
+    print_text(console, "95 % intervals over tasks, each for its k alone; k beyond half of the attempts is noisy.")
+
+
+def boundary_table(points: Sequence[BoundaryPoint], title: str) -> FittedTable:
+    """Return a table with a row for each k."""
+
+    def cell(rate: float, interval: Interval, sign: str = "") -> str:
+        bounds = ", ".join(f"{bound:{sign}.1%}" for bound in (interval.low, interval.high))
+        return f"{rate:{sign}.1%} [{bounds}]"
+
+    rows = []
+    for one in points:
+        rates = (cell(one.base, one.base_interval), cell(one.trained, one.trained_interval))
+        rows.append((one.k, *rates, cell(one.trained - one.base, one.difference, "+")))
+    return make_table(("k", "A", "B", "B - A"), rows, title)
+
+
+def print_target(a: Path, b: Path, target: float) -> None:
+    """Print a table of the steps, episodes and tokens until the evaluations during training reach a rate."""
+    runs = [RunFolder(path) for path in (a, b)]
+    for folder in runs:
+        if not folder.metrics.is_file():
+            raise UserError(f"{folder.path} has no metrics.jsonl.", "--target compares two run folders.")
+    rows = [read_metrics(folder.metrics) for folder in runs]
+    metrics = _common_metrics(rows)
+    if not metrics:
+        raise UserError(
+            "The runs have no evaluation during training in common.", "Set evaluation.every and train again."
+        )
+    console = make_console()
+    print_line(console, f"A: {a}\nB: {b}")
+    console.print(target_table(rows, metrics, target))
+    print_text(console, "Linear interpolation between the first evaluation at the target and the one before it.")
+
+
+def _common_metrics(rows: Sequence[Sequence[MetricsRow]]) -> list[str]:
+    """Return the success metrics of evaluations that all runs have, sorted."""
+    names = [{name for row in own for name in row.metrics if name.startswith("eval/")} for own in rows]
+    return sorted(name for name in set.intersection(*names) if name.endswith("/success"))
+
+
+def target_table(rows: Sequence[Sequence[MetricsRow]], metrics: Sequence[str], target: float) -> FittedTable:
+    """Return a table with a row for each metric and run."""
+    cells: list[tuple[object, ...]] = []
+    for metric in metrics:
+        for name, own in zip("AB", rows, strict=True):
+            found = time_to_target(own, metric, target)
+            if found.step is None or found.episodes is None or found.tokens is None:
+                numbers: tuple[object, ...] = ("not reached", None, None)
+            else:
+                numbers = (f"{found.step:.1f}", f"{found.episodes:,.0f}", f"{found.tokens:,.0f}")
+            cells.append((metric.removesuffix("/success"), name, *numbers, f"{found.best:.1%}"))
+    details = (TableColumn("episodes", 2), TableColumn("sampled tokens", 1), TableColumn("best", 3))
+    return make_table(("evaluation", "run", "step", *details), cells, f"Until {target:.0%} success")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from ludus.cli.arguments import model_settings, policy_config, recipe_config
-from ludus.cli.ui.result_files import add_result_files, write_result_files
+from ludus.cli.ui.fitted_table import add_result_files, write_result_files
 from ludus.cli.ui.tables import evaluation_tables, format_sampling, format_temperature, print_evaluations
 from ludus.cli.ui.terminal import announce, bars, load_libraries, make_console, print_line, print_text
 from ludus.config.paths import check_model_folder
@@ -51,7 +52,14 @@ from ludus.rollouts.openai_client import OpenAIClient, OpenAIClientSettings, Tok
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.scheduler import Episode, SamplingPlan, Scheduler, engine_scheduler, scheduler
 from ludus.training.run.preflight import model_path
-from ludus.training.run.run_dir import RunFolder, latest_checkpoint, new_run, remove_unstarted
+from ludus.training.run.run_dir import (
+    RunFolder,
+    is_running,
+    latest_checkpoint,
+    list_checkpoints,
+    new_run,
+    remove_unstarted,
+)
 
 if TYPE_CHECKING:
     from ludus.cli.ui.load_run import LoadedRun
@@ -77,9 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Evaluate; return 1 if an earlier evaluation of the same weights is not reproduced."""
     if args.follow:
-        from ludus.cli.evaluate.follow import follow
-
-        return follow(args, lambda: evaluate_newest(args, overrides))
+        return follow(args, overrides)
     return evaluate_newest(args, overrides)
 
 
@@ -334,3 +340,34 @@ def verdict_line(saved: SavedEvaluation, reproducible: bool) -> str:
     why = "" if reproducible else " (rollout.reproducible is off, or an endpoint was used)"
     earlier = saved.earlier.stem if saved.earlier else ""
     return f"{name}: does not reproduce {earlier}: {saved.note}{why}."
+
+
+POLL_S = 2.0
+"""Seconds between two looks for a new checkpoint."""
+
+
+def follow(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Evaluate each new checkpoint until the run ends; return the largest exit code.
+
+    Checkpoints written during an evaluation are skipped except the newest. Raises UserError if the run ends without a
+    checkpoint.
+    """
+    if args.run is None:
+        raise UserError("--follow needs a run.", "Add --run RUN.")
+    folder, console, code, last = RunFolder(args.run), make_console(), 0, -1
+    while True:
+        running = is_running(folder)  # read first: a checkpoint written before the end is evaluated
+        found = list_checkpoints(folder.checkpoints)
+        if found and found[-1][0] > last:
+            last = found[-1][0]
+            code = max(code, evaluate_newest(args, overrides))
+        elif not running:
+            break
+        else:
+            if last < 0:
+                print_text(console, f"Waiting for the first checkpoint of {args.run} ...")
+                last = 0
+            time.sleep(POLL_S)
+    if not found:
+        raise UserError(f"The run {args.run} ended without a checkpoint.", "See its log.txt.")
+    return code

@@ -17,18 +17,18 @@ from rich.console import Console
 
 from ludus.cli.arguments import check_run, is_recipe, model_settings, recipe_config
 from ludus.cli.evaluate.eval import EvalBackend, make_backend
-from ludus.cli.evaluate.prompt_gain import changed_tasks, optimised_prompt
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.tables import format_success
 from ludus.cli.ui.terminal import announce, bars, make_console, print_line, print_text
 from ludus.config.load import load_config
 from ludus.config.paths import check_model_folder
 from ludus.config.schema import Config
-from ludus.engines.remote.http_client import get_once
+from ludus.engines.remote.http_client import check_reachable, get_once
 from ludus.envs.base import World
 from ludus.envs.registry import WORLDS, build_world, check_sandbox, closing, plugin_tools
-from ludus.errors import LudusError, UserError, WorldError, did_you_mean
+from ludus.errors import EngineError, LudusError, UserError, WorldError, did_you_mean
 from ludus.evaluation.evaluate import Conditions, Evaluation, EvaluationPlan, check_split, evaluate
+from ludus.evaluation.prompt_search import search_prompt, system_prompt, with_system_prompt
 from ludus.evaluation.readiness import (
     LIMITS,
     Alternative,
@@ -41,11 +41,13 @@ from ludus.evaluation.readiness import (
 from ludus.evaluation.stats import Interval, paired_difference
 from ludus.recipes import list_recipes
 from ludus.rewards.base import success
-from ludus.rollouts.scheduler import SamplingPlan
+from ludus.rollouts.ledger import RolloutKey
+from ludus.rollouts.openai_client import OpenAIClient, OpenAIClientSettings
+from ludus.rollouts.scheduler import RolloutRequest, SamplingPlan
 from ludus.simulator.costs import LearnerCost
 from ludus.simulator.fit import fit
 from ludus.training.run.run_dir import RunFolder, latest_checkpoint
-from ludus.types import Message, Task, Trajectory
+from ludus.types import Message, SamplingParams, Task, Trajectory
 
 _SPLIT = "train"
 
@@ -408,3 +410,54 @@ def alternative_table(ways: Sequence[Alternative]) -> FittedTable:
         rows.append((one.name, gain, hours, cost, one.reason))
     columns = ("way", "gain, points", "hours", "cost", TableColumn("reason", wrap=True))
     return make_table(columns, rows, "Is RL worth it here?")
+
+
+_REFLECTION = SamplingParams(temperature=1.0, max_new_tokens=2048)
+
+
+def reflection_client(args: argparse.Namespace) -> OpenAIClient:
+    """Return the client of the model that proposes prompts: --reflection, or the endpoint under test.
+
+    Raises UserError without either, EngineError if the server is unreachable.
+    """
+    if args.reflection is None and args.endpoint is None:
+        raise UserError(
+            "--optimise-prompt needs a model that proposes prompts.",
+            "Add --reflection URL NAME, an OpenAI-compatible server.",
+        )
+    url, name = args.reflection or (args.endpoint, args.model)
+    check_reachable(url)
+    return OpenAIClient(OpenAIClientSettings(url, name))
+
+
+async def optimised_prompt(
+    args: argparse.Namespace, config: Config, world: World, backend: EvalBackend, tasks: Sequence[Task]
+) -> str:
+    """Return the best system prompt after about `args.optimise_prompt` episodes on these tasks."""
+    runner = backend.scheduler(SamplingPlan("evaluate", config.rollout.temperature, config.run.seed))
+    number = 0
+
+    async def sample(batch: Sequence[Task]) -> Sequence[Trajectory]:
+        nonlocal number
+        number += 1  # the step of the keys, so that repeated tasks have new seeds
+        requests = [RolloutRequest(RolloutKey(number, task.id, i), task) for i, task in enumerate(batch)]
+        return [episode.trajectory for episode in await runner.run(requests)]
+
+    async with reflection_client(args) as client:
+
+        async def reflect(prompt: str) -> str:
+            params = replace(_REFLECTION, seed=number)
+            answer = await client.chat([{"role": "user", "content": prompt}], [], params, 0)
+            if answer is None:
+                raise EngineError(
+                    "The reflection prompt exceeds the context of its model.", "Use another --reflection."
+                )
+            return answer.action.message["content"]
+
+        budget, seed = args.optimise_prompt, config.run.seed
+        return await search_prompt(tasks, sample, reflect, world.rewards, episodes=budget, seed=seed)
+
+
+def changed_tasks(tasks: Sequence[Task], text: str) -> list[Task]:
+    """Return the tasks with this system prompt, unchanged if they have it already."""
+    return [task if system_prompt(task) == text else with_system_prompt(task, text) for task in tasks]

@@ -19,8 +19,7 @@ from pathlib import Path
 from ludus.cli.arguments import run_config
 from ludus.cli.results.rewards import find_tasks
 from ludus.cli.results.show import find_rollouts
-from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
-from ludus.cli.ui.result_files import add_result_files, write_result_files
+from ludus.cli.ui.fitted_table import FittedTable, TableColumn, add_result_files, make_table, write_result_files
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.envs.base import World
 from ludus.envs.registry import build_world

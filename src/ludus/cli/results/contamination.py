@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ludus.cli.arguments import run_config
-from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
-from ludus.cli.ui.result_files import add_result_files, write_result_files
+from ludus.cli.ui.fitted_table import FittedTable, TableColumn, add_result_files, make_table, write_result_files
 from ludus.cli.ui.tables import format_rate, format_success
 from ludus.cli.ui.terminal import announce, load_libraries, make_console, print_text
 from ludus.config.schema import Config

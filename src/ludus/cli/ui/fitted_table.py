@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
+
+from ludus.errors import UserError
 
 _TEXT_COLUMNS = 22
 """Minimum width of a column of text."""
@@ -136,3 +141,24 @@ def _wrapped(cell: str, width: int) -> Text:
                 wrapped.append("")
             wrapped[-1] += f" {word}" if wrapped[-1] else word
     return Text("\n".join(wrapped))
+
+
+def add_result_files(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the results as JSON")
+    parser.add_argument("--markdown", metavar="FILE", type=Path, help="write the tables as Markdown")
+
+
+def write_result_files(args: argparse.Namespace, data: object, tables: Iterable[FittedTable]) -> None:
+    """Write the files that the options name, replacing existing ones. Raises UserError if one cannot be written."""
+    if args.json is not None:
+        _write(args.json, json.dumps(data, indent=1) + "\n")
+    if args.markdown is not None:
+        _write(args.markdown, "\n".join(table.to_markdown() for table in tables))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, "utf-8", errors="replace")
+    except OSError as error:
+        raise UserError(f"{path} cannot be written: {error.strerror}.", "Name another file.") from error
