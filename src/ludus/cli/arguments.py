@@ -47,6 +47,13 @@ def no_settings(overrides: Sequence[str], command: str) -> None:
         raise UserError(f"`ludus {command}` has no argument {overrides[0]}.", f"See `ludus {command} --help`.")
 
 
+def raise_first(*checks: tuple[object, str, str]) -> None:
+    """Raise UserError with message and hint of the first check whose condition is true."""
+    for broken, message, hint in checks:
+        if broken:
+            raise UserError(message, hint)
+
+
 def check_run(folder: RunFolder) -> None:
     """Raise UserError unless the folder is a run folder."""
     if not folder.path.exists():

@@ -220,7 +220,6 @@ def _unit(value: float) -> float:
 
 
 def _runs_tests(path: Trajectory, calls: Mapping[str, str]) -> bool:
-    """Return whether the model called a tool of `calls` with arguments in which its pattern is found."""
     made = [call["function"] for message in path.messages for call in message.get("tool_calls") or []]
     return any(re.search(calls[one["name"]], one["arguments"]) for one in made if one["name"] in calls)
 

@@ -117,14 +117,13 @@ def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
         raise UserError("A run is named twice.", "Name each run once.")
     names = [path.resolve().name for path in folders]
     unique = len(set(names)) == len(names)
-    runs = [read_one(path, name if unique else str(path)) for path, name in zip(folders, names, strict=True)]
+    runs = [_read_one(path, name if unique else str(path)) for path, name in zip(folders, names, strict=True)]
     if not any(run.metrics for run in runs):
         raise UserError("No run has a finished step.", "Wait for the first step, or read log.txt in the run folder.")
     return runs
 
 
-def read_one(path: Path, name: str) -> ReportedRun:
-    """Read a run folder; it may still be written."""
+def _read_one(path: Path, name: str) -> ReportedRun:
     folder = RunFolder(path)
     folder.check_config()
     config = load_config(folder.config)
@@ -150,7 +149,7 @@ def read_one(path: Path, name: str) -> ReportedRun:
         late,
         tuple(examine_run(data)) if metrics else (),
         tuple((alarm.name, tuple(starts(steps))) for alarm, steps in raised),
-        run_state(folder, config, max(metrics, default=0)),
+        _run_state(folder, config, max(metrics, default=0)),
     )
 
 
@@ -177,7 +176,7 @@ def num_steps(kind: Kind, config: Config) -> int | None:
     return by_kind.get(kind, config.training.steps)
 
 
-def run_state(folder: RunFolder, config: Config, done: int) -> str:
+def _run_state(folder: RunFolder, config: Config, done: int) -> str:
     """Return whether the run is finished, running or stopped, and the last error or warning of a stopped one."""
     total = num_steps(kind_of(folder), config)
     if total is not None and done >= total:
@@ -191,13 +190,6 @@ def run_state(folder: RunFolder, config: Config, done: int) -> str:
     return f"stopped: {reasons[-1].partition(': ')[2]}" if reasons else ended
 
 
-def duration_s(run: ReportedRun) -> float:
-    """Return the seconds of all steps from timings.jsonl, 0 if it does not exist."""
-    path = run.folder.timings
-    rows = read_metrics(path) if path.is_file() else []
-    return sum({row.step: row.metrics.get("time/step_s", 0.0) for row in rows}.values())
-
-
 # Tables
 
 
@@ -206,23 +198,25 @@ def percent(rate: float, interval: Interval) -> str:
     return f"{rate:.1%} [{interval.low:.1%}, {interval.high:.1%}]"
 
 
-def heading(runs: Sequence[ReportedRun]) -> ReportTable:
+def _heading(runs: Sequence[ReportedRun]) -> ReportTable:
     """Return what each run is, its state, and its best and last held-out success."""
     rows = []
     for run in runs:
         preset = run.config.algorithm.preset if run.kind == "rl" else run.kind
         model = run.config.model.path or "from scratch"
         steps = f"{max(run.metrics, default=0)} of {num_steps(run.kind, run.config) or 'unknown'}"
-        minutes, seconds = divmod(round(duration_s(run)), 60)
+        timings = read_metrics(run.folder.timings) if run.folder.timings.is_file() else []
+        seconds_by_step = {row.step: row.metrics.get("time/step_s", 0.0) for row in timings}
+        minutes, seconds = divmod(round(sum(seconds_by_step.values())), 60)
         row = (run.name, recipe_of(run.folder) or "unknown", model, preset, steps, run.state)
-        rows.append((*row, f"{minutes // 60}:{minutes % 60:02}:{seconds:02}", *best_and_last(run)))
+        rows.append((*row, f"{minutes // 60}:{minutes % 60:02}:{seconds:02}", *_best_and_last(run)))
     columns = ("run", "recipe", "model", "algorithm", "steps", "state", "duration", "held-out", "best", "last")
     return ReportTable(
         "Runs", columns, tuple(rows), "Success with 95 % intervals. Best is the maximum, biased upwards."
     )
 
 
-def best_and_last(run: ReportedRun) -> tuple[str, str, str]:
+def _best_and_last(run: ReportedRun) -> tuple[str, str, str]:
     """Return the evaluation series with the most steps, its best and its last success."""
     series, splits = run.series(), run.config.evaluation.splits
     if not series:
@@ -239,13 +233,7 @@ def best_and_last(run: ReportedRun) -> tuple[str, str, str]:
     return name, texts[0], texts[1]
 
 
-def findings_table(runs: Sequence[ReportedRun]) -> ReportTable:
-    """Return the findings of `ludus doctor`, alarms included."""
-    rows = ((run.name, f.severity, f.topic, f.text, f.remedy) for run in runs for f in run.findings)
-    return ReportTable("Findings", ("run", "severity", "topic", "evidence", "remedy"), tuple(rows))
-
-
-def evaluation_table(runs: Sequence[ReportedRun]) -> ReportTable:
+def _evaluation_table(runs: Sequence[ReportedRun]) -> ReportTable:
     """Return all evaluations with pass@1, and pass@k and pass^k for several attempts."""
     rows = []
     for run in runs:
@@ -270,7 +258,7 @@ def verdict(found: PairedDifference) -> str:
     return f"no difference seen: {points:+.1f} [{low:+.1f}, {high:+.1f}] points{seen}"
 
 
-def comparison_table(runs: Sequence[ReportedRun]) -> ReportTable:
+def _comparison_table(runs: Sequence[ReportedRun]) -> ReportTable:
     """Return the newest evaluations of each two runs, paired by task."""
     rows = []
     for a, b in combinations([run for run in runs if run.evaluations], 2):
@@ -286,8 +274,7 @@ def comparison_table(runs: Sequence[ReportedRun]) -> ReportTable:
     return ReportTable("Comparison", columns, tuple(rows), "Paired by task on the last evaluation of each run.")
 
 
-def settings_table(runs: Sequence[ReportedRun]) -> ReportTable:
-    """Return the settings in which the runs differ."""
+def _settings_table(runs: Sequence[ReportedRun]) -> ReportTable:
     keys = sorted({key for run in runs for key in run.settings} - {"run.dir"})
     values = {key: tuple(run.settings.get(key, "none") for run in runs) for key in keys}
     rows = tuple((key, *found) for key, found in values.items() if len(set(found)) > 1)
@@ -327,7 +314,12 @@ def episode_tables(runs: Sequence[ReportedRun]) -> Iterator[ReportTable]:
         means = [shares(records, lambda r: dict(r.trajectory.rewards)) for records in ends]
         for name in sorted(means[0].keys() | means[1].keys()):
             parts += [(run.name, name, *(f"{m[name]:.3f}" if name in m else "" for m in means))]
-        tools += tool_rows(run)
+        calls = [[o for path in r.trajectory.attempts() for o in path.call_outcomes] for r in run.late]
+        for tool in sorted({outcome.tool for own in calls for outcome in own}):
+            found = [outcome for own in calls for outcome in own if outcome.tool == tool]
+            errors = sum(outcome.status is not ToolStatus.OK for outcome in found) / len(found)
+            unused = sum(all(outcome.tool != tool for outcome in own) for own in calls) / len(calls)
+            tools.append((run.name, tool or "(malformed)", str(len(found)), f"{errors:.1%}", f"{unused:.1%}"))
     ends_of_run = ("first steps", "last steps")
     yield ReportTable("Stop reasons", ("run", "stop reason", *ends_of_run), tuple(reasons))
     yield ReportTable(
@@ -337,20 +329,12 @@ def episode_tables(runs: Sequence[ReportedRun]) -> Iterator[ReportTable]:
     yield ReportTable("Tools, last steps", columns, tuple(tools))
 
 
-def tool_rows(run: ReportedRun) -> Iterator[tuple[str, ...]]:
-    """Yield calls, share of errors, and share of episodes without a call, by tool."""
-    calls = [[o for path in r.trajectory.attempts() for o in path.call_outcomes] for r in run.late]
-    for tool in sorted({outcome.tool for own in calls for outcome in own}):
-        found = [outcome for own in calls for outcome in own if outcome.tool == tool]
-        errors = sum(outcome.status is not ToolStatus.OK for outcome in found) / len(found)
-        unused = sum(all(outcome.tool != tool for outcome in own) for own in calls) / len(calls)
-        yield run.name, tool or "(malformed)", str(len(found)), f"{errors:.1%}", f"{unused:.1%}"
-
-
 def summary_tables(runs: Sequence[ReportedRun]) -> list[ReportTable]:
     """Return the tables of the short summary: runs, findings, evaluations, comparison and settings."""
-    tables = [heading(runs), findings_table(runs), evaluation_table(runs)]
-    return tables + ([comparison_table(runs), settings_table(runs)] if len(runs) > 1 else [])
+    findings = ((run.name, f.severity, f.topic, f.text, f.remedy) for run in runs for f in run.findings)
+    columns = ("run", "severity", "topic", "evidence", "remedy")
+    tables = [_heading(runs), ReportTable("Findings", columns, tuple(findings)), _evaluation_table(runs)]
+    return tables + ([_comparison_table(runs), _settings_table(runs)] if len(runs) > 1 else [])
 
 
 def to_markdown(runs: Sequence[ReportedRun]) -> str:

@@ -63,13 +63,13 @@ def render(runs: Sequence[ReportedRun]) -> str:
     body = [
         f"<h1>{title}</h1>",
         *(f'<p class="note">{escape(run.name)}: {escape(text)}</p>' for run in runs for text in run.missing),
-        *map(table_html, tables),
-        *map(table_html, data.probe_tables(runs)),
+        *map(_table_html, tables),
+        *map(_table_html, data.probe_tables(runs)),
         "<h2>Curves</h2>",
         legend(groups),
         *curves(groups),
         *distributions(groups),
-        *(table_html(table) for table in data.episode_tables(runs) if table.rows),
+        *(_table_html(table) for table in data.episode_tables(runs) if table.rows),
         *transcripts(runs),
     ]
     head = (
@@ -81,8 +81,7 @@ def render(runs: Sequence[ReportedRun]) -> str:
     return f"{head}{''.join(body)}<script>{script}</script></body></html>\n"
 
 
-def table_html(table: ReportTable) -> str:
-    """Return a table with its title and note."""
+def _table_html(table: ReportTable) -> str:
     if not table.rows:
         return f'<h2>{escape(table.title)}</h2><p class="note">None.</p>'
     head = "".join(f"<th>{escape(name)}</th>" for name in table.columns)
@@ -210,12 +209,12 @@ def transcripts(runs: Sequence[ReportedRun]) -> Iterator[str]:
         if chosen := ordered if len(ordered) < 4 else [*ordered[:2], *ordered[-2:]]:
             yield f"<h2>Worst and best episodes of the last steps: {escape(run.name)}</h2>"
             yield f'<div class="talk">{"".join(map(episode, chosen))}</div>'
-        if pair := first_and_last(run):
+        if pair := _first_and_last(run):
             yield f"<h2>The same task at the first and the last evaluation: {escape(run.name)}</h2>"
             yield f'<div class="talk">{"".join(map(episode, pair))}</div>'
 
 
-def first_and_last(run: ReportedRun) -> list[RolloutRecord]:
+def _first_and_last(run: ReportedRun) -> list[RolloutRecord]:
     """Return the rollouts of one task, preferably one whose success rose, at two evaluations; empty without them."""
     for found in run.series().values():
         first, last = found[0], found[-1]

@@ -127,16 +127,14 @@ def line_chart(title: str, curves: Sequence[Drawn], alarms: Mapping[str, Sequenc
             parts.append(f'<polygon class="band {colour}" points="{axes.path([*upper, *lower])}"/>')
         points = _finite(one.points)
         parts.append(f'<polyline class="line {colour}" data-run="{one.number}" points="{axes.path(points)}"/>')
-        parts += [_bar(axes, one.number, *bar) for bar in one.bars]
+        for x, low, high in one.bars:
+            (across, bottom), (_, top) = axes.at(x, low), axes.at(x, high)
+            path = f"M{across + 2 * one.number:.1f} {bottom:.1f}V{top:.1f}"
+            parts.append(f'<path class="bar {colour}" d="{path}"/>')
         if len(points) == 1 or one.bars:
             circles = (axes.at(*point) for point in points)
             parts += [f'<circle class="{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in circles]
-    return figure(title, axes, axes.frame(alarms) + "".join(parts))
-
-
-def _bar(axes: Axes, number: int, x: float, low: float, high: float) -> str:
-    (across, bottom), (_, top) = axes.at(x, low), axes.at(x, high)
-    return f'<path class="bar {style(number)}" d="M{across + 2 * number:.1f} {bottom:.1f}V{top:.1f}"/>'
+    return _figure(title, axes, axes.frame(alarms) + "".join(parts))
 
 
 def _finite(points: Points) -> list[tuple[float, float]]:
@@ -166,10 +164,9 @@ def histogram(title: str, first: Sequence[float], last: Sequence[float], number:
             (x, y), (right, bottom) = axes.at(low + i * width, share), axes.at(low + (i + 1) * width, 0.0)
             size = f'width="{right - x - 1:.1f}" height="{bottom - y:.1f}"'
             parts.append(f'<rect class="{name}" x="{x:.1f}" y="{y:.1f}" {size}/>' if share else "")
-    return figure(title, axes, axes.frame({}) + "".join(parts))
+    return _figure(title, axes, axes.frame({}) + "".join(parts))
 
 
-def figure(title: str, axes: Axes, content: str) -> str:
-    """Return a titled figure around the content of a chart."""
+def _figure(title: str, axes: Axes, content: str) -> str:
     attributes = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}" {axes.data}'
     return f"<figure><figcaption>{escape(title)}</figcaption><svg {attributes}>{content}</svg></figure>"

@@ -7,7 +7,7 @@ files are added, and built again if an indexed file changed. A row stores the po
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,6 @@ from ludus.errors import StorageError, UserError
 from ludus.evaluation.exports import encodable
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts
 from ludus.training.run.run_dir import RunFolder
-from ludus.types import Message
 
 Row = dict[str, object]
 Solved = Callable[[RolloutRecord], bool | None]
@@ -76,19 +75,18 @@ class RolloutIndex:
         """Index new files; return their number. `advance` is called before each file."""
         with self._lock:
             known = dict(self._db.execute("SELECT name, stamp FROM files"))
-            found = {path: _stamp(path) for path in rollout_files(self.folder)}
-            names = {str(path.relative_to(self.folder.path)): path for path in found}
-            if any(name not in names or found[names[name]] != stamp for name, stamp in known.items()):
+            found = {str(path.relative_to(self.folder.path)): path for path in rollout_files(self.folder)}
+            stamps = {name: f"{s.st_size} {s.st_mtime_ns}" for name, s in ((n, p.stat()) for n, p in found.items())}
+            if not known.items() <= stamps.items():
                 _clear(self._db)
                 known = {}
-            added = [path for name, path in names.items() if name not in known]
-            for path in added:
+            added = {name: path for name, path in found.items() if name not in known}
+            for name, path in added.items():
                 advance(path)
-                self._add(path, found[path])
+                self._add(name, path, stamps[name])
             return len(added)
 
-    def _add(self, path: Path, stamp: str) -> None:
-        name = str(path.relative_to(self.folder.path))
+    def _add(self, name: str, path: Path, stamp: str) -> None:
         source = path.name.removesuffix(".jsonl.gz") if path.parent == self.folder.evaluations else ""
         with self._db:
             for line, record in enumerate(read_rollouts(path)):
@@ -174,25 +172,18 @@ def summary(record: RolloutRecord, solved: bool | None) -> Row:
 
 def words(record: RolloutRecord) -> str:
     """Return the text to search: contents, reasoning and calls of all messages."""
-    return encodable("\n".join(part for message in record.trajectory.messages for part in _parts(message)))
-
-
-def _parts(message: Message) -> Iterator[str]:
-    yield message["content"]
-    yield message.get("reasoning_content", "")
-    for call in message.get("tool_calls", []):
-        yield f"{call['function']['name']} {call['function']['arguments']}"
+    parts: list[str] = []
+    for message in record.trajectory.messages:
+        calls = [call["function"] for call in message.get("tool_calls", [])]
+        parts += [message["content"], message.get("reasoning_content", "")]
+        parts += [f"{call['name']} {call['arguments']}" for call in calls]
+    return encodable("\n".join(parts))
 
 
 def match_text(text: str) -> str:
     """Return an FTS5 expression that matches all words of a text; operators have no meaning."""
     quoted = " ".join('"' + word.replace('"', '""') + '"' for word in text.replace("\0", " ").split())
     return quoted or '""'
-
-
-def _stamp(path: Path) -> str:
-    status = path.stat()
-    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 def _open(path: Path) -> sqlite3.Connection:

@@ -64,9 +64,13 @@ class RunPages:
         """Return a rollout: messages, tokens of each segment, rewards, and the numbers of its group."""
         row, record = self.index.record(number)
         one = record.trajectory
-        group = self._group_rows(row)
+        trained = {} if row["source"] else self._token_values(row)
         paths = [
-            {"messages": list(map(shown_message, path.messages)), "reward": path.reward, "stop": path.stop_reason.value}
+            {
+                "messages": list(map(_shown_message, path.messages)),
+                "reward": path.reward,
+                "stop": path.stop_reason.value,
+            }
             for path in one.attempts()
         ]
         failure = None if one.failure is None else {"part": one.failure.part, "error": one.failure.error}
@@ -80,16 +84,12 @@ class RunPages:
             "failure": failure,
             "paths": paths,
             "outcomes": [{"tool": o.tool, "status": o.status.value, "output": o.output} for o in one.outcomes],
-            "segments": self._segments(row, one),
-            "group": [member["id"] for member in group],
+            "segments": [
+                self._segment(segment) | {"trained": trained.get(str(number))}
+                for number, segment in enumerate(one.segments)
+            ],
+            "group": [member["id"] for member in self._group_rows(row)],
         }
-
-    def _segments(self, row: Row, trajectory: Trajectory) -> list[Row]:
-        trained = {} if row["source"] else self._token_values(row)
-        return [
-            self._segment(segment) | {"trained": trained.get(str(number))}
-            for number, segment in enumerate(trajectory.segments)
-        ]
 
     def _token_values(self, row: Row) -> Row:
         """Return the stored values of the trained tokens by segment number; empty without `run.token_values`."""
@@ -207,8 +207,7 @@ class RunPages:
         return {"labels": lines, "agreement": numbers}
 
 
-def shown_message(message: Message) -> Row:
-    """Return a message with its calls as names and arguments."""
+def _shown_message(message: Message) -> Row:
     calls = [call["function"] for call in message.get("tool_calls", [])]
     thought, name = message.get("reasoning_content", ""), message.get("name", "")
     return {"role": message["role"], "content": message["content"], "thought": thought, "calls": calls, "name": name}
@@ -216,13 +215,13 @@ def shown_message(message: Message) -> Row:
 
 def _member(row: Row, record: RolloutRecord, best: Trajectory) -> Row:
     one = record.trajectory
-    messages = [shown_message(message) for message in one.messages if message["role"] != "system"]
+    messages = [_shown_message(message) for message in one.messages if message["role"] != "system"]
     return {"row": row, "rewards": dict(one.rewards), "messages": messages, "differs": first_difference(best, one)}
 
 
 def first_difference(best: Trajectory, other: Trajectory) -> Row | None:
     """Return token position and turn at which the first paths differ; None if they are equal."""
-    mine, theirs = (path_tokens(one) for one in (best, other))
+    mine, theirs = (_path_tokens(one) for one in (best, other))
     shared = common_prefix([token for token, _ in mine], [token for token, _ in theirs])
     if shared == len(mine) == len(theirs):
         return None
@@ -230,8 +229,7 @@ def first_difference(best: Trajectory, other: Trajectory) -> Row | None:
     return {"token": shared, "turn": turn}
 
 
-def path_tokens(trajectory: Trajectory) -> list[tuple[int, int]]:
-    """Return the tokens of the first path, with their turns."""
+def _path_tokens(trajectory: Trajectory) -> list[tuple[int, int]]:
     segments = [trajectory.segments[i] for i in trajectory.rows[0]] if trajectory.segments else []
     return [(token, segment.turn) for segment in segments for token in segment.tokens]
 

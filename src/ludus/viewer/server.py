@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qs
@@ -152,9 +152,5 @@ def _answer(make: Callable[[], object]) -> Response:
 def make_app(pages: RunPages, *, token: str = "", live: bool = False) -> ASGIApp:
     """Return the application. Without a token, it must be bound to the loopback interface."""
     index = Route("/", lambda _: FileResponse(STATIC / "index.html"))
-    routes: Sequence[Route | Mount] = [
-        index,
-        *ViewerApi(pages, live).routes(),
-        Mount("/static", StaticFiles(directory=STATIC)),
-    ]
-    return Guard(Starlette(routes=list(routes)), token)
+    static = Mount("/static", StaticFiles(directory=STATIC))
+    return Guard(Starlette(routes=[index, *ViewerApi(pages, live).routes(), static]), token)

@@ -42,14 +42,14 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     presets = PRESETS.values()
     rows = ((one.name, one.summary, one.advantage, one.loss, one.aggregation, one.source) for one in presets)
     console.print(make_table(columns, rows))
-    parts = (
+    known_parts = (
         ("advantage", ADVANTAGES, {one.advantage for one in presets}),
         ("loss", LOSSES, {one.loss for one in presets}),
         ("aggregation", AGGREGATIONS, {one.aggregation for one in presets}),
         ("kl", KL_NAMES, {one.kl for one in presets if one.kl_coef > 0}),
         ("correction", CORRECTIONS, {one.correction for one in presets}),
     )
-    for part, known, used in parts:
+    for part, known, used in known_parts:
         if unused := [name for name in known if name not in used]:
             print_text(console, f"Without a preset, for --algorithm.{part}: {', '.join(unused)}")
     print_text(console, "Show one: ludus algorithms NAME     Train with it: --algorithm.preset NAME")

@@ -373,7 +373,7 @@ async def _token_speed(base: str, api: str) -> str:
         (latency_s, _), (seconds, num) = await timed(1, "doctor-latency"), await timed(_TOKENS, "doctor-speed")
     finally:
         await replica.close()
-    return speed_text(latency_s, seconds, num)
+    return _speed_text(latency_s, seconds, num)
 
 
 async def _chat_speed(base: str, model: str) -> str:
@@ -387,11 +387,10 @@ async def _chat_speed(base: str, model: str) -> str:
         between = time.perf_counter()
         answer = await client.chat([message], (), SamplingParams(max_new_tokens=_TOKENS), 0)
         seconds = time.perf_counter() - between
-    return speed_text(between - begin, seconds, answer.usage.completion_tokens if answer else 0)
+    return _speed_text(between - begin, seconds, answer.usage.completion_tokens if answer else 0)
 
 
-def speed_text(latency_s: float, seconds: float, num: int) -> str:
-    """Return a text about the seconds of one token, and the seconds of `num` tokens (0: unknown)."""
+def _speed_text(latency_s: float, seconds: float, num: int) -> str:
     speed = f"{num / seconds:,.0f} tokens/s in one request of {num} tokens" if num else "speed unknown"
     return f"latency {1000 * latency_s:.0f} ms for one token; {speed}"
 

@@ -108,7 +108,7 @@ def _process_world(args: argparse.Namespace, console: Console, world: World, con
     plan = CheckPlan(args.split, num, args.seed, limits=limits, scoring=scoring)
     if args.act == "show":
         show(console, check_world(world, plan), config, scoring)
-        print_difficulty(console, world)
+        _print_difficulty(console, world)
         return
     with bars(console, transient=True) as progress:
         plan = replace(plan, watch=AuditBar(progress))
@@ -118,7 +118,7 @@ def _process_world(args: argparse.Namespace, console: Console, world: World, con
     cells = ((row.name, row.found, f"{row.mark}: {row.why}" if row.why else row.mark) for row in rows)
     found, verdict = (TableColumn(name, wrap=True) for name in ("found", "verdict"))
     console.print(make_table(("property", found, verdict), cells, "Verifier"))
-    print_difficulty(console, world)
+    _print_difficulty(console, world)
     if report.shaped:
         most = ", ".join(f"{name} {value:g}" for name, value in report.shaped.items())
         print_text(console, f"Largest shaping rewards of agents that do not attempt the task: {most}.")
@@ -199,8 +199,7 @@ def _cold_start(world: World) -> str:
     return "demonstrations" if world.implements("expert") else random
 
 
-def print_difficulty(console: Console, world: World) -> None:
-    """Print the number of distinct tasks in the world, and the success of its baselines."""
+def _print_difficulty(console: Console, world: World) -> None:
     found = world.difficulty_report()
     if not found:
         print_text(console, "\nThe world has no difficulty report for these tasks.")

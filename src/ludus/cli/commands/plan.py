@@ -79,7 +79,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     for warning in warnings:
         print_text(console, f"Warning: {warning}")
     runs = [simulate(costs, one) for one in layouts(args, layout)]
-    console.print(plan_table(costs, runs))
+    console.print(_plan_table(costs, runs))
     return 0
 
 
@@ -141,8 +141,7 @@ def cost_lines(costs: Costs) -> list[str]:
     ]
 
 
-def plan_table(costs: Costs, runs: Sequence[SimRun]) -> FittedTable:
-    """Return a table with a row per layout: the results of the simulation, and the bound of the step time."""
+def _plan_table(costs: Costs, runs: Sequence[SimRun]) -> FittedTable:
     ranks = {"learner idle": 1, "engines idle": 1, "bound, s": 2, "in flight": 3, "mean age": 4, "oldest": 4}
     names = ("step, s", "episodes/s", "learner idle", "engines idle", "in flight", "mean age", "oldest", "bound, s")
     engines, *numbers = (TableColumn(name, ranks.get(name, 0), right=True) for name in ("engines", *names))

@@ -67,11 +67,11 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the comparison."""
     all_a, all_b = check_arguments(args)
     if len(all_a) + len(all_b) > 2:
-        print_seeds(all_a, all_b, args.power)
+        _print_seeds(all_a, all_b, args.power)
     elif args.target is not None:
         print_target(all_a[0], all_b[0], args.target)
     else:
-        print_comparison(find_pairs(all_a[0], all_b[0]), args)
+        _print_comparison(find_pairs(all_a[0], all_b[0]), args)
     return 0
 
 
@@ -94,8 +94,7 @@ def check_arguments(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
     return both
 
 
-def print_comparison(pairs: Sequence[Pair], args: argparse.Namespace) -> None:
-    """Print the table, the verdicts and the notes of one A and one B."""
+def _print_comparison(pairs: Sequence[Pair], args: argparse.Namespace) -> None:
     differences = [compare(a.result, b.result) for a, b in pairs]
     console = make_console()
     a_path, b_path = (args.a[0], args.against[0]) if args.against else args.a
@@ -105,7 +104,7 @@ def print_comparison(pairs: Sequence[Pair], args: argparse.Namespace) -> None:
     if args.boundary:
         print_boundary(console, pairs)
     else:
-        table = comparison_table(pairs, differences)
+        table = _comparison_table(pairs, differences)
         console.print(table)
         if table.shows("detectable", console.width):
             print_text(console, f"detectable: the smallest difference over these tasks that {DETECTED}.")
@@ -114,7 +113,7 @@ def print_comparison(pairs: Sequence[Pair], args: argparse.Namespace) -> None:
             least = detectable_difference(square, found.num_tasks)
             print_text(console, f"{a.name}: {verdict(found.difference, found.interval, found.num_tasks, least)}")
             if args.power is not None:
-                print_text(console, power_text(args.power, square))
+                print_text(console, _power_text(args.power, square))
     for a, b in pairs:
         if len(a.result.task_ids) != len(b.result.task_ids):
             sizes = f"{len(a.result.task_ids)} tasks in A and {len(b.result.task_ids)} in B"
@@ -134,8 +133,7 @@ def verdict(difference: float, interval: Interval, num_tasks: int, least: float)
     return f"{better} is better by {100 * abs(difference):.1f} points [{bounds[0]:.1f}, {bounds[1]:.1f}]."
 
 
-def power_text(difference: float, square: float) -> str:
-    """Return a sentence with the number of tasks that a difference needs."""
+def _power_text(difference: float, square: float) -> str:
     num = tasks_needed(difference, square)
     discordance = f"a mean square difference of {square:.3f} per task (for one attempt: the share of discordant tasks)"
     return f"A difference of {100 * difference:g} points needs {num} tasks: it {DETECTED}, with {discordance}."
@@ -177,8 +175,7 @@ def _advice(found: dict[Key, StoredEvaluation], other: Path) -> str:
     )
 
 
-def comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDifference]) -> FittedTable:
-    """Return a table with one row per pair of evaluations."""
+def _comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDifference]) -> FittedTable:
     details = (TableColumn("detectable", 4), TableColumn("only A", 3), TableColumn("only B", 3))
     columns = ("split", "sampling", TableColumn("tasks", 2), "A", "B", "B - A", *details, TableColumn("p (McNemar)", 1))
     rows = []
@@ -207,19 +204,18 @@ class SeedsRow(NamedTuple):
     square: float
 
 
-def print_seeds(all_a: Sequence[Path], all_b: Sequence[Path], power: float | None) -> None:
-    """Print a table with a row for each kind of evaluation that all runs have, and the verdicts."""
+def _print_seeds(all_a: Sequence[Path], all_b: Sequence[Path], power: float | None) -> None:
     rows = [compare_seeds(a, b) for a, b in matching(all_a, all_b)]
     console = make_console()
     print_line(console, f"A: {', '.join(map(str, all_a))}\nB: {', '.join(map(str, all_b))}")
-    console.print(seeds_table(rows))
+    console.print(_seeds_table(rows))
     print_text(console, "The interval covers seeds and tasks: the sum of their variances less their interaction.")
     for plan, found, _, square in rows:
         least = min(1.0, _REACH * math.hypot(found.error_tasks, found.error_seeds))
         text = verdict(found.difference, found.interval, found.num_tasks, least)
         print_text(console, f"{plan.split}, {format_sampling(plan)}: {text}")
         if power is not None:
-            print_text(console, f"{power_text(power, square)} More tasks do not reduce the error of the seeds.")
+            print_text(console, f"{_power_text(power, square)} More tasks do not reduce the error of the seeds.")
 
 
 def matching(
@@ -260,8 +256,7 @@ def _scores(first: Evaluation, other: StoredEvaluation) -> list[float]:
     return [theirs[task] for task in first.scores]
 
 
-def seeds_table(rows: Sequence[SeedsRow]) -> FittedTable:
-    """Return a table with one row per kind of evaluation."""
+def _seeds_table(rows: Sequence[SeedsRow]) -> FittedTable:
     errors = (TableColumn("error of tasks", 1), TableColumn("error of seeds", 1))
     columns = ("split", "sampling", TableColumn("tasks", 2), TableColumn("runs", 2), "A", "B", "B - A", *errors)
     cells = []
@@ -290,14 +285,12 @@ def print_boundary(console: Console, pairs: Sequence[Pair]) -> None:
         raise UserError(text, "Evaluate both with --evaluation.samples 64 and a temperature above 0.")
     for a, b in several:
         points = boundary(a.result, b.result)
-        console.print(boundary_table(points, f"{a.result.plan.split}, {format_sampling(a.result.plan)}: pass@k"))
+        console.print(_boundary_table(points, f"{a.result.plan.split}, {format_sampling(a.result.plan)}: pass@k"))
         print_text(console, f"{a.name}: {VERDICTS[curve_shape(points)]}")
     print_text(console, "95 % intervals over tasks, each for its k alone; k beyond half of the attempts is noisy.")
 
 
-def boundary_table(points: Sequence[BoundaryPoint], title: str) -> FittedTable:
-    """Return a table with a row for each k."""
-
+def _boundary_table(points: Sequence[BoundaryPoint], title: str) -> FittedTable:
     def cell(rate: float, interval: Interval, sign: str = "") -> str:
         bounds = ", ".join(f"{bound:{sign}.1%}" for bound in (interval.low, interval.high))
         return f"{rate:{sign}.1%} [{bounds}]"
@@ -323,18 +316,16 @@ def print_target(a: Path, b: Path, target: float) -> None:
         )
     console = make_console()
     print_line(console, f"A: {a}\nB: {b}")
-    console.print(target_table(rows, metrics, target))
+    console.print(_target_table(rows, metrics, target))
     print_text(console, "Linear interpolation between the first evaluation at the target and the one before it.")
 
 
 def _common_metrics(rows: Sequence[Sequence[MetricsRow]]) -> list[str]:
-    """Return the success metrics of evaluations that all runs have, sorted."""
     names = [{name for row in own for name in row.metrics if name.startswith("eval/")} for own in rows]
     return sorted(name for name in set.intersection(*names) if name.endswith("/success"))
 
 
-def target_table(rows: Sequence[Sequence[MetricsRow]], metrics: Sequence[str], target: float) -> FittedTable:
-    """Return a table with a row for each metric and run."""
+def _target_table(rows: Sequence[Sequence[MetricsRow]], metrics: Sequence[str], target: float) -> FittedTable:
     cells: list[tuple[object, ...]] = []
     for metric in metrics:
         for name, own in zip("AB", rows, strict=True):

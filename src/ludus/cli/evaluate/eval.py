@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from ludus.cli.arguments import model_settings, policy_config, recipe_config
+from ludus.cli.arguments import model_settings, policy_config, raise_first, recipe_config
 from ludus.cli.ui.fitted_table import add_result_files, write_result_files
 from ludus.cli.ui.tables import evaluation_tables, format_sampling, format_temperature, print_evaluations
 from ludus.cli.ui.terminal import announce, bars, load_libraries, make_console, print_line, print_text
@@ -84,15 +84,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Evaluate; return 1 if an earlier evaluation of the same weights is not reproduced."""
-    if args.follow:
-        return follow(args, overrides)
-    return evaluate_newest(args, overrides)
+    return follow(args, overrides) if args.follow else evaluate_newest(args, overrides)
 
 
 def evaluate_newest(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Evaluate the model, or the newest checkpoint of the run; the exit code is that of `run`."""
     check_arguments(args)
-    price = chosen_price(args)
+    single = [price is not None for price in (args.price_in, args.price_out)]
+    raise_first(
+        (args.prices and any(single), "--prices excludes --price-in and --price-out.", "Remove one of them."),
+        (any(single) and not all(single), "--price-in and --price-out need each other.", "Add the other one."),
+    )
+    price = checked_price(args.price_in, args.price_out) if any(single) else None
+    if args.prices:
+        price = read_price(args.prices, str(args.run or args.model or args.recipe))
     shortcuts = ["--env.settings.access", f'"{args.baseline}"'] if args.baseline else []  # quoted: a bare none unsets
     config = evaluation_config(args, [*shortcuts, *overrides])
     if args.run is not None:
@@ -110,7 +115,7 @@ def evaluate_newest(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print_text(console, notice, "yellow")
     reproducible = config.rollout.reproducible and not args.endpoint
     for one in saved:
-        print_text(console, verdict_line(one, reproducible), "yellow" if one.verdict == "differs" else "")
+        print_text(console, _verdict_line(one, reproducible), "yellow" if one.verdict == "differs" else "")
     print_line(console, f"Results: {saved[0].path.parent}")
     return int(reproducible and any(one.verdict == "differs" for one in saved))
 
@@ -120,31 +125,13 @@ def check_arguments(args: argparse.Namespace) -> None:
     conflict = args.run is not None and (args.recipe or args.model or args.endpoint)
     takes = "--run takes world and weights from the run; it excludes a recipe, --model and --endpoint."
     name = "--endpoint needs --model, the name of the model on the server."
-    checks = (
+    raise_first(
         (conflict, takes, "Remove them, or remove --run."),
         (args.run is None and not args.recipe, "Name a recipe, or a run with --run.", "`ludus recipes` lists recipes."),
         (args.endpoint and not args.model, name, "Add it."),
         (args.baseline not in (None, "none", "once"), f"Unknown baseline: {args.baseline!r}.", "Use none or once."),
         (args.api_key_file and not args.endpoint, "--api-key-file needs --endpoint.", "Add --endpoint, or remove it."),
     )
-    for broken, message, hint in checks:
-        if broken:
-            raise UserError(message, hint)
-
-
-def chosen_price(args: argparse.Namespace) -> TokenPrice | None:
-    """Return the price of the model: of --price-in and --price-out, or of its name or run folder in --prices.
-
-    Raises UserError if they exclude or require each other.
-    """
-    single = [price is not None for price in (args.price_in, args.price_out)]
-    if args.prices is not None and any(single):
-        raise UserError("--prices excludes --price-in and --price-out.", "Remove one of them.")
-    if any(single) and not all(single):
-        raise UserError("--price-in and --price-out need each other.", "Add the other one.")
-    if args.prices is not None:
-        return read_price(args.prices, str(args.run or args.model or args.recipe))
-    return None if args.price_in is None else checked_price(args.price_in, args.price_out)
 
 
 def evaluation_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
@@ -176,8 +163,8 @@ def check_world(config: Config, baseline: str | None) -> World:
     return world
 
 
-def read_api_key(path: Path) -> str:
-    """Return the API key in a file. Raises UserError if it cannot be read or is empty."""
+def _read_api_key(path: Path) -> str:
+
     try:
         key = path.read_text("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -194,8 +181,8 @@ async def _evaluate(
     results, saved, folder = [], [], None
     backend = await make_backend(args, config, world)
     try:
-        folder = result_folder(args, config)
-        print_text(console, headline(args, config, backend))
+        folder = _result_folder(args, config)
+        print_text(console, _headline(args, config, backend))
         async with closing(world):
             for plan in plans(config, backend.step, policy_name(args)):
                 before = backend.usage()
@@ -214,8 +201,8 @@ async def _evaluate(
     return results, saved
 
 
-def headline(args: argparse.Namespace, config: Config, backend: EvalBackend) -> str:
-    """Return a line that describes model, tasks and sampling."""
+def _headline(args: argparse.Namespace, config: Config, backend: EvalBackend) -> str:
+
     policy = f"step {backend.step} of {args.run}" if args.run is not None else policy_name(args)
     if args.run is not None and args.baseline:
         policy += f", baseline {args.baseline}"
@@ -263,7 +250,7 @@ def engine_backend(world: World, opened: LoadedRun) -> EvalBackend:
     return EvalBackend(world, opened.step, make, opened.engine.close, opened=opened)
 
 
-def endpoint_backend(config: Config, world: World, settings: OpenAIClientSettings) -> EvalBackend:
+def _endpoint_backend(config: Config, world: World, settings: OpenAIClientSettings) -> EvalBackend:
     """Return a backend for a chat-completions endpoint, with the same limits as an engine. Does not import torch.
 
     Raises ConfigError for a rendering other than chat.
@@ -285,9 +272,9 @@ def endpoint_backend(config: Config, world: World, settings: OpenAIClientSetting
 async def make_backend(args: argparse.Namespace, config: Config, world: World, step: int | None = None) -> EvalBackend:
     """Return the backend selected by the arguments; `step` chooses a checkpoint other than the newest."""
     if args.endpoint:
-        key = read_api_key(args.api_key_file) if args.api_key_file else ""
+        key = _read_api_key(args.api_key_file) if args.api_key_file else ""
         settings = OpenAIClientSettings(args.endpoint, args.model, key, concurrency=config.rollout.concurrency)
-        backend = endpoint_backend(config, world, settings)
+        backend = _endpoint_backend(config, world, settings)
         check_reachable(args.endpoint)
         return backend
     load_libraries()
@@ -308,7 +295,7 @@ def policy_name(args: argparse.Namespace) -> str:
     return ", ".join(filter(None, [name, f"baseline {args.baseline}" if args.baseline else ""]))
 
 
-def result_folder(args: argparse.Namespace, config: Config) -> RunFolder:
+def _result_folder(args: argparse.Namespace, config: Config) -> RunFolder:
     """Return the folder for results: the run's own, an existing result folder, or a new one."""
     if args.run is not None and not args.out:
         return RunFolder(args.run)
@@ -331,15 +318,13 @@ async def run_plan(backend: EvalBackend, plan: EvaluationPlan, console: Console)
         return await evaluate(episode_scheduler, tasks, plan, lambda _: progress.advance(task))
 
 
-def verdict_line(saved: SavedEvaluation, reproducible: bool) -> str:
-    """Return a sentence about the saved results: new, reproduced or different."""
-    name = saved.path.stem
+def _verdict_line(saved: SavedEvaluation, reproducible: bool) -> str:
     if saved.verdict != "differs":
         what = "saved" if saved.verdict == "new" else "reproduces the existing evaluation, bit for bit"
-        return f"{name}: {what}."
+        return f"{saved.path.stem}: {what}."
     why = "" if reproducible else " (rollout.reproducible is off, or an endpoint was used)"
     earlier = saved.earlier.stem if saved.earlier else ""
-    return f"{name}: does not reproduce {earlier}: {saved.note}{why}."
+    return f"{saved.path.stem}: does not reproduce {earlier}: {saved.note}{why}."
 
 
 POLL_S = 2.0

@@ -194,7 +194,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         config.run.seed,
     )
     report, step = asyncio.run(_measure(kind, args, config, world, plan))
-    print_report(report)
+    _print_report(report)
     if args.run is not None:
         path = RunFolder(args.run).probes / f"{args.kind}-step-{step:06d}.json"
         path.parent.mkdir(exist_ok=True)
@@ -241,8 +241,7 @@ async def _measure(
         await backend.close()
 
 
-def print_report(report: ProbeReport) -> None:
-    """Print the table and the notes."""
+def _print_report(report: ProbeReport) -> None:
     console = make_console()
     console.print(report_table(report))
     for note in report.notes:

@@ -61,14 +61,6 @@ class _ServedModels(BaseModel):
 
 
 @dataclass(frozen=True)
-class MeasuredPrompts:
-    """The gains by other prompts, and the optimised system prompt if one was searched."""
-
-    gains: PromptGains
-    text: str | None = None
-
-
-@dataclass(frozen=True)
 class ReadinessReport:
     """The statistics, the estimated step, the suggested command and the alternatives, for printing and JSON."""
 
@@ -82,14 +74,12 @@ class ReadinessReport:
 
     def data(self) -> dict[str, object]:
         """Return everything as JSON values."""
-        one = self.found
-        result = one.evaluation
-        numbers = {"success": result.rate, "interval": [result.interval.low, result.interval.high]}
-        tasks = dict(zip(result.task_ids, result.successes, strict=True))
+        one, result = self.found, self.found.evaluation
         return {
-            **numbers,
+            "success": result.rate,
+            "interval": [result.interval.low, result.interval.high],
             "attempts": result.plan.samples,
-            "tasks": tasks,
+            "tasks": dict(zip(result.task_ids, result.successes, strict=True)),
             "pass_rates": one.pass_rates,
             "usable_groups": [asdict(share) for share in one.shares],
             "lengths": asdict(one.lengths),
@@ -114,12 +104,20 @@ def check_readiness(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     learner = learner_cost(args)
     announce(f"Building the world {config.env.name} and its tasks ...")
     world = checked_world(config)
-    found, prompts, notices = asyncio.run(_measure(args, config, world, console))
+    found, gains, prompt, notices = asyncio.run(_measure(args, config, world, console))
     episodes, tokens = config.algorithm.group_size * config.training.prompts_per_step, found.speed.tokens
     learn_s = None if learner is None or tokens is None else learner.seconds(tokens * episodes)
-    ways = alternatives(found, config, learn_s, args.price_per_hour, prompts.gains)
+    ways = alternatives(found, config, learn_s, args.price_per_hour, gains)
     command, note = suggested_command(args, found, config, overrides)
-    report = ReadinessReport(found, step_estimate(config, found, learn_s), command, note, ways, notices, prompts.text)
+    speed = found.speed
+    step = {
+        "episodes": episodes,
+        "sampling_s": speed.hours(episodes) * 3600,
+        "learner_s": learn_s,
+        "sampled_tokens": None if speed.sampled is None else speed.sampled * episodes,
+        "tokens": None if tokens is None else tokens * episodes,
+    }
+    report = ReadinessReport(found, step, command, note, ways, notices, prompt)
     if args.json:
         print(json.dumps(report.data(), indent=1))
     else:
@@ -185,8 +183,8 @@ def checked_world(config: Config) -> World:
 
 async def _measure(
     args: argparse.Namespace, config: Config, world: World, console: Console
-) -> tuple[Readiness, MeasuredPrompts, tuple[str, ...]]:
-    """Return the statistics, the gains by other prompts that the options request, and the server's notices."""
+) -> tuple[Readiness, PromptGains, str | None, tuple[str, ...]]:
+    """Return the statistics, the gains by other prompts, the optimised prompt if requested, and the notices."""
     tasks, compares = world.tasks(_SPLIT), bool(args.few_shot or args.optimise_prompt)
     drawn = random.Random(config.run.seed).sample(tasks, min(len(tasks), (1 + compares) * args.tasks))
     chosen, held_out = drawn[: args.tasks], drawn[args.tasks :]
@@ -205,7 +203,7 @@ async def _measure(
         if args.optimise_prompt:
             text, gain = await _optimised(args, config, world, (chosen, held_out), console)
             gains = replace(gains, optimised=gain, episodes=args.optimise_prompt)
-    return found, MeasuredPrompts(gains, text), notices
+    return found, gains, text, notices
 
 
 async def sample(
@@ -232,7 +230,11 @@ async def _few_shot(
 ) -> Interval | None:
     """Return the interval of the gain by examples on held-out tasks; None without a solved attempt."""
     tried, held_out = sampled
-    examples = solved_examples(tried, world, args.few_shot)
+    solved: dict[str, Trajectory] = {}  # the shortest solved attempt at each task
+    for one in sorted((t for t in tried if success(world.rewards, t)), key=lambda t: len(str(t.messages))):
+        solved.setdefault(one.task_id, one)
+    shortest = list(solved.values())[: args.few_shot]
+    examples = [[m for m in one.messages if m["role"] != "system"] for one in shortest]
     if not examples:
         return None
     length = config.rollout.max_seq_len * (1 + len(examples))
@@ -259,18 +261,11 @@ async def _optimised(
     try:
         text = await optimised_prompt(args, config, world, backend, tasks[0])
         plain, _, _ = await sample(args, config, backend, tasks[1], console)
-        changed, _, _ = await sample(args, config, backend, changed_tasks(tasks[1], text), console)
+        others = [task if system_prompt(task) == text else with_system_prompt(task, text) for task in tasks[1]]
+        changed, _, _ = await sample(args, config, backend, others, console)
     finally:
         await backend.close()
     return text, paired_difference(changed.scores, plain.scores).interval
-
-
-def solved_examples(tried: Sequence[Trajectory], world: World, num: int) -> list[Sequence[Message]]:
-    """Return the dialogues of the shortest solved attempts at up to `num` tasks, without system messages."""
-    solved: dict[str, Trajectory] = {}
-    for one in sorted((t for t in tried if success(world.rewards, t)), key=lambda t: len(str(t.messages))):
-        solved.setdefault(one.task_id, one)
-    return [[m for m in one.messages if m["role"] != "system"] for one in list(solved.values())[:num]]
 
 
 def with_examples(prompt: Sequence[Message], examples: Sequence[Sequence[Message]]) -> tuple[Message, ...]:
@@ -294,18 +289,6 @@ def learner_cost(args: argparse.Namespace) -> LearnerCost | None:
         return fit([folder]).costs.learner
     except UserError:  # too few steps to fit
         return None
-
-
-def step_estimate(config: Config, found: Readiness, learn_s: float | None) -> dict[str, float | None]:
-    """Return episodes, seconds and tokens of a step with the recipe's batch; None is unknown."""
-    episodes, speed = config.algorithm.group_size * config.training.prompts_per_step, found.speed
-    return {
-        "episodes": episodes,
-        "sampling_s": speed.hours(episodes) * 3600,
-        "learner_s": learn_s,
-        "sampled_tokens": None if speed.sampled is None else speed.sampled * episodes,
-        "tokens": None if speed.tokens is None else speed.tokens * episodes,
-    }
 
 
 def suggested_command(
@@ -332,8 +315,12 @@ def print_report(console: Console, report: ReadinessReport, config: Config) -> N
     print_text(console, f"Success: {format_success(result)} with 95 % interval ({tried}).")
     rates = ", ".join(f"{name}: {count}" for name, count in found.pass_rates.items())
     print_text(console, f"Tasks by pass rate: {rates}.")
-    console.print(share_table(found))
-    console.print(length_table(found, config))
+    shares = [
+        (s.group_size, f"{s.share:.0%} [{s.interval.low:.0%}, {s.interval.high:.0%}]", s.method) for s in found.shares
+    ]
+    columns = (TableColumn("group size", right=True), "usable groups", "estimate")
+    console.print(make_table(columns, shares, "Groups neither all right nor all wrong"))
+    console.print(_length_table(found, config))
     for reason, share in found.lengths.stopped.items():
         print_text(console, f"{share:.1%} of the episodes end by {reason}; {LIMITS[reason]} lifts that limit.")
     invalid = f"{tools.unknown:.1%} unknown tools, {tools.unparsed:.1%} not parsed"
@@ -342,33 +329,23 @@ def print_report(console: Console, report: ReadinessReport, config: Config) -> N
     )
     for name, num in tools.dead.items():
         print_text(console, f"Tool {name}: none of its {num} calls works.", "bold red")
-    print_text(console, step_line(report.step))
+    print_text(console, _step_line(report.step))
     for notice in report.notices:
         print_text(console, notice, "yellow")
     starts = found.verdict.answer == "RL can start"
-    style = "green" if starts else "bold yellow"
-    print_text(console, f"\nVerdict: {found.verdict.answer}. {found.verdict.reason}", style)
+    verdict = f"\nVerdict: {found.verdict.answer}. {found.verdict.reason}"
+    print_text(console, verdict, "green" if starts else "bold yellow")
     print_text(console, "Suggested configuration:" if starts else "Suggested configuration, after that:")
     print_line(console, f"  {report.command}")
     if report.command_note:
         print_text(console, report.command_note)
-    console.print(alternative_table(report.alternatives))
+    console.print(_alternative_table(report.alternatives))
     if report.optimised_prompt is not None:
         print_text(console, f"Optimised system prompt:\n{report.optimised_prompt}")
 
 
-def share_table(found: Readiness) -> FittedTable:
-    """Return the share of usable groups by group size."""
-    rows = [
-        (one.group_size, f"{one.share:.0%} [{one.interval.low:.0%}, {one.interval.high:.0%}]", one.method)
-        for one in found.shares
-    ]
-    columns = (TableColumn("group size", right=True), "usable groups", "estimate")
-    return make_table(columns, rows, "Groups neither all right nor all wrong")
+def _length_table(found: Readiness, config: Config) -> FittedTable:
 
-
-def length_table(found: Readiness, config: Config) -> FittedTable:
-    """Return the lengths with their limits."""
     one, rollout = found.lengths, config.rollout
     kinds = (
         ("prompt tokens", one.prompt, rollout.max_seq_len),
@@ -376,18 +353,15 @@ def length_table(found: Readiness, config: Config) -> FittedTable:
         ("all tokens", one.total, rollout.max_seq_len),
         ("turns", one.turns, rollout.max_turns),
     )
-    rows = [
-        (name, *(f"{value:.0f}" for value in (spread.p50, spread.p95, spread.maximum)), limit)
-        if spread
-        else (name, "unknown", "", "", limit)
-        for name, spread, limit in kinds
-    ]
+    rows = []
+    for name, spread, limit in kinds:
+        values = (spread.p50, spread.p95, spread.maximum) if spread else ()
+        rows.append((name, *([f"{value:.0f}" for value in values] or ("unknown", "", "")), limit))
     numbers = (TableColumn(name, right=True) for name in ("p50", "p95", "max", "limit"))
     return make_table(("per episode", *numbers), rows, "Lengths")
 
 
-def step_line(step: Mapping[str, float | None]) -> str:
-    """Return a sentence about a step of the recipe."""
+def _step_line(step: Mapping[str, float | None]) -> str:
 
     def shown(name: str, unit: str) -> str:
         value = step[name]
@@ -400,8 +374,7 @@ def step_line(step: Mapping[str, float | None]) -> str:
     )
 
 
-def alternative_table(ways: Sequence[Alternative]) -> FittedTable:
-    """Return the alternatives with bounds of their gain."""
+def _alternative_table(ways: Sequence[Alternative]) -> FittedTable:
     rows = []
     for one in ways:
         low, high = (None if value is None else f"{100 * value:+.1f}" for value in (one.gain_low, one.gain_high))
@@ -413,21 +386,6 @@ def alternative_table(ways: Sequence[Alternative]) -> FittedTable:
 
 
 _REFLECTION = SamplingParams(temperature=1.0, max_new_tokens=2048)
-
-
-def reflection_client(args: argparse.Namespace) -> OpenAIClient:
-    """Return the client of the model that proposes prompts: --reflection, or the endpoint under test.
-
-    Raises UserError without either, EngineError if the server is unreachable.
-    """
-    if args.reflection is None and args.endpoint is None:
-        raise UserError(
-            "--optimise-prompt needs a model that proposes prompts.",
-            "Add --reflection URL NAME, an OpenAI-compatible server.",
-        )
-    url, name = args.reflection or (args.endpoint, args.model)
-    check_reachable(url)
-    return OpenAIClient(OpenAIClientSettings(url, name))
 
 
 async def optimised_prompt(
@@ -443,7 +401,14 @@ async def optimised_prompt(
         requests = [RolloutRequest(RolloutKey(number, task.id, i), task) for i, task in enumerate(batch)]
         return [episode.trajectory for episode in await runner.run(requests)]
 
-    async with reflection_client(args) as client:
+    if args.reflection is None and args.endpoint is None:
+        raise UserError(
+            "--optimise-prompt needs a model that proposes prompts.",
+            "Add --reflection URL NAME, an OpenAI-compatible server.",
+        )
+    url, name = args.reflection or (args.endpoint, args.model)
+    check_reachable(url)
+    async with OpenAIClient(OpenAIClientSettings(url, name)) as client:
 
         async def reflect(prompt: str) -> str:
             params = replace(_REFLECTION, seed=number)
@@ -456,8 +421,3 @@ async def optimised_prompt(
 
         budget, seed = args.optimise_prompt, config.run.seed
         return await search_prompt(tasks, sample, reflect, world.rewards, episodes=budget, seed=seed)
-
-
-def changed_tasks(tasks: Sequence[Task], text: str) -> list[Task]:
-    """Return the tasks with this system prompt, unchanged if they have it already."""
-    return [task if system_prompt(task) == text else with_system_prompt(task, text) for task in tasks]

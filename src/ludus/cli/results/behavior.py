@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         found.append(measure_file(file, build_world(config.env, config.rollout)))
     table = behavior_table(found[0]) if len(found) == 1 else change_table(*found)
     console.print(table)
-    write_result_files(args, behavior_data(found, files), [table])
+    write_result_files(args, _behavior_data(found, files), [table])
     return 0
 
 
@@ -125,11 +125,8 @@ def measure_file(file: Path, world: World) -> dict[str, ByTask]:
 
 def behavior_table(found: Behavior) -> FittedTable:
     """Return a table of means; measures that do not apply to any task are left out."""
-    rows = [
-        (name, format_amount(name, *_mean(name, values)), len(values), MEASURES[name])
-        for name, values in found.items()
-        if values
-    ]
+    known = {name: values for name, values in found.items() if values}
+    rows = [(name, format_amount(name, *_mean(name, v)), len(v), MEASURES[name]) for name, v in known.items()]
     columns = ("measure", "mean", TableColumn("tasks", 1), TableColumn("counts", 2, wrap=True))
     return make_table(columns, rows, "Behavior, with 95 % intervals over tasks")
 
@@ -159,26 +156,22 @@ def format_amount(name: str, mean: float, interval: Interval | None, sign: str =
     return f"{first} [{bounds[0]}, {bounds[1]}]" if bounds else first
 
 
-def behavior_data(found: Sequence[Behavior], files: Sequence[Path]) -> dict[str, object]:
-    """Return the measures of the runs and their differences as JSON data."""
-    data: dict[str, object] = {"runs": [_run_data(*pair) for pair in zip(found, files, strict=True)]}
+def _behavior_data(found: Sequence[Behavior], files: Sequence[Path]) -> dict[str, object]:
+    runs = []
+    for behavior, file in zip(found, files, strict=True):
+        measures = {}
+        for name, values in behavior.items():
+            if values:
+                mean, interval = _mean(name, values)
+                measures[name] = {"mean": mean, **_bounds(interval), "tasks": len(values), "by_task": dict(values)}
+        runs.append({"file": str(file), "measures": measures})
+    data: dict[str, object] = {"runs": runs}
     if len(found) == 2:
         changes = {name: paired_change(name, found[0][name], found[1][name]) for name in MEASURES}
         data["differences"] = {
-            name: {"difference": one[0], **_bounds(one[1]), "tasks": one[2]}
-            for name, one in changes.items()
-            if one is not None
+            name: {"difference": one[0], **_bounds(one[1]), "tasks": one[2]} for name, one in changes.items() if one
         }
     return data
-
-
-def _run_data(found: Behavior, file: Path) -> dict[str, object]:
-    measures = {}
-    for name, values in found.items():
-        if values:
-            mean, interval = _mean(name, values)
-            measures[name] = {"mean": mean, **_bounds(interval), "tasks": len(values), "by_task": dict(values)}
-    return {"file": str(file), "measures": measures}
 
 
 def _bounds(interval: Interval | None) -> dict[str, float]:

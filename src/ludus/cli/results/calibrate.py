@@ -50,7 +50,7 @@ def print_calibration(console: Console, config: Config, files: Sequence[Path], t
     found = calibrate(attempts, config.rollout.max_turns, min(w for w in weights if w > 0), threshold)
     algorithm = calibration_algorithm(algorithm_of(config))
     rounds = align(groups, found.rewards, algorithm)
-    console.print(tier_table(found, rounds[0]))
+    console.print(_tier_table(found, rounds[0]))
     num = sum(won for _, won in attempts)
     print_text(console, f"{num} of {len(attempts)} attempts succeeded. Reward = {found.scale:.3g} * correlation.")
     print_text(
@@ -60,7 +60,7 @@ def print_calibration(console: Console, config: Config, files: Sequence[Path], t
         misaligned = measure(groups, config.rewards.turns, algorithm).misaligned
         state = f"misaligned on these attempts: {', '.join(misaligned)}" if misaligned else "aligned on these attempts"
         print_text(console, f"The rewards.turns of the run are {state}.")
-    print_rounds(console, rounds, algorithm)
+    _print_rounds(console, rounds, algorithm)
     if not found.rewards:
         print_text(console, "No event separates success from failure.")
 
@@ -123,8 +123,7 @@ def _verified(config: Config, world: World, episodes: Sequence[Episode]) -> list
     return asyncio.run(verified())
 
 
-def tier_table(found: EventRewards, first: Alignment) -> FittedTable:
-    """Return a table of events with their counts, rewards, and the mean advantage of their turns."""
+def _tier_table(found: EventRewards, first: Alignment) -> FittedTable:
     columns = (found.found.in_success, found.found.in_failure, found.found.correlation, found.found.reward)
     rows = []
     for (event, count), *row in zip(found.counts.items(), *(c.tolist() for c in columns), strict=True):
@@ -137,8 +136,7 @@ def tier_table(found: EventRewards, first: Alignment) -> FittedTable:
     return make_table(titles, rows)
 
 
-def print_rounds(console: Console, rounds: Sequence[Alignment], algorithm: Algorithm) -> None:
-    """Print the rewards removed in each round, and the settings of the remaining ones."""
+def _print_rounds(console: Console, rounds: Sequence[Alignment], algorithm: Algorithm) -> None:
     removed = False
     for number, one in enumerate(rounds, start=1):
         if one.misaligned:

@@ -86,14 +86,14 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
                 overlap.add(text)
         found += [SourceShares(name, one.index.n, one.shares().tolist(), one.examples) for one in overlaps]
     nearest = nearest_tasks(NgramIndex(texts, SIMILARITY_NGRAM), _task_texts(world))
-    tables, console = [source_table(split, found), example_table(tasks, found, nearest)], make_console()
+    tables, console = [_source_table(split, found), example_table(tasks, found, nearest)], make_console()
     for table in tables:
         console.print(table)
     for index in indices:
         if unchecked := int((index.sizes == 0).sum()):
             print_text(console, f"{unchecked} tasks have only {index.n}-grams of a template and were not checked.")
-        print_text(console, success_text(index.n, tasks, found, result))
-    write_result_files(args, contamination_data(tasks, found, nearest), tables)
+        print_text(console, _success_text(index.n, tasks, found, result))
+    write_result_files(args, _contamination_data(tasks, found, nearest), tables)
     return 0
 
 
@@ -137,8 +137,7 @@ def _dialogue_texts(config: Config, world: World, most: int) -> Iterator[NamedTe
         yield NamedText(f"dialogue {number}", text)
 
 
-def source_table(split: str, found: Sequence[SourceShares]) -> FittedTable:
-    """Return a table of the number of tasks found in each source."""
+def _source_table(split: str, found: Sequence[SourceShares]) -> FittedTable:
     rows = (
         (one.source, one.n, sum(s > 0 for s in one.shares), sum(s >= COPIED for s in one.shares), len(one.shares))
         for one in found
@@ -155,19 +154,13 @@ def example_table(
     for i, (task, (similarity, name)) in enumerate(zip(tasks, nearest, strict=True)):
         share, example = max((one.shares[i], one.examples[i]) for one in found if one.n == found[0].n)
         rows.append((share, similarity, (task.id, f"{share:.0%}", example, f"{similarity:.2f}", name)))
-    columns = (
-        TableColumn("task", wrap=True),
-        f"{found[0].n}-grams found",
-        TableColumn("in", 1, wrap=True),
-        "similarity",
-        TableColumn("nearest training task", 1, wrap=True),
-    )
+    where, nearest_task = (TableColumn(name, 1, wrap=True) for name in ("in", "nearest training task"))
+    columns = (TableColumn("task", wrap=True), f"{found[0].n}-grams found", where, "similarity", nearest_task)
     best = sorted(rows, key=lambda row: row[:2], reverse=True)[:MAX_SHOWN]
     return make_table(columns, [row[2] for row in best], "Tasks nearest to training texts")
 
 
-def success_text(n: int, tasks: Sequence[Task], found: Sequence[SourceShares], result: Evaluation | None) -> str:
-    """Return a sentence that compares the success on contaminated and on clean tasks."""
+def _success_text(n: int, tasks: Sequence[Task], found: Sequence[SourceShares], result: Evaluation | None) -> str:
     if result is None:
         return f"{n}-grams: the run has no evaluation of the split, so that success cannot be compared."
     shares = [max(one) for one in zip(*(one.shares for one in found if one.n == n), strict=True)]
@@ -181,18 +174,11 @@ def success_text(n: int, tasks: Sequence[Task], found: Sequence[SourceShares], r
     return f"{n}-grams: success {text}."
 
 
-def contamination_data(
+def _contamination_data(
     tasks: Sequence[Task], found: Sequence[SourceShares], nearest: Sequence[tuple[float, str]]
 ) -> list[dict[str, object]]:
-    """Return the shares and examples of each task as JSON data."""
-    return [
-        {
-            "task": task.id,
-            "found": [
-                {"source": one.source, "n": one.n, "share": one.shares[i], "example": one.examples[i]} for one in found
-            ],
-            "similarity": nearest[i][0],
-            "nearest": nearest[i][1],
-        }
-        for i, task in enumerate(tasks)
-    ]
+    data: list[dict[str, object]] = []
+    for i, (task, (similarity, name)) in enumerate(zip(tasks, nearest, strict=True)):
+        sources = [{"source": o.source, "n": o.n, "share": o.shares[i], "example": o.examples[i]} for o in found]
+        data.append({"task": task.id, "found": sources, "similarity": similarity, "nearest": name})
+    return data

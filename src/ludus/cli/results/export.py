@@ -61,7 +61,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     next(records())
     for path in targets:
-        prepare_target(path, args.overwrite)
+        _prepare_target(path, args.overwrite)
     console = make_console()
     if args.inspect:
         created = datetime.fromtimestamp(folder.config.stat().st_mtime, UTC).isoformat()
@@ -89,7 +89,7 @@ def chosen_files(args: argparse.Namespace, folder: RunFolder) -> list[Path]:
     return files
 
 
-def prepare_target(path: Path, overwrite: bool) -> None:
+def _prepare_target(path: Path, overwrite: bool) -> None:
     """Raise UserError if a target exists; with `overwrite`, remove Inspect logs of an earlier export."""
     try:
         exists = any(path.iterdir()) if path.is_dir() else path.exists()

@@ -35,7 +35,7 @@ from ludus.config.toml import to_toml
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, UserError
-from ludus.rewards.base import Reward, success
+from ludus.rewards.base import success
 from ludus.rewards.registry import has_extra_rewards, preset_parts
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts
@@ -77,33 +77,35 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
         print_calibration(make_console(), saved, chosen_files(args, folder), args.threshold)
         return 0
-    config = other_config(saved, args.config, overrides)
+    config = _other_config(saved, args.config, overrides)
     announce("Scoring the saved rollouts ...")
-    print_replay(rescore(saved, config, chosen_files(args, folder), record_filter(args, config)), args.episodes)
+    replay = rescore(saved, config, chosen_files(args, folder), record_filter(args, config))
+    console = make_console()
+    for text in summary(replay):
+        print_text(console, text)
+    if replay.rescored:
+        console.print(parts_table(replay))
+        console.print(_files_table(replay))
+    if args.episodes > 0 and any(one.changed for one in replay.rescored):
+        console.print(_changes_table(replay, args.episodes))
     return 0
 
 
-def other_config(saved: Config, file: Path | None, overrides: Sequence[str]) -> Config:
-    """Return the run's configuration with the sections `rewards` and, if present, `env` of a file.
-
-    Raises ConfigError for a file with neither section and for invalid settings.
-    """
+def _other_config(saved: Config, file: Path | None, overrides: Sequence[str]) -> Config:
+    """Return the run's configuration with the sections `rewards` and, if present, `env` of a file."""
     if file is not None:
         other = load_config(file)
-        found = {name for name in ("rewards", "env") if name in other.model_fields_set}
-        if not found:
+        if not {"rewards", "env"} & other.model_fields_set:
             raise ConfigError(f"{file} has no section rewards and no section env.", "Add a table [rewards].")
-        sections = {"rewards": other.rewards} | ({"env": other.env} if "env" in found else {})
+        sections = {"rewards": other.rewards} | ({"env": other.env} if "env" in other.model_fields_set else {})
         saved = saved.model_copy(update=sections)
     return config_from_toml(to_toml(saved), "the run, the file and the command line", overrides)
 
 
 def chosen_files(args: argparse.Namespace, folder: RunFolder) -> list[Path]:
     """Return the rollout files to read, oldest first. Raises UserError if there are none."""
-    if args.evaluations:
-        files = sorted(folder.evaluations.glob("*.jsonl.gz"))
-    else:
-        files = find_rollouts(folder, args.step, args.evaluation)
+    every = sorted(folder.evaluations.glob("*.jsonl.gz"))
+    files = every if args.evaluations else find_rollouts(folder, args.step, args.evaluation)
     if not files:
         raise UserError("The run has no saved rollouts of this kind.", "run.save_rollouts may be off.")
     return files
@@ -149,7 +151,10 @@ def rescore(saved: Config, config: Config, files: Sequence[Path], wanted: Callab
     world = build_world(config.env, config.rollout, config.sandbox)
     mixer = _reward_mixer(config, world)
     before = preset_parts(saved.rewards.preset, build_world(saved.env, saved.rollout).rewards)
-    read = {file: list(read_rollouts(file)) for file in _with_earlier(files, config)}
+    scale, to_read = config.rewards, files
+    if scale.normalise_by and scale.normalise_over == "run" and files and _is_training_file(files[0]):
+        to_read = [file for file in sorted(files[0].parent.glob("step-*.jsonl.gz")) if file <= files[-1]]
+    read = {file: list(read_rollouts(file)) for file in to_read}
     tasks = find_tasks(world, {record.group for records in read.values() for record in records})
     scores = asyncio.run(_scores(config, world, tasks, read))
     rescored: list[Rescored] = []
@@ -163,20 +168,17 @@ def rescore(saved: Config, config: Config, files: Sequence[Path], wanted: Callab
             continue
         after = preset_parts(config.rewards.preset if is_training else None, world.rewards)
         chosen += filter(wanted, records)
-        pairs = zip(known, scored, strict=True)
-        rescored += [_rescored(file, record, now, before, after) for record, now in pairs if wanted(record)]
+        for record, now in zip(known, scored, strict=True):
+            if wanted(record):
+                # evaluations have no preset parts: without a recorded outcome all parts count
+                recorded = [part for part in before if part.name in record.trajectory.rewards]
+                parts = recorded if any(part.outcome for part in recorded) else before
+                was_solved = success(parts, record.trajectory)
+                name = file.name.removesuffix(".jsonl.gz")
+                rescored.append(Rescored(name, record, now, was_solved, success(after, now)))
     finished = [record for record in chosen if record.trajectory.failure is None]
     unknown = {record.group for record in finished} - tasks.keys()
     return Replay(rescored, len(chosen) - len(finished), sorted(unknown))
-
-
-def _with_earlier(files: Sequence[Path], config: Config) -> Sequence[Path]:
-    """Return the files, preceded by those of earlier steps if reward statistics run across steps."""
-    scale = config.rewards
-    carried = scale.normalise_by is not None and scale.normalise_over == "run"
-    if not carried or not files or not _is_training_file(files[0]):
-        return files
-    return [file for file in sorted(files[0].parent.glob("step-*.jsonl.gz")) if file <= files[-1]]
 
 
 def _is_training_file(file: Path) -> bool:
@@ -220,19 +222,6 @@ def _combined(
     return [found[i] for i in range(len(records))]
 
 
-def _rescored(
-    file: Path, record: RolloutRecord, now: Trajectory, before: Sequence[Reward], after: Sequence[Reward]
-) -> Rescored:
-    was_solved = success(_recorded_parts(before, record.trajectory), record.trajectory)
-    return Rescored(file.name.removesuffix(".jsonl.gz"), record, now, was_solved, success(after, now))
-
-
-def _recorded_parts(parts: Sequence[Reward], trajectory: Trajectory) -> Sequence[Reward]:
-    """Return the recorded parts, or all if no outcome was recorded (evaluations have no preset parts)."""
-    known = [part for part in parts if part.name in trajectory.rewards]
-    return known if any(part.outcome for part in known) else parts
-
-
 def _known_records(records: Sequence[RolloutRecord], tasks: dict[str, Task]) -> list[RolloutRecord]:
     return [r for r in records if r.trajectory.failure is None and r.group in tasks]
 
@@ -260,18 +249,6 @@ async def _scores(
     return found
 
 
-def print_replay(replay: Replay, num: int) -> None:
-    """Print the changes of a replay, with the `num` largest ones."""
-    console = make_console()
-    for text in summary(replay):
-        print_text(console, text)
-    if replay.rescored:
-        console.print(parts_table(replay))
-        console.print(files_table(replay))
-    if num > 0 and any(one.changed for one in replay.rescored):
-        console.print(changes_table(replay, num))
-
-
 def summary(replay: Replay) -> list[str]:
     """Describe the result in sentences."""
     changed = sum(one.changed for one in replay.rescored)
@@ -296,28 +273,21 @@ def parts_table(replay: Replay) -> FittedTable:
 
     A part that is new or missing has changed. A missing part counts as 0 in the mean, as it does in the sum.
     """
-    names = dict.fromkeys(
-        name for one in replay.rescored for name in (*one.record.trajectory.rewards, *one.now.rewards)
-    )
-    pairs: dict[str, list[tuple[float | None, float | None]]] = {
-        name: [(o.record.trajectory.rewards.get(name), o.now.rewards.get(name)) for o in replay.rescored]
-        for name in names
+    both = [(one.record.trajectory, one.now) for one in replay.rescored]
+    names = dict.fromkeys(name for before, now in both for name in (*before.rewards, *now.rewards))
+    pairs_by_name: dict[str, list[tuple[float | None, float | None]]] = {
+        name: [(a.rewards.get(name), b.rewards.get(name)) for a, b in both] for name in names
     }
-    rows = [(name, *_means(found), sum(a != b for a, b in found)) for name, found in pairs.items()]
-    totals = [(one.record.trajectory.reward, one.now.reward) for one in replay.rescored]
-    rows.append(("reward", *_means(totals), sum(a != b for a, b in totals)))
+    rows = []
+    for name, pairs in [*pairs_by_name.items(), ("reward", [(a.reward, b.reward) for a, b in both])]:
+        sides = list(zip(*pairs, strict=True))
+        means = ["none" if {*side} == {None} else f"{_mean(v or 0.0 for v in side):.4f}" for side in sides]
+        rows.append((name, *means, sum(a != b for a, b in pairs)))
     columns = ("part", "mean as saved", "mean now", "changed rollouts")
     return make_table(columns, rows, "Rewards as saved and as scored now")
 
 
-def _means(pairs: Sequence[tuple[float | None, float | None]]) -> list[str]:
-    columns = list(zip(*pairs, strict=True))
-    means = [None if all(v is None for v in column) else _mean(v or 0.0 for v in column) for column in columns]
-    return ["none" if mean is None else f"{mean:.4f}" for mean in means]
-
-
-def files_table(replay: Replay) -> FittedTable:
-    """Return a table of reward and success, before and now, by step or evaluation and by split."""
+def _files_table(replay: Replay) -> FittedTable:
     rows: list[tuple[object, ...]] = []
     for (file, split), members in groupby(replay.rescored, key=lambda o: (o.file, o.now.tags.get("split"))):
         found = list(members)
@@ -335,8 +305,7 @@ def _mean(values: Iterable[float]) -> float:
     return sum(found) / len(found)
 
 
-def changes_table(replay: Replay, num: int) -> FittedTable:
-    """Return a table of the `num` rollouts whose reward changed most."""
+def _changes_table(replay: Replay, num: int) -> FittedTable:
     changed = [one for one in replay.rescored if one.changed]
     changed.sort(key=lambda one: -abs(one.now.reward - one.record.trajectory.reward))
     rows: list[tuple[object, ...]] = []

@@ -21,7 +21,7 @@ from rich.console import Console
 from ludus.chat.render import Tokenizer
 from ludus.cli.arguments import run_config
 from ludus.cli.ui import run_summary as summary
-from ludus.cli.ui.fitted_table import TableColumn, make_table
+from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.run_summary import curve_table, find_curves, mean_timings, sparkline
 from ludus.cli.ui.tables import format_sampling, format_success
 from ludus.cli.ui.terminal import load_libraries, make_console, print_line, print_text
@@ -65,34 +65,35 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     console = make_console()
     is_part = args.step is not None or args.evaluation is not None or args.task is not None
     if not is_part:
-        print_overview(folder, config, console)
+        _print_overview(folder, config, console)
     if args.episodes > 0:
         print_episodes(args, folder, config, console, required=is_part or args.failed or args.solved)
     return 0
 
 
-def print_overview(folder: RunFolder, config: Config, console: Console) -> None:
-    """Print curves, rollout outcomes, alarms and evaluations."""
+def _print_overview(folder: RunFolder, config: Config, console: Console) -> None:
     from ludus.diagnostics.timings import HINTS
 
     rows, timings = metrics_rows(folder.metrics), metrics_rows(folder.timings)
-    method = training_method({name for row in rows for name in row.metrics}, config)
-    print_line(console, f"{folder.path}: world {config.env.name}, {method}{steps_text(rows, config)}")
-    print_cold_start(folder, console)
+    method = _training_method({name for row in rows for name in row.metrics}, config)
+    print_line(console, f"{folder.path}: world {config.env.name}, {method}{_steps_text(rows, config)}")
+    losses = [row.metrics["loss/total"] for row in metrics_rows(folder.path / "cold_start" / METRICS_FILE)]
+    if losses:
+        line = f"{losses[0]:.3g} {sparkline(losses)} {losses[-1]:.3g}"
+        print_line(console, f"Cold start: {len(losses)} steps of fine-tuning, loss {line}")
     curves = find_curves([*rows, *timings])
     console.print(curve_table(curves, console.width) if curves else "No step has finished yet.")
     means = mean_timings(timings)
     for text in filter(None, [summary.format_ledger(rows), summary.explain_loss(rows), summary.format_times(means)]):
         print_text(console, text)
-    for text in filter(
-        None, [*summary.format_alarms(rows, config.run.alarms.actions), *(hint(means, config) for hint in HINTS)]
-    ):
+    alarms = summary.format_alarms(rows, config.run.alarms.actions)
+    for text in filter(None, [*alarms, *(hint(means, config) for hint in HINTS)]):
         print_text(console, f"! {text}", "yellow")
-    print_evaluations(folder, console)
+    if files := sorted(folder.evaluations.glob("*.json")):
+        console.print(_evaluation_table(files))
 
 
-def training_method(metrics: set[str], config: Config) -> str:
-    """Return the training method of a run, from the names of its metrics."""
+def _training_method(metrics: set[str], config: Config) -> str:
     if "rft/kept" in metrics:
         return "rejection sampling"
     if "preference/margin" in metrics:
@@ -102,8 +103,7 @@ def training_method(metrics: set[str], config: Config) -> str:
     return f"algorithm {config.algorithm.preset}" if "reward/mean" in metrics else "no step of reinforcement learning"
 
 
-def steps_text(rows: Sequence[MetricsRow], config: Config) -> str:
-    """Describe how many steps are done, from the metrics: ", 19 of 80 steps"."""
+def _steps_text(rows: Sequence[MetricsRow], config: Config) -> str:
     if not rows:
         return ""
     done, last = rows[-1].step, rows[-1].metrics
@@ -112,25 +112,12 @@ def steps_text(rows: Sequence[MetricsRow], config: Config) -> str:
     return f", {done} of {config.training.steps} steps" if "reward/mean" in last else f", {done} steps"
 
 
-def print_cold_start(folder: RunFolder, console: Console) -> None:
-    """Print the loss of the initial fine-tuning of a run from scratch on one line."""
-    rows = metrics_rows(folder.path / "cold_start" / METRICS_FILE)
-    losses = [row.metrics["loss/total"] for row in rows]
-    if losses:
-        line = f"{losses[0]:.3g} {sparkline(losses)} {losses[-1]:.3g}"
-        print_line(console, f"Cold start: {len(losses)} steps of fine-tuning, loss {line}")
-
-
 def metrics_rows(path: Path) -> list[MetricsRow]:
     """Return the rows of a metrics file, or none if it does not exist."""
     return read_metrics(path) if path.is_file() else []
 
 
-def print_evaluations(folder: RunFolder, console: Console) -> None:
-    """Print a table with one row per evaluation of the run."""
-    files = sorted(folder.evaluations.glob("*.json"))
-    if not files:
-        return
+def _evaluation_table(files: Sequence[Path]) -> FittedTable:
     rows: list[tuple[object, ...]] = []
     for file in files:
         result = load_evaluation(file)
@@ -138,7 +125,7 @@ def print_evaluations(folder: RunFolder, console: Console) -> None:
         rows.append((file.stem, plan.step, plan.split, format_sampling(plan), number, format_success(result)))
     details = (TableColumn("step", 3), TableColumn("split", 2), TableColumn("sampling", 2), TableColumn("tasks", 1))
     columns = ("name", *details, "success")
-    console.print(make_table(columns, rows, "Evaluations, with 95 % intervals"))
+    return make_table(columns, rows, "Evaluations, with 95 % intervals")
 
 
 def print_episodes(
@@ -152,7 +139,7 @@ def print_episodes(
         if required:
             print_line(console, "No rollout matches.")
         return
-    tokenizer = find_tokenizer(folder, console) if args.tokens else None
+    tokenizer = _find_tokenizer(folder, console) if args.tokens else None
     print_line(console, f"\nFrom {files[0].relative_to(folder.path)}:")
     for record in found:
         print_record(console, record, tokenizer)
@@ -189,7 +176,7 @@ def record_filter(args: argparse.Namespace, config: Config) -> Callable[[Rollout
     return matches
 
 
-def find_tokenizer(folder: RunFolder, console: Console) -> Tokenizer | None:
+def _find_tokenizer(folder: RunFolder, console: Console) -> Tokenizer | None:
     """Return the tokenizer of the newest checkpoint; print a warning and return None if there is none."""
     load_libraries()
     from ludus.engines.models.loading import load_tokenizer

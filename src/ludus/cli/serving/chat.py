@@ -111,19 +111,14 @@ def target_config(target: str, world: str | None, overrides: Sequence[str]) -> t
     if (path / "config.toml").is_file():
         chosen = ["--env.name", world] if world else []
         return RunFolder(path), policy_config(RunFolder(path), [*chosen, *overrides])
-    if not path.exists() and _is_path(target):
+    owner, slash, model = target.partition("/")  # a model name is NAME or OWNER/NAME
+    is_path = target.startswith((".", "/", "~")) or "/" in model or (bool(slash) and Path(owner).is_dir())
+    if not path.exists() and is_path:
         raise UserError(f"{target} is neither a run nor a model.", "Check the path.")
     name = world or DEFAULT_WORLD
     words = [*model_settings(target, name), *overrides]
-    if name.endswith(".py"):
-        return None, load_config(None, ["--env.name", name, *words])
-    return None, load_config(name, words)
-
-
-def _is_path(target: str) -> bool:
-    """Return whether the target must be a path, not a model name (NAME or OWNER/NAME)."""
-    owner, slash, name = target.partition("/")
-    return target.startswith((".", "/", "~")) or "/" in name or (bool(slash) and Path(owner).is_dir())
+    of_file = name.endswith(".py")
+    return None, load_config(None, ["--env.name", name, *words]) if of_file else load_config(name, words)
 
 
 def chat(repl: ChatRepl, console: Console, runner: asyncio.Runner) -> None:
@@ -230,7 +225,9 @@ class ChatRepl:
     async def send(self, question: str, on_part: OnPart, temperature: float | None = None) -> None:
         """Run turns until the answer. Raises EngineError and WorldError."""
         self._number += 1
-        self.last_question, self._before = question, (self._fork(), self._pending)
+        seed = self.loaded.session.config.run.seed + self._number
+        copy = None if self._session is None else self._session.fork(f"chat/{self._number}", seed)
+        self.last_question, self._before = question, (copy, self._pending)
         world = self.loaded.session.world
         task = Task("chat", tuple(world.opening(question)), None)
         environment = world.environment(task)
@@ -246,12 +243,6 @@ class ChatRepl:
             on_part(ReplyPart("end", _STOP_TEXTS[stop]))
         if stop in _FINAL:
             self.restart()
-
-    def _fork(self) -> EngineChatSession | None:
-        """Return a copy of the dialogue with another seed, or None if it is new."""
-        if self._session is None:
-            return None
-        return self._session.fork(f"chat/{self._number}", self.loaded.session.config.run.seed + self._number)
 
     def _open(
         self, messages: Sequence[Message], environment: Environment
@@ -280,7 +271,7 @@ class ChatRepl:
             action = await session.act()
             if isinstance(action, StopReason):
                 return action
-            for part in reply_parts(action):
+            for part in _reply_parts(action):
                 on_part(part)
             if action.finish_reason == "length":
                 return StopReason.TRUNCATED
@@ -308,8 +299,7 @@ async def _call_environment(what: str, work: Awaitable[Result]) -> Result:
         raise WorldError(f"The environment's {what} raised {describe_error(error)}") from error
 
 
-def reply_parts(action: Action) -> Iterator[ReplyPart]:
-    """Yield the parts of one turn of the model."""
+def _reply_parts(action: Action) -> Iterator[ReplyPart]:
     if thought := action.message.get("reasoning_content", ""):
         yield ReplyPart("thinking", thought)
     text = action.message["content"]

@@ -26,7 +26,6 @@ from ludus.errors import UserError
 from ludus.training.run.run_dir import RunFolder, latest_checkpoint
 
 if TYPE_CHECKING:
-    import uvicorn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ludus.gateway.service import CompletionService
@@ -80,15 +79,15 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             print_line(console, f"Serving {what} at {url_of(listener)}")
             if service.control_token:
                 print_line(console, f"Control token: {service.control_token}")
-            asyncio.run(_serve(server, listener, service))
+
+            async def serve() -> None:
+                try:
+                    await server.serve(sockets=[listener])
+                finally:
+                    await service.engine.close()
+
+            asyncio.run(serve())
     return 0
-
-
-async def _serve(server: uvicorn.Server, listener: socket.socket, service: CompletionService) -> None:
-    try:
-        await server.serve(sockets=[listener])
-    finally:
-        await service.engine.close()
 
 
 @contextmanager

@@ -80,13 +80,13 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
                 STAGES[stage.kind].resume(own, ())
             else:
                 STAGES[stage.kind].start(config, Path(stage.recipe).stem, stage.recipe)
-    print_line(console, f"The pipeline is complete: {checkpoint_of(stages[-1], folder)}")
+    print_line(console, f"The pipeline is complete: {_checkpoint_of(stages[-1], folder)}")
     return 0
 
 
 def _quick_stage(stage: Stage, overrides: Sequence[str], console: Console) -> Stage:
     """Return a stage with the settings of --quick, and print them."""
-    with prefix_errors(stage):
+    with _prefix_errors(stage):
         cuts = quick_cuts(stage.kind, load_config(stage.recipe, [*stage.settings, *overrides]), overrides)
     print_text(console, f"Stage {stage.number} ({stage.kind}). {describe_cuts(cuts)}")
     return replace(stage, settings=(*stage.settings, *(word for cut in cuts for word in cut.words)))
@@ -96,7 +96,7 @@ def _check_stages(stages: Sequence[Stage], overrides: Sequence[str], file: Path)
     """Raise ConfigError for contradictory settings of any stage."""
     origin = " and ".join([str(file), *(["the command line"] if overrides else [])])
     for stage in stages:
-        with prefix_errors(stage):
+        with _prefix_errors(stage):
             config = load_config(stage.recipe, [*stage.settings, *overrides], overrides_origin=origin)
             added_parts(config.rewards)
         if stage.kind == "reward-model" and not has_training_data(stage, stages, config):
@@ -107,9 +107,9 @@ def _check_stages(stages: Sequence[Stage], overrides: Sequence[str], file: Path)
 def _check_pending(stage: Stage, stages: Sequence[Stage], overrides: Sequence[str]) -> None:
     """Check a stage that has not started, except the rewards of a reward model that an earlier stage trains."""
     config = load_config(stage.recipe, [*stage.settings, *overrides])
-    if stage.kind == "rl" and config.rewards.model is None and reward_models_before(stage, stages):
+    if stage.kind == "rl" and config.rewards.model is None and _reward_models_before(stage, stages):
         config = config.model_copy(update={"rewards": RewardsConfig()})
-    with prefix_errors(stage):
+    with _prefix_errors(stage):
         _check_stage(stage, config, has_training_data(stage, stages, config))
 
 
@@ -136,7 +136,7 @@ def _check_stage(stage: Stage, config: Config, fed: bool) -> None:
         case _:
             from ludus.training.preference.pairs import rollout_files
 
-            source = source_of(stage, config)
+            source = _source_of(stage, config)
             if source.data is not None:
                 takes_pairs = stage.kind == "preference" or config.reward_model.kind == "pairwise"
                 (read_pairs if takes_pairs else read_rollout_file)(Path(source.data))
@@ -148,28 +148,25 @@ def _check_stage(stage: Stage, config: Config, fed: bool) -> None:
 
 
 @contextmanager
-def prefix_errors(stage: Stage) -> Iterator[None]:
-    """Prefix errors in the block with the stage."""
+def _prefix_errors(stage: Stage) -> Iterator[None]:
     try:
         yield
     except LudusError as error:
         raise type(error)(f"Stage {stage.number} ({stage.kind}): {error.message}", error.hint) from error
 
 
-def source_of(stage: Stage, config: Config) -> PreferenceConfig | RewardModelConfig:
-    """Return the section that names the training data of a stage."""
+def _source_of(stage: Stage, config: Config) -> PreferenceConfig | RewardModelConfig:
     return config.preference if stage.kind == "preference" else config.reward_model
 
 
 def has_training_data(stage: Stage, stages: Sequence[Stage], config: Config) -> bool:
     """Return whether a stage has training data: a named source, or an earlier stage that sampled."""
-    settings = source_of(stage, config)
+    settings = _source_of(stage, config)
     named = settings.run is not None or settings.data is not None
     return named or any(before.kind in SAMPLES for before in stages[: stage.number - 1])
 
 
-def reward_models_before(stage: Stage, stages: Sequence[Stage]) -> list[Stage]:
-    """Return the earlier stages that train a reward model."""
+def _reward_models_before(stage: Stage, stages: Sequence[Stage]) -> list[Stage]:
     return [before for before in stages[: stage.number - 1] if before.kind == "reward-model"]
 
 
@@ -191,10 +188,10 @@ def stage_config(stage: Stage, stages: Sequence[Stage], folder: Path, overrides:
     words = [*stage.settings, *overrides, "--run.dir", str(folder / stage.name)]
     before = stages[: stage.number - 1]
     if policies := [earlier for earlier in before if earlier.kind != "reward-model"]:
-        words += ["--model.from_scratch", "false", "--model.path", str(checkpoint_of(policies[-1], folder))]
+        words += ["--model.from_scratch", "false", "--model.path", str(_checkpoint_of(policies[-1], folder))]
     config = load_config(stage.recipe, words)
     sampled = [earlier for earlier in before if earlier.kind in SAMPLES]
-    reward_models = reward_models_before(stage, stages)
+    reward_models = _reward_models_before(stage, stages)
     if stage.kind == "rl" and reward_models and config.rewards.model is None:
         words += ["--rewards.model", str(folder / reward_models[-1].name)]
     elif stage.kind in TRAIN_SECTIONS and sampled and not has_training_data(stage, (), config):
@@ -213,6 +210,5 @@ def _check_same(stage: Stage, own: RunFolder, config: Config) -> None:
         raise UserError(text, "Revert the change, or choose another --folder.")
 
 
-def checkpoint_of(stage: Stage, folder: Path) -> Path:
-    """Return the newest checkpoint of a completed stage."""
+def _checkpoint_of(stage: Stage, folder: Path) -> Path:
     return list_checkpoints(folder / stage.name / "checkpoints")[-1][1]

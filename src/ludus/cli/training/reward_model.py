@@ -45,11 +45,10 @@ def print_done(folder: RunFolder, config: Config) -> None:
     from ludus.cli.ui.progress import newest_checkpoint
 
     print_line(make_console(), "The reward model is complete.")
-    print_use(newest_checkpoint(folder))
+    _print_use(newest_checkpoint(folder))
 
 
-def print_use(checkpoint: Path) -> None:
-    """Print the path of the reward model and the command that uses it."""
+def _print_use(checkpoint: Path) -> None:
     text = f"Reward model: {checkpoint}\nUse it: ludus train RECIPE --rewards.model {checkpoint}"
     print_line(make_console(), text)
 
@@ -74,7 +73,7 @@ def train(training: RewardTraining) -> None:
             show(step, "  ".join([f"loss {metrics['loss/total']:.3f}", *held_out]))
 
         checkpoint = training.run(trackers, on_step)
-    print_use(checkpoint)
+    _print_use(checkpoint)
 
 
 STAGE = TrainingStage(

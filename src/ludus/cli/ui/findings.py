@@ -18,7 +18,7 @@ from ludus.training.run.run_dir import RunFolder
 
 def print_findings(folder: Path, steps: int, *, as_json: bool = False) -> int:
     """Print the findings about a run, the most severe first; return 1 if there are faults."""
-    run = read_run(folder, steps)
+    run = _read_run(folder, steps)
     console, found = make_console(quiet=as_json), examine_run(run)
     for finding in found:
         style = {"fault": "bold red", "warn": "yellow", "note": "cyan"}[finding.severity]
@@ -34,8 +34,7 @@ def print_findings(folder: Path, steps: int, *, as_json: bool = False) -> int:
     return 1 if counts["fault"] else 0
 
 
-def read_run(path: Path, steps: int) -> RunData:
-    """Read what the checks need. Raises UserError if the folder is not that of a run."""
+def _read_run(path: Path, steps: int) -> RunData:
     folder = RunFolder(path)
     config = run_config(folder, ())
     files = sorted(folder.rollouts.glob("step-*.jsonl.gz"))[-steps:] if steps > 0 else []

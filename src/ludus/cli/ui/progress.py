@@ -133,17 +133,18 @@ def train(config: Config, folder: RunFolder, session: TrainingSession | None) ->
 
 def print_results(console: Console, folder: RunFolder, config: Config, comparisons: Sequence[Comparison]) -> None:
     """Print held-out success before and after training, examples, and the next commands."""
-    console.print(comparison_table(comparisons))
+    console.print(_comparison_table(comparisons))
     sizes = {(len(pair.before.task_ids), len(pair.after.task_ids)) for pair in comparisons if pair.before}
     for before, after in sorted(pair for pair in sizes if pair[0] != pair[1]):
         text = f"{before} tasks were evaluated before training (evaluation.tasks_before), {after} after it."
         print_text(console, text)
     if any(pair.after.worlds for pair in comparisons):
-        console.print(worlds_table(comparisons))
+        console.print(_worlds_table(comparisons))
     conditions = [(pair.before.plan.conditions, pair.after.plan.conditions) for pair in comparisons if pair.before]
     if any(before not in (None, after) for before, after in conditions):
         print_text(console, "! The rollout settings of the evaluations before and after training differ.", "yellow")
-    print_examples(console, folder, comparisons)
+    if comparisons:
+        _print_examples(console, folder, comparisons[0].before, comparisons[0].after)
     print_commands(console, folder, config)
 
 
@@ -161,11 +162,11 @@ def running_cluster(session: TrainingSession, folder: RunFolder) -> Iterator[Clu
 
 def sft(session: TrainingSession, folder: RunFolder) -> None:
     """Fine-tune with a progress bar, then print the checkpoint."""
-    config, console = session.config, make_console()
+    console = make_console()
     print_line(console, f"Run folder: {folder.path}")
     tuning = SftTraining(session, folder)
-    save_config(folder, config)
-    print_checkpoint(console, folder, config, fine_tune(tuning, console))
+    save_config(folder, session.config)
+    print_checkpoint(console, folder, session.config, _fine_tune(tuning, console))
 
 
 def print_checkpoint(console: Console, folder: RunFolder, config: Config, checkpoint: Path) -> None:
@@ -204,11 +205,10 @@ def cold_start(config: Config, folder: RunFolder, console: Console) -> Path:
     settings = config.run.model_copy(update={"trackers": ["jsonl"]})
     announce("Creating the tokenizer, the model and the demonstrations of the cold start ...")
     tuning = SftTraining(make_session(config.model_copy(update={"run": settings})), nested)
-    return fine_tune(tuning, console, "cold start")
+    return _fine_tune(tuning, console, "cold start")
 
 
-def fine_tune(tuning: SftTraining, console: Console, title: str = "fine-tuning") -> Path:
-    """Run the SFT loop with a progress bar."""
+def _fine_tune(tuning: SftTraining, console: Console, title: str = "fine-tuning") -> Path:
     config, skipped = tuning.session.config, 0
     for text in filter(None, [*sft_warnings(tuning.session), busy_warning(config)]):
         log.warning(text)
@@ -247,8 +247,7 @@ def step_bar(
                 tracker.close()
 
 
-def comparison_table(comparisons: Sequence[Comparison]) -> FittedTable:
-    """Return a table of held-out success before and after training, with 95 % intervals."""
+def _comparison_table(comparisons: Sequence[Comparison]) -> FittedTable:
     columns = ("split", TableColumn("sampling", 1), TableColumn("tasks", 2), "before training", "after training")
     rows = []
     for pair in comparisons:
@@ -258,8 +257,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> FittedTable:
     return make_table(columns, rows, "Held-out success, with 95 % intervals")
 
 
-def worlds_table(comparisons: Sequence[Comparison]) -> FittedTable:
-    """Return a table of held-out success in each world of a mixture, before and after training."""
+def _worlds_table(comparisons: Sequence[Comparison]) -> FittedTable:
     rows: list[tuple[object, ...]] = []
     for pair in comparisons:
         plan = (pair.after.plan.split, format_sampling(pair.after.plan))
@@ -273,11 +271,8 @@ def worlds_table(comparisons: Sequence[Comparison]) -> FittedTable:
     return make_table(("split", *details, TableColumn("before training", 1), "after training"), rows, "By world")
 
 
-def print_examples(console: Console, folder: RunFolder, comparisons: Sequence[Comparison]) -> None:
+def _print_examples(console: Console, folder: RunFolder, before: Evaluation | None, after: Evaluation) -> None:
     """Print three transcripts, the first of a task that failed before training and succeeds now."""
-    if not comparisons:
-        return
-    before, after = comparisons[0].before, comparisons[0].after
     chosen = choose_examples(before or after, after)
     old = records_of(folder, before, chosen[:1]) if before else {}
     new = records_of(folder, after, chosen)
@@ -318,8 +313,6 @@ def print_commands(console: Console, folder: RunFolder, config: Config) -> None:
     """Print the next commands."""
     is_rft = kind_of(folder) == "rft"
     more = f"--rft.rounds {config.rft.rounds * 2}" if is_rft else f"--training.steps {config.training.steps * 2}"
-    print_line(console, f"The run is in {folder.path}")
-    print_line(console, f"  read it:      ludus show {folder.path}")
+    print_line(console, f"The run is in {folder.path}\n  read it:      ludus show {folder.path}")
     print_line(console, f"  continue it:  {resume_command(folder)} {more}")
-    print_line(console, f"  evaluate it:  ludus eval --run {folder.path}")
-    print_line(console, f"  talk to it:   ludus chat {folder.path}")
+    print_line(console, f"  evaluate it:  ludus eval --run {folder.path}\n  talk to it:   ludus chat {folder.path}")

@@ -60,7 +60,9 @@ def find_curves(rows: Sequence[MetricsRow]) -> list[Curve]:
     for row in rows:
         by_step.setdefault(row.step, {}).update(row.metrics)
     names = dict.fromkeys(name for metrics in by_step.values() for name in metrics)
-    held_out = {n: f"held-out success, {n.split('/')[1]} {n.split('/')[2]}" for n in names if _is_held_out(n)}
+    parts = {name: name.split("/") for name in names}
+    success = [n for n, p in parts.items() if len(p) == 4 and p[0] == "eval" and p[3] == "success"]
+    held_out = {n: f"held-out success, {parts[n][1]} {parts[n][2]}" for n in success}
     titles = dict(list(CURVES.items())[:2]) | held_out | dict(list(CURVES.items())[2:])
     curves = []
     for name, title in titles.items():
@@ -68,11 +70,6 @@ def find_curves(rows: Sequence[MetricsRow]) -> list[Curve]:
         if found:
             curves.append(Curve(title, *(tuple(column) for column in zip(*found, strict=True))))
     return curves
-
-
-def _is_held_out(name: str) -> bool:
-    parts = name.split("/")
-    return len(parts) == 4 and parts[0] == "eval" and parts[3] == "success"
 
 
 def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
@@ -117,8 +114,7 @@ def format_ledger(rows: Sequence[MetricsRow]) -> str:
     """Describe the outcomes of all rollouts with their reasons; return "" for a run without rollouts."""
     total: Counter[str] = Counter()
     for row in rows:
-        counts = {n.removeprefix("ledger/"): v for n, v in row.metrics.items() if n.startswith("ledger/")}
-        total.update({name: int(value) for name, value in counts.items()})
+        total.update({n.removeprefix("ledger/"): int(v) for n, v in row.metrics.items() if n.startswith("ledger/")})
     if not total["started"]:
         return ""
     parts = []
@@ -127,9 +123,8 @@ def format_ledger(rows: Sequence[MetricsRow]) -> str:
         shown = ", ".join(f"{count} {reason}" for reason, count in sorted(named.items()) if reason != outcome)
         parts.append(f"{total[outcome]} {outcome}" + (f" ({shown})" if shown else ""))
     text = f"{total['started']} rollouts started: {', '.join(parts)}."
-    if total["clock_limited"]:
-        steps = f"{total['clock_limited']} of {len(rows)} steps"
-        text += f" A wall-clock limit fired in {steps}: the run is not reproducible."
+    if limited := total["clock_limited"]:
+        text += f" A wall-clock limit fired in {limited} of {len(rows)} steps: the run is not reproducible."
     return text
 
 

@@ -50,21 +50,20 @@ def print_evaluations(console: Console, results: Sequence[Evaluation], outcomes:
 
 def evaluation_tables(results: Sequence[Evaluation], outcomes: Sequence[str]) -> Iterator[FittedTable]:
     """Yield the tables of evaluations that are not empty."""
-    yield success_table(results, outcomes)
+    yield _success_table(results, outcomes)
     if any(result.worlds for result in results):
-        yield world_table(results)
+        yield _world_table(results)
     if several := [result for result in results if result.plan.samples > 1]:
         yield attempts_table(several)
     for split in dict.fromkeys(result.plan.split for result in results):
         by_tag = tag_table(split, [result for result in results if result.plan.split == split])
         if by_tag.rows:
             yield by_tag
-    yield stop_table(results)
-    yield cost_table(results)
+    yield _stop_table(results)
+    yield _cost_table(results)
 
 
-def success_table(results: Sequence[Evaluation], outcomes: Sequence[str] = ()) -> FittedTable:
-    """Return a table of success, minimum detectable difference, other reward parts and failures."""
+def _success_table(results: Sequence[Evaluation], outcomes: Sequence[str] = ()) -> FittedTable:
     parts = list(dict.fromkeys(part for one in results for part in one.parts if part not in outcomes))
     details = (
         TableColumn("detectable", 2),
@@ -80,8 +79,7 @@ def success_table(results: Sequence[Evaluation], outcomes: Sequence[str] = ()) -
     return make_table(columns, rows, SUCCESS_TITLE)
 
 
-def world_table(results: Sequence[Evaluation]) -> FittedTable:
-    """Return a table of success in each world of a mixture, and its unweighted average."""
+def _world_table(results: Sequence[Evaluation]) -> FittedTable:
     rows: list[tuple[object, ...]] = []
     for result in results:
         plan = (result.plan.split, format_sampling(result.plan))
@@ -117,8 +115,7 @@ def tag_table(split: str, results: Sequence[Evaluation]) -> FittedTable:
     return make_table((*head, *names), rows, f"{split}: success by tag, with 95 % intervals")
 
 
-def cost_table(results: Sequence[Evaluation]) -> FittedTable:
-    """Return a table of the cost per task and per solved task; what is unknown is a dash."""
+def _cost_table(results: Sequence[Evaluation]) -> FittedTable:
     rows = []
     for result in results:
         if result.cost is None:
@@ -140,8 +137,7 @@ def format_cost(number: float | None) -> str:
     return f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}"
 
 
-def stop_table(results: Sequence[Evaluation]) -> FittedTable:
-    """Return a table of the shares of stop reasons."""
+def _stop_table(results: Sequence[Evaluation]) -> FittedTable:
     counts = [Counter(result.stop_reasons) for result in results]
     reasons = dict.fromkeys(reason for count in counts for reason, _ in count.most_common())
     rows = ((reason, *(f"{count[reason] / max(1, count.total()):.1%}" for count in counts)) for reason in reasons)

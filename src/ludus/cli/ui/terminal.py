@@ -6,11 +6,11 @@ import io
 import logging
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID
 from rich.table import Column
@@ -77,14 +77,15 @@ def format_count(task: Task) -> str:
     return "" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}"
 
 
-class _CountColumn(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(format_count(task), style="progress.download")
+class _DrawnColumn(ProgressColumn):
+    """A column of progress bars that a function of the task draws."""
 
+    def __init__(self, draw: Callable[[Task], RenderableType], table_column: Column | None = None) -> None:
+        self._draw = draw
+        super().__init__(table_column)
 
-class _EtaColumn(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(format_eta(task), style="progress.remaining")
+    def render(self, task: Task) -> RenderableType:
+        return self._draw(task)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,16 +120,6 @@ class WholeWords:
         return Measurement(1, len(self.text))
 
 
-class _LabelColumn(ProgressColumn):
-    def render(self, task: Task) -> WholeWords:
-        return WholeWords(task.description)
-
-
-class _NumbersColumn(ProgressColumn):
-    def render(self, task: Task) -> WholeParts:
-        return WholeParts(task.fields["numbers"])
-
-
 @contextmanager
 def bars(console: Console, *, transient: bool = False, every_s: float = PLAIN_EVERY_S) -> Iterator[Progress]:
     """Show progress bars, whose tasks need a field `numbers`; `transient` bars are erased at the end.
@@ -143,11 +134,11 @@ def bars(console: Console, *, transient: bool = False, every_s: float = PLAIN_EV
         return
     whole = Column(no_wrap=True)
     columns = (
-        _LabelColumn(),
+        _DrawnColumn(lambda task: WholeWords(task.description)),
         BarColumn(24 if console.width >= _WIDE_COLUMNS else _BAR_COLUMNS, table_column=whole.copy()),
-        _CountColumn(whole.copy()),
-        _EtaColumn(whole.copy()),
-        _NumbersColumn(Column(no_wrap=True, ratio=1)),
+        _DrawnColumn(lambda task: Text(format_count(task), style="progress.download"), whole.copy()),
+        _DrawnColumn(lambda task: Text(format_eta(task), style="progress.remaining"), whole.copy()),
+        _DrawnColumn(lambda task: WholeParts(task.fields["numbers"]), Column(no_wrap=True, ratio=1)),
     )
     shown = Progress(
         *columns,
@@ -210,19 +201,17 @@ class PhaseBar:
 
 def _plain_line(tasks: Sequence[Task]) -> str:
     """Return name, count and ETA of each task, with the parts of its numbers that fit below `PIPE_COLUMNS`."""
-    lines = [_task_line(task) for task in tasks]
+    lines = []
+    for task in tasks:
+        eta = "" if task.total is None or task.finished else format_eta(task).removesuffix(_UNKNOWN_ETA)
+        named = " ".join(filter(None, (task.description, format_count(task))))
+        lines.append("  ".join(filter(None, (named, eta))))
     for index, task in enumerate(tasks):
         for part in filter(None, task.fields["numbers"].split("  ")):
             if len("  |  ".join(lines)) + 2 + len(part) >= PIPE_COLUMNS:
                 break
             lines[index] += f"  {part}"
     return "  |  ".join(lines)
-
-
-def _task_line(task: Task) -> str:
-    named = " ".join(filter(None, (task.description, format_count(task))))
-    eta = "" if task.total is None or task.finished else format_eta(task).removesuffix(_UNKNOWN_ETA)
-    return "  ".join(filter(None, (named, eta)))
 
 
 def announce(text: str) -> None:

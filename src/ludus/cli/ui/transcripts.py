@@ -23,7 +23,7 @@ def print_transcript(console: Console, trajectory: Trajectory) -> None:
     """Print a dialogue with marked parts, and its reward."""
     for kind, text in marked_messages(trajectory):
         print_text(console, f"[{kind}] {text}", STYLES[kind])
-    print_text(console, f"{ending(trajectory)}\n")
+    print_text(console, f"{_ending(trajectory)}\n")
 
 
 def print_record(console: Console, record: RolloutRecord, tokenizer: Tokenizer | None = None) -> None:
@@ -37,7 +37,7 @@ def print_record(console: Console, record: RolloutRecord, tokenizer: Tokenizer |
         if tokenizer is None or not path.segments:  # an endpoint returns no tokens
             parts = list(marked_messages(path))
         else:
-            parts = list(marked_tokens(path.segments, tokenizer))
+            parts = list(_marked_tokens(path.segments, tokenizer))
         shared = max((common_prefix(parts, before) for before in shown), default=0)
         shown.append(parts)
         if shared:
@@ -47,23 +47,21 @@ def print_record(console: Console, record: RolloutRecord, tokenizer: Tokenizer |
         for outcome in path.outcomes:
             if outcome.status is not ToolStatus.OK:
                 print_line(console, f"tool error: {outcome.tool or 'no tool'}: {outcome.status}", "red")
-        print_text(console, ending(path))
+        print_text(console, _ending(path))
     if trajectory.leaves:
         print_line(console, f"mean reward of {len(trajectory.leaves)} leaves: {trajectory.reward:g}")
     if (failure := trajectory.failure) is not None:
         print_text(console, f"failed in the {failure.part} after {failure.attempts} attempts: {failure.error}", "red")
-    print_text(console, f"{outcome_line(record)}\n")
+    print_text(console, f"{_outcome_line(record)}\n")
 
 
-def outcome_line(record: RolloutRecord) -> str:
-    """Return the outcome of a rollout in the ledger, and its advantage."""
+def _outcome_line(record: RolloutRecord) -> str:
     reason = "" if record.reason == record.outcome.value else f" ({record.reason})"
     advantage = "none" if record.advantage is None else f"{record.advantage:+.4g}"
     return f"ledger: {record.outcome}{reason}   advantage {advantage}"
 
 
-def ending(trajectory: Trajectory) -> str:
-    """Return the stop reason, and the reward with its parts."""
+def _ending(trajectory: Trajectory) -> str:
     parts = "  ".join(f"{name} {value:g}" for name, value in trajectory.rewards.items())
     return f"stop: {trajectory.stop_reason}   reward {trajectory.reward:g}   ({parts})"
 
@@ -77,8 +75,7 @@ def marked_messages(trajectory: Trajectory) -> Iterator[tuple[str, str]]:
         yield kind, message_text(message) or "(nothing)"
 
 
-def marked_tokens(segments: Sequence[Segment], tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
-    """Yield the decoded segments, control tokens included, with their kinds."""
+def _marked_tokens(segments: Sequence[Segment], tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
     for segment in segments:
         text = tokenizer.decode(segment.tokens, skip_special_tokens=False)
         yield segment.kind, f"{_segment_numbers(segment)}\n{text}"
