@@ -76,7 +76,14 @@ class StreamedText:
 
     def add(self, tokens: Sequence[int], finish: FinishReason | None) -> str:
         self.tokens += tokens
-        text = self.rules.text(self.tokens, finish) if finish else self.rules.cut(self._decode_incrementally(), None)
+        if finish:
+            text = self.rules.text(self.tokens, finish)
+        else:
+            before = self.rules.decoded(self.tokens[self.start : self.read])
+            text = self.settled + self.rules.decoded(self.tokens[self.start :])[len(before) :]
+            if not text.endswith(_REPLACEMENT):
+                self.settled, self.start, self.read = text, self.read, len(self.tokens)
+            text = self.rules.cut(text, None)
         if self.plain_only:
             text = text.lstrip()
             cut = min((at for mark in _CALL_STARTS if (at := text.find(mark)) >= 0), default=len(text))
@@ -85,13 +92,6 @@ class StreamedText:
             return ""
         new, self.shown = text[len(self.shown) :], text
         return new
-
-    def _decode_incrementally(self) -> str:
-        before = self.rules.decoded(self.tokens[self.start : self.read])
-        text = self.settled + self.rules.decoded(self.tokens[self.start :])[len(before) :]
-        if not text.endswith(_REPLACEMENT):
-            self.settled, self.start, self.read = text, self.read, len(self.tokens)
-        return text
 
 
 @dataclass

@@ -121,7 +121,14 @@ class ContainerSandbox(SupervisorSandbox[Container]):
     """The container backend. Raises UserError if the engine or runtime is not installed."""
 
     def __post_init__(self) -> None:
-        self.name, self._engine = self.settings.backend, find_engine(self.settings)
+        self.name, runtime = self.settings.backend, self.settings.runtime
+        self._engine = shutil.which(self.name) or ""
+        if not self._engine:
+            hint = f"Install it: on Debian `apt-get install {_PACKAGES[self.name]}`."
+            raise UserError(f"The {self.name} backend needs {self.name}, which is not installed.", hint)
+        if runtime and shutil.which(runtime) is None:
+            hint = "For gVisor, install runsc (see gvisor.dev) and register it with the engine."
+            raise UserError(f"The container runtime {runtime} is not installed.", hint)
 
     async def _run(self, request: RunRequest) -> Outcome:
         container = await self._new_host(request.limits)
@@ -134,18 +141,6 @@ class ContainerSandbox(SupervisorSandbox[Container]):
         container = Container(self._engine, self.settings, limits)
         self._open.add(container)
         return container
-
-
-def find_engine(settings: SandboxSettings) -> str:
-    """Return the path of the engine. Raises UserError if it is not installed."""
-    engine = shutil.which(settings.backend)
-    if engine is None:
-        hint = f"Install it: on Debian `apt-get install {_PACKAGES[settings.backend]}`."
-        raise UserError(f"The {settings.backend} backend needs {settings.backend}, which is not installed.", hint)
-    if settings.runtime and shutil.which(settings.runtime) is None:
-        hint = "For gVisor, install runsc (see gvisor.dev) and register it with the engine."
-        raise UserError(f"The container runtime {settings.runtime} is not installed.", hint)
-    return engine
 
 
 def run_arguments(settings: SandboxSettings, limits: Limits, name: str) -> list[str]:

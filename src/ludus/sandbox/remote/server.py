@@ -138,7 +138,17 @@ def make_app(sandbox: Sandbox, settings: SandboxServerSettings) -> Starlette:
 
     def route(path: str, handler: Handler) -> Route:
         async def endpoint(request: Request) -> Response:
-            return await _respond(request, settings.token, handler)
+            authorization = request.headers.get("authorization", "")
+            if not secrets.compare_digest(authorization.encode(), f"Bearer {settings.token}".encode()):
+                return _response(_UNAUTHORIZED, ErrorMessage(kind="token", message="Invalid sandbox server token."))
+            try:
+                message = await handler(request, await request.body())
+                return await asyncio.to_thread(_response, 200, message)
+            except UserError as error:
+                return _response(_BAD_REQUEST, ErrorMessage(kind="input", message=error.message, hint=error.hint))
+            except LudusError as error:
+                refused = ErrorMessage(kind="environment", message=error.message, hint=error.hint)
+                return _response(_BAD_GATEWAY, refused)
 
         return Route(path, endpoint, methods=["POST"])
 
@@ -159,18 +169,6 @@ def make_app(sandbox: Sandbox, settings: SandboxServerSettings) -> Starlette:
     ]
     handlers = {HTTPException: _handle_error, Exception: _handle_error}
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
-
-
-async def _respond(request: Request, token: str, handler: Handler) -> Response:
-    authorization = request.headers.get("authorization", "")
-    if not secrets.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
-        return _response(_UNAUTHORIZED, ErrorMessage(kind="token", message="Invalid sandbox server token."))
-    body = await request.body()
-    try:
-        return await asyncio.to_thread(_response, 200, await handler(request, body))
-    except LudusError as error:
-        status, kind = (_BAD_REQUEST, "input") if isinstance(error, UserError) else (_BAD_GATEWAY, "environment")
-        return _response(status, ErrorMessage(kind=kind, message=error.message, hint=error.hint))
 
 
 def error_response(status: int, message: str) -> Response:
