@@ -9,7 +9,8 @@ import pytest
 
 from ludus.config.load import load_config
 from ludus.config.settings import list_settings
-from ludus.diagnostics.alarms import Alarm, MetricsHistory, find_alarms, rules, send_alarm
+from ludus.diagnostics.alarms import Alarm, find_alarms, rules, send_alarm
+from ludus.diagnostics.history import MetricsHistory
 from ludus.errors import ConfigError
 from metric_rows import healthy, unsolved, with_end
 

@@ -12,12 +12,11 @@ import json
 import logging
 import math
 import tomllib
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib import resources
-from itertools import islice
 from pathlib import Path
 from statistics import fmean, median
 from threading import Thread
@@ -25,17 +24,15 @@ from typing import Final
 from urllib.request import Request, urlopen
 
 from ludus.config.schema import AlarmAction
+from ludus.diagnostics.history import COLLAPSE, SUCCESS, History, MetricsHistory, Row, first_mean, last_values
 from ludus.rollouts.rollout_files import replaced_file
 from ludus.types import StopReason, ToolStatus
 
-Row = Mapping[str, float]
-History = Sequence[Row]
 Check = Callable[..., str]
 
 log = logging.getLogger("ludus")
 _WEBHOOK_S: Final = 10.0
 
-SUCCESS: Final = "success/mean"
 ENTROPY: Final = "policy/entropy"
 """The learner's mean entropy of action tokens, in nats."""
 GROUP_STD: Final = "groups/reward_std"
@@ -49,8 +46,6 @@ JUDGE: Final = "judge/"
 """Prefix of the metrics of a judge part; the name of the part follows."""
 UNTESTED: Final = "tools/untested"
 """Share of answered episodes without a call that ran tests."""
-COLLAPSE: Final = "collapse/"
-"""Prefix of the metrics of template collapse, which only the measured steps have."""
 _LENGTH: Final = "response_length/mean"
 _CALLS: Final = "tools/calls_per_episode"
 _KL: Final = "policy/kl_reference"
@@ -86,47 +81,6 @@ class Alarm:
         """Return the alarm as JSON values."""
         texts = {"action": self.rule.action, "cause": self.rule.cause, "evidence": self.evidence}
         return {"step": step, "alarm": self.name, **texts, "remedy": self.rule.remedy}
-
-
-_FIRST, _LAST = 40, 60
-"""Rows at the begin and at the end of a run that `MetricsHistory` keeps: more than any alarm compares."""
-
-
-class MetricsHistory:
-    """The metrics of a run that alarms need, in bounded memory.
-
-    `rows` are those of the first and the last steps, and of the steps between with an evaluation, a record of
-    `success/mean`, or one of the first successes or measurements of template collapse.
-    """
-
-    def __init__(self, rows: Iterable[Row] = ()) -> None:
-        self._kept: list[Row] = []
-        self._last: deque[tuple[Row, bool]] = deque()
-        self._num = self._successes = self._measured = 0
-        self._record = 0.0
-        for row in rows:
-            self.append(row)
-
-    def append(self, row: Row) -> None:
-        """Add the metrics of a step."""
-        success = row.get(SUCCESS, 0.0)
-        is_measured = any(name.startswith(COLLAPSE) for name in row)
-        counts = [self._num] + [self._successes] * (success > 0) + [self._measured] * is_measured
-        is_early = min(counts) < _FIRST
-        stays = is_early or success > self._record or any(name.startswith("eval/") for name in row)
-        self._num, self._successes = self._num + 1, self._successes + (success > 0)
-        self._measured += is_measured
-        self._record = max(self._record, success)
-        self._last.append((row, stays))
-        if len(self._last) > _LAST:
-            oldest, stays = self._last.popleft()
-            if stays:
-                self._kept.append(oldest)
-
-    @property
-    def rows(self) -> list[Row]:
-        """The rows, oldest first."""
-        return [*self._kept, *(row for row, _ in self._last)]
 
 
 _CHECKS: dict[str, Check] = {}
@@ -200,20 +154,6 @@ def send_alarm(url: str, run: str, step: int, raised: Alarm) -> Thread:
 
 
 # Values of a metric
-
-
-def last_values(history: History, name: str, steps: int) -> list[float]:
-    """Return the newest values, of steps with the metric; an empty list if there are fewer or the newest lacks it."""
-    if not history or name not in history[-1]:
-        return []
-    values = list(islice((row[name] for row in reversed(history) if name in row), steps))[::-1]
-    return values if len(values) == steps else []
-
-
-def first_mean(history: History, name: str, steps: int, last: int) -> float | None:
-    """Return the mean of the first `steps` values, or None if the rows before the `last` ones have fewer."""
-    values = [row[name] for row in history[: len(history) - last] if name in row][:steps]
-    return fmean(values) if len(values) == steps else None
 
 
 def _evaluations(history: History) -> tuple[str, list[tuple[Row, float]]]:

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ludus.diagnostics.alarms import COLLAPSE
+from ludus.diagnostics.history import COLLAPSE
 
 MARGINAL_STD: Final = COLLAPSE + "marginal_std"
 _TOP: Final = (1, 2, 4, 8)

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, cast
 
 from ludus.config.schema import DiagnosticsConfig
-from ludus.diagnostics.alarms import GROUP_STD, JUDGE, SUCCESS, UNTESTED
+from ludus.diagnostics.alarms import GROUP_STD, JUDGE, UNTESTED
 from ludus.diagnostics.behavior_metrics import behavior_metrics
+from ludus.diagnostics.history import SUCCESS
 from ludus.plugins import check_numbers, find_plugin, result_error
 from ludus.types import WORLD_TAG, Group, StopReason, ToolStatus, Trajectory
 

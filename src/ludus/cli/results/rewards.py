@@ -275,11 +275,12 @@ def parts_table(replay: Replay) -> FittedTable:
     """
     both = [(one.record.trajectory, one.now) for one in replay.rescored]
     names = dict.fromkeys(name for before, now in both for name in (*before.rewards, *now.rewards))
-    pairs_by_name: dict[str, list[tuple[float | None, float | None]]] = {
-        name: [(a.rewards.get(name), b.rewards.get(name)) for a, b in both] for name in names
-    }
+    named: list[tuple[str, list[tuple[float | None, float | None]]]] = [
+        (name, [(a.rewards.get(name), b.rewards.get(name)) for a, b in both]) for name in names
+    ]
+    named.append(("reward", [(a.reward, b.reward) for a, b in both]))
     rows = []
-    for name, pairs in [*pairs_by_name.items(), ("reward", [(a.reward, b.reward) for a, b in both])]:
+    for name, pairs in named:
         sides = list(zip(*pairs, strict=True))
         means = ["none" if {*side} == {None} else f"{_mean(v or 0.0 for v in side):.4f}" for side in sides]
         rows.append((name, *means, sum(a != b for a, b in pairs)))

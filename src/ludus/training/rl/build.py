@@ -18,7 +18,8 @@ from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.kl import KlControl, control_of
 from ludus.algorithms.spec.resolve import algorithm_of, minibatches_of
 from ludus.config.schema import Config
-from ludus.diagnostics.alarms import MetricsHistory, truncate_alarms
+from ludus.diagnostics.alarms import truncate_alarms
+from ludus.diagnostics.history import MetricsHistory
 from ludus.diagnostics.trackers import Tracker, make_tracker, read_metrics
 from ludus.engines.models.fingerprint import fingerprint_adapted
 from ludus.engines.models.loading import load_model, load_tokenizer

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ludus.chat.parse_json import THINK_CLOSE, THINK_OPEN
-from ludus.diagnostics.alarms import COLLAPSE
 from ludus.diagnostics.collapse import collapse_metrics
+from ludus.diagnostics.history import COLLAPSE
 from ludus.rollouts.ledger import RolloutOutcome
 from ludus.training.batches.rows import new_actions, row_of_segments
 from ludus.training.credit.advantages import TrainingSample

@@ -18,7 +18,8 @@ import torch
 
 from ludus.algorithms.spec.resolve import resolve
 from ludus.config.schema import Config
-from ludus.diagnostics.alarms import Alarm, MetricsHistory, find_alarms, send_alarm
+from ludus.diagnostics.alarms import Alarm, find_alarms, send_alarm
+from ludus.diagnostics.history import MetricsHistory
 from ludus.diagnostics.metrics import configured_metrics, plugin_metrics, rollout_metrics
 from ludus.diagnostics.timings import HINTS, StepTimings, append_json, write_episode_times
 from ludus.diagnostics.trackers import Tracker

@@ -33,7 +33,7 @@ from ludus.rewards.exact_match import well_formed
 from ludus.rewards.extract import NotJson, last_output, read_json
 from ludus.rewards.shaping import only_if
 from ludus.tools.base import Tool, Traits, tool
-from ludus.tools.python import python_tool
+from ludus.tools.workspace import python_tool
 from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
 from ludus.worlds.code.grader import LIMITS, CodeGrader, CodeTruth, CodeVerdict, Grading, TestCase, shorten
 from ludus.worlds.code.records import Format, load_code_tasks
