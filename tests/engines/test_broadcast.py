@@ -34,7 +34,7 @@ from ludus.engines.remote.gloo_broadcast import (
 from ludus.engines.remote.http_client import RemoteEngineSettings, Replica
 from ludus.engines.remote.weight_broadcaster import Broadcaster
 from ludus.errors import EngineError, SyncError
-from ludus.gateway.control import ControlEndpoints
+from ludus.gateway.app import ControlEndpoints
 from ludus.gateway.endpoints import NoBody
 from ludus.gateway.service import CompletionService, ServedModel
 from ludus.training.rl.weight_sync import WeightSync

@@ -21,8 +21,7 @@ from starlette.routing import Route
 
 from ludus.engines.control_tokens import find_token, publish_token
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
-from ludus.gateway.app import PublicEndpoints, make_app
-from ludus.gateway.control import ControlEndpoints
+from ludus.gateway.app import ControlEndpoints, PublicEndpoints, make_app
 from ludus.gateway.endpoints import check_shape, error_response
 from ludus.gateway.limits import HttpLimits, http_server, open_socket
 from ludus.gateway.protocol.bodies import BadRequest, error_body, json_bytes, response_body

@@ -1,25 +1,38 @@
-"""The HTTP server: routes, errors and client disconnects.
+"""The HTTP server: public endpoints, control endpoints for trainers as in vLLM's development mode, errors, disconnects.
 
-Needs the `serve` extra (starlette and uvicorn). Every error is JSON with a message. Control endpoints return
-403 if the server has no control token, and 401 if the request does not send it.
+Needs the `serve` extra (starlette and uvicorn). Every error is JSON with a message. Control endpoints return 403 if the
+server has no control token, and 401 if the request does not send it. Weight updates read files or receive a trainer's
+broadcast.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
-from ludus.errors import EngineBusy, EngineError, RequestRejected
-from ludus.gateway.control import ControlEndpoints
+from ludus.engines.models.fingerprint import tensor_digest
+from ludus.engines.remote.gloo_broadcast import (
+    TransferAddress,
+    WeightManifest,
+    WeightTransferGroup,
+    apply_delta,
+    join_as_server,
+    receive_tensors,
+    run_in_thread,
+)
+from ludus.errors import EngineBusy, EngineError, RequestRejected, SyncError
 from ludus.gateway.endpoints import ControlAccess, HttpRouter, NoBody, error_response, json_response
 from ludus.gateway.generation import complete, complete_chat, stream, stream_chat
 from ludus.gateway.protocol.bodies import (
@@ -31,15 +44,16 @@ from ludus.gateway.protocol.bodies import (
     error_body,
     json_bytes,
 )
-from ludus.gateway.service import CompletionService
+from ludus.gateway.service import CompletionService, PauseMode
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 Result = TypeVar("Result")
 
 _CLIENT_GONE = 499
-_REFUSED, _BUSY, _FAILED = 400, 429, 500
+_REFUSED, _CONFLICT, _BUSY, _FAILED = 400, 409, 429, 500
 
 
 def make_app(service: CompletionService, model: PreTrainedModel) -> Starlette:
@@ -200,3 +214,257 @@ def prometheus_text(service: CompletionService) -> str:
         for kind, family in (("counter", counters), ("gauge", gauges))
         for name, (description, value) in family.items()
     )
+
+
+_SPARE = 2**20
+_VERSION_DIGITS = 18
+_WORKER = "dp0:pp0:pcp0:tp0:"  # prefix of tensor names in vLLM with a single worker
+
+
+def read_weights(path: str) -> dict[str, torch.Tensor]:
+    """Read all tensors of a safetensors file or folder. Raises BadRequest."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    root = Path(path)
+    found: dict[str, torch.Tensor] = {}
+    try:
+        files = sorted(root.glob("*.safetensors")) if root.is_dir() else [root]
+        if not files or not files[0].is_file():
+            raise BadRequest(f"No safetensors files at {path}.")
+        for file in files:
+            found |= load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise BadRequest(f"{path} cannot be read: {error}.") from error
+    return found
+
+
+def _path(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError("it must be a path without control characters")
+    return text
+
+
+def _version(value: object) -> int:
+    if not (isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= _VERSION_DIGITS):
+        raise ValueError(f"it must be a string that is an integer of at most {_VERSION_DIGITS} digits")
+    return int(value)
+
+
+ServerPath = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_path)]
+Version = Annotated[int, BeforeValidator(_version)]
+AdapterName = Annotated[str, Field(min_length=1, max_length=512)]
+
+
+class _UpdateInfo(BaseModel):
+    weights_path: ServerPath
+
+
+class _Update(BaseModel):
+    update_info: _UpdateInfo
+
+
+class _Finish(BaseModel):
+    weight_version: Version | None = None
+
+
+class _Relabel(BaseModel):
+    new_version: Version
+
+
+class _Rpc(BaseModel):
+    method: str
+    args: list[str] = []
+    keywords: dict[str, ServerPath] = Field({}, validation_alias=AliasChoices("kwargs"))
+
+
+class _LoadAdapter(BaseModel):
+    lora_name: AdapterName
+    lora_path: ServerPath
+    load_inplace: bool = False
+    weight_version: Version | None = None
+
+
+class _UnloadAdapter(BaseModel):
+    lora_name: AdapterName
+
+
+class _Check(BaseModel):
+    action: str
+    baseline: dict[str, str] | None = None
+
+
+class _Abort(BaseModel):
+    request_ids: list[str] | None = None
+
+
+@dataclass
+class ControlEndpoints:
+    """Control endpoints. Weight updates load new weights into the engine of `model`.
+
+    `/start_weight_update`, any number of `/update_weights` and `/finish_weight_update` replace all weights between
+    two passes; `/collective_rpc` does so in one call; `/prepare_weights` and `/receive_weights` receive a trainer's
+    broadcast. Running requests continue: later tokens are sampled with the new weights and have the new version.
+    """
+
+    service: CompletionService
+    model: PreTrainedModel
+    _parts: dict[str, torch.Tensor] | None = field(init=False, default=None)
+    _group: WeightTransferGroup | None = field(init=False, default=None)
+    _expected: WeightManifest | None = field(init=False, default=None)
+
+    def add_to(self, router: HttpRouter) -> None:
+        add = partial(router.add, control=True)
+        add("/pause", NoBody, self.pause)
+        add("/resume", NoBody, self.resume)
+        add("/abort", _Abort, self.abort)
+        add("/abort_requests", _Abort, self.abort)
+        add("/start_weight_update", NoBody, self.start)
+        add("/update_weights", _Update, self.update)
+        add("/finish_weight_update", _Finish, self.finish)
+        add("/collective_rpc", _Rpc, self.rpc)
+        add("/join_weight_group", TransferAddress, self.join)
+        add("/prepare_weights", WeightManifest, self.prepare)
+        add("/receive_weights", NoBody, self.receive)
+        add("/update_weight_version", _Relabel, self.relabel)
+        add("/reset_prefix_cache", NoBody, self.reset_cache)
+        add("/weight_checker", _Check, self.check)
+        add("/fingerprint", NoBody, self.fingerprint, method="GET")
+        add("/v1/load_lora_adapter", _LoadAdapter, self.load_adapter)
+        add("/v1/unload_lora_adapter", _UnloadAdapter, self.unload_adapter)
+
+    async def pause(self, request: Request, _: NoBody) -> Response:
+        mode = request.query_params.get("mode", "abort")
+        modes: dict[str, PauseMode] = {"abort": "abort", "wait": "wait", "keep": "keep"}
+        if mode not in modes:
+            raise BadRequest(f"mode is {mode!r}, but must be one of abort, wait, keep.")
+        await self.service.pause(modes[mode])
+        return JSONResponse({"status": "paused"})
+
+    async def resume(self, _: Request, __: NoBody) -> Response:
+        await self.service.resume()
+        return JSONResponse({"status": "resumed"})
+
+    async def abort(self, _: Request, body: _Abort) -> Response:
+        return JSONResponse({"status": "aborted", "aborted": self.service.abort(body.request_ids or ())})
+
+    async def start(self, _: Request, __: NoBody) -> Response:
+        """Open a weight update. Raises BadRequest if another is open."""
+        if self._parts is not None:
+            raise BadRequest("A weight update is open already; finish it first.", _CONFLICT)
+        self._parts = {}
+        return JSONResponse({"message": "Weight update started"})
+
+    async def update(self, _: Request, body: _Update) -> Response:
+        """Add the tensors of a folder or file to the open update. Raises BadRequest if none is open."""
+        parts = self._open_parts()
+        found = await asyncio.to_thread(read_weights, body.update_info.weights_path)
+        if self._parts is not parts:
+            raise BadRequest("The weight update was finished while the file was read.", _CONFLICT)
+        parts |= found
+        return JSONResponse({"message": "Weights updated"})
+
+    async def finish(self, _: Request, body: _Finish) -> Response:
+        """Load the open update into the engine. On an error, the engine's weights do not change."""
+        parts, self._parts = self._open_parts(), None
+        await self._load(parts, body.weight_version)
+        return JSONResponse({"message": "Weight update finished"})
+
+    def _open_parts(self) -> dict[str, torch.Tensor]:
+        if self._parts is None:
+            raise BadRequest("No weight update is open; start one first.", _CONFLICT)
+        return self._parts
+
+    async def rpc(self, _: Request, body: _Rpc) -> Response:
+        """Load the tensors of a folder or file without a new version."""
+        path = body.keywords.get("weights_path")
+        if body.method != "reload_weights" or path is None or body.args or len(body.keywords) > 1:
+            raise BadRequest("The only method is reload_weights, with kwargs = {weights_path: ...}.")
+        await self._load(await asyncio.to_thread(read_weights, path), None)
+        return JSONResponse({"results": [None]})
+
+    async def join(self, _: Request | None, address: TransferAddress) -> Response:
+        """Join a trainer's process group and leave any earlier one. Raises BadRequest if it is unreachable."""
+        self._group = None
+        try:
+            self._group = await run_in_thread(partial(join_as_server, address))
+        except EngineError as error:
+            raise BadRequest(str(error)) from error
+        return JSONResponse({"message": "Joined the weight transfer group"})
+
+    async def prepare(self, _: Request | None, manifest: WeightManifest) -> Response:
+        """Store the manifest of the next weights. Raises BadRequest without a group or for another base version."""
+        version = self.service.engine.version
+        if self._group is None:
+            raise BadRequest("This server has not joined a weight transfer group.", _CONFLICT)
+        if manifest.base is not None and manifest.base != version:
+            raise BadRequest(f"The delta's base is version {manifest.base}, but {version} is loaded.", _CONFLICT)
+        max_elements = 2 * sum(parameter.numel() for parameter in self.model.state_dict(keep_vars=True).values())
+        if sum(math.prod(tensor.shape) for tensor in manifest.tensors) > max_elements + _SPARE:
+            raise BadRequest("The tensors have more than twice as many elements as the model.")
+        self._expected = manifest
+        return JSONResponse({"message": "Ready to receive weights"})
+
+    async def receive(self, _: Request | None, __: NoBody) -> Response:
+        """Receive the trainer's weights. Raises EngineError if it is lost, BadRequest if they do not fit the model."""
+        group, manifest = self._group, self._expected
+        if group is None or manifest is None:
+            raise BadRequest("No weights are expected.", _CONFLICT)
+        self._expected = None
+        try:
+            tensors = await run_in_thread(partial(receive_tensors, group, manifest))
+            found = await asyncio.to_thread(apply_delta, tensors, dict(self.model.state_dict(keep_vars=True)))
+        except EngineError:
+            if self._group is group:  # unless it has joined another group since
+                self._group = None
+            raise
+        except SyncError as error:
+            raise BadRequest(str(error)) from error
+        if found:
+            await self._load(found, manifest.version)
+        else:
+            await self.service.engine.relabel(manifest.version)
+        return JSONResponse({"message": "Weights received"})
+
+    async def _load(self, state: Mapping[str, torch.Tensor], version: int | None) -> None:
+        engine = self.service.engine
+        try:
+            await engine.load_weights(engine.version if version is None else version, state)
+        except SyncError as error:
+            raise BadRequest(str(error)) from error
+
+    async def relabel(self, _: Request, body: _Relabel) -> Response:
+        await self.service.engine.relabel(body.new_version)
+        return JSONResponse({"success": True, "new_version": str(body.new_version)})
+
+    async def reset_cache(self, _: Request, __: NoBody) -> Response:
+        """Do nothing, since weight updates clear the cache."""
+        return JSONResponse({"success": True})
+
+    async def check(self, _: Request, body: _Check) -> Response:
+        """Return or compare the SHA-256 of each parameter by name, with vLLM's worker prefix."""
+        if body.action not in ("checksum", "compare"):
+            raise BadRequest(f"action is {body.action!r}, but must be checksum or compare.")
+        named = dict(self.model.named_parameters())
+        own = await asyncio.to_thread(lambda: {f"{_WORKER}{name}": tensor_digest(p) for name, p in named.items()})
+        if body.action == "checksum":
+            return JSONResponse({"checksums": own})
+        if body.baseline is None:
+            raise BadRequest("action = compare needs a baseline.")
+        wrong = sorted({name for name, _ in own.items() ^ body.baseline.items()})
+        return JSONResponse({"match": not wrong, "mismatches": wrong})
+
+    async def fingerprint(self, request: Request, _: NoBody) -> Response:
+        with self.service.use_adapter(request.query_params.get("model")) as adapter:
+            return JSONResponse({"fingerprint": await self.service.engine.fingerprint(adapter=adapter)})
+
+    async def load_adapter(self, _: Request, body: _LoadAdapter) -> Response:
+        name = body.lora_name
+        if name == self.service.model.name:
+            raise BadRequest(f"{name!r} is the name of the base model.")
+        await self.service.adapters.load(name, body.lora_path, body.weight_version, in_place=body.load_inplace)
+        return PlainTextResponse(f"Success: LoRA adapter {name!r} added successfully.")
+
+    async def unload_adapter(self, _: Request, body: _UnloadAdapter) -> Response:
+        await self.service.adapters.unload(body.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} removed successfully.")
