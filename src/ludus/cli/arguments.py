@@ -73,9 +73,8 @@ def policy_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
     """Return the configuration of a run with overrides. Raises UserError for a run of a reward model."""
     config = run_config(folder, overrides)
     if (folder.path / "run.json").is_file() and kind_of(folder) == "reward-model":
-        raise UserError(
-            f"{folder.path} is a run of a reward model, which cannot act.", "Use it with `ludus train --rewards.model`."
-        )
+        text = f"{folder.path} is a run of a reward model, which cannot act."
+        raise UserError(text, "Use it with `ludus train --rewards.model`.")
     return config
 
 

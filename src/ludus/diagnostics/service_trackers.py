@@ -85,9 +85,8 @@ class ServiceTracker:
         except LudusError:
             raise
         except Exception as error:
-            raise StorageError(
-                f"The tracker {self.name} failed: {error}.", "Resume the run after repair, or change run.trackers."
-            ) from error
+            hint = "Resume the run after repair, or change run.trackers."
+            raise StorageError(f"The tracker {self.name} failed: {error}.", hint) from error
 
 
 def import_extra(package: str, extra: str) -> ModuleType:
@@ -95,10 +94,8 @@ def import_extra(package: str, extra: str) -> ModuleType:
     try:
         return import_module(package)
     except ImportError as error:
-        raise UserError(
-            f"The {extra} tracker needs a package that is not installed ({error.name}).",
-            f"Install it: pip install 'ludus[{extra}]'.",
-        ) from error
+        text = f"The {extra} tracker needs a package that is not installed ({error.name})."
+        raise UserError(text, f"Install it: pip install 'ludus[{extra}]'.") from error
 
 
 def _wandb_run(wandb: ModuleType, folder: Path, run_id: str | None) -> ServiceRun:

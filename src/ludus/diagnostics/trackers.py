@@ -166,10 +166,8 @@ def _rows(content: bytes, path: Path) -> list[tuple[MetricsRow, bytes]]:
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines):
                 break
-            raise UserError(
-                f"{path}, line {number}, is not a row of metrics: {error}.",
-                "Repair or remove the line, or move the file away.",
-            ) from error
+            text = f"{path}, line {number}, is not a row of metrics: {error}."
+            raise UserError(text, "Repair or remove the line, or move the file away.") from error
     return rows
 
 
@@ -198,9 +196,8 @@ def _append(file: FileIO, path: Path, data: bytes) -> None:
     except OSError as error:
         with suppress(OSError):
             os.ftruncate(file.fileno(), before)
-        raise StorageError(
-            f"{path} could not be written: {error.strerror or error}.", "Free some space; earlier lines are unchanged."
-        ) from error
+        text = f"{path} could not be written: {error.strerror or error}."
+        raise StorageError(text, "Free some space; earlier lines are unchanged.") from error
 
 
 def _to_json(value: float) -> float | str:

@@ -60,8 +60,5 @@ def recipe_folder(name: str) -> Path:
     recipes = {recipe.name: recipe.folder for recipe in list_recipes()}
     if name in recipes:
         return recipes[name]
-    guess = did_you_mean(name, recipes, cutoff=0.5)
-    raise ConfigError(
-        f'Unknown recipe "{name}".',
-        f"{guess}Known: {', '.join(recipes)}. A file of your own is given by its path, ending in .toml.",
-    )
+    known = f"{did_you_mean(name, recipes, cutoff=0.5)}Known: {', '.join(recipes)}."
+    raise ConfigError(f'Unknown recipe "{name}".', f"{known} A file of your own is given by its path, ending in .toml.")

@@ -22,35 +22,15 @@ Row = dict[str, object]
 Solved = Callable[[RolloutRecord], bool | None]
 """Whether a rollout solved its task; None if the world is not available."""
 
-COLUMNS: Mapping[str, str] = {
-    "id": "INTEGER PRIMARY KEY",
-    "file": "TEXT",
-    "line": "INTEGER",
-    "source": "TEXT",
-    "step": "INTEGER",
-    "task": "TEXT",
-    "sample": "INTEGER",
-    "attempt": "INTEGER",
-    "reward": "REAL",
-    "solved": "INTEGER",
-    "stop": "TEXT",
-    "outcome": "TEXT",
-    "turns": "INTEGER",
-    "tokens": "INTEGER",
-    "calls": "INTEGER",
-    "errors": "INTEGER",
-    "tools": "TEXT",
-    "advantage": "REAL",
-    "answer": "TEXT",
-}
+_COLUMNS = (
+    *("id INTEGER PRIMARY KEY", "file TEXT", "line INTEGER", "source TEXT", "step INTEGER", "task TEXT"),
+    *("sample INTEGER", "attempt INTEGER", "reward REAL", "solved INTEGER", "stop TEXT", "outcome TEXT"),
+    *("turns INTEGER", "tokens INTEGER", "calls INTEGER", "errors INTEGER", "tools TEXT", "advantage REAL"),
+    "answer TEXT",
+)
 """Columns of a rollout. `source` is empty for training, otherwise the name of an evaluation; `tokens` are sampled."""
 FILTERS: Mapping[str, str] = {
-    "source": "source = ?",
-    "step": "step = ?",
-    "task": "task = ?",
-    "stop": "stop = ?",
-    "outcome": "outcome = ?",
-    "solved": "solved = ?",
+    **{name: f"{name} = ?" for name in ("source", "step", "task", "stop", "outcome", "solved")},
     "tool": "instr(tools, '|' || ? || '|')",
     "min_reward": "reward >= ?",
     "max_reward": "reward <= ?",
@@ -109,7 +89,7 @@ class RolloutIndex:
         `sort` is a column, descending with a leading "-". Raises UserError for unknown filters and columns.
         """
         column = sort.removeprefix("-")
-        if column not in COLUMNS or not filters.keys() <= FILTERS.keys():
+        if column not in {name.split()[0] for name in _COLUMNS} or not filters.keys() <= FILTERS.keys():
             raise UserError(f"Unknown sort column or filter: {column}, {', '.join(filters)}.")
         where = " AND ".join(FILTERS[name] for name in filters) or "1"
         values: list[object] = [match_text(v) if name == "text" else v for name, v in filters.items()]
@@ -206,10 +186,9 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _clear(db: sqlite3.Connection) -> None:
-    columns = ", ".join(f"{name} {kind}" for name, kind in COLUMNS.items())
     db.executescript(
         "DROP TABLE IF EXISTS files; DROP TABLE IF EXISTS rollouts; DROP TABLE IF EXISTS words;"
-        f"CREATE TABLE files (name TEXT, stamp TEXT); CREATE TABLE rollouts ({columns});"
+        f"CREATE TABLE files (name TEXT, stamp TEXT); CREATE TABLE rollouts ({', '.join(_COLUMNS)});"
         "CREATE INDEX by_task ON rollouts (task, step); CREATE INDEX by_step ON rollouts (source, step);"
         "CREATE VIRTUAL TABLE words USING fts5(text, content='');"
         f"PRAGMA user_version = {_SCHEMA};"

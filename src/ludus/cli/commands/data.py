@@ -46,9 +46,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print_text(console, "\n".join(lines))
         wrong += [path] * unusable
     if wrong:
-        raise UserError(
-            f"{', '.join(map(str, wrong))} cannot be used for training.", "docs/use/data.md describes the formats."
-        )
+        text = f"{', '.join(map(str, wrong))} cannot be used for training."
+        raise UserError(text, "docs/use/data.md describes the formats.")
     return 0
 
 

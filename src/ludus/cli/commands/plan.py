@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 
 from ludus.cli.arguments import check_run
@@ -78,7 +79,13 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print_text(console, f"  {line}")
     for warning in warnings:
         print_text(console, f"Warning: {warning}")
-    runs = [simulate(costs, one) for one in layouts(args, layout)]
+    if args.in_flight < 0:
+        raise UserError(f"--in-flight is {args.in_flight}.", "Give 0 or more.")
+    runs = []
+    for engines, mode in product(args.engines, args.modes):
+        one = replace(layout, mode=mode, engines=engines, in_flight=0, concurrency=0)
+        one = replace(one, in_flight=min(one.max_in_flight, engines * args.in_flight))
+        runs.append(simulate(costs, one))
     console.print(_plan_table(costs, runs))
     return 0
 
@@ -97,10 +104,8 @@ def read_costs(args: argparse.Namespace) -> tuple[Costs, RunLayout, str, list[st
         source = f"fitted to {found.num_steps} steps (rms error: {errors})"
     else:
         if missing := [f"--{name.replace('_', '-')}" for name in REQUIRED if name not in options]:
-            raise UserError(
-                f"Missing: a run to fit the costs to, or {', '.join(missing)}.",
-                "Name a run folder, or set these options; `ludus plan --help` explains them.",
-            )
+            hint = "Name a run folder, or set these options; `ludus plan --help` explains them."
+            raise UserError(f"Missing: a run to fit the costs to, or {', '.join(missing)}.", hint)
         costs = Costs(EngineCost(1.0, 0.0), LearnerCost(0.0, 0.0), ToolCost(), EpisodeShape(1.0, 1.0))
         layout, source = RunLayout(), "as given"
     records = asdict(costs)
@@ -110,18 +115,6 @@ def read_costs(args: argparse.Namespace) -> tuple[Costs, RunLayout, str, list[st
     nested = {"engine": EngineCost, "learner": LearnerCost, "tool": ToolCost, "episode": EpisodeShape}
     costs = Costs(**records | {name: kind(**records[name]) for name, kind in nested.items()})
     return costs, replace(layout, **{name: options[name] for name in LAYOUT if name in options}), source, warnings
-
-
-def layouts(args: argparse.Namespace, layout: RunLayout) -> list[RunLayout]:
-    """Return one layout for each number of engines and each mode. Raises UserError for a negative number."""
-    if args.in_flight < 0:
-        raise UserError(f"--in-flight is {args.in_flight}.", "Give 0 or more.")
-    found = []
-    for engines in args.engines:
-        for mode in args.modes:
-            one = replace(layout, mode=mode, engines=engines, in_flight=0, concurrency=0)
-            found.append(replace(one, in_flight=min(one.max_in_flight, engines * args.in_flight)))
-    return found
 
 
 def cost_lines(costs: Costs) -> list[str]:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 
+from ludus.cli.arguments import raise_first
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.tables import DETECTED, format_sampling
 from ludus.cli.ui.terminal import make_console, print_line, print_text
@@ -82,15 +83,12 @@ def check_arguments(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
     for name, value in (("--power", args.power), ("--target", args.target)):
         if value is not None and not 0 < value <= 1:
             raise UserError(f"{name} is {value:g}.", "It is above 0 and at most 1, for example 0.05 for 5 %.")
-    checks = (
+    raise_first(
         (not args.against and len(args.a) != 2, "Without --against, name A and B.", "Example: ludus compare A B"),
         (several and args.boundary, "--boundary compares one A with one B.", "Name one of each."),
         (several and args.target is not None, "--target compares one A with one B.", "Name one of each."),
         (args.boundary and args.target is not None, "--boundary and --target exclude each other.", "Remove one."),
     )
-    for broken, message, hint in checks:
-        if broken:
-            raise UserError(message, hint)
     return both
 
 
@@ -155,24 +153,20 @@ def find_pairs(a: Path, b: Path) -> list[Pair]:
     pairs = [(in_a[key], in_b[key]) for key in in_a if key in in_b]
     if not pairs:
         text = f"{a} and {b} have no evaluation of the same split, sampling and number of tasks."
-        raise UserError(f"{text}\n  {a}: {_listing(in_a)}\n  {b}: {_listing(in_b)}", f"\n{_advice(in_a, b)}")
+        split, temperature, samples, tasks = max(in_a, key=lambda key: key[3])
+        settings = f"--evaluation.splits '[\"{split}\"]' --evaluation.temperatures '[{temperature}]'"
+        numbers = f"--evaluation.samples {samples} --evaluation.tasks {tasks}"
+        hint = (
+            f"\nEvaluate one like the other: ludus eval --run {b} {settings} {numbers}\nOr name two .json files of the "
+            "same split in their evaluations/: the tasks of the smaller one are compared."
+        )
+        raise UserError(f"{text}\n  {a}: {_listing(in_a)}\n  {b}: {_listing(in_b)}", hint)
     return pairs
 
 
 def _listing(found: dict[Key, StoredEvaluation]) -> str:
     plans = [stored.result.plan for stored in found.values()]
     return "; ".join(f"{plan.split}, {format_sampling(plan)}, {plan.num_tasks} tasks" for plan in plans)
-
-
-def _advice(found: dict[Key, StoredEvaluation], other: Path) -> str:
-    """Return the command that evaluates another run like the evaluation with the most tasks, and the alternative."""
-    split, temperature, samples, tasks = max(found, key=lambda key: key[3])
-    settings = {"splits": f"'[\"{split}\"]'", "temperatures": f"'[{temperature}]'", "samples": samples, "tasks": tasks}
-    words = " ".join(f"--evaluation.{name} {value}" for name, value in settings.items())
-    return (
-        f"Evaluate one like the other: ludus eval --run {other} {words}\n"
-        "Or name two .json files of the same split in their evaluations/: the tasks of the smaller one are compared."
-    )
 
 
 def _comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDifference]) -> FittedTable:
@@ -309,20 +303,15 @@ def print_target(a: Path, b: Path, target: float) -> None:
         if not folder.metrics.is_file():
             raise UserError(f"{folder.path} has no metrics.jsonl.", "--target compares two run folders.")
     rows = [read_metrics(folder.metrics) for folder in runs]
-    metrics = _common_metrics(rows)
+    evaluated = [{name for row in own for name in row.metrics if name.startswith("eval/")} for own in rows]
+    metrics = sorted(name for name in set.intersection(*evaluated) if name.endswith("/success"))
     if not metrics:
-        raise UserError(
-            "The runs have no evaluation during training in common.", "Set evaluation.every and train again."
-        )
+        text = "The runs have no evaluation during training in common."
+        raise UserError(text, "Set evaluation.every and train again.")
     console = make_console()
     print_line(console, f"A: {a}\nB: {b}")
     console.print(_target_table(rows, metrics, target))
     print_text(console, "Linear interpolation between the first evaluation at the target and the one before it.")
-
-
-def _common_metrics(rows: Sequence[Sequence[MetricsRow]]) -> list[str]:
-    names = [{name for row in own for name in row.metrics if name.startswith("eval/")} for own in rows]
-    return sorted(name for name in set.intersection(*names) if name.endswith("/success"))
 
 
 def _target_table(rows: Sequence[Sequence[MetricsRow]], metrics: Sequence[str], target: float) -> FittedTable:

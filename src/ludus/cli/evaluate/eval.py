@@ -142,10 +142,8 @@ def evaluation_config(args: argparse.Namespace, overrides: Sequence[str]) -> Con
         shortcuts = [] if args.endpoint else model_settings(args.model, args.recipe)
         config = recipe_config(args.recipe, shortcuts, overrides)
     if not config.evaluation.splits or not config.evaluation.temperatures:
-        raise ConfigError(
-            "There is nothing to evaluate: evaluation.splits or evaluation.temperatures is empty.",
-            "Set them, for example --evaluation.splits '[\"test\"]'.",
-        )
+        text = "There is nothing to evaluate: evaluation.splits or evaluation.temperatures is empty."
+        raise ConfigError(text, "Set them, for example --evaluation.splits '[\"test\"]'.")
     return config
 
 
@@ -155,10 +153,8 @@ def check_world(config: Config, baseline: str | None) -> World:
     for split in config.evaluation.splits:
         check_split(world, split)
         if baseline and world.environment(world.tasks(split)[0]).tools:
-            raise UserError(
-                f"The world {world.name!r} has tools despite env.settings.access = {baseline!r}.",
-                "--baseline is for worlds with that setting, such as `search`.",
-            )
+            text = f"The world {world.name!r} has tools despite env.settings.access = {baseline!r}."
+            raise UserError(text, "--baseline is for worlds with that setting, such as `search`.")
     check_sandbox(config.sandbox, world)
     return world
 
@@ -256,10 +252,8 @@ def _endpoint_backend(config: Config, world: World, settings: OpenAIClientSettin
     Raises ConfigError for a rendering other than chat.
     """
     if config.env.rendering != "chat":
-        raise ConfigError(
-            f"An endpoint needs chat messages, but env.rendering is {config.env.rendering!r}.",
-            "Add --env.rendering chat.",
-        )
+        text = f"An endpoint needs chat messages, but env.rendering is {config.env.rendering!r}."
+        raise ConfigError(text, "Add --env.rendering chat.")
     client, scoring, parser = OpenAIClient(settings), ProcessRewardExecutor.of(config), config.env.tool_parser
 
     def make(play: SamplingPlan) -> Scheduler:

@@ -32,6 +32,7 @@ from ludus.envs.base import World
 from ludus.envs.registry import closing
 from ludus.errors import StorageError, UserError
 from ludus.evaluation.probes.counterfactuals import measure_counterfactuals
+from ludus.evaluation.probes.endpoint import diagnose_endpoint
 from ludus.evaluation.probes.episodes import ProbePlan
 from ludus.evaluation.probes.report import Measured, ProbeReport
 from ludus.evaluation.probes.scaling import measure_scaling
@@ -68,18 +69,8 @@ async def _faithfulness(call: ProbeCall) -> ProbeReport:
     from ludus.chat.parse_json import THINK_CLOSE
     from ludus.evaluation.probes.faithfulness import measure_faithfulness
 
-    tokenizer = call.backend.loaded.session.tokenizer
-    return await measure_faithfulness(
-        call.backend.scheduler, tokenizer, call.plan, call.args.answer_marker or THINK_CLOSE
-    )
-
-
-async def _counterfactuals(call: ProbeCall) -> ProbeReport:
-    return await measure_counterfactuals(call.backend.scheduler, call.plan, call.args.turn)
-
-
-async def _scaling(call: ProbeCall) -> ProbeReport:
-    return await measure_scaling(call.backend.scheduler, call.plan)
+    tokenizer, marker = call.backend.loaded.session.tokenizer, call.args.answer_marker or THINK_CLOSE
+    return await measure_faithfulness(call.backend.scheduler, tokenizer, call.plan, marker)
 
 
 async def _paraphrase(call: ProbeCall) -> ProbeReport:
@@ -87,12 +78,6 @@ async def _paraphrase(call: ProbeCall) -> ProbeReport:
 
     prompts = read_paraphrases(call.args.paraphrases) if call.args.paraphrases else None
     return await measure_paraphrase(call.backend.scheduler, call.plan, prompts)
-
-
-async def _endpoint(call: ProbeCall) -> ProbeReport:
-    from ludus.evaluation.probes.endpoint import diagnose_endpoint
-
-    return await diagnose_endpoint(call.backend.scheduler, call.plan)
 
 
 async def _forks(call: ProbeCall) -> ProbeReport:
@@ -112,17 +97,16 @@ async def _swap(call: ProbeCall) -> ProbeReport:
     from ludus.evaluation.probes.two_models import measure_swap
 
     async with base_backend(call) as base:
-        models = {"A": base, "B": call.backend}
-        makers = {name: one.scheduler for name, one in models.items()}
-        return await measure_swap(makers, {name: one.loaded.engine for name, one in models.items()}, call.plan)
+        makers = {"A": base.scheduler, "B": call.backend.scheduler}
+        engines = {"A": base.loaded.engine, "B": call.backend.loaded.engine}
+        return await measure_swap(makers, engines, call.plan)
 
 
 async def _transfer(call: ProbeCall) -> ProbeReport:
     from ludus.cli.evaluate.probe_transfer import measure_transfer
 
     async with base_backend(call) as base:
-        pair = (base.loaded, call.backend.loaded)
-        return await measure_transfer(pair, call.plan, call.args)
+        return await measure_transfer((base.loaded, call.backend.loaded), call.plan, call.args)
 
 
 @asynccontextmanager
@@ -142,13 +126,15 @@ async def base_backend(call: ProbeCall) -> AsyncIterator[EvalBackend]:
 
 KINDS: Mapping[str, ProbeKind] = {
     "faithfulness": ProbeKind(_faithfulness, ("answer_marker",), temperature=0.0, endpoint=False),
-    "counterfactuals": ProbeKind(_counterfactuals, ("samples", "turn")),
-    "scaling": ProbeKind(_scaling, ("samples",)),
+    "counterfactuals": ProbeKind(
+        lambda call: measure_counterfactuals(call.backend.scheduler, call.plan, call.args.turn), ("samples", "turn")
+    ),
+    "scaling": ProbeKind(lambda call: measure_scaling(call.backend.scheduler, call.plan), ("samples",)),
     "paraphrase": ProbeKind(_paraphrase, ("samples", "paraphrases")),
     "forks": ProbeKind(_forks, ("base_step",), endpoint=False),
     "swap": ProbeKind(_swap, ("samples", "base_step"), endpoint=False),
     "transfer": ProbeKind(_transfer, ("samples", "base_step", "worlds", "dialogues"), endpoint=False),
-    "endpoint": ProbeKind(_endpoint),
+    "endpoint": ProbeKind(lambda call: diagnose_endpoint(call.backend.scheduler, call.plan)),
 }
 OPTIONS = ("samples", "turn", "answer_marker", "paraphrases", "base_step", "worlds", "dialogues")
 """Options that only some kinds take."""
@@ -194,7 +180,10 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         config.run.seed,
     )
     report, step = asyncio.run(_measure(kind, args, config, world, plan))
-    _print_report(report)
+    console = make_console()
+    console.print(report_table(report))
+    for note in report.notes:
+        print_text(console, note)
     if args.run is not None:
         path = RunFolder(args.run).probes / f"{args.kind}-step-{step:06d}.json"
         path.parent.mkdir(exist_ok=True)
@@ -239,13 +228,6 @@ async def _measure(
             return await kind.measure(ProbeCall(args, config, world, backend, plan)), backend.step
     finally:
         await backend.close()
-
-
-def _print_report(report: ProbeReport) -> None:
-    console = make_console()
-    console.print(report_table(report))
-    for note in report.notes:
-        print_text(console, note)
 
 
 def report_table(report: ProbeReport) -> FittedTable:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +16,11 @@ from ludus.envs.registry import build_world, check_sandbox, closing
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import check_split
 from ludus.evaluation.probes.episodes import ProbePlan, play, success_rates
-from ludus.evaluation.probes.report import ProbeReport, Scores
+from ludus.evaluation.probes.report import ProbeReport
 from ludus.evaluation.probes.two_models import BeforeAfter, teacher_forced, transfer_report
 from ludus.training.datasets.files import read_dialogues
 from ludus.training.datasets.sources import dialogue_segments
 from ludus.training.run.session import make_renderer
-from ludus.types import Segment
 
 Pair = tuple[LoadedRun, LoadedRun]
 
@@ -32,28 +30,26 @@ async def measure_transfer(pair: Pair, plan: ProbePlan, args: argparse.Namespace
     own = pair[1].session
     configs = {Path(recipe).stem: recipe_config(recipe, (), ()) for recipe in args.worlds or ()}
     losses = _losses(pair, args.dialogues) if args.dialogues else None
-    worlds = {own.world.name: await _before_and_after(pair, own.config, own.world, plan)}
+    worlds = {own.world.name: await _success(pair, own.config, own.world, plan)}
     for name, config in configs.items():
         world = build_world(config.env, config.rollout, config.sandbox)
         check_split(world, args.split)
         check_sandbox(config.sandbox, world)
         async with closing(world):
             tasks = world.tasks(args.split)[: args.tasks]
-            worlds[name] = await _before_and_after(pair, config, world, replace(plan, tasks=tasks))
+            worlds[name] = await _success(pair, config, world, replace(plan, tasks=tasks))
     return transfer_report(worlds, losses, plan.seed)
 
 
-async def _before_and_after(pair: Pair, config: Config, world: World, plan: ProbePlan) -> BeforeAfter:
-    before, after = [await _success(one, config, world, plan) for one in pair]
-    return before, after
-
-
-async def _success(opened: LoadedRun, config: Config, world: World, plan: ProbePlan) -> Scores:
-    """Return the success rates of a model in a world, with the rollout limits of `config`."""
-    renderer = make_renderer(config.env, opened.session.tokenizer)
-    session = replace(opened.session, config=config, world=world, renderer=renderer)
-    scheduler = engine_backend(world, replace(opened, session=session)).scheduler(plan.sampling)
-    return success_rates(scheduler, await play(scheduler, plan.requests(plan.samples)))
+async def _success(pair: Pair, config: Config, world: World, plan: ProbePlan) -> BeforeAfter:
+    """Return the success rates of both models in a world, with the rollout limits of `config`."""
+    rates = []
+    for opened in pair:
+        renderer = make_renderer(config.env, opened.session.tokenizer)
+        session = replace(opened.session, config=config, world=world, renderer=renderer)
+        scheduler = engine_backend(world, replace(opened, session=session)).scheduler(plan.sampling)
+        rates.append(success_rates(scheduler, await play(scheduler, plan.requests(plan.samples))))
+    return rates[0], rates[1]
 
 
 def _losses(pair: Pair, path: Path) -> BeforeAfter:
@@ -66,10 +62,8 @@ def _losses(pair: Pair, path: Path) -> BeforeAfter:
         raise UserError(f"{path} has {len(fitting)} dialogues of at most {limit} tokens.", "It needs at least 2.")
     if len(fitting) < len(chains):
         print_text(make_console(), f"{len(chains) - len(fitting)} dialogues exceed {limit} tokens and are left out.")
-    before, after = (_loss_of(one, fitting) for one in pair)
+    before, after = (
+        {str(i): -float(teacher_forced(one.session.model, chain).logprobs.mean()) for i, chain in enumerate(fitting)}
+        for one in pair
+    )
     return before, after
-
-
-def _loss_of(opened: LoadedRun, chains: Sequence[tuple[Segment, ...]]) -> Scores:
-    model = opened.session.model
-    return {str(i): -float(teacher_forced(model, chain).logprobs.mean()) for i, chain in enumerate(chains)}

@@ -402,10 +402,8 @@ async def optimised_prompt(
         return [episode.trajectory for episode in await runner.run(requests)]
 
     if args.reflection is None and args.endpoint is None:
-        raise UserError(
-            "--optimise-prompt needs a model that proposes prompts.",
-            "Add --reflection URL NAME, an OpenAI-compatible server.",
-        )
+        text = "--optimise-prompt needs a model that proposes prompts."
+        raise UserError(text, "Add --reflection URL NAME, an OpenAI-compatible server.")
     url, name = args.reflection or (args.endpoint, args.model)
     check_reachable(url)
     async with OpenAIClient(OpenAIClientSettings(url, name)) as client:
@@ -414,9 +412,8 @@ async def optimised_prompt(
             params = replace(_REFLECTION, seed=number)
             answer = await client.chat([{"role": "user", "content": prompt}], [], params, 0)
             if answer is None:
-                raise EngineError(
-                    "The reflection prompt exceeds the context of its model.", "Use another --reflection."
-                )
+                text = "The reflection prompt exceeds the context of its model."
+                raise EngineError(text, "Use another --reflection.")
             return answer.action.message["content"]
 
         budget, seed = args.optimise_prompt, config.run.seed

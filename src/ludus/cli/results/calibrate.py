@@ -51,11 +51,9 @@ def print_calibration(console: Console, config: Config, files: Sequence[Path], t
     algorithm = calibration_algorithm(algorithm_of(config))
     rounds = align(groups, found.rewards, algorithm)
     console.print(_tier_table(found, rounds[0]))
-    num = sum(won for _, won in attempts)
+    num, verifier = sum(won for _, won in attempts), next(p.name for p in parts if p.outcome)
     print_text(console, f"{num} of {len(attempts)} attempts succeeded. Reward = {found.scale:.3g} * correlation.")
-    print_text(
-        console, "\n".join(agreement_lines([one for one, _ in attempts], next(p.name for p in parts if p.outcome)))
-    )
+    print_text(console, "\n".join(agreement_lines([one for one, _ in attempts], verifier)))
     if config.rewards.turns:
         misaligned = measure(groups, config.rewards.turns, algorithm).misaligned
         state = f"misaligned on these attempts: {', '.join(misaligned)}" if misaligned else "aligned on these attempts"

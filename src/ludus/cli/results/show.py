@@ -75,8 +75,7 @@ def _print_overview(folder: RunFolder, config: Config, console: Console) -> None
     from ludus.diagnostics.timings import HINTS
 
     rows, timings = metrics_rows(folder.metrics), metrics_rows(folder.timings)
-    method = _training_method({name for row in rows for name in row.metrics}, config)
-    print_line(console, f"{folder.path}: world {config.env.name}, {method}{_steps_text(rows, config)}")
+    print_line(console, f"{folder.path}: world {config.env.name}, {_method_and_steps(rows, config)}")
     losses = [row.metrics["loss/total"] for row in metrics_rows(folder.path / "cold_start" / METRICS_FILE)]
     if losses:
         line = f"{losses[0]:.3g} {sparkline(losses)} {losses[-1]:.3g}"
@@ -93,23 +92,21 @@ def _print_overview(folder: RunFolder, config: Config, console: Console) -> None
         console.print(_evaluation_table(files))
 
 
-def _training_method(metrics: set[str], config: Config) -> str:
-    if "rft/kept" in metrics:
-        return "rejection sampling"
-    if "preference/margin" in metrics:
-        return f"preferences, loss {config.preference.loss}"
-    if "batch/scores" in metrics:
-        return f"reward model, {config.reward_model.kind}"
-    return f"algorithm {config.algorithm.preset}" if "reward/mean" in metrics else "no step of reinforcement learning"
-
-
-def _steps_text(rows: Sequence[MetricsRow], config: Config) -> str:
+def _method_and_steps(rows: Sequence[MetricsRow], config: Config) -> str:
+    """Describe the training method and how many steps are done, by the names of the metrics."""
+    methods = {
+        "rft/kept": "rejection sampling",
+        "preference/margin": f"preferences, loss {config.preference.loss}",
+        "batch/scores": f"reward model, {config.reward_model.kind}",
+        "reward/mean": f"algorithm {config.algorithm.preset}",
+    }
+    totals = {"rft/kept": f" of {config.rft.rounds} rounds", "reward/mean": f" of {config.training.steps} steps"}
+    known = {name for row in rows for name in row.metrics}
+    method = next((text for name, text in methods.items() if name in known), "no step of reinforcement learning")
     if not rows:
-        return ""
-    done, last = rows[-1].step, rows[-1].metrics
-    if "rft/kept" in last:
-        return f", {done} of {config.rft.rounds} rounds"
-    return f", {done} of {config.training.steps} steps" if "reward/mean" in last else f", {done} steps"
+        return method
+    total = next((text for name, text in totals.items() if name in rows[-1].metrics), " steps")
+    return f"{method}, {rows[-1].step}{total}"
 
 
 def metrics_rows(path: Path) -> list[MetricsRow]:

@@ -39,7 +39,6 @@ from ludus.errors import LudusError, UserError, WorldError
 from ludus.recipes import list_recipes
 from ludus.rollouts.episode import EngineChatSession
 from ludus.rollouts.scheduler import sampling_params
-from ludus.tools.base import Tool
 from ludus.training.run.run_dir import RunFolder, latest_checkpoint
 from ludus.types import Action, Message, StopReason, Task
 
@@ -148,16 +147,19 @@ def chat(repl: ChatRepl, console: Console, runner: asyncio.Runner) -> None:
 
 def command_lines(command: str, repl: ChatRepl) -> list[str]:
     """Run a command that needs no model; return the lines to print."""
-    if command == "/new":
-        repl.restart()
-        repl.last_question = ""
-        return ["A new dialogue."]
-    if command == "/help":
-        return textwrap.dedent((__doc__ or "").split("\n\n")[-1].rstrip()).split("\n")
-    if command == "/tools":
-        return [describe_tool(tool) for tool in repl.tools] or ["The world has no tools."]
-    if command == "/retry":
-        return ["No question has been answered yet."]
+    match command:
+        case "/new":
+            repl.restart()
+            repl.last_question = ""
+            return ["A new dialogue."]
+        case "/help":
+            return textwrap.dedent((__doc__ or "").split("\n\n")[-1].rstrip()).split("\n")
+        case "/tools":
+            world = repl.loaded.session.world
+            tools = world.environment(Task("chat", tuple(world.opening("")), None)).tools
+            return [describe_tool(tool) for tool in tools] or ["The world has no tools."]
+        case "/retry":
+            return ["No question has been answered yet."]
     return [f"Unknown command {command}. /help lists the commands."]
 
 
@@ -201,12 +203,6 @@ class ChatRepl:
     def is_new(self) -> bool:
         """Whether the next question starts a dialogue."""
         return self._session is None
-
-    @property
-    def tools(self) -> Sequence[Tool]:
-        """The tools of the model."""
-        world = self.loaded.session.world
-        return world.environment(Task("chat", tuple(world.opening("")), None)).tools
 
     def restart(self) -> None:
         """Discard the dialogue; the next question starts a new one."""

@@ -36,10 +36,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.number is not None and args.act != "remove-engine":
         raise UserError("--number is for remove-engine.", "Omit it.")
     if not folder.load_config().cluster.enabled:
-        raise UserError(
-            f"The run in {args.folder} has no cluster: its engine runs in the learner's process.",
-            f"Resume it with one: ludus train --resume {args.folder} --cluster local",
-        )
+        text = f"The run in {args.folder} has no cluster: its engine runs in the learner's process."
+        raise UserError(text, f"Resume it with one: ludus train --resume {args.folder} --cluster local")
     reply = send_request(args.folder, args.act, args.number, timeout_s=args.timeout_s)
     rows = [(row["number"], row["url"], row["pid"], row["in_flight"]) for row in reply["engines"]]
     console = make_console()

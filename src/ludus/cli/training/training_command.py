@@ -159,10 +159,9 @@ def print_run_done(folder: RunFolder, config: Config) -> None:
 
 def resumed_folder(args: argparse.Namespace) -> RunFolder:
     """Return the folder of --resume. Raises UserError if it is not a run, or if other options are set."""
-    if args.run is not None:
-        raise UserError("--resume reads all settings from the run folder.", "Remove --run.")
-    if args.recipe or args.model or args.from_scratch or args.quick:
-        raise UserError("--resume reads all settings from the run folder.", "Remove recipe, model and --quick.")
+    if args.run or args.recipe or args.model or args.from_scratch or args.quick:
+        what = "--run" if args.run else "recipe, model and --quick"
+        raise UserError("--resume reads all settings from the run folder.", f"Remove {what}.")
     folder = RunFolder(args.resume)
     check_run(folder)
     return folder
@@ -171,10 +170,8 @@ def resumed_folder(args: argparse.Namespace) -> RunFolder:
 def reject_from_scratch(config: Config, why: str) -> None:
     """Raise UserError if the configuration creates a new model."""
     if config.model.from_scratch:
-        raise UserError(
-            f"{why}, and model.from_scratch creates a new one.",
-            "Run `ludus sft` first, and pass its checkpoint with --model.",
-        )
+        hint = "Run `ludus sft` first, and pass its checkpoint with --model."
+        raise UserError(f"{why}, and model.from_scratch creates a new one.", hint)
 
 
 @contextmanager

@@ -57,7 +57,13 @@ class FittedTable:
         if widths is None:
             yield from self._blocks(options.max_width)
             return
-        yield self._table(kept, widths)
+        table = Table(title=self.title)
+        for index, width in zip(kept, widths, strict=True):
+            column = self.columns[index]
+            table.add_column(column.name, width=width, justify="right" if column.right else "left")
+        for row in self.rows:
+            table.add_row(*(_wrapped(row[index], width) for index, width in zip(kept, widths, strict=True)))
+        yield table
         if dropped := [column.name for index, column in enumerate(self.columns) if index not in kept]:
             yield Text(f"Columns that need a wider terminal: {', '.join(dropped)}", style="dim")
 
@@ -69,8 +75,9 @@ class FittedTable:
     def to_markdown(self) -> str:
         """Return the whole table as Markdown, with its title as a paragraph above it."""
         rows = [[column.name for column in self.columns], ["---"] * len(self.columns), *self.rows]
-        lines = (" | ".join(map(_escaped, row)) for row in rows)
-        return "\n".join([*([self.title, ""] if self.title else []), *(f"| {line} |" for line in lines), ""])
+        cells = ([re.sub(r"([\\|`*_<\[])", r"\\\1", cell).replace("\n", " ") for cell in row] for row in rows)
+        title = [self.title, ""] if self.title else []
+        return "\n".join([*title, *(f"| {' | '.join(row)} |" for row in cells), ""])
 
     def _layout(self, available: int) -> tuple[list[int], list[int] | None]:
         """Return the visible columns and their widths; None for the widths if rows are printed as blocks."""
@@ -100,15 +107,6 @@ class FittedTable:
             room -= extra
         return least
 
-    def _table(self, kept: Sequence[int], widths: Sequence[int]) -> Table:
-        table = Table(title=self.title)
-        for index, width in zip(kept, widths, strict=True):
-            column = self.columns[index]
-            table.add_column(column.name, width=width, justify="right" if column.right else "left")
-        for row in self.rows:
-            table.add_row(*(_wrapped(row[index], width) for index, width in zip(kept, widths, strict=True)))
-        return table
-
     def _blocks(self, available: int) -> Iterable[RenderableType]:
         names = max(cell_len(column.name) for column in self.columns) + 2
         if self.title:
@@ -122,10 +120,6 @@ class FittedTable:
                     block.add_row(column.name, _wrapped(cell, available - names))
             yield block
             yield Text()
-
-
-def _escaped(cell: str) -> str:
-    return re.sub(r"([\\|`*_<\[])", r"\\\1", cell).replace("\n", " ")
 
 
 def _wrapped(cell: str, width: int) -> Text:
@@ -151,14 +145,11 @@ def add_result_files(parser: argparse.ArgumentParser) -> None:
 
 def write_result_files(args: argparse.Namespace, data: object, tables: Iterable[FittedTable]) -> None:
     """Write the files that the options name, replacing existing ones. Raises UserError if one cannot be written."""
-    if args.json is not None:
-        _write(args.json, json.dumps(data, indent=1) + "\n")
+    texts = {args.json: json.dumps(data, indent=1) + "\n"} if args.json is not None else {}
     if args.markdown is not None:
-        _write(args.markdown, "\n".join(table.to_markdown() for table in tables))
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, "utf-8", errors="replace")
-    except OSError as error:
-        raise UserError(f"{path} cannot be written: {error.strerror}.", "Name another file.") from error
+        texts[args.markdown] = "\n".join(table.to_markdown() for table in tables)
+    for path, text in texts.items():
+        try:
+            path.write_text(text, "utf-8", errors="replace")
+        except OSError as error:
+            raise UserError(f"{path} cannot be written: {error.strerror}.", "Name another file.") from error

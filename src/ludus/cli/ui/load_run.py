@@ -64,9 +64,8 @@ def open_checkpoint(
     newest, found = latest_checkpoint(run), dict(list_checkpoints(run.checkpoints))
     if chosen is not None and chosen not in found:
         steps = ", ".join(str(step) for step in found)
-        raise UserError(
-            f"The run {run.path} has no checkpoint of step {chosen}.", f"Steps: 0 (initial model), {steps}."
-        )
+        text = f"The run {run.path} has no checkpoint of step {chosen}."
+        raise UserError(text, f"Steps: 0 (initial model), {steps}.")
     step, path = newest if chosen is None else (chosen, found[chosen])
     if not (path / "adapter_config.json").is_file():
         model = config.model.model_copy(update={"lora": None})

@@ -82,12 +82,9 @@ def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
     finite = [value for value in means if math.isfinite(value)]
     if not finite:
         return "x" * len(means)
-    low, span = min(finite), max(finite) - min(finite)
-    return "".join(_block((value - low) / span if span else 0.5 * bool(low)) for value in means)
-
-
-def _block(share: float) -> str:
-    return BLOCKS[min(len(BLOCKS) - 1, int(share * len(BLOCKS)))] if math.isfinite(share) else "x"
+    low, span, top = min(finite), max(finite) - min(finite), len(BLOCKS) - 1
+    shares = [(value - low) / span if span else 0.5 * bool(low) for value in means]
+    return "".join(BLOCKS[min(top, int(s * len(BLOCKS)))] if math.isfinite(s) else "x" for s in shares)
 
 
 def curve_table(curves: Sequence[Curve], available: int) -> FittedTable:

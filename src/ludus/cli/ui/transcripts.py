@@ -77,18 +77,13 @@ def marked_messages(trajectory: Trajectory) -> Iterator[tuple[str, str]]:
 
 def _marked_tokens(segments: Sequence[Segment], tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:
     for segment in segments:
-        text = tokenizer.decode(segment.tokens, skip_special_tokens=False)
-        yield segment.kind, f"{_segment_numbers(segment)}\n{text}"
-
-
-def _segment_numbers(segment: Segment) -> str:
-    numbers = f"{len(segment.tokens)} tokens, turn {segment.turn}"
-    if segment.logprobs:
-        numbers += f", mean log-probability {sum(segment.logprobs) / len(segment.logprobs):.3f}"
-    if segment.versions:
-        low, high = min(segment.versions), max(segment.versions)
-        numbers += f", weights {low}" if low == high else f", weights {low} to {high}"
-    return numbers
+        numbers = f"{len(segment.tokens)} tokens, turn {segment.turn}"
+        if segment.logprobs:
+            numbers += f", mean log-probability {sum(segment.logprobs) / len(segment.logprobs):.3f}"
+        if segment.versions:
+            low, high = min(segment.versions), max(segment.versions)
+            numbers += f", weights {low}" if low == high else f", weights {low} to {high}"
+        yield segment.kind, f"{numbers}\n{tokenizer.decode(segment.tokens, skip_special_tokens=False)}"
 
 
 def message_text(message: Message) -> str:
