@@ -211,18 +211,17 @@ def configured_metrics(
             metrics[f"{JUDGE}{name}/agreement"] = 1 - sum(gaps) / len(gaps)
     if settings.test_calls:
         paths = [path for t in finished for path in t.attempts() if path.stop_reason is StopReason.ANSWERED]
-        untested = sum(not _runs_tests(path, settings.test_calls) for path in paths)
+        untested = 0
+        for path in paths:
+            made = [call["function"] for message in path.messages for call in message.get("tool_calls") or []]
+            patterns = ((settings.test_calls.get(one["name"]), one["arguments"]) for one in made)
+            untested += not any(pattern is not None and re.search(pattern, text) for pattern, text in patterns)
         metrics[UNTESTED] = _share(untested, len(paths))
     return metrics
 
 
 def _unit(value: float) -> float:
     return min(1.0, max(0.0, value))
-
-
-def _runs_tests(path: Trajectory, calls: Mapping[str, str]) -> bool:
-    made = [call["function"] for message in path.messages for call in message.get("tool_calls") or []]
-    return any(re.search(calls[one["name"]], one["arguments"]) for one in made if one["name"] in calls)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -144,12 +144,10 @@ def _mlflow_run(mlflow: ModuleType, folder: Path, run_id: str | None) -> Service
 
 
 def _mlflow_name(name: str) -> str:
-    """Replace characters that MLflow rejects in names."""
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
 def _config(folder: Path) -> str:
-    """Return the configuration of a run as TOML text; "" in a folder without one."""
     path = folder / "config.toml"
     return path.read_text("utf-8") if path.exists() else ""
 

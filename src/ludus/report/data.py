@@ -199,7 +199,6 @@ def percent(rate: float, interval: Interval) -> str:
 
 
 def _heading(runs: Sequence[ReportedRun]) -> ReportTable:
-    """Return what each run is, its state, and its best and last held-out success."""
     rows = []
     for run in runs:
         preset = run.config.algorithm.preset if run.kind == "rl" else run.kind
@@ -211,9 +210,8 @@ def _heading(runs: Sequence[ReportedRun]) -> ReportTable:
         row = (run.name, recipe_of(run.folder) or "unknown", model, preset, steps, run.state)
         rows.append((*row, f"{minutes // 60}:{minutes % 60:02}:{seconds:02}", *_best_and_last(run)))
     columns = ("run", "recipe", "model", "algorithm", "steps", "state", "duration", "held-out", "best", "last")
-    return ReportTable(
-        "Runs", columns, tuple(rows), "Success with 95 % intervals. Best is the maximum, biased upwards."
-    )
+    note = "Success with 95 % intervals. Best is the maximum, biased upwards."
+    return ReportTable("Runs", columns, tuple(rows), note)
 
 
 def _best_and_last(run: ReportedRun) -> tuple[str, str, str]:
@@ -224,7 +222,7 @@ def _best_and_last(run: ReportedRun) -> tuple[str, str, str]:
 
     def rank(name: str) -> tuple[int, int]:
         split = series[name][0].result.plan.split
-        return -len(series[name]), splits.index(split) if split in splits else len(splits)
+        return -len(series[name]), [*splits, split].index(split)
 
     name = min(series, key=rank)
     found = [one.result for one in series[name]]
@@ -234,7 +232,6 @@ def _best_and_last(run: ReportedRun) -> tuple[str, str, str]:
 
 
 def _evaluation_table(runs: Sequence[ReportedRun]) -> ReportTable:
-    """Return all evaluations with pass@1, and pass@k and pass^k for several attempts."""
     rows = []
     for run in runs:
         for name, result in run.evaluations:
@@ -322,9 +319,8 @@ def episode_tables(runs: Sequence[ReportedRun]) -> Iterator[ReportTable]:
             tools.append((run.name, tool or "(malformed)", str(len(found)), f"{errors:.1%}", f"{unused:.1%}"))
     ends_of_run = ("first steps", "last steps")
     yield ReportTable("Stop reasons", ("run", "stop reason", *ends_of_run), tuple(reasons))
-    yield ReportTable(
-        "Reward parts", ("run", "part", *ends_of_run), tuple(parts), "Means over episodes, before weights."
-    )
+    note = "Means over episodes, before weights."
+    yield ReportTable("Reward parts", ("run", "part", *ends_of_run), tuple(parts), note)
     columns = ("run", "tool", "calls", "errors", "episodes without a call")
     yield ReportTable("Tools, last steps", columns, tuple(tools))
 

@@ -84,10 +84,7 @@ class RunPages:
             "failure": failure,
             "paths": paths,
             "outcomes": [{"tool": o.tool, "status": o.status.value, "output": o.output} for o in one.outcomes],
-            "segments": [
-                self._segment(segment) | {"trained": trained.get(str(number))}
-                for number, segment in enumerate(one.segments)
-            ],
+            "segments": [self._segment(s) | {"trained": trained.get(str(i))} for i, s in enumerate(one.segments)],
             "group": [member["id"] for member in self._group_rows(row)],
         }
 
@@ -191,9 +188,8 @@ class RunPages:
     def unlabelled(self) -> Row:
         """Return the number of a random rollout without a label; None if all have one. Each is equally likely."""
         labels = self.labels()
-        rows = self.index.query(
-            f"SELECT id, {', '.join(_KEY)} FROM rollouts ORDER BY random() LIMIT ?", (len(labels) + 1,)
-        )
+        sql = f"SELECT id, {', '.join(_KEY)} FROM rollouts ORDER BY random() LIMIT ?"
+        rows = self.index.query(sql, (len(labels) + 1,))
         return {"id": next((row["id"] for row in rows if _key(row) not in labels), None)}
 
     def labelled(self) -> Row:

@@ -80,7 +80,6 @@ def _describe_part(name: str) -> Iterator[str]:
 
 
 def _options(part: Part, known: Mapping[str, Option], values: Mapping[str, float | str]) -> Iterator[str]:
-    """Yield the options of a part, one per line, with its value in `values` or its default."""
     for name, option in known.items():
         value = values.get(name, option.default)
         shown = value if isinstance(value, str) else f"{value:g} ({option.bounds})"

@@ -96,7 +96,6 @@ def check_reward_parts(config: Config, algorithm: Algorithm, world: World) -> No
 
 
 def _algorithm_lines(algorithm: Algorithm, config: Config) -> Iterator[str]:
-    """Yield the parts of the algorithm as comments, with their origin."""
     yield f"# algorithm as resolved: {algorithm.name} ({algorithm.source})"
     chosen = config.algorithm.model_dump(exclude_none=True)
     fields = {n: v for n, v in asdict(algorithm).items() if n not in ("name", "summary", "source", "options")}
@@ -108,7 +107,6 @@ def _algorithm_lines(algorithm: Algorithm, config: Config) -> Iterator[str]:
 
 
 def _key_lines(section: str, config: Config) -> Iterator[str]:
-    """Yield every setting of a section (empty: of all), with value, type, default and meaning."""
     if section and not is_section(section):
         raise ConfigError(f"Unknown section {section!r}.", f"{suggestion(section)}.".capitalize())
     for setting in list_settings():

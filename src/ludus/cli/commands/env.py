@@ -113,7 +113,10 @@ def _process_world(args: argparse.Namespace, console: Console, world: World, con
     with bars(console, transient=True) as progress:
         plan = replace(plan, watch=AuditBar(progress))
         report = check_world(world, plan)
-        console.print(_agents_table(report))
+        numbers = (TableColumn("mean reward", 2), TableColumn("max shaping", 3), "success", TableColumn("tasks", 1))
+        columns = ("agent", *numbers, TableColumn("no-op tasks", 4), TableColumn("verdict", wrap=True))
+        title = f"{report.world.name}: rewards of scripted agents, with 95 % intervals"
+        console.print(make_table(columns, map(_cells, report.rows), title))
         rows = verdicts(scorecard(report, plan))
     cells = ((row.name, row.found, f"{row.mark}: {row.why}" if row.why else row.mark) for row in rows)
     found, verdict = (TableColumn(name, wrap=True) for name in ("found", "verdict"))
@@ -133,13 +136,6 @@ def _worlds_table() -> FittedTable:
     found = ((name, recipes.get(name)) for name in sorted(WORLDS))
     rows = ((name, one and one.name, one and one.title.removeprefix(f"{one.name}: ")) for name, one in found)
     return make_table(("world", "recipe", TableColumn("description", wrap=True)), rows)
-
-
-def _agents_table(report: CheckReport) -> FittedTable:
-    numbers = (TableColumn("mean reward", 2), TableColumn("max shaping", 3), "success", TableColumn("tasks", 1))
-    columns = ("agent", *numbers, TableColumn("no-op tasks", 4), TableColumn("verdict", wrap=True))
-    title = f"{report.world.name}: rewards of scripted agents, with 95 % intervals"
-    return make_table(columns, map(_cells, report.rows), title)
 
 
 def _cells(row: AuditRow) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ from ludus.evaluation.analysis.behavior import (
     measure_behavior,
     paired_change,
 )
-from ludus.evaluation.comparison import Key, StoredEvaluation, load_stored, newest_evaluations
+from ludus.evaluation.comparison import StoredEvaluation, load_stored, newest_evaluations
 from ludus.evaluation.stats import Interval
 from ludus.rewards.base import success
 from ludus.rewards.exact_match import ExpectedAnswers
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     for letter, config, file in zip("AB", configs, files, strict=False):
         print_line(console, f"{f'{letter}: ' if args.against else ''}{file}")
         found.append(measure_file(file, build_world(config.env, config.rollout)))
-    table = behavior_table(found[0]) if len(found) == 1 else change_table(*found)
+    table = _behavior_table(found[0]) if len(found) == 1 else _change_table(*found)
     console.print(table)
     write_result_files(args, _behavior_data(found, files), [table])
     return 0
@@ -83,7 +83,13 @@ def chosen_files(args: argparse.Namespace, folders: Sequence[RunFolder]) -> list
     if args.against is not None and args.against.suffix == ".json":
         names.append(args.against.stem)
     elif folders[1:]:
-        names.append(_counterpart(first, folders[0], newest_evaluations(folders[1].path)))
+        plan = load_stored(folders[0].evaluations / f"{first}.json").result.plan
+        others = newest_evaluations(folders[1].path)
+        key = (plan.split, plan.temperature, plan.samples, plan.num_tasks)
+        if key not in others:
+            text = f"The second run has no evaluation with the split, sampling and number of tasks of {first}."
+            raise UserError(text, f"It has {', '.join(one.name for one in others.values())}.")
+        names.append(others[key].name)
     pairs = zip(folders, names, strict=True)
     return [find_rollouts(folder, None, name)[0] for folder, name in pairs]
 
@@ -91,17 +97,6 @@ def chosen_files(args: argparse.Namespace, folders: Sequence[RunFolder]) -> list
 def _precedence(stored: StoredEvaluation) -> tuple[bool, int, int, str, float]:
     plan = stored.result.plan
     return not plan.policy, plan.step, plan.num_tasks * plan.samples, plan.split, plan.temperature
-
-
-def _counterpart(name: str, folder: RunFolder, others: Mapping[Key, StoredEvaluation]) -> str:
-    """Return the name of the newest evaluation of another run with the plan of `name`."""
-    plan = load_stored(folder.evaluations / f"{name}.json").result.plan
-    key = (plan.split, plan.temperature, plan.samples, plan.num_tasks)
-    if key not in others:
-        known = ", ".join(one.name for one in others.values())
-        text = f"The second run has no evaluation with the split, sampling and number of tasks of {name}."
-        raise UserError(text, f"It has {known}.")
-    return others[key].name
 
 
 def measure_file(file: Path, world: World) -> dict[str, ByTask]:
@@ -123,16 +118,14 @@ def measure_file(file: Path, world: World) -> dict[str, ByTask]:
     return measure_behavior(attempts())
 
 
-def behavior_table(found: Behavior) -> FittedTable:
-    """Return a table of means; measures that do not apply to any task are left out."""
+def _behavior_table(found: Behavior) -> FittedTable:
     known = {name: values for name, values in found.items() if values}
     rows = [(name, format_amount(name, *_mean(name, v)), len(v), MEASURES[name]) for name, v in known.items()]
     columns = ("measure", "mean", TableColumn("tasks", 1), TableColumn("counts", 2, wrap=True))
     return make_table(columns, rows, "Behavior, with 95 % intervals over tasks")
 
 
-def change_table(a: Behavior, b: Behavior) -> FittedTable:
-    """Return a table of both runs and of the paired differences over the tasks to which a measure applies in both."""
+def _change_table(a: Behavior, b: Behavior) -> FittedTable:
     rows = []
     for name in MEASURES:
         change = paired_change(name, a[name], b[name])

@@ -71,7 +71,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = run_config(folder, ())
     world, split = build_world(config.env, config.rollout), args.split or config.evaluation.splits[0]
     check_split(world, split, "--split")
-    result = newest_result(folder, split)
+    stored = newest_evaluations(folder.path).values() if any(folder.evaluations.glob("*.json")) else ()
+    own = [one.result for one in stored if one.result.plan.split == split and not one.result.plan.policy]
+    result = max(own, key=lambda one: (one.plan.step, len(one.task_ids), one.plan.samples), default=None)
     tasks = [task for task in world.tasks(split) if result is None or task.id in result.scores]
     if not tasks:
         raise UserError(f"The tasks of the evaluation are not in the split {split!r}.", "Was the world changed?")
@@ -86,7 +88,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
                 overlap.add(text)
         found += [SourceShares(name, one.index.n, one.shares().tolist(), one.examples) for one in overlaps]
     nearest = nearest_tasks(NgramIndex(texts, SIMILARITY_NGRAM), _task_texts(world))
-    tables, console = [_source_table(split, found), example_table(tasks, found, nearest)], make_console()
+    tables, console = [_source_table(split, found), _example_table(tasks, found, nearest)], make_console()
     for table in tables:
         console.print(table)
     for index in indices:
@@ -95,15 +97,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print_text(console, _success_text(index.n, tasks, found, result))
     write_result_files(args, _contamination_data(tasks, found, nearest), tables)
     return 0
-
-
-def newest_result(folder: RunFolder, split: str) -> Evaluation | None:
-    """Return the newest evaluation of a split with the run's own weights and the most tasks, or None."""
-    if not any(folder.evaluations.glob("*.json")):
-        return None
-    results = [one.result for one in newest_evaluations(folder.path).values()]
-    own = [one for one in results if one.plan.split == split and not one.plan.policy]
-    return max(own, key=lambda one: (one.plan.step, len(one.task_ids), one.plan.samples), default=None)
 
 
 def training_texts(folder: RunFolder, config: Config, world: World, most: int) -> Mapping[str, Iterator[NamedText]]:
@@ -146,10 +139,9 @@ def _source_table(split: str, found: Sequence[SourceShares]) -> FittedTable:
     return make_table(columns, rows, f"{split}: evaluation tasks of which word n-grams occur in training")
 
 
-def example_table(
+def _example_table(
     tasks: Sequence[Task], found: Sequence[SourceShares], nearest: Sequence[tuple[float, str]]
 ) -> FittedTable:
-    """Return a table of the tasks with the largest share of the first n-grams, and their nearest training task."""
     rows = []
     for i, (task, (similarity, name)) in enumerate(zip(tasks, nearest, strict=True)):
         share, example = max((one.shares[i], one.examples[i]) for one in found if one.n == found[0].n)

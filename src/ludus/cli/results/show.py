@@ -74,9 +74,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _print_overview(folder: RunFolder, config: Config, console: Console) -> None:
     from ludus.diagnostics.timings import HINTS
 
-    rows, timings = metrics_rows(folder.metrics), metrics_rows(folder.timings)
+    rows, timings = _metrics_rows(folder.metrics), _metrics_rows(folder.timings)
     print_line(console, f"{folder.path}: world {config.env.name}, {_method_and_steps(rows, config)}")
-    losses = [row.metrics["loss/total"] for row in metrics_rows(folder.path / "cold_start" / METRICS_FILE)]
+    losses = [row.metrics["loss/total"] for row in _metrics_rows(folder.path / "cold_start" / METRICS_FILE)]
     if losses:
         line = f"{losses[0]:.3g} {sparkline(losses)} {losses[-1]:.3g}"
         print_line(console, f"Cold start: {len(losses)} steps of fine-tuning, loss {line}")
@@ -109,8 +109,7 @@ def _method_and_steps(rows: Sequence[MetricsRow], config: Config) -> str:
     return f"{method}, {rows[-1].step}{total}"
 
 
-def metrics_rows(path: Path) -> list[MetricsRow]:
-    """Return the rows of a metrics file, or none if it does not exist."""
+def _metrics_rows(path: Path) -> list[MetricsRow]:
     return read_metrics(path) if path.is_file() else []
 
 

@@ -85,7 +85,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _quick_stage(stage: Stage, overrides: Sequence[str], console: Console) -> Stage:
-    """Return a stage with the settings of --quick, and print them."""
     with _prefix_errors(stage):
         cuts = quick_cuts(stage.kind, load_config(stage.recipe, [*stage.settings, *overrides]), overrides)
     print_text(console, f"Stage {stage.number} ({stage.kind}). {describe_cuts(cuts)}")
@@ -93,7 +92,6 @@ def _quick_stage(stage: Stage, overrides: Sequence[str], console: Console) -> St
 
 
 def _check_stages(stages: Sequence[Stage], overrides: Sequence[str], file: Path) -> None:
-    """Raise ConfigError for contradictory settings of any stage."""
     origin = " and ".join([str(file), *(["the command line"] if overrides else [])])
     for stage in stages:
         with _prefix_errors(stage):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ludus.cli.training.training_command import TrainingStage, reject_from_scratch
 from ludus.cli.ui.terminal import bars, make_console, print_line
 from ludus.config.schema import Config
-from ludus.training.run.run_dir import RunFolder, save_config
+from ludus.training.run.run_dir import RunFolder, list_checkpoints, save_config
 
 if TYPE_CHECKING:
     from ludus.training.preference.train import PreferenceTraining
@@ -41,10 +41,10 @@ def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
 
 def print_done(folder: RunFolder, config: Config) -> None:
     """Print that the training is complete, and the command that uses the checkpoint."""
-    from ludus.cli.ui.progress import newest_checkpoint, print_checkpoint
+    from ludus.cli.ui.progress import print_checkpoint
 
     print_line(make_console(), "The preference training is complete.")
-    print_checkpoint(make_console(), folder, config, newest_checkpoint(folder))
+    print_checkpoint(make_console(), folder, config, list_checkpoints(folder.checkpoints)[-1][1])
 
 
 def train(training: PreferenceTraining) -> None:

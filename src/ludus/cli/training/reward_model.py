@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ludus.cli.training.training_command import TrainingStage, reject_from_scratch
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.config.schema import Config
-from ludus.training.run.run_dir import RunFolder, save_config
+from ludus.training.run.run_dir import RunFolder, list_checkpoints, save_config
 
 if TYPE_CHECKING:
     from ludus.training.reward_model.train import RewardTraining
@@ -42,10 +42,8 @@ def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
 
 def print_done(folder: RunFolder, config: Config) -> None:
     """Print a completion message and the command that uses the reward model."""
-    from ludus.cli.ui.progress import newest_checkpoint
-
     print_line(make_console(), "The reward model is complete.")
-    _print_use(newest_checkpoint(folder))
+    _print_use(list_checkpoints(folder.checkpoints)[-1][1])
 
 
 def _print_use(checkpoint: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from ludus.cli.training.training_command import TrainingStage
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.config.schema import Config
-from ludus.training.run.run_dir import RunFolder, resume_command
+from ludus.training.run.run_dir import RunFolder, list_checkpoints, resume_command
 
 
 def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
@@ -25,9 +25,9 @@ def prepare(config: Config, new: bool) -> Callable[[RunFolder], None]:
 
 def print_done(folder: RunFolder, config: Config) -> None:
     """Print that the fine-tuning is complete, and the next commands."""
-    from ludus.cli.ui.progress import newest_checkpoint, use_command
+    from ludus.cli.ui.progress import use_command
 
-    console, steps, checkpoint = make_console(), config.sft.steps, newest_checkpoint(folder)
+    console, steps, checkpoint = make_console(), config.sft.steps, list_checkpoints(folder.checkpoints)[-1][1]
     print_line(console, f"The fine-tuning is complete: all {steps} steps are done.\nCheckpoint: {checkpoint}")
     print_line(console, f"  continue it:  {resume_command(folder)} --sft.steps {2 * steps}")
     print_line(console, f"  use it:       {use_command(folder, config, checkpoint)}")

@@ -18,29 +18,25 @@ from ludus.training.run.run_dir import RunFolder
 
 def print_findings(folder: Path, steps: int, *, as_json: bool = False) -> int:
     """Print the findings about a run, the most severe first; return 1 if there are faults."""
-    run = _read_run(folder, steps)
-    console, found = make_console(quiet=as_json), examine_run(run)
+    run = RunFolder(folder)
+    config = run_config(run, ())  # raises UserError for another folder
+    files = sorted(run.rollouts.glob("step-*.jsonl.gz"))[-steps:] if steps > 0 else []
+    data = RunData(
+        config,
+        [row.metrics for row in read_metrics(run.metrics)] if run.metrics.is_file() else [],
+        [record for file in files for record in read_rollouts(file)],
+        [load_evaluation(file) for file in sorted(run.evaluations.glob("*.json"))],
+    )
+    console, found = make_console(quiet=as_json), examine_run(data)
     for finding in found:
         style = {"fault": "bold red", "warn": "yellow", "note": "cyan"}[finding.severity]
         print_text(console, f"{finding.severity:5}  {finding.topic}: {finding.text}.", style)
         print_text(console, f"       {finding.remedy}")
-    last = min(steps, len(run.rows))
-    read = f"{len(run.rows)} steps, {len(run.records)} rollouts of the last {last}, {len(run.evaluations)} evaluations"
+    numbers = f"{len(data.rows)} steps, {len(data.records)} rollouts of the last {min(steps, len(data.rows))}"
+    read = f"{numbers}, {len(data.evaluations)} evaluations"
     counts = Counter(finding.severity for finding in found)
     summary = ", ".join(f"{counts[severity]} {severity}" for severity in SEVERITIES if counts[severity])
     print_text(console, f"Read {read}. Findings: {summary or 'none'}.")
     if as_json:
         print(json.dumps([asdict(finding) for finding in found], indent=1))
     return 1 if counts["fault"] else 0
-
-
-def _read_run(path: Path, steps: int) -> RunData:
-    folder = RunFolder(path)
-    config = run_config(folder, ())
-    files = sorted(folder.rollouts.glob("step-*.jsonl.gz"))[-steps:] if steps > 0 else []
-    return RunData(
-        config,
-        [row.metrics for row in read_metrics(folder.metrics)] if folder.metrics.is_file() else [],
-        [record for file in files for record in read_rollouts(file)],
-        [load_evaluation(file) for file in sorted(folder.evaluations.glob("*.json"))],
-    )

@@ -174,11 +174,6 @@ def print_checkpoint(console: Console, folder: RunFolder, config: Config, checkp
     print_line(console, f"Checkpoint: {checkpoint}\nUse it: {use_command(folder, config, checkpoint)}")
 
 
-def newest_checkpoint(folder: RunFolder) -> Path:
-    """Return the newest checkpoint of a run with at least one."""
-    return list_checkpoints(folder.checkpoints)[-1][1]
-
-
 def use_command(folder: RunFolder, config: Config, checkpoint: Path) -> str:
     """Return the command that trains a checkpoint: the recipe of its run, with its `env` and `rollout` overrides."""
     recipe = recipe_of(folder) or config.env.name

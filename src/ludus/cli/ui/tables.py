@@ -54,7 +54,7 @@ def evaluation_tables(results: Sequence[Evaluation], outcomes: Sequence[str]) ->
     if any(result.worlds for result in results):
         yield _world_table(results)
     if several := [result for result in results if result.plan.samples > 1]:
-        yield attempts_table(several)
+        yield _attempts_table(several)
     for split in dict.fromkeys(result.plan.split for result in results):
         by_tag = tag_table(split, [result for result in results if result.plan.split == split])
         if by_tag.rows:
@@ -85,8 +85,7 @@ def _world_table(results: Sequence[Evaluation]) -> FittedTable:
     return make_table(columns, rows, "Held-out success by world, 95 % intervals")
 
 
-def attempts_table(results: Sequence[Evaluation]) -> FittedTable:
-    """Return a table of pass@k (any of k succeeds) and pass^k (all succeed); k: powers of 2 and all attempts."""
+def _attempts_table(results: Sequence[Evaluation]) -> FittedTable:
     rows = []
     for result in results:
         for k in powers_of_two(result.plan.samples):

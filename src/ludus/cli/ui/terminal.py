@@ -53,8 +53,7 @@ def print_text(console: Console, text: str, style: str = "") -> None:
     console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
 
 
-def format_seconds(seconds: float) -> str:
-    """Format a duration as m:ss or h:mm:ss."""
+def _format_seconds(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
@@ -63,17 +62,16 @@ def format_seconds(seconds: float) -> str:
 def format_eta(task: Task) -> str:
     """Return the ETA of a task, its duration if it is finished, or the elapsed time if it has no total."""
     if task.total is None:
-        return f"{format_seconds(task.elapsed or 0.0)} elapsed"
+        return f"{_format_seconds(task.elapsed or 0.0)} elapsed"
     if task.finished:
-        return f"took {format_seconds(task.finished_time or 0.0)}"
+        return f"took {_format_seconds(task.finished_time or 0.0)}"
     left_s, done = task.time_remaining, task.completed - task.fields.get("resumed_at", 0)
     if left_s is None and done > 0:  # rich needs two updates
         left_s = (task.elapsed or 0.0) / done * (task.remaining or 0.0)
-    return _UNKNOWN_ETA if left_s is None else f"ETA {format_seconds(left_s)}"
+    return _UNKNOWN_ETA if left_s is None else f"ETA {_format_seconds(left_s)}"
 
 
-def format_count(task: Task) -> str:
-    """Return n/N, or nothing for a task without a total."""
+def _format_count(task: Task) -> str:
     return "" if task.total is None else f"{task.completed:.0f}/{task.total:.0f}"
 
 
@@ -136,7 +134,7 @@ def bars(console: Console, *, transient: bool = False, every_s: float = PLAIN_EV
     columns = (
         _DrawnColumn(lambda task: WholeWords(task.description)),
         BarColumn(24 if console.width >= _WIDE_COLUMNS else _BAR_COLUMNS, table_column=whole.copy()),
-        _DrawnColumn(lambda task: Text(format_count(task), style="progress.download"), whole.copy()),
+        _DrawnColumn(lambda task: Text(_format_count(task), style="progress.download"), whole.copy()),
         _DrawnColumn(lambda task: Text(format_eta(task), style="progress.remaining"), whole.copy()),
         _DrawnColumn(lambda task: WholeParts(task.fields["numbers"]), Column(no_wrap=True, ratio=1)),
     )
@@ -204,7 +202,7 @@ def _plain_line(tasks: Sequence[Task]) -> str:
     lines = []
     for task in tasks:
         eta = "" if task.total is None or task.finished else format_eta(task).removesuffix(_UNKNOWN_ETA)
-        named = " ".join(filter(None, (task.description, format_count(task))))
+        named = " ".join(filter(None, (task.description, _format_count(task))))
         lines.append("  ".join(filter(None, (named, eta))))
     for index, task in enumerate(tasks):
         for part in filter(None, task.fields["numbers"].split("  ")):
