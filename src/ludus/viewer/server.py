@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import parse_qs
 
@@ -101,7 +102,7 @@ class ViewerApi:
             "/api/labels": lambda _: self.pages.labelled(),
         }
         posts = [Route("/api/label/{id:int}", self.label, methods=["POST"])]
-        return [*(Route(path, _answering(handler)) for path, handler in gets.items()), *posts]
+        return [*(Route(path, partial(_answer, handler)) for path, handler in gets.items()), *posts]
 
     def run(self, _: Request) -> object:
         """Return the run, after indexing new files if it is live."""
@@ -126,27 +127,23 @@ class ViewerApi:
         body = await request.body()
         if len(body) > _MAX_BODY:
             return Response("too large", 413)
-        return await run_in_threadpool(_answer, lambda: self._store(request.path_params["id"], body))
 
-    def _store(self, number: int, body: bytes) -> object:
-        data = json.loads(body)
-        if not isinstance(data, dict):
-            raise ValueError("not an object")
-        return self.pages.add_label(number, data.get("label"), data.get("note", ""))
+        def store() -> object:
+            data = json.loads(body)
+            if not isinstance(data, dict):
+                raise ValueError("not an object")
+            return self.pages.add_label(request.path_params["id"], data.get("label"), data.get("note", ""))
 
-
-def _answering(handler: Callable[[Request], object]) -> Callable[[Request], Response]:
-    return lambda request: _answer(lambda: handler(request))
+        return await run_in_threadpool(_answer, store)
 
 
-def _answer(make: Callable[[], object]) -> Response:
-    """Return the JSON of a value, or the error with status 400."""
+def _answer(make: Callable[..., object], *values: object) -> Response:
+    """Return the JSON of what a function returns, or its error with status 400."""
     try:
-        return Response(json_text(make()), media_type="application/json")
-    except LudusError as error:
-        return Response(json_text({"error": str(error)}), 400, media_type="application/json")
-    except ValueError:
-        return Response(json_text({"error": "The request is invalid."}), 400, media_type="application/json")
+        return Response(json_text(make(*values)), media_type="application/json")
+    except (LudusError, ValueError) as error:
+        text = str(error) if isinstance(error, LudusError) else "The request is invalid."
+        return Response(json_text({"error": text}), 400, media_type="application/json")
 
 
 def make_app(pages: RunPages, *, token: str = "", live: bool = False) -> ASGIApp:

@@ -70,11 +70,7 @@ def check_plugins(config: Config) -> None:
 
 
 def _check_rewards(config: Config, algorithm: Algorithm) -> str:
-    """Raise ConfigError for unknown worlds (also in a mixture), invalid world settings, unknown reward parts, and
-    rewards that the advantage does not accept.
-
-    Return the reason if the world cannot be built on this machine (a missing extra), otherwise "".
-    """
+    """Raise ConfigError for an unusable world or rewards; return why the world cannot be built here, or ""."""
     added_parts(config.rewards)
     try:
         world = build_world(config.env, config.rollout, config.sandbox)

@@ -156,10 +156,7 @@ def _cells(row: AuditRow) -> tuple[str, ...]:
 
 
 def show(console: Console, report: CheckReport, config: Config, scoring: ProcessRewardExecutor) -> None:
-    """Print splits, tools, rewards, a task, and an episode of an agent that solves it, scored as in training.
-
-    Raises ConfigError for reward parts whose inputs the world does not provide.
-    """
+    """Print splits, tools, rewards, a task, and an episode of an agent that solves it, scored as in training."""
     world, task, added = report.world, report.tasks[0], added_parts(config.rewards)
     check_task_fits(config.rewards.extra, task, len(world.environment(task).tools))
     print_text(console, f"World: {world.name}")

@@ -247,10 +247,7 @@ def engine_backend(world: World, opened: LoadedRun) -> EvalBackend:
 
 
 def _endpoint_backend(config: Config, world: World, settings: OpenAIClientSettings) -> EvalBackend:
-    """Return a backend for a chat-completions endpoint, with the same limits as an engine. Does not import torch.
-
-    Raises ConfigError for a rendering other than chat.
-    """
+    """Return a backend for a chat-completions endpoint, with the same limits as an engine. Does not import torch."""
     if config.env.rendering != "chat":
         text = f"An endpoint needs chat messages, but env.rendering is {config.env.rendering!r}."
         raise ConfigError(text, "Add --env.rendering chat.")

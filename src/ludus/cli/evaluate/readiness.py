@@ -275,10 +275,7 @@ def with_examples(prompt: Sequence[Message], examples: Sequence[Sequence[Message
 
 
 def learner_cost(args: argparse.Namespace) -> LearnerCost | None:
-    """Return the learner's cost by the cost model of `ludus plan`, fitted to a run; None if unknown.
-
-    The run is that of --costs, or the one that contains the model. Raises UserError if --costs cannot be fitted.
-    """
+    """Return the learner's cost, fitted to the run of --costs or to that of the model; None if unknown."""
     if args.costs:
         check_run(RunFolder(args.costs))
         return fit([RunFolder(args.costs)]).costs.learner

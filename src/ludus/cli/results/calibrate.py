@@ -25,16 +25,9 @@ from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.rollout_files import read_rollouts
 from ludus.rollouts.scheduler import Episode
 from ludus.training.collection.reward_mixing import parts_of
+from ludus.training.credit import turn_rewards
 from ludus.training.credit.advantages import BASELINE
-from ludus.training.credit.turn_rewards import (
-    Alignment,
-    EventRewards,
-    align,
-    calibrate,
-    calibration_algorithm,
-    measure,
-    with_turn_rewards,
-)
+from ludus.training.credit.turn_rewards import Alignment, EventRewards
 from ludus.types import Task, Trajectory
 
 
@@ -47,15 +40,15 @@ def print_calibration(console: Console, config: Config, files: Sequence[Path], t
     if not attempts:
         raise UserError("The run has no completed rollouts.", "Inspect it with `ludus show`.")
     weights = [config.rewards.weights.get(p.name, p.weight) for p in parts if p.outcome]
-    found = calibrate(attempts, config.rollout.max_turns, min(w for w in weights if w > 0), threshold)
-    algorithm = calibration_algorithm(algorithm_of(config))
-    rounds = align(groups, found.rewards, algorithm)
+    found = turn_rewards.calibrate(attempts, config.rollout.max_turns, min(w for w in weights if w > 0), threshold)
+    algorithm = turn_rewards.calibration_algorithm(algorithm_of(config))
+    rounds = turn_rewards.align(groups, found.rewards, algorithm)
     console.print(_tier_table(found, rounds[0]))
     num, verifier = sum(won for _, won in attempts), next(p.name for p in parts if p.outcome)
     print_text(console, f"{num} of {len(attempts)} attempts succeeded. Reward = {found.scale:.3g} * correlation.")
     print_text(console, "\n".join(agreement_lines([one for one, _ in attempts], verifier)))
     if config.rewards.turns:
-        misaligned = measure(groups, config.rewards.turns, algorithm).misaligned
+        misaligned = turn_rewards.measure(groups, config.rewards.turns, algorithm).misaligned
         state = f"misaligned on these attempts: {', '.join(misaligned)}" if misaligned else "aligned on these attempts"
         print_text(console, f"The rewards.turns of the run are {state}.")
     _print_rounds(console, rounds, algorithm)
@@ -81,10 +74,7 @@ def agreement_lines(trajectories: Sequence[Trajectory], verifier: str) -> list[s
 
 
 def recorded_groups(config: Config, world: World, files: Sequence[Path]) -> list[list[Episode]]:
-    """Return the completed rollouts by step and task, with the progress of their turns.
-
-    Rewards of the setting `rewards.turns` are subtracted from the turn rewards; evaluations have none.
-    """
+    """Return the completed rollouts by step and task, with their turn progress and without `rewards.turns`."""
     removed = {event: -reward for event, reward in config.rewards.turns.items()}
     groups: dict[tuple[str, int, str], list[Episode]] = {}
     for file in files:
@@ -93,7 +83,7 @@ def recorded_groups(config: Config, world: World, files: Sequence[Path]) -> list
             if one.failure is not None or record.reason == BASELINE:
                 continue
             if file.parent.name == "rollouts":
-                one = with_turn_rewards(one, removed)
+                one = turn_rewards.with_turn_rewards(one, removed)
             group = groups.setdefault((str(file), record.step, record.group), [])
             group.append(Episode(record.key, Task(record.group, (), None), one))
     found = iter(_verified(config, world, [episode for group in groups.values() for episode in group]))

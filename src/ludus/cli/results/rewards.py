@@ -142,11 +142,9 @@ class Replay:
 
 
 def rescore(saved: Config, config: Config, files: Sequence[Path], wanted: Callable[[RolloutRecord], bool]) -> Replay:
-    """Score rollouts again with the world and the section `rewards` of `config`.
+    """Score rollouts sampled with `saved` again, with the world and the section `rewards` of `config`.
 
-    `saved` is the configuration that they were sampled with. With `rewards.normalise_by` all earlier steps are scored
-    as well, to reproduce the running statistics. Saved rollouts have no timings. Raises WorldError if a reward
-    function raises, UserError for incompatible settings.
+    With `rewards.normalise_by` all earlier steps are scored as well, to reproduce the running statistics.
     """
     world = build_world(config.env, config.rollout, config.sandbox)
     mixer = _reward_mixer(config, world)
@@ -269,10 +267,7 @@ def summary(replay: Replay) -> list[str]:
 
 
 def parts_table(replay: Replay) -> FittedTable:
-    """Return a table with the mean of the reward and of each part, before and now, and the number of changes.
-
-    A part that is new or missing has changed. A missing part counts as 0 in the mean, as it does in the sum.
-    """
+    """Return the means of reward and parts, before and now; a missing part has changed, and counts as 0 in the mean."""
     both = [(one.record.trajectory, one.now) for one in replay.rescored]
     names = dict.fromkeys(name for before, now in both for name in (*before.rewards, *now.rewards))
     named: list[tuple[str, list[tuple[float | None, float | None]]]] = [

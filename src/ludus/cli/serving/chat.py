@@ -99,10 +99,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def target_config(target: str, world: str | None, overrides: Sequence[str]) -> tuple[RunFolder | None, Config]:
-    """Return the run folder that `target` names, if it is one, and the configuration; a recipe is its cold start.
-
-    Raises UserError for a path that does not exist.
-    """
+    """Return the run folder that `target` names, if it is one, and the configuration; a recipe is its cold start."""
     path = Path(target)
     shipped = [recipe.cold_start for recipe in list_recipes() if recipe.name == target and recipe.cold_start.is_dir()]
     if shipped and not path.exists():

@@ -25,16 +25,9 @@ from ludus.envs.registry import build_world
 from ludus.errors import LudusError, UserError
 from ludus.evaluation.evaluate import check_split
 from ludus.rewards.registry import added_parts
+from ludus.training.run import run_dir
 from ludus.training.run.preflight import check_extras, check_new_run
-from ludus.training.run.run_dir import (
-    RunFolder,
-    file_warnings,
-    kind_of,
-    lock_run,
-    new_run,
-    remove_unstarted,
-    resume_command,
-)
+from ludus.training.run.run_dir import RunFolder
 
 QUICK_HELP = "minutes instead of hours: fewer steps and tasks, unless set on the command line"
 
@@ -100,17 +93,17 @@ class TrainingStage:
         from ludus.training.learner.learner import explain_out_of_memory
 
         train = self.prepare(config, True)
-        folder = new_run(config, name, self.kind, recipe)
-        with lock_run(folder), resume_hint(folder, new=True), explain_out_of_memory():
+        folder = run_dir.new_run(config, name, self.kind, recipe)
+        with run_dir.lock_run(folder), resume_hint(folder, new=True), explain_out_of_memory():
             train(folder)
 
     def resume(self, folder: RunFolder, overrides: Sequence[str]) -> int:
         """Resume a run, unless it is complete."""
         from ludus.training.resume import check_kind, check_resume, describe_changes, describe_resume, is_complete
 
-        warnings = file_warnings(folder, run_config(folder, overrides))
+        warnings = run_dir.file_warnings(folder, run_config(folder, overrides))
         check_kind(folder, self.kind)
-        with lock_run(folder):
+        with run_dir.lock_run(folder):
             config = run_config(folder, overrides)
             check_extras(config)
             check_resume(folder, config, self.kind)
@@ -152,7 +145,7 @@ def print_run_done(folder: RunFolder, config: Config) -> None:
     """Print that all steps or rounds of a run are complete, and the next commands."""
     from ludus.cli.ui.progress import print_commands
 
-    count = f"{config.rft.rounds} rounds" if kind_of(folder) == "rft" else f"{config.training.steps} steps"
+    count = f"{config.rft.rounds} rounds" if run_dir.kind_of(folder) == "rft" else f"{config.training.steps} steps"
     print_line(make_console(), f"The run is complete: all {count} are done and evaluated.")
     print_commands(make_console(), folder, config)
 
@@ -182,13 +175,13 @@ def resume_hint(what: RunFolder | str, new: bool = False) -> Iterator[None]:
     begins is removed. A second interrupt ends the process immediately (`handle_interrupts`).
     """
     folder = None if isinstance(what, str) else what
-    command = what if isinstance(what, str) else resume_command(what)
+    command = what if isinstance(what, str) else run_dir.resume_command(what)
     hint = f"Resume the {'run' if folder else 'pipeline'} with: {command}"
     try:
         with handle_interrupts(hint):
             yield
     except LudusError as error:
-        if folder is not None and new and remove_unstarted(folder):
+        if folder is not None and new and run_dir.remove_unstarted(folder):
             error.hint = f"{error.hint}\nThe run had not started: its folder {folder.path} was removed."
         elif command not in error.hint:
             error.hint = f"{error.hint}\n{hint}"
@@ -205,5 +198,5 @@ def describe_interrupt(folder: RunFolder) -> str:
     """Describe where a resume of an interrupted run starts: after the newest checkpoint."""
     from ludus.training.resume import describe_resume
 
-    text = describe_resume(folder, folder.load_config(), kind_of(folder))
+    text = describe_resume(folder, folder.load_config(), run_dir.kind_of(folder))
     return f"The run {text[0].lower()}{text[1:]} "

@@ -34,11 +34,7 @@ class LoadedRun:
 async def open_weights(
     config: Config, run: RunFolder | None = None, world: World | None = None, step: int | None = None
 ) -> LoadedRun:
-    """Load the newest checkpoint of `run` or the one of `step`, or the configured model, with the configured world or
-    `world`.
-
-    Raises UserError without such a checkpoint.
-    """
+    """Load the checkpoint of `step` or the newest one of `run`, or the configured model; UserError without it."""
     silence_libraries()
     if run is None:
         session, step = open_session(config, world=world), 0
@@ -76,10 +72,7 @@ def open_checkpoint(
 
 
 def initial_model(run: RunFolder, config: Config) -> Path | None:
-    """Return the cold start of a run from scratch; None for a run that began with the configured model.
-
-    Raises UserError if the cold start was not stored.
-    """
+    """Return the cold start of a run from scratch; None for a run that began with the configured model."""
     if not config.model.from_scratch:
         return None
     found = list_checkpoints(run.path / "cold_start" / "checkpoints")

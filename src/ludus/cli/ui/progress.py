@@ -245,10 +245,9 @@ def step_bar(
 def _comparison_table(comparisons: Sequence[Comparison]) -> FittedTable:
     columns = ("split", TableColumn("sampling", 1), TableColumn("tasks", 2), "before training", "after training")
     rows = []
-    for pair in comparisons:
-        before = format_success(pair.before) if pair.before else "not evaluated"
-        plan, num = pair.after.plan, len(pair.after.task_ids)
-        rows.append((plan.split, format_sampling(plan), num, before, format_success(pair.after)))
+    for before, after in ((pair.before, pair.after) for pair in comparisons):
+        found = (format_success(before) if before else "not evaluated", format_success(after))
+        rows.append((after.plan.split, format_sampling(after.plan), len(after.task_ids), *found))
     return make_table(columns, rows, "Held-out success, with 95 % intervals")
 
 
