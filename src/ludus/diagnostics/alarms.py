@@ -482,13 +482,12 @@ def kl_jump(history: History, *, steps: int, window: int, factor: float, floor: 
 @alarm
 def kl_rate(history: History, *, steps: int, first: int, limit: float) -> str:
     """In the first steps of a run, the KL is above `limit` times the number of updates before."""
-    values = [row[_KL] for row in history if _KL in row]
-    if len(values) != len(history) or not steps < len(values) <= first:
+    values = [(num, row[_KL]) for num, row in enumerate(history) if _KL in row][-steps:]
+    if len(history) > first or _KL not in history[-1] or len(values) < steps or values[0][0] == 0:
         return ""
-    last = [(num, value) for num, value in enumerate(values)][-steps:]
-    if any(value <= limit * num for num, value in last):
+    if any(value <= limit * num for num, value in values):
         return ""
-    return f"{_KL} is {values[-1]:.3g} nats per token after {len(values) - 1} steps, more than {limit:g} per step"
+    return f"{_KL} is {values[-1][1]:.3g} nats per token after {values[-1][0]} steps, more than {limit:g} per step"
 
 
 @alarm
