@@ -52,7 +52,10 @@ def collapse_metrics(
         "chance": 1 / sums.shape[1],
         "samples": float(sums.shape[0]),
     }
-    metrics |= {f"retrieval_{k}": _retrieval(sums, prompts, k) for k in _TOP}
+    mine = sums[np.arange(len(sums)), prompts][:, None]
+    above, equal = (sums > mine).sum(1), (sums == mine).sum(1)
+    for k in _TOP:
+        metrics[f"retrieval_{k}"] = math.fsum(np.clip((k - above) / equal, 0.0, 1.0)) / len(sums)
     return {COLLAPSE + name: value for name, value in metrics.items()}
 
 
@@ -63,9 +66,3 @@ def _matched_and_marginal(
     largest = values.max(1)
     marginal = largest + np.log(np.exp(values - largest[:, None]).mean(1))
     return values[np.arange(len(values)), own], marginal
-
-
-def _retrieval(values: NDArray[np.float64], own: NDArray[np.int_], k: int) -> float:
-    mine = values[np.arange(len(values)), own][:, None]
-    above, equal = (values > mine).sum(1), (values == mine).sum(1)
-    return math.fsum(np.clip((k - above) / equal, 0.0, 1.0)) / len(values)

@@ -27,6 +27,16 @@ LOW_ENTROPY_GROUPS: Final = "groups/low_entropy"
 """Share of the groups in which that mean is below `MIN_ENTROPY`."""
 MIN_ENTROPY: Final = 0.02
 """Nats per action token below which a policy has collapsed onto one continuation."""
+_WORLD_METRICS: Final = {
+    "reward": "reward/mean",
+    "reward_std": "reward/std",
+    "zero_variance": "groups/zero_variance",
+    "action_tokens": "response_length/mean",
+    "turns": "turns/mean",
+    "tool_calls": "tools/calls_per_episode",
+    "tool_errors": "tools/error_rate",
+}
+"""Metrics of each world of a mixture, by the metrics of all worlds that they correspond to."""
 _NO_TOOL = (ToolStatus.UNKNOWN_TOOL, ToolStatus.MALFORMED)
 """Calls without a tool: the model invents the name, so metrics by name would be unbounded."""
 
@@ -170,28 +180,17 @@ def _world_metrics(groups: Sequence[Group], success: str | None, equal: Sequence
             by_world.setdefault(world, []).append((group, known))
     found: dict[str, float] = {}
     for world, members in sorted(by_world.items()):
-        numbers = _metrics_of([group for group, _ in members], success, [known for _, known in members])
-        found |= {f"env/{world}/{name}": value for name, value in numbers.items()}
-        found[f"env/{world}/share"] = _share(len(members), len(groups))
+        own, finished = [group for group, _ in members], [t for group, _ in members for t in _finished(group)]
+        numbers = _reward_metrics(finished) | _length_metrics(finished) | _tool_metrics(finished)
+        numbers |= _group_metrics(own, success, [known for _, known in members])
+        values = {name: numbers[source] for name, source in _WORLD_METRICS.items()}
+        if success is not None:
+            values["success"] = _mean([t.rewards.get(success, 0.0) for t in finished])
+        shared = {name for t in finished for name in t.rewards if "/" not in name and name != success}
+        values |= {f"part/{name}": numbers[f"reward/{name}"] for name in sorted(shared)}
+        values["share"] = _share(len(members), len(groups))
+        found |= {f"env/{world}/{name}": value for name, value in values.items()}
     return found
-
-
-def _metrics_of(groups: Sequence[Group], success: str | None, equal: Sequence[bool | None]) -> dict[str, float]:
-    finished = [t for group in groups for t in _finished(group)]
-    numbers = _reward_metrics(finished) | _length_metrics(finished) | _tool_metrics(finished)
-    found = {
-        "reward": numbers["reward/mean"],
-        "reward_std": numbers["reward/std"],
-        "zero_variance": _group_metrics(groups, success, equal)["groups/zero_variance"],
-        "action_tokens": numbers["response_length/mean"],
-        "turns": numbers["turns/mean"],
-        "tool_calls": numbers["tools/calls_per_episode"],
-        "tool_errors": numbers["tools/error_rate"],
-    }
-    if success is not None:
-        found["success"] = _mean([t.rewards.get(success, 0.0) for t in finished])
-    shared = {name for t in finished for name in t.rewards if "/" not in name and name != success}
-    return found | {f"part/{name}": numbers[f"reward/{name}"] for name in sorted(shared)}
 
 
 def configured_metrics(

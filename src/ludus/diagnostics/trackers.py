@@ -162,20 +162,17 @@ def _rows(content: bytes, path: Path) -> list[tuple[MetricsRow, bytes]]:
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append((_row(line), line + b"\n"))
+            data = json.loads(line)
+            if not isinstance(data, dict) or not isinstance(data.get("step"), int):
+                raise ValueError("it is not a JSON object with a step")
+            row = MetricsRow(data.pop("step"), {name: _from_json(value) for name, value in data.items()})
+            rows.append((row, line + b"\n"))
         except (ValueError, TypeError, KeyError) as error:
             if number == len(lines):
                 break
             text = f"{path}, line {number}, is not a row of metrics: {error}."
             raise UserError(text, "Repair or remove the line, or move the file away.") from error
     return rows
-
-
-def _row(line: bytes) -> MetricsRow:
-    data = json.loads(line)
-    if not isinstance(data, dict) or not isinstance(data.get("step"), int):
-        raise ValueError("it is not a JSON object with a step")
-    return MetricsRow(data.pop("step"), {name: _from_json(value) for name, value in data.items()})
 
 
 def _open_to_append(path: Path) -> FileIO:

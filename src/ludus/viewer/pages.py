@@ -135,10 +135,11 @@ class RunPages:
         side = f"({side} WHERE source = ? GROUP BY task)"
         names = ", ".join(f"{name}.{column} AS {column}_{name}" for name in "ab" for column in _COMPARED)
         tasks = self.index.query(f"SELECT task, {names} FROM {side} AS a JOIN {side} AS b USING (task)", (a, b))
-        first, second = ({str(row["task"]): row[f"solved_{name}"] for row in tasks} for name in "ab")
-        if len(tasks) < 2 or None in [*first.values(), *second.values()]:
+        solved = [row[f"solved_{name}"] for row in tasks for name in "ab"]
+        if len(tasks) < 2 or None in solved:
             return {"tasks": tasks, "difference": None}
-        found = paired_difference(_numbers(second), _numbers(first))
+        first, second = ({str(row["task"]): float(str(row[f"solved_{name}"])) for row in tasks} for name in "ab")
+        found = paired_difference(second, first)
         interval = {"low": found.interval.low, "high": found.interval.high}
         return {"tasks": tasks, "difference": {"mean": found.difference, "p_value": found.p_value, **interval}}
 
@@ -217,7 +218,11 @@ def _member(row: Row, record: RolloutRecord, best: Trajectory) -> Row:
 
 def first_difference(best: Trajectory, other: Trajectory) -> Row | None:
     """Return token position and turn at which the first paths differ; None if they are equal."""
-    mine, theirs = (_path_tokens(one) for one in (best, other))
+    paths = []
+    for one in (best, other):
+        segments = [one.segments[i] for i in one.rows[0]] if one.segments else []
+        paths.append([(token, segment.turn) for segment in segments for token in segment.tokens])
+    mine, theirs = paths
     shared = common_prefix([token for token, _ in mine], [token for token, _ in theirs])
     if shared == len(mine) == len(theirs):
         return None
@@ -225,17 +230,8 @@ def first_difference(best: Trajectory, other: Trajectory) -> Row | None:
     return {"token": shared, "turn": turn}
 
 
-def _path_tokens(trajectory: Trajectory) -> list[tuple[int, int]]:
-    segments = [trajectory.segments[i] for i in trajectory.rows[0]] if trajectory.segments else []
-    return [(token, segment.turn) for segment in segments for token in segment.tokens]
-
-
 def _key(row: Mapping[str, object]) -> tuple[object, ...]:
     return tuple(row[name] for name in _KEY)
-
-
-def _numbers(values: Mapping[str, object]) -> dict[str, float]:
-    return {name: float(str(value)) for name, value in values.items()}
 
 
 def _finite(value: float | None) -> float | None:

@@ -307,19 +307,18 @@ def check_ulimits(has_gpu: bool) -> Iterator[DoctorFinding]:
     """Yield a finding for each resource limit that Ludus or its engines need."""
     files = "every connection to an engine, tool server or sandbox session is an open file"
     processes = "reward workers, sandboxes and compute threads are counted as processes"
-    yield _ulimit("open files", "ulimit -n", resource.RLIMIT_NOFILE, _MIN_FILES, files)
-    yield _ulimit("processes", "ulimit -u", resource.RLIMIT_NPROC, _MIN_PROCESSES, processes)
-    if has_gpu:
-        locked = "vLLM, SGLang and NCCL pin host memory for transfers to GPUs and network cards"
-        yield _ulimit("locked memory", "ulimit -l", resource.RLIMIT_MEMLOCK, _MIN_LOCKED, locked)
-
-
-def _ulimit(name: str, command: str, kind: int, least: int, why: str) -> DoctorFinding:
-    soft, _ = resource.getrlimit(kind)
-    shown = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}"
-    if soft == resource.RLIM_INFINITY or soft >= least:
-        return DoctorFinding(f"limit of {name}", "fine", shown)
-    return DoctorFinding(f"limit of {name}", "note", f"{shown}, below {least:,}: {why}; raise it with {command}")
+    locked = "vLLM, SGLang and NCCL pin host memory for transfers to GPUs and network cards"
+    limits = [
+        ("open files", "ulimit -n", resource.RLIMIT_NOFILE, _MIN_FILES, files),
+        ("processes", "ulimit -u", resource.RLIMIT_NPROC, _MIN_PROCESSES, processes),
+        ("locked memory", "ulimit -l", resource.RLIMIT_MEMLOCK, _MIN_LOCKED, locked),
+    ]
+    for name, command, kind, least, why in limits if has_gpu else limits[:2]:
+        soft, _ = resource.getrlimit(kind)
+        is_low = soft != resource.RLIM_INFINITY and soft < least
+        shown = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft:,}"
+        text = f"{shown}, below {least:,}: {why}; raise it with {command}" if is_low else shown
+        yield DoctorFinding(f"limit of {name}", "note" if is_low else "fine", text)
 
 
 def check_server(url: str, api: str) -> Iterator[DoctorFinding]:

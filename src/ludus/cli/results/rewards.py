@@ -270,9 +270,8 @@ def parts_table(replay: Replay) -> FittedTable:
     """Return the means of reward and parts, before and now; a missing part has changed, and counts as 0 in the mean."""
     both = [(one.record.trajectory, one.now) for one in replay.rescored]
     names = dict.fromkeys(name for before, now in both for name in (*before.rewards, *now.rewards))
-    named: list[tuple[str, list[tuple[float | None, float | None]]]] = [
-        (name, [(a.rewards.get(name), b.rewards.get(name)) for a, b in both]) for name in names
-    ]
+    named: list[tuple[str, list[tuple[float | None, float | None]]]]
+    named = [(name, [(a.rewards.get(name), b.rewards.get(name)) for a, b in both]) for name in names]
     named.append(("reward", [(a.reward, b.reward) for a, b in both]))
     rows = []
     for name, pairs in named:

@@ -20,6 +20,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -125,7 +126,13 @@ def chat(repl: ChatRepl, console: Console, runner: asyncio.Runner) -> None:
         print_text(console, shorten(text, console.width) if part.kind == "tool" else text, STYLES[part.kind])
 
     interactive = sys.stdin.isatty()
-    for question in iter(_read_line if interactive else lambda: sys.stdin.readline().strip(), ""):
+
+    def read_line() -> str:
+        with suppress(EOFError):
+            return (input("you> ") if interactive else sys.stdin.readline()).strip()
+        return ""
+
+    for question in iter(read_line, ""):
         if question == "/exit":
             return
         if question == "/retry" and repl.last_question:
@@ -158,13 +165,6 @@ def command_lines(command: str, repl: ChatRepl) -> list[str]:
         case "/retry":
             return ["No question has been answered yet."]
     return [f"Unknown command {command}. /help lists the commands."]
-
-
-def _read_line() -> str:
-    try:
-        return input("you> ").strip()
-    except EOFError:
-        return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,8 +65,8 @@ def evaluation_tables(results: Sequence[Evaluation], outcomes: Sequence[str]) ->
 
 def _success_table(results: Sequence[Evaluation], outcomes: Sequence[str] = ()) -> FittedTable:
     parts = list(dict.fromkeys(part for one in results for part in one.parts if part not in outcomes))
-    columns: list[str | TableColumn] = ["split", "sampling", "tasks", "success", TableColumn("detectable", 2)]
-    columns += [*(TableColumn(part, 3) for part in parts), TableColumn("failed episodes", 1)]
+    ranks = {"detectable": 2, **dict.fromkeys(parts, 3), "failed episodes": 1}
+    columns = [TableColumn(name, ranks.get(name, 0)) for name in ("split", "sampling", "tasks", "success", *ranks)]
     rows = []
     for result in results:
         values = [f"{result.parts[part]:.3f}" if part in result.parts else "" for part in parts]
