@@ -295,7 +295,9 @@ class _ListedModel(BaseModel):
     max_model_len: int | None = None
 
 
-class _ListedModels(BaseModel):
+class ListedModels(BaseModel):
+    """The models that an OpenAI-compatible server lists."""
+
     data: list[_ListedModel] = Field(min_length=1)
 
 
@@ -328,7 +330,7 @@ def check_server(url: str, api: str) -> Iterator[DoctorFinding]:
     base = url.rstrip("/").removesuffix("/v1")
     what = f"engine {base}"
     try:
-        models = get_once(base, "/v1/models", _ListedModels).data
+        models = get_once(base, "/v1/models", ListedModels).data
     except LudusError as error:
         yield DoctorFinding(what, "fault", str(error))
         return

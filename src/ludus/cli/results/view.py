@@ -18,7 +18,9 @@ from ludus.cli.arguments import run_config
 from ludus.cli.serving.serve import needs_serve_extra, url_of
 from ludus.cli.ui.terminal import bars, make_console, print_line, print_text
 from ludus.config.schema import Config
+from ludus.envs.registry import build_world
 from ludus.errors import LudusError
+from ludus.rewards.base import success
 from ludus.rollouts.rollout_files import RolloutRecord
 from ludus.training.run.run_dir import RunFolder
 
@@ -44,7 +46,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     folder = RunFolder(args.run)
     console = make_console()
-    index = RolloutIndex(folder, verifier(run_config(folder, ())))
+    index = RolloutIndex(folder, _verifier(run_config(folder, ())))
     with bars(console) as progress:
         task = progress.add_task("indexing rollouts", total=len(rollout_files(folder)), numbers="")
         if not index.refresh(lambda _: progress.advance(task)):
@@ -60,11 +62,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def verifier(config: Config) -> Callable[[RolloutRecord], bool | None]:
+def _verifier(config: Config) -> Callable[[RolloutRecord], bool | None]:
     """Return a function that says whether a rollout solved its task; always None if the world is not available."""
-    from ludus.envs.registry import build_world
-    from ludus.rewards.base import success
-
     try:
         rewards = build_world(config.env, config.rollout).rewards
     except LudusError:
