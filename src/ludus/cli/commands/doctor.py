@@ -20,6 +20,7 @@ import resource
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -30,10 +31,11 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from ludus.cli.arguments import is_recipe, no_settings
+from ludus.cli.arguments import is_recipe, no_settings, run_config
 from ludus.cli.ui.terminal import load_libraries, make_console, print_text
 from ludus.errors import LudusError, UserError
 from ludus.recipes import recipe_folder
+from ludus.training.run.run_dir import RunFolder
 
 _REQUIRED_GB = 2.0
 """Memory and disk in GB that the search recipe needs, with a margin."""
@@ -84,9 +86,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         text = f"No model for the environment {args.target!r}."
         raise UserError(text, "Add --model: a checkpoint, model, run or URL.")
     if args.target is not None:
-        from ludus.cli.ui.findings import print_findings  # needs libraries that the check of the machine may miss
-
-        return print_findings(Path(args.target), args.steps, as_json=args.json)
+        return _print_findings(Path(args.target), args.steps, args.json)
     load_libraries()
     console = make_console(quiet=args.json)
     found = []
@@ -98,6 +98,38 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.json:
         print(json.dumps([asdict(finding) for finding in found], indent=1))
     return 1 if faults else 0
+
+
+def _print_findings(folder: Path, steps: int, as_json: bool) -> int:
+    """Print the findings about a run, the most severe first; return 1 if there are faults."""
+    # imported here: the check of the machine must work without these libraries
+    from ludus.diagnostics.trackers import read_metrics
+    from ludus.evaluation.evaluate import load_evaluation
+    from ludus.evaluation.run_findings import SEVERITIES, RunData, examine_run
+    from ludus.rollouts.rollout_files import read_rollouts
+
+    run = RunFolder(folder)
+    config = run_config(run, ())  # raises UserError for another folder
+    files = sorted(run.rollouts.glob("step-*.jsonl.gz"))[-steps:] if steps > 0 else []
+    data = RunData(
+        config,
+        [row.metrics for row in read_metrics(run.metrics)] if run.metrics.is_file() else [],
+        [record for file in files for record in read_rollouts(file)],
+        [load_evaluation(file) for file in sorted(run.evaluations.glob("*.json"))],
+    )
+    console, found = make_console(quiet=as_json), examine_run(data)
+    for finding in found:
+        style = {"fault": "bold red", "warn": "yellow", "note": "cyan"}[finding.severity]
+        print_text(console, f"{finding.severity:5}  {finding.topic}: {finding.text}.", style)
+        print_text(console, f"       {finding.remedy}")
+    numbers = f"{len(data.rows)} steps, {len(data.records)} rollouts of the last {min(steps, len(data.rows))}"
+    read = f"{numbers}, {len(data.evaluations)} evaluations"
+    counts = Counter(finding.severity for finding in found)
+    summary = ", ".join(f"{counts[severity]} {severity}" for severity in SEVERITIES if counts[severity])
+    print_text(console, f"Read {read}. Findings: {summary or 'none'}.")
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in found], indent=1))
+    return 1 if counts["fault"] else 0
 
 
 def _is_environment(target: str) -> bool:
