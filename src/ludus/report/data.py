@@ -7,7 +7,7 @@ steps only.
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -278,15 +278,13 @@ def _settings_table(runs: Sequence[ReportedRun]) -> ReportTable:
     return ReportTable("Configured differently", ("setting", *(run.name for run in runs)), rows)
 
 
-def shares(records: Sequence[RolloutRecord], values: Callable[[RolloutRecord], dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each named value over the records that have it."""
-    total: Counter[str] = Counter()
-    count: Counter[str] = Counter()
+def _mean_parts(records: Sequence[RolloutRecord]) -> dict[str, float]:
+    """Return the mean of each reward part over the records that have it."""
+    values: dict[str, list[float]] = defaultdict(list)
     for record in records:
-        found = values(record)
-        total.update(found)
-        count.update(found.keys())
-    return {name: total[name] / count[name] for name in count}
+        for name, value in record.trajectory.rewards.items():
+            values[name].append(value)
+    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def probe_tables(runs: Sequence[ReportedRun]) -> Iterator[ReportTable]:
@@ -308,7 +306,7 @@ def episode_tables(runs: Sequence[ReportedRun]) -> Iterator[ReportTable]:
         counts = [Counter(str(r.trajectory.stop_reason) for r in records) for records in ends]
         for name in sorted(counts[0] | counts[1]):
             reasons += [(run.name, name, *(f"{c[name] / max(1, c.total()):.1%}" for c in counts))]
-        means = [shares(records, lambda r: dict(r.trajectory.rewards)) for records in ends]
+        means = [_mean_parts(records) for records in ends]
         for name in sorted(means[0].keys() | means[1].keys()):
             parts += [(run.name, name, *(f"{m[name]:.3f}" if name in m else "" for m in means))]
         calls = [[o for path in r.trajectory.attempts() for o in path.call_outcomes] for r in run.late]

@@ -126,11 +126,6 @@ class Rescored:
         """Whether the reward differs."""
         return self.record.trajectory.reward != self.now.reward
 
-    @property
-    def parts_changed(self) -> bool:
-        """Whether a part differs, is new or is missing."""
-        return dict(self.record.trajectory.rewards) != dict(self.now.rewards)
-
 
 @dataclass(frozen=True)
 class Replay:
@@ -250,7 +245,7 @@ async def _scores(
 def summary(replay: Replay) -> list[str]:
     """Describe the result in sentences."""
     changed = sum(one.changed for one in replay.rescored)
-    parts = sum(one.parts_changed and not one.changed for one in replay.rescored)
+    parts = sum(not o.changed and dict(o.record.trajectory.rewards) != dict(o.now.rewards) for o in replay.rescored)
     counts = [f"{changed} have a changed reward"] if changed or parts else []
     counts += [f"{parts} more have changed parts and the same reward"] if parts else []
     what = ", ".join(counts) or "all rewards are unchanged, bit for bit"
