@@ -327,9 +327,7 @@ class _ListedModel(BaseModel):
     max_model_len: int | None = None
 
 
-class ListedModels(BaseModel):
-    """The models that an OpenAI-compatible server lists."""
-
+class _ListedModels(BaseModel):
     data: list[_ListedModel] = Field(min_length=1)
 
 
@@ -362,7 +360,7 @@ def check_server(url: str, api: str) -> Iterator[DoctorFinding]:
     base = url.rstrip("/").removesuffix("/v1")
     what = f"engine {base}"
     try:
-        models = get_once(base, "/v1/models", ListedModels).data
+        models = get_once(base, "/v1/models", _ListedModels).data
     except LudusError as error:
         yield DoctorFinding(what, "fault", str(error))
         return

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from pydantic import BaseModel, Field
 from rich.console import Console
 
 from ludus.cli.arguments import check_run, is_recipe, model_settings, recipe_config
-from ludus.cli.commands.doctor import ListedModels
 from ludus.cli.evaluate.eval import EvalBackend, make_backend
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.tables import format_success
@@ -50,6 +50,14 @@ from ludus.training.run.run_dir import RunFolder, latest_checkpoint
 from ludus.types import Message, SamplingParams, Task, Trajectory
 
 _SPLIT = "train"
+
+
+class _ServedModel(BaseModel):
+    id: str
+
+
+class _ServedModels(BaseModel):
+    data: list[_ServedModel] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
@@ -136,7 +144,7 @@ def resolved_model(args: argparse.Namespace) -> argparse.Namespace:
     model, endpoint = args.model, None
     if model.startswith(("http://", "https://")):
         endpoint = model.rstrip("/").removesuffix("/chat/completions")
-        model = get_once(endpoint, "/models", ListedModels).data[0].id
+        model = get_once(endpoint, "/models", _ServedModels).data[0].id
     elif (Path(model) / "config.toml").is_file() and (Path(model) / "run.json").is_file():
         model = str(latest_checkpoint(RunFolder(Path(model)))[1])
     if endpoint is None:
