@@ -53,11 +53,8 @@ def plain_words(text: str) -> str:
     folded = _DASH.sub("-", unicodedata.normalize("NFKD", expanded).casefold().replace("\N{FRACTION SLASH}", "/"))
     plain = "".join(c for c in folded if not unicodedata.combining(c))
     preserved = {i for match in _PRESERVED.finditer(plain) for i in range(*match.span())}
-    return " ".join("".join(c for i, c in enumerate(plain) if i in preserved or not _is_punctuation(c)).split())
-
-
-def _is_punctuation(character: str) -> bool:
-    return character in string.punctuation or unicodedata.category(character).startswith("P")
+    signs = {c for c in plain if c in string.punctuation or unicodedata.category(c).startswith("P")}
+    return " ".join("".join(c for i, c in enumerate(plain) if i in preserved or c not in signs).split())
 
 
 def matches(answer: str, truth: ExpectedAnswers) -> bool:

@@ -73,19 +73,16 @@ def last_output(tool: str) -> Evidence:
     """Return a function that reads the output of the last call of `tool`; empty if it failed or was truncated."""
 
     def read(trajectory: Trajectory) -> str:
-        found = [outcome for outcome in trajectory.outcomes if outcome.tool == tool]
-        fine = bool(found) and found[-1].status is ToolStatus.OK and not found[-1].truncated
-        return found[-1].output if fine else ""
+        last = next((outcome for outcome in reversed(trajectory.outcomes) if outcome.tool == tool), None)
+        return last.output if last is not None and last.status is ToolStatus.OK and not last.truncated else ""
 
     return read
 
 
 def fenced_block(text: str) -> str:
     """Return the content of the only fenced block; the whole text if there is none; empty if there are several."""
-    blocks = [match[2].strip() for match in _FENCE.finditer(text)]
-    if not blocks:
-        return text.strip()
-    return blocks[0] if len(blocks) == 1 else ""
+    blocks = [match[2] for match in _FENCE.finditer(text)] or [text]
+    return blocks[0].strip() if len(blocks) == 1 else ""
 
 
 class NotJson(ValueError):
@@ -97,7 +94,7 @@ def read_json(text: str) -> JSON:
     if len(text) > MAX_JSON_CHARACTERS:
         raise NotJson("too long")
     try:
-        value: JSON = json.loads(text, object_pairs_hook=_object, parse_constant=_refuse, parse_float=_finite)
+        value: JSON = json.loads(text, object_pairs_hook=_object, parse_constant=_finite, parse_float=_finite)
     except (ValueError, RecursionError) as error:
         raise NotJson(str(error)) from error
     if exceeds_depth(value, MAX_DEPTH - 1):
@@ -114,11 +111,9 @@ def _object(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
 
 def _finite(numeral: str) -> JSON:
     value = float(numeral)
-    return value if math.isfinite(value) else _refuse(numeral)
-
-
-def _refuse(name: str) -> JSON:
-    raise NotJson(name)
+    if not math.isfinite(value):
+        raise NotJson(numeral)
+    return value
 
 
 class _Frame(NamedTuple):
@@ -142,13 +137,11 @@ def candidates(text: str) -> tuple[str, ...]:
     boxed, tags = _boxes(text), _tags(text)
     if boxed is None or _is_denied(text, (*boxed, *tags)):
         return ()
+    *_, last = [None, *_MARKER.finditer(text)]
     found = _outer(text, boxed) or _outer(text, tags)
-    if not found:
-        *_, last = [None, *_MARKER.finditer(text)]
-        if last and _is_doubted(text, last.start()):
-            return ()
-        found = (text[last.end() :] if last else text,)
-    stripped = tuple(_bare(one) for one in found)
+    if not found and last and _is_doubted(text, last.start()):
+        return ()
+    stripped = tuple(map(_bare, found or (text[last.end() :] if last else text,)))
     return stripped if all(stripped) else ()
 
 
@@ -259,8 +252,6 @@ def plain_signs(text: str) -> str:
 
 def without_invisible(text: str) -> str:
     """Remove characters that are not displayed: format characters and variation selectors."""
-    return text if text.isascii() else "".join(c for c in text if not _is_invisible(c))
-
-
-def _is_invisible(character: str) -> bool:
-    return unicodedata.category(character) == "Cf" or "\ufe00" <= character <= "\ufe0f"
+    if text.isascii():
+        return text
+    return "".join(c for c in text if unicodedata.category(c) != "Cf" and not "\ufe00" <= c <= "\ufe0f")

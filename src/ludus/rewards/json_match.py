@@ -118,7 +118,7 @@ def json_schema(task: Task, trajectory: Trajectory) -> float:
 
 def is_value(text: str, truth: Value) -> bool:
     """Return whether the text, or its only fenced block, is the JSON value."""
-    return _is_json_value(fenced_block(text), truth.value, truth.tolerance, frozenset())
+    return is_state(fenced_block(text), MatchState(truth.value, tolerance=truth.tolerance))
 
 
 def json_value(task: Task, trajectory: Trajectory) -> float:
@@ -128,7 +128,10 @@ def json_value(task: Task, trajectory: Trajectory) -> float:
 
 def is_state(text: str, truth: MatchState) -> bool:
     """Return whether the text is the JSON of the expected state."""
-    return _is_json_value(text, truth.value, truth.tolerance, truth.ignored)
+    try:
+        return same_json(read_json(text), truth.value, truth.tolerance, truth.ignored)
+    except NotJson:
+        return False
 
 
 def same_state(read: Evidence = final_answer) -> RewardFunction:
@@ -141,13 +144,6 @@ def same_state(read: Evidence = final_answer) -> RewardFunction:
         return float(is_state(read(trajectory), truth_of(task, MatchState)))
 
     return state_equality
-
-
-def _is_json_value(text: str, value: JSON, tolerance: float, ignored: frozenset[str]) -> bool:
-    try:
-        return same_json(read_json(text), value, tolerance, ignored)
-    except NotJson:
-        return False
 
 
 class InvalidSchema(ValueError):
@@ -182,23 +178,6 @@ def fits(value: JSON, schema: Mapping[str, JSON]) -> bool:
     import referencing
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend
-
-    validator = extend(Draft202012Validator, {"multipleOf": _multiple_of})
-    return bool(validator(_convert_patterns(schema), registry=referencing.Registry()).is_valid(value))
-
-
-def _multiple_of(validator: object, step: float, value: JSON, schema: object) -> Iterator[Exception]:
-    """Validate the keyword `multipleOf`, with jsonschema's signature."""
-    from jsonschema import ValidationError
-
-    del validator, schema
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        quotient = Fraction(str(value)) / Fraction(str(step))
-        if quotient.denominator != 1:
-            yield ValidationError(f"it is not a multiple of {step}")
-
-
-def _convert_patterns(schema: Mapping[str, JSON]) -> Mapping[str, JSON]:
     from referencing.jsonschema import DRAFT202012
 
     converted = copy.deepcopy(dict(schema))
@@ -210,7 +189,17 @@ def _convert_patterns(schema: Mapping[str, JSON]) -> Mapping[str, JSON]:
         if isinstance(inner, dict) and isinstance(inner.get("patternProperties"), dict):
             inner["patternProperties"] = {_pattern(key): one for key, one in inner["patternProperties"].items()}
         found += resource.subresources()
-    return converted
+    validator = extend(Draft202012Validator, {"multipleOf": _multiple_of})
+    return bool(validator(converted, registry=referencing.Registry()).is_valid(value))
+
+
+def _multiple_of(validator: object, step: float, value: JSON, schema: object) -> Iterator[Exception]:
+    """Validate the keyword `multipleOf`, with jsonschema's signature."""
+    from jsonschema import ValidationError
+
+    del validator, schema
+    if is_number(value) and Fraction(str(value)) % Fraction(str(step)) != 0:
+        yield ValidationError(f"it is not a multiple of {step}")
 
 
 def _pattern(pattern: str) -> str:

@@ -218,8 +218,6 @@ def _overlap(first: Sequence[str], second: Sequence[str]) -> float:
 
 def _arguments(expected: ExpectedCall, made: ExpectedCall) -> tuple[float, float]:
     """Return the overlap of the argument names, and the number of arguments with the right value."""
-    names = _overlap([*expected.arguments], [*made.arguments])
-    right = sum(
-        name in made.arguments and same_json(made.arguments[name], value) for name, value in expected.arguments.items()
-    )
-    return names, float(right)
+    shared = expected.arguments.keys() & made.arguments.keys()
+    right = sum(same_json(made.arguments[name], expected.arguments[name]) for name in shared)
+    return _overlap([*expected.arguments], [*made.arguments]), float(right)

@@ -34,8 +34,6 @@ from ludus.types import Task
 MODEL_PART = "reward_model"
 """Name of the part scored by a reward model."""
 
-Option = int | str
-
 
 @dataclass(frozen=True, slots=True)
 class RegisteredReward:
@@ -48,11 +46,6 @@ class RegisteredReward:
     make: Callable[..., RewardFunction]
     calls: bool = False
     truth: type | None = None
-
-    @property
-    def options(self) -> Mapping[str, inspect.Parameter]:
-        """Options of `make` by name."""
-        return inspect.signature(self.make).parameters
 
 
 def _make_same_state(tool: str = "") -> RewardFunction:
@@ -129,14 +122,9 @@ def preset_parts(preset: str | None, own: Sequence[Reward]) -> Sequence[Reward]:
     if preset is None:
         return own
     published = PUBLISHED[preset]
-    return (*_outcomes(own), *published.parts()) if published.keeps_outcome else published.parts()
-
-
-def _outcomes(own: Sequence[Reward]) -> Sequence[Reward]:
-    """Return a world's outcomes, their weights scaled so that the smallest positive one is 1."""
-    found = [part for part in own if part.outcome]
-    least = min((part.weight for part in found if part.weight > 0), default=1.0)
-    return [replace(part, weight=part.weight / least) for part in found]
+    outcomes = [part for part in own if part.outcome and published.keeps_outcome]
+    least = min((part.weight for part in outcomes if part.weight > 0), default=1.0)
+    return (*(replace(part, weight=part.weight / least) for part in outcomes), *published.parts())
 
 
 def find_reward(name: str, source: str | None) -> RegisteredReward:
@@ -151,7 +139,7 @@ def named_part(name: str, config: PartConfig) -> Reward:
     """Return a part. Raises ConfigError for a name or options that it does not have, and if it is not a function of
     task and trajectory."""
     options, part = config.given, find_reward(name, config.source)
-    known = part.options
+    known = inspect.signature(part.make).parameters
     if odd := [option for option in options if option not in known]:
         takes = f"It takes {', '.join(known)}." if known else "It takes none."
         raise ConfigError(f"rewards.extra.{name} has no option {odd[0]!r}.", takes)
@@ -207,18 +195,11 @@ def training_parts(settings: RewardsConfig, own: Sequence[Reward]) -> Sequence[R
 def check_names(settings: RewardsConfig, parts: Sequence[Reward]) -> None:
     """Raise ConfigError if weights, caps or the gate name an unknown part; the error names the nearest one."""
     names = [part.name for part in parts] + ([MODEL_PART] if settings.model is not None else [])
-    given = {
-        "weights": [*settings.weights],
-        "weights_end": [*settings.weights_end],
-        "caps": [*settings.caps],
-        "gate": [] if settings.gate == "outcome" else [settings.gate],
-    }
-    for key, used in given.items():
-        for name in used:
-            if name not in names:
-                guess = did_you_mean(name, names)
-                message = f"rewards.{key} names {name!r}, which is not a part of the reward."
-                raise ConfigError(message, f"{guess}Parts: {', '.join(names)}.")
+    gate = [] if settings.gate == "outcome" else [settings.gate]
+    given = {"weights": settings.weights, "weights_end": settings.weights_end, "caps": settings.caps, "gate": gate}
+    for key, name in ((key, name) for key, used in given.items() for name in used if name not in names):
+        message = f"rewards.{key} names {name!r}, which is not a part of the reward."
+        raise ConfigError(message, f"{did_you_mean(name, names)}Parts: {', '.join(names)}.")
 
 
 def check_task_fits(settings: Mapping[str, PartConfig], task: Task, num_tools: int) -> None:

@@ -72,11 +72,9 @@ def repeated_calls(cap: int = 4) -> RewardFunction:
     """
 
     def count(trajectory: Trajectory) -> int:
-        made = [
-            (call.name, json.dumps(_normalise_numbers(dict(call.arguments)), sort_keys=True))
-            for call in calls_made(trajectory)
-        ]
-        return len(made) - len(set(made))
+        calls = calls_made(trajectory)
+        made = {(one.name, json.dumps(_normalise_numbers(dict(one.arguments)), sort_keys=True)) for one in calls}
+        return len(calls) - len(made)
 
     return _capped_penalty(count, cap)
 
@@ -112,7 +110,7 @@ def share_in_script(text: str, script: str) -> float:
     1 if there are no letters. Digits, punctuation and marks do not count.
     """
     letters = [_script(character) for character in text if character.isalpha()]
-    return sum(name == script for name in letters) / len(letters) if letters else 1.0
+    return letters.count(script) / len(letters) if letters else 1.0
 
 
 @lru_cache(maxsize=20_000)
@@ -175,7 +173,8 @@ def format_score(task: Task, trajectory: Trajectory) -> float:
     statuses = [outcome.status for outcome in trajectory.call_outcomes]
     broken = statuses.count(ToolStatus.MALFORMED)
     thought = any(_has_thought(message) and not _has_mark(message) for message in _assistant_messages(trajectory))
-    boxed = isinstance(task.truth, MATH_TRUTHS) and _has_box(trajectory.answer)
+    found = boxes(trajectory.answer) if len(trajectory.answer) <= MAX_CHARACTERS else None
+    boxed = isinstance(task.truth, MATH_TRUTHS) and any(one.strip() for one in found or ())
     total = 0.3 * thought + 0.1 * (len(statuses) - broken) - 0.2 * broken + 0.2 * boxed
     return max(0.0, min(1.0, total))
 
@@ -200,11 +199,6 @@ def _normalise_numbers(value: JSON) -> JSON:
     if isinstance(value, list):
         return [_normalise_numbers(inner) for inner in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _has_box(answer: str) -> bool:
-    found = boxes(answer) if len(answer) <= MAX_CHARACTERS else None
-    return any(one.strip() for one in found or ())
 
 
 def _assistant_messages(trajectory: Trajectory) -> Sequence[Message]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import string
 from collections.abc import Callable, Mapping
-from fractions import Fraction
 from typing import Final
 
 from ludus.rewards import json_match, multiple_choice
@@ -111,7 +110,12 @@ def _short(text: str, type_: JSON) -> Quantity | Expression | ExpectedAnswers:
         return Expression(answer)
     if value is None:
         raise ValueError(f"{answer[:60]!r} is not a number")
-    return _quantity(value)
+    if value.denominator == 1:
+        return Quantity(int(value), relative=0.0)
+    try:
+        return Quantity(float(value), relative=_CLOSE)
+    except OverflowError as error:
+        raise ValueError("the number is too large") from error
 
 
 def _accepted(answers: list[JSON]) -> ExpectedAnswers:
@@ -120,15 +124,6 @@ def _accepted(answers: list[JSON]) -> ExpectedAnswers:
     if not texts or len(texts) < len(answers):
         raise ValueError('"answer" is not a list of texts with words to compare')
     return ExpectedAnswers(texts)
-
-
-def _quantity(value: Fraction) -> Quantity:
-    if value.denominator == 1:
-        return Quantity(int(value), relative=0.0)
-    try:
-        return Quantity(float(value), relative=_CLOSE)
-    except OverflowError as error:
-        raise ValueError("the number is too large") from error
 
 
 def _choice(answer: JSON, options: JSON) -> Choice:

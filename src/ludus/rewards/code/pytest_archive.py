@@ -30,18 +30,15 @@ _SUBMODULES: Final = {
 def pytest_archive() -> bytes:
     """Return the archive, built once per process. Raises UserError if pytest is not installed."""
     found = io.BytesIO()
+    date = (2020, 1, 1, 0, 0, 0)
     mode = py_compile.PycInvalidationMode.UNCHECKED_HASH
     with zipfile.ZipFile(found, "w", zipfile.ZIP_DEFLATED) as archive, tempfile.TemporaryDirectory() as temp_dir:
         compiled = Path(temp_dir, "module.pyc")
         for name, file in (module for package in _PACKAGES for module in _modules(package)):
-            archive.writestr(_entry(name), file.read_bytes(), zipfile.ZIP_DEFLATED)
+            archive.writestr(zipfile.ZipInfo(name, date), file.read_bytes(), zipfile.ZIP_DEFLATED)
             py_compile.compile(str(file), str(compiled), name, doraise=True, invalidation_mode=mode)
-            archive.writestr(_entry(f"{name}c"), compiled.read_bytes())
+            archive.writestr(zipfile.ZipInfo(f"{name}c", date), compiled.read_bytes())
     return found.getvalue()
-
-
-def _entry(name: str) -> zipfile.ZipInfo:
-    return zipfile.ZipInfo(name, (2020, 1, 1, 0, 0, 0))
 
 
 def _modules(package: str) -> Iterator[tuple[str, Path]]:

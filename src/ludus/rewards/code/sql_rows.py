@@ -63,8 +63,8 @@ def read_rows(text: str) -> tuple[Row, ...] | None:
         return None
     if not isinstance(value, list):
         return None
-    rows = [_row(item) for item in value]
-    return None if any(row is None for row in rows) else tuple(row for row in rows if row is not None)
+    rows = tuple(row for item in value if (row := _row(item)) is not None)
+    return rows if len(rows) == len(value) else None
 
 
 def rows_match(read: Evidence) -> RewardFunction:
@@ -144,15 +144,13 @@ def _cell_key(cell: Cell) -> str:
 
 
 def _same(one: Row, other: Row, tolerance: float) -> bool:
+    """Compare two rows; the tolerance applies to two numbers of which one is a float."""
     return len(one) == len(other) and all(
-        same_number(a, b, tolerance) if _are_close(a, b) else type(a) is type(b) and a == b
+        same_number(a, b, tolerance)
+        if is_number(a) and is_number(b) and float in (type(a), type(b))
+        else type(a) is type(b) and a == b
         for a, b in zip(one, other, strict=True)
     )
-
-
-def _are_close(one: Cell, other: Cell) -> bool:
-    """Return whether both cells are numbers and one is a float, so that the tolerance applies."""
-    return is_number(one) and is_number(other) and (isinstance(one, float) or isinstance(other, float))
 
 
 def number_key(number: float) -> str:

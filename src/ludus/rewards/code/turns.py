@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ludus.rewards.base import truth_of
 from ludus.rewards.code.unit_tests import Suite, read_report
 from ludus.types import JSON, Task, ToolOutcome, ToolStatus, Trajectory
 
@@ -90,9 +91,7 @@ def suite_progress(final: str) -> TurnVerifier:
     """
 
     def progress(task: Task, trajectory: Trajectory) -> Progress:
-        suite = task.truth
-        if not isinstance(suite, Suite):
-            raise TypeError(f"task {task.id}: the truth is {type(suite).__name__}, expected Suite")
+        suite = truth_of(task, Suite)
         reached: list[set[str]] = [set() for _ in range(trajectory.num_turns)]
         for turn, text in _reports(trajectory, final):
             passed = read_report(text).passed

@@ -13,6 +13,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, lru_cache, partial
@@ -85,12 +86,11 @@ def _gold(text: str, units: tuple[str, ...], expected: str = "") -> _Gold:
         plain, unit = _split_unit(text, units, expected)
     except NotationError as error:
         raise ValueError(f"the gold answer {text[:80]!r} cannot be read: {error}") from error
-    if _is_words(text, plain):
-        return _Gold(plain, unit, None)
-    try:
-        return _Gold(plain, unit, _drop_degrees(read(plain)))
-    except NotationError:
-        return _Gold(plain, unit, None)
+    tree = None
+    if not _is_words(text, plain):
+        with suppress(NotationError):
+            tree = _drop_degrees(read(plain))
+    return _Gold(plain, unit, tree)
 
 
 def _is_words(text: str, plain: str) -> bool:
@@ -110,8 +110,11 @@ def _is_correct(text: str, gold: _Gold, truth: Expression) -> bool:
         gold = _gold(truth.gold, truth.units, unit)
     if unit not in ("", gold.unit):
         return False
-    if gold.tree is None:
-        return bool(normalise(plain)) and _comparable_text(plain) == _comparable_text(gold.plain)
+    if gold.tree is None:  # compare the words, or the characters without spaces
+        given_text, gold_text = (
+            normalise(one) if re.fullmatch(r"[\w\s'.-]+", one) else "".join(one.split()) for one in (plain, gold.plain)
+        )
+        return bool(normalise(plain)) and given_text == gold_text
     if plain == gold.plain:
         return True
     try:
@@ -120,11 +123,6 @@ def _is_correct(text: str, gold: _Gold, truth: Expression) -> bool:
         return worked and same(gold.tree, given)
     except NotationError:
         return False
-
-
-def _comparable_text(text: str) -> str:
-    """Return the text to compare for a gold answer outside the grammar: its words, or its characters without spaces."""
-    return normalise(text) if re.fullmatch(r"[\w\s'.-]+", text) else "".join(text.split())
 
 
 def _split_unit(text: str, units: tuple[str, ...], expected: str = "") -> tuple[str, str]:
@@ -185,7 +183,8 @@ def _has_plus_minus(node: ExpressionNode) -> bool:
 
 def _same_items(gold: ExpressionNode, given: ExpressionNode) -> bool:
     """Return whether two lists or sets are equal as multisets; a single item counts as a list."""
-    if {gold.name, given.name} == {"or", "and"} and any(set(_signs(node)) - {"="} for node in (gold, given)):
+    relations = (item.name for node in (gold, given) for item in node.args if item.op == "relation")
+    if {gold.name, given.name} == {"or", "and"} and set("".join(relations)) - {"="}:
         return False
     labels, expected = _items(gold)
     others, left = _items(given)
@@ -197,10 +196,6 @@ def _same_items(gold: ExpressionNode, given: ExpressionNode) -> bool:
             return False
         del left[place]
     return True
-
-
-def _signs(node: ExpressionNode) -> str:
-    return "".join(item.name for item in node.args if item.op == "relation")
 
 
 def _items(node: ExpressionNode) -> tuple[set[str], list[ExpressionNode]]:
@@ -261,13 +256,9 @@ def _same_relations(gold: ExpressionNode, given: ExpressionNode) -> bool:
         return _holds(value, given)
     if _same_regions(gold, given):
         return True
-    if len(gold.args) == len(given.args) == 2 and {gold.name, given.name} <= set("=<>≤≥"):
-        return _same_two_sided(gold, given)
-    return gold.name == given.name and _pairwise(gold.args, given.args)
-
-
-def _same_two_sided(gold: ExpressionNode, given: ExpressionNode) -> bool:
-    """Return whether one equation or inequality is a multiple of the other."""
+    if len(gold.args) != 2 or len(given.args) != 2 or not {gold.name, given.name} <= set("=<>≤≥"):
+        return gold.name == given.name and _pairwise(gold.args, given.args)
+    # one equation or inequality must be a multiple of the other
     sides = [ExpressionNode("add", (node.args[0], ExpressionNode("neg", (node.args[1],)))) for node in (gold, given)]
     if any("infty" in {one.name for one in side.walk()} for side in sides):
         return False
@@ -292,8 +283,7 @@ def _same_regions(gold: ExpressionNode, given: ExpressionNode) -> bool:
 
 def _same_values(gold: ExpressionNode, given: ExpressionNode) -> bool:
     """Return whether two expressions are equal, or the given one is the gold one rounded to six or more decimals."""
-    names = {one.name for node in (gold, given) for one in node.walk() if one.op == "constant"}
-    if "infty" in names:
+    if any(one.op == "constant" and one.name == "infty" for node in (gold, given) for one in node.walk()):
         return False
     expected, found = exact(gold), exact(given)
     if expected is not None and found is not None:
@@ -327,9 +317,8 @@ def exact(node: ExpressionNode) -> Fraction | None:
         return node.value
     if node.op not in ("neg", "percent", "add", "mul", "div", "pow"):
         return None
-    values = [exact(arg) for arg in node.args]
-    numbers = [value for value in values if value is not None]
-    if len(numbers) < len(values):
+    numbers = [value for arg in node.args if (value := exact(arg)) is not None]
+    if len(numbers) < len(node.args):
         return None
     match node.op:
         case "neg":

@@ -119,8 +119,7 @@ def plain_text(text: str) -> str:
     """
     if len(text) > MAX_CHARACTERS:
         raise NotationError("too long")
-    plain = _ascii(text)
-    plain = _SPACING.sub(" ", plain)
+    plain = _SPACING.sub(" ", _ascii(text))
     for _ in range(MAX_DEPTH):
         plain = _TEXT.sub(r" \1 ", plain)
     if _TEXT_LEFT.search(plain):
@@ -143,7 +142,9 @@ def _ascii(text: str) -> str:
     text = _SUPERSCRIPTS.sub(lambda m: "^{" + _fold(m[0]) + "}" if m[0] != "⁄" else "/", text)
     text = _SUBSCRIPTS.sub(lambda m: "_{" + unicodedata.normalize("NFKC", m[0]) + "}", text)
     signs = spellings("characters")
-    return "".join(signs.get(c) or _to_ascii(c) for c in text)
+    return "".join(
+        signs.get(c) or (plain if (plain := unicodedata.normalize("NFKC", c)).isascii() else c) for c in text
+    )
 
 
 def _fraction(character: str) -> str:
@@ -153,11 +154,6 @@ def _fraction(character: str) -> str:
 
 def _fold(superscripts: str) -> str:
     return unicodedata.normalize("NFKC", superscripts).replace("\N{MINUS SIGN}", "-").replace("⁄", "/")
-
-
-def _to_ascii(character: str) -> str:
-    plain = unicodedata.normalize("NFKC", character)
-    return plain if plain.isascii() else character
 
 
 def letters_of(text: str) -> frozenset[str]:
@@ -242,10 +238,13 @@ def _number(text: str, match: re.Match[str], depth: int, spaced: bool) -> tuple[
     else:
         body = re.sub(r"\D", "", grouped) + (f".{match['cents']}" if match["cents"] else "")
     value = Fraction(f"0{body}" if body.startswith(".") else body.removesuffix("."))
-    for parse_suffix in (_repeating, _scientific):
-        if found := parse_suffix(text, end, body, value):
-            kind, value, end = found
-            return Token("number", kind, value, spaced), end
+    if found := _repeating(text, end, body, value):
+        kind, value, end = found
+        return Token("number", kind, value, spaced), end
+    if power := _POWER_OF_TEN.match(text, end):
+        if abs(int(power[1])) > MAX_POWER:
+            raise NotationError("too large a power of ten")
+        return Token("number", "scientific", value * Fraction(10) ** int(power[1]), spaced), power.end()
     return Token("number", "decimal" if "." in body else "whole", value, spaced), end
 
 
@@ -260,17 +259,6 @@ def _repeating(text: str, end: int, body: str, value: Fraction) -> tuple[str, Fr
         return "repeating", value, repeated.end()
     dots = _ELLIPSIS.match(text, end)
     return ("repeating", _read_repeating(body), dots.end()) if dots else None
-
-
-def _scientific(text: str, end: int, body: str, value: Fraction) -> tuple[str, Fraction, int] | None:
-    """Return a number with a power of ten after `e`, and the offset after it."""
-    del body
-    power = _POWER_OF_TEN.match(text, end)
-    if power is None:
-        return None
-    if abs(int(power[1])) > MAX_POWER:
-        raise NotationError("too large a power of ten")
-    return "scientific", value * Fraction(10) ** int(power[1]), power.end()
 
 
 def _read_repeating(body: str) -> Fraction:

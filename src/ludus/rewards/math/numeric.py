@@ -53,25 +53,19 @@ def read_quantity(text: str, truth: Quantity, *, reduced: bool = False) -> Fract
 
     With `reduced`, also None if it is not in lowest terms: 435/15 is not evaluated.
     """
-    numeral, size = _read(text, truth)
-    if reduced and numeral is not None and unfinished(numeral):
-        return None
-    try:
-        value = None if numeral is None else exact(numeral)
-    except NotationError:
-        return None
-    return None if value is None else value * _to_fraction(size)
-
-
-def _read(text: str, truth: Quantity) -> tuple[ExpressionNode | None, float]:
-    """Return the numeral of a text without its unit, and the unit's size."""
     plain = _LEAD.sub("", _strip_latex(plain_signs(text)).strip())
     sizes = {"%": 0.01, "percent": truth.units.get("%", 0.01)} | dict(truth.units)
     unit, size, rest = _unit(plain, sizes)
     if truth.needs_unit and not unit:
-        return None, size
-    numeral = _short_number if len(rest) <= _SHORT else _number
-    return numeral(rest, truth.decimal_comma), size
+        return None
+    numeral = (_short_number if len(rest) <= _SHORT else _number)(rest, truth.decimal_comma)
+    if numeral is None or (reduced and unfinished(numeral)):
+        return None
+    try:
+        value = exact(numeral)
+    except NotationError:
+        return None
+    return None if value is None else value * _to_fraction(size)
 
 
 def close(value: Fraction, truth: Quantity) -> bool:

@@ -39,6 +39,7 @@ from ludus.rewards.math.notation import (
 _RELATIONS = frozenset("=<>≤≥≠∈≈")
 _SET_SIGNS = {"∪": "union", "∩": "intersection", "∖": "difference"}
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}"}
+_ROUNDINGS = {"⌊": ("⌋", "floor"), "⌈": ("⌉", "ceil")}
 _SEPARATORS = frozenset((",", ";", "or", "and"))
 _INFIX_COMMANDS = {"over": ("div", "frac"), "choose": ("call", "binom")}
 """Commands between two operands: `{a \\over b}`."""
@@ -106,10 +107,11 @@ class _Structures(ABC):
             self._expect("|")
             self.bars -= 1
             return ExpressionNode("abs", (inner,))
-        if opening in ("⌊", "⌈"):
+        if opening in _ROUNDINGS:
+            closing, name = _ROUNDINGS[opening]
             inner = self._sum()
-            self._expect({"⌊": "⌋", "⌈": "⌉"}[opening])
-            return ExpressionNode("call", (inner,), {"⌊": "floor", "⌈": "ceil"}[opening])
+            self._expect(closing)
+            return ExpressionNode("call", (inner,), name)
         if opening not in _CLOSING:
             raise NotationError(f"{opening[:40]!r}")
         bars, self.bars = self.bars, 0
@@ -119,7 +121,11 @@ class _Structures(ABC):
 
     def _inside(self, opening: str) -> ExpressionNode:
         if opening == "\\{":
-            return self._set()
+            if self._accept("\\}"):
+                return ExpressionNode("set")
+            found = self._condition("\\}") or ExpressionNode("set", tuple(self._separated(self._relation, ",", ";")))
+            self._expect("\\}")
+            return found
         if opening == "{":
             found = self._condition("}") or self._parse_over("}")
             self._expect("}")
@@ -133,14 +139,6 @@ class _Structures(ABC):
         if closing != _CLOSING[opening]:
             raise NotationError("mismatched brackets")
         return items[0]
-
-    def _set(self) -> ExpressionNode:
-        """Parse the elements of a set, or set-builder notation: `{x | x > 1}`."""
-        if self._accept("\\}"):
-            return ExpressionNode("set")
-        found = self._condition("\\}") or ExpressionNode("set", tuple(self._separated(self._relation, ",", ";")))
-        self._expect("\\}")
-        return found
 
     def _condition(self, closing: str) -> ExpressionNode | None:
         """Parse set-builder notation between braces, `x | x > 1` or `x ∈ R : x > 1`; return None for any other text."""
@@ -176,16 +174,12 @@ class _Structures(ABC):
         return ExpressionNode("pair", tuple(items), name)
 
     def _matrix(self, kind: str) -> ExpressionNode:
-        rows, row = [], [self._sum()]
+        rows = []
         while True:
-            if self._accept("&"):
-                row.append(self._sum())
-                continue
+            row = self._separated(self._sum, "&")
             rows.append(ExpressionNode("row", tuple(row)))
-            if self._accept("\\\\") and not self._peek().text.startswith("end{"):
-                row = [self._sum()]
-                continue
-            break
+            if not self._accept("\\\\") or self._peek().text.startswith("end{"):
+                break
         if self._peek().text != f"end{kind}" or not re.fullmatch(r"\{[pbv]?matrix\}", kind):
             raise NotationError("an unclosed matrix, or an unknown environment")
         self.at += 1
@@ -270,17 +264,12 @@ class _Parser(_Structures):
 
     def _starts_factor(self) -> bool:
         token = self._peek()
-        if token.kind == "number":
-            return self._is_mixed()
+        if token.kind == "number":  # a fraction such as `1/2` after a whole number and a blank
+            wholes = (self._peek(-1), token, self._peek(2))
+            return self._peek(1).text == "/" and token.spaced and all(map(_is_whole, wholes))
         if token.kind in ("letter", "command"):
             return token.text not in ("rangle", *_INFIX_COMMANDS) and not token.text.startswith("end{")
         return token.text in ("(", "[", "{", "⌊", "⌈") or (token.text == "|" and self.bars == 0)
-
-    def _is_mixed(self) -> bool:
-        """Return whether a fraction such as `1/2` follows a whole number and a blank."""
-        before, slash, below = self._peek(-1), self._peek(1), self._peek(2)
-        whole = [before, self._peek(), below]
-        return slash.text == "/" and self._peek().spaced and all(_is_whole(token) for token in whole)
 
     def _adjacent(self, found: ExpressionNode) -> ExpressionNode:
         before = self._peek(-1)
@@ -293,7 +282,8 @@ class _Parser(_Structures):
         factor = self._power()
         if applied:
             return ExpressionNode("mul", (found, factor), "applied")
-        if follows_number and factor.op == "div" and factor.name == "frac" and _is_plain_fraction(factor):
+        plain = all(arg.op == "number" and arg.name == "whole" for arg in factor.args)
+        if follows_number and factor.op == "div" and factor.name == "frac" and plain:
             return _mixed(found, factor.args[0].value, factor.args[1].value)
         return _product(found, factor)
 
@@ -336,7 +326,9 @@ class _Parser(_Structures):
         token = self._peek()
         self.at += 1
         if token.kind == "number":
-            found = self._numeral(token)
+            found = ExpressionNode("number", (), token.text, token.value)
+            if self._accept("_"):
+                found = ExpressionNode("based", (ExpressionNode("number", (), "whole", token.value), self._argument()))
         elif token.kind == "letter":
             found = self._name(token.text)
         elif token.kind == "command":
@@ -345,12 +337,6 @@ class _Parser(_Structures):
             found = self._bracket(token.text)
         self._change_depth(-1)
         return found
-
-    def _numeral(self, token: Token) -> ExpressionNode:
-        if self._accept("_"):
-            base = self._argument()
-            return ExpressionNode("based", (ExpressionNode("number", (), "whole", token.value), base))
-        return ExpressionNode("number", (), token.text, token.value)
 
     def _name(self, letter: str) -> ExpressionNode:
         name = letter
@@ -363,14 +349,14 @@ class _Parser(_Structures):
     def _argument(self) -> ExpressionNode:
         """Parse an argument of a command: a group in braces, one digit, or one atom."""
         token = self._peek()
-        if token.kind == "number" and token.text == "whole" and token.value is not None:
-            digit, rest = str(token.value)[0], str(token.value)[1:]
-            if rest:
-                self.tokens[self.at] = Token("number", "whole", Fraction(int(rest)))
-            else:
-                self.at += 1
-            return ExpressionNode("number", (), "whole", Fraction(int(digit)))
-        return self._atom()
+        if not _is_whole(token):
+            return self._atom()
+        digit, *rest = str(token.value)
+        if rest:
+            self.tokens[self.at] = Token("number", "whole", Fraction("".join(rest)))
+        else:
+            self.at += 1
+        return ExpressionNode("number", (), "whole", Fraction(digit))
 
     def _command(self, name: str) -> ExpressionNode:
         if name in ("frac", "binom"):
@@ -409,12 +395,8 @@ class _Parser(_Structures):
 
     def _call(self, name: str) -> ExpressionNode:
         """Parse a function: its base or exponent, then an argument in brackets or a product without signs."""
-        base: tuple[ExpressionNode, ...] = ()
-        raised: ExpressionNode | None = None
-        if self._accept("_"):
-            base = (self._argument(),)
-        if self._accept("^"):
-            raised = self._exponent()
+        base = (self._argument(),) if self._accept("_") else ()
+        raised = self._exponent() if self._accept("^") else None
         if raised is not None and _whole_value(raised) == -1:
             if name not in ("sin", "cos", "tan"):
                 raise NotationError("an inverse")
@@ -453,14 +435,9 @@ def _is_whole(token: Token) -> bool:
     return token.kind == "number" and token.text == "whole"
 
 
-def _is_plain_fraction(node: ExpressionNode) -> bool:
-    return all(arg.op == "number" and arg.name == "whole" for arg in node.args)
-
-
 def _whole_value(node: ExpressionNode) -> int | None:
-    if node.op == "neg":
-        inner = _whole_value(node.args[0])
-        return None if inner is None else -inner
+    if node.op == "neg" and (inner := _whole_value(node.args[0])) is not None:
+        return -inner
     return int(node.value) if node.op == "number" and node.name == "whole" and node.value is not None else None
 
 
@@ -473,13 +450,12 @@ def _mixed(whole: ExpressionNode, top: Fraction | None, bottom: Fraction | None)
 
 def _product(left: ExpressionNode, right: ExpressionNode) -> ExpressionNode:
     r"""Return the product; `5 \cdot 10^3` is a number."""
-    if right.op == "number" and right.name == "ten" and left.op == "number" and left.name in ("whole", "decimal"):
-        assert left.value is not None
-        assert right.value is not None
+    is_power = (
+        right.op == "number" and right.name == "ten" and left.op == "number" and left.name in ("whole", "decimal")
+    )
+    if is_power and left.value is not None and right.value is not None:
         return ExpressionNode("number", (), "scientific", left.value * right.value)
-    if left.op == "mul":
-        return ExpressionNode("mul", (*left.args, right))
-    return ExpressionNode("mul", (left, right))
+    return ExpressionNode("mul", (*(left.args if left.op == "mul" else (left,)), right))
 
 
 def _subscript_text(node: ExpressionNode) -> str:

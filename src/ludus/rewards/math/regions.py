@@ -18,14 +18,9 @@ _FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "=": "=", "≠": "�
 _INFINITE = ExpressionNode("constant", (), "infty")
 _MAX_SPANS = 50
 _FUNCTIONS: dict[str, Callable[[complex], complex]] = {
-    "sin": cmath.sin,
-    "cos": cmath.cos,
-    "tan": cmath.tan,
+    **{name: vars(cmath)[name] for name in ("sin", "cos", "tan", "exp")},
+    **{f"arc{name}": vars(cmath)[f"a{name}"] for name in ("sin", "cos", "tan")},
     "ln": cmath.log,
-    "exp": cmath.exp,
-    "arctan": cmath.atan,
-    "arcsin": cmath.asin,
-    "arccos": cmath.acos,
 }
 _OPERATIONS: dict[str, Callable[[list[complex]], complex]] = {
     "neg": lambda args: -args[0] if args[0].imag else complex(-args[0].real),
@@ -109,9 +104,8 @@ def _relation_region(node: ExpressionNode) -> Region:
     if len(sides) == 3 and sides[1].op == "name" and set(signs) <= {">", "≥"}:
         sides, signs = sides[::-1], "".join(_FLIPPED[sign] for sign in signs[::-1])
     if len(sides) == 3 and sides[1].op == "name" and set(signs) <= {"<", "≤"}:
-        low, name, high = sides[0], sides[1].name, sides[2]
-        span = _span(low, high, signs[0] == "≤", signs[1] == "≤")
-        return Region((span,), _check_bounds(name, low, high))
+        span = _span(sides[0], sides[2], signs[0] == "≤", signs[1] == "≤")
+        return Region((span,), _check_bounds(sides[1].name, sides[0], sides[2]))
     if len(sides) == 2 and sides[0].op == "abs" and signs in set("<>≤≥"):
         return _distance_region(sides[0].args[0], signs, sides[1])
     if len(sides) != 2 or sides[0].op != "name" or signs not in _FLIPPED:
@@ -178,10 +172,9 @@ def _unite(regions: Sequence[Region]) -> Region:
 
 def _touch(first: RealInterval, second: RealInterval) -> bool:
     """Return whether no number lies between two spans."""
-    gap = approximate(second.low) - approximate(first.high)
     if _are_near(second.low, first.high):
         return second.low_closed or first.high_closed
-    return gap < 0
+    return approximate(second.low) - approximate(first.high) < 0
 
 
 def _intersect(regions: Sequence[Region]) -> Region:

@@ -54,8 +54,7 @@ def size(node: ExpressionNode) -> int:
         case "call" | "abs" | "factorial":
             return 1 + sum(map(size, node.args))
         case "relation":
-            bare = [arg.op == "name" for arg in node.args]
-            return sum(size(arg) for arg, name in zip(node.args, bare, strict=True) if not name)
+            return sum(size(arg) for arg in node.args if arg.op != "name")
     return sum(map(size, node.args))
 
 
@@ -79,10 +78,12 @@ def _find_unfinished(node: ExpressionNode) -> Iterator[str]:
     match node.op:
         case "number" if node.name == "unreduced":
             yield "fraction"
-        case "neg" if node.args[0].op == "neg" or _starts_negative(node.args[0]):
-            yield "double sign"
-        case "neg" if node.args[0].op == "add":
-            yield "product of a sum"
+        case "neg":
+            (inner,) = node.args
+            if inner.op == "neg" or (inner.op in ("mul", "div") and inner.args[0].op == "neg"):
+                yield "double sign"
+            elif inner.op == "add":
+                yield "product of a sum"
         case "add":
             yield from _scan_sum(node.args)
         case "mul" | "div":
@@ -97,13 +98,8 @@ def _find_unfinished(node: ExpressionNode) -> Iterator[str]:
             yield node.op
 
 
-def _starts_negative(node: ExpressionNode) -> bool:
-    return node.op in ("mul", "div") and node.args[0].op == "neg"
-
-
 def _scan_sum(terms: Sequence[ExpressionNode]) -> Iterator[str]:
-    keys = [_term_key(term) for term in terms]
-    for num in Counter(keys).values():
+    for num in Counter(map(_term_key, terms)).values():
         if num > 1:
             yield "like terms"
     if any(_drop_sign(term).op == "add" for term in terms):
@@ -129,8 +125,7 @@ def _scan_product(node: ExpressionNode) -> Iterator[str]:
         yield "factor of one"
     if sum(factor.op == "neg" for factor in (*above, *below)) > 1:
         yield "double sign"
-    sums = [factor for factor in above if _base(factor).op == "add"]
-    if sums and len(above) > 1:
+    if len(above) > 1 and any(_base(factor).op == "add" for factor in above):
         yield "product of a sum"
 
 
@@ -145,11 +140,9 @@ def _scan_power(base: ExpressionNode, exponent: ExpressionNode) -> Iterator[str]
     if base.op == "add" and power is not None and power > 1:
         yield "product of a sum"
     value = _rational(base)
-    if (
-        value is not None
-        and power is not None
-        and (power.denominator == 1 or _has_rational_root(value, power.denominator))
-    ):
+    if value is None or power is None:
+        return
+    if power.denominator == 1 or _has_rational_root(value, power.denominator):
         yield "power of a number"
 
 
@@ -206,9 +199,8 @@ def _is_surd(node: ExpressionNode) -> bool:
 
 def _constant(node: ExpressionNode) -> Fraction | None:
     """Return the value of a number or of a fraction of numbers, with an optional sign."""
-    if node.op == "neg":
-        value = _constant(node.args[0])
-        return None if value is None else -value
+    if node.op == "neg" and (value := _constant(node.args[0])) is not None:
+        return -value
     if node.op != "div":
         return _rational(node)
     numerator, denominator = map(_rational, node.args)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from ludus.types import JSON
@@ -49,12 +50,8 @@ def warm_up() -> None:
 def judge(kind: str, gold: Tree, answer: Tree) -> int:
     """Compare two trees; return 1, -1 or 0."""
     try:
-        first, second = _expression(gold), _expression(answer)
-        if kind == "ratio":
-            return _ratio(first, second)
-        if kind == "rounded":
-            return int(_is_rounded(first, second))
-        return int(_are_equal(first, second))
+        compare = {"ratio": _ratio, "rounded": _is_rounded, "equal": _are_equal}[kind]
+        return int(compare(_expression(gold), _expression(answer)))
     except Exception:  # boundary: an expression on which sympy fails is not the answer
         return 0
 
@@ -154,9 +151,7 @@ def _is_rounded(number: Expr, decimal: Expr) -> bool:
 
     if number.is_rational or number.free_symbols or not decimal.is_Rational:
         return False
-    denominator, digits = int(decimal.q), 0
-    while 10**digits % denominator:
-        digits += 1
+    digits = next(n for n in itertools.count() if 10**n % int(decimal.q) == 0)
     value = number.evalf(digits + DIGITS)
     return bool(value.is_real) and bool(abs(value - decimal) * 2 * sympy.Integer(10) ** digits <= 1)
 
@@ -196,16 +191,7 @@ def _expression(tree: Tree) -> Expr:
             raise ExpressionRejected(name)
         return constants[name]
     args = [_expression(cast("Tree", arg)) for arg in cast("Tree", tree[3])]
-    found = _apply_operation(op, name, args)
-    if found.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo):
-        raise ExpressionRejected("no finite value")
-    return found
-
-
-def _apply_operation(op: str, name: str, args: list[Expr]) -> Expr:
-    import sympy
-
-    simple: dict[str, Callable[..., Expr]] = {
+    operations: dict[str, Callable[..., Expr]] = {
         "neg": lambda inner: -inner,
         "add": sympy.Add,
         "mul": sympy.Mul,
@@ -216,12 +202,14 @@ def _apply_operation(op: str, name: str, args: list[Expr]) -> Expr:
         "degree": lambda inner: inner * sympy.pi / 180,
         "abs": sympy.Abs,
         "factorial": _factorial,
+        "call": partial(_call_function, name),
     }
-    if op == "call":
-        return _call_function(name, args)
-    if op not in simple:
+    if op not in operations:
         raise ExpressionRejected(op)
-    return simple[op](*args)
+    found = operations[op](*args)
+    if found.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo):
+        raise ExpressionRejected("no finite value")
+    return found
 
 
 def _quotient(above: Expr, below: Expr) -> Expr:
@@ -258,13 +246,13 @@ def _factorial(number: Expr) -> Expr:
     return sympy.factorial(number)
 
 
-def _call_function(name: str, args: list[Expr]) -> Expr:
+def _call_function(name: str, *args: Expr) -> Expr:
     """Apply a function. `log` without a base has a symbolic base, which cancels in ratios of logarithms."""
     import sympy
 
-    names = {"arcsin": sympy.asin, "arccos": sympy.acos, "arctan": sympy.atan, "ln": sympy.log, "exp": sympy.exp}
-    names |= {"floor": sympy.floor, "ceil": sympy.ceiling}
-    names |= {key: vars(sympy)[key] for key in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")}
+    names = {"arcsin": sympy.asin, "arccos": sympy.acos, "arctan": sympy.atan, "ln": sympy.log, "ceil": sympy.ceiling}
+    own = ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp", "floor")
+    names |= {key: vars(sympy)[key] for key in own}
     if name in names and len(args) == 1:
         return names[name](args[0])
     if name in ("log", "lg") and len(args) == 1:
