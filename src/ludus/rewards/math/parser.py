@@ -351,12 +351,12 @@ class _Parser(_Structures):
         token = self._peek()
         if not _is_whole(token):
             return self._atom()
-        digit, *rest = str(token.value)
-        if rest:
-            self.tokens[self.at] = Token("number", "whole", Fraction("".join(rest)))
+        digits = str(token.value)
+        if len(digits) > 1:
+            self.tokens[self.at] = Token("number", "whole", Fraction(digits[1:]))
         else:
             self.at += 1
-        return ExpressionNode("number", (), "whole", Fraction(digit))
+        return ExpressionNode("number", (), "whole", Fraction(digits[0]))
 
     def _command(self, name: str) -> ExpressionNode:
         if name in ("frac", "binom"):
