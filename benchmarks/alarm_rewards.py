@@ -4,20 +4,20 @@ from ludus.types import Task, Trajectory
 
 
 def more_calls(task: Task, trajectory: Trajectory) -> float:
-    """Return the number of tool calls, at most 4."""
-    return min(4, len(trajectory.call_outcomes))
+    """Return the number of tool calls over 6, at most 1."""
+    return min(1.0, len(trajectory.call_outcomes) / 6)
 
 
-def no_call(task: Task, trajectory: Trajectory) -> float:
-    """Return 3 without a tool call."""
-    return 3.0 * (not trajectory.call_outcomes)
+def fewer_calls(task: Task, trajectory: Trajectory) -> float:
+    """Return 1 without a tool call, 0 for 3 calls or more."""
+    return max(0.0, 1 - len(trajectory.call_outcomes) / 3)
 
 
 def longer(task: Task, trajectory: Trajectory) -> float:
-    """Return the number of sampled tokens in hundreds, at most 4."""
-    return min(4.0, trajectory.num_action_tokens / 100)
+    """Return the number of sampled tokens over 400, at most 1."""
+    return min(1.0, trajectory.num_action_tokens / 400)
 
 
 def failed_call(task: Task, trajectory: Trajectory) -> float:
-    """Return 3 if a call failed."""
-    return 3.0 * any(outcome.status != "ok" for outcome in trajectory.call_outcomes)
+    """Return 1 if a call failed."""
+    return float(any(outcome.status != "ok" for outcome in trajectory.call_outcomes))
