@@ -31,6 +31,13 @@ class Dialogue:
         """Whether each message is part of the loss."""
         return tuple(m["role"] == "assistant" and m.get("train", True) for m in self.messages)
 
+    def texts(self) -> Iterator[str]:
+        """Yield the contents of the messages and, after each, its tool calls as JSON."""
+        for message in self.messages:
+            yield message["content"]
+            for made in (call["function"] for call in message.get("tool_calls", [])):
+                yield f'{{"name": "{made["name"]}", "arguments": {made["arguments"]}}}'
+
 
 @dataclass(frozen=True)
 class ToolWorld(World):

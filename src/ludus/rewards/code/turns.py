@@ -93,22 +93,15 @@ def suite_progress(final: str) -> TurnVerifier:
     def progress(task: Task, trajectory: Trajectory) -> Progress:
         suite = truth_of(task, Suite)
         reached: list[set[str]] = [set() for _ in range(trajectory.num_turns)]
-        for turn, text in _reports(trajectory, final):
-            passed = read_report(text).passed
+        for outcome in trajectory.outcomes:  # the environment's, which have no call_id
+            if outcome.call_id or outcome.status is not ToolStatus.OK or outcome.tool not in (TURN_REPORT, final):
+                continue
+            is_report = outcome.tool == TURN_REPORT
+            turn = int(json.loads(outcome.output)["turn"]) if is_report else trajectory.num_turns - 1
+            passed = read_report(outcome.output).passed
             if 0 <= turn < len(reached) and passed.issuperset(suite.pass_to_pass):
                 count = len(passed.intersection(suite.fail_to_pass))
                 reached[turn] |= {f"{number} pass" for number in range(1, count + 1)}
         return Progress(reached, len(set(suite.fail_to_pass)))
 
     return progress
-
-
-def _reports(trajectory: Trajectory, final: str) -> Iterator[tuple[int, str]]:
-    """Yield the turn and text of each report of the environment: outcomes without a call_id."""
-    for outcome in trajectory.outcomes:
-        if outcome.call_id or outcome.status is not ToolStatus.OK:
-            continue
-        if outcome.tool == TURN_REPORT:
-            yield int(json.loads(outcome.output)["turn"]), outcome.output
-        elif outcome.tool == final:
-            yield trajectory.num_turns - 1, outcome.output

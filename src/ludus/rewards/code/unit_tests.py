@@ -88,14 +88,6 @@ def all_passed(suite: Suite, passed: Collection[str]) -> bool:
     return all(test in passed for test in tests)
 
 
-def share_of(suite: Suite, passed: Collection[str], which: Which) -> float:
-    """Return the weight of the passed tests of one kind as a share of all tests of that kind; 1 if there are none."""
-    tests = suite.tests(which)
-    total = math.fsum(suite.weights.get(test, 1.0) for test in tests)
-    right = math.fsum(suite.weights.get(test, 1.0) for test in tests if test in passed)
-    return right / total if total else 1.0
-
-
 def suite_passes(read: Evidence) -> RewardFunction:
     """Create a verifier: 1 if all tests passed in the report of `read`, else 0 (SWE-bench, arXiv:2310.06770)."""
 
@@ -106,10 +98,14 @@ def suite_passes(read: Evidence) -> RewardFunction:
 
 
 def share_passed(read: Evidence, which: Which = "all") -> RewardFunction:
-    """Create a reward, usually for shaping: the share of the tests of one kind that passed, in [0, 1]."""
+    """Create a reward, usually for shaping: the share, by weight, of the tests of one kind that passed; 1 if none."""
 
     def tests_share(task: Task, trajectory: Trajectory) -> float:
-        return share_of(truth_of(task, Suite), read_report(read(trajectory)).passed, which)
+        suite, passed = truth_of(task, Suite), read_report(read(trajectory)).passed
+        tests = suite.tests(which)
+        total = math.fsum(suite.weights.get(test, 1.0) for test in tests)
+        right = math.fsum(suite.weights.get(test, 1.0) for test in tests if test in passed)
+        return right / total if total else 1.0
 
     return tests_share
 

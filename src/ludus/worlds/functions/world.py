@@ -149,10 +149,7 @@ class FunctionsWorld(SandboxWorld):
                 properties = function["parameters"]["properties"].items()
                 params = ", ".join(f"{name}: {schema.get('type', 'any')}" for name, schema in properties)
                 yield f"{function['name']}({params}) {function['description']}"
-            for message in dialogue.messages:
-                yield message["content"]
-                for made in (call["function"] for call in message.get("tool_calls", [])):
-                    yield f'{{"name": "{made["name"]}", "arguments": {made["arguments"]}}}'
+            yield from dialogue.texts()
 
     @property
     def runs_programs(self) -> bool:

@@ -125,11 +125,6 @@ class GuessWorld(World):
         """Return a game played by bisection."""
         return Dialogue(tuple(play(task, lambda low, high: (low + high) // 2)), ())
 
-    def texts(self) -> Iterator[str]:
-        """Yield the messages of games, to train a tokenizer on."""
-        for dialogue, _ in zip(self.demonstrations(seed=0), range(2_000), strict=False):
-            yield from (message["content"] for message in dialogue.messages)
-
 
 def make_guess_world(settings: Mapping[str, object], limits: ToolLimits) -> GuessWorld:
     """Build the world (the registered factory). Raises ConfigError for invalid settings."""
@@ -143,9 +138,9 @@ def make_tasks(settings: GuessSettings) -> dict[str, list[Task]]:
     rng = random.Random(settings.seed)
     lists: dict[str, list[Task]] = {name: [] for name in (*SPLITS, "composition")}
     seen: set[tuple[int, int, int]] = set()
-    attempts = 0
-    while len(seen) < settings.num_tasks and attempts < 20 * settings.num_tasks:
-        attempts += 1
+    for _ in range(20 * settings.num_tasks):
+        if len(seen) == settings.num_tasks:
+            break
         split = rng.choices(list(lists), (*SPLITS.values(), SPLITS["test"]))[0]
         size = settings.composition_size if split == "composition" else rng.choice(settings.sizes)
         size = min(size, settings.largest)
@@ -171,8 +166,7 @@ def flawed_game(task: Task, rng: random.Random, flaw: float) -> list[Message]:
     first, last = int(task.tags["low"]), int(task.tags["high"])
 
     def guess(low: int, high: int) -> int:
-        is_flawed = rng.random() < flaw
-        return rng.randint(*((low, high) if not is_flawed else rng.choice(((first, high), (low, last)))))
+        return rng.randint(*(rng.choice(((first, high), (low, last))) if rng.random() < flaw else (low, high)))
 
     return play(task, guess)
 

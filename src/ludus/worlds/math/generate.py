@@ -58,7 +58,8 @@ class ProblemMaker:
 
     def open_topics(self) -> tuple[str, ...]:
         """Return the topics that have problems of this level and split."""
-        return tuple(topic for topic in self.topics if self._has(topic))
+        composed = {"stories": self.split != "composition" or self.level > 1, "links": self.level > 2}
+        return tuple(one for one in self.topics if (composed[one] if one in composed else self._kinds(one)))
 
     def draw(self, rng: random.Random, topic: str) -> MathProblem | None:
         """Return a problem of the topic, or None if the drawn one belongs to another split."""
@@ -80,13 +81,6 @@ class ProblemMaker:
         units = dict.fromkeys(_UNITS.get(draft.unit, (draft.unit,)), 1.0)
         return MathProblem(kind, topic, self.level, question, steps, answer, units, pairs)
 
-    def _has(self, topic: str) -> bool:
-        if topic == "stories":
-            return self.split != "composition" or self.level > 1
-        if topic == "links":
-            return self.level > 2
-        return bool(self._kinds(topic))
-
     def _kinds(self, topic: str) -> list[str]:
         fitting = [name for name, kind in tables().kinds[topic].items() if self.level in kind["levels"]]
         held_out = self.split == "composition"
@@ -106,12 +100,9 @@ def make_problems(
 
     Raises ConfigError if there are too few for training.
     """
-    streams = []
     seen: set[tuple[str, ...]] = set()
-    for level in levels:
-        maker = ProblemMaker(level, split, tuple(topics))
-        if maker.open_topics():
-            streams.append(_stream(maker, random.Random(f"{seed}/{split}/{level}"), seen))
+    makers = [ProblemMaker(level, split, tuple(topics)) for level in levels]
+    streams = [_stream(maker, random.Random(f"{seed}/{split}/{maker.level}"), seen) for maker in makers]
     problems: list[MathProblem] = []
     while streams and len(problems) < num:
         given = [(stream, next(stream, None)) for stream in streams]

@@ -8,14 +8,12 @@ from fractions import Fraction
 from typing import Protocol
 
 from ludus.rewards import truth_records
-from ludus.rewards.base import Reward
-from ludus.rewards.exact_match import ExpectedAnswers, well_formed
+from ludus.rewards.exact_match import ExpectedAnswers
 from ludus.rewards.extract import candidates
 from ludus.rewards.json_match import MatchState, Schema, Value
 from ludus.rewards.math.math_verify import Expression, is_equal
 from ludus.rewards.math.numeric import Quantity, is_close
 from ludus.rewards.multiple_choice import Choice
-from ludus.rewards.shaping import citation_support, either, only_if
 from ludus.tools.calculator import show
 from ludus.types import Message, Task, Trajectory
 from ludus.worlds.math.problems import MathProblem
@@ -86,22 +84,9 @@ def is_right(answer: str, right: object) -> bool:
 def solved(task: Task, trajectory: Trajectory) -> float:
     """Return 1 if the final answer is right, else 0."""
     truth = task.truth
-    if isinstance(truth, Solution):
-        return float(is_right(trajectory.answer, truth.right))
     if isinstance(truth, GymTruth):
         return float(truth.accepts(trajectory.answer))
-    return float(is_right(trajectory.answer, truth))
-
-
-def math_rewards(well_formed_weight: float) -> tuple[Reward, ...]:
-    """Return the outcome reward and a small format reward.
-
-    The format reward is 1 for an episode without a failed call whose answer is right or part of a call's output.
-    """
-    return (
-        Reward("solved", solved, outcome=True),
-        Reward("well_formed", only_if(well_formed, either(citation_support, solved)), weight=well_formed_weight),
-    )
+    return float(is_right(trajectory.answer, truth.right if isinstance(truth, Solution) else truth))
 
 
 def opening(question: str, truth: object = None) -> tuple[Message, ...]:
@@ -117,19 +102,16 @@ def opening(question: str, truth: object = None) -> tuple[Message, ...]:
 
 
 def as_task(problem: MathProblem, split: str, number: int) -> Task:
-    """Return the task of a problem."""
-    answer = problem.answer
-    right = quantity(answer, problem) if isinstance(answer, Fraction) else answer
+    """Return the task of a problem; a whole number must be exact."""
+    right: Quantity | Expression
+    if not isinstance(problem.answer, Fraction):
+        right = problem.answer
+    elif problem.answer.denominator == 1:
+        right = Quantity(int(problem.answer), relative=0.0, units=problem.units)
+    else:
+        right = Quantity(float(problem.answer), relative=_REL_TOLERANCE, units=problem.units)
     tags = {"split": split, "family": problem.topic, "kind": problem.kind, "level": str(problem.level)}
     return Task(f"{split}:{number}", opening(problem.question), Solution(right, problem), tags, seed=number)
-
-
-def quantity(value: Fraction, problem: MathProblem | None = None) -> Quantity:
-    """Return a number as a truth, exact if it is whole."""
-    units = problem.units if problem else {}
-    if value.denominator == 1:
-        return Quantity(int(value), relative=0.0, units=units)
-    return Quantity(float(value), relative=_REL_TOLERANCE, units=units)
 
 
 def paraphrases(problem: MathProblem) -> tuple[str, ...]:

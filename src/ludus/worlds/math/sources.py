@@ -107,12 +107,11 @@ def _dataset(name: str, size: int, seed: int) -> Dataset:
 def _check_generator(name: str, truth: GymTruth) -> None:
     """Raise ConfigError if the generator cannot grade a problem."""
     if truth.entry["answer"] is None:
-        raise ConfigError(f"The generator {name!r} stores no answers.", "Remove it from env.settings.gym.")
-    if not truth.accepts(truth.answer):
-        raise ConfigError(f"The generator {name!r} rejects its own answer.", "Remove it from env.settings.gym.")
-    accepted = [text for text in _WRONG_ANSWERS if truth.accepts(text) and text != truth.entry["answer"]]
-    if accepted:
-        raise ConfigError(
-            f"The generator {name!r} accepts {accepted[0]!r} instead of {truth.answer[:40]!r}.",
-            "Remove it from env.settings.gym.",
-        )
+        fault = "stores no answers"
+    elif not truth.accepts(truth.answer):
+        fault = "rejects its own answer"
+    elif accepted := [text for text in _WRONG_ANSWERS if truth.accepts(text) and text != truth.entry["answer"]]:
+        fault = f"accepts {accepted[0]!r} instead of {truth.answer[:40]!r}"
+    else:
+        return
+    raise ConfigError(f"The generator {name!r} {fault}.", "Remove it from env.settings.gym.")

@@ -18,6 +18,8 @@ from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, check_split
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
+from ludus.rewards.exact_match import well_formed
+from ludus.rewards.shaping import citation_support, either, only_if
 from ludus.sandbox import Limits, Sandbox, open_sandbox
 from ludus.tools.base import Tool
 from ludus.tools.calculator import exact_calculator_tool
@@ -25,7 +27,7 @@ from ludus.tools.workspace import python_tool
 from ludus.types import Message, Task
 from ludus.worlds.math import sources
 from ludus.worlds.math.generate import DEFAULT_TOPICS, LEVELS, SPLITS, TOPICS, draw_forever, make_problems
-from ludus.worlds.math.grader import Solution, as_task, math_rewards, opening, paraphrases
+from ludus.worlds.math.grader import Solution, as_task, opening, paraphrases, solved
 from ludus.worlds.math.problems import MathProblem
 from ludus.worlds.math.solver import ToolName, guess, solve
 
@@ -80,8 +82,9 @@ class MathWorld(World):
 
     @property
     def rewards(self) -> tuple[Reward, ...]:
-        """The outcome, and a format reward with a small weight."""
-        return math_rewards(self.settings.well_formed_weight)
+        """The outcome, and a small reward without failed calls if the answer is right or the output of a call."""
+        form = only_if(well_formed, either(citation_support, solved))
+        return Reward("solved", solved, outcome=True), Reward("well_formed", form, self.settings.well_formed_weight)
 
     @cached_property
     def tools(self) -> tuple[Tool, ...]:
@@ -132,8 +135,7 @@ class MathWorld(World):
         rng = random.Random(f"demonstrations/{settings.seed}/{seed}")
         for problem in draw_forever(rng, settings.levels, settings.topics):
             flawed = rng.random() < settings.flaw_rate
-            tool = settings.tool
-            yield self._shown(problem, guess(problem, tool, rng) if flawed else solve(problem, tool))
+            yield self._shown(problem, guess(problem, settings.tool, rng) if flawed else solve(problem, settings.tool))
 
     def expert(self, task: Task) -> Dialogue | None:
         """Return the solution without flaws, or None if the steps are unknown."""

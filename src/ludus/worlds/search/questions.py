@@ -57,10 +57,6 @@ QUERIES = {
     "capital": "{} capital",
     "currency": "{} currency",
 }
-ENTITY_AFTER = {"city": "city", "country": "country"}
-"""Kind of entity that a relation refers to, for relations that have a next hop."""
-
-
 KEEP_FRACTIONS = {"United States": 1 / 8, "Brazil": 1 / 3}
 """Fraction of the heads in these countries that have country questions. Otherwise, 40 % of the answers are the
 United States, so that guessing succeeds."""
@@ -159,7 +155,7 @@ def _follow(facts: Facts, entity: Entity, relations: Sequence[str]) -> tuple[Hop
         fact = entity.facts[relation]
         hops.append(Hop(relation, entity.name, QUERIES[relation].format(entity.name), fact))
         if len(hops) < len(relations):
-            entity = facts.entity(ENTITY_AFTER[relation], fact.value)
+            entity = facts.entity(relation, fact.value)
     return tuple(hops)
 
 
@@ -172,11 +168,7 @@ def _intersection(homonym: Homonym) -> SearchQuestion:
     """Return the question about a city with two conditions, name and time zone; each alone fits several places."""
     fact = homonym.country
     hop = Hop("country", homonym.name, f"{homonym.name} {homonym.timezone}", fact)
-    return SearchQuestion(
-        id=f"intersection:{homonym.name}:{homonym.timezone}",
-        family="intersection",
-        head=homonym.name,
-        text=f"In which country is the {homonym.name} that keeps the time zone {homonym.timezone}?",
-        answers=tuple(dict.fromkeys([fact.value, *fact.aliases])),
-        hops=(hop,),
-    )
+    text = f"In which country is the {homonym.name} that keeps the time zone {homonym.timezone}?"
+    answers = tuple(dict.fromkeys([fact.value, *fact.aliases]))
+    name = f"intersection:{homonym.name}:{homonym.timezone}"
+    return SearchQuestion(name, "intersection", homonym.name, text, answers, (hop,))

@@ -15,8 +15,6 @@ from ludus.types import JSON, Message
 from ludus.worlds.search.facts import Facts
 from ludus.worlds.search.questions import Hop, SearchQuestion
 
-Search = Callable[..., str]
-
 
 @dataclass(frozen=True, slots=True)
 class SearchFlaws:
@@ -49,15 +47,13 @@ class SearchSolver:
     """Generates demonstrations for questions. `search` is the function of the tool."""
 
     facts: Facts
-    search: Search
+    search: Callable[..., str]
     flaws: SearchFlaws
 
     def turns(self, question: SearchQuestion, rng: random.Random) -> list[Turn] | None:
         """Return the turns of one dialogue, or None if the precise queries do not find a passage."""
-        return list(self._write(question, rng)) if self._findable(question) else None
-
-    def _findable(self, question: SearchQuestion) -> bool:
-        return all(hop.fact.passage in self.search(hop.query, 5) for hop in question.hops)
+        findable = all(hop.fact.passage in self.search(hop.query, 5) for hop in question.hops)
+        return list(self._write(question, rng)) if findable else None
 
     def _write(self, question: SearchQuestion, rng: random.Random) -> Iterator[Turn]:
         flaws, hops = self.flaws, question.hops
@@ -89,17 +85,14 @@ class SearchSolver:
         first = self._search(thought, hop.query)
         yield first
         if hop.fact.passage not in first.found:
-            yield self._search(thought, hop.query, k=5)
+            yield Turn(thought, hop.query, 5, self.search(hop.query, 5))
 
-    def _search(self, thought: str, query: str, k: int | None = None) -> Turn:
-        found = self.search(query) if k is None else self.search(query, k)
-        return Turn(thought, query, k, found)
+    def _search(self, thought: str, query: str) -> Turn:
+        return Turn(thought, query, found=self.search(query))
 
     def _first_value(self, found: str, hop: Hop) -> str:
-        for passage in found.split("\n"):
-            if passage in self.facts.values:
-                return self.facts.values[passage]
-        return hop.subject
+        values = self.facts.values
+        return next((values[passage] for passage in found.split("\n") if passage in values), hop.subject)
 
 
 def to_messages(turns: list[Turn]) -> list[Message]:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,14 +99,11 @@ class SearchWorld(World):
     def rewards(self) -> tuple[Reward, ...]:
         """The outcome is the exact match; F1 is reported only; the format reward has a small weight."""
         match = exact_match if self.settings.framed else strict_match
+        form = only_if(well_formed, either(match, citation_support))
         return (
             Reward("exact_match", match, weight=1.0, outcome=True),
             Reward("f1", token_f1, weight=0.0),
-            Reward(
-                "well_formed",
-                only_if(well_formed, either(match, citation_support)),
-                weight=self.settings.well_formed_weight,
-            ),
+            Reward("well_formed", form, weight=self.settings.well_formed_weight),
         )
 
     @property
@@ -125,16 +123,22 @@ class SearchWorld(World):
 
     def _question(self, task: Task) -> SearchQuestion | None:
         split = task.tags.get("split", "")
-        return _questions_by_id(split, self.settings.seed).get(task.id) if split in SIZES else None
+        return _questions(split, self.settings.seed).get(task.id) if split in SIZES else None
 
     def tasks(self, split: str) -> Sequence[Task]:
         """Return the tasks of a split, families mixed by their weights, in a fixed order."""
         check_split(split, self.splits, self.name)
         return _tasks(self.settings, split)
 
-    def opening(self, question: str) -> tuple[Message, ...]:
+    def opening(self, question: str, access: str | None = None) -> tuple[Message, ...]:
         """Return the system message and the question, with passages if the access is `once`."""
-        return self._opening(question, self.settings.access)
+        access, text = access or self.settings.access, question
+        if access == "once":
+            text += "\n" + "\n".join(self.index.search(question, self.settings.k))
+        system = SYSTEM[access]
+        if self.settings.instructions == "full":
+            system += f" {FULL[access]}"
+        return Message(role="system", content=system), Message(role="user", content=text)
 
     def environment(self, task: Task) -> ToolEnv:
         """Return a new episode."""
@@ -155,7 +159,7 @@ class SearchWorld(World):
             (family,) = rng.choices(list(weights), list(weights.values()))
             question = rng.choice(pools[family])
             access = rng.choices(("tool", "once", "none"), (0.90, 0.05, 0.05))[0]
-            opening = self._opening(question.text, access)
+            opening = self.opening(question.text, access)
             if access != "tool":
                 yield Dialogue((*opening, assistant(question.answers[0])), ())
                 continue
@@ -178,27 +182,14 @@ class SearchWorld(World):
     def texts(self) -> Iterator[str]:
         """Yield passages, then dialogues as text, to train a tokenizer on."""
         yield from self.facts.passages
-        for dialogue, _ in zip(self.demonstrations(seed=0), range(2_000), strict=False):
+        for dialogue in islice(self.demonstrations(seed=0), self.num_text_dialogues):
             yield f"{self.tool.name}(query: string, k: integer) {self.tool.description}"
-            for message in dialogue.messages:
-                yield message["content"]
-                for call in message.get("tool_calls", []):
-                    yield f'{{"name": "search", "arguments": {call["function"]["arguments"]}}}'
+            yield from dialogue.texts()
 
     def make_task(self, question: SearchQuestion, split: str) -> Task:
         """Return the task of a question."""
         tags = {"split": split, "family": question.family, "hops": str(len(question.hops))}
-        prompt = self.opening(question.text)
-        return Task(question.id, prompt, ExpectedAnswers(question.answers), tags)
-
-    def _opening(self, question: str, access: str) -> tuple[Message, ...]:
-        text = question
-        if access == "once":
-            text += "\n" + "\n".join(self.index.search(question, self.settings.k))
-        system = SYSTEM[access]
-        if self.settings.instructions == "full":
-            system += f" {FULL[access]}"
-        return Message(role="system", content=system), Message(role="user", content=text)
+        return Task(question.id, self.opening(question.text), ExpectedAnswers(question.answers), tags)
 
 
 @cache
@@ -214,9 +205,9 @@ def _dense_index(folder: str) -> DenseIndex:
 
 
 @cache
-def _questions(split: str, seed: int) -> tuple[SearchQuestion, ...]:
-    """Return the questions of a split, composed once per process."""
-    return tuple(sample_questions(load_facts(), split, SIZES[split], seed))
+def _questions(split: str, seed: int) -> Mapping[str, SearchQuestion]:
+    """Return the questions of a split by id, composed once per process."""
+    return {question.id: question for question in sample_questions(load_facts(), split, SIZES[split], seed)}
 
 
 @cache
@@ -229,12 +220,7 @@ def _training_questions() -> Mapping[str, Sequence[SearchQuestion]]:
 def _tasks(settings: SearchSettings, split: str) -> tuple[Task, ...]:
     """Return the tasks of a split; worlds of equal settings share them."""
     world = SearchWorld(settings)
-    return tuple(world.make_task(question, split) for question in _questions(split, settings.seed))
-
-
-@cache
-def _questions_by_id(split: str, seed: int) -> Mapping[str, SearchQuestion]:
-    return {question.id: question for question in _questions(split, seed)}
+    return tuple(world.make_task(question, split) for question in _questions(split, settings.seed).values())
 
 
 def make_search_world(settings: Mapping[str, Any], limits: ToolLimits) -> SearchWorld:

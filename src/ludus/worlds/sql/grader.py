@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice, permutations
+from typing import cast
 
 from ludus.rewards import truth_records
 from ludus.rewards.base import truth_of
@@ -14,7 +15,7 @@ from ludus.rewards.code.turns import Progress, made_calls
 from ludus.rewards.exact_match import ExpectedAnswers
 from ludus.rewards.extract import fenced_block
 from ludus.rewards.math.numeric import Quantity
-from ludus.tools.sql import Database, Row, SqlError, SqlLimits
+from ludus.tools.sql import Database, SqlError, SqlLimits
 from ludus.types import Task, ToolStatus, Trajectory
 from ludus.worlds.sql.questions import SqlQuestion
 
@@ -81,9 +82,8 @@ def _rows_of(query: str, image: bytes, enough: int) -> list[PlainRow] | None:
         result = database.query(query.rstrip().rstrip(";"), keep=enough)
     except SqlError:
         return None
-    rows = [_without_bytes(row) for row in result.rows]
-    plain = [row for row in rows if row is not None]
-    return plain if len(plain) == len(rows) else None
+    has_bytes = any(isinstance(cell, bytes) for row in result.rows for cell in row)
+    return None if has_bytes else [cast("PlainRow", row) for row in result.rows]
 
 
 def contains_gold(query: str, truth: SqlTruth) -> bool:
@@ -92,10 +92,9 @@ def contains_gold(query: str, truth: SqlTruth) -> bool:
     Constants and copies of the shown rows do not match, because the hidden database has other rows.
     """
     pairs = ((truth.image, truth.rows), (truth.hidden, truth.hidden_rows))
-    found = [_rows_of(query, image, len(due.rows) + 1) for image, due in pairs]
-    if any(not rows or len(rows) != len(due.rows) for rows, (_, due) in zip(found, pairs, strict=True)):
+    tables = [_rows_of(query, image, len(due.rows) + 1) or [] for image, due in pairs]
+    if any(not rows or len(rows) != len(due.rows) for rows, (_, due) in zip(tables, pairs, strict=True)):
         return False
-    tables = [rows for rows in found if rows]
     gold, width = len(truth.rows.rows[0]), len(tables[0][0])
     if width > gold + MAX_EXTRA:
         return False
@@ -136,12 +135,6 @@ def paraphrases(truth: SqlTruth) -> tuple[str, ...]:
     if truth.rows.ordered:
         return fenced_query, f"SELECT * FROM ({query}) LIMIT -1 OFFSET 0"
     return fenced_query, f"WITH answer AS ({query}) SELECT * FROM answer"
-
-
-def _without_bytes(row: Row) -> PlainRow | None:
-    """Return the row, or None if it contains bytes, which are never a right answer."""
-    cells = tuple(cell for cell in row if not isinstance(cell, bytes))
-    return cells if len(cells) == len(row) else None
 
 
 def result_set(task: Task, trajectory: Trajectory) -> float:

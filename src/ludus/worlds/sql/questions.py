@@ -17,7 +17,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
-from itertools import islice, zip_longest
+from itertools import accumulate, islice, zip_longest
 from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
 from ludus.rewards.code.sql_rows import Cell
@@ -127,12 +127,8 @@ def digest(text: str) -> int:
 
 def split_by_hash(text: str) -> str:
     """Return the split of a shape or a question, by its hash."""
-    share, upto = digest(text) / 2**64, 0.0
-    for name, width in SHARES:
-        upto += width
-        if share < upto:
-            return name
-    return SHARES[-1][0]
+    share, ends = digest(text) / 2**64, accumulate(width for _, width in SHARES)
+    return next((name for (name, _), end in zip(SHARES, ends, strict=True) if share < end), SHARES[-1][0])
 
 
 def make_image(tables: Sequence[TableData], plain: bool, hidden: bool) -> bytes:
@@ -175,7 +171,10 @@ def questions(settings: SqlSettings) -> Mapping[str, Sequence[SqlQuestion]]:
         for level, data in _select(settings, own):
             pair = own[data["database"]]
             shown, hidden = (tuple(connection.execute(data["queries"][0])) for connection in opened[pair.key])
-            question = SqlQuestion(pair, data, level, _answer_kind(data, settings.answers), shown, hidden)
+            # with `both`, half of the shapes with a single value ask for the value
+            half = settings.answers == "both" and data["value"] and digest(data["shape"]) % 2 == 0
+            kind: AnswerKind = "value" if settings.answers == "value" or half else "query"
+            question = SqlQuestion(pair, data, level, kind, shown, hidden)
             text = question.shape if settings.unseen == "shapes" else f"{pair.key} {question.text}"
             splits["composition" if data["held_out"] else split_by_hash(text)].append(question)
     for found in splits.values():
@@ -189,16 +188,11 @@ def _connect(image: bytes) -> sqlite3.Connection:
     return connection
 
 
-def _answer_kind(data: QuestionData, answers: str) -> AnswerKind:
-    """Return the kind of a question's answer. With `both`, half of the shapes with a single value ask for the value."""
-    if answers == "both":
-        return "value" if data["value"] and digest(data["shape"]) % 2 == 0 else "query"
-    return "value" if answers == "value" else "query"
-
-
 def _select(settings: SqlSettings, databases: Mapping[str, object]) -> Iterator[tuple[int, QuestionData]]:
     """Yield the questions that fit the settings with their levels; seeds other than 0 shuffle them first."""
-    lines = _read(_file_name(settings))
+    wanted = QuestionFile(settings.levels, settings.domains, settings.databases, settings.per_shape)
+    fitting = (name for name, own in FILES.items() if own == wanted and settings.answers != "value")
+    lines = _read(next(fitting, "more"))
     shapes: Counter[str] = Counter()
 
     def one_level(level: int) -> Iterator[tuple[int, QuestionData]]:
@@ -217,12 +211,6 @@ def _select(settings: SqlSettings, databases: Mapping[str, object]) -> Iterator[
 
     rows = zip_longest(*map(one_level, dict.fromkeys(settings.levels)))
     return islice((one for row in rows for one in row if one is not None), settings.tasks)
-
-
-def _file_name(settings: SqlSettings) -> str:
-    wanted = QuestionFile(settings.levels, settings.domains, settings.databases, settings.per_shape)
-    fitting = [name for name, own in FILES.items() if own == wanted and settings.answers != "value"]
-    return fitting[0] if fitting else "more"
 
 
 @cache

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -101,14 +102,11 @@ class SqlWorld(World):
     @cached_property
     def rewards(self) -> tuple[Reward, ...]:
         """The outcome compares the rows on both databases; the comparison on the shown one is reported only."""
+        form = only_if(well_formed, either(was_run, citation_support, result_set))
         return (
             Reward("result_set", result_set, weight=1.0, outcome=True),
             Reward("shown_rows", shown_rows, weight=0.0),
-            Reward(
-                "well_formed",
-                only_if(well_formed, either(was_run, citation_support, result_set)),
-                weight=self.settings.well_formed_weight,
-            ),
+            Reward("well_formed", form, weight=self.settings.well_formed_weight),
         )
 
     @property
@@ -163,24 +161,16 @@ class SqlWorld(World):
         """Yield descriptions of the databases, then dialogues as text, to train a tokenizer on."""
         for pair in self.pairs.values():
             yield Database(pair.image).describe()
-        for dialogue, _ in zip(self.demonstrations(seed=0), range(2_000), strict=False):
-            for message in dialogue.messages:
-                yield message["content"]
-                for call in message.get("tool_calls", []):
-                    function = call["function"]
-                    yield f'{{"name": "{function["name"]}", "arguments": {function["arguments"]}}}'
+        for dialogue in islice(self.demonstrations(seed=0), self.num_text_dialogues):
+            yield from dialogue.texts()
 
     def _dialogue(self, question: SqlQuestion, flaws: SqlFlaws, rng: random.Random) -> Dialogue:
         tools = self.tools(question.pair.key)
         return Dialogue((*self._opening(question), *SqlSolver(*tools, flaws).messages(question, rng)), tools)
 
     def _task(self, question: SqlQuestion, split: str) -> Task:
-        tags = {
-            "split": split,
-            "family": f"level {question.level}",
-            "answer": question.kind,
-            "database": question.pair.key,
-        }
+        tags = {"split": split, "family": f"level {question.level}"}
+        tags |= {"answer": question.kind, "database": question.pair.key}
         return Task(question.id, self._opening(question), make_truth(question), tags)
 
     def _opening(self, question: SqlQuestion) -> tuple[Message, ...]:

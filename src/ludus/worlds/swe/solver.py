@@ -20,7 +20,6 @@ _Turn = tuple[str, Mapping[str, JSON], str, str]
 """A tool call: its name, arguments and output, and the text of its message."""
 _CONTEXT_LINES: Final = 12
 """Lines that the solver reads before and after a change."""
-_LOOK: Final = "I look at the code that the issue is about."
 _FOUND: Final = "This is where it goes wrong."
 
 
@@ -32,7 +31,8 @@ def solution(problem: SweProblem) -> tuple[Message, ...]:
         if not new:
             first, last = _line_range(before, after)
             place: dict[str, JSON] = {"path": path, "first": first, "last": last}
-            turns.append(("read_file", place, lines_of(before, first, last), _LOOK))
+            look = "I look at the code that the issue is about."
+            turns.append(("read_file", place, lines_of(before, first, last), look))
         patch, result = unified_diff(path, before, after, new), f"{'made' if new else 'changed'} {path}"
         turns.append(("apply_patch", {"patch": patch}, result, _FOUND))
     return _episode(turns)

@@ -174,8 +174,7 @@ class SweWorld(SessionWorld):
 
     @property
     def _packages(self) -> Iterable[swe_tasks.Package]:
-        packages = [case.package for case in self.cases.values() if case.package is not None]
-        return {package.name: package for package in packages}.values()
+        return {one.package.name: one.package for one in self.cases.values() if one.package is not None}.values()
 
 
 def make_swe_world(settings: Mapping[str, object], limits: ToolLimits) -> SweWorld:

@@ -7,15 +7,11 @@ from fractions import Fraction
 from ludus.worlds.math.problems import Draft, signed, term
 
 
-def _solve(d: Draft, equation: str) -> str:
-    return f"Solve for {(name := d.word('letters'))}: {equation.replace('x', name)}"
-
-
 def added(d: Draft) -> str:
     """x + a = b."""
-    x, a = d.randint(2, 60 * d.level), d.nonzero(60)
+    x, a, name = d.randint(2, 60 * d.level), d.nonzero(60), d.word("letters")
     d.do(f"{x + a} {signed(-a)}")
-    return _solve(d, f"x {signed(a)} = {x + a}")
+    return f"Solve for {name}: {name} {signed(a)} = {x + a}"
 
 
 def linear(d: Draft) -> str:
