@@ -96,7 +96,6 @@ def question_text(question: str, truth: Truth) -> str:
 
 
 def _short(text: str, type_: JSON) -> Quantity | Expression | ExpectedAnswers:
-    """Return the truth of an answer that is a number, an expression or a short text."""
     found = candidates(text)
     if len(found) != 1:
         raise ValueError('"answer" does not contain exactly one answer')
@@ -119,7 +118,6 @@ def _short(text: str, type_: JSON) -> Quantity | Expression | ExpectedAnswers:
 
 
 def _accepted(answers: list[JSON]) -> ExpectedAnswers:
-    """Return the truth of a list of accepted answers, taken as they are."""
     texts = tuple(answer for answer in answers if isinstance(answer, str) and normalise(answer))
     if not texts or len(texts) < len(answers):
         raise ValueError('"answer" is not a list of texts with words to compare')

@@ -42,7 +42,6 @@ def pytest_archive() -> bytes:
 
 
 def _modules(package: str) -> Iterator[tuple[str, Path]]:
-    """Yield the modules of an installed package by their path in the archive."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise UserError(f"Tests run with pytest, but {package} is not installed.", "Install it: pip install pytest.")

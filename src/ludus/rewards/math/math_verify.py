@@ -219,7 +219,6 @@ def _split_name(node: ExpressionNode) -> tuple[str, ExpressionNode]:
 
 
 def _replace_signs(node: ExpressionNode, plus: str) -> ExpressionNode:
-    """Replace ± and ∓ by plus and minus, or the reverse."""
     args = tuple(_replace_signs(arg, plus) for arg in node.args)
     if node.op == "plusminus":
         return args[0] if node.name == plus else ExpressionNode("neg", args)

@@ -228,7 +228,6 @@ def _sign(command: str | None, sign: str | None, spaced: bool) -> Token:
 
 
 def _number(text: str, match: re.Match[str], depth: int, spaced: bool) -> tuple[Token, int]:
-    """Return the token of a number and the offset after it."""
     end, grouped = match.end(), match["grouped"]
     if grouped is None:
         body = match["plain"]

@@ -20,8 +20,6 @@ from ludus.types import Task, Trajectory
 MAX_DIGITS = 400
 """Maximum digits of a numeral; the largest float has 309."""
 
-_SHORT = 32
-"""Maximum characters of a text whose parsed numeral is cached."""
 _RELATIVE = 1e-6
 """Default relative tolerance of a truth that is not an integer."""
 _ROUNDING = Fraction(1, 2**50)
@@ -58,7 +56,7 @@ def read_quantity(text: str, truth: Quantity, *, reduced: bool = False) -> Fract
     unit, size, rest = _unit(plain, sizes)
     if truth.needs_unit and not unit:
         return None
-    numeral = (_short_number if len(rest) <= _SHORT else _number)(rest, truth.decimal_comma)
+    numeral = _number(rest, truth.decimal_comma)
     if numeral is None or (reduced and unfinished(numeral)):
         return None
     try:
@@ -122,6 +120,7 @@ def _unit(text: str, sizes: Mapping[str, float]) -> tuple[str, float, str]:
     return "", 1.0, text
 
 
+@lru_cache
 def _number(text: str, decimal_comma: bool) -> ExpressionNode | None:
     """Return the numeral of a text: a number, or a fraction of integers, with an optional sign."""
     if sum(c.isdigit() for c in text) > MAX_DIGITS:
@@ -133,9 +132,6 @@ def _number(text: str, decimal_comma: bool) -> ExpressionNode | None:
     except NotationError:
         return None
     return node if _is_numeral(node) else None
-
-
-_short_number = lru_cache(_number)
 
 
 def _is_numeral(node: ExpressionNode) -> bool:

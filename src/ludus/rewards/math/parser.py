@@ -22,7 +22,9 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
+from functools import partial
 
 from ludus.rewards.math.notation import (
     FUNCTIONS,
@@ -84,10 +86,13 @@ class _Structures(ABC):
         if not self._accept(text):
             raise NotationError(f"{text!r} is missing")
 
-    def _change_depth(self, by: int) -> None:
-        self.depth += by
+    def _nested(self, parse: Callable[[], ExpressionNode]) -> ExpressionNode:
+        self.depth += 1
         if self.depth > 2 * MAX_DEPTH:
             raise NotationError("nested too deep")
+        found = parse()
+        self.depth -= 1
+        return found
 
     @abstractmethod
     def _items(self, closing: str | None) -> ExpressionNode: ...
@@ -166,13 +171,6 @@ class _Structures(ABC):
         op, name = _INFIX_COMMANDS[command.text]
         return ExpressionNode(op, (found, self._items(closing)), name)
 
-    def _sequence(self, name: str, closing: str) -> ExpressionNode:
-        items = self._separated(self._sum, ",")
-        if self._peek().text != closing:
-            raise NotationError("an unclosed bracket")
-        self.at += 1
-        return ExpressionNode("pair", tuple(items), name)
-
     def _matrix(self, kind: str) -> ExpressionNode:
         rows = []
         while True:
@@ -237,10 +235,7 @@ class _Parser(_Structures):
 
     def _term(self) -> ExpressionNode:
         if sign := self._accept("+", "-", "±", "∓"):
-            self._change_depth(1)
-            inner = self._term()
-            self._change_depth(-1)
-            return _with_sign(sign, inner)
+            return _with_sign(sign, self._nested(self._term))
         found = self._power()
         while True:
             if self._accept("*"):
@@ -255,10 +250,7 @@ class _Parser(_Structures):
     def _signed(self) -> ExpressionNode:
         """Parse a factor after `*` or `/`, with an optional sign."""
         if self._accept("-"):
-            self._change_depth(1)
-            inner = self._signed()
-            self._change_depth(-1)
-            return ExpressionNode("neg", (inner,))
+            return ExpressionNode("neg", (self._nested(self._signed),))
         self._accept("+")
         return self._power()
 
@@ -307,14 +299,10 @@ class _Parser(_Structures):
         return self._postfix(ExpressionNode("pow", (base, exponent), "raised"))
 
     def _exponent(self) -> ExpressionNode:
-        self._change_depth(1)
         if self._accept("-"):
-            found = ExpressionNode("neg", (self._exponent(),))
-        else:
-            self._accept("+")
-            found = self._power()
-        self._change_depth(-1)
-        return found
+            return ExpressionNode("neg", (self._nested(self._exponent),))
+        self._accept("+")
+        return self._nested(self._power)
 
     def _postfix(self, node: ExpressionNode) -> ExpressionNode:
         while sign := self._accept("!", "%", "°"):
@@ -322,21 +310,16 @@ class _Parser(_Structures):
         return node
 
     def _atom(self) -> ExpressionNode:
-        self._change_depth(1)
         token = self._peek()
         self.at += 1
-        if token.kind == "number":
-            found = ExpressionNode("number", (), token.text, token.value)
-            if self._accept("_"):
-                found = ExpressionNode("based", (ExpressionNode("number", (), "whole", token.value), self._argument()))
-        elif token.kind == "letter":
-            found = self._name(token.text)
-        elif token.kind == "command":
-            found = self._command(token.text)
-        else:
-            found = self._bracket(token.text)
-        self._change_depth(-1)
-        return found
+        parsers = {"number": self._numeral, "letter": self._name, "command": self._command}
+        return self._nested(partial(parsers.get(token.kind, self._bracket), token.text))
+
+    def _numeral(self, name: str) -> ExpressionNode:
+        found = ExpressionNode("number", (), name, self._peek(-1).value)
+        if not self._accept("_"):
+            return found
+        return ExpressionNode("based", (replace(found, name="whole"), self._argument()))
 
     def _name(self, letter: str) -> ExpressionNode:
         name = letter
@@ -360,8 +343,8 @@ class _Parser(_Structures):
 
     def _command(self, name: str) -> ExpressionNode:
         if name in ("frac", "binom"):
-            first = self._argument()
-            return ExpressionNode("div" if name == "frac" else "call", (first, self._argument()), name)
+            args = (self._argument(), self._argument())
+            return ExpressionNode({"frac": "div", "binom": "call"}[name], args, name)
         if name in ("sqrt", "cbrt"):
             return self._root(name)
         if name == "abs":
@@ -371,7 +354,11 @@ class _Parser(_Structures):
         if name == "mathbb":
             return self._domain()
         if name == "langle":
-            return self._sequence("langle", "rangle")
+            items = self._separated(self._sum, ",")
+            self.at += 1
+            if self._peek(-1).text != "rangle":
+                raise NotationError("an unclosed bracket")
+            return ExpressionNode("pair", tuple(items), name)
         if name.startswith("begin{"):
             return self._matrix(name.removeprefix("begin"))
         if name in ("pi", "infty"):

@@ -171,7 +171,6 @@ def _unite(regions: Sequence[Region]) -> Region:
 
 
 def _touch(first: RealInterval, second: RealInterval) -> bool:
-    """Return whether no number lies between two spans."""
     if _are_near(second.low, first.high):
         return second.low_closed or first.high_closed
     return approximate(second.low) - approximate(first.high) < 0

@@ -78,12 +78,10 @@ def _find_unfinished(node: ExpressionNode) -> Iterator[str]:
     match node.op:
         case "number" if node.name == "unreduced":
             yield "fraction"
-        case "neg":
-            (inner,) = node.args
-            if inner.op == "neg" or (inner.op in ("mul", "div") and inner.args[0].op == "neg"):
-                yield "double sign"
-            elif inner.op == "add":
-                yield "product of a sum"
+        case "neg" if (inner := node.args[0]).op == "neg" or (inner.op in ("mul", "div") and inner.args[0].op == "neg"):
+            yield "double sign"
+        case "neg" if node.args[0].op == "add":
+            yield "product of a sum"
         case "add":
             yield from _scan_sum(node.args)
         case "mul" | "div":
@@ -179,7 +177,6 @@ def _factors(node: ExpressionNode) -> tuple[list[ExpressionNode], list[Expressio
 
 
 def _rational(node: ExpressionNode) -> Fraction | None:
-    """Return the value of a number with an optional sign."""
     if node.op == "number":
         return node.value
     if node.op == "neg" and node.args[0].op == "number" and node.args[0].value is not None:
@@ -188,7 +185,6 @@ def _rational(node: ExpressionNode) -> Fraction | None:
 
 
 def _is_surd(node: ExpressionNode) -> bool:
-    """Return whether a node is a root or a fractional power of a number."""
     if node.op == "neg":
         return _is_surd(node.args[0])
     if node.op == "root":

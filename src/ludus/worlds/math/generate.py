@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,10 @@ _UNITS: Mapping[str, Sequence[str]] = {"": (), "cm^2": ("cm^2", "cm²"), "cm^3":
 _MAX_FAILED_DRAWS = 100
 """Consecutive failed draws after which a topic counts as exhausted."""
 _MAKERS: Mapping[str, Callable[[Draft], str]] = {
-    make.__name__: make for module in (algebra, arithmetic, geometry, numbers) for make in module.MAKERS
+    name: make
+    for module in (algebra, arithmetic, geometry, numbers)
+    for name, make in vars(module).items()
+    if inspect.isfunction(make) and make.__module__ == module.__name__ and not name.startswith("_")
 }
 
 

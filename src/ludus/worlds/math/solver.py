@@ -56,7 +56,7 @@ def as_program(expression: str) -> str:
 
 
 class _ExactDivision(ast.NodeTransformer):
-    """AST transformer that replaces divisions with fractions and `sqrt` with `isqrt`."""
+    """Replaces divisions with fractions, and `sqrt` with `isqrt`."""
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         self.generic_visit(node)

@@ -105,7 +105,6 @@ def _dataset(name: str, size: int, seed: int) -> Dataset:
 
 
 def _check_generator(name: str, truth: GymTruth) -> None:
-    """Raise ConfigError if the generator cannot grade a problem."""
     if truth.entry["answer"] is None:
         fault = "stores no answers"
     elif not truth.accepts(truth.answer):

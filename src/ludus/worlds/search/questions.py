@@ -85,7 +85,6 @@ class SearchQuestion:
 
 
 def _hash_fraction(text: str) -> float:
-    """Return a number in [0, 1) from the hash of a text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
 
 
@@ -147,7 +146,6 @@ def _chained(facts: Facts, chain: tuple[str, ...], split: str) -> Iterator[Searc
 
 
 def _follow(facts: Facts, entity: Entity, relations: Sequence[str]) -> tuple[Hop, ...] | None:
-    """Return the hops of a chain, or None if a fact is missing."""
     hops: list[Hop] = []
     for relation in relations:
         if relation not in entity.facts:

@@ -194,13 +194,11 @@ class SearchWorld(World):
 
 @cache
 def _index() -> PassageIndex:
-    """Return the index of all passages, built once per process."""
     return PassageIndex(load_facts().passages)
 
 
 @cache
 def _dense_index(folder: str) -> DenseIndex:
-    """Return the embeddings of all passages, computed once per process."""
     return DenseIndex(load_facts().passages, FolderEncoder(Path(folder)))
 
 
@@ -212,7 +210,6 @@ def _questions(split: str, seed: int) -> Mapping[str, SearchQuestion]:
 
 @cache
 def _training_questions() -> Mapping[str, Sequence[SearchQuestion]]:
-    """Return all questions of the training split by family, composed once per process."""
     return all_questions(load_facts(), "train")
 
 

@@ -1,1 +1,1 @@
-"""The kinds of problems that need code: functions that add the steps to a draft and return the text."""
+"""Problems that need code: every public function is a kind; it adds the steps to a draft and returns the text."""

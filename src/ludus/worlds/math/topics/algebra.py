@@ -154,9 +154,3 @@ def line(d: Draft) -> str:
     d.do(f"{y} - {mark} * ({x})")
     d.answer = f"({slope})x + ({y - slope * x})"
     return f"A line goes through ({x}, {y}) and ({x + gap}, {y + rise}). Write y in terms of x."
-
-
-MAKERS = (
-    *(added, linear, quadratic, discriminant, roots, system, three_unknowns, polynomial, nested, nth_term),
-    *(derivative, line),
-)

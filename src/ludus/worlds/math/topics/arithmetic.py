@@ -91,6 +91,3 @@ def share_in_ratio(d: Draft) -> str:
     d.do(f"{one} * {parts[index]}")
     ratio, place = " : ".join(map(str, parts)), ("first", "second", "third", "fourth")[index]
     return f"{total} coins are shared in the ratio {ratio}. How many coins are in the {place} share?"
-
-
-MAKERS = (*(expression, difference_of_products, mean, missing_value), *(fraction_sum, several_changes, share_in_ratio))

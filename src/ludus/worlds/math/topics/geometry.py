@@ -64,6 +64,3 @@ def distance(d: Draft) -> str:
     squares = [d.do(f"({b} - {_operand(a)}) ** 2") for a, b in zip(start, end, strict=True)]
     d.do(f"sqrt({' + '.join(squares)})")
     return f"What is the distance between {tuple(start)} and {tuple(end)}?"
-
-
-MAKERS = (right_triangle, polygon, distance)

@@ -110,9 +110,3 @@ def same_colour(d: Draft) -> str:
         event = "they have different colours"
     balls = " and ".join(f"{n} {colour}" for colour, n in numbers.items())
     return f"A bag holds {balls} balls. Two are taken without putting back. What is the probability that {event}?"
-
-
-MAKERS = (
-    *(common_divisor, common_multiple, digit_sum, num_multiples, num_divisors, in_base, two_remainders),
-    *(outfits, letters, same_colour),
-)
