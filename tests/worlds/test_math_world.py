@@ -32,9 +32,9 @@ from ludus.rewards.math.numeric import Quantity
 from ludus.tools.base import ToolError
 from ludus.tools.calculator import calculate, show
 from ludus.types import Action, Message, StopReason, ToolCall, Trajectory
-from ludus.worlds.math.composed import HELD_OUT
 from ludus.worlds.math.generate import (
     DEFAULT_TOPICS,
+    HELD_OUT,
     LEVELS,
     SPLITS,
     TOPICS,
@@ -44,9 +44,8 @@ from ludus.worlds.math.generate import (
 )
 from ludus.worlds.math.grader import SYSTEM, GymTruth, answer_text, as_task, is_right, solved
 from ludus.worlds.math.problems import tables, worked
-from ludus.worlds.math.solver import as_program
 from ludus.worlds.math.sources import load_problems
-from ludus.worlds.math.world import MathSettings, MathWorld, make_math_world
+from ludus.worlds.math.world import MathSettings, MathWorld, as_program, make_math_world
 from tables import math_answers
 
 NUM = 400

@@ -35,8 +35,15 @@ from ludus.worlds.search.questions import (
     WEIGHTS,
     all_questions,
 )
-from ludus.worlds.search.solver import SearchFlaws, SearchSolver, to_messages
-from ludus.worlds.search.world import SYSTEM, SearchSettings, SearchWorld, make_search_world
+from ludus.worlds.search.world import (
+    SYSTEM,
+    SearchFlaws,
+    SearchSettings,
+    SearchSolver,
+    SearchWorld,
+    make_search_world,
+    to_messages,
+)
 from tests.rewards.test_turn_verifiers import calls_of, shares
 
 NO_FLAWS = SearchFlaws(0, 0, 0, 0, 0)

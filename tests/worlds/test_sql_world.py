@@ -33,8 +33,7 @@ from ludus.types import Action, Message, StopReason, ToolCall
 from ludus.worlds.sql import questions as data
 from ludus.worlds.sql.grader import is_right, make_truth, paraphrases, returns_rows
 from ludus.worlds.sql.questions import FILES, LEVELS, SPLITS, make_image
-from ludus.worlds.sql.solver import SqlFlaws, SqlSolver
-from ludus.worlds.sql.world import SqlSettings, SqlWorld, make_sql_world
+from ludus.worlds.sql.world import SqlFlaws, SqlSettings, SqlSolver, SqlWorld, make_sql_world
 
 Test.__test__ = False
 WORLD = SqlWorld()

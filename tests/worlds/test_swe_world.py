@@ -38,8 +38,8 @@ from ludus.worlds.swe.grader import CONTROL, grade, leak_tests
 from ludus.worlds.swe.guest_runner import digest_of
 from ludus.worlds.swe.masking import masked, without_tests
 from ludus.worlds.swe.repository import DATA, layout_of, merged, names_of, package_text
-from ludus.worlds.swe.solver import WORST, forgeries, written
 from ludus.worlds.swe.tasks import load_catalogue, load_instances, pytest_name, read_archive
+from ludus.worlds.swe.world import WORST, forgeries, written
 
 FIXTURE = Path(__file__).parents[1] / "swe_fixture" / "tidy"
 

@@ -52,11 +52,9 @@ def check_rewards(rewards: Sequence[Reward]) -> None:
     least = min(weight for weight in outcomes if weight > 0)
     shaping = sum(abs(part.weight) for part in rewards if not part.outcome)
     if 2 * shaping >= least:
-        raise ConfigError(
-            f"Shaping rewards weigh {shaping:g} together and the outcome {least:g}: a failure with all "
-            "shaping at 1 would earn no less than a success with all of it at -1.",
-            "Lower the shaping weights below half of the outcome's.",
-        )
+        why = "a failure with all shaping at 1 would earn no less than a success with all of it at -1"
+        message = f"Shaping rewards weigh {shaping:g} together and the outcome {least:g}: {why}."
+        raise ConfigError(message, "Lower the shaping weights below half of the outcome's.")
 
 
 def score(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Trajectory:

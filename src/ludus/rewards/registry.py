@@ -10,6 +10,7 @@ from typing import cast
 from ludus.config.sections.rewards import PartConfig, RewardsConfig
 from ludus.errors import ConfigError, did_you_mean
 from ludus.plugins import check_signature, find_plugin
+from ludus.rewards import shaping
 from ludus.rewards.base import Reward, RewardFunction
 from ludus.rewards.code.patches import Patch, patch_similarity
 from ludus.rewards.exact_match import ExpectedAnswers, token_f1, well_formed
@@ -17,18 +18,6 @@ from ludus.rewards.extract import final_answer, last_output
 from ludus.rewards.json_match import MatchState, Schema, Value, json_schema, json_value, same_state
 from ludus.rewards.multiple_choice import Choice, multiple_choice
 from ludus.rewards.paper_rewards import ExpectedCalls, format_kept, retool, search_r1, toolrl
-from ludus.rewards.shaping import (
-    citation_support,
-    extra_calls,
-    extra_turns,
-    format_score,
-    invalid_calls,
-    language_consistency,
-    long_answer,
-    repeated_calls,
-    think_format,
-    tool_use,
-)
 from ludus.types import Task
 
 MODEL_PART = "reward_model"
@@ -54,23 +43,23 @@ def _make_same_state(tool: str = "") -> RewardFunction:
 
 
 NAMED: Mapping[str, RegisteredReward] = {
-    "citation_support": RegisteredReward(lambda: citation_support, calls=True),
-    "extra_calls": RegisteredReward(extra_calls, calls=True),
-    "extra_turns": RegisteredReward(extra_turns),
+    "citation_support": RegisteredReward(lambda: shaping.citation_support, calls=True),
+    "extra_calls": RegisteredReward(shaping.extra_calls, calls=True),
+    "extra_turns": RegisteredReward(shaping.extra_turns),
     "format_kept": RegisteredReward(lambda: format_kept),
-    "format_score": RegisteredReward(lambda: format_score),
-    "invalid_calls": RegisteredReward(invalid_calls, calls=True),
+    "format_score": RegisteredReward(lambda: shaping.format_score),
+    "invalid_calls": RegisteredReward(shaping.invalid_calls, calls=True),
     "json_schema": RegisteredReward(lambda: json_schema, truth=Schema),
     "json_value": RegisteredReward(lambda: json_value, truth=Value),
-    "language_consistency": RegisteredReward(language_consistency),
-    "long_answer": RegisteredReward(long_answer),
+    "language_consistency": RegisteredReward(shaping.language_consistency),
+    "long_answer": RegisteredReward(shaping.long_answer),
     "multiple_choice": RegisteredReward(lambda: multiple_choice, truth=Choice),
     "patch_similarity": RegisteredReward(lambda: patch_similarity(), truth=Patch),
-    "repeated_calls": RegisteredReward(repeated_calls, calls=True),
+    "repeated_calls": RegisteredReward(shaping.repeated_calls, calls=True),
     "same_state": RegisteredReward(_make_same_state, truth=MatchState),
-    "think_format": RegisteredReward(lambda: think_format),
+    "think_format": RegisteredReward(lambda: shaping.think_format),
     "token_f1": RegisteredReward(lambda: token_f1, truth=ExpectedAnswers),
-    "tool_use": RegisteredReward(lambda: tool_use, calls=True),
+    "tool_use": RegisteredReward(lambda: shaping.tool_use, calls=True),
     "well_formed": RegisteredReward(lambda: well_formed),
 }
 
@@ -95,15 +84,15 @@ class Published:
 
 def r1() -> tuple[Reward, ...]:
     """Return DeepSeek-R1's format part (arXiv:2501.12948), for an accuracy of 0 or 1; the weight is Ludus's."""
-    return (Reward("think_format", think_format, weight=0.2),)
+    return (Reward("think_format", shaping.think_format, weight=0.2),)
 
 
 def composite() -> tuple[Reward, ...]:
     """Return the parts of `outcome + 0.2 format + 0.1 tools - 0.05 turns above the target` (at most three)."""
-    turns = extra_turns(TARGET_TURNS, MAX_TURNS)
+    turns = shaping.extra_turns(TARGET_TURNS, MAX_TURNS)
     return (
-        Reward("format_score", format_score, weight=0.2),
-        Reward("tool_use", tool_use, weight=0.1),
+        Reward("format_score", shaping.format_score, weight=0.2),
+        Reward("tool_use", shaping.tool_use, weight=0.1),
         Reward("extra_turns", turns, weight=TURN_COST * (MAX_TURNS - TARGET_TURNS)),
     )
 
@@ -154,15 +143,10 @@ def named_part(name: str, config: PartConfig) -> Reward:
     return Reward(name, function, config.weight)
 
 
-def extra_parts(settings: Mapping[str, PartConfig]) -> tuple[Reward, ...]:
-    """Return the parts of `rewards.extra`. Raises ConfigError, as `named_part` does."""
-    return tuple(named_part(name, part) for name, part in settings.items())
-
-
 def added_parts(settings: RewardsConfig) -> tuple[Reward, ...]:
     """Return the parts that the section `rewards` adds to those of a world: a preset, and parts by name."""
     published = PUBLISHED[settings.preset].parts() if settings.preset is not None else ()
-    return (*_drop_replaced(settings, published), *extra_parts(settings.extra))
+    return (*_drop_replaced(settings, published), *(named_part(*extra) for extra in settings.extra.items()))
 
 
 def _drop_replaced(settings: RewardsConfig, parts: Sequence[Reward]) -> Sequence[Reward]:
@@ -183,12 +167,10 @@ def training_parts(settings: RewardsConfig, own: Sequence[Reward]) -> Sequence[R
     Raises ConfigError for an unknown or duplicate part.
     """
     first = _drop_replaced(settings, preset_parts(settings.preset, own))
-    added = extra_parts(settings.extra)
+    added = [named_part(*extra) for extra in settings.extra.items()]
     if twice := {part.name for part in first} & {part.name for part in added}:
-        name = min(twice)
-        raise ConfigError(
-            f"rewards.extra.{name}: the rewards already have a part of that name.", f"Set rewards.weights.{name}."
-        )
+        message = f"rewards.extra.{min(twice)}: the rewards already have a part of that name."
+        raise ConfigError(message, f"Set rewards.weights.{min(twice)}.")
     return (*first, *added)
 
 
@@ -205,16 +187,11 @@ def check_names(settings: RewardsConfig, parts: Sequence[Reward]) -> None:
 def check_task_fits(settings: Mapping[str, PartConfig], task: Task, num_tools: int) -> None:
     """Raise ConfigError for a part that cannot score such a task with `num_tools` tools."""
     for name, config in settings.items():
-        part = find_reward(name, config.source)
-        truth = part.truth
+        part, part_name = find_reward(name, config.source), f"rewards.extra.{name}"
         if part.calls and not num_tools:
-            raise ConfigError(
-                f"rewards.extra.{name} scores tool calls, but task {task.id} has no tools.",
-                "Remove the reward, or use a world with tools.",
-            )
-        if truth is not None and not isinstance(task.truth, truth):
-            raise ConfigError(
-                f"rewards.extra.{name} reads a truth of the type {truth.__name__}, "
-                f"but that of task {task.id} is {type(task.truth).__name__}.",
-                "Remove the reward, or use a world with such tasks.",
-            )
+            message = f"{part_name} scores tool calls, but task {task.id} has no tools."
+            raise ConfigError(message, "Remove the reward, or use a world with tools.")
+        if part.truth is not None and not isinstance(task.truth, part.truth):
+            own = f"that of task {task.id} is {type(task.truth).__name__}"
+            message = f"{part_name} reads a truth of the type {part.truth.__name__}, but {own}."
+            raise ConfigError(message, "Remove the reward, or use a world with such tasks.")

@@ -69,27 +69,19 @@ def read_patch(text: str) -> dict[str, str] | None:
 
 def similarity(given: Mapping[str, str], oracle: Mapping[str, str]) -> float:
     """Return the mean ratio of the changes over the files of both patches, in [0, 1]."""
-    files = given.keys() | oracle.keys()
-    budget = _MatchBudget()
-    ratios = [budget.ratio(given[file], oracle[file]) for file in sorted(given.keys() & oracle.keys())]
-    return sum(ratios) / len(files)
-
-
-@dataclass(slots=True)
-class _MatchBudget:
-    characters_left: int = MAX_PAIRS
-    lines_left: int = MAX_PAIRS
-
-    def ratio(self, one: str, other: str) -> float:
-        """Return difflib's ratio of the characters, or of the lines if the budget is exceeded."""
+    characters_left = lines_left = MAX_PAIRS
+    ratios = []
+    for one, other in ((given[file], oracle[file]) for file in sorted(given.keys() & oracle.keys())):
         if one == other:
-            return 1.0
-        matcher = _Matcher(one, other, autojunk=False, left=self.characters_left)
-        ratio, self.characters_left = matcher.ratio(), max(matcher.left, 0)
+            ratios.append(1.0)
+            continue
+        matcher = _Matcher(one, other, autojunk=False, left=characters_left)
+        ratio, characters_left = matcher.ratio(), max(matcher.left, 0)
         if matcher.left < 0:
-            matcher = _Matcher(one.splitlines(), other.splitlines(), autojunk=True, left=self.lines_left)
-            ratio, self.lines_left = matcher.ratio(), max(matcher.left, 0)
-        return ratio
+            matcher = _Matcher(one.splitlines(), other.splitlines(), autojunk=True, left=lines_left)
+            ratio, lines_left = matcher.ratio(), max(matcher.left, 0)
+        ratios.append(ratio)
+    return sum(ratios) / len(given.keys() | oracle.keys())
 
 
 class _Matcher(difflib.SequenceMatcher[str]):

@@ -96,11 +96,9 @@ def _generator_tasks(name: str, split: str, num: int, seed: int, taken: set[str]
 def _dataset(name: str, size: int, seed: int) -> Dataset:
     if importlib.util.find_spec("reasoning_gym") is None:
         raise UserError("env.settings.gym needs the package reasoning-gym.", "Install it: pip install 'ludus[gym]'.")
-    package = importlib.import_module("reasoning_gym")
-    factory = importlib.import_module("reasoning_gym.factory")
-    if name not in vars(factory)["DATASETS"]:
+    if name not in vars(importlib.import_module("reasoning_gym.factory"))["DATASETS"]:
         raise ConfigError(f"reasoning-gym has no generator {name!r} (env.settings.gym).", "See its gallery.")
-    dataset: Dataset = package.create_dataset(name, size=size, seed=seed)
+    dataset: Dataset = importlib.import_module("reasoning_gym").create_dataset(name, size=size, seed=seed)
     return dataset
 
 

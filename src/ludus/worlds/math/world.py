@@ -1,18 +1,21 @@
-"""The math world: tasks, episodes and demonstrations."""
+"""The math world: tasks, episodes, and demonstrations (one call per step and then the answer, or a guess)."""
 
 from __future__ import annotations
 
+import ast
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs import task_files
 from ludus.envs.base import World, shipped_report
 from ludus.envs.benchmarks import BenchmarkName
+from ludus.envs.messages import assistant, tool_turn
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, check_split
@@ -22,14 +25,13 @@ from ludus.rewards.exact_match import well_formed
 from ludus.rewards.shaping import citation_support, either, only_if
 from ludus.sandbox import Limits, Sandbox, open_sandbox
 from ludus.tools.base import Tool
-from ludus.tools.calculator import exact_calculator_tool
+from ludus.tools.calculator import exact_calculator_tool, show
 from ludus.tools.workspace import python_tool
 from ludus.types import Message, Task
 from ludus.worlds.math import sources
 from ludus.worlds.math.generate import DEFAULT_TOPICS, LEVELS, SPLITS, TOPICS, draw_forever, make_problems
-from ludus.worlds.math.grader import Solution, as_task, opening, paraphrases, solved
-from ludus.worlds.math.problems import MathProblem
-from ludus.worlds.math.solver import ToolName, guess, solve
+from ludus.worlds.math.grader import Solution, answer_text, as_task, opening, paraphrases, solved
+from ludus.worlds.math.problems import MathProblem, worked
 
 SHARES = {"train": 1.0, "validation": 0.1, "test": 0.25, "composition": 0.2}
 """Number of tasks of each split relative to training."""
@@ -169,6 +171,61 @@ class MathWorld(World):
             return sources.gym_tasks(settings.gym, sizes, settings.seed)
         problems = make_problems(split, sizes[split], settings.levels, settings.topics, settings.seed)
         return {split: tuple(as_task(problem, split, number) for number, problem in enumerate(problems))}
+
+
+ToolName = Literal["python", "calculator", "none"]
+_IMPORTED = ("comb", "factorial", "gcd", "lcm", "perm")
+_PRIMES = "def primes(n):\n    return sum(all(k % d for d in range(2, k)) for k in range(2, n + 1))"
+
+
+def solve(problem: MathProblem, tool: ToolName) -> list[Message]:
+    """Return the messages of a solution; without a tool the answer alone."""
+    return [*_calls(problem, tool), assistant(answer_text(problem))]
+
+
+def guess(problem: MathProblem, tool: ToolName, rng: random.Random) -> list[Message]:
+    """Return a flawed solution: the result of the first of several steps as the answer; for a problem of one step
+    a random number without a call."""
+    calls = _calls(problem, tool)
+    if len(calls) > 2:
+        return [*calls[:2], assistant(calls[1]["content"])]
+    return [assistant(str(rng.randint(2, 99)))]
+
+
+def _calls(problem: MathProblem, tool: ToolName) -> Sequence[Message]:
+    """Return calls with their results, computed without the tool (a test compares them)."""
+    if tool == "none":
+        return []
+    messages: list[Message] = []
+    for number, (expression, value) in enumerate(worked(problem.steps)):
+        arguments = {"expression": expression} if tool == "calculator" else {"code": as_program(expression)}
+        messages += tool_turn(number, tool, arguments, show(value))
+    return messages
+
+
+def as_program(expression: str) -> str:
+    """Return a Python program that prints the exact value of an expression of the calculator."""
+    tree = _ExactDivision().visit(ast.parse(expression, mode="eval"))
+    text = ast.unparse(ast.fix_missing_locations(tree))
+    used = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    lines = ["from fractions import Fraction"] if "Fraction" in used else []
+    if names := sorted(used & {*_IMPORTED, "isqrt"}):
+        lines.append(f"from math import {', '.join(names)}")
+    lines += [_PRIMES] if "primes" in used else []
+    return "\n".join([*lines, f"print({text})"])
+
+
+class _ExactDivision(ast.NodeTransformer):
+    """Replaces divisions with fractions, and `sqrt` with `isqrt`."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        if not isinstance(node.op, ast.Div):
+            return node
+        return ast.Call(ast.Name("Fraction", ast.Load()), [node.left, node.right], [])
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Name("isqrt", node.ctx) if node.id == "sqrt" else node
 
 
 def make_math_world(settings: Mapping[str, object], limits: ToolLimits) -> MathWorld:

@@ -163,7 +163,7 @@ async def reference(sandbox: Sandbox, problem: SweProblem) -> TestRun:
     """
     if not problem.known:
         tree = {**problem.pristine, **problem.fixed}
-        masked_runs = [run_masked(sandbox, problem, tree, None) for _ in range(2)]
+        masked_runs = (run_masked(sandbox, problem, tree, None) for _ in range(2))
         runs = await asyncio.gather(*masked_runs, _run_all(sandbox, problem, tree, None))
         first, second = ({} if runs[0].doubt or runs[1].doubt else run.values for run in runs[:2])
         values = {  # values of built-in types that are equal in two runs

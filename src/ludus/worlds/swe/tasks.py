@@ -158,10 +158,9 @@ def read_archive(path: Path, sha256: str = "") -> Mapping[str, bytes]:
 
 
 def _in_repository(name: str) -> bool:
-    excluded = is_inside(name, "omitted_folders") or ".egg-info" in name
-    return (
-        bool(name) and not excluded and (PurePosixPath(name).suffix in names_of("suffixes") or "/tests/" in f"/{name}")
-    )
+    if not name or is_inside(name, "omitted_folders") or ".egg-info" in name:
+        return False
+    return PurePosixPath(name).suffix in names_of("suffixes") or "/tests/" in f"/{name}"
 
 
 def _parsed(value: object) -> object:
@@ -223,10 +222,8 @@ def _instance_case(given: Instance, folder: Path, seconds: float) -> SweCase:
             pristine = patched_files(Snapshot(tree), read_patch(given.test_patch)).files
             fixed = patched_files(Snapshot(tree), read_patch(given.patch)).files
         except ToolError as error:
-            raise UserError(
-                f"A patch of the instance {given.instance_id} does not fit its commit: {error}.",
-                "Patches that rename, copy or hold binary files are not supported.",
-            ) from error
+            message = f"A patch of the instance {given.instance_id} does not fit its commit: {error}."
+            raise UserError(message, "Patches that rename, copy or hold binary files are not supported.") from error
         files = tuple(sorted({test.partition("::")[0] for test in tests}))
         changed = {path: content for path, content in fixed.items() if tree.get(path) != content}
         return SweProblem(tree, pristine, layout_of(tree), suite, files, changed, seconds=seconds)

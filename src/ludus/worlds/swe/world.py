@@ -1,17 +1,20 @@
-"""The world `swe`: repositories with a bug to repair, graded by hidden tests."""
+"""The world `swe`: repositories with a bug to repair, graded by hidden tests; solutions and forgeries of results."""
 
 from __future__ import annotations
 
+import io
 import random
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs.base import SessionWorld
+from ludus.envs.messages import calling_message, tool_turn
 from ludus.envs.settings import read_settings
 from ludus.envs.sources import fetch, require
 from ludus.envs.tool_env import ToolEnv, ToolLimits
@@ -21,11 +24,12 @@ from ludus.rewards.base import Reward
 from ludus.rewards.code.unit_tests import share_passed, suite_passes
 from ludus.rewards.extract import last_output
 from ludus.tools.base import ToolError
-from ludus.types import Action, Message, StepResult, Task, ToolOutcome
+from ludus.tools.files import lines_of
+from ludus.tools.patch import unified_diff
+from ludus.types import JSON, Action, Message, StepResult, Task, ToolOutcome
 from ludus.worlds.swe import tasks as swe_tasks
 from ludus.worlds.swe.grader import REPORT, Grade, SweProblem, grade
-from ludus.worlds.swe.repository import DATA, Checkout, checkout, names_of, repair_tools
-from ludus.worlds.swe.solver import WORST, forged, forgeries, solution, written
+from ludus.worlds.swe.repository import DATA, Checkout, checkout, names_of, package_text, repair_tools
 
 SPLITS = ("train", "validation", "test")
 
@@ -175,6 +179,64 @@ class SweWorld(SessionWorld):
     @property
     def _packages(self) -> Iterable[swe_tasks.Package]:
         return {one.package.name: one.package for one in self.cases.values() if one.package is not None}.values()
+
+
+WORST: Final = ("gc", "frames", "recorder", "reports", "an early end", "lines")
+"""Forgeries that `ludus env check` runs."""
+_Turn = tuple[str, Mapping[str, JSON], str, str]
+"""A tool call: its name, arguments and output, and the text of its message."""
+_CONTEXT_LINES: Final = 12
+"""Lines that the solver reads before and after a change."""
+_FOUND: Final = "This is where it goes wrong."
+
+
+def solution(problem: SweProblem) -> tuple[Message, ...]:
+    """Return the messages after the prompt: read and repair each file, then end the episode."""
+    turns: list[_Turn] = []
+    for path, content in problem.fixed.items():
+        before, after, new = problem.text(path), content.decode("utf-8"), path not in problem.shown
+        if not new:
+            first, last = _line_range(before, after)
+            place: dict[str, JSON] = {"path": path, "first": first, "last": last}
+            look = "I look at the code that the issue is about."
+            turns.append(("read_file", place, lines_of(before, first, last), look))
+        patch, result = unified_diff(path, before, after, new), f"{'made' if new else 'changed'} {path}"
+        turns.append(("apply_patch", {"patch": patch}, result, _FOUND))
+    return _episode(turns)
+
+
+def written(texts: Mapping[str, str]) -> tuple[Message, ...]:
+    """Return the messages after the prompt of an episode that writes these files."""
+    return _episode([("write_file", {"path": path, "text": texts[path]}, f"wrote {path}", _FOUND) for path in texts])
+
+
+def _episode(turns: Sequence[_Turn]) -> tuple[Message, ...]:
+    messages: list[Message] = []
+    for name, arguments, output, content in turns:
+        messages += tool_turn(len(messages), name, arguments, output, content=content)
+    last = calling_message(len(messages), "submit", {"answer": "Mended."}, content="The issue is mended.")
+    return (*messages, last)
+
+
+def _line_range(before: str, after: str) -> tuple[int, int]:
+    """Return the first and last line to read (1-based): the changed lines with some context."""
+    old, new = list(io.StringIO(before)), list(io.StringIO(after))
+    head = next((i for i, (one, other) in enumerate(zip(old, new, strict=False)) if one != other), len(old) - 1)
+    same = zip(reversed(old), reversed(new), strict=False)
+    tail = next((i for i, (one, other) in enumerate(same) if one != other), 0)
+    return max(1, head + 1 - _CONTEXT_LINES), min(len(old), max(head, len(old) - tail) + _CONTEXT_LINES)
+
+
+@cache
+def forgeries() -> Mapping[str, str]:
+    """Return the code of each forgery by name."""
+    held = tomllib.loads(package_text("data/forgeries.toml"))
+    return {name: f"{held['common']}\n{body}" for name, body in held["ways"].items()}
+
+
+def forged(problem: SweProblem, code: str) -> dict[str, str]:
+    """Return the files that a fix changes, unfixed, with code appended."""
+    return {path: problem.text(path) + code for path in problem.fixed if path.endswith(".py")}
 
 
 def make_swe_world(settings: Mapping[str, object], limits: ToolLimits) -> SweWorld:
