@@ -197,7 +197,6 @@ def _multiple_of(validator: object, step: float, value: JSON, schema: object) ->
     """Validate the keyword `multipleOf`, with jsonschema's signature."""
     from jsonschema import ValidationError
 
-    del validator, schema
     if is_number(value) and Fraction(str(value)) % Fraction(str(step)) != 0:
         yield ValidationError(f"it is not a multiple of {step}")
 

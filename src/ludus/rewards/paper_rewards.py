@@ -102,7 +102,6 @@ def format_kept(task: Task, trajectory: Trajectory) -> float:
     ToolRL's format reward (arXiv:2504.13958, section 3.3: 1 if all fields are present in the right order, else
     0), for the rendering of the run.
     """
-    del task
     malformed = any(outcome.status is ToolStatus.MALFORMED for outcome in trajectory.call_outcomes)
     return float(trajectory.stop_reason is StopReason.ANSWERED and not malformed)
 
@@ -124,7 +123,6 @@ def tool_correctness(task: Task, trajectory: Trajectory) -> float:
 
 def valid_calls(task: Task, trajectory: Trajectory) -> float:
     """Return the share of the calls that name an existing tool with valid arguments; 0 without a call."""
-    del task
     bad = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS)
     statuses = [outcome.status for outcome in trajectory.call_outcomes]
     return sum(status not in bad for status in statuses) / len(statuses) if statuses else 0.0

@@ -98,7 +98,6 @@ def _linear_penalty(count: Callable[[Trajectory], int], free: int, limit: int) -
         raise ValueError(f"free must be from 0 to below limit = {limit}, not {free}")
 
     def penalty(task: Task, trajectory: Trajectory) -> float:
-        del task
         return -max(0.0, min(1.0, (count(trajectory) - free) / (limit - free)))
 
     return penalty
@@ -128,7 +127,6 @@ def language_consistency(script: str = "LATIN") -> RewardFunction:
     """
 
     def in_script(task: Task, trajectory: Trajectory) -> float:
-        del task
         texts = (m.get("reasoning_content", "") + m["content"] for m in _assistant_messages(trajectory))
         return share_in_script("".join(texts), script)
 
@@ -146,7 +144,6 @@ def citation_support(task: Task, trajectory: Trajectory) -> float:
 
     A supported answer need not be right: the output may contain it in another context.
     """
-    del task
     fine = (outcome.output for outcome in trajectory.call_outcomes if outcome.status is ToolStatus.OK)
     return float(any(is_supported(trajectory.answer, output) for output in fine))
 
@@ -157,7 +154,6 @@ def think_format(task: Task, trajectory: Trajectory) -> float:
     Well formed: a message begins with a closed, non-empty `<think>` block followed by other text, and no message
     has a thinking mark anywhere else.
     """
-    del task
     messages = _assistant_messages(trajectory)
     answered = trajectory.stop_reason is StopReason.ANSWERED and bool(trajectory.answer.strip())
     stray = any(_has_mark(message) for message in messages)

@@ -367,5 +367,4 @@ def _compare_trees(request: str) -> int:
 @cache
 def _process(pid: int) -> LimitedProcess:
     """Return the comparison process of this process; a forked process starts a new one."""
-    del pid
     return LimitedProcess("ludus.rewards.math.worker:warm_up")

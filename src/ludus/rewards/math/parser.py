@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
@@ -52,12 +51,16 @@ def read(text: str, letters: frozenset[str] | None = None) -> ExpressionNode:
 
     A run of letters that is not a known word is a product if all its letters are among `letters`.
     """
-    return _Parser(tokens_of(plain_text(text), letters)).whole()
+    parser = _Parser(tokens_of(plain_text(text), letters))
+    if not parser.tokens:
+        raise NotationError("empty")
+    found = parser.parse_over(None)
+    if parser.at < len(parser.tokens):
+        raise NotationError(f"unexpected {parser.tokens[parser.at].text[:40]!r}")
+    return found
 
 
-class _Structures(ABC):
-    """Token cursor, and the parsers of brackets, sets and matrices."""
-
+class _Cursor:
     def __init__(self, tokens: list[Token]) -> None:
         self.tokens = tokens
         self.at = 0
@@ -94,108 +97,8 @@ class _Structures(ABC):
         self.depth -= 1
         return found
 
-    @abstractmethod
-    def _items(self, closing: str | None) -> ExpressionNode: ...
 
-    @abstractmethod
-    def _relation(self) -> ExpressionNode: ...
-
-    @abstractmethod
-    def _sum(self) -> ExpressionNode: ...
-
-    def _bracket(self, opening: str) -> ExpressionNode:
-        if opening == "∅":
-            return ExpressionNode("set")
-        if opening == "|":
-            self.bars += 1
-            inner = self._sum()
-            self._expect("|")
-            self.bars -= 1
-            return ExpressionNode("abs", (inner,))
-        if opening in _ROUNDINGS:
-            closing, name = _ROUNDINGS[opening]
-            inner = self._sum()
-            self._expect(closing)
-            return ExpressionNode("call", (inner,), name)
-        if opening not in _CLOSING:
-            raise NotationError(f"{opening[:40]!r}")
-        bars, self.bars = self.bars, 0
-        found = self._inside(opening)
-        self.bars = bars
-        return found
-
-    def _inside(self, opening: str) -> ExpressionNode:
-        if opening == "\\{":
-            if self._accept("\\}"):
-                return ExpressionNode("set")
-            found = self._condition("\\}") or ExpressionNode("set", tuple(self._separated(self._relation, ",", ";")))
-            self._expect("\\}")
-            return found
-        if opening == "{":
-            found = self._condition("}") or self._parse_over("}")
-            self._expect("}")
-            return found
-        items = self._separated(self._relation, ",", ";")
-        closing = self._accept(")", "]")
-        if not closing:
-            raise NotationError("an unclosed bracket")
-        if len(items) > 1:
-            return ExpressionNode("pair", tuple(items), opening + closing)
-        if closing != _CLOSING[opening]:
-            raise NotationError("mismatched brackets")
-        return items[0]
-
-    def _condition(self, closing: str) -> ExpressionNode | None:
-        """Parse set-builder notation between braces, `x | x > 1` or `x ∈ R : x > 1`; return None for any other text."""
-        start = self.at
-        if self._peek().kind != "letter" or self._peek(1).text not in ("|", ":", "∈"):
-            return None
-        self.at += 1
-        if self._accept("|", ":"):
-            return self._items(closing)
-        self.at, self.bars = start, self.bars + 1
-        member = self._relation()
-        self.bars -= 1
-        if not self._accept("|", ":"):
-            self.at = start
-            return None
-        return ExpressionNode("list", (member, self._relation()), "and")
-
-    def _parse_over(self, closing: str | None) -> ExpressionNode:
-        r"""Parse items, or a fraction or binomial coefficient of two: `a \over b`, `n \choose k`."""
-        found = self._items(closing)
-        command = self._peek()
-        if command.kind != "command" or command.text not in _INFIX_COMMANDS:
-            return found
-        self.at += 1
-        op, name = _INFIX_COMMANDS[command.text]
-        return ExpressionNode(op, (found, self._items(closing)), name)
-
-    def _matrix(self, kind: str) -> ExpressionNode:
-        rows = []
-        while True:
-            row = self._separated(self._sum, "&")
-            rows.append(ExpressionNode("row", tuple(row)))
-            if not self._accept("\\\\") or self._peek().text.startswith("end{"):
-                break
-        if self._peek().text != f"end{kind}" or not re.fullmatch(r"\{[pbv]?matrix\}", kind):
-            raise NotationError("an unclosed matrix, or an unknown environment")
-        self.at += 1
-        if len({len(one.args) for one in rows}) != 1:
-            raise NotationError("matrix rows of different lengths")
-        return ExpressionNode("matrix", tuple(rows), "v" if kind == "{vmatrix}" else "")
-
-
-class _Parser(_Structures):
-    def whole(self) -> ExpressionNode:
-        """Parse all tokens as one tree."""
-        if not self.tokens:
-            raise NotationError("empty")
-        found = self._parse_over(None)
-        if self.at < len(self.tokens):
-            raise NotationError(f"unexpected {self.tokens[self.at].text[:40]!r}")
-        return found
-
+class _Parser(_Cursor):
     def _items(self, closing: str | None) -> ExpressionNode:
         """Parse relations between separators; return a single one unwrapped. The name of a list is its separator."""
         items, separator = [self._relation()], ""
@@ -407,6 +310,88 @@ class _Parser(_Structures):
                 break
             found = self._adjacent(found)
         return found
+
+    def _bracket(self, opening: str) -> ExpressionNode:
+        if opening == "∅":
+            return ExpressionNode("set")
+        if opening == "|":
+            self.bars += 1
+            inner = self._sum()
+            self._expect("|")
+            self.bars -= 1
+            return ExpressionNode("abs", (inner,))
+        if opening in _ROUNDINGS:
+            closing, name = _ROUNDINGS[opening]
+            inner = self._sum()
+            self._expect(closing)
+            return ExpressionNode("call", (inner,), name)
+        if opening not in _CLOSING:
+            raise NotationError(f"{opening[:40]!r}")
+        bars, self.bars = self.bars, 0
+        found = self._inside(opening)
+        self.bars = bars
+        return found
+
+    def _inside(self, opening: str) -> ExpressionNode:
+        if opening == "\\{":
+            if self._accept("\\}"):
+                return ExpressionNode("set")
+            found = self._condition("\\}") or ExpressionNode("set", tuple(self._separated(self._relation, ",", ";")))
+            self._expect("\\}")
+            return found
+        if opening == "{":
+            found = self._condition("}") or self.parse_over("}")
+            self._expect("}")
+            return found
+        items = self._separated(self._relation, ",", ";")
+        closing = self._accept(")", "]")
+        if not closing:
+            raise NotationError("an unclosed bracket")
+        if len(items) > 1:
+            return ExpressionNode("pair", tuple(items), opening + closing)
+        if closing != _CLOSING[opening]:
+            raise NotationError("mismatched brackets")
+        return items[0]
+
+    def _condition(self, closing: str) -> ExpressionNode | None:
+        """Parse set-builder notation between braces, `x | x > 1` or `x ∈ R : x > 1`; return None for any other text."""
+        start = self.at
+        if self._peek().kind != "letter" or self._peek(1).text not in ("|", ":", "∈"):
+            return None
+        self.at += 1
+        if self._accept("|", ":"):
+            return self._items(closing)
+        self.at, self.bars = start, self.bars + 1
+        member = self._relation()
+        self.bars -= 1
+        if not self._accept("|", ":"):
+            self.at = start
+            return None
+        return ExpressionNode("list", (member, self._relation()), "and")
+
+    def parse_over(self, closing: str | None) -> ExpressionNode:
+        r"""Parse items, or a fraction or binomial coefficient of two: `a \over b`, `n \choose k`."""
+        found = self._items(closing)
+        command = self._peek()
+        if command.kind != "command" or command.text not in _INFIX_COMMANDS:
+            return found
+        self.at += 1
+        op, name = _INFIX_COMMANDS[command.text]
+        return ExpressionNode(op, (found, self._items(closing)), name)
+
+    def _matrix(self, kind: str) -> ExpressionNode:
+        rows = []
+        while True:
+            row = self._separated(self._sum, "&")
+            rows.append(ExpressionNode("row", tuple(row)))
+            if not self._accept("\\\\") or self._peek().text.startswith("end{"):
+                break
+        if self._peek().text != f"end{kind}" or not re.fullmatch(r"\{[pbv]?matrix\}", kind):
+            raise NotationError("an unclosed matrix, or an unknown environment")
+        self.at += 1
+        if len({len(one.args) for one in rows}) != 1:
+            raise NotationError("matrix rows of different lengths")
+        return ExpressionNode("matrix", tuple(rows), "v" if kind == "{vmatrix}" else "")
 
 
 _TEN = ExpressionNode("number", (), "whole", Fraction(10))

@@ -111,7 +111,6 @@ class GuessWorld(World):
 
     def environment(self, task: Task) -> GuessEnv:
         """Return a new game."""
-        del task
         return GuessEnv()
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
@@ -129,7 +128,6 @@ class GuessWorld(World):
 def make_guess_world(settings: Mapping[str, object], limits: ToolLimits) -> GuessWorld:
     """Build the world (the registered factory). Raises ConfigError for invalid settings."""
     chosen = read_settings(GuessSettings, settings)
-    del limits  # there are no tools
     return GuessWorld(make_tasks(chosen), chosen)
 
 

@@ -15,8 +15,8 @@ from functools import cache, partial
 
 from ludus.errors import ConfigError
 from ludus.rewards.math.math_verify import Expression
+from ludus.worlds.math import topics as topic_functions
 from ludus.worlds.math.problems import Draft, KindTable, MathProblem, tables
-from ludus.worlds.math.topics import algebra, arithmetic, geometry, numbers
 
 SPLITS = ("train", "validation", "test", "composition")
 LEVELS = (1, 2, 3, 4, 5)
@@ -29,9 +29,8 @@ _MAX_FAILED_DRAWS = 100
 """Consecutive failed draws after which a topic counts as exhausted."""
 _MAKERS: Mapping[str, Callable[[Draft], str]] = {
     name: make
-    for module in (algebra, arithmetic, geometry, numbers)
-    for name, make in vars(module).items()
-    if inspect.isfunction(make) and make.__module__ == module.__name__ and not name.startswith("_")
+    for name, make in vars(topic_functions).items()
+    if inspect.isfunction(make) and make.__module__ == topic_functions.__name__ and not name.startswith("_")
 }
 
 

@@ -121,7 +121,6 @@ class MathWorld(World):
 
     def environment(self, task: Task) -> ToolEnv:
         """Return a new episode."""
-        del task
         return ToolEnv(self.tools, self.rewards, self.limits)
 
     def opening(self, question: str) -> tuple[Message, ...]:

@@ -232,7 +232,6 @@ class SearchWorld(World):
 
     def environment(self, task: Task) -> ToolEnv:
         """Return a new episode."""
-        del task
         tools = (self.tool,) if self.settings.access == "tool" else ()
         return ToolEnv(tools, self.rewards, self.limits)
 

@@ -152,7 +152,6 @@ def shown_rows(task: Task, trajectory: Trajectory) -> float:
 
 def was_run(task: Task, trajectory: Trajectory) -> float:
     """Return 1 if the answer is a query that a call executed without an error, else 0."""
-    del task
     answer = fenced_block(trajectory.answer)
     fine = {one.call_id for one in trajectory.outcomes if one.status is ToolStatus.OK}
     made = [call for message in trajectory.messages for call in message.get("tool_calls", [])]
