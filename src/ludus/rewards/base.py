@@ -94,10 +94,8 @@ def check_scored_elsewhere(world: Sequence[Reward], own: Sequence[Reward], envir
     if ours == theirs and not bound:
         return
     why = f"The reward {bound[0]!r} is a method of the environment" if bound else "Its episodes have other rewards"
-    raise ConfigError(
-        f"The episodes of this world cannot be scored by its rewards alone. {why}.",
-        "Use rewards that read only the trajectory (such as its outcomes), or set cluster.reward_workers = 0.",
-    )
+    hint = "Use rewards that read only the trajectory (such as its outcomes), or set cluster.reward_workers = 0."
+    raise ConfigError(f"The episodes of this world cannot be scored by its rewards alone. {why}.", hint)
 
 
 def success(rewards: Sequence[Reward], trajectory: Trajectory) -> bool:

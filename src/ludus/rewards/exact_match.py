@@ -76,12 +76,9 @@ def is_answer(answer: str, truth: ExpectedAnswers) -> bool:
 
 def f1(answer: str, truth: ExpectedAnswers) -> float:
     """Return the best token F1 over the accepted answers, in [0, 1]."""
-    return max((_f1(normalise(answer).split(), normalise(a).split()) for a in truth.accepted), default=0.0)
-
-
-def _f1(given: list[str], gold: list[str]) -> float:
-    common = sum((Counter(given) & Counter(gold)).values())
-    return 2 * common / (len(given) + len(gold)) if common else 0.0
+    given, golds = Counter(normalise(answer).split()), [Counter(normalise(a).split()) for a in truth.accepted]
+    shared = [((given & gold).total(), given.total() + gold.total()) for gold in golds]
+    return max((2 * common / total for common, total in shared if common), default=0.0)
 
 
 def exact_match(task: Task, trajectory: Trajectory) -> float:

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import RewardFunction, truth_of
@@ -56,15 +57,12 @@ class MatchState:
 
 def same_json(one: JSON, other: JSON, tolerance: float = 0.0, ignored: frozenset[str] = frozenset()) -> bool:
     """Return whether two values are equal: objects in any order of keys, lists in the same order, numbers by value."""
+    same = partial(same_json, tolerance=tolerance, ignored=ignored)
     if isinstance(one, dict) and isinstance(other, dict):
         keys = one.keys() - ignored
-        return keys == other.keys() - ignored and all(
-            same_json(one[key], other[key], tolerance, ignored) for key in keys
-        )
+        return keys == other.keys() - ignored and all(same(one[key], other[key]) for key in keys)
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(
-            same_json(a, b, tolerance, ignored) for a, b in zip(one, other, strict=True)
-        )
+        return len(one) == len(other) and all(map(same, one, other))
     if is_number(one) and is_number(other):
         return same_number(one, other, tolerance)
     return type(one) is type(other) and one == other

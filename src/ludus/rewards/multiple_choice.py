@@ -53,8 +53,7 @@ def chosen(text: str, options: Mapping[str, str]) -> str | None:
     words = plain_words(text)
     if not words or len(text) > 10_000:
         return None
-    same = [letter for letter, option in options.items() if plain_words(option) == words]
-    if same:
+    if same := [letter for letter, option in options.items() if plain_words(option) == words]:
         return same[0] if len(same) == 1 else None
     tail = _TAIL.fullmatch(text)
     if tail is not None and plain_words(tail[1]) == plain_words(options.get(tail[2].upper(), "")) != "":

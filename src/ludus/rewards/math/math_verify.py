@@ -95,9 +95,7 @@ def _gold(text: str, units: tuple[str, ...], expected: str = "") -> _Gold:
 
 def _is_words(text: str, plain: str) -> bool:
     """Return whether a gold answer is text: set in \\text, a known word, or with a word of four or more letters."""
-    if not re.fullmatch(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*", plain):
-        return False
-    words = plain.split()
+    words = plain.split() if re.fullmatch(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*", plain) else []
     return any(len(w) > 3 or w.lower() in _SMALL_WORDS or (len(w) > 1 and w in text_words(text)) for w in words)
 
 

@@ -69,9 +69,9 @@ class GuessEnv(Environment):
     async def step(self, action: Action) -> StepResult:
         """Reply "higher" or "lower", or end the episode. A message without a number has reward 0."""
         text = action.message["content"].strip()
-        guess = int(text) if text.isascii() and text.isdigit() and len(text) < 9 else None
-        if guess is None:
+        if not (text.isascii() and text.isdigit() and len(text) < 9):
             return StepResult((Message(role="user", content="say a number"),), reward=0.0)
+        guess = int(text)
         before = self._high - self._low + 1
         if guess < self._number:
             self._low = max(self._low, guess + 1)

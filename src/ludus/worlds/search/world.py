@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -309,7 +309,7 @@ def _tasks(settings: SearchSettings, split: str) -> tuple[Task, ...]:
     return tuple(world.make_task(question, split) for question in _questions(split, settings.seed).values())
 
 
-def make_search_world(settings: Mapping[str, Any], limits: ToolLimits) -> SearchWorld:
+def make_search_world(settings: Mapping[str, object], limits: ToolLimits) -> SearchWorld:
     """Build the world (the registered factory). Raises ConfigError for invalid settings."""
     chosen = read_settings(SearchSettings, settings)
     if chosen.method != "bm25" and not chosen.encoder:

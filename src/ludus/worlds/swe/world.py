@@ -246,8 +246,6 @@ def make_swe_world(settings: Mapping[str, object], limits: ToolLimits) -> SweWor
     if unknown := [kind for kind in given.kinds if kind not in kinds]:
         raise ConfigError(f"Unknown kind of bug: {unknown[0]!r}.", f"Kinds: {', '.join(kinds)}.")
     if bool(given.instances) != bool(given.repositories):
-        raise ConfigError(
-            "env.settings.instances and env.settings.repositories go together.",
-            "The first is a file of instances, the second a folder with clones of their repositories.",
-        )
+        hint = "The first is a file of instances, the second a folder with clones of their repositories."
+        raise ConfigError("env.settings.instances and env.settings.repositories go together.", hint)
     return SweWorld(given, limits)
