@@ -24,8 +24,7 @@ from ludus.rewards.base import Reward
 from ludus.rewards.code.unit_tests import share_passed, suite_passes
 from ludus.rewards.extract import last_output
 from ludus.tools.base import ToolError
-from ludus.tools.files import lines_of
-from ludus.tools.patch import unified_diff
+from ludus.tools.files import lines_of, unified_diff
 from ludus.types import JSON, Action, Message, StepResult, Task, ToolOutcome
 from ludus.worlds.swe import tasks as swe_tasks
 from ludus.worlds.swe.grader import REPORT, Grade, SweProblem, grade
