@@ -122,6 +122,8 @@ class ContainerSandbox(SupervisorSandbox[Container]):
 
     def __post_init__(self) -> None:
         self.name, runtime = self.settings.backend, self.settings.runtime
+        if self.name not in _PACKAGES:
+            raise UserError(f"Unknown container engine {self.name!r}.", "Engines: docker, podman.")
         self._engine = shutil.which(self.name) or ""
         if not self._engine:
             hint = f"Install it: on Debian `apt-get install {_PACKAGES[self.name]}`."
