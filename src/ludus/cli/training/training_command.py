@@ -152,8 +152,8 @@ def print_run_done(folder: RunFolder, config: Config) -> None:
 
 def resumed_folder(args: argparse.Namespace) -> RunFolder:
     """Return the folder of --resume. Raises UserError if it is not a run, or if other options are set."""
-    if args.run or args.recipe or args.model or args.from_scratch or args.quick:
-        what = "--run" if args.run else "recipe, model and --quick"
+    if args.run is not None or args.recipe or args.model or args.from_scratch or args.quick:
+        what = "recipe, model and --quick" if args.run is None else "--run"
         raise UserError("--resume reads all settings from the run folder.", f"Remove {what}.")
     folder = RunFolder(args.resume)
     check_run(folder)
