@@ -33,21 +33,21 @@ def draw() -> dict[str, list[list[object]]]:
     unique = {row["name"]: row for row in rows if num_bearers[plain(row["name"]).casefold()] == 1}
     airports = draw_airports(airportsdata.load("ICAO"), unique)
     cities = sorted({city for _, city, _ in airports})
+    index = {city: i for i, city in enumerate(cities)}
     return {
         "countries": [[r["name"], r["iso3"], r["capital"], r["currencyname"], r["currencycode"]] for r in countries],
         "cities": [
             [name, position[row["countrycode"]], row["population"], row["timezone"], nearest, spellings(row)]
-            for (name, nearest), row in zip(
-                nearest_cities(cities, unique), map(unique.__getitem__, cities), strict=True
-            )
+            for name, nearest in nearest_cities(cities, unique)
+            for row in [unique[name]]
         ],
-        "airports": [[name, cities.index(city), code] for name, city, code in airports],
+        "airports": [[name, index[city], code] for name, city, code in airports],
         "homonyms": draw_homonyms([row for row in rows if row["name"] not in unique], position),
     }
 
 
 def draw_airports(rows: Mapping[str, Row], unique: Mapping[str, Row]) -> list[tuple[str, str, str]]:
-    """Return name, city and code of the airports with a name of their own that serve a city of a unique name."""
+    """Return name, city and code of the airports with a unique name that serve a city with a unique name."""
     num_bearers = Counter(row["name"] for row in rows.values())
     found = []
     for code, row in sorted(rows.items()):

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -92,8 +93,12 @@ Forward = Callable[[Tensor, Tensor, RaggedPass, Tensor], Tensor]
 """Map ids and positions `[1, T]`, the pass, and the tokens `[K]` whose logits are needed, to logits `[K, V]`."""
 
 
-Recording = tuple[Tensor, Callable[[], None], Tensor]
-"""A recorded pass: its inputs `[4, T]`, what replays it, and the logits that it writes `[T, V]`."""
+class Recording(NamedTuple):
+    """A recorded pass: its inputs `[4, T]`, the function that replays it, and the logits `[T, V]` that it writes."""
+
+    inputs: Tensor
+    replay: Callable[[], None]
+    logits: Tensor
 
 
 Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
@@ -163,7 +168,7 @@ class PassRunner:
             log.warning("CUDA graphs are disabled, so decoding is slower: %s", str(error).splitlines()[0])
             self._recorder = None
             return None
-        self._recordings[size, adapter] = recording = inputs, replay, logits
+        self._recordings[size, adapter] = recording = Recording(inputs, replay, logits)
         return recording
 
     def _send_table(self, table: NDArray[np.int32]) -> None:
