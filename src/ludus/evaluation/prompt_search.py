@@ -104,7 +104,7 @@ async def search_prompt(
         hint = "Install it: pip install 'ludus[gepa]'."
         raise UserError("The search of a prompt needs the package gepa.", hint) from error
     if len({system_prompt(task) for task in tasks}) > 1:
-        raise UserError("The tasks have different system prompts, so there is no single one to optimise.")
+        raise UserError("The tasks have different system prompts; only a common one can be optimised.")
     loop, stopped = asyncio.get_running_loop(), Event()
     errors: list[Exception] = []  # GEPA logs those of the reflection and goes on
 
