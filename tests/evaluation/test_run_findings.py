@@ -12,7 +12,7 @@ from ludus.evaluation.evaluate import Evaluation, EvaluationPlan
 from ludus.evaluation.run_findings import RunData, examine_run
 from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.rollout_files import RolloutRecord
-from ludus.types import Segment, StopReason, Trajectory
+from ludus.types import Segment, StopReason, ToolOutcome, ToolStatus, Trajectory
 from metric_rows import healthy, unsolved, with_end
 from tiny_run import copy_run, ludus
 
@@ -21,7 +21,7 @@ SETTINGS = {setting.key for setting in list_settings()}
 
 def record(step, task, sample, solved, length, **changes):
     action = Segment("action", tuple(range(length)), logprobs=(-0.5,) * length, versions=(0,) * length)
-    parts = {"exact_match": float(solved), "well_formed": float(sample % 3 > 0)}
+    parts = changes.pop("parts", {"exact_match": float(solved), "well_formed": float(sample % 3 > 0)})
     trajectory = Trajectory(
         task,
         sample,
@@ -29,7 +29,7 @@ def record(step, task, sample, solved, length, **changes):
         ({"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}),
         changes.pop("stop", StopReason.ANSWERED),
         rewards=parts,
-        reward=changes.pop("reward", parts["exact_match"] + 0.1 * parts["well_formed"]),
+        reward=changes.pop("reward", parts["exact_match"] + 0.1 * parts.get("well_formed", 0.0)),
     )
     fields = {"outcome": RolloutOutcome.TRAINED, "reason": "trained", "advantage": solved - 0.5}
     return RolloutRecord(step, task, trajectory=trajectory, **fields | changes)
@@ -72,6 +72,11 @@ def dropped(solved, length):
 
 def constant(one):
     return replace(one, trajectory=replace(one.trajectory, rewards=one.trajectory.rewards | {"polite": 1.0}))
+
+
+def with_failing_tool(one):
+    outcome = ToolOutcome("call_0_0", "search", ToolStatus.RAISED, "Error: connection refused.\nin line 3")
+    return replace(one, trajectory=replace(one.trajectory, outcomes=(outcome,)))
 
 
 PLANTED = {
@@ -144,6 +149,30 @@ PLANTED = {
     "overfitting": ({"evaluations": [RISING[0], evaluation(40, [0] * 55 + [1] * 45)]}, "warn", "held-out"),
     "held-out success falls": ({"evaluations": [RISING[1], evaluation(50, [0] * 60 + [1] * 40)]}, "warn", "held-out"),
     "hallucinated tools": ({"rows": with_end(3, tools__status__unknown_tool=0.4)}, "warn", "alarm tool_hallucination"),
+    "turns are cut off": ({"rows": everywhere(healthy(), episode__stop__truncated=0.9)}, "fault", "limits"),
+    "a tool raises": ({"records": [with_failing_tool(one) for one in records()]}, "fault", "tools"),
+    "cold sampling": (
+        {
+            "records": [record(40, f"train:{n}", 0, 1, 30) for n in range(30) for _ in range(8)],
+            "config": changed("rollout", temperature=0.01),
+        },
+        "fault",
+        "temperature",
+    ),
+    "one update destroys the policy": (
+        {"rows": with_end(12, success__mean=0.0, reward__mean=0.0)},
+        "fault",
+        "collapse",
+    ),
+    "a rewarded trick replaces the task": ({"rows": with_end(12, success__mean=0.0)}, "fault", "collapse"),
+    "the expected answers are wrong": (
+        {
+            "rows": everywhere(healthy(), success__mean=0.0, reward__mean=0.0, episode__stop__answered=1.0),
+            "records": records(lambda solved, length: {"parts": {"exact_match": 0.0, "f1": 0.4}}),
+        },
+        "fault",
+        "verifier",
+    ),
     "longer answers without success": (
         {"rows": unsolved(with_end(5, response_length__mean=500.0), 0.3)},
         "warn",
@@ -162,9 +191,44 @@ def test_planted_fault_is_reported_with_severity_and_topic(fault):
     change, severity, topic = PLANTED[fault]
     found = examine_run(replace(HEALTHY, **change))
     assert (severity, topic) in [(one.severity, one.topic) for one in found]
-    assert [one.severity for one in found] == sorted(
-        (one.severity for one in found), key=["fault", "warn", "note"].index
+    ranks = [(bool(one.follows_from), ["fault", "warn", "note"].index(one.severity)) for one in found]
+    assert ranks == sorted(ranks)
+
+
+def test_findings_that_a_fault_explains_come_last_and_name_it():
+    change, *_ = PLANTED["turns are cut off"]
+    found = examine_run(replace(HEALTHY, **change, evaluations=[]))
+    assert found[0].topic == "limits"
+    assert "rollout.max_tokens_per_turn = " in found[0].text
+    assert {one.follows_from for one in found[1:]} == {"limits"}
+
+
+def test_the_error_of_a_failing_tool_is_quoted():
+    found = examine_run(replace(HEALTHY, **PLANTED["a tool raises"][0]))
+    assert found[0].text == "All 480 calls of search fail, most often with: Error: connection refused"
+
+
+def test_a_fall_of_success_with_constant_reward_names_the_reward():
+    (fall,) = (
+        one
+        for one in examine_run(replace(HEALTHY, **PLANTED["a rewarded trick replaces the task"][0]))
+        if one.topic == "collapse"
     )
+    assert "games a part of the reward" in fall.remedy
+    (fall,) = (
+        one
+        for one in examine_run(replace(HEALTHY, **PLANTED["one update destroys the policy"][0]))
+        if one.topic == "collapse"
+    )
+    assert "Lower training.learning_rate" in fall.remedy
+
+
+def test_entropies_are_compared_on_the_same_steps():
+    rows = [row | {"policy/sampled_entropy": 3.0} for row in healthy()]
+    for row in rows[1:]:
+        del row["policy/entropy"]
+    rows[0]["policy/sampled_entropy"] = rows[0]["policy/entropy"]
+    assert "sampling" not in {one.topic for one in examine_run(replace(HEALTHY, rows=rows))}
 
 
 def test_remedies_name_settings_that_exist():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from statistics import fmean
 from typing import Final, Literal
@@ -21,7 +21,7 @@ from ludus.evaluation.evaluate import Evaluation
 from ludus.evaluation.stats import PairedDifference, paired_difference
 from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.rollout_files import RolloutRecord
-from ludus.types import StopReason
+from ludus.types import StopReason, ToolStatus
 
 Severity = Literal["fault", "warn", "note"]
 SEVERITIES: Final[tuple[Severity, ...]] = ("fault", "warn", "note")
@@ -31,6 +31,36 @@ _CUT: Final = (StopReason.TRUNCATED, StopReason.MAX_TOKENS)
 _FEW_TASKS: Final = 20
 _LARGE: Final = 0.5
 """Correlation, or share, above which a check reports."""
+_LOW_TEMPERATURE: Final = 0.3
+_NO_SIGNAL: Final = {"groups", "failures", "reward", "verifier", "collapse"} | {
+    f"alarm {name}"
+    for name in ("equal_rewards", "zero_reward", "exploration_ended", "few_differences", "zero_gradient")
+}
+"""Topics of findings about groups with equal rewards."""
+_DEGENERATE: Final = {
+    "sampling",
+    "held-out",
+    "limits",
+    "alarm truncation",
+    "alarm repetition",
+    "alarm uniform_failure",
+} | {
+    f"alarm {name}"
+    for name in (
+        *("success_drop", "held_out_drop", "kl_rate", "kl_jump", "entropy_explosion", "entropy_collapse"),
+        *("gradient_spike", "length_explosion", "echo_trap", "echo_trap_early"),
+    )
+}
+"""Topics of findings about a policy that produces no sensible text any more."""
+CONSEQUENCES: Final[Mapping[str, set[str]]] = {
+    "limits": _NO_SIGNAL | {"sampling", "alarm truncation", "alarm uniform_failure"},
+    "tools": _NO_SIGNAL | {"alarm tool_errors", "alarm dead_tool", "alarm unused_results"},
+    "temperature": _NO_SIGNAL | {"alarm entropy_collapse", "alarm few_strategies"},
+    "verifier": _NO_SIGNAL,
+    "advantages": _NO_SIGNAL | _DEGENERATE,
+    "collapse": _NO_SIGNAL | _DEGENERATE,
+}
+"""Topics of the findings that a fault of a topic explains."""
 
 
 @dataclass(frozen=True)
@@ -58,21 +88,99 @@ class RunData:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem of a run: its topic, severity, evidence and remedy."""
+    """A problem of a run: its topic, severity, evidence and remedy, and the topic of the fault that explains it."""
 
     topic: str
     severity: Severity
     text: str
     remedy: str
+    follows_from: str = ""
 
 
 def examine_run(run: RunData) -> list[Finding]:
-    """Return all findings, the most severe first, within a severity in the order of the topics."""
+    """Return all findings: those that a fault explains last, the most severe first, then in the order of the topics."""
     if not run.rows:
         raise UserError("The run has no finished step.", "Wait for its first step, or read its log.txt.")
-    checks = (check_reward, check_loss, check_sampling, check_groups, check_failures, check_held_out, check_alarms)
-    found = [finding for check in checks for finding in check(run)]
-    return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
+    causes_first = (check_limits, check_tools, check_loss, check_sampling, check_collapse, check_verifier)
+    others = (check_reward, check_groups, check_failures, check_held_out, check_alarms)
+    found = [finding for check in (*causes_first, *others) for finding in check(run)]
+    causes = list(dict.fromkeys(one.topic for one in found if one.severity == "fault" and one.topic in CONSEQUENCES))
+    for place, one in enumerate(found):
+        earlier = causes[: causes.index(one.topic)] if one.topic in causes else causes
+        if cause := next((cause for cause in earlier if one.topic in CONSEQUENCES[cause]), ""):
+            found[place] = replace(one, follows_from=cause)
+    return sorted(found, key=lambda one: (bool(one.follows_from), SEVERITIES.index(one.severity)))
+
+
+def check_limits(run: RunData) -> Iterator[Finding]:
+    """Token limits that cut off episodes from the first step on."""
+    limits = run.config.rollout
+    for reason, name, value in (
+        (StopReason.TRUNCATED, "max_tokens_per_turn", limits.max_tokens_per_turn),
+        (StopReason.MAX_TOKENS, "max_seq_len", limits.max_seq_len),
+    ):
+        shares = run.recent(metric := f"episode/stop/{reason}")
+        if shares and min(_mean(shares), run.rows[0].get(metric, 0.0)) > _LARGE:
+            text = f"{_mean(shares):.0%} of the episodes are cut off at rollout.{name} = {value}, from step 1 on"
+            yield Finding("limits", "fault", text, f"Raise rollout.{name}, or fine-tune on shorter turns (ludus sft).")
+
+
+def check_tools(run: RunData) -> Iterator[Finding]:
+    """Tools of which every call fails, with their most frequent error."""
+    calls = defaultdict(list)
+    for record in run.records:
+        for outcome in record.trajectory.outcomes:
+            if outcome.status is not ToolStatus.MALFORMED:
+                calls[outcome.tool].append(outcome)
+    for tool, outcomes in sorted(calls.items()):
+        if len(outcomes) < 5 or any(outcome.status is ToolStatus.OK for outcome in outcomes):
+            continue
+        error = Counter(
+            outcome.output.strip().partition("\n")[0][:120].rstrip(".") for outcome in outcomes
+        ).most_common(1)[0][0]
+        own = [outcome.status in (ToolStatus.RAISED, ToolStatus.TIMED_OUT) for outcome in outcomes]
+        remedy = "Call the tool by hand: the error is its own, not the model's (ludus env check ENV)."
+        if _mean(own) < _LARGE:
+            remedy = "Fine-tune on demonstrations of correct calls (ludus sft)."
+        yield Finding("tools", "fault", f"All {len(outcomes)} calls of {tool} fail, most often with: {error}", remedy)
+
+
+def check_collapse(run: RunData) -> Iterator[Finding]:
+    """Training success that fell to a quarter or less and stayed there."""
+    rows = [row for row in run.rows if "success/mean" in row]
+    success = [row["success/mean"] for row in rows]
+    falls = [(_mean(success[max(0, at - 3) : at]), _mean(success[at:]), at) for at in range(1, len(rows) - 4)]
+    before, after, at = max(falls, key=lambda fall: fall[0] - fall[1], default=(0.0, 0.0, 0))
+    if before < 0.1 or after > before / 4:
+        return
+    text = f"Success fell from {before:.0%} to {after:.0%} after step {at}"
+    for metric, name in (("policy/sampled_entropy", "entropy"), ("length/total_tokens/mean", "tokens per episode")):
+        old, new = ([row[metric] for row in part if metric in row] for part in (rows[:at], rows[at:]))
+        if old and new:
+            text += f", {name} from {_mean(old):.3g} to {_mean(new):.3g}"
+    reward = [_mean([row["reward/mean"] for row in part if "reward/mean" in row]) for part in (rows[:at], rows[at:])]
+    remedy = (
+        f"Lower training.learning_rate (it is {run.config.training.learning_rate:g}); resume an earlier checkpoint."
+    )
+    if reward[1] > 0.9 * reward[0] > 0:
+        text += f", while the reward went from {reward[0]:.3g} to {reward[1]:.3g}"
+        remedy = "The policy games a part of the reward: read rollouts, and lower its weight (rewards.weights)."
+    yield Finding("collapse", "fault", text, remedy)
+
+
+def check_verifier(run: RunData) -> Iterator[Finding]:
+    """Tasks that are never solved, although episodes end with answers."""
+    answered = _mean(run.recent("episode/stop/answered"))
+    if answered < _LARGE or any(row.get("success/mean", 1.0) for row in run.rows):
+        return
+    text = f"Not one attempt is solved, although {answered:.0%} of the episodes end with an answer"
+    first = next(iter(run.records[0].trajectory.rewards), "") if run.records else ""
+    parts = {name for record in run.records for name in record.trajectory.rewards} - {first}
+    means = {name: _mean([record.trajectory.rewards.get(name, 0.0) for record in run.records]) for name in parts}
+    close = [f"{name} {mean:.2f}" for name, mean in sorted(means.items()) if mean > 0.1]
+    text += f"; other parts of the reward are not 0: {', '.join(close)}" if close else ""
+    remedy = "Score a correct answer by hand (ludus show RUN --step N), and run ludus env check ENV."
+    yield Finding("verifier", "fault" if close else "warn", text, remedy)
 
 
 def check_reward(run: RunData) -> Iterator[Finding]:
@@ -129,7 +237,8 @@ def check_sampling(run: RunData) -> Iterator[Finding]:
     if gaps and max(gaps) > tolerance:
         text = f"The engine sampled with other weights than the learner's (sync/probe_gap {max(gaps):.3g})"
         yield Finding("weight sync", "fault", text, "Check that the engine loads the weights that it receives.")
-    entropy, sampled = run.recent("policy/entropy"), run.recent("policy/sampled_entropy")
+    both = [row for row in run.rows if {"policy/entropy", "policy/sampled_entropy"} <= row.keys()][-_RECENT:]
+    entropy, sampled = ([row[name] for row in both] for name in ("policy/entropy", "policy/sampled_entropy"))
     on_policy = not any(run.recent("staleness/mean"))
     if entropy and sampled and on_policy and abs(_mean(sampled) - _mean(entropy)) > max(0.1, _LARGE * _mean(entropy)):
         nats = f"Sampled tokens have {_mean(sampled):.2f} nats, the policy's distribution {_mean(entropy):.2f}"
@@ -139,7 +248,12 @@ def check_sampling(run: RunData) -> Iterator[Finding]:
     same = [len(set(map(_tokens, group))) == 1 for group in run.groups if len(group) > 1]
     if same and run.config.rollout.temperature > 0 and _mean(same) > _LARGE:
         text = f"All attempts are identical in {_mean(same):.0%} of the groups"
-        yield Finding("sampling", "warn", text, "Check the seeds and the temperature of the engine; see the entropy.")
+        if (temperature := run.config.rollout.temperature) < _LOW_TEMPERATURE:
+            text += f": rollout.temperature is {temperature:g}"
+            yield Finding("temperature", "fault", text, "Set rollout.temperature to 1.")
+        else:
+            remedy = "Check the seeds and the temperature of the engine; see the entropy."
+            yield Finding("sampling", "warn", text, remedy)
 
 
 def check_groups(run: RunData) -> Iterator[Finding]:

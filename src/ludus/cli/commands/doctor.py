@@ -118,10 +118,16 @@ def _print_findings(folder: Path, steps: int, as_json: bool) -> int:
         [load_evaluation(file) for file in sorted(run.evaluations.glob("*.json"))],
     )
     console, found = make_console(quiet=as_json), examine_run(data)
+    consequences: dict[str, list[str]] = {}
     for finding in found:
+        if finding.follows_from:
+            consequences.setdefault(finding.follows_from, []).append(finding.topic)
+            continue
         style = {"fault": "bold red", "warn": "yellow", "note": "cyan"}[finding.severity]
         print_text(console, f"{finding.severity:5}  {finding.topic}: {finding.text}.", style)
         print_text(console, f"       {finding.remedy}")
+    for cause, topics in consequences.items():
+        print_text(console, f"Explained by {cause} (see them with --json): {', '.join(dict.fromkeys(topics))}.")
     numbers = f"{len(data.rows)} steps, {len(data.records)} rollouts of the last {min(steps, len(data.rows))}"
     read = f"{numbers}, {len(data.evaluations)} evaluations"
     counts = Counter(finding.severity for finding in found)
