@@ -7,31 +7,33 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
+from generators.functions.__main__ import draw
+from generators.functions.generate import DrawnTask, request_specs
+from generators.functions.plans import in_words
 from generators.reports.shared import TaskShape, rate_lines, variety_lines
 from ludus.envs.base import World
 from ludus.rewards.base import truth_of
 from ludus.rewards.paper_rewards import ExpectedCall
 from ludus.types import StopReason, Task, Trajectory
-from ludus.worlds.functions.generate import request_of, request_specs
 from ludus.worlds.functions.grader import Truth, solved
 from ludus.worlds.functions.world import DONE, NO_TOOL, Attempt
 
 
-def task_shapes(tasks: Sequence[Task]) -> list[TaskShape]:
+def task_shapes(tasks: Sequence[DrawnTask]) -> list[TaskShape]:
     """Return the shape of each task."""
     forms = [(task, _form(task)) for task in tasks]
-    return [TaskShape(task.tags.get("level", ""), form, _shape(truth_of(task, Truth), form)) for task, form in forms]
+    return [TaskShape(str(task.level), form, _shape(task, form)) for task, form in forms]
 
 
-def _form(task: Task) -> str:
+def _form(task: DrawnTask) -> str:
     """Return the request with the kinds of values instead of the values."""
-    request, at = request_of(task), 0
-    if truth_of(task, Truth).right == "answer":
+    request, at = task.row["request"], 0
+    if task.right == "answer":
         return _template(request)
-    for step in truth_of(task, Truth).plan:
+    for step in task.plan:
         for param in step.function.params:
             if param.name in step.values:
-                words = param.piece.format(param.of.in_words(step.values[param.name]))
+                words = param.piece.format(in_words(param.kind, step.values[param.name]))
                 kind = param.piece.format(f"<{param.kind}>")
                 place = request.index(words, at)
                 request, at = request[:place] + kind + request[place + len(words) :], place + len(kind)
@@ -44,16 +46,16 @@ def _template(request: str) -> str:
     return next(form for form in forms if re.fullmatch(re.sub(r"\\{\w+\\}", ".+", re.escape(form)), request))
 
 
-def _shape(truth: Truth, form: str) -> str:
+def _shape(task: DrawnTask, form: str) -> str:
     """Return the solution without values: the calls as `name(argument, argument<-place)`."""
-    steps, missing = [], ""
-    for number, step in enumerate(truth.plan):
+    steps, missing, ask = [], "", task.row.get("ask")
+    for number, step in enumerate(task.plan):
         given = [*step.values, *(f"{name}<-{place}" for name, (place, _) in step.links.items())]
-        if truth.ask is not None and truth.ask.function == step.function.name:
-            given.append(truth.ask.param.name)
-            missing = f" without {number}.{truth.ask.param.name}"
+        if ask is not None and ask["function"] == step.function.name:
+            given.append(ask["param"])
+            missing = f" without {number}.{ask['param']}"
         steps.append(f"{step.function.name}({', '.join(sorted(given))})")
-    return f"{truth.right}: {'; '.join(sorted(steps)) or form}{missing}"
+    return f"{task.right}: {'; '.join(sorted(steps)) or form}{missing}"
 
 
 def no_tool_rate(tasks: Sequence[Task]) -> float:
@@ -101,7 +103,8 @@ def trajectory_of(attempt: Attempt) -> Trajectory:
 def report(world: World) -> str:
     """Return the report on the generated tasks of a world."""
     splits = {split: world.tasks(split) for split in world.splits}
-    table = variety_lines(((split, task_shapes(tasks)) for split, tasks in splits.items()), "requests")
+    drawn = dict(draw({split: len(tasks) for split, tasks in splits.items()} | {"demonstrations": 0}))
+    table = variety_lines(((split, task_shapes(drawn[split])) for split in splits), "requests")
     rates = []
     for split, tasks in splits.items():
         null = sum(task.tags["null"] == "true" for task in tasks) / len(tasks)

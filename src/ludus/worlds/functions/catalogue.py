@@ -9,10 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import operator
-import random
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from typing import Final, Literal, TypeVar
@@ -39,8 +38,6 @@ class ValueKind:
 
     type: str = "string"
     pool: Sequence[bool | int | float | str] = ()
-    literal: str = "{}"
-    reference: str = ""
     asks: Sequence[str] = ()
     letter: str = ""
     tail: str = ""
@@ -48,24 +45,6 @@ class ValueKind:
 
     def identifier(self, number: int) -> str:
         return f"{self.letter}{number}{self.tail}"
-
-    def draw(self, rng: random.Random, split: str) -> JSON:
-        """Return a value of the split. No text of one split occurs in another; numbers are shared."""
-        if self.letter:
-            return self.identifier(rng.randrange(1000, 10_000))
-        places = {"train": range(6), "validation": range(6, 7)}.get(split, range(7, 10))
-        if self.type == "array":
-            people: Sequence[JSON] = vocabulary().kinds["person"].pool
-            return rng.sample([name for i, name in enumerate(people) if i % 10 in places], 2)
-        is_shared = len(self.pool) < 10 or self.type != "string"
-        while True:
-            place = rng.randrange(len(self.pool))
-            if is_shared or place % 10 in places:
-                return self.pool[place]
-
-    def in_words(self, value: JSON) -> str:
-        """Return the words for a value in a request."""
-        return self.literal.format(" and ".join(map(str, value)) if isinstance(value, list) else str(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +170,6 @@ def _canonical(part: JSON) -> str:
 
 Form = Literal["plain", "text", "list"]
 """Format of an argument: unchanged, a number as text, or a text as a list of one."""
-_FORMS: Final[Mapping[str, Form]] = {"integer": "text", "number": "text", "string": "list"}
 _TYPES: Final[Mapping[str, tuple[type, ...]]] = {
     "string": (str,),
     "integer": (int,),
@@ -332,6 +310,10 @@ class Function:
         described = FunctionSchema(name=self.name, description=self.description, parameters=parameters)
         return ToolSchema(type="function", function=described)
 
+    def param(self, name: str) -> Param:
+        """Return a parameter by its name in the catalogue."""
+        return next(param for param in self.params if param.name == name)
+
     def run(self, state: DomainState, **arguments: JSON) -> Row:
         """Return the result of a call. Raises LookupError or ValueError, which the model sees."""
         for param in catalogue()[self.name].params:
@@ -342,10 +324,6 @@ class Function:
     def encode(self, arguments: Mapping[str, JSON]) -> dict[str, JSON]:
         """Convert arguments from the names of the catalogue to the signature of the task."""
         return {one.offered: one.encode(arguments[one.name]) for one in self.params if one.name in arguments}
-
-    def drawn(self, rng: random.Random) -> dict[str, JSON]:
-        """Return random arguments for the required parameters, in the signature of the task."""
-        return self.encode({param.name: param.of.draw(rng, "train") for param in catalogue()[self.name].required})
 
     def tool(self, state: DomainState) -> SchemaTool:
         """Return the tool on the state of an episode."""
@@ -365,50 +343,6 @@ def catalogue() -> Mapping[str, Function]:
     for row in rows.values():
         row["params"] = tuple(Param(*param) for param in row["params"])
     return {name: Function(name, **row) for name, row in rows.items()}
-
-
-def change_signature(function: Function, rng: random.Random, split: str) -> Function:
-    """Rename and reorder the parameters, and change the format of values.
-
-    At least one is renamed. The last alias of each name is reserved for the split `composition`.
-    """
-    used = {param.name for param in function.params}
-    params: list[Param] = []
-    must = rng.randrange(len(function.params))
-    for place, param in enumerate(function.params):
-        aliases = vocabulary().aliases[param.name]
-        free = [one for one in (aliases[-1:] if split == "composition" else aliases[:-1]) if one not in used]
-        alias = rng.choice(free) if free and (place == must or rng.random() < 0.6) else ""
-        used.add(alias)
-        form: Form = "plain" if rng.random() < 0.65 else _FORMS.get(param.of.type, "plain")
-        params.append(replace(param, alias=alias, form=form))
-    rng.shuffle(params)
-    return replace(function, params=tuple(params))
-
-
-Links = Mapping[str, tuple[int, str]]
-"""Parameters that take earlier results: index of the step, and field of its result."""
-
-
-@dataclass(frozen=True)
-class PlanStep:
-    """A call with the values that the request states and links to earlier results."""
-
-    function: Function
-    values: Mapping[str, JSON]
-    links: Links = field(default_factory=dict)
-
-    def request(self, verb: str) -> str:
-        pieces = [verb]
-        for param in self.function.params:
-            if param.name in self.links:
-                pieces.append(param.piece.format(param.of.reference))
-            elif param.name in self.values:
-                pieces.append(param.piece.format(param.of.in_words(self.values[param.name])))
-        return " ".join(pieces)
-
-
-Plan = tuple[PlanStep, ...]
 
 
 @dataclass(frozen=True, slots=True)

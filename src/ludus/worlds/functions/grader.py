@@ -22,7 +22,7 @@ from ludus.rewards.exact_match import ExpectedAnswers, matches, normalise
 from ludus.rewards.extract import last_output
 from ludus.rewards.paper_rewards import ExpectedCall, ExpectedCalls
 from ludus.types import JSON, StopReason, Task, ToolStatus, Trajectory
-from ludus.worlds.functions.catalogue import Param, Plan, Scene, catalogue, read_data, vocabulary
+from ludus.worlds.functions.catalogue import Param, Scene, catalogue, read_data, vocabulary
 
 VERDICT: Final = "verdict"
 """The tool name of the outcome that lists which turns of a task of several turns agree with the gold calls."""
@@ -112,14 +112,14 @@ class GoldCall:
 
 @dataclass(frozen=True, slots=True)
 class Truth(ExpectedCalls):
-    """The truth: the gold calls, or another right response. `plan` are the steps of a generated request."""
+    """The truth: the gold calls, or another right response. `invented` is a wrong call with values from nowhere."""
 
     right: Right
     gold: tuple[GoldCall, ...]
     scene: Scene
     ask: Ask | None = None
     answer: ExpectedAnswers | None = None
-    plan: Plan = ()
+    invented: ExpectedCall | None = None
 
     def accepts_text(self, answer: str) -> bool:
         """Return whether an answer without calls is right: it asks, answers, or refuses.

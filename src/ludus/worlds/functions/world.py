@@ -7,6 +7,7 @@ value is invented, or a function is called although none fits. A first call with
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from ludus.envs.base import SandboxWorld, shipped_report
 from ludus.envs.messages import assistant, tool_call
 from ludus.envs.settings import read_settings
+from ludus.envs.task_archive import in_turn, repeat_lines
 from ludus.envs.tool_env import ToolEnv, ToolLimits, describe_error
 from ludus.envs.tool_world import Dialogue, check_split
+from ludus.errors import ConfigError
 from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.code.turns import TurnVerifier
 from ludus.rewards.exact_match import well_formed
@@ -29,8 +32,8 @@ from ludus.tools.base import ArgumentError
 from ludus.types import JSON, Message, Task, ToolOutcome, ToolStatus
 from ludus.worlds.functions.bfcl.reader import ApiEnv, ApiTruth, gold_messages, load_tasks
 from ludus.worlds.functions.catalogue import Scene, catalogue
-from ludus.worlds.functions.generate import SPLITS, TaskSampler, request_of, sample_tasks
 from ludus.worlds.functions.grader import GoldCall, Truth, gold_calls_made, part_made, solved
+from ludus.worlds.functions.tasks import SPLITS, make_task, read_tasks
 
 SHARES = {"train": 1.0, "validation": 0.1, "test": 0.25, "composition": 0.2}
 """Number of tasks of each split relative to training."""
@@ -114,15 +117,13 @@ class FunctionsWorld(SandboxWorld):
         return ToolEnv(scene.tools() if has_tools else (), self.rewards, self.limits)
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
-        """Yield dialogues of the flawed solver on new training tasks without end; no request is held out."""
+        """Yield dialogues of the flawed solver without end, on tasks that are in no split."""
         settings = self.settings
         rng = random.Random(f"demonstrations/{settings.seed}/{seed}")
-        makers = [TaskSampler(rng, "train", level, settings.changed_in_training) for level in settings.levels]
-        held_out = {request_of(task) for split in SPLITS[1:] for task in self.tasks(split)}
-        for number in itertools.count():
-            task = makers[number % len(makers)].task(number)
-            if task is not None and request_of(task) not in held_out:
-                yield _show(task, CallFlaws(settings.flaw_rate, settings.correction_rate), rng)
+        flaws = CallFlaws(settings.flaw_rate, settings.correction_rate)
+        streams = [repeat_lines("functions", f"demonstrations/{level}", rng) for level in settings.levels]
+        for line in in_turn(streams):
+            yield _show(make_task(json.loads(line), "demonstrations-0-0", settings.changed_in_training), flaws, rng)
 
     def expert(self, task: Task) -> Dialogue | None:
         """Return a dialogue without flaws (of several turns: without responses); None if there are no functions."""
@@ -165,13 +166,12 @@ class FunctionsWorld(SandboxWorld):
         is_held_out = split in ("test", "composition")
         share = max(round(settings.num_tasks * SHARES[split]), 1)
         num = settings.num_held_out or share if is_held_out else share
-        taken = {request_of(task) for other in SPLITS[: SPLITS.index(split)] for task in self.tasks(other)}
-        changes = settings.changed_in_training or is_held_out
-        samplers = [
-            TaskSampler(random.Random(f"{split}/{level}/{settings.seed}"), split, level, changes)
-            for level in settings.levels
-        ]
-        return sample_tasks(samplers, num, taken)
+        changed = settings.changed_in_training or is_held_out
+        tasks = tuple(itertools.islice(read_tasks(split, settings.levels, settings.seed, changed), num))
+        if len(tasks) < num:
+            message = f"The split {split!r} has {len(tasks)} different tasks of these levels, not {num}."
+            raise ConfigError(message, "Decrease env.settings.num_tasks or num_held_out, or add levels.")
+        return tasks
 
 
 def make_functions_world(settings: Mapping[str, object], limits: ToolLimits) -> FunctionsWorld:
@@ -255,9 +255,8 @@ def play(task: Task, flaws: CallFlaws, rng: random.Random) -> Attempt:
     elif truth.right == "any_call":
         function = truth.scene.tools()[0].schema["function"]
         attempt.call(ExpectedCall(function["name"], _required_values(function["parameters"])))
-    elif is_flawed and truth.answer is None and truth.scene.functions:
-        chosen = truth.scene.functions[0] if truth.ask is None else truth.scene.function(truth.ask.function)
-        attempt.call(ExpectedCall(chosen.name, chosen.drawn(rng)))
+    elif is_flawed and truth.invented is not None:
+        attempt.call(truth.invented)
     else:
         text = _right_answers(truth)[0]
     attempt.answer(text)

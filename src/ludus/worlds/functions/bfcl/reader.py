@@ -52,8 +52,8 @@ from ludus.tools.base import FunctionSchema, ToolError, ToolSchema
 from ludus.types import JSON, Action, Message, StepResult, Task, ToolOutcome, ToolStatus
 from ludus.worlds.functions.bfcl import guest_runner
 from ludus.worlds.functions.catalogue import CheckedTool, Scene, fits
-from ludus.worlds.functions.generate import SYSTEM
 from ludus.worlds.functions.grader import VERDICT, GoldCall, Right, Truth
+from ludus.worlds.functions.tasks import SYSTEM
 
 LIMITS: Final = Limits(wall_s=20.0, cpu_s=15.0, output_bytes=8 * MIB, files_out=0)
 Turns = Sequence[Sequence[ExpectedCall]]

@@ -4,38 +4,26 @@ request, the offered functions and the truth."""
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence, Set
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
-from typing import Final, NamedTuple
+from itertools import cycle, pairwise
+from pathlib import Path
+from typing import NamedTuple
 
-from ludus.errors import ConfigError
-from ludus.rewards.exact_match import ExpectedAnswers
-from ludus.types import JSON, Message, Task
-from ludus.worlds.functions.catalogue import (
-    DomainState,
-    Function,
-    Links,
-    Param,
-    Plan,
-    PlanStep,
-    Row,
-    Scene,
-    catalogue,
-    change_signature,
-    read_data,
-    vocabulary,
-)
-from ludus.worlds.functions.grader import Ask, GoldCall, Right, Truth
+from pydantic import TypeAdapter
 
-SYSTEM: Final = "Do what is asked with the tools. Ask back where something is missing; call nothing where no tool fits."
-SPLITS: Final = ("train", "validation", "test", "composition")
+from generators.functions.plans import Links, Plan, PlanStep, change_signature, draw_value, in_words, invent
+from ludus.types import JSON
+from ludus.worlds.functions.catalogue import DomainState, Form, Function, Param, Row, catalogue, vocabulary
+from ludus.worlds.functions.grader import Right
+from ludus.worlds.functions.tasks import AskRow, CallRow, TaskRow
 
 
 @dataclass(frozen=True, slots=True)
 class LevelSpec:
-    """The tasks of a level; `data/requests.toml` describes the fields."""
+    """The tasks of a level; `requests.toml` describes the fields."""
 
     calls: int
     tools: int
@@ -45,7 +33,7 @@ class LevelSpec:
 
 @dataclass(frozen=True, slots=True)
 class RequestSpecs:
-    """The tables of `data/requests.toml`."""
+    """The tables of `requests.toml`."""
 
     held_out_domain: str
     held_out_links: Sequence[Sequence[str]]
@@ -58,8 +46,9 @@ class RequestSpecs:
 
 @cache
 def request_specs() -> RequestSpecs:
-    """Return the tables of `data/requests.toml`."""
-    return read_data("requests.toml", RequestSpecs)
+    """Return the tables of `requests.toml`."""
+    text = Path(__file__).with_name("requests.toml").read_text("utf-8")
+    return TypeAdapter(RequestSpecs).validate_python(tomllib.loads(text))
 
 
 @cache
@@ -137,49 +126,60 @@ class _Draft(NamedTuple):
     plan: Plan
     request: str
     right: Right
-    ask: Ask | None = None
-    answer: ExpectedAnswers | None = None
+    ask: AskRow | None = None
+    answer: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnTask:
+    """A task as it is stored, and the plan behind it."""
+
+    level: int
+    right: Right
+    plan: Plan
+    row: TaskRow
 
 
 @dataclass(frozen=True, slots=True)
 class TaskSampler:
-    """Draws the plans and tasks of a split at one level; signatures are changed only with `changes`."""
+    """Draws the plans and tasks of a split at one level."""
 
     rng: random.Random
     split: str
     level: int
-    changes: bool = True
 
-    def task(self, number: int) -> Task | None:
+    def task(self) -> DrawnTask | None:
         """Return a task, or None if a function of the plan fails."""
         rng, level = self.rng, request_specs().levels[str(self.level)]
         family = rng.choices(list(level.families), list(level.families.values()))[0]
         if family == "answer" and self.split == "composition":
             family = "single"  # questions have no held-out functions
         draft = self._draft(family, level.calls)
-        is_changed = rng.random() < level.changed and self.changes
-        known = tuple(
+        is_changed = rng.random() < level.changed
+        row = TaskRow(family=family, request=draft.request, seed=rng.randrange(2**32))
+        known = [
             (param.kind, str(step.values[param.name]))
             for step in draft.plan
             for param in step.function.params
             if param.of.letter and param.name in step.values
-        )
-        scene = Scene(rng.randrange(2**32), known, self._offered(draft, is_changed, level.tools))
-        try:
-            gold = _gold_calls(draft.plan, scene) if draft.right == "call" else ()
-        except (LookupError, ValueError):
-            return None
-        calls = tuple(call.expected for call in gold)
-        truth = Truth(calls, draft.right, gold, scene, draft.ask, draft.answer, draft.plan)
-        prompt = (Message(role="system", content=SYSTEM), Message(role="user", content=draft.request))
-        tags = {
-            "split": self.split,
-            "family": family,
-            "level": str(self.level),
-            "signature": "plain" if all(one == catalogue()[one.name] for one in scene.functions) else "changed",
-            "null": "true" if draft.right == "decline" else "false",
-        }
-        return Task(f"{self.split}-{self.level}-{number:04d}", prompt, truth, tags, seed=scene.seed)
+        ]
+        if known:
+            row["known"] = known
+        offered = self._offered(draft, is_changed, level.tools)
+        row["functions"] = [_signature(function) for function in offered]
+        if draft.right == "call":
+            try:
+                row["calls"] = _calls(draft.plan, DomainState(row["seed"], tuple(known)))
+            except (LookupError, ValueError):
+                return None
+        if draft.right == "answer":
+            row["answer"] = draft.answer
+        if draft.ask is not None:
+            row["ask"] = draft.ask
+        if draft.right in ("ask", "decline"):
+            called = offered[0] if draft.ask is None else catalogue()[draft.ask["function"]]
+            row["invented"] = invent(called, random.Random(draft.request))
+        return DrawnTask(self.level, draft.right, draft.plan, row)
 
     def _draft(self, family: str, num: int) -> _Draft:
         if family == "answer":
@@ -213,15 +213,16 @@ class TaskSampler:
         plan = (*plan[:place], replace(plan[place], values=values), *plan[place + 1 :])
         request = self._request(plan, family, request_specs().styles[:3])
         named = [(one, step) for step in plan for one in step.function.required if one.name in step.values]
-        stated = tuple((one, step.values[one.name]) for one, step in named)
-        return _Draft(plan, request, "ask", Ask(plan[place].function.name, missing, request, stated))
+        stated = [(step.function.name, one.name, step.values[one.name]) for one, step in named]
+        ask = AskRow(function=plan[place].function.name, param=missing.name, stated=stated)
+        return _Draft(plan, request, "ask", ask)
 
     def _question(self) -> _Draft:
         kinds = vocabulary().kinds
         text, wanted = self.rng.choice(request_specs().questions)
-        values = {name: kind.draw(self.rng, self.split) for name, kind in kinds.items() if f"{{{name}}}" in text}
-        request = text.format(**{name: kinds[name].in_words(value) for name, value in values.items()})
-        return _Draft((), request, "answer", answer=ExpectedAnswers((str(values[wanted]),)))
+        values = {name: draw_value(kind, self.rng, self.split) for name, kind in kinds.items() if f"{{{name}}}" in text}
+        request = text.format(**{name: in_words(name, value) for name, value in values.items()})
+        return _Draft((), request, "answer", answer=str(values[wanted]))
 
     def _offered(self, draft: _Draft, is_changed: bool, num: int) -> tuple[Function, ...]:
         """Return the functions of the plan (none if no call is right) and others, shuffled."""
@@ -230,7 +231,7 @@ class TaskSampler:
         declines = draft.right == "decline"
         chosen = [] if declines else list(needed.values())
         excluded = set(needed).union(*map(looks_like, needed.values() if declines else ()))
-        kind = draft.ask.param.kind if draft.ask else None
+        kind = catalogue()[draft.ask["function"]].param(draft.ask["param"]).kind if draft.ask else None
         domains = {function.domain for function in needed.values()}
         near, far = list[Function](), list[Function]()
         for function in functions_for(self.split):
@@ -299,51 +300,37 @@ class TaskSampler:
         values: dict[str, JSON] = {}
         for param in function.params:
             if param.name not in (links or {}) and (param.default is None or self.rng.random() < 0.4):
-                value = param.of.draw(self.rng, self.split)
+                value = draw_value(param.of, self.rng, self.split)
                 while value in values.values() or value == param.default:
-                    value = param.of.draw(self.rng, self.split)
+                    value = draw_value(param.of, self.rng, self.split)
                 values[param.name] = value
         return PlanStep(function, values, links or {})
 
 
-def _gold_calls(plan: Plan, scene: Scene) -> tuple[GoldCall, ...]:
-    """Run the plan on the initial state, and return its calls with the signatures of the task.
+def _signature(function: Function) -> tuple[str, list[tuple[str, str, Form]]]:
+    """Return the name of a function, and its parameters if they differ from those of the catalogue."""
+    is_plain = function == catalogue()[function.name]
+    return function.name, [] if is_plain else [(one.name, one.alias, one.form) for one in function.params]
 
-    Raises LookupError or ValueError if a call fails.
-    """
-    state, results, found = DomainState(scene.seed, scene.known), list[Row](), list[GoldCall]()
+
+def _calls(plan: Plan, state: DomainState) -> list[CallRow]:
+    """Run the plan, and return its calls. Raises LookupError or ValueError if a call fails."""
+    results, found = list[Row](), list[CallRow]()
     for step in plan:
         given = {**step.values, **{name: results[place][key] for name, (place, key) in step.links.items()}}
         left = {param.name: param.default for param in step.function.params if param.name not in given}
         results.append(step.function.run(state, **given, **left))
-        function = scene.function(step.function.name)
-        accepted = {name: (value,) for name, value in function.encode({**given, **left}).items()}
-        optional = frozenset(param.offered for param in function.params if param.name in left)
-        after = tuple(sorted({place for place, _ in step.links.values()}))
-        found.append(GoldCall(function.name, accepted, optional, after))
-    return tuple(found)
+        after = sorted({place for place, _ in step.links.values()})
+        found.append(CallRow(name=step.function.name, arguments=given, after=after))
+    return found
 
 
-def sample_tasks(samplers: Sequence[TaskSampler], num: int, taken: Set[str]) -> tuple[Task, ...]:
-    """Return `num` tasks, alternately from each sampler; no request occurs twice or is in `taken`.
-
-    Raises ConfigError if there are too few different tasks.
-    """
-    tasks: list[Task] = []
-    seen = set(taken)
-    for _ in range(20 * num + 200):
-        task = samplers[len(tasks) % len(samplers)].task(len(tasks))
-        if task is not None and request_of(task) not in seen:
-            seen.add(request_of(task))
-            tasks.append(task)
-        if len(tasks) == num:
-            return tuple(tasks)
-    raise ConfigError(
-        f"There are no {num} different tasks of the split {samplers[0].split!r}.",
-        "Decrease env.settings.num_tasks, or add levels.",
-    )
-
-
-def request_of(task: Task) -> str:
-    """Return the request of the user."""
-    return task.prompt[-1]["content"]
+def draw_tasks(split: str, levels: Sequence[int], seen: set[str], seed: str) -> Iterator[DrawnTask]:
+    """Yield tasks without end, levels in turn; no request occurs twice or is in `seen`, to which it is added."""
+    samplers = [TaskSampler(random.Random(f"{split}/{level}/{seed}"), split, level) for level in levels]
+    for sampler in cycle(samplers):
+        task = sampler.task()
+        while task is None or task.row["request"] in seen:
+            task = sampler.task()
+        seen.add(task.row["request"])
+        yield task

@@ -1,0 +1,1 @@
+"""Generator of the tasks of the world `functions`."""
